@@ -23,10 +23,10 @@ ELSEWHERE = [
 ]  # tests/algorithms/test_process_rewards.py, tests/rollout/test_distillation.py
 
 
-def advantages(name: str, given: Outcomes, **values: object) -> np.ndarray:
+def advantages(name: str, batch: Outcomes, **values: object) -> np.ndarray:
     function = ADVANTAGES[name].function
     assert function is not None
-    return function(given, settings(advantage=name, **values))
+    return function(batch, settings(advantage=name, **values))
 
 
 def test_every_estimator_is_tested_here() -> None:
@@ -38,8 +38,8 @@ class TestByHand:
         # Group 7: rewards 1, 0, 0, 1: mean 1/2, squares 4 * 1/4 = 1, std = sqrt(1/3).
         # Group 3: rewards 2, 4: mean 3, squares 2, std = sqrt(2).
         got = advantages("grpo", outcomes([1, 2, 0, 0, 4, 1.0], [7, 3, 7, 7, 3, 7]))
-        half, one = 0.5 / (sqrt(1 / 3) + 1e-6), 1 / (sqrt(2) + 1e-6)
-        np.testing.assert_allclose(got, [half, -one, -half, -half, one, half], rtol=1e-12)
+        half, full = 0.5 / (sqrt(1 / 3) + 1e-6), 1 / (sqrt(2) + 1e-6)
+        np.testing.assert_allclose(got, [half, -full, -half, -half, full, half], rtol=1e-12)
 
     def test_dr_grpo_is_grpo_without_std(self) -> None:
         got = advantages("grpo", outcomes([1, 0, 0, 1.0], [0] * 4), normalize_by_std=False)
@@ -63,17 +63,17 @@ class TestByHand:
 
     def test_gpg(self) -> None:
         # 7 samples, 3 of a group of equals (0.1 three times does not quite sum to 0.3): alpha = 7 / 4.
-        given = outcomes([1, 0.1, 0, 0.1, 0, 0.1, 0], [0, 1, 0, 1, 0, 1, 0])
+        batch = outcomes([1, 0.1, 0, 0.1, 0, 0.1, 0], [0, 1, 0, 1, 0, 1, 0])
         expected = np.array([0.75, 0, -0.25, 0, -0.25, 0, -0.25]) * 7 / 4
-        np.testing.assert_allclose(advantages("gpg", given), expected, atol=1e-15)
+        np.testing.assert_allclose(advantages("gpg", batch), expected, atol=1e-15)
 
     def test_grpo_passk(self) -> None:
         # Best 5, second 3; a tie for the best has no winner.
-        given = outcomes([1, 5, 2, 3, 2, 0], [0, 0, 1, 0, 1, 1])
-        plain = advantages("grpo_passk", given, normalize_by_std=False)
+        batch = outcomes([1, 5, 2, 3, 2, 0], [0, 0, 1, 0, 1, 1])
+        plain = advantages("grpo_passk", batch, normalize_by_std=False)
         np.testing.assert_allclose(plain, [0, 2, 0, 0, 0, 0])
         # mean 3, squares 4 + 4 + 0 = 8, std = 2.
-        np.testing.assert_allclose(advantages("grpo_passk", given), [0, 2 / (2 + 1e-6), 0, 0, 0, 0])
+        np.testing.assert_allclose(advantages("grpo_passk", batch), [0, 2 / (2 + 1e-6), 0, 0, 0, 0])
 
     def test_pass_at_k(self) -> None:
         # n = 4, m = 3 wrong, k = 2. Fails: C(3,2) / C(4,2) = 1/2; spread 1/2. Right: 1/2 / 1/2 = 1.
@@ -86,8 +86,8 @@ class TestByHand:
             advantages("pass_at_k", outcomes([0, 1], [0, 0]), pass_k=3)
 
     def test_remax(self) -> None:
-        given = Outcomes(np.array([1, 0, 3.0]), np.array([0, 0, 1]), np.ones(3), np.array([0.5, 0.5, 2.0]))
-        np.testing.assert_array_equal(advantages("remax", given), [0.5, -0.5, 1.0])
+        batch = Outcomes(np.array([1, 0, 3.0]), np.array([0, 0, 1]), np.ones(3), np.array([0.5, 0.5, 2.0]))
+        np.testing.assert_array_equal(advantages("remax", batch), [0.5, -0.5, 1.0])
         assert ADVANTAGES["remax"].needs_greedy and not ADVANTAGES["grpo"].needs_greedy
 
     def test_left_to_others(self) -> None:
@@ -97,13 +97,13 @@ class TestByHand:
     def test_reinforce_plus_plus(self) -> None:
         # Outcome 8, penalties 1, 2 and 3 of the chosen tokens; the hole between earns nothing and takes no time.
         # gamma 1/2: 8 - 3 = 5; -2 + 5/2 = 1/2; -1 + 1/4 = -3/4. The second sequence: 6, then 6/2.
-        given = TokenOutcomes(
+        batch = TokenOutcomes(
             rewards=np.array([8.0, 6.0]),
             penalties=-np.array([9.0, 1, 2, 9, 3, 0, 0]),
             mask=np.array([0, 1, 1, 0, 1, 1, 1], dtype=bool),
             lengths=[5, 2],
         )
-        got = ADVANTAGES["reinforce_plus_plus"].of_tokens(given, settings(gamma=0.5))
+        got = ADVANTAGES["reinforce_plus_plus"].of_tokens(batch, settings(gamma=0.5))
         np.testing.assert_allclose(got, [0, -0.75, 0.5, 0, 5, 3, 6])
 
 
@@ -143,8 +143,8 @@ def slow_pass_at_k(r: list[float], lengths: list[int], s: AlgorithmConfig) -> li
     std = sqrt(mean * (1 - mean))
     if std == 0:
         return [0.0] * len(r)
-    own = [[x for members, x in zip(sets, scores, strict=True) if i in members] for i in range(len(r))]
-    return [(sum(mine) / len(mine) - mean) / std for mine in own]
+    by_sample = [[x for members, x in zip(sets, scores, strict=True) if i in members] for i in range(len(r))]
+    return [(sum(mine) / len(mine) - mean) / std for mine in by_sample]
 
 
 SLOW: dict[str, Callable[[list[float], list[int], AlgorithmConfig], list[float]]] = {
@@ -165,65 +165,65 @@ def random_outcomes(seed: int, sizes: list[int]) -> Outcomes:
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("name", SLOW)
 def test_slow_reference(name: str, normalize: bool) -> None:
-    given = random_outcomes(1, [3, 8, 5, 3])
+    batch = random_outcomes(1, [3, 8, 5, 3])
     if name != "pass_at_k":
-        given = random_outcomes(1, [1, 8, 5, 2, 1])
+        batch = random_outcomes(1, [1, 8, 5, 2, 1])
     config = settings(advantage=name, normalize_by_std=normalize, pass_k=3)
-    got = advantages(name, given, normalize_by_std=normalize, pass_k=3)
-    for group in np.unique(given.groups):
-        own = given.groups == group
-        expected = SLOW[name](given.rewards[own].tolist(), given.loss_tokens[own].tolist(), config)
-        np.testing.assert_allclose(got[own], expected, rtol=1e-9, atol=1e-12)
+    got = advantages(name, batch, normalize_by_std=normalize, pass_k=3)
+    for group in np.unique(batch.groups):
+        in_group = batch.groups == group
+        expected = SLOW[name](batch.rewards[in_group].tolist(), batch.loss_tokens[in_group].tolist(), config)
+        np.testing.assert_allclose(got[in_group], expected, rtol=1e-9, atol=1e-12)
 
 
 def test_slow_reinforce_plus_plus_baseline() -> None:
     """Token by token: every token of the batch holds its sample's centred reward, and all of them are whitened."""
-    given = random_outcomes(2, [4, 3, 1])
+    batch = random_outcomes(2, [4, 3, 1])
     tokens, owners = [], []
-    for i, (reward, group, count) in enumerate(zip(given.rewards, given.groups, given.loss_tokens, strict=True)):
-        tokens += [reward - given.rewards[given.groups == group].mean()] * int(count)
+    for i, (reward, group, count) in enumerate(zip(batch.rewards, batch.groups, batch.loss_tokens, strict=True)):
+        tokens += [reward - batch.rewards[batch.groups == group].mean()] * int(count)
         owners += [i] * int(count)
     whitened = (np.array(tokens) - np.mean(tokens)) / np.sqrt(np.var(tokens, ddof=1) + 1e-8)
-    got = advantages("reinforce_plus_plus_baseline", given)
+    got = advantages("reinforce_plus_plus_baseline", batch)
     np.testing.assert_allclose(got[owners], whitened, rtol=1e-9)
 
 
 def test_slow_gpg() -> None:
-    given = random_outcomes(3, [4, 3, 2])
-    given.rewards[given.groups == given.groups[0]] = 0.3
-    group_of_equals = int((given.groups == given.groups[0]).sum())
+    batch = random_outcomes(3, [4, 3, 2])
+    batch.rewards[batch.groups == batch.groups[0]] = 0.3
+    group_of_equals = int((batch.groups == batch.groups[0]).sum())
     alpha = 9 / (9 - group_of_equals)
     expected = [
-        alpha * (r - given.rewards[given.groups == g].mean()) for r, g in zip(given.rewards, given.groups, strict=True)
+        alpha * (r - batch.rewards[batch.groups == g].mean()) for r, g in zip(batch.rewards, batch.groups, strict=True)
     ]
-    np.testing.assert_allclose(advantages("gpg", given), expected, atol=1e-12)
+    np.testing.assert_allclose(advantages("gpg", batch), expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", OF_GROUPS)
 class TestProperties:
-    given = random_outcomes(4, [4, 7, 5, 4])
+    batch = random_outcomes(4, [4, 7, 5, 4])
 
-    def of(self, name: str, given: Outcomes) -> np.ndarray:
-        return advantages(name, given, pass_k=2)
+    def of(self, name: str, batch: Outcomes) -> np.ndarray:
+        return advantages(name, batch, pass_k=2)
 
     def test_order_of_samples_does_not_matter(self, name: str) -> None:
-        order = np.random.default_rng(0).permutation(len(self.given.rewards))
-        shuffled = Outcomes(self.given.rewards[order], self.given.groups[order], self.given.loss_tokens[order])
-        np.testing.assert_allclose(self.of(name, shuffled), self.of(name, self.given)[order], atol=1e-12)
+        order = np.random.default_rng(0).permutation(len(self.batch.rewards))
+        shuffled = Outcomes(self.batch.rewards[order], self.batch.groups[order], self.batch.loss_tokens[order])
+        np.testing.assert_allclose(self.of(name, shuffled), self.of(name, self.batch)[order], atol=1e-12)
 
     def test_names_of_groups_do_not_matter(self, name: str) -> None:
-        renamed = Outcomes(self.given.rewards, 1000 - 3 * self.given.groups, self.given.loss_tokens)
-        np.testing.assert_allclose(self.of(name, renamed), self.of(name, self.given), atol=1e-12)
+        renamed = Outcomes(self.batch.rewards, 1000 - 3 * self.batch.groups, self.batch.loss_tokens)
+        np.testing.assert_allclose(self.of(name, renamed), self.of(name, self.batch), atol=1e-12)
 
     def test_equal_rewards_have_no_advantage(self, name: str) -> None:
-        got = self.of(name, Outcomes(np.full(20, 3.0), self.given.groups, self.given.loss_tokens))
+        got = self.of(name, Outcomes(np.full(20, 3.0), self.batch.groups, self.batch.loss_tokens))
         np.testing.assert_allclose(got, np.zeros(20), atol=1e-9)
 
     def test_a_higher_reward_never_has_a_lower_advantage_within_a_group(self, name: str) -> None:
-        got = self.of(name, self.given)
-        for group in np.unique(self.given.groups):
-            own = self.given.groups == group
-            assert (np.diff(got[own][np.argsort(self.given.rewards[own])]) >= -1e-12).all()
+        got = self.of(name, self.batch)
+        for group in np.unique(self.batch.groups):
+            in_group = self.batch.groups == group
+            assert (np.diff(got[in_group][np.argsort(self.batch.rewards[in_group])]) >= -1e-12).all()
 
     def test_a_group_of_one_has_no_advantage(self, name: str) -> None:
         if name == "pass_at_k":
@@ -232,22 +232,22 @@ class TestProperties:
             assert advantages(name, outcomes([5.0], [0], [3])).tolist() == [0.0]
 
     def test_all_are_finite_where_no_token_counts(self, name: str) -> None:
-        nothing = Outcomes(self.given.rewards, self.given.groups, np.zeros(20, dtype=int))
+        nothing = Outcomes(self.batch.rewards, self.batch.groups, np.zeros(20, dtype=int))
         assert np.isfinite(self.of(name, nothing)).all()
 
 
 @pytest.mark.parametrize(("name", "power"), [("grpo", 0), ("grpo_passk", 0), ("rloo", 1), ("opo", 1), ("gpg", 1)])
 def test_scale_of_rewards(name: str, power: int) -> None:
-    given = random_outcomes(5, [4, 6, 3])
-    larger = Outcomes(given.rewards * 8, given.groups, given.loss_tokens)
-    np.testing.assert_allclose(advantages(name, larger), advantages(name, given) * 8**power, rtol=1e-4)
+    batch = random_outcomes(5, [4, 6, 3])
+    larger = Outcomes(batch.rewards * 8, batch.groups, batch.loss_tokens)
+    np.testing.assert_allclose(advantages(name, larger), advantages(name, batch) * 8**power, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_passk"])
 def test_what_all_of_a_group_earn_does_not_matter(name: str) -> None:
-    given = random_outcomes(6, [4, 6, 3])
-    shifted = Outcomes(given.rewards + 0.5 * given.groups, given.groups, given.loss_tokens)
-    np.testing.assert_allclose(advantages(name, shifted), advantages(name, given), atol=1e-9)
+    batch = random_outcomes(6, [4, 6, 3])
+    shifted = Outcomes(batch.rewards + 0.5 * batch.groups, batch.groups, batch.loss_tokens)
+    np.testing.assert_allclose(advantages(name, shifted), advantages(name, batch), atol=1e-9)
 
 
 def test_pass_at_k_with_k_1_is_the_pass_rate_whitened() -> None:

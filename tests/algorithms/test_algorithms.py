@@ -156,9 +156,9 @@ class TestShaping:
             has_spread([sample(0.9, accuracy=1.0)], "acc")
 
     def test_overlong_penalty_grows_over_the_buffer_and_no_further(self) -> None:
-        # max 10, buffer 4, factor 2: 6 is free, each token more costs 1/2, and what is longer than 10 no more than 2.
-        found = overlong_penalty(np.array([1, 6, 7, 9, 10, 12]), 10, 4, 2.0)
-        np.testing.assert_allclose(found, [0, 0, -0.5, -1.5, -2, -2])
+        # max 10, buffer 4, factor 2: 6 costs nothing, each further token 1/2, and lengths above 10 cost 2.
+        penalties = overlong_penalty(np.array([1, 6, 7, 9, 10, 12]), 10, 4, 2.0)
+        np.testing.assert_allclose(penalties, [0, 0, -0.5, -1.5, -2, -2])
         assert overlong_penalty(np.array([9]), 10, 1, 2.0).tolist() == [0.0]
 
     def test_group_numbers_are_those_of_each_groups_samples(self) -> None:

@@ -1,4 +1,4 @@
-"""Rollout correction against numbers worked by hand, slow references, and what is reported of the mismatch."""
+"""Rollout correction and mismatch metrics against numbers worked by hand and slow references."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.loss_cases import correcting, inputs, part_of, random_inputs,
 def mismatched(
     rho: list[float], lengths: list[int], mask: list[float] | None = None
 ) -> tuple[LossInputs, torch.Tensor]:
-    """Tokens whose log-prob is -1 for the trainer, and what it is for the engine by rho = p(trainer) / p(engine)."""
+    """A batch with trainer log-probs of -1, and engine log-probs that give rho = p(trainer) / p(engine)."""
     batch = inputs([1.0] * len(rho), [1.0] * len(rho), mask=mask, lengths=lengths)
     policy = torch.full((len(rho),), -1.0, dtype=torch.float64)
     batch.rollout_log_probs = policy - torch.tensor(rho, dtype=torch.float64).log()
@@ -44,8 +44,8 @@ class TestByHand:
     counted = (0, 1, 3, 4, 5)
 
     def of(self, **values: object) -> list[float]:
-        found = weights(self.batch, self.policy, **values)
-        return [found[token] for token in self.counted]
+        computed = weights(self.batch, self.policy, **values)
+        return [computed[token] for token in self.counted]
 
     def test_weights_of_tokens(self) -> None:
         assert self.of(weights="token") == pytest.approx([2, 0.5, 2, 0.5, 0.5])
@@ -78,10 +78,10 @@ class TestByHand:
     def test_metrics(self) -> None:
         config = CorrectionConfig(weights="token", mask="token", mask_low=0.6)
         _, metrics = corrections(self.batch, self.policy, config, 1.0)
-        found = {name: [values.tolist()[token] for token in self.counted] for name, values in metrics.items()}
-        assert found["rollout/correction_weight"] == pytest.approx([2, 0.5, 2, 0.5, 0.5]), "before the mask"
-        assert found["rollout/correction_truncated"] == [0, 0, 1, 0, 0]
-        assert found["rollout/correction_masked"] == [0, 1, 0, 1, 1]
+        of_counted = {name: [values.tolist()[token] for token in self.counted] for name, values in metrics.items()}
+        assert of_counted["rollout/correction_weight"] == pytest.approx([2, 0.5, 2, 0.5, 0.5]), "before the mask"
+        assert of_counted["rollout/correction_truncated"] == [0, 0, 1, 0, 0]
+        assert of_counted["rollout/correction_masked"] == [0, 1, 0, 1, 1]
 
 
 def test_bounds_of_a_mask_are_inside() -> None:
@@ -102,13 +102,13 @@ def test_normalised_weights_have_mean_1_over_the_mini_batch_however_it_is_split(
     (scale,) = correction_scales([totals[0], None, *totals[1:]])
     (at_once,) = correction_scales([np.stack([weight_totals(batch, policy, config)])])
     assert scale == pytest.approx(at_once)
-    found = corrections(batch, policy, config, scale)[0]
+    factors = corrections(batch, policy, config, scale)[0]
     counted = batch.loss_mask > 0
     if level == "token":
-        assert found[counted].mean().item() == pytest.approx(1)
+        assert factors[counted].mean().item() == pytest.approx(1)
     else:
-        own = [found[counted & (sequences_of(batch) == number)] for number in range(5)]
-        assert np.mean([values[0].item() for values in own if len(values)]) == pytest.approx(1)
+        by_sequence = [factors[counted & (sequences_of(batch) == number)] for number in range(5)]
+        assert np.mean([values[0].item() for values in by_sequence if len(values)]) == pytest.approx(1)
 
 
 def test_a_mini_batch_without_a_token_keeps_its_weights() -> None:
@@ -144,8 +144,8 @@ class TestInTheObjective:
         batch.log_probs = policy.clone().requires_grad_()
         loss, _ = objective(batch, correcting(mask="token"))
         assert loss.item() == pytest.approx(-2 / 3)
-        (found,) = torch.autograd.grad(loss, batch.log_probs)
-        torch.testing.assert_close(found, torch.tensor([-1 / 3, 0, -1 / 3], dtype=torch.float64))
+        (gradient,) = torch.autograd.grad(loss, batch.log_probs)
+        torch.testing.assert_close(gradient, torch.tensor([-1 / 3, 0, -1 / 3], dtype=torch.float64))
 
     def test_masking_alone_in_bypass_mode_looks_at_the_current_policy(self) -> None:
         batch, policy = mismatched([1.0, 9.0], [2])
@@ -185,9 +185,9 @@ class TestMismatch:
 
     def test_equal_policies_have_none(self) -> None:
         batch, policy = mismatched([1.0] * 5, [3, 2])
-        found = Mismatch.of(batch, policy).metrics()
-        assert found.pop("rollout/mismatch_ess") == 1
-        assert set(found.values()) == {0}
+        metrics = Mismatch.of(batch, policy).metrics()
+        assert metrics.pop("rollout/mismatch_ess") == 1
+        assert set(metrics.values()) == {0}
 
     def test_no_token_has_no_metrics(self) -> None:
         batch, policy = mismatched([2.0, 3.0], [2])
@@ -201,10 +201,10 @@ class TestMismatch:
         whole = Mismatch.of(batch, policy)
         parts = [part_of(batch, [0]), part_of(batch, [1])]
         together = total_mismatch(
-            Mismatch.of(part, own) for part, own in zip(parts, (policy[:2], policy[2:]), strict=True)
+            Mismatch.of(part, part_policy) for part, part_policy in zip(parts, (policy[:2], policy[2:]), strict=True)
         )
-        for found in (whole.metrics(), together.metrics()):
-            assert all(math.isnan(value) for value in found.values()), found
+        for metrics in (whole.metrics(), together.metrics()):
+            assert all(math.isnan(value) for value in metrics.values()), metrics
 
     def test_extremes_stay_finite(self) -> None:
         batch, policy = mismatched([1.0, 1.0], [2])

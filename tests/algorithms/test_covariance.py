@@ -15,29 +15,29 @@ from tests.support.loss_cases import inputs, part_of, random_inputs, sequences_o
 
 
 def selected(parts: list[LossInputs], lots: list[np.ndarray], config: AlgorithmConfig) -> list[np.ndarray]:
-    """As processes that hold a part each come to it together."""
+    """Select tokens as processes do that hold one part of the mini batch each."""
     sums = sum((TokenSums.of(part) for part in parts), TokenSums())
     scores_of = LOSSES[config.loss].scores
     assert scores_of is not None
     scores = [scores_of(part, sums, lot, config) for part, lot in zip(parts, lots, strict=True)]
     count = sums.count(config.cov_share)
-    limit = threshold([np.sort(own)[-count:] for own in scores], count)
-    return [own >= limit for own in scores]
+    limit = threshold([np.sort(part)[-count:] for part in scores], count)
+    return [part >= limit for part in scores]
 
 
 def test_covariances_by_hand() -> None:
     """log p: 0, -1, -2 (and a masked one); A: 1, 3, 2. Means -1 and 2: (1)(-1), (0)(1), (-1)(0)."""
     batch = inputs([1.0, np.exp(-1), 0.5, np.exp(-2)], [1, 3, 99, 2], mask=[1, 1, 0, 1])
-    found = covariances(batch, TokenSums.of(batch))
-    np.testing.assert_allclose(found[[0, 1, 3]], [-1, 0, 0], atol=1e-12)
+    computed = covariances(batch, TokenSums.of(batch))
+    np.testing.assert_allclose(computed[[0, 1, 3]], [-1, 0, 0], atol=1e-12)
 
 
 def test_kl_cov_holds_the_highest_back() -> None:
     """Covariances: log p - mean = 1.5, 0.5, -0.5, -1.5 and A - mean = 1, -1, 1, -1: 1.5, -0.5, -0.5, 1.5."""
     batch = inputs([np.exp(-n) for n in (1, 2, 3, 4)], [2, 0, 2, 0])
-    (found,) = selected([batch], [np.zeros(4)], settings(loss="kl_cov", cov_share=0.5))
-    assert found.tolist() == [True, False, False, True]
-    batch.selected = torch.tensor(found)
+    (chosen,) = selected([batch], [np.zeros(4)], settings(loss="kl_cov", cov_share=0.5))
+    assert chosen.tolist() == [True, False, False, True]
+    batch.selected = torch.tensor(chosen)
     loss, metrics = LOSSES["kl_cov"].function(batch, settings(cov_kl_coef=0.5))
     expected = [-2 * np.exp(-1) + 0.5, 0, -2 * np.exp(-3), 2.0]
     torch.testing.assert_close(loss.detach(), torch.tensor(expected, dtype=torch.float64))
@@ -49,12 +49,12 @@ def test_clip_cov_draws_among_those_between_its_bounds_that_are_not_clipped() ->
     batch = inputs([np.exp(-n) for n in (1, 2, 3, 4)], [6, 0, 6, 0])
     batch.old_log_probs = batch.log_probs.detach() - torch.tensor([1.0, 0, 0, 0])
     config = settings(loss="clip_cov", cov_share=0.25, cov_low=1.0, cov_high=5.0)
-    (found,) = selected([batch], [np.array([0.9, 0.8, 0.7, 0.1])], config)
-    assert found.tolist() == [False, False, False, True]
-    (found,) = selected([batch], [np.zeros(4)], settings(loss="clip_cov", cov_share=1.0, cov_low=4.6, cov_high=5.0))
-    assert not found.any(), "outside of the bounds"
-    (found,) = selected([batch], [np.zeros(4)], settings(loss="clip_cov", cov_share=1.0, cov_low=1.0, cov_high=4.4))
-    assert not found.any()
+    (chosen,) = selected([batch], [np.array([0.9, 0.8, 0.7, 0.1])], config)
+    assert chosen.tolist() == [False, False, False, True]
+    (chosen,) = selected([batch], [np.zeros(4)], settings(loss="clip_cov", cov_share=1.0, cov_low=4.6, cov_high=5.0))
+    assert not chosen.any(), "outside of the bounds"
+    (chosen,) = selected([batch], [np.zeros(4)], settings(loss="clip_cov", cov_share=1.0, cov_low=1.0, cov_high=4.4))
+    assert not chosen.any()
     batch.selected = torch.tensor([False, False, True, True])
     loss, _ = LOSSES["clip_cov"].function(batch, config)
     assert loss.tolist() == pytest.approx([-6 * 1.2, 0, 0, 0])
@@ -71,10 +71,10 @@ def test_the_choice_does_not_depend_on_the_split(loss: str) -> None:
     sequence = sequences_of(batch).numpy()
     parts = [[2], [3, 0], [1]]
     of_parts = [np.concatenate([lots[sequence == number] for number in part]) for part in parts]
-    found = selected([part_of(batch, part) for part in parts], of_parts, config)
+    chosen = selected([part_of(batch, part) for part in parts], of_parts, config)
     expected = [np.concatenate([whole[sequence == number] for number in part]) for part in parts]
-    for got, wanted in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(got, wanted)
+    for got, expected_part in zip(chosen, expected, strict=True):
+        np.testing.assert_array_equal(got, expected_part)
     counted = int(batch.loss_mask.sum())
     assert whole.sum() == round(0.1 * counted) and not whole[batch.loss_mask.numpy() == 0].any()
 
@@ -89,5 +89,5 @@ def test_threshold() -> None:
 def test_a_mini_batch_without_a_token_selects_none() -> None:
     batch = random_inputs(1, [4])
     batch.loss_mask.zero_()
-    (found,) = selected([batch], [np.zeros(4)], settings(loss="kl_cov"))
-    assert not found.any()
+    (chosen,) = selected([batch], [np.zeros(4)], settings(loss="kl_cov"))
+    assert not chosen.any()

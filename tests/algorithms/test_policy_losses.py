@@ -1,4 +1,4 @@
-"""Policy losses against numbers worked by hand, against slow references whose gradient is taken by finite differences,
+"""Policy losses against numbers worked by hand, against slow references with finite-difference gradients,
 and properties."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megarl.recipe.algorithm import AlgorithmConfig
 from tests.support.loss_cases import assert_gradient, inputs, part_of, random_inputs, sequences_of, settings
 
 OF_TOKENS = [name for name in LOSSES.names() if not LOSSES[name].whole_groups and not LOSSES[name].needs_top]
-"""Those over pairs are in tests/algorithms/test_preference_losses.py, those of a teacher's distribution in tests/rollout/test_distillation.py."""
+"""Other tests: tests/algorithms/test_preference_losses.py (pairs), tests/rollout/test_distillation.py (a teacher's distribution)."""
 
 
 def token_loss(batch: LossInputs, name: str, **values: object) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -31,8 +31,8 @@ def close(got: torch.Tensor | None, expected: list[float]) -> None:
 
 
 def gradient(batch: LossInputs, loss: torch.Tensor) -> torch.Tensor:
-    (found,) = torch.autograd.grad(loss.sum(), batch.log_probs)
-    return found
+    (gradient_of_losses,) = torch.autograd.grad(loss.sum(), batch.log_probs)
+    return gradient_of_losses
 
 
 class TestPPOClip:
@@ -65,7 +65,7 @@ def test_cispo_by_hand() -> None:
 
 
 def test_sapo_by_hand() -> None:
-    # At ratio 1 the gate's value is 2 / tau and the gradient that of the policy gradient, -A. At ratio 2 with tau 1:
+    # With ratio 1 the gate's value is 2 / tau and the gradient is the policy gradient, -A. At ratio 2 with tau 1:
     # 4 sigmoid(1) = 4 / (1 + e^-1); with A < 0 and tau 2: 2 sigmoid(2).
     batch = inputs([1.0, 1.0, 2.0, 2.0, 2.0], [3.0, -3.0, 1.0, -1.0, 0.0])
     loss, _ = token_loss(batch, "sapo", tau_positive=1.0, tau_negative=2.0)
@@ -145,9 +145,9 @@ Numbers = list[float]
 Reference = Callable[[Numbers, Numbers, Numbers, Numbers, AlgorithmConfig], Numbers]
 
 
-def by_token(one: Callable[[float, float, float, float, AlgorithmConfig], float]) -> Reference:
+def by_token(token_loss: Callable[[float, float, float, float, AlgorithmConfig], float]) -> Reference:
     def of(p: Numbers, fixed: Numbers, old: Numbers, a: Numbers, s: AlgorithmConfig) -> Numbers:
-        return [one(*token, s) for token in zip(p, fixed, old, a, strict=True)]
+        return [token_loss(*token, s) for token in zip(p, fixed, old, a, strict=True)]
 
     return of
 
@@ -211,19 +211,19 @@ def slow_ratio(p: float, fixed: float, old: float, a: float, s: AlgorithmConfig)
 
 def slow_gspo(p: Numbers, fixed: Numbers, old: Numbers, a: Numbers, s: AlgorithmConfig) -> Numbers:
     ratio = math.prod(exp(x - y) for x, y in zip(p, old, strict=True)) ** (1 / len(p))
-    return [surrogate(ratio, one, s) for one in a]
+    return [surrogate(ratio, advantage, s) for advantage in a]
 
 
 def slow_gspo_token(p: Numbers, fixed: Numbers, old: Numbers, a: Numbers, s: AlgorithmConfig) -> Numbers:
     ratio = math.prod(exp(x - y) for x, y in zip(fixed, old, strict=True)) ** (1 / len(p))
-    return [surrogate(ratio * exp(x - y), one, s) for x, y, one in zip(p, fixed, a, strict=True)]
+    return [surrogate(ratio * exp(x - y), advantage, s) for x, y, advantage in zip(p, fixed, a, strict=True)]
 
 
 def slow_gmpo(p: Numbers, fixed: Numbers, old: Numbers, a: Numbers, s: AlgorithmConfig) -> Numbers:
     """Each factor is the ratio to the sign of A, clipped above alone, as the paper writes it; the root over them."""
     product = 1.0
-    for x, y, one in zip(p, old, a, strict=True):
-        sign = 1.0 if one > 0 else -1.0
+    for x, y, advantage in zip(p, old, a, strict=True):
+        sign = 1.0 if advantage > 0 else -1.0
         ratio = exp(x - y)
         product *= min(ratio**sign, clip(ratio, exp(-s.clip_low), exp(s.clip_high)) ** sign) ** sign
     return [-sum(a) / len(a) * product ** (1 / len(p))] * len(p)
@@ -258,16 +258,16 @@ def slow_objective(batch: LossInputs, name: str, config: AlgorithmConfig, p: np.
     assert batch.old_log_probs is not None and batch.advantages is not None
     total = 0.0
     for number in range(len(batch.lengths)):
-        own = ((sequences_of(batch) == number) & (batch.loss_mask > 0)).numpy()
-        if own.any():
+        counted = ((sequences_of(batch) == number) & (batch.loss_mask > 0)).numpy()
+        if counted.any():
             fixed, old, a, weights = (
-                vector.detach().numpy()[own].tolist()
+                vector.detach().numpy()[counted].tolist()
                 for vector in (batch.log_probs, batch.old_log_probs, batch.advantages, batch.loss_weights)
             )
-            losses = SLOW[name](p[own].tolist(), fixed, old, a, config)
+            losses = SLOW[name](p[counted].tolist(), fixed, old, a, config)
             if name in OF_SELECTED:
                 assert batch.selected is not None
-                numbers = zip(batch.selected.numpy()[own], losses, p[own], old, strict=True)
+                numbers = zip(batch.selected.numpy()[counted], losses, p[counted], old, strict=True)
                 losses = [OF_SELECTED[name](*rest) if selected else rest[0] for selected, *rest in numbers]
             total += sum(w * x for w, x in zip(weights, losses, strict=True))
     return total
@@ -282,8 +282,8 @@ def test_value_and_gradient_are_the_slow_references(name: str, seed: int) -> Non
     loss, metrics = objective(batch, config)
     at = batch.log_probs.detach().numpy()
     assert loss.item() == pytest.approx(slow_objective(batch, name, config, at), rel=1e-10)
-    (found,) = torch.autograd.grad(loss, batch.log_probs)
-    assert_gradient(found, lambda p: slow_objective(batch, name, config, p), at)
+    (grad,) = torch.autograd.grad(loss, batch.log_probs)
+    assert_gradient(grad, lambda p: slow_objective(batch, name, config, p), at)
     if name in ("ppo_clip", "cispo", "dppo_tv", "dppo_kl", "gspo", "gspo_token", "gmpo"):
         assert 0.05 < metrics["actor/pg_clipfrac"].item() < 0.95, "the case must have tokens on both sides"
 
@@ -295,44 +295,44 @@ class TestProperties:
 
     def of(self, batch: LossInputs, name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
         loss, metrics = objective(batch, self.config(name))
-        (found,) = torch.autograd.grad(loss, batch.log_probs)
-        return loss.detach(), metrics, found
+        (grad,) = torch.autograd.grad(loss, batch.log_probs)
+        return loss.detach(), metrics, grad
 
     def test_splits_add_up_and_order_does_not_matter(self, name: str) -> None:
         batch = random_inputs(2, [5, 9, 1, 7])
-        whole, metrics, found = self.of(batch, name)
+        whole, metrics, grad = self.of(batch, name)
         parts = [[3], [1, 0], [2]]
         results = [self.of(part_of(batch, part), name) for part in parts]
         torch.testing.assert_close(sum(result[0] for result in results), whole)
         for key, value in metrics.items():
             torch.testing.assert_close(sum(result[1][key] for result in results), value)
         for part, result in zip(parts, results, strict=True):
-            expected = torch.cat([found[sequences_of(batch) == number] for number in part])
+            expected = torch.cat([grad[sequences_of(batch) == number] for number in part])
             torch.testing.assert_close(result[2], expected)
 
     @pytest.mark.parametrize("junk", [-50.0, math.inf, math.nan])
     def test_masked_tokens_count_nowhere_whatever_they_hold(self, name: str, junk: float) -> None:
         """Not in gradients, either: a nan that is left out of a sum can come back through 0 x nan on the way back."""
         batch = random_inputs(3, [6, 8])
-        expected, metrics, found = self.of(batch, name)
+        expected, metrics, grad = self.of(batch, name)
         masked = batch.loss_mask == 0
         vectors = (batch.log_probs, batch.old_log_probs, batch.advantages, batch.reference_log_probs, batch.entropy)
         for vector in vectors:
             assert vector is not None
             with torch.no_grad():
                 vector[masked] = junk
-        other, others, gradients = self.of(batch, name)
+        other, other_metrics, gradients = self.of(batch, name)
         torch.testing.assert_close(other, expected)
-        torch.testing.assert_close(others, metrics)
-        torch.testing.assert_close(gradients, found)
+        torch.testing.assert_close(other_metrics, metrics)
+        torch.testing.assert_close(gradients, grad)
         assert not gradients[masked].any()
 
     def test_nothing_masked_in_is_no_loss(self, name: str) -> None:
         batch = random_inputs(4, [4, 3])
         for vector in (batch.loss_mask, batch.loss_weights, batch.token_share):
             vector.zero_()
-        loss, metrics, found = self.of(batch, name)
-        assert loss == 0 and not found.any() and not any(value.any() for value in metrics.values())
+        loss, metrics, grad = self.of(batch, name)
+        assert loss == 0 and not grad.any() and not any(value.any() for value in metrics.values())
 
     def test_extremes_stay_finite(self, name: str) -> None:
         batch = random_inputs(5, [4, 4])
@@ -340,8 +340,8 @@ class TestProperties:
             batch.log_probs[1], batch.log_probs[6] = -300.0, -1e-9
             assert batch.old_log_probs is not None
             batch.old_log_probs[6] = -300.0
-        loss, metrics, found = self.of(batch, name)
-        assert torch.isfinite(loss) and torch.isfinite(found).all()
+        loss, metrics, grad = self.of(batch, name)
+        assert torch.isfinite(loss) and torch.isfinite(grad).all()
         assert all(torch.isfinite(value) for value in metrics.values())
 
 
@@ -349,29 +349,29 @@ class TestProperties:
     "name", ["ppo_clip", "cispo", "sapo", "dppo_tv", "dppo_kl", "gspo", "gspo_token", "gmpo", "reinforce"]
 )
 def test_on_policy_every_gradient_is_the_policy_gradient(name: str) -> None:
-    """Where nothing has moved, d loss / d log p is -A w for each token: of one advantage and one weight a sequence."""
+    """At ratio 1, d loss / d log p is -A w for each token, with one advantage and one weight per sequence."""
     batch = random_inputs(6, [5, 8, 3])
     batch.old_log_probs = batch.log_probs.detach().clone()
     batch.advantages = torch.tensor([1.5, -0.5, 2.0], dtype=torch.float64)[sequences_of(batch)]
     batch.loss_weights = batch.loss_mask * torch.tensor([0.2, 0.1, 0.3], dtype=torch.float64)[sequences_of(batch)]
     loss, _ = objective(batch, settings(loss=name))
-    (found,) = torch.autograd.grad(loss, batch.log_probs)
-    torch.testing.assert_close(found, -batch.advantages * batch.loss_weights)
+    (grad,) = torch.autograd.grad(loss, batch.log_probs)
+    torch.testing.assert_close(grad, -batch.advantages * batch.loss_weights)
 
 
 @pytest.mark.parametrize("name", ["ppo_clip", "gspo", "gspo_token", "gmpo"])
 def test_a_token_on_its_bound_is_not_clipped(name: str) -> None:
-    """With bounds of 0 every ratio of 1 lies on both: the first update of a step still learns."""
+    """With clip bounds of 0, a ratio of 1 is at both bounds, and still has a gradient: the first update of a step learns."""
     batch = inputs([1.0, 1.0], [1.0, -2.0], lengths=[1, 1])
     loss, metrics = objective(batch, settings(loss=name, clip_low=0.0, clip_high=0.0))
-    (found,) = torch.autograd.grad(loss, batch.log_probs)
-    close(found, [-0.5, 1.0])
+    (grad,) = torch.autograd.grad(loss, batch.log_probs)
+    close(grad, [-0.5, 1.0])
     assert metrics["actor/pg_clipfrac"] == 0.0
 
 
 @pytest.mark.parametrize("name", ["ppo_clip", "sapo", "dppo_tv", "gspo", "gmpo", "reinforce"])
 def test_a_nan_that_counts_shows(name: str) -> None:
-    """Masking by arithmetic must not hide what is broken in tokens that the loss counts."""
+    """Masking by arithmetic must not hide NaN in tokens that the loss counts."""
     batch = inputs([1.0, 1.0], [1.0, -2.0])
     assert batch.advantages is not None
     batch.advantages[1] = math.nan

@@ -32,8 +32,8 @@ def slow(batch: LossInputs, beta: float, smoothing: float, p: np.ndarray) -> flo
     for first in range(0, len(batch.lengths), 2):
         margin = []
         for number in (first, first + 1):
-            own = ((sequences_of(batch) == number) & (batch.loss_mask > 0)).numpy()
-            margin.append(sum(p[own]) - sum(batch.reference_log_probs.numpy()[own]))
+            counted = ((sequences_of(batch) == number) & (batch.loss_mask > 0)).numpy()
+            margin.append(sum(p[counted]) - sum(batch.reference_log_probs.numpy()[counted]))
         h = beta * (margin[0] - margin[1])
         losses.append(-(1 - smoothing) * log(sigmoid(h)) - smoothing * log(sigmoid(-h)))
     return sum(losses) / len(losses)
@@ -46,8 +46,8 @@ def test_value_and_gradient_are_the_slow_references(beta: float, smoothing: floa
     loss, _ = objective(batch, config)
     at = batch.log_probs.detach().numpy()
     assert loss.item() == pytest.approx(slow(batch, beta, smoothing, at), rel=1e-10)
-    (found,) = torch.autograd.grad(loss, batch.log_probs)
-    assert_gradient(found, lambda p: slow(batch, beta, smoothing, p), at)
+    (grad,) = torch.autograd.grad(loss, batch.log_probs)
+    assert_gradient(grad, lambda p: slow(batch, beta, smoothing, p), at)
 
 
 def test_metrics_by_hand() -> None:
@@ -90,8 +90,8 @@ def test_far_apart_answers_stay_finite() -> None:
     with torch.no_grad():
         batch.log_probs[:4] -= 1e5
     loss, _ = objective(batch, settings(loss="dpo", dpo_label_smoothing=0.1))
-    (found,) = torch.autograd.grad(loss, batch.log_probs)
-    assert torch.isfinite(loss) and torch.isfinite(found).all()
+    (grad,) = torch.autograd.grad(loss, batch.log_probs)
+    assert torch.isfinite(loss) and torch.isfinite(grad).all()
 
 
 def test_it_keeps_the_starting_policy() -> None:

@@ -67,14 +67,14 @@ def batch(steps: list[list[Steps]], outcomes: list[list[float]], masks: dict[tup
     groups = []
     for number, (of_group, ends) in enumerate(zip(steps, outcomes, strict=True)):
         vectors, samples = [], []
-        for index, (own, outcome) in enumerate(zip(of_group, ends, strict=True)):
+        for index, (steps, outcome) in enumerate(zip(of_group, ends, strict=True)):
             mask = masks.get((number, index), np.arange(8) > 0)
             vectors.append(SampleTokens(np.arange(8, dtype=np.int32), mask, np.zeros(8, dtype=np.float32)))
-            earned = sum(reward for _, reward in own)
+            earned = sum(reward for _, reward in steps)
             samples.append(
                 Sample(
                     number, index, InlineData(vectors), 1, 7, int(mask.sum()), reward=outcome + earned,
-                    reward_parts={"steps": earned}, steps=own,
+                    reward_parts={"steps": earned}, steps=steps,
                 )
             )  # fmt: skip
         groups.append(Group(number, "row", "test", 0, samples))
@@ -83,34 +83,34 @@ def batch(steps: list[list[Steps]], outcomes: list[list[float]], masks: dict[tup
 
 def worker(kind: type[ActorWorker] | type[CriticWorker], recipe: Recipe) -> Any:
     """One that trains nothing: its model, processes and device are left out."""
-    made: Any = object.__new__(kind)
-    made.recipe, made.platform = recipe, SimpleNamespace(device=lambda: "cpu")
-    made.trainer = SimpleNamespace(coordinates=SimpleNamespace(reports=True, is_last_stage=True))
-    return made
+    instance: Any = object.__new__(kind)
+    instance.recipe, instance.platform = recipe, SimpleNamespace(device=lambda: "cpu")
+    instance.trainer = SimpleNamespace(coordinates=SimpleNamespace(reports=True, is_last_stage=True))
+    return instance
 
 
-def given(recipe: Recipe, groups: list[Group], data_parallel: int = 1) -> dict[int, list[float]]:
+def computed_advantages(recipe: Recipe, groups: list[Group], data_parallel: int = 1) -> dict[int, list[float]]:
     """Advantages of the chosen tokens of each sample that counts, by number in the batch, as the update will see them."""
-    found = {}
+    by_sample = {}
     for shard in plan_step(groups, recipe, data_parallel, 1).shards:
-        own = worker(ActorWorker, recipe)
-        own.load_shard(shard)
+        actor = worker(ActorWorker, recipe)
+        actor.load_shard(shard)
         if ADVANTAGES[recipe.algorithm.advantage].of_tokens:
-            own.estimate_advantages(0.0)
-            own.whiten_advantages(Whitening())
-        for micro_batch, members in own._micro_batches():
+            actor.estimate_advantages(0.0)
+            actor.whiten_advantages(Whitening())
+        for micro_batch, members in actor._micro_batches():
             vectors = zip(*(micro_batch.vectors[name].split(8) for name in ("advantages", "loss_mask")), strict=True)
             for member, (advantages, mask) in zip(members, vectors, strict=True):
                 if shard.samples[member].loss_weight > 0:
-                    found[shard.samples[member].number] = advantages[mask > 0].tolist()
-    return found
+                    by_sample[shard.samples[member].number] = advantages[mask > 0].tolist()
+    return by_sample
 
 
 @pytest.fixture
 def recipe() -> Recipe:
-    made = Recipe()
-    made.algorithm.whiten_advantages, made.actor.max_tokens_per_micro_batch = False, 24
-    return made
+    config = Recipe()
+    config.algorithm.whiten_advantages, config.actor.max_tokens_per_micro_batch = False, 24
+    return config
 
 
 STEPS: list[list[Steps]] = [[((2, 1.0), (4, 3.0)), ((7, 5.0),), ()], [((3, -1.0), (3, -3.0)), ((1, 2.0),), ((7, 0.0),)]]
@@ -119,11 +119,11 @@ OUTCOMES = [[4.0, 0.0, 2.0], [1.0, 1.0, 1.0]]
 
 class TestReinforcePlusPlus:
     def test_steps_are_earned_where_they_end_and_once(self, recipe: Recipe) -> None:
-        """Without a discount: what is still to come, the outcome at every token."""
+        """Without a discount: the return-to-go, with the outcome at every token."""
         recipe.algorithm.advantage = "reinforce_plus_plus"
-        found = given(recipe, batch(STEPS, OUTCOMES, {(0, 0): TURNS}))
+        got = computed_advantages(recipe, batch(STEPS, OUTCOMES, {(0, 0): TURNS}))
         # 1 and 3 (which ends in the tool's answer) are both the second token's: 4 + 4, 4 + 4, 4, 4, 4.
-        assert found == {
+        assert got == {
             0: [8, 8, 4, 4, 4], 1: [5] * 7, 2: [2] * 7,
             3: [-3, -3, -3, 1, 1, 1, 1], 4: [3, 1, 1, 1, 1, 1, 1], 5: [1] * 7,
         }  # fmt: skip
@@ -132,11 +132,11 @@ class TestReinforcePlusPlus:
         """A KL of 1 at each token with weight 1/2 is taken besides: steps 1 at the second of seven tokens, outcome 4."""
         recipe.algorithm.advantage, recipe.algorithm.kl_in_reward = "reinforce_plus_plus", True
         shard = plan_step(batch([[((2, 1.0),), ()]], [[4.0, 0.0]], {}), recipe, 1, 1).shards[0]
-        own = worker(ActorWorker, recipe)
-        own.load_shard(shard)
-        own.token_kl = {number: np.append(0.0, np.ones(7)) for number in (0, 1)}
-        own.estimate_advantages(0.5)
-        (got,) = own.token_advantages
+        actor = worker(ActorWorker, recipe)
+        actor.load_shard(shard)
+        actor.token_kl = {number: np.append(0.0, np.ones(7)) for number in (0, 1)}
+        actor.estimate_advantages(0.5)
+        (got,) = actor.token_advantages
         assert sorted(got.reshape(2, 8)[:, 1:].tolist()) == [
             [-3.5, -3, -2.5, -2, -1.5, -1, -0.5], [1.5, 2, 1.5, 2, 2.5, 3, 3.5],
         ]  # fmt: skip
@@ -146,35 +146,35 @@ class TestReinforcePlusPlus:
         groups = batch([[((6, 1.0),), ()]], [[4.0, 0.0]], {})
         groups[0].samples[0].reward -= 2.0
         recipe.algorithm.advantage, recipe.algorithm.gamma = "reinforce_plus_plus", 0.5
-        assert given(recipe, groups)[0][-2:] == [2.0, 2.0]
+        assert computed_advantages(recipe, groups)[0][-2:] == [2.0, 2.0]
 
 
 def test_the_critic_learns_of_steps(recipe: Recipe) -> None:
-    """With lambda 1 and values of 0 advantages are what is still to come, as REINFORCE++ has it."""
+    """With lambda 1 and values of 0 advantages are returns-to-go, as in REINFORCE++."""
     recipe.algorithm.advantage, recipe.algorithm.lam = "gae", 1.0
     groups = batch(STEPS, OUTCOMES, {(0, 0): TURNS})
     shard = plan_step(groups, recipe, 1, 1).shards[0]
     critic = worker(CriticWorker, recipe)
     critic.load_shard(shard)
-    critic.trainer.values = lambda batches: [torch.zeros(len(one.tokens)) for one in batches]
+    critic.trainer.values = lambda batches: [torch.zeros(len(micro_batch.tokens)) for micro_batch in batches]
     critic.compute_values([], 0.0)
-    found = {shard.samples[number].number: advantages[mask] for number, (advantages, mask) in critic.advantages.items()}
+    got = {shard.samples[number].number: advantages[mask] for number, (advantages, mask) in critic.advantages.items()}
     recipe.algorithm.advantage = "reinforce_plus_plus"
-    assert {number: own.tolist() for number, own in found.items()} == given(recipe, groups)
+    assert {number: values.tolist() for number, values in got.items()} == computed_advantages(recipe, groups)
 
 
 def test_the_critic_is_given_no_kl_of_samples_that_count_nowhere(recipe: Recipe) -> None:
-    """Fillers, and those that are left out of the loss: they are in none of the parts that the actor hands over."""
+    """The actor sends no KL of fillers and of samples outside the loss."""
     recipe.algorithm.advantage, recipe.algorithm.lam = "gae", 1.0
     shard = plan_step(batch([[(), ()]], [[4.0, 0.0]], {}), recipe, 1, 1).shards[0]
     critic = worker(CriticWorker, recipe)
     critic.load_shard(shard)
-    critic.trainer.values = lambda batches: [torch.zeros(len(one.tokens)) for one in batches]
-    known = next(number for number, sample in enumerate(shard.samples) if sample.number == 0)
-    critic.compute_values([(InlineData([np.append(0.0, np.ones(7)).astype(np.float32)]), [known])], 0.5)
-    found = {shard.samples[number].number: advantages[mask] for number, (advantages, mask) in critic.advantages.items()}
+    critic.trainer.values = lambda batches: [torch.zeros(len(micro_batch.tokens)) for micro_batch in batches]
+    first = next(number for number, sample in enumerate(shard.samples) if sample.number == 0)
+    critic.compute_values([(InlineData([np.append(0.0, np.ones(7)).astype(np.float32)]), [first])], 0.5)
+    got = {shard.samples[number].number: advantages[mask] for number, (advantages, mask) in critic.advantages.items()}
     # Seven tokens, each a penalty of 1/2, and an outcome of 4 at the end; the other sample earns nothing.
-    assert found[0].tolist() == [0.5, 1, 1.5, 2, 2.5, 3, 3.5] and found[1].tolist() == [0] * 7
+    assert got[0].tolist() == [0.5, 1, 1.5, 2, 2.5, 3, 3.5] and got[1].tolist() == [0] * 7
 
 
 class TestGrpoProcess:
@@ -183,26 +183,28 @@ class TestGrpoProcess:
         make the standard deviation 2; normalised -1, 0 and 1. Second group: -1, -3, 2, 0: mean -1/2, squares
         1/4 + 25/4 + 25/4 + 1/4 = 13 over 3."""
         recipe.algorithm.advantage = "grpo_process"
-        found = given(recipe, batch(STEPS, [[7.0] * 3, [0.0] * 3], {(0, 0): TURNS}))
-        assert found[0] == pytest.approx([-1, -1, 0, 0, 0], abs=1e-6), "both steps are the second token's"
-        assert found[1] == pytest.approx([1] * 7, rel=1e-6) and found[2] == [0] * 7
+        got = computed_advantages(recipe, batch(STEPS, [[7.0] * 3, [0.0] * 3], {(0, 0): TURNS}))
+        assert got[0] == pytest.approx([-1, -1, 0, 0, 0], abs=1e-6), "both steps are the second token's"
+        assert got[1] == pytest.approx([1] * 7, rel=1e-6) and got[2] == [0] * 7
         unit = 1 / (np.sqrt(13 / 3) + 1e-6)
-        assert found[3] == pytest.approx([-3 * unit] * 3 + [0] * 4)
-        assert found[4] == pytest.approx([2.5 * unit] + [0] * 6) and found[5] == pytest.approx([0.5 * unit] * 7)
+        assert got[3] == pytest.approx([-3 * unit] * 3 + [0] * 4)
+        assert got[4] == pytest.approx([2.5 * unit] + [0] * 6) and got[5] == pytest.approx([0.5 * unit] * 7)
 
     def test_outcomes_are_normalised_apart(self, recipe: Recipe) -> None:
-        """4, 0 and 2: mean 2, standard deviation 2: 1, -1 and 0 at every token, beside the steps."""
+        """4, 0 and 2: mean 2, standard deviation 2: 1, -1 and 0 at every token, plus the steps' advantages."""
         recipe.algorithm.advantage = "grpo_process"
-        found = given(recipe, batch(STEPS, OUTCOMES, {(0, 0): TURNS}))
-        assert found[0] == pytest.approx([0, 0, 1, 1, 1], abs=1e-6)
-        assert found[1] == pytest.approx([0] * 7, abs=1e-6) and found[2] == pytest.approx([0] * 7, abs=1e-6)
-        assert found[3][-1] == 0, "all of the second group have the same outcome"
+        got = computed_advantages(recipe, batch(STEPS, OUTCOMES, {(0, 0): TURNS}))
+        assert got[0] == pytest.approx([0, 0, 1, 1, 1], abs=1e-6)
+        assert got[1] == pytest.approx([0] * 7, abs=1e-6) and got[2] == pytest.approx([0] * 7, abs=1e-6)
+        assert got[3][-1] == 0, "all of the second group have the same outcome"
         recipe.algorithm.normalize_by_std = False
-        assert given(recipe, batch(STEPS, OUTCOMES, {(0, 0): TURNS}))[0] == [0, 0, 2, 2, 2], "-2 and 0 up to there"
+        assert computed_advantages(recipe, batch(STEPS, OUTCOMES, {(0, 0): TURNS}))[0] == [0, 0, 2, 2, 2], (
+            "-2 and 0 up to there"
+        )
 
     def test_a_group_of_one_has_no_advantage(self, recipe: Recipe) -> None:
         recipe.algorithm.advantage = "grpo_process"
-        assert given(recipe, batch([[((2, 1.0), (4, 3.0))]], [[4.0]], {}))[0] == [0] * 7
+        assert computed_advantages(recipe, batch([[((2, 1.0), (4, 3.0))]], [[4.0]], {}))[0] == [0] * 7
 
     def test_slow_reference(self, recipe: Recipe) -> None:
         """Group by group and token by token, as the paper writes it; whatever the data-parallel split, in mini batches."""
@@ -214,13 +216,13 @@ class TestGrpoProcess:
             ]
             for _ in range(6)
         ]
-        outcomes = [random.normal(size=len(own)).tolist() for own in steps]
+        outcomes = [random.normal(size=len(group_steps)).tolist() for group_steps in steps]
         expected, number = {}, 0
-        for own, ends in zip(steps, outcomes, strict=True):
-            rewards = [reward for sample in own for _, reward in sample]
+        for group_steps, ends in zip(steps, outcomes, strict=True):
+            rewards = [reward for sample in group_steps for _, reward in sample]
             mean = np.mean(rewards) if rewards else 0.0
             std = np.std(rewards, ddof=1) if len(rewards) > 1 else 0.0
-            for sample, outcome in zip(own, ends, strict=True):
+            for sample, outcome in zip(group_steps, ends, strict=True):
                 at_all = (outcome - np.mean(ends)) / (np.std(ends, ddof=1) + 1e-6)
                 expected[number] = [
                     at_all + sum((reward - mean) / (std + 1e-6) for end, reward in sample if end >= token)
@@ -229,36 +231,36 @@ class TestGrpoProcess:
                 number += 1
         recipe.algorithm.advantage, recipe.actor.mini_batches = "grpo_process", 3
         for data_parallel in (1, 3):
-            found = given(recipe, batch(steps, outcomes, {}), data_parallel)
-            assert sorted(found) == sorted(expected)
+            got = computed_advantages(recipe, batch(steps, outcomes, {}), data_parallel)
+            assert sorted(got) == sorted(expected)
             for sample, advantages in expected.items():
-                assert found[sample] == pytest.approx(advantages, rel=1e-5, abs=1e-5)
+                assert got[sample] == pytest.approx(advantages, rel=1e-5, abs=1e-5)
 
     def test_a_scorer_without_steps_is_named(self, recipe: Recipe) -> None:
         recipe.algorithm.advantage = "grpo_process"
         groups = batch([[(), ()]], [[1.0, 0.0]], {})
-        assert given(recipe, groups)[0] == pytest.approx([np.sqrt(0.5)] * 7, rel=1e-5), (
+        assert computed_advantages(recipe, groups)[0] == pytest.approx([np.sqrt(0.5)] * 7, rel=1e-5), (
             "none of these has any: plain GRPO"
         )
         for sample in groups[0].samples:
             sample.reward_parts = {}
         with pytest.raises(ValueError, match="'grpo_process', which needs rewards of steps, and the scorer gave none"):
-            given(recipe, groups)
+            computed_advantages(recipe, groups)
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "reinforce_plus_plus", "grpo_process"])
 def test_steps_of_zero_change_nothing(recipe: Recipe, advantage: str) -> None:
     recipe.algorithm.advantage = advantage
     none, zero = [[(), (), ()]], [[((2, 0.0), (5, 0.0)), ((7, 0.0),), ()]]
-    found = [given(recipe, batch(steps, [[4.0, 0.0, 2.0]], {(0, 0): TURNS})) for steps in (none, zero)]
-    assert found[0] == found[1]
+    got = [computed_advantages(recipe, batch(steps, [[4.0, 0.0, 2.0]], {(0, 0): TURNS})) for steps in (none, zero)]
+    assert got[0] == got[1]
 
 
 def test_estimators_of_whole_samples_see_the_sum(recipe: Recipe) -> None:
     """4 + 1 + 3, 0 + 5 and 2: mean 5."""
     recipe.algorithm.normalize_by_std = False
-    found = given(recipe, batch(STEPS[:1], OUTCOMES[:1], {}))
-    assert [own[0] for own in (found[0], found[1], found[2])] == [3, 0, -3]
+    got = computed_advantages(recipe, batch(STEPS[:1], OUTCOMES[:1], {}))
+    assert [values[0] for values in (got[0], got[1], got[2])] == [3, 0, -3]
 
 
 def test_metrics(recipe: Recipe) -> None:

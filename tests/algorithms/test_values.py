@@ -12,16 +12,21 @@ from megarl.algorithms.values import ValueInputs, ValueMoments, value_loss, valu
 
 
 def slow_gae(
-    reward: float, values: list[float], mask: list[bool], gamma: float, lam: float, own: list[float] | None = None
+    reward: float,
+    values: list[float],
+    mask: list[bool],
+    gamma: float,
+    lam: float,
+    token_rewards: list[float] | None = None,
 ) -> tuple[list[float], list[float]]:
-    """One sequence, token by token from the end, as the paper has it; `own`: what each token earns besides."""
+    """One sequence, token by token from the end, as in the paper; `token_rewards`: further rewards of tokens."""
     advantages, returns = [0.0] * len(values), [0.0] * len(values)
     next_value = next_advantage = 0.0
     earned = reward
     for t in reversed(range(len(values))):
         if not mask[t]:
             continue
-        earned += own[t] if own else 0.0
+        earned += token_rewards[t] if token_rewards else 0.0
         delta = earned + gamma * next_value - values[t]
         advantages[t] = delta + gamma * lam * next_advantage
         returns[t] = advantages[t] + values[t]
@@ -61,10 +66,10 @@ def test_gae_of_many_sequences_is_the_slow_one_of_each(gamma: float, lam: float)
     advantages, returns = gae(rewards, values, mask, lengths, gamma=gamma, lam=lam)
     start = 0
     for length, reward in zip(lengths, rewards, strict=True):
-        own = slice(start, start + length)
-        expected = slow_gae(reward, values[own].astype(np.float64).tolist(), mask[own].tolist(), gamma, lam)
-        np.testing.assert_allclose(advantages[own], expected[0], rtol=0, atol=1e-11)
-        np.testing.assert_allclose(returns[own], expected[1], rtol=0, atol=1e-11)
+        span = slice(start, start + length)
+        expected = slow_gae(reward, values[span].astype(np.float64).tolist(), mask[span].tolist(), gamma, lam)
+        np.testing.assert_allclose(advantages[span], expected[0], rtol=0, atol=1e-11)
+        np.testing.assert_allclose(returns[span], expected[1], rtol=0, atol=1e-11)
         start += length
 
 
@@ -73,18 +78,18 @@ def test_tokens_earn_rewards_of_their_own(gamma: float) -> None:
     """GAE of many sequences with them is the slow one of each; and with no values and lambda 1 it is the return to go."""
     random = np.random.default_rng(2)
     lengths = [1, 9, 40, 3]
-    values, own = random.normal(size=53), random.normal(size=53)
+    values, steps = random.normal(size=53), random.normal(size=53)
     mask, rewards = random.random(53) < 0.7, random.normal(size=4)
-    advantages, returns = gae(rewards, values, mask, lengths, gamma=gamma, lam=0.9, token_rewards=own)
+    advantages, returns = gae(rewards, values, mask, lengths, gamma=gamma, lam=0.9, token_rewards=steps)
     start = 0
     for length, reward in zip(lengths, rewards, strict=True):
         part = slice(start, start + length)
-        expected = slow_gae(reward, values[part].tolist(), mask[part].tolist(), gamma, 0.9, own[part].tolist())
+        expected = slow_gae(reward, values[part].tolist(), mask[part].tolist(), gamma, 0.9, steps[part].tolist())
         np.testing.assert_allclose(advantages[part], expected[0], atol=1e-12)
         np.testing.assert_allclose(returns[part], expected[1], atol=1e-12)
         start += length
-    to_go = returns_to_go(rewards, mask, lengths, gamma=gamma, token_rewards=own)
-    plain = gae(rewards, np.zeros(53), mask, lengths, gamma=gamma, lam=1.0, token_rewards=own)[0]
+    to_go = returns_to_go(rewards, mask, lengths, gamma=gamma, token_rewards=steps)
+    plain = gae(rewards, np.zeros(53), mask, lengths, gamma=gamma, lam=1.0, token_rewards=steps)[0]
     np.testing.assert_allclose(to_go, plain, atol=1e-12)
 
 
@@ -164,8 +169,8 @@ def test_value_objective_weighs_and_masks() -> None:
     x.values.requires_grad_()
     loss, metrics = value_objective(x, 0.5)
     assert loss.item() == (6.125 + 8.0) / 4
-    (found,) = torch.autograd.grad(loss, x.values)
-    assert found.tolist() == [0.0, 0.0, 1.0]
+    (gradient,) = torch.autograd.grad(loss, x.values)
+    assert gradient.tolist() == [0.0, 0.0, 1.0]
     assert {name: value.item() for name, value in metrics.items()} == {
         "critic/vf_loss": loss.item(), "critic/vf_clipfrac": 0.5,
     }  # fmt: skip
@@ -173,8 +178,8 @@ def test_value_objective_weighs_and_masks() -> None:
 
 def test_moments_as_metrics_are_those_after_whitening() -> None:
     whitening = Whitening(mean=1.0, scale=2.0)
-    found = Moments.of(np.array([0.0, 3.0])).metrics("critic/advantages", whitening)
-    assert found == {"critic/advantages/mean": 1.0, "critic/advantages/max": 4.0, "critic/advantages/min": -2.0}
+    metrics = Moments.of(np.array([0.0, 3.0])).metrics("critic/advantages", whitening)
+    assert metrics == {"critic/advantages/mean": 1.0, "critic/advantages/max": 4.0, "critic/advantages/min": -2.0}
     assert Moments().metrics("critic/advantages", whitening) == {}
 
 

@@ -19,7 +19,7 @@ SPARSE = {**EXPERTS, "head_dim": 16}
 DENSE_FIRST = {"first_k_dense_replace": 1, "n_shared_experts": 1, "n_routed_experts": 8, "n_group": 1, "topk_group": 1}
 LATENT = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 24, "v_head_dim": 20}
 
-# Name: (class of the model, class of the configuration, what it adds to COMMON)
+# Name: (class of the model, class of the configuration, sizes added to COMMON)
 CASES = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", {}),
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {"tie_word_embeddings": True}),
@@ -58,8 +58,8 @@ CASES = {
 
 
 def build(name: str) -> torch.nn.Module:
-    model_class, config_class, own = CASES[name]
-    settings = {**COMMON, "num_hidden_layers": 3, **own}
+    model_class, config_class, sizes = CASES[name]
+    settings = {**COMMON, "num_hidden_layers": 3, **sizes}
     vision = {"vision_config": settings.pop("vision_config")} if "vision_config" in settings else {}
     if vision:
         settings = {"text_config": settings, "tie_word_embeddings": False, **vision}
@@ -70,7 +70,7 @@ def build(name: str) -> torch.nn.Module:
 
 
 def full_square(flops: ModelFlops, length: int) -> float:
-    """What an attention that computes masked pairs too executes: all length^2 of them."""
+    """Return the FLOPs of an attention that also computes masked pairs: all length^2 pairs."""
     return flops.per_token * length + flops.per_pair * length**2
 
 

@@ -78,7 +78,7 @@ def draw(name: str, count: int, longest: int, rng: np.random.Generator) -> np.nd
 
 
 def filling(lengths: np.ndarray, tokens: int) -> np.ndarray:
-    """As many of the lengths as go into so many tokens, and one more that fills what is left."""
+    """Return the first lengths that fit the token limit, and one more that fills the rest."""
     sums = lengths.cumsum()
     count = int(np.searchsorted(sums, tokens))
     assert 0 < count < len(lengths), "draw more"
@@ -175,23 +175,23 @@ def test_split_evenly() -> None:
 
 
 def groups(*lengths_and_rewards: list[tuple[int, float]], finish: str = "stop") -> list[Group]:
-    made = []
+    batch = []
     for number, members in enumerate(lengths_and_rewards):
         data = InlineData([])
         samples = [
             Sample(number, index, data, 3, length, length, reward=reward, finish_reason=finish)
             for index, (length, reward) in enumerate(members)
         ]
-        made.append(Group(number, f"row/{number}", "test", 0, samples))
-    return made
+        batch.append(Group(number, f"row/{number}", "test", 0, samples))
+    return batch
 
 
 def recipe(**algorithm: object) -> Recipe:
-    made = Recipe()
-    made.actor.mini_batches = 2
+    config = Recipe()
+    config.actor.mini_batches = 2
     for name, value in algorithm.items():
-        setattr(made.algorithm, name, value)
-    return made
+        setattr(config.algorithm, name, value)
+    return config
 
 
 def test_shards_carry_globally_counted_normalisers() -> None:
@@ -214,11 +214,11 @@ def test_a_filler_weighs_nothing() -> None:
 
 
 def test_overlong_samples_leave_the_normaliser() -> None:
-    made = recipe()
-    made.algorithm.overlong.filter = True
+    config = recipe()
+    config.algorithm.overlong.filter = True
     batch = groups([(4, 1.0), (6, 0.0)], [(2, 0.0), (3, 1.0)])
     batch[0].samples[1].finish_reason = "length"
-    plan = plan_step(batch, made, data_parallel=1, micro_batches_multiple_of=1)
+    plan = plan_step(batch, config, data_parallel=1, micro_batches_multiple_of=1)
     assert plan.shards[0].loss_tokens == [4, 5]
     weights = {sample.length - 3: sample.loss_weight for sample in plan.shards[0].samples}
     assert weights == pytest.approx({4: 1 / 4, 6: 0, 2: 1 / 5, 3: 1 / 5})
@@ -226,26 +226,26 @@ def test_overlong_samples_leave_the_normaliser() -> None:
 
 def test_a_step_is_balanced_by_the_models_flops_and_says_so() -> None:
     batch = groups([(10, 1.0)], [(5, 0.0), (1, 0.0), (1, 1.0)])  # mini batches of lengths 13, and 8, 4, 4
-    made = recipe()
-    made.actor.max_tokens_per_micro_batch = 16
+    config = recipe()
+    config.actor.max_tokens_per_micro_batch = 16
     square = ModelFlops(per_token=-1, per_pair=2)  # l^2
-    plan = plan_step(batch, made, data_parallel=1, micro_batches_multiple_of=2, model_flops=square)
+    plan = plan_step(batch, config, data_parallel=1, micro_batches_multiple_of=2, model_flops=square)
     assert plan.flops == 13**2 + 8**2 + 4**2 + 4**2
     assert plan.metrics["actor/micro_batches"] == 4
     assert plan.metrics["perf/micro_batch_share"] == pytest.approx((13 + 8 + 4 + 4) / (4 * 16))
-    # Mini batch 1 is a sample and a filler, as large; 2 is 64 beside 32, where 48 would be even.
+    # Mini batch 1 has a sample and an equally large filler; mini batch 2 has 64 and 32, and 48 would be even.
     assert plan.metrics["perf/micro_batch_imbalance"] == pytest.approx(64 / 48)
-    assert plan_step(batch, made, 1, 2).flops == 0
+    assert plan_step(batch, config, 1, 2).flops == 0
 
 
 def test_context_parallel_devices_share_a_micro_batch() -> None:
     """The limit is a device's: two that compute parts of each sequence take twice as much together."""
-    batch, made = groups([(9, 1.0), (5, 0.0), (5, 0.0), (5, 1.0)]), recipe()  # lengths 12, 8, 8, 8
-    made.actor.mini_batches, made.actor.max_tokens_per_micro_batch = 1, 12
+    batch, config = groups([(9, 1.0), (5, 0.0), (5, 0.0), (5, 1.0)]), recipe()  # lengths 12, 8, 8, 8
+    config.actor.mini_batches, config.actor.max_tokens_per_micro_batch = 1, 12
     counts = {}
-    for made.megatron.context_parallel in (1, 2):
-        metrics = plan_step(batch, made, data_parallel=1, micro_batches_multiple_of=1).metrics
-        counts[made.megatron.context_parallel] = (
+    for config.megatron.context_parallel in (1, 2):
+        metrics = plan_step(batch, config, data_parallel=1, micro_batches_multiple_of=1).metrics
+        counts[config.megatron.context_parallel] = (
             metrics["actor/micro_batches"], metrics["perf/micro_batch_share"] * metrics["actor/micro_batches"]
         )  # fmt: skip
     assert counts == {1: (4, pytest.approx(36 / 12)), 2: (2, pytest.approx(36 / 24))}
@@ -253,12 +253,12 @@ def test_context_parallel_devices_share_a_micro_batch() -> None:
 
 def test_a_step_is_planned_by_the_models_flops() -> None:
     batch = groups([(9, 1.0), (5, 0.0), (5, 0.0), (5, 1.0)])  # lengths 12, 8, 8, 8: 144, 64, 64, 64 FLOPs
-    made = recipe()
-    made.actor.mini_batches, made.actor.max_tokens_per_micro_batch = 1, 24
+    config = recipe()
+    config.actor.mini_batches, config.actor.max_tokens_per_micro_batch = 1, 24
     square = ModelFlops(per_token=-1, per_pair=2)  # l^2
 
     def sizes(model_flops: ModelFlops | None) -> list[int]:
-        plan = plan_step(batch, made, data_parallel=1, micro_batches_multiple_of=2, model_flops=model_flops)
+        plan = plan_step(batch, config, data_parallel=1, micro_batches_multiple_of=2, model_flops=model_flops)
         return sorted(len(micro_batch) for micro_batch in plan.shards[0].mini_batches[0])
 
     assert sizes(square) == [1, 3]  # 144 and 192
@@ -267,14 +267,14 @@ def test_a_step_is_planned_by_the_models_flops() -> None:
 
 def test_held_out_rows_keep_the_weights_of_all_of_them() -> None:
     """A piece of two rows, 4 and 6 tokens, of a set with 20: 1/20 a token, for each of two ranks in two micro batches."""
-    made = recipe(loss="sft", advantage="none", aggregation="seq_mean_token_mean")
-    made.train.source = "sft"
-    weights = held_out_weights(np.array([4, 6, 10]), made)
+    config = recipe(loss="sft", advantage="none", aggregation="seq_mean_token_mean")
+    config.train.source = "sft"
+    weights = held_out_weights(np.array([4, 6, 10]), config)
     assert weights == pytest.approx([1 / 20] * 3)
-    shards = plan_held_out(groups([(4, 0.0)], [(6, 0.0)]), weights[:2], 20, made, 2, micro_batches_multiple_of=2)
+    shards = plan_held_out(groups([(4, 0.0)], [(6, 0.0)]), weights[:2], 20, config, 2, micro_batches_multiple_of=2)
     assert [len(shard.mini_batches[0]) for shard in shards] == [2, 2]
-    found = sorted((sample.length - 3, sample.loss_weight) for shard in shards for sample in shard.samples)
-    assert found == [(4, 0.0), (4, 0.0), (4, pytest.approx(1 / 20)), (6, pytest.approx(1 / 20))]
+    weighted = sorted((sample.length - 3, sample.loss_weight) for shard in shards for sample in shard.samples)
+    assert weighted == [(4, 0.0), (4, 0.0), (4, pytest.approx(1 / 20)), (6, pytest.approx(1 / 20))]
     assert [shard.loss_tokens for shard in shards] == [[20], [20]]
     pairs = recipe(loss="dpo", aggregation="seq_mean_token_mean")
     assert held_out_weights(np.array([4, 5, 10, 2]), pairs) == pytest.approx([1 / 16, 1 / 20, 1 / 40, 1 / 8])
@@ -285,10 +285,10 @@ def test_a_loss_over_pairs_finds_them_together(packing: bool) -> None:
     """Chosen and rejected stand one after the other, whatever the limit; a filler is a whole pair."""
     random = np.random.default_rng(0)
     batch = groups(*([(int(a), 0.0), (int(b), 0.0)] for a, b in random.integers(1, 40, (7, 2))))
-    made = recipe(loss="dpo", advantage="none", aggregation="seq_mean_token_mean")
-    made.train.source = "preferences"
-    made.megatron.packing, made.actor.max_tokens_per_micro_batch = packing, 60
-    plan = plan_step(batch, made, data_parallel=3, micro_batches_multiple_of=2)
+    config = recipe(loss="dpo", advantage="none", aggregation="seq_mean_token_mean")
+    config.train.source = "preferences"
+    config.megatron.packing, config.actor.max_tokens_per_micro_batch = packing, 60
+    plan = plan_step(batch, config, data_parallel=3, micro_batches_multiple_of=2)
     counted = []
     for shard in plan.shards:
         for micro_batch in [members for mini_batch in shard.mini_batches for members in mini_batch]:

@@ -1,4 +1,4 @@
-"""The plan of padded micro batches holds what it promises."""
+"""Invariants of the plan of padded micro batches."""
 
 from __future__ import annotations
 
