@@ -115,7 +115,7 @@ def test_rl_with_a_critic(placement: Any, tmp_path: Path, monkeypatch: pytest.Mo
     ]  # fmt: skip
     assert cluster.calls == [
         "engine0.start", "engine1.start", "trainer.sees", "critic.sees", "critic.describe", "trainer.open_exchange",
-        "engine0.connect_exchange", "engine1.connect_exchange", "trainer.describe",
+        "engine0.connect_weight_sync", "engine1.connect_weight_sync", "trainer.describe",
     ]  # fmt: skip
     assert isinstance(run.devices, Colocated if placement == "colocated" else Disaggregated)
     assert isinstance(run.actor, ActorGroup) and isinstance(run.critic, CriticGroup)
