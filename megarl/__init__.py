@@ -24,7 +24,7 @@ __all__ = ["Recipe", "RecipeError", "load_recipe", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name of `__all__` on first use, so that a command interrupted during start-up can say so."""
+    """Import a name of `__all__` on first use: `import megarl` stays fast, and Ctrl-C during imports is reported."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from megarl import recipe
@@ -34,7 +34,7 @@ def __getattr__(name: str) -> Any:
 
 
 def train(recipe: Recipe) -> Path:
-    """Train as `recipe` says and return the run's directory. See `megarl.train.train`."""
+    """Train by `recipe` and return the run's directory. See `megarl.train.train`."""
     from megarl.train import train as run_training
 
     return run_training(recipe)

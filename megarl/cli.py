@@ -42,7 +42,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 
 @app.command(name="train")
 def train_command(recipe: RecipePath, overrides: Overrides = None, debug: Debug = False) -> None:
-    """Train as the recipe says; everything it leaves is in runs/<name>/."""
+    """Train a model by the recipe; all output is in runs/<name>/."""
     from megarl.preflight.load import load_recipe
     from megarl.train import train
 
@@ -51,7 +51,7 @@ def train_command(recipe: RecipePath, overrides: Overrides = None, debug: Debug 
 
 @app.command(name="eval")
 def evaluate(recipe: RecipePath, overrides: Overrides = None, debug: Debug = False) -> None:
-    """Sample the recipe's data.eval_files with model.path: pass@k, maj@k and greedy accuracy as JSON."""
+    """Evaluate model.path on the recipe's data.eval_files: pass@k, maj@k and greedy accuracy as JSON."""
     from megarl.commands.evaluate import evaluate_model
     from megarl.preflight.load import load_recipe
 
@@ -68,7 +68,7 @@ def export_command(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Write a run's checkpoint as a Hugging Face model, read it back and compare it."""
+    """Write a run's checkpoint as a Hugging Face model and verify it."""
     from megarl.commands.export import export
 
     export(run_path, out, step, critic=critic)

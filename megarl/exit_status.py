@@ -63,7 +63,7 @@ def guarded(command: Callable[[], Any], *, debug: bool) -> int:
     raise_again({KeyboardInterrupt: signal.SIGINT, Terminated: signal.SIGTERM})
     try:
         status = command()
-        if status == INTERRUPTED:  # typer's own form of Ctrl-C
+        if status == INTERRUPTED:  # typer's status for Ctrl-C
             raise KeyboardInterrupt
         return status if isinstance(status, int) else 0
     except _UsageProblem as error:
@@ -79,7 +79,7 @@ def guarded(command: Callable[[], Any], *, debug: bool) -> int:
         return _fail(2, "recipe error", error, debug)
     except InputError as error:
         return _fail(2, "input error", error, debug)
-    except Exception as error:  # noqa: BLE001 - the last resort: one block, and the status of a failure
+    except Exception as error:  # noqa: BLE001 - any other error is printed as one block too
         return _fail(1, type(error).__name__, error, debug)
 
 

@@ -63,11 +63,11 @@ class Checkpoints:
         """Commit the save in progress of a run that ends with `error`."""
         wait = not isinstance(error, ClusterError)  # after a ClusterError no process writes any more
         if wait and self.saver.pending:
-            self.log.notice("waiting for the checkpoint that is being written; once more Ctrl-C or SIGTERM gives it up")
+            self.log.notice("waiting for the checkpoint in progress; another Ctrl-C or SIGTERM abandons it")
         try:
             path = self.saver.rescue(wait=wait)
         except Exception as failure:  # noqa: BLE001 -- the run ends with `error`
-            self.log.warn(f"the checkpoint that was being written is lost: {failure}")
+            self.log.warn(f"the checkpoint in progress is lost: {failure}")
             return
         if path is not None:
             self.log.notice(f"{path.name} was completed before the end")
@@ -81,7 +81,7 @@ class Checkpoints:
             if self.kl_weight.target is not None and state.get("kl_weight") is not None:
                 self.kl_weight.value = state["kl_weight"]
             for path in set_aside_later(self.saver.folder, state["step"]):
-                self.log.notice(f"a later checkpoint, of what this run now leaves behind, is kept as {path}")
+                self.log.notice(f"a later checkpoint, which this run abandons, is kept as {path}")
         notice = next((notice for notice in notices if notice is not None), None)
         if notice is not None:
             self.log.notice(notice)

@@ -135,10 +135,10 @@ def exit_cause(returncode: int) -> str:
 
 
 def log_tail(log: str, lines: int = TAIL_LINES) -> str:
-    """The last lines that the newest process wrote to `log`; "" where the file cannot be read from here."""
+    """Last lines that the newest process wrote to `log`; "" if the file is on another machine."""
     path = Path(log)
     if not path.is_file():
-        return ""  # on another machine's disk
+        return ""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 16384))
         text = file.read().decode(errors="replace").splitlines()

@@ -53,7 +53,7 @@ def ignore_interrupt() -> None:
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago."""
+    """Return a TCP port that is free at the time of the call."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

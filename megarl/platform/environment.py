@@ -136,11 +136,6 @@ def users_first(defaults: Mapping[str, str], shell: Mapping[str, str] = _SHELL) 
     return RoleSettings("processes", defaults).environment(shell)
 
 
-def notices(role: str, defaults: Mapping[str, str], shell: Mapping[str, str] = _SHELL) -> list[str]:
-    """Notices about `defaults` of a role that have another value in the shell."""
-    return RoleSettings(role, defaults).notices(shell)
-
-
 def _names(name: str) -> set[str]:
     """The variable and its aliases."""
     return {name} | {other for pair in _ALIASES.items() for other in pair if name in pair}

@@ -16,7 +16,7 @@ from megarl.engines.vllm.args import build_engine_args, check_plan
 from megarl.platform.base import Platform
 from megarl.platform.cpu import CPUPlatform
 from megarl.platform.cuda import CUDAPlatform
-from megarl.platform.environment import notices, users_first
+from megarl.platform.environment import RoleSettings, users_first
 from megarl.platform.npu import NPUPlatform
 from megarl.preflight.environment import environment_notices
 
@@ -37,7 +37,7 @@ def test_what_engines_get(platform: Platform, expected: dict[str, str]) -> None:
 def test_a_user_cannot_take_it_back_unnoticed() -> None:
     users = {"VLLM_BATCH_INVARIANT": "0", "HCCL_DETERMINISTIC": "false"}
     assert users_first(NPU, users) == NPU
-    text = " ".join(notices("engines", NPU, users))
+    text = " ".join(RoleSettings("engines", NPU).notices(users))
     assert (
         "VLLM_BATCH_INVARIANT=0, which is overridden" in text
         and "HCCL_DETERMINISTIC=false, which is overridden" in text

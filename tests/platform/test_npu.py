@@ -23,7 +23,7 @@ from megarl.platform import environment
 from megarl.platform.cpu import CPUPlatform
 from megarl.platform.cuda import CUDAPlatform
 from megarl.platform.device_kind import DeviceKind
-from megarl.platform.environment import NEEDED, notices, users_first
+from megarl.platform.environment import NEEDED, RoleSettings, users_first
 from megarl.platform.npu import NPUPlatform
 from megarl.platform.npu_kind import NPU
 from megarl.preflight.environment import environment_notices
@@ -171,11 +171,11 @@ def test_what_the_user_has_set_stays_and_is_said() -> None:
     own, users = {"HCCL_CONNECT_TIMEOUT": "1800", "TASK_QUEUE_ENABLE": "2"}, {"HCCL_CONNECT_TIMEOUT": "5400", "A": "1"}
     assert users_first(own, users) == {"HCCL_CONNECT_TIMEOUT": "5400", "TASK_QUEUE_ENABLE": "2"}
     said = "the environment has HCCL_CONNECT_TIMEOUT=5400, which is kept; otherwise trainers would get HCCL_CONNECT_TIMEOUT=1800"
-    assert notices("trainers", own, users) == [said]
-    assert notices("trainers", own, own) == []
+    assert RoleSettings("trainers", own).notices(users) == [said]
+    assert RoleSettings("trainers", own).notices(own) == []
     memory, other = {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}, {"PYTORCH_ALLOC_CONF": ""}
     assert users_first(memory, other) == other, "torch_npu refuses both"
-    assert "PYTORCH_ALLOC_CONF=," in notices("trainers", memory, other)[0]
+    assert "PYTORCH_ALLOC_CONF=," in RoleSettings("trainers", memory).notices(other)[0]
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_the_users_setting_does_not_end_determinism() -> None:
     hccl, nccl = NPUPlatform().deterministic_env(), CUDAPlatform().deterministic_env()
     assert users_first(hccl, {"HCCL_DETERMINISTIC": "false", "LCCL_DETERMINISTIC": "0"}) == hccl
     assert users_first(nccl, {"NCCL_ALGO": "Tree"}) == nccl
-    assert "overridden: trainers get NCCL_ALGO=Ring" in notices("trainers", nccl, {"NCCL_ALGO": "Tree"})[0]
+    assert "overridden: trainers get NCCL_ALGO=Ring" in RoleSettings("trainers", nccl).notices({"NCCL_ALGO": "Tree"})[0]
     stays = {"HCCL_DETERMINISTIC": "strict"}, {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
     assert users_first(hccl, stays[0]) == hccl | stays[0] and users_first(nccl, stays[1]) == nccl | stays[1]
 

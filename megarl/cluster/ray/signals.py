@@ -42,8 +42,8 @@ def _preserve_interruptions() -> Iterator[None]:
 def keep_sigterm_handler() -> Iterator[None]:
     """Keep the present SIGTERM handler while Ray starts.
 
-    Ray installs two handlers of its own, one native and one in Python, and has no option against it. They end the
-    process at once, with another exit status, and leave child processes running.
+    Ray installs two handlers, one native and one in Python, without an option to disable them. They end the process at
+    once, with another exit status, and leave child processes running.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread can set handlers

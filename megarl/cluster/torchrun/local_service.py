@@ -46,19 +46,19 @@ class LocalService:
         self.host = host_name()
         self.address = "127.0.0.1"  # all of this cluster is on this machine
         self._reaper = OrphanReaper()
-        ours, theirs = socket.socketpair()
+        local, remote = socket.socketpair()
         environment = without_torchrun(dict(os.environ)) | (env or {}) | self._reaper.env
         environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "megarl.cluster.torchrun.service_main", str(theirs.fileno())],
+            [sys.executable, "-m", "megarl.cluster.torchrun.service_main", str(remote.fileno())],
             env=environment,
-            pass_fds=[theirs.fileno()],
+            pass_fds=[remote.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # a new process group, which ends together and does not receive Ctrl-C
         )
-        theirs.close()
+        remote.close()
         self.place = Place(f"service {name}", self.host, self._process.pid, str(log))
-        self._wire = Wire(ours)
+        self._wire = Wire(local)
         self._numbers = itertools.count(CONSTRUCTED + 1)
         self._lock = threading.Lock()  # protects _waiting and failure
         self._waiting: dict[int, tuple[Future[Any], bool]] = {}
