@@ -60,9 +60,9 @@ FILES_AT_THE_TOP, ROOMS_AT_THE_TOP = 12, 20
 
 # Classes that still share their name with another one.
 SAME_NAMES = {
-    "Call", "Channel", "Check", "Context", "Device", "Entry", "Group",
+    "Channel", "Check", "Context", "Entry", "Group",
     "Layout", "Limits", "Options", "Outcome", "Piece", "Prepared", "Question", "Raised",
-    "Rank", "Route", "Rule", "Service", "Side", "Source", "Stop", "Worker",
+    "Route", "Rule", "Side", "Source", "Worker",
 }  # fmt: skip
 
 # Words for devices: they stand only in the files that know devices, so that a new kind of device needs files there alone.

@@ -129,7 +129,7 @@ Slot = tuple[int, int]  # machine index, index among the devices that the run ta
 
 
 @dataclass(frozen=True)
-class Plan:
+class DeviceMap:
     """Device slots of every trainer, critic and engine."""
 
     trainers: list[Slot]  # in rank order
@@ -144,7 +144,7 @@ class Plan:
         return [sum(machine == number for machine, _ in slots) for number in range(machines)]
 
 
-def place(machines: Sequence[tuple[str, int]], demand: Demand, resource: str) -> Plan:
+def place(machines: Sequence[tuple[str, int]], demand: Demand, resource: str) -> DeviceMap:
     """Map `demand` to devices.
 
     machines: (name, free devices) per machine, in the order of the ranks.
@@ -162,7 +162,7 @@ def place(machines: Sequence[tuple[str, int]], demand: Demand, resource: str) ->
     return plan
 
 
-def place_on_cpus(cpus: Sequence[int], demand: Demand) -> Plan:
+def place_on_cpus(cpus: Sequence[int], demand: Demand) -> DeviceMap:
     """Map processes that need no device to machines: one per CPU first, several per CPU if there are too few.
 
     cpus: number of CPUs per machine.
@@ -177,10 +177,10 @@ def place_on_cpus(cpus: Sequence[int], demand: Demand) -> Plan:
         return plan
     hosts = [number * demand.tensor_parallel % demand.trainers for number in range(demand.engines)]
     critics = [plan.trainers[rank % demand.trainers] for rank in range(demand.critics)]
-    return Plan(plan.trainers, [[plan.trainers[host]] for host in hosts], critics, plan.fixed)
+    return DeviceMap(plan.trainers, [[plan.trainers[host]] for host in hosts], critics, plan.fixed)
 
 
-def _place(free: Sequence[int], demand: Demand) -> Plan | None:
+def _place(free: Sequence[int], demand: Demand) -> DeviceMap | None:
     """Place fixed models' engines last or, if they do not fit then, first; None if neither order fits."""
     rest = replace(demand, fixed=())
     if not demand.fixed:
@@ -226,7 +226,7 @@ def _minus(free: Sequence[int], used: Sequence[int]) -> list[int]:
     return [have - count for have, count in zip(free, used, strict=True)]
 
 
-def _place_rest(free: Sequence[int], demand: Demand) -> Plan | None:
+def _place_rest(free: Sequence[int], demand: Demand) -> DeviceMap | None:
     """Place trainers, critics and rollout engines; None if they do not fit."""
     largest = max(free, default=0)
     block, critic_block = (size if largest >= size else 1 for size in (demand.trainer_block, demand.critic_block))
@@ -240,11 +240,11 @@ def _place_rest(free: Sequence[int], demand: Demand) -> Plan | None:
         engines = _fill(trainers, demand.engine_devices, demand.tensor_parallel, range(len(free))) if trainers else None
         if trainers and engines:
             slots = _slots(trainers)
-            return Plan(slots, _chunks(_slots(engines), demand.tensor_parallel), slots[: demand.critics])
+            return DeviceMap(slots, _chunks(_slots(engines), demand.tensor_parallel), slots[: demand.critics])
     return None
 
 
-def _place_unshared(free: Sequence[int], demand: Demand, block: int, critic_block: int) -> Iterator[Plan]:
+def _place_unshared(free: Sequence[int], demand: Demand, block: int, critic_block: int) -> Iterator[DeviceMap]:
     """Plans on separate devices: trainers, critic, engines in this order (fewest machines first), then engines first."""
     order = _largest_first(free)
     kinds = [
@@ -263,7 +263,7 @@ def _place_unshared(free: Sequence[int], demand: Demand, block: int, critic_bloc
             left = _minus(left, counts)
         else:
             engines = _chunks(_slots(used[2], after=_sums([used[0], used[1]])), demand.tensor_parallel)
-            yield Plan(_slots(used[0]), engines, _slots(used[1], after=used[0]))
+            yield DeviceMap(_slots(used[0]), engines, _slots(used[1], after=used[0]))
 
 
 def _fill(free: Sequence[int], count: int, block: int, order: Sequence[int]) -> list[int] | None:

@@ -19,7 +19,7 @@ CONSTRUCTED = 0  # number of the constructor's outcome; calls are numbered from 
 
 
 @dataclass(frozen=True)
-class Start:
+class ServiceStart:
     """First message: the class to construct and its arguments."""
 
     class_path: str
@@ -29,7 +29,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Call:
+class ServiceCall:
     """Message for one call; the reply is ``(number, Returned | Raised)``."""
 
     number: int
@@ -38,7 +38,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Stop:
+class ServiceStop:
     """Last message: shut down and end."""
 
 
@@ -69,7 +69,7 @@ class _Server:
         self._running: set[asyncio.Task[None]] = set()
         self._stopped = asyncio.Event()
 
-    async def serve(self, start: Start) -> None:
+    async def serve(self, start: ServiceStart) -> None:
         # Start the reader before the constructor: it also notices the controller's death while the object loads.
         threading.Thread(target=self._read, daemon=True).start()
         outcome = run(lambda: load_class(start.class_path)(*start.args))
@@ -88,17 +88,17 @@ class _Server:
                 message = self._wire.receive()
             except EOFError:  # the controller has ended
                 os.killpg(0, signal.SIGKILL)
-            if isinstance(message, Stop):
+            if isinstance(message, ServiceStop):
                 self._loop.call_soon_threadsafe(self._stopped.set)
             else:
                 self._loop.call_soon_threadsafe(self._begin, message)
 
-    def _begin(self, call: Call) -> None:
+    def _begin(self, call: ServiceCall) -> None:
         task = self._loop.create_task(self._answer(call))
         self._running.add(task)  # the loop keeps only a weak reference
         task.add_done_callback(self._running.discard)
 
-    async def _answer(self, call: Call) -> None:
+    async def _answer(self, call: ServiceCall) -> None:
         self._send(call.number, await answer(self._target, call.method, call.args))
 
     def _send(self, number: int, outcome: Returned | Raised) -> None:
@@ -110,6 +110,6 @@ class _Server:
             self._wire.send((number, Raised.of(error)))
 
 
-async def serve(wire: Wire, start: Start) -> None:
-    """Construct the object of `start` and serve the calls that arrive over `wire` until `Stop`."""
+async def serve(wire: Wire, start: ServiceStart) -> None:
+    """Construct the object of `start` and serve the calls that arrive over `wire` until `ServiceStop`."""
     await _Server(wire).serve(start)

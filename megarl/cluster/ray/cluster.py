@@ -29,7 +29,7 @@ from megarl.cluster.failures import (
 )
 from megarl.cluster.orphan_reaper import VARIABLE, OrphanReaper
 from megarl.cluster.ray.actors import ConstructorFailed, ServiceActor, TrainerActor
-from megarl.cluster.ray.devices import Device, RayDevices
+from megarl.cluster.ray.devices import RayDevices, ReservedDevice
 from megarl.cluster.ray.failures import death_cause, not_started
 from megarl.cluster.ray.signals import ray_get, ray_wait
 from megarl.cluster.ray.start import start
@@ -379,7 +379,7 @@ def _environment(env: dict[str, str]) -> dict[str, Any]:
     return {"runtime_env": {"env_vars": env}}
 
 
-def _rank_environments(devices: list[Device], master_port: int) -> list[dict[str, str]]:
+def _rank_environments(devices: list[ReservedDevice], master_port: int) -> list[dict[str, str]]:
     """Environment of each rank as torchrun would set it; rank 0's machine hosts the rendezvous."""
     per_node = Counter(device.node_id for device in devices)
     local_ranks: Counter[str] = Counter()

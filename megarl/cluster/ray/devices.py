@@ -12,7 +12,7 @@ from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from megarl.cluster.device_map import Demand, Plan, place, place_on_cpus
+from megarl.cluster.device_map import Demand, DeviceMap, place, place_on_cpus
 from megarl.cluster.ray.signals import ray_get
 
 # Share of a device that a process reserves in Ray: less than a third, so that a time-shared device fits an actor trainer,
@@ -22,7 +22,7 @@ _RESERVE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
-class Device:
+class ReservedDevice:
     """One device, reserved by one bundle of a placement group; without a group, a process that needs no device."""
 
     node_id: str
@@ -43,9 +43,9 @@ class RayDevices:
     def __init__(self, resource: str | None, variable: str, demand: Demand) -> None:
         self._resource, self._variable, self._demand = resource, variable, demand
         self._group: PlacementGroup | None = None
-        self.trainers: list[Device] = []  # in rank order
-        self._critics: list[Device] = []  # in rank order
-        self._engines: list[list[Device]] = []  # of engines that have not started; fixed models' engines last
+        self.trainers: list[ReservedDevice] = []  # in rank order
+        self._critics: list[ReservedDevice] = []  # in rank order
+        self._engines: list[list[ReservedDevice]] = []  # of engines that have not started; fixed models' engines last
 
     def reserve(self) -> None:
         """Reserve the devices of the run. Raises ValueError if the cluster has too few."""
@@ -68,18 +68,18 @@ class RayDevices:
         self._critics = [places[node][number] for node, number in plan.critics]
         self._engines = [[places[node][number] for node, number in slots] for slots in [*plan.engines, *plan.fixed]]
 
-    def of_group(self, name: str) -> list[Device]:
+    def of_group(self, name: str) -> list[ReservedDevice]:
         """Devices of the group "trainer" or "critic", in rank order."""
         return {"trainer": self.trainers, "critic": self._critics}[name]
 
-    def next_engine(self, count: int) -> list[Device]:
+    def next_engine(self, count: int) -> list[ReservedDevice]:
         """Claim the devices of the next engine, all on one machine."""
         assert self._engines, f"more engines than reserved: {self._demand}"
         claimed = self._engines.pop(0)
         assert self._resource is None or count == len(claimed), f"{count} devices; reserved: {self._demand}"
         return claimed
 
-    def visible(self, devices: list[Device]) -> dict[str, str]:
+    def visible(self, devices: list[ReservedDevice]) -> dict[str, str]:
         """Return the environment in which a process sees only `devices`, numbered 0 .. n - 1."""
         if not self._variable:
             return {}
@@ -89,7 +89,7 @@ class RayDevices:
             self._variable: ",".join(device.id for device in devices),
         }
 
-    def options(self, device: Device) -> dict[str, Any]:
+    def options(self, device: ReservedDevice) -> dict[str, Any]:
         """Options of an actor on `device`."""
         if device.group is None:
             return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(device.node_id, soft=False)}
@@ -107,7 +107,7 @@ class RayDevices:
             return {"num_cpus": 0, "num_gpus": count}
         return {"num_cpus": 0, "resources": {self._resource: count}}
 
-    def _reserve(self, nodes: list[dict[str, Any]], plan: Plan) -> list[list[Device]]:
+    def _reserve(self, nodes: list[dict[str, Any]], plan: DeviceMap) -> list[list[ReservedDevice]]:
         """Reserve a bundle for each device of `plan`; returns the devices per node, sorted by number."""
         per_node = plan.per_machine(len(nodes))
         owners = [node for node, count in zip(nodes, per_node, strict=True) for _ in range(count)]
@@ -146,11 +146,13 @@ class RayDevices:
         return ray_get(probes, timeout=_RESERVE_SECONDS)
 
 
-def _device(node: dict[str, Any], group: PlacementGroup | None = None, bundle: int = 0, number: str = "") -> Device:
-    return Device(node["NodeID"], node["NodeManagerAddress"], group, bundle, number)
+def _device(
+    node: dict[str, Any], group: PlacementGroup | None = None, bundle: int = 0, number: str = ""
+) -> ReservedDevice:
+    return ReservedDevice(node["NodeID"], node["NodeManagerAddress"], group, bundle, number)
 
 
-def _number(device: Device) -> tuple[int, str]:
+def _number(device: ReservedDevice) -> tuple[int, str]:
     """Sort key: the device's number; other names (UUIDs) sort as text."""
     return (int(device.id) if device.id.isdigit() else -1, device.id)
 

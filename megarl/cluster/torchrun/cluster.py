@@ -35,7 +35,14 @@ from megarl.cluster.failures import (
 from megarl.cluster.process import die_with_parent
 from megarl.cluster.sigstop_watch import LocalWatch
 from megarl.cluster.torchrun.local_service import LocalService
-from megarl.cluster.torchrun.rank import JOIN_SECONDS, Call, Construct, Rank, Stop, socket_path
+from megarl.cluster.torchrun.rank import (
+    JOIN_SECONDS,
+    CallMessage,
+    ConstructMessage,
+    RankWorker,
+    StopMessage,
+    socket_path,
+)
 from megarl.cluster.torchrun.wire import Wire, packed
 from megarl.types import DataRef, InlineData
 
@@ -100,8 +107,8 @@ class _LocalRank:
         self._thread.start()
 
     def _serve(self) -> None:
-        rank = Rank()
-        while not isinstance(message := self._messages.get(), Stop):
+        rank = RankWorker()
+        while not isinstance(message := self._messages.get(), StopMessage):
             self.busy = True
             outcome = rank.answer(message)
             self.busy = False
@@ -127,11 +134,11 @@ class TorchrunGroup:
         return len(self._ranks)
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        return self.run([Call(method, args)] * self.size, method)
+        return self.run([CallMessage(method, args)] * self.size, method)
 
     def scatter(self, method: str, per_rank: list[tuple[Any, ...]]) -> list[Any]:
         assert len(per_rank) == self.size, f"{len(per_rank)} shards for {self.size} ranks"
-        return self.run([Call(method, args) for args in per_rank], method)
+        return self.run([CallMessage(method, args) for args in per_rank], method)
 
     def scatter_with_data(
         self, method: str, per_rank: list[tuple[Any, ...]], parts: int
@@ -146,10 +153,10 @@ class TorchrunGroup:
         self._cluster.release_trainers(now=False)
 
     def construct(self, class_path: str, args: tuple[Any, ...], env: dict[str, str]) -> None:
-        self.run([Construct(class_path, args, env)] * self.size, "its start")
+        self.run([ConstructMessage(class_path, args, env)] * self.size, "its start")
         self._has_shutdown = hasattr(load_class(class_path), "shutdown")
 
-    def run(self, messages: list[Construct | Call], doing: str) -> list[Any]:
+    def run(self, messages: list[ConstructMessage | CallMessage], doing: str) -> list[Any]:
         """Send each rank its message and return the values in rank order. `doing`: the call's name, for messages."""
         watch = LocalWatch([rank.place for rank in self._ranks], doing)
 
@@ -305,7 +312,7 @@ class TorchrunCluster:
         ranks, self._ranks = self._ranks, []
         peers = [rank for rank in ranks if isinstance(rank, _Peer)]
         for rank in ranks:
-            rank.send(Stop(now))
+            rank.send(StopMessage(now))
         for peer in peers:
             if now:
                 peer.wake()

@@ -24,7 +24,7 @@ from megarl.cluster.failures import (
 )
 from megarl.cluster.orphan_reaper import OrphanReaper
 from megarl.cluster.process import without_torchrun
-from megarl.cluster.service import CONSTRUCTED, Call, Start, Stop
+from megarl.cluster.service import CONSTRUCTED, ServiceCall, ServiceStart, ServiceStop
 from megarl.cluster.torchrun.wire import Wire
 from megarl.types import InlineData
 
@@ -65,7 +65,7 @@ class LocalService:
         self.failure: Failure | None = None
         self.stopping = False
         self._reader = threading.Thread(target=self._read, name=f"service-{name}", daemon=True)
-        self._send(Start(class_path, args, self.place.who, str(log)))
+        self._send(ServiceStart(class_path, args, self.place.who, str(log)))
         self._reader.start()
 
     def call(self, method: str, *args: Any) -> Future[Any]:
@@ -91,7 +91,7 @@ class LocalService:
         """Request the end of the process without waiting, so that several services end in parallel."""
         if not self.stopping:
             self.stopping = True
-            self._send(Stop())
+            self._send(ServiceStop())
 
     def _send(self, message: Any) -> None:
         try:
@@ -109,7 +109,7 @@ class LocalService:
             number = next(self._numbers)
             self._waiting[number] = future, with_data
         try:
-            self._send(Call(number, method, args))
+            self._send(ServiceCall(number, method, args))
         except BaseException:  # the arguments do not pickle: no reply will come
             with self._lock:
                 self._waiting.pop(number, None)

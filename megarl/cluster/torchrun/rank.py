@@ -23,37 +23,37 @@ JOIN_SECONDS = 300.0  # time for the ranks to import their modules and connect
 
 
 @dataclass(frozen=True)
-class Construct:
+class ConstructMessage:
     class_path: str
     args: tuple[Any, ...]
     env: dict[str, str]
 
 
 @dataclass(frozen=True)
-class Call:
+class CallMessage:
     method: str
     args: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class Stop:
+class StopMessage:
     """End after the present call, or ``now``, because that call may never end."""
 
     now: bool
 
 
-class Rank:
+class RankWorker:
     """Worker object of a rank."""
 
     def __init__(self) -> None:
         self._worker: Any = None
 
-    def answer(self, message: Construct | Call) -> Returned | Raised:
-        if isinstance(message, Call):
+    def answer(self, message: ConstructMessage | CallMessage) -> Returned | Raised:
+        if isinstance(message, CallMessage):
             return run(lambda: getattr(self._worker, message.method)(*message.args))
         return run(self._construct, message)
 
-    def _construct(self, message: Construct) -> None:
+    def _construct(self, message: ConstructMessage) -> None:
         os.environ.update(message.env)
         self._worker = load_class(message.class_path)(*message.args)
 
@@ -69,7 +69,7 @@ def socket_path() -> Path:
 
 
 def serve(log_dir: Path) -> None:
-    """Serve the controller's calls until `Stop`; for ranks other than 0.
+    """Serve the controller's calls until `StopMessage`; for ranks other than 0.
 
     Ends the process, with a line on stderr, if the controller ends. Output goes to ``log_dir/trainer-<rank>.log``.
     """
@@ -85,8 +85,8 @@ def serve(log_dir: Path) -> None:
     wire.send((rank, place))
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_read_calls, args=(wire, messages, place.who, console), daemon=True).start()
-    worker = Rank()
-    while not isinstance(message := messages.get(), Stop):
+    worker = RankWorker()
+    while not isinstance(message := messages.get(), StopMessage):
         outcome = worker.answer(message)
         if isinstance(outcome, Raised):
             print(outcome.traceback, file=sys.stderr)
@@ -100,13 +100,13 @@ def serve(log_dir: Path) -> None:
 
 def _read_calls(wire: Wire, messages: queue.SimpleQueue[Any], who: str, console: int) -> None:
     message = None
-    while not isinstance(message, Stop):
+    while not isinstance(message, StopMessage):
         try:
             message = wire.receive()
         except EOFError:
             os.write(console, f"megarl: {who} ends: the controller (rank 0) has ended.\n".encode())
             os._exit(1)  # the main thread may be in a collective that cannot complete
-        if isinstance(message, Stop) and message.now:
+        if isinstance(message, StopMessage) and message.now:
             os._exit(0)  # the controller reports the failure, by message and exit status
         messages.put(message)
 

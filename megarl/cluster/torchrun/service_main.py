@@ -7,12 +7,12 @@ import socket
 import sys
 
 from megarl.cluster.process import ignore_interrupt, redirect_output
-from megarl.cluster.service import Start, serve
+from megarl.cluster.service import ServiceStart, serve
 from megarl.cluster.torchrun.wire import Wire
 
 if __name__ == "__main__":
     ignore_interrupt()
     wire = Wire(socket.socket(fileno=int(sys.argv[1])))
-    start: Start = wire.receive()
+    start: ServiceStart = wire.receive()
     redirect_output(start.log, start.name)
     asyncio.run(serve(wire, start))
