@@ -68,29 +68,29 @@ def test_round_trip_is_exact(tmp_path: Path) -> None:
 
 def test_a_failed_save_leaves_the_older_one_and_no_rest(tmp_path: Path) -> None:
     trainers = Trainers()
-    one = saver(tmp_path, trainers)
-    one.save(2, state())
+    run_saver = saver(tmp_path, trainers)
+    run_saver.save(2, state())
     trainers.error = RuntimeError("no space left on device")
     with pytest.raises(RuntimeError, match="no space"):
-        one.save(4, state())
+        run_saver.save(4, state())
     assert names(tmp_path) == ["step_000002"]
 
 
 def test_a_save_that_does_not_fit_is_refused_before_it_is_written(tmp_path: Path) -> None:
     trainers = Trainers()
-    one = saver(tmp_path, trainers)
-    one.save(2, state())
+    run_saver = saver(tmp_path, trainers)
+    run_saver.save(2, state())
     trainers.bytes = 1 << 60
     with pytest.raises(RuntimeError, match=r"step 4 needs 2305843009213693952 bytes.* free.*step_000002") as error:
-        one.save(4, state())
+        run_saver.save(4, state())
     assert str(tmp_path) in str(error.value)
     assert names(tmp_path) == ["step_000002"] and find("auto", tmp_path)[0] == tmp_path / "step_000002"
 
 
 def test_going_on_from_an_older_one_sets_the_newer_aside(tmp_path: Path) -> None:
-    one = saver(tmp_path, keep_checkpoints=9)
+    run_saver = saver(tmp_path, keep_checkpoints=9)
     for step in (5, 9, 10):
-        one.save(step, state())
+        run_saver.save(step, state())
     assert [path.name for path in set_aside_later(tmp_path, 5)] == ["step_000009", "step_000010"]
     saver(tmp_path).save(6, state())
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000005", "step_000006"]
@@ -101,11 +101,11 @@ def test_going_on_from_an_older_one_sets_the_newer_aside(tmp_path: Path) -> None
 def test_what_is_found_and_what_is_kept(tmp_path: Path) -> None:
     assert find("auto", tmp_path / "none") == (None, [])
     (tmp_path / ".step_000001.partial").mkdir()  # killed in its very first save
-    found, notices = find("auto", tmp_path)
-    assert found is None and len(notices) == 1 and "step_000001 was still being written" in notices[0]
-    one = saver(tmp_path)
+    newest, notices = find("auto", tmp_path)
+    assert newest is None and len(notices) == 1 and "step_000001 was still being written" in notices[0]
+    run_saver = saver(tmp_path)
     for step in (1, 2, 10):
-        one.save(step, state())
+        run_saver.save(step, state())
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000002", "step_000010"]
     assert find("auto", tmp_path) == (tmp_path / "step_000010", [])
     assert find("never", tmp_path) == (None, [])
@@ -117,21 +117,21 @@ def test_what_is_found_and_what_is_kept(tmp_path: Path) -> None:
 
 
 def test_every_nth_is_kept_for_good(tmp_path: Path) -> None:
-    one = saver(tmp_path, keep_checkpoints=1, keep_every=4)
+    run_saver = saver(tmp_path, keep_checkpoints=1, keep_every=4)
     for step in (2, 4, 6, 8, 9):
-        one.save(step, state())
+        run_saver.save(step, state())
     assert names(tmp_path) == ["step_000004", "step_000008", "step_000009"]
 
 
 @pytest.mark.parametrize("how", ["missing", "short", "flipped"])
 @pytest.mark.parametrize("file", ["trainer/tensors_1", "controller.json", "waiting.npz", MANIFEST])
 def test_damage_is_passed_over_and_said(tmp_path: Path, file: str, how: str) -> None:
-    one = saver(tmp_path)
+    run_saver = saver(tmp_path)
     for step in (1, 2):
-        one.save(step, state())
+        run_saver.save(step, state())
     spoil(tmp_path / "step_000002" / file, how)
-    found, notices = find("auto", tmp_path)
-    assert found == tmp_path / "step_000001"
+    newest, notices = find("auto", tmp_path)
+    assert newest == tmp_path / "step_000001"
     assert len(notices) == 1 and "step_000002" in notices[0] and "damaged" in notices[0]
     assert file in notices[0] or file == MANIFEST, notices
     with pytest.raises(ValueError, match="step_000002 is damaged"):
@@ -154,7 +154,7 @@ CONFIG = {"model_type": "qwen3", "num_hidden_layers": 4, "hidden_size": 64, "voc
 
 
 def opened(tmp_path: Path, config: dict[str, Any], critic: dict[str, Any] | None = None, **model: str) -> Path | None:
-    """What `train` does before any process starts, on a run that the first call makes."""
+    """Run the checks of `train` before any process starts, on a run that the first call creates."""
     recipe = Recipe(name="run", runs_dir=str(tmp_path))
     recipe.train.resume = "auto"
     recipe.model = ModelConfig(**{"path": "/models/one", "dtype": "float32", **model})
@@ -266,7 +266,7 @@ def test_another_critics_checkpoint_is_refused_too(tmp_path: Path) -> None:
 
 
 def test_images_and_experts_of_waiting_groups_survive(tmp_path: Path) -> None:
-    """What a model reads beside tokens: lost, a resumed run would train on other inputs than were sampled from."""
+    """Images and routed experts are restored: without them a resumed run would train on inputs that differ from sampling."""
     waiting = tried(3, True)
     images = SampleImages(np.ones((4, 6), np.float32), np.array([[1, 2, 2]]), np.array([1]))
     for vectors in waiting.group.samples[0].data.get():
@@ -290,9 +290,9 @@ def test_the_end_of_a_failed_run_names_what_is_left(tmp_path: Path) -> None:
     assert how_to_go_on(tmp_path, "/old/step_000001").startswith(
         f"No checkpoint was written to {tmp_path} after /old/step_000001; the same command resumes"
     )
-    one = saver(tmp_path)
-    one.save(4, state())
-    one.save(5, state())
+    run_saver = saver(tmp_path)
+    run_saver.save(4, state())
+    run_saver.save(5, state())
     (tmp_path / "step_000005" / "trainer" / "tensors_1").unlink()
     left = f"Last intact checkpoint: step 4, {tmp_path}/step_000004. Resume from it: the same command"
     assert how_to_go_on(tmp_path, "never") == f"{left} with train.resume=auto."

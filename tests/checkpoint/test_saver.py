@@ -1,4 +1,4 @@
-"""Saves beside training, and kills at every moment of a save."""
+"""Background saves, and kills at every moment of a save."""
 
 from __future__ import annotations
 
@@ -21,49 +21,49 @@ from tests.support.checkpoint_parts import Trainers, names, saver, state
 
 def test_beside_training_a_checkpoint_appears_when_it_is_written(tmp_path: Path) -> None:
     trainers = Trainers()
-    one = saver(tmp_path, trainers, save_in_background=True, keep_checkpoints=1)
-    assert one.save(1, state()) == {}
+    run_saver = saver(tmp_path, trainers, save_in_background=True, keep_checkpoints=1)
+    assert run_saver.save(1, state()) == {}
     trainers.contents = b"trained on"
-    assert one.poll() == {} and one.pending
+    assert run_saver.poll() == {} and run_saver.pending
     assert list_checkpoints(tmp_path) == [], "it is not whole yet"
     trainers.work()
-    assert one.poll() == {"checkpoint/write_seconds": 1.5, "checkpoint/bytes": 16.0} and not one.pending
-    assert one.poll() == {}
-    one.save(2, state())
+    assert run_saver.poll() == {"checkpoint/write_seconds": 1.5, "checkpoint/bytes": 16.0} and not run_saver.pending
+    assert run_saver.poll() == {}
+    run_saver.save(2, state())
     assert names(tmp_path) == [".step_000002.partial", "step_000001"], "the only whole one went too early"
-    one.save(3, state())  # waits for the one before
+    run_saver.save(3, state())  # waits for the one before
     assert names(tmp_path) == [".step_000003.partial", "step_000002"]
-    one.finish()
+    run_saver.finish()
     assert names(tmp_path) == ["step_000003"] and find_damage(tmp_path / "step_000003") is None
 
 
 def test_a_write_that_fails_beside_training_is_raised_at_the_next_step(tmp_path: Path) -> None:
     trainers = Trainers()
-    one = saver(tmp_path, trainers, save_in_background=True)
-    one.save(1, state())
-    one.save(2, state())
+    run_saver = saver(tmp_path, trainers, save_in_background=True)
+    run_saver.save(1, state())
+    run_saver.save(2, state())
     trainers.error = RuntimeError("disk full")
     with pytest.raises(RuntimeError, match="disk full"):
-        one.poll()
+        run_saver.poll()
     assert names(tmp_path) == ["step_000001"]
-    assert one.rescue(wait=True) is None, "there is nothing left to wait for"
+    assert run_saver.rescue(wait=True) is None, "there is nothing left to wait for"
 
 
 def test_the_end_of_a_run_waits_for_receipts_and_calls_nobody(tmp_path: Path) -> None:
     trainers = Trainers()
-    one = saver(tmp_path, trainers, save_in_background=True)
-    one.save(1, state())
-    assert one.rescue(wait=False) is None and one.pending
+    run_saver = saver(tmp_path, trainers, save_in_background=True)
+    run_saver.save(1, state())
+    assert run_saver.rescue(wait=False) is None and run_saver.pending
     looks = []
 
     def check() -> None:
         looks.append(1)
         trainers.work()
 
-    one._check = check
+    run_saver._check = check
     for method in ("stage_save", "write_save", "save_done", "wait_save"):
         setattr(trainers, method, None)
-    assert one.rescue(wait=True) == tmp_path / "step_000001"
+    assert run_saver.rescue(wait=True) == tmp_path / "step_000001"
     assert looks == [1] and names(tmp_path) == ["step_000001"]
 
 
@@ -73,15 +73,15 @@ def test_the_end_may_come_while_a_checkpoint_is_made_visible(tmp_path: Path, mon
     for moment in range(1, 40):
         folder = tmp_path / str(moment)
         trainers = Trainers()
-        one = saver(folder, trainers, save_in_background=True)
-        one.save(1, state())
+        run_saver = saver(folder, trainers, save_in_background=True)
+        run_saver.save(1, state())
         trainers.work()
         calls.at(moment, interrupt)
         try:
-            one.poll()
+            run_saver.poll()
         except KeyboardInterrupt:
             calls.at(0, interrupt)
-            one.rescue(wait=True)
+            run_saver.rescue(wait=True)
             assert names(folder) == ["step_000001"] and find_damage(folder / "step_000001") is None
         else:
             assert moment > 5, "too few moments were tried"
@@ -158,10 +158,10 @@ def test_killed_at_every_moment_of_a_save(tmp_path: Path, monkeypatch: pytest.Mo
                 os._exit(0)
         _, status = os.waitpid(child, 0)
         notices: list[str] = []
-        found = find_checkpoint("auto", folder, checksums=True, notice=notices.append)
-        assert found is not None
+        newest = find_checkpoint("auto", folder, checksums=True, notice=notices.append)
+        assert newest is not None
         assert all(find_damage(path) is None for path in list_checkpoints(folder)), "what bears the name is not whole"
-        step = checkpoint.checkpoint_step(found)
+        step = checkpoint.checkpoint_step(newest)
         found_steps.append(step)
         partial = checkpoint.partial_path(folder, 2).exists()
         assert step == 1 or not partial
@@ -182,17 +182,17 @@ def kill() -> None:
 
 
 def test_groups_that_take_turns_are_saved_as_one(tmp_path: Path) -> None:
-    """The critic beside the trainers: each comes to the devices before its part is copied, and both make one checkpoint."""
+    """Actor and critic time-share devices: each is onloaded before its files are copied, and both form one checkpoint."""
     critic, trainers = Trainers(), Trainers()
-    said: list[Any] = []
+    events: list[Any] = []
     critic.contents = b"critic's"
     groups: Any = {"critic": critic, "trainer": trainers}
     for name, group in groups.items():
         stage = group.stage_save
-        group.stage_save = lambda *args, name=name, stage=stage: said.append((name, args[1])) or stage(*args)
-    both = Saver(tmp_path, groups, TrainConfig(), lambda: None, onload=said.append)
+        group.stage_save = lambda *args, name=name, stage=stage: events.append((name, args[1])) or stage(*args)
+    both = Saver(tmp_path, groups, TrainConfig(), lambda: None, onload=events.append)
     both.save(1, state())
-    assert said == ["critic", ("critic", True), "trainer", ("trainer", True)]
+    assert events == ["critic", ("critic", True), "trainer", ("trainer", True)]
     written = tmp_path / "step_000001"
     assert (written / "critic" / "tensors_0").read_bytes() == b"critic's\0"
     assert (written / "trainer" / "tensors_1").read_bytes() == b"weights\1"

@@ -1,4 +1,4 @@
-"""Where trainers and engines go, over simulated machines; and what is refused before anything starts."""
+"""Placement of trainers and engines on simulated machines, and errors before any process starts."""
 
 import importlib.util
 import sys
@@ -21,25 +21,25 @@ def machines_of(free, demand):
     assert plan.trainers == sorted(plan.trainers)  # ranks go machine by machine
     assert all(len({machine for machine, _ in engine}) == 1 for engine in plan.engines)
     assert set(devices) <= set(plan.trainers) if demand.shared else not set(devices) & set(plan.trainers)
-    taken = plan.per_machine(len(free))
-    assert all(count <= have for count, have in zip(taken, free, strict=True))
-    assert all(number < taken[machine] for machine, number in plan.trainers + devices)
+    per_machine = plan.per_machine(len(free))
+    assert all(count <= have for count, have in zip(per_machine, free, strict=True))
+    assert all(number < per_machine[machine] for machine, number in plan.trainers + devices)
     return [machine for machine, _ in plan.trainers], [engine[0][0] for engine in plan.engines]
 
 
 @pytest.mark.parametrize(
     ("free", "demand", "trainers", "engines"),
     [
-        # Devices of their own: engines do not cut the trainers' machine to pieces.
+        # Separate devices: engines do not fragment the trainers' machine.
         ([8, 8], Demand(8, 2, 4), [0] * 8, [1, 1]),
         ([8, 8], Demand(12, 1, 4), [0] * 8 + [1] * 4, [1]),
         ([4, 8], Demand(8, 1, 4), [1] * 8, [0]),
         ([3, 4], Demand(4, 0, trainer_block=4), [1] * 4, []),
         ([3, 3], Demand(4, 1, 1, trainer_block=2), [0, 0, 1, 1], [1]),
-        ([8, 8], Demand(4, 2, 6), [0, 0, 1, 1], [0, 1]),  # trainers on what the engines leave
+        ([8, 8], Demand(4, 2, 6), [0, 0, 1, 1], [0, 1]),  # trainers on the devices that engines leave
         ([2, 2], Demand(4, 0, trainer_block=4), [0, 0, 1, 1], []),  # no machine holds a group of four
         ([0, 4], Demand(0, 2, 2), [], [1, 1]),
-        # Shared: engines spread over the trainers' devices.
+        # Time-shared: engines spread over the trainers' devices.
         ([2], Demand(2, 2, shared=True), [0, 0], [0, 0]),
         ([3, 3], Demand(4, 2, 2, shared=True), [0, 0, 1, 1], [0, 1]),
         ([8, 8], Demand(16, 4, 4, trainer_block=2, shared=True), [0] * 8 + [1] * 8, [0, 0, 1, 1]),
@@ -94,22 +94,24 @@ def test_a_critic_beyond_the_trainers_devices_is_refused():
     [
         ([8], Demand(4, 2, shared=True, fixed=(FixedEngines("teacher", 2, 2),)), [[(0, 4), (0, 5)], [(0, 6), (0, 7)]]),
         ([8, 4], Demand(8, 2, shared=True, fixed=(FixedEngines("teacher", 1, 4),)), [[(1, 0), (1, 1), (1, 2), (1, 3)]]),
-        # What trainers take first would leave no machine with four; so the teacher comes first.
+        # Trainers first would leave no machine with four devices, so the teacher is placed first.
         ([4, 4], Demand(3, 1, fixed=(FixedEngines("teacher", 1, 4),)), [[(1, 0), (1, 1), (1, 2), (1, 3)]]),
         ([4], Demand(1, 1, critics=1, fixed=(FixedEngines("teacher", 1),)), [[(0, 3)]]),
     ],
 )
-def test_a_teachers_engines_have_devices_of_their_own(free, demand, teachers):
+def test_a_teachers_engines_have_separate_devices(free, demand, teachers):
     plan = place([(f"10.0.0.{i}", count) for i, count in enumerate(free)], demand, "NPU")
     assert plan.fixed == teachers
-    others = {*plan.trainers, *plan.critics, *(slot for engine in plan.engines for slot in engine)}
-    own = [slot for engine in plan.fixed for slot in engine]
-    assert not others & set(own) and len(others) + len(own) == demand.devices
-    assert plan.per_machine(len(free)) == [sum(m == i for m, _ in {*others, *own}) for i in range(len(free))]
+    run_slots = {*plan.trainers, *plan.critics, *(slot for engine in plan.engines for slot in engine)}
+    teacher_slots = [slot for engine in plan.fixed for slot in engine]
+    assert not run_slots & set(teacher_slots) and len(run_slots) + len(teacher_slots) == demand.devices
+    assert plan.per_machine(len(free)) == [
+        sum(m == i for m, _ in {*run_slots, *teacher_slots}) for i in range(len(free))
+    ]
 
 
-def test_engines_of_several_fixed_models_lie_apart_in_their_order():
-    """The teacher of two devices an engine comes first, the judge's engine of four chooses first: it alone needs a machine."""
+def test_engines_of_several_fixed_models_are_separate_and_in_order():
+    """The teacher starts first, but the judge's larger engine is placed first."""
     both = (FixedEngines("teacher", 1, 2), FixedEngines("judge", 1, 4))
     plan = place([("a", 4), ("b", 6)], Demand(2, 1, 2, fixed=both), "NPU")
     assert [len(engine) for engine in plan.fixed] == [2, 4]
@@ -128,14 +130,14 @@ def test_devices_that_a_teacher_lacks_are_named():
 
 
 def test_processes_without_devices_always_find_a_place():
-    beside = place_on_cpus([1, 1], Demand(2, 1, shared=True, critics=3))
-    assert [machine for machine, _ in beside.critics] == [0, 1, 0]
+    colocated = place_on_cpus([1, 1], Demand(2, 1, shared=True, critics=3))
+    assert [machine for machine, _ in colocated.critics] == [0, 1, 0]
     assert [machine for machine, _ in place_on_cpus([1, 1], Demand(2, 0)).trainers] == [0, 1]
     assert [machine for machine, _ in place_on_cpus([1, 1], Demand(5, 0)).trainers] == [0, 0, 0, 1, 1]
     assert [machine for machine, _ in place_on_cpus([0, 1], Demand(3, 0)).trainers] == [1, 1, 1]
     assert place_on_cpus([0], Demand(1, 1, 4)).engines == [[(0, number) for number in range(1, 5)]]
     shared = place_on_cpus([1, 1], Demand(2, 5, 1, shared=True))
-    assert [engine[0][0] for engine in shared.engines] == [0, 1, 0, 1, 0]  # beside the trainers
+    assert [engine[0][0] for engine in shared.engines] == [0, 1, 0, 1, 0]  # on the trainers' machines
     assert len(place_on_cpus([2], Demand(2, 1, shared=True, fixed=(FixedEngines("teacher", 3),))).fixed) == 3
 
 
@@ -145,7 +147,7 @@ def npus():
         visible_devices_env="X",
         trainer_env=lambda timeout: {},
         engines_env=lambda deterministic: {},
-    )  # fails where it is asked for more
+    )  # any other attribute raises
 
 
 @pytest.fixture
@@ -182,7 +184,7 @@ def test_a_missing_ray_is_told_with_the_remedy(recipe, monkeypatch):
 
 @pytest.fixture
 def ray_of_the_tests():
-    """Ray reads its settings when it is imported, once a process: those of a private cluster, which later files start."""
+    """Set Ray's variables for a private cluster: Ray reads them once, at import, and later test files start such a cluster."""
     env.prepare(private=True)
 
 

@@ -1,4 +1,4 @@
-"""One failure, told once, with the first cause."""
+"""Failures are reported once, with the first cause."""
 
 import os
 import time

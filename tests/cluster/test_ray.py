@@ -1,4 +1,4 @@
-"""Trainers and engines over Ray: one Ray for the whole file, a cluster of its own for each test."""
+"""Trainers and engines over Ray: one Ray for the whole file, a new cluster for each test."""
 
 import os
 import signal
@@ -92,13 +92,13 @@ def test_the_first_cause_is_told_within_seconds(connect, method, says):
 
 
 def test_a_trainer_that_is_stopped_is_named(connect, monkeypatch):
-    """It closes no connection and answers nothing, and a collective of the others gives up after half an hour."""
+    """A stopped trainer keeps its connections open; a collective of the others times out after half an hour."""
     from megarl.cluster import sigstop_watch
     from megarl.cluster.ray import watch
 
     monkeypatch.setattr(sigstop_watch, "LOOK_SECONDS", 0.3)
     group = connect(2).start_trainers("tests.support.cluster_workers:Reducer", 2, (), {})
-    monkeypatch.setattr(watch.ray, "remote", None)  # a function of its own for each look would stay in the cluster
+    monkeypatch.setattr(watch.ray, "remote", None)  # a new remote function per look would accumulate in the cluster
     pids = [place[1] for place in group.call("identify")]
     began = time.monotonic()
     says = rf"trainer rank 1 on .* \(pid {pids[1]}\) failed: its process has been stopped for 3 s in stop_in_collective"
@@ -118,8 +118,8 @@ def test_a_constructor_that_raises_is_told(connect):
         engine.call("scaled", 1).result(timeout=60)
 
 
-def test_a_critic_beside_the_trainers(connect, one_ray, tmp_path):
-    """With pretended NPUs: a second group, whose data reach the first by reference, and whose end is named."""
+def test_a_critic_shares_the_trainers_device(connect, one_ray, tmp_path):
+    """With simulated NPUs: a second group passes data to the first by reference, and its failure is named."""
     cluster = connect(1, 1, critics=1, npus=True)
     assert start_engines(cluster, 1) == ["0"]
     actor = cluster.start_trainers("tests.support.cluster_workers:Echo", 1, (), {})
@@ -145,7 +145,7 @@ def test_a_service_answers_many_calls_at_once(connect, one_ray, tmp_path):
         engine.call("fail").result()
     assert engine.alive()
 
-    # The vectors lie in Ray's store; a trainer that is handed the reference fetches them itself.
+    # The vectors are in Ray's store; a trainer fetches them by their reference.
     control, data = engine.call_with_data("generate", 4).result()
     assert control == {"lengths": [4, 4]}
     assert isinstance(data.ref, one_ray.ObjectRef)
@@ -177,7 +177,7 @@ def test_a_killed_service_ends_the_call_that_trainers_are_in(connect):
 
 
 def start_engines(cluster, count, devices=1):
-    """What each engine sees of the devices."""
+    """Start engines and return the visible devices of each."""
     engines = [
         cluster.start_service("tests.support.cluster_workers:Engine", (3,), name=f"engine{i}", devices=devices, env={})
         for i in range(count)
@@ -186,7 +186,7 @@ def start_engines(cluster, count, devices=1):
 
 
 def test_engines_that_share_devices_spread_over_them(connect):
-    """With pretended NPUs: two engines and a trainer would not fit on one of them."""
+    """With simulated NPUs: two engines and a trainer do not fit on one device."""
     cluster = connect(2, 2, npus=True)
     assert start_engines(cluster, 2) == ["0", "1"]
     group = cluster.start_trainers("tests.support.cluster_workers:Echo", 2, (), {})
@@ -194,7 +194,7 @@ def test_engines_that_share_devices_spread_over_them(connect):
     assert [identity[2] for identity in group.call("identify")] == ["0", "1"]
 
 
-def test_engines_with_devices_of_their_own(connect):
+def test_engines_on_separate_devices(connect):
     assert wait_until(lambda: _free_npus() == 4, 10)
     cluster = connect(1, 1, 3, npus=True, shared=False)
     assert start_engines(cluster, 1, devices=3) == ["1,2,3"]
@@ -211,7 +211,7 @@ def test_processes_without_devices_never_wait_for_room(connect):
 
 
 def test_a_process_that_ray_does_not_start_is_named(connect, monkeypatch):
-    """Ray would wait for room as long as it takes: here more is taken of a device than it has."""
+    """Processes reserve more of a device than it has, for which Ray would wait forever."""
     from megarl.cluster.ray import cluster as ray_cluster
     from megarl.cluster.ray import devices as ray_devices
 

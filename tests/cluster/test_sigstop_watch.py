@@ -1,4 +1,4 @@
-"""A process that is stopped is found by looks at it; one that is busy, or was stopped for a moment, is not."""
+"""The watch detects a stopped process, but not a busy one or a short stop."""
 
 import signal
 import subprocess
@@ -17,7 +17,7 @@ PLACES = [Place("trainer rank 0", "node7", 100), Place("trainer rank 1", "node7"
 
 @pytest.fixture
 def busy():
-    """A process whose threads cannot run: native code keeps the interpreter's lock."""
+    """A process with blocked threads: native code holds the GIL."""
     process = subprocess.Popen([sys.executable, "-c", "import ctypes; ctypes.PyDLL(None).sleep(1000)"])
     yield process
     process.kill()
@@ -40,15 +40,15 @@ def test_looks_in_a_row_count():
         detector.record([0, 1], [])
     for _ in range(LOOKS - 1):
         detector.record([0, 1], [101])
-    detector.record([0], [])  # a look at another machine says nothing of this one
+    detector.record([0], [])  # a look at another machine has no effect on this rank
     says = r"trainer rank 1 on node7 \(pid 101\) failed: its process has been stopped for 20 s in update_actor"
     with pytest.raises(WorkerFailed, match=says) as caught:
         detector.record([1], [101])
-    assert not caught.value.failure.is_communication, "a cause, and no consequence of another's"
+    assert not caught.value.failure.is_communication, "a cause, not the consequence of another failure"
 
 
 def test_a_pause_of_whoever_looks_is_one_look(busy, monkeypatch):
-    """As of a controller that was stopped with all others, whose clock has moved on."""
+    """A controller that was stopped together with the others finds that its clock has moved on."""
     busy.send_signal(signal.SIGSTOP)
     assert wait_until(lambda: stopped_pids([busy.pid]) == [busy.pid], 5)
     watch = LocalWatch([Place("trainer rank 0", pid=busy.pid)], "update_actor")

@@ -25,9 +25,9 @@ def test_every_device_of_the_table_is_whole_and_says_its_source() -> None:
 
 
 def test_an_entry_like_another_says_only_where_it_differs(tmp_path: Path) -> None:
-    own = tmp_path / "own.yaml"
-    own.write_text("Mine: {like: Base, memory: 96}\nBase: {like: H100, flops: 1e14, factors: {gen: 1.5}}\n")
-    mine, h100 = devices(own)["Mine"], devices()["H100"]
+    user_file = tmp_path / "own.yaml"
+    user_file.write_text("Mine: {like: Base, memory: 96}\nBase: {like: H100, flops: 1e14, factors: {gen: 1.5}}\n")
+    mine, h100 = devices(user_file)["Mine"], devices()["H100"]
     assert (mine.memory, mine.flops, mine.link, mine.per_node) == (96, 1e14, h100.link, h100.per_node)
     assert mine.factors == {"gen": 1.5} and mine.torch == ()
     assert "own.yaml" in mine.source and "H100" in mine.source
@@ -35,15 +35,15 @@ def test_an_entry_like_another_says_only_where_it_differs(tmp_path: Path) -> Non
 
 
 def test_an_entry_takes_the_place_of_one_of_the_table(tmp_path: Path) -> None:
-    own = tmp_path / "own.yaml"
-    own.write_text("H100: {like: H100, train_share: 0.25}\n")
-    assert devices(own)["H100"].train_share == 0.25 != devices()["H100"].train_share
-    assert devices(own)["H100"].flops == devices()["H100"].flops
-    assert device_named("h100", own).train_share == 0.25
+    user_file = tmp_path / "own.yaml"
+    user_file.write_text("H100: {like: H100, train_share: 0.25}\n")
+    assert devices(user_file)["H100"].train_share == 0.25 != devices()["H100"].train_share
+    assert devices(user_file)["H100"].flops == devices()["H100"].flops
+    assert device_named("h100", user_file).train_share == 0.25
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("Mine: {like: H100, memry: 96}", "Mine has no field 'memry'. Nearest: memory"),
         ("Mine: {like: H10, memory: 96}", "Mine is like H10, which is unknown. Nearest: H100"),
@@ -62,26 +62,26 @@ def test_an_entry_takes_the_place_of_one_of_the_table(tmp_path: Path) -> None:
         ("a: [", "cannot be read as YAML"),
     ],
 )
-def test_a_file_that_is_no_such_table_is_refused(text: str, said: str, tmp_path: Path) -> None:
-    own = tmp_path / "own.yaml"
-    own.write_text(text)
-    with pytest.raises(InputError, match=said):
-        devices(own)
+def test_a_file_that_is_no_such_table_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    user_file = tmp_path / "own.yaml"
+    user_file.write_text(text)
+    with pytest.raises(InputError, match=message):
+        devices(user_file)
 
 
 def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     """Each once, whichever entries share it."""
-    own = tmp_path / "own.yaml"
-    own.write_text(
+    user_file = tmp_path / "own.yaml"
+    user_file.write_text(
         "Mine: {like: H100, memry: 96, flops: fast, train_share: 40, factors: {gen: 0}}\n"
         "Like: {like: Mine, link: -1}\nOther: {like: H10}\nLast: {memory: 1, per_node: 2.5}\nFine: {like: H100}\n"
         "A: {like: B}\nB: {like: C}\nC: {like: A}\n"
     )
     with pytest.raises(InputError) as raised:
-        devices(own)
-    first, *others = str(raised.value).splitlines()
-    assert first.startswith(f"{own}: Mine has no field 'memry'")
-    assert [line.strip().split(".")[0] for line in others] == [
+        devices(user_file)
+    first, *rest = str(raised.value).splitlines()
+    assert first.startswith(f"{user_file}: Mine has no field 'memry'")
+    assert [line.strip().split(".")[0] for line in rest] == [
         "Mine", "Mine", "Mine", "Like", "Last", "Other is like H10, which is unknown", "A is like B is like C is like A, which is a cycle",
         "Last lacks source, flops, bandwidth, link, network, host_link, host_memory, train_share, prefill_share, "
         "decode_share, link_share, layer_seconds",
@@ -89,10 +89,10 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
 
 
 def test_every_field_says_what_it_is() -> None:
-    listed = {one.name: one for one in fields_of_file()}
-    assert set(listed) == {"like", *(one.name for one in fields(Device) if one.name != "name")}
-    assert all(one.unit and one.about for one in listed.values())
-    assert [name for name, one in listed.items() if not one.needed] == [
+    listed = {key.name: key for key in fields_of_file()}
+    assert set(listed) == {"like", *(key.name for key in fields(Device) if key.name != "name")}
+    assert all(key.unit and key.about for key in listed.values())
+    assert [name for name, key in listed.items() if not key.needed] == [
         "like", "host_network", "communicator", "context", "graphs", "process_memory", "offload_link", "adam_bandwidth", "torch", "factors"
     ]  # fmt: skip
 
@@ -104,10 +104,10 @@ def test_the_pages_examples_load(tmp_path: Path) -> None:
     examples = re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)
     named = set()
     for number, example in enumerate(examples):
-        own = tmp_path / f"{number}.yaml"
-        own.write_text(example)
-        named |= set(devices(own))
-        assert number == 0 or set(yaml.safe_load(example)["Prototype"]) == {one.name for one in fields_of_file()} - {
+        user_file = tmp_path / f"{number}.yaml"
+        user_file.write_text(example)
+        named |= set(devices(user_file))
+        assert number == 0 or set(yaml.safe_load(example)["Prototype"]) == {key.name for key in fields_of_file()} - {
             "like"
         }
     assert {"H100-cloud", "Prototype", "Prototype-2"} <= named and len(examples) == 2

@@ -1,4 +1,4 @@
-"""MindSpeed's settings: what is known of them without it, and what is refused; held to its sources where these are.
+"""MindSpeed's settings: checks without an installation, compared with its sources if they are available.
 
 MEGARL_MINDSPEED: a git directory of MindSpeed's."""
 
@@ -41,11 +41,11 @@ def table_of_0_16(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def recipe(extra: dict[str, Any], device: str = "npu", **megatron: Any) -> Recipe:
-    made = Recipe()
-    made.cluster.device, made.megatron.extra = device, extra  # type: ignore[assignment]
+    base = Recipe()
+    base.cluster.device, base.megatron.extra = device, extra  # type: ignore[assignment]
     for name, value in megatron.items():
-        setattr(made.megatron, name, value)
-    return made
+        setattr(base.megatron, name, value)
+    return base
 
 
 # --- names and values ----------------------------------------------------------------------------
@@ -77,7 +77,7 @@ def test_on_other_devices_nothing_reads_them(device: str) -> None:
 
 
 def test_recipes_for_ascend_are_read_without_mindspeed() -> None:
-    """Those of its settings that a recipe of ours has."""
+    """MindSpeed settings in megarl's recipe for DeepSeek-V3 are valid."""
     path = ROOT / "recipes" / "grpo_deepseek_v3.yaml"
     check_extra(load_recipe(path), published.read("DeepSeek-V3"), "megatron")
     with pytest.raises(RecipeError, match="use_fused_rotary_pos_emb"):
@@ -149,9 +149,9 @@ def test_what_mindspeed_would_refuse_late_is_refused(number: int) -> None:
 
 
 def test_a_contradiction_names_the_key_and_mindspeeds_file() -> None:
-    given = recipe({"swap_optimizer": True}, distributed_optimizer=False)
+    swapped = recipe({"swap_optimizer": True}, distributed_optimizer=False)
     with pytest.raises(RecipeError, match=r"megatron\.extra\.swap_optimizer = true[\s\S]*swap_optimizer_feature\.py[\s\S]*megatron\.distributed_optimizer=true"):  # fmt: skip
-        check_extra(given, SPARSE, "megatron")
+        check_extra(swapped, SPARSE, "megatron")
 
 
 @pytest.mark.parametrize(
@@ -235,10 +235,10 @@ def tree(tmp_path: Path) -> Path:
 
 
 def test_a_table_is_read_off_sources(tree: Path) -> None:
-    found = read_source(tree)
-    assert found.version == "0.99.0"
-    assert found.options == {"cut_way": ["ring", "window", "both"], "use_gmm": "flag", "cut_size": "int"}
-    assert found.switches == ["swap_all", "use_flash_attn"]
+    table = read_source(tree)
+    assert table.version == "0.99.0"
+    assert table.options == {"cut_way": ["ring", "window", "both"], "use_gmm": "flag", "cut_size": "int"}
+    assert table.switches == ["swap_all", "use_flash_attn"]
     with pytest.raises(ValueError, match="has no mindspeed/features_manager"):
         read_source(tree / "mindspeed")
 
@@ -263,7 +263,7 @@ def test_the_table_is_that_of_what_is_installed(tree: Path, monkeypatch: pytest.
 
 
 def test_calls_are_read_off_sources(tmp_path: Path) -> None:
-    """Arguments in order, attributes of a class, reads of a configuration; what is absent is left out."""
+    """Arguments in order, attributes of a class, reads of a configuration; absent entries are left out."""
     place = tmp_path / "mindspeed" / "core/optimizer/swap_optimizer/swap_optimizer.py"
     for file in ("megatron_adaptor.py", "core/transformer/multi_head_latent_attention/adaptor.py"):
         (tmp_path / "mindspeed" / file).parent.mkdir(parents=True, exist_ok=True)
@@ -301,7 +301,7 @@ def test_megarl_relies_on_what_is_recorded() -> None:
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 @WITH_SOURCES
 def test_tables_are_those_of_the_sources(path: Path, tmp_path: Path) -> None:
-    """Read anew, and held to what MindSpeed's own argument parser says."""
+    """A new table equals the recorded one and the options of MindSpeed's argument parser."""
     shipped = Table(**json.loads(path.read_text()))
     source = checkout(shipped.source, tmp_path)
     anew = read_source(source)
@@ -319,9 +319,9 @@ def test_tables_are_those_of_the_sources(path: Path, tmp_path: Path) -> None:
 def test_mindspeed_refuses_what_we_refuse(tmp_path: Path) -> None:
     """Each case, and its mended one, in MindSpeed's own code. Of core_r0.16.0, which the installed Megatron is for."""
     tries = [
-        (name, one, one is extra, refuses, {"settings": told(one, megatron), "latent": False})
+        (name, attempt, attempt is extra, refuses, {"settings": told(attempt, megatron), "latent": False})
         for name, extra, megatron, mended, refuses in CASES
-        for one in ([extra] if mended is None else [extra, mended])
+        for attempt in ([extra] if mended is None else [extra, mended])
     ]
     errors = run_mindspeed(source_of("0.16.0", tmp_path), [case for *_, case in tries])["errors"]
     wrong, unknown = [], []
@@ -338,7 +338,7 @@ def test_mindspeed_refuses_what_we_refuse(tmp_path: Path) -> None:
 @pytest.mark.slow
 @WITH_SOURCES
 def test_mindspeed_takes_our_recipes(tmp_path: Path) -> None:
-    """What it is told of each published recipe goes through its features and its checks of the configuration."""
+    """MindSpeed's features and configuration checks accept the settings of each published recipe."""
     cases = []
     for row in rows():
         model = published.read(row.shape)
@@ -353,9 +353,9 @@ def test_mindspeed_takes_our_recipes(tmp_path: Path) -> None:
 def test_a_model_is_built_of_mindspeeds_modules(quickstart_data: Path, tmp_path: Path) -> None:
     """Megatron's model, mbridge's names and MindSpeed's modules fit each other: all weights find their place."""
     cases = {"build": [f"model.path={quickstart_data}/model", "model.dtype=bfloat16", "cluster.trainers=1"]}
-    said = run_mindspeed(source_of("0.16.0", tmp_path), cases)
-    assert {"TEColumnParallelGroupedLinear", "TELayerNormColumnParallelLinear"} <= set(said["mindspeeds"])
-    assert said["differ"] == [] and said["compared"] > 20
+    output = run_mindspeed(source_of("0.16.0", tmp_path), cases)
+    assert {"TEColumnParallelGroupedLinear", "TELayerNormColumnParallelLinear"} <= set(output["mindspeeds"])
+    assert output["differ"] == [] and output["compared"] > 20
 
 
 def run_mindspeed(source: Path, cases: Any) -> dict[str, Any]:

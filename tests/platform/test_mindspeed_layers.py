@@ -1,7 +1,7 @@
-"""Models built of MindSpeed's modules compute the same as of megarl's native layers: log-probs, metrics and weights of two
-steps, in several layouts; and their checkpoints.
+"""Models of MindSpeed's modules and of megarl's native layers are equal: log-probs, metrics and weights of two steps in
+several layouts, and checkpoints.
 
-MEGARL_MINDSPEED names a git directory of MindSpeed. Kernels are those of `mindspeed_kernels`."""
+MEGARL_MINDSPEED names a git directory of MindSpeed. Kernels come from `mindspeed_kernels`."""
 
 from __future__ import annotations
 
@@ -52,21 +52,21 @@ CASES = _matrix()
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory with models/, and native/ and mindspeed/ with what the workers of both wrote."""
     directory = tmp_path_factory.mktemp("mindspeed")
-    wanted = selected(request, CASES)
-    for model in sorted({one["model"] for one in wanted}):
+    chosen = selected(request, CASES)
+    for model in sorted({item["model"] for item in chosen}):
         if model == "vl":
             write_vl_model(directory / "models" / model)
         else:
             write_model(model, directory / "models")
-    native = [case(model, "TP1") for model in sorted({one["model"] for one in wanted})]
+    native = [case(model, "TP1") for model in sorted({item["model"] for item in chosen})]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEGARL_TEST_MINDSPEED", str(source_of("0.16.0", directory)))
-        for module, some in ((NATIVE, native), (MINDSPEED, wanted)):
-            for one in some:  # each in processes of its own: MindSpeed keeps groups of the last layout
-                placed = {**one, "model": str(directory / "models" / one["model"])}
-                output = directory / module / one["name"]
+        for module, some in ((NATIVE, native), (MINDSPEED, chosen)):
+            for item in some:  # in new processes: MindSpeed keeps the groups of the last layout
+                placed = {**item, "model": str(directory / "models" / item["model"])}
+                output = directory / module / item["name"]
                 output.mkdir(parents=True)
-                run_cases(module, one["processes"], [placed], output, 900)
+                run_cases(module, item["processes"], [placed], output, 900)
     return directory
 
 
@@ -76,15 +76,15 @@ def test_mindspeed_computes_what_native_layers_do(results: Path, case: dict[str,
     native = results / NATIVE / name
     rows, expected = log_probs_of(output, case["name"]), log_probs_of(native, native.name)
     assert sorted(rows) == sorted(expected) == list(range(len(LENGTHS)))
-    for number, wanted in expected.items():
-        for value, native_value in zip(rows[number], wanted, strict=True):
+    for number, native_row in expected.items():
+        for value, native_value in zip(rows[number], native_row, strict=True):
             torch.testing.assert_close(value, native_value, atol=5e-6, rtol=0)
     got = torch.load(output / f"{case['name']}.pt", weights_only=True)
-    one = torch.load(native / f"{native.name}.pt", weights_only=True)
-    for metrics, native_metrics in zip(got["metrics"], one["metrics"], strict=True):
+    native_run = torch.load(native / f"{native.name}.pt", weights_only=True)
+    for metrics, native_metrics in zip(got["metrics"], native_run["metrics"], strict=True):
         assert metrics == pytest.approx(native_metrics, rel=2e-6)
     original = checkpoint_tensors(results / "models" / case["model"])
-    check_weights(got["after"], one["after"], original)
+    check_weights(got["after"], native_run["after"], original)
     exported = checkpoint_tensors(output / f"{case['name']}.hf")
     assert exported.keys() == original.keys()
     assert all(torch.equal(exported[key], weight) for key, weight in original.items())
@@ -92,8 +92,8 @@ def test_mindspeed_computes_what_native_layers_do(results: Path, case: dict[str,
 
 @pytest.mark.slow
 def test_mindspeed_scales_by_mscale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where mscale and mscale_all_dim differ, MindSpeed's model is another: `latent_attention_problem` refuses it. Once this
-    fails, MindSpeed has been mended, and the refusal can go."""
+    """If mscale and mscale_all_dim differ, MindSpeed computes another model, which `latent_attention_problem` rejects. When
+    this test fails, MindSpeed is fixed and that check can be removed."""
     monkeypatch.setenv("MEGARL_TEST_MINDSPEED", str(source_of("0.16.0", tmp_path)))
     file = write_model("deepseek_v3", tmp_path / "models") / "config.json"
     config = json.loads(file.read_text())
@@ -125,13 +125,13 @@ SWAPS: list[list[dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("chain", [SWAPS[0][:1], *(pytest.param(one, marks=pytest.mark.slow) for one in SWAPS)], ids=["quick", "bfloat16", "float32"])  # fmt: skip
+@pytest.mark.parametrize("chain", [SWAPS[0][:1], *(pytest.param(item, marks=pytest.mark.slow) for item in SWAPS)], ids=["quick", "bfloat16", "float32"])  # fmt: skip
 def test_a_swapped_optimizer_is_saved_and_resumed(chain: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    """In the layout that wrote the checkpoint, to the last bit; in others, each reading what the one before has written."""
+    """Bit for bit in the layout that wrote the checkpoint; other layouts each resume from the layout before."""
     monkeypatch.setenv("MEGARL_TEST_MINDSPEED", str(source_of("0.16.0", tmp_path)))
     write_model(chain[0]["model"], tmp_path / "models")
-    for one in chain:
+    for item in chain:
         run_cases(
-            MINDSPEED, one["processes"], [{**one, "model": str(tmp_path / "models" / one["model"])}], tmp_path, 900
+            MINDSPEED, item["processes"], [{**item, "model": str(tmp_path / "models" / item["model"])}], tmp_path, 900
         )
     assert (tmp_path / f"{chain[-1]['name']}.checkpoint" / "trainer_state.json").is_file()

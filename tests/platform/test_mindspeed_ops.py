@@ -1,4 +1,4 @@
-"""Operators of MindSpeed are compiled by one process of a machine at a time, and a killed one holds up nobody."""
+"""One process of a machine compiles a MindSpeed operator at a time; a killed process does not block the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.platform.mindspeed_ops import build_in_turn, separate_build_folder
 
 
 class Builder:
-    """A builder whose compilation takes `seconds`, and which writes down when it begins and ends."""
+    """A builder that compiles for `seconds` and logs begin and end."""
 
     name = "fused"
 
@@ -57,7 +57,7 @@ def test_ranks_build_in_turn_and_a_killed_one_holds_up_nobody(tmp_path: Path, mo
     for process in waiting:
         process.start()
     time.sleep(0.3)
-    assert len(log.read_text().splitlines()) == 1, "a second rank compiles beside the first"
+    assert len(log.read_text().splitlines()) == 1, "a second rank compiles at the same time as the first"
     assert victim.pid is not None
     os.kill(victim.pid, signal.SIGKILL)
     for process in [victim, *waiting]:

@@ -36,7 +36,7 @@ MINDSPEED, TORCH_NPU = os.environ.get("MEGARL_MINDSPEED", ""), torch_npu()
 
 
 def test_activation_of_a_trainer() -> None:
-    """Order of imports, the command line kept from MindSpeed, NPU before CUDA, what is told and asked afterwards."""
+    """Import order, command line hidden from MindSpeed, NPU preferred to CUDA, and the calls afterwards."""
     code = """
 import sys
 from pathlib import Path
@@ -146,8 +146,8 @@ def test_whole_weights_count_once_in_the_gradient_norm() -> None:
 
 
 def test_other_devices_have_nothing_to_tell() -> None:
-    for one in (CPUPlatform(), CUDAPlatform()):
-        one.adapt({"context_parallel_size": 2})
+    for other_platform in (CPUPlatform(), CUDAPlatform()):
+        other_platform.adapt({"context_parallel_size": 2})
 
 
 # --- environments ---------------------------------------------------------------------------------
@@ -168,11 +168,14 @@ def test_roles_differ_where_they_must() -> None:
 
 
 def test_what_the_user_has_set_stays_and_is_said() -> None:
-    own, users = {"HCCL_CONNECT_TIMEOUT": "1800", "TASK_QUEUE_ENABLE": "2"}, {"HCCL_CONNECT_TIMEOUT": "5400", "A": "1"}
-    assert users_first(own, users) == {"HCCL_CONNECT_TIMEOUT": "5400", "TASK_QUEUE_ENABLE": "2"}
-    said = "the environment has HCCL_CONNECT_TIMEOUT=5400, which is kept; otherwise trainers would get HCCL_CONNECT_TIMEOUT=1800"
-    assert RoleSettings("trainers", own).notices(users) == [said]
-    assert RoleSettings("trainers", own).notices(own) == []
+    defaults, users = (
+        {"HCCL_CONNECT_TIMEOUT": "1800", "TASK_QUEUE_ENABLE": "2"},
+        {"HCCL_CONNECT_TIMEOUT": "5400", "A": "1"},
+    )
+    assert users_first(defaults, users) == {"HCCL_CONNECT_TIMEOUT": "5400", "TASK_QUEUE_ENABLE": "2"}
+    notice = "the environment has HCCL_CONNECT_TIMEOUT=5400, which is kept; otherwise trainers would get HCCL_CONNECT_TIMEOUT=1800"
+    assert RoleSettings("trainers", defaults).notices(users) == [notice]
+    assert RoleSettings("trainers", defaults).notices(defaults) == []
     memory, other = {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}, {"PYTORCH_ALLOC_CONF": ""}
     assert users_first(memory, other) == other, "torch_npu refuses both"
     assert "PYTORCH_ALLOC_CONF=," in RoleSettings("trainers", memory).notices(other)[0]
@@ -198,14 +201,16 @@ def test_an_engine_has_what_its_notice_says(engine, variable, value, engine_args
     monkeypatch.setitem(environment._SHELL, variable, value)
     recipe, platform = Recipe(), NPUPlatform()
     recipe.rollout.engine, recipe.rollout.engine_args = engine, engine_args
-    made = engine_env(engine, platform.rollout_env(), 1, engine_args)
-    assert made[variable] == has
-    assert not {"PYTORCH_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF"} <= made.keys(), "torch_npu refuses both"
-    said = [
-        said for said in environment_notices(recipe, platform, training=False) if f"has {variable}={value}, " in said
+    variables = engine_env(engine, platform.rollout_env(), 1, engine_args)
+    assert variables[variable] == has
+    assert not {"PYTORCH_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF"} <= variables.keys(), "torch_npu refuses both"
+    matching = [
+        notice
+        for notice in environment_notices(recipe, platform, training=False)
+        if f"has {variable}={value}, " in notice
     ]
-    assert len(said) == 1 and ("which is kept" in said[0]) == (has == value)
-    assert has == value or f"overridden: engines get {variable}={has}, since " in said[0]
+    assert len(matching) == 1 and ("which is kept" in matching[0]) == (has == value)
+    assert has == value or f"overridden: engines get {variable}={has}, since " in matching[0]
 
 
 def test_the_users_setting_does_not_end_determinism() -> None:
@@ -219,7 +224,7 @@ def test_the_users_setting_does_not_end_determinism() -> None:
 
 def test_what_is_needed_is_what_platforms_set() -> None:
     """A value changed in a platform alone would no longer be held against the user's."""
-    engines = [rollout_env(one, NPUPlatform().rollout_env(), {}) for one in ("vllm", "sglang")]
+    engines = [rollout_env(engine_name, NPUPlatform().rollout_env(), {}) for engine_name in ("vllm", "sglang")]
     roles = [*engines, NPUPlatform().deterministic_env(), CUDAPlatform().deterministic_env()]
     roles.append(NPUPlatform().deterministic_rollout_env())
     assert NEEDED.keys() <= {setting for role in roles for setting in role.items()}
@@ -231,8 +236,8 @@ def test_a_deterministic_run_asks_the_devices_libraries_too() -> None:
     recipe = Recipe()
     recipe.cluster.timeout, recipe.train.source = 60, "sft"
     assert environment_notices(recipe, NPUPlatform()) == []
-    for own, name in ((NPUPlatform(), "HCCL_DETERMINISTIC"), (CUDAPlatform(), "CUBLAS_WORKSPACE_CONFIG")):
-        assert name in own.deterministic_env() and name not in own.trainer_env(60)
+    for device_platform, name in ((NPUPlatform(), "HCCL_DETERMINISTIC"), (CUDAPlatform(), "CUBLAS_WORKSPACE_CONFIG")):
+        assert name in device_platform.deterministic_env() and name not in device_platform.trainer_env(60)
 
 
 def test_engines_are_told_which_device_they_are_to_run_on() -> None:
@@ -245,43 +250,45 @@ def test_engines_are_told_which_device_they_are_to_run_on() -> None:
 
 
 def test_processes_start_in_their_roles_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `connect` hands on: the platform's, the recipe's, and the user's before both."""
+    """`connect` passes the variables of the shell, the recipe and the platform, in this precedence."""
     from megarl import cluster
 
-    given: dict[str, Any] = {}
+    received: dict[str, Any] = {}
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setitem(environment._SHELL, "HCCL_EXEC_TIMEOUT", "77")
-    monkeypatch.setattr("megarl.cluster.torchrun.cluster.TorchrunCluster", lambda *_, **roles: given.update(roles))
+    monkeypatch.setattr("megarl.cluster.torchrun.cluster.TorchrunCluster", lambda *_, **roles: received.update(roles))
     recipe = Recipe()
     recipe.train.deterministic = True
     cluster.connect(recipe, NPUPlatform())
-    trainer, engine = given["trainer_env"], given["service_env"]
+    trainer, engine = received["trainer_env"], received["service_env"]
     assert (trainer["HCCL_EXEC_TIMEOUT"], engine["HCCL_EXEC_TIMEOUT"]) == ("77", "77")
     assert trainer["HCCL_DETERMINISTIC"] == "true" and engine["HCCL_DETERMINISTIC"] == "strict"
     assert engine["VLLM_BATCH_INVARIANT"] == "1" and "VLLM_BATCH_INVARIANT" not in trainer
     assert trainer["OMP_NUM_THREADS"] == "1"
-    assert len([said for said in environment_notices(recipe, NPUPlatform()) if "HCCL_EXEC_TIMEOUT=77" in said]) == 2
+    assert (
+        len([notice for notice in environment_notices(recipe, NPUPlatform()) if "HCCL_EXEC_TIMEOUT=77" in notice]) == 2
+    )
 
 
 # --- the stand-ins, and the sources ----------------------------------------------------------------
 
 
 def parameters(source: str, name: str, owner: str = "") -> str:
-    """Of a function, or of a class's method, as its source has them, less types."""
+    """Parameters of a function or method in `source`, without types."""
     tree: ast.AST = ast.parse(source)
     if owner:
         tree = next(n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == owner)
-    found = next(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == name)
-    for argument in [*found.args.args, *found.args.kwonlyargs]:
+    function = next(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == name)
+    for argument in [*function.args.args, *function.args.kwonlyargs]:
         argument.annotation = None
-    return ast.unparse(found.args)
+    return ast.unparse(function.args)
 
 
 def argument_names(source: str, name: str, owner: str = "") -> set[str]:
     """The arguments that a function takes, without their defaults: torch_npu's versions write those differently."""
     arguments = ast.parse(f"def f({parameters(source, name, owner)}): ...").body[0].args  # type: ignore[attr-defined]
-    return {one.arg for one in [*arguments.args, *arguments.kwonlyargs]}
+    return {item.arg for item in [*arguments.args, *arguments.kwonlyargs]}
 
 
 @pytest.mark.skipif(not MINDSPEED, reason="MEGARL_MINDSPEED names no git directory of MindSpeed's")
@@ -328,11 +335,11 @@ def test_torch_npus_profiler_is_as_the_stand_in_has_it() -> None:
 
 def names_in(source: str, owner: str) -> set[str]:
     """The names that a class of `source` assigns."""
-    body = next(one.body for one in ast.parse(source).body if isinstance(one, ast.ClassDef) and one.name == owner)
+    body = next(item.body for item in ast.parse(source).body if isinstance(item, ast.ClassDef) and item.name == owner)
     return {
         name.id
-        for one in body
-        for name in ast.walk(one)
+        for item in body
+        for name in ast.walk(item)
         if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
     }
 

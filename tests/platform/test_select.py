@@ -53,7 +53,7 @@ def test_the_recipe_takes_the_names_of_the_kinds() -> None:
 
 
 def test_cpu_platform_answers_cuda_calls() -> None:
-    """In a process of its own: what `prepare` patches stays patched."""
+    """In a separate process, because the patches of `prepare` are permanent."""
     code = """
 import sys
 from megarl.platform import select

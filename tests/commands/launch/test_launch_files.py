@@ -18,10 +18,10 @@ from tests.support.cluster_workers import ROOT, alive, descendants, wait_until
 
 BASH = shutil.which("bash")
 LAUNCH = Path(ROOT, "launch")
-# Field names, types and what is required, of KubeRay 1.7.0's RayJob, as far as launch/kuberay.yaml goes into it.
+# Field names, types and required fields of KubeRay 1.7.0's RayJob, as far as launch/kuberay.yaml uses them.
 RAYJOB = json.loads(Path(ROOT, "tests/fixtures/kuberay/rayjob_v1.json").read_text())
 
-# As Slurm's: a process a node, each told which it is; signals are handed on, and the first status that is not 0 returned.
+# Like Slurm's srun: one process per node with its rank; forwards signals and returns the first nonzero status.
 SRUN = """#!/usr/bin/env bash
 echo "$@" > "$SRUN_CALLED"
 while [[ $1 == --* ]]; do shift; done
@@ -120,15 +120,15 @@ def test_slurm_says_what_is_wrong_with_how_it_was_called(sbatch, environ, says):
 
 
 def problems(value, schema, path="spec"):
-    """What of `value` the schema does not know, lacks or has of another type."""
+    """Unknown fields, missing fields and wrong types in `value`."""
     if "fields" in schema:
         if not isinstance(value, dict):
-            return [f"{path} is no mapping"]
-        unknown = [f"{path}.{name} is no field" for name in value if name not in schema["fields"]]
+            return [f"{path} is not a mapping"]
+        unknown = [f"{path}.{name} is not a field" for name in value if name not in schema["fields"]]
         lacking = [f"{path}.{name} is required" for name in schema["required"] if name not in value]
-        return unknown + lacking + [p for name, one in value.items() if name in schema["below"] for p in problems(one, schema["below"][name], f"{path}.{name}")]  # fmt: skip
+        return unknown + lacking + [p for name, entry in value.items() if name in schema["below"] for p in problems(entry, schema["below"][name], f"{path}.{name}")]  # fmt: skip
     if "items" in schema:
-        return [p for number, one in enumerate(value) for p in problems(one, schema["items"], f"{path}[{number}]")]
+        return [p for number, entry in enumerate(value) for p in problems(entry, schema["items"], f"{path}[{number}]")]
     if value not in schema.get("enum", [value]):
         return [f"{path} is one of {schema['enum']}"]
     kinds = {"string": str, "integer": int, "boolean": bool, "object": dict}
@@ -140,7 +140,7 @@ def manifest(name):
 
 
 def nodes_and_devices(recipe):
-    """Of its head: Hardware: ..., nodes x devices."""
+    """Numbers of nodes and devices in the recipe's `# Hardware:` header."""
     line = next(line for line in Path(ROOT, recipe).read_text().splitlines() if line.startswith("# Hardware:"))
     nodes, devices = line.rsplit(",", 1)[1].split("x")
     return int(nodes), int(devices)
@@ -151,7 +151,7 @@ def test_the_rayjob_has_fields_that_kuberay_knows():
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     assert problems(job["spec"], RAYJOB) == []
     wrong = job["spec"] | {"ttl": 1, "backoffLimit": "0"}
-    assert problems(wrong, RAYJOB) == ["spec.ttl is no field", "spec.backoffLimit is a integer"]
+    assert problems(wrong, RAYJOB) == ["spec.ttl is not a field", "spec.backoffLimit is a integer"]
 
 
 def test_the_rayjob_is_closed_in_itself():
@@ -184,7 +184,7 @@ def check_pod(pod, devices):
 def test_the_plain_job_tells_each_pod_which_node_it_is():
     service, job = manifest("kubernetes.yaml")
     spec, pod = job["spec"], job["spec"]["template"]["spec"]
-    environ = {one["name"]: one["value"] for one in pod["containers"][0]["env"] if "value" in one}
+    environ = {entry["name"]: entry["value"] for entry in pod["containers"][0]["env"] if "value" in entry}
     topology = read_topology(environ | {"JOB_COMPLETION_INDEX": "3", "MEGARL_NODE_IP": "10.0.0.3"})
     recipe = pod["containers"][0]["args"][-1]
     assert (topology.node_rank, topology.nodes, topology.devices_per_node) == (3, *nodes_and_devices(recipe))
@@ -203,7 +203,7 @@ def test_the_rayjob_passes_kuberays_own_schema():
     if not os.environ.get("MEGARL_KUBERAY_CRD"):
         pytest.skip("MEGARL_KUBERAY_CRD names no ray.io_rayjobs.yaml")
     crd = yaml.safe_load(Path(os.environ["MEGARL_KUBERAY_CRD"]).read_text())
-    schema = next(one for one in crd["spec"]["versions"] if one["name"] == "v1")["schema"]["openAPIV3Schema"]
+    schema = next(entry for entry in crd["spec"]["versions"] if entry["name"] == "v1")["schema"]["openAPIV3Schema"]
     closed(schema["properties"]["spec"])
     errors = jsonschema.Draft7Validator(schema).iter_errors(manifest("kuberay.yaml")[0])
     assert [f"{list(error.path)}: {error.message}" for error in errors] == []
@@ -223,7 +223,7 @@ def closed(schema):
 
 @pytest.fixture
 def bare_environment(tmp_path):
-    """A virtual environment whose locked packages count as installed: those of this Python, through a path file."""
+    """A virtual environment that uses the packages of this Python through a path file, so that locked packages count as installed."""
     venv = tmp_path / "an environment"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
     for name in ("requirements-cpu.txt", "requirements-dev.txt"):
@@ -248,8 +248,8 @@ def test_the_installer_installs_megarl_itself(bare_environment, tmp_path):
     venv = bare_environment
     done = _install(venv)
     assert done.returncode == 0 and f"installed megarl from {os.path.realpath(ROOT)}" in done.stdout, done.stderr
-    found = _run([venv / "bin/python", "-c", "import megarl; print(megarl.__file__)"], tmp_path)
-    assert Path(found.stdout.strip()).parent == Path(os.path.realpath(ROOT), "megarl"), found.stderr
+    output = _run([venv / "bin/python", "-c", "import megarl; print(megarl.__file__)"], tmp_path)
+    assert Path(output.stdout.strip()).parent == Path(os.path.realpath(ROOT), "megarl"), output.stderr
     shown = _run([venv / "bin/megarl", "plan", "--help"], tmp_path)
     assert shown.returncode == 0 and "RECIPE" in shown.stdout, shown.stderr
     again = _install(venv)
