@@ -1,4 +1,4 @@
-"""What the tests of megarl.cluster run in other processes; a script too: ``python -m tests.support.cluster_workers SCENARIO LOGS``."""
+"""Workers and scenarios for the tests of megarl.cluster; a script: ``python -m tests.support.cluster_workers SCENARIO LOGS``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Echo:
         return ref.get()[index].tokens.tolist()
 
     def give(self, *lists):
-        """For `scatter_with_data`: a word, and each list as vectors."""
+        """Return a text and each list as vectors, for `scatter_with_data`."""
         return f"from {self.rank}", [[np.array(numbers) for numbers in vectors] for vectors in lists]
 
     def total(self, refs):
@@ -93,7 +93,7 @@ class Reducer(Echo):
 
 
 class Engine:
-    """A service, with a child as an engine with workers has one, in a session of its own."""
+    """A service with a child process in a new session, like an engine with workers."""
 
     def __init__(self, scale):
         if scale < 0:
@@ -141,7 +141,7 @@ class Engine:
 
 
 def alive(pid):
-    """Whether a process runs (a zombie does not)."""
+    """Return True if a process runs and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -149,14 +149,14 @@ def alive(pid):
 
 
 def descendants(pid):
-    """Ids of the processes that a process has started, and that these have."""
+    """Process ids of all descendants of a process."""
     parents = dict(
         map(int, line.split()) for line in subprocess.check_output(["ps", "-eo", "pid=,ppid="], text=True).splitlines()
     )
-    found = [pid]
-    for ancestor in found:
-        found += [child for child, parent in parents.items() if parent == ancestor]
-    return found[1:]
+    family = [pid]
+    for ancestor in family:
+        family += [child for child, parent in parents.items() if parent == ancestor]
+    return family[1:]
 
 
 def wait_until(condition, seconds):
@@ -166,11 +166,11 @@ def wait_until(condition, seconds):
     return condition()
 
 
-# --- scenarios, run as a script: each line of the output is a fact for the test to look at ----------
+# --- scenarios, run as a script: the test checks the output lines that begin with FACT ----------------
 
 
 def torchrun(scenario, logs):
-    """Under torchrun: what a test needs of a good group, then one failure."""
+    """Run a scenario under torchrun: print facts of an intact group, then fail."""
     from megarl.cluster import ClusterError, sigstop_watch
     from megarl.cluster.devices import LocalDevices
     from megarl.cluster.torchrun import cluster as torchrun
@@ -180,7 +180,7 @@ def torchrun(scenario, logs):
         torchrun_rank.serve(logs)
         return
     devices = LocalDevices("TEST_VISIBLE_DEVICES", [2])
-    sigstop_watch.LOOK_SECONDS = 0.3  # what takes half a minute takes three seconds here
+    sigstop_watch.LOOK_SECONDS = 0.3  # detection within 3 s instead of 20 s
     with torchrun.TorchrunCluster(
         2, logs, devices, trainer_env={"ROLE": "trainer"}, service_env={"ROLE": "engine"}
     ) as cluster:
@@ -188,8 +188,8 @@ def torchrun(scenario, logs):
         engine = cluster.start_service("tests.support.cluster_workers:Engine", (3,), name="engine0", devices=1, env={})
         print("FACT", group.call("identify"), flush=True)
         print("FACT", group.call("sum", 2), group.scatter("echo", [("a",), ("b",)]), flush=True)
-        given = group.scatter_with_data("give", [([[1]], [[2, 3]]), ([], [[4]])], parts=2)
-        print("FACT", [word for word, _ in given], group.call("total", [refs[1] for _, refs in given]), flush=True)
+        results = group.scatter_with_data("give", [([[1]], [[2, 3]]), ([], [[4]])], parts=2)
+        print("FACT", [word for word, _ in results], group.call("total", [refs[1] for _, refs in results]), flush=True)
         print("FACT", [engine.call("variable", name).result() for name in ("ROLE", "TEST_VISIBLE_DEVICES", "RANK")])
         print("FACT pids", *engine.call("child_pid").result(), os.getpid(), flush=True)
         began = time.monotonic()
@@ -197,13 +197,13 @@ def torchrun(scenario, logs):
             if scenario == "engine_dies":
                 engine.call("die_later", 0.3).result()
                 group.call("sleep", 100)
-            elif scenario.startswith("trainer_dies"):  # while none is called
+            elif scenario.startswith("trainer_dies"):  # while it is idle
                 os.kill(group.call("identify")[1][1], signal.SIGKILL)
                 while scenario == "trainer_dies_polled":
                     cluster.check()
                     time.sleep(0.02)
                 time.sleep(1000)
-            elif scenario == "stopped_before_a_large_call":  # which nobody reads
+            elif scenario == "stopped_before_a_large_call":  # which the stopped process does not read
                 os.kill(group.call("identify")[1][1], signal.SIGSTOP)
                 group.call("sum_of_bytes", bytes(1 << 24))
             elif scenario == "idle":
