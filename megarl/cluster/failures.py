@@ -66,13 +66,13 @@ def run(function: Callable[..., Any], *args: Any) -> Returned | Raised:
 class Place:
     """A process: its name, machine, process id and log file, for messages."""
 
-    who: str  # "trainer rank 3", "service engine0"
+    name: str  # "trainer rank 3", "service engine0"
     host: str = field(default_factory=host_name)
     pid: int = 0  # 0: unknown
     log: str = ""  # path of its output file; "" if it writes to the console
 
     def __str__(self) -> str:
-        return f"{self.who} on {self.host}" + (f" (pid {self.pid})" if self.pid else "")
+        return f"{self.name} on {self.host}" + (f" (pid {self.pid})" if self.pid else "")
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ TORCHRUN_VARIABLES |= {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "RO
 _PR_SET_PDEATHSIG = 1
 
 
-def redirect_output(log: str, who: str) -> None:
+def redirect_output(log: str, name: str) -> None:
     """Send this process's stdout and stderr, file descriptors included, to the end of `log`."""
     Path(log).parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -33,7 +33,7 @@ def redirect_output(log: str, who: str) -> None:
     # New objects: the present sys.stdout may write to another file, or buffer whole blocks.
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
-    print(f"{HEADER} {who}, pid {os.getpid()} on {host_name()}, {time.strftime('%Y-%m-%d %H:%M:%S')} ===")
+    print(f"{HEADER} {name}, pid {os.getpid()} on {host_name()}, {time.strftime('%Y-%m-%d %H:%M:%S')} ===")
     faulthandler.enable(file=sys.stderr)  # a crash in native code writes its Python stack here
 
 

@@ -20,9 +20,9 @@ class ConstructorFailed(Raised):
 class TrainerActor:
     """Hosts a trainer and serves one call at a time, in the main thread of its process."""
 
-    def __init__(self, who: str, log: str) -> None:
-        redirect_output(log, who)
-        self._place = Place(who, pid=os.getpid(), log=log)
+    def __init__(self, name: str, log: str) -> None:
+        redirect_output(log, name)
+        self._place = Place(name, pid=os.getpid(), log=log)
         self._worker: Any = None
 
     def where(self) -> Returned:
@@ -71,21 +71,21 @@ class ServiceActor:
         self._located = asyncio.Event()  # `where` has replied: Ray may begin calls of an async actor in any order
         self._ready = asyncio.Event()  # the constructor has returned or raised
 
-    async def where(self, who: str, log: str) -> Place:
+    async def where(self, name: str, log: str) -> Place:
         """Return the place of this process, before the constructor starts, which may take long."""
         self._located.set()
-        return Place(who, pid=os.getpid(), log=log)
+        return Place(name, pid=os.getpid(), log=log)
 
-    async def construct(self, class_path: str, args: tuple[Any, ...], who: str, log: str) -> None:
+    async def construct(self, class_path: str, args: tuple[Any, ...], name: str, log: str) -> None:
         await self._located.wait()
-        outcome = run(self._construct, class_path, args, who, log)
+        outcome = run(self._construct, class_path, args, name, log)
         if isinstance(outcome, Raised):
             self._constructor_error = ConstructorFailed(outcome.type, outcome.message, outcome.traceback)
             print(outcome.traceback)
         self._ready.set()
 
-    def _construct(self, class_path: str, args: tuple[Any, ...], who: str, log: str) -> None:
-        redirect_output(log, who)
+    def _construct(self, class_path: str, args: tuple[Any, ...], name: str, log: str) -> None:
+        redirect_output(log, name)
         # The engine's workers must end with it on every machine; the controller's reaper covers only one.
         self._reaper = OrphanReaper()
         os.environ.update(self._reaper.env)

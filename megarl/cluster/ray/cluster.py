@@ -172,8 +172,8 @@ class RayService:
         self._actor, self._place = actor, place
         self.stopping = False
         self._deadline = time.monotonic() + START_SECONDS
-        self._where = actor.where.remote(place.who, place.log)
-        actor.construct.remote(class_path, args, place.who, place.log)
+        self._where = actor.where.remote(place.name, place.log)
+        actor.construct.remote(class_path, args, place.name, place.log)
         self._lifetime = actor.lifetime.remote()
         self._constructed = actor.constructed.remote()
 
@@ -316,7 +316,7 @@ class RayCluster:
             visible = self._devices.visible(by_node[device.node_id])
             options = self._devices.options(device) | _environment(role_env | visible)
             log = str(self._log_dir / f"{name}-{rank}.log")
-            actors.append(ray.remote(TrainerActor).options(**options).remote(places[rank].who, log))
+            actors.append(ray.remote(TrainerActor).options(**options).remote(places[rank].name, log))
         nodes = [device.node_id for device in devices]
         group = RayGroup(self, actors, places, nodes)
         self._groups.append(group)

@@ -65,7 +65,7 @@ class LocalService:
         self.failure: Failure | None = None
         self.stopping = False
         self._reader = threading.Thread(target=self._read, name=f"service-{name}", daemon=True)
-        self._send(ServiceStart(class_path, args, self.place.who, str(log)))
+        self._send(ServiceStart(class_path, args, self.place.name, str(log)))
         self._reader.start()
 
     def call(self, method: str, *args: Any) -> Future[Any]:

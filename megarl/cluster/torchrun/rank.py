@@ -81,10 +81,10 @@ def serve(log_dir: Path) -> None:
     # torchrun sends SIGTERM to every rank after a death; the controller reports the dead rank and ends this one.
     signal.signal(signal.SIGTERM, lambda *_: None)
     console = os.dup(2)
-    redirect_output(place.log, place.who)
+    redirect_output(place.log, place.name)
     wire.send((rank, place))
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    threading.Thread(target=_read_calls, args=(wire, messages, place.who, console), daemon=True).start()
+    threading.Thread(target=_read_calls, args=(wire, messages, place.name, console), daemon=True).start()
     worker = RankWorker()
     while not isinstance(message := messages.get(), StopMessage):
         outcome = worker.answer(message)
@@ -98,13 +98,13 @@ def serve(log_dir: Path) -> None:
             wire.send(Raised.of(error))
 
 
-def _read_calls(wire: Wire, messages: queue.SimpleQueue[Any], who: str, console: int) -> None:
+def _read_calls(wire: Wire, messages: queue.SimpleQueue[Any], name: str, console: int) -> None:
     message = None
     while not isinstance(message, StopMessage):
         try:
             message = wire.receive()
         except EOFError:
-            os.write(console, f"megarl: {who} ends: the controller (rank 0) has ended.\n".encode())
+            os.write(console, f"megarl: {name} ends: the controller (rank 0) has ended.\n".encode())
             os._exit(1)  # the main thread may be in a collective that cannot complete
         if isinstance(message, StopMessage) and message.now:
             os._exit(0)  # the controller reports the failure, by message and exit status
@@ -121,5 +121,5 @@ def _connect(place: Place) -> Wire:
         except (FileNotFoundError, ConnectionRefusedError) as error:  # rank 0 is still importing
             connection.close()
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{place.who}: the controller (rank 0) did not create {path} in time.") from error
+                raise TimeoutError(f"{place.name}: the controller (rank 0) did not create {path} in time.") from error
             time.sleep(0.05)
