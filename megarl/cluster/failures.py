@@ -63,7 +63,7 @@ def run(function: Callable[..., Any], *args: Any) -> Returned | Raised:
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessInfo:
     """A process: its name, machine, process id and log file, for messages."""
 
     name: str  # "trainer rank 3", "service engine0"
@@ -79,17 +79,17 @@ class Place:
 class Failure:
     """A failed process and the cause. `traceback` is the remote traceback; "" if the process died."""
 
-    place: Place
+    place: ProcessInfo
     cause: str  # "ValueError: ...", or how the process died
     died: bool = False
     traceback: str = ""
 
     @classmethod
-    def raised(cls, place: Place, error: Raised) -> Failure:
+    def raised(cls, place: ProcessInfo, error: Raised) -> Failure:
         return cls(place, f"{error.type}: {error.message}", traceback=error.traceback)
 
     @classmethod
-    def death(cls, place: Place, cause: str) -> Failure:
+    def death(cls, place: ProcessInfo, cause: str) -> Failure:
         return cls(place, cause, died=True)
 
     @property

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.cluster.failures import Failure, Place, WorkerFailed
+from megarl.cluster.failures import Failure, ProcessInfo, WorkerFailed
 
 LOOK_SECONDS = 2.0  # between two looks; shorter calls end before the first look
 # Consecutive looks at a stopped process until it counts as lost: 20 s. Counted instead of timed, so that a pause of the
@@ -35,7 +35,7 @@ def _state(pid: int) -> str:
 class StopDetector:
     """Counts consecutive looks at which a rank was stopped, during one call. `doing`: the call's name, for messages."""
 
-    def __init__(self, places: Sequence[Place], doing: str) -> None:
+    def __init__(self, places: Sequence[ProcessInfo], doing: str) -> None:
         self._places, self._doing = places, doing
         self._stopped_looks = [0] * len(places)  # consecutive looks, by rank
         self._next = time.monotonic() + LOOK_SECONDS
@@ -56,7 +56,7 @@ class StopDetector:
             if self._stopped_looks[rank] >= LOOKS:
                 raise WorkerFailed(Failure(place, self._cause(place)))
 
-    def _cause(self, place: Place) -> str:
+    def _cause(self, place: ProcessInfo) -> str:
         return (
             f"its process has been stopped for {LOOKS * LOOK_SECONDS:.0f} s in {self._doing}, as by SIGSTOP or Ctrl-Z, and "
             f"all other ranks wait for it. Check what stops processes on {place.host}."
@@ -66,7 +66,7 @@ class StopDetector:
 class LocalWatch:
     """Stopped-process watch over processes of this machine."""
 
-    def __init__(self, places: Sequence[Place], doing: str) -> None:
+    def __init__(self, places: Sequence[ProcessInfo], doing: str) -> None:
         self._places, self._detector = places, StopDetector(places, doing)
 
     def check(self) -> None:

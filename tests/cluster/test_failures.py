@@ -7,7 +7,7 @@ import pytest
 
 from megarl.cluster import failures
 from megarl.cluster.base import load_class
-from megarl.cluster.failures import Failure, Place, Raised, Returned, WorkerFailed, collect, exit_cause, log_tail
+from megarl.cluster.failures import Failure, ProcessInfo, Raised, Returned, WorkerFailed, collect, exit_cause, log_tail
 
 BROKEN = Raised("RuntimeError", "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711", "")
 TIMED_OUT = Raised("DistBackendError", "NCCL communicator was aborted on rank 0", "")
@@ -15,7 +15,7 @@ OWN = Raised("ValueError", "the loss is nan", "Traceback ...")
 
 
 def place(rank):
-    return Place(f"trainer rank {rank}", "node7", 100 + rank)
+    return ProcessInfo(f"trainer rank {rank}", "node7", 100 + rank)
 
 
 def replay(events, size):

@@ -8,11 +8,11 @@ import time
 import pytest
 
 from megarl.cluster import sigstop_watch
-from megarl.cluster.failures import Place, WorkerFailed
+from megarl.cluster.failures import ProcessInfo, WorkerFailed
 from megarl.cluster.sigstop_watch import LOOKS, LocalWatch, StopDetector, stopped_pids
 from tests.support.cluster_workers import wait_until
 
-PLACES = [Place("trainer rank 0", "node7", 100), Place("trainer rank 1", "node7", 101)]
+PLACES = [ProcessInfo("trainer rank 0", "node7", 100), ProcessInfo("trainer rank 1", "node7", 101)]
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_a_pause_of_whoever_looks_is_one_look(busy, monkeypatch):
     """A controller that was stopped together with the others finds that its clock has moved on."""
     busy.send_signal(signal.SIGSTOP)
     assert wait_until(lambda: stopped_pids([busy.pid]) == [busy.pid], 5)
-    watch = LocalWatch([Place("trainer rank 0", pid=busy.pid)], "update_actor")
+    watch = LocalWatch([ProcessInfo("trainer rank 0", pid=busy.pid)], "update_actor")
     leap = [0.0]
     now = time.monotonic
     monkeypatch.setattr(sigstop_watch.time, "monotonic", lambda: now() + leap[0])

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from megarl.cluster.failures import Failure, Place, Raised
+from megarl.cluster.failures import Failure, ProcessInfo, Raised
 from megarl.weight_sync import heartbeat
 from megarl.weight_sync.session import ShardedSession
 from megarl.weight_sync.sharded.receiver import ShardedReceiver
@@ -104,7 +104,7 @@ def struck(one: Split, seconds: float) -> list[str]:
 
 def consequence(error: str) -> bool:
     """Where the controller knows more, of a process that died, it tells that instead."""
-    return Failure.raised(Place("trainer rank 1"), Raised("WeightSyncError", error, "")).is_communication
+    return Failure.raised(ProcessInfo("trainer rank 1"), Raised("WeightSyncError", error, "")).is_communication
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from megarl.cluster.base import load_class
-from megarl.cluster.failures import Place, Raised, Returned, run
+from megarl.cluster.failures import ProcessInfo, Raised, Returned, run
 from megarl.cluster.orphan_reaper import OrphanReaper
 from megarl.cluster.process import free_port, redirect_output
 from megarl.cluster.service import answer, close
@@ -22,7 +22,7 @@ class TrainerActor:
 
     def __init__(self, name: str, log: str) -> None:
         redirect_output(log, name)
-        self._place = Place(name, pid=os.getpid(), log=log)
+        self._place = ProcessInfo(name, pid=os.getpid(), log=log)
         self._worker: Any = None
 
     def where(self) -> Returned:
@@ -71,10 +71,10 @@ class ServiceActor:
         self._located = asyncio.Event()  # `where` has replied: Ray may begin calls of an async actor in any order
         self._ready = asyncio.Event()  # the constructor has returned or raised
 
-    async def where(self, name: str, log: str) -> Place:
+    async def where(self, name: str, log: str) -> ProcessInfo:
         """Return the place of this process, before the constructor starts, which may take long."""
         self._located.set()
-        return Place(name, pid=os.getpid(), log=log)
+        return ProcessInfo(name, pid=os.getpid(), log=log)
 
     async def construct(self, class_path: str, args: tuple[Any, ...], name: str, log: str) -> None:
         await self._located.wait()

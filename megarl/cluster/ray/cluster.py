@@ -19,7 +19,7 @@ from megarl.cluster.failures import (
     CallFailed,
     ClusterError,
     Failure,
-    Place,
+    ProcessInfo,
     Raised,
     Returned,
     ServiceDied,
@@ -56,7 +56,7 @@ class RayData:
 class RayGroup:
     """See `megarl.cluster.base.WorkerGroup`."""
 
-    def __init__(self, cluster: RayCluster, actors: list[Any], places: list[Place], nodes: list[str]) -> None:
+    def __init__(self, cluster: RayCluster, actors: list[Any], places: list[ProcessInfo], nodes: list[str]) -> None:
         self._cluster, self._actors, self._places, self._nodes = cluster, actors, places, nodes
         self._has_shutdown = False
         self._pings: list[Any] = []  # of the check in progress; empty once all ranks have replied
@@ -152,7 +152,7 @@ class RayGroup:
         return [(rank_of[ref], self._outcome(self._places[rank_of[ref]], ref)) for ref in ready]
 
     @staticmethod
-    def _outcome(place: Place, ref: Any) -> Returned | Failure:
+    def _outcome(place: ProcessInfo, ref: Any) -> Returned | Failure:
         try:
             outcome = ray_get(ref)
         except RayActorError as error:
@@ -166,7 +166,7 @@ class RayService:
     """See `megarl.cluster.base.Service`."""
 
     def __init__(
-        self, actor: Any, place: Place, name: str, address: str, class_path: str, args: tuple[Any, ...]
+        self, actor: Any, place: ProcessInfo, name: str, address: str, class_path: str, args: tuple[Any, ...]
     ) -> None:
         self.name, self.address = name, address
         self._actor, self._place = actor, place
@@ -181,7 +181,7 @@ class RayService:
     def host(self) -> str:
         return self.place().host
 
-    def place(self) -> Place:
+    def place(self) -> ProcessInfo:
         """Wait until the process has started and return its place. Raises ServiceDied if it does not start."""
         if not self._place.pid:
             try:
@@ -312,7 +312,7 @@ class RayCluster:
         role_env = self._trainer_env | env
         actors, places = [], []
         for rank, device in enumerate(devices):
-            places.append(Place(f"{name} rank {rank}", device.node_ip))  # completed by the reply of `where`
+            places.append(ProcessInfo(f"{name} rank {rank}", device.node_ip))  # completed by the reply of `where`
             visible = self._devices.visible(by_node[device.node_id])
             options = self._devices.options(device) | _environment(role_env | visible)
             log = str(self._log_dir / f"{name}-{rank}.log")
@@ -332,7 +332,7 @@ class RayCluster:
         role_env = self._service_env | env | self._devices.visible(claimed)
         options = self._devices.options(claimed[0]) | _environment(role_env)
         actor = ray.remote(ServiceActor).options(max_concurrency=CONCURRENT_CALLS, **options).remote()
-        place = Place(f"service {name}", claimed[0].node_ip, log=str(self._log_dir / f"{name}.log"))
+        place = ProcessInfo(f"service {name}", claimed[0].node_ip, log=str(self._log_dir / f"{name}.log"))
         service = RayService(actor, place, name, claimed[0].node_ip, class_path, args)
         self._services.append(service)
         return service

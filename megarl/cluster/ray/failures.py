@@ -6,10 +6,10 @@ import re
 
 from ray.exceptions import ActorDiedError, RayActorError
 
-from megarl.cluster.failures import Failure, Place
+from megarl.cluster.failures import Failure, ProcessInfo
 
 
-def not_started(place: Place, seconds: float) -> Failure:
+def not_started(place: ProcessInfo, seconds: float) -> Failure:
     """Failure of a process that Ray has not started within `seconds` on its reserved device."""
     return Failure(
         place,

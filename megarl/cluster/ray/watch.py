@@ -9,7 +9,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megarl.cluster.failures import Place
+from megarl.cluster.failures import ProcessInfo
 from megarl.cluster.ray.signals import ray_get, ray_wait
 from megarl.cluster.sigstop_watch import StopDetector, stopped_pids
 
@@ -20,7 +20,7 @@ class RayWatch:
     See `megarl.cluster.sigstop_watch.LocalWatch`.
     """
 
-    def __init__(self, places: Sequence[Place], nodes: Sequence[str], doing: str) -> None:
+    def __init__(self, places: Sequence[ProcessInfo], nodes: Sequence[str], doing: str) -> None:
         self._detector = StopDetector(places, doing)
         self._ranks = {node: [rank for rank, home in enumerate(nodes) if home == node] for node in dict.fromkeys(nodes)}
         self._pids = {node: [places[rank].pid for rank in ranks] for node, ranks in self._ranks.items()}

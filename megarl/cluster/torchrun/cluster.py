@@ -26,7 +26,7 @@ from megarl.cluster.devices import LocalDevices
 from megarl.cluster.failures import (
     ClusterError,
     Failure,
-    Place,
+    ProcessInfo,
     Returned,
     ServiceDied,
     collect,
@@ -53,7 +53,7 @@ DEATH_SECONDS = 0.5  # time until the controller also notices a death that torch
 class _Peer:
     """Rank 0's connection to another rank."""
 
-    def __init__(self, wire: Wire, place: Place) -> None:
+    def __init__(self, wire: Wire, place: ProcessInfo) -> None:
         self.wire, self.place = wire, place
         self.death: Failure | None = None
         self.answers: queue.SimpleQueue[Returned | Failure] = queue.SimpleQueue()
@@ -99,7 +99,7 @@ class _LocalRank:
     """Rank 0's trainer: a thread that serves calls as the other ranks do."""
 
     def __init__(self) -> None:
-        self.place = Place("trainer rank 0", pid=os.getpid())
+        self.place = ProcessInfo("trainer rank 0", pid=os.getpid())
         self.answers: queue.SimpleQueue[Returned | Failure] = queue.SimpleQueue()
         self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.busy = False

@@ -16,7 +16,7 @@ from megarl.cluster.base import host_name
 from megarl.cluster.failures import (
     CallFailed,
     Failure,
-    Place,
+    ProcessInfo,
     Raised,
     Returned,
     ServiceDied,
@@ -57,7 +57,7 @@ class LocalService:
             start_new_session=True,  # a new process group, which ends together and does not receive Ctrl-C
         )
         remote.close()
-        self.place = Place(f"service {name}", self.host, self._process.pid, str(log))
+        self.place = ProcessInfo(f"service {name}", self.host, self._process.pid, str(log))
         self._wire = Wire(local)
         self._numbers = itertools.count(CONSTRUCTED + 1)
         self._lock = threading.Lock()  # protects _waiting and failure

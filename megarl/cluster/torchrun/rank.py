@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.cluster.base import load_class
-from megarl.cluster.failures import Place, Raised, Returned, run
+from megarl.cluster.failures import ProcessInfo, Raised, Returned, run
 from megarl.cluster.process import die_with_parent, ignore_interrupt, redirect_output
 from megarl.cluster.torchrun.wire import Wire
 
@@ -76,7 +76,7 @@ def serve(log_dir: Path) -> None:
     ignore_interrupt()
     die_with_parent(signal.SIGKILL)
     rank = int(os.environ["RANK"])
-    place = Place(f"trainer rank {rank}", pid=os.getpid(), log=str(log_dir / f"trainer-{rank}.log"))
+    place = ProcessInfo(f"trainer rank {rank}", pid=os.getpid(), log=str(log_dir / f"trainer-{rank}.log"))
     wire = _connect(place)
     # torchrun sends SIGTERM to every rank after a death; the controller reports the dead rank and ends this one.
     signal.signal(signal.SIGTERM, lambda *_: None)
@@ -111,7 +111,7 @@ def _read_calls(wire: Wire, messages: queue.SimpleQueue[Any], name: str, console
         messages.put(message)
 
 
-def _connect(place: Place) -> Wire:
+def _connect(place: ProcessInfo) -> Wire:
     path, deadline = socket_path(), time.monotonic() + JOIN_SECONDS
     while True:
         connection = socket.socket(socket.AF_UNIX)
