@@ -216,10 +216,13 @@ def test_strangers_at_the_port_change_nothing(tmp_path):
 
 
 def test_a_process_ends_without_waiting_for_a_transfer_that_nobody_takes(tmp_path, monkeypatch):
-    """gloo would, until its time-out."""
+    """gloo would, until its time-out. The bucket that is refused is of the other process, which is thus in its update."""
+    start_transfer = ShardedReceiver._start
 
-    def full(*_: Any) -> Any:
-        raise MemoryError("no room")
+    def full(self: ShardedReceiver, header: dict[str, Any]) -> Any:
+        if header["holder"] == ["trainer", 3]:
+            raise MemoryError("no room")
+        return start_transfer(self, header)
 
     with split(tmp_path, APART, [3], []) as one:
         monkeypatch.setattr(ShardedReceiver, "_start", full)
