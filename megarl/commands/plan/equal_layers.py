@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from megarl.weight_sync.sharded.slices import SliceTable, SliceTableBuilder
 
-Tensor = tuple[str, tuple[int, ...], str]  # as of `boxes.held_tensors`
+Tensor = tuple[str, tuple[int, ...], str]  # as of `slices.held_tensors`
 _LAYER = re.compile(r"(.*?\blayers\.)(\d+)(\..+)")
 
 

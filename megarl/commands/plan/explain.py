@@ -60,7 +60,7 @@ def _bytes_of_a_number(recipe: Recipe) -> int:
 
 def _from_the_first(route: str, size: int, recipe: Recipe, per_node: int | None) -> Links:
     """Return the bytes if trainer rank 0 sends equal data to all engine ranks. Between nodes it travels once per node with
-    shared memory (`hops.full_relays`), else once per rank."""
+    shared memory (`relay.full_relays`), else once per rank."""
     placed = hosts(recipe, per_node)
     remote = [host for host in placed.engines if host != placed.trainers[0]]
     outside = len(set(remote) if recipe.exchange.transport in SHARED_MEMORY_TRANSPORTS else remote)
