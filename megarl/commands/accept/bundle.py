@@ -1,4 +1,4 @@
-"""The bundle to send back: verdict.md, results.json, packages, environment, device status, traces and the ends of logs, in one archive."""
+"""The bundle: one archive with verdict.md, results.json, packages, environment, device status, traces and ends of logs."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from megarl.commands.doctor.machine import run
 from megarl.platform.kinds import KINDS, kind_of
 
 VERDICT = "verdict.md"
-TAIL = 256 * 1024  # bytes that are kept of a longer log
-MOST = 1 << 20  # bytes of any other file; longer ones are left out
+TAIL = 256 * 1024  # longer logs are cut to their last bytes
+MOST = 1 << 20  # larger files other than logs are omitted, bytes
 TRACES = "profile"  # folder of a run's traces
-ALL_TRACES = 64 << 20  # bytes that are kept of them
+ALL_TRACES = 64 << 20  # limit on all traces together, bytes
 DEVICE_LOGS = 20  # newest files of the driver's and runtime's logs
 STATUS_SECONDS = 30.0
 _CELL = 160  # characters of a cause in a table
 
-# Variables that the bundle may hold, by prefix; those of each kind of device are in its DeviceKind.
+# Allowed prefixes of variables in the bundle. Each DeviceKind adds more.
 PREFIXES = ("GLOO_", "HF_HUB_OFFLINE", "LD_LIBRARY_PATH", "MASTER_", "MEGARL_", "OMP_", "PATH", "PYTHON", "PYTORCH_",
             "RANK", "RAY_", "TORCH", "VLLM_", "WORLD_SIZE")  # fmt: skip
 OMITTED = {"shared", "checkpoints"}  # folders
@@ -35,7 +35,7 @@ SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE|PROXY", re.I
 
 
 def write_bundle(directory: Path, settings: Settings, results: Sequence[StageResult], archive: Path) -> list[str]:
-    """Write everything into `directory` and pack it into `archive`. Returns a line for each part that could not be had."""
+    """Write all parts into `directory` and pack them into `archive`. Return one line for each missing part."""
     problems: list[str] = []
     (directory / VERDICT).write_text(verdict_page(settings, results), encoding="utf-8")
     (directory / "packages.txt").write_text(packages(), encoding="utf-8")
@@ -49,9 +49,9 @@ def write_bundle(directory: Path, settings: Settings, results: Sequence[StageRes
         for path in files:
             if TRACES not in path.relative_to(directory).parts or path in traces:
                 _add(tar, path, f"{root}/{path.relative_to(directory)}", problems, most=traces.get(path, MOST))
-        left_out = [path for path in files if TRACES in path.relative_to(directory).parts and path not in traces]
-        if left_out:
-            problems.append(f"{len(left_out)} files of traces, beyond {ALL_TRACES >> 20} MiB: {left_out[0].parent}")
+        omitted = [path for path in files if TRACES in path.relative_to(directory).parts and path not in traces]
+        if omitted:
+            problems.append(f"{len(omitted)} files of traces, above {ALL_TRACES >> 20} MiB: {omitted[0].parent}")
         for path in _device_logs(settings.device):
             _add(tar, path, f"{root}/device_logs/{str(path).lstrip('/').replace('/', '__')}", problems)
     os.replace(partial, archive)
@@ -59,7 +59,7 @@ def write_bundle(directory: Path, settings: Settings, results: Sequence[StageRes
 
 
 def verdict_page(settings: Settings, results: Sequence[StageResult]) -> str:
-    """verdict.md: the verdict, a table of stages, and every check beside its limit, failures first."""
+    """Return the text of verdict.md: the verdict, a table of stages, and all checks with limits, failures first."""
     verdict, reason = verdict_of(results)
     lines = [
         f"# {verdict}" + (f": {reason}" if reason else ""),
@@ -83,7 +83,7 @@ def verdict_page(settings: Settings, results: Sequence[StageResult]) -> str:
             "| check | verdict | value | limit | unit | cause |",
             "|---|---|---|---|---|---|",
         ]
-        for check in sorted(result.checks, key=lambda one: one.verdict != FAIL):
+        for check in sorted(result.checks, key=lambda check: check.verdict != FAIL):
             limit = f"{check.relation} {shown(check.limit)}" if check.relation else ""
             value = "" if check.value is None else shown(check.value)
             cells = (check.name, check.verdict, value, limit, check.unit, check.cause)
@@ -97,7 +97,7 @@ def _cell(text: str) -> str:
 
 
 def packages() -> str:
-    """Installed distributions, `name==version` a line."""
+    """Return the installed distributions, one `name==version` per line."""
     rows = {f"{entry.metadata['Name']}=={entry.version}" for entry in importlib.metadata.distributions()}
     return (
         f"Python {platform.python_version()}, {platform.platform()}\n" + "\n".join(sorted(rows, key=str.lower)) + "\n"
@@ -105,7 +105,7 @@ def packages() -> str:
 
 
 def environment(variables: Mapping[str, str]) -> str:
-    """The variables of the allow-list, a line each. A name that looks like a secret's is left out."""
+    """Return the allowed variables, one per line, without names that look like secrets."""
     prefixes = (*PREFIXES, *(prefix for kind in KINDS for prefix in kind.environment))
     rows = [
         f"{name}={value}"
@@ -116,7 +116,7 @@ def environment(variables: Mapping[str, str]) -> str:
 
 
 def device_status(settings: Settings, problems: list[str]) -> str:
-    """Output of the vendor's commands: of all devices together, then of each of this node's."""
+    """Return the output of the vendor's commands: for all devices together, then for each device of this node."""
     kind = kind_of(settings.device)
     each = [
         tuple(word.format(device=number) for word in words)
@@ -130,14 +130,14 @@ def device_status(settings: Settings, problems: list[str]) -> str:
         output = run(list(words), dict(os.environ), STATUS_SECONDS)
         if output is None:
             absent.add(words[0])
-            problems.append(f"{words[0]}: there is no such command")
+            problems.append(f"{words[0]}: command not found")
         else:
             texts.append(f"$ {' '.join(words)}\n{output.text}{output.errors}")
     return "\n".join(texts)
 
 
 def _device_logs(device: str) -> list[Path]:
-    """The newest of the logs that runtime and driver write."""
+    """Return the newest logs of runtime and driver."""
     paths = [path for pattern in kind_of(device).logs for path in _glob(os.path.expanduser(pattern)) if path.is_file()]
     return sorted(paths, key=lambda path: path.stat().st_mtime)[-DEVICE_LOGS:]
 
@@ -147,7 +147,7 @@ def _glob(pattern: str) -> list[Path]:
 
 
 def _files(directory: Path) -> list[Path]:
-    """Files of the folder that the bundle takes: no weights, checkpoints or rows."""
+    """Return the files for the bundle: all but weights, checkpoints and rows."""
     files = [path for path in directory.rglob("*") if path.is_file() and not path.is_symlink()]
     return [
         path for path in files if path.suffix not in WEIGHTS and not OMITTED & set(path.relative_to(directory).parts)
@@ -155,22 +155,22 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _traces(directory: Path, files: Sequence[Path]) -> dict[Path, int]:
-    """Files of profilers that the bundle takes, with their sizes: the smallest first, up to ALL_TRACES bytes together."""
+    """Return the smallest trace files that fit into ALL_TRACES bytes together, with their sizes."""
     sizes = {path: path.stat().st_size for path in files if TRACES in path.relative_to(directory).parts}
-    taken: dict[Path, int] = {}
+    selected: dict[Path, int] = {}
     for path in sorted(sizes, key=lambda path: sizes[path]):
-        if sum(taken.values()) + sizes[path] > ALL_TRACES:
+        if sum(selected.values()) + sizes[path] > ALL_TRACES:
             break
-        taken[path] = sizes[path]
-    return taken
+        selected[path] = sizes[path]
+    return selected
 
 
 def _add(tar: tarfile.TarFile, path: Path, name: str, problems: list[str], most: int = MOST) -> None:
-    """Add the end of a log, or a whole file of at most `most` bytes."""
+    """Add the end of a log, or another file of at most `most` bytes."""
     size = path.stat().st_size
     is_text = path.suffix in (".log", ".txt", ".jsonl")
     if size > most and not is_text:
-        problems.append(f"{name}: left out, {size >> 20} MiB")
+        problems.append(f"{name}: omitted, {size >> 20} MiB")
         return
     if size <= (TAIL if is_text else most):
         tar.add(path, name)

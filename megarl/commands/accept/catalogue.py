@@ -1,4 +1,4 @@
-"""Every stage, in the order in which they run. Importing this imports no stage."""
+"""All stages, in the order in which they run. Importing this module imports no stage."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stage:
-    """`minutes`: its share of the time on devices. `runs`, `passes`: what `--expect` prints."""
+    """One stage. `minutes` is its share of the time on devices; `--expect` prints `runs` and `passes`."""
 
     number: int
     name: str
@@ -22,7 +22,7 @@ class Stage:
     passes: str
 
     def function(self) -> Callable[[Context], None]:
-        """Its `run`. Imports the stage's module."""
+        """Import the stage's module and return its `run`."""
         module = f"megarl.commands.accept.stages.{self.name.replace(' ', '_')}"
         run: Callable[[Context], None] = importlib.import_module(module).run
         return run
@@ -33,9 +33,9 @@ STAGES: tuple[Stage, ...] = (
         0,
         "environment",
         2,
-        "the doctor's checks on every node, and of the recipe; versions; what the engine's package can do; the route and transport of the "
-        "weight exchange that will be taken; host memory and /dev/shm",
-        "no check of the doctor fails; all nodes have the same versions; the route is the recipe's",
+        "the doctor's checks on every node, and for the recipe; versions; capabilities of the engine's package; route and "
+        "transport of the weight sync; host memory and /dev/shm",
+        "no check of the doctor fails; all nodes have the same versions; the route is the one in the recipe",
     ),
     Stage(
         1,
@@ -44,7 +44,7 @@ STAGES: tuple[Stage, ...] = (
         "layers as the platform builds them, against float64 on the CPU: packed attention of uneven lengths (GQA, MLA "
         "192/128), rms_norm, swiglu, grouped matmul with empty experts, permute, rotary embedding, Adam, storage resize, "
         "page-locked copies; in float32 and bfloat16, twice under train.deterministic",
-        "largest error below 1e-5 in float32 and 2e-2 in bfloat16, of the reference's largest value; both calls give the same bits",
+        "largest error below 1e-5 in float32 and 2e-2 in bfloat16, relative to the reference's largest value; both calls give the same bits",
     ),
     Stage(
         2,
@@ -98,21 +98,23 @@ STAGES: tuple[Stage, ...] = (
         8,
         "matrix products, copies, Adam and links of each device; log-probs of a trainer; decoding and prefill of an engine; "
         "calibration.yaml for megarl plan --calibration",
-        "nothing is limited: figures stand beside the table of devices",
+        "no limits: figures are compared with the table of devices",
     ),
 )
-BUNDLE = 8  # the last stage, which the controller runs itself: it must work whatever became of the others
+BUNDLE = 8  # the last stage; the controller runs it, so it works after any failure of the others
 BUNDLE_MINUTES = 1.0
 
 
 def stage_numbers() -> tuple[int, ...]:
-    """Every number that `--stages` may name."""
+    """Return the numbers that `--stages` accepts."""
     return (*(stage.number for stage in STAGES), BUNDLE)
 
 
 def shares(stages: Sequence[Stage], minutes: float) -> dict[int, float]:
-    """Seconds from the start until which each stage may run: `minutes` in proportion to the stages' own. Time that a
-    stage leaves is the next one's."""
+    """Return the deadline of each stage in seconds from the start: `minutes`, divided in proportion to the stages' minutes.
+
+    A stage may use the time that earlier stages did not use.
+    """
     whole = sum(stage.minutes for stage in stages) + BUNDLE_MINUTES
     ends, spent = {}, 0.0
     for stage in stages:

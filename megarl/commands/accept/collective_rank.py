@@ -1,4 +1,4 @@
-"""A rank that runs the collectives of every group of a layout: results, seconds, launches and device memory."""
+"""A rank that runs the collectives of every group of a layout, and measures results, seconds, launches and memory."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ GROUPS = {
 
 @dataclass(frozen=True)
 class Timing:
-    """One collective in one group, as one rank saw it. `seconds`: until it was done; `launch`: until the call had come
-    back; `right`: whether its values were. `bytes`: that a rank sends or receives in it, by the ring's count."""
+    """One collective in one group, measured by one rank.
+
+    seconds: time until completion. launch: time until the call returned. right: the result was correct. bytes: bytes
+    that a rank sends or receives in a ring algorithm.
+    """
 
     group: str
     collective: str
@@ -39,8 +42,10 @@ class Timing:
 
 @dataclass(frozen=True)
 class Operation:
-    """One collective, ready to run. `call` starts it and returns its work; `share`: bytes that a rank sends or receives, of
-    the tensor's; `output` must equal `expected` afterwards."""
+    """One collective, ready to run. `call` starts it and returns its handle or handles.
+
+    share: bytes that a rank sends or receives, as a share of the tensor's bytes. `output` must equal `expected` afterwards.
+    """
 
     name: str
     call: Callable[[], Any]
@@ -50,10 +55,10 @@ class Operation:
 
 
 class CollectiveRank(Rank):
-    """All methods are called by all ranks together."""
+    """A rank of the collectives stage. All ranks call each method together."""
 
     def lay_out(self, megatron: MegatronConfig, timeout: float) -> dict[str, tuple[int, ...]]:
-        """Form the groups as a trainer does; returns the ranks of each of this rank's."""
+        """Create the groups as a trainer does. Return the ranks of each group of this rank."""
         import torch.distributed as dist
         from megatron.core import parallel_state
 
@@ -68,12 +73,12 @@ class CollectiveRank(Rank):
         return {name: tuple(dist.get_process_group_ranks(group)) for name, group in self.groups.items()}
 
     def memory(self) -> float | None:
-        """GiB of the device that are free, without what torch's allocator keeps; None on a CPU."""
+        """Empty torch's cache and return the free device memory in GiB, or None on a CPU."""
         self.platform.empty_cache()
         return self.platform.free_memory()
 
     def collectives(self, name: str, elements: int) -> list[Timing]:
-        """Every collective in the group `name`, on float32 tensors of `elements`, all ranks of a group at once."""
+        """Time every collective in the group `name`, on float32 tensors of `elements`, on all its ranks at once."""
         import torch.distributed as dist
 
         group = self.groups.get(name)
@@ -87,7 +92,7 @@ class CollectiveRank(Rank):
         return results
 
     def _timed(self, name: str, group: Any, operation: Operation, elements: int) -> Timing:
-        """Run `operation` REPEATS times; the timing holds the medians."""
+        """Run `operation` REPEATS times and return the medians."""
         import torch.distributed as dist
 
         seconds, launches = [], []
@@ -108,7 +113,7 @@ class CollectiveRank(Rank):
         return Timing(name, operation.name, ranks, *medians, sent, bool((operation.output == operation.expected).all()))
 
     def _ramp(self, length: int) -> Any:
-        """[length] float32: 0 to 250, again and again. Sums over ranks stay exact."""
+        """Return [length] float32 with 0 to 250, repeated, so that sums over ranks are exact."""
         import torch
 
         return torch.arange(length, device=self.platform.device(), dtype=torch.float32) % 251
@@ -143,7 +148,7 @@ class CollectiveRank(Rank):
         return Operation("gather", call, (size - 1) / size, gathered, expected)
 
     def _for_each(self, group: Any, elements: int, sender: int) -> Any:
-        """What rank `sender` of the group sends in all_to_all and p2p: [size, elements / size], a row for each receiver."""
+        """Return the data of rank `sender` in all_to_all and p2p: [size, elements / size], one row per receiver."""
         import torch
         import torch.distributed as dist
 
@@ -167,7 +172,7 @@ class CollectiveRank(Rank):
         return Operation("all_to_all", call, (size - 1) / size, received, expected)
 
     def _p2p(self, group: Any, elements: int) -> Operation:
-        """Each rank sends to the next and receives from the one before, as pipeline stages do."""
+        """Each rank sends to the next one and receives from the previous one, as pipeline stages do."""
         import torch
         import torch.distributed as dist
 
@@ -183,7 +188,7 @@ class CollectiveRank(Rank):
         return Operation("p2p", call, 1.0, incoming, self._for_each(group, elements, (rank - 1) % size).flatten())
 
     def pair(self, first: int, second: int, elements: int) -> float | None:
-        """Seconds that `elements` take from rank `first` to `second`, measured there; None on other ranks."""
+        """Return the seconds to send `elements` from rank `first` to `second`, measured by `second`, else None."""
         import torch
         import torch.distributed as dist
 
@@ -195,7 +200,7 @@ class CollectiveRank(Rank):
         seconds = []
         for _ in range(REPEATS):
             began = time.perf_counter()
-            # In a batch, which uses the communicator of all ranks: a single send would make one for the pair.
+            # A batch uses the communicator of all ranks; a single send would create one for the pair.
             for work in dist.batch_isend_irecv([dist.P2POp(*operation)]):
                 work.wait()
             self.platform.synchronize()

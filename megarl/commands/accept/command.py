@@ -1,4 +1,4 @@
-"""What `python -m megarl accept [RECIPE] [KEY=VALUE ...]` does."""
+"""Entry point of `python -m megarl accept [RECIPE] [KEY=VALUE ...]`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from megarl.commands.doctor.platform_detection import torch_sees
 from megarl.errors import InputError, as_input_error
 from megarl.platform.kinds import kind_of
 
-CPU_PROCESSES = 2  # ranks that a CPU stands for
-CPU_TOGETHER = 2  # stages at a time on a CPU, where no stage measures what another could disturb
+CPU_PROCESSES = 2  # ranks on a CPU
+CPU_TOGETHER = 2  # concurrent stages on a CPU, where no stage measures speed against a limit
 _WIDTH = 12
 
 
 @dataclass(frozen=True)
 class Options:
-    """The command line. `out`: where folder and archive are written."""
+    """Command line options. `out`: the directory for the folder and the archive of the acceptance."""
 
     device: str = "auto"
     nodes: int = 1
@@ -40,8 +40,9 @@ class Options:
 
 
 def accept(recipe: Path | None, overrides: Sequence[str], options: Options) -> int:
-    """Run the stages that were asked for, print a line for each, and write the archive. Returns the exit status: 0 where
-    no stage failed and at least one passed, else 1.
+    """Run the selected stages, print one line for each, and write the archive.
+
+    Returns the exit status: 0 if no stage failed and at least one passed, else 1.
 
     Raises InputError and RecipeError before anything starts.
     """
@@ -56,7 +57,7 @@ def accept(recipe: Path | None, overrides: Sequence[str], options: Options) -> i
     directory.mkdir(parents=True, exist_ok=True)
     if not (directory / FILE).exists():
         write_settings(directory, settings)
-    print(f"stages run in {directory}; an interrupted acceptance goes on with --resume {directory}", flush=True)
+    print(f"stages run in {directory}; to resume after an interruption: --resume {directory}", flush=True)
     together = CPU_TOGETHER if settings.tiny else 1
     results = run_stages(directory, stages, ends, lambda text: print(text, flush=True), together=together)
     archive = directory.with_name(f"{directory.name}.tar.gz")
@@ -66,14 +67,14 @@ def accept(recipe: Path | None, overrides: Sequence[str], options: Options) -> i
     verdict, reason = verdict_of(results)
     print(f"{verdict}{': ' + reason if reason else ''} ({time.monotonic() - began:.0f} s)")
     if BUNDLE in settings.stages:
-        print(f"read {directory / VERDICT}, send back {archive}")
+        print(f"report: {directory / VERDICT}, bundle: {archive}")
     return 0 if verdict == PASS or (not stages and verdict != FAIL) else 1
 
 
 def _prepare(recipe: Path | None, overrides: Sequence[str], options: Options) -> tuple[Settings, Path]:
     if options.resume is not None:
         if recipe is not None:
-            raise InputError(f"--resume {options.resume} goes on with that acceptance's recipe: leave {recipe} out.")
+            raise InputError(f"--resume {options.resume} uses that acceptance's recipe: omit {recipe}.")
         return _resumed(options), options.resume.absolute()
     device = platforms.kind(options.device)
     kind = kind_of(device)
@@ -85,7 +86,7 @@ def _prepare(recipe: Path | None, overrides: Sequence[str], options: Options) ->
     if not kind.files:
         devices = CPU_PROCESSES
     elif options.expect and not kind.is_here():
-        devices = 0  # the page is read on another machine
+        devices = 0  # --expect is used on a machine without such devices
     else:
         devices = _devices(options.device)
     settings = Settings(
@@ -108,17 +109,17 @@ def _prepare(recipe: Path | None, overrides: Sequence[str], options: Options) ->
 
 
 def _resumed(options: Options) -> Settings:
-    """The settings in the folder of `--resume`. Stages that `--stages` names lose their results, and run again.
+    """Read the settings in the folder of `--resume`. Stages named by `--stages` lose their results and run again.
 
-    Raises InputError for an option that an acceptance that has begun cannot take.
+    Raises InputError for an option that cannot be changed by `--resume`.
     """
     assert options.resume is not None
     settings, fresh = read_settings(options.resume), Options()
     for name in ("device", "nodes", "minutes", "out"):
         if getattr(options, name) != getattr(fresh, name):
             raise InputError(
-                f"--resume {options.resume} goes on as that acceptance began: leave --{name} {getattr(options, name)} out, "
-                "or start another without --resume."
+                f"--resume {options.resume} keeps that acceptance's options: omit --{name} {getattr(options, name)}, "
+                "or start another acceptance without --resume."
             )
     results = read_results(options.resume)
     if options.stages is not None and not options.expect:
@@ -131,8 +132,8 @@ def _resumed(options: Options) -> Settings:
 
 
 def _devices(device: str) -> int:
-    """How many devices torch sees. Raises InputError where there are none."""
-    platforms.select(device)  # a ValueError where this machine has no such devices
+    """Return the number of devices that torch sees. Raises InputError if it sees none."""
+    platforms.select(device)  # raises ValueError if this machine has no such devices
     sees = torch_sees(Machine())
     if not sees.names:
         raise InputError(f"torch sees no {kind_of(platforms.kind(device)).plural}: {sees.error or 'run megarl doctor'}")
@@ -140,24 +141,24 @@ def _devices(device: str) -> int:
 
 
 def _load(recipe: Path, overrides: Sequence[str]) -> None:
-    """Raises RecipeError where the recipe does not load."""
+    """Raise RecipeError if the recipe does not load."""
     from megarl.preflight.load import load_recipe
 
     load_recipe(recipe, list(overrides))
 
 
 def expectation(settings: Settings, stages: Sequence[Stage], ends: dict[int, float]) -> str:
-    """Text of `--expect`: for every stage its time, what it runs and when it passes."""
+    """Return the text of `--expect`: for each stage the time, the work and the conditions."""
     kind = kind_of(settings.device)
     lines = [
         f"{settings.nodes} x {settings.devices or 'all'} {kind.plural}; recipe: {settings.recipe or 'none'}; "
-        f"{settings.minutes:g} minutes in all; nothing is downloaded",
+        f"{settings.minutes:g} minutes in total; nothing is downloaded",
     ]
     before = 0.0
     for stage in stages:
         lines += [
             "",
-            f"{stage.number} {stage.name}, {(ends[stage.number] - before) / 60:.1f} minutes and what earlier stages leave",
+            f"{stage.number} {stage.name}, {(ends[stage.number] - before) / 60:.1f} minutes and unused time of earlier stages",
             f"  {'runs':<{_WIDTH}}{stage.runs}",
             f"  {'passes when':<{_WIDTH}}{stage.passes}",
         ]

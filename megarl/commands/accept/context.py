@@ -1,4 +1,4 @@
-"""What a stage's `run` receives: settings, folders, and the calls that record checks."""
+"""The argument of a stage's `run`: settings, folders, and methods that record checks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHECKS, DOING = "checks.jsonl", "doing.txt"
 
 @dataclass
 class Context:
-    """`folder`: of this stage; `shared`: of all stages; `deadline`: by time.monotonic(), when the process is killed."""
+    """Context of one stage. `shared` is a folder of all stages; `deadline` is its time limit by time.monotonic()."""
 
     settings: Settings
     folder: Path
@@ -47,7 +47,7 @@ class Context:
 
     @cached_property
     def recipe(self) -> Recipe | None:
-        """The recipe of the command line; None: none was named. Raises RecipeError where it does not load."""
+        """The recipe of the command line, or None. Raises RecipeError if it does not load."""
         from megarl.preflight.load import load_recipe
         from megarl.recipe.paths import with_absolute_paths
 
@@ -56,12 +56,12 @@ class Context:
         return with_absolute_paths(load_recipe(Path(self.settings.recipe), list(self.settings.overrides)))
 
     def doing(self, text: str) -> None:
-        """Note what is under way: a stage that hangs or dies fails with this text."""
+        """Record the current action. If the stage hangs or dies, its reason has this text."""
         (self.folder / DOING).write_text(text, encoding="utf-8")
         print(f"-- {text}", flush=True)
 
     def record(self, *checks: Check) -> None:
-        """Keep checks, on disk before the call returns."""
+        """Append checks, and write them to disk before returning."""
         with (self.folder / CHECKS).open("a", encoding="utf-8") as stream:
             for check in checks:
                 stream.write(result.check_line(check) + "\n")

@@ -1,4 +1,4 @@
-"""A copy of a recipe for the devices of one node: full widths, few layers, dummy weights, the layout as far as it goes."""
+"""A smaller copy of a recipe for the devices of one node: full widths, few layers, dummy weights, a smaller layout."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from megarl.recipe.training import MegatronConfig
 
 RECIPE = "cut.yaml"
 PROMPT, RESPONSE = 256, 512  # tokens at most
-SEQUENCES = 4  # of the longest length, in a micro batch at most
-STATE_BYTES = 14  # of a parameter in a checkpoint: bfloat16, a float32 master, two float32 moments
-_TILE = 1 << 20  # random values, repeated through every tensor
-_SPREAD = 0.02  # of matrices
-_FILES = (".json", ".jinja", ".model", ".py", ".txt")  # beside weights, in a model's folder
+SEQUENCES = 4  # largest number of sequences of maximum length in a micro batch
+STATE_BYTES = 14  # per parameter in a checkpoint: bfloat16, a float32 master, two float32 moments
+_TILE = 1 << 20  # random values, repeated in every tensor
+_SPREAD = 0.02  # standard deviation of matrices
+_FILES = (".json", ".jinja", ".model", ".py", ".txt")  # files of a model other than its weights
 
 
 @dataclass(frozen=True)
 class Cut:
-    """`path`: the copy's recipe file. `config`: its model's config.json. `layout`: its sizes beside the recipe's, for people."""
+    """A smaller copy of a recipe. `path`: its file. `config`: its model's config.json. `layout`: a text with both layouts."""
 
     path: Path
     recipe: Recipe
@@ -46,56 +46,59 @@ class Cut:
 
 
 class CannotCut(ValueError):
-    """The recipe has no copy on these devices; the text is the reason."""
+    """The recipe cannot be reduced to these devices; the text is the reason."""
 
 
 def make_cut(path: Path, overrides: Sequence[str], folder: Path, device: str, devices: int) -> Cut:
-    """Write the copy's recipe, model and data below `folder`.
+    """Write the copy's recipe, model and data to `folder`.
 
-    `device`: the kind, as cluster.device names it; `devices`: how many this node has. Raises CannotCut for a recipe whose
-    model is not on this node, or that takes devices for models which are not cut, and RecipeError as `load_recipe` does.
+    device: the kind, as in cluster.device. devices: their number on this node. Raises CannotCut if the recipe's model is
+    not on this node or other models need devices, and RecipeError if the recipe does not load.
     """
-    given = with_absolute_paths(load_recipe(path, list(overrides)))
-    if fixed := fixed_models(given):
-        raise CannotCut(f"engines of {' and '.join(fixed)} take devices of their own")
-    if not (Path(given.model.path) / "config.json").is_file():
-        raise CannotCut(f"{given.model.path} holds no config.json: fetch the model, or its config and tokenizer")
-    config = text_fields(read_hf_config(given.model.path))
-    cut = shrink_settings(given, devices, Changes())
-    cut.cluster.device, cut.cluster.threads = device, given.cluster.threads  # type: ignore[assignment]
-    for_trainers, for_engines = split(given, devices)
-    cut.megatron, cut.cluster.trainers = fit_layout(given.megatron, given.cluster.trainers, for_trainers)
-    _engines(cut, given, for_engines)
-    _sizes(cut, given)
-    config = cut_config(config, given.megatron, cut.megatron)
+    recipe = with_absolute_paths(load_recipe(path, list(overrides)))
+    if fixed := fixed_models(recipe):
+        raise CannotCut(f"engines of {' and '.join(fixed)} need separate devices")
+    if not (Path(recipe.model.path) / "config.json").is_file():
+        raise CannotCut(f"{recipe.model.path} has no config.json: fetch the model, or its config and tokenizer")
+    config = text_fields(read_hf_config(recipe.model.path))
+    cut = shrink_settings(recipe, devices, Changes())
+    cut.cluster.device, cut.cluster.threads = device, recipe.cluster.threads  # type: ignore[assignment]
+    for_trainers, for_engines = split(recipe, devices)
+    cut.megatron, cut.cluster.trainers = fit_layout(recipe.megatron, recipe.cluster.trainers, for_trainers)
+    _engines(cut, recipe, for_engines)
+    _sizes(cut, recipe)
+    config = cut_config(config, recipe.megatron, cut.megatron)
     model = folder / "model"
-    _write_model(model, config, Path(given.model.path), folder)
-    cut.model.path, cut.model.tokenizer = str(model), given.model.tokenizer
-    if uses_critic(given.algorithm):
-        cut.critic.model_path = str(model) if given.critic.model_path else given.critic.model_path
-        like = given.critic
+    _write_model(model, config, Path(recipe.model.path), folder)
+    cut.model.path, cut.model.tokenizer = str(model), recipe.model.tokenizer
+    if uses_critic(recipe.algorithm):
+        cut.critic.model_path = str(model) if recipe.critic.model_path else recipe.critic.model_path
+        like = recipe.critic
         cut.critic.megatron, cut.critic.trainers = fit_layout(like.megatron, like.trainers, for_trainers)
     cut.runs_dir, cut.name = str(folder / "runs"), "cut"
-    cut.exchange = replace(given.exchange, directory=None if given.exchange.directory is None else str(folder / "x"))
-    write_data(given, cut, folder / "data", Changes())
+    cut.exchange = replace(recipe.exchange, directory=None if recipe.exchange.directory is None else str(folder / "x"))
+    write_data(recipe, cut, folder / "data", Changes())
     parameters = sum(math.prod(shape) for _, shape in shapes(config))
     if 2 * STATE_BYTES * parameters > shutil.disk_usage(folder).free:
         cut.train.save_every, cut.train.save_at_end = 0, False
     (folder / RECIPE).write_text(to_yaml(cut), encoding="utf-8")
-    return Cut(folder / RECIPE, load_recipe(folder / RECIPE, []), config, in_words(given, cut, config))
+    return Cut(folder / RECIPE, load_recipe(folder / RECIPE, []), config, describe_layout(recipe, cut, config))
 
 
 def split(recipe: Recipe, devices: int) -> tuple[int, int]:
-    """Devices of trainers, and of engines: the same where they take turns. Raises CannotCut for one device for two."""
+    """Return the number of devices for trainers and for engines, which may be the same devices.
+
+    Raises CannotCut if they need separate devices and there is only one.
+    """
     engines = recipe.rollout.engines * recipe.rollout.tensor_parallel if recipe.train.source == "rollout" else 0
     if not engines or recipe.cluster.placement == "colocated":
         return devices, devices
     if recipe.cluster.trainers + engines <= devices:
         return recipe.cluster.trainers, engines
     if devices < 2:
-        raise CannotCut("trainers and engines have devices of their own, and there is one")
-    of_engines = min(engines, devices // 2)
-    return devices - of_engines, of_engines
+        raise CannotCut("trainers and engines need separate devices, and this node has one")
+    engine_devices = min(engines, devices // 2)
+    return devices - engine_devices, engine_devices
 
 
 def fit(size: int, most: int) -> int:
@@ -104,10 +107,10 @@ def fit(size: int, most: int) -> int:
 
 
 def fit_layout(megatron: MegatronConfig, trainers: int, devices: int) -> tuple[MegatronConfig, int]:
-    """The layout on `devices` devices, and how many of them it takes: unchanged where all trainers find room.
+    """Return a layout for `devices` devices and its number of trainers. It is unchanged if all trainers fit.
 
-    Else tensor parallel is kept, pipeline and context parallel are cut in two, and data parallel has the rest: so expert
-    parallel, which takes its ranks from all but the pipeline's, is as large as it can be.
+    Otherwise tensor parallel is kept as far as possible, pipeline and context parallel become 2, and data parallel uses the
+    other devices. Expert parallel uses all ranks of a pipeline stage, so it is as large as possible.
     """
     if trainers <= devices:
         return replace(megatron), trainers
@@ -134,14 +137,14 @@ def fit_layout(megatron: MegatronConfig, trainers: int, devices: int) -> tuple[M
 
 
 def layers_of(megatron: MegatronConfig) -> int:
-    """Layers of the cut model: two for each (virtual) stage, or as many as uneven stages take."""
+    """Return the number of layers of the small model: two per (virtual) stage, or the number that uneven stages need."""
     if megatron.first_stage_layers or megatron.last_stage_layers:
         return layers_for(megatron)
     return 2 * megatron.pipeline_parallel * (megatron.virtual_pipeline or 1)
 
 
-def cut_config(config: dict[str, Any], given: MegatronConfig, cut: MegatronConfig) -> dict[str, Any]:
-    """config.json with few layers, and with as many experts on a rank as the recipe has."""
+def cut_config(config: dict[str, Any], original: MegatronConfig, cut: MegatronConfig) -> dict[str, Any]:
+    """Return a config.json with few layers, and with the recipe's number of experts per rank."""
     small = {name: value for name, value in config.items() if name not in ("text_config", "quantization_config")}
     dense = min(1, config.get("first_k_dense_replace") or 0)
     layers = max(layers_of(cut), dense + 1)
@@ -152,12 +155,14 @@ def cut_config(config: dict[str, Any], given: MegatronConfig, cut: MegatronConfi
         small["layer_types"] = (kinds * layers)[:layers]
     if config.get("max_window_layers") is not None:
         small["max_window_layers"] = min(config["max_window_layers"], layers)
-    return small | fewer_experts(config, cut.expert_parallel, given.expert_parallel)
+    return small | fewer_experts(config, cut.expert_parallel, original.expert_parallel)
 
 
 def fewer_experts(config: dict[str, Any], ranks: int, like: int) -> dict[str, int]:
-    """The field of config.json with the number of routed experts that leaves each of `ranks` as many as each of `like` has;
-    empty for a dense model, and where the model's groups of experts do not divide them."""
+    """Return the field of config.json that keeps the number of experts per rank when `like` ranks become `ranks`.
+
+    Empty for a dense model, and if the model's groups of experts do not divide the number.
+    """
     groups, experts = config.get("n_group") or 1, number_of_experts(config)
     if not experts or ranks >= like:
         return {}
@@ -168,9 +173,9 @@ def fewer_experts(config: dict[str, Any], ranks: int, like: int) -> dict[str, in
     return {name: fewer}
 
 
-def _engines(cut: Recipe, given: Recipe, devices: int) -> None:
-    """The recipe's engine and its arguments, as many engines as there are devices for."""
-    rollout, like = cut.rollout, given.rollout
+def _engines(cut: Recipe, recipe: Recipe, devices: int) -> None:
+    """Keep the recipe's engine and its arguments, with as many engines as the devices allow."""
+    rollout, like = cut.rollout, recipe.rollout
     rollout.engine, rollout.engine_args = like.engine, copy.deepcopy(like.engine_args)
     rollout.tensor_parallel = fit(like.tensor_parallel, devices)
     rollout.data_parallel = fit(like.data_parallel, devices // rollout.tensor_parallel)
@@ -179,22 +184,22 @@ def _engines(cut: Recipe, given: Recipe, devices: int) -> None:
     rollout.engines = max(1, groups) * rollout.data_parallel
 
 
-def _sizes(cut: Recipe, given: Recipe) -> None:
-    """Lengths and micro batches: with these, peaks are those of full micro batches, as a plan counts them."""
-    cut.data.max_prompt_length = min(given.data.max_prompt_length, PROMPT)
-    cut.rollout.max_response_length = min(given.rollout.max_response_length, RESPONSE)
+def _sizes(cut: Recipe, recipe: Recipe) -> None:
+    """Set lengths and micro batches so that the memory peak is that of full micro batches, as in a plan."""
+    cut.data.max_prompt_length = min(recipe.data.max_prompt_length, PROMPT)
+    cut.rollout.max_response_length = min(recipe.rollout.max_response_length, RESPONSE)
     longest = longest_sample(cut)
     most = SEQUENCES * longest
-    cut.actor.max_tokens_per_micro_batch = max(longest, min(given.actor.max_tokens_per_micro_batch, most))
-    if uses_critic(given.algorithm):
-        cut.critic.max_tokens_per_micro_batch = max(longest, min(given.critic.max_tokens_per_micro_batch, most))
+    cut.actor.max_tokens_per_micro_batch = max(longest, min(recipe.actor.max_tokens_per_micro_batch, most))
+    if uses_critic(recipe.algorithm):
+        cut.critic.max_tokens_per_micro_batch = max(longest, min(recipe.critic.max_tokens_per_micro_batch, most))
     parallel = cut.megatron.tensor_parallel * cut.megatron.pipeline_parallel * cut.megatron.context_parallel
     ranks = cut.cluster.trainers // parallel
     cut.data.prompts_per_step = max(cut.data.prompts_per_step, cut.actor.mini_batches * ranks)
 
 
 def _write_model(model: Path, config: dict[str, Any], source: Path, folder: Path) -> None:
-    """Dummy weights in bfloat16, a file for each layer; the tokenizer and the other small files are the recipe's model's."""
+    """Write dummy weights in bfloat16, one file per layer, and copy the tokenizer and other small files."""
     import torch
     from safetensors.torch import save_file
 
@@ -202,9 +207,9 @@ def _write_model(model: Path, config: dict[str, Any], source: Path, folder: Path
         tensors = list(shapes(config))
     except ValueError as error:
         raise CannotCut(str(error)) from error
-    wanted, free = 2 * sum(math.prod(shape) for _, shape in tensors), shutil.disk_usage(folder).free
-    if 2 * wanted > free:
-        raise CannotCut(f"its weights take {wanted >> 30} GiB, and {folder} has {free >> 30} GiB free")
+    weight_bytes, free = 2 * sum(math.prod(shape) for _, shape in tensors), shutil.disk_usage(folder).free
+    if 2 * weight_bytes > free:
+        raise CannotCut(f"its weights need {weight_bytes >> 30} GiB, and {folder} has {free >> 30} GiB free")
     model.mkdir(parents=True)
     for path in source.iterdir():
         if path.suffix in _FILES and not path.name.endswith(".index.json"):
@@ -217,28 +222,28 @@ def _write_model(model: Path, config: dict[str, Any], source: Path, folder: Path
     for file, group in files.items():
         save_file({name: _values(torch, tile, name, shape) for name, shape in group}, model / file, {"format": "pt"})
     index = {name: file for file, group in files.items() for name, _ in group}
-    text = json.dumps({"metadata": {"total_size": wanted}, "weight_map": index})
+    text = json.dumps({"metadata": {"total_size": weight_bytes}, "weight_map": index})
     (model / "model.safetensors.index.json").write_text(text, encoding="utf-8")
     (model / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
 
 
 def _values(torch: Any, tile: Any, name: str, shape: tuple[int, ...]) -> Any:
-    """A tensor's dummy values: ones in norms, zeros in biases, else the tile again and again."""
+    """Return a tensor's dummy values: ones for norms, zeros for biases, else the repeated tile."""
     if len(shape) == 1:
         return torch.full(shape, float("norm" in name or name.endswith("ln_q.weight")), dtype=torch.bfloat16)
     count = math.prod(shape)
     return tile.repeat(-(-count // _TILE))[:count].reshape(shape)
 
 
-def in_words(given: Recipe, cut: Recipe, config: dict[str, Any]) -> str:
-    """The copy's layout beside the recipe's, for people: `TP4 PP2 EP2 ETP4 on 8 trainers (of 16), 4 layers`."""
+def describe_layout(recipe: Recipe, cut: Recipe, config: dict[str, Any]) -> str:
+    """Describe both layouts: `TP4 PP2 EP2 ETP4 on 8 trainers (the recipe: 16), 2 engines of TP2, 4 layers`."""
     megatron = cut.megatron
     sizes = {
         "TP": megatron.tensor_parallel, "PP": megatron.pipeline_parallel, "CP": megatron.context_parallel,
         "EP": megatron.expert_parallel, "ETP": megatron.expert_tensor_parallel or 1,
     }  # fmt: skip
     layout = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one rank"
-    trainers = f"{cut.cluster.trainers} trainers (the recipe: {given.cluster.trainers})"
+    trainers = f"{cut.cluster.trainers} trainers (the recipe: {recipe.cluster.trainers})"
     rollout = cut.rollout
     engines = f"{rollout.engines} engines of TP{rollout.tensor_parallel}" + (
         f" in groups of {rollout.data_parallel}" if rollout.data_parallel > 1 else ""

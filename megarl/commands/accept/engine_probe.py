@@ -1,4 +1,4 @@
-"""An engine in a process of its own, and the trainers that send it weights, for the stages of engine and exchange."""
+"""An engine in a child process, and trainers that send it weights, for the stages `engine` and `exchange`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAX_LENGTH = 256
 
 
 class EngineProbe:
-    """`megarl.engines.base.RolloutEngine`, whose calls answer from threads, and the memory of its processes."""
+    """A `megarl.engines.base.RolloutEngine` whose calls run in threads, with methods that measure its memory."""
 
     def __init__(self, name: str, spec: EngineSpec) -> None:
         self.engine, self.device = engines.create(name, spec), spec.device or "auto"
@@ -44,7 +44,7 @@ class EngineProbe:
         return await asyncio.to_thread(self.engine.start, *([] if group_rank is None else [group_rank]))
 
     async def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
-        """The samples of all requests, in the order of their groups."""
+        """Return the samples of all requests, in the order of their groups."""
         results: dict[int, list[Completion]] = {}
         await asyncio.to_thread(self.engine.generate, requests, results.__setitem__)
         return [completion for group in sorted(results) for completion in results[group]]
@@ -65,14 +65,14 @@ class EngineProbe:
         return await asyncio.to_thread(self.engine.update_weights, version)
 
     async def free_memory(self) -> float | None:
-        """GiB that are free on the engine's device, whoever holds the rest; None on a CPU."""
+        """Return the free memory of the engine's device in GiB; None on a CPU."""
         platform = platforms.select(self.device)
         if platform.kind.package:
             importlib.import_module(platform.kind.package)
         return platform.free_memory()
 
     async def resident(self) -> float:
-        """GiB of the host's memory that this process and those below it hold."""
+        """Return the resident host memory of this process and its descendants in GiB."""
         from megarl.commands.accept.runner import descendants
 
         page = os.sysconf("SC_PAGE_SIZE")
@@ -89,14 +89,14 @@ class EngineProbe:
 
 
 class ExchangeRank(ActorWorker):
-    """A trainer of a tiny model, with what the stages ask beside a run's calls."""
+    """A trainer of a tiny model, with additional methods for the stages."""
 
     def set_exchange(self, route: str, transport: str) -> None:
         """Let the next `open_exchange` take this way."""
         self.recipe.exchange.route, self.recipe.exchange.transport = route, transport  # type: ignore[assignment]
 
     def share_memory(self, size: int) -> dict[str, Any]:
-        """A handle of memory with 0, 1, 2, ... in its bytes."""
+        """Share memory with the bytes 0, 1, 2, ..., and return its handle."""
         import torch
 
         self.shared = self.platform.shareable_memory(size)
@@ -105,7 +105,7 @@ class ExchangeRank(ActorWorker):
         return self.shared.handle()
 
     def change(self, seed: int) -> None:
-        """Weights that no two versions have in common; all ranks change theirs alike."""
+        """Scale all weights, in the same way on all ranks, so that every version has different weights."""
         import torch
 
         with torch.no_grad():
@@ -114,7 +114,7 @@ class ExchangeRank(ActorWorker):
                     parameter.data.mul_(1.0 + 0.01 * seed)
 
     def probe(self, samples: list[list[int]]) -> list[list[float]] | None:
-        """Log-probs of each token of each sample; None off the last stage."""
+        """Return the log-probs of each token of each sample; None if this is not the last pipeline stage."""
         import torch
 
         from megarl.megatron.batch import MicroBatch
@@ -127,7 +127,7 @@ class ExchangeRank(ActorWorker):
         return [part.tolist() for part in rows[0][0].float().cpu().split(lengths)]
 
     def send_and_die(self, version: int) -> Any:
-        """The last rank ends without a word when it has packed its first bucket."""
+        """Send weights, but let the last rank exit after packing its first bucket."""
         if self.rank == self.world_size - 1:
             assert self.planned, "only ranks of a planned exchange are watched"
             self.sender._outbox.send = lambda *_: os._exit(9)
@@ -135,7 +135,7 @@ class ExchangeRank(ActorWorker):
 
 
 class MemoryReader:
-    """A process that maps another one's memory."""
+    """A process that maps the memory of another process."""
 
     def __init__(self, device: str) -> None:
         self.platform = platforms.select(device)
@@ -146,7 +146,7 @@ class MemoryReader:
 
 
 def tiny_recipe(context: Context, family: str, trainers: int, **megatron: Any) -> Recipe:
-    """A recipe of the family's tiny model, whose trainers and engine share devices where there are too few."""
+    """Return a recipe for the family's tiny model. Trainers and engine share devices if there are too few."""
     recipe = Recipe()
     recipe.name, recipe.runs_dir = f"tiny-{family}", str(context.folder)
     recipe.model.path = str(context.shared / family)
@@ -162,15 +162,17 @@ def tiny_recipe(context: Context, family: str, trainers: int, **megatron: Any) -
 
 
 def shares_devices(context: Context) -> bool:
-    """Whether engine and trainers take turns on the same devices: always on one device, never on a CPU."""
+    """Return True if engine and trainers share devices: with one device, but never on a CPU."""
     return not context.tiny and context.settings.devices < 2
 
 
 def start_engine(
     context: Context, recipe: Recipe, *, load_weights: bool, number: int = 0, group: int = 1, **engine_args: Any
 ) -> LocalService:
-    """An engine of the recipe's model on the last device of this machine; of a `group`, the engine `number`, on one of as
-    many last devices."""
+    """Start the process of an engine of the recipe's model on the last device of this machine.
+
+    group: number of engines in a group, on the last `group` devices. number: the index of this engine in the group.
+    """
     platform, args = platforms.select(context.device), {**_arguments(context), **engine_args}
     spec = EngineSpec(
         name=f"probe{number}",
@@ -191,17 +193,19 @@ def start_engine(
 
 
 def visible(context: Context, devices: Sequence[int]) -> dict[str, str]:
-    """The variable by which a process sees these devices of this machine alone, by their numbers among those that this
-    process sees; empty on a CPU."""
+    """Return the variable that restricts a process to these devices; empty on a CPU.
+
+    devices: indices among the devices that this process sees.
+    """
     variable = platforms.select(context.device).visible_devices_env
     if not variable:
         return {}
-    here = (os.environ.get(variable) or ",".join(map(str, range(context.settings.devices)))).split(",")
-    return {variable: ",".join(here[number] for number in devices)}
+    devices_here = (os.environ.get(variable) or ",".join(map(str, range(context.settings.devices)))).split(",")
+    return {variable: ",".join(devices_here[number] for number in devices)}
 
 
 def start_all(group: Sequence[LocalService]) -> tuple[list[dict[str, Any]], float]:
-    """Load an engine, or all engines of a group, which wait for each other; returns their descriptions, and the seconds."""
+    """Load an engine, or all engines of a group at once. Return their descriptions and the seconds."""
     began = time.monotonic()
     if len(group) == 1:
         return [group[0].call("start").result(START_SECONDS)], time.monotonic() - began
@@ -218,34 +222,36 @@ def _arguments(context: Context) -> dict[str, Any]:
 
 
 def requests(family: str, count: int, tokens: int, temperature: float = 1.0) -> list[GenerationRequest]:
-    """`count` requests for `tokens` tokens each, from the batch's sequences."""
+    """Return `count` requests for `tokens` tokens each. Sequences of the batch are the prompts."""
     sequences = batch(family)
     sampling = Sampling(n=1, max_tokens=tokens, temperature=temperature)
-    made = []
+    requests = []
     for number in range(count):
         prompt = sequences[number % len(sequences)].tokens.tolist()
-        made.append(GenerationRequest(number, prompt_of(number, prompt), sampling, 1000 + number))
-    return made
+        requests.append(GenerationRequest(number, prompt_of(number, prompt), sampling, 1000 + number))
+    return requests
 
 
 def prompt_of(number: int, tokens: list[int]) -> Prompt:
-    """A prompt of these tokens, for an engine alone."""
+    """Return a prompt with these tokens, for use without a data set."""
     return Prompt(f"probe/{number}", tuple(tokens), "", "probe")
 
 
-def gap(family: str, asked: list[GenerationRequest], sampled: list[Completion], trainers: Any) -> float:
-    """Mean absolute difference, in nats per token, between the engine's log-probs of its samples and the trainers'."""
-    samples = [[*request.prompt.tokens, *one.tokens.tolist()] for request, one in zip(asked, sampled, strict=True)]
-    answers = next(answer for answer in trainers.call("probe", samples) if answer is not None)
+def gap(family: str, sent: list[GenerationRequest], sampled: list[Completion], trainers: Any) -> float:
+    """Return the mean absolute difference, in nats per token, of the engine's and the trainers' log-probs of samples."""
+    samples = [
+        [*request.prompt.tokens, *completion.tokens.tolist()] for request, completion in zip(sent, sampled, strict=True)
+    ]
+    rows = next(answer for answer in trainers.call("probe", samples) if answer is not None)
     differences = [
-        abs(mine - float(theirs))
-        for row, one in zip(answers, sampled, strict=True)
-        for mine, theirs in zip(row[-len(one.tokens) :], one.log_probs, strict=True)
+        abs(trainer - float(engine))
+        for row, completion in zip(rows, sampled, strict=True)
+        for trainer, engine in zip(row[-len(completion.tokens) :], completion.log_probs, strict=True)
     ]
     return sum(differences) / len(differences)
 
 
 def timed(call: Any, seconds: float = CALL_SECONDS) -> tuple[Any, float]:
-    """The result of a service's call, and the seconds that it took."""
+    """Wait for a service's call. Return its result and the seconds."""
     began = time.monotonic()
     return call.result(seconds), time.monotonic() - began

@@ -1,8 +1,8 @@
-"""Four tiny models, one per family, and a batch for them: the same bits with any version of any package.
+"""Four tiny models, one per family, and a batch for them. Their bits do not depend on versions of packages.
 
-Weights and inputs follow from integer hashes of names and places; nothing is drawn from a library's random generator.
-Weights are multiples of a power of two with at most seven significant bits, so that float32 and bfloat16 hold the same
-values. Sizes of heads are those of the published models, since kernels on devices are made for these.
+Weights and inputs are integer hashes of names and positions, not values of a library's random generator. Weights are
+multiples of a power of two with at most seven significant bits, so float32 and bfloat16 have the same values. Head sizes
+are the published ones, which the kernels of devices support.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from megarl.commands.data.tiny_weights import shapes
 
 Config = dict[str, Any]
 
-LENGTHS = (7, 13, 41, 5, 3, 15, 9, 3)  # of the batch's sequences: uneven
+LENGTHS = (7, 13, 41, 5, 3, 15, 9, 3)  # uneven lengths of the batch's sequences
 SKETCHES = 8  # random projections of a layer's output
 IMAGE_START, IMAGE_END, IMAGE = FIRST_IMAGE_ID, FIRST_IMAGE_ID + 1, FIRST_IMAGE_ID + 2
 IMAGES = {1: [(2, (4, 6))], 2: [(3, (8, 4)), (14, (6, 10))], 5: [(8, (4, 4))]}
-"""Of the VL family, by number of the sequence: (first token, (rows, columns) of patches) of each image."""
+"""Images of the VL family: index of the sequence -> (first token, (rows, columns) of patches) of each image."""
 PATCH_VALUES, MERGE = 3 * 2 * 14 * 14, 2
 
 _COMMON: Config = {
@@ -152,7 +152,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Sequence:
-    """Tokens [L] int64, advantages [L] float32, and images."""
+    """A sequence: tokens [L] int64, advantages [L] float32, and images."""
 
     tokens: np.ndarray
     advantages: np.ndarray
@@ -160,7 +160,7 @@ class Sequence:
 
 
 def hashed(name: str, count: int) -> np.ndarray:
-    """`count` integers, uint64, that depend on `name` and place alone (splitmix64)."""
+    """Return `count` uint64 integers that only depend on `name` and position (splitmix64)."""
     state = np.arange(1, count + 1, dtype=np.uint64)
     with np.errstate(over="ignore"):
         state = state * np.uint64(0x9E3779B97F4A7C15) + np.uint64(zlib.crc32(name.encode()) << 20)
@@ -170,7 +170,7 @@ def hashed(name: str, count: int) -> np.ndarray:
 
 
 def exact_values(name: str, count: int) -> np.ndarray:
-    """`count` numbers, float32: multiples of 1/64 in [-1, 1]."""
+    """Return `count` float32 numbers: multiples of 1/64 in [-1, 1]."""
     return ((hashed(name, count) % np.uint64(129)).astype(np.int64) - 64).astype(np.float32) / np.float32(64)
 
 
@@ -192,7 +192,7 @@ def weights(family: str) -> dict[str, np.ndarray]:
 
 
 def batch(family: str) -> list[Sequence]:
-    """The sequences of the family's batch."""
+    """Return the sequences of the family's batch."""
     sequences = []
     for number, length in enumerate(LENGTHS):
         place = f"{family}:sequence {number}"
@@ -209,7 +209,7 @@ def batch(family: str) -> list[Sequence]:
 
 
 def sketch_signs(rows: np.ndarray, width: int) -> np.ndarray:
-    """Signs [rows, SKETCHES, width] int8 that a layer's output is projected on; `rows`: numbers of tokens in the batch."""
+    """Return the signs [rows, SKETCHES, width] int8 that a layer's output is projected on, for these token indices."""
     bits = np.stack([hashed(f"sketch {row}", SKETCHES * width) for row in rows.tolist()]) >> np.uint64(17)
     return ((bits & np.uint64(1)).astype(np.int8) * 2 - 1).reshape(len(rows), SKETCHES, width)
 
@@ -232,7 +232,7 @@ def write_family(family: str, folder: Path) -> Path:
     partial.chmod(0o755)
     try:
         partial.rename(path)
-    except OSError:  # another stage was first
+    except OSError:  # another stage created it first
         if not (path / "config.json").exists():
             raise
         shutil.rmtree(partial)

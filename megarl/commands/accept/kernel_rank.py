@@ -1,7 +1,6 @@
 """A rank that calls single layers of the tiny models, as the platform builds them, and compares them with references.
 
-The layers are taken out of models that `megarl.megatron.model.build` has built, so whatever computes there (torch's own
-kernels, or those that the platform puts in their place) is what a run computes with.
+The layers belong to models built by `megarl.megatron.model.build`, so they use the same kernels as a run.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ COUNTS = (0, 13, 1, 0, 40, 7, 35, 0)  # rows of each expert: first, last and one
 
 @dataclass(frozen=True)
 class Error:
-    """How far a tensor is from its reference: `relative` to the reference's largest value, at `place`."""
+    """The largest error of a tensor, `relative` to the reference's largest value, and its index `place`."""
 
     kernel: str
     shape: tuple[int, ...]
@@ -43,7 +42,7 @@ class Error:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A condition that holds or does not. `cause`: the failure, in words."""
+    """A condition that is true or false. `cause` describes the failure."""
 
     name: str
     good: bool
@@ -51,7 +50,7 @@ class Outcome:
 
 
 def error_of(kernel: str, value: Any, right: Any) -> Error:
-    """The largest error of `value`, and its index."""
+    """Return the largest error of `value`, and its index."""
     import torch
 
     value = value.detach().float().cpu().double().reshape(right.shape)
@@ -103,7 +102,7 @@ class KernelRank(ParityRank):
             self.errors.append(Error(name, (), math.inf, (), math.nan, math.nan, text))
 
     def _input(self, name: str, *shape: int) -> tuple[Any, Any]:
-        """The same values on the device, and in float64 on the CPU; both want gradients."""
+        """Return the same values on the device, and in float64 on the CPU, both with requires_grad."""
         import torch
 
         values = torch.from_numpy(exact_values(f"kernels {name}", int(np.prod(shape))).reshape(shape))
@@ -115,18 +114,18 @@ class KernelRank(ParityRank):
     def _compare(
         self, name: str, function: Callable[..., Any], reference: Callable[..., Any], inputs: Sequence[tuple[Any, Any]]
     ) -> None:
-        """Output and gradients of `function` against `reference`; and against those of a second call, bit for bit."""
+        """Compare output and gradients of `function` with `reference`, and bit for bit with those of a second call."""
         import torch
 
-        right = reference(*(one for _, one in inputs))
+        right = reference(*(exact for _, exact in inputs))
         upstream = torch.from_numpy(exact_values(f"kernels {name} upstream", right.numel()).reshape(right.shape))
-        right_gradients = torch.autograd.grad(right, [one for _, one in inputs], upstream.double())
+        right_gradients = torch.autograd.grad(right, [exact for _, exact in inputs], upstream.double())
         calls = []
         for _ in range(2):
-            output = function(*(one for one, _ in inputs))
+            output = function(*(tensor for tensor, _ in inputs))
             gradient = upstream.to(output.device, output.dtype).reshape(output.shape)
-            calls.append((output, *torch.autograd.grad(output, [one for one, _ in inputs], gradient)))
-        same = all(torch.equal(one, other) for one, other in zip(*calls, strict=True))
+            calls.append((output, *torch.autograd.grad(output, [tensor for tensor, _ in inputs], gradient)))
+        same = all(torch.equal(first, second) for first, second in zip(*calls, strict=True))
         cause = f"{name} is not repeatable under train.deterministic"
         self.outcomes.append(Outcome(f"{name}: same bits twice", same, cause))
         self.errors.append(error_of(f"{name} forward", calls[0][0], right))

@@ -11,7 +11,7 @@ from megarl.commands.accept.ranks import COLLECTIVE_SECONDS
 
 
 class Rank:
-    """As `megarl.trainer.worker.Worker` starts: the platform is prepared before Megatron is imported."""
+    """A process that starts like `megarl.trainer.worker.Worker`: it prepares the platform before importing Megatron."""
 
     def __init__(self, device: str, deterministic: bool = False) -> None:
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -28,14 +28,14 @@ class Rank:
         )
 
     def describe(self) -> dict[str, Any]:
-        """Where this rank runs."""
+        """Return host, process and device of this rank."""
         import socket
 
         return {"host": socket.gethostname(), "pid": os.getpid(), "device": self.platform.device_name()}
 
 
 def forget_model() -> None:
-    """Let this process build another model: Megatron keeps the last one's layout, and its attention in the environment."""
+    """Reset Megatron's layout and its environment variables for attention, so that another model can be built."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()

@@ -1,4 +1,4 @@
-"""Rank processes of a stage: on this machine as child processes, or on all nodes over Ray."""
+"""Rank processes of a stage: child processes on this machine, or Ray actors on all nodes."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ from megarl.cluster.torchrun.local_service import LocalService
 from megarl.commands.accept.context import Context
 from megarl.platform.environment import users_first
 
-COLLECTIVE_SECONDS = 120.0  # after which a collective of a stage has failed
-GRACE = 3.0  # left to the other ranks to say what they failed of, once one has failed
+COLLECTIVE_SECONDS = 120.0  # time limit of a collective
+GRACE = 3.0  # seconds to wait for the other ranks' errors after the first one
 
 
 class Ranks(Protocol):
-    """SPMD processes around one object each; every method call goes to all of them."""
+    """SPMD processes with one object each. A method call goes to all of them."""
 
     @property
     def size(self) -> int: ...
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Results in rank order. Raises RuntimeError, with the first cause, where a rank raised or died."""
+        """Call a method on all ranks and return the results in rank order.
+
+        Raises RuntimeError with the first cause if a rank raised or died.
+        """
         ...
 
     def each(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
-        """Call `method` with other arguments on each rank; else as `call`."""
+        """Call `method` with different arguments on each rank; see `call`."""
         ...
 
 
@@ -48,9 +51,9 @@ class LocalRanks:
         self.services = []
         folder.mkdir(parents=True, exist_ok=True)
         for rank in range(size):
-            own = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            rank_env = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             log = folder / f"rank-{rank}.log"
-            self.services.append(LocalService(class_path, args, name=f"rank {rank}", log=log, env=own))
+            self.services.append(LocalService(class_path, args, name=f"rank {rank}", log=log, env=rank_env))
 
     @property
     def size(self) -> int:
@@ -63,8 +66,8 @@ class LocalRanks:
         return self.wait(self.begin(method, arguments))
 
     def begin(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Future[Any]]:
-        """The calls, without waiting for them."""
-        return [service.call(method, *own) for service, own in zip(self.services, arguments, strict=True)]
+        """Start the calls and return their futures."""
+        return [service.call(method, *args) for service, args in zip(self.services, arguments, strict=True)]
 
     @staticmethod
     def wait(calls: list[Future[Any]]) -> list[Any]:
@@ -73,7 +76,7 @@ class LocalRanks:
             wait(pending, timeout=GRACE)
         errors = [call.exception() for call in calls if call.done() and call.exception() is not None]
         if errors:
-            # A rank that lost its connection because another failed is not the cause.
+            # A rank that lost its connection to a failed rank is not the cause.
             cause = min(errors, key=lambda error: _is_about_a_peer(str(error)))
             print(getattr(getattr(cause, "failure", None), "traceback", None) or "", flush=True)
             raise RuntimeError(str(cause))
@@ -94,7 +97,7 @@ def _is_about_a_peer(text: str) -> bool:
 
 
 class ClusterRanks:
-    """Ranks on all nodes, over Ray."""
+    """Ranks on all nodes, started by Ray."""
 
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
@@ -111,10 +114,10 @@ class ClusterRanks:
 
 
 def rank_environment(context: Context, *, deterministic: bool = False) -> dict[str, str]:
-    """The environment of a trainer process, as a run sets it."""
+    """Return the environment of a trainer process, as in a run."""
     platform = platforms.select(context.device)
-    own = platform.trainer_env(COLLECTIVE_SECONDS) | (platform.deterministic_env() if deterministic else {})
-    return {"OMP_NUM_THREADS": "1" if context.tiny else "4", **users_first(own)}
+    variables = platform.trainer_env(COLLECTIVE_SECONDS) | (platform.deterministic_env() if deterministic else {})
+    return {"OMP_NUM_THREADS": "1" if context.tiny else "4", **users_first(variables)}
 
 
 @contextlib.contextmanager

@@ -18,8 +18,11 @@ Value = float | int | str | None
 
 @dataclass(frozen=True)
 class Check:
-    """One measured value beside its limit. `cause`: of a failure, or of what was not run. `relation`: how the value
-    must stand to the limit ("<=", ">=", "=="); "" for a figure without a limit."""
+    """One measured value with its limit.
+
+    relation: the condition `value relation limit` ("<=", ">=", "=="), or "" for a figure without a limit. cause: the
+    reason for a failure, or why the check was not run.
+    """
 
     name: str
     verdict: Verdict
@@ -41,7 +44,7 @@ class Check:
 
 @dataclass(frozen=True)
 class StageResult:
-    """The verdict of one stage. `reason`: of a failure, or why it was not run."""
+    """The verdict of one stage. `reason` explains a failure, or why the stage was not run."""
 
     number: int
     name: str
@@ -58,44 +61,44 @@ class StageResult:
 
 
 def shown(value: Value) -> str:
-    """A value as people read it: four significant digits of a float."""
+    """Format a value; floats with four significant digits."""
     if isinstance(value, bool) or not isinstance(value, float):
         return str(value)
     return f"{value:.4g}"
 
 
 def at_most(name: str, value: float, *, limit: float, unit: str = "", cause: str = "") -> Check:
-    """A check that passes where `value` <= `limit`. A value that is not finite fails."""
+    """Return a check that passes if `value` <= `limit`. A value that is not finite fails."""
     good = math.isfinite(value) and value <= limit
     return Check(name, PASS if good else FAIL, value, limit, "<=", unit, "" if good else cause)
 
 
 def at_least(name: str, value: float, *, limit: float, unit: str = "", cause: str = "") -> Check:
-    """A check that passes where `value` >= `limit`. A value that is not finite fails."""
+    """Return a check that passes if `value` >= `limit`. A value that is not finite fails."""
     good = math.isfinite(value) and value >= limit
     return Check(name, PASS if good else FAIL, value, limit, ">=", unit, "" if good else cause)
 
 
 def equal(name: str, value: Value, expected: Value, *, unit: str = "", cause: str = "") -> Check:
-    """A check that passes where `value` equals `expected` exactly."""
+    """Return a check that passes if `value` equals `expected` exactly."""
     good = value == expected
     return Check(name, PASS if good else FAIL, value, expected, "==", unit, "" if good else cause)
 
 
 def figure(name: str, value: Value, *, unit: str = "") -> Check:
-    """A value that is reported and has no limit."""
+    """Return a check that reports a value and has no limit."""
     return Check(name, REPORT, value, unit=unit)
 
 
 def not_run(name: str, reason: str) -> Check:
-    """A check that could not be made here, with the reason."""
+    """Return a check that was not run, with the reason."""
     return Check(name, NOT_RUN, cause=reason)
 
 
 def judge(number: int, name: str, checks: Sequence[Check], seconds: float, *, error: str = "") -> StageResult:
-    """The result of a stage that ended. `error`: what `run` raised, or how the process ended; "" where it returned.
+    """Return the result of a finished stage. `error`: the exception or the end of its process; "" if `run` returned.
 
-    A failed check explains more than the error that may follow from it, so its line comes first.
+    The reason starts with the first failed check, which explains more than an error that follows from it.
     """
     failed = [check.line() for check in checks if check.verdict == FAIL]
     skipped = [check for check in checks if check.verdict == NOT_RUN]
@@ -104,21 +107,23 @@ def judge(number: int, name: str, checks: Sequence[Check], seconds: float, *, er
         reason = "; ".join(filter(None, [failed[0] + more if failed else "", error]))
         return StageResult(number, name, FAIL, reason, seconds, tuple(checks))
     if not checks or (skipped and not any(check.verdict == PASS for check in checks)):
-        reason = skipped[0].cause if skipped else "the stage made no check"  # figures alone prove nothing
+        reason = skipped[0].cause if skipped else "the stage made no check"  # figures are no checks
         return StageResult(number, name, NOT_RUN, reason, seconds, tuple(checks))
     return StageResult(number, name, PASS, "", seconds, tuple(checks))
 
 
 def verdict_of(results: Sequence[StageResult]) -> tuple[Verdict, str]:
-    """The verdict of all stages together, with its reason.
+    """Return the verdict of all stages together, with its reason.
 
-    FAIL with the first failed stage; NOT RUN where no stage passed; else PASS, and the reason names the stages that
-    were not run."""
+    FAIL with the first failed stage; NOT RUN if no stage passed; else PASS, with the stages that were not run as reason.
+    """
     for result in results:
         if result.verdict == FAIL:
             return FAIL, f"stage {result.number}, {result.name}: {result.reason}"
     absent = "; ".join(
-        f"stage {one.number}, {one.name}, was not run: {one.reason}" for one in results if one.verdict == NOT_RUN
+        f"stage {result.number}, {result.name}, was not run: {result.reason}"
+        for result in results
+        if result.verdict == NOT_RUN
     )
     if not any(result.verdict == PASS for result in results):
         return NOT_RUN, absent or "no stage was run"
@@ -126,12 +131,12 @@ def verdict_of(results: Sequence[StageResult]) -> tuple[Verdict, str]:
 
 
 def to_json(results: Sequence[StageResult]) -> str:
-    """`results` as JSON, without NaN (which JSON has not): such a value becomes its text."""
+    """Convert `results` to JSON. Values that are not finite, which JSON lacks, become text."""
     return json.dumps([_finite(asdict(result)) for result in results], indent=1)
 
 
 def from_json(text: str) -> list[StageResult]:
-    """The inverse of `to_json`."""
+    """Parse the text of `to_json`."""
     results = []
     for entry in json.loads(text):
         checks = tuple(Check(**check) for check in entry.pop("checks"))
@@ -140,12 +145,12 @@ def from_json(text: str) -> list[StageResult]:
 
 
 def check_from_line(line: str) -> Check:
-    """The inverse of `check_line`."""
+    """Parse the text of `check_line`."""
     return Check(**json.loads(line))
 
 
 def check_line(check: Check) -> str:
-    """A check as a line of checks.jsonl."""
+    """Format a check as a line of checks.jsonl."""
     return json.dumps(_finite(asdict(check)))
 
 

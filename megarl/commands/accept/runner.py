@@ -1,4 +1,4 @@
-"""Stages in order, each in a process with a time limit; results are on disk as each stage ends."""
+"""Run stages in order, each in a process with a time limit, and write the results after each stage."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from megarl.commands.accept.stage_main import ERROR
 from megarl.errors import InputError
 
 RESULTS, LOG = "results.json", "log.txt"
-STACK_SECONDS = 30.0  # left to processes to write their stacks; they end as soon as they have
+STACK_SECONDS = 30.0  # time limit for processes to write their stacks and end
 _POLL = 0.05
 _IMPORT_PATH = Path(megarl.__file__).resolve().parents[1]  # on sys.path of child processes, for `import megarl`
 
@@ -42,20 +42,20 @@ def stage_folder(directory: Path, stage: Stage) -> Path:
 
 
 def read_results(directory: Path) -> list[StageResult]:
-    """Results of the stages that have ended in `directory`; empty where none has. Raises InputError for a broken file."""
+    """Return the results of the finished stages in `directory`. Raises InputError for a damaged file."""
     path = directory / RESULTS
     try:
         return from_json(path.read_text(encoding="utf-8")) if path.exists() else []
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{path} cannot be read: {error}. Delete it, and all stages run again.") from error
+        raise InputError(f"{path} cannot be read: {error}. Delete it to run all stages again.") from error
 
 
 def run_stages(
     directory: Path, stages: Sequence[Stage], ends: Mapping[int, float], say: Say, *, together: int = 1
 ) -> list[StageResult]:
-    """Run those of `stages` that have no result in `directory` yet, and return the results of all, in their order.
+    """Run the stages that have no result in `directory` yet, and return the results of all stages in order.
 
-    ends: seconds from now until which each stage may run (`catalogue.shares`). together: stages that run at a time.
+    ends: deadline of each stage in seconds from now (`catalogue.shares`). together: number of concurrent stages.
     """
     results = {result.number: result for result in read_results(directory)}
     began, lock, stop = time.monotonic(), threading.Lock(), threading.Event()
@@ -77,7 +77,7 @@ def run_stages(
         try:
             for call in calls:
                 call.result()
-        except BaseException:  # Ctrl-C among them: the stages that run are killed, no other begins
+        except BaseException:  # also Ctrl-C: kill the running stages and start no other
             stop.set()
             for call in calls:
                 call.cancel()
@@ -90,8 +90,10 @@ class Stopped(Exception):
 
 
 def run_stage(directory: Path, stage: Stage, seconds: float, stop: threading.Event | None = None) -> StageResult:
-    """Run one stage in a process of its own. Past `seconds` the stage fails: every process it started writes its Python
-    stacks to its log and is killed."""
+    """Run one stage in a child process.
+
+    After `seconds` the stage fails: all its processes write their Python stacks to their logs and are killed.
+    """
     folder = stage_folder(directory, stage)
     folder.mkdir(exist_ok=True)
     for name in (CHECKS, DOING, ERROR):
@@ -116,7 +118,7 @@ def run_stage(directory: Path, stage: Stage, seconds: float, stop: threading.Eve
     began = time.monotonic()
     try:
         with (folder / LOG).open("w") as log:
-            # In a session of its own: Ctrl-C is the controller's, which ends the stage.
+            # A new session: only the controller receives Ctrl-C, and it ends the stage.
             process = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
@@ -136,7 +138,7 @@ def run_stage(directory: Path, stage: Stage, seconds: float, stop: threading.Eve
 
 
 def _wait(process: subprocess.Popen[bytes], deadline: float, stop: threading.Event | None = None) -> bool:
-    """Whether the process has ended before `deadline`, by time.monotonic(). Raises Stopped once `stop` is set."""
+    """Wait for the process. Return False at `deadline` (time.monotonic()). Raises Stopped when `stop` is set."""
     while process.poll() is None:
         if stop is not None and stop.is_set():
             raise Stopped
@@ -147,7 +149,7 @@ def _wait(process: subprocess.Popen[bytes], deadline: float, stop: threading.Eve
 
 
 def _error(folder: Path, status: int, in_time: bool, seconds: float) -> str:
-    """Return the reason of a stage that did not return: what it raised, which signal ended it, or that its time was over."""
+    """Return why a stage did not return: its exception, a signal or the time limit. "" if it returned."""
     doing = folder / DOING
     last = f" at: {doing.read_text(encoding='utf-8')}" if doing.exists() else ""
     if not in_time:
@@ -160,19 +162,20 @@ def _error(folder: Path, status: int, in_time: bool, seconds: float) -> str:
 
 
 def read_checks(folder: Path) -> list[Check]:
-    """The checks that the stage in `folder` has made so far."""
+    """Return the checks that the stage in `folder` has recorded so far."""
     path = folder / CHECKS
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [check_from_line(line) for line in lines if line.endswith("\n")]  # a killed process may leave half a line
+    return [check_from_line(line) for line in lines if line.endswith("\n")]  # skip an incomplete line
 
 
 def dump_stacks(root: int) -> None:
-    """Let the Python processes below and including `root` write the stacks of their threads to their logs, and end.
+    """End `root` and its Python descendants, after they have written the stacks of their threads to their logs.
 
-    One after the other, while the rest is stopped: two that write to one log at once mix their lines, and a parent that goes on
-    reacts to its child's death."""
+    One process runs at a time while the others are stopped. Otherwise processes would mix lines in a shared log, and a
+    parent would react to the end of its child.
+    """
     processes = [pid for pid in descendants(root) if _is_python(pid)]
     for pid in processes:
         _signal(pid, signal.SIGSTOP)
@@ -185,12 +188,12 @@ def dump_stacks(root: int) -> None:
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, or is another user's
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, or belongs to another user
         os.kill(pid, number)
 
 
 def descendants(root: int) -> list[int]:
-    """`root` and every process below it, children before their parents."""
+    """Return `root` and all its descendants, children before their parents."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

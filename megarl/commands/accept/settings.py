@@ -1,4 +1,4 @@
-"""The settings of one acceptance: given on the command line, kept in its folder for stages and for `--resume`."""
+"""The settings of one acceptance: from the command line, saved in its folder for stages and for `--resume`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FILE = "settings.json"
 
 @dataclass(frozen=True)
 class Settings:
-    """`device`: a kind of device, never "auto". `devices`: of this kind on this machine that stages may use."""
+    """Settings of an acceptance. `device` is a kind, never "auto"; `devices` is their number on this machine."""
 
     device: str
     devices: int
@@ -27,7 +27,7 @@ class Settings:
 
     @property
     def tiny(self) -> bool:
-        """Whether stages have the sizes of a CPU."""
+        """True if stages use the sizes for a CPU."""
         return self.device == "cpu"
 
 
@@ -36,20 +36,20 @@ def write_settings(folder: Path, settings: Settings) -> None:
 
 
 def read_settings(folder: Path) -> Settings:
-    """Raises InputError where `folder` holds no acceptance."""
+    """Read the settings in `folder`. Raises InputError if it is not the folder of an acceptance."""
     try:
         entry = json.loads((folder / FILE).read_text(encoding="utf-8"))
         return Settings(**{**entry, "stages": tuple(entry["stages"]), "overrides": tuple(entry["overrides"])})
     except FileNotFoundError as error:
         raise InputError(
-            f"{folder} holds no acceptance: it has no {FILE}. --resume takes the folder DIR of one."
+            f"{folder} is not the folder of an acceptance: it has no {FILE}. --resume takes the folder DIR of one."
         ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{folder / FILE} cannot be read: {error}. Start again without --resume.") from error
 
 
-def parse_stages(text: str, known: tuple[int, ...]) -> tuple[int, ...]:
-    """`"1-3,5"` -> (1, 2, 3, 5), in order. Raises InputError for a number that is no stage."""
+def parse_stages(text: str, available: tuple[int, ...]) -> tuple[int, ...]:
+    """Parse stage numbers: `"1-3,5"` is (1, 2, 3, 5). Raises InputError for other numbers and text."""
     chosen: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
@@ -57,10 +57,10 @@ def parse_stages(text: str, known: tuple[int, ...]) -> tuple[int, ...]:
             numbers = range(int(first), int(last if dash else first) + 1)
         except ValueError:
             numbers = range(0)
-        if not numbers or not set(numbers) <= set(known):
+        if not numbers or not set(numbers) <= set(available):
             raise InputError(
-                f"--stages is {text!r}, and {part.strip()!r} names no stages. Stages are {known[0]} to {known[-1]}: "
-                "write 3, 1-4 or 0,2,5."
+                f"--stages is {text!r}, and {part.strip()!r} names no stages. Stages are {available[0]} to {available[-1]}: "
+                "write for example 3, 1-4 or 0,2,5."
             )
         chosen |= set(numbers)
     return tuple(sorted(chosen))

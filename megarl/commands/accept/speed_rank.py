@@ -13,10 +13,10 @@ REPEATS = 20
 
 
 class SpeedRank(Rank):
-    """Each method returns the seconds of `REPEATS` runs, after one that is not counted."""
+    """A rank of the speed stage. Each method returns the seconds of `REPEATS` runs after a warm-up run."""
 
     def matmul(self, size: int) -> list[float]:
-        """A product of two square bfloat16 matrices."""
+        """Time a product of two square bfloat16 matrices."""
         import torch
 
         a = torch.ones(size, size, device=self.platform.device(), dtype=torch.bfloat16)
@@ -24,7 +24,7 @@ class SpeedRank(Rank):
         return self._timed(lambda: a @ b)
 
     def copy(self, elements: int) -> list[float]:
-        """A copy within the device's memory, float32."""
+        """Time a copy within the device's memory, float32."""
         import torch
 
         source = torch.ones(elements, device=self.platform.device())
@@ -32,7 +32,7 @@ class SpeedRank(Rank):
         return self._timed(lambda: target.copy_(source))
 
     def to_device(self, elements: int) -> list[float]:
-        """A copy from page-locked host memory, float32, on all ranks at once."""
+        """Time a copy from page-locked host memory, float32, on all ranks at once."""
         import torch
 
         from megarl.megatron.offload import host_memory
@@ -43,7 +43,7 @@ class SpeedRank(Rank):
         return self._timed(lambda: target.copy_(source, non_blocking=True))
 
     def adam(self, elements: int) -> list[float]:
-        """A step of the optimizer that Megatron takes, on float32 weights, gradients and moments."""
+        """Time a step of Megatron's optimizer on float32 weights, gradients and moments."""
         import megatron.core.optimizer as optimizers
         import torch
 

@@ -256,7 +256,7 @@ class TestBundle:
         problems: list[str] = []
         text = bundle.device_status(Settings("npu", 2), problems)
         assert "$ hccn_tool -i 0 -link -g\nlink of 0" in text and "$ hccn_tool -i 1 -link -g\nlink of 1" in text
-        assert problems == ["npu-smi: there is no such command"] and asked.count("npu-smi info") == 1
+        assert problems == ["npu-smi: command not found"] and asked.count("npu-smi info") == 1
 
     def test_environment_is_an_allow_list_without_secrets(self):
         prefixes = [kind.environment[0] for kind in KINDS if kind.environment]
@@ -290,7 +290,7 @@ class TestCommand:
         settings = Settings("cpu", 2, 1, 30.0, (0, 1), "/r.yaml", ("a=1",))
         write_settings(tmp_path, settings)
         assert read_settings(tmp_path) == settings
-        with pytest.raises(InputError, match="holds no acceptance"):
+        with pytest.raises(InputError, match="is not the folder of an acceptance"):
             read_settings(tmp_path / "none")
 
     def test_expect_names_every_stage_and_starts_nothing(self, capsys, tmp_path):
@@ -325,7 +325,7 @@ class TestCommand:
     @pytest.mark.parametrize("options", [{"minutes": 5.0}, {"nodes": 2}, {"device": "cpu"}, {"out": Path("x")}])
     def test_resume_refuses_what_it_would_ignore(self, tmp_path, options):
         write_settings(tmp_path, Settings("cpu", 2, stages=(0,)))
-        with pytest.raises(InputError, match=f"leave --{next(iter(options))}"):
+        with pytest.raises(InputError, match=f"omit --{next(iter(options))}"):
             command.accept(None, [], command.Options(resume=tmp_path, **options))
 
     def test_broken_results_are_input(self, tmp_path):
