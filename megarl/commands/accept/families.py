@@ -175,7 +175,7 @@ def exact_values(name: str, count: int) -> np.ndarray:
 
 
 def weights(family: str) -> dict[str, np.ndarray]:
-    """Every tensor of the family's checkpoint. Norms lie about 1; a router's rows are large, so that rounding does not
+    """Return the tensors of the family's checkpoint. Norms are about 1; a router's rows are large, so rounding does not
     change which experts are chosen."""
     tensors = {}
     for name, shape in shapes(FAMILIES[family]):

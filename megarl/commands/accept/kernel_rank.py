@@ -225,7 +225,7 @@ class KernelRank(ParityRank):
         probabilities = torch.from_numpy(np.abs(exact_values("kernels probabilities", rows)))
         on_device = probabilities.to(self.platform.device(), torch.float32)
         counts = torch.tensor(COUNTS)
-        own = [
+        experts = [
             tuple(
                 self._layer(f"mlp.experts.{expert}.{name}_proj").clone().requires_grad_()
                 for name in ("gate", "up", "down")
@@ -237,7 +237,7 @@ class KernelRank(ParityRank):
             return module(x, counts, on_device)[0]
 
         def reference(x: Any) -> Any:
-            return references.experts(x, COUNTS, probabilities.double(), own)
+            return references.experts(x, COUNTS, probabilities.double(), experts)
 
         inputs = [self._input("experts", rows, self.config["hidden_size"])]
         self._compare("grouped matmul of experts", call, reference, inputs)
@@ -251,7 +251,7 @@ class KernelRank(ParityRank):
         gradients = self._gradients(".layers.1.mlp.experts.")
         busy: list[Error] = []
         empty: list[Error] = []
-        for expert, tensors in enumerate(own):
+        for expert, tensors in enumerate(experts):
             for name, tensor in zip(("gate", "up", "down"), tensors, strict=True):
                 value = gradients[f"model.layers.1.mlp.experts.{expert}.{name}_proj.weight"]
                 expected = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
@@ -265,7 +265,7 @@ class KernelRank(ParityRank):
         )
 
     def _gradients(self, part: str) -> dict[str, Any]:
-        """Gradients in the buffers of tensors whose name contains `part`, under the checkpoint's names."""
+        """Return the gradients of tensors whose name contains `part`, by their names in the checkpoint."""
         import torch
 
         parameters = [parameter for chunk in self.trainer.model.chunks for parameter in chunk.parameters()]
@@ -341,7 +341,7 @@ class KernelRank(ParityRank):
             error_of(
                 name,
                 weights_after[name],
-                references.adam(self.weights[name], [own[name] for own in gradients], *settings),
+                references.adam(self.weights[name], [step[name] for step in gradients], *settings),
             )
             for name in names
         ]

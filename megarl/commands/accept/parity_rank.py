@@ -1,4 +1,4 @@
-"""A rank that trains one of the tiny models in some layout and returns what the references are compared with."""
+"""A rank that trains one of the tiny models in a layout and returns results to compare with the references."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megarl.commands.accept.rank import Rank, forget_model
 
 @dataclass(frozen=True)
 class Case:
-    """`megatron`: fields of the recipe's section. `folder`: for a checkpoint; "": none is written. Plain values."""
+    """One case. `megatron`: fields of the recipe's section; `folder`: folder for a checkpoint, or "" for none."""
 
     family: str
     model: str
@@ -35,7 +35,7 @@ class Case:
 
 
 class ParityRank(Rank):
-    """One method, `run`, called once per case by all ranks together."""
+    """A rank of the model parity stage. All ranks call `run` together, once per case."""
 
     def run(self, case: Case) -> dict[str, Any]:
         """Log-probs, sketches of layers, gradients, two optimizer steps, and a resume; see `stages/model_parity.py`.
@@ -89,8 +89,7 @@ class ParityRank(Rank):
         return metrics
 
     def _offload(self, trainer: Any) -> None:
-        """Weights and optimizer leave the device and come back, as between training and sampling. A CPU has no other
-        memory to leave for; there the copies are made all the same."""
+        """Offload and onload weights and optimizer, as between training and sampling. On a CPU this copies host memory."""
         former, self.platform.can_offload = self.platform.can_offload, True
         try:
             trainer.offload_optimizer()
@@ -100,8 +99,10 @@ class ParityRank(Rank):
             self.platform.can_offload = former
 
     def _resume(self, case: Case, batches: list[Any], unbroken: Any) -> float:
-        """Largest difference in log-probs, after the second step, between a trainer that loads the checkpoint of the first
-        step and the one that went on."""
+        """Compare a trainer resumed from the checkpoint of step 1 with the uninterrupted one.
+
+        Returns the largest difference of log-probs after step 2.
+        """
         import torch
 
         forget_model()
@@ -115,11 +116,11 @@ class ParityRank(Rank):
         if again is None:
             return 0.0
         pairs = zip(again, unbroken, strict=True)
-        return float(np.max([float((one[0] - other[0]).abs().max()) for one, other in pairs]))  # keeps a NaN
+        return float(np.max([float((left[0] - right[0]).abs().max()) for left, right in pairs]))  # keeps a NaN
 
 
 def save(trainer: Any, folder: Path, rank: int) -> None:
-    """Write this rank's part of a checkpoint, and wait until all have."""
+    """Write this rank's part of a checkpoint, and wait for all ranks."""
     import torch
 
     if rank == 0:
@@ -133,7 +134,7 @@ def save(trainer: Any, folder: Path, rank: int) -> None:
 
 
 def micro_batches(trainer: Any, case: Case) -> tuple[list[Any], list[list[int]]]:
-    """This data-parallel rank's micro batches, and the numbers of their sequences."""
+    """Return this data-parallel rank's micro batches, and the indices of their sequences."""
     import torch
 
     from megarl.megatron.batch import MicroBatch
@@ -160,12 +161,12 @@ def micro_batches(trainer: Any, case: Case) -> tuple[list[Any], list[list[int]]]
 
 
 def images_of(pictures: list[Any]) -> Any:
-    """The Images of a micro batch; None where its sequences have none."""
+    """Return the Images of a micro batch, or None."""
     import torch
 
     from megarl.megatron.images import Images
 
-    every = [(place, picture) for place, own in enumerate(pictures) for picture in own]
+    every = [(place, picture) for place, sequence in enumerate(pictures) for picture in sequence]
     if not every:
         return None
     pixels = torch.cat([torch.from_numpy(picture.pixels) for _, picture in every])
@@ -174,12 +175,12 @@ def images_of(pictures: list[Any]) -> Any:
 
 
 def objective(inputs: Any) -> tuple[Any, dict[str, Any]]:
-    """Policy gradient with the weight of each token in `loss_weights`."""
+    """Return the policy gradient loss with a weight per token in `loss_weights`."""
     return (-inputs.log_probs * inputs.advantages * inputs.loss_weights).sum(), {}
 
 
 def by_sequence(rows: Any, numbers: list[list[int]]) -> dict[int, np.ndarray]:
-    """Log-probs [L] by number of the sequence."""
+    """Return the log-probs [L] by index of the sequence."""
     result: dict[int, np.ndarray] = {}
     for (log_probs, _), group in zip(rows, numbers, strict=True):
         parts = log_probs.detach().float().cpu().split([LENGTHS[i] for i in group])
@@ -188,9 +189,10 @@ def by_sequence(rows: Any, numbers: list[list[int]]) -> dict[int, np.ndarray]:
 
 
 def gradient_norms(trainer: Any) -> dict[str, float]:
-    """The norm of each tensor's gradient in the buffers, clipped, under the checkpoint's names.
+    """Return the norm of each tensor's clipped gradient by the tensor's name in the checkpoint.
 
-    Gradients stand in the weights' memory while mbridge maps names: another `.data` would cut autograd's hooks."""
+    The gradients are copied into the weights while mbridge maps names, since another `.data` would break autograd's hooks.
+    """
     import torch
 
     parameters = [parameter for chunk in trainer.model.chunks for parameter in chunk.parameters()]
@@ -205,7 +207,7 @@ def gradient_norms(trainer: Any) -> dict[str, float]:
 
 
 class Sketches:
-    """Projections of each decoder layer's output, summed over the tokens of the batch, while it is computed."""
+    """Hooks that project each decoder layer's output and sum the projections over the tokens of the batch."""
 
     def __init__(self, trainer: Any, batches: list[Any], numbers: list[list[int]]) -> None:
         from megarl.megatron.output_heads import language_model
@@ -233,7 +235,7 @@ class Sketches:
             hook.remove()
 
     def _keep(self, layer: Any, _: Any, output: Any) -> None:
-        """Every layer sees the micro batches in their order."""
+        """Add the projections of one layer's output. Every layer processes the micro batches in order."""
         from megatron.core import parallel_state
 
         from megarl.megatron.current_batch import current
@@ -256,19 +258,19 @@ class Sketches:
             return
         signs = sketch_signs(rows, values.shape[1]).astype(np.float64)
         sums = np.einsum("th,tsh->s", values, signs)
-        own = np.concatenate([sums, [(values**2).sum()]])
-        self.values[number] = self.values.get(number, np.zeros(len(own))) + own
+        contribution = np.concatenate([sums, [(values**2).sum()]])
+        self.values[number] = self.values.get(number, np.zeros(len(contribution))) + contribution
 
     def sums(self, device: Any) -> np.ndarray:
-        """[layers, SKETCHES + 1] over all ranks: projections, and the sum of squares."""
+        """Return [layers, SKETCHES + 1] over all ranks: projections, and the sum of squares."""
         import torch
 
         from megarl.commands.accept.families import FAMILIES, SKETCHES
 
         layers = max(config["num_hidden_layers"] for config in FAMILIES.values())
         table = torch.zeros(layers, SKETCHES + 1, dtype=torch.float32)
-        for number, own in self.values.items():
-            table[number - 1] = torch.from_numpy(own)
+        for number, row in self.values.items():
+            table[number - 1] = torch.from_numpy(row)
         table = table.to(device)
         torch.distributed.all_reduce(table)
         return table.cpu().numpy()

@@ -1,4 +1,4 @@
-"""What single layers compute, in float64 on the CPU, from the published definitions: no code of any platform's layers."""
+"""References of single layers, in float64 on the CPU, written from the published definitions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def experts(
 ) -> Tensor:
     """Rows sorted by expert, `counts` of each expert -> each row's `gated` times its probability [T]."""
     parts = torch.split(x, list(counts))
-    return torch.cat([gated(part, *own) for part, own in zip(parts, weights, strict=True)]) * probabilities[:, None]
+    outputs = [gated(part, *expert) for part, expert in zip(parts, weights, strict=True)]
+    return torch.cat(outputs) * probabilities[:, None]
 
 
 def rotate(x: Tensor, lengths: Sequence[int], base: float) -> Tensor:

@@ -15,16 +15,16 @@ from megarl.platform.devices import Device, device_of
 from megarl.recipe.training import MegatronConfig
 
 RANK = "megarl.commands.accept.collective_rank:CollectiveRank"
-SHARE = 0.6  # of the link's rate in the table of devices that a collective must reach
-SLOW = 0.5  # of the median pair's rate, below which a pair is slow
-LATE = 0.05  # seconds that a rank may launch a collective after the median rank
-COMMUNICATOR = 1.0  # GiB that one communicator may keep
-_TINY_RATE, _TINY_LATE = 1e5, 0.5  # bytes/s and seconds where processes share a few cores
-PAIRS = 64  # measured at most, of each kind: `pairs_of` says which of more
+SHARE = 0.6  # required rate of a collective, as a share of the link's rate in the table of devices
+SLOW = 0.5  # a pair is slow below this share of the median pair's rate
+LATE = 0.05  # limit of a rank's launch of a collective after the median rank, seconds
+COMMUNICATOR = 1.0  # limit of one communicator's memory, GiB
+_TINY_RATE, _TINY_LATE = 1e5, 0.5  # limits in bytes/s and seconds if processes share a few cores
+PAIRS = 64  # largest number of measured pairs of each kind; `pairs_of` selects them
 
 
 def run(context: Context) -> None:
-    """The recipe's layout where it has as many trainers as there are devices, else one that cuts in every way."""
+    """Check the collectives of the recipe's layout if it has one trainer per device, else of a default layout."""
     megatron, why = layout(context)
     context.figure("layout", why)
     elements = (1 << 14) if context.tiny else (1 << 26)
@@ -36,9 +36,9 @@ def run(context: Context) -> None:
         places = ranks.call("describe")
         hosts = [place["host"] for place in places]
         context.doing("forming the groups")
-        at_start = ranks.call("memory")  # the communicator of all ranks is there as soon as anything was sent
+        at_start = ranks.call("memory")  # before the first message, which creates the communicator of all ranks
         groups = ranks.call("lay_out", megatron, COLLECTIVE_SECONDS)
-        names = sorted({name for own in groups for name in own}, key=lambda name: (name != "all", name))
+        names = sorted({name for rank_groups in groups for name in rank_groups}, key=lambda name: (name != "all", name))
         device = device_of(places[0]["device"])
         pairs = slow_pairs(context, ranks, elements, hosts)
         for name in names:
@@ -48,7 +48,7 @@ def run(context: Context) -> None:
 
 
 def layout(context: Context) -> tuple[MegatronConfig, str]:
-    """The recipe's, or one of tensor, pipeline and expert parallel."""
+    """Return a layout (the recipe's, or one with tensor, pipeline and expert parallel) and its description."""
     recipe, devices = context.recipe, context.devices
     if recipe is not None and recipe.cluster.trainers == devices:
         return recipe.megatron, "the recipe's"
@@ -65,8 +65,11 @@ def layout(context: Context) -> tuple[MegatronConfig, str]:
 
 
 def pairs_of(hosts: Sequence[str]) -> list[tuple[int, int]]:
-    """Pairs of ranks to measure, for the host of each rank: all of them, up to PAIRS. Of more, neighbours within a host,
-    and each rank with the rank of the same place on the next host; evenly spread, up to PAIRS of either kind."""
+    """Select the pairs of ranks to measure. `hosts`: host of each rank.
+
+    All pairs if there are at most PAIRS. Otherwise, neighbouring ranks of a host, and ranks with the same local index on
+    neighbouring hosts: an evenly spaced selection of at most PAIRS of either kind.
+    """
     every = list(combinations(range(len(hosts)), 2))
     if len(every) <= PAIRS:
         return every
@@ -75,14 +78,18 @@ def pairs_of(hosts: Sequence[str]) -> list[tuple[int, int]]:
         places.setdefault(host, []).append(rank)
     within = [pair for ranks in places.values() for pair in pairwise(ranks)]
     between = [
-        tuple(sorted(pair)) for one, other in pairwise(places.values()) for pair in zip(one, other, strict=False)
+        tuple(sorted(pair))
+        for host, following in pairwise(places.values())
+        for pair in zip(host, following, strict=False)
     ]
     return [pair for kind in (within, between) for pair in kind[:: -(-len(kind) // PAIRS) or 1]]  # type: ignore[misc]
 
 
 def slow_pairs(context: Context, ranks: Ranks, elements: int, hosts: Sequence[str]) -> str:
-    """Measure pairs of ranks, each alone; returns the slow ones in words, "" where none is. A pair is compared with its
-    own kind, within a host or between hosts: a network is slower than the links of a healthy machine."""
+    """Measure pairs of ranks one at a time. Return a text that names the slow pairs, or "".
+
+    Pairs within a host and pairs between hosts are compared separately, since a network is slower than a machine's links.
+    """
     rates: dict[tuple[int, int], float] = {}
     for pair in pairs_of(hosts):
         context.doing(f"sending from rank {pair[0]} to rank {pair[1]}")
@@ -98,11 +105,11 @@ def slow_pairs(context: Context, ranks: Ranks, elements: int, hosts: Sequence[st
 
 
 def _pairs(context: Context, kind: str, rates: dict[tuple[int, int], float]) -> list[str]:
-    """Hold the slowest pair of one kind to the median; returns the slow ones in words."""
+    """Compare the slowest pair of one kind with the median. Return texts that name the slow pairs."""
     middle = statistics.median(rates.values())
     context.figure(f"pairs of ranks {kind}, median", middle / 1e9, unit="GB/s")
     if len(rates) < 2 or context.tiny:
-        why = "processes share a few cores" if context.tiny else "there is no other pair to compare with"
+        why = "processes share a few cores" if context.tiny else "only one pair"
         context.not_run(f"slowest pair of ranks {kind}", why)
         return []
     slowest = min(rates, key=lambda pair: rates[pair])
@@ -134,17 +141,17 @@ def _group(
         limit, of = limit_of(context, timings, hosts, device)
         cause = f"{SHARE:.0%} of {of}" + (f"; slow pairs: {pairs}" if pairs else "")
         context.at_least(f"{label}, rate", rate / 1e9, limit=limit / 1e9, unit="GB/s", cause=cause)
-    taken = [one - other for one, other in zip(before, after, strict=True) if one is not None and other is not None]
-    if taken:
-        cause = f"on rank {taken.index(max(taken))}: a smaller buffer per communicator is set by the collective library's variable"
-        context.at_most(f"{name}: memory of the communicator", max(taken), limit=COMMUNICATOR, unit="GiB", cause=cause)
+    used = [free - left for free, left in zip(before, after, strict=True) if free is not None and left is not None]
+    if used:
+        cause = f"on rank {used.index(max(used))}: reduce the collective library's buffer per communicator with its variable"
+        context.at_most(f"{name}: memory of the communicator", max(used), limit=COMMUNICATOR, unit="GiB", cause=cause)
 
 
 def _late(context: Context, label: str, timings: dict[int, Timing]) -> None:
-    """Check the rank that launches last against the median of the others, so that one early rank is no failure."""
+    """Compare the last rank's launch with the median of the other ranks, so that an early rank does not fail the check."""
     last = max(timings, key=lambda rank: timings[rank].launch)
-    others = [timing.launch for rank, timing in timings.items() if rank != last]
-    behind = timings[last].launch - statistics.median(others) if others else 0.0
+    launches = [timing.launch for rank, timing in timings.items() if rank != last]
+    behind = timings[last].launch - statistics.median(launches) if launches else 0.0
     cause = f"rank {last} enters {behind:.2g} s after the others"
     context.at_most(f"{label}, latest rank", behind, limit=_TINY_LATE if context.tiny else LATE, unit="s", cause=cause)
 
@@ -152,20 +159,20 @@ def _late(context: Context, label: str, timings: dict[int, Timing]) -> None:
 def limit_of(
     context: Context, timings: dict[int, Timing], hosts: list[str], device: Device | None
 ) -> tuple[float, str]:
-    """The least rate in bytes/s, and where it comes from: links within a machine, the network between machines."""
+    """Return the required rate in bytes/s and its source: links within a machine, or the network between machines."""
     if context.tiny or device is None:
-        return _TINY_RATE, "a floor, since the table of devices has no links of this one"
+        return _TINY_RATE, "a minimum, since the table of devices has no links for this one"
     within = all(len({hosts[rank] for rank in timing.ranks}) == 1 for timing in timings.values())
     rate = device.link if within else device.network
     return SHARE * rate, f"{rate / 1e9:.3g} GB/s ({'link' if within else 'network'} of {device.name})"
 
 
 def _two_on_a_device(context: Context) -> None:
-    """A second set of processes on the same devices, as engines beside trainers: ports and memory must suffice."""
+    """Start a second set of processes on the same devices, like colocated engines: ports and memory must suffice."""
     from megarl.platform.kinds import kind_of
 
     if not kind_of(context.device).port_ranges:
-        context.not_run("two processes on a device", "this kind of device has no ports of its own")
+        context.not_run("two processes on a device", "this kind of device uses no port ranges")
         return
     context.doing("two more ranks on devices that are in use")
     with local_ranks(context, RANK, 2, name="beside") as second:

@@ -1,4 +1,4 @@
-"""Stage 4: an engine of tiny models: samples, log-probs against the trainer, sleep, leaks, abort, the recipe's engine."""
+"""Stage 4, engine: samples of tiny models, log-probs against the trainer, sleep, leaks, abort; the recipe's engine."""
 
 from __future__ import annotations
 
@@ -42,17 +42,19 @@ from megarl.recipe.schema import Recipe
 from megarl.types import Completion, GenerationRequest
 
 GAP = 0.02  # nats, mean
-FREED = 0.9  # of what the engine took when it started; the rest is its context, graphs and communicators
-LEAK = 10.0  # MiB a cycle, of host or device memory
+FREED = 0.9  # share of the engine's memory that sleep frees; the rest is its context, graphs and communicators
+LEAK = 10.0  # MiB of host or device memory per cycle
 CYCLES = 20
 ABORT_SECONDS = 10.0
-SAME = 0.8  # of tokens that must be the same with graphs and without, where rounding may change some
-GROUP, LAYERS = 2, 4  # engines of a group of a tiny model; layers of the recipe's
+SAME = 0.8  # share of tokens that must be equal with and without graphs; rounding may change the others
+GROUP, LAYERS = 2, 4  # engines in a group of a tiny model; layers of the recipe's model
 
 
 def run(context: Context) -> None:
-    """Probe the dense model on a CPU; on devices also the models with experts, without and with graphs, and a group of
-    engines. Then the recipe's engine."""
+    """Test engines of tiny models: on a CPU the dense one, on devices also MoE and MLA, graphs and an engine group.
+
+    Then test the recipe's engine.
+    """
     families = ("dense",) if context.tiny else ("dense", "moe", "mla")
     for family in families:
         recipe, trainers = _trainer(context, family)
@@ -73,7 +75,7 @@ def run(context: Context) -> None:
 
 
 def _trainer(context: Context, family: str) -> tuple[Recipe, LocalRanks]:
-    """A recipe of the family's tiny model, and a trainer of it, which begins to load."""
+    """Return a recipe for the family's tiny model, and its trainer, which starts to load."""
     write_family(family, context.shared)
     recipe = tiny_recipe(context, family, 1)
     context.doing(f"starting an engine and a trainer of the {family} model")
@@ -82,14 +84,14 @@ def _trainer(context: Context, family: str) -> tuple[Recipe, LocalRanks]:
 
 
 def _leave(context: Context, trainers: LocalRanks) -> None:
-    """Give the trainers' device to an engine that is about to measure its free memory."""
+    """Offload trainers that share the device, before an engine measures its free memory."""
     if shares_devices(context):
         trainers.call("offload_optimizer")
         trainers.call("offload_weights")
 
 
 def _of_family(context: Context, family: str, engine: LocalService, trainers: LocalRanks) -> list[Completion]:
-    """Probe one engine; returns its samples of `replay_requests`."""
+    """Test one engine. Return its samples of `replay_requests`."""
     free = timed(engine.call("free_memory"))[0]
     info, seconds = timed(engine.call("start"), START_SECONDS)
     context.figure(f"{family}: start", seconds, unit="s")
@@ -97,38 +99,37 @@ def _of_family(context: Context, family: str, engine: LocalService, trainers: Lo
         f"{family}: device", info["device"], context.device, cause="the engine runs on another kind of device"
     )
     context.doing(f"{family}: greedy samples, twice")
-    asked = requests(family, 4, 16, temperature=0.0)
-    first, second = (timed(engine.call("generate", asked))[0] for _ in range(2))
-    same = all(np.array_equal(one.tokens, other.tokens) for one, other in zip(first, second, strict=True))
+    greedy = requests(family, 4, 16, temperature=0.0)
+    first, second = (timed(engine.call("generate", greedy))[0] for _ in range(2))
+    same = all(np.array_equal(before.tokens, after.tokens) for before, after in zip(first, second, strict=True))
     context.equal(f"{family}: greedy samples repeat", same, True, cause="two greedy samples of one prompt differ")
     context.doing(f"{family}: log-probs of samples against the trainer")
-    asked = requests(family, 8, 24)
-    sampled = timed(engine.call("generate", asked))[0]
+    random = requests(family, 8, 24)
+    sampled = timed(engine.call("generate", random))[0]
     replayed: list[Completion] = [] if context.tiny else timed(engine.call("generate", replay_requests(family)))[0]
     _memory(context, family, engine, free, info)
     if shares_devices(context):
         trainers.call("onload")
     context.at_most(
-        f"{family}: log-probs against the trainer", gap(family, asked, sampled, trainers), limit=GAP, unit="nats",
-        cause="engine and trainer compute different models, or read other weights",
+        f"{family}: log-probs against the trainer", gap(family, random, sampled, trainers), limit=GAP, unit="nats",
+        cause="engine and trainer compute different models, or have different weights",
     )  # fmt: skip
     _abort(context, family, engine)
     return replayed
 
 
 def replay_requests(family: str) -> list[GenerationRequest]:
-    """Requests whose samples are compared with and without graphs: short ones, since a token that rounding changes changes
-    all after it."""
+    """Return short requests to compare samples with and without graphs. One different token changes all tokens after it."""
     return requests(family, 32, 8)
 
 
 def _without_graphs(
     context: Context, family: str, recipe: Recipe, trainers: LocalRanks, replayed: list[Completion]
 ) -> None:
-    """Start the engine again without graphs, and compare its samples with those that graphs were replayed for."""
+    """Restart the engine without graphs, and compare its samples with the ones that used graphs."""
     name = f"{family}: graphs against none"
     if context.tiny:
-        context.not_run(name, "a CPU's engine captures no graphs")
+        context.not_run(name, "an engine on a CPU captures no graphs")
         return
     context.doing(f"{family}: an engine without graphs")
     _leave(context, trainers)
@@ -142,9 +143,9 @@ def _without_graphs(
 
 
 def judge_replay(context: Context, name: str, replayed: list[Completion], eager: list[Completion]) -> None:
-    """Check that both sampled the same tokens with the same log-probs: of each pair, as far as the tokens agree."""
+    """Check that both have the same tokens, and the same log-probs up to the first different token of each pair."""
     share, difference = agreement(replayed, eager)
-    cause = "a graph is replayed with other inputs than those of its step, or captured other kernels"
+    cause = "a graph was replayed with the inputs of another step, or captured other kernels"
     context.at_least(
         f"{name}, tokens", share, limit=SAME, unit="of the tokens until the first that differs", cause=cause
     )
@@ -152,21 +153,25 @@ def judge_replay(context: Context, name: str, replayed: list[Completion], eager:
 
 
 def agreement(first: list[Completion], second: list[Completion]) -> tuple[float, float]:
-    """The share of tokens before the first that differs, and the mean difference of their log-probs in nats (NaN where no
-    token agrees)."""
+    """Return the share of tokens before the first different one, and the mean difference of their log-probs in nats.
+
+    The difference is NaN if no token agrees.
+    """
     agreed, tokens, differences = 0, 0, []
-    for one, other in zip(first, second, strict=True):
-        length = min(len(one.tokens), len(other.tokens))
-        same = np.cumprod(one.tokens[:length] == other.tokens[:length]).astype(bool)
-        agreed, tokens = agreed + int(same.sum()), tokens + max(len(one.tokens), len(other.tokens))
-        differences.append(np.abs(one.log_probs[:length] - other.log_probs[:length])[same])
+    for left, right in zip(first, second, strict=True):
+        length = min(len(left.tokens), len(right.tokens))
+        same = np.cumprod(left.tokens[:length] == right.tokens[:length]).astype(bool)
+        agreed, tokens = agreed + int(same.sum()), tokens + max(len(left.tokens), len(right.tokens))
+        differences.append(np.abs(left.log_probs[:length] - right.log_probs[:length])[same])
     apart = np.concatenate(differences) if differences else np.array([])
     return agreed / max(tokens, 1), float(apart.mean()) if len(apart) else math.nan
 
 
 def _group(context: Context) -> None:
-    """Two engines over which the experts of a tiny model are spread, with unequal loads: on devices always, on a CPU for a
-    recipe that has such groups."""
+    """Test a group of two engines with expert parallelism and unequal loads.
+
+    On a CPU it only runs for a recipe that has engine groups.
+    """
     name, recipe = "a group of engines", context.recipe
     groups = recipe is not None and recipe.train.source == "rollout" and recipe.rollout.data_parallel > 1
     if context.tiny and not groups:
@@ -192,7 +197,7 @@ def _group(context: Context) -> None:
         for number, (load, samples) in enumerate(zip(loads, sampled, strict=True)):
             context.at_most(
                 f"{name}: log-probs of engine {number} against the trainer", gap(family, load, samples, trainers),
-                limit=GAP, unit="nats", cause="tokens meet other experts than the trainer's, or experts of other weights",
+                limit=GAP, unit="nats", cause="tokens are routed to other experts than in the trainer, or experts have other weights",
             )  # fmt: skip
     finally:
         _stop(group)
@@ -200,9 +205,9 @@ def _group(context: Context) -> None:
 
 
 def _together(group: list[LocalService], method: str, arguments: list[Any] | None = None) -> list[Any]:
-    """Call all engines of a group, which wait for each other; returns their results."""
+    """Call all engines of a group at the same time, since they wait for each other. Return their results."""
     each = [()] * len(group) if arguments is None else [(argument,) for argument in arguments]
-    calls = [engine.call(method, *given) for engine, given in zip(group, each, strict=True)]
+    calls = [engine.call(method, *args) for engine, args in zip(group, each, strict=True)]
     return [call.result(CALL_SECONDS) for call in calls]
 
 
@@ -214,7 +219,7 @@ def _stop(group: list[LocalService]) -> None:
 
 
 def _is_latent(context: Context) -> bool:
-    """Whether the recipe's model has latent attention, where its config.json is known."""
+    """Return True if the recipe's model has latent attention; False if its config.json is unknown."""
     assert context.recipe is not None
     try:
         config = config_of(context.recipe.model.path, Path(context.settings.recipe))
@@ -224,9 +229,9 @@ def _is_latent(context: Context) -> bool:
 
 
 def _memory(context: Context, family: str, engine: LocalService, free: float | None, info: dict[str, Any]) -> None:
-    """Sleep and wake; how much is freed, and how much more stays with every cycle."""
+    """Check how much memory sleep frees, and how much memory every cycle of sleep and wake leaks."""
     if not info["can_sleep"]:
-        context.not_run(f"{family}: sleep and wake", "the engine's memory is the host's: there is nothing to free")
+        context.not_run(f"{family}: sleep and wake", "the engine uses host memory, which sleep does not free")
         return
     cycles = 6 if context.tiny else CYCLES
     asleep: list[tuple[float, float]] = []
@@ -256,13 +261,13 @@ def _memory(context: Context, family: str, engine: LocalService, free: float | N
 
 
 def slope(values: np.ndarray) -> float:
-    """Growth per cycle: the median of the differences between all pairs (Theil and Sen), which no single jump moves."""
+    """Return the growth per cycle: the median slope of all pairs (Theil and Sen), which is robust against single jumps."""
     rows, columns = np.triu_indices(len(values), 1)
     return float(np.median((values[columns] - values[rows]) / (columns - rows)))
 
 
 def _abort(context: Context, family: str, engine: LocalService) -> None:
-    """A request that is aborted ends soon, and the engine goes on."""
+    """Check that an aborted request ends soon, and that the engine then samples again."""
     context.doing(f"{family}: abort of a request in flight")
     running = engine.call("generate", requests(family, 4, 180))
     time.sleep(0.1)
@@ -275,7 +280,7 @@ def _abort(context: Context, family: str, engine: LocalService) -> None:
         outcome = "still running"
     except CallFailed as error:
         outcome = "aborted" if "GenerationAborted" in str(error) else str(error)
-    if outcome == "finished before the abort":  # which says nothing of aborts
+    if outcome == "finished before the abort":
         context.not_run(f"{family}: abort", f"the request {outcome}")
     else:
         context.equal(f"{family}: abort", outcome == "aborted", True, cause=f"the request is {outcome}")
@@ -285,17 +290,17 @@ def _abort(context: Context, family: str, engine: LocalService) -> None:
 
 
 def _of_recipe(context: Context) -> None:
-    """One engine as the recipe has it, with dummy weights and few layers."""
+    """Test the recipe's engine or engine group with dummy weights and few layers."""
     recipe = context.recipe
     name = "the recipe's engine"
     if recipe is None or recipe.train.source != "rollout":
-        context.not_run(name, "no recipe that samples was named")
+        context.not_run(name, "no recipe with sampling was named")
         return
     if context.tiny:
         context.not_run(name, "stage 6 runs a tiny copy of the recipe on a CPU instead")
         return
     if not (Path(recipe.model.path) / "config.json").is_file():
-        context.not_run(name, f"{recipe.model.path} holds no config.json: fetch the model, or its config and tokenizer")
+        context.not_run(name, f"{recipe.model.path} has no config.json: fetch the model, or its config and tokenizer")
         return
     devices, parallel = context.settings.devices, recipe.rollout.tensor_parallel
     if parallel > devices:
@@ -320,18 +325,18 @@ def _of_recipe(context: Context) -> None:
 
 
 def few_layers(recipe: Recipe, config: dict[str, Any], size: int) -> dict[str, Any]:
-    """The recipe's `hf_overrides`, with few layers and, in a group of `size`, as many experts on a rank as the recipe has."""
-    given = dict(recipe.rollout.engine_args.get("hf_overrides") or {})
-    text = given.get("text_config") or {} if "text_config" in config else given
+    """Return the recipe's `hf_overrides` with few layers, and with the recipe's experts per rank in a group of `size`."""
+    overrides = dict(recipe.rollout.engine_args.get("hf_overrides") or {})
+    text = overrides.get("text_config") or {} if "text_config" in config else overrides
     fewer = fewer_experts(text_fields(config), size, recipe.rollout.data_parallel)
     small = {**text, "num_hidden_layers": LAYERS, **fewer}
-    return {**given, "text_config": small} if "text_config" in config else small
+    return {**overrides, "text_config": small} if "text_config" in config else small
 
 
 def _recipes_engine(
     context: Context, recipe: Recipe, overrides: dict[str, Any], number: int, size: int
 ) -> LocalService:
-    """Engine `number` of the recipe's, of a group of `size`, as `start_engines` starts it but for layers and weights."""
+    """Start the recipe's engine `number` in a group of `size` like `start_engines`, except for layers and weights."""
     platform, rollout = platforms.select(context.device), recipe.rollout
     args = {**rollout.engine_args, "hf_overrides": overrides, "load_format": "dummy"}
     spec = replace(
@@ -339,8 +344,8 @@ def _recipes_engine(
         engine_args=args, data_parallel=size, device=context.device,
         expert_parallel=size > 1 or bool(rollout.expert_parallel),
     )  # fmt: skip
-    given = platform.engines_env(recipe.train.deterministic)
-    settings = engines.engine_settings(rollout.engine, spec, given, platform.name, variables(recipe, "engines"))
+    defaults = platform.engines_env(recipe.train.deterministic)
+    settings = engines.engine_settings(rollout.engine, spec, defaults, platform.name, variables(recipe, "engines"))
     first = number * rollout.tensor_parallel
     env = engines.process_env(rollout.engine, recipe.cluster.threads) | settings.environment()
     env |= visible(context, range(first, first + rollout.tensor_parallel))

@@ -1,4 +1,4 @@
-"""Stage 0: the doctor's checks as data, versions, what trainer and engine run on, and the way that weights will take."""
+"""Stage 0, environment: the doctor's checks, versions, kernels of trainer and engine, and the route of weights."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from megarl.recipe.exchange import why_not_sharded
 from megarl.recipe.schema import Recipe
 
 _SECONDS = 120.0
-_READING, _RESERVE = 300.0, 60.0  # seconds to read a recipe's model and data; left to the rest of the stage
+_READING, _RESERVE = 300.0, 60.0  # seconds to read a recipe's model and data, and for the rest of the stage
 _VERDICTS = {"ok": PASS, "warning": REPORT, "FAIL": FAIL}
-# As the processes of a run import them. Each prints one JSON object in its last line.
+# The imports of a run's processes. Each program prints one JSON object in its last line.
 _ENGINE = (
     "import dataclasses, json; from megarl.engines.vllm.compat import capabilities;"
     "print('\\n' + json.dumps(dataclasses.asdict(capabilities())))"
@@ -38,7 +38,7 @@ _TRAINER = (
 
 
 def run(context: Context) -> None:
-    """Run the doctor's checks, of the recipe too; then imports, route and memory."""
+    """Run the doctor's checks, also for the recipe; then check imports, route and memory."""
     machine = Machine()
     needs = on_these_devices(
         context, dataclasses.replace(needs_of(context.recipe, machine.environ), device=context.device)
@@ -56,7 +56,7 @@ def run(context: Context) -> None:
 
 
 def on_these_devices(context: Context, needs: Needs) -> Needs:
-    """`needs` with the buckets of weights that one of these nodes would hold: of a recipe for more devices, its share."""
+    """Scale the number of weight-sync buckets to these nodes, for a recipe that needs more devices."""
     if context.recipe is None:
         return needs
     share = min(1.0, context.devices / max(demand_of(context.recipe).devices, 1))
@@ -65,8 +65,10 @@ def on_these_devices(context: Context, needs: Needs) -> Needs:
 
 
 def _doctor(context: Context, machine: Machine, needs: Needs) -> list[tuple[str, int]]:
-    """Record every finding as a check, and return (host, devices) of each node. On one node the doctor's own imports are left
-    out: this stage makes them itself."""
+    """Record every finding as a check. Return (host, devices) of each node.
+
+    On one node the doctor's check `imports` is skipped, since this stage tests the imports itself.
+    """
     if context.settings.nodes == 1:
         for check in CHECKS:
             if check.name != "imports":
@@ -82,8 +84,10 @@ def _doctor(context: Context, machine: Machine, needs: Needs) -> list[tuple[str,
 
 
 def _of_recipe(context: Context, machines: list[tuple[str, int]]) -> None:
-    """The doctor's checks of the recipe. Files that were not fetched yet, and devices that are not here, are NOT RUN: an
-    acceptance needs neither. `machines`: (host, devices) of each node."""
+    """Run the doctor's checks of the recipe. `machines`: (host, devices) of each node.
+
+    Missing files and devices are NOT RUN, since an acceptance does not need them.
+    """
     recipe = context.recipe
     if recipe is None:
         return
@@ -97,13 +101,13 @@ def _of_recipe(context: Context, machines: list[tuple[str, int]]) -> None:
         else:
             context.record(check_of(named))
     if recipe.cluster.device not in ("auto", context.device):
-        reason = f"the recipe has cluster.device={recipe.cluster.device}, and this acceptance is of {kind.plural}"
+        reason = f"the recipe has cluster.device={recipe.cluster.device}, and this acceptance uses {kind.plural}"
         for name in ("devices", "weights", "environment"):
             context.not_run(f"doctor: recipe: {name}", reason)
         return
-    wanted = demand_of(recipe).devices
-    if kind.ray_resource is not None and wanted > context.devices:
-        text = f"the recipe takes {wanted} devices, and this acceptance has {context.devices}: see --nodes"
+    required = demand_of(recipe).devices
+    if kind.ray_resource is not None and required > context.devices:
+        text = f"the recipe needs {required} devices, and this acceptance has {context.devices}: see --nodes"
         context.not_run("doctor: recipe: devices", text)
     else:
         _named(context, "devices", [device_demand(recipe, context.device, machines)])
@@ -112,12 +116,11 @@ def _of_recipe(context: Context, machines: list[tuple[str, int]]) -> None:
 
 
 def _named(context: Context, name: str, findings: list[Finding]) -> None:
-    context.record(*(check_of(dataclasses.replace(one, check=f"recipe: {name}")) for one in findings))
+    context.record(*(check_of(dataclasses.replace(finding, check=f"recipe: {name}")) for finding in findings))
 
 
 def not_here(recipe: Recipe, finding: Finding, seconds: float) -> str:
-    """Return why this failure of a recipe's check says nothing of the recipe: files that are not there, or too little time
-    to read them. "" for any other finding."""
+    """Return the reason if a recipe's check failed because of missing files or too little time, else ""."""
     if finding.status != "FAIL":
         return ""
     if not finding.check and finding.text == AT_LIMIT.format(seconds=seconds):
@@ -136,27 +139,29 @@ def not_here(recipe: Recipe, finding: Finding, seconds: float) -> str:
 
 
 def check_of(finding: Finding) -> Check:
-    """A finding of the doctor as a check; a warning is reported and fails nothing."""
+    """Convert a finding of the doctor to a check. A warning is only reported."""
     where = f" on {finding.host}" if finding.rank is not None else ""
     cause = f"{finding.text} -> {finding.remedy}" if finding.status == "FAIL" else finding.remedy
     return Check(f"doctor: {finding.check}{where}", _VERDICTS[finding.status], finding.text, cause=cause)  # type: ignore[arg-type]
 
 
 def _layers(context: Context, output: Output) -> None:
-    """What computes the trainer's layers."""
+    """Report which implementation computes the trainer's layers."""
     context.equal("trainer's modules import", output.good, True, cause=output.last_error)
     if not output.good:
         return
-    told = json.loads(output.text.strip().splitlines()[-1])
-    context.figure("Megatron", told["megatron"])
+    modules = json.loads(output.text.strip().splitlines()[-1])
+    context.figure("Megatron", modules["megatron"])
     layers = (
-        "native (torch's own kernels)" if told["native"] else "Transformer Engine's classes, as the platform has them"
+        "native (torch's own kernels)"
+        if modules["native"]
+        else "Transformer Engine's classes, as the platform has them"
     )
     context.figure("trainer's layers", layers)
 
 
 def _engine(context: Context, output: Output) -> dict[str, object] | None:
-    """What the installed engine can do; None: it cannot be imported."""
+    """Return the capabilities of the installed engine, or None if it is not needed or cannot be imported."""
     if context.recipe is not None and context.recipe.train.source != "rollout":
         context.not_run("engine's modules import", "the recipe samples nothing")
         return None
@@ -174,15 +179,15 @@ def _engine(context: Context, output: Output) -> dict[str, object] | None:
 
 
 def _route(context: Context, capabilities: dict[str, object] | None) -> None:
-    """Which way weights will take, and why; the recipe's `exchange.route: planned` must be possible."""
+    """Report route and transport of the weight sync. Fail if the recipe requires an impossible route."""
     recipe = context.recipe or Recipe()
     if capabilities is None:
         context.not_run("weight exchange: route", "no engine takes weights here")
         return
     reason = why_exported(recipe, capabilities)
     route = "export" if reason else "planned"
-    asked = recipe.exchange.route
-    if asked == "planned":
+    requested = recipe.exchange.route
+    if requested == "planned":
         context.equal("weight exchange: route", route, "planned", cause=f"exchange.route=planned: {reason}")
     else:
         context.figure("weight exchange: route", f"{route}, because {reason}" if reason else route)
@@ -195,13 +200,11 @@ def _route(context: Context, capabilities: dict[str, object] | None) -> None:
         way = "files"
     context.figure("weight exchange: transport", f"{recipe.exchange.transport}: {way}")
     if platform.ray_resource is not None:
-        context.figure(
-            "weight exchange: trainers and engines", "share devices" if shared else "have devices of their own"
-        )
+        context.figure("weight exchange: trainers and engines", "share devices" if shared else "use separate devices")
 
 
 def why_exported(recipe: Recipe, capabilities: dict[str, object]) -> str | None:
-    """Why weights are exported whole; None: each engine rank receives its slices from the trainers that hold them."""
+    """Return why whole weights are exported, or None if engine ranks receive slices directly from the trainers."""
     if recipe.exchange.route == "export":
         return "exchange.route=export"
     if reason := why_not_sharded(recipe):
@@ -211,7 +214,7 @@ def why_exported(recipe: Recipe, capabilities: dict[str, object]) -> str | None:
 
 
 def _memory(context: Context, machine: Machine) -> None:
-    """Free memory of the host, and of /dev/shm."""
+    """Report the free memory of the host, and the free space of /dev/shm and /tmp."""
     for line in (machine.read("/proc/meminfo") or "").splitlines():
         if line.startswith("MemAvailable"):
             context.figure("host memory available", int(line.split()[1]) / 2**20, unit="GiB")

@@ -1,4 +1,4 @@
-"""Stage 5: weights from trainers to an engine by every route and transport; probes of what arrived; a death in an update."""
+"""Stage 5, exchange: weight sync to an engine by every route and transport, and a trainer that dies in an update."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from megarl.weight_sync.publish import publish
 GAP = 0.02  # nats, mean
 PROBED = 256  # bytes
 READER = "megarl.commands.accept.engine_probe:MemoryReader"
-DEATH = 5.0  # seconds beyond exchange.silence after which every wait for a dead rank must have ended
-# (route, transport), the default first.
+DEATH = 5.0  # seconds after exchange.silence within which every wait for a dead rank must end
+# (route, transport), the default first
 WAYS = (
     ("planned", "auto"),
     ("planned", "collective"),
@@ -43,13 +43,16 @@ WAYS = (
 
 
 def run(context: Context) -> None:
-    """Exchange the dense model on a CPU; on devices also MoE and MLA. Trainers hold other slices than the engine."""
+    """Test the weight sync with tiny models: the dense one, on devices also MoE and MLA.
+
+    The trainers have a different layout than the engine.
+    """
     for family in ("dense",) if context.tiny else ("dense", "moe", "mla"):
         write_family(family, context.shared)
         size = 1 if context.settings.devices < 3 and not context.tiny else 2
         recipe = tiny_recipe(context, family, size, tensor_parallel=size)
         context.doing(f"starting {size} trainers and an engine of the {family} model")
-        # An engine measures free memory when it starts: on shared devices trainers come after it.
+        # An engine measures free memory when it starts, so on shared devices the trainers start after it.
         engine = start_engine(context, recipe, load_weights=False)
         try:
             info = timed(engine.call("start"), START_SECONDS)[0] if shares_devices(context) else None
@@ -66,7 +69,7 @@ def run(context: Context) -> None:
 
 
 def ways(context: Context) -> list[tuple[str, str]]:
-    """Every way that can be taken here; from device to device only between devices."""
+    """Return the (route, transport) pairs to test; transport "device" needs separate devices."""
     device = [("planned", "device")] if not context.tiny and not shares_devices(context) else []
     return [*WAYS, *device]
 
@@ -110,28 +113,30 @@ def _judge(
     trainers: LocalRanks,
     engine: LocalService,
 ) -> None:
-    """`update`: MiB and seconds of the last one."""
+    """Record the checks of one route and transport. `update`: MiB and seconds of the last update."""
     context.equal(f"{name}: both sides agree on an update", True, True)
     context.figure(f"{name}: seconds", update[1], unit="s")
     context.figure(f"{name}: bytes", update[0], unit="MiB")
-    asked = requests(family, 4, 16)
-    sampled = timed(engine.call("generate", asked))[0]
+    sent = requests(family, 4, 16)
+    sampled = timed(engine.call("generate", sent))[0]
     context.at_most(
-        f"{name}: log-probs after the update", gap(family, asked, sampled, trainers), limit=GAP, unit="nats",
-        cause="the engine samples from other weights than the trainers'",
+        f"{name}: log-probs after the update", gap(family, sent, sampled, trainers), limit=GAP, unit="nats",
+        cause="the engine's weights differ from the trainers'",
     )  # fmt: skip
 
 
 def _maps_memory(context: Context, name: str, trainers: LocalRanks) -> bool:
-    """Return whether a process can map a trainer's memory, as `exchange.transport: ipc` has engines do. Add a check where not:
-    NOT RUN for memory that cannot be mapped, which a container may forbid, FAIL for other bytes in it. The recipe to be accepted
-    may ask for this transport: its update then fails with the reason."""
+    """Return True if another process can map a trainer's memory, as engines do with `exchange.transport: ipc`.
+
+    Otherwise add a check: NOT RUN if the memory cannot be mapped (a container may forbid it), FAIL if it has wrong bytes.
+    If the recipe uses this transport, return True without a test: the update then fails with the reason.
+    """
     if context.recipe is not None and context.recipe.exchange.transport == "ipc":
         return True
     context.doing("mapping a trainer's memory in another process")
     handle = timed(trainers.services[0].call("share_memory", PROBED))[0]
     log = context.folder / "reader.log"
-    # As an engine, which does not see the trainer's device where there are several.
+    # Like an engine, the reader does not see the trainer's device if there are several.
     env = rank_environment(context) | visible(context, [context.settings.devices - 1])
     reader = LocalService(READER, (context.device,), name="memory reader", log=log, env=env)
     try:
@@ -152,7 +157,7 @@ def _maps_memory(context: Context, name: str, trainers: LocalRanks) -> bool:
 def _death(
     context: Context, family: str, recipe: Recipe, trainers: LocalRanks, engine: LocalService, info: dict[str, Any]
 ) -> None:
-    """The last trainer dies in an update: the engine and the other trainers must notice and name it."""
+    """Let the last trainer die in an update. The engine and the other trainers must notice it and name the rank."""
     if trainers.size < 2:
         context.not_run(f"{family}: a death in an update", "needs two trainers")
         return
@@ -178,7 +183,7 @@ def _death(
             errors.append("returned")
         except TimeoutError:
             errors.append("still waits")
-        except Exception as error:  # noqa: BLE001 - whatever it is, it has ended
+        except Exception as error:  # noqa: BLE001 - any exception ends the wait
             errors.append(" ".join(str(error).split()))
     took = time.monotonic() - began
     context.at_most(
@@ -189,5 +194,5 @@ def _death(
 
 
 def names_trainer(text: str, rank: int) -> bool:
-    """Whether `text` is about this trainer: a number of seconds is no rank."""
+    """Return True if `text` names this trainer, and not only a number such as seconds."""
     return re.search(rf"\btrainer (rank )?{rank}\b", text) is not None

@@ -1,4 +1,4 @@
-"""Stage 1: single layers as the platform builds them, against float64 references on the CPU."""
+"""Stage 1, kernels: single layers as the platform builds them, compared with float64 references on the CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FAMILIES = ("dense", "moe", "mla")
 
 
 def run(context: Context) -> None:
-    """float32 and bfloat16, with deterministic kernels; every call twice."""
+    """Check layers in float32 and bfloat16, with deterministic kernels. Each layer is called twice."""
     for family in _FAMILIES:
         write_family(family, context.shared)
     context.doing("starting one rank")
@@ -28,7 +28,7 @@ def run(context: Context) -> None:
 
 
 def record(context: Context, errors: list[Error], outcomes: list[Outcome], dtype: str) -> None:
-    """Keep a check of every layer and of every condition."""
+    """Record a check for every layer and every condition."""
     for error in errors:
         _record(context, error, dtype)
     for outcome in outcomes:
@@ -36,7 +36,7 @@ def record(context: Context, errors: list[Error], outcomes: list[Outcome], dtype
 
 
 def _record(context: Context, error: Error, dtype: str) -> None:
-    """A kernel that a device has for bfloat16 alone is no failure: trainers compute in bfloat16 there."""
+    """Record one error. On devices a missing float32 kernel is NOT RUN, since trainers use bfloat16 there."""
     name = f"{dtype} {error.check or error.kernel}"
     if error.problem and dtype == "float32" and not context.tiny:
         context.not_run(name, error.problem)

@@ -1,4 +1,4 @@
-"""Stage 2: four tiny models in several layouts against references; checkpoint, offload and resume on the way."""
+"""Stage 2, model parity: four tiny models in several layouts, compared with references; checkpoint, offload, resume."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from megarl.commands.accept.ranks import LocalRanks, local_ranks
 from megarl.platform.adaptor import adaptor
 
 RANK = "megarl.commands.accept.parity_rank:ParityRank"
-LIMITS = {"float32": 1e-4, "bfloat16": 2e-2}  # float32: of the largest difference, bfloat16: of the mean, in nats
-AFTER = {"float32": 2e-4, "bfloat16": 8e-2}  # after two steps: in bfloat16 weights are rounded, and experts chosen anew
-GRADIENT = {"float32": 1e-3, "bfloat16": 3e-2}  # relative, of the norm
-LAYER = {"float32": 1e-4, "bfloat16": 5e-2}  # relative, of a layer's output: names the first layer that differs
-TENSOR = {"float32": 1e-3, "bfloat16": 2e-1}  # relative, of a tensor's gradient: names the tensor
-RESUMED = 5e-3  # nats, on devices, whose kernels may add in any order; on a CPU a resumed step is the same bit for bit
+LIMITS = {"float32": 1e-4, "bfloat16": 2e-2}  # nats: largest difference in float32, mean difference in bfloat16
+AFTER = {"float32": 2e-4, "bfloat16": 8e-2}  # after two steps; bfloat16 rounds weights, which may change expert choices
+GRADIENT = {"float32": 1e-3, "bfloat16": 3e-2}  # relative error of the gradient norm
+LAYER = {"float32": 1e-4, "bfloat16": 5e-2}  # relative error of a layer's output, to find the first different layer
+TENSOR = {"float32": 1e-3, "bfloat16": 2e-1}  # relative error of a tensor's gradient norm
+RESUMED = 5e-3  # nats, on devices, whose kernels add in any order; on a CPU a resumed step must be bitwise equal
 
-SWAPPED = "swap_optimizer"  # a setting of what adapts Megatron to the device: states lie on the host between updates
+SWAPPED = "swap_optimizer"  # setting of the device's adaptor: optimizer states are in host memory between updates
 TP, PP, EP, CP = "tensor_parallel", "pipeline_parallel", "expert_parallel", "context_parallel"
 
 
-# On a CPU, where tests of the layouts run in every change: each cut once or twice.
+# On a CPU, where the test suite covers the layouts, each kind of parallelism is tested once or twice.
 _TINY: dict[str, list[dict[str, Any]]] = {
     "dense": [{TP: 2}, {CP: 2}],
     "moe": [{EP: 2}, {TP: 2, "expert_tensor_parallel": 2}],
@@ -36,11 +36,11 @@ _TINY: dict[str, list[dict[str, Any]]] = {
 }
 
 
-_TINY_SAVED = {1: ("mla", "vl"), 2: ("dense", "moe")}  # families whose checkpoint a CPU writes, by processes
+_TINY_SAVED = {1: ("mla", "vl"), 2: ("dense", "moe")}  # number of processes -> families with a checkpoint test on a CPU
 
 
 def layouts(size: int, family: str, tiny: bool = False) -> list[dict[str, Any]]:
-    """The layouts of `size` processes that a family is tried in: fields of the recipe's megatron section."""
+    """Return the layouts of `size` processes for a family: fields of the recipe's section `megatron`."""
     experts = family in ("moe", "mla")
     if size == 1:
         recomputed = family == "mla" or (family == "dense" and not tiny)
@@ -56,7 +56,7 @@ def layouts(size: int, family: str, tiny: bool = False) -> list[dict[str, Any]]:
 
 
 def run(context: Context) -> None:
-    """Every family in every layout that the devices of one node allow."""
+    """Check every family in every layout that fits on one node."""
     for family in FAMILIES:
         write_family(family, context.shared)
     sizes = [size for size in (1, 2, 4) if size <= context.settings.devices]
@@ -73,7 +73,7 @@ def run(context: Context) -> None:
 
 
 def _try(context: Context, case: Case, ranks: LocalRanks) -> None:
-    """A device whose kernels have no float32 fails nothing: trainers compute in bfloat16 there."""
+    """Run one case. On devices an error in float32 is NOT RUN, since trainers use bfloat16 there."""
     try:
         answers = ranks.call("run", case)
     except RuntimeError as error:
@@ -85,7 +85,7 @@ def _try(context: Context, case: Case, ranks: LocalRanks) -> None:
 
 
 def cases(context: Context, size: int, families: list[str]) -> Iterator[Case]:
-    """The cases of one group of processes. A checkpoint is written in the first layout of each family."""
+    """Yield the cases of one group of processes. The first layout of each family also tests a checkpoint."""
     for family in families:
         for number, megatron in enumerate(layouts(size, family, context.tiny)):
             saved = number == 0 and (not context.tiny or family in _TINY_SAVED[size])
@@ -101,7 +101,7 @@ def cases(context: Context, size: int, families: list[str]) -> Iterator[Case]:
 
 
 def judge_case(context: Context, case: Case, answers: list[dict[str, Any]], resumed: float = 0.0) -> None:
-    """Keep the checks of one case. `answers`: of its ranks; `resumed`: limit of the difference after a resume."""
+    """Record the checks of one case. `answers`: results of its ranks; `resumed`: limit of the difference after a resume."""
     golden, dtype = read_golden(case.family), case.dtype
     layer, difference = first_layer_apart(golden, answers[0]["sketches"], LAYER[dtype])
     cause = f"layer {layer} is the first that differs, by {difference:.2g}" if layer else "every layer's output agrees"
@@ -125,12 +125,12 @@ def judge_case(context: Context, case: Case, answers: list[dict[str, Any]], resu
     if case.folder:
         context.at_most(
             f"{case.name}: resumed from a checkpoint", float(np.max([answer["resumed"] for answer in answers])), limit=resumed,
-            unit="nats", cause="a step after a resume is another than the unbroken run's",
+            unit="nats", cause="a step after a resume differs from the uninterrupted run",
         )  # fmt: skip
 
 
 def gathered(answers: list[dict[str, Any]], name: str) -> np.ndarray:
-    """Log-probs [T] of the whole batch, from the ranks that report."""
+    """Concatenate the ranks' log-probs to those of the whole batch, [T]."""
     parts: dict[int, np.ndarray] = {}
     for answer in answers:
         parts |= answer[name]
@@ -138,14 +138,16 @@ def gathered(answers: list[dict[str, Any]], name: str) -> np.ndarray:
 
 
 def apart(values: np.ndarray, right: np.ndarray, dtype: str) -> float:
-    """How far log-probs are from the reference: the largest difference in float32, the mean one in bfloat16."""
+    """Return the largest (float32) or mean (bfloat16) difference of log-probs from the reference, in nats."""
     difference = np.abs(values.astype(np.float64) - right)
     return float(difference.max() if dtype == "float32" else difference.mean())
 
 
 def first_layer_apart(golden: Golden, table: np.ndarray, limit: float) -> tuple[int, float]:
-    """The first layer, from 1, whose output differs by more than `limit`, with its relative difference; layer 0 and the
-    largest difference where none does. `table`: [layers, SKETCHES + 1]."""
+    """Return the first layer (from 1) with a relative difference above `limit`, and this difference.
+
+    If there is none, return layer 0 and the largest difference. `table`: [layers, SKETCHES + 1].
+    """
     difference = table[:, :SKETCHES].astype(np.float64) - golden.sketches
     relative = np.sqrt((difference**2).mean(1) / golden.squares)
     over = np.nonzero(~(relative <= limit))[0]
@@ -153,7 +155,7 @@ def first_layer_apart(golden: Golden, table: np.ndarray, limit: float) -> tuple[
 
 
 def worst_tensor(golden: Golden, norms: dict[str, float]) -> tuple[str, float]:
-    """The tensor whose gradient's norm differs most, relative to the reference's; "" where none were compared."""
+    """Return the tensor whose gradient norm differs most, and its relative difference; ("", 0.0) without tensors."""
     largest = max(golden.tensor_norms.values())
     shares = {
         name: abs(norms[name] - right) / max(right, 1e-3 * largest)

@@ -1,4 +1,4 @@
-"""Stage 6: `megarl train` on tiny models, colocated and one step off; then the recipe with few layers, or its tiny copy."""
+"""Stage 6, rl step: `megarl train` with tiny models, then with the recipe reduced to few layers or to a tiny copy."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ from megarl.observe.metrics import read_metrics
 from megarl.platform.kinds import kind_of
 
 STEPS, TINY_STEPS = 3, 2
-TRACED = 2  # the step that is traced for the bundle: the first compiles and warms up
-RATIO = 0.02  # that the mean importance ratio of the first update may be off 1
-PLANNED = 1.1  # peak memory of a trainer, of the plan's
-GAP = 0.02  # nats, mean, of the first step of weights that are the engine's
+TRACED = 2  # the step with a trace for the bundle; the first one compiles and warms up
+RATIO = 0.02  # largest difference of the first update's mean importance ratio from 1
+PLANNED = 1.1  # limit of a trainer's peak memory, relative to the plan
+GAP = 0.02  # nats, mean, for samples of the current weights
 TENSORS = ("weights", "gradients", "optimizer", "activations", "logits", "Adam's step", "exchange buffers")
 _LINES = 3  # last lines of a failed run's output in its cause
 
 
 def run(context: Context) -> None:
-    """Three steps of each kind, with a checkpoint and a resume; then the recipe on these devices.
+    """Train a tiny model colocated and one step off, with a checkpoint and a resume; then train the recipe.
 
-    On a CPU two steps of each kind: the run that resumes is the one that samples a step ahead."""
+    Each run has three steps. On a CPU each has two, and the run that resumes is the one that samples one step ahead.
+    """
     model = write_family("dense" if context.tiny else "moe", context.shared)
     context.doing("writing data")
     data = context.shared / "data"
@@ -59,7 +60,7 @@ def run(context: Context) -> None:
 
 
 def recipe_of(context: Context, model: Path, data: Path, placement: str) -> dict[str, Any]:
-    """A recipe of a tiny model, as YAML has it. A coin decides rewards, so that random answers teach something."""
+    """Return a recipe for a tiny model, as a YAML mapping. A coin as scorer gives random answers different rewards."""
     apart, steps = placement == "disaggregated", TINY_STEPS if context.tiny else STEPS
     trainers = 1 if context.tiny else max(1, min(context.settings.devices // (2 if apart else 1), 8))
     return {
@@ -94,7 +95,7 @@ def recipe_of(context: Context, model: Path, data: Path, placement: str) -> dict
 
 
 def traces(context: Context) -> dict[str, Any]:
-    """Keys of `observe` that trace one step: trainer 0, and on devices engine 0, with its kernels and counters."""
+    """Return the keys of `observe` that trace one step of trainer 0, and on devices of engine 0 with its counters."""
     tracing = kind_of(context.device).tracing
     keys: dict[str, Any] = {"profile_steps": [TRACED], "profile_engines": [] if context.tiny else [0]}
     if "level1" in tracing.levels:
@@ -118,9 +119,7 @@ def _train(
     compares: bool = True,
     first: bool = False,
 ) -> list[dict[str, Any]]:
-    """Run `megarl train` as a user does, check every line of its metrics, and return these; none where it failed.
-
-    compares, first: see `judge_metrics`."""
+    """Run `megarl train`, check its metrics, and return them, or [] if it failed. `compares`, `first`: `judge_metrics`."""
     context.doing(f"{name}: megarl train {recipe.name}")
     log = context.folder / f"{name.replace(',', '').replace(' ', '-')}.log"
     environ = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
@@ -150,10 +149,10 @@ def judge_metrics(
     compares: bool = True,
     first: bool = False,
 ) -> None:
-    """Check that every step is there, every number is finite, no update was skipped, and engine and trainer agree.
+    """Check that all steps ran, all numbers are finite, no update was skipped, and engine and trainer agree.
 
-    compares: whether some step must compare log-probs of fresh samples with the trainer's. first: whether step 1 has a
-    single update, whose importance ratios are 1 but for rounding.
+    compares: some step must compare the log-probs of fresh samples with the trainer's. first: step 1 has a single
+    update, whose importance ratios are 1 apart from rounding.
     """
     context.equal(f"{name}: steps", str([line["step"] for line in lines]), str(list(range(1, steps + 1))))
     wrong = [
@@ -162,7 +161,7 @@ def judge_metrics(
         for key, value in line.items()
         if isinstance(value, float) and not math.isfinite(value)
     ]
-    context.equal(f"{name}: metrics that are no finite numbers", len(wrong), 0, cause="; ".join(wrong[:3]))
+    context.equal(f"{name}: metrics that are not finite", len(wrong), 0, cause="; ".join(wrong[:3]))
     skipped = sum(line.get("actor/skipped_updates", 0.0) for line in lines)
     context.equal(f"{name}: skipped updates", skipped, 0.0, cause="a gradient was not finite")
     fresh = [
@@ -173,7 +172,7 @@ def judge_metrics(
     if fresh:
         context.at_most(
             f"{name}: log-probs of engine against trainer", max(fresh), limit=GAP, unit="nats",
-            cause="engines sample from other weights, or compute another model",
+            cause="engines have other weights, or compute another model",
         )  # fmt: skip
     elif compares:
         cause = "metrics.jsonl has no rollout/logprob_gap_mean of fresh samples"
@@ -188,33 +187,35 @@ def judge_metrics(
 
 
 def _ratios(context: Context, name: str, line: dict[str, Any]) -> None:
-    """Check the mean importance ratio of step 1: of the weights that are updated to those whose log-probs are the old ones, and
-    of the old log-probs to those of the engine."""
-    missing = math.nan  # which no limit passes
+    """Check two mean importance ratios of step 1: update to old log-probs, and old log-probs to the engine's."""
+    missing = math.nan  # fails every limit
     context.at_most(
         f"{name}: importance ratio of the first update, less 1", abs(line.get("actor/ratio", missing) - 1), limit=RATIO,
-        cause="the update computes other log-probs than the pass before it, of the same weights",
+        cause="the update and the pass before it compute different log-probs with the same weights",
     )  # fmt: skip
     behaviour = behaviour_ratio(line)
     context.at_most(
         f"{name}: ratio of trainer to engine before the first update, less 1", abs(behaviour - 1), limit=RATIO,
-        cause=f"a token is {behaviour:.4g} times as likely to the trainer as to the engine, in the mean",
+        cause=f"on average, a token's probability in the trainer is {behaviour:.4g} times that in the engine",
     )  # fmt: skip
 
 
 def behaviour_ratio(line: dict[str, Any]) -> float:
-    """Mean over tokens of p(trainer) / p(engine) = exp(d): the estimators are k1 = mean(-d), k3 = mean(exp(d) - d - 1)."""
+    """Return the mean of p(trainer) / p(engine) = exp(d) over tokens: 1 + k3 - k1.
+
+    The metrics are k1 = mean(-d) and k3 = mean(exp(d) - d - 1).
+    """
     k1, k3 = line.get("rollout/logprob_gap_k1", math.nan), line.get("rollout/logprob_gap_k3", math.nan)
     return float(1 + k3 - k1)
 
 
 def _of_recipe(context: Context) -> None:
-    """The recipe on these devices: full widths with few layers on devices, a tiny copy on a CPU."""
+    """Train the recipe: on devices with full widths and few layers, on a CPU as a tiny copy."""
     if not context.settings.recipe:
         context.not_run("the recipe's steps", "no recipe was named")
         return
     if context.tiny:
-        cause = "the peak of a process on a CPU has its libraries in it, and a plan counts tensors"
+        cause = "on a CPU the peak includes the process's libraries, and a plan only counts tensors"
         context.not_run("the recipe: peak memory of a trainer against the plan", cause)
         _tiny_copy(context)
         return
@@ -236,12 +237,12 @@ def _of_recipe(context: Context) -> None:
         lines = _train(context, "the recipe with few layers", cut.path, cut.recipe.train.steps, compares=False)
         _against_the_plan(context, cut, lines)
     finally:
-        for name in ("model", "runs/cut/checkpoints"):  # what is large
+        for name in ("model", "runs/cut/checkpoints"):  # large files
             shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def _against_the_plan(context: Context, cut: Cut, lines: list[dict[str, Any]]) -> None:
-    """Check the peak of torch's allocator in a trainer against what `megarl plan` counts of tensors there."""
+    """Compare the peak of torch's allocator in a trainer with the tensors that `megarl plan` counts."""
     name = "the recipe with few layers: peak memory of a trainer"
     peak = peak_of(lines)
     if not peak:
@@ -262,13 +263,15 @@ def _against_the_plan(context: Context, cut: Cut, lines: list[dict[str, Any]]) -
 
 
 def peak_of(lines: list[dict[str, Any]]) -> float:
-    """GiB that the fullest trainer's allocator has held."""
+    """Return the largest peak of a trainer's allocator in GiB."""
     return max((line.get("perf/max_memory_allocated_gb", 0.0) for line in lines), default=0.0)
 
 
 def planned_peak(places: Sequence[DeviceUses]) -> tuple[str, float]:
-    """The phase in which a trainer's own tensors take the most, and their GiB; engines' and libraries' are left out, which
-    the trainer's allocator does not count."""
+    """Return the phase in which a trainer's tensors need the most memory, and their GiB.
+
+    Memory of engines and libraries is excluded, since the trainer's allocator does not count it.
+    """
     sums = {
         (use.phase, place.name): sum(use.parts.get(part, 0) for part in TENSORS) / 2**30
         for place in places
@@ -279,7 +282,7 @@ def planned_peak(places: Sequence[DeviceUses]) -> tuple[str, float]:
 
 
 def _tiny_copy(context: Context) -> None:
-    """Train a tiny copy of the recipe: its settings, its layout as far as these devices go, its model shrunk."""
+    """Train a tiny copy of the recipe, with a layout for these devices."""
     from megarl.commands.rehearse.tiny_copy import make_tiny_copy
 
     context.doing("making a tiny copy of the recipe")
@@ -292,6 +295,6 @@ def _tiny_copy(context: Context) -> None:
 
 
 def last_lines(log: Path) -> str:
-    """The end of a run's output, with the cause of its failure."""
+    """Return the end of a run's output, which has the cause of a failure."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return " / ".join(lines[-_LINES:])[-400:]

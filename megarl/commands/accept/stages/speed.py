@@ -1,4 +1,4 @@
-"""Stage 7: rates of devices and links, training and decoding of a tiny model; a calibration file for `megarl plan`."""
+"""Stage 7, speed: rates of devices and links, training and decoding of a tiny model, a calibration for `megarl plan`."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ TRAIN_SIZE, TRAIN_REPEATS = 8, 10
 
 
 def run(context: Context) -> None:
-    """Report rates of each operation beside those of the table of devices; only a crash fails this stage."""
+    """Report the rate of each operation and its share of the rate in the table of devices. Only a crash fails the stage."""
     rates: dict[str, CalibrationEntry] = {}
     observations: list[Observation] = []
     context.doing("timing products, copies and the optimizer")
-    # On a CPU, whose processes have no links, one.
+    # One rank on a CPU, since its processes have no links.
     with local_ranks(context, RANK, 1 if context.tiny else min(context.settings.devices, 8), name="rates") as ranks:
         name = ranks.call("describe")[0]["device"]
         device = devices()["CPU"] if context.tiny else device_of(name)
         _rates(context, ranks, rates, device)
     _training(context, observations)
     _decoding(context, observations)
-    for one in observations:
-        context.figure(one.name, one.value, unit=one.unit)
+    for observation in observations:
+        context.figure(observation.name, observation.value, unit=observation.unit)
     if device is None:
         context.not_run(
             "calibration.yaml", f"{name} is not in the table of devices: docs/planner.md says how to add it"
@@ -64,7 +64,7 @@ def run(context: Context) -> None:
 
 
 def _rates(context: Context, ranks: LocalRanks, rates: dict[str, CalibrationEntry], device: Device | None) -> None:
-    """Reached rates; of several devices the slowest, since all wait for it."""
+    """Measure rates. The result for several devices is the slowest one, since all wait for it."""
     tiny = context.tiny
     side, elements = (512, 1 << 20) if tiny else (8192, 1 << 28)
     expected: dict[str, float] = {}
@@ -93,7 +93,7 @@ def _rates(context: Context, ranks: LocalRanks, rates: dict[str, CalibrationEntr
 
 
 def _training(context: Context, observations: list[Observation]) -> None:
-    """Tokens per second of one trainer of the tiny dense model."""
+    """Measure the tokens per second of one trainer of the tiny dense model."""
     context.doing("timing a trainer")
     write_family("dense", context.shared)
     recipe = tiny_recipe(context, "dense", 1)
@@ -112,7 +112,7 @@ def _training(context: Context, observations: list[Observation]) -> None:
 
 
 def _decoding(context: Context, observations: list[Observation]) -> None:
-    """Tokens per second of an engine at several numbers of sequences, and of reading prompts."""
+    """Measure the tokens per second of an engine: decoding with several numbers of sequences, and prefill."""
     context.doing("timing an engine")
     recipe = tiny_recipe(context, "dense", 1)
     tokens, counts = (24, (1, 8)) if context.tiny else (128, (1, 32, 128))
@@ -141,11 +141,11 @@ def _decoding(context: Context, observations: list[Observation]) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of the packages that speed depends on."""
-    known = {}
-    for name in sorted({name for kind in KINDS for one in kind.sets for name in one.packages}):
+    """Return the installed versions of the packages in the version sets."""
+    installed = {}
+    for name in sorted({name for kind in KINDS for version_set in kind.sets for name in version_set.packages}):
         try:
-            known[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return known
+    return installed
