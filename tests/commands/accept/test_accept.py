@@ -242,7 +242,7 @@ class TestBundle:
         with tarfile.open(archive) as tar:
             names = {name.rpartition("/")[2] for name in tar.getnames()}
         assert "rank0.json.gz" in names and "rank1.json.gz" not in names
-        assert any("1 files of traces, beyond 2 MiB" in problem for problem in problems)
+        assert any("1 files of traces, above 2 MiB" in problem for problem in problems)
 
     def test_commands_of_each_device(self, monkeypatch):
         """hccn_tool for every device; a command that is not installed is named once."""

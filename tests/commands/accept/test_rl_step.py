@@ -102,7 +102,7 @@ class TestEngineOfTheRecipe:
         context.__dict__["recipe"] = recipe
         engine._of_recipe(context)
         (check,) = context.checks
-        assert check.verdict == "NOT RUN" and "absent holds no config.json" in check.cause
+        assert check.verdict == "NOT RUN" and "absent has no config.json" in check.cause
 
 
 class TestExchange:
@@ -285,7 +285,7 @@ class TestFewLayers:
         assert cut.split(recipe, 8) == (8, 8)
         recipe.cluster.placement = "disaggregated"
         assert cut.split(recipe, 16) == (8, 8) and cut.split(recipe, 8) == (4, 4) and cut.split(recipe, 3) == (2, 1)
-        with pytest.raises(cut.CannotCut, match="there is one"):
+        with pytest.raises(cut.CannotCut, match="this node has one"):
             cut.split(recipe, 1)
 
     def test_copy_of_a_recipe(self, tmp_path):
@@ -320,5 +320,5 @@ class TestFewLayers:
     def test_recipe_without_its_model_is_not_copied(self, tmp_path):
         recipe = tmp_path / "r.yaml"
         recipe.write_text("model: {path: absent}\ndata: {train_files: [data/gsm8k/train.parquet]}\n")
-        with pytest.raises(cut.CannotCut, match=r"absent holds no config\.json"):
+        with pytest.raises(cut.CannotCut, match=r"absent has no config\.json"):
             cut.make_cut(recipe, [], tmp_path, "cpu", 4)
