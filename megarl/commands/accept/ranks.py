@@ -124,7 +124,7 @@ def rank_environment(context: Context, *, deterministic: bool = False) -> dict[s
 def local_ranks(
     context: Context, class_path: str, size: int, *args: Any, name: str = "ranks", deterministic: bool = False
 ) -> Iterator[LocalRanks]:
-    """`size` processes on this machine that each construct `class_path(device, *args)`; logs in the folder `name`."""
+    """Start `size` processes on this machine that each construct `class_path(device, *args)`, with logs in `name`."""
     env = rank_environment(context, deterministic=deterministic)
     ranks = LocalRanks(context.folder / name, class_path, (context.device, *args), size, env)
     try:
@@ -135,7 +135,7 @@ def local_ranks(
 
 @contextlib.contextmanager
 def all_ranks(context: Context, class_path: str, *args: Any, name: str = "ranks") -> Iterator[Ranks]:
-    """A process on every device of every node."""
+    """Start a process on every device of every node."""
     if context.settings.nodes == 1:
         with local_ranks(context, class_path, context.devices, *args, name=name) as ranks:
             yield ranks

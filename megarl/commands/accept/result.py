@@ -55,7 +55,7 @@ class StageResult:
     files: tuple[str, ...] = field(default=())  # within the stage's folder: stacks and logs of a failure
 
     def line(self) -> str:
-        """`1 kernels: PASS` or `3 collectives: FAIL (reason)`."""
+        """Format the verdict: `1 kernels: PASS` or `3 collectives: FAIL (reason)`."""
         reason = f" ({self.reason})" if self.reason else ""
         return f"{self.number} {self.name}: {self.verdict}{reason}"
 

@@ -1,1 +1,1 @@
-"""`megarl compare A B`: curves and speed of two runs."""
+"""`megarl compare A B`: compare the curves and the speed of two runs."""

@@ -1,1 +1,1 @@
-"""From a verl script or command line to a recipe."""
+"""Converter from verl's scripts and command lines to recipes."""

@@ -30,7 +30,7 @@ EXPECTED = {
     "parity one_gradient": "model.layers.2.self_attn.o_proj.weight differs most",
     "parity learning_rate": "the optimizer's steps differ",
     "parity offload_loses": "log-probs after 2 steps",
-    "parity checkpoint_loses": "a step after a resume is another than the unbroken run's",
+    "parity checkpoint_loses": "a step after a resume differs from the uninterrupted run",
 }
 
 

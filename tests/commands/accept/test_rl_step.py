@@ -167,7 +167,7 @@ class TestStep:
         [
             ({"actor/pg_loss": float("nan")}, "step 2: actor/pg_loss is nan"),
             ({"actor/skipped_updates": 1.0}, "a gradient was not finite"),
-            ({"rollout/logprob_gap_mean": 0.3}, "engines sample from other weights"),
+            ({"rollout/logprob_gap_mean": 0.3}, "engines have other weights"),
         ],
     )
     def test_bad_metrics(self, context, change, words):
