@@ -104,7 +104,7 @@ def test_late_rank_is_found_among_processes(tmp_path, monkeypatch):
         (3, "collective_rank", "absent_rank", "not finished after 60 s at: collectives in the group tensor", 60),
         (4, "engine_probe", "leaking_sleep", "host memory kept by a cycle of sleep", 400),
         (4, "engine_probe", "other_temperature", "engine and trainer compute different models", 400),
-        (5, "engine_probe", "old_weights", "the engine samples from other weights than the trainers'", 400),
+        (5, "engine_probe", "old_weights", "the engine's weights differ from the trainers'", 400),
     ],
 )
 def test_fault_among_processes_is_named(tmp_path, monkeypatch, stage, module, fault, words, seconds):
