@@ -16,8 +16,9 @@ from megarl.agents.toolbox import Caller, Toolbox
 from megarl.agents.trajectory import AgentLoop
 from megarl.data.tokenizer import Tokenizer
 from megarl.errors import NotHereError, as_recipe_error
-from megarl.recipe.agent import AgentConfig, uses_tools
+from megarl.recipe.agent import AgentConfig
 from megarl.recipe.schema import Recipe
+from megarl.recipe.uses import uses_tools
 
 
 @dataclass(frozen=True)

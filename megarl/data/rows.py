@@ -52,7 +52,7 @@ def iterate_rows(file: Path, *layouts: Sequence[str], optional: Sequence[str] = 
         ValueError: the file is missing, unreadable, of an unknown format or lacks a required column (the message lists its
             columns).
     """
-    _check_file(file)
+    check_file(file)
     yield from (_parquet_rows if file.suffix == ".parquet" else _jsonl_rows)(file, layouts, optional)
 
 
@@ -62,7 +62,7 @@ def sample_rows(file: Path, count: int, *layouts: Sequence[str], optional: Seque
     From a parquet file with many row groups only a few groups are read, so that any file takes seconds. ValueError if the
     file has no rows.
     """
-    _check_file(file)
+    check_file(file)
     read = _parquet_sample if file.suffix == ".parquet" else _jsonl_sample
     rows, total = read(file, count, layouts, optional)
     if not total:
@@ -143,7 +143,7 @@ def write_parquet(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path, compression="zstd")
 
 
-def _check_file(file: Path) -> None:
+def check_file(file: Path) -> None:
     if not file.is_file():
         raise ValueError(f"{file}: no such file{_neighbours(file)}")
     if file.suffix not in (".parquet", ".jsonl"):

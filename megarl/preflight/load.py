@@ -1,27 +1,28 @@
-"""Load a recipe and check it, naming the file that set a wrong value."""
+"""Load a recipe and check its values. Errors name the file that set a wrong value."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.errors import RecipeError
-from megarl.preflight.recipe.general import validate
+from megarl.errors import RecipeError, raise_all
+from megarl.preflight.recipe.general import recipe_errors
 from megarl.recipe.load import read_recipe
 from megarl.recipe.schema import Recipe
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, check: bool = True) -> Recipe:
-    """Read the recipe at `path`, apply dotted `overrides` ("rollout.temperature=0.7") and validate it.
+    """Read the recipe at `path`, apply dotted `overrides` ("rollout.temperature=0.7") and check it.
 
-    Raises RecipeError for a missing file, YAML that does not parse, an unknown key, a wrong type or
-    (with `check`) a combination that cannot work.
+    Raises RecipeError for a missing file, YAML that does not parse, unknown keys, wrong types and, with `check`, values and
+    combinations that cannot work. All independent errors are raised together, as RecipeErrors if there is more than one.
     """
-    recipe, origins = read_recipe(path, overrides)
+    reading = read_recipe(path, overrides)
+    errors: list[ValueError] = [*reading.errors]
     if check:
-        try:
-            validate(recipe)
-        except RecipeError as error:
-            error.origin = origins.get(error.key, f"{path} (default value)")
-            raise
-    return recipe
+        for error in recipe_errors(reading.recipe):
+            if isinstance(error, RecipeError):
+                error.origin = reading.origins.get(error.key, f"{path} (default value)")
+            errors.append(error)
+    raise_all(errors)
+    return reading.recipe

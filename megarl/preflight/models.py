@@ -4,6 +4,7 @@ files."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from megarl.algorithms.advantages import uses_critic
 from megarl.algorithms.objective import needs_teacher, teacher_top_k
 from megarl.data.tokenizer import Tokenizer, check_same_tokens, check_vocabulary, load_tokenizer
 from megarl.engines.specs import longest_sample
-from megarl.errors import NotHereError, RecipeError, as_recipe_error
+from megarl.errors import NotHereError, RecipeError, as_recipe_error, errors_of, raise_all
 from megarl.hf import published, weights
 from megarl.hf.config import context_length, text_fields
 from megarl.megatron.config_fields import check_extra
@@ -21,8 +22,8 @@ from megarl.megatron.model_checks import check_model, check_sizes
 from megarl.preflight.engines import check_experts, check_heads
 from megarl.recipe.critic import critic_view
 from megarl.recipe.header import shape_of
-from megarl.recipe.judge import uses_judge
 from megarl.recipe.schema import Recipe
+from megarl.recipe.uses import uses_judge
 
 Config = dict[str, Any]
 POLICY, CRITIC, TEACHER, JUDGE = "model.path", "critic.model_path", "teacher.path", "judge.path"
@@ -126,38 +127,48 @@ def read_tokenizer(recipe: Recipe, config: Config) -> Tokenizer:
 # --- what config.json tells ------------------------------------------------------------------------------------------
 
 
-def check_policy(recipe: Recipe, config: Config) -> None:
-    """Refuse a model that cannot be trained as asked, or sampled from. `config`: its config.json."""
-    check_known_model(config, POLICY, recipe.model.path)
-    check_layout(config, recipe.megatron, recipe.cluster.trainers)
-    check_lora(config, recipe.lora, recipe.megatron)
-    check_extra(recipe, config, "megatron")
+def policy_errors(recipe: Recipe, config: Config) -> Iterator[ValueError]:
+    """Yield errors of a policy that cannot be trained, or sampled from. `config`: its config.json."""
+    unknown = list(errors_of(check_known_model, config, POLICY, recipe.model.path))
+    yield from unknown
+    if unknown:  # the checks below read fields that may be missing
+        return
+    yield from errors_of(check_layout, config, recipe.megatron, recipe.cluster.trainers)
+    yield from errors_of(check_lora, config, recipe.lora, recipe.megatron)
+    yield from errors_of(check_extra, recipe, config, "megatron")
     if recipe.train.source == "rollout":
-        check_sampled(recipe, config)
+        yield from sampled_errors(recipe, config)
 
 
-def check_sampled(recipe: Recipe, config: Config) -> None:
-    """Refuse a model that its engines cannot sample from as asked."""
-    _check_context(recipe, config)
-    _check_pixels(recipe, config)
-    check_experts(recipe.rollout, config)
-    check_heads("rollout", recipe.rollout, config, spread=recipe.rollout.spreads_experts)
+def check_policy(recipe: Recipe, config: Config) -> None:
+    """Raise the errors of `policy_errors`."""
+    raise_all(policy_errors(recipe, config))
 
 
-def check_critic(recipe: Recipe, config: Config) -> None:
-    """Refuse a critic's model, or its layout. `config`: its config.json."""
+def sampled_errors(recipe: Recipe, config: Config) -> Iterator[ValueError]:
+    """Yield errors of a model that its engines cannot sample from."""
+    yield from errors_of(_check_context, recipe, config)
+    yield from errors_of(_check_pixels, recipe, config)
+    yield from errors_of(check_experts, recipe.rollout, config)
+    yield from errors_of(check_heads, "rollout", recipe.rollout, config, spread=recipe.rollout.spreads_experts)
+
+
+def critic_errors(recipe: Recipe, config: Config) -> Iterator[ValueError]:
+    """Yield errors of the critic's model and its layout. `config`: its config.json."""
     view = critic_view(recipe)
     key = CRITIC if recipe.critic.model_path else POLICY
-    check_known_model(config, key, view.model.path)
+    unknown = list(errors_of(check_known_model, config, key, view.model.path))
+    yield from unknown
+    if unknown:
+        return
     if "vision_config" in config:
         remedy = "name a language model in critic.model_path, or use another algorithm.advantage"
-        raise RecipeError(key, "a critic cannot be made of a vision-language model yet", remedy, value=view.model.path)
-    try:
-        check_layout(config, view.megatron, view.cluster.trainers)
-    except ValueError as error:
-        said = str(error).replace("megatron.", "critic.megatron.").replace("cluster.trainers", "critic.trainers")
-        raise ValueError(f"The critic cannot be laid out: {said}") from error
-    check_extra(view, config, "critic.megatron")
+        yield RecipeError(key, "a critic cannot be made of a vision-language model yet", remedy, value=view.model.path)
+        return
+    for error in errors_of(check_layout, config, view.megatron, view.cluster.trainers):
+        text = str(error).replace("megatron.", "critic.megatron.").replace("cluster.trainers", "critic.trainers")
+        yield ValueError(f"The critic cannot be laid out: {text}")
+    yield from errors_of(check_extra, view, config, "critic.megatron")
 
 
 def check_teacher(recipe: Recipe, config: Config) -> None:

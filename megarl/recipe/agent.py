@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Optional
+from typing import Literal, Optional
 
 from megarl.recipe.key import key
-
-if TYPE_CHECKING:
-    from megarl.recipe.schema import Recipe
 
 
 @dataclass
@@ -73,8 +70,3 @@ class AgentConfig:
         "Further attempts where a tool is not to be had (the sandbox or an MCP server fails; not where a call raises). After them the sample's group is left out and counted, as where a scorer fails.",
         at_least=0,
     )
-
-
-def uses_tools(recipe: Recipe) -> bool:
-    """Whether samples are made by an agent loop."""
-    return bool(recipe.agent.tools or recipe.agent.mcp)

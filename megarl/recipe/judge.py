@@ -4,12 +4,9 @@ megarl/preflight/run.py."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Optional
+from typing import Any, Literal, Optional
 
 from megarl.recipe.key import key
-
-if TYPE_CHECKING:
-    from megarl.recipe.schema import Recipe
 
 JUDGE = "judge"
 """What `reward.function` and `reward.functions` call it, and metrics, too."""
@@ -58,8 +55,3 @@ class JudgeConfig:
         "Seconds in which an engine of the judge finishes no group although some wait for it: the run then fails, naming it.",
         above=0,
     )
-
-
-def uses_judge(recipe: Recipe) -> bool:
-    """Whether the judge is a term of the reward."""
-    return recipe.reward.function == JUDGE or JUDGE in recipe.reward.functions

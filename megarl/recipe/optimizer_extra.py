@@ -25,7 +25,7 @@ DRIVEN = (
     "optimizer_cpu_offload", "optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params",
 )  # fmt: skip
 """Fields that a recipe may set."""
-_SHARE = "optimizer_offload_fraction"
+SHARE = "optimizer_offload_fraction"
 
 
 def optimizer_settings(config: OptimizerConfig) -> dict[str, Any]:

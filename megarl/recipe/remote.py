@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Optional
+from typing import Optional
 
 from megarl.recipe.key import key
-
-if TYPE_CHECKING:
-    from megarl.recipe.schema import RewardConfig
 
 
 @dataclass
@@ -30,7 +27,3 @@ class RemoteConfig:
     longest_wait: float = key(
         10.0, "Longest wait between two requests, in seconds. A service that asks for a longer one has failed.", above=0
     )
-
-
-def uses_remote(reward: RewardConfig) -> bool:
-    return reward.function == "remote" or "remote" in reward.functions

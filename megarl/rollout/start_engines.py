@@ -17,9 +17,9 @@ from megarl.engines.base import EngineSpec, EngineTraces
 from megarl.engines.specs import judge_spec, policy_spec, teacher_spec
 from megarl.platform.environment import RoleSettings
 from megarl.recipe.environment import variables
-from megarl.recipe.judge import uses_judge
 from megarl.recipe.observe import trace_options
 from megarl.recipe.schema import Recipe, RolloutConfig
+from megarl.recipe.uses import uses_judge
 from megarl.rollout.engine_handle import EngineHandle, JudgeHandle, TeacherHandle
 
 ROLLOUT_SERVER = "megarl.rollout.server:RolloutServer"

@@ -13,7 +13,7 @@ from megarl.checkpoint.folder import find_checkpoint, how_to_go_on, list_checkpo
 from megarl.checkpoint.identity import check_base, identity_of, weights_digest
 from megarl.checkpoint.manifest import MANIFEST, find_damage
 from megarl.errors import RecipeError
-from megarl.preflight.run import open_run_directory
+from megarl.preflight.run_directory import open_run_directory
 from megarl.recipe.load import to_yaml
 from megarl.recipe.schema import Recipe
 from megarl.recipe.training import ModelConfig

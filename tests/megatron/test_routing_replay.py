@@ -14,7 +14,7 @@ import transformers
 
 from megarl.errors import RecipeError
 from megarl.preflight.recipe.general import validate
-from megarl.preflight.run import check_device
+from megarl.preflight.settings import check_device
 from megarl.recipe.schema import Recipe
 from tests.support.megatron_models import LENGTHS, write_model
 from tests.support.trainer_processes import run_cases
@@ -148,7 +148,7 @@ def recipe(**changes: Any) -> Recipe:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"replay": "rollout", "train__source": "sft", "algorithm__loss": "sft"}, "routed once"),
+        ({"replay": "rollout", "train__source": "sft", "algorithm__loss": "sft"}, "routes each token only once"),
         ({"replay": "old_log_probs", "megatron__extra": {"moe_router_fusion": True}}, "cannot replay"),
     ],
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megarl import load_recipe, platform
-from megarl.commands.plan.preflight import Checked, _check_run
+from megarl.commands.plan.preflight import check_run
 from megarl.engines.base import EngineTraces
 from megarl.engines.vllm.args import _profiler_config
 from megarl.errors import RecipeError
@@ -21,6 +21,7 @@ from megarl.platform.cpu import CPUPlatform
 from megarl.platform.kinds import kind_of
 from megarl.platform.tracing import TraceOptions
 from megarl.preflight.environment import environment_notices
+from megarl.preflight.findings import Survey
 from megarl.preflight.recipe.observe import check_traces
 from megarl.recipe.observe import traces_notice
 from megarl.rollout.engine_handle import EngineHandle
@@ -34,9 +35,9 @@ SFT = stack.ROOT / "recipes" / "tiny" / "sft.yaml"
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("observe.profile_steps=[2,31]", r"go from 1 to 30, and 31 is none"),
-        ("observe.profile_steps=[0]", r"0 is none"),
-        ("observe.profile_ranks=[2]", r"\(cluster\.trainers\) go from 0 to 1, and 2 is none"),
+        ("observe.profile_steps=[2,31]", r"go from 1 to 30, and 31 is outside"),
+        ("observe.profile_steps=[0]", r"0 is outside"),
+        ("observe.profile_ranks=[2]", r"\(cluster\.trainers\) go from 0 to 1, and 2 is outside"),
         ("observe.profile_ranks=[]", "nothing would be traced"),
         ("observe.profile_engines=[0]", "train.source=sft has no engines"),
         ("observe.trackers=[wand]", "no tracker 'wand'"),
@@ -53,16 +54,16 @@ GRPO = stack.ROOT / "recipes" / "tiny" / "grpo.yaml"
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (["cluster.device=npu", "observe.profile_level=level3"], "'level3' is not among them: .* level_none, level0"),
-        (["cluster.device=npu", "observe.profile_metrics=L2Cache"], "level1 and level2 alone"),
+        (["cluster.device=npu", "observe.profile_level=level3"], "'level3' is unknown: .* level_none, level0"),
+        (["cluster.device=npu", "observe.profile_metrics=L2Cache"], "only at level1 and level2"),
         (["cluster.device=npu", "observe.profile_level=level_none"], "profile_mstx=true"),
         (["cluster.device=npu", "observe.profile_export=json"], "text, db"),
         (["cluster.device=npu", "observe.profile_contents=[shapes]"], "add cpu or device"),
-        (["cluster.device=cuda", "observe.profile_level=level1"], "that of GPUs has none"),
-        (["cluster.device=cuda", "observe.profile_contents=[cpu,modules]"], "'modules' is not among them"),
+        (["cluster.device=cuda", "observe.profile_level=level1"], "profiler of GPUs has none"),
+        (["cluster.device=cuda", "observe.profile_contents=[cpu,modules]"], "'modules' is unknown"),
         (["cluster.device=cuda", "observe.profile_mstx=true"], "no such setting"),
         (["cluster.device=cpu", "observe.profile_analysis=false"], "no such setting"),
-        (["cluster.device=cpu", "observe.profile_contents=[device]"], "'device' is not among them"),
+        (["cluster.device=cpu", "observe.profile_contents=[device]"], "'device' is unknown"),
         (["observe.profile_engines=[9]"], r"engines \(rollout\.engines\) go from 0"),
         (["observe.profile_engines=[0]", "observe.profile_steps=[]"], "no step is traced"),
     ],
@@ -126,9 +127,9 @@ def test_traces_of_engines_that_sample_ahead_are_explained_before_the_start() ->
     recipe.rollout.max_staleness = 2
     notices = [notice for notice in environment_notices(recipe, CPUPlatform()) if "profile_engines" in notice]
     assert notices == [traces_notice(recipe)] and "sample up to 3 steps at a time" in notices[0]
-    found = Checked()
-    _check_run(recipe, found)
-    assert notices[0] in found.notes
+    result = Survey(recipe)
+    check_run(recipe, result)
+    assert notices[0] in result.texts("notice")
     recipe.observe.profile_engines = []
     assert traces_notice(recipe) is None
 

@@ -21,18 +21,18 @@ def load(tmp_path: Path, text: str) -> object:
 @pytest.mark.parametrize(
     ("text", "key", "words"),
     [
-        ("agent: {max_turns: 3}", "agent", "no tool is named: this section would change nothing"),
+        ("agent: {max_turns: 3}", "agent", "no tool is named, so this section has no effect"),
         ("agent: {tools: [a, a]}", "agent.tools", "named twice"),
-        ("agent: {tools: [a]}\ndata: {chat_template: false}", "data.chat_template", "written by a chat template"),
+        ("agent: {tools: [a]}\ndata: {chat_template: false}", "data.chat_template", "need a chat template"),
         (
             "agent: {tools: [a]}\ntrain: {source: sft}\nalgorithm: {advantage: none, loss: sft}",
             "agent",
-            "engines sample nothing where train.source is 'sft'",
+            "train.source=sft samples nothing",
         ),
         ("agent: {mcp: {s: {}}}", "agent.mcp.s", "one of the two"),
         ("agent: {mcp: {s: {url: 'http://x', command: [y]}}}", "agent.mcp.s", "one of the two"),
-        ("agent: {mcp: {s: {url: 'http://x', env: {A: b}}}}", "agent.mcp.s.env", "started by somebody else"),
-        ("agent: {mcp: {s: {url: 'http://x', pass_env: [A]}}}", "agent.mcp.s.pass_env", "started by somebody else"),
+        ("agent: {mcp: {s: {url: 'http://x', env: {A: b}}}}", "agent.mcp.s.env", "does not start a server"),
+        ("agent: {mcp: {s: {url: 'http://x', pass_env: [A]}}}", "agent.mcp.s.pass_env", "does not start a server"),
         ("agent: {tools: [a], max_turns: 0}", "agent.max_turns", "at least 1"),
         ("agent: {tools: [a], tool_timeout: 0}", "agent.tool_timeout", "above 0"),
         ("agent: {tools: [a], format: qwen}", "agent.format", "hermes"),

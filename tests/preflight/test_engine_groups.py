@@ -33,7 +33,7 @@ QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
         (
             ["rollout.engines=2", "rollout.data_parallel=2", "rollout.expert_parallel=false"],
             "expert_parallel",
-            "spreading experts is all that groups",
+            "exist only to spread experts",
         ),
     ],
 )

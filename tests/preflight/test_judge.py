@@ -20,17 +20,17 @@ ASKED = ["reward.functions={gsm8k: 1.0, judge: 0.5}", "judge.path=some/model", "
 @pytest.mark.parametrize(
     ("overrides", "key", "words"),
     [
-        (ASKED[:1], "judge.path", "there is no model for it"),
-        (ASKED[:2], "judge.prompt", "the judge is asked nothing"),
-        (["reward.function=judge", *ASKED[1:2]], "judge.prompt", "the judge is asked nothing"),
-        (ASKED[1:], "judge", "this section would change nothing"),
-        ([*ASKED, "judge.pattern='Score: [0-9'"], "judge.pattern", "it is no regular expression: unterminated"),
+        (ASKED[:1], "judge.path", "whose model is unset"),
+        (ASKED[:2], "judge.prompt", "the judge has no question"),
+        (["reward.function=judge", *ASKED[1:2]], "judge.prompt", "the judge has no question"),
+        (ASKED[1:], "judge", "this section has no effect"),
+        ([*ASKED, "judge.pattern='Score: [0-9'"], "judge.pattern", "it is not a regular expression: unterminated"),
         ([*ASKED, "judge.pattern='Score: [0-9]'"], "judge.pattern", "it has no group"),
-        ([*ASKED, "judge.temperature=0"], "judge.attempts", "greedy verdicts of one sample are all the same"),
+        ([*ASKED, "judge.temperature=0"], "judge.attempts", "every attempt returns the same verdict"),
         ([*ASKED, "judge.scale=0"], "judge.scale", "must be above 0"),
-        ([*ASKED, "reward.functions.judge=0"], "reward.functions.judge", "this is no weight"),
-        ([*ASKED, "reward.functions={judge: 1, 'mine:judge': 1}"], "reward.functions", "a name that 'judge' has already"),
-        ([*ASKED, "algorithm.advantage=remax"], "algorithm.advantage", "no judge can read it"),
+        ([*ASKED, "reward.functions.judge=0"], "reward.functions.judge", "a weight must be finite"),
+        ([*ASKED, "reward.functions={judge: 1, 'mine:judge': 1}"], "reward.functions", "which is the metric of 'judge'"),
+        ([*ASKED, "algorithm.advantage=remax"], "algorithm.advantage", "not kept for a judge to read"),
     ],
 )  # fmt: skip
 def test_refusals(overrides: list[str], key: str, words: str) -> None:

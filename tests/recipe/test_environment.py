@@ -80,11 +80,11 @@ def test_roles_have_their_own_variables() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("all.A=true", "a variable is a text or a whole number"),
-        ("all.A=1.5", "a variable is a text or a whole number"),
-        ("all.A-B=1", "this is no name of a variable"),
-        ("engines.HF_TOKEN=x", "this looks like a secret"),
-        ("engines.OPENAI_API_KEY=x", "this looks like a secret"),
+        ("all.A=true", "a variable must be a text or a whole number"),
+        ("all.A=1.5", "a variable must be a text or a whole number"),
+        ("all.A-B=1", "this is not the name of an environment variable"),
+        ("engines.HF_TOKEN=x", "the name suggests a secret"),
+        ("engines.OPENAI_API_KEY=x", "the name suggests a secret"),
         ("trainers.OMP_NUM_THREADS=8", "set cluster.threads"),
         ("all.ASCEND_RT_VISIBLE_DEVICES='0,1'", "megarl sets it for each process"),
         ("all.A='x\\ny'", None),

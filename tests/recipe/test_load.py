@@ -113,7 +113,7 @@ def test_refusals_name_the_file_that_is_to_blame(folder: Path) -> None:
 
 def test_filtered_sampling_at_another_temperature_is_refused(folder: Path) -> None:
     load_recipe(folder / "recipe.yaml", ["rollout.temperature=0.7"])
-    assert "renormalisation" in str(refused(folder, "rollout.temperature=0.7", "rollout.top_p=0.9"))
+    assert "renormalization" in str(refused(folder, "rollout.temperature=0.7", "rollout.top_p=0.9"))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_how_to_sample_says_nothing_where_an_evaluation_is_a_loss(folder: Path, 
     sft = ["train.source=sft", "algorithm.loss=sft", "data.eval_files=[x.jsonl]", "evaluation.every=5"]
     load_recipe(folder / "recipe.yaml", [*sft, "evaluation.limit=3", "evaluation.at_start=true"])
     error = refused(folder, *sft, f"evaluation.{override}")
-    assert error.key == f"evaluation.{override.split('=')[0]}" and "nothing is sampled" in str(error)
+    assert error.key == f"evaluation.{override.split('=')[0]}" and "samples nothing" in str(error)
     assert refused(folder, "train.source=sft", "algorithm.loss=sft", "evaluation.every=5").key == "data.eval_files"
 
 
@@ -157,7 +157,7 @@ def test_how_to_sample_says_nothing_where_an_evaluation_is_a_loss(folder: Path, 
     ("content", "words"),
     [
         ("base: nowhere.yaml\n", "no file"),
-        ("base: recipe.yaml\n", "ancestor"),
+        ("base: recipe.yaml\n", "among its own base files"),
         ("model: [unclosed\n", "not YAML"),
         ("- a\n", "mapping"),
     ],

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megarl.preflight.data import Prepared, prepare_rewards
 from megarl.preflight.load import load_recipe
 from megarl.preflight.recipe.reward import remote_notices
-from megarl.preflight.run import Prepared, _with_rewards
 from megarl.recipe import RecipeError
 from megarl.recipe.remote import RemoteConfig
 from megarl.recipe.schema import RewardConfig
@@ -292,9 +292,9 @@ def test_a_run_is_refused_before_it_starts_where_a_value_is_missing(
     prompts: Any = SimpleNamespace(data_sources=["mine"])
     prepared = Prepared(None, prompts, None, None, None, [])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"'remote' cannot be used here: .* MY_TOKEN, which is not set"):
-        _with_rewards(recipe, prepared)
+        prepare_rewards(recipe, prepared)
     monkeypatch.setenv("MY_TOKEN", SECRET)
-    assert "plain http to judge.example.com" in _with_rewards(recipe, prepared).notices[-1]
+    assert "plain http to judge.example.com" in prepare_rewards(recipe, prepared).notices[-1]
 
 
 def test_no_value_is_logged(
@@ -325,9 +325,9 @@ URL = "reward.remote.url=https://judge.example.com/score"
 @pytest.mark.parametrize(
     ("overrides", "key", "words"),
     [
-        (NAMED, "reward.remote.url", "no service"),
-        (("reward.functions={gsm8k: 1.0, remote: 0.5}",), "reward.remote.url", "no service"),
-        ((URL,), "reward.remote", "this section would change nothing"),
+        (NAMED, "reward.remote.url", "which has no URL"),
+        (("reward.functions={gsm8k: 1.0, remote: 0.5}",), "reward.remote.url", "which has no URL"),
+        ((URL,), "reward.remote", "this section has no effect"),
         ((*NAMED, "reward.remote.url=ftp://judge/score"), "reward.remote.url", "http or https"),
         ((*NAMED, "reward.remote.url=judge.example.com/score"), "reward.remote.url", "http or https"),
         ((*NAMED, "reward.remote.url='http://judge:port/'"), "reward.remote.url", "no URL"),
@@ -353,7 +353,7 @@ def test_what_is_taken_with_a_notice(tmp_path: Path) -> None:
         assert remote_notices(reward) == []
     reward.remote.url = "http://judge.example.com/score"
     assert remote_notices(reward) == [
-        "reward.remote.url is plain http to judge.example.com: whoever is between can read samples"
+        "reward.remote.url is plain http to judge.example.com: samples can be read on the way"
     ]
     reward.remote.headers = {"Authorization": "MY_TOKEN"}
-    assert remote_notices(reward)[0].endswith("can read samples and the headers' values")
+    assert remote_notices(reward)[0].endswith("samples and the headers' values can be read on the way")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megarl.preflight.data import Prepared, prepare_rewards
 from megarl.preflight.load import load_recipe
-from megarl.preflight.run import Prepared, _with_rewards
 from megarl.recipe import RecipeError
 from megarl.recipe.schema import Recipe
 from megarl.rewards import Score, Scorer, find
@@ -59,10 +59,10 @@ def test_what_scores_each_source() -> None:
     ("overrides", "key", "words"),
     [
         (["reward.function=gsm8k", "reward.functions={math: 1.0}"], "reward.functions", "set one of the two"),
-        (["reward.functions={gsm8k: 0}"], "reward.functions.gsm8k", "no weight"),
-        (["reward.functions={gsm8k: .nan}"], "reward.functions.gsm8k", "no weight"),
-        (["reward.functions={'a:length': 1, 'b:length': 1}"], "reward.functions", "a name that 'a:length' has already"),
-        (["reward.functions={'a:accuracy': 1}"], "reward.functions", "a part of the sum itself"),
+        (["reward.functions={gsm8k: 0}"], "reward.functions.gsm8k", "a weight must be finite"),
+        (["reward.functions={gsm8k: .nan}"], "reward.functions.gsm8k", "a weight must be finite"),
+        (["reward.functions={'a:length': 1, 'b:length': 1}"], "reward.functions", "which is the metric of 'a:length'"),
+        (["reward.functions={'a:accuracy': 1}"], "reward.functions", "the metric of a part of the sum"),
         (["reward.functions={gsm8k: much}"], "reward.functions", "much"),
         (["reward.timeout=0"], "reward.timeout", "above 0"),
         (["reward.processes=0"], "reward.processes", "at least 1"),
@@ -94,4 +94,4 @@ def test_a_scorer_that_lacks_what_it_needs_is_refused_before_anything_starts(mon
     with pytest.raises(
         ValueError, match="'checker' cannot be used here: ModuleNotFoundError: No module named 'checker'"
     ):
-        _with_rewards(recipe, prepared)
+        prepare_rewards(recipe, prepared)

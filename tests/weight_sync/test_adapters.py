@@ -18,7 +18,7 @@ from megarl.errors import RecipeError
 from megarl.hf.linears import adapter_sizes, linears_of
 from megarl.platform.devices import device_named
 from megarl.preflight.load import load_recipe
-from megarl.preflight.run import check_device
+from megarl.preflight.settings import check_device
 from megarl.recipe.schema import Recipe
 
 DENSE = {"model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 32}
@@ -90,7 +90,7 @@ def test_the_recipe_decides(tmp_path: Path) -> None:
 
 def test_what_cannot_be_is_said_before_anything_starts(tmp_path: Path) -> None:
     for asked in ("only", "merged"):
-        with pytest.raises(RecipeError, match="no adapters are trained"):
+        with pytest.raises(RecipeError, match="there are no adapters"):
             load_recipe("recipes/quickstart.yaml", [f"exchange.adapters={asked}"])
     recipe = Recipe()
     recipe.lora.rank, recipe.exchange.adapters, recipe.model.path = 8, "only", str(tmp_path)

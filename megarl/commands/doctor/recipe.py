@@ -6,20 +6,19 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megarl.algorithms.advantages import uses_critic
-from megarl.cluster.device_map import Demand, place
+from megarl.cluster.device_map import place
 from megarl.commands.doctor.finding import Finding, Needs, fail, ok, warning
 from megarl.commands.launch.topology import read_topology
 from megarl.engines.routes import check_route, route_here
-from megarl.engines.specs import fixed_models
-from megarl.errors import RecipeError, plain
+from megarl.errors import RecipeError
 from megarl.hf import weights as hf_weights
 from megarl.observe.run_dir import RunDirectory
 from megarl.platform.kinds import kind_of
 from megarl.preflight.environment import environment_notices
-from megarl.preflight.run import STAGES, check_device, prepare_evaluation, prepare_training
+from megarl.preflight.findings import STAGES, Available, Survey
+from megarl.preflight.settings import check_device, demand_of, only_evaluates
+from megarl.preflight.survey import survey
 from megarl.recipe.exchange import is_sharded
-from megarl.recipe.judge import JUDGE
 from megarl.recipe.schema import Recipe
 from megarl.text import pluralize
 from megarl.weight_sync.session import FULL_SLOTS, HOST_MEMORY_TRANSPORTS, SHARDED_SLOTS
@@ -27,15 +26,6 @@ from megarl.weight_sync.session import FULL_SLOTS, HOST_MEMORY_TRANSPORTS, SHARD
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _RUNS_PROGRAMS = ("code", "code_all", "code_interpreter")  # in the sandbox
 ALL_NODES = "launch/multinode.sh -- python -m megarl doctor RECIPE"
-
-
-def demand_of(recipe: Recipe) -> Demand:
-    """The devices that `train` places, or `eval`, where there is nothing to train on."""
-    trains = not _only_evaluates(recipe)
-    samples = recipe.train.source == "rollout"
-    fixed = [section for section in fixed_models(recipe) if trains or section == JUDGE]
-    critic = trains and uses_critic(recipe.algorithm)
-    return Demand.of(recipe, trainers=trains, engines=samples, critic=critic, fixed=fixed)
 
 
 def needs_of(recipe: Recipe | None, environ: dict[str, str]) -> Needs:
@@ -57,7 +47,7 @@ def needs_of(recipe: Recipe | None, environ: dict[str, str]) -> Needs:
     return Needs(
         device=recipe.cluster.device,
         recipe=True,
-        trains=not _only_evaluates(recipe),
+        trains=not only_evaluates(recipe),
         nodes=nodes,
         engines=rl,
         ray=recipe.cluster.transport != "torchrun",
@@ -86,47 +76,50 @@ def checkpoints_at_a_time(recipe: Recipe) -> int:
 
 
 def stages(recipe: Recipe) -> Iterator[Finding]:
-    """A line for each stage of what `train` reads and checks before it starts anything (`eval`, where the recipe names no
-    training data). Those after one that fails are not reached, and the line says so."""
-    begun: list[str] = []
-    said = {"settings": f"the engine {recipe.rollout.engine}, its arguments and the algorithm's functions are known"}
-    try:
-        prepared = (prepare_evaluation if _only_evaluates(recipe) else prepare_training)(recipe, begun.append)
-    except ValueError as error:  # RecipeError among them
-        for stage in begun[:-1]:
-            yield _named(stage, ok(said.get(stage, f"read: {STAGES[stage]}")))
-        rest = list(STAGES)[len(begun) :]
-        problem = _of(error)
-        if rest:
-            problem = fail(f"{problem.text} (not reached: {', '.join(rest)})", problem.remedy)
-        yield _named(begun[-1], problem)
-        return
-    rows = sum(prepared.rows_of_sets.values())
-    sources = ", ".join(prepared.data_sources)
-    said |= {
-        "rewards": f"what scores {sources} is ready" if sources else "nothing is scored",
-        "model": f"{recipe.model.path} ({prepared.model.get('model_type', 'read')}), a tokenizer of {prepared.tokenizer.vocab_size} tokens",
-        "data": f"{pluralize(rows, 'row')} to learn from" if rows else STAGES["data"],
-    }
+    """Yield a line for each stage of the preflight of `train` (`eval` without training data), and one for each error.
+
+    The last error names the stages that the preflight did not reach.
+    """
+    result = survey(recipe, Available(training=not only_evaluates(recipe)))
+    skipped = ", ".join(stage for stage in STAGES if stage not in result.stages)
+    errors = result.errors
     for stage in STAGES:
-        yield _named(stage, ok(said.get(stage, STAGES[stage])))
-    for notice in prepared.notices:
-        yield _named("data", warning(notice, "look whether it is meant"))
+        problems = result.errors_in(stage)
+        for error in problems:
+            failure = _failure(error)
+            if error is errors[-1] and skipped:
+                failure = fail(f"{failure.text} (not reached: {skipped})", failure.remedy)
+            yield _named(stage, failure)
+        if not problems and stage in result.stages:
+            yield _named(stage, ok(_summary(stage, result)))
+    for notice in result.prepared.notices if result.prepared is not None else []:
+        yield _named("data", warning(notice, "check that this is intended"))
 
 
-def _only_evaluates(recipe: Recipe) -> bool:
-    return not recipe.data.train_files and not recipe.data.mix and bool(recipe.data.eval_files)
+def _summary(stage: str, result: Survey) -> str:
+    """Return the text of a stage without errors."""
+    recipe, prepared = result.recipe, result.prepared
+    if stage == "settings":
+        return f"the engine {recipe.rollout.engine}, its arguments and the algorithm's functions are known"
+    if prepared is None:
+        return f"read: {STAGES[stage]}"
+    if stage == "model":
+        family = prepared.model.get("model_type", "read")
+        return f"{recipe.model.path} ({family}), a tokenizer of {prepared.tokenizer.vocab_size} tokens"
+    if stage == "data":
+        rows = sum(prepared.rows_of_sets.values())
+        return f"{pluralize(rows, 'row')} to learn from" if rows else STAGES["data"]
+    sources = ", ".join(prepared.data_sources)
+    return f"what scores {sources} is ready" if sources else "nothing is scored"
 
 
 def _named(stage: str, finding: Finding) -> Finding:
     return Finding(finding.status, finding.text, finding.remedy, check=f"recipe: {stage}")
 
 
-def _of(error: ValueError) -> Finding:
-    """One line of what a recipe is refused for."""
+def _failure(error: ValueError) -> Finding:
     if isinstance(error, RecipeError):
-        given = f" = {plain(error.value)}" if type(error.value) is not object else ""  # object(): none was given
-        return fail(f"{error.key}{given}: {' '.join(error.problem.split())}", " ".join(error.remedy.split()))
+        return fail(f"{error.setting}: {' '.join(error.problem.split())}", " ".join(error.remedy.split()))
     return fail(" ".join(str(error).split()), "change what it names")
 
 
@@ -146,7 +139,7 @@ def device_demand(recipe: Recipe, device: str, machines: Sequence[tuple[str, int
     try:
         check_device(recipe, device)
     except RecipeError as error:
-        return _of(error)
+        return _failure(error)
     demand = demand_of(recipe)
     have = sum(count for _, count in machines)
     resource = kind_of(device).ray_resource
@@ -164,13 +157,13 @@ def device_demand(recipe: Recipe, device: str, machines: Sequence[tuple[str, int
 
 def weights(recipe: Recipe) -> list[Finding]:
     """The route that weights will take with the engines of this environment."""
-    if recipe.train.source != "rollout" or _only_evaluates(recipe):
+    if recipe.train.source != "rollout" or only_evaluates(recipe):
         return [ok("engines are given no weights")]
     route = route_here(recipe)
     try:
         check_route(recipe, route)
     except RecipeError as error:
-        return [_of(error)]
+        return [_failure(error)]
     if route.name == "export" and recipe.exchange.route == "auto":
         return [warning(str(route), "every engine rank receives the whole model; `megarl plan` estimates the seconds")]
     return [ok(str(route))]
@@ -181,7 +174,7 @@ def environment(recipe: Recipe, device: str) -> list[Finding]:
     try:
         notices = environment_notices(recipe, kind_of(device).platform())
     except RecipeError as error:
-        return [_of(error)]
+        return [_failure(error)]
     conflicts = [one for one in notices if one.startswith("the environment has ")]
     others = [one for one in notices if one.startswith(("engines have ", "trainers have "))]
     found = [warning(one, "unset it in the shell, or leave it if it is meant") for one in conflicts]

@@ -18,7 +18,7 @@ from megarl.text import pluralize
 GIB = 1 << 30
 _EARLIEST_TIME = 1_735_689_600  # 2025-01-01; an earlier wall clock was never set
 _CLUSTER_FILES, _FILES = 32768, 4096  # open files: Ray keeps a connection to every worker
-_LEAST_FREE = 64 << 20  # bytes, equal to the minimum in megarl/preflight/run.py
+_LEAST_FREE = 64 << 20  # bytes, equal to the minimum in megarl/preflight/run_directory.py
 _STORE_LEAST, _STORE_SHARE = 256 << 20, 0.3  # object store of a private Ray, as in megarl/cluster/ray/start.py
 _PROCESS_MEMORY = 2 * GIB  # a process with torch, Megatron or vLLM and a tiny model: 1 to 1.5 GiB measured
 _HUB_SECONDS = 3.0

@@ -1,5 +1,4 @@
-"""Each scorer of a recipe called on a row of each data source: it must read the row's ground truth, and should tell an
-answer that is right from one that is not."""
+"""Score one row of each data source with every scorer of a recipe: a right answer should earn more than a wrong one."""
 
 from __future__ import annotations
 
@@ -7,93 +6,90 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megarl.commands.plan.count.types import Refusal
 from megarl.data.prompts import ground_truth_of
 from megarl.data.rows import Row, messages_of, text_of
-from megarl.preflight.run import check_rewards
-from megarl.recipe.agent import uses_tools
-from megarl.recipe.judge import JUDGE, uses_judge
-from megarl.recipe.remote import uses_remote
+from megarl.errors import RecipeError
+from megarl.preflight.data import check_rewards
+from megarl.preflight.findings import Survey
+from megarl.recipe.judge import JUDGE
 from megarl.recipe.schema import Recipe
+from megarl.recipe.uses import uses_judge, uses_remote, uses_tools
 from megarl.rewards import Score, ScoreRequest
 from megarl.rewards.scoring import Outcome, Scoring
 from megarl.rewards.weighted import Term, needed_columns
 from megarl.types import SampleFailure, Turn
 
-if TYPE_CHECKING:
-    from megarl.commands.plan.preflight import Checked
-
 WRONG = "I do not know."
 
 
-def score_once(recipe: Recipe, rows: Sequence[Row], found: Checked) -> None:
-    """Note in `found` what came of it. A judge and services are named, and not asked."""
-    asked = {JUDGE: uses_judge(recipe), "remote": uses_remote(recipe.reward)}
-    found.unchecked += [f"reward: {name} is not asked here" for name, used in asked.items() if used]
+def score_once(recipe: Recipe, rows: Sequence[Row], result: Survey) -> None:
+    """Add the findings to `result`. Judges, services and other scorers that wait for an answer are reported, not called."""
+    for name, used in ((JUDGE, uses_judge(recipe)), ("remote", uses_remote(recipe.reward))):
+        if used:
+            result.unavailable(f"reward: {name} is not asked here")
     requests: dict[str, ScoreRequest] = {}
-    with found.refusing("data.train_files"):
+    with result.part("data.train_files"):
         needed = needed_columns(recipe.reward.function, recipe.reward.functions)
         requests = _requests(rows, needs_truth="reward_model" in needed)
     if not requests and not (recipe.reward.function or recipe.reward.functions):
-        found.unchecked.append("reward: what scores the rows hangs on their data_source, and none of them is here")
-    with found.refusing("reward.function"):
+        result.unavailable("reward: the rows' data_source chooses the scorer, and no row is on this machine")
+    with result.part("reward.function"):
         terms = check_rewards(recipe, list(requests))
         for source, request in requests.items():
             for term in terms[source]:
-                if term.scorer.awaited:
-                    if term.scorer.name != "remote":
-                        found.unchecked.append(f"reward: {term.scorer.name} waits for somebody, and is not called here")
-                elif term.scorer.name != "unscored":
-                    _score(recipe, term, request, found)
+                if not term.scorer.awaited and term.scorer.name != "unscored":
+                    with result.part("reward"):
+                        _score(recipe, term, request, result)
+                elif term.scorer.awaited and term.scorer.name != "remote":
+                    result.unavailable(f"reward: {term.scorer.name} is async, and is not called here")
 
 
 def _requests(rows: Sequence[Row], *, needs_truth: bool) -> dict[str, ScoreRequest]:
-    """About the first row of each data source, still without a response."""
+    """Return a request for the first row of each data source, with an empty response."""
     requests: dict[str, ScoreRequest] = {}
     for row in rows:
         source = row.need("data_source", str)
         if source in requests:
             continue
         truth = ground_truth_of(row, needed=needs_truth)
-        extra, asked = row.get("extra_info", dict) or {}, text_of(messages_of(row, "prompt"))
-        requests[source] = ScoreRequest("", truth, source, extra, asked, row.where)
+        extra, question = row.get("extra_info", dict) or {}, text_of(messages_of(row, "prompt"))
+        requests[source] = ScoreRequest("", truth, source, extra, question, row.where)
     return requests
 
 
-def _score(recipe: Recipe, term: Term, request: ScoreRequest, found: Checked) -> None:
-    """A wrong answer, and right ones in the forms that scorers read."""
-    responses = [WRONG, *_right(request.ground_truth)]
-    outcomes = _outcomes(recipe, term, [_with(request, response, uses_tools(recipe)) for response in responses])
-    name, of = term.scorer.name, f"rows of {request.data_source}"
+def _score(recipe: Recipe, term: Term, request: ScoreRequest, result: Survey) -> None:
+    """Score a wrong answer, and right answers in the formats that scorers read."""
+    responses = [WRONG, *_right_responses(request.ground_truth)]
+    outcomes = _outcomes(
+        recipe, term, [_with_response(request, response, uses_tools(recipe)) for response in responses]
+    )
+    name, source = term.scorer.name, f"rows of {request.data_source}"
     failures = [outcome for outcome, _ in outcomes if isinstance(outcome, SampleFailure)]
     if failures:
-        found.refusals.append(
-            Refusal(
-                "reward",
-                f"the scorer {name!r} fails on {request.uid}: {failures[0].cause}",
-                "mend the rows' ground_truth or the scorer, or set reward.function to another",
-            )
+        raise RecipeError(
+            "reward",
+            f"the scorer {name!r} fails on {request.uid}: {failures[0].cause}",
+            "mend the rows' ground_truth or the scorer, or set reward.function to another",
         )
-        return
     wrong, *right = (outcome.value for outcome, _ in outcomes if isinstance(outcome, Score))
     if right and max(right) > wrong:
-        found.notes.append(f"The scorer {name} gives {of} {max(right):g} for their ground truth, else {wrong:g}.")
+        result.notice(f"The scorer {name} gives {source} {max(right):g} for their ground truth, else {wrong:g}.")
     else:
-        found.notes.append(
-            f"The scorer {name} reads {of}; that it gives more for a right answer is not known: none could be made of the "
-            "ground truth."
+        result.notice(
+            f"The scorer {name} reads {source}. Whether it gives more for a right answer is unknown: no right answer could be "
+            "made of the ground truth."
         )
 
 
-def _with(request: ScoreRequest, response: str, with_tools: bool) -> ScoreRequest:
-    """As of a sample that called no tool."""
+def _with_response(request: ScoreRequest, response: str, with_tools: bool) -> ScoreRequest:
+    """Return `request` with the response of a sample that called no tool."""
     return replace(request, response=response, turns=(Turn("assistant", response),) if with_tools else ())
 
 
-def _right(truth: Any) -> list[str]:
-    """Responses whose answer is the ground truth, as far as it is an answer; none without a ground truth."""
+def _right_responses(truth: Any) -> list[str]:
+    """Return responses whose answer is the ground truth; none without a ground truth."""
     if truth is None:
         return []
     text = truth if isinstance(truth, str) else json.dumps(truth, default=str)
@@ -101,7 +97,7 @@ def _right(truth: Any) -> list[str]:
 
 
 def _outcomes(recipe: Recipe, term: Term, requests: Sequence[ScoreRequest]) -> list[Outcome]:
-    """As in the rollout process: one that hangs is ended."""
+    """Score as the rollout process does: a scorer that exceeds reward.timeout is killed."""
     settings = replace(recipe.reward, processes=1, retries=0)
     scoring = Scoring({requests[0].data_source: (term,)}, settings, recipe.sandbox)
     try:

@@ -19,7 +19,7 @@ from megarl.commands.rehearse.settings import STEPS
 from megarl.commands.rehearse.tiny_copy import TinyCopy, make_tiny_copy
 from megarl.errors import as_input_error, plain
 from megarl.observe.metrics import read_metrics
-from megarl.preflight.run import LEAST_FREE_BYTES
+from megarl.preflight.run_directory import LEAST_FREE_BYTES
 
 REPORT, RECORD = "rehearsal.txt", "rehearsal.json"
 _WIDTH = 100

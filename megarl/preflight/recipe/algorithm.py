@@ -1,4 +1,4 @@
-"""What is refused of the recipe's section `algorithm`: unknown names, settings that nobody reads, contradictions."""
+"""Checks of the section `algorithm`: unknown names, settings without effect, contradictions."""
 
 from __future__ import annotations
 
@@ -6,81 +6,24 @@ import dataclasses
 import os
 import sysconfig
 import traceback
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from typing import Any
 
+from megarl.algorithms.catalogue import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, LOSSES, import_modules
+from megarl.algorithms.objective import runs_old_log_prob_pass
 from megarl.errors import RecipeError, plain
 from megarl.recipe.algorithm import AlgorithmConfig
+from megarl.recipe.schema import Recipe
 
-if TYPE_CHECKING:
-    from megarl.recipe.schema import Recipe
-
+Errors = Iterator[RecipeError]
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 
-def check_algorithm(recipe: Recipe) -> None:
-    """Raise RecipeError for the first thing that cannot be had as asked."""
-    _import_modules(recipe.algorithm)
-    _names_are_registered(recipe.algorithm)
-    _source_and_loss_agree(recipe)
-    _settings_are_read(recipe.algorithm)
-    _source_is_what_it_needs(recipe)
-    _rewards_are_learned_from(recipe)
-    _old_log_probs_can_be_had(recipe)
-    _correction_can_be_had(recipe)
-    if recipe.algorithm.pass_k > recipe.rollout.samples_per_prompt and recipe.algorithm.advantage == "pass_at_k":
-        raise RecipeError(
-            "algorithm.pass_k",
-            f"a group has {recipe.rollout.samples_per_prompt} samples (rollout.samples_per_prompt)",
-            "make it smaller, or sample more",
-            value=recipe.algorithm.pass_k,
-        )
-
-
-def _import_modules(algorithm: AlgorithmConfig) -> None:
-    from megarl.algorithms.catalogue import import_modules
-
-    try:
-        import_modules(algorithm)
-    except Exception as error:
-        raise RecipeError(
-            "algorithm.modules",
-            f"importing them failed{_where(error)}: {type(error).__name__}: {error}",
-            _remedy_of_import(error, algorithm.modules),
-            value=list(algorithm.modules),
-        ) from error
-
-
-def _where(error: Exception) -> str:
-    """The line of the user's own that an import ended in."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_of_a_library(frame.filename)]
-    return f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-
-
-def _is_of_a_library(file: str) -> bool:
-    return (
-        file.startswith(("<frozen", _STANDARD_LIBRARY)) or "site-packages" in file or f"{os.sep}megarl{os.sep}" in file
-    )
-
-
-def _remedy_of_import(error: Exception, modules: list[str]) -> str:
-    if isinstance(error, ModuleNotFoundError) and error.name in {part for name in modules for part in _packages(name)}:
-        files = [name for name in modules if name.endswith(".py")]
-        if files:
-            return f"name the module, not its file: {files[0].removesuffix('.py')}"
-        return "modules are looked up in the directory that megarl is started in, and in PYTHONPATH"
-    return "mend the module"
-
-
-def _packages(module: str) -> list[str]:
-    """a.b.c -> a, a.b, a.b.c"""
-    parts = module.split(".")
-    return [".".join(parts[: count + 1]) for count in range(len(parts))]
-
-
-def _names_are_registered(algorithm: AlgorithmConfig) -> None:
-    from megarl.algorithms.catalogue import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, LOSSES
-
+def name_errors(algorithm: AlgorithmConfig) -> Errors:
+    """Import `algorithm.modules`, which register names, and yield an error for each name that is not registered."""
+    error = _import_error(algorithm)
+    if error is not None:
+        yield error
     for name, value, registry in (
         ("advantage", algorithm.advantage, ADVANTAGES),
         ("loss", algorithm.loss, LOSSES),
@@ -89,16 +32,17 @@ def _names_are_registered(algorithm: AlgorithmConfig) -> None:
     ):
         if value not in registry:
             remedy = f"choose one of: {', '.join(registry.names())}"
-            raise RecipeError(f"algorithm.{name}", registry.unknown(value), remedy, value=value)
+            if error is not None:
+                remedy += "; or correct algorithm.modules, which may register it"
+            yield RecipeError(f"algorithm.{name}", registry.unknown(value), remedy, value=value)
 
 
-def _source_and_loss_agree(recipe: Recipe) -> None:
-    from megarl.algorithms.catalogue import LOSSES
-
+def source_errors(recipe: Recipe) -> Errors:
+    """Yield an error if the loss needs samples of another source."""
     source, loss = recipe.train.source, recipe.algorithm.loss
     if LOSSES[loss].source != source:
         fitting = ", ".join(name for name in LOSSES.names() if LOSSES[name].source == source)
-        raise RecipeError(
+        yield RecipeError(
             "algorithm.loss",
             f"it learns from train.source={LOSSES[loss].source}, and train.source is '{source}'",
             f"set train.source={LOSSES[loss].source}, or algorithm.loss to one of: {fitting}",
@@ -106,10 +50,69 @@ def _source_and_loss_agree(recipe: Recipe) -> None:
         )
 
 
-def _settings_are_read(algorithm: AlgorithmConfig) -> None:
-    """A setting that belongs to other advantages and losses than the chosen ones would change nothing."""
-    from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
+def algorithm_errors(recipe: Recipe) -> Errors:
+    """Yield errors of combinations. Every name in the section must be registered."""
+    yield from _unread_errors(recipe.algorithm)
+    yield from _data_set_errors(recipe)
+    yield from _reward_errors(recipe)
+    yield from _old_log_prob_errors(recipe)
+    yield from _kl_in_reward_errors(recipe)
+    yield from _correction_errors(recipe)
+    if recipe.algorithm.pass_k > recipe.rollout.samples_per_prompt and recipe.algorithm.advantage == "pass_at_k":
+        what = f"a group has {recipe.rollout.samples_per_prompt} samples (rollout.samples_per_prompt)"
+        yield RecipeError("algorithm.pass_k", what, "make it smaller, or sample more", value=recipe.algorithm.pass_k)
 
+
+# --- algorithm.modules -----------------------------------------------------------------------------------------------
+
+
+def _import_error(algorithm: AlgorithmConfig) -> RecipeError | None:
+    try:
+        import_modules(algorithm)
+    except Exception as error:  # noqa: BLE001 - a user's module may raise anything
+        refusal = RecipeError(
+            "algorithm.modules",
+            f"the import failed{_user_line(error)}: {type(error).__name__}: {error}",
+            _import_remedy(error, algorithm.modules),
+            value=list(algorithm.modules),
+        )
+        refusal.__cause__ = error
+        return refusal
+    return None
+
+
+def _user_line(error: Exception) -> str:
+    """Format the last line of the traceback that is in neither a library nor megarl; "" if there is none."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_library(frame.filename)]
+    return f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+def _is_library(file: str) -> bool:
+    return (
+        file.startswith(("<frozen", _STANDARD_LIBRARY)) or "site-packages" in file or f"{os.sep}megarl{os.sep}" in file
+    )
+
+
+def _import_remedy(error: Exception, modules: list[str]) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name in {part for name in modules for part in _packages(name)}:
+        files = [name for name in modules if name.endswith(".py")]
+        if files:
+            return f"name the module, not its file: {files[0].removesuffix('.py')}"
+        return "modules are searched in the directory where megarl starts, and in PYTHONPATH"
+    return "correct the module"
+
+
+def _packages(module: str) -> list[str]:
+    """a.b.c -> a, a.b, a.b.c"""
+    parts = module.split(".")
+    return [".".join(parts[: count + 1]) for count in range(len(parts))]
+
+
+# --- combinations ----------------------------------------------------------------------------------------------------
+
+
+def _unread_errors(algorithm: AlgorithmConfig) -> Errors:
+    """Yield an error for each setting that the chosen advantage, loss and KL do not read and that is not its default."""
     advantage, loss = ADVANTAGES[algorithm.advantage], LOSSES[algorithm.loss]
     readers: dict[str, list[str]] = {}
     for registry in (ADVANTAGES, LOSSES):
@@ -118,49 +121,46 @@ def _settings_are_read(algorithm: AlgorithmConfig) -> None:
                 readers.setdefault(setting, []).append(name)
     for setting in sorted(readers.keys() - {*advantage.settings, *loss.settings}):
         chosen = f"algorithm.advantage is '{algorithm.advantage}' and algorithm.loss '{algorithm.loss}'"
-        what = f"{chosen}, and only {_listed(readers[setting])} reads it"
-        _refuse_unless_default(algorithm, setting, what, "choose one that does")
+        what = f"{chosen}, and only {_alternatives(readers[setting])} reads it"
+        yield from _unless_default(algorithm, setting, what, f"choose {_alternatives(readers[setting])}")
     if algorithm.options and not algorithm.modules:
-        what = "functions of your own read it, and algorithm.modules names none"
-        raise RecipeError(
-            "algorithm.options", what, "name their module, or leave it out", value=dict(algorithm.options)
-        )
+        what = "only user functions read it, and algorithm.modules names none"
+        remedy = "name their module, or leave it out"
+        yield RecipeError("algorithm.options", what, remedy, value=dict(algorithm.options))
     if not (loss.needs_old_log_probs or algorithm.kl_in_reward):
-        what = f"algorithm.loss is '{algorithm.loss}', which compares with no older policy"
-        _refuse_unless_default(algorithm, "old_log_probs", what, "set another algorithm.loss")
+        what = f"algorithm.loss is '{algorithm.loss}', which does not compare with an older policy"
+        yield from _unless_default(algorithm, "old_log_probs", what, "set another algorithm.loss")
     if not algorithm.kl_coef:
         for setting in ("kl_estimator", "kl_in_reward", "kl_straight_through", "kl_target"):
             what = "algorithm.kl_coef is 0, so there is no KL to the reference policy"
-            _refuse_unless_default(algorithm, setting, what, "set algorithm.kl_coef")
+            yield from _unless_default(algorithm, setting, what, "set algorithm.kl_coef")
     if algorithm.kl_target is None:
-        what = "algorithm.kl_target is unset, so the KL's weight stays as it is"
-        _refuse_unless_default(algorithm, "kl_horizon", what, "set algorithm.kl_target")
+        what = "algorithm.kl_target is unset, so the weight of the KL is constant"
+        yield from _unless_default(algorithm, "kl_horizon", what, "set algorithm.kl_target")
     if algorithm.kl_in_reward:
         what = "with algorithm.kl_in_reward the KL has no gradient"
-        _refuse_unless_default(algorithm, "kl_straight_through", what, "set algorithm.kl_in_reward=false")
+        yield from _unless_default(algorithm, "kl_straight_through", what, "set algorithm.kl_in_reward=false")
 
 
-def _refuse_unless_default(section: Any, setting: str, what: str, remedy: str, prefix: str = "algorithm") -> None:
+def _unless_default(section: Any, setting: str, what: str, remedy: str, prefix: str = "algorithm") -> Errors:
     (field,) = (field for field in dataclasses.fields(section) if field.name == setting)
     value = getattr(section, setting)
     if value != field.default:
-        raise RecipeError(f"{prefix}.{setting}", what, f"{remedy}, or leave it at {plain(field.default)}", value=value)
+        yield RecipeError(f"{prefix}.{setting}", what, f"{remedy}, or leave it at {plain(field.default)}", value=value)
 
 
-def _listed(names: Iterable[str]) -> str:
+def _alternatives(names: Iterable[str]) -> str:
     *first, last = names
     return f"{', '.join(first)} or {last}" if first else last
 
 
-def _source_is_what_it_needs(recipe: Recipe) -> None:
-    """Answers of a data set were sampled by nobody and are not scored: what is made of rewards and samples means nothing."""
-    from megarl.algorithms.catalogue import LOSSES
-
+def _data_set_errors(recipe: Recipe) -> Errors:
+    """Yield errors of settings that need rewards or rollout log-probs, which SFT and DPO rows do not have."""
     algorithm, source = recipe.algorithm, recipe.train.source
     if LOSSES[algorithm.loss].whole_groups and algorithm.aggregation != "seq_mean_token_mean":
-        raise RecipeError(
+        yield RecipeError(
             "algorithm.aggregation",
-            f"{algorithm.loss} is a mean over pairs, which only seq_mean_token_mean makes of their tokens",
+            f"algorithm.loss={algorithm.loss} is a mean over pairs, which only seq_mean_token_mean computes",
             "set algorithm.aggregation=seq_mean_token_mean",
             value=algorithm.aggregation,
         )
@@ -168,114 +168,108 @@ def _source_is_what_it_needs(recipe: Recipe) -> None:
         return
     default = AlgorithmConfig()
     if algorithm.advantage not in ("none", default.advantage):
-        what = f"with train.source={source} there are no rewards to make advantages of"
-        raise RecipeError("algorithm.advantage", what, "set algorithm.advantage=none", value=algorithm.advantage)
+        what = f"train.source={source} has no rewards to compute advantages from"
+        yield RecipeError("algorithm.advantage", what, "set algorithm.advantage=none", value=algorithm.advantage)
     for setting in ("entropy_coef", "kl_in_reward", "correction", "dynamic_sampling", "overlong"):
         if getattr(algorithm, setting) != getattr(default, setting):
-            what = f"with train.source={source} nothing is sampled or rewarded, and this would change nothing"
-            raise RecipeError(f"algorithm.{setting}", what, "leave it out")
+            what = f"train.source={source} samples and rewards nothing, so this has no effect"
+            yield RecipeError(f"algorithm.{setting}", what, "leave it out")
 
 
-def _rewards_are_learned_from(recipe: Recipe) -> None:
-    """What is made of rewards alone says nothing where neither advantage nor loss reads any."""
-    from megarl.algorithms.catalogue import ADVANTAGES
-
+def _reward_errors(recipe: Recipe) -> Errors:
+    """Yield errors of settings that filter or shape rewards if neither advantage nor loss reads rewards."""
     algorithm = recipe.algorithm
     if recipe.train.source != "rollout":
         return
     if algorithm.advantage != "none" and not ADVANTAGES[algorithm.advantage].needs_kl_in_reward:
         return
-    chosen = f"algorithm.advantage={algorithm.advantage} and algorithm.loss={algorithm.loss} learn from no reward"
-    for key, given in (
+    chosen = f"algorithm.advantage={algorithm.advantage} and algorithm.loss={algorithm.loss} read no rewards"
+    for key, value in (
         ("dynamic_sampling.enabled", algorithm.dynamic_sampling.enabled),
         ("overlong.penalty_buffer", algorithm.overlong.penalty_buffer),
     ):
-        if given:
-            raise RecipeError(
-                f"algorithm.{key}", f"{chosen}, so equal or shaped ones mean nothing", "leave it out", value=given
-            )
+        if value:
+            yield RecipeError(f"algorithm.{key}", f"{chosen}, so this has no effect", "leave it out", value=value)
 
 
-def _old_log_probs_can_be_had(recipe: Recipe) -> None:
-    from megarl.algorithms.catalogue import ADVANTAGES
-
+def _old_log_prob_errors(recipe: Recipe) -> Errors:
     algorithm, mini_batches = recipe.algorithm, recipe.actor.mini_batches
     if algorithm.old_log_probs == "current" and mini_batches > 1:
-        raise RecipeError(
+        yield RecipeError(
             "algorithm.old_log_probs",
-            f"with actor.mini_batches={mini_batches} the policy moves within a step, and `current` would take it for "
-            "the one from before the step",
+            f"with actor.mini_batches={mini_batches} the policy changes within a step, so its current log-probs are not "
+            "those from before the step",
             "set it to computed, or actor.mini_batches=1",
             value="current",
         )
-    if algorithm.kl_in_reward and algorithm.old_log_probs != "computed":
-        raise RecipeError(
-            "algorithm.kl_in_reward",
-            "what a token earns is settled before the step's updates, and algorithm.old_log_probs="
-            f"{algorithm.old_log_probs} leaves out the pass that tells the policy's log-probs of then",
-            "set algorithm.old_log_probs=computed, or algorithm.kl_in_reward=false",
-            value=True,
-        )
-    if algorithm.kl_in_reward and ADVANTAGES[algorithm.advantage].of_steps is not None:
-        what = f"{algorithm.advantage} compares rewards of steps, from which the KL is not taken"
-        raise RecipeError("algorithm.kl_in_reward", what, "set it to false: the KL then is in the loss", value=True)
-    if algorithm.kl_in_reward and ADVANTAGES[algorithm.advantage].reads_scores:
-        raise RecipeError(
-            "algorithm.kl_in_reward",
-            f"{algorithm.advantage} is made of rewards as they were scored, which the KL would blur",
-            "set it to false: the KL then is in the loss",
-            value=True,
-        )
-    if ADVANTAGES[algorithm.advantage].needs_kl_in_reward and not algorithm.kl_in_reward:
-        what = f"{algorithm.advantage} is made of the KL of each token"
-        raise RecipeError("algorithm.kl_in_reward", what, "set it to true, and algorithm.kl_coef", value=False)
-    if ADVANTAGES[algorithm.advantage].needs_kl_in_reward and algorithm.kl_estimator != "kl":
-        what = f"as an advantage ({algorithm.advantage}) only `kl` has the gradient of the KL; low_var_kl's is near 0 where the policies are close"
-        raise RecipeError("algorithm.kl_estimator", what, "set it to kl", value=algorithm.kl_estimator)
-    if ADVANTAGES[algorithm.advantage].needs_kl_in_reward and algorithm.kl_target is not None:
-        what = f"the KL is all that {algorithm.advantage} learns from, and its weight would be adapted"
-        raise RecipeError("algorithm.kl_target", what, "leave it out", value=algorithm.kl_target)
     samples = recipe.data.prompts_per_step * recipe.rollout.samples_per_prompt
     if algorithm.kl_target is not None and algorithm.kl_horizon < samples:
-        raise RecipeError(
+        yield RecipeError(
             "algorithm.kl_horizon",
-            f"a step has {samples} samples (data.prompts_per_step x rollout.samples_per_prompt), so the weight could "
-            "move by more than a fifth in one step",
+            f"a step has {samples} samples (data.prompts_per_step x rollout.samples_per_prompt), so the weight of the KL "
+            "could change by more than a fifth in a step",
             f"set it to {samples} or more",
             value=algorithm.kl_horizon,
         )
 
 
-def _correction_can_be_had(recipe: Recipe) -> None:
+def _kl_in_reward_errors(recipe: Recipe) -> Errors:
+    algorithm = recipe.algorithm
+    name, advantage = algorithm.advantage, ADVANTAGES[algorithm.advantage]
+    in_loss = "set it to false: the KL is then a term of the loss"
+    if algorithm.kl_in_reward and algorithm.old_log_probs != "computed":
+        yield RecipeError(
+            "algorithm.kl_in_reward",
+            "rewards of tokens are computed before the step's updates and need the policy's log-probs, and "
+            f"algorithm.old_log_probs={algorithm.old_log_probs} skips the pass that computes them",
+            "set algorithm.old_log_probs=computed, or algorithm.kl_in_reward=false",
+            value=True,
+        )
+    if algorithm.kl_in_reward and advantage.of_steps is not None:
+        what = f"algorithm.advantage={name} compares rewards of steps, which contain no KL"
+        yield RecipeError("algorithm.kl_in_reward", what, in_loss, value=True)
+    if algorithm.kl_in_reward and advantage.reads_scores:
+        what = f"algorithm.advantage={name} reads the scorers' rewards, which must contain no KL"
+        yield RecipeError("algorithm.kl_in_reward", what, in_loss, value=True)
+    if not advantage.needs_kl_in_reward:
+        return
+    if not algorithm.kl_in_reward:
+        what = f"algorithm.advantage={name} is computed from the KL of each token"
+        yield RecipeError("algorithm.kl_in_reward", what, "set it to true, and algorithm.kl_coef", value=False)
+    if algorithm.kl_estimator != "kl":
+        what = f"as an advantage ({name}) only `kl` has the gradient of the KL; low_var_kl's is near 0 where policies are close"
+        yield RecipeError("algorithm.kl_estimator", what, "set it to kl", value=algorithm.kl_estimator)
+    if algorithm.kl_target is not None:
+        what = f"algorithm.advantage={name} learns only from the KL, whose weight must then be constant"
+        yield RecipeError("algorithm.kl_target", what, "leave it out", value=algorithm.kl_target)
+
+
+def _correction_errors(recipe: Recipe) -> Errors:
     algorithm, correction = recipe.algorithm, recipe.algorithm.correction
     key = "algorithm.correction"
     if correction.weights == "none":
         for setting in ("truncate", "normalize"):
-            _refuse_unless_default(correction, setting, f"{key}.weights is none", f"set {key}.weights", key)
-    if correction.mask == "none":
-        for setting in ("mask_low", "mask_high"):
-            _refuse_unless_default(correction, setting, f"{key}.mask is none", f"set {key}.mask", key)
-    elif correction.mask_low >= correction.mask_high:
-        what = f"nothing lies between {key}.mask_low={correction.mask_low} and mask_high={correction.mask_high}"
-        raise RecipeError(f"{key}.mask_high", what, "raise it above mask_low", value=correction.mask_high)
-    if correction.weights != "none" and algorithm.old_log_probs == "rollout":
-        raise RecipeError(
+            yield from _unless_default(correction, setting, f"{key}.weights is none", f"set {key}.weights", key)
+    elif algorithm.old_log_probs == "rollout":
+        yield RecipeError(
             f"{key}.weights",
-            "with algorithm.old_log_probs=rollout the loss's own importance ratio is p(trainer) / p(engine) already: it would count twice",
-            f"set algorithm.old_log_probs=computed, algorithm.loss=reinforce (and leave old_log_probs out), or {key}.weights=none",
+            "with algorithm.old_log_probs=rollout the importance ratio of the loss is already p(trainer) / p(engine), which "
+            "would be applied twice",
+            "set algorithm.old_log_probs=computed, algorithm.loss=reinforce (without old_log_probs), or "
+            f"{key}.weights=none",
             value=correction.weights,
         )
-    _normalize_can_be_had(recipe)
-
-
-def _normalize_can_be_had(recipe: Recipe) -> None:
-    from megarl.algorithms.objective import runs_old_log_prob_pass
-
-    if recipe.algorithm.correction.normalize and not runs_old_log_prob_pass(recipe.algorithm):
-        raise RecipeError(
-            "algorithm.correction.normalize",
-            f"the mean weight of a mini batch must be known before its update, and algorithm.loss={recipe.algorithm.loss} "
-            f"with algorithm.old_log_probs={recipe.algorithm.old_log_probs} runs no pass that tells it",
+    if correction.mask == "none":
+        for setting in ("mask_low", "mask_high"):
+            yield from _unless_default(correction, setting, f"{key}.mask is none", f"set {key}.mask", key)
+    elif correction.mask_low >= correction.mask_high:
+        what = f"the interval from {key}.mask_low={correction.mask_low} to mask_high={correction.mask_high} is empty"
+        yield RecipeError(f"{key}.mask_high", what, "raise it above mask_low", value=correction.mask_high)
+    if correction.normalize and not runs_old_log_prob_pass(algorithm):
+        yield RecipeError(
+            f"{key}.normalize",
+            "the mean weight of a mini batch must be computed before its update, and "
+            f"algorithm.loss={algorithm.loss} with algorithm.old_log_probs={algorithm.old_log_probs} runs no such pass",
             "set a loss that compares with old log-probs and algorithm.old_log_probs=computed, or leave it off",
             value=True,
         )

@@ -1,41 +1,51 @@
-"""Checks of `megatron.ddp`."""
+"""Checks of `megatron.ddp`: fields that Megatron would refuse in a trainer process, or ignore."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from megarl.errors import RecipeError
+from megarl.recipe.megatron_ddp import refusal_of_ddp
+from megarl.recipe.schema import Recipe
+from megarl.recipe.training import MegatronConfig
 
-if TYPE_CHECKING:
-    pass
+
+def ddp_errors(recipe: Recipe) -> Iterator[RecipeError]:
+    for section, megatron in (("megatron", recipe.megatron), ("critic.megatron", recipe.critic.megatron)):
+        for name, value in megatron.ddp.items():
+            if refusal := refusal_of_ddp(name):
+                yield RecipeError(f"{section}.ddp.{name}", *refusal, value=value)
+        adapters = section == "megatron" and recipe.lora.rank > 0
+        for name, what, remedy in _contradictions(section, megatron, adapters=adapters):
+            yield RecipeError(f"{section}.ddp.{name}", what, remedy, value=megatron.ddp[name])
 
 
-def check_ddp(section: str, ddp: Mapping[str, Any], *, distributed_optimizer: bool, adapters: bool) -> None:
-    """Raise RecipeError for settings in `section`.ddp that Megatron would refuse in a trainer process, or ignore."""
-
-    def refuse(name: str, what: str, remedy: str) -> None:
-        raise RecipeError(f"{section}.ddp.{name}", what, remedy, value=ddp[name])
-
+def _contradictions(section: str, megatron: MegatronConfig, *, adapters: bool) -> Iterator[tuple[str, str, str]]:
+    """Yield (field, problem, remedy). `adapters`: only LoRA adapters are trained."""
+    ddp: Mapping[str, Any] = megatron.ddp
     reduces, gathers = (bool(ddp.get(name)) for name in ("overlap_grad_reduce", "overlap_param_gather"))
-    for name in (name for name, on in (("overlap_grad_reduce", reduces), ("overlap_param_gather", gathers)) if on):
-        if adapters:
-            what = "with lora.rank only adapters have gradients: there is next to nothing to overlap, and it was never tried"
-            refuse(name, what, "leave it out")
-    if gathers and not distributed_optimizer:
-        what = "it gathers what the distributed optimizer's shards updated, and there are none"
-        refuse("overlap_param_gather", what, f"set {section}.distributed_optimizer=true, or leave it out")
+    with_optimizer = f"set {section}.distributed_optimizer=true, or leave it out"
+    if adapters:
+        what = "with lora.rank only adapters have gradients: there is little to overlap, and this is untested"
+        for name, on in (("overlap_grad_reduce", reduces), ("overlap_param_gather", gathers)):
+            if on:
+                yield name, what, "leave it out"
+    if gathers and not megatron.distributed_optimizer:
+        what = "it gathers parameters from the shards of the distributed optimizer, which is off"
+        yield "overlap_param_gather", what, with_optimizer
     if gathers and ddp.get("overlap_grad_reduce") is False:
-        what = "Megatron cuts weights into buckets with overlap_grad_reduce alone: there would be one, and nothing to overlap"
-        refuse("overlap_param_gather", what, "set overlap_grad_reduce: true")
+        what = "Megatron divides weights into buckets only with overlap_grad_reduce; with one bucket nothing overlaps"
+        yield "overlap_param_gather", what, "set overlap_grad_reduce: true"
     if ddp.get("align_param_gather") and ddp.get("overlap_param_gather") is False:
-        refuse("align_param_gather", "it says when overlap_param_gather gathers, which is off", "leave it out")
-    if ddp.get("bucket_size") is not None and ddp.get("overlap_grad_reduce") is False:
-        refuse("bucket_size", "without overlap_grad_reduce Megatron has one bucket, and ignores it", "leave it out")
+        yield "align_param_gather", "it schedules overlap_param_gather, which is off", "leave it out"
     size = ddp.get("bucket_size")
+    if size is not None and ddp.get("overlap_grad_reduce") is False:
+        what = "without overlap_grad_reduce Megatron has one bucket and ignores the size"
+        yield "bucket_size", what, "leave it out"
     if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-        what = "a bucket has a whole number of parameters, and at least one parameter"
-        refuse("bucket_size", what, "give a number of parameters, or leave it out")
-    if ddp.get("pad_buckets_for_high_nccl_busbw") and not distributed_optimizer:
-        what = "Megatron pads buckets for the distributed optimizer alone"
-        refuse("pad_buckets_for_high_nccl_busbw", what, f"set {section}.distributed_optimizer=true, or leave it out")
+        what = "the size of a bucket is a number of parameters, a whole number of at least 1"
+        yield "bucket_size", what, "give a number of parameters, or leave it out"
+    if ddp.get("pad_buckets_for_high_nccl_busbw") and not megatron.distributed_optimizer:
+        what = "Megatron pads buckets only for the distributed optimizer"
+        yield "pad_buckets_for_high_nccl_busbw", what, with_optimizer

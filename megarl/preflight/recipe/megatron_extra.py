@@ -1,15 +1,13 @@
-"""What `megatron.extra` may not hold, whatever the model and the device: fields that other settings, or the model, decide."""
+"""Fields of `megatron.extra` that are refused for every model and device: other settings, or the model, decide them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from megarl.errors import RecipeError
+from megarl.recipe.schema import Recipe
 
-if TYPE_CHECKING:
-    from megarl.recipe.schema import Recipe
-
-# Fields of Megatron's TransformerConfig that other settings decide, and which; None: megarl itself.
+# Fields of Megatron's TransformerConfig that other settings decide, with the setting; None: megarl itself does.
 _OWNED_BY_MEGATRON_KEYS = {
     "tensor_model_parallel_size": "tensor_parallel",
     "sequence_parallel": "sequence_parallel",
@@ -26,7 +24,7 @@ _OWNED_BY_MEGATRON_KEYS = {
     "calculate_per_token_loss": None,
     "variable_seq_lengths": None,
 }
-# Fields that mbridge reads off the model.
+# Fields that mbridge derives from the model.
 _OWNED_BY_MODEL = (
     "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size",
     "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "num_moe_experts", "moe_router_topk", "moe_layer_freq",
@@ -34,35 +32,37 @@ _OWNED_BY_MODEL = (
     "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "mtp_num_layers",
     "params_dtype", "bf16", "fp16",
 )  # fmt: skip
-# Each drops tokens by what else is in their micro batch.
+# With these fields, the other tokens of a micro batch decide which tokens are dropped.
 _DROPS_TOKENS = ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_token_drop_policy")
 
 
-def check_extra_is_left_over(recipe: Recipe) -> None:
-    """Raise RecipeError for a field in `megatron.extra` that something else decides. What megarl sets keeps the loss
-    independent of micro batches and layout; Megatron's router losses are not."""
+def extra_errors(recipe: Recipe) -> Iterator[RecipeError]:
+    """Yield errors of fields in `megatron.extra` that another setting or the model decides.
+
+    megarl's own settings keep the loss independent of micro batches and layout. Megatron's router losses depend on both.
+    """
     for section, megatron in (("megatron", recipe.megatron), ("critic.megatron", recipe.critic.megatron)):
         for name, value in megatron.extra.items():
             if refusal := refusal_of_extra(name, section):
-                raise RecipeError(f"{section}.extra.{name}", *refusal, value=value)
+                yield RecipeError(f"{section}.extra.{name}", *refusal, value=value)
         if megatron.extra.get("moe_token_dispatcher_type") == "allgather":
-            what = "it wants micro batches of equal length, and here each is as long as its sequences are"
+            what = "it needs micro batches of equal length, and megarl packs sequences into micro batches of different lengths"
             key = f"{section}.extra.moe_token_dispatcher_type"
-            raise RecipeError(key, what, "use alltoall, which is also where it is unset", value="allgather")
+            yield RecipeError(key, what, "use alltoall, which is the default", value="allgather")
 
 
 def refusal_of_extra(name: str, section: str) -> tuple[str, str] | None:
-    """(what is wrong, what to do), or None."""
+    """Return (the problem, the remedy) for a field that a recipe may not set; None for one that it may."""
     if instead := _OWNED_BY_MEGATRON_KEYS.get(name):
         return f"{section}.{instead} decides it", f"set {section}.{instead}"
     if name in _OWNED_BY_MEGATRON_KEYS:
-        return "losses are right with megarl's own setting alone", "leave it out"
+        return "losses are correct only with megarl's setting", "leave it out"
     if name in _OWNED_BY_MODEL:
-        what = (
-            "the model (its config.json, model.dtype) decides it: the trainer would compute another one than the engine"
-        )
+        what = "the model (its config.json, model.dtype) decides it; otherwise trainer and engine would compute different models"
         return what, "leave it out"
     if name in _DROPS_TOKENS:
-        what = "tokens would be dropped by what else is in their micro batch, so the loss would depend on the split"
+        what = (
+            "which tokens are dropped depends on the rest of their micro batch, so the loss would depend on the split"
+        )
         return what, f"leave it out; {section}.moe_aux_loss_coef balances experts"
     return None

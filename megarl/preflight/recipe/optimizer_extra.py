@@ -2,73 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from megarl import platform
+from megarl.algorithms.advantages import uses_critic
 from megarl.errors import RecipeError
 from megarl.platform.kinds import kind_of
-
-if TYPE_CHECKING:
-    from megarl.recipe.schema import Recipe
-from megarl.recipe.optimizer_extra import _SHARE, refusal_of_optimizer_field
-
-if TYPE_CHECKING:
-    from megarl.recipe.schema import Recipe
-from megarl.recipe.optimizer_extra import host_share
+from megarl.recipe.optimizer_extra import SHARE, host_share, refusal_of_optimizer_field
+from megarl.recipe.schema import Recipe
 
 
-def check_optimizer_extra(recipe: Recipe, section: str) -> None:
-    """Raise RecipeError for settings in `section`.extra that Megatron would refuse in a trainer process, or ignore.
+def optimizer_extra_errors(recipe: Recipe, section: str) -> Iterator[RecipeError]:
+    """Yield errors of settings in `section`.extra that Megatron would refuse in a trainer process, or ignore.
 
-    `recipe`: of a critic, as `critic_view` returns it.
+    `recipe`: for a critic, the result of `critic_view`.
     """
     extra: Mapping[str, Any] = recipe.actor.optimizer.extra
+    for name, what, remedy in _problems(recipe, section, extra):
+        yield RecipeError(f"{section}.extra.{name}", what, remedy, value=extra.get(name))
 
-    def refuse(name: str, what: str, remedy: str) -> None:
-        raise RecipeError(f"{section}.extra.{name}", what, remedy, value=extra[name])
 
+def _problems(recipe: Recipe, section: str, extra: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield (field, problem, remedy)."""
+    wrong = []
     for name, value in extra.items():
+        number = name == SHARE
         if refusal := refusal_of_optimizer_field(name, section):
-            refuse(name, *refusal)
-        number = name == _SHARE
-        if isinstance(value, bool) == number or not isinstance(value, (int, float) if number else bool):
-            refuse(
-                name, f"Megatron takes {'a number' if number else 'true or false'}, without quotes", "change the value"
-            )
+            wrong.append((name, *refusal))
+        elif isinstance(value, bool) == number or not isinstance(value, (int, float) if number else bool):
+            words = "a number" if number else "true or false"
+            wrong.append((name, f"Megatron takes {words}, without quotes", "change the value"))
+    yield from wrong
+    if wrong:  # the checks below compare values
+        return
     if not extra.get("optimizer_cpu_offload"):
         for name in extra:
             if name != "optimizer_cpu_offload":
-                refuse(name, "it has no effect without optimizer_cpu_offload", "set optimizer_cpu_offload: true")
+                yield name, "it has no effect without optimizer_cpu_offload", "set optimizer_cpu_offload: true"
         return
-    share = extra.get(_SHARE)
+    share = extra.get(SHARE)
     if share is None or not 0 < share <= 1:
-        what = "optimizer_offload_fraction is unset or not in (0, 1], and Megatron would then keep all states on the device"
-        raise RecipeError(f"{section}.extra.{_SHARE}", what, f"set {_SHARE}: 1.0", value=share)
+        what = "it is unset or not in (0, 1], and Megatron would then keep all states on the device"
+        yield SHARE, what, f"set {SHARE}: 1.0"
+    for what, remedy in _offload_problems(recipe, section):
+        yield "optimizer_cpu_offload", what, remedy
+
+
+def _offload_problems(recipe: Recipe, section: str) -> Iterator[tuple[str, str]]:
+    """Yield (problem, remedy) for conditions of optimizer_cpu_offload that the recipe does not meet."""
     refusal = kind_of(platform.kind(recipe.cluster.device)).no_host_optimizer
     if refusal is not None:
-        refuse("optimizer_cpu_offload", *refusal)
+        yield refusal
     megatron = section.replace("actor.optimizer", "megatron").replace("critic.optimizer", "critic.megatron")
     if not recipe.megatron.distributed_optimizer:
-        what = "Megatron's path for it is the distributed optimizer's"
-        refuse("optimizer_cpu_offload", what, f"set {megatron}.distributed_optimizer=true")
+        what = "Megatron implements it in the distributed optimizer, which is off"
+        yield what, f"set {megatron}.distributed_optimizer=true"
     if recipe.model.dtype != "bfloat16":
-        what = "it is for bfloat16 weights, whose float32 masters and moments it keeps on the host"
-        refuse("optimizer_cpu_offload", what, "set model.dtype=bfloat16, or leave it out")
+        what = "it keeps the float32 master weights and moments of bfloat16 weights on the host"
+        yield what, "set model.dtype=bfloat16, or leave it out"
     if recipe.lora.rank:
-        refuse("optimizer_cpu_offload", "with lora.rank only adapters have states, and they are small", "leave it out")
+        yield "with lora.rank only the adapters have optimizer states, and they are small", "leave it out"
 
 
 def optimizer_notices(recipe: Recipe) -> list[str]:
-    """The share of each optimizer that is on the host: the actor's, and the critic's of a recipe with a critic."""
-    from megarl.algorithms.advantages import uses_critic  # which reads the schema
-
+    """Return a notice for each optimizer, the actor's and the critic's, with states on the host."""
     optimizers = {"actor": recipe.actor.optimizer}
     if uses_critic(recipe.algorithm):
         optimizers["critic"] = recipe.critic.optimizer
     return [
         f"{role}.optimizer.extra: {share:.0%} of master weights and moments are on the host, which updates them. The estimate "
-        "has the copies of gradients and weights, and not the seconds of the host's own update"
+        "includes the copies of gradients and weights, but not the seconds of the host's update"
         for role, config in optimizers.items()
         if (share := host_share(config))
     ]

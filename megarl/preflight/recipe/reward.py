@@ -1,33 +1,28 @@
-"""What is refused of the recipe's section `reward`. Names of scorers are checked with the data, in megarl/preflight/run.py."""
+"""Checks of the section `reward`. Names of scorers are checked with the data, in megarl/preflight/survey.py."""
 
 from __future__ import annotations
 
 import ipaddress
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 from urllib.parse import SplitResult, urlsplit
 
-from megarl.errors import RecipeError
+from megarl.errors import RecipeError, errors_of
+from megarl.recipe.remote import RemoteConfig
+from megarl.recipe.schema import Recipe, RewardConfig
 from megarl.recipe.urls import check_headers, check_url
-
-if TYPE_CHECKING:
-    from megarl.recipe.schema import Recipe, RewardConfig
-from megarl.recipe.remote import RemoteConfig, uses_remote
-
-if TYPE_CHECKING:
-    from megarl.recipe.schema import Recipe
+from megarl.recipe.uses import uses_remote
 
 
-def check_reward(recipe: Recipe) -> None:
-    """Raise RecipeError for the first thing that cannot be had as asked."""
+def reward_errors(recipe: Recipe) -> Iterator[ValueError]:
     reward = recipe.reward
-    check_remote(recipe)
+    yield from _remote_errors(recipe)
     if not reward.functions:
         return
     if reward.function is not None:
-        raise RecipeError(
+        yield RecipeError(
             "reward.functions",
-            f"reward.function names a scorer for every row, too ('{reward.function}')",
+            f"reward.function ('{reward.function}') names a scorer for every row as well",
             "set one of the two",
             value=dict(reward.functions),
         )
@@ -35,53 +30,53 @@ def check_reward(recipe: Recipe) -> None:
     for name, weight in reward.functions.items():
         if not math.isfinite(weight) or weight == 0:
             remedy = "give a number other than 0, or leave the scorer out"
-            raise RecipeError(f"reward.functions.{name}", "this is no weight", remedy, value=weight)
+            yield RecipeError(f"reward.functions.{name}", "a weight must be finite and not 0", remedy, value=weight)
         label = name.rpartition(":")[2]
         if label in labels or label in ("accuracy", "steps"):
-            other = f"'{labels[label]}' has" if label in labels else "a part of the sum itself has"
-            raise RecipeError(
+            other = f"'{labels[label]}'" if label in labels else "a part of the sum"
+            yield RecipeError(
                 "reward.functions",
-                f"metrics call '{name}' '{label}', a name that {other} already",
+                f"the metric of '{name}' would be '{label}', which is the metric of {other}",
                 "give the function another name",
                 value=dict(reward.functions),
             )
         labels[label] = name
 
 
-def check_remote(recipe: Recipe) -> None:
-    """Raise RecipeError for a service that cannot be asked as the recipe says."""
+def _remote_errors(recipe: Recipe) -> Iterator[ValueError]:
     remote = recipe.reward.remote
     if not uses_remote(recipe.reward):
         if remote != RemoteConfig():
-            what = "the scorer `remote` is not named: this section would change nothing"
-            raise RecipeError("reward.remote", what, "set reward.function=remote, or leave the section out")
+            what = "the reward does not use the scorer `remote`, so this section has no effect"
+            yield RecipeError("reward.remote", what, "set reward.function=remote, or leave the section out")
         return
     if not remote.url:
-        what = "the scorer `remote` is named, and no service"
-        raise RecipeError("reward.remote.url", what, "give its URL, or name another scorer", value=remote.url)
-    check_url("reward.remote", remote.url)
-    check_headers("reward.remote", remote.headers)
+        what = "the reward uses the scorer `remote`, which has no URL"
+        yield RecipeError("reward.remote.url", what, "give its URL, or use another scorer", value=remote.url)
+    else:
+        yield from errors_of(check_url, "reward.remote", remote.url)
+    yield from errors_of(check_headers, "reward.remote", remote.headers)
     longest = remote.attempts * remote.timeout + (remote.attempts - 1) * remote.longest_wait
     if recipe.reward.timeout < longest:
         what = (
-            f"a sample is ended after {recipe.reward.timeout:g} s, and the scorer `remote` may take {longest:g} s: "
+            f"scoring a sample ends after {recipe.reward.timeout:g} s, and the scorer `remote` may take {longest:g} s: "
             f"{remote.attempts} requests x {remote.timeout:g} s + {remote.attempts - 1} waits x {remote.longest_wait:g} s"
         )
         remedy = (
             f"set reward.timeout to {longest:g} or more, or lower reward.remote's attempts, timeout or longest_wait"
         )
-        raise RecipeError("reward.timeout", what, remedy, value=recipe.reward.timeout)
+        yield RecipeError("reward.timeout", what, remedy, value=recipe.reward.timeout)
 
 
 def remote_notices(reward: RewardConfig) -> list[str]:
-    """What people should know of a service that is used all the same."""
+    """Return a notice if samples are sent to another machine without encryption."""
     if not uses_remote(reward) or not reward.remote.url:
         return []
     url = urlsplit(reward.remote.url)
     if url.scheme == "https" or _is_this_machine(url):
         return []
     what = "samples" if not reward.remote.headers else "samples and the headers' values"
-    return [f"reward.remote.url is plain http to {url.hostname}: whoever is between can read {what}"]
+    return [f"reward.remote.url is plain http to {url.hostname}: {what} can be read on the way"]
 
 
 def _is_this_machine(url: SplitResult) -> bool:

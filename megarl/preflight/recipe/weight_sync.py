@@ -1,69 +1,72 @@
-"""Checks of the section `exchange`."""
+"""Checks of the section `exchange`: the weight sync from trainers to engines."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from megarl.errors import RecipeError
 from megarl.recipe.exchange import is_sharded, wants_adapters, why_not_sharded
 from megarl.recipe.schema import ExchangeConfig, Recipe
 
 
-def check_exchange(recipe: Recipe) -> None:
+def exchange_errors(recipe: Recipe) -> Iterator[RecipeError]:
     exchange = recipe.exchange
     if not recipe.lora.rank and exchange.adapters != "auto":
-        what = "no adapters are trained, with lora.rank=0"
-        raise RecipeError("exchange.adapters", what, "leave it out, or set lora.rank", value=exchange.adapters)
+        what = "lora.rank is 0, so there are no adapters"
+        yield RecipeError("exchange.adapters", what, "leave it out, or set lora.rank", value=exchange.adapters)
     reason = why_not_sharded(recipe)
     if exchange.route == "planned" and reason is not None:
-        raise RecipeError("exchange.route", reason, "set exchange.route=export, or auto", value=exchange.route)
+        yield RecipeError("exchange.route", reason, "set exchange.route=export, or auto", value=exchange.route)
     if exchange.transport in ("device", "ipc"):
-        _check_on_devices(recipe)
+        yield from _device_memory_errors(recipe)
     if exchange.directory is not None and exchange.transport != "files":
-        what = f"with exchange.transport={exchange.transport} nothing is written there"
-        raise RecipeError(
-            "exchange.directory", what, "leave it out, or set exchange.transport=files", value=exchange.directory
-        )
+        what = f"exchange.transport={exchange.transport} writes no files"
+        remedy = "leave it out, or set exchange.transport=files"
+        yield RecipeError("exchange.directory", what, remedy, value=exchange.directory)
     if math.isinf(exchange.timeout):
-        raise RecipeError(
-            "exchange.timeout", "every wait has an end", "give seconds, e.g. 3600", value=exchange.timeout
-        )
-    _check_silence(recipe)
+        remedy = "give seconds, e.g. 3600"
+        yield RecipeError("exchange.timeout", "the timeout must be finite", remedy, value=exchange.timeout)
+    yield from _heartbeat_errors(recipe)
     if exchange.route == "export" and exchange.check_every and not wants_adapters(recipe):
-        what = "with exchange.route=export there is nothing to compare with the export"
-        raise RecipeError(
-            "exchange.check_every", what, "leave it out, or set exchange.route=planned", value=exchange.check_every
-        )
+        what = "with exchange.route=export there is no other update to compare with the export"
+        remedy = "leave it out, or set exchange.route=planned"
+        yield RecipeError("exchange.check_every", what, remedy, value=exchange.check_every)
 
 
-def _check_on_devices(recipe: Recipe) -> None:
-    key, value = "exchange.transport", recipe.exchange.transport
-    whole = why_not_sharded(recipe)
-    if whole is not None:
-        what = f"it carries planned slices alone: {whole}"
-        raise RecipeError(key, what, "set exchange.transport=auto", value=value)
-    if recipe.exchange.route != "planned":
-        what = f"it carries planned slices alone, and exchange.route={recipe.exchange.route} may send whole tensors"
-        raise RecipeError(key, what, "set exchange.route=planned, or exchange.transport=auto", value=value)
-    if value == "device" and recipe.cluster.placement == "colocated":
-        what = "trainers and engines share devices, whose library connects no two processes of one device"
+def _device_memory_errors(recipe: Recipe) -> Iterator[RecipeError]:
+    """Yield errors of transports that leave weights in device memory, which only the sharded route can use."""
+    key, transport, route = "exchange.transport", recipe.exchange.transport, recipe.exchange.route
+    reason = why_not_sharded(recipe)
+    if reason is not None:
+        what = f"it needs exchange.route=planned: {reason}"
+        yield RecipeError(key, what, "set exchange.transport=auto", value=transport)
+    elif route != "planned":
+        what = f"it needs exchange.route=planned, and exchange.route={route} may send whole tensors"
+        remedy = "set exchange.route=planned, or exchange.transport=auto"
+        yield RecipeError(key, what, remedy, value=transport)
+    if transport == "device" and recipe.cluster.placement == "colocated":
+        what = "trainers and engines share devices, and the collective library cannot connect two processes on a device"
         remedy = "set cluster.placement=disaggregated, or exchange.transport=ipc, or auto"
-        raise RecipeError(key, what, remedy, value=value)
+        yield RecipeError(key, what, remedy, value=transport)
 
 
-def _check_silence(recipe: Recipe) -> None:
-    exchange = recipe.exchange
-    given = exchange.silence != ExchangeConfig().silence
-    if given and not is_sharded(recipe):
-        what = f"weights go whole, and then ranks give no signs of life: {why_not_sharded(recipe) or 'exchange.route=export'}"
-        raise RecipeError("exchange.silence", what, "leave it out", value=exchange.silence)
-    if is_sharded(recipe) and exchange.silence >= exchange.timeout:
-        what = f"every wait ends after exchange.timeout = {exchange.timeout:g} s, before a rank is known to be silent"
-        if not given:
-            what = f"a rank is known to be silent after exchange.silence = {exchange.silence:g} s, when every wait has ended"
-            raise RecipeError(
-                "exchange.timeout", what, "make it longer, or lower exchange.silence", value=exchange.timeout
-            )
-        raise RecipeError(
-            "exchange.silence", what, "make it shorter, or raise exchange.timeout", value=exchange.silence
-        )
+def _heartbeat_errors(recipe: Recipe) -> Iterator[RecipeError]:
+    exchange, sharded = recipe.exchange, is_sharded(recipe)
+    is_set = exchange.silence != ExchangeConfig().silence
+    if not sharded:
+        if is_set:
+            reason = why_not_sharded(recipe) or "exchange.route=export"
+            what = f"only sharded weight sync has heartbeats, and weights are sent whole: {reason}"
+            yield RecipeError("exchange.silence", what, "leave it out", value=exchange.silence)
+        return
+    if exchange.silence < exchange.timeout:
+        return
+    if is_set:
+        what = f"the wait ends after exchange.timeout = {exchange.timeout:g} s, before the heartbeat timeout"
+        remedy = "make it shorter, or raise exchange.timeout"
+        yield RecipeError("exchange.silence", what, remedy, value=exchange.silence)
+    else:
+        what = f"the wait would end before the heartbeat timeout, exchange.silence = {exchange.silence:g} s"
+        remedy = "make it longer, or lower exchange.silence"
+        yield RecipeError("exchange.timeout", what, remedy, value=exchange.timeout)

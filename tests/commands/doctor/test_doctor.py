@@ -195,10 +195,11 @@ class TestRecipe:
         ],
     )
     def test_what_is_missing_fails_its_stage(self, setting, stage, says, quickstart_data, tmp_path) -> None:
-        *before, last = stages(self.recipe(quickstart_data, tmp_path, setting))
-        assert (last.check, last.status) == (f"recipe: {stage}", "FAIL") and says in last.text
-        assert all(one.status == "ok" for one in before) and "\n" not in last.text + last.remedy
-        assert ("not reached" in last.text) == (stage != "rewards")
+        found = list(stages(self.recipe(quickstart_data, tmp_path, setting)))
+        (failure,) = (one for one in found if one.status != "ok")
+        assert (failure.check, failure.status) == (f"recipe: {stage}", "FAIL") and says in failure.text
+        assert "\n" not in failure.text + failure.remedy
+        assert ("not reached" in failure.text) == (stage != "rewards")
 
     def test_what_it_needs(self, quickstart_data: Path, tmp_path: Path) -> None:
         """The quickstart's: two trainers and an engine; float32 weights want 4 + 8 bytes each in a checkpoint."""

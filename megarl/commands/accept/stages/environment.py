@@ -17,8 +17,9 @@ from megarl.commands.doctor.check import AT_LIMIT, run_check, within
 from megarl.commands.doctor.finding import Finding, Needs
 from megarl.commands.doctor.machine import Machine, Output
 from megarl.commands.doctor.nodes import check_all_nodes
-from megarl.commands.doctor.recipe import demand_of, device_demand, environment, needs_of, stages, weights
+from megarl.commands.doctor.recipe import device_demand, environment, needs_of, stages, weights
 from megarl.platform.kinds import kind_of
+from megarl.preflight.settings import demand_of
 from megarl.recipe.exchange import why_not_sharded
 from megarl.recipe.schema import Recipe
 

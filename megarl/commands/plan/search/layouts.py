@@ -18,7 +18,8 @@ from megarl.megatron.config_fields import check_extra
 from megarl.megatron.layout import check_layout
 from megarl.megatron.lora.targets import check_lora
 from megarl.preflight.engines import check_experts, check_heads
-from megarl.preflight.recipe.general import check_parallel_sizes, validate
+from megarl.preflight.recipe.general import validate
+from megarl.preflight.recipe.shared import parallel_size_errors
 from megarl.recipe.offload import offloads
 from megarl.recipe.schema import Recipe
 from megarl.recipe.training import MegatronConfig
@@ -220,8 +221,9 @@ def _experts(experts: int, stage: int) -> Iterator[tuple[int, int]]:
 
 def _divides(recipe: Recipe, model: dict[str, Any], layout: TrainerLayout) -> bool:
     megatron = _laid_out(recipe.megatron, layout)
+    if any(parallel_size_errors("cluster.trainers", recipe.cluster.trainers, "megatron", megatron)):
+        return False
     try:
-        check_parallel_sizes("cluster.trainers", recipe.cluster.trainers, "megatron", megatron)
         check_layout(model, megatron, recipe.cluster.trainers)
     except ValueError:
         return False

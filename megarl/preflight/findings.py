@@ -1,0 +1,139 @@
+"""Findings about a recipe, collected over the stages of a survey."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megarl.data.rows import Row
+from megarl.data.tokenizer import Tokenizer
+from megarl.errors import NotHereError, all_of, independent, raise_all
+from megarl.preflight.data import Prepared
+from megarl.preflight.models import Config
+from megarl.recipe.schema import Recipe
+
+STAGES = {
+    "settings": "names of engines, their arguments, megatron.extra, the recipe's own functions",
+    "model": "config.json, weight files, tokenizer and layout of the policy; also of critic and teacher",
+    "data": "every row, tokenized; tools",
+    "rewards": "scorers, prepared; the judge and its question",
+}
+"""The stages of a survey in order, and what each one reads."""
+Severity = Literal["error", "unavailable", "notice"]
+
+
+@dataclass(frozen=True)
+class RecipeFinding:
+    """A result of a check.
+
+    `severity`: an `error` ends `train`; `unavailable` is a check that lacks something on this machine; a `notice` informs.
+    `error`: the exception of an error; a RecipeError has the key, the problem and the remedy. `key`: the setting to blame if
+    the error names none. `text`: the sentence of the other severities.
+    """
+
+    stage: str
+    severity: Severity
+    error: ValueError | None = None
+    key: str = ""
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Available:
+    """What a survey may read. The defaults are those of `train` and `eval`: everything must be on this machine.
+
+    `training`: False for `eval`. `run`: also check the device and the run's directory. `recipe_file`: if given, models and
+    data may be missing on this machine; published models (`# Shape:` in this file) stand for models, `ROWS` rows of each
+    file are read, and MCP servers are not started. `shape`: the published model, or the folder, that stands for the policy.
+    """
+
+    training: bool = True
+    run: bool = False
+    recipe_file: Path | None = None
+    shape: str | None = None
+
+
+class Survey:
+    """The findings about a recipe, and what its checks have read.
+
+    `configs`: config.json of each model by its setting, without those that cannot be read. `rows`: the sample, with
+    `recipe_file`. `prepared`: tokenizer and data, once they are read without an error. `stages`: those whose checks ran.
+    """
+
+    def __init__(self, recipe: Recipe, available: Available | None = None):
+        self.recipe, self.available = recipe, available or Available()
+        self.configs: dict[str, Config] = {}
+        self.rows: list[Row] = []
+        self.tokenizer: Tokenizer | None = None
+        self.prepared: Prepared | None = None
+        self.stages: list[str] = []
+        self._stage = next(iter(STAGES))
+        self._findings: list[RecipeFinding] = []
+
+    @property
+    def errors(self) -> list[ValueError]:
+        """The errors, without those that may follow from an earlier one."""
+        return independent(finding.error for finding in self._findings if finding.error is not None)
+
+    def texts(self, severity: Severity) -> list[str]:
+        """Return the sentences of findings that are no errors."""
+        return [finding.text for finding in self._findings if finding.severity == severity]
+
+    def errors_in(self, stage: str) -> list[ValueError]:
+        """Return the errors of a stage, without those that may follow from an earlier one."""
+        stages = {id(finding.error): finding.stage for finding in self._findings if finding.error is not None}
+        return [error for error in self.errors if stages[id(error)] == stage]
+
+    def key_of(self, error: ValueError) -> str:
+        """Return the setting to blame for `error` if it names none."""
+        return next(finding.key for finding in self._findings if finding.error is error)
+
+    def raise_errors(self) -> None:
+        """Raise the errors found so far, together."""
+        raise_all(finding.error for finding in self._findings if finding.error is not None)
+
+    # --- collecting --------------------------------------------------------------------------------------------------
+
+    def stage(self, name: str, checks: Callable[[Survey], None], *, whole: bool = True) -> Iterator[RecipeFinding]:
+        """Run `checks` and yield their findings. `whole`: False if they are not all checks of the stage `name`."""
+        start, self._stage = len(self._findings), name
+        if whole:
+            self.stages.append(name)
+        checks(self)
+        yield from self._findings[start:]
+
+    @contextlib.contextmanager
+    def part(self, key: str, *, needed: bool = False) -> Iterator[None]:
+        """Record the errors that the body raises; the survey continues.
+
+        `key`: the setting to blame if the error names none. `needed`: something missing on this machine is an error.
+        """
+        try:
+            yield
+        except ValueError as error:
+            self.add(all_of(error), key, needed=needed)
+
+    def add(self, errors: Iterable[ValueError], key: str, *, needed: bool = False) -> None:
+        for error in errors:
+            if isinstance(error, NotHereError) and self.is_partial and not needed:
+                self.unavailable(f"{error.key}: {one_line(error.problem)}. To do: {one_line(error.remedy)}")
+            else:
+                self._findings.append(RecipeFinding(self._stage, "error", error=error, key=key))
+
+    def unavailable(self, text: str) -> None:
+        self._findings.append(RecipeFinding(self._stage, "unavailable", text=text))
+
+    def notice(self, text: str) -> None:
+        self._findings.append(RecipeFinding(self._stage, "notice", text=text))
+
+    @property
+    def is_partial(self) -> bool:
+        """Return whether models and data may be missing on this machine."""
+        return self.available.recipe_file is not None
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split()).removesuffix(".")

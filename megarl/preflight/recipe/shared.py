@@ -1,0 +1,57 @@
+"""Checks that actor and critic share: optimizer, mini batches and parallel sizes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megarl.errors import RecipeError
+from megarl.recipe.schema import Recipe
+from megarl.recipe.training import MegatronConfig, OptimizerConfig
+
+
+def optimizer_errors(section: str, optimizer: OptimizerConfig) -> Iterator[RecipeError]:
+    """Yield an error for each infinite setting of `section`.optimizer and for betas outside [0, 1)."""
+    for name, value in vars(optimizer).items():
+        if isinstance(value, float) and math.isinf(value):
+            what = "an infinite value would turn every weight into NaN"
+            yield RecipeError(f"{section}.optimizer.{name}", what, "give a finite number", value=value)
+    if any(beta < 0 or beta >= 1 for beta in optimizer.betas):
+        key, betas = f"{section}.optimizer.betas", list(optimizer.betas)
+        yield RecipeError(key, "each beta must be in [0, 1)", "e.g. [0.9, 0.98]", value=betas)
+
+
+def mini_batch_errors(section: str, mini_batches: int, recipe: Recipe) -> Iterator[RecipeError]:
+    """Yield an error if the prompts of a step do not divide into `section`.mini_batches."""
+    prompts = recipe.data.prompts_per_step
+    if prompts % mini_batches:
+        what = f"data.prompts_per_step = {prompts} does not divide into {mini_batches} mini batches"
+        remedy = "choose a divisor of data.prompts_per_step"
+        yield RecipeError(f"{section}.mini_batches", what, remedy, value=mini_batches)
+
+
+def parallel_size_errors(key: str, processes: int, section: str, megatron: MegatronConfig) -> Iterator[RecipeError]:
+    """Yield errors of a layout that no model fits. `key`: the setting of the number of `processes`."""
+    model_parallel = megatron.tensor_parallel * megatron.pipeline_parallel * megatron.context_parallel
+    if processes % model_parallel:
+        yield RecipeError(
+            key,
+            f"{processes} processes do not divide by tensor {megatron.tensor_parallel} x pipeline "
+            f"{megatron.pipeline_parallel} x context {megatron.context_parallel} = {model_parallel}",
+            f"use a multiple of {model_parallel}, or change the sizes in {section}",
+            value=processes,
+        )
+    if megatron.sequence_parallel and megatron.tensor_parallel == 1:
+        yield RecipeError(
+            f"{section}.sequence_parallel",
+            "sequence parallelism divides sequences over tensor-parallel ranks, and there is one rank",
+            f"set {section}.tensor_parallel > 1, or leave it out",
+            value=True,
+        )
+    if megatron.virtual_pipeline and megatron.pipeline_parallel == 1:
+        yield RecipeError(
+            f"{section}.virtual_pipeline",
+            "an interleaved schedule needs more than one pipeline stage",
+            f"set {section}.pipeline_parallel > 1, or unset it",
+            value=megatron.virtual_pipeline,
+        )

@@ -1,0 +1,113 @@
+"""Checks of engines, devices and user functions: they need code and the machine, but no model and no data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megarl import engines
+from megarl import platform as platforms
+from megarl.algorithms.advantages import uses_critic
+from megarl.algorithms.objective import needs_teacher
+from megarl.cluster.device_map import Demand
+from megarl.engines.routes import check_route, route_here
+from megarl.engines.specs import first_specs, fixed_models
+from megarl.errors import RecipeError, errors_of
+from megarl.hf.shape import model_shape
+from megarl.megatron.config_fields import check_extra_names
+from megarl.platform.kinds import kind_of
+from megarl.preflight.engines import check_adapters, check_engine, check_engines
+from megarl.preflight.recipe.observe import check_traces
+from megarl.preflight.user_functions import try_own_functions
+from megarl.recipe.critic import critic_view
+from megarl.recipe.judge import JUDGE
+from megarl.recipe.schema import Recipe
+from megarl.recipe.uses import uses_judge
+from megarl.text import pluralize
+
+
+def only_evaluates(recipe: Recipe) -> bool:
+    """Return whether the recipe has evaluation data and no training data."""
+    return not recipe.data.train_files and not recipe.data.mix and bool(recipe.data.eval_files)
+
+
+def demand_of(recipe: Recipe) -> Demand:
+    """Return the devices that `train` places, or `eval` if there is no training data."""
+    trains, samples = not only_evaluates(recipe), recipe.train.source == "rollout"
+    fixed = [section for section in fixed_models(recipe) if trains or section == JUDGE]
+    critic = trains and uses_critic(recipe.algorithm)
+    return Demand.of(recipe, trainers=trains, engines=samples, critic=critic, fixed=fixed)
+
+
+def training_setting_errors(recipe: Recipe) -> Iterator[ValueError]:
+    """Yield errors of engines, Megatron's settings, user functions and devices, for `train`."""
+    if not recipe.data.train_files and not recipe.data.mix:
+        what = "there is no training data"
+        yield RecipeError("data.train_files", what, "name .parquet or .jsonl files", value=[])
+    yield from errors_of(check_engines, recipe.rollout)
+    if needs_teacher(recipe.algorithm):
+        yield from errors_of(check_engine, "teacher", recipe.teacher)
+    if uses_judge(recipe):
+        yield from errors_of(check_engine, "judge", recipe.judge)
+    yield from errors_of(check_extra_names, recipe, "megatron")
+    if uses_critic(recipe.algorithm):
+        yield from errors_of(check_extra_names, critic_view(recipe), "critic.megatron")
+    yield from errors_of(try_own_functions, recipe.algorithm)
+    if kind_of(platforms.kind(recipe.cluster.device)).ray_resource is not None:  # CPU processes share cores
+        yield from errors_of(check_demand, recipe)
+
+
+def evaluation_setting_errors(recipe: Recipe) -> Iterator[ValueError]:
+    """Yield errors of the data source and of engines, for `eval`."""
+    if recipe.train.source != "rollout":
+        yield RecipeError(
+            "train.source",
+            "`megarl eval` samples answers and scores them, and these rows only have a loss",
+            "set evaluation.at_start or at_end, and the run computes the loss; or use an RL recipe",
+            value=recipe.train.source,
+        )
+        return
+    if not recipe.data.eval_files:
+        what = "there is no evaluation data"
+        yield RecipeError("data.eval_files", what, "name .parquet or .jsonl files", value=[])
+    yield from errors_of(check_engines, recipe.rollout)
+    if uses_judge(recipe):
+        yield from errors_of(check_engine, "judge", recipe.judge)
+
+
+def check_demand(recipe: Recipe) -> None:
+    """Raise ValueError if colocated engines or the critic need more devices than the trainers have."""
+    samples, critic = recipe.train.source == "rollout", uses_critic(recipe.algorithm)
+    demand = Demand.of(recipe, trainers=True, engines=samples, critic=critic, fixed=fixed_models(recipe))
+    demand.require_trainers_devices_suffice()
+
+
+def check_device(recipe: Recipe, device: str, *, training: bool = True) -> None:
+    """Raise RecipeError for settings that the engines and the profiler of `device` do not support.
+
+    `training`: False for `megarl eval`.
+    """
+    if training:
+        check_traces(recipe, kind_of(device))
+    if recipe.train.source == "rollout":
+        for engine, spec in first_specs(recipe, training=training):
+            engines.check_plan(engine, spec, device)
+            if recipe.exchange.adapters == "only" and spec.adapters is not None:
+                check_adapters(engine, spec, device)
+
+
+def route_notices(recipe: Recipe, config: dict[str, Any]) -> list[str]:
+    """Return a notice if `exchange.route=auto` means export, with the bytes that moves. `config`: the policy's config.json.
+
+    Raises RecipeError for a route that the engines of this environment do not support.
+    """
+    if recipe.train.source != "rollout":
+        return []
+    route = route_here(recipe)
+    check_route(recipe, route)
+    if route.name != "export" or recipe.exchange.route != "auto":
+        return []
+    ranks, size = recipe.rollout.engines * recipe.rollout.tensor_parallel, model_shape(config).total
+    size *= 4 if recipe.model.dtype == "float32" else 2
+    moved = f"each of {pluralize(ranks, 'engine rank')} receives the whole model, {size / 2**30:,.1f} GiB an update"
+    return [f"weights go by {route}; {moved}, from rank 0 (plan RECIPE estimates the seconds)"]

@@ -1,0 +1,102 @@
+"""Walk every check that needs more than the recipe's values, and report all findings.
+
+`train` and `eval` raise the errors together, `plan` prints them with what it could not check, and `doctor` adds findings of
+the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megarl import engines
+from megarl import platform as platforms
+from megarl.cluster.device_map import place
+from megarl.engines.specs import fixed_models
+from megarl.megatron.config_fields import fields_of_megatron
+from megarl.preflight.findings import Available, RecipeFinding, Survey
+from megarl.preflight.models import (
+    POLICY,
+)
+from megarl.preflight.run_directory import run_directory_errors
+from megarl.preflight.settings import (
+    check_demand,
+    check_device,
+    demand_of,
+    evaluation_setting_errors,
+    training_setting_errors,
+)
+from megarl.preflight.survey_data import check_data, check_sample, check_scorers, check_without_rows
+from megarl.preflight.survey_models import check_models
+from megarl.recipe.header import hardware_of
+from megarl.recipe.schema import Recipe
+
+
+def survey(recipe: Recipe, available: Available | None = None) -> Survey:
+    """Run every check of `recipe`, and return the survey with its findings."""
+    result = Survey(recipe, available)
+    for _ in findings(result):
+        pass
+    return result
+
+
+def findings(survey: Survey) -> Iterator[RecipeFinding]:
+    """Run the checks stage by stage, and yield the findings of each stage.
+
+    Data is read only if settings and models have no errors: its checks would report them again, and it takes long.
+    """
+    yield from survey.stage("settings", _check_settings)
+    yield from survey.stage("model", check_models)
+    if not survey.errors:
+        yield from survey.stage("data", check_sample if survey.is_partial else check_data)
+    elif not survey.is_partial:
+        yield from survey.stage("data", check_without_rows, whole=False)
+    if survey.prepared is not None:
+        yield from survey.stage("rewards", check_scorers)
+    if survey.available.run:
+        yield from survey.stage("run", _check_run, whole=False)
+
+
+def _check_settings(survey: Survey) -> None:
+    recipe = survey.recipe
+    if not survey.available.training:
+        survey.add(evaluation_setting_errors(recipe), "rollout.engine")
+        return
+    survey.add(training_setting_errors(recipe), "megatron.extra")
+    if not survey.is_partial:
+        return
+    if recipe.cluster.device == "auto":  # the plan is for devices, which this machine may lack
+        with survey.part("megatron.extra"):
+            check_demand(recipe)
+    with survey.part("rollout.tensor_parallel"):
+        _check_machines(survey)
+    _report_packages(survey)
+
+
+def _check_machines(survey: Survey) -> None:
+    """Raise ValueError if an engine needs more devices than the machine in the recipe's head has."""
+    assert survey.available.recipe_file is not None
+    machine = hardware_of(survey.available.recipe_file)
+    if machine is not None:
+        name, _, devices = machine
+        demand = demand_of(survey.recipe)
+        place([(name, devices)] * -(-demand.devices // devices), demand, "devices")
+
+
+def _report_packages(survey: Survey) -> None:
+    """Report settings of packages that are not installed here: their names cannot be checked."""
+    recipe = survey.recipe
+    samples = recipe.train.source == "rollout"
+    for section in [*(["rollout"] if samples else []), *fixed_models(recipe)]:
+        settings = getattr(recipe, section)
+        with survey.part(f"{section}.engine"):
+            if settings.engine_args and not engines.can_check_args(settings.engine):
+                survey.unavailable(f"{section}.engine_args: {settings.engine} is not installed here")
+    if recipe.megatron.extra and fields_of_megatron() is None:
+        survey.unavailable("megatron.extra: Megatron is not installed here")
+
+
+def _check_run(survey: Survey) -> None:
+    survey.add(run_directory_errors(survey.recipe), "runs_dir")
+    if POLICY in survey.configs:
+        with survey.part("cluster.device"):
+            check_device(survey.recipe, platforms.kind(survey.recipe.cluster.device))

@@ -1,0 +1,143 @@
+"""Checks of the models that a recipe names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megarl.algorithms.advantages import uses_critic
+from megarl.cluster import transport
+from megarl.data.tokenizer import check_vocabulary, load_tokenizer
+from megarl.errors import RecipeError, as_recipe_error
+from megarl.preflight.findings import Survey
+from megarl.preflight.judge import check_judge_model
+from megarl.preflight.models import (
+    CRITIC,
+    JUDGE,
+    POLICY,
+    TEACHER,
+    Config,
+    check_teacher,
+    check_teacher_tokens,
+    config_of,
+    critic_errors,
+    models_of,
+    policy_errors,
+    read_hf_config,
+    read_tokenizer,
+    read_weights_config,
+    sampled_errors,
+)
+from megarl.preflight.recipe.critic import ONE_LAYOUT
+from megarl.preflight.settings import (
+    check_device,
+)
+
+
+def check_models(survey: Survey) -> None:
+    recipe = survey.recipe
+    training = survey.available.training
+    for key, directory in models_of(recipe).items():
+        if training or key in (POLICY, JUDGE):
+            with survey.part(key, needed=key in (POLICY, CRITIC)):
+                survey.configs[key] = _config_of(survey, key, directory)
+    _check_configs(survey)
+    if survey.is_partial and survey.errors:
+        return  # checks of the files would report the same again
+    device = recipe.cluster.device
+    if survey.is_partial and device != "auto" and Path(recipe.model.path).is_dir():
+        with survey.part("cluster.device"):
+            check_device(recipe, device)
+    _check_policy_files(survey)
+    for key in [key for key in survey.configs if key != POLICY]:
+        _check_other_files(survey, key)
+    if training and uses_critic(recipe.algorithm) and not survey.is_partial:
+        _check_critic_tokens(survey)
+
+
+def _config_of(survey: Survey, key: str, directory: str) -> Config:
+    if survey.available.recipe_file is None:
+        return read_hf_config(directory, key)
+    return config_of(directory, survey.available.recipe_file, key, survey.available.shape if key == POLICY else None)
+
+
+def _check_configs(survey: Survey) -> None:
+    """Check what each config.json determines: layout, adapters, context length, parallel sizes of engines."""
+    recipe, policy = survey.recipe, survey.configs.get(POLICY)
+    if policy is not None:
+        if not survey.available.training:
+            survey.add(sampled_errors(recipe, policy), POLICY)
+        else:
+            survey.add(policy_errors(recipe, policy), "megatron")
+            critic = survey.configs.get(CRITIC) if recipe.critic.model_path else policy
+            if uses_critic(recipe.algorithm) and critic is not None:
+                survey.add(critic_errors(recipe, critic), "critic.megatron")
+    if TEACHER in survey.configs:
+        with survey.part(TEACHER):
+            check_teacher(recipe, survey.configs[TEACHER])
+    if JUDGE in survey.configs:
+        with survey.part(JUDGE):
+            check_judge_model(recipe.judge, survey.configs[JUDGE])
+
+
+def _check_policy_files(survey: Survey) -> None:
+    """Check the policy's weights, and load its tokenizer."""
+    recipe = survey.recipe
+    if POLICY not in survey.configs:
+        return
+    if _is_here(survey, recipe.model.path, POLICY, "its weights and tokenizer"):
+        with survey.part(POLICY):
+            read_weights_config(recipe.model.path, POLICY)
+    separate, folder = recipe.model.tokenizer, Path(recipe.model.path)
+    if survey.is_partial:
+        if separate is None and (not folder.is_dir() or _holds_only_config(folder)):
+            return
+        if separate is not None and not _is_here(survey, separate, "model.tokenizer", "the tokenizer"):
+            return
+    with survey.part(POLICY):
+        survey.tokenizer = read_tokenizer(recipe, survey.configs[POLICY])
+
+
+def _check_other_files(survey: Survey, key: str) -> None:
+    """Check weights and tokenizer of critic, teacher or judge. The judge's question is checked with the data."""
+    directory = models_of(survey.recipe)[key]
+    if not _is_here(survey, directory, key, "its weights and tokenizer"):
+        return
+    with survey.part(key):
+        read_weights_config(directory, key)
+        if key == TEACHER and survey.tokenizer is not None:
+            check_teacher_tokens(survey.recipe, survey.tokenizer, survey.configs[key])
+        elif key == JUDGE:
+            load_tokenizer(directory)
+
+
+def _check_critic_tokens(survey: Survey) -> None:
+    recipe = survey.recipe
+    key = CRITIC if recipe.critic.model_path else POLICY
+    with survey.part(key):
+        if transport(recipe) == "torchrun":
+            remedy = "start it without torchrun"
+            raise RecipeError("cluster.transport", ONE_LAYOUT, remedy, value=recipe.cluster.transport)
+        if key in survey.configs and survey.tokenizer is not None:
+            with as_recipe_error(key, "name a model with the policy's tokens", models_of(recipe)[key]):
+                check_vocabulary(survey.tokenizer, survey.configs[key])
+
+
+def _is_here(survey: Survey, directory: str, key: str, files: str) -> bool:
+    if not survey.is_partial:
+        return True
+    if not Path(directory).is_dir():
+        survey.unavailable(f"{key}: {directory} is not on this machine: {files}")
+        return False
+    if _holds_only_config(Path(directory)):
+        survey.unavailable(f"{key}: {directory} holds a config.json alone: {files}")
+        return False
+    return True
+
+
+def _holds_only_config(directory: Path) -> bool:
+    """Return whether a folder has a config.json and neither weights nor a tokenizer: enough to plan, but not to run."""
+    names = {file.name for file in directory.iterdir()}
+    return "config.json" in names and not any(
+        name.endswith((".safetensors", ".bin", ".safetensors.index.json")) or name.startswith("tokenizer")
+        for name in names
+    )
