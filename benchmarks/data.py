@@ -20,7 +20,7 @@ from pathlib import Path
 from megarl.commands.data.gsm8k import prepare
 from megarl.commands.data.tiny_tokenizer import CHAT_TEMPLATE, EOS, PAD, TURN_START
 from megarl.data import PromptDataset, Tokenizer, load_tokenizer
-from megarl.data.rows import read_rows, write_parquet
+from megarl.data.rows import iterate_rows, write_parquet
 from megarl.data.tokenizer import HuggingFaceTokenizer
 from megarl.recipe.schema import DataConfig
 
@@ -78,7 +78,7 @@ def main() -> None:
         rows = [
             row.values
             for file in prepare(source, root / "gsm8k")
-            for row in read_rows([file], ("prompt",), optional=("data_source", "reward_model", "extra_info"))
+            for row in iterate_rows(Path(file), ("prompt",), optional=("data_source", "reward_model", "extra_info"))
         ]
         write_parquet(root / "rows.parquet", rows * arguments.repeat)
         info = [row["extra_info"] for row in rows]

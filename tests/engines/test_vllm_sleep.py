@@ -135,7 +135,7 @@ def test_weights_that_no_update_brings_again_stay_on_the_host(
         (None, None, None),
     ],
 )
-def test_an_engine_says_why_it_takes_no_planned_weights(
+def test_an_engine_says_why_it_takes_no_sharded_weights(
     monkeypatch: pytest.MonkeyPatch, vllm: FakeVllm, no_sharded: str | None, quantization: str | None, words: str | None
 ) -> None:
     """And lives on: the export may take the plan's place. What a worker says of its model is passed on."""

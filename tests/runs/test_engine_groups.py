@@ -88,7 +88,7 @@ def test_a_group_spans_two_nodes(quickstart_data: Path, tmp_path: Path) -> None:
         subprocess.Popen(
             ["bash", "launch/multinode.sh", "recipes/quickstart.yaml", *own],
             cwd=ROOT,
-            env=environment()
+            env={name: value for name, value in environment().items() if not name.startswith("RAY_")}
             | {"NNODES": "2", "NODE_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "DEVICES_PER_NODE": "1"}
             | {"MEGARL_JOIN_TIMEOUT": "120"},

@@ -79,6 +79,12 @@ def test_ctrl_c_ends_everything_within_ten_seconds(started) -> None:
     assert_ended(processes)
 
 
+def assert_names_the_run(lines: list[str], directory: Path) -> None:
+    """The lines before the last name the run's folder and how to go on, and nothing else is printed."""
+    folder, remedy = lines
+    assert folder == f"{directory.name}: stopped; its files are in {directory}" and "train.resume=auto" in remedy
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [8, 12, 16])
 def test_sigterm_ends_a_run_that_starts(started, seconds: int) -> None:
@@ -90,7 +96,8 @@ def test_sigterm_ends_a_run_that_starts(started, seconds: int) -> None:
     one.process.send_signal(signal.SIGTERM)
     status, errors = one.end(20)
     ours = [line for line in errors.strip().splitlines() if not RAYS_OWN.search(line)]
-    assert (status, ours) == (143, ["stopped by SIGTERM"])
+    assert (status, ours[-1]) == (143, "stopped by SIGTERM")
+    assert_names_the_run(ours[:-1], one.directory)
     assert_ended(processes)
 
 
@@ -102,8 +109,9 @@ def test_sigterm_ends_everything_and_says_so(started) -> None:
     processes = descendants(one.process.pid)
     one.process.send_signal(signal.SIGTERM)
     status, errors = one.end(10)
-    assert status == 143
-    assert errors.strip() == "stopped by SIGTERM"
+    lines = errors.strip().splitlines()
+    assert (status, lines[-1]) == (143, "stopped by SIGTERM")
+    assert_names_the_run(lines[:-1], one.directory)
     assert json.loads((one.directory / "summary.json").read_text())["status"] == "stopped"
     assert_ended(processes)
 
