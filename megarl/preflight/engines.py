@@ -1,4 +1,4 @@
-"""What is checked of the policy's engines before any process starts."""
+"""Checks of engines: names, arguments, groups and parallel sizes."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from megarl.recipe.schema import RolloutConfig, TeacherConfig
 
 
 def check_engines(rollout: RolloutConfig) -> None:
-    """Refuse an engine that is not known, arguments that it does not have, and groups that it cannot form."""
+    """Raise ValueError for an unknown engine, unknown arguments, and engine groups that the engine does not support."""
     check_engine("rollout", rollout)
     engines.check_groups(rollout.engine, rollout.data_parallel)
 
 
 def check_engine(section: str, settings: RolloutConfig | TeacherConfig | JudgeConfig) -> None:
-    """Refuse an engine that is not known, and arguments that it does not have. `settings`: the recipe's `section`."""
+    """Raise ValueError for an unknown engine or unknown arguments. `settings`: the section `section` of the recipe."""
     engines.check_name(settings.engine, f"{section}.engine")
     engines.check_args(settings.engine, settings.engine_args, section)
 
 
 def check_adapters(engine: str, spec: EngineSpec, device: str) -> None:
-    """Refuse an engine of `spec` that cannot hold its adapters."""
+    """Raise RecipeError if an engine of `spec` cannot load adapters."""
     if (reason := engines.merged_because(engine, spec, device)) is not None:
         raise RecipeError("exchange.adapters", reason, "set exchange.adapters=merged, or auto", value="only")
 
 
 def check_experts(rollout: RolloutConfig, config: dict[str, Any]) -> None:
-    """Refuse experts that cannot be spread over the devices of an engine, or of a group, as asked. `config`: config.json."""
+    """Raise RecipeError if experts do not divide over the devices of an engine or an engine group. `config`: config.json."""
     if not rollout.spreads_experts:
         return
     key, value = ("data_parallel", rollout.data_parallel) if rollout.data_parallel > 1 else ("expert_parallel", True)
@@ -52,8 +52,10 @@ def check_experts(rollout: RolloutConfig, config: dict[str, Any]) -> None:
 def check_heads(
     section: str, settings: RolloutConfig | TeacherConfig | JudgeConfig, config: dict[str, Any], *, spread: bool = False
 ) -> None:
-    """Refuse devices of an engine that its model cannot be cut over. `settings`: the recipe's `section`; `config`:
-    config.json; `spread`: each device has whole experts."""
+    """Raise RecipeError if attention heads or widths do not divide over the devices of an engine.
+
+    `settings`: the section `section` of the recipe. `config`: config.json. `spread`: each device has whole experts.
+    """
     tensor_parallel, engine_args = settings.tensor_parallel, settings.engine_args
     text, spread = text_fields(config), spread or bool(engine_args.get("enable_expert_parallel"))
     heads, groups = text["num_attention_heads"], text.get("num_key_value_heads") or 0

@@ -1,4 +1,4 @@
-"""What is checked of a judge before any process starts."""
+"""Checks of the judge: model, question template and lengths."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from megarl.rollout.judge.server import Interrogation
 
 
 def check_judge(recipe: Recipe, config: dict[str, Any], sets: Sequence[PromptDataset]) -> None:
-    """Refuse a judge that cannot be asked: its model (`config`, its config.json), its question, and the length of this with
-    the first row of each set."""
+    """Raise RecipeError for the judge's model, its question, or the length of a question with the first row of each set.
+
+    `config`: the judge's config.json.
+    """
     judge = recipe.judge
     assert judge.path is not None and judge.prompt is not None
     check_judge_model(judge, config)
@@ -35,7 +37,7 @@ def check_judge(recipe: Recipe, config: dict[str, Any], sets: Sequence[PromptDat
         )
     try:
         asks = Interrogation(tokenizer, judge)
-        own = max(len(asks.tokens(replace(data[0], question=""), "")) for data in sets)
+        template = max(len(asks.tokens(replace(data[0], question=""), "")) for data in sets)
     except ValueError as error:
         raise RecipeError("judge.prompt", str(error), "mend the template, or the rows' columns") from error
     if "ground_truth" in asks.question.reads:
@@ -45,11 +47,11 @@ def check_judge(recipe: Recipe, config: dict[str, Any], sets: Sequence[PromptDat
                 problem = f"the template reads ground_truth, and row {row} has no reward_model.ground_truth"
                 raise RecipeError("judge.prompt", problem, "add it to the rows, or leave it out of the template")
     read = recipe.data.max_prompt_length if "prompt" in asks.question.reads else 0
-    longest = own + read + recipe.rollout.max_response_length
+    longest = template + read + recipe.rollout.max_response_length
     if longest > judge.max_prompt_length:
         raise RecipeError(
             "judge.max_prompt_length",
-            f"the template and a row's other columns take {own} tokens, {f'data.max_prompt_length is {read} and ' if read else ''}"
+            f"the template and a row's other columns take {template} tokens, {f'data.max_prompt_length is {read} and ' if read else ''}"
             f"rollout.max_response_length {recipe.rollout.max_response_length}: {longest}. Long responses would have no reward",
             f"set it to {longest} or more (the judge may need more tokens for a text than the policy)",
             value=judge.max_prompt_length,
@@ -57,16 +59,16 @@ def check_judge(recipe: Recipe, config: dict[str, Any], sets: Sequence[PromptDat
 
 
 def check_judge_model(judge: JudgeConfig, config: dict[str, Any]) -> None:
-    """Refuse devices that the judge's model cannot be cut over, and lengths that it was not made for."""
+    """Raise RecipeError for parallel sizes and lengths that the judge's model does not support."""
     with as_recipe_error("judge.path", "give the judge's own config.json", judge.path):
         check_sizes(config)
     check_heads("judge", judge, config)
-    known = context_length(config)
+    context = context_length(config)
     longest = judge.max_prompt_length + judge.max_tokens
-    if known is not None and longest > known and "hf_overrides" not in judge.engine_args:
+    if context is not None and longest > context and "hf_overrides" not in judge.engine_args:
         raise RecipeError(
             "judge.max_prompt_length",
-            f"with judge.max_tokens = {judge.max_tokens} that is {longest} tokens, and the judge was made for {known} "
+            f"with judge.max_tokens = {judge.max_tokens} that is {longest} tokens, and the judge was made for {context} "
             "(max_position_embeddings of its config.json)",
             "lower the two together to that",
             value=judge.max_prompt_length,

@@ -1,5 +1,4 @@
-"""What is checked of the models that a recipe names before any process starts: of their config.json alone, and of their
-files."""
+"""Checks of the models that a recipe names: config.json, weight files and tokenizers."""
 
 from __future__ import annotations
 
@@ -36,27 +35,29 @@ _MAKERS = {  # by the end of the directory's path
 
 
 def models_of(recipe: Recipe) -> dict[str, str]:
-    """The directory of each model that the run reads, by the setting that names it; the policy's first."""
-    found = {POLICY: recipe.model.path}
+    """Return the directory of each model that the run reads, by its setting. The policy is the first."""
+    directories = {POLICY: recipe.model.path}
     if uses_critic(recipe.algorithm) and recipe.critic.model_path:
-        found[CRITIC] = recipe.critic.model_path
+        directories[CRITIC] = recipe.critic.model_path
     if needs_teacher(recipe.algorithm):
-        found[TEACHER] = str(recipe.teacher.path)
+        directories[TEACHER] = str(recipe.teacher.path)
     if uses_judge(recipe):
-        found[JUDGE] = str(recipe.judge.path)
-    return found
+        directories[JUDGE] = str(recipe.judge.path)
+    return directories
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
 def config_of(path: str, recipe: Path, key: str = POLICY, name: str | None = None) -> Config:
-    """The config.json of the model that the setting `key` of the recipe file `recipe` names as `path`: of the published
-    model `name`, or of the folder `name`, where it is given; as it lies in `path`; else of the published model that is called as the directory, or
-    as the recipe's head says.
+    """Return the config.json of the model at `path`, the value of the setting `key` in the recipe file `recipe`.
 
-    Raises NotHereError where none of these is known, and RecipeError for a file that cannot be read."""
-    if name is not None and Path(name).is_dir():  # a folder with a config.json, of whatever model
+    Sources in order: `name` (a published model or a folder), `path`, the published model with the directory's name, and the
+    published model in the recipe's head.
+
+    Raises NotHereError if none of them exists, and RecipeError for a file that cannot be read.
+    """
+    if name is not None and Path(name).is_dir():
         return read_hf_config(name, key)
     if name is None and Path(path).is_dir():
         return read_hf_config(path, key)
@@ -77,13 +78,13 @@ def config_of(path: str, recipe: Path, key: str = POLICY, name: str | None = Non
 
 
 def _maker(path: str) -> str:
-    """What to do about the missing model directory `path`."""
+    """Return the remedy for the missing model directory `path`."""
     end = "/".join(Path(path).parts[-3:])
     return _MAKERS.get(end, "give the model's Hugging Face directory, with its config.json; megarl downloads none")
 
 
 def read_hf_config(path: str, key: str = POLICY) -> Config:
-    """config.json of the Hugging Face directory that `key` names. Raises RecipeError where it is missing or no JSON."""
+    """Return config.json of the Hugging Face directory `path`, the value of the setting `key`. Raises RecipeError."""
     directory = Path(path)
     if not directory.is_dir():
         raise RecipeError(key, f"there is no such directory (seen from {Path.cwd()})", _maker(path), value=path)
@@ -102,7 +103,7 @@ def read_hf_config(path: str, key: str = POLICY) -> Config:
 
 
 def read_weights_config(path: str, key: str) -> Config:
-    """As `read_hf_config`, of a directory that must hold whole weights as well."""
+    """Return config.json as `read_hf_config` does, and check that the directory has complete weights."""
     config = read_hf_config(path, key)
     if not any(Path(path).glob("*.safetensors")):
         remedy = "convert the weights to safetensors (save_pretrained does)"
@@ -114,7 +115,7 @@ def read_weights_config(path: str, key: str) -> Config:
 
 
 def read_tokenizer(recipe: Recipe, config: Config) -> Tokenizer:
-    """The policy's."""
+    """Return the policy's tokenizer, checked against the vocabulary of `config`, its config.json. Raises RecipeError."""
     key, path = ("model.tokenizer", recipe.model.tokenizer) if recipe.model.tokenizer else (POLICY, recipe.model.path)
     with as_recipe_error(
         key, "give a directory with the model's own tokenizer (model.tokenizer, where it is another)", path
@@ -124,7 +125,7 @@ def read_tokenizer(recipe: Recipe, config: Config) -> Tokenizer:
     return tokenizer
 
 
-# --- what config.json tells ------------------------------------------------------------------------------------------
+# --- checks of config.json --------------------------------------------------------------------------------------------
 
 
 def policy_errors(recipe: Recipe, config: Config) -> Iterator[ValueError]:
@@ -172,7 +173,7 @@ def critic_errors(recipe: Recipe, config: Config) -> Iterator[ValueError]:
 
 
 def check_teacher(recipe: Recipe, config: Config) -> None:
-    """Refuse a teacher that cannot read the policy's samples. `config`: its config.json."""
+    """Raise RecipeError for a teacher that cannot read the policy's samples. `config`: its config.json."""
     with as_recipe_error(TEACHER, "give the teacher's own config.json", recipe.teacher.path):
         check_sizes(config)
     teacher, known = recipe.teacher, context_length(config)
@@ -189,7 +190,7 @@ def check_teacher(recipe: Recipe, config: Config) -> None:
 
 
 def check_teacher_tokens(recipe: Recipe, tokenizer: Tokenizer, config: Config) -> None:
-    """Refuse a teacher for whom the policy's tokens mean something else. Reads its tokenizer."""
+    """Raise RecipeError for a teacher with another vocabulary than the policy. Reads its tokenizer."""
     path = str(recipe.teacher.path)
     with as_recipe_error(TEACHER, "name a teacher of the policy's family, with its own tokenizer", path):
         check_same_tokens(tokenizer, load_tokenizer(path))
@@ -201,14 +202,14 @@ def check_teacher_tokens(recipe: Recipe, tokenizer: Tokenizer, config: Config) -
 
 
 def check_known_model(config: Config, key: str, path: str) -> None:
-    """Refuse a model that the trainer would compute in another way than its engine."""
+    """Raise RecipeError for a model that the trainer does not implement as the engine does."""
     with as_recipe_error(key, "name a model that megarl trains, or change its config.json as said", path):
         check_model(config)
         check_sizes(config)
 
 
 def _check_context(recipe: Recipe, config: Config) -> None:
-    """Refuse samples longer than the policy was made for, which its engine would refuse once it loads."""
+    """Raise RecipeError for samples longer than the policy's context. Engines would refuse them when they load."""
     known, data, rollout = context_length(config), recipe.data, recipe.rollout
     longest = longest_sample(recipe)
     if known is None or "hf_overrides" in rollout.engine_args or longest <= known:
@@ -223,7 +224,7 @@ def _check_context(recipe: Recipe, config: Config) -> None:
 
 
 def _check_pixels(recipe: Recipe, config: Config) -> None:
-    """Refuse limits to images of a model that reads none."""
+    """Raise RecipeError for limits of image sizes if the model reads no images."""
     for name in ("min_pixels", "max_pixels"):
         if (value := getattr(recipe.data, name)) is not None and "vision_config" not in config:
             raise RecipeError(f"data.{name}", "the model reads no images", "leave it out", value=value)

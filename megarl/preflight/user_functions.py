@@ -1,4 +1,4 @@
-"""A first call of a user's own functions, on a made-up batch, before anything starts: their slips show at once, by name."""
+"""Call user-registered losses and advantages once on a small batch, so that their errors show before the run starts."""
 
 from __future__ import annotations
 
@@ -22,19 +22,21 @@ _MASK = np.array([0, 1, 1, 1, 1, 0, 1, 1, 1] * 2, dtype=bool)
 
 
 def try_own_functions(settings: AlgorithmConfig) -> None:
-    """Call the recipe's advantage and loss, where they come from `algorithm.modules`. Raises RecipeError, with the
-    function, its place and what went wrong."""
+    """Call the recipe's advantage and loss if they come from `algorithm.modules`.
+
+    Raises RecipeError with the function, its file and line, and the problem.
+    """
     if not settings.modules:
         return
     estimator, loss = ADVANTAGES[settings.advantage], LOSSES[settings.loss]
     of_samples, of_tokens = estimator.function, estimator.of_tokens
     if _is_own(of_samples):
         assert of_samples is not None
-        found = _call("advantage", settings, of_samples, _outcomes())
-        _expect("advantage", settings, of_samples, found, len(_LENGTHS), "samples")
+        values = _call("advantage", settings, of_samples, _outcomes())
+        _expect("advantage", settings, of_samples, values, len(_LENGTHS), "samples")
     if _is_own(of_tokens):
-        found = _call("advantage", settings, of_tokens, _token_outcomes())
-        _expect("advantage", settings, of_tokens, found, len(_MASK), "tokens")
+        values = _call("advantage", settings, of_tokens, _token_outcomes())
+        _expect("advantage", settings, of_tokens, values, len(_MASK), "tokens")
     if _is_own(loss.function):
         _try_loss(settings, loss.function)
 
@@ -78,43 +80,43 @@ def _try_loss(settings: AlgorithmConfig, function: Callable[..., Any]) -> None:
         chosen=mask > 0,
         selected=vector(-1.0, 1.0) > 0,
     )
-    found = _call("loss", settings, function, inputs)
-    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
+    result = _call("loss", settings, function, inputs)
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
         _refuse(
             "loss",
             settings,
             function,
-            f"returned {type(found).__name__}: the loss of each token and a dict of metrics are wanted",
+            f"returned {type(result).__name__}: the loss of each token and a dict of metrics are wanted",
         )
-    _expect("loss", settings, function, found[0], len(_MASK), "tokens")
-    if not found[0].requires_grad:
+    _expect("loss", settings, function, result[0], len(_MASK), "tokens")
+    if not result[0].requires_grad:
         _refuse(
             "loss", settings, function, "returned a loss that does not depend on log_probs, so nothing would be learned"
         )
-    for name, values in found[1].items():
+    for name, values in result[1].items():
         _expect("loss", settings, function, values, len(_MASK), "tokens", f"as the metric {name!r} ")
 
 
-def _call(key: str, settings: AlgorithmConfig, function: Callable[..., Any], given: Any) -> Any:
+def _call(key: str, settings: AlgorithmConfig, function: Callable[..., Any], argument: Any) -> Any:
     try:
-        return function(given, settings)
+        return function(argument, settings)
     except Exception as error:  # noqa: BLE001 -- whatever a user's function raises
-        own = [
+        frames = [
             frame
             for frame in traceback.extract_tb(error.__traceback__)
             if frame.filename == inspect.getsourcefile(function)
         ]
-        line = f" in line {own[-1].lineno}" if own else ""
+        line = f" in line {frames[-1].lineno}" if frames else ""
         _refuse(key, settings, function, f"failed{line}: {type(error).__name__}: {error}")
 
 
 def _expect(
-    key: str, settings: AlgorithmConfig, function: Callable[..., Any], found: Any, count: int, of: str, what: str = ""
+    key: str, settings: AlgorithmConfig, function: Callable[..., Any], values: Any, count: int, of: str, what: str = ""
 ) -> None:
-    shape = tuple(getattr(found, "shape", ()))
+    shape = tuple(getattr(values, "shape", ()))
     if shape != (count,):
-        said = f"an array of shape {list(shape)}" if hasattr(found, "shape") else type(found).__name__
-        _refuse(key, settings, function, f"returned {what}{said}: one number for each of {count} {of} is wanted")
+        text = f"an array of shape {list(shape)}" if hasattr(values, "shape") else type(values).__name__
+        _refuse(key, settings, function, f"returned {what}{text}: one number for each of {count} {of} is wanted")
 
 
 def _refuse(key: str, settings: AlgorithmConfig, function: Callable[..., Any], what: str) -> NoReturn:

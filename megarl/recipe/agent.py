@@ -1,4 +1,4 @@
-"""Settings of agent loops, and what is refused of them. Names of tools are checked with the data, in megarl/preflight/run.py."""
+"""The recipe's section `agent`. Names of tools are checked with the data (megarl/preflight/data.py)."""
 
 from __future__ import annotations
 

@@ -24,6 +24,6 @@ class EnvironmentConfig:
 
 
 def variables(recipe: Recipe, role: Role) -> dict[str, str]:
-    """The recipe's variables of a role's processes, as text."""
+    """Return the recipe's variables for the processes of `role`, as text."""
     section = recipe.cluster.environment
     return {name: str(value) for name, value in {**section.all, **getattr(section, role)}.items()}

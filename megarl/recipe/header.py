@@ -1,7 +1,7 @@
-"""Which published model a recipe is for, where the model is not on this machine: lines of the recipe's head.
+"""Comments at the head of a recipe file: the published models and the hardware that the recipe is for.
 
-``# Shape: Qwen3-8B`` is of `model.path`, ``# Shape of teacher.path: Qwen3-32B`` of that setting; the names are those of
-`megarl.hf.published`. A recipe without such a line has its bases', up to the first file that sets the path itself.
+``# Shape: Qwen3-8B`` names the model of `model.path`, and ``# Shape of teacher.path: Qwen3-32B`` that of another setting;
+`megarl.hf.published` has the names. Without such a line, those of the base files apply, up to the first file that sets the path.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _POLICY = "model.path"
 
 
 def shape_of(recipe: Path, key: str = _POLICY) -> str | None:
-    """The name of the published model that has the config.json of `key`'s; None where no head says."""
+    """Return the published model with the config.json of the setting `key`; None if no head names one."""
     words = "Shape" if key == _POLICY else f"Shape of {key}"
     for file, content in reversed(layers(recipe)):
         found = re.search(rf"^# {re.escape(words)}: (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
@@ -29,8 +29,8 @@ def shape_of(recipe: Path, key: str = _POLICY) -> str | None:
 
 
 def hardware_of(path: Path) -> tuple[str, int, int] | None:
-    """The machine that the head of the recipe at `path` names, how many of them, and the devices of each."""
-    if not path.is_file():  # who loads it says so
+    """Return the machine in the head of the recipe at `path`, the number of machines, and the devices of each."""
+    if not path.is_file():  # loading the recipe reports it
         return None
     found = re.search(r"^# Hardware: (.+), (\d+) x (\d+)$", path.read_text(), re.MULTILINE)
     return (found[1], int(found[2]), int(found[3])) if found else None

@@ -1,5 +1,4 @@
-"""Settings of a generative judge, and what is refused of them. Its model and its question are checked with the data, in
-megarl/preflight/run.py."""
+"""The recipe's section `judge`. The model and the question are checked with the data (megarl/preflight/judge.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from typing import Any, Literal, Optional
 from megarl.recipe.key import key
 
 JUDGE = "judge"
-"""What `reward.function` and `reward.functions` call it, and metrics, too."""
+"""The judge's name in `reward.function`, `reward.functions` and metrics."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The recipe's section `observe`, and what is refused of it."""
+"""The recipe's section `observe`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class ObserveConfig:
 
 
 def trace_options(observe: ObserveConfig) -> TraceOptions:
-    """The recipe's settings in the words of `Platform.profiler`."""
+    """Return the settings of `Platform.profiler`."""
     return TraceOptions(
         contents=tuple(observe.profile_contents),
         level=observe.profile_level,
@@ -77,7 +77,7 @@ def trace_options(observe: ObserveConfig) -> TraceOptions:
 
 
 def traces_notice(recipe: Recipe) -> str | None:
-    """A sentence on the content of engines' traces where engines sample several steps at a time; None elsewhere."""
+    """Return a notice that engines' traces overlap if engines sample several steps at a time; else None."""
     ahead = recipe.rollout.max_staleness
     if not recipe.observe.profile_engines or ahead == 0:
         return None

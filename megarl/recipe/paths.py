@@ -9,7 +9,7 @@ from megarl.recipe.schema import Recipe
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
-    """The recipe with paths that mean the same in every process, whatever directory it starts in."""
+    """Return the recipe with absolute paths, which do not depend on the directory a process starts in."""
 
     def absolute(path: str) -> str:
         return os.path.abspath(os.path.expanduser(path))

@@ -1,4 +1,4 @@
-"""What the source of a class says of its fields, read without importing it: their names, and values that they would not take."""
+"""Read the fields of a class from its source, without importing it, and check values against their annotations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from megarl.registry import nearest
 
 Fields = dict[str, ast.expr]
-"""What each field is declared as."""
+"""The annotation of each field."""
 
 _WORDS: dict[str, tuple[tuple[type, ...], str]] = {
     "bool": ((bool,), "true or false"),
@@ -19,7 +19,7 @@ _WORDS: dict[str, tuple[tuple[type, ...], str]] = {
 
 
 def fields_of(file: Path, *classes: str) -> Fields:
-    """The annotated fields of `classes`."""
+    """Return the annotated fields of `classes`."""
     return {
         statement.target.id: statement.annotation
         for node in ast.parse(file.read_text(encoding="utf-8")).body
@@ -30,8 +30,10 @@ def fields_of(file: Path, *classes: str) -> Fields:
 
 
 def problem(who: str, declared: ast.expr, value: Any) -> tuple[str, str] | None:
-    """What is wrong with the value of a field, and what to do, as far as its declaration says it: a switch, a number, one
-    of some words; None: nothing. `who`: whose field it is."""
+    """Return (problem, remedy) if `value` does not fit the annotation of a field; None if it fits or the type is not checked.
+
+    Checked are bool, int, float and Literal. `who`: the owner of the field in the message.
+    """
     kinds = _alternatives(declared)
     if value is None and "None" in map(ast.unparse, kinds):
         return None
@@ -53,7 +55,7 @@ def problem(who: str, declared: ast.expr, value: Any) -> tuple[str, str] | None:
 
 
 def _alternatives(declared: ast.expr) -> list[ast.expr]:
-    """The parts of `A | B`, `Optional[A]` and `Union[A, B]`."""
+    """Return the parts of `A | B`, `Optional[A]` and `Union[A, B]`."""
     if isinstance(declared, ast.BinOp) and isinstance(declared.op, ast.BitOr):
         return [*_alternatives(declared.left), *_alternatives(declared.right)]
     if isinstance(declared, ast.Subscript) and ast.unparse(declared.value) in ("Optional", "Union"):

@@ -1,4 +1,4 @@
-"""Services that a recipe names by URL, and the headers that they are sent: secrets come from the environment."""
+"""URLs and headers of services. Secrets come from environment variables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def check_url(section: str, text: str) -> None:
-    """Raise RecipeError for a URL (the recipe's `section`.url) that cannot be asked, or that holds a secret."""
+    """Raise RecipeError for a setting `section`.url that is not an HTTP URL, or that contains a secret."""
 
     def refuse(what: str, remedy: str) -> RecipeError:
         return RecipeError(f"{section}.url", what, remedy)
@@ -32,7 +32,7 @@ def check_url(section: str, text: str) -> None:
 
 
 def check_headers(section: str, headers: Mapping[str, str]) -> None:
-    """Raise RecipeError for headers that cannot be sent, or that are not named by environment variables."""
+    """Raise RecipeError for headers that cannot be set, and for values that are not names of environment variables."""
     for name, variable in headers.items():
         if not _HEADER.fullmatch(name) or name.lower() in ("content-length", "content-type", "host"):
             what = "this is no header that can be set"
