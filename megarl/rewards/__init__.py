@@ -1,4 +1,4 @@
-"""How a response becomes a number: one scorer a file, all of them found by themselves.
+"""Rewards: score responses. Each file of this folder registers a scorer.
 
 A new scorer is one decorated function in a new file of this folder::
 
@@ -6,8 +6,8 @@ A new scorer is one decorated function in a new file of this folder::
     def echo(request: ScoreRequest) -> dict[str, float]:
         return {"score": float(request.response == request.ground_truth)}
 
-Every module of this folder is imported with the package, so a scorer imports what is heavy
-(sympy, a sandbox) inside its function.
+The package imports every module of this folder, so a scorer imports heavy libraries (sympy, a sandbox)
+inside its function.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""The registry of scorers, and the one place where a scorer is called."""
+"""Scorer registry; `score` and `score_awaited` are the only callers of scorers."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from megarl.types import Turn
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """What a scorer sees of one sample.
+    """Input of a scorer: one sample.
 
-    `response` is the decoded response without special tokens, in whose characters the ends of steps are
-    counted; `ground_truth` and `extra_info` are the row's own; `prompt_text` is what the model was given;
-    `uid` names the row in errors. Where an agent loop made the response, `response` is what the policy said, its turns
-    one after the other and nothing of what tools answered, and `turns` has all of them in order.
+    `response` is the decoded response without special tokens; ends of steps count its characters. `ground_truth` and
+    `extra_info` come from the row. `prompt_text` is the prompt as the model received it. `uid` names the row in
+    errors. With tools, `response` joins the policy's turns in order, without the tools' answers; `turns` has all
+    turns, the tools' included.
     """
 
     response: str
@@ -43,11 +43,11 @@ class ScoreRequest:
 
 @dataclass(frozen=True)
 class Score:
-    """A finite reward, named parts of it for metrics and dynamic sampling, and what was taken for the answer.
+    """A finite reward with its named parts (for metrics and dynamic sampling) and the extracted answer.
 
-    `value` is the whole reward: what the scorer calls `score`, and the rewards of `steps` besides, whose sum is
-    in the part `steps` where the scorer gives any. `answer` is None where the scorer found or names none;
-    majority votes count equal answers. `reason` is the scorer's own word on why, for people.
+    `value` is the whole reward: the scorer's `score` plus the rewards of its `steps`. `parts["steps"]` is the sum of
+    the step rewards, if the scorer returned `steps`. `answer` is None if the scorer extracts none; majority votes
+    count equal answers. `reason` is the scorer's explanation for readers.
     """
 
     value: float
@@ -58,7 +58,7 @@ class Score:
 
 
 class RewardError(ValueError):
-    """A scorer failed on one row. `scorer`, `uid` and `cause` say which, where and why."""
+    """The scorer `scorer` failed on the row `uid`, because of `cause`."""
 
     def __init__(self, scorer: str, uid: str, cause: str) -> None:
         super().__init__(scorer, uid, cause)  # as args, so that it survives pickling between processes
@@ -73,22 +73,27 @@ ScoreFunction = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Scorer:
-    """A scoring function under the name that errors and recipes call it by.
+    """A scoring function with its name in errors and recipes.
 
-    The function returns a number, or a dict with `score`, any number of named numeric parts,
-    `answer`, the text that it took for the answer (or None), `reason`, a text that people see beside the score, and
-    `steps`, rewards of steps within the response (process rewards): a list of (end, reward), where a step reaches up to character `end` of
-    the response, 1 <= end <= len(response), and ends increase; empty where the response has none.
+    The function returns a number, or a dict with `score` and optionally:
 
-    Each number is earned once: a step's reward where the step ends, `score` at the response's end. The
-    sample's reward is their sum, as it is the sum of token rewards in verl. So `{"score": 1.0, "steps":
-    [(12, 0.25), (30, -0.5)]}` is a reward of 0.75.
+    - any named numeric parts;
+    - `answer`: the extracted answer, text or None;
+    - `reason`: an explanation, shown with the score;
+    - `steps`: process rewards, a list of (end, reward). A step ends at character `end` of the response,
+      1 <= end <= len(response), and ends increase. The list may be empty.
 
-    An `async def` function is awaited, with others under way in the same process. `in_process`: it takes microseconds and cannot hang, so it is called in the
-    rollout process itself, where nothing can end it; others run in processes of their own (megarl/scoring). `prepare`
-    is called once before any sample is scored: what takes long to import is imported there, and not at the expense of
-    a sample's time; it raises where something is not installed. `needs_ground_truth`: rows without one are refused. `settings`: both are also given the recipe's
-    `ScorerSettings`, as their last argument, by whoever finds the scorer; what is found takes the request alone.
+    A step's reward counts at the step's end, `score` at the response's end. The sample's reward is their sum, as verl
+    sums token rewards. So `{"score": 1.0, "steps": [(12, 0.25), (30, -0.5)]}` is a reward of 0.75.
+
+    An `async def` function is awaited; one process awaits many at a time.
+
+    in_process: call the function in the rollout process, for functions that take microseconds and cannot hang: nothing
+        can stop them. Other scorers run in the subprocess pool.
+    prepare: called once before the first sample. It imports slow libraries, so that no sample's time limit includes
+        the import, and raises if a library is not installed.
+    settings: `find` and `resolve` bind the recipe's `ScorerSettings` as the last argument of both functions.
+    needs_ground_truth: rows without a ground truth are rejected.
     """
 
     name: str
@@ -100,7 +105,7 @@ class Scorer:
 
     @property
     def awaited(self) -> bool:
-        """Whether it waits more than it computes, as far as can be seen: many may be under way in one process."""
+        """True for an `async def` function: one process may run many calls at a time."""
         return inspect.iscoroutinefunction(self.function)
 
 
@@ -117,10 +122,10 @@ def scorer(
     settings: bool = False,
     needs_ground_truth: bool = True,
 ) -> Callable[[ScoreFunction], ScoreFunction]:
-    """Register a function as the scorer `name`, chosen for rows whose `data_source` is among `sources`.
+    """Register a function as the scorer `name`, the default for rows with a `data_source` among `sources`.
 
-    A source may be a shell pattern (``aime*``); one that is spelled out wins over a pattern.
-    `in_process`, `prepare`, `settings` and `needs_ground_truth`: see `Scorer`. The function itself is returned unchanged.
+    A source may be a shell pattern (``aime*``); an exact name takes precedence over a pattern.
+    `in_process`, `prepare`, `settings` and `needs_ground_truth`: see `Scorer`. Returns the function unchanged.
     """
 
     def register(function: ScoreFunction) -> ScoreFunction:
@@ -138,14 +143,14 @@ def scorer(
 def resolve(
     function: str | None, data_sources: Iterable[str], settings: ScorerSettings | None = None
 ) -> dict[str, Scorer]:
-    """The scorer of each data source, with the recipe's settings (None: the defaults).
+    """Return the scorer of each data source, with the recipe's settings (None: the defaults).
 
     `function` (the recipe's reward.function) is a registered name or ``module:function``, imported
-    from the current directory or PYTHONPATH, and scores every row; None chooses by data source.
+    from the current directory or PYTHONPATH, and scores every row; None chooses by data source. Call this before the
+    run starts processes.
 
     Raises:
-        ValueError: there is no such scorer; the message names the nearest known one. Call this
-            before anything is started.
+        ValueError: the scorer does not exist; the message suggests the most similar name.
     """
     if function is not None:
         chosen = find(function, settings)
@@ -154,54 +159,54 @@ def resolve(
 
 
 def demands_ground_truth(name: str) -> bool:
-    """Whether the registered scorer `name` refuses rows without a ground truth; False for ``module:function``."""
+    """Return True if the registered scorer `name` rejects rows without a ground truth; False for ``module:function``."""
     return name in _scorers and _scorers[name].needs_ground_truth
 
 
 def find(name: str, settings: ScorerSettings | None = None) -> Scorer:
-    """The scorer that is registered as `name`, or that ``module:function`` names. Otherwise as `resolve`."""
+    """Return the scorer registered as `name`, or import ``module:function``. Settings and errors as in `resolve`."""
     return _with(settings, _import_scorer(name) if ":" in name else _registered(name))
 
 
 def _with(settings: ScorerSettings | None, entry: Scorer) -> Scorer:
     if not entry.settings:
         return entry
-    given = settings or ScorerSettings()
-    prepare = None if entry.prepare is None else functools.partial(entry.prepare, given)
-    return replace(entry, function=functools.partial(entry.function, settings=given), prepare=prepare, settings=False)
+    bound = settings or ScorerSettings()
+    prepare = None if entry.prepare is None else functools.partial(entry.prepare, bound)
+    return replace(entry, function=functools.partial(entry.function, settings=bound), prepare=prepare, settings=False)
 
 
 def score(scorer: Scorer, request: ScoreRequest) -> Score:
-    """Call a scorer and hold it to its contract.
+    """Call a scorer and check its result.
 
     Raises:
-        RewardError: it raised, or returned something that is not a finite number or a dict with a
-            finite `score`, numeric parts and steps as `Scorer` says.
+        RewardError: the scorer raised, or its result breaks the contract of `Scorer`: a finite number, or a dict with
+            a finite `score`, numeric parts and valid steps.
     """
     try:
         result = scorer.function(request)
         if inspect.isawaitable(result):
             result = _loop().run_until_complete(result)
     except Exception as error:
-        raise _raised(scorer, request, error) from error
-    return _held(scorer, request, result)
+        raise _reward_error(scorer, request, error) from error
+    return _checked(scorer, request, result)
 
 
 async def score_awaited(scorer: Scorer, request: ScoreRequest) -> Score:
-    """As `score`, for a scorer that is `awaited`: others may run while it waits."""
+    """Like `score`, for an `awaited` scorer."""
     try:
         result = await scorer.function(request)
     except Exception as error:
-        raise _raised(scorer, request, error) from error
-    return _held(scorer, request, result)
+        raise _reward_error(scorer, request, error) from error
+    return _checked(scorer, request, result)
 
 
-def _raised(scorer: Scorer, request: ScoreRequest, error: Exception) -> RewardError:
+def _reward_error(scorer: Scorer, request: ScoreRequest, error: Exception) -> RewardError:
     return RewardError(scorer.name, request.uid, f"it raised {type(error).__name__}: {error}")
 
 
-def _held(scorer: Scorer, request: ScoreRequest, result: Any) -> Score:
-    """What a scorer returned, held to its contract."""
+def _checked(scorer: Scorer, request: ScoreRequest, result: Any) -> Score:
+    """Convert a scorer's result to a Score; RewardError if it breaks the contract of `Scorer`."""
     if not isinstance(result, dict):
         return Score(_finite(scorer, request, "the score", result))
     if "score" not in result:
@@ -217,63 +222,68 @@ def _held(scorer: Scorer, request: ScoreRequest, result: Any) -> Score:
         if name not in ("answer", "steps", "reason")
     }
     value = numbers.pop("score")
-    answer, reason = None if answer is None else str(answer), str(reason)  # plain ones, which any process can read
+    answer, reason = (
+        None if answer is None else str(answer),
+        str(reason),
+    )  # not subclasses of str: any process can unpickle these
     if "steps" not in result:
         return Score(value, numbers, answer, reason=reason)
-    steps = _steps(scorer, request, result["steps"])
+    steps = _checked_steps(scorer, request, result["steps"])
     earned = [reward for _, reward in steps]
     return Score(math.fsum([value, *earned]), {**numbers, "steps": math.fsum(earned)}, answer, steps, reason)
 
 
-_of_thread = threading.local()
+_thread = threading.local()
 
 
 def _loop() -> asyncio.AbstractEventLoop:
-    """One for each thread that scores, kept, so that a scorer may keep a connection open from call to call."""
-    if not hasattr(_of_thread, "loop"):
-        _of_thread.loop = asyncio.new_event_loop()
-    loop: asyncio.AbstractEventLoop = _of_thread.loop
+    """Return the event loop of this thread. It is kept, so that a scorer can reuse connections between calls."""
+    if not hasattr(_thread, "loop"):
+        _thread.loop = asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = _thread.loop
     return loop
 
 
-def _steps(scorer: Scorer, request: ScoreRequest, given: Any) -> tuple[tuple[int, float], ...]:
-    """Rewards of steps, held to what `Scorer` says of them."""
+def _checked_steps(scorer: Scorer, request: ScoreRequest, value: Any) -> tuple[tuple[int, float], ...]:
+    """Convert `steps` of a scorer's result; RewardError if they break the contract of `Scorer`."""
 
     def broken(cause: str) -> RewardError:
         return RewardError(scorer.name, request.uid, cause)
 
-    if not isinstance(given, (list, tuple)):
-        raise broken(f"'steps' is {given!r} ({type(given).__name__}), not a list of (end, reward)")
+    if not isinstance(value, (list, tuple)):
+        raise broken(f"'steps' is {value!r} ({type(value).__name__}), not a list of (end, reward)")
     steps: list[tuple[int, float]] = []
-    for number, step in enumerate(given):
-        what, length = f"steps[{number}]", len(request.response)
+    for number, step in enumerate(value):
+        label, length = f"steps[{number}]", len(request.response)
         if not isinstance(step, (list, tuple)) or len(step) != 2:
-            raise broken(f"{what} is {step!r}, not (end, reward)")
+            raise broken(f"{label} is {step!r}, not (end, reward)")
         if not isinstance(step[0], (int, np.integer)) or isinstance(step[0], bool):
-            raise broken(f"{what} ends at {step[0]!r} ({type(step[0]).__name__}), not at a whole number of characters")
+            raise broken(f"{label} ends at {step[0]!r} ({type(step[0]).__name__}), not at a whole number of characters")
         end, before = int(step[0]), steps[-1][0] if steps else 0
         if not 1 <= end <= length:
-            raise broken(f"{what} ends at character {end}, and the response has {length}: an end is 1 to len(response)")
+            raise broken(
+                f"{label} ends at character {end}, and the response has {length}: an end is 1 to len(response)"
+            )
         if end <= before:
-            raise broken(f"{what} ends at character {end}, and the step before it at {before}: ends must increase")
-        steps.append((end, _finite(scorer, request, f"the reward of {what}", step[1])))
+            raise broken(f"{label} ends at character {end}, and the step before it at {before}: ends must increase")
+        steps.append((end, _finite(scorer, request, f"the reward of {label}", step[1])))
     return tuple(steps)
 
 
-def _finite(scorer: Scorer, request: ScoreRequest, what: str, value: Any) -> float:
+def _finite(scorer: Scorer, request: ScoreRequest, label: str, value: Any) -> float:
     if not isinstance(value, (Real, np.bool_)):
-        raise RewardError(scorer.name, request.uid, f"{what} is {value!r} ({type(value).__name__}), not a number")
+        raise RewardError(scorer.name, request.uid, f"{label} is {value!r} ({type(value).__name__}), not a number")
     number = float(value)
     if not math.isfinite(number):
-        raise RewardError(scorer.name, request.uid, f"{what} is {number}, not a finite number")
+        raise RewardError(scorer.name, request.uid, f"{label} is {number}, not a finite number")
     return number
 
 
 def _registered(name: str) -> Scorer:
     if name not in _scorers:
         raise ValueError(
-            f"reward.function: there is no scorer {name!r}{_nearest(name, _scorers)}. "
-            f"Known: {', '.join(sorted(_scorers))}; your own is given as module:function"
+            f"reward.function: no scorer is named {name!r}{_suggestion(name, _scorers)}. "
+            f"Scorers: {', '.join(sorted(_scorers))}, or module:function for a scorer from your code"
         )
     return _scorers[name]
 
@@ -285,16 +295,19 @@ def _scorer_of(source: str) -> Scorer:
     if len(matches) == 1:
         return next(iter(matches.values()))
     if matches:
-        raise ValueError(f"data_source {source!r} fits the scorers {sorted(matches)}: set reward.function to one")
+        raise ValueError(
+            f"data_source {source!r} matches the scorers {sorted(matches)}: set reward.function to one of them"
+        )
     raise ValueError(
-        f"no scorer for data_source {source!r}{_nearest(source, _sources)}. Known: {', '.join(sorted(_sources))}. "
+        f"no scorer for data_source {source!r}{_suggestion(source, _sources)}. "
+        f"Data sources with a scorer: {', '.join(sorted(_sources))}. "
         f"Rename the rows' data_source, or set reward.function to a scorer ({', '.join(sorted(_scorers))}) "
-        f"or to your own module:function"
+        f"or to module:function for a scorer from your code"
     )
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+def _suggestion(name: str, candidates: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
@@ -305,14 +318,14 @@ def _import_scorer(path: str) -> Scorer:
     except Exception as error:
         raise ValueError(
             f"reward.function {path!r}: importing {module_name!r} failed with {type(error).__name__}: {error}. "
-            f"It is looked for in {Path.cwd()} and on PYTHONPATH"
+            f"It is searched in {Path.cwd()} and on PYTHONPATH"
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
         functions = [name for name, value in vars(module).items() if inspect.isfunction(value)]
         raise ValueError(
             f"reward.function {path!r}: {module_name} has no function {function_name!r}"
-            f"{_nearest(function_name, functions)}. Its functions: {', '.join(sorted(functions)) or 'none'}"
+            f"{_suggestion(function_name, functions)}. Its functions: {', '.join(sorted(functions)) or 'none'}"
         )
     try:
         inspect.signature(function).bind(None)

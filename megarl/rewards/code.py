@@ -1,9 +1,9 @@
-"""Programs, by the tests that they pass: run in the sandbox (docs/sandbox.md), one process a test.
+"""Score programs by the tests that they pass. Each test runs in one sandbox process (docs/sandbox.md).
 
-The row's ground truth is what verl's code data sets hold, as JSON or as the object itself::
+The row's ground truth has the format of verl's code data sets, as JSON or as the object itself::
 
     {"inputs": ["1 2\\n", ...], "outputs": ["3\\n", ...]}                    standard input and output
-    {"inputs": ["[1, 2]\\n3", ...], "outputs": ["6", ...], "fn_name": "f"}   calls: an argument a line, each JSON
+    {"inputs": ["[1, 2]\\n3", ...], "outputs": ["6", ...], "fn_name": "f"}   calls: one argument per line, as JSON
     {"assert_case": ["assert f(1) == 2", ...]}                              statements after the program
 """
 
@@ -22,14 +22,14 @@ from megarl import sandbox
 from megarl.rewards.base import ScoreRequest, scorer
 from megarl.rewards.settings import ScorerSettings
 
-AT_ONCE = 4  # tests of one response that run at a time
-MOST_TIMEOUTS = 3  # tests past the time limit until the rest count as not passed, without being run
+AT_ONCE = 4  # tests of a response that run at the same time
+MOST_TIMEOUTS = 3  # after this many time-outs the remaining tests are not run and count as failed
 CLOSE = 1e-6  # relative and absolute error of numbers that have a decimal point or an exponent
 BLOCK = re.compile(r"```(?:python3?|py)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 TIME = ("cpu", "wall")
 
-# Runs inside the sandbox. What it is to do is its input's only line, which it has read before the program begins, and
-# its answer goes to a descriptor that print does not write to.
+# Runs inside the sandbox. It reads its task, one line of JSON, from stdin before the program starts, and writes its
+# answer to a file descriptor that print does not use.
 HARNESS = """
 import json, os, sys
 task = json.loads(sys.stdin.readline())
@@ -61,19 +61,19 @@ class Test:
 
 
 def prepare(settings: ScorerSettings) -> None:
-    """Raises SandboxUnavailable or ValueError where programs cannot be run here as the recipe says."""
+    """Raise SandboxUnavailable or ValueError if this machine cannot run programs with the recipe's sandbox settings."""
     sandbox.check(settings.sandbox.packages)
 
 
 @scorer("code", sources=("codecontests", "apps", "codeforces", "taco"), prepare=prepare, settings=True)
 def code(request: ScoreRequest, settings: ScorerSettings) -> dict[str, float]:
-    """The share of tests that the last ```python block passes."""
+    """Return the share of tests that the last ```python block passes."""
     return grade(request, False, settings.sandbox.limits(), tuple(settings.sandbox.packages))
 
 
 @scorer("code_all", prepare=prepare, settings=True)
 def code_all(request: ScoreRequest, settings: ScorerSettings) -> dict[str, float]:
-    """1 where the last ```python block passes all tests, else 0; it stops at the first that fails."""
+    """Return 1 if the last ```python block passes all tests, else 0; stop at the first failure."""
     return grade(request, True, settings.sandbox.limits(), tuple(settings.sandbox.packages))
 
 
@@ -83,13 +83,13 @@ def grade(
     limits: sandbox.Limits | None = None,
     packages: tuple[str, ...] = (),
 ) -> dict[str, float]:
-    """Run the tests of a row. `limits` and `packages` as of megarl.sandbox.run, for each test.
+    """Run the tests of a row. `limits` and `packages`: see megarl.sandbox.run; they apply to each test.
 
     `passed`, `timeouts` and `tests` count tests. A response without a program passes none.
 
     Raises:
-        ValueError: the ground truth is not as this module says.
-        SandboxUnavailable, SandboxError: nothing is known of the program.
+        ValueError: the ground truth does not have the format of this module's docstring.
+        SandboxUnavailable, SandboxError: the tests could not run.
     """
     blocks = BLOCK.findall(request.response)
     tests = tests_of(request.ground_truth, blocks[-1] if blocks else "")
@@ -118,7 +118,7 @@ def grade(
 
 
 def tests_of(ground_truth: Any, program: str) -> list[Test]:
-    """The tests of a row for a program."""
+    """Return the tests of a row for `program`."""
     cases = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
     if not isinstance(cases, dict):
         raise ValueError(f"ground_truth is {_short(ground_truth)}, not an object with inputs and outputs")
@@ -127,34 +127,34 @@ def tests_of(ground_truth: Any, program: str) -> list[Test]:
     if not cases.get("inputs") or len(cases["inputs"]) != len(cases.get("outputs", ())):
         raise ValueError(
             f"ground_truth has {len(cases.get('inputs', ()))} inputs and {len(cases.get('outputs', ()))} outputs, "
-            f"where it needs as many of each, and one at least, or statements in assert_case"
+            f"it needs equal numbers of both, at least 1, or statements in assert_case"
         )
     pairs = zip(cases["inputs"], cases["outputs"], strict=True)
     if cases.get("fn_name"):
-        return [_call(program, str(cases["fn_name"]), given, wanted) for given, wanted in pairs]
-    return [_whole_program(program, given, wanted) for given, wanted in pairs]
+        return [_call(program, str(cases["fn_name"]), inputs, output) for inputs, output in pairs]
+    return [_whole_program(program, inputs, output) for inputs, output in pairs]
 
 
-def _whole_program(program: str, given: Any, wanted: Any) -> Test:
-    stdin, stdout = ("\n".join(map(str, text)) if isinstance(text, list) else str(text) for text in (given, wanted))
+def _whole_program(program: str, inputs: Any, expected: Any) -> Test:
+    stdin, stdout = ("\n".join(map(str, text)) if isinstance(text, list) else str(text) for text in (inputs, expected))
     return Test(program, stdin, lambda output: same_output(output, stdout))
 
 
-def _call(program: str, name: str, given: Any, wanted: Any) -> Test:
-    arguments = [json.loads(line) for line in given.split("\n")] if isinstance(given, str) else list(given)
-    expected = json.loads(wanted) if isinstance(wanted, str) else wanted
+def _call(program: str, name: str, inputs: Any, result: Any) -> Test:
+    arguments = [json.loads(line) for line in inputs.split("\n")] if isinstance(inputs, str) else list(inputs)
+    expected = json.loads(result) if isinstance(result, str) else result
     task = {"program": program, "call": name, "arguments": arguments}
-    return Test(HARNESS, json.dumps(task) + "\n", lambda output: _answers(output, expected))
+    return Test(HARNESS, json.dumps(task) + "\n", lambda output: _matches(output, expected))
 
 
 def _statement(program: str, statement: str) -> Test:
-    token = secrets.token_hex()  # so that a program which ends before the statement has not passed it
+    token = secrets.token_hex()  # a program that exits before the statement cannot print it
     task = {"program": program, "statement": statement, "token": token}
     return Test(HARNESS, json.dumps(task) + "\n", lambda output: output == json.dumps(token))
 
 
-def _answers(output: str, expected: Any) -> bool:
-    """Whether a call returned what is expected, or the only element of it: some data sets put results into a list."""
+def _matches(output: str, expected: Any) -> bool:
+    """Compare a call's result with `expected`, or with its only element: some data sets put results into a list."""
     try:
         answer = json.loads(output)
     except ValueError:
@@ -165,7 +165,7 @@ def _answers(output: str, expected: Any) -> bool:
 
 
 def same_value(answer: Any, expected: Any) -> bool:
-    """Equal, floats within CLOSE, tuples as lists and keys as text, as JSON has them."""
+    """Compare two JSON values (tuples are lists, keys are text); floats may differ by CLOSE."""
     if isinstance(answer, list) and isinstance(expected, list):
         return len(answer) == len(expected) and all(map(same_value, answer, expected))
     if isinstance(answer, dict) and isinstance(expected, dict):
@@ -176,18 +176,18 @@ def same_value(answer: Any, expected: Any) -> bool:
 
 
 def same_output(output: str, expected: str) -> bool:
-    """Word by word, whatever white space is between; numbers with a decimal point or an exponent within CLOSE."""
-    words, wanted = output.split(), expected.split()
-    return len(words) == len(wanted) and all(map(_same_word, words, wanted))
+    """Compare two texts word by word; numbers with a decimal point or an exponent may differ by CLOSE."""
+    words, expected_words = output.split(), expected.split()
+    return len(words) == len(expected_words) and all(map(_same_word, words, expected_words))
 
 
-def _same_word(word: str, wanted: str) -> bool:
-    if word == wanted:
+def _same_word(word: str, expected: str) -> bool:
+    if word == expected:
         return True
-    if not re.fullmatch(r"[-+]?(\d+\.\d*|\.\d+|\d+(?=e))(e[-+]?\d+)?", wanted, re.IGNORECASE | re.ASCII):
+    if not re.fullmatch(r"[-+]?(\d+\.\d*|\.\d+|\d+(?=e))(e[-+]?\d+)?", expected, re.IGNORECASE | re.ASCII):
         return False
     try:
-        return math.isclose(float(word), float(wanted), rel_tol=CLOSE, abs_tol=CLOSE)
+        return math.isclose(float(word), float(expected), rel_tol=CLOSE, abs_tol=CLOSE)
     except ValueError:
         return False
 

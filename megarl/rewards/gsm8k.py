@@ -13,9 +13,9 @@ TAIL = 300  # characters at the end of the response in which an answer counts
 
 @scorer("gsm8k", sources=("openai/gsm8k", "megarl/word_problems"), in_process=True)
 def gsm8k(request: ScoreRequest) -> dict[str, float | str | None]:
-    """1 where the last answer in the response's tail is the ground truth, else 0.
+    """Return 1 if the last answer in the response's tail equals the ground truth, else 0.
 
-    Thousands separators do not matter; anything else does: ``72.0`` is not ``72``.
+    Thousands separators are ignored; any other difference counts: ``72.0`` is not ``72``.
     """
     expected = _plain(_text(request.ground_truth))
     if not expected:

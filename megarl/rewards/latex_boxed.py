@@ -1,4 +1,4 @@
-r"""Where a response of LaTeX puts its answer: the last ``\boxed{...}``."""
+r"""Extract the answer of a LaTeX response: the content of the last ``\boxed{...}``."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # a brace behind a backslash is tex
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last ``\boxed{...}`` of `text`; None: there is none, or its braces do not close.
+    r"""Return the content of the last ``\boxed{...}`` of `text`; None if there is none or its braces do not close.
 
-    The last one that opens counts, as in verl: of ``\boxed{a = \boxed{2}}`` it is ``2``. Takes time linear in the text.
+    The box that opens last counts, as in verl: ``\boxed{a = \boxed{2}}`` gives ``2``. Takes time linear in the text.
     """
     last = None
-    for last in _BOX.finditer(text):  # noqa: B007 -- the last one is wanted
+    for last in _BOX.finditer(text):  # noqa: B007 -- only the last match is used
         pass
     if last is None:
         return None
@@ -22,7 +22,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def in_braces(text: str, start: int) -> str | None:
-    """What stands from `start`, right behind an opening brace, to the brace that closes it; None: none does."""
+    """Return the text from `start`, right after an opening brace, to its closing brace; None if it does not close."""
     depth = 1
     for brace in _BRACE.finditer(text, start):
         depth += {"{": 1, "}": -1}.get(brace.group(), 0)

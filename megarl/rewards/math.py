@@ -8,11 +8,11 @@ from typing import Any
 from megarl.rewards.base import ScoreRequest, scorer
 from megarl.rewards.latex_boxed import last_boxed
 
-LONGEST = 1000  # characters of an answer that is still read; those of MATH have 159 at most
+LONGEST = 1000  # characters of an answer; the longest answer in MATH has 159
 
 
 def prepare() -> None:
-    """Import math-verify and build its patterns, which takes most of a second."""
+    """Import math-verify and build its patterns, which takes almost a second."""
     _equal("1", "1")
 
 
@@ -27,18 +27,20 @@ def prepare() -> None:
     prepare=prepare,
 )
 def math(request: ScoreRequest) -> dict[str, float | str | None]:
-    r"""1 where the response's last ``\boxed{...}`` says what the ground truth says, else 0.
+    r"""Return 1 if the response's last ``\boxed{...}`` equals the ground truth, else 0.
 
-    Equal text is equal; otherwise sympy decides, as math-verify calls it: 1/2 is 0.5, x + 1 is 1 + x, [1, 2] is not
-    (1, 2). math-verify's own time limits, which make a wrong answer of one that takes long, are off: the process that
-    scores is ended instead, and the sample counts as not scored. An answer past `LONGEST` characters is wrong.
+    Identical texts are equal; math-verify compares other texts with sympy: 1/2 equals 0.5, x + 1 equals 1 + x, [1, 2]
+    does not equal (1, 2). math-verify's time limits, which count a slow answer as wrong, are off: the subprocess pool
+    kills the scoring process instead, and the sample counts as not scored. An answer of more than `LONGEST` characters
+    is wrong.
     """
-    correct, answer = judge(request.response, request.ground_truth)
+    correct, answer = check_answer(request.response, request.ground_truth)
     return {"score": correct, "accuracy": correct, "answer": answer}
 
 
-def judge(response: str, truth: Any) -> tuple[float, str | None]:
-    """Whether the answer of a response is right, as `math` says, and the answer; None: there is none that is read."""
+def check_answer(response: str, truth: Any) -> tuple[float, str | None]:
+    """Return (1.0 if the response's answer is correct by the rule of `math`, else 0.0; the answer, None if it is missing
+    or too long)."""
     if isinstance(truth, bool) or not isinstance(truth, (str, int, float)):
         raise TypeError(f"ground_truth is {truth!r}, not text or a number")
     boxed = last_boxed(str(truth))
@@ -55,7 +57,7 @@ def judge(response: str, truth: Any) -> tuple[float, str | None]:
 def _equal(expected: str, answer: str) -> bool:
     from math_verify import parse, verify
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that no time limit is set
-    # In a box, as math-verify looks for answers; what it cannot read it compares as text.
-    truth, given = (parse(rf"\boxed{{{text}}}", parsing_timeout=None) for text in (expected, answer))
-    return bool(verify(truth, given, timeout_seconds=None))
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # silences its warning about the missing time limit
+    # math-verify searches answers in boxes; it compares unreadable ones as text.
+    truth, candidate = (parse(rf"\boxed{{{text}}}", parsing_timeout=None) for text in (expected, answer))
+    return bool(verify(truth, candidate, timeout_seconds=None))

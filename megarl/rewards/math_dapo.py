@@ -15,7 +15,7 @@ _REPLACED = (
     ("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), (r"\ ", ""), (" ", ""), ("mbox", "text"),
     (r",\text{and}", ","), (r"\text{and}", ","), (r"\text{m}", r"\text{}"),
 )  # fmt: skip
-# then removed, in this order, wherever they stand.
+# then removed in this order.
 _REMOVED = (
     "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", r"\ldots", "sue", "points", "feet",
     "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students",
@@ -29,9 +29,9 @@ _BOXED = re.compile(r"\\boxed\{(.*)\}")
 
 @scorer("math_dapo", sources=("math_dapo", "math", "math_dapo_reasoning", "aime*"), in_process=True)
 def math_dapo(request: ScoreRequest) -> dict[str, float | str | None]:
-    r"""1 where the answer is the ground truth, both normalised, else -1; `acc` and `accuracy` are 1 and 0.
+    r"""Return 1 if the answer equals the ground truth, both normalised, else -1; `acc` and `accuracy` are 1 or 0.
 
-    The answer is what follows the last ``Answer:`` in the response's tail; where there is none, the tail's last ``\boxed``.
+    The answer is the text after the last ``Answer:`` in the response's tail; without one, the tail's last ``\boxed``.
     """
     truth = request.ground_truth
     if isinstance(truth, bool) or not isinstance(truth, (str, int)):
@@ -40,15 +40,15 @@ def math_dapo(request: ScoreRequest) -> dict[str, float | str | None]:
     if not expected:
         raise ValueError(f"the row's ground_truth {truth!r} is empty")
     tail = request.response[-TAIL:]
-    given = ANSWER.findall(tail)
-    answer = given[-1] if given else last_boxed(tail)
+    answers = ANSWER.findall(tail)
+    answer = answers[-1] if answers else last_boxed(tail)
     answer = normalize(answer) if answer is not None else None
     correct = float(answer == expected)
     return {"score": 2 * correct - 1, "acc": correct, "accuracy": correct, "answer": answer}
 
 
 def normalize(answer: str) -> str:
-    r"""The answer without units, spaces and LaTeX that says nothing: ``x = \$1,234 \text{ dollars}`` is ``1234``."""
+    r"""Remove units, spaces and LaTeX formatting from an answer: ``x = \$1,234 \text{ dollars}`` becomes ``1234``."""
     answer = answer.split("=")[-1]
     for before, after in (*_REPLACED, *((text, "") for text in _REMOVED)):
         answer = answer.replace(before, after)

@@ -1,4 +1,4 @@
-"""A reward service over HTTP: it is posted a sample as JSON and answers as a scorer returns."""
+"""Reward service over HTTP: it receives a sample as JSON and answers with a scorer's result as JSON."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ TOO_MANY = 429
 
 
 class ServiceError(RuntimeError):
-    """The service did not score a sample, and asking again would not help."""
+    """The service did not score a sample, and another request would not help."""
 
 
-class _Again(Exception):
-    """Worth another request, after so many seconds where the service said so."""
+class _Retryable(Exception):
+    """A failure that another request may mend. `after`: seconds to wait, if the service names them."""
 
     def __init__(self, cause: str, after: float | None = None) -> None:
         super().__init__(cause)
@@ -41,7 +41,7 @@ class _Again(Exception):
 
 
 def prepare(settings: ScorerSettings) -> None:
-    """Import what is needed, and see that the headers' values are there. Raises ValueError where one is not."""
+    """Import the HTTP libraries and check that the headers' values are set. Raises ValueError if one is not."""
     import httpx
     import tenacity
 
@@ -51,9 +51,9 @@ def prepare(settings: ScorerSettings) -> None:
 
 @scorer("remote", prepare=prepare, settings=True, needs_ground_truth=False)
 async def remote(request: ScoreRequest, settings: ScorerSettings) -> Any:
-    """What the service at reward.remote.url says of a sample.
+    """Return the answer of the service at reward.remote.url.
 
-    Raises ServiceError where it says nothing: after all attempts, at a 4xx other than 429, at an answer that is no JSON.
+    Raises ServiceError after the last attempt, at a 4xx other than 429, and if the answer is not JSON.
     """
     import httpx
     import tenacity
@@ -62,33 +62,33 @@ async def remote(request: ScoreRequest, settings: ScorerSettings) -> Any:
     requests = tenacity.AsyncRetrying(
         stop=tenacity.stop_after_attempt(service.attempts),
         wait=_Wait(service),
-        retry=tenacity.retry_if_exception_type(_Again),
+        retry=tenacity.retry_if_exception_type(_Retryable),
         reraise=True,
     )
     client = _client(service, httpx)
     try:
-        return await requests(_ask, client, service, body)
-    except _Again as error:
+        return await requests(_request, client, service, body)
+    except _Retryable as error:
         times = f" ({service.attempts} requests)" if service.attempts > 1 else ""
         raise ServiceError(f"{error}{times}") from error
 
 
-async def _ask(client: httpx.AsyncClient, service: RemoteConfig, body: bytes) -> Any:
+async def _request(client: httpx.AsyncClient, service: RemoteConfig, body: bytes) -> Any:
     import httpx
 
-    assert service.url is not None, "the recipe is refused otherwise"
+    assert service.url is not None, "preflight rejects a recipe without a URL"
     try:
         status, headers, answer = await asyncio.wait_for(_post(client, service.url, body), service.timeout)
     except (asyncio.TimeoutError, httpx.TimeoutException) as error:
-        raise _Again(f"no answer within {service.timeout:g} s") from error
+        raise _Retryable(f"no answer within {service.timeout:g} s") from error
     except httpx.TransportError as error:
-        raise _Again(f"no connection: {type(error).__name__}: {error}") from error
+        raise _Retryable(f"no connection: {type(error).__name__}: {error}") from error
     if status == TOO_MANY or status >= 500:
-        raise _again(status, headers.get("retry-after"), answer, service)
+        raise _status_error(status, headers.get("retry-after"), answer, service)
     if 300 <= status < 400:
-        place = headers.get("location", "nowhere")[:SHOWN]
+        target = headers.get("location", "nowhere")[:SHOWN]
         raise ServiceError(
-            f"it answered {status}, see {place}: give reward.remote.url as it is, no redirect is followed"
+            f"it answered {status}, see {target}: set reward.remote.url to the final URL, redirects are not followed"
         )
     if status != httpx.codes.OK:
         raise ServiceError(f"it answered {status}: {_shown(answer)}")
@@ -97,11 +97,11 @@ async def _ask(client: httpx.AsyncClient, service: RemoteConfig, body: bytes) ->
     try:
         return json.loads(answer)
     except (ValueError, RecursionError) as error:
-        raise ServiceError(f"its answer is no JSON ({error}): {_shown(answer)}") from error
+        raise ServiceError(f"its answer is not JSON ({error}): {_shown(answer)}") from error
 
 
 async def _post(client: httpx.AsyncClient, url: str, body: bytes) -> tuple[int, httpx.Headers, bytes]:
-    """Status, headers, and as much of the answer as is read of any: a byte past the limit."""
+    """Return status, headers and body; the body is cut one byte after MOST_BYTES."""
     async with client.stream("POST", url, content=body) as response:
         answer = bytearray()
         async for part in response.aiter_raw():
@@ -111,17 +111,17 @@ async def _post(client: httpx.AsyncClient, url: str, body: bytes) -> tuple[int, 
         return response.status_code, response.headers, bytes(answer[: MOST_BYTES + 1])
 
 
-def _again(status: int, retry_after: str | None, answer: bytes, service: RemoteConfig) -> Exception:
+def _status_error(status: int, retry_after: str | None, answer: bytes, service: RemoteConfig) -> Exception:
     cause = f"it answered {status}: {_shown(answer)}"
     after = _seconds(retry_after) if status in (TOO_MANY, 503) else None
     if after is not None and after > service.longest_wait:
         limit = f"reward.remote.longest_wait is {service.longest_wait:g}"
         return ServiceError(f"{cause}; it asks for {after:.0f} s of waiting, and {limit}")
-    return _Again(cause, after)
+    return _Retryable(cause, after)
 
 
 def _seconds(retry_after: str | None) -> float | None:
-    """Of the header Retry-After (RFC 9110, 10.2.3), a number or a date; None where it is neither."""
+    """Return the seconds of a Retry-After header (RFC 9110, 10.2.3), a number or a date; None if it is neither."""
     if retry_after is None:
         return None
     if retry_after.strip().isdecimal():
@@ -132,8 +132,11 @@ def _seconds(retry_after: str | None) -> float | None:
 
 
 class _Wait:
-    """Seconds before the next request: what the service asked for, and a little more, so that not all come back at once;
-    else at random, up to twice as many each time."""
+    """Seconds before the next request.
+
+    If the service sent Retry-After: its seconds plus a random part, so that clients do not all return at once.
+    Otherwise exponential backoff with full jitter.
+    """
 
     def __init__(self, service: RemoteConfig) -> None:
         self.service = service
@@ -141,7 +144,7 @@ class _Wait:
     def __call__(self, state: tenacity.RetryCallState) -> float:
         assert state.outcome is not None
         error, service = state.outcome.exception(), self.service
-        if isinstance(error, _Again) and error.after is not None:
+        if isinstance(error, _Retryable) and error.after is not None:
             return min(error.after + random.uniform(0, service.first_wait), service.longest_wait)
         return random.uniform(0, min(service.first_wait * 2 ** (state.attempt_number - 1), service.longest_wait))
 
@@ -150,10 +153,10 @@ _clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient
 
 
 def _client(service: RemoteConfig, httpx: Any) -> httpx.AsyncClient:
-    """One for each event loop, so for each process that scores: its connections stay open from sample to sample."""
+    """Return the client of this event loop, so of this scoring process: samples share its open connections."""
     loop = asyncio.get_running_loop()
     if loop not in _clients:
-        # How many are open is limited by reward.concurrent. Answers are counted as they come, not as they unpack.
+        # reward.concurrent limits open connections. No compression: MOST_BYTES counts bytes as received.
         headers = {"content-type": "application/json", "accept-encoding": "identity", **_headers(service)}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         _clients[loop] = httpx.AsyncClient(headers=headers, timeout=service.timeout, limits=limits)
@@ -161,16 +164,16 @@ def _client(service: RemoteConfig, httpx: Any) -> httpx.AsyncClient:
 
 
 def _headers(service: RemoteConfig) -> dict[str, str]:
-    """Their values, from the environment. No message has one."""
+    """Read the headers' values from the environment. Messages never contain a value."""
     values = {}
     for name, variable in service.headers.items():
         value = os.environ.get(variable)
         if value is None:
-            raise ValueError(f"reward.remote.headers: {name} is to be {variable}, which is not set in this environment")
+            raise ValueError(f"reward.remote.headers: {name} reads {variable}, which is not set in this environment")
         if not value.isascii() or not value.isprintable() or value != value.strip() or not value:
             raise ValueError(
-                f"reward.remote.headers: {name} is to be {variable}, whose value is no header's: empty, not ASCII, or with "
-                "white space around it or a line's end in it"
+                f"reward.remote.headers: {name} reads {variable}, and its value is not valid in a header: it is empty, "
+                "not ASCII, has white space around it or contains a line break"
             )
         values[name] = value
     return values
@@ -181,10 +184,10 @@ def _body(request: ScoreRequest) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """What rows hold beside JSON's own kinds: numpy's."""
+    """Convert NumPy values of rows for JSON."""
     if isinstance(value, (np.ndarray, np.generic)):
         return value.tolist()
-    raise TypeError(f"the row holds {value!r} ({type(value).__name__}), which JSON cannot")
+    raise TypeError(f"the row holds {value!r} ({type(value).__name__}), which JSON cannot represent")
 
 
 def _shown(answer: bytes) -> str:

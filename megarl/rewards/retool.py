@@ -1,4 +1,4 @@
-r"""ReTool's reward (Feng et al. 2025, arXiv 2504.11536, as in verl's recipe): a strict ``\boxed``, and a little for tools."""
+r"""ReTool's reward (Feng et al. 2025, arXiv 2504.11536, as in verl's recipe): a strict ``\boxed``, plus a bonus for tools."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from megarl.rewards.base import ScoreRequest, scorer
 from megarl.rewards.latex_boxed import last_boxed
 
 TAIL = 100  # characters at the end of the response in which a box counts
-BONUS = 0.1  # for each turn that tools answered, of a wrong response
+BONUS = 0.1  # for each tool turn of a wrong response
 BEST_WRONG = -0.6
 
 
 @scorer("retool", in_process=True)
 def retool(request: ScoreRequest) -> dict[str, float | str | None]:
-    r"""1 where the tail's last ``\boxed`` is the ground truth as text; else -1 and a bonus for each turn with tools."""
+    r"""Return 1 if the tail's last ``\boxed`` equals the ground truth as text; else -1 plus a bonus for each tool turn."""
     truth = request.ground_truth
     if isinstance(truth, bool) or not isinstance(truth, (str, int)) or not str(truth).strip():
         raise TypeError(f"ground_truth is {truth!r}, not text or a whole number")

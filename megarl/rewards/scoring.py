@@ -1,4 +1,4 @@
-"""How the samples of a group become scores, wherever their scorers run."""
+"""Score the samples of a group in threads and in the subprocess pool."""
 
 from __future__ import annotations
 
@@ -17,28 +17,31 @@ from megarl.subprocess_pool.pool import ProcessPool
 from megarl.types import SampleFailure
 
 Outcome = tuple["Score | SampleFailure", int]
-"""What became of a sample, and how many attempts failed and were made again."""
+"""Score or failure of a sample, and the number of repeated attempts."""
 
 
 class Scoring:
-    """Scores with `terms`, by data source. Scorers that are `in_process` are called in threads, others in processes,
-    which are started where there are any such scorers; `awaited` ones in processes of their own, many at a time."""
+    """Score groups with the `terms` of their data source.
+
+    `in_process` scorers run in threads, other scorers in a pool of processes. `awaited` scorers have a separate pool,
+    with many calls at a time in each process. A pool without scorers is not created.
+    """
 
     def __init__(
         self, terms: Mapping[str, Sequence[Term]], settings: RewardConfig, sandbox: SandboxConfig | None = None
     ) -> None:
         self.terms, self.retries = dict(terms), settings.retries
         scorers = {term.scorer.name: term.scorer for row in terms.values() for term in row}
-        apart = [scorer for scorer in scorers.values() if not scorer.in_process]
+        pooled = [scorer for scorer in scorers.values() if not scorer.in_process]
         self.pools = {
             awaited: scorer_pool(names, settings, sandbox, concurrent=settings.concurrent if awaited else 1)
             for awaited in (False, True)
-            if (names := [scorer.name for scorer in apart if scorer.awaited == awaited])
+            if (names := [scorer.name for scorer in pooled if scorer.awaited == awaited])
         }
         self.threads = ThreadPoolExecutor(max_workers=4, thread_name_prefix="scorer")
 
     def start(self) -> None:
-        """Wait until samples can be scored. Raises RuntimeError where a scorer cannot be imported."""
+        """Wait until samples can be scored. Raises RuntimeError if a scorer cannot be imported."""
         for scorer in {term.scorer.name: term.scorer for row in self.terms.values() for term in row}.values():
             if scorer.in_process and scorer.prepare is not None:
                 scorer.prepare()
@@ -46,9 +49,9 @@ class Scoring:
             pool.start()
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Outcome]:
-        """An outcome for each of `requests`, which are of one data source: a score, or why there is none."""
+        """Return a score or a failure for each of `requests`, which share a data source."""
         terms = self.terms[requests[0].data_source]
-        if len(terms) == 1:  # the common case, without a task of its own
+        if len(terms) == 1:  # the common case needs no gather
             return [_joined(terms, (outcome,)) for outcome in await self._outcomes(terms[0].scorer, requests)]
         columns = await asyncio.gather(*(self._outcomes(term.scorer, requests) for term in terms))
         return [_joined(terms, row) for row in zip(*columns, strict=True)]
@@ -63,8 +66,10 @@ class Scoring:
         if scorer.in_process:
             return await asyncio.get_running_loop().run_in_executor(self.threads, self._in_process, scorer, requests)
         pool = self.pools[scorer.awaited]
-        found = await asyncio.gather(*(asyncio.wrap_future(pool.submit(scorer.name, request)) for request in requests))
-        return [_outcome(scorer.name, request, one) for request, one in zip(requests, found, strict=True)]
+        results = await asyncio.gather(
+            *(asyncio.wrap_future(pool.submit(scorer.name, request)) for request in requests)
+        )
+        return [_outcome(scorer.name, request, result) for request, result in zip(requests, results, strict=True)]
 
     def _in_process(self, scorer: Scorer, requests: Sequence[ScoreRequest]) -> list[Outcome]:
         return [self._attempts(scorer, request) for request in requests]
@@ -81,7 +86,8 @@ class Scoring:
 def scorer_pool(
     names: Sequence[str], settings: RewardConfig, sandbox: SandboxConfig | None = None, concurrent: int = 1
 ) -> ProcessPool:
-    """Processes that score with `names`, registered or ``module:function``; `concurrent` samples at a time each."""
+    """Return a pool of processes for the scorers `names` (registered or ``module:function``); each process scores
+    `concurrent` samples at a time."""
     return ProcessPool(
         FINDER,
         names,
@@ -95,15 +101,15 @@ def scorer_pool(
     )
 
 
-def _outcome(scorer: str, request: ScoreRequest, found: job.Outcome) -> Outcome:
-    if isinstance(found, job.Answered):
-        return found.value, found.retries
-    failure = SampleFailure(f"scorer {scorer!r}", request.uid, found.kind, found.cause, found.attempts)
-    return failure, found.attempts - 1
+def _outcome(scorer: str, request: ScoreRequest, result: job.Outcome) -> Outcome:
+    if isinstance(result, job.Answered):
+        return result.value, result.retries
+    failure = SampleFailure(f"scorer {scorer!r}", request.uid, result.kind, result.cause, result.attempts)
+    return failure, result.attempts - 1
 
 
 def _joined(terms: Sequence[Term], outcomes: Sequence[Outcome]) -> Outcome:
-    """One outcome of a sample, of one a term. A sample that any scorer failed on has no score."""
+    """Combine the outcomes of all terms of a sample. If any scorer failed, the sample has no score."""
     retries = sum(repeated for _, repeated in outcomes)
     scores: list[Score] = []
     for result, _ in outcomes:

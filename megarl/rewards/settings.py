@@ -1,4 +1,4 @@
-"""What the recipe says to scorers that ask for it."""
+"""Recipe sections that scorers can read."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class ScorerSettings:
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
 
     def as_json(self) -> dict[str, Any]:
-        """For another process, which takes it back with `of_json`."""
+        """Return JSON values for another process, which reads them with `of_json`."""
         return asdict(self)
 
     @staticmethod
-    def of_json(given: dict[str, Any]) -> ScorerSettings:
-        return ScorerSettings(RemoteConfig(**given["remote"]), SandboxConfig(**given["sandbox"]))
+    def of_json(values: dict[str, Any]) -> ScorerSettings:
+        return ScorerSettings(RemoteConfig(**values["remote"]), SandboxConfig(**values["sandbox"]))

@@ -1,4 +1,4 @@
-"""For runs that learn from no reward, as distillation does."""
+"""Constant reward for runs that do not learn from rewards, such as distillation."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from megarl.rewards.base import ScoreRequest, scorer
 
 @scorer("unscored", in_process=True, needs_ground_truth=False)
 def unscored(request: ScoreRequest) -> dict[str, float]:
-    """0 for everything."""
+    """Return 0."""
     return {"score": 0.0}

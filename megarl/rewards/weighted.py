@@ -1,4 +1,4 @@
-"""Rewards of several scorers: a weighted sum, with each scorer's own numbers beside it."""
+"""Weighted sum of several scorers; each scorer's unweighted numbers become parts."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from megarl.recipe.judge import JUDGE
 from megarl.rewards.base import Score, Scorer, demands_ground_truth, find, resolve
 from megarl.rewards.settings import ScorerSettings
 
-_NOTHING = "unscored"  # what the rollout process scores with where the judge is the only term
+_NOTHING = "unscored"  # scorer of the rollout process if the judge is the only term
 
 
 @dataclass(frozen=True)
 class Term:
-    """One scorer of a row. `label` names its numbers in metrics; None: it is the only one, and they have their own names."""
+    """A scorer of a row. `label` prefixes its parts in metrics; None: it is the only scorer, its parts keep their names."""
 
     scorer: Scorer
     weight: float = 1.0
@@ -23,15 +23,15 @@ class Term:
 
 
 def label_of(name: str) -> str:
-    """What metrics call a scorer: its registered name, or the function's own of ``module:function``."""
+    """Return a scorer's name in metrics: its registered name, or the function's name of ``module:function``."""
     return name.rpartition(":")[2]
 
 
 def needed_columns(function: str | None, functions: Mapping[str, float]) -> tuple[str, ...]:
     """Return the columns that rows must have besides the prompt, with the recipe's reward.function and reward.functions.
 
-    Without either, `data_source` chooses a scorer. `reward_model` holds the ground truth, which megarl's scorers compare
-    with. A function of the recipe's own, a service or a judge may do without.
+    Without either, `data_source` chooses a scorer. `reward_model` holds the ground truth. Most of megarl's scorers need
+    it; user functions, a remote service and a judge do not.
     """
     names = [*functions] or ([function] if function else [])
     if not names:
@@ -45,10 +45,9 @@ def terms_of(
     data_sources: Iterable[str],
     settings: ScorerSettings | None = None,
 ) -> dict[str, tuple[Term, ...]]:
-    """What each data source is scored by: the recipe's reward.functions, else its reward.function, else by the source.
+    """Return the terms of each data source: reward.functions, else reward.function, else the data source's scorer.
 
-    A judge's term is not among them: it is added where its verdicts come in (`with_judgement`). Raises ValueError as
-    `resolve`.
+    The judge's term is missing here: `with_judgement` adds it to the scored group. Raises ValueError as `resolve`.
     """
     if not functions:
         function = _NOTHING if function == JUDGE else function
@@ -60,11 +59,11 @@ def terms_of(
 
 
 def combine(terms: Sequence[Term], scores: Sequence[Score]) -> Score:
-    """The weighted sum of `scores`, one a term.
+    """Return the weighted sum of `scores`, with one score per term.
 
-    Parts are each scorer's score, unweighted, under its label, and its own parts under ``label/part``. `accuracy` and
-    the answer are those of the first scorer that reports one. Rewards of steps are weighted, too, and those that end
-    at the same character are added up; the part `steps` is their sum. Reasons stand below each other under their labels.
+    Parts: each scorer's unweighted score under its label, and its parts under ``label/part``. `accuracy` and the answer
+    come from the first scorer that reports them. Step rewards are weighted, and rewards at the same character are
+    summed; the part `steps` is the sum of all. Each reason becomes a line after its label.
     """
     if len(terms) == 1 and terms[0].label is None:
         return scores[0]
@@ -92,13 +91,13 @@ def combine(terms: Sequence[Term], scores: Sequence[Score]) -> Score:
 def with_judgement(
     reward: float, parts: Mapping[str, float], score: float, weight: float | None, right_from: float | None
 ) -> tuple[float, dict[str, float]]:
-    """A sample's reward and parts with the judge's score added, as `combine` adds a last term.
+    """Add the judge's score to a sample's reward and parts, like a last term of `combine`.
 
-    weight: of the term; None: the judge is the whole reward, and its score has no part of its own.
-    right_from: the least score that is right (`accuracy`); None: the judge does not say what is.
+    weight: weight of the judge's term; None: the judge is the only term, and its score gets no part.
+    right_from: lowest score that counts as correct (`accuracy`); None: the judge reports no accuracy.
     """
     right = {} if right_from is None else {"accuracy": float(score >= right_from)}
     if weight is None:
         return reward + score, {**right, **parts}
-    own = {JUDGE: score, **{f"{JUDGE}/{name}": value for name, value in right.items()}}
-    return math.fsum([reward, weight * score]), {**right, **parts, **own}
+    judge_parts = {JUDGE: score, **{f"{JUDGE}/{name}": value for name, value in right.items()}}
+    return math.fsum([reward, weight * score]), {**right, **parts, **judge_parts}

@@ -12,9 +12,9 @@ FINDER = f"{__name__}:scorer_job"
 
 
 def scorer_job(name: str, settings: dict[str, Any]) -> Job:
-    """The scorer that is registered as `name`, or that ``module:function`` names. `settings` are those of `ScorerSettings.as_json`.
+    """Return the job of the scorer `name` (registered, or ``module:function``). `settings`: from `ScorerSettings.as_json`.
 
-    Raises ValueError where there is no such scorer.
+    Raises ValueError if the scorer does not exist.
     """
     scorer = rewards.find(name, ScorerSettings.of_json(settings))
 

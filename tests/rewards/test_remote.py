@@ -181,10 +181,10 @@ def test_what_does_not_pass_fails_after_all_requests(service: Service, bad: Answ
         (Answer(b"x" * 1000, status=422), f"it answered 422: '{'x' * 300}'"),
         (Answer(b"no key", status=401), "it answered 401: 'no key'"),
         (Answer(status=302, headers={"location": "http://127.0.0.1:9/"}), "it answered 302, see http://127.0.0.1:9/: "),
-        (Answer(b"{score: 1}"), "its answer is no JSON (Expecting property name enclosed in double quotes: "),
-        (Answer(b"[" * 100_000), "its answer is no JSON ("),
-        (Answer(b"1" * 5000), "its answer is no JSON ("),
-        (Answer(b"\xff"), "its answer is no JSON ("),
+        (Answer(b"{score: 1}"), "its answer is not JSON (Expecting property name enclosed in double quotes: "),
+        (Answer(b"[" * 100_000), "its answer is not JSON ("),
+        (Answer(b"1" * 5000), "its answer is not JSON ("),
+        (Answer(b"\xff"), "its answer is not JSON ("),
         (Answer(b" " * (1 << 20) + b"1"), "its answer has more than 1 MiB"),
         (Answer(status=204, body=b""), "it answered 204"),
     ],
@@ -276,7 +276,7 @@ def test_a_headers_value_is_there_and_never_shown(
         monkeypatch.setenv("MY_TOKEN", value)
     scorer = find("remote", ScorerSettings(RemoteConfig(url=service.url, headers={"Authorization": "MY_TOKEN"})))
     assert scorer.prepare is not None
-    with pytest.raises(ValueError, match="Authorization is to be MY_TOKEN") as raised:
+    with pytest.raises(ValueError, match="Authorization reads MY_TOKEN") as raised:
         scorer.prepare()
     assert "s3cr3t" not in str(raised.value)
 
