@@ -1,4 +1,4 @@
-"""Running code that nobody has read: no network, no files, nothing left behind. docs/sandbox.md says what is guaranteed."""
+"""Run untrusted Python code without network and without access to files. Guarantees: docs/sandbox.md."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ __all__ = ["Limits", "Result", "SandboxError", "SandboxUnavailable", "check", "m
 def check(packages: Collection[str] = ()) -> None:
     """Check that programs can run here with `packages`.
 
-    Raises SandboxUnavailable if this machine has no sandbox, and ValueError if a package is not installed.
+    Raises SandboxUnavailable if this machine cannot run the sandbox, and ValueError if a package is not installed.
     """
     require()
     folders_of(tuple(packages))
 
 
 def run(source: str, stdin: str = "", limits: Limits | None = None, packages: Collection[str] = ()) -> Result:
-    """Run Python source in the sandbox and wait for its end. Any number of threads may call this at once.
+    """Run Python source in the sandbox and wait until it ends. Thread-safe.
 
-    It sees the standard library of this interpreter, `packages` (installed ones, by their names, with what they need),
-    and an empty scratch folder, its working directory, which ends with it.
+    The program can import the standard library of this interpreter and `packages` (names of installed packages; their
+    dependencies are included). Its working directory is an empty scratch folder, deleted after the run.
 
     Raises:
-        SandboxUnavailable: this machine has no means to do it safely; the message says what to install.
-        SandboxError: the sandbox failed, which says nothing about the program.
+        SandboxUnavailable: this machine cannot run the sandbox; the message names the missing packages or permissions.
+        SandboxError: the sandbox failed, independent of the program.
     """
     require()
     return run_unchecked(source, stdin, limits, packages)

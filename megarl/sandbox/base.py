@@ -1,4 +1,4 @@
-"""What a run in the sandbox is limited to, and what came of it."""
+"""Limits, results and errors of sandbox runs."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ Limit = Literal["cpu", "wall", "memory", "files", "output"]
 
 @dataclass(frozen=True)
 class Limits:
-    """What one run may use. Whoever reaches one of the first five is killed with everything it started."""
+    """Limits of a run. A run that exceeds one of the first five is killed with all its processes."""
 
-    cpu_seconds: float = 10.0  # of all processes together
+    cpu_seconds: float = 10.0  # sum over all processes
     wall_seconds: float = 30.0
-    memory_mb: int = 1024  # MiB resident, of all processes together; of address space, for each process
+    memory_mb: int = 1024  # MiB of resident memory, summed over all processes; also of address space, for each process
     scratch_files: int = 10_000  # files and folders in the scratch folder
-    output_kb: int = 4096  # KiB of stdout, and of stderr
-    scratch_mb: int = 64  # MiB in the scratch folder; a write past it fails
-    processes: int = 16  # and threads; starting one more fails
+    output_kb: int = 4096  # KiB of stdout; the same for stderr
+    scratch_mb: int = 64  # MiB in the scratch folder; a larger write fails
+    processes: int = 16  # processes and threads; starting more fails
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -28,11 +28,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Result:
-    """What a program did.
+    """Output and end of a program.
 
-    `stdout` and `stderr` hold at most Limits.output_kb each, decoded as UTF-8 with replacements. `limit` is the one
-    that ended it, or None where it ended by itself; then `exit_code` is its own, 128 + n where signal n ended it.
-    CPU seconds are those of all its processes that it (or the sandbox's init) waited for.
+    `stdout` and `stderr` have at most Limits.output_kb each, decoded as UTF-8 with replacement characters. `limit` is
+    the limit that ended the program. If it is None, `exit_code` is the program's exit code, or 128 + n if signal n
+    ended it. `cpu_seconds` covers all processes that the program or the sandbox's init waited for.
     """
 
     stdout: str
@@ -52,8 +52,8 @@ class Result:
 
 
 class SandboxUnavailable(RuntimeError):
-    """This machine cannot run untrusted code safely; the message says what to install or allow."""
+    """This machine cannot run untrusted code safely; the message names the missing packages or permissions."""
 
 
 class SandboxError(RuntimeError):
-    """The sandbox itself failed, and not the program in it."""
+    """The sandbox failed, not the program."""

@@ -1,4 +1,4 @@
-"""The command that starts a program in the sandbox: bubblewrap's arguments, and what runs between it and the program."""
+"""Build the command that starts a program in the sandbox: bubblewrap, its init, and resource limits."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ PACKAGES = "/packages"
 LIBRARIES = ("/usr/lib", "/usr/lib64", "/usr/lib32", "/lib", "/lib64")
 DEVICES = ("null", "zero", "full", "random", "urandom")
 OPEN_FILES = 64  # descriptors of a process
-EPHEMERAL = range(61184, 65520)  # user ids that systemd, too, hands out for a while: nobody's
-STACK = 8 << 20  # bytes; a program may raise its own up to the memory's limit
+EPHEMERAL = range(61184, 65520)  # user ids that systemd uses for temporary users; they own no files
+STACK = 8 << 20  # bytes; a program may raise its stack limit up to the memory limit
 
-# The first process of the namespace, out of the program's reach: it waits for the program, whose end is its own, and with
-# it the kernel ends the rest. Unlike bubblewrap's own one it is waited for in its turn, and leaves its account. Its user is
-# bubblewrap's, without whose privileges the news of bubblewrap's death would not get through.
+# The namespace's first process. It waits for the program and exits with its status; the kernel then kills the rest of the
+# namespace. bubblewrap waits for this init, unlike for its built-in one, so the CPU time is accounted. The init runs as
+# bubblewrap's user: as another user it would not receive the signal that bubblewrap has died.
 INIT = ("/bin/sh", "-c", '"$@"; exit', "init")
 
 ENVIRONMENT = {
@@ -33,8 +33,8 @@ ENVIRONMENT = {
     "HOME": SCRATCH,
     "TMPDIR": SCRATCH,
     "LANG": "C.UTF-8",
-    "PYTHONHASHSEED": "0",  # the same program does the same again
-    "MALLOC_ARENA_MAX": "1",  # an arena a thread would use up the address space
+    "PYTHONHASHSEED": "0",  # repeatable runs
+    "MALLOC_ARENA_MAX": "1",  # one arena per thread would exhaust the address space
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -42,7 +42,7 @@ ENVIRONMENT = {
 
 
 def tool(name: str) -> str:
-    """Where a program lies. Raises SandboxUnavailable where it is not installed."""
+    """Return the path of a program. Raises SandboxUnavailable if it is not installed."""
     path = shutil.which(name)
     if path is None:
         raise SandboxUnavailable(f"{name} is not installed")
@@ -50,7 +50,7 @@ def tool(name: str) -> str:
 
 
 def environment(packages: bool) -> dict[str, str]:
-    """Everything that the program finds in its environment."""
+    """Return all environment variables of the program."""
     library = sysconfig.get_config_var("LIBDIR") if sysconfig.get_config_var("Py_ENABLE_SHARED") else None
     return {
         **ENVIRONMENT,
@@ -62,12 +62,12 @@ def environment(packages: bool) -> dict[str, str]:
 def command(
     limits: Limits, packages: Mapping[str, Path], *, status: int, filters: int, program: int, as_root: bool
 ) -> list[str]:
-    """How to start the program.
+    """Return the command line that starts the program.
 
-    `packages` are shown under their names in /packages. The others are descriptors: `status` is written to, `filters`
-    and `program` are read. As root, bubblewrap needs no user namespace, and setpriv becomes a user that owns nothing:
-    root's processes are exempt from the limit on their number, in whatever namespace. Others map themselves, and the
-    init counts as one of theirs.
+    `packages` are mounted under their names in /packages. `status`, `filters` and `program` are file descriptors:
+    bubblewrap writes to `status` and reads the other two. As root, bubblewrap needs no user namespace, and setpriv
+    switches to a user without files, because root is exempt from the limit on processes. Other users get a user
+    namespace, and the init counts towards their process limit.
     """
     scratch = ["--size", str(limits.scratch_mb << 20), "--perms", "1777", "--tmpfs", SCRATCH]
     tools = {f"/bin/{name}": tool(name) for name in ("sh", "prlimit", *(["setpriv"] if as_root else []))}
@@ -79,7 +79,7 @@ def command(
         privileges = ["--unshare-user", "--uid", "1000", "--gid", "1000", "--cap-drop", "ALL"]
         inside = []
     return [
-        *(tool("choom"), "-n", "1000", "--"),  # where memory runs out, the kernel ends these first
+        *(tool("choom"), "-n", "1000", "--"),  # the kernel kills these processes first if memory runs out
         *(
             tool("bwrap"),
             "--die-with-parent",
@@ -111,7 +111,7 @@ def _become(user: int) -> list[str]:
 
 def _limited(limits: Limits, processes: int) -> list[str]:
     memory, cpu = limits.memory_mb << 20, math.ceil(limits.cpu_seconds)
-    # Where cores go to a program of the machine (systemd-coredump, apport), 0 does not keep them from it, but 1 does: core(5).
+    # If the machine pipes core dumps to a program (systemd-coredump, apport), limit 0 does not prevent it, but 1 does: core(5).
     return [
         *("/bin/prlimit", f"--as={memory}:{memory}", f"--cpu={cpu}:{cpu + 1}", "--core=1:1"),
         *(f"--fsize={limits.scratch_mb << 20}", f"--nproc={processes}:{processes}"),
@@ -121,12 +121,12 @@ def _limited(limits: Limits, processes: int) -> list[str]:
 
 
 def _python() -> str:
-    """The interpreter that the virtual environment, if any, was made with."""
+    """Return the path of the base interpreter, outside any virtual environment."""
     return f"{sys.base_exec_prefix}/bin/python{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def _interpreter() -> dict[str, str]:
-    """What the interpreter and its shared libraries need: where it is shown, to where it lies."""
+    """Return the mounts of the interpreter and its shared libraries: path in the sandbox -> path on this machine."""
     shown = {path: path for path in LIBRARIES if os.path.isdir(path)}
     for path in (_python(), sysconfig.get_config_var("LIBDIR"), sysconfig.get_path("stdlib")):
         if path and os.path.exists(path) and not _within(path, shown):
@@ -135,10 +135,15 @@ def _interpreter() -> dict[str, str]:
 
 
 def _view(shown: Mapping[str, str]) -> Iterable[str]:
-    """Bubblewrap's arguments for what is shown, read-only; the interpreter's own packages are covered."""
+    """Return bubblewrap's arguments that mount `shown` read-only and hide the interpreter's site-packages."""
     above = {str(folder) for target in shown for folder in PurePosixPath(target).parents} - {"/"}
     for folder in sorted(path for path in above if not _within(path, shown)):
-        yield from ("--perms", "0755", "--dir", folder)  # folders that it makes by itself are its user's alone
+        yield from (
+            "--perms",
+            "0755",
+            "--dir",
+            folder,
+        )  # folders that bubblewrap creates by default are readable by its user only
     for target, path in shown.items():
         if os.path.islink(path):
             yield from ("--symlink", os.readlink(path), target)

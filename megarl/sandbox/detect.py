@@ -1,4 +1,4 @@
-"""Whether this machine can run untrusted code safely, and what it would take."""
+"""Check if this machine can run the sandbox, and list the missing parts with remedies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INSTALL = {
     "setpriv": "apt-get install util-linux",
 }
 CAPABILITIES = {"CAP_SYS_ADMIN": 21, "CAP_SETUID": 7, "CAP_SETGID": 6}  # linux/capability.h
-COUNTS_BY_NAMESPACE = (5, 14)  # the Linux from which a user's processes are counted for each namespace by itself
+COUNTS_BY_NAMESPACE = (5, 14)  # first Linux version that counts a user's processes per user namespace
 CONTAINER = (
     "in a container: docker run --cap-add SYS_ADMIN --security-opt seccomp=unconfined "
     "--security-opt apparmor=unconfined; in Kubernetes securityContext.capabilities.add [SYS_ADMIN] with "
@@ -39,23 +39,23 @@ time.sleep(60)
 
 
 def missing() -> list[str]:
-    """What keeps this machine from running untrusted code safely, each with what to do; empty where it can.
+    """Return the reasons why this machine cannot run untrusted code safely, each with a remedy; empty if it can.
 
-    The last word has a trial run, so this takes some 50 ms.
+    Includes a trial run of about 50 ms.
     """
     return lacking_parts() or _trial()
 
 
 def lacking_parts() -> list[str]:
-    """As `missing`, without the trial run: what is not installed, or not allowed as far as that is written down."""
+    """Like `missing`, without the trial run: missing programs and libraries, and documented kernel settings."""
     if sys.platform != "linux":
-        return [f"the sandbox is made of what Linux offers, and this is {sys.platform}: run where there is Linux"]
+        return [f"the sandbox needs Linux, and this is {sys.platform}: run on a Linux machine"]
     return [*_tools(), *_filters(), *(_root() if os.geteuid() == 0 else _user())]
 
 
 @functools.cache
 def require() -> None:
-    """Once a process: raises SandboxUnavailable, which says what to do, where the machine cannot run untrusted code."""
+    """Raise SandboxUnavailable with remedies if this machine cannot run untrusted code. Checked once per process."""
     lacking = missing()
     if lacking:
         raise SandboxUnavailable("this machine has no sandbox for generated code:\n- " + "\n- ".join(lacking))
@@ -87,9 +87,9 @@ def _filters() -> list[str]:
 
 
 def _root() -> list[str]:
-    """Root needs no user namespace, but what containers take from it."""
-    held = int(re.findall(r"CapEff:\s*(\w+)", Path("/proc/self/status").read_text())[0], 16)
-    lacking = [name for name, bit in CAPABILITIES.items() if not held >> bit & 1]
+    """Check the capabilities that root needs; containers often remove them."""
+    effective = int(re.findall(r"CapEff:\s*(\w+)", Path("/proc/self/status").read_text())[0], 16)
+    lacking = [name for name, bit in CAPABILITIES.items() if not effective >> bit & 1]
     return [f"root has no {', '.join(lacking)} here. {CONTAINER}; or run as another user than root"] if lacking else []
 
 
@@ -97,20 +97,20 @@ def _user() -> list[str]:
     lacking = []
     if tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) < COUNTS_BY_NAMESPACE:
         lacking.append(
-            f"Linux {os.uname().release} counts all of a user's processes together, so that those of a sandbox cannot be "
-            "limited: 5.14 or later, or run as root"
+            f"Linux {os.uname().release} cannot limit the processes of a sandbox, because it counts all processes of a user "
+            "together: use Linux 5.14 or later, or run as root"
         )
     for path, wrong, remedy in (
         ("/proc/sys/user/max_user_namespaces", "0", "sysctl -w user.max_user_namespaces=10000"),
         ("/proc/sys/kernel/unprivileged_userns_clone", "0", "sysctl -w kernel.unprivileged_userns_clone=1"),
     ):
         if Path(path).exists() and Path(path).read_text().strip() == wrong:
-            lacking.append(f"{path} is {wrong}, users may make no namespaces: {remedy}, or run as root")
+            lacking.append(f"{path} is {wrong}, so users cannot create namespaces: {remedy}, or run as root")
     return lacking
 
 
 def _trial() -> list[str]:
-    """A program that would go on for a minute is stopped for what it makes, which has to be seen from here."""
+    """Run a program that exceeds `scratch_files` and then sleeps, and check that the limit stops it."""
     try:
         result = run_unchecked(PROBE, limits=Limits(wall_seconds=20, scratch_files=50))
     except (SandboxError, OSError) as error:

@@ -1,8 +1,8 @@
-"""Running a program in the sandbox, and watching it.
+"""Run a program in the sandbox and enforce its limits.
 
-The kernel holds most limits by itself (command.py). Those that concern all processes together, and time, are held from
-here: a look every LOOK seconds, and the init of the sandbox's process namespace is killed, with which the kernel kills
-everything in it.
+The kernel enforces most limits (command.py). This module enforces wall time, output and the limits that are summed over
+processes: it checks every LOOK seconds and kills the init of the sandbox's process namespace, and the kernel then kills
+all processes in the namespace.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from megarl.sandbox.command import PROGRAM, SCRATCH, command, environment
 from megarl.sandbox.packages import folders_of
 from megarl.sandbox.syscalls import filter_program
 
-LOOK = 0.05  # seconds between looks at what a run uses
+LOOK = 0.05  # seconds between checks of a run's usage
 CHUNK = 1 << 16
-DEATH = 10.0  # seconds that the kernel may take to end what was killed
+DEATH = 10.0  # seconds that the kernel may take to end killed processes
 
 
 def run_unchecked(source: str, stdin: str = "", limits: Limits | None = None, packages: Collection[str] = ()) -> Result:
-    """`megarl.sandbox.run` without the look at whether this machine can do it; also that look's own means."""
+    """`megarl.sandbox.run` without the check of this machine. The check's trial run uses it too."""
     limits = limits or Limits()
     shown = folders_of(tuple(packages)) if packages else {}
     with contextlib.ExitStack() as stack:
@@ -64,7 +64,7 @@ def run_unchecked(source: str, stdin: str = "", limits: Limits | None = None, pa
 
 @contextlib.contextmanager
 def _in_memory(data: bytes) -> Iterator[int]:
-    """A descriptor from which `data` can be read once."""
+    """Yield a file descriptor from which `data` can be read once."""
     descriptor = os.memfd_create("sandbox")
     try:
         with open(descriptor, "wb", closefd=False) as file:
@@ -103,12 +103,12 @@ class _Run:
                 f"bubblewrap ended with {self.process.returncode} before the program did: {stderr.strip()[-2000:]}"
             )
         if self.limit is None and codes[0] in (128 + signal.SIGXCPU, 128 + signal.SIGKILL):
-            # The kernel, too, holds it, process by process, and counts in ticks.
+            # The kernel enforces the CPU limit too, per process and in ticks.
             self.limit = "cpu" if self.cpu_seconds >= 0.9 * self.limits.cpu_seconds else None
         return Result(stdout, stderr, None if self.limit else codes[0], self.limit, wall, self.cpu_seconds)
 
     def _watch(self) -> None:
-        """Move bytes until everything has ended, or a limit is reached."""
+        """Feed stdin and read the outputs until all are closed or a limit is reached."""
         assert self.process.stdin and self.process.stdout and self.process.stderr
         self.received = {name: bytearray() for name in ("stdout", "stderr", "status")}
         os.set_blocking(self.process.stdin.fileno(), False)
@@ -134,7 +134,7 @@ class _Run:
             self.written += os.write(stream.fileno(), self.stdin[self.written : self.written + CHUNK])
         except BlockingIOError:
             return
-        except BrokenPipeError:  # it reads no more
+        except BrokenPipeError:  # the program closed its stdin
             self.written = len(self.stdin)
         if self.written >= len(self.stdin):
             self.selector.unregister(stream.fileno())
@@ -157,7 +157,7 @@ class _Run:
             return
         with contextlib.suppress(ProcessLookupError):
             handle = os.pidfd_open(numbers[0])
-            if usage.parent(numbers[0]) != self.process.pid:  # it has ended, and its number is another one's
+            if usage.parent(numbers[0]) != self.process.pid:  # the init has ended, and another process has its id
                 os.close(handle)
                 return
             self.init, self.init_handle = numbers[0], handle
@@ -167,7 +167,7 @@ class _Run:
 
     def _look(self) -> None:
         if self.init is None or not usage.sees(self.init, PROGRAM):
-            return  # it is not set up yet, or ending
+            return  # the sandbox is starting or ending
         cpu_seconds, memory = usage.cpu_and_memory(self.init)
         if cpu_seconds > self.limits.cpu_seconds:
             self._stop("cpu")
@@ -180,9 +180,9 @@ class _Run:
         self.limit = self.limit or limit
 
     def _end(self) -> None:
-        """Nothing is left of the run: the init is killed where it lives, and the kernel ends all that is in its namespace."""
+        """Kill the init, wait until the kernel has ended its namespace, and free the run's descriptors."""
         if self.init_handle is None:
-            os.kill(self.process.pid, signal.SIGKILL)  # Popen.kill might wait for it, and take its account
+            os.kill(self.process.pid, signal.SIGKILL)  # Popen.kill may reap the process, and its CPU time is then lost
         else:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.init_handle, signal.SIGKILL)
@@ -191,7 +191,7 @@ class _Run:
             if not ended.poll(DEATH * 1000):
                 raise SandboxError(f"process {self.init} was killed {DEATH:g} s ago and has not ended")
             os.close(self.init_handle)
-        # Bubblewrap waits for the init, and the init's account has all that it or the kernel waited for in its stead.
+        # Bubblewrap waits for the init, so its CPU time includes the init and all processes that the init reaped.
         _, code, used = os.wait4(self.process.pid, 0)
         self.process.returncode = os.waitstatus_to_exitcode(code)
         self.cpu_seconds = used.ru_utime + used.ru_stime

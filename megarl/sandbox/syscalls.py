@@ -1,9 +1,10 @@
-"""The system calls that a program in the sandbox may make: those that Python and its libraries need, and no others.
+"""System calls that a program in the sandbox may make: only the calls that Python and its libraries need.
 
-A list of what is allowed, so that what a later kernel adds is refused until somebody asks for it. Left out on purpose:
-sockets (but for a pair within the sandbox), ptrace and process_vm_*, mount, namespaces, chroot, keyctl, bpf, io_uring,
-perf_event_open, userfaultfd, memfd_create (memory that no limit counts), System V and POSIX message queues and shared
-memory, setxattr, mknod, flock (which would lock what others share), splice and vmsplice, personality, and everything for administrators.
+This is an allow list, so new system calls of later kernels are refused. Excluded on purpose: sockets (except a pair
+within the sandbox), ptrace and process_vm_*, mount, namespaces, chroot, keyctl, bpf, io_uring, perf_event_open,
+userfaultfd, memfd_create (no limit counts its memory), System V and POSIX message queues and shared memory, setxattr,
+mknod, flock (it would lock files shared with other processes), splice and vmsplice, personality, and all calls for
+administrators.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ getpid getppid getpriority getresgid getresuid getrlimit getrusage getsid gettid
 sched_getaffinity sched_getparam sched_getscheduler sched_yield set_robust_list set_tid_address setpgid setrlimit setsid
 sysinfo times uname vfork wait4 waitid
 """
-# The last step before the program, as root, is to become somebody else. Without privileges these do nothing.
+# As root, setpriv changes the user right before the program starts. Without privileges these calls have no effect.
 IDENTITY = "capget capset setgid setgroups setregid setresgid setresuid setreuid setuid"
 SIGNALS = """
 alarm getitimer kill pause restart_syscall rt_sigaction rt_sigpending rt_sigprocmask rt_sigreturn rt_sigsuspend
 rt_sigtimedwait setitimer sigaltstack signalfd4 tgkill
 """
 TIME = "clock_getres clock_gettime clock_nanosleep getrandom gettimeofday nanosleep time"
-PAIRS = "getpeername getsockname getsockopt recvfrom sendto shutdown"  # of what socketpair made
+PAIRS = "getpeername getsockname getsockopt recvfrom sendto shutdown"  # for sockets from socketpair
 
 NEW_NAMESPACES = 0x7E020000  # CLONE_NEW{NS,CGROUP,UTS,IPC,USER,PID,NET} of linux/sched.h
 LOW = 0xFFFFFFFF
 AF_UNIX = 1
-PRCTLS = {  # linux/prctl.h; those of capabilities are setpriv's
+PRCTLS = {  # linux/prctl.h; setpriv needs the options for capabilities
     "PR_GET_PDEATHSIG": 2,
     "PR_GET_KEEPCAPS": 7,
     "PR_SET_KEEPCAPS": 8,
@@ -64,24 +65,24 @@ IOCTLS = {  # asm-generic/ioctls.h
 
 @functools.cache
 def filter_program() -> bytes:
-    """The filter as the kernel takes it (classic BPF), for this machine's architecture.
+    """Return the filter as classic BPF for this machine's architecture.
 
-    Raises ImportError or RuntimeError where pyseccomp or libseccomp is not installed.
+    Raises ImportError or RuntimeError if pyseccomp or libseccomp is not installed.
     """
     import pyseccomp as seccomp
 
-    # A call that is not there is what programs are prepared for (glibc then tries an older one); a refused one is not.
+    # ENOSYS, not EPERM: programs handle a missing call (glibc then tries an older one), but not a refused call.
     rules: Any = seccomp.SyscallFilter(seccomp.ERRNO(errno.ENOSYS))
     for name in " ".join((FILES, MEMORY, PROCESSES, IDENTITY, SIGNALS, TIME, PAIRS)).split():
         rules.add_rule(seccomp.ALLOW, name)
     rules.add_rule(seccomp.ALLOW, "clone", seccomp.Arg(0, seccomp.MASKED_EQ, NEW_NAMESPACES, 0))
-    # The kernel takes the low half of these arguments: to compare the whole would let others pass for them.
+    # The kernel reads only the low 32 bits of these arguments; compare only these, or other values could pass the filter.
     for option in PRCTLS.values():
         rules.add_rule(seccomp.ALLOW, "prctl", seccomp.Arg(0, seccomp.MASKED_EQ, LOW, option))
     for request in IOCTLS.values():
         rules.add_rule(seccomp.ALLOW, "ioctl", seccomp.Arg(1, seccomp.MASKED_EQ, LOW, request))
     rules.add_rule(seccomp.ALLOW, "socketpair", seccomp.Arg(0, seccomp.EQ, AF_UNIX))
-    rules.add_rule(seccomp.ERRNO(errno.EACCES), "socket")  # what people will try, and should be told plainly
+    rules.add_rule(seccomp.ERRNO(errno.EACCES), "socket")  # a common mistake: EACCES gives a clear error
     with tempfile.TemporaryFile() as file:
         rules.export_bpf(file)
         file.seek(0)

@@ -1,4 +1,4 @@
-"""What the processes of a sandbox use, read from /proc of the machine around it."""
+"""Resource usage of a sandbox's processes, read from /proc outside the sandbox."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def tree(pid: int) -> Iterator[int]:
-    """A process and everything below it, as far as it is still there."""
+    """Yield the ids of a process and all its descendants; ended processes have no descendants."""
     yield pid
     try:
         threads = os.listdir(f"/proc/{pid}/task")
@@ -22,9 +22,9 @@ def tree(pid: int) -> Iterator[int]:
 
 
 def cpu_and_memory(pid: int) -> tuple[float, int]:
-    """CPU seconds (of those that were waited for, too) and resident bytes of a process and everything below it.
+    """Return CPU seconds (including reaped children) and resident bytes of a process and its descendants.
 
-    Memory that processes share, after a fork for instance, counts in each.
+    Shared memory, for instance after a fork, counts in each process.
     """
     ticks = pages = 0
     for process in tree(pid):
@@ -36,7 +36,7 @@ def cpu_and_memory(pid: int) -> tuple[float, int]:
 
 
 def stat(pid: int) -> list[int]:
-    """The numbers of /proc/PID/stat from the third field on, the state as 0; empty where the process is gone."""
+    """Return the numbers of /proc/PID/stat from the third field on, the state as 0; empty if the process has ended."""
     fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return [0, *map(int, fields[1:])] if fields else []
 
@@ -47,7 +47,7 @@ def parent(pid: int) -> int | None:
 
 
 def sees(pid: int, path: str) -> bool:
-    """Whether `pid` sees this file. Raises PermissionError where this process may not know."""
+    """Return True if `path` exists for process `pid`. Raises PermissionError if this process is not allowed to look."""
     try:
         os.stat(f"/proc/{pid}/root{path}")
     except (FileNotFoundError, ProcessLookupError):
@@ -56,7 +56,7 @@ def sees(pid: int, path: str) -> bool:
 
 
 def files(pid: int, folder: str) -> int:
-    """Files and folders on the file system that `pid` sees at `folder`; 0 where it is gone."""
+    """Return the number of files and folders on the file system at `folder` of process `pid`; 0 if it has ended."""
     try:
         space = os.statvfs(f"/proc/{pid}/root{folder}")
     except (FileNotFoundError, ProcessLookupError):
