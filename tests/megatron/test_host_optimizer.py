@@ -63,7 +63,7 @@ def test_refused_before_a_process_starts(extra: dict[str, Any], device: str, wor
     [
         ("megatron.distributed_optimizer", False, r"set megatron\.distributed_optimizer=true"),
         ("model.dtype", "float32", r"set model\.dtype=bfloat16"),
-        ("lora.rank", 8, "only adapters have states"),
+        ("lora.rank", 8, "only the adapters have optimizer states"),
     ],
 )
 def test_what_it_needs_of_other_keys(key: str, value: Any, words: str) -> None:
