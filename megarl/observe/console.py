@@ -1,4 +1,4 @@
-"""What the terminal shows while a run goes on: a live display, or a line a step."""
+"""Terminal output during a run: a live display, or one line per step."""
 
 from __future__ import annotations
 
@@ -26,32 +26,35 @@ from megarl.text import pluralize
 
 _SOURCES_SHOWN = 8
 _NOT_PHASES = ("timing_s/step",)
-_EVERY_STEP_UP_TO = 100  # steps of a run that a log has a line of each
-_LINES = 20  # of a longer run, about
-_SECONDS_BETWEEN_LINES = 30.0  # at most, whatever the interval
+_EVERY_STEP_UP_TO = 100  # runs of at most this many steps print one line per step
+_LINES = 20  # approximate number of lines of a longer run
+_SECONDS_BETWEEN_LINES = 30.0  # upper limit, for any interval
 
 
 class Console(Protocol):
     """Shows a run. All calls come from the controller."""
 
     def phase(self, name: str | None) -> None:
-        """`name` is running now; None: nothing is."""
+        """Show `name` as the running phase; None: no phase is running."""
 
     def reached(self, text: str, seconds: float) -> None:
-        """So far a start has come, in `seconds`."""
+        """Show the progress of the start; `seconds`: time since its beginning."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """`step` is done; 0: what comes before the first."""
+        """Show the metrics of a finished step; 0 is the evaluation before the first step."""
 
     def notice(self, text: str, warning: bool) -> None:
-        """Something to be read, and kept on the screen."""
+        """Print a message that stays on the screen."""
 
     def close(self) -> None:
-        """Leave the terminal as it was found. May be called again."""
+        """Restore the terminal. Later calls do nothing."""
 
 
 def make_console(recipe: Recipe, steps_done: int, total_steps: int, stream: TextIO | None = None) -> Console:
-    """The console that ``observe.console`` asks for, on `stream` (stdout). auto: live on a terminal, else plain."""
+    """Return the console that ``observe.console`` selects, on `stream` (default: stdout).
+
+    auto: live on a terminal, otherwise plain.
+    """
     stream = stream or sys.stdout
     kind = recipe.observe.console
     live = kind == "live" or (kind == "auto" and stream.isatty())
@@ -59,25 +62,25 @@ def make_console(recipe: Recipe, steps_done: int, total_steps: int, stream: Text
 
 
 class Pace:
-    """Estimates the time left from the last steps."""
+    """Estimates the remaining time from the last 20 steps."""
 
     def __init__(self, steps_done: int, total_steps: int) -> None:
         self.step, self.total = steps_done, total_steps
         self._seconds: deque[float] = deque(maxlen=20)
 
     def done(self, step: int, seconds: float) -> None:
-        """0 is no step, and says nothing of how long one takes."""
+        """Record a finished step. Step 0 (the evaluation before training) does not count towards the step time."""
         self.step = step
         if step:
             self._seconds.append(seconds)
 
     @property
     def current(self) -> int:
-        """The step that is under way, the first is 1; at the end, the last."""
+        """The running step, counted from 1; after the end, the last step."""
         return min(self.step + 1, self.total)
 
     def left(self) -> float | None:
-        """Seconds until the last step; None before the first one is done."""
+        """Return the estimated seconds until the run ends; None before the first step is done."""
         if not self._seconds:
             return None
         return (self.total - self.step) * sum(self._seconds) / len(self._seconds)
@@ -95,12 +98,12 @@ def clock(seconds: float | None) -> str:
 
 
 def short_seconds(seconds: float) -> str:
-    """Write tenths of a second; of times below half a second, hundredths."""
+    """Format seconds with one decimal; times below half a second with two."""
     return f"{seconds:.1f}" if seconds >= 0.5 else f"{seconds:.2f}"
 
 
 def short(value: float) -> str:
-    """Four significant digits at most, and k / M / G for large numbers."""
+    """Format with at most four significant digits, and k / M / G for large numbers."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e4)):
         if abs(value) >= size:
             return f"{value / (1e3 if unit == 'k' else size):.4g}{unit}"
@@ -109,7 +112,7 @@ def short(value: float) -> str:
 
 _TRAINED_REWARD, _SAMPLED_REWARD = "critic/rewards/mean", "rollout/rewards/mean"
 
-# (label, metric, format) of a step of reinforcement learning
+# (label, metric, format) for reinforcement learning
 _COLUMNS = (
     ("length", "response_length/mean", "{:.0f}"),
     ("cut", "response_length/clip_ratio", "{:.0%}"),
@@ -120,7 +123,7 @@ _COLUMNS = (
     ("gap", "rollout/logprob_gap_mean", "{:.1e}"),
     ("value loss", "critic/vf_loss", "{:.3g}"),
 )
-# The same for a step without rewards: SFT and DPO.
+# The same for SFT and DPO, which have no rewards.
 _COLUMNS_WITHOUT_REWARD = (
     ("loss", "actor/loss", "{:.4g}"),
     ("chosen ahead", "actor/dpo_accuracy", "{:.0%}"),
@@ -132,11 +135,10 @@ _COLUMNS_WITHOUT_REWARD = (
 
 
 def figures(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Return (label, text) of the figures to watch, as far as the step has them. Evaluations come first, without those
-    of single sources.
+    """Return (label, text) of the step's key figures, evaluations first. Figures of single data sources are left out.
 
-    `reward` is the mean over everything that was sampled. Dynamic sampling leaves groups out of the training batch;
-    `trained on` is the mean of the rest, where it differs.
+    `reward` is the mean over all samples. Dynamic sampling leaves groups out of the training batch: `trained on` is the
+    mean over the batch, and is shown only if it differs.
     """
     pairs = [
         (name, f"{value:.3f}")
@@ -164,8 +166,8 @@ def phase_times(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
 
 
 def line_interval(steps: int) -> int:
-    """Return how many steps a line in a log stands for: 1 up to 100 steps, else about a twentieth of `steps`, a round
-    number.
+    """Return the number of steps between two lines in a log: 1 up to 100 steps, otherwise about a twentieth of `steps`,
+    rounded.
 
     Example: 1200 steps -> 50.
     """
@@ -176,14 +178,14 @@ def line_interval(steps: int) -> int:
 
 
 def source_lines(metrics: Mapping[str, float]) -> list[str]:
-    """``  openai/gsm8k: samples 64 | reward 0.512 | ...``: a line a source, indented under the step's."""
+    """Return one line per data source: ``  openai/gsm8k: samples 64 | reward 0.512 | ...``."""
     table = brief_table(metrics, _SOURCES_SHOWN)
     lines = []
     for source, cells in table.rows:
         parts = [f"{label} {cell}" for label, cell in zip(table.head, cells, strict=True) if cell]
         lines.append(f"  {source}: {' | '.join(parts)}")
     if table.left_out:
-        lines.append(f"  and {table.left_out:,} more sources: metrics.jsonl has them all")
+        lines.append(f"  and {table.left_out:,} more sources, in metrics.jsonl")
     return lines
 
 
@@ -192,11 +194,11 @@ def after(step: int) -> str:
 
 
 class PlainConsole:
-    """For logs and CI: a line for each part of the start, and one compact line a step.
+    """Prints one line for each part of the start and one line per step, for logs and CI.
 
-    Below a step's line stands one a data source, where there are several or one had trouble. A run of more than 100
-    steps has a line every `line_interval` steps, and at least every 30 seconds; the first step, the last, and those with
-    an evaluation or with trouble always have theirs.
+    One line per data source follows a step's line if there are several sources or a source had failures. A run of more
+    than 100 steps prints a line every `line_interval` steps, and at least every 30 seconds. The first step, the last
+    step, and steps with an evaluation or with failures always have a line.
     """
 
     def __init__(self, name: str, steps_done: int, total_steps: int, stream: TextIO) -> None:
@@ -205,14 +207,14 @@ class PlainConsole:
         self._every = line_interval(total_steps)
         self._shown_at = -math.inf
         if steps_done < total_steps:
-            first = f"{'goes on' if steps_done else 'starts'} with step {self._pace.current} of {total_steps}"
+            first = f"{'continues' if steps_done else 'starts'} with step {self._pace.current} of {total_steps}"
             seconds = f"{_SECONDS_BETWEEN_LINES:.0f} s"
-            self._say(f"{name}: {first}" + (f"; a line every {self._every} steps or {seconds}" * (self._every > 1)))
+            self._say(f"{name}: {first}" + (f"; one line every {self._every} steps or {seconds}" * (self._every > 1)))
         else:
             self._say(f"{name}: all of {pluralize(total_steps, 'step')} done")
 
     def phase(self, name: str | None) -> None:
-        """A line a step says enough."""
+        """Print nothing: each step has its line."""
 
     def reached(self, text: str, seconds: float) -> None:
         self._say(f"start {clock(seconds)} | {text}")
@@ -243,17 +245,17 @@ class PlainConsole:
         self._say(f"WARNING: {text}" if warning else text)
 
     def close(self) -> None:
-        """Nothing was changed."""
+        """Do nothing: the terminal is unchanged."""
 
     def _say(self, line: str) -> None:
         print(line, file=self._stream, flush=True)
 
 
 class LiveConsole:
-    """A display that stays at the bottom; notices and whatever others print scroll by above it.
+    """A display at the bottom of the terminal. Notices and other output scroll above it.
 
-    It never hides the cursor and never takes over the screen, so that even a run killed outright leaves a
-    usable terminal; on every other way out, `close` (or the end of the interpreter) stops it.
+    It never hides the cursor and does not use the alternate screen, so a killed run leaves a usable terminal. In all
+    other cases `close`, or the exit of the interpreter, stops it.
     """
 
     def __init__(self, name: str, steps_done: int, total_steps: int, stream: TextIO) -> None:
@@ -264,7 +266,7 @@ class LiveConsole:
         self._reached = ""
         self._since = self._began = time.monotonic()
         self._warnings = 0
-        # force_terminal: `live` was asked for, or the stream is a terminal
+        # force_terminal: the recipe says `live`, or the stream is a terminal
         self._console = RichConsole(file=stream, force_terminal=True)
         self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=4)
         atexit.register(self.close)
@@ -284,7 +286,7 @@ class LiveConsole:
     def notice(self, text: str, warning: bool) -> None:
         self._warnings += warning
         style = "bold yellow" if warning else "cyan"
-        # Text, not markup: square brackets in a message are a message's
+        # Text, not markup: a message may contain square brackets
         self._console.print(Text("warning  " if warning else "notice   ", style=style) + Text(text, style=""))
 
     def close(self) -> None:
@@ -325,7 +327,7 @@ def _pairs(figures: list[tuple[str, str]]) -> RenderableType:
 
 
 def _sources(metrics: Mapping[str, float]) -> list[RenderableType]:
-    """The last step's data sources, and what went wrong with them."""
+    """Render the data sources of the last step, with their failures."""
     table = brief_table(metrics, _SOURCES_SHOWN)
     if not table.rows:
         return []
@@ -334,20 +336,20 @@ def _sources(metrics: Mapping[str, float]) -> list[RenderableType]:
     for label, fault in zip(table.head, table.faults, strict=True):
         if not fault:
             grid.add_column(label, justify="right", no_wrap=True)
-    if any(table.faults):  # in one column: a terminal is narrow, and most of them are empty
-        grid.add_column("")  # may be wrapped, so this is the column that gives way; its text is cut all the same
+    if any(table.faults):  # failures share one column: terminals are narrow, and most failure counts are 0
+        grid.add_column("")  # the only column that may wrap, so rich shrinks this one; its text is cut with an ellipsis
     for source, cells in table.rows:
-        told = list(zip(table.head, cells, table.faults, strict=True))
-        wrong = ", ".join(f"{label} {cell}" for label, cell, fault in told if fault and cell)
-        found = [Text(cell) for _, cell, fault in told if not fault]
-        trouble = Text(wrong, style="yellow", no_wrap=True, overflow="ellipsis")
-        grid.add_row(Text(source), *found, *([trouble] if any(table.faults) else []))
+        columns = list(zip(table.head, cells, table.faults, strict=True))
+        failures = ", ".join(f"{label} {cell}" for label, cell, fault in columns if fault and cell)
+        values = [Text(cell) for _, cell, fault in columns if not fault]
+        failure_cell = Text(failures, style="yellow", no_wrap=True, overflow="ellipsis")
+        grid.add_row(Text(source), *values, *([failure_cell] if any(table.faults) else []))
     more = [Text(f"and {table.left_out:,} more sources", style="dim")] if table.left_out else []
     return [grid, *more]
 
 
 def _phase_bars(metrics: Mapping[str, float]) -> RenderableType:
-    """The last step's phases, with bars as long as their share of it."""
+    """Render the phases of the last step, each with a bar that shows its share of the step."""
     grid = Table.grid(padding=(0, 1))
     whole = max(metrics.get("timing_s/step", 0.0), 1e-9)
     for phase, seconds in phase_times(metrics)[:6]:

@@ -1,4 +1,4 @@
-"""RunLog: the one object through which the controller speaks to people."""
+"""RunLog: the controller's interface to all output of a run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _open_phases: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("
 class RunLog:
     """Metrics, trace, samples, notices and console of one session of a run.
 
-    Use as a context manager: an exception closes it as "failed", with the terminal and the files in order. ::
+    Use it as a context manager: an exception closes it as "failed", completes the files and restores the terminal. ::
 
         with RunLog(recipe, run_dir, first_step=1, total_steps=100) as log:
             for step in range(1, 101):
@@ -42,8 +42,8 @@ class RunLog:
                 log.add({"critic/rewards/mean": 0.5})
                 log.step(step)
 
-    Everything added belongs to the step that comes next. Opening it locks the directory (ValueError where
-    another run holds it) and takes back what an earlier session wrote after ``first_step - 1``.
+    Added metrics belong to the next step. Opening the log locks the directory (ValueError if another run has the lock)
+    and discards the metrics and samples that an earlier session wrote after ``first_step - 1``.
     """
 
     def __init__(self, recipe: Recipe, run_dir: RunDirectory | Path, first_step: int, total_steps: int) -> None:
@@ -54,7 +54,7 @@ class RunLog:
         self._pending: dict[str, Any] = {}
         self._non_finite: set[str] = set()
         self._closed = False
-        self._parts = contextlib.ExitStack()  # what must be undone should a later part fail to start
+        self._parts = contextlib.ExitStack()  # undone in reverse order if a later part fails to start
         with self._parts:
             self._open(first_step)
             self._parts = self._parts.pop_all()
@@ -69,9 +69,7 @@ class RunLog:
         self._parts.callback(self._notices.close)
         sinks = make_sinks(self._recipe, self.run_dir, first_step, self.warn)
         self._metrics = MetricsLog(self.run_dir, sinks)
-        kept = (
-            first_step - 1 if first_step > 1 else -1
-        )  # a run from the start keeps not even step 0, the evaluation before
+        kept = first_step - 1 if first_step > 1 else -1  # a fresh run discards step 0 too, the evaluation at the start
         discarded = self._metrics.truncate_after(kept)
         discard_samples_after(self.run_dir, kept)
         self.trace = Trace(self.run_dir.trace)
@@ -86,20 +84,22 @@ class RunLog:
         if unlockable:
             self.warn(unlockable)
         if self._metrics.torn:
-            self.notice(f"{self.run_dir.metrics} ended in half a line, from a crash; it was dropped.")
+            self.notice(f"{self.run_dir.metrics} ended in an incomplete line after a crash. The line was dropped.")
         if discarded:
-            self.notice(f"{discarded} later steps of an earlier session moved to {self.run_dir.discarded_metrics}.")
+            self.notice(
+                f"{discarded} later steps of an earlier session were moved to {self.run_dir.discarded_metrics}."
+            )
         if self._metrics.last_step is not None and self._metrics.last_step < first_step - 1:
             self.warn(
                 f"metrics.jsonl goes to step {self._metrics.last_step}, the checkpoint to step {first_step - 1}: the "
-                "earlier session ended before it could write the metrics in between. They are missing for good."
+                "earlier session ended before it wrote the metrics in between. They are lost."
             )
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time the block as ``timing_s/<name>`` of the coming step. Phases nest and repeat; times add up."""
+        """Time the block as ``timing_s/<name>`` of the next step. Phases may nest and repeat; times add up."""
         outer = _open_phases.get()
-        assert name not in outer, f"phase {name!r} inside itself would be counted twice"
+        assert name not in outer, f"phase {name!r} is already open: its time would count twice"
         token = _open_phases.set((*outer, name))
         self._console.phase(name)
         began, clock = time.time(), time.perf_counter()
@@ -119,7 +119,7 @@ class RunLog:
             self.trace.add(name, "controller", thread, began, seconds, **labels)
 
     def begin(self) -> None:
-        """The first step begins: the times so far are the session's start (in summary.json), not that step's."""
+        """Begin the first step. The times so far become the session's start in summary.json, not part of that step."""
         with self._guard:
             times = self._take_times()
             now = time.perf_counter()
@@ -128,34 +128,33 @@ class RunLog:
         self._write_summary("running", None)
 
     def reached(self, text: str) -> None:
-        """How far the start has come: for who watches, and not kept."""
+        """Show the progress of the start on the console. It is not written to a file."""
         self._console.reached(text, time.perf_counter() - self._began)
 
     def call(self, name: str, process: str, thread: str, began: float, seconds: float, **args: Any) -> None:
-        """A worker's or engine's call, for the trace alone: `began` in seconds since the epoch."""
+        """Add the call of a worker or engine to the trace; `began` in seconds since the epoch."""
         self.trace.add(name, process, thread, began, seconds, **args)
 
     def add(self, metrics: Mapping[str, Any]) -> None:
-        """Metrics of the coming step. A key that is already there is replaced."""
+        """Add metrics of the next step. An existing key is replaced."""
         with self._guard:
             self._pending.update(metrics)
 
     def pending(self) -> dict[str, Any]:
-        """What has been added for the coming step so far."""
+        """Return a copy of the metrics added for the next step so far."""
         with self._guard:
             return dict(self._pending)
 
     def elapsed(self) -> float:
-        """Seconds since the last step's line: what timing_s/step will be."""
+        """Return the seconds since the last step's line was written: timing_s/step if the step ended now."""
         return time.perf_counter() - self._clock
 
     def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Results of an evaluation after `step` (0: before the first), as ``eval/<name>`` of that step's line.
+        """Add the results of an evaluation after `step` (0: before the first) to that step's line, as ``eval/<name>``.
 
-        `step` is the coming step, or one that is done. For a step without a line (0) the line is written
-        now, with the times that have been added so far.
+        `step` is the next step or a finished step. Step 0 has no line yet: this writes it, with the times added so far.
         """
-        assert step <= self.next_step, f"evaluation of step {step}, but step {self.next_step} is still to come"
+        assert step <= self.next_step, f"evaluation of step {step}, but the next step is {self.next_step}"
         named = {name if name.startswith("eval/") else f"eval/{name}": value for name, value in metrics.items()}
         if step == self.next_step:
             self.add(named)
@@ -172,31 +171,31 @@ class RunLog:
             write_samples(self.run_dir, step, records, self._recipe.observe.samples_per_step)
 
     def step(self, step: int) -> None:
-        """`step` is done: its line is written and synced, with ``timing_s/step`` since the last one."""
-        assert step == self.next_step, f"step {step} is not the coming one, {self.next_step}"
+        """Finish `step`: write and sync its line, with ``timing_s/step``, the seconds since the last line."""
+        assert step == self.next_step, f"step {step} is not the next step, {self.next_step}"
         with self._guard:
             metrics, self._pending = self._pending, {}
             self.next_step = step + 1
         self._write_line(step, metrics)
 
     def notice(self, text: str) -> None:
-        """Tell the user something; kept in notices.jsonl and in the report."""
+        """Show a notice on the console, in notices.jsonl and in the report."""
         self._say(text, "notice")
 
     def warn(self, text: str) -> None:
-        """Tell the user that something needs a look; kept like a notice."""
+        """Show a warning on the console, in notices.jsonl and in the report."""
         self._say(text, "warning")
 
     def close(self, status: str, error: str | None = None) -> None:
         """End the session as "finished", "failed" or "stopped". Later calls do nothing.
 
-        summary.json gets its final status on a full disk, too: the space for it was reserved at the start. Raises
-        OSError where another file could not be completed; the status of a finished run is then "failed".
+        summary.json gets its final status even on a full disk: its space was reserved at the start. Raises OSError if
+        another file could not be completed; the status of a finished run is then "failed".
         """
         if self._closed:
             return
         self._closed = True
-        with self._parts:  # terminal, notices and lock are released even where one of these fails
+        with self._parts:  # releases terminal, notices and lock even if a statement here fails
             self._reserve.release()
             problem: OSError | None = None
             for finish in (lambda: self._metrics.close(status), self.trace.close):
@@ -238,11 +237,11 @@ class RunLog:
         self._console.step(step, metrics)
 
     def _warn_of_non_finite(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """A NaN is easily overlooked in a curve: the first of each metric is said aloud."""
+        """Warn of the first NaN or infinity of each metric: it is easily overlooked in a curve."""
         for name, value in metrics.items():
             if not math.isfinite(value) and name not in self._non_finite:
                 self._non_finite.add(name)
-                self._say(f"{name} is {float(value)} at step {step} (said once for each metric).", "warning", step)
+                self._say(f"{name} is {float(value)} at step {step} (reported once per metric).", "warning", step)
 
     def _say(self, text: str, level: str, step: int | None = None) -> None:
         step = min(self.next_step, self._total_steps) if step is None else step
@@ -252,10 +251,10 @@ class RunLog:
             self._console.notice(text, level == "warning")
 
     def _write_report(self) -> None:
-        """The report is worth having, but no reason to call a run failed whose results are safe."""
+        """Write report.html. A failure is a warning: the run's results are complete without the report."""
         try:
             write_report(self.run_dir.path)
-        except Exception as error:  # noqa: BLE001 - see above; said aloud, with the way to try again
+        except Exception as error:  # noqa: BLE001 - see above; the warning names the command that tries again
             self.warn(
                 f"report.html could not be written ({type(error).__name__}: {error}). "
                 f"Try again with: python -m megarl report {self.run_dir.path}"
@@ -278,7 +277,7 @@ class RunLog:
 
 
 def _before_and_after(lines: list[dict[str, float]]) -> dict[str, dict[str, float]]:
-    """The first and the last evaluation: ``{"first": {"step": 0, "eval/pass@1": 0.1}, "last": {...}}``."""
+    """Return the first and the last evaluation: ``{"first": {"step": 0, "eval/pass@1": 0.1}, "last": {...}}``."""
     evaluations = [
         {name: value for name, value in line.items() if name == "step" or name.startswith("eval/")}
         for line in lines
@@ -288,12 +287,12 @@ def _before_and_after(lines: list[dict[str, float]]) -> dict[str, dict[str, floa
 
 
 def _start_seconds(sessions: list[dict[str, Any]]) -> dict[str, float]:
-    """Seconds before the first step, of each session that got there."""
+    """Return the seconds before the first step, for each session that reached it."""
     return {str(number): session["start"]["seconds"] for number, session in enumerate(sessions) if "start" in session}
 
 
 def _read_sessions(summary: Path) -> list[dict[str, Any]]:
-    """Sessions of this run so far; one that never said how it ended was killed."""
+    """Return the earlier sessions of this run. A session without a final status was killed."""
     if not summary.exists():
         return []
     sessions = json.loads(summary.read_text())["sessions"]

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one line a step, flat keys, written so that a crash costs at most the step it hits."""
+"""metrics.jsonl: one line per step, flat keys. A crash loses at most the running step."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _NON_FINITE = {"NaN", "Infinity", "-Infinity"}
 
 
 def plain_number(name: str, value: Any) -> float | int:
-    """`value` as a Python number: numpy scalars and tensors of one element are taken apart, bools become 0 or 1."""
+    """Convert `value` to a Python number: numpy scalars and one-element tensors by ``item()``, bools to 0 or 1."""
     if hasattr(value, "item"):
         value = value.item()
-    assert isinstance(value, (int, float)), f"metric {name!r} is no number: {value!r}"
+    assert isinstance(value, (int, float)), f"metric {name!r} is not a number: {value!r}"
     return int(value) if isinstance(value, bool) else value
 
 
 class MetricsLog:
-    """Writes metrics.jsonl and hands every line on to the sinks.
+    """Writes metrics.jsonl and passes every line to the sinks.
 
-    Opening it repairs the file: a last line that a crash cut short is dropped (`torn` holds it).
-    Steps rise from line to line; a step has one line.
+    Opening it drops an incomplete last line, left by a crash (kept in `torn`). Steps increase from line to line; a step
+    has one line.
     """
 
     def __init__(self, run_dir: RunDirectory, sinks: Sequence[Sink] = ()) -> None:
@@ -39,8 +39,8 @@ class MetricsLog:
         self._file = AppendFile(run_dir.metrics)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write the line of `step`, synced to the disk before this returns; then the sinks have it."""
-        assert "step" not in metrics, "the step is its own column"
+        """Write the line of `step`, sync it to the disk, then pass it to the sinks."""
+        assert "step" not in metrics, "`step` is a separate argument"
         assert self.last_step is None or step > self.last_step, f"step {step} after step {self.last_step}"
         numbers = {name: plain_number(name, value) for name, value in metrics.items()}
         self._file.write(json_line({"step": step, **numbers}), sync=True)
@@ -49,8 +49,8 @@ class MetricsLog:
             sink.write(step, numbers)
 
     def merge(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Add keys to the last line, which is that of `step`. The line is replaced in one stroke."""
-        assert step == self.last_step, f"step {step} is not the last one ({self.last_step})"
+        """Add keys to the last line, the line of `step`. The file is replaced atomically."""
+        assert step == self.last_step, f"step {step} is not the last step ({self.last_step})"
         numbers = {name: plain_number(name, value) for name, value in metrics.items()}
         lines = self._run_dir.metrics.read_bytes().splitlines(keepends=True)
         last = read_metrics(self._run_dir.metrics)[-1]
@@ -59,14 +59,14 @@ class MetricsLog:
             sink.write(step, numbers)
 
     def truncate_after(self, step: int) -> int:
-        """For a resume after `step`: later lines move to metrics.discarded.jsonl. Returns how many."""
+        """Move the lines after `step` to metrics.discarded.jsonl, for a resume. Returns their number."""
         kept: list[bytes] = []
         dropped: list[bytes] = []
         for line in self._run_dir.metrics.read_bytes().splitlines(keepends=True):
             (kept if _step_of(line) <= step else dropped).append(line)
         if dropped:
             discarded = AppendFile(self._run_dir.discarded_metrics)
-            try:  # first to their new place, then out of the old one: a crash in between doubles, never loses
+            try:  # append first, remove afterwards: a crash in between duplicates lines, but loses none
                 discarded.write(b"".join(dropped), sync=True)
             finally:
                 discarded.close()
@@ -75,7 +75,7 @@ class MetricsLog:
         return len(dropped)
 
     def close(self, status: str) -> None:
-        """Close the file, and the sinks with the run's `status`."""
+        """Close the file and the sinks; `status` is the status of the run."""
         self._file.close()
         for sink in self._sinks:
             sink.close(status)
@@ -91,10 +91,10 @@ def _step_of(line: bytes) -> int:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The lines of a metrics.jsonl, oldest first, NaN and infinities as numbers again. No file: no lines.
+    """Return the lines of a metrics.jsonl, oldest first, with NaN and infinities as numbers. Empty if the file is missing.
 
-    A torn last line (of a run that is writing, or crashed) is left out. Raises ValueError on any other
-    line that is not a metrics line, with its number.
+    An incomplete last line (the run is writing, or crashed) is left out. Raises ValueError with the line number for any
+    other invalid line.
     """
     if not path.exists():
         return []
@@ -106,13 +106,13 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
             record = json.loads(line)
             record["step"]
         except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path}, line {number} is no line of metrics ({error}): {line[:80]!r}") from error
+            raise ValueError(f"{path}, line {number} is not a line of metrics ({error}): {line[:80]!r}") from error
         metrics.append(numbers_again(record))
     return metrics
 
 
 def numbers_again(record: Mapping[str, Any]) -> dict[str, float]:
-    """A line as read from JSON, with its NaN and infinities as numbers again; see `json_line`."""
+    """Return a line read from JSON with its NaN and infinities as numbers; see `json_line`."""
     return {
         name: float(value) if isinstance(value, str) and value in _NON_FINITE else value
         for name, value in record.items()

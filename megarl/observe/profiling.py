@@ -1,4 +1,4 @@
-"""Traces of a run's steps: when trainers and engines begin and end them."""
+"""Start and stop the traces of trainers and engines."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class TracedTrainers(Protocol):
 
 @dataclass
 class Profiling:
-    """Traces in the steps of `observe.profile_steps`.
+    """Traces the steps in `observe.profile_steps`.
 
-    engines: the policy's. folder: the run's `profile/`. start_timeout: seconds that an engine may take to write its trace.
-    note: added to the notice of a traced step, about the engines' profiler.
+    engines: engines of the policy. folder: `profile/` of the run. start_timeout: seconds an engine may take to write its
+    trace. note: text about the engines' profiler, added to the notice of a traced step.
     """
 
     observe: ObserveConfig
@@ -53,7 +53,7 @@ class Profiling:
             if self._chosen():
                 note = f" ({self.note})" if self.note else ""
                 self.log.notice(
-                    f"engines {self.observe.profile_engines} were traced while they sampled: {self.folder}{note}"
+                    f"engines {self.observe.profile_engines} were traced during sampling: {self.folder}{note}"
                 )
 
     @contextlib.contextmanager
@@ -67,12 +67,12 @@ class Profiling:
         yield
         with self.log.phase("profile"):
             self.trainers.stop_profile()
-        self.log.notice(f"step {step} was traced, and is slower for it: {folder}")
+        self.log.notice(f"step {step} was traced, which slows it down: {folder}")
 
     def nothing_to_compute(self, step: int) -> None:
         """Log that a step without a batch has no trace."""
         if self._is_traced(step):
-            self.log.notice(f"step {step} was not traced: there was nothing to compute in it")
+            self.log.notice(f"step {step} was not traced: it had no batch to train on")
 
     def _is_traced(self, step: int) -> bool:
         return step in self.observe.profile_steps

@@ -1,4 +1,4 @@
-"""The directory of a run: what lies where, and whose it is."""
+"""The directory of a run: its files and its lock."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class RunDirectory:
 
     ::
 
-        recipe.resolved.yaml     every setting, as the run has it
-        metrics.jsonl            a line a step, flat keys (metrics.discarded.jsonl: what a resume took back)
+        recipe.resolved.yaml     all settings of the run
+        metrics.jsonl            one line per step, flat keys (metrics.discarded.jsonl: lines that a resume discarded)
         notices.jsonl            notices and warnings, with their times and steps
-        samples/                 step_000123.jsonl: what was generated, with rewards
+        samples/                 step_000123.jsonl: generated text, with rewards
         tensorboard/             event files
         trace.json               a timeline for Perfetto or chrome://tracing
-        profile/                 step_3/: traces of trainers, engine0/: of an engine, where observe.profile_... ask for them
+        profile/                 step_3/: traces of trainers, engine0/: traces of an engine (observe.profile_...)
         checkpoints/
         report.html  summary.json
-        run.lock                 held while a run lives
+        run.lock                 locked while the run lives
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -51,20 +51,20 @@ class RunDirectory:
         self._lock: int | None = None
 
     def holds_a_run(self) -> bool:
-        """Whether a run has left anything here that a fresh one would mix with."""
+        """Return True if the directory has metrics or checkpoints, which a fresh run would mix with its files."""
         if self.metrics.exists() and self.metrics.stat().st_size > 0:
             return True
         return self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
 
     def is_a_run(self) -> bool:
-        """Whether this is the directory of a run at all, even of one that has not finished a step."""
+        """Return True if this is the directory of a run, even without a finished step."""
         return any(path.exists() for path in (self.recipe, self.metrics, self.summary))
 
     def lock(self) -> str | None:
-        """Make the directory (if need be) and hold it until `unlock` or the end of this process.
+        """Create the directory if it is missing, and lock it until `unlock` or the end of this process.
 
-        Returns None, or a warning where the file system has no locks. Raises ValueError at once where
-        another live run holds it, naming that run's process.
+        Returns None, or a warning if the file system has no locks. Raises ValueError at once if another live run has the
+        lock; the message names that run's process.
         """
         if self._lock is not None:
             return None
@@ -81,8 +81,8 @@ class RunDirectory:
             if error.errno not in _NO_LOCKS:
                 raise
             return (
-                f"{self.path} is on a file system without file locks ({error.strerror}): nothing stops a second run "
-                "from writing into this directory at the same time. See to it that none does."
+                f"{self.path} is on a file system without file locks ({error.strerror}), so a second run could "
+                "write into this directory at the same time. Make sure that none does."
             )
         self._lock = descriptor
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
@@ -92,13 +92,13 @@ class RunDirectory:
         return None
 
     def unlock(self) -> None:
-        """Let go of the directory. The lock file stays: deleting it would race with a run that opens it."""
+        """Release the lock. The lock file stays: deleting it would race with a run that opens it."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def holder(self) -> dict[str, Any] | None:
-        """Who holds the directory now: ``{pid, host, since}`` (empty where unknown), or None."""
+        """Return the process that has the lock: ``{pid, host, since}`` (empty if unknown), or None."""
         if not self._lock_path.exists():
             return None
         descriptor = os.open(self._lock_path, os.O_RDONLY)
@@ -114,7 +114,7 @@ class RunDirectory:
         return None
 
     def write_recipe(self, text: str) -> None:
-        """Write the resolved recipe. An older one that differs is kept beside it as recipe.resolved.<n>.yaml."""
+        """Write the resolved recipe. A different older recipe is kept as recipe.resolved.<n>.yaml."""
         data = text.encode()
         if self.recipe.exists():
             old = self.recipe.read_bytes()
@@ -131,12 +131,12 @@ class RunDirectory:
         who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}, since {holder.get('since', '?')}"
         return (
             f"{self.path} is in use by another run ({who}). Wait for it or stop it, "
-            "or give this run a name of its own (name=...)."
+            "or give this run another name (name=...)."
         )
 
     def _read_holder(self) -> dict[str, Any]:
         try:
             holder = json.loads(self._lock_path.read_text())
-        except ValueError:  # the other process has the lock, but has not written its name yet
+        except ValueError:  # the other process has the lock, but has not written its process id yet
             return {}
         return holder if isinstance(holder, dict) else {}

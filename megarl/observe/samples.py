@@ -1,4 +1,4 @@
-"""samples/step_000123.jsonl: what the policy wrote, with what it was paid for it."""
+"""samples/step_000123.jsonl: responses of the policy, with their rewards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class TurnRecord(TypedDict, total=False):
-    """One of a sample's turns, as `Turn` says; what has its default value is left out."""
+    """One turn of a sample (see `Turn`), without the fields that have their default value."""
 
     role: str
     text: str
@@ -31,33 +31,35 @@ class TurnRecord(TypedDict, total=False):
 
 
 class SampleRecord(TypedDict, total=False):
-    """One sample, for people. Further keys are kept as they are."""
+    """One sample, for people. Additional keys are kept."""
 
     prompt: str
     response: str
-    turns: list[TurnRecord]  # what an agent loop's response is made of
+    turns: list[TurnRecord]  # the response of an agent loop, by turn
     reward: float
-    reason: str  # why the scorer gave it, in its words
-    parts: dict[str, float]  # what the reward is made of
-    # Within the response: the token of it that ends the step, counted from 0, and the step's reward.
+    reason: str  # the scorer's explanation of the reward
+    parts: dict[str, float]  # components of the reward
+    # (token of the response that ends the step, counted from 0; reward of the step)
     steps: list[tuple[int, float]]
     prompt_length: int  # tokens
     response_length: int  # tokens
     finish_reason: str
     version: int  # of the weights that wrote it
     staleness: int  # versions behind the policy that trained on it
-    tool_use: dict[str, float]  # of an agent loop: see `ToolUse`
+    tool_use: dict[str, float]  # in agent loops: see `ToolUse`
     data_source: str
-    row: str  # of the data: names the prompt over runs
+    row: str  # id of the data row: identifies the prompt across runs
     group: int
     index: int  # within the group
 
 
-def records_of(groups: Sequence[Group], step: int, wanted: int, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Records of `wanted` whole groups, spread over the batch that `step` trained on. Other groups' vectors stay where
-    they are."""
+def records_of(groups: Sequence[Group], step: int, count: int, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Return the records of `count` whole groups, spread evenly over the batch that `step` trained on.
+
+    Only the vectors of these groups are fetched.
+    """
     records: list[dict[str, Any]] = []
-    for run in split_evenly(len(groups), wanted) if wanted else []:
+    for run in split_evenly(len(groups), count) if count else []:
         group = groups[run.start]
         vectors = group.samples[0].data.get()
         prompt = tokenizer.decode(vectors[0].tokens[: group.samples[0].prompt_length].tolist())
@@ -97,10 +99,10 @@ def sample_path(run_dir: RunDirectory, step: int) -> Path:
 
 
 def write_samples(run_dir: RunDirectory, step: int, records: Sequence[dict[str, Any]], limit: int) -> int:
-    """Write at most `limit` of `records`; returns how many were written.
+    """Write at most `limit` of `records`. Returns the number of records written.
 
-    Whole groups are chosen, evenly over the batch, so that siblings can be compared; groups are told apart by
-    ``group``. Where not even one group fits, its first samples are written.
+    `choose` selects whole groups, spread evenly over the batch, so that samples of one prompt can be compared. The key
+    ``group`` identifies a group. If no whole group fits, the first samples of a group are written.
     """
     chosen = choose(records, limit)
     path = sample_path(run_dir, step)
@@ -111,7 +113,7 @@ def write_samples(run_dir: RunDirectory, step: int, records: Sequence[dict[str, 
 
 
 def choose(records: Sequence[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
-    """At most `limit` of `records`: whole groups, evenly over the batch, in their order."""
+    """Return at most `limit` of `records`: whole groups, spread evenly over the batch, in their order."""
     if len(records) <= limit:
         return list(records)
     groups: dict[Any, list[dict[str, Any]]] = {}
@@ -127,7 +129,7 @@ def choose(records: Sequence[dict[str, Any]], limit: int) -> list[dict[str, Any]
 
 
 def sample_steps(run_dir: RunDirectory) -> list[int]:
-    """The steps that have samples, in order."""
+    """Return the steps that have samples, in order."""
     if not run_dir.samples.is_dir():
         return []
     names = [path.stem.removeprefix("step_") for path in run_dir.samples.glob("step_*.jsonl")]
@@ -135,12 +137,12 @@ def sample_steps(run_dir: RunDirectory) -> list[int]:
 
 
 def read_samples(run_dir: RunDirectory, step: int) -> list[dict[str, Any]]:
-    """The records of `step`; a line that is no record is left out."""
+    """Return the records of `step`, without invalid lines."""
     return read_lines(sample_path(run_dir, step))[0]
 
 
 def discard_samples_after(run_dir: RunDirectory, step: int) -> int:
-    """For a resume after `step`: later files move to samples/discarded/. Returns how many."""
+    """Move the files after `step` to samples/discarded/, for a resume. Returns their number."""
     later = [number for number in sample_steps(run_dir) if number > step]
     if later:
         discarded = run_dir.samples / "discarded"

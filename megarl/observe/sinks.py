@@ -1,7 +1,7 @@
-"""Where metrics go beside metrics.jsonl: TensorBoard, wandb, SwanLab, MLflow.
+"""Destinations of metrics in addition to metrics.jsonl: TensorBoard, wandb, SwanLab, MLflow.
 
-TensorBoard's events are files of the run and are held to the same standard as the others. The trackers
-speak to servers that may be away: one that fails in mid-run warns once and is left out from then on.
+TensorBoard's event files are files of the run: a failure to write them ends the run. Trackers depend on servers: a tracker
+that fails during the run warns once and gets no more metrics.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megarl.recipe.schema import Recipe
 
 
 class Sink(Protocol):
-    """Takes the metrics of each step, in order. A step may come twice, with other keys (a late evaluation)."""
+    """Receives the metrics of each step, in order. A step may come twice, with other keys (a late evaluation)."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -31,11 +31,11 @@ class Sink(Protocol):
 
 
 class TensorBoardSink:
-    """Event files under tensorboard/, one a session.
+    """Event files under tensorboard/, one per session.
 
-    Written with the `tensorboard` package's own records, not through torch, and flushed at every step. Values
-    are float32, as TensorBoard has them; metrics.jsonl keeps all bits. ``first_step`` lets TensorBoard hide
-    what an earlier session wrote at or after it: the steps that a resume does again.
+    Written with the record writer of the `tensorboard` package, without torch, and flushed at every step. Values are
+    float32, TensorBoard's type; metrics.jsonl has full precision. ``first_step`` makes TensorBoard hide the values that an
+    earlier session wrote at or after it: the steps that a resume repeats.
     """
 
     def __init__(self, run_dir: RunDirectory, first_step: int) -> None:
@@ -78,7 +78,7 @@ class WandbSink:
             id=_tracker_id(run_dir, "wandb"),
             resume="allow",
         )
-        # wandb's own step may never go back, which a resume does: ours is a column, and every chart's x axis.
+        # wandb's step must not decrease, but a resume goes back: our step is a column, and the x axis of every chart.
         self._run.define_metric("*", step_metric="step")
         _keep_tracker_id(run_dir, "wandb", self._run.id)
 
@@ -94,13 +94,13 @@ class SwanlabSink:
 
     def __init__(self, recipe: Recipe, run_dir: RunDirectory) -> None:
         self._swanlab = _tracker_package("swanlab")
-        known = _tracker_id(run_dir, "swanlab")
+        earlier_id = _tracker_id(run_dir, "swanlab")
         run = self._swanlab.init(
             project=recipe.observe.project,
             experiment_name=recipe.name,
             logdir=str(run_dir.path / "swanlab"),
             config=dataclasses.asdict(recipe),
-            **({"id": known, "resume": "allow"} if known else {}),
+            **({"id": earlier_id, "resume": "allow"} if earlier_id else {}),
         )
         _keep_tracker_id(run_dir, "swanlab", run.id)
 
@@ -115,13 +115,13 @@ class SwanlabSink:
 
 
 class MlflowSink:
-    """MLflow; its server is MLFLOW_TRACKING_URI. A resumed run continues under its id, kept in trackers.json."""
+    """MLflow; MLFLOW_TRACKING_URI names the server. A resumed run continues under its id, kept in trackers.json."""
 
     def __init__(self, recipe: Recipe, run_dir: RunDirectory) -> None:
         self._mlflow = _tracker_package("mlflow")
         self._mlflow.set_experiment(recipe.observe.project)
-        known = _tracker_id(run_dir, "mlflow")
-        run = self._mlflow.start_run(run_id=known) if known else self._mlflow.start_run(run_name=recipe.name)
+        earlier_id = _tracker_id(run_dir, "mlflow")
+        run = self._mlflow.start_run(run_id=earlier_id) if earlier_id else self._mlflow.start_run(run_name=recipe.name)
         _keep_tracker_id(run_dir, "mlflow", run.info.run_id)
         self._mlflow.log_dict(dataclasses.asdict(recipe), "recipe.resolved.json")
 
@@ -133,12 +133,12 @@ class MlflowSink:
 
 
 def mlflow_name(name: str) -> str:
-    """A metric's name without what MLflow refuses in one: "@", and whatever else a data source may be called."""
+    """Replace characters that MLflow rejects in a metric's name: "@", and others from names of data sources."""
     return re.sub(r"[^\w\-. /]", "_", name.replace("@", "_at_"))
 
 
 class Guarded:
-    """A tracker that cannot end the run: its first failure is a warning, and it is left out from then on."""
+    """Wrapper of a tracker: the first failure is a warning, and the tracker gets no more calls."""
 
     def __init__(self, name: str, sink: Sink, warn: Callable[[str], None]) -> None:
         self._name, self._sink, self._warn = name, sink, warn
@@ -155,11 +155,11 @@ class Guarded:
             return
         try:
             call()
-        except Exception as error:  # noqa: BLE001 - a foreign package's network client may raise anything
+        except Exception as error:  # noqa: BLE001 - the network client of a tracker may raise any exception
             self._failed = True
             self._warn(
                 f"{self._name} failed {when} and gets no more metrics in this session "
-                f"({type(error).__name__}: {error}). metrics.jsonl has them all."
+                f"({type(error).__name__}: {error}). metrics.jsonl has all metrics."
             )
 
 
@@ -171,14 +171,14 @@ TRACKERS: dict[str, Callable[[Recipe, RunDirectory], Sink]] = {
 
 
 def make_sinks(recipe: Recipe, run_dir: RunDirectory, first_step: int, warn: Callable[[str], None]) -> list[Sink]:
-    """The sinks that ``recipe.observe`` asks for.
+    """Return the sinks that ``recipe.observe`` selects.
 
-    Raises ValueError for an unknown tracker or one whose package is not installed. A tracker that cannot
-    start (no login, no server) raises its own error: a run that would not be tracked as asked does not begin.
+    Raises ValueError if a tracker is unknown or its package is not installed. A tracker that cannot start (no login, no
+    server) raises an error of its package: the run does not begin without its trackers.
     """
     unknown = [name for name in recipe.observe.trackers if name not in TRACKERS]
     if unknown:
-        raise ValueError(f"observe.trackers: {unknown[0]!r} is not known. Choose from {', '.join(TRACKERS)}.")
+        raise ValueError(f"observe.trackers: {unknown[0]!r} is an unknown tracker. Choose from {', '.join(TRACKERS)}.")
     sinks: list[Sink] = [TensorBoardSink(run_dir, first_step)] if recipe.observe.tensorboard else []
     sinks += [Guarded(name, TRACKERS[name](recipe, run_dir), warn) for name in recipe.observe.trackers]
     return sinks
@@ -188,16 +188,16 @@ def _tracker_package(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name != name:  # installed, but broken: its own error says more
+        if error.name != name:  # installed, but broken: the original error is more precise
             raise
         raise ValueError(
-            f"observe.trackers asks for {name}, which is not installed. "
-            f"Install it (pip install {name}) or take it out of observe.trackers."
+            f"observe.trackers names {name}, which is not installed. "
+            f"Install it (pip install {name}) or remove it from observe.trackers."
         ) from error
 
 
 def _tracker_id(run_dir: RunDirectory, tracker: str) -> str | None:
-    """The id under which `tracker` knows this run, from an earlier session."""
+    """Return the id of this run in `tracker`, from an earlier session, or None."""
     if not run_dir.tracker_ids.exists():
         return None
     return json.loads(run_dir.tracker_ids.read_text()).get(tracker)

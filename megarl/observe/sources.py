@@ -1,4 +1,4 @@
-"""Tables of data sources: what the console and the report say of each, from a line of metrics. Pure."""
+"""Tables of data sources for the console and the report, computed from lines of metrics. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ from typing import Any
 from megarl.observe.report.curves import thin
 from megarl.rollout.metrics import of_evaluated, of_sampled, source_of
 
-MAX_STEPS = 200  # whose tables are in the report
-MAX_ROWS = 100  # of one of them
-MAX_CURVES = 8  # sources whose curves are drawn
+MAX_STEPS = 200  # steps with tables in the report
+MAX_ROWS = 100  # rows of one table
+MAX_CURVES = 8  # data sources with curves in the report
 
 Figures = Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class Column:
-    """One figure of a source. ``how``: a Python format. ``fault``: what should be 0; where it is, its cell is empty, and
-    where it is for every source, there is no such column."""
+    """One figure of each data source.
+
+    ``how``: a Python format. ``fault``: the figure counts failures. A count of 0 is an empty cell, and a column of empty
+    cells is left out.
+    """
 
     figure: str
     label: str
@@ -61,18 +64,21 @@ _EVALUATED_LAST = (
     Column("response_length/clip_ratio", "cut", "{:.1%}"),
     Column("scoring_failed", "not scored", fault=True),
 )
-# What a terminal has room for; the report has the rest.
+# Columns on a terminal, which is narrow; the report has all columns.
 _BRIEF = {"samples", "rewards/mean", "accuracy", "response_length/mean", "truncated", "agent/turns/mean"}
 _BRIEF |= {"scoring_failed", "scoring_timeouts", "scoring_crashes", "scoring_errors"}
 _BRIEF |= {"agent/failed_calls", "agent/tool_timeouts"}
-# What a line in a log is worth also where there is one source.
+# Failures that print the lines of data sources even if there is only one source.
 _TROUBLE = ("scoring_failed", "agent/tool_timeouts")
 
 
 @dataclass(frozen=True)
 class SourceTable:
-    """``rows``: a source's name and its cells, as they are shown; ``faults`` says which columns count what went wrong,
-    whose cells are empty where nothing did. ``left_out``: sources that found no place."""
+    """A table of data sources, with formatted cells.
+
+    ``rows``: (name of the source, cells). ``faults``: True for each column that counts failures, where 0 is an empty cell.
+    ``left_out``: number of sources beyond the limit.
+    """
 
     head: list[str]
     faults: list[bool]
@@ -81,34 +87,38 @@ class SourceTable:
 
 
 def brief_table(metrics: Figures, limit: int) -> SourceTable:
-    """Of what was sampled for a step, as narrow as a terminal."""
+    """Return the table of a step's samples for a terminal: few columns, at most `limit` sources."""
     columns = [column for column in (*SAMPLED, *TOOLS) if column.figure in _BRIEF]
     return _table(of_sampled(metrics), columns, limit)
 
 
 def deserves_lines(metrics: Figures) -> bool:
-    """Whether a log says more of a step's sources than the step's own line does."""
+    """Return True if a log prints lines of the data sources: several sources, or failures."""
     return len(of_sampled(metrics)) > 1 or has_trouble(metrics)
 
 
 def has_trouble(metrics: Figures) -> bool:
-    """Whether samples of a source could not be scored in this step, or its tools timed out."""
+    """Return True if samples of a source could not be scored in this step, or its tools timed out."""
     return any(figures.get(name) for figures in of_sampled(metrics).values() for name in _TROUBLE)
 
 
 def report_tables(lines: Sequence[Figures]) -> dict[str, Any]:
-    """What report.html shows of the sources of each step; where there are many steps, of `MAX_STEPS` or fewer, among
-    them those with most samples that could not be scored."""
-    told = [(line, of_sampled(line), of_evaluated(line)) for line in lines]
-    told = [(line, sampled, evaluated) for line, sampled, evaluated in told if sampled or evaluated]
-    trouble = [sum(row.get("scoring_failed", 0.0) for row in sampled.values()) for _, sampled, _ in told]
+    """Return the tables of data sources for report.html, by step.
+
+    At most `MAX_STEPS` steps have tables, including the steps with the most samples that could not be scored.
+    """
+    steps_with_sources = [(line, of_sampled(line), of_evaluated(line)) for line in lines]
+    steps_with_sources = [row for row in steps_with_sources if row[1] or row[2]]
+    not_scored = [
+        sum(figures.get("scoring_failed", 0.0) for figures in sampled.values()) for _, sampled, _ in steps_with_sources
+    ]
     steps = []
-    for index in thin(trouble, MAX_STEPS):
-        line, sampled, evaluated = told[index]
+    for index in thin(not_scored, MAX_STEPS):
+        line, sampled, evaluated = steps_with_sources[index]
         steps.append(
             {
                 "step": int(line["step"]),
-                "not_scored": int(trouble[index]),
+                "not_scored": int(not_scored[index]),
                 "tables": [
                     {"title": title, **vars(table)}
                     for title, table in (
@@ -120,13 +130,13 @@ def report_tables(lines: Sequence[Figures]) -> dict[str, Any]:
                 ],
             }
         )
-    return {"steps": steps, "of": len(told)}
+    return {"steps": steps, "of": len(steps_with_sources)}
 
 
 def drawn_curves(lines: Sequence[Figures]) -> tuple[list[dict[str, float]], str]:
-    """(`lines` with the curves of `MAX_CURVES` sources at most, what was left out, in words).
+    """Return `lines` with the metrics of at most `MAX_CURVES` data sources, and a note about the sources left out.
 
-    Chosen are those with the most samples in all steps together, or, where nothing is sampled, the most problems.
+    The sources with the most samples over all steps are kept; ties are broken by the number of evaluation problems.
     """
     weights: dict[str, float] = {}
     for line in lines:
@@ -139,12 +149,12 @@ def drawn_curves(lines: Sequence[Figures]) -> tuple[list[dict[str, float]], str]
     fewer = [{name: value for name, value in line.items() if source_of(name) in kept} for line in lines]
     return (
         fewer,
-        f"Curves are of the {MAX_CURVES} largest of {len(weights):,} data sources; metrics.jsonl has them all.",
+        f"Curves show the {MAX_CURVES} largest of {len(weights):,} data sources; metrics.jsonl has all.",
     )
 
 
 def _table(sources: Mapping[str, Figures], columns: Sequence[Column], limit: int) -> SourceTable:
-    """Where there are more sources than `limit`: those with samples that could not be scored, then the largest."""
+    """Build the table of at most `limit` sources: first sources with samples that were not scored, then the largest."""
 
     def weight(source: str) -> tuple[float, float]:
         figures = sources[source]
@@ -170,8 +180,8 @@ def _cell(figures: Figures, column: Column) -> str:
 
 
 def _evaluated_columns(sources: Mapping[str, Figures]) -> list[Column]:
-    """pass@k and maj@k as they were asked for, k rising."""
-    found = {name for figures in sources.values() for name in figures if "@" in name}
-    ordered = sorted(found, key=lambda name: (not name.startswith("pass"), int(name.partition("@")[2])))
-    asked = [Column(name, name, "{:.1%}") for name in ordered]
-    return [Column("problems", "problems"), *asked, *_EVALUATED_LAST]
+    """Return the columns of the evaluation table: pass@k, then maj@k, by increasing k, between fixed columns."""
+    names = {name for figures in sources.values() for name in figures if "@" in name}
+    ordered = sorted(names, key=lambda name: (not name.startswith("pass"), int(name.partition("@")[2])))
+    accuracies = [Column(name, name, "{:.1%}") for name in ordered]
+    return [Column("problems", "problems"), *accuracies, *_EVALUATED_LAST]

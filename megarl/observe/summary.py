@@ -1,4 +1,4 @@
-"""summary.json: the figures of a run that a person quotes, worked out from its metrics. Pure."""
+"""summary.json: the key figures of a run, computed from its metrics. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ _EVALUATED = {"accuracy": "eval/pass@1", "accuracy_greedy": "eval/greedy", "eval
 
 
 def summarise(lines: Lines, start: dict[str, float]) -> dict[str, Any]:
-    """The key figures of metrics.jsonl's `lines`; `start` holds the seconds before the first step.
+    """Return the key figures of metrics.jsonl's `lines`. `start`: seconds before the first step, by session.
 
-    ``accuracy_before`` and ``accuracy_after`` (sampled; ``accuracy_greedy_*``: greedy; ``eval_loss_*``: the loss on
-    held-out rows) are the first and the last evaluation's, null where there was none. ``seconds`` are by phase over the whole run, ``step`` being
-    the steps' total. ``tokens_per_second`` counts prompt and response tokens of what was trained on, over all
-    devices, over the time of the steps. ``logprob_gap_max`` is the largest in any step, NaN where one is.
+    ``accuracy_before`` and ``accuracy_after`` come from the first and the last evaluation, null without one:
+    ``accuracy_*`` with sampling, ``accuracy_greedy_*`` greedy, ``eval_loss_*`` the loss on held-out rows. ``seconds`` are
+    totals over the run by phase; ``step`` is the total of the steps. ``tokens_per_second`` is the number of prompt and
+    response tokens trained on, over all devices, divided by the total time of the steps. ``logprob_gap_max`` is the
+    largest of any step, or NaN if a step has NaN.
     """
     steps = [line for line in lines if line["step"] > 0]
     whole = sum(line.get("timing_s/step", 0.0) for line in steps)

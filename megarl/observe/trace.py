@@ -1,8 +1,8 @@
 """trace.json: spans of phases and calls, for https://ui.perfetto.dev or chrome://tracing.
 
-The format is Chrome's "JSON array": one event a line, each followed by a comma. Its readers accept a file
-whose closing bracket is missing, so a run that is alive or was killed can be looked at too; a closed file
-is valid JSON. A resumed run goes on in the same file.
+The format is Chrome's "JSON array": one event per line, each followed by a comma. Viewers accept a file without the
+closing bracket, so the trace of a live or killed run can be opened too. A closed file is valid JSON. A resumed run appends
+to the same file.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _TAIL = 4 << 20  # bytes read back for the report's timeline
 
 
 class Trace:
-    """Appends complete spans. A track is a (process, thread) pair of names; ids are given as they come.
+    """Appends complete spans. A track is a (process, thread) pair of names; new tracks get increasing ids.
 
-    Times are seconds since the epoch (``time.time()``); the file has microseconds.
+    Times are in seconds since the epoch (``time.time()``), in the file in microseconds.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,7 +37,7 @@ class Trace:
             self._file.write(b"[\n")
 
     def add(self, name: str, process: str, thread: str, began: float, seconds: float, **args: Any) -> None:
-        """One finished span: `name` ran on `process` / `thread` from `began` for `seconds`."""
+        """Append a finished span: `name` ran on `process` / `thread` from `began` for `seconds`."""
         with self._guard:
             pid, tid = self._track(process, thread)
             span = {"name": name, "ph": "X", "ts": round(began * 1e6, 1), "dur": round(seconds * 1e6, 1)}
@@ -45,7 +45,7 @@ class Trace:
 
     @contextlib.contextmanager
     def span(self, name: str, process: str, thread: str, **args: Any) -> Iterator[None]:
-        """A span around a block, written when the block ends, however it ends."""
+        """Trace the block as a span, written when the block ends, also on an exception."""
         began, clock = time.time(), time.perf_counter()
         try:
             yield
@@ -53,7 +53,7 @@ class Trace:
             self.add(name, process, thread, began, time.perf_counter() - clock, **args)
 
     def close(self) -> None:
-        """Finish the file: from here it is valid JSON as a whole."""
+        """Finish the file, so that it is valid JSON."""
         with self._guard:
             end = {"name": "closed", "ph": "i", "s": "g", "ts": round(time.time() * 1e6, 1), "pid": 0, "tid": 0}
             self._file.write(json_line(end) + b"]\n")
@@ -61,7 +61,7 @@ class Trace:
 
     def _track(self, process: str, thread: str) -> tuple[int, int]:
         if (process, thread) not in self._tracks:
-            processes = {known: ids[0] for (known, _), ids in self._tracks.items()}
+            processes = {traced: ids[0] for (traced, _), ids in self._tracks.items()}
             if process not in processes:
                 processes[process] = len(processes) + 1
                 self._event(_naming("process_name", process, processes[process], 0))
@@ -79,7 +79,7 @@ def _naming(kind: str, name: str, pid: int, tid: int) -> dict[str, Any]:
 
 
 def _prepare_to_append(path: Path) -> bool:
-    """Make an earlier session's file ready for more events; False where there is none to continue."""
+    """Prepare an earlier session's file for more events. Returns False if there is no file to continue."""
     if not path.exists() or path.stat().st_size < 2:
         path.unlink(missing_ok=True)
         return False
@@ -98,9 +98,9 @@ def _prepare_to_append(path: Path) -> bool:
 
 
 def read_trace_tail(path: Path) -> list[dict[str, Any]]:
-    """The last spans of a trace, oldest first: dicts as written, with ``process`` and ``thread`` names.
+    """Return the last spans of a trace, oldest first: the dicts of the file, with ``process`` and ``thread`` names.
 
-    Reads at most the last 4 MiB; lines that are cut short are passed over. No file: no spans.
+    Reads at most the last 4 MiB and skips incomplete lines. Empty if the file is missing.
     """
     if not path.exists():
         return []
@@ -118,13 +118,13 @@ def read_trace_tail(path: Path) -> list[dict[str, Any]]:
 
 
 def _known_tracks(path: Path) -> dict[tuple[str, str], tuple[int, int]]:
-    """The tracks an earlier session named, so that this one gives no id twice."""
+    """Return the ids of an earlier session's tracks, so that new ids are unique."""
     names = _track_names(path)
     return {(names[pid, 0], thread): (pid, tid) for (pid, tid), thread in names.items() if tid != 0}
 
 
 def _track_names(path: Path) -> dict[tuple[int, int], str]:
-    """Names by (pid, tid); a process has tid 0."""
+    """Return the names of processes (tid 0) and threads by (pid, tid)."""
     names = {}
     with path.open("rb") as file:
         for line in file:

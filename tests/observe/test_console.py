@@ -51,7 +51,7 @@ def test_how_far_a_start_has_come_is_said_and_not_kept(tmp_path: Path, capsys: p
 
 
 def test_where_a_run_begins() -> None:
-    for done, said in ((0, "starts with step 1 of 6"), (4, "goes on with step 5 of 6"), (6, "all of 6 steps done")):
+    for done, said in ((0, "starts with step 1 of 6"), (4, "continues with step 5 of 6"), (6, "all of 6 steps done")):
         stream = io.StringIO()
         PlainConsole("run", done, 6, stream)
         assert stream.getvalue() == f"run: {said}\n"
@@ -181,7 +181,7 @@ def test_a_log_of_a_long_run_has_a_line_at_intervals(monkeypatch: pytest.MonkeyP
             now[0] += seconds
             plain.step(step, {"actor/loss": 1.0, "timing_s/step": seconds, **odd.get(step, {})})
         lines = stream.getvalue().splitlines()
-        assert ("a line every" in lines[0]) == (total > 100)
+        assert ("one line every" in lines[0]) == (total > 100)
         return [int(line.split("/")[0].removeprefix("step ")) for line in lines[1:] if line.startswith("step ")]
 
     assert shown(100, 1.0, {}) == [*range(1, 101)]

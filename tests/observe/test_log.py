@@ -124,7 +124,7 @@ def test_resume_takes_back_later_steps_and_says_so(tmp_path: Path) -> None:
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.discarded.jsonl")] == [4, 5]
     assert min((tmp_path / "samples" / "discarded").iterdir()).name == "step_000004.jsonl"
     said = notices(tmp_path)
-    assert "half a line" in said[0] and "2 later steps" in said[1]
+    assert "incomplete line" in said[0] and "2 later steps" in said[1]
     sessions = json.loads((tmp_path / "summary.json").read_text())["sessions"]
     assert [(session["first_step"], session["status"]) for session in sessions] == [(1, "killed"), (4, "finished")]
 
@@ -143,7 +143,7 @@ def test_a_number_that_is_not_finite_is_said_aloud_once(tmp_path: Path, capsys: 
         for step in (1, 2, 3):
             log.add({"actor/grad_norm": math.nan if step > 1 else 1.0})
             log.step(step)
-    assert notices(tmp_path) == ["actor/grad_norm is nan at step 2 (said once for each metric)."]
+    assert notices(tmp_path) == ["actor/grad_norm is nan at step 2 (reported once per metric)."]
     assert "WARNING: actor/grad_norm is nan at step 2" in capsys.readouterr().out
 
 

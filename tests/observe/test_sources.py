@@ -53,7 +53,7 @@ def test_a_log_has_a_line_for_each_of_several_sources_and_not_for_fifty() -> Non
     many = {f"set{i:02d}": {**QUIET, "samples": 100.0 - i} for i in range(50)}
     many["set49"]["scoring_failed"] = 1
     lines = said(line(1, **many))
-    assert len(lines) == 9 and lines[-1] == "  and 42 more sources: metrics.jsonl has them all"
+    assert len(lines) == 9 and lines[-1] == "  and 42 more sources, in metrics.jsonl"
     assert [text.split(":")[0].strip() for text in lines[:-1]] == [f"set{i:02d}" for i in (0, 1, 2, 3, 4, 5, 6, 49)]
 
 
@@ -109,7 +109,7 @@ def test_curves_are_of_the_largest_sources_and_lines_keep_all() -> None:
     drawn, note = drawn_curves(lines)
     kept = {name.split("/")[1] for name in drawn[0] if name.startswith("source/")}
     assert kept == {f"set{i}" for i in range(4, 12)}
-    assert note == "Curves are of the 8 largest of 12 data sources; metrics.jsonl has them all."
+    assert note == "Curves show the 8 largest of 12 data sources; metrics.jsonl has all."
     assert drawn_curves(lines[:1]) != (lines[:1], "") and drawn_curves([line(1, a=QUIET)]) == ([line(1, a=QUIET)], "")
 
 

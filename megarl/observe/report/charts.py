@@ -1,4 +1,4 @@
-"""Which curves report.html draws, and in what order."""
+"""Charts of report.html, in their order on the page."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-MAX_LABEL = 40  # characters: what a legend has room for
+MAX_LABEL = 40  # characters in a legend
 
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart. ``series`` are (metric or pattern, label), where a label's ``*`` is what the pattern's stands for; an
-    empty label is ``*``.
+    """One chart.
 
-    ``band``: the metrics of a shaded range. ``tick``: a d3 format of the axis. ``log``: logarithmic.
-    ``needs``: a metric without which there is no chart. ``several``: so that there is none of a single curve.
+    ``series``: (metric or pattern, label). A ``*`` in the label becomes the text that the pattern's ``*`` matches; an empty
+    label means ``*``. ``band``: two metrics, the bounds of a shaded range. ``tick``: d3 format of the y axis. ``log``:
+    logarithmic y axis. ``needs``: a metric the chart requires. ``several``: the chart requires at least two curves.
     """
 
     title: str
@@ -32,7 +32,7 @@ CHARTS = (
     Chart(
         "Reward",
         (("rollout/rewards/mean", "everything sampled"), ("critic/rewards/mean", "trained on")),
-        "Means; with dynamic sampling only the first shows learning. Shaded: least to greatest that was trained on.",
+        'Means; with dynamic sampling only "everything sampled" shows learning. Shaded: range of the rewards trained on.',
         band=("critic/rewards/min", "critic/rewards/max"),
     ),
     Chart(
@@ -43,25 +43,25 @@ CHARTS = (
     Chart(
         "Evaluation: loss",
         (("eval/loss", "held out"), ("actor/pg_loss", "trained on")),
-        "Mean over the held-out rows: of a token in SFT, of a pair in DPO. Trained on: of each step's batch.",
+        "SFT: mean per token. DPO: mean per pair. Held out: over the held-out rows. Trained on: over each step's batch.",
         needs="eval/loss",
     ),
     Chart(
         "Preferences: chosen ahead",
         (("eval/dpo_accuracy", "held out"), ("actor/dpo_accuracy", "trained on")),
-        "Share of pairs in which the chosen answer has gained more than the rejected one.",
+        "Share of pairs in which the chosen answer gained more log-probability than the rejected answer.",
         tick=".0%",
     ),
     Chart(
         "Preferences: margin",
         (("eval/dpo_margin", "held out"), ("actor/dpo_margin", "trained on")),
-        "Reward of the chosen answer less that of the rejected, mean.",
+        "Mean reward of the chosen minus the rejected answer.",
     ),
     Chart("Evaluation: response length", (("eval/response_length/mean", "mean"),), "Tokens."),
     Chart(
         "Reward by data source",
         (("source/*/rewards/mean", ""),),
-        "Mean of everything sampled.",
+        "Mean over all samples.",
         several=True,
     ),
     Chart("Evaluation by data source", (("eval/*/pass@1", ""),), "pass@1.", several=True),
@@ -74,40 +74,40 @@ CHARTS = (
         "Share of samples that reached the length limit.",
         tick=".0%",
     ),
-    Chart("Turns", (("agent/turns/mean", "mean"), ("agent/turns/max", "most")), "Of the policy, a sample."),
-    Chart("Tool calls", (("agent/calls/mean", "mean"),), "A sample."),
+    Chart("Turns", (("agent/turns/mean", "mean"), ("agent/turns/max", "most")), "Turns of the policy per sample."),
+    Chart("Tool calls", (("agent/calls/mean", "mean"),), "Per sample."),
     Chart(
         "Tool calls that failed",
-        (("agent/failed_calls", "failed"), ("agent/tool_timeouts", "of these too slow")),
-        "In the step.",
+        (("agent/failed_calls", "failed"), ("agent/tool_timeouts", "timed out")),
+        "Per step; failed calls include time-outs.",
     ),
     Chart(
         "Seconds in tools",
         (("agent/tool_seconds/mean", "mean"), ("agent/tool_seconds/max", "longest")),
-        "A sample.",
+        "Per sample.",
     ),
-    Chart("Entropy", (("actor/entropy", "entropy"),), "Of the policy, mean a token, in nats."),
+    Chart("Entropy", (("actor/entropy", "entropy"),), "Entropy of the policy, mean per token, in nats."),
     Chart("Policy loss", (("actor/pg_loss", "loss"),)),
     Chart("Gradient norm", (("actor/grad_norm", "norm"),), "Before clipping."),
     Chart("Clip fraction", (("actor/clipfrac", "share"), ("actor/pg_clipfrac", "share")), tick=".2~%"),
     Chart("KL to the reference", (("actor/kl_loss", "KL"),)),
     Chart("Learning rate", (("actor/lr", "actor"), ("critic/lr", "critic")), tick=".1e"),
-    Chart("Value loss", (("critic/vf_loss", "loss"),), "Of the critic."),
+    Chart("Value loss", (("critic/vf_loss", "loss"),), "Loss of the critic."),
     Chart(
         "Explained variance",
         (("critic/vf_explained_var", "share"),),
-        "Share of the returns' variance that the critic's values explain; 1 is all of it.",
+        "Share of the returns' variance that the critic's values explain (at most 1).",
     ),
     Chart(
         "Values and returns",
         (("critic/values/mean", "values"), ("critic/returns/mean", "returns")),
-        "Means over tokens; shaded: least to greatest value.",
+        "Means over tokens; shaded: range of the values.",
         band=("critic/values/min", "critic/values/max"),
     ),
     Chart(
         "Expert load",
         (("actor/moe_load/max", "busiest expert"), ("actor/moe_load/mean", "mean of layers")),
-        "1 is even.",
+        "1 is an even load.",
     ),
     Chart(
         "Train/rollout gap",
@@ -120,7 +120,11 @@ CHARTS = (
         tick=".0e",
         log=True,
     ),
-    Chart("Staleness", (("rollout/staleness_mean", "mean"), ("rollout/staleness_max", "most")), "Versions behind."),
+    Chart(
+        "Staleness",
+        (("rollout/staleness_mean", "mean"), ("rollout/staleness_max", "most")),
+        "Weight versions behind the trainer.",
+    ),
     Chart(
         "Dynamic sampling",
         (
@@ -129,32 +133,32 @@ CHARTS = (
             ("rollout/groups_missing", "groups missing"),
         ),
     ),
-    Chart("Throughput", (("perf/throughput", "tokens/s"),), "Tokens a second and device, prompts included."),
-    Chart("Model FLOPs utilisation", (("perf/mfu/*", ""),), "Of a device's peak.", tick=".1%"),
-    Chart("TFLOP/s a device", (("perf/tflops_per_device/*", ""),), "Of the model's FLOPs: nothing counts twice."),
-    Chart("Tokens a step", (("perf/total_num_tokens", "tokens"),)),
+    Chart("Throughput", (("perf/throughput", "tokens/s"),), "Tokens per second and device, prompts included."),
+    Chart("Model FLOPs utilisation", (("perf/mfu/*", ""),), "Share of a device's peak.", tick=".1%"),
+    Chart("TFLOP/s per device", (("perf/tflops_per_device/*", ""),), "Model FLOPs, without recomputation."),
+    Chart("Tokens per step", (("perf/total_num_tokens", "tokens"),)),
 )
 
 
 def present(metrics: Iterable[str]) -> list[dict[str, object]]:
-    """The charts that the run has metrics for, as the page draws them."""
+    """Return the charts for which the run has metrics, in the format of the page's script."""
     names = sorted(metrics)
     drawn: list[dict[str, object]] = []
     for chart in CHARTS:
         if chart.needs and chart.needs not in names:
             continue
-        found = [
+        curves = [
             (name, _short((label or "*").replace("*", _star(name, pattern))))
             for pattern, label in chart.series
             for name in _match(names, pattern)
         ]
-        if len(found) > chart.several:
+        if len(curves) > chart.several:
             band = chart.band if chart.band and set(chart.band) <= set(names) else None
             drawn.append(
                 {
                     "title": chart.title,
                     "note": chart.note if band or not chart.band else chart.note.split(";")[0],
-                    "series": found[:8],
+                    "series": curves[:8],
                     "band": band,
                     "tick": chart.tick,
                     "log": chart.log,
@@ -172,6 +176,6 @@ def _short(label: str) -> str:
 
 
 def _star(name: str, pattern: str) -> str:
-    """What the pattern's stars stand for, with what lies between them."""
+    """Return the part of `name` from the pattern's first star to its last."""
     before, after = pattern.partition("*")[0], pattern.rpartition("*")[2]
     return name[len(before) : len(name) - len(after)]

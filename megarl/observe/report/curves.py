@@ -1,4 +1,4 @@
-"""Curves for report.html: every metric's, thinned so that nothing of note is lost. Pure."""
+"""Curves for report.html, thinned so that extreme values stay visible. Pure functions."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-MAX_POINTS = 600  # of one curve
+MAX_POINTS = 600  # per curve
 
 
 def series(lines: Sequence[Mapping[str, float]]) -> dict[str, dict[str, list[float | None]]]:
-    """Every metric's curve, thinned to about `MAX_POINTS`; what is not finite is a gap (None)."""
+    """Return the curve of every metric, thinned to about `MAX_POINTS`; non-finite values become gaps (None)."""
     columns: dict[str, tuple[list[float], list[float]]] = {}
     for line in lines:
         for name, value in line.items():
@@ -29,9 +29,9 @@ def series(lines: Sequence[Mapping[str, float]]) -> dict[str, dict[str, list[flo
 
 
 def thin(ys: Sequence[float], limit: int) -> list[int]:
-    """Indices to keep of a curve: the least and the greatest of each stretch, and both ends.
+    """Return the indices of a curve to keep: the smallest and the largest value of each interval, and both ends.
 
-    So a single spike among 10,000 steps stays in the picture; of a stretch's gaps (NaN) the first is kept.
+    A single spike among 10,000 steps stays visible. Of the gaps (NaN) in an interval the first is kept.
     """
     if len(ys) <= limit:
         return list(range(len(ys)))
@@ -49,5 +49,5 @@ def thin(ys: Sequence[float], limit: int) -> list[int]:
 
 
 def rounded(value: float) -> float | None:
-    """Six significant digits: a curve needs no more, and the page stays small."""
+    """Round to six significant digits, which keeps the page small; None for non-finite values."""
     return float(f"{value:.6g}") if math.isfinite(value) else None

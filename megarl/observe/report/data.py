@@ -1,4 +1,4 @@
-"""What report.html shows, read from a run directory. Tolerates a run that lives, crashed or has hardly begun."""
+"""Data of report.html, read from a run directory. The run may be live, crashed or without a finished step."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from megarl.observe.sources import drawn_curves, report_tables
 from megarl.observe.trace import read_trace_tail
 from megarl.text import pluralize
 
-MAX_BARS = 120  # of the stacked phase times
-MAX_SPANS = 1500  # of the timeline
+MAX_BARS = 120  # in the chart of phase times
+MAX_SPANS = 1500  # in the timeline
 TIMELINE_STEPS = 5
 
-_ACCURACIES = ("eval/greedy", "eval/dpo_accuracy")  # beside pass@k and maj@k
+_ACCURACIES = ("eval/greedy", "eval/dpo_accuracy")  # in addition to pass@k and maj@k
 _LABELS = {"eval/loss": "Evaluation loss", "eval/dpo_accuracy": "Evaluation: chosen ahead"}
 
 _STATUS = {
@@ -52,7 +52,7 @@ class ReportData:
     steps: int
     thinned: bool
     series: dict[str, dict[str, list[float | None]]]  # metric -> {x, y}
-    series_note: str  # which are left out, in words
+    series_note: str  # a sentence about curves left out, or ""
     sources: dict[str, Any]  # tables by step
     resumes: list[int]  # first steps of later sessions
     phases: dict[str, Any]
@@ -61,11 +61,11 @@ class ReportData:
     samples_note: str
     notices: list[dict[str, Any]]
     recipe: str | None
-    gaps: list[str] = field(default_factory=list)  # what is missing, in words
+    gaps: list[str] = field(default_factory=list)  # sentences about missing data
 
 
 def collect(run_dir: RunDirectory) -> ReportData:
-    """Read everything; what is not there is named in ``gaps``."""
+    """Read all files of the run. Missing or invalid files are listed in ``gaps``."""
     gaps: list[str] = []
     lines = _read_metrics(run_dir, gaps)
     summary = _read_summary(run_dir, gaps)
@@ -135,7 +135,7 @@ def _read_summary(run_dir: RunDirectory, gaps: list[str]) -> dict[str, Any]:
 def _settings(recipe: str | None) -> dict[str, Any]:
     try:
         settings = yaml.safe_load(recipe or "")
-    except yaml.YAMLError:  # shown as text in any case
+    except yaml.YAMLError:  # the page shows the recipe's text anyway
         return {}
     return settings if isinstance(settings, dict) else {}
 
@@ -164,7 +164,7 @@ def _facts(
 
 
 def _figures(lines: list[dict[str, float]]) -> list[dict[str, str]]:
-    """The few numbers one asks for first."""
+    """Return the key figures at the top of the page."""
     figures = []
     names = {name for line in lines for name in line}
     accuracies = [name for name in names if name in _ACCURACIES or name.startswith(("eval/pass@", "eval/maj@"))]
@@ -179,9 +179,9 @@ def _figures(lines: list[dict[str, float]]) -> list[dict[str, str]]:
         figures.append(
             {"label": _LABELS.get(name, name.removeprefix("eval/")), "value": f"{last:{how}}", "detail": detail}
         )
-    # Where groups are filtered, only the mean over everything that was sampled shows learning.
+    # With filtered groups only the mean over all samples shows learning.
     reward = "rollout/rewards/mean" if "rollout/rewards/mean" in names else "critic/rewards/mean"
-    for label, name, tell in (
+    for label, name, describe in (
         ("Reward", reward, _progress),
         ("Tokens/s/device", "perf/throughput", lambda values: (short(_median(values)), "median step")),
         (
@@ -196,19 +196,19 @@ def _figures(lines: list[dict[str, float]]) -> list[dict[str, str]]:
         ),
     ):
         if name in names:
-            value, detail = _of_finite([line[name] for line in lines if name in line], tell)
+            value, detail = _describe_finite([line[name] for line in lines if name in line], describe)
             figures.append({"label": label, "value": value, "detail": detail})
     return figures
 
 
-def _of_finite(values: list[float], tell: Callable[[list[float]], tuple[str, str]]) -> tuple[str, str]:
-    """What `tell` says (value, detail) of those of `values`, one a step, that are finite; and how many are not."""
+def _describe_finite(values: list[float], describe: Callable[[list[float]], tuple[str, str]]) -> tuple[str, str]:
+    """Return (value, detail) from `describe` for the finite values, one per step; the detail counts the other steps."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return "not finite", f"in all of {len(values):,} steps"
-    value, detail = tell(finite)
-    odd = len(values) - len(finite)
-    return value, f"{detail}; not finite in {odd:,} of {len(values):,} steps" if odd else detail
+    value, detail = describe(finite)
+    non_finite = len(values) - len(finite)
+    return value, f"{detail}; not finite in {non_finite:,} of {len(values):,} steps" if non_finite else detail
 
 
 def _progress(reward: list[float]) -> tuple[str, str]:
@@ -227,12 +227,12 @@ def _median(values: Sequence[float]) -> float:
 
 
 def phase_times(lines: list[dict[str, float]], nested: set[str]) -> dict[str, Any]:
-    """Seconds of each phase by step, as stacked bars; over many steps a bar is the mean of several.
+    """Return the seconds of each phase by step, for stacked bars. In long runs a bar is the mean of several steps.
 
-    Phases that run inside others (`nested`) are left out, or their time would be stacked twice. What a step
-    spent outside of all phases is "other".
+    Phases inside other phases (`nested`) are left out, because their time would count twice. "other" is the time of a step
+    outside all phases.
     """
-    timed = [line for line in lines if "timing_s/step" in line and line["step"] > 0]  # 0 is the start, no step
+    timed = [line for line in lines if "timing_s/step" in line and line["step"] > 0]  # 0 is the evaluation at the start
     per_bar = max(1, math.ceil(len(timed) / MAX_BARS))
     names = {name.removeprefix("timing_s/") for line in timed for name in line if name.startswith("timing_s/")}
     names -= {"step"} | nested
@@ -255,8 +255,8 @@ def _mean(bar: list[dict[str, float]], name: str) -> float:
 
 
 def timeline(spans: list[dict[str, Any]]) -> dict[str, Any]:
-    """The spans of the last steps: the controller's phases a row each, then a row for each other track."""
-    spans = _of_the_last_session(spans)
+    """Return the spans of the last steps: one row per phase of the controller, then one row per other track."""
+    spans = _last_session(spans)
     steps = sorted({span["args"]["step"] for span in spans if "step" in span.get("args", {})})[-TIMELINE_STEPS:]
     if not steps:
         return {"rows": [], "spans": [], "steps": []}
@@ -265,8 +265,8 @@ def timeline(spans: list[dict[str, Any]]) -> dict[str, Any]:
     rows: list[str] = []
     bars = []
     for span in sorted(recent, key=lambda span: (span["process"] != "controller", span["ts"])):
-        own = span["process"] == "controller"
-        row = span["name"] if own else f"{span['process']} / {span['thread']}"
+        is_phase = span["process"] == "controller"
+        row = span["name"] if is_phase else f"{span['process']} / {span['thread']}"
         if row not in rows:
             rows.append(row)
         begin, seconds = (span["ts"] - started) / 1e6, span["dur"] / 1e6
@@ -274,11 +274,11 @@ def timeline(spans: list[dict[str, Any]]) -> dict[str, Any]:
     return {"rows": rows, "spans": bars, "steps": [steps[0], steps[-1]]}
 
 
-def _of_the_last_session(spans: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those since the run last went back to an earlier step: steps that a resume repeats are drawn once."""
-    own = [s for s in spans if s["process"] == "controller" and "step" in s.get("args", {})]
-    own.sort(key=lambda span: span["ts"])
+def _last_session(spans: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the spans since the run last went back to an earlier step, so that repeated steps are drawn once."""
+    phases = [s for s in spans if s["process"] == "controller" and "step" in s.get("args", {})]
+    phases.sort(key=lambda span: span["ts"])
     begins = [
-        after["ts"] for before, after in itertools.pairwise(own) if after["args"]["step"] < before["args"]["step"]
+        after["ts"] for before, after in itertools.pairwise(phases) if after["args"]["step"] < before["args"]["step"]
     ]
     return [span for span in spans if span["ts"] >= begins[-1]] if begins else spans

@@ -1,4 +1,4 @@
-"""report.html: a run on one page that needs no network and no server."""
+"""report.html: a self-contained page about a run. It needs no network and no server."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from megarl.observe.run_dir import RunDirectory
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write ``report.html`` into the run directory; returns its path.
+    """Write ``report.html`` into the run directory. Returns its path.
 
-    Works on a run that is still going or that crashed: what is missing is said on the page. The page is
-    self-contained (plotly.js included), and its content security policy forbids it to load anything or to run
-    any script but its own, whatever a response contains.
+    Works for live and crashed runs: the page lists missing data. The page includes plotly.js. Its content security policy
+    blocks requests and all scripts except those of the page, for any text in a response.
     """
     run = RunDirectory(run_dir)
     page = render(collect(run))
@@ -29,7 +28,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def render(data: ReportData) -> str:
-    """The page, as text."""
+    """Render the page as HTML."""
     return page_with_charts(
         "report.html.j2",
         _payload(data),
@@ -39,7 +38,7 @@ def render(data: ReportData) -> str:
 
 
 def page_with_charts(template: str, payload: dict[str, Any], **values: Any) -> str:
-    """A `page` with plotly.js in it, which is 5 MB; `payload` is what its script draws from."""
+    """Render a `page` that includes plotly.js (5 MB); `payload`: the data of its charts."""
     from plotly.offline import get_plotlyjs
 
     plotly = get_plotlyjs()
@@ -48,7 +47,7 @@ def page_with_charts(template: str, payload: dict[str, Any], **values: Any) -> s
 
 
 def page(template: str, **values: Any) -> str:
-    """A template of the package as a page."""
+    """Render a template of this package as HTML."""
     import jinja2
 
     loader = jinja2.PackageLoader("megarl.observe")
@@ -59,13 +58,13 @@ def page(template: str, **values: Any) -> str:
 
 
 def script_json(value: Any) -> str:
-    """`value` as JSON that no HTML parser can mistake for markup, wherever it is placed."""
+    """Return `value` as JSON with <, > and & escaped, so that HTML parsers never read it as markup."""
     text = json.dumps(strict(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _payload(data: ReportData) -> dict[str, Any]:
-    """What the page's script draws from."""
+    """Return the data of the page's charts, tables and samples."""
     return {
         "series": data.series,
         "charts": present(data.series),

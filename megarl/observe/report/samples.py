@@ -1,4 +1,4 @@
-"""The samples in report.html: some of each step's, cut to what a page can hold."""
+"""Samples in report.html: a selection of each step's samples, with long texts cut."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from megarl.observe.samples import choose, read_samples, sample_steps
 
 MAX_SAMPLE_STEPS = 120
 MAX_SAMPLES_A_STEP = 16
-MAX_TEXT = 6_000  # characters of one prompt, response or reason
-MAX_NAME = 80  # characters of a tool's or an argument's name: the policy writes them
-MAX_ARGUMENTS = 20  # of one call
-MAX_TURNS = 60  # of one sample
-TURNS_BYTES = 16_000  # of all texts of one sample's turns
-SAMPLES_BYTES = 4 << 20  # of all embedded samples
+MAX_TEXT = 6_000  # characters per prompt, response or reason
+MAX_NAME = 80  # characters per name of a tool or argument, which the policy generates
+MAX_ARGUMENTS = 20  # per call
+MAX_TURNS = 60  # per sample
+TURNS_BYTES = 16_000  # all texts of the turns of one sample
+SAMPLES_BYTES = 4 << 20  # all embedded samples
 
 
 def embedded_samples(run_dir: RunDirectory) -> tuple[list[dict[str, Any]], str]:
-    """(per step: {step, records}, what was left out, in words)."""
+    """Return ``{step, records}`` for each selected step, and a note about the samples left out."""
     steps = sample_steps(run_dir)
     if not steps:
         return [], "No samples were written."
     count = min(len(steps), MAX_SAMPLE_STEPS)
     chosen = [steps[round(i * (len(steps) - 1) / max(1, count - 1))] for i in range(count)]
     budget = SAMPLES_BYTES // count
-    embedded, shown, there = [], 0, 0
+    embedded, shown, total = [], 0, 0
     for step in chosen:
         records = read_samples(run_dir, step)
-        there += len(records)
+        total += len(records)
         kept: list[dict[str, Any]] = []
         size = 0
         for record in map(shortened, choose(records, MAX_SAMPLES_A_STEP)):
@@ -41,12 +41,12 @@ def embedded_samples(run_dir: RunDirectory) -> tuple[list[dict[str, Any]], str]:
             kept.append(record)
         shown += len(kept)
         embedded.append({"step": step, "records": kept})
-    note = f"{shown:,} of the {there:,} samples in {count:,} of {len(steps):,} files"
-    return embedded, f"{note}; all of them are in samples/."
+    note = f"{shown:,} of the {total:,} samples in {count:,} of {len(steps):,} files"
+    return embedded, f"{note}; samples/ has all."
 
 
 def shortened(record: dict[str, Any]) -> dict[str, Any]:
-    """`record` with its long texts cut in the middle. Where it has turns, these are its response."""
+    """Return `record` with long texts cut in the middle. If it has turns, they replace the response."""
     short_record = dict(record)
     if turns := _turns(record):
         short_record["turns"] = turns
@@ -61,10 +61,13 @@ def shortened(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _turns(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """The record's turns as the page shows them: arguments as (name, text), of many turns the first and the last, and all
-    their texts together no more than `TURNS_BYTES` long, at the expense of the longest."""
-    given = record.get("turns")
-    turns = [turn for turn in given if isinstance(turn, dict)] if isinstance(given, list) else []
+    """Return the record's turns for the page, with arguments as (name, text).
+
+    Of many turns only the first and the last are kept. Their texts have at most `TURNS_BYTES` in total: the longest texts
+    are cut.
+    """
+    turns = record.get("turns")
+    turns = [turn for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
     half = MAX_TURNS // 2
     left_out = len(turns) - 2 * half
     if left_out > 0:
@@ -96,9 +99,9 @@ def _text(value: Any) -> str:
 
 
 def _fair_length(lengths: Sequence[int], budget: int) -> int:
-    """The greatest L for which texts of `lengths`, none left longer than L, have room in `budget` together.
+    """Return the largest L for which texts of `lengths`, each cut to at most L, fit into `budget` together.
 
-    Example: 10, 10 and 100 in 50: the short ones are left alone, L is 30.
+    Example: lengths 10, 10 and 100 with a budget of 50: L is 30, and only the longest text is cut.
     """
     left, waiting = budget, sorted(lengths)
     for place, length in enumerate(waiting):
@@ -110,7 +113,7 @@ def _fair_length(lengths: Sequence[int], budget: int) -> int:
 
 
 def _cut(text: str, most: int) -> str:
-    """`text`, or its two ends where it has more than `most` characters."""
+    """Return `text`, or only its two ends if it has more than `most` characters."""
     if len(text) <= most:
         return text
     half = most // 2
@@ -118,7 +121,7 @@ def _cut(text: str, most: int) -> str:
 
 
 def _cut_bytes(text: str, most: int) -> str:
-    """The same, where `most` is in bytes of UTF-8, the mark of the cut not counted."""
+    """Return `text`, or its two ends if it has more than `most` bytes of UTF-8. The mark of the cut is not counted."""
     data = text.encode("utf-8", "backslashreplace")
     if len(data) <= most:
         return text
