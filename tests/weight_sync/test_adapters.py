@@ -1,4 +1,4 @@
-"""Which engines are sent adapters alone: what a recipe may ask, what vLLM can hold, and which part of it a rank holds."""
+"""Adapter-only weight sync: recipe checks, vLLM's limits, and each rank's shard of an adapter."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def engine(directory: Path, config: dict[str, Any], **changes: Any) -> EngineSpe
 def test_what_vllm_can_hold(
     tmp_path: Path, config: dict[str, Any], changes: dict[str, Any], device: str, words: str | None
 ) -> None:
-    told = merged_because("vllm", engine(tmp_path, DENSE | config, **changes), device)
-    assert told is None if words is None else words in str(told)
+    reason = merged_because("vllm", engine(tmp_path, DENSE | config, **changes), device)
+    assert reason is None if words is None else words in str(reason)
 
 
 def test_sglang_holds_none(tmp_path: Path) -> None:
@@ -67,10 +67,10 @@ def test_vllm_has_room_for_one_adapter_on_its_linears_alone(
     tmp_path: Path, targets: tuple[str, ...], modules: list[str]
 ) -> None:
     arguments = build_engine_args(engine(tmp_path, DENSE, adapters=AdapterSpec(12, targets)), "cuda")
-    wanted = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 16, "lora_target_modules": modules}
-    assert arguments.items() >= wanted.items()
+    expected = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 16, "lora_target_modules": modules}
+    assert arguments.items() >= expected.items()
     plain = build_engine_args(engine(tmp_path, DENSE, adapters=None), "cuda")
-    assert not wanted.keys() & plain.keys()
+    assert not expected.keys() & plain.keys()
 
 
 def test_vllms_own_arguments_for_adapters_are_not_a_recipes() -> None:
@@ -89,9 +89,9 @@ def test_the_recipe_decides(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_is_said_before_anything_starts(tmp_path: Path) -> None:
-    for asked in ("only", "merged"):
+    for choice in ("only", "merged"):
         with pytest.raises(RecipeError, match="there are no adapters"):
-            load_recipe("recipes/quickstart.yaml", [f"exchange.adapters={asked}"])
+            load_recipe("recipes/quickstart.yaml", [f"exchange.adapters={choice}"])
     recipe = Recipe()
     recipe.lora.rank, recipe.exchange.adapters, recipe.model.path = 8, "only", str(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(DENSE))
@@ -112,25 +112,25 @@ def test_sizes_of_adapters() -> None:
 
 
 def test_what_a_plan_says_of_them() -> None:
-    """Bytes of an update after the first; what the first brings, and what a device keeps, in words."""
+    """A plan gives the bytes of a later update as numbers; a note gives the first update's and the device memory."""
     recipe = Recipe()
     recipe.lora.rank, recipe.lora.targets = 12, ["k_proj", "down_proj"]
     recipe.rollout.engines, recipe.rollout.tensor_parallel, recipe.cluster.placement = 2, 2, "disaggregated"
     model = DENSE | {"vocab_size": 2**24}
-    asked = {"counts": None, "client": None}  # nobody is asked
-    found, (note,) = _links(recipe, model, device=device_named("H100"), **asked)  # type: ignore[arg-type]
+    unavailable = {"counts": None, "client": None}  # no subprocess counts parameters
+    links, (note,) = _links(recipe, model, device=device_named("H100"), **unavailable)  # type: ignore[arg-type]
     size = 2 * 12 * 2 * (64 + 64 + 64 + 96)
-    assert (found.route, found.sent, found.received, found.total) == ("adapters", size, size, 4 * size)
+    assert (links.route, links.sent, links.received, links.total) == ("adapters", size, size, 4 * size)
     assert "to engines: 4.0 GiB to each" in note and note.endswith(
         f"not counted: {size / 12 * 16 / 2**20:.1f} MiB at most."
     )
     for changed, name in ((model | {"num_experts": 8, "num_experts_per_tok": 2}, "H100"), (model, "910B")):
-        found, (note,) = _links(recipe, changed, device=device_named(name), **asked)  # type: ignore[arg-type]
-        assert found.route == "export" and note.startswith("exchange.adapters=auto: engines are sent merged weights, ")
+        links, (note,) = _links(recipe, changed, device=device_named(name), **unavailable)  # type: ignore[arg-type]
+        assert links.route == "export" and note.startswith("exchange.adapters=auto: engines are sent merged weights, ")
 
 
 def test_each_rank_holds_its_part() -> None:
-    """Rows over four ranks; of two key/value heads each twice; of what is not cut all."""
+    """Four ranks shard 8 rows; two key/value heads go to two ranks each; an unsharded tensor goes to all."""
     from megarl.engines.vllm.adapters import _shard
 
     rows = torch.arange(8)[:, None]

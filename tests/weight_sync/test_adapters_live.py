@@ -1,5 +1,5 @@
-"""Adapters of real trainers in real vLLM workers: an engine that has them beside the weights says what one with merged weights
-says."""
+"""Adapters of real trainers in real vLLM workers: an engine with separate adapters samples what an engine with merged
+weights samples."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.support.live_trainers import Trainers, TrainersFailed
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
 
 RANK = 4
-# One sums x (W + s B A), the other x W + s (x A) B, both in float32: the same numbers in another order. It is the bound
-# within which an engine's log-probs are those of Hugging Face's model, which sums in yet another order.
+# Merged weights compute x (W + s B A), separate adapters x W + s (x A) B: the same terms summed in another order in
+# float32. The same bound holds between an engine's log-probs and the Hugging Face model's.
 BOUND = 5e-5
 # The engine's model and layout; the linears with adapters; the trainers' layout.
 CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], int, dict[str, Any]]] = {
@@ -47,11 +47,11 @@ class Run:
         self.path = build_model(directory / "model", model)
         self.engines, self.version = processes, 0
         adapters = AdapterSpec(RANK, targets)
-        asked = [spec(self.path, load_weights=False, dtype=dtype, adapters=one, **layout) for one in (adapters, None)]
-        starting = [engine.begin("start", one) for engine, one in zip(processes, asked, strict=False)]
+        specs = [spec(self.path, load_weights=False, dtype=dtype, adapters=part, **layout) for part in (adapters, None)]
+        starting = [engine.begin("start", options) for engine, options in zip(processes, specs, strict=False)]
         lora = {"rank": RANK, "alpha": 10.0, "targets": list(targets)}
         self.trainers = Trainers(directory, self.path, megatron, size, dtype, lora)
-        self.infos = [one.result(400) for one in starting]
+        self.infos = [future.result(400) for future in starting]
         for engine, info, opening in zip(processes, self.infos, ("open_adapters", "open_export"), strict=False):
             assert engine.connect_weight_sync(self.trainers.call(opening, info["receivers"])[0]) is None
 
@@ -76,16 +76,16 @@ def test_adapters_beside_the_weights_are_merged_weights(processes: Any, tmp_path
         requests, before = make_requests(count=6, n=2), None
         for _ in range(3):
             apart, merged = run.update()
-            (_, said), (_, expected) = (engine.generate(requests) for engine in processes)
-            check_same(said, expected)
+            (_, samples), (_, expected) = (engine.generate(requests) for engine in processes)
+            check_same(samples, expected)
             if before is not None:
                 assert apart.bytes < 0.3 * merged.bytes and apart.tensors % 2 == 0
-                assert not any(np.array_equal(said[key][0].tokens, before[key][0].tokens) for key in said), (
+                assert not any(np.array_equal(samples[key][0].tokens, before[key][0].tokens) for key in samples), (
                     "old adapters"
                 )
             else:
                 assert apart.bytes > merged.bytes, "the first update also brings the weights"
-            before = said
+            before = samples
         run.trainers.call("write", str(tmp_path / "merged.safetensors"))
         check_against(tmp_path, run.path, requests, before)
     finally:
@@ -93,7 +93,7 @@ def test_adapters_beside_the_weights_are_merged_weights(processes: Any, tmp_path
 
 
 def test_requests_in_flight_go_on_with_the_new_adapters(processes: Any, tmp_path: Path) -> None:
-    """Their past is computed anew: what is said from then on is what the new weights say."""
+    """The engine recomputes a request's KV cache: later tokens are sampled with the new weights."""
     run, process = Run(processes, tmp_path, "qwen3-all", engines=1), processes[0]
     try:
         run.update()
@@ -105,12 +105,12 @@ def test_requests_in_flight_go_on_with_the_new_adapters(processes: Any, tmp_path
         process.pause()
         run.update()
         process.resume()
-        _, said = flying.result(120)
+        _, samples = flying.result(120)
         run.trainers.call("write", str(tmp_path / "merged.safetensors"))
         model = load_model(run.path)
         model.load_state_dict(load_file(tmp_path / "merged.safetensors"), strict=False)
         for request in requests:
-            for sample in said[request.group]:
+            for sample in samples[request.group]:
                 new = gaps(model, request, sample) < BOUND
                 assert len(new) == 110 and new[-10:].all() and not new.all(), "who said the end, and who the beginning"
     finally:
@@ -118,8 +118,10 @@ def test_requests_in_flight_go_on_with_the_new_adapters(processes: Any, tmp_path
 
 
 def test_bfloat16(processes: Any, tmp_path: Path) -> None:
-    """Merged weights are rounded as a whole, and lose of what adapters add all that is smaller than a weight's last bit:
-    beside them it stays. Both are held to the merged weights in float32."""
+    """Merging rounds W + s B A to bfloat16 and loses updates below a weight's last bit; separate adapters keep them.
+
+    Both engines are compared with the merged weights in float32.
+    """
     run = Run(processes, tmp_path, "qwen3-all", "bfloat16")
     try:
         run.update(size=0.02)
@@ -127,10 +129,10 @@ def test_bfloat16(processes: Any, tmp_path: Path) -> None:
         requests, model = make_requests(count=6, n=4), load_model(run.path)
         model.load_state_dict(load_file(tmp_path / "merged.safetensors"), strict=False)
         apart, merged = (
-            np.concatenate([gaps(model, request, one) for request in requests for one in said[request.group]])
-            for _, said in (engine.generate(requests) for engine in processes)
+            np.concatenate([gaps(model, request, sample) for request in requests for sample in samples[request.group]])
+            for _, samples in (engine.generate(requests) for engine in processes)
         )
-        print(f"mean gap to float32, adapters beside the weights {apart.mean():.5f}, merged {merged.mean():.5f}")
+        print(f"mean gap to float32, separate adapters {apart.mean():.5f}, merged {merged.mean():.5f}")
         assert apart.mean() < 1.1 * merged.mean()
     finally:
         run.trainers.close()
@@ -180,19 +182,18 @@ def test_adapters_that_are_not_what_was_sent(processes: Any, tmp_path: Path, fau
         run.trainers.close()
 
 
-def check_same(said: dict[int, Any], expected: dict[int, Any]) -> None:
-    for key, samples in said.items():
-        for one, other in zip(samples, expected[key], strict=True):
-            assert np.array_equal(one.tokens, other.tokens)
-            assert np.abs(one.log_probs - other.log_probs).max() < BOUND
+def check_same(actual: dict[int, Any], expected: dict[int, Any]) -> None:
+    for key, samples in actual.items():
+        for left, right in zip(samples, expected[key], strict=True):
+            assert np.array_equal(left.tokens, right.tokens)
+            assert np.abs(left.log_probs - right.log_probs).max() < BOUND
 
 
-def check_against(directory: Path, path: str, requests: Any, said: Any) -> None:
-    """Hugging Face's model, with the weights that the trainer exports, says the same; and without what adapters add it says
-    something else."""
-    model, own = load_model(path), []
+def check_against(directory: Path, path: str, requests: Any, samples: Any) -> None:
+    """The Hugging Face model gives the same log-probs with the trainer's exported weights, and others without adapters."""
+    model, largest_gaps = load_model(path), []
     request = requests[0]
     for weights in ({}, load_file(directory / "merged.safetensors")):
         model.load_state_dict(weights, strict=False)
-        own.append(max(float(gaps(model, request, sample).max()) for sample in said[request.group]))
-    assert own[1] < BOUND < 0.1 < own[0], own
+        largest_gaps.append(max(float(gaps(model, request, sample).max()) for sample in samples[request.group]))
+    assert largest_gaps[1] < BOUND < 0.1 < largest_gaps[0], largest_gaps

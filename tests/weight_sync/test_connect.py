@@ -47,13 +47,16 @@ def opened(route: str, *, trainers: str | None = None, engine: str | None = None
     recipe.exchange.adapters = changes.get("adapters", "merged" if route != "adapters" else "auto")
     recipe.exchange.route = "auto" if route == "adapters" else route  # type: ignore[assignment]
     group, services, notices = Trainers(trainers), [Engine("e0"), Engine("e1", engine)], []
-    told = [None, changes.get("merged_because")]
+    reasons = [None, changes.get("merged_because")]
     infos = [
-        {"receivers": [[f"{one.name}/0", "h"]], "merged_because": why} for one, why in zip(services, told, strict=True)
+        {"receivers": [[f"{service.name}/0", "h"]], "merged_because": why}
+        for service, why in zip(services, reasons, strict=True)
     ]
-    actor, engines = ActorGroup(group, recipe), [EngineHandle(one) for one in services]  # type: ignore[arg-type]
+    actor, engines = ActorGroup(group, recipe), [EngineHandle(service) for service in services]  # type: ignore[arg-type]
     session = open_exchange(recipe, actor, engines, infos, notices.append)
-    assert all(one.joined[-1:] == [session.decode()] for one in services), "everyone is in the session that counts"
+    assert all(service.joined[-1:] == [session.decode()] for service in services), (
+        "everyone is in the session that counts"
+    )
     return group.asked, notices
 
 
@@ -66,8 +69,8 @@ def test_what_was_asked_for() -> None:
 
 
 def test_auto_takes_the_planned_way_where_it_can() -> None:
-    asked, (notice,) = opened("auto")
-    assert asked == ["planned"] and notice.startswith("exchange.route=auto: planned; ")
+    routes, (notice,) = opened("auto")
+    assert routes == ["planned"] and notice.startswith("exchange.route=auto: planned; ")
 
 
 @pytest.mark.parametrize(
@@ -84,15 +87,15 @@ def test_auto_takes_the_planned_way_where_it_can() -> None:
         ),
     ],
 )
-def test_auto_exports_where_it_must_and_says_why(problem: dict[str, Any], asked: list[str], words: str) -> None:
-    found, (notice,) = opened("auto", **problem)
-    assert found == asked
+def test_auto_exports_where_it_must_and_says_why(problem: dict[str, Any], expected: list[str], words: str) -> None:
+    routes, (notice,) = opened("auto", **problem)
+    assert routes == expected
     assert notice.startswith("exchange.route=auto: export, not planned, ") and words in notice
 
 
 def test_adapters_alone_where_every_engine_holds_them() -> None:
-    asked, (notice,) = opened("adapters", rank=4, check_every=3)
-    assert asked == ["adapters"] and notice.startswith("exchange.adapters=auto: adapters alone; ")
+    routes, (notice,) = opened("adapters", rank=4, check_every=3)
+    assert routes == ["adapters"] and notice.startswith("exchange.adapters=auto: adapters alone; ")
     assert "has no effect" not in notice
     assert opened("adapters", rank=4, adapters="only") == (["adapters"], [])
 
@@ -110,10 +113,10 @@ def test_adapters_alone_where_every_engine_holds_them() -> None:
     ],
 )
 def test_merged_weights_where_an_engine_holds_no_adapters(
-    problem: dict[str, Any], asked: list[str], words: str
+    problem: dict[str, Any], expected: list[str], words: str
 ) -> None:
-    found, (notice,) = opened("adapters", rank=4, **problem)
-    assert found == asked
+    routes, (notice,) = opened("adapters", rank=4, **problem)
+    assert routes == expected
     assert notice.startswith("exchange.adapters=auto: merged weights, exported, in every update, ") and words in notice
     with pytest.raises(
         RuntimeError, match=f"exchange.adapters=only: {words[8:].split(';')[0]}. Set exchange.adapters=merged, or auto"

@@ -1,4 +1,4 @@
-"""Whoever dies or falls silent in a planned update is found by all others within seconds, by name, and nobody waits for it."""
+"""A peer that dies or stops in a sharded update is named by all other ranks within seconds; no rank waits for it."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from megarl.weight_sync.sharded.receiver import ShardedReceiver
 from tests.support.sharded_ranks import SHAPES, Exchange, exchange, met
 
 HERE, APART = ["here"] * 4, ["b", "b", "c", "c"]
-TIMEOUT = 60.0  # which nobody may wait for
-SECONDS = 5.0  # that a death may take to be found by everyone
+TIMEOUT = 60.0  # no rank may wait this long
+SECONDS = 5.0  # until every rank has detected a death
 LARGE = {"odd": (2048, 1024)}  # 8 MB: a transfer that takes its time
 
 
 class Split:
-    """An exchange of which `trainers` and `engines` are in a process of their own, all others in this one."""
+    """A weight sync split over two processes: `trainers` and `engines` in a child process, all other ranks here."""
 
     def __init__(self, shm_dir: Any, places: list[str], trainers: list[int], engines: list[int], **fault: Any) -> None:
         shapes, inside = (
             fault.pop("shapes", {}),
             fault.pop("inside", []),
         )  # a command that the process is started through
-        here = [[rank for rank in range(4) if rank not in there] for there in (trainers, engines)]
+        here = [[rank for rank in range(4) if rank not in remote] for remote in (trainers, engines)]
         options = {
             "timeout": TIMEOUT,
             "heartbeat_timeout": fault.pop("heartbeat_timeout", 8.0),
@@ -55,8 +55,8 @@ class Split:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
-        told = self.read() if session is None else ""
-        self.here = Exchange(session or ShardedSession.from_json(told), store, *here)
+        line = self.read() if session is None else ""
+        self.here = Exchange(session or ShardedSession.from_json(line), store, *here)
         self.here.connect()
         if session is not None:
             self.read()
@@ -68,7 +68,7 @@ class Split:
         return line
 
     def start(self, version: int) -> list[Any]:
-        """Of the ranks in this process."""
+        """Start an update in both processes; returns the futures of this process's ranks."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{version}\n")
         self.process.stdin.flush()
@@ -83,27 +83,29 @@ class Split:
 
 @contextlib.contextmanager
 def split(*arguments: Any, **fault: Any) -> Iterator[Split]:
-    made = Split(*arguments, **fault)
+    run = Split(*arguments, **fault)
     try:
-        assert all(one.result(30) for one in made.start(1)) and made.read() == "done\n"
-        yield made
+        assert all(future.result(30) for future in run.start(1)) and run.read() == "done\n"
+        yield run
     finally:
-        made.close()
+        run.close()
 
 
-def struck(one: Split, seconds: float) -> list[str]:
-    """What each rank of this process says of an update that the other process does not survive. Within `seconds`, and so is
-    the way out."""
-    under_way = one.start(2)
+def struck(run: Split, seconds: float) -> list[str]:
+    """Run an update that the child process does not survive; returns the error of each rank here.
+
+    The update and the cleanup must end within `seconds`.
+    """
+    under_way = run.start(2)
     start = time.monotonic()
-    told = [str(rank.exception(TIMEOUT / 2)) for rank in under_way]
-    one.here.close()
+    errors = [str(rank.exception(TIMEOUT / 2)) for rank in under_way]
+    run.here.close()
     assert time.monotonic() - start < seconds
-    return told
+    return errors
 
 
 def consequence(error: str) -> bool:
-    """Where the controller knows more, of a process that died, it tells that instead."""
+    """Return whether the controller classifies the error as a consequence of another process's death."""
     return Failure.raised(ProcessInfo("trainer rank 1"), Raised("WeightSyncError", error, "")).is_communication
 
 
@@ -119,17 +121,19 @@ def consequence(error: str) -> bool:
     ],
 )
 def test_a_death_ends_the_update_everywhere(tmp_path, monkeypatch, party, places, place, before):
-    """`before`: the others have been told of a transfer that is never begun."""
+    """`before`: the other ranks have been notified of a transfer that never begins."""
     monkeypatch.setitem(SHAPES, "odd", LARGE["odd"])
     ranks = ([3], []) if party == "trainer" else ([], [3])
-    with split(tmp_path, places, *ranks, place=place, before=before, shapes=LARGE) as one:
-        told = struck(one, SECONDS)
+    with split(tmp_path, places, *ranks, place=place, before=before, shapes=LARGE) as run:
+        errors = struck(run, SECONDS)
     who = "trainer 3" if party == "trainer" else "engine rank e1/1"
-    found = rf"aborted: {who} \(process {one.process.pid} on .*\) died in the update to version 2: connection closed by"
-    waited = rf"{found}.* \(this process waited for .*(trainer 3|e1/1)"
-    assert any(re.search(waited, error) for error in told), told
-    failed = [error for error in told if error != "None"]  # of others, what failed had no part
-    assert all(consequence(error) and re.search(found, error) for error in failed), told
+    pattern = (
+        rf"aborted: {who} \(process {run.process.pid} on .*\) died in the update to version 2: connection closed by"
+    )
+    waited = rf"{pattern}.* \(this process waited for .*(trainer 3|e1/1)"
+    assert any(re.search(waited, error) for error in errors), errors
+    failed = [error for error in errors if error != "None"]  # of others, what failed had no part
+    assert all(consequence(error) and re.search(pattern, error) for error in failed), errors
 
 
 @pytest.mark.parametrize(
@@ -140,18 +144,18 @@ def test_a_death_ends_the_update_everywhere(tmp_path, monkeypatch, party, places
     ],
 )
 def test_trainer_0_whom_all_others_hear_of(tmp_path, number, words):
-    """A store that is stopped answers nothing, and torch's client would wait for it for ever."""
-    all_but_one = [0, 1, 2, 3], [0, 1, 2]  # who would share a connection's end with others here
+    """A stopped store answers nothing, and torch's client would wait for it forever."""
+    all_but_one = [0, 1, 2, 3], [0, 1, 2]  # the store's process must not share a connection with ranks here
     fault = {
         "place": "sharded.buckets.OutgoingBuckets.send",
         "before": True,
         "signal": number,
         "heartbeat_timeout": 2.0,
     }
-    with split(tmp_path, HERE, *all_but_one, **fault) as one:
-        (told,) = struck(one, SECONDS + 3)
-    found = rf"trainer 0\) broke \(Dist.*\): {words}.* \(this process waited for e1/1: a bucket from trainers"
-    assert re.search(found, told) and consequence(told), told
+    with split(tmp_path, HERE, *all_but_one, **fault) as run:
+        (error,) = struck(run, SECONDS + 3)
+    pattern = rf"trainer 0\) broke \(Dist.*\): {words}.* \(this process waited for e1/1: a bucket from trainers"
+    assert re.search(pattern, error) and consequence(error), error
 
 
 @pytest.mark.slow
@@ -163,60 +167,68 @@ def test_whoever_is_stopped_is_found_by_missing_beats(tmp_path, ranks):
         "signal": signal.SIGSTOP,
         "heartbeat_timeout": 2.0,
     }
-    with split(tmp_path, APART, *ranks, **fault) as one:
-        told = struck(one, SECONDS + 3)
-    found = rf"\(process {one.process.pid} on .*\) sent no heartbeat for 2 s in the update to version 2: it is"
-    failed = [error for error in told if error != "None"]
-    assert failed and all(re.search(found, error) for error in failed), told
+    with split(tmp_path, APART, *ranks, **fault) as run:
+        errors = struck(run, SECONDS + 3)
+    pattern = rf"\(process {run.process.pid} on .*\) sent no heartbeat for 2 s in the update to version 2: it is"
+    failed = [error for error in errors if error != "None"]
+    assert failed and all(re.search(pattern, error) for error in failed), errors
 
 
 @pytest.mark.slow
 def test_whoever_is_stopped_between_updates_is_not_lost(tmp_path):
-    with split(tmp_path, HERE, [], [2, 3], heartbeat_timeout=2.0) as one:
-        one.process.send_signal(signal.SIGSTOP)
+    with split(tmp_path, HERE, [], [2, 3], heartbeat_timeout=2.0) as run:
+        run.process.send_signal(signal.SIGSTOP)
         time.sleep(4)
-        one.process.send_signal(signal.SIGCONT)
-        assert all(rank.result(20) for rank in one.start(2)) and one.read() == "done\n"
+        run.process.send_signal(signal.SIGCONT)
+        assert all(rank.result(20) for rank in run.start(2)) and run.read() == "done\n"
 
 
 def test_a_pause_of_whoever_counts_is_nobodys_silence(tmp_path, monkeypatch):
-    """As when trainer 0 was stopped with all others: its clock has moved on before anyone could beat."""
+    """A pause of all processes is not a missed heartbeat: trainer 0's clock jumps before any peer can send one."""
     leap = [0.0]
     monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + leap[0]))
-    with exchange(tmp_path) as one:
-        one.connect()
-        one.update(1)
-        under_way = [one.pool.submit(sender.send, 2, one.export) for sender in one.senders]
-        under_way += [one.pool.submit(one.receive, rank, 2) for rank in (0, 1, 2)]
+    with exchange(tmp_path) as cluster:
+        cluster.connect()
+        cluster.update(1)
+        under_way = [cluster.pool.submit(sender.send, 2, cluster.export) for sender in cluster.senders]
+        under_way += [cluster.pool.submit(cluster.receive, rank, 2) for rank in (0, 1, 2)]
         time.sleep(1.5)
         leap[0] = 100.0
         time.sleep(1.5)
-        under_way.append(one.pool.submit(one.receive, 3, 2))
+        under_way.append(cluster.pool.submit(cluster.receive, 3, 2))
         assert all(rank.result(10) for rank in under_way)
 
 
 def test_strangers_at_the_port_change_nothing(tmp_path):
-    """It is open to whoever reaches the machine: nonsense, what breaks a parser, too much, a wrong session, and nothing."""
-    with exchange(tmp_path) as one:
-        one.connect()
-        monitor = one.senders[0]._monitor
+    """The port is open to the network: invalid JSON, deep nesting, long lines, a wrong session and silence are ignored."""
+    with exchange(tmp_path) as cluster:
+        cluster.connect()
+        monitor = cluster.senders[0]._monitor
         assert monitor is not None
         where = monitor._listener.getsockname()[:2]
-        said = [b"no json\n", b"[" * 4000 + b"\n", b"x" * 10000, b'["another", "trainer 1"]\n', b"7\n", b"null\n", b""]
-        strangers = [socket.create_connection(where) for _ in said]
-        for stranger, words in zip(strangers, said, strict=True):
+        payloads = [
+            b"no json\n",
+            b"[" * 4000 + b"\n",
+            b"x" * 10000,
+            b'["another", "trainer 1"]\n',
+            b"7\n",
+            b"null\n",
+            b"",
+        ]
+        strangers = [socket.create_connection(where) for _ in payloads]
+        for stranger, words in zip(strangers, payloads, strict=True):
             stranger.sendall(words)
-        one.update(1)
+        cluster.update(1)
         for stranger in strangers[:3]:
             stranger.close()
-        one.update(2)
+        cluster.update(2)
         assert any(thread.name == "megarl-heartbeat-monitor" for thread in threading.enumerate())
         for stranger in strangers:
             stranger.close()
 
 
 def test_a_process_ends_without_waiting_for_a_transfer_that_nobody_takes(tmp_path, monkeypatch):
-    """gloo would, until its time-out. The bucket that is refused is of the other process, which is thus in its update."""
+    """gloo would wait until its timeout. The refused bucket comes from the child process, so that is in its update."""
     start_transfer = ShardedReceiver._start
 
     def full(self: ShardedReceiver, header: dict[str, Any]) -> Any:
@@ -224,11 +236,11 @@ def test_a_process_ends_without_waiting_for_a_transfer_that_nobody_takes(tmp_pat
             raise MemoryError("no room")
         return start_transfer(self, header)
 
-    with split(tmp_path, APART, [3], []) as one:
+    with split(tmp_path, APART, [3], []) as run:
         monkeypatch.setattr(ShardedReceiver, "_start", full)
-        under_way = one.start(2)
+        under_way = run.start(2)
         start = time.monotonic()
-        told = one.process.communicate()[1]
+        stderr = run.process.communicate()[1]
         assert time.monotonic() - start < SECONDS
-        assert one.process.returncode == 1 and "MemoryError: no room (this process waited for bucket" in told, told
+        assert run.process.returncode == 1 and "MemoryError: no room (this process waited for bucket" in stderr, stderr
         assert all(rank.exception(SECONDS) for rank in under_way)

@@ -75,10 +75,10 @@ def test_planned_updates_equal_the_export(process: EngineProcess, tmp_path: Path
             update(process, sender, weights, version)
             sender.close()
             exported = process.rpc("digests")
-            for rank, (one, other) in enumerate(zip(planned, exported, strict=True)):
-                differing = [name for name in one.keys() | other.keys() if one.get(name) != other.get(name)]
+            for rank, (left, right) in enumerate(zip(planned, exported, strict=True)):
+                differing = [name for name in left.keys() | right.keys() if left.get(name) != right.get(name)]
                 assert differing == [], f"rank {rank}"
-            # On a CPU a batch of DeepSeek-V3 is not repeated to the last bit.
+            # On a CPU, DeepSeek-V3 does not sample a batch bit-identically twice.
             assert kind == "deepseek_v3" or same(samples, process.generate(requests)[1])
             assert planned != former, "the weights changed"
             former = planned

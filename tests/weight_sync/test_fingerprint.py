@@ -55,7 +55,7 @@ def test_only_plain_bytes_are_taken():
 
 
 def test_other_threads_run_meanwhile():
-    """Fingerprints are taken beside copying: a library that kept Python's lock would make the two take turns."""
+    """Fingerprinting releases the GIL, so that it overlaps with copying."""
     data, turns = np.zeros(1 << 30, np.uint8), []
     thread = threading.Thread(target=lambda: turns.append(fingerprint(data)))
     thread.start()
@@ -90,12 +90,12 @@ def test_taken_in_passing_it_is_the_same(size, data):
 
 
 def test_memory_is_read_while_it_is_in_the_cache():
-    """What comes behind a piece that was told of is not read before it is told of, too."""
+    """Memory after the last `advance` is not read until a later `advance` covers it."""
     memory = torch.zeros(4 * CHUNK_BYTES, dtype=torch.uint8)
     passing = StreamingFingerprint(memory)
     memory[: 2 * CHUNK_BYTES] = 1
     passing.advance(2 * CHUNK_BYTES)
     memory[2 * CHUNK_BYTES :] = 2
-    wanted = fingerprint(memory.numpy())
+    expected = fingerprint(memory.numpy())
     memory[:CHUNK_BYTES] = 7
-    assert passing.result() == wanted
+    assert passing.result() == expected

@@ -58,7 +58,7 @@ def exchange(endpoints, shm_dir, transport="auto", bucket_bytes=4 * KIB, timeout
 
 
 def receive(receiver, version, slow=0.0):
-    """What an engine worker does; keeps every tensor until all have come."""
+    """Receive a version as an engine worker does, but keep every tensor until the last has arrived."""
     try:
         got = {}
         for name, tensor in receiver.weights(version):
@@ -81,8 +81,8 @@ def assert_same(got, weights):
 def test_versions_arrive(tmp_path, transport):
     here = host_id(str(tmp_path))
     endpoints = [("e0/0", here), ("e1/0", "elsewhere" if transport == "mixed" else here)]
-    asked = "auto" if transport == "mixed" else transport
-    with exchange(endpoints, tmp_path, asked) as sender, ThreadPoolExecutor(2) as pool:
+    setting = "auto" if transport == "mixed" else transport
+    with exchange(endpoints, tmp_path, setting) as sender, ThreadPoolExecutor(2) as pool:
         session = FullSession.from_json(sender.session.to_json())
         assert session == sender.session
         kinds = {"auto": {"shared_memory"}, "collective": {"collective"}, "mixed": {"shared_memory", "collective"}}
@@ -116,8 +116,8 @@ def test_files_can_be_looked_at(tmp_path):
             weights = make_weights(version)
             waiting = [pool.submit(receive, r, version) for r in receivers]
             sent = sender.send(version, weights.items())
-            for one in waiting:
-                got, report = one.result(20)
+            for future in waiting:
+                got, report = future.result(20)
                 assert_same(got, weights)
                 assert sent.agrees_with(report)
         assert os.listdir(shm_dir) == []
@@ -129,7 +129,7 @@ def test_files_can_be_looked_at(tmp_path):
 
 
 def test_files_of_earlier_runs_go(tmp_path):
-    """Of one that had come further as well: the version before stays."""
+    """Also files of an earlier run with higher versions; the previous version is kept."""
     entries, memory = [Entry("a", "float32", (2,), 0)], torch.zeros(64, dtype=torch.uint8)
     for versions in ((7, 8, 9), (8, 9)):
         files = BucketFiles(str(tmp_path))
@@ -182,8 +182,8 @@ def test_flipped_bit_names_bucket_tensors_and_receiver(tmp_path, monkeypatch):
     here = host_id(str(tmp_path))
     take = FullReceiver._take
 
-    def corrupt(self, number, *told):
-        memory = take(self, number, *told)
+    def corrupt(self, number, *arguments):
+        memory = take(self, number, *arguments)
         if self.name == "bad" and number == 1:
             memory[100] ^= 4
         return memory

@@ -56,7 +56,7 @@ def update(sender: Any, receivers: list[FullReceiver], version: int, weights: di
     with ThreadPoolExecutor(len(receivers)) as pool:
         waiting = [pool.submit(receive, receiver, version) for receiver in receivers]
         sent = sender.send(version, weights.items())
-        results = [one.result(20) for one in waiting]
+        results = [future.result(20) for future in waiting]
     compare_full_reports(sent, {r.name: report for r, (_, report) in zip(receivers, results, strict=True)})
     for got, _ in results:
         assert_same(got, weights)
@@ -64,7 +64,7 @@ def update(sender: Any, receivers: list[FullReceiver], version: int, weights: di
 
 
 def test_each_host_gets_a_version_once(tmp_path: Any, network: Counter[str]) -> None:
-    """Three versions over four hosts; the bytes and the fingerprints are those of receivers on the sender's host alone."""
+    """Three versions over four hosts give the same bytes and fingerprints as receivers on the sender's host."""
     fingerprints = []
     for hosts in (HOSTS, dict.fromkeys(HOSTS, "here")):
         network.clear()
@@ -127,8 +127,8 @@ def test_links_carry_buckets_at_the_same_time(tmp_path: Any, monkeypatch: pytest
             start = time.monotonic()
             waiting = [pool.submit(receive, receiver, version) for receiver in receivers]
             sent = sender.send(version, weights.items())
-            for one in waiting:
-                one.result(20)
+            for future in waiting:
+                future.result(20)
         seconds = time.monotonic() - start
     assert sent.buckets == 16
     assert seconds < 0.5 * each * sent.buckets * len(hosts), f"{seconds:.2f} s"
@@ -152,9 +152,9 @@ def test_other_bytes_are_found(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, r
         waiting = [pool.submit(receive, FullReceiver(sender.session, name), 1) for name in hosts]
         with pytest.raises(WeightSyncError, match="got other bytes than were sent in bucket 2"):
             sender.send(1, make_weights(1).items())
-        for one in waiting:
+        for future in waiting:
             with pytest.raises(WeightSyncError, match="got other bytes than were sent in bucket 2"):
-                one.result(10)
+                future.result(10)
 
 
 def test_a_silent_relay_is_found_by_the_one_before_it(tmp_path: Any) -> None:
@@ -172,9 +172,9 @@ def test_a_silent_relay_is_found_by_the_one_before_it(tmp_path: Any) -> None:
         start = time.monotonic()
         with pytest.raises(WeightSyncError, match=r"waited 0.7 s for .* of bucket|aborted: .*waited 0.7 s for "):
             sender.send(1, make_weights(1).items())
-        for one in waiting:
+        for future in waiting:
             with pytest.raises(WeightSyncError):
-                one.result(10)
+                future.result(10)
         assert time.monotonic() - start < 2
         stopped.result(10)
 
@@ -211,9 +211,9 @@ def test_a_relay_that_is_killed_ends_the_update_everywhere(tmp_path: Any) -> Non
             assert process.stdout.readline() == "under way\n"
             start = time.monotonic()
             process.send_signal(signal.SIGKILL)
-            for one in waiting:
+            for future in waiting:
                 with pytest.raises(WeightSyncError, match=r"broadcast of bucket|the sender failed"):
-                    one.result(20)
+                    future.result(20)
             assert time.monotonic() - start < 5
     finally:
         process.kill()

@@ -55,11 +55,11 @@ def descriptors() -> int:
 
 @pytest.mark.parametrize("places", [HERE, RELAYED, ["b", "b", "c", "c"]])
 def test_every_element_arrives_and_no_file_has_a_name(tmp_path, places):
-    with exchange(tmp_path, places, transport="ipc") as one:
-        one.connect()
-        needed = sum(rank.description.nbytes for rank in one.engines)
+    with exchange(tmp_path, places, transport="ipc") as cluster:
+        cluster.connect()
+        needed = sum(rank.description.nbytes for rank in cluster.engines)
         for version in (3, 4, 5):
-            _, received = one.update(version)
+            _, received = cluster.update(version)
             assert received.bytes == needed
         assert os.listdir(tmp_path) == []
         assert descriptors() > 0
@@ -76,9 +76,9 @@ def test_slots_are_made_where_devices_are_whatever_the_default_device(tmp_path, 
             return begin(self, version)
 
     monkeypatch.setattr(ShardedReceiver, "begin", elsewhere)
-    with exchange(tmp_path, places, transport="ipc") as one:
-        one.connect()
-        one.update(1)
+    with exchange(tmp_path, places, transport="ipc") as cluster:
+        cluster.connect()
+        cluster.update(1)
 
 
 @pytest.mark.parametrize("transport", ["ipc", "auto"])
@@ -86,14 +86,14 @@ def test_buckets_that_stay_on_devices_are_read_there(tmp_path, monkeypatch, tran
     """By sums of words, at both ends and on the way: XXH3 would bring all of them into the host's memory."""
     read: list[int] = []
     monkeypatch.setattr(fingerprint, "word_sums", lambda memory: read.append(len(memory)) or word_sums(memory))
-    with exchange(tmp_path, RELAYED, transport=transport) as one:
-        one.connect()
-        sent, received = one.update(1)
+    with exchange(tmp_path, RELAYED, transport=transport) as cluster:
+        cluster.connect()
+        sent, received = cluster.update(1)
     assert len(read) == (sent.buckets + received.buckets if transport == "ipc" else 0)
 
 
 def test_gloo_moves_memory_of_the_host_alone(tmp_path, monkeypatch):
-    """Also into an engine rank whose buckets go to its neighbours and no further: gloo takes no memory of an NPU."""
+    """gloo cannot read NPU memory. Holds also for an engine rank that relays its buckets only within its host."""
     on_device: list[HostMemory] = []
     moved: list[int] = []
     packed: list[int] = []
@@ -115,9 +115,9 @@ def test_gloo_moves_memory_of_the_host_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(CPUPlatform, "shareable_memory", shareable_memory)
     monkeypatch.setattr(BroadcastGroup, "start", started)
     monkeypatch.setattr(OutgoingBuckets, "claim", claimed)
-    with exchange(tmp_path, ["b"] * 4, transport="ipc") as one:
-        one.connect()
-        one.update(1)
+    with exchange(tmp_path, ["b"] * 4, transport="ipc") as cluster:
+        cluster.connect()
+        cluster.update(1)
         slots = {shared.memory.untyped_storage().data_ptr() for shared in on_device}
     assert moved and on_device
     assert not slots & set(moved)
@@ -125,12 +125,12 @@ def test_gloo_moves_memory_of_the_host_alone(tmp_path, monkeypatch):
 
 
 def test_a_changed_word_is_found(tmp_path, monkeypatch):
-    """A reader that reads other bytes than were packed: a device whose copy was not complete."""
+    """A reader gets other bytes than were packed, as after an incomplete device copy."""
     open_shared = CPUPlatform.open_shared
     monkeypatch.setattr(CPUPlatform, "open_shared", lambda self, handle: open_shared(self, handle).clone())
-    with exchange(tmp_path, HERE, transport="ipc") as one:
-        one.connect()
-        sending, receiving = one.start(1)
+    with exchange(tmp_path, HERE, transport="ipc") as cluster:
+        cluster.connect()
+        sending, receiving = cluster.start(1)
         errors = [future.exception(30) for future in (*sending, *receiving)]
     assert all("got other bytes than trainer" in str(error) for error in errors), errors
 
@@ -150,12 +150,12 @@ def test_an_answer_comes_after_the_devices_copies(tmp_path, monkeypatch):
 
     monkeypatch.setattr(AckWriter, "publish", told)
     monkeypatch.setattr(receiver, "select", lambda name: Device())
-    with exchange(tmp_path, HERE, transport="ipc") as one:
-        one.connect()
-        one.update(1)
+    with exchange(tmp_path, HERE, transport="ipc") as cluster:
+        cluster.connect()
+        cluster.update(1)
     assert order.count("answered") == order.count("synchronized") > 0
     waiting = 0
-    for event in order:  # of four ranks at once: no answer without a wait of its own before it
+    for event in order:  # events of four concurrent ranks: each acknowledgement needs an earlier synchronize
         waiting += 1 if event == "synchronized" else -1
         assert waiting >= 0
 
@@ -165,9 +165,9 @@ def test_memory_that_cannot_be_mapped_is_said_with_what_to_change(tmp_path, monk
         raise RuntimeError("pidfd_getfd: Operation not permitted")
 
     monkeypatch.setattr(CPUPlatform, "open_shared", refused)
-    with exchange(tmp_path, HERE, transport="ipc") as one:
-        one.connect()
-        sending, receiving = one.start(1)
+    with exchange(tmp_path, HERE, transport="ipc") as cluster:
+        cluster.connect()
+        sending, receiving = cluster.start(1)
         errors = [str(future.exception(30)) for future in (*sending, *receiving)]
     assert all(
         "cannot map the device memory of trainer" in error and "exchange.transport=auto" in error for error in errors
@@ -299,7 +299,9 @@ def described(source: Path, share: str, rebuild: str) -> None:
             break
     else:
         raise AssertionError(f"nothing calls {share}")
-    calls = [one for one in ast.walk(tree) if isinstance(one, ast.Call) and getattr(one.func, "attr", "") == rebuild]
+    calls = [
+        call for call in ast.walk(tree) if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == rebuild
+    ]
     names = [argument.id for argument in calls[0].args if isinstance(argument, ast.Name)]
     assert names == ["storage_device", "storage_handle", *EIGHT[2:]]
 
@@ -357,7 +359,7 @@ def test_slots_lie_in_segments_that_do_not_grow(monkeypatch, environment, change
 
 
 def test_cudas_variable_comes_first_in_torch():
-    """As `without_expandable_segments` reads them."""
+    """`without_expandable_segments` reads the variables in the same order."""
     code = """
 import torch
 print(torch._C._accelerator_getAllocatorSettings())

@@ -1,4 +1,4 @@
-"""Whoever could not take part in a planned exchange leaves nothing behind: no thread, no connection, no shared memory."""
+"""A rank that fails to join a sharded weight sync leaves no thread, no connection and no shared memory."""
 
 from __future__ import annotations
 
@@ -25,17 +25,21 @@ WATCH = ("megarl-heartbeat", "megarl-heartbeat-monitor", "megarl-fingerprint")
 
 
 def connections(port: int) -> int:
-    """Sockets of this process that listen at `port`, or are one end of a connection to it."""
-    found = 0
+    """Count this process's sockets that listen at `port` or are an end of a connection to it."""
+    count = 0
     for name in os.listdir("/proc/self/fd"):
         try:
             if stat.S_ISSOCK(os.stat(f"/proc/self/fd/{name}").st_mode):
-                with socket.socket(fileno=os.dup(int(name))) as one:
-                    peer = one.getpeername() if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 0 else ()
-                    found += port in (*one.getsockname()[1:2], *peer[1:2])
+                with socket.socket(fileno=os.dup(int(name))) as connection:
+                    peer = (
+                        connection.getpeername()
+                        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 0
+                        else ()
+                    )
+                    count += port in (*connection.getsockname()[1:2], *peer[1:2])
         except OSError:  # closed meanwhile, or not connected
             continue
-    return found
+    return count
 
 
 def settled(port: int) -> int:
@@ -47,7 +51,7 @@ def settled(port: int) -> int:
 
 
 def threads(before: set[threading.Thread]) -> list[str]:
-    return [one.name for one in threading.enumerate() if one not in before and one.name.startswith(WATCH)]
+    return [thread.name for thread in threading.enumerate() if thread not in before and thread.name.startswith(WATCH)]
 
 
 def port_of(session: Any, store: Any) -> int:
@@ -78,7 +82,7 @@ def without_thread(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 @pytest.mark.parametrize("fault", ["client", "slice table", "heartbeat thread", "heartbeat-monitor thread"])
 def test_a_sender_that_cannot_be_made(tmp_path, monkeypatch, fault):
-    """`caught` keeps the frames of the constructor alive, as a traceback does that somebody holds."""
+    """`caught` keeps the constructor's frames alive, as a stored traceback does."""
     session, store = met(tmp_path)
     held, before = trainers()[0], set(threading.enumerate())
     if fault == "client":
@@ -116,26 +120,26 @@ def test_a_receiver_that_cannot_be_made(tmp_path, monkeypatch, fault):
 
 @pytest.mark.parametrize("place", ["create_ack_keys", "handles_key"])
 def test_memory_of_buckets_that_cannot_be_offered(tmp_path, monkeypatch, place):
-    """Its files have names still: nobody would take these away as long as this process lives."""
-    made: list[OutgoingBuckets] = []
+    """The buckets' files still have names, so this process must remove them."""
+    built: list[OutgoingBuckets] = []
     create = OutgoingBuckets.__init__
 
     def created(self: OutgoingBuckets, *arguments: Any) -> None:
-        made.append(self)
+        built.append(self)
         create(self, *arguments)
 
-    with exchange(tmp_path) as one:
-        one.connect()
+    with exchange(tmp_path) as cluster:
+        cluster.connect()
         monkeypatch.setattr(buckets, place, fail)
         monkeypatch.setattr(OutgoingBuckets, "__init__", created)
-        sending, receiving = one.start(1)
+        sending, receiving = cluster.start(1)
         assert all("cannot be told" in str(rank.exception(20)) for rank in (*sending, *receiving))
         assert os.listdir(tmp_path) == []
-        assert made and all(len(slot._memory) == 0 for box in made for slot in box._slots)
+        assert built and all(len(slot._memory) == 0 for box in built for slot in box._slots)
 
 
 def test_links_that_were_formed_before_one_that_could_not_be(tmp_path, monkeypatch):
-    """A group that nobody closes is kept by intention until the process ends."""
+    """A group that is not closed lives until the process ends, by design."""
     formed, closed = [], []
 
     class Group:
@@ -147,7 +151,7 @@ def test_links_that_were_formed_before_one_that_could_not_be(tmp_path, monkeypat
 
     monkeypatch.setattr(buckets, "BroadcastGroup", Group)
     session, store = met(tmp_path)
-    wanted = [buckets.Relay(("trainer", 0), (), reader) for reader in (0, 1)]
+    links = [buckets.Relay(("trainer", 0), (), reader) for reader in (0, 1)]
     with pytest.raises(WeightSyncError, match="the second could not form"):
-        buckets.form_links(StoreChannel(session, store), session, ("trainer", 0), wanted)
+        buckets.form_links(StoreChannel(session, store), session, ("trainer", 0), links)
     assert formed == closed == ["link/trainer0/0"]

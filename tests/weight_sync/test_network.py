@@ -1,4 +1,4 @@
-"""The network to a rank is gone in mid-update, and no connection closes: all others end within seconds, and name it."""
+"""A rank loses its network in mid-update and no connection closes: all other ranks name it within seconds."""
 
 from __future__ import annotations
 
@@ -55,17 +55,17 @@ class Cable:
 @pytest.fixture
 def cable(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cable]:
     if shutil.which("ip") is None:
-        pytest.skip("there is no command ip (iproute2) to make a network namespace with")
-    made = Cable()
+        pytest.skip("the command ip (iproute2) is missing: cannot create a network namespace")
+    link = Cable()
     try:
         try:
-            made.lay()
+            link.lay()
         except subprocess.CalledProcessError as error:
             pytest.skip(f"network namespaces are not permitted here: {' '.join(error.cmd)}: {error.stderr.strip()}")
-        monkeypatch.setenv("GLOO_SOCKET_IFNAME", made.here)
-        yield made
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", link.here)
+        yield link
     finally:
-        made.remove()
+        link.remove()
 
 
 @pytest.mark.slow
@@ -73,8 +73,7 @@ def cable(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cable]:
 def test_a_lost_network_is_found_on_both_sides(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, cable: Cable, ranks: tuple[list[int], list[int]]
 ) -> None:
-    """A process, alone in its namespace, and all others: each side takes the other for silent. The cable is cut where the
-    first transfer of the update is about to begin."""
+    """Each side of a cut network reports the other as silent. The cut comes just before the first transfer begins."""
     monkeypatch.setitem(SHAPES, "odd", LARGE["odd"])
     begin, cut = BroadcastGroup.start, []
 
@@ -84,17 +83,17 @@ def test_a_lost_network_is_found_on_both_sides(
             cable.cut()
         return begin(self, memory)
 
-    with split(tmp_path, ["b", "b", "c", "d"], *ranks, shapes=LARGE, host=cable.address, inside=cable.inside) as one:
+    with split(tmp_path, ["b", "b", "c", "d"], *ranks, shapes=LARGE, host=cable.address, inside=cable.inside) as run:
         monkeypatch.setattr(BroadcastGroup, "start", cutting)
-        under_way = one.start(2)
-        told = [str(rank.exception(TIMEOUT / 2)) for rank in under_way]
-        one.here.close()
-        here = time.monotonic() - cut[0]
-        alone = one.process.communicate(timeout=TIMEOUT / 2)[1]
-        there = time.monotonic() - cut[0]
+        under_way = run.start(2)
+        errors = [str(rank.exception(TIMEOUT / 2)) for rank in under_way]
+        run.here.close()
+        local_seconds = time.monotonic() - cut[0]
+        alone = run.process.communicate(timeout=TIMEOUT / 2)[1]
+        remote_seconds = time.monotonic() - cut[0]
     who = "trainer 3" if ranks[0] else "engine rank e1/1"
-    found = rf"aborted: {who} \(process \d+ on .*\) sent no heartbeat for 8 s in the update to version 2: it is"
-    failed = [error for error in told if error != "None"]
-    assert failed and all(re.search(found, error) for error in failed), told
+    pattern = rf"aborted: {who} \(process \d+ on .*\) sent no heartbeat for 8 s in the update to version 2: it is"
+    failed = [error for error in errors if error != "None"]
+    assert failed and all(re.search(pattern, error) for error in failed), errors
     assert "trainer 0 sent no heartbeat for 8 s" in alone, alone
-    assert max(here, there) < SECONDS, (here, there)
+    assert max(local_seconds, remote_seconds) < SECONDS, (local_seconds, remote_seconds)

@@ -15,7 +15,7 @@ NUMPY = {"float32": np.float32, "bfloat16": np.float16, "float16": np.float16}  
 
 
 class Rank:
-    """Parameters of one rank, and what they are of the checkpoint."""
+    """Parameters of one rank and the checkpoint slices in them."""
 
     def __init__(self) -> None:
         self.describer = SliceTableBuilder()
@@ -32,7 +32,7 @@ class Rank:
         self.boxes.append((name, box, *at))
 
     def place(self, name: str, shape: tuple[int, ...], box: tuple[int, int, int, int], dtype: str, gap: int) -> None:
-        """A parameter of its own for the box, whose rows have `gap` elements between them."""
+        """Add a separate parameter for the slice, with `gap` elements between rows."""
         _, _, rows, columns = box
         stride = columns + gap
         self.add(name, shape, box, (self.parameter(gap + rows * stride, dtype), gap, stride))
@@ -47,11 +47,11 @@ def part_of(memory: np.ndarray, offset: int, stride: int, rows: int, columns: in
     return np.lib.stride_tricks.as_strided(memory[offset:], (rows, columns), (stride * item, item))
 
 
-def carry_out(made: TransferPlan, trainers: list[Rank], engines: list[Rank]) -> np.ndarray:
+def carry_out(plan: TransferPlan, trainers: list[Rank], engines: list[Rank]) -> np.ndarray:
     """Bytes that each engine rank received."""
     sent: dict[tuple[int, int], list[np.ndarray]] = {}
     for number, rank in enumerate(trainers):
-        for stream in made.streams_from(number):
+        for stream in plan.streams_from(number):
             assert stream.source == number
             buckets = [np.full(size, np.nan, NUMPY[stream.dtype]) for size in stream.buckets]
             for bucket, at, parameter, offset, stride, rows, columns in stream.copies.tolist():
@@ -61,9 +61,9 @@ def carry_out(made: TransferPlan, trainers: list[Rank], engines: list[Rank]) -> 
             assert all(bucket.size and not np.isnan(bucket).any() for bucket in buckets), "a bucket with a hole"
             sent[stream.number, stream.targets[0]] = buckets
     received = np.zeros(len(engines), np.int64)
-    waiting = [(number, stream) for number in range(len(engines)) for stream in made.streams_to(number)]
+    waiting = [(number, stream) for number in range(len(engines)) for stream in plan.streams_to(number)]
     while waiting:
-        ready = [one for one in waiting if (one[1].number, one[0]) in sent]
+        ready = [item for item in waiting if (item[1].number, item[0]) in sent]
         assert ready, "engine ranks wait for each other"
         for number, stream in ready:
             waiting.remove((number, stream))
@@ -111,11 +111,11 @@ def exchanges(draw):
                 for column, columns in cuts(draw, shape[1])
             ]
             for place, box in enumerate(boxes):
-                # each box on a rank at least, so that there are no holes; of engines, each rank needs what it likes
+                # at least one trainer rank holds each slice, so that no element is missing; engine ranks need any subset
                 some = draw(st.sets(st.integers(0, len(ranks) - 1), min_size=ranks is trainers))
                 if ranks is trainers or some or place == 0:
-                    for one in sorted(some):
-                        ranks[one].place(name, shape, box, dtype, draw(st.integers(0, 2)))
+                    for owner in sorted(some):
+                        ranks[owner].place(name, shape, box, dtype, draw(st.integers(0, 2)))
     for rank in trainers:
         for name, (row, column, rows, columns), parameter, offset, stride in rank.boxes:
             part_of(rank.memory[parameter], offset, stride, rows, columns)[:] = values[name][
@@ -131,28 +131,28 @@ def exchanges(draw):
 def test_every_needed_element_arrives_once(exchange) -> None:
     values, trainers, engines, hosts, bucket_bytes = exchange
     haves, needs = [rank.done() for rank in trainers], [rank.done() for rank in engines]
-    made = plan_transfers(haves, needs, hosts, bucket_bytes)
-    received = carry_out(made, trainers, engines)
+    plan = plan_transfers(haves, needs, hosts, bucket_bytes)
+    received = carry_out(plan, trainers, engines)
     for rank in engines:
         for name, (row, column, rows, columns), parameter, offset, stride in rank.boxes:
             value = part_of(rank.memory[parameter], offset, stride, rows, columns)
             assert np.array_equal(value, values[name][row : row + rows, column : column + columns])
-    types = {name: dtype for one in haves for name, dtype in types_of(one)}
+    types = {name: dtype for table in haves for name, dtype in types_of(table)}
     for number, need in enumerate(needs):
-        wanted = 0
+        expected = 0
         for _, name, rows, columns, dtype in set(boxes_of(need)):
-            wanted += rows * columns * min(ITEM_BYTES[dtype], ITEM_BYTES[types[name]])
-        assert received[number] == wanted
-    for stream in range(len(made.targets)):
-        pieces = made.pieces[made.starts[stream] : made.starts[stream + 1]]
-        sizes = np.add.reduceat(pieces[:, 4] * pieces[:, 5], made.bucket_starts(stream)[:-1])
-        assert (sizes <= max(bucket_bytes // ITEM_BYTES[("float32", "bfloat16")[made.dtypes[stream]]], 1)).all()
+            expected += rows * columns * min(ITEM_BYTES[dtype], ITEM_BYTES[types[name]])
+        assert received[number] == expected
+    for stream in range(len(plan.targets)):
+        pieces = plan.pieces[plan.starts[stream] : plan.starts[stream + 1]]
+        sizes = np.add.reduceat(pieces[:, 4] * pieces[:, 5], plan.bucket_starts(stream)[:-1])
+        assert (sizes <= max(bucket_bytes // ITEM_BYTES[("float32", "bfloat16")[plan.dtypes[stream]]], 1)).all()
 
 
-def types_of(one: SliceTable):
-    return [(one.tensors[box[0]], one.dtypes[box[5]]) for box in one.slices.tolist()]
+def types_of(table: SliceTable):
+    return [(table.tensors[box[0]], table.dtypes[box[5]]) for box in table.slices.tolist()]
 
 
-def boxes_of(one: SliceTable):
-    for box in one.slices.tolist():
-        yield tuple(box[1:3]), one.tensors[box[0]], *box[3:5], one.dtypes[box[5]]
+def boxes_of(table: SliceTable):
+    for box in table.slices.tolist():
+        yield tuple(box[1:3]), table.tensors[box[0]], *box[3:5], table.dtypes[box[5]]

@@ -1,4 +1,4 @@
-"""What a plan promises beyond being right: balance, near holders, relays, determinism, and what it refuses."""
+"""Rules of a transfer plan beyond correctness: balance, near holders, relays, determinism and rejected inputs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def whole(*names: str, size: int = 256, dtype: str = "bfloat16") -> SliceTable:
     return holding(*((name, (size, size), (0, 0, size, size)) for name in names), dtype=dtype)
 
 
-def sent(made: TransferPlan, trainers: int) -> np.ndarray:
-    return np.bincount(made.sources, made.nbytes, trainers)
+def sent(plan: TransferPlan, trainers: int) -> np.ndarray:
+    return np.bincount(plan.sources, plan.nbytes, trainers)
 
 
 def layers(count: int) -> list[str]:
@@ -31,38 +31,38 @@ def layers(count: int) -> list[str]:
 
 
 def test_holders_send_about_as_much() -> None:
-    """Four replicas hold all; two of them alone hold something more, which nobody else can send."""
+    """Four replicas hold the layers; only two of them hold and can send the extra tensors."""
     names = layers(61)
     rich, poor = whole(*names, "extra.0", "extra.1"), whole(*names)
-    made = plan_transfers([rich, rich, poor, poor], [rich], Hosts(["a"] * 4, ["b"]), MIB)
-    assert sent(made, 4).sum() == rich.nbytes
-    assert np.ptp(sent(made, 4)) <= 256 * 256 * 2, "more than one tensor apart"
+    plan = plan_transfers([rich, rich, poor, poor], [rich], Hosts(["a"] * 4, ["b"]), MIB)
+    assert sent(plan, 4).sum() == rich.nbytes
+    assert np.ptp(sent(plan, 4)) <= 256 * 256 * 2, "more than one tensor apart"
 
 
 def test_large_tensors_are_divided_over_holders() -> None:
-    one = whole("embedding", size=1024)  # 2 MiB
-    made = plan_transfers([one] * 4, [one], Hosts(["a"] * 4, ["b"]), 128 * 1024)
-    assert sent(made, 4).tolist() == [one.nbytes / 4] * 4
+    table = whole("embedding", size=1024)  # 2 MiB
+    plan = plan_transfers([table] * 4, [table], Hosts(["a"] * 4, ["b"]), 128 * 1024)
+    assert sent(plan, 4).tolist() == [table.nbytes / 4] * 4
 
 
 def test_replicas_are_fed_by_one_another() -> None:
-    one = whole(*layers(8))
-    made = plan_transfers([one] * 2, [one] * 4, Hosts(["t", "t"], ["a", "b", "a", "b"]), MIB)
-    assert sent(made, 2).sum() == one.nbytes, "trainers send once, whatever the number of engines"
-    assert set(made.targets) == {(0, 2, 1, 3)}, "within a host first"
+    table = whole(*layers(8))
+    plan = plan_transfers([table] * 2, [table] * 4, Hosts(["t", "t"], ["a", "b", "a", "b"]), MIB)
+    assert sent(plan, 2).sum() == table.nbytes, "trainers send once, whatever the number of engines"
+    assert set(plan.targets) == {(0, 2, 1, 3)}, "within a host first"
 
 
 def test_a_holder_of_the_engines_host_comes_first() -> None:
-    one = whole(*layers(8))
-    made = plan_transfers([one] * 3, [one] * 3, Hosts(["a", "b", "c"], ["b", "d", "a"]), MIB)
-    feeds = {(int(source), targets) for source, targets in zip(made.sources, made.targets, strict=True)}
+    table = whole(*layers(8))
+    plan = plan_transfers([table] * 3, [table] * 3, Hosts(["a", "b", "c"], ["b", "d", "a"]), MIB)
+    feeds = {(int(source), targets) for source, targets in zip(plan.sources, plan.targets, strict=True)}
     assert feeds == {(1, (0, 1)), (0, (2,))}, "hosts with a holder are fed there, others by the host before them"
 
 
 def test_what_an_engine_holds_in_two_places_comes_once() -> None:
     box = ("shared", (8, 8), (0, 0, 8, 8))
-    made = plan_transfers([holding(box)], [holding(box, box)], Hosts(["a"], ["a"]), MIB)
-    (stream,) = made.streams_to(0)
+    plan = plan_transfers([holding(box)], [holding(box, box)], Hosts(["a"], ["a"]), MIB)
+    (stream,) = plan.streams_to(0)
     assert len(stream.copies) == 2 and stream.buckets.tolist() == [64]
 
 
@@ -71,27 +71,27 @@ def test_what_an_engine_holds_in_two_places_comes_once() -> None:
     [("float32", "bfloat16", "bfloat16"), ("bfloat16", "float32", "bfloat16"), ("float32", "float32", "float32")],
 )
 def test_the_smaller_type_travels(held: str, needed: str, travels: str) -> None:
-    made = plan_transfers([whole("w", dtype=held)], [whole("w", dtype=needed)], Hosts(["a"], ["a"]), MIB)
-    assert [stream.dtype for stream in made.streams_from(0)] == [travels]
+    plan = plan_transfers([whole("w", dtype=held)], [whole("w", dtype=needed)], Hosts(["a"], ["a"]), MIB)
+    assert [stream.dtype for stream in plan.streams_from(0)] == [travels]
 
 
 def test_the_same_descriptions_give_the_same_plan() -> None:
     def once() -> list[object]:
         haves = [holding(*((n, (64, 64), (32 * r, 0, 32, 64)) for n in layers(9))) for r in (0, 1, 0, 1)]
-        made = plan_transfers(
+        plan = plan_transfers(
             haves, [whole(*layers(9), size=64)] * 3, Hosts(["a", "a", "b", "b"], ["a", "b", "c"]), 4096
         )
-        parts = [made.streams_from(r) for r in range(4)] + [made.streams_to(r) for r in range(3)]
+        parts = [plan.streams_from(r) for r in range(4)] + [plan.streams_to(r) for r in range(3)]
         return [
             [
-                one.number,
-                one.source,
-                one.targets,
-                one.dtype,
-                *(a.tolist() for a in (one.buckets, one.copies, one.tensors)),
+                stream.number,
+                stream.source,
+                stream.targets,
+                stream.dtype,
+                *(a.tolist() for a in (stream.buckets, stream.copies, stream.tensors)),
             ]
             for part in parts
-            for one in part
+            for stream in part
         ]
 
     assert once() == once()
@@ -100,20 +100,20 @@ def test_the_same_descriptions_give_the_same_plan() -> None:
 def test_descriptions_survive_their_journey() -> None:
     describer = SliceTableBuilder()
     describer.add_whole("conv", (4, 3, 2, 2), "float32")
-    one = describer.build()
-    read = SliceTable.from_bytes(one.to_bytes())
-    assert read.shapes == ((4, 3, 2, 2),) and read.whole == {"conv"} and read.digest == one.digest
-    assert (read.slices == one.slices).all() and read.nbytes == 4 * 48
+    table = describer.build()
+    read = SliceTable.from_bytes(table.to_bytes())
+    assert read.shapes == ((4, 3, 2, 2),) and read.whole == {"conv"} and read.digest == table.digest
+    assert (read.slices == table.slices).all() and read.nbytes == 4 * 48
     assert as_matrix((5,)) == (1, 5) and as_matrix(()) == (1, 1)
 
 
 def test_digests_do_not_depend_on_who_compresses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trainers and engines may have different zlibs, and then other bytes of the same description."""
-    one, same = whole("w"), whole("w")
+    table, same = whole("w"), whole("w")
     monkeypatch.setattr("zlib.compress", lambda data, level: data)
-    assert one.to_bytes() and one.digest == same.digest
+    assert table.to_bytes() and table.digest == same.digest
     monkeypatch.undo()
-    assert whole("w").digest == one.digest != whole("v").digest
+    assert whole("w").digest == table.digest != whole("v").digest
 
 
 def halves(*rows: tuple[int, int]) -> list[SliceTable]:

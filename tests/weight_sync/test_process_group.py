@@ -1,4 +1,4 @@
-"""Groups that buckets cross a network in: which library, how it is asked, and what becomes of what is under way."""
+"""Process groups for buckets between hosts: the library, its options, and the abort of transfers under way."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _Group:
 
 
 class _Library(CPUPlatform):
-    """One that connects with the first broadcast, and can call off what is under way."""
+    """A library that connects in the first broadcast and can abort transfers under way."""
 
     def __init__(self, works: list[_Work]) -> None:
         self.group, self.aborted = _Group(works), []
@@ -116,11 +116,11 @@ def test_nccl_as_torch_has_it(monkeypatch):
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     group.Options = Options  # type: ignore[attr-defined]
     monkeypatch.setattr(dist, "ProcessGroupNCCL", group, raising=False)
-    made = CUDAPlatform().collective("store", 1, 2, MINUTE)
-    store, rank, size, options = made.given
+    collective = CUDAPlatform().collective("store", 1, 2, MINUTE)
+    store, rank, size, options = collective.given
     assert (store, rank, size, options._timeout, options.config.max_ctas) == ("store", 1, 2, MINUTE, 2)
     assert handling == ["0"] and os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3", "training's own groups keep it"
-    CUDAPlatform().abort_collective(made)
+    CUDAPlatform().abort_collective(collective)
     assert aborted == [1]
     stub = (torch.__path__[0] + "/_C/_distributed_c10d.pyi").replace("//", "/")
     with open(stub) as file:
@@ -130,7 +130,7 @@ def test_nccl_as_torch_has_it(monkeypatch):
 
 
 def test_hccl_as_torch_npu_has_it(monkeypatch):
-    """What is asked of it; that it has these names, `test_hccl_has_these_names` says of its library."""
+    """The calls to torch_npu's binding; `test_hccl_has_these_names` checks that its library has these names."""
 
     class Options:
         _timeout = hccl_config = None
@@ -149,13 +149,13 @@ def test_hccl_as_torch_npu_has_it(monkeypatch):
     for name in ("torch_npu", "torch_npu._C"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, binding.__name__, binding)
-    made = NPUPlatform().collective("store", 0, 2, MINUTE)
-    store, rank, size, options = made.given
+    collective = NPUPlatform().collective("store", 0, 2, MINUTE)
+    store, rank, size, options = collective.given
     assert (store, rank, size, options._timeout) == ("store", 0, 2, MINUTE)
     assert options.hccl_config == {"hccl_buffer_size": 16, "hccl_op_expansion_mode": 1}
     assert options.global_ranks_in_group == [0, 1], "without ranks it would be torch_npu's default group"
     assert NPUPlatform().collective("store", 0, 2, MINUTE).given[3].group_id != options.group_id
-    NPUPlatform().abort_collective(made)
+    NPUPlatform().abort_collective(collective)
     assert aborted[0] == "forgotten" and len(aborted) == 2
 
 
@@ -169,21 +169,21 @@ def test_hccl_has_these_names():
 
 
 def test_a_device_is_read_when_it_is_written(monkeypatch):
-    """Of memory that is not the host's: on a stream beside the one that packs, behind what writes it."""
+    """Device memory is read on a separate stream, after the event of the write."""
     order: list[object] = []
     memory = torch.zeros(48, dtype=torch.uint8)
-    wanted = torch.arange(48, dtype=torch.uint8)
+    expected = torch.arange(48, dtype=torch.uint8)
 
     class Stream:
         def wait_event(self, written):
             order.append(written)
-            memory.copy_(wanted)
+            memory.copy_(expected)
 
         def synchronize(self):
             order.append("copied")
 
     @contextlib.contextmanager
-    def stream(one):
+    def stream(copy_stream):
         order.append("beside")
         yield
 
@@ -191,7 +191,7 @@ def test_a_device_is_read_when_it_is_written(monkeypatch):
     monkeypatch.setattr(torch, "get_device_module", lambda device: devices)
     fingerprints = Fingerprinter()
     fingerprints._host = torch.full((64,), 7, dtype=torch.uint8)  # pinned, where there is a device
-    assert fingerprints._of_device(memory, "written") == fingerprint(wanted.numpy())
+    assert fingerprints._of_device(memory, "written") == fingerprint(expected.numpy())
     assert order == [memory.device, "beside", "written", "copied"]
-    assert fingerprints.start(memory).result() == fingerprint(wanted.numpy())
+    assert fingerprints.start(memory).result() == fingerprint(expected.numpy())
     fingerprints.close()

@@ -1,4 +1,4 @@
-"""Slices go from where they are to where they belong, once, proven; or everyone learns why not."""
+"""Sharded weight sync: every slice arrives once with a verified fingerprint, or every rank raises the cause."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ APART = ["b", "b", "c", "c"]
     [(HERE, "auto"), (RELAYED, "auto"), (APART, "auto"), (HERE, "collective"), (HERE, "device")],
 )
 def test_every_element_arrives_once_and_proven(tmp_path, places, transport):
-    with exchange(tmp_path, places, transport=transport) as one:
-        assert session_from_json(one.session.to_json()) == one.session
-        one.connect()
-        needed = sum(rank.description.nbytes for rank in one.engines)
+    with exchange(tmp_path, places, transport=transport) as cluster:
+        assert session_from_json(cluster.session.to_json()) == cluster.session
+        cluster.connect()
+        needed = sum(rank.description.nbytes for rank in cluster.engines)
         for version in (3, 4, 5):
-            sent, received = one.update(version)
+            sent, received = cluster.update(version)
             assert received.bytes == needed
             assert received.buckets > 8
             assert sent.version == received.version == version
             assert os.listdir(tmp_path) == []
-        assert one.exports == 4, "the first version alone is held to the export, by every trainer rank"
+        assert cluster.exports == 4, "only the first version is checked against the export, by every trainer rank"
         once = {key.split(" to ")[0] for key in sent.streams}
         assert len(once) < len(sent.streams), "replicas read what was packed for the first"
         with pytest.raises(WeightSyncError, match=r"1 streams differ: 0 to e0/0: sent x, received"):
@@ -61,7 +61,7 @@ def test_every_element_arrives_once_and_proven(tmp_path, places, transport):
 
 @pytest.mark.parametrize(("places", "transport"), [(HERE, "auto"), (APART, "auto"), (HERE, "device")])
 def test_buckets_are_where_they_belong_whatever_the_default_device(tmp_path, monkeypatch, places, transport):
-    """Around a receiver vLLM has its device as the default one, where gloo and fingerprints read nothing."""
+    """vLLM sets its device as torch's default around a receiver; gloo and fingerprints read host memory."""
     begin, receive = ShardedReceiver.begin, ShardedReceiver.receive
 
     def elsewhere(method):
@@ -73,32 +73,32 @@ def test_buckets_are_where_they_belong_whatever_the_default_device(tmp_path, mon
 
     monkeypatch.setattr(ShardedReceiver, "begin", elsewhere(begin))
     monkeypatch.setattr(ShardedReceiver, "receive", elsewhere(receive))
-    with exchange(tmp_path, places, transport=transport) as one:
-        one.connect()
+    with exchange(tmp_path, places, transport=transport) as cluster:
+        cluster.connect()
         for version in (1, 2):
-            one.update(version)
+            cluster.update(version)
 
 
 @pytest.mark.parametrize("places", [RELAYED, APART])
 def test_each_bucket_is_read_for_its_fingerprint_once_at_either_end(tmp_path, monkeypatch, places):
-    """By who passes it on, too, who needs to know it before others get it."""
+    """Holds for a relay, too: it verifies a bucket before it sends it on."""
     counts: Counter[str] = Counter()
 
     def counted(name):
-        taken = getattr(Fingerprinter, name)
+        method = getattr(Fingerprinter, name)
 
         def count(self, memory):
             counts[name] += 1
-            return taken(self, memory)
+            return method(self, memory)
 
         return count
 
-    with exchange(tmp_path, places) as one:
-        one.connect()
-        one.update(1)
+    with exchange(tmp_path, places) as cluster:
+        cluster.connect()
+        cluster.update(1)
         for name in ("streaming", "start"):
             monkeypatch.setattr(Fingerprinter, name, counted(name))
-        sent, received = one.update(2)
+        sent, received = cluster.update(2)
         assert counts["start"] > 0 and sum(counts.values()) == sent.buckets + received.buckets
 
 
@@ -119,7 +119,7 @@ def test_rows_that_are_longer_than_a_cache_are_cut(monkeypatch):
 
 @pytest.mark.parametrize("places", [HERE, RELAYED])
 def test_few_requests_and_no_key_for_each_bucket(tmp_path, monkeypatch, places):
-    """Of a bucket and reader: a number, a note, an answer; and two that read these, but for those in vain."""
+    """Store requests per bucket and reader: one number, one notice, one acknowledgement, and the two reads of these."""
     counts: Counter[str] = Counter()
     call = StoreChannel._call
 
@@ -127,14 +127,14 @@ def test_few_requests_and_no_key_for_each_bucket(tmp_path, monkeypatch, places):
         counts[operation.__name__] += 1
         return call(self, operation, *arguments)
 
-    with exchange(tmp_path, places) as one:
-        one.connect()
-        one.update(1)  # is held to the export, besides
-        one.update(2)
-        keys = one.store.num_keys()
+    with exchange(tmp_path, places) as cluster:
+        cluster.connect()
+        cluster.update(1)  # the first update also checks against the export
+        cluster.update(2)
+        keys = cluster.store.num_keys()
         monkeypatch.setattr(StoreChannel, "_call", counted)
-        received = one.update(3)[1]
-        assert one.store.num_keys() == keys, "what was read is written over"
+        received = cluster.update(3)[1]
+        assert cluster.store.num_keys() == keys, "what was read is written over"
         assert counts["add"] == received.buckets
         assert counts["set"] == 2 * received.buckets + 4, "notes, answers, and that each of four ranks has loaded it"
         assert counts["delete_key"] == 4, "that they had loaded the version before"
@@ -152,9 +152,9 @@ def test_who_reads_whose_memory(tmp_path):
     ]
     hosts = Hosts(("a", "a"), ("a", "a", "b", "b", "c"))
     assert [hop.remote for hop in relay_path(1, stream.targets, hosts, shares_memory=False)] == [0, 1, 2, 3, 4]
-    made = SimpleNamespace(sources=torch.tensor([1, 0]).numpy(), targets=[stream.targets, (0, 3)], hosts=hosts)
-    assert max_connections(made, shares_memory=True) == 2, "engine 2: from trainer 1, and to engine 4"
-    assert max_connections(made, shares_memory=False) == 4, "engine 0: from both trainers, and to engines 1 and 3"
+    plan = SimpleNamespace(sources=torch.tensor([1, 0]).numpy(), targets=[stream.targets, (0, 3)], hosts=hosts)
+    assert max_connections(plan, shares_memory=True) == 2, "engine 2: from trainer 1, and to engine 4"
+    assert max_connections(plan, shares_memory=False) == 4, "engine 0: from both trainers, and to engines 1 and 3"
     alone = Stream(8, 0, (4,), "float32", *[torch.zeros(0).numpy()] * 3)
     assert stream_relays(alone, session) == [Relay(("trainer", 0), (), 4)]
     with pytest.raises(ValueError, match="'0' does not share /dev/shm"):
@@ -164,8 +164,8 @@ def test_who_reads_whose_memory(tmp_path):
         )  # fmt: skip
 
 
-def failures(one: Exchange, version: int) -> list[BaseException | None]:
-    sending, receiving = one.start(version)
+def failures(cluster: Exchange, version: int) -> list[BaseException | None]:
+    sending, receiving = cluster.start(version)
     return [future.exception(20) for future in (*sending, *receiving)]
 
 
@@ -173,105 +173,105 @@ def failures(one: Exchange, version: int) -> list[BaseException | None]:
 def test_a_flipped_bit_names_bucket_tensors_and_ranks(tmp_path, monkeypatch, places):
     take = ShardedReceiver._load
 
-    def corrupt(self, taken, target):
-        if self.name == "e1/1" and len(taken.memory) > 100:
-            taken.memory = taken.memory.clone()  # one reader's alone
-            taken.group and taken.group.finish(taken.broadcast, "x")
-            taken.memory[100] ^= 4
-            taken.group = None
+    def corrupt(self, bucket, target):
+        if self.name == "e1/1" and len(bucket.memory) > 100:
+            bucket.memory = bucket.memory.clone()  # only this reader's copy
+            bucket.group and bucket.group.finish(bucket.broadcast, "x")
+            bucket.memory[100] ^= 4
+            bucket.group = None
         before = list(target.left)
         try:
-            take(self, taken, target)
+            take(self, bucket, target)
         except WeightSyncError:
-            assert target.left == before, "nothing may be made of bytes that are not proven"
+            assert target.left == before, "unverified bytes must not reach a parameter"
             raise
 
-    with exchange(tmp_path, places) as one:
-        one.connect()
-        one.update(1)
+    with exchange(tmp_path, places) as cluster:
+        cluster.connect()
+        cluster.update(1)
         monkeypatch.setattr(planned_receiver.ShardedReceiver, "_load", corrupt)
         start = time.monotonic()
-        told = failures(one, 2)
-        one.close()
-        assert time.monotonic() - start < 5, "nobody waits for what is under way"
+        errors = failures(cluster, 2)
+        cluster.close()
+        assert time.monotonic() - start < 5, "no rank waits for transfers under way"
         words = r"'e1/1' got other bytes than .* sent in bucket 0 of stream \d+ from trainer \d \((embed|odd|norm|exp)"
-        assert re.search(words, str(told[7]))
-        others = [error for error in told[:7] if error is not None]
-        assert len(others) >= 2 and all(isinstance(error, WeightSyncError) for error in others)
-        assert all("got other bytes" in str(error) for error in others), "the cause, not its consequences"
+        assert re.search(words, str(errors[7]))
+        aborted = [error for error in errors[:7] if error is not None]
+        assert len(aborted) >= 2 and all(isinstance(error, WeightSyncError) for error in aborted)
+        assert all("got other bytes" in str(error) for error in aborted), "the cause, not its consequences"
 
 
 @pytest.mark.parametrize("check_every", [0, 2])
 def test_what_was_loaded_is_held_to_the_export(tmp_path, check_every):
-    """A box that is wrong from the start has right fingerprints on its way: the export tells, and names it."""
-    with exchange(tmp_path, check_every=check_every) as one:
-        one.connect()
+    """A slice packed with wrong values has matching fingerprints; only the check against the export names it."""
+    with exchange(tmp_path, check_every=check_every) as cluster:
+        cluster.connect()
         for version in (1, 2):
-            one.update(version)
-        exports = one.exports
+            cluster.update(version)
+        exports = cluster.exports
 
         def wrong_embed():
-            one.exports += 1
-            weights = {name: weight.clone() for name, weight in one.weights.items()}
+            cluster.exports += 1
+            weights = {name: weight.clone() for name, weight in cluster.weights.items()}
             weights["embed"][60, 30] += 1
             return weights.items()
 
-        one.export = wrong_embed  # type: ignore[method-assign]
-        told = failures(one, 3)
+        cluster.export = wrong_embed  # type: ignore[method-assign]
+        errors = failures(cluster, 3)
         if check_every == 0:
-            assert told == [None] * 8 and one.exports == exports
+            assert errors == [None] * 8 and cluster.exports == exports
             return
-        message = str(told[5])
+        message = str(errors[5])
         assert (
             "the weights that receiver 'e0/1' loaded differ from the trainers' export, in 1 tensors: embed (bucket"
             in message
         )
         assert "from trainer" in message and "set exchange.route=export" in message
-        assert any(error is not None for error in told[:4])
+        assert any(error is not None for error in errors[:4])
 
 
 def test_holes_are_refused_by_everyone_and_at_once(tmp_path):
-    with exchange(tmp_path) as one:
+    with exchange(tmp_path) as cluster:
         describer = SliceTableBuilder()
         describer.add(describer.tensor("unknown", (4, 4)), (0, 0, 4, 4), describer.parameter("p", "float32"), 0, 4)
-        for receiver in one.receivers:
+        for receiver in cluster.receivers:
             receiver.collect_held()
             receiver.publish_needed(describer.build())
-        for error in failures(one, 1):
+        for error in failures(cluster, 1):
             assert "of unknown: of these 16 elements the trainers hold 0" in str(error) or "aborted" in str(error)
 
 
 def test_a_silent_peer_is_named_after_the_timeout(tmp_path):
-    with exchange(tmp_path, timeout=1.5) as one:
-        one.connect()
-        one.update(1)
-        receiving = [one.pool.submit(one.receive, number, 2) for number in range(4)]
-        [one.pool.submit(one.senders[rank].send, 2, one.export) for rank in (0, 1, 2)]
-        told = [str(future.exception(10)) for future in receiving]
-        assert any("waited 1.5 s for e" in one and "a bucket from trainers [3]" in one for one in told), told
-    with exchange(tmp_path, timeout=1.5) as one:
-        one.connect()
-        one.update(1)
-        sending = [one.pool.submit(sender.send, 2, one.export) for sender in one.senders]
-        [one.pool.submit(one.receive, number, 2) for number in (0, 1, 2)]
-        told = [str(future.exception(10)) for future in sending]
-        assert any("waited 1.5 s for " in one and "e1/1" in one for one in told), told
+    with exchange(tmp_path, timeout=1.5) as cluster:
+        cluster.connect()
+        cluster.update(1)
+        receiving = [cluster.pool.submit(cluster.receive, number, 2) for number in range(4)]
+        [cluster.pool.submit(cluster.senders[rank].send, 2, cluster.export) for rank in (0, 1, 2)]
+        errors = [str(future.exception(10)) for future in receiving]
+        assert any("waited 1.5 s for e" in error and "a bucket from trainers [3]" in error for error in errors), errors
+    with exchange(tmp_path, timeout=1.5) as cluster:
+        cluster.connect()
+        cluster.update(1)
+        sending = [cluster.pool.submit(sender.send, 2, cluster.export) for sender in cluster.senders]
+        [cluster.pool.submit(cluster.receive, number, 2) for number in (0, 1, 2)]
+        errors = [str(future.exception(10)) for future in sending]
+        assert any("waited 1.5 s for " in error and "e1/1" in error for error in errors), errors
 
 
 def test_plans_from_other_descriptions_are_refused(tmp_path):
-    with exchange(tmp_path) as one:
-        one.connect()
-        one.receivers[2]._held = one.receivers[2]._held[:3]
-        told = failures(one, 1)
-        assert "plan weight sync from different slice tables" in str(told[6])
+    with exchange(tmp_path) as cluster:
+        cluster.connect()
+        cluster.receivers[2]._held = cluster.receivers[2]._held[:3]
+        errors = failures(cluster, 1)
+        assert "plan weight sync from different slice tables" in str(errors[6])
 
 
 def test_another_version_than_expected(tmp_path):
-    with exchange(tmp_path) as one:
-        one.connect()
-        one.update(1)
-        receiving = one.pool.submit(one.receive, 0, 9)
-        sending = [one.pool.submit(sender.send, 2, one.export) for sender in one.senders]
+    with exchange(tmp_path) as cluster:
+        cluster.connect()
+        cluster.update(1)
+        receiving = cluster.pool.submit(cluster.receive, 0, 9)
+        sending = [cluster.pool.submit(sender.send, 2, cluster.export) for sender in cluster.senders]
         assert "expects version 9, got 2" in str(receiving.exception(10))
         assert all("expects version 9, got 2" in str(future.exception(10)) for future in sending)
 
@@ -290,12 +290,14 @@ def test_a_full_shared_memory_is_said(tmp_path, monkeypatch):
     def full(fd, start, size):
         raise OSError(errno.ENOSPC, "no room")
 
-    with exchange(tmp_path) as one:
-        one.connect()
+    with exchange(tmp_path) as cluster:
+        cluster.connect()
         monkeypatch.setattr(os, "posix_fallocate", full)
-        told = failures(one, 1)
-        assert any(isinstance(error, OSError) and "is full: a weight bucket needs" in str(error) for error in told[:4])
-        assert all("is full: a weight bucket needs" in str(error) for error in told[4:]), told
+        errors = failures(cluster, 1)
+        assert any(
+            isinstance(error, OSError) and "is full: a weight bucket needs" in str(error) for error in errors[:4]
+        )
+        assert all("is full: a weight bucket needs" in str(error) for error in errors[4:]), errors
         assert os.listdir(tmp_path) == []
 
 
@@ -353,38 +355,38 @@ def test_boxes_are_converted_once():
     memory = torch.empty(12, dtype=torch.uint8)
     fingerprints = Fingerprinter()
     packed = StreamCopier(stream).pack(0, memory, lambda _: held, fingerprints).result()
-    wanted = held[1:9].view(2, 4)[:, :3].bfloat16()
-    assert torch.equal(memory.view(torch.bfloat16).view(2, 3), wanted)
+    expected = held[1:9].view(2, 4)[:, :3].bfloat16()
+    assert torch.equal(memory.view(torch.bfloat16).view(2, 3), expected)
     target = torch.zeros(12)
-    written, found = StreamCopier(stream).unpack(0, memory, lambda _: target, fingerprints)
-    assert written == [(0, 6)] and found.result() == packed == fingerprint(memory.numpy())
-    assert torch.equal(target[1:9].view(2, 4)[:, :3], wanted.float())
+    written, written_fingerprint = StreamCopier(stream).unpack(0, memory, lambda _: target, fingerprints)
+    assert written == [(0, 6)] and written_fingerprint.result() == packed == fingerprint(memory.numpy())
+    assert torch.equal(target[1:9].view(2, 4)[:, :3], expected.float())
 
 
 def test_fingerprints_of_boxes_see_each_element(tmp_path):
     assert set(SHAPES) == {"embed", "norm", "experts.0", "experts.1", "odd"} and host_id(str(tmp_path))
-    with exchange(tmp_path) as one:
-        need = one.engines[2].description
-        one.weights = {name: torch.randn(shape) for name, shape in SHAPES.items()}
-        one.engines[2].load(one.weights)
+    with exchange(tmp_path) as cluster:
+        need = cluster.engines[2].description
+        cluster.weights = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+        cluster.engines[2].load(cluster.weights)
         examined = verify.SliceFingerprints(need)
-        examined.add(range(6), one.engines[2].tensor)
-        (wanted,) = verify.expected_fingerprints(one.weights.items(), [need])
-        assert wanted == examined.fingerprints
-        one.engines[2].view(5)[3, 2] += 1
-        examined.add([5], one.engines[2].tensor)
-        assert verify.differing_tensors(need, examined.fingerprints, wanted) == ["odd"]
+        examined.add(range(6), cluster.engines[2].tensor)
+        (expected,) = verify.expected_fingerprints(cluster.weights.items(), [need])
+        assert expected == examined.fingerprints
+        cluster.engines[2].view(5)[3, 2] += 1
+        examined.add([5], cluster.engines[2].tensor)
+        assert verify.differing_tensors(need, examined.fingerprints, expected) == ["odd"]
 
 
 def test_the_dead_rank_is_named_and_not_whom_it_left_behind(tmp_path):
-    """A trainers' collective breaks at once where one of them dies; the watch tells of the death a little later."""
-    with exchange(tmp_path) as one:
-        one.connect()
+    """A trainer's death breaks the other trainers' collective at once; the heartbeat reports the death 0.3 s later."""
+    with exchange(tmp_path) as cluster:
+        cluster.connect()
 
         def broken():
-            one.pool.submit(lambda: (time.sleep(0.3), one.receivers[0]._channel.abort("trainer 1 died")))
+            cluster.pool.submit(lambda: (time.sleep(0.3), cluster.receivers[0]._channel.abort("trainer 1 died")))
             raise RuntimeError("Connection closed by peer")
 
-        one.export = broken
-        told = failures(one, 1)
-        assert "trainer 1 died" in str(told[4]), told
+        cluster.export = broken
+        errors = failures(cluster, 1)
+        assert "trainer 1 died" in str(errors[4]), errors

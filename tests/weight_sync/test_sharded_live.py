@@ -81,21 +81,21 @@ def three_updates(process: EngineProcess, trainers: Trainers, info: dict[str, An
     for version in (1, 2, 3):
         trainers.call("change", version)
         update_planned(process, trainers, info, version)
-        own, tokens = process.rpc("digests"), process.generate(make_requests(3))[1]
+        digests, tokens = process.rpc("digests"), process.generate(make_requests(3))[1]
         update_exported(process, trainers, info, version)
-        assert_same(own, process.rpc("digests"))
+        assert_same(digests, process.rpc("digests"))
         assert not exact or same(tokens, process.generate(make_requests(3))[1])
-        assert own != former, "the weights changed"
-        former = own
+        assert digests != former, "the weights changed"
+        former = digests
 
 
 def assert_same(planned: list[dict[str, str]], exported: list[dict[str, str]]) -> None:
-    for rank, (one, other) in enumerate(zip(planned, exported, strict=True)):
-        assert [name for name in one.keys() | other.keys() if one.get(name) != other.get(name)] == [], f"rank {rank}"
+    for rank, (left, right) in enumerate(zip(planned, exported, strict=True)):
+        assert [name for name in left.keys() | right.keys() if left.get(name) != right.get(name)] == [], f"rank {rank}"
 
 
 def update_planned(process: EngineProcess, trainers: Trainers, info: dict, version: int, **options: Any) -> Any:
-    """In a session of its own, all of it held to the export."""
+    """Update in a new session that checks every tensor against the export."""
     receivers = info["receivers"]
     session = trainers.call("open_planned", receivers, {"bucket_mb": 1, "timeout": 60.0, **options})[0]
     process.connect_weight_sync(session)

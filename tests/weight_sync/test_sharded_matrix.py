@@ -33,19 +33,19 @@ AT_A_TIME = 4  # layouts of the same processes: each leaves threads behind that 
 
 
 class Engines:
-    """Of one model, in different layouts and types."""
+    """Engines of one model in different layouts and types."""
 
     def __init__(self, path: str, kinds: list[tuple[dict[str, Any], str]]) -> None:
         self.path, self.processes, self.infos = path, [EngineProcess() for _ in kinds], []
         for number, (process, (layout, dtype)) in enumerate(zip(self.processes, kinds, strict=True)):
             process.replace("megarl.engines.vllm.engine", "build_engine_args", "with_digests")
-            own = spec(path, name=f"e{number}", load_weights=False, dtype=dtype, **layout)
-            self.infos.append(process.begin("start", own).result(PATIENCE))  # in turn: two cores
+            engine_spec = spec(path, name=f"e{number}", load_weights=False, dtype=dtype, **layout)
+            self.infos.append(process.begin("start", engine_spec).result(PATIENCE))  # in turn: two cores
         self.all("rpc", "watch_layers")
 
     def all(self, method: str, *arguments: Any) -> list[Any]:
         begun = [process.begin(method, *arguments) for process in self.processes]
-        return [one.result(PATIENCE) for one in begun]
+        return [future.result(PATIENCE) for future in begun]
 
     @property
     def receivers(self) -> list[Any]:
@@ -55,23 +55,23 @@ class Engines:
 @pytest.fixture(scope="module", params=list(ENGINES))
 def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     path = build_model(tmp_path_factory.mktemp(request.param) / request.param, request.param, layers=4)
-    made = Engines(path, ENGINES[request.param])
-    yield made
-    for process in made.processes:
+    group = Engines(path, ENGINES[request.param])
+    yield group
+    for process in group.processes:
         process.close()
 
 
 @pytest.mark.parametrize("processes", PROCESSES)
 def test_bit_equality_over_the_matrix(engines: Engines, processes: int, tmp_path: Path) -> None:
-    """Of each layout three updates in a row in one session, with generation between, each held to the export; then the
-    same weights through the export."""
+    """Three updates of each layout in one session, with generation between, each checked against the export; then the
+    same weights through full weight sync."""
     model = Path(engines.path).name
     layouts = [
-        LAYOUTS[one["name"].removeprefix(f"{model}-")].megatron
-        for one in PARITY
-        if one["model"] == model and one["processes"] == processes
+        LAYOUTS[case["name"].removeprefix(f"{model}-")].megatron
+        for case in PARITY
+        if case["model"] == model and case["processes"] == processes
     ]
-    if model == "deepseek_v3":  # whose vocabulary mbridge cannot pad
+    if model == "deepseek_v3":  # mbridge cannot pad its vocabulary
         layouts = [layout for layout in layouts if VOCABULARY % layout.get("tensor_parallel", 1) == 0]
     assert layouts
     for first in range(0, len(layouts), AT_A_TIME):
@@ -90,8 +90,8 @@ def check(engines: Engines, trainers: Trainers, layout: dict[str, Any]) -> None:
     session = trainers.call("open_planned", engines.receivers, options)[0]
     engines.all("connect_weight_sync", session)
     former: list[Any] = []
-    # The last time they are the same: what layers had before vLLM repacked them is compared below, and a router's bias, which
-    # comes after the experts by either route, was then that of the update before.
+    # Version 4 repeats version 3's weights. The digests below include layers before vLLM repacks them, when a router's
+    # bias, which arrives after the experts on either route, still has the previous update's values.
     for version in (1, 2, 3, 4):
         if version < 4:
             trainers.call("change", version)
@@ -100,9 +100,11 @@ def check(engines: Engines, trainers: Trainers, layout: dict[str, Any]) -> None:
         sent = merge_reports(sending.result(PATIENCE))
         compare_sharded_reports(sent, received)
         assert received.checked == sent.checked > 0, layout
-        own = engines.all("rpc", "digests")
-        assert version == 4 or all(one != other for one, other in zip(own, former, strict=False)), "the weights changed"
-        former = own
+        digests = engines.all("rpc", "digests")
+        assert version == 4 or all(left != right for left, right in zip(digests, former, strict=False)), (
+            "the weights changed"
+        )
+        former = digests
         engines.all("generate", make_requests(2))
     engines.all("rpc", "forget_names")
     engines.all("connect_weight_sync", trainers.call("open_export", engines.receivers)[0])
@@ -110,6 +112,6 @@ def check(engines: Engines, trainers: Trainers, layout: dict[str, Any]) -> None:
     reports = engines.all("update_weights", 5)
     compare_full_reports(exporting.result(PATIENCE)[0], {f"e{number}": report for number, report in enumerate(reports)})
     for number, (planned, exported) in enumerate(zip(former, engines.all("rpc", "digests"), strict=True)):
-        for rank, (one, other) in enumerate(zip(planned, exported, strict=True)):
-            differing = [name for name in one.keys() | other.keys() if one.get(name) != other.get(name)]
+        for rank, (left, right) in enumerate(zip(planned, exported, strict=True)):
+            differing = [name for name in left.keys() | right.keys() if left.get(name) != right.get(name)]
             assert differing == [], f"{layout}: engine {number}, rank {rank}"

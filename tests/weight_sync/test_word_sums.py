@@ -42,23 +42,23 @@ def test_a_flipped_bit_and_swapped_words_change_the_sums():
         memory[byte] ^= bit
     words = memory.view(torch.int32)
     for _ in range(200):
-        one, other = chance.sample(range(1024), 2)
-        words[other] = words[one] ^ torch.tensor(
+        first, second = chance.sample(range(1024), 2)
+        words[second] = words[first] ^ torch.tensor(
             -(2**31), dtype=torch.int32
         )  # x and -x, of which sums may tell nothing
-        taken = WordSumFingerprint(memory, filled=True).result()
-        words[[one, other]] = words[[other, one]]
-        assert WordSumFingerprint(memory, filled=True).result() != taken
+        unswapped = WordSumFingerprint(memory, filled=True).result()
+        words[[first, second]] = words[[second, first]]
+        assert WordSumFingerprint(memory, filled=True).result() != unswapped
 
 
 def test_what_is_asked_of_memory_that_is_not_filled_yet_is_taken_at_the_end():
-    taken = Fingerprinter(on_device=True)
+    fingerprinter = Fingerprinter(on_device=True)
     memory = torch.zeros(64, dtype=torch.uint8)
-    passing, beside = taken.streaming(memory), taken.start(memory)
+    passing, started = fingerprinter.streaming(memory), fingerprinter.start(memory)
     memory[:] = 3
     passing.advance(64)
-    assert passing.result() == WordSumFingerprint(memory, filled=True).result() != beside.result()
-    taken.close()
+    assert passing.result() == WordSumFingerprint(memory, filled=True).result() != started.result()
+    fingerprinter.close()
 
 
 @pytest.mark.parametrize("on_device", [True, False])
