@@ -246,37 +246,37 @@ class TestBundle:
 
     def test_commands_of_each_device(self, monkeypatch):
         """hccn_tool for every device; a command that is not installed is named once."""
-        asked: list[str] = []
+        names: list[str] = []
 
         def run(words: list[str], *_: object) -> Output | None:
-            asked.append(" ".join(words))
+            names.append(" ".join(words))
             return None if words[0] == "npu-smi" else Output(0, f"link of {words[2]}", "")
 
         monkeypatch.setattr(bundle, "run", run)
         problems: list[str] = []
         text = bundle.device_status(Settings("npu", 2), problems)
         assert "$ hccn_tool -i 0 -link -g\nlink of 0" in text and "$ hccn_tool -i 1 -link -g\nlink of 1" in text
-        assert problems == ["npu-smi: command not found"] and asked.count("npu-smi info") == 1
+        assert problems == ["npu-smi: command not found"] and names.count("npu-smi info") == 1
 
     def test_environment_is_an_allow_list_without_secrets(self):
         prefixes = [kind.environment[0] for kind in KINDS if kind.environment]
         assert prefixes, "kinds of devices name their variables"
-        given = {
+        inherited = {
             f"{prefixes[0]}X": "1",
             "AWS_SECRET_ACCESS_KEY": "s",
             "VLLM_API_KEY": "s",
             "VLLM_USE_V1": "1",
             "HOME": "/h",
         }
-        given |= {"RAY_AUTH_TOKEN": "s", "HF_TOKEN": "s"}
-        assert set(bundle.environment(given).split()) == {f"{prefixes[0]}X=1", "VLLM_USE_V1=1"}
+        inherited |= {"RAY_AUTH_TOKEN": "s", "HF_TOKEN": "s"}
+        assert set(bundle.environment(inherited).split()) == {f"{prefixes[0]}X=1", "VLLM_USE_V1=1"}
 
 
 class TestCommand:
     def test_stages_of_a_command_line(self):
-        known = stage_numbers()
+        numbers = stage_numbers()
         assert parse_stages("1-3,5", tuple(range(9))) == (1, 2, 3, 5)
-        assert parse_stages(str(known[-1]), known) == (known[-1],)
+        assert parse_stages(str(numbers[-1]), numbers) == (numbers[-1],)
         for wrong in ("9", "3-1", "a", "", "1-99"):
             with pytest.raises(InputError, match="names no stages"):
                 parse_stages(wrong, tuple(range(9)))

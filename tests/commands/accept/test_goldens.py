@@ -57,16 +57,16 @@ def test_a_family_is_written_once_and_whole(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(one, marks=[] if one == "dense" else [pytest.mark.slow]) for one in FAMILIES]
+    "family", [pytest.param(name, marks=[] if name == "dense" else [pytest.mark.slow]) for name in FAMILIES]
 )
 def test_references_are_those_of_transformers(family, tmp_path):
     from tests.support.make_goldens import golden_of
 
-    made, kept = golden_of(family, tmp_path), goldens.read_golden(family)
+    computed, kept = golden_of(family, tmp_path), goldens.read_golden(family)
     for name in ("log_probs", "log_probs_after", "sketches", "squares"):
-        np.testing.assert_allclose(getattr(made, name), getattr(kept, name), rtol=1e-5, atol=1e-5, err_msg=name)
-    np.testing.assert_allclose(made.grad_norms, kept.grad_norms, rtol=1e-5)
-    assert made.tensor_norms.keys() == kept.tensor_norms.keys() and len(kept.tensor_norms) > 20
+        np.testing.assert_allclose(getattr(computed, name), getattr(kept, name), rtol=1e-5, atol=1e-5, err_msg=name)
+    np.testing.assert_allclose(computed.grad_norms, kept.grad_norms, rtol=1e-5)
+    assert computed.tensor_norms.keys() == kept.tensor_norms.keys() and len(kept.tensor_norms) > 20
 
 
 def test_golden_files_are_small_and_whole():
@@ -120,7 +120,7 @@ class TestComparison:
 
         with_adaptor = [kind.name for kind in KINDS if model_parity.SWAPPED in adaptor(kind.name).settings]
         assert with_adaptor and all(
-            "dense 1 bfloat16 distributed_optimizer extra" in names(one) for one in with_adaptor
+            "dense 1 bfloat16 distributed_optimizer extra" in names(listed) for listed in with_adaptor
         )
         assert not any("extra" in name for name in names("cpu"))
 

@@ -44,7 +44,7 @@ def names(stage: dict[str, Any], verdict: str = "PASS") -> set[str]:
 
 
 def look_at(stages: dict[str, dict[str, Any]], tmp_path: Path) -> None:
-    """Check that each stage but 6 tried what it is there for."""
+    """Check that each stage except stage 6 ran a check of its topic."""
     assert all(len(names(stages[name])) > 15 for name in ("kernels", "model parity", "collectives"))
     parity = " ".join(names(stages["model parity"]))
     for layout in ("dense TP2", "dense CP2", "moe EP2", "moe TP2ETP2", "mla PP2", "vl TP2", "mla 1 float32 recompute"):
@@ -64,7 +64,7 @@ def look_at(stages: dict[str, dict[str, Any]], tmp_path: Path) -> None:
 
 @pytest.mark.stack
 def test_stages_without_a_run(tmp_path):
-    """CI runs all stages but 6, whose `megarl train` other tests start, too; test_all_stages runs all."""
+    """CI runs all stages except 6 here; other tests start its `megarl train`, and test_all_stages runs all stages."""
     stages = accepted(tmp_path, stages="0-5,7,8")
     assert list(stages) == [stage.name for stage in STAGES if stage.number != 6]
     look_at(stages, tmp_path)
@@ -137,7 +137,7 @@ def test_memory_that_cannot_be_mapped_leaves_the_other_ways(tmp_path, monkeypatc
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_all_stages_with_a_recipe(tmp_path):
-    """A recipe whose engines form groups: the doctor's checks of it, a group in stage 4, its tiny copy in stage 6."""
+    """A recipe with engine groups: the doctor's checks, a group in stage 4, the tiny copy in stage 6."""
     stages = accepted(tmp_path, Path(__file__).parents[3] / "recipes" / "grpo_deepseek_v3.yaml")
     assert "doctor: recipe: settings" in names(stages["environment"])
     assert "doctor: recipe: model" in names(stages["environment"], "NOT RUN"), "its files are not here"
@@ -167,10 +167,10 @@ def test_recipe_with_few_layers_trains(tmp_path):
     )
     folder = tmp_path / "cut"
     folder.mkdir()
-    made = cut.make_cut(recipe, [], folder, "cpu", 2)
-    assert made.layout == "TP2 EP2 on 2 trainers (the recipe: 16), 1 engines of TP2, 2 layers"
+    tiny = cut.make_cut(recipe, [], folder, "cpu", 2)
+    assert tiny.layout == "TP2 EP2 on 2 trainers (the recipe: 16), 1 engines of TP2, 2 layers"
     context = Context(Settings("cpu", 2), tmp_path, tmp_path, 1e9)
-    lines = rl_step._train(context, "few layers", made.path, made.recipe.train.steps, compares=False)
+    lines = rl_step._train(context, "few layers", tiny.path, tiny.recipe.train.steps, compares=False)
     assert [check.line() for check in context.checks if check.verdict == "FAIL"] == []
     assert len(lines) == 2 and list((folder / "runs" / "cut" / "checkpoints").iterdir())
 

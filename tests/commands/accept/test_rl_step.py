@@ -155,7 +155,7 @@ class TestStep:
 
     def of(self, context: Context, *changes: dict[str, Any]) -> list[str]:
         rl_step.judge_metrics(
-            context, "x", [{**self.line, **{"step": n}, **own} for n, own in enumerate(changes, 1)], 2
+            context, "x", [{**self.line, **{"step": n}, **values} for n, values in enumerate(changes, 1)], 2
         )
         return failed(context)
 
@@ -194,7 +194,7 @@ class TestStep:
         )
         context.checks.clear()
         rl_step.judge_metrics(context, "x", [self.line], 1, first=True)
-        assert len(failed(context)) == 2, "a ratio that is not there is no ratio of 1"
+        assert len(failed(context)) == 2, "a missing ratio does not count as 1"
 
     def test_peak_of_a_trainer_is_compared_with_its_tensors(self, context, monkeypatch):
         gib = 2**30
@@ -274,8 +274,8 @@ class TestFewLayers:
         assert cut.layers_of(small) == 4 if small.first_stage_layers else 2 * small.pipeline_parallel
 
     def test_config(self):
-        given, small = MegatronConfig(expert_parallel=32), MegatronConfig(expert_parallel=8, pipeline_parallel=2)
-        config = cut.cut_config(self.MOE, given, small)
+        large, small = MegatronConfig(expert_parallel=32), MegatronConfig(expert_parallel=8, pipeline_parallel=2)
+        config = cut.cut_config(self.MOE, large, small)
         assert (config["num_hidden_layers"], config["first_k_dense_replace"], config["n_routed_experts"]) == (4, 1, 64)
         assert "quantization_config" not in config and self.MOE["num_hidden_layers"] == 61
 
@@ -302,13 +302,13 @@ class TestFewLayers:
         )
         folder = tmp_path / "cut"
         folder.mkdir()
-        made = cut.make_cut(recipe, [], folder, "cpu", 4)
-        assert made.layout.startswith("TP2 PP2 EP2 on 4 trainers (the recipe: 16), 2 engines of TP2, 4 layers")
-        assert made.recipe.rollout.engine_args == {"enforce_eager": True} and made.recipe.cluster.device == "cpu"
-        assert made.recipe.actor.max_tokens_per_micro_batch == 4 * (cut.PROMPT + cut.RESPONSE)
-        assert made.config["hidden_size"] == 64 and made.config["num_experts"] == 4
+        tiny = cut.make_cut(recipe, [], folder, "cpu", 4)
+        assert tiny.layout.startswith("TP2 PP2 EP2 on 4 trainers (the recipe: 16), 2 engines of TP2, 4 layers")
+        assert tiny.recipe.rollout.engine_args == {"enforce_eager": True} and tiny.recipe.cluster.device == "cpu"
+        assert tiny.recipe.actor.max_tokens_per_micro_batch == 4 * (cut.PROMPT + cut.RESPONSE)
+        assert tiny.config["hidden_size"] == 64 and tiny.config["num_experts"] == 4
         index = json.loads((folder / "model" / "model.safetensors.index.json").read_text())["weight_map"]
-        assert set(index) == {name for name, _ in shapes(made.config)} and len(set(index.values())) == 5
+        assert set(index) == {name for name, _ in shapes(tiny.config)} and len(set(index.values())) == 5
         with safe_open(folder / "model" / index["model.layers.3.mlp.experts.1.up_proj.weight"], "pt") as file:
             tensor = file.get_tensor("model.layers.3.mlp.experts.1.up_proj.weight")
             norm = file.get_tensor("model.layers.3.input_layernorm.weight")

@@ -107,8 +107,8 @@ class TestKernels:
 
 
 def timing(rank: int, **changes: Any) -> list[Timing]:
-    own = Timing("tensor", "all_reduce", (0, 1, 2, 3), 0.01, 0.0001, 1e9, True)
-    return [replace(own, **changes.get(f"r{rank}", {}))]
+    timing = Timing("tensor", "all_reduce", (0, 1, 2, 3), 0.01, 0.0001, 1e9, True)
+    return [replace(timing, **changes.get(f"r{rank}", {}))]
 
 
 class StubRanks:
@@ -203,7 +203,7 @@ class TestCollectives:
         assert collectives.slow_pairs(context, StubRanks([]), 1000, "aaaa") == "" and not failed(context)
 
     def test_pairs_over_the_network_are_compared_with_each_other(self, context):
-        """A healthy network of a fifth of the links' rate is no fault; a slow one among its pairs is."""
+        """A network at a fifth of the links' rate passes if all pairs agree; a pair slower than the others fails."""
         context.settings = replace(context.settings, device="cuda")
         hosts = ["a"] * 8 + ["b"] * 8
         pairs = collectives.pairs_of(hosts)

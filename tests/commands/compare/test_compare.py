@@ -23,23 +23,23 @@ REWARD = "critic/rewards/mean"
 
 def log(rewards: dict[int, float], rates: dict[int, float] | None = None, **more: dict[int, float]) -> Log:
     curves = {REWARD: rewards, "perf/throughput": rates or {}, **more}
-    made = Log(Path("somewhere"), "JSONL")
+    log = Log(Path("somewhere"), "JSONL")
     for name, curve in curves.items():
         for step, value in curve.items():
-            made.add(step, {name: value})
-    return made
+            log.add(step, {name: value})
+    return log
 
 
 class TestMathematics:
     def test_error_by_hand(self) -> None:
         """A relative error, a root of squares or a mean that lets signs cancel gives other figures."""
-        found = accuracy({1: 0.5, 2: 0.2, 3: 0.9}, {1: 0.4, 2: 0.4, 4: 0.9})
+        result = accuracy({1: 0.5, 2: 0.2, 3: 0.9}, {1: 0.4, 2: 0.4, 4: 0.9})
         # |0.1| and |-0.2| over two steps; their mean is 0.15, of the differences -0.05; mean |B| is 0.4
-        assert found.error == pytest.approx(0.15)
-        assert found.bias == pytest.approx(-0.05)
-        assert found.relative == pytest.approx(0.375)
-        assert (found.largest, found.largest_step) == (pytest.approx(0.2), 2)
-        assert (found.steps, found.first, found.last, found.only_a, found.only_b) == (2, 1, 2, 1, 1)
+        assert result.error == pytest.approx(0.15)
+        assert result.bias == pytest.approx(-0.05)
+        assert result.relative == pytest.approx(0.375)
+        assert (result.largest, result.largest_step) == (pytest.approx(0.2), 2)
+        assert (result.steps, result.first, result.last, result.only_a, result.only_b) == (2, 1, 2, 1, 1)
 
     def test_at_the_bound_is_within(self) -> None:
         """0.54 - 0.5 is more than 0.04 in binary, and the rule says at most."""
@@ -50,14 +50,14 @@ class TestMathematics:
     @pytest.mark.parametrize(("a", "b"), [(NAN, 0.5), (0.5, math.inf), (NAN, NAN)])
     def test_not_finite_is_never_within(self, a: float, b: float) -> None:
         """A run that breaks would pass by its good steps, or by NaN comparing false."""
-        found = accuracy({1: 0.5, 2: a}, {1: 0.5, 2: b})
-        assert found.error == 0 and found.steps == 1
-        assert (found.not_finite_a, found.not_finite_b) == (not math.isfinite(a), not math.isfinite(b))
-        assert not found.within(1.0)
+        result = accuracy({1: 0.5, 2: a}, {1: 0.5, 2: b})
+        assert result.error == 0 and result.steps == 1
+        assert (result.not_finite_a, result.not_finite_b) == (not math.isfinite(a), not math.isfinite(b))
+        assert not result.within(1.0)
 
     def test_no_finite_step_at_all(self) -> None:
-        found = accuracy({1: NAN}, {1: 0.5})
-        assert math.isnan(found.error) and math.isnan(found.relative) and found.largest_step is None
+        result = accuracy({1: NAN}, {1: 0.5})
+        assert math.isnan(result.error) and math.isnan(result.relative) and result.largest_step is None
 
     def test_nothing_in_common_names_both_ranges(self) -> None:
         with pytest.raises(NothingInCommon, match="A has steps 1 to 2, B has step 7"):
@@ -65,14 +65,14 @@ class TestMathematics:
 
     def test_throughput_by_hand(self) -> None:
         """Only the first steps count, whatever order they were written in; A over B, not B over A."""
-        found = throughput({5: 9000, 1: 100, 2: 200, 3: 300, 4: 200}, dict.fromkeys(range(1, 9), 400), 4)
-        assert (found.mean_a, found.mean_b, found.ratio) == (200, 400, 0.5)
-        assert found.within(0.5) and not found.within(0.51)
+        result = throughput({5: 9000, 1: 100, 2: 200, 3: 300, 4: 200}, dict.fromkeys(range(1, 9), 400), 4)
+        assert (result.mean_a, result.mean_b, result.ratio) == (200, 400, 0.5)
+        assert result.within(0.5) and not result.within(0.51)
 
     @pytest.mark.parametrize("rates", [{1: NAN}, {1: 0.0}, {}])
     def test_no_ratio_where_there_is_none(self, rates: dict[int, float]) -> None:
-        found = throughput({1: 5.0}, rates, 4)
-        assert math.isnan(found.ratio) and not found.within(0.0)
+        result = throughput({1: 5.0}, rates, 4)
+        assert math.isnan(result.ratio) and not result.within(0.0)
 
     def test_errors_and_their_mean_so_far(self) -> None:
         gaps, means = errors({1: 1.0, 2: NAN, 3: 2.0}, {1: 0.0, 2: 0.0, 3: 5.0})
@@ -85,7 +85,7 @@ class TestMathematics:
         assert list(between(series, None, 2)) == [1, 2] and list(between(series, 4, None)) == [4, 5]
 
     def test_spark(self) -> None:
-        """Means of stretches; what is missing or not finite stays visible."""
+        """Sparklines show means of stretches; missing and non-finite values stay visible."""
         assert spark({1: 0.0, 2: 1.0, 3: NAN}, [1, 2, 3, 4], 0.0, 1.0, 10) == "▁█× "
         assert spark({1: 0.0, 2: 1.0, 3: 1.0, 4: 1.0}, [1, 2, 3, 4], 0.0, 1.0, 2) == "▅█"
         assert spark({1: 3.0}, [1], 3.0, 3.0, 5) == "▁"
@@ -108,9 +108,9 @@ class TestConsoleLines:
         assert console_line(line) == (12, {REWARD: 0.5, "perf/throughput": 812.25}, "")
 
     def test_signs_exponents_and_what_is_not_finite(self) -> None:
-        found = console_line("step:3 - a/b:-1.5e-05 - c:nan - d:-inf - e:np.float64(nan) - f:.5 - train/time(s):2.\n")
-        assert found is not None
-        values = found[1]
+        parsed = console_line("step:3 - a/b:-1.5e-05 - c:nan - d:-inf - e:np.float64(nan) - f:.5 - train/time(s):2.\n")
+        assert parsed is not None
+        values = parsed[1]
         assert (values["a/b"], values["d"], values["f"], values["train/time(s)"]) == (-1.5e-05, -math.inf, 0.5, 2.0)
         assert math.isnan(values["c"]) and math.isnan(values["e"])
 
@@ -135,23 +135,23 @@ class TestLogs:
             '{"step": 2, "data": {"val/loss": 0.4}}\n'
             '{"step": 3, "data": {"train/lo'
         )
-        found = read_log(path)
-        assert found.kind == "JSONL" and set(found.metrics) == {"train/loss", "val/loss"}
-        assert found.metrics["train/loss"][1] == 0.5 and math.isnan(found.metrics["train/loss"][2])
-        assert not found.rewritten  # another metric of the same step is no second writing
-        assert found.notes == ["1 line of verl.jsonl could not be read as metrics of a step"]
+        log = read_log(path)
+        assert log.kind == "JSONL" and set(log.metrics) == {"train/loss", "val/loss"}
+        assert log.metrics["train/loss"][1] == 0.5 and math.isnan(log.metrics["train/loss"][2])
+        assert not log.rewritten  # another metric of a step does not rewrite the step
+        assert log.notes == ["1 line of verl.jsonl could not be read as metrics of a step"]
 
     def test_a_run_of_megarl(self, tmp_path: Path) -> None:
         (tmp_path / "metrics.jsonl").write_text('{"step": 1, "actor/loss": 0.5}\n{"step": 2, "actor/loss": "NaN"}\n')
-        found = read_log(tmp_path)
-        assert found.kind == "megarl" and list(found.metrics) == ["actor/loss"]
-        assert math.isnan(found.metrics["actor/loss"][2])
+        log = read_log(tmp_path)
+        assert log.kind == "megarl" and list(log.metrics) == ["actor/loss"]
+        assert math.isnan(log.metrics["actor/loss"][2])
 
     def test_after_a_resume_the_last_counts(self, tmp_path: Path) -> None:
         path = tmp_path / "log.txt"
         path.write_text("".join(f"step:{step} - {REWARD}:{value}\n" for step, value in [(1, 0.1), (2, 0.9), (2, 0.2)]))
-        found = read_log(path)
-        assert found.metrics[REWARD] == {1: 0.1, 2: 0.2} and found.rewritten == {REWARD: {2}}
+        log = read_log(path)
+        assert log.metrics[REWARD] == {1: 0.1, 2: 0.2} and log.rewritten == {REWARD: {2}}
 
     def test_events_as_verl_writes_them(self, tmp_path: Path) -> None:
         """All steps, not a sample of 10,000; two sessions in one folder; the only folder inside the one given."""
@@ -164,10 +164,10 @@ class TestLogs:
                 writer.add_scalar(REWARD, value, step)
             writer.close()
         for path in (folder, tmp_path):
-            found = read_log(path)
-            assert found.kind == "TensorBoard" and len(found.metrics[REWARD]) == 10_050
-            assert [found.metrics[REWARD][step] for step in (2, 3, 10_050)] == [0.25, 0.75, 0.75]
-            assert found.rewritten[REWARD] == {3}
+            log = read_log(path)
+            assert log.kind == "TensorBoard" and len(log.metrics[REWARD]) == 10_050
+            assert [log.metrics[REWARD][step] for step in (2, 3, 10_050)] == [0.25, 0.75, 0.75]
+            assert log.rewritten[REWARD] == {3}
 
     def test_events_as_megarl_writes_them(self, tmp_path: Path) -> None:
         sink = TensorBoardSink(RunDirectory(tmp_path), 1)
@@ -199,10 +199,10 @@ class TestRules:
         assert not compare_logs(log({}, **{"actor/loss": {1: 0.521}}), b, Options()).within
 
     def test_a_policy_loss_is_not_bounded_by_the_rule_for_sft(self) -> None:
-        one = log({1: 0.5}, **{"actor/loss": {1: 0.1}})
+        base = log({1: 0.5}, **{"actor/loss": {1: 0.1}})
         with pytest.raises(ValueError, match="--max-error"):
-            compare_logs(one, one, Options(metric="actor/loss"))
-        assert compare_logs(one, one, Options(metric="actor/loss", max_error=0.01)).within
+            compare_logs(base, base, Options(metric="actor/loss"))
+        assert compare_logs(base, base, Options(metric="actor/loss", max_error=0.01)).within
 
     def test_rl_against_sft_is_refused(self) -> None:
         with pytest.raises(ValueError, match="neither a reward"):
@@ -217,8 +217,8 @@ class TestRules:
     def test_steps_bound_everything(self) -> None:
         a, b = log({1: 0.9, 2: 0.5, 3: 0.5}, {1: 1.0, 2: 50.0}), log({1: 0.1, 2: 0.5, 3: 0.5}, {1: 100.0, 2: 100.0})
         assert not compare_logs(a, b, Options()).within
-        found = compare_logs(a, b, Options(first=2))
-        assert found.within and found.throughput is not None and found.throughput.ratio == 0.5
+        comparison = compare_logs(a, b, Options(first=2))
+        assert comparison.within and comparison.throughput is not None and comparison.throughput.ratio == 0.5
         with pytest.raises(ValueError, match=r"none.*--steps.*In all, A has steps 1 to 3"):
             compare_logs(a, b, Options(first=50))
 
@@ -247,7 +247,7 @@ class TestRules:
 
 
 class TestCommand:
-    """As it is typed: exit status, what stands on which stream, and the page."""
+    """The command line: exit status, stdout, stderr and the HTML page."""
 
     @staticmethod
     def status(*arguments: str) -> int:
@@ -270,9 +270,9 @@ class TestCommand:
 
     def test_json(self, logs: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
         assert self.status(*logs, "--json") == 1
-        found = json.loads(capsys.readouterr().out)
-        assert found["within"] is False and found["accuracy"]["error"] == pytest.approx(0.05)
-        assert found["accuracy"]["bound"] == 0.04 and found["throughput"]["ratio"] == 1.0
+        report = json.loads(capsys.readouterr().out)
+        assert report["within"] is False and report["accuracy"]["error"] == pytest.approx(0.05)
+        assert report["accuracy"]["bound"] == 0.04 and report["throughput"]["ratio"] == 1.0
 
     def test_nan_is_strict_json(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "a").write_text(f"step:1 - {REWARD}:nan\n")
@@ -325,8 +325,8 @@ class TestCommand:
         (tmp_path / "folder").mkdir()
         places = {"a": logs[0], "b": logs[1], "empty": tmp_path / "empty", "folder": tmp_path / "folder"}
         assert self.status(*(argument.format(**places) for argument in arguments)) == 2
-        said = capsys.readouterr()
-        assert words in " ".join(said.err.replace("│", " ").split()) and "Traceback" not in said.err
+        output = capsys.readouterr()
+        assert words in " ".join(output.err.replace("│", " ").split()) and "Traceback" not in output.err
 
 
 def test_percentages_and_ranges() -> None:

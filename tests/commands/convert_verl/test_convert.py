@@ -31,7 +31,7 @@ GRPO = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_roll
 VALUES = ["1=run-7", "HOME=/h"]
 
 
-def settings(text: str, *given: str, rows: int | None = None) -> dict[str, Any]:
+def settings(text: str, *overrides: str, rows: int | None = None) -> dict[str, Any]:
     """The recipe's own settings, by dotted key."""
     flat: dict[str, Any] = {}
 
@@ -39,12 +39,12 @@ def settings(text: str, *given: str, rows: int | None = None) -> dict[str, Any]:
         for name, value in content.items():
             walk(value, f"{prefix}{name}.") if isinstance(value, dict) else flat.update({f"{prefix}{name}": value})
 
-    walk(yaml.safe_load(convert(text, given, rows=rows).text), "")
+    walk(yaml.safe_load(convert(text, overrides, rows=rows).text), "")
     return flat
 
 
-def arguments(text: str, **given: str) -> list[str]:
-    return [argument.text for argument in read_command(text, given).arguments]
+def arguments(text: str, **options: str) -> list[str]:
+    return [argument.text for argument in read_command(text, options).arguments]
 
 
 class TestScript:
@@ -99,21 +99,21 @@ class TestScript:
         assert re.search(r"line \d+: actor_rollout_ref\.actor\.not_an_option=1: unknown option", notes)
         assert re.search(r"yarn_scaling_factor=40: no counterpart: the model's config.json determines it", notes)
         assert "trainer.total_epochs=3: the length of a run is train.steps" in notes
-        line = SCRIPT.splitlines().index(next(one for one in SCRIPT.splitlines() if "yarn_" in one)) + 1
+        line = SCRIPT.splitlines().index(next(text for text in SCRIPT.splitlines() if "yarn_" in text)) + 1
         assert f"line {line}: actor_rollout_ref.actor.megatron.override_transformer_config.yarn_scaling_factor" in notes
 
     def test_every_option_is_taken_over_or_named(self) -> None:
         """A value that is neither in the recipe nor in a note: the table forgot a word."""
         notes = "\n".join(convert(SCRIPT, VALUES).notes)
-        known = [*RL, *TRAINER]
+        table = [*RL, *TRAINER]
         for argument in read_command(SCRIPT, {"1": "x", "HOME": "/h"}).arguments:
             name = argument.text.lstrip("+").split("=")[0]
-            taken = any(option.to and re.fullmatch(option.verl.replace("*", ".*"), name) for option in known)
-            assert taken or name in notes or name.startswith("--"), name
+            matched = any(option.to and re.fullmatch(option.verl.replace("*", ".*"), name) for option in table)
+            assert matched or name in notes or name.startswith("--"), name
 
     def test_settings_behind_the_file_win(self) -> None:
-        own = settings(SCRIPT, *VALUES, "megatron.expert_parallel=4", "NNODES=1")
-        assert own["megatron.expert_parallel"] == 4 and own["cluster.trainers"] == 16
+        converted = settings(SCRIPT, *VALUES, "megatron.expert_parallel=4", "NNODES=1")
+        assert converted["megatron.expert_parallel"] == 4 and converted["cluster.trainers"] == 16
 
     @pytest.mark.parametrize(
         ("options", "groups", "spread"),
@@ -131,8 +131,8 @@ class TestScript:
         added = "".join(f"    actor_rollout_ref.rollout.{name}={value} \\\n" for name, value in options.items())
         place = "    actor_rollout_ref.rollout.tensor_model_parallel_size=4 \\\n"
         assert place in SCRIPT
-        own = settings(SCRIPT.replace(place, place + added), *VALUES)
-        assert own.get("rollout.data_parallel") == groups and own.get("rollout.expert_parallel") == spread
+        converted = settings(SCRIPT.replace(place, place + added), *VALUES)
+        assert converted.get("rollout.data_parallel") == groups and converted.get("rollout.expert_parallel") == spread
 
     def test_a_layout_that_does_not_divide_is_noted(self) -> None:
         """Qwen3-30B-A3B has 4 key/value heads."""
@@ -145,7 +145,7 @@ class TestPublishedScripts:
     @staticmethod
     def scripts() -> list[str]:
         """From each `set -x` to the end of the command that trains."""
-        found = []
+        scripts = []
         for path in sorted(DOCUMENTS.glob("*.txt")):
             for text in path.read_text().split("set -x\n")[1:]:
                 script: list[str] = []
@@ -153,8 +153,8 @@ class TestPublishedScripts:
                     script.append(line)
                     if "trainer." in " ".join(script[-6:]) and not line.rstrip().endswith("\\") and len(script) > 20:
                         break
-                found.append("\n".join(script))
-        return found
+                scripts.append("\n".join(script))
+        return scripts
 
     def test_each_becomes_a_recipe_that_loads(self, tmp_path: Path) -> None:
         scripts = self.scripts()
@@ -162,8 +162,8 @@ class TestPublishedScripts:
         recipes = []
         for number, script in enumerate(scripts):
             path = tmp_path / f"{number}.yaml"
-            given = ["1=8", "2=out"] + ([] if "model.path" in script or "partial" in script else ["model.path=m"])
-            path.write_text(convert(script, given, rows=7473).text)
+            values = ["1=8", "2=out"] + ([] if "model.path" in script or "partial" in script else ["model.path=m"])
+            path.write_text(convert(script, values, rows=7473).text)
             recipes.append(load_recipe(path))
         sft = next(recipe for recipe in recipes if recipe.train.source == "sft")
         assert (sft.lora.rank, sft.lora.alpha, sft.data.prompts_per_step, sft.cluster.trainers) == (32, 16, 512, 8)
@@ -177,9 +177,13 @@ class TestPublishedScripts:
 class TestMeaning:
     def test_gae_takes_verls_lambda_and_the_actors_mini_batches(self) -> None:
         text = GRPO.replace("grpo", "gae") + " actor_rollout_ref.actor.ppo_mini_batch_size=512 critic.optim.lr=2e-5"
-        own = settings(text)
-        assert own["algorithm.lam"] == 1.0 and own["critic.mini_batches"] == 2 and own["critic.optimizer.lr"] == 2e-5
-        assert own["critic.trainers"] == 8
+        converted = settings(text)
+        assert (
+            converted["algorithm.lam"] == 1.0
+            and converted["critic.mini_batches"] == 2
+            and converted["critic.optimizer.lr"] == 2e-5
+        )
+        assert converted["critic.trainers"] == 8
 
     def test_a_critic_that_nobody_asks_for_is_left_out_and_named(self) -> None:
         done = convert(f"{GRPO} critic.optim.lr=2e-5")
@@ -191,28 +195,34 @@ class TestMeaning:
 
     def test_samples_of_a_micro_batch_become_tokens(self) -> None:
         """20 samples of up to 512 + 128 tokens."""
-        own = settings(f"{GRPO} actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=20 data.max_response_length=128")
-        assert own["actor.max_tokens_per_micro_batch"] == 12800
+        converted = settings(
+            f"{GRPO} actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=20 data.max_response_length=128"
+        )
+        assert converted["actor.max_tokens_per_micro_batch"] == 12800
 
     def test_sequence_parallel_holds_that_many_tokens_more(self) -> None:
         extra = "use_dynamic_bsz=True ppo_max_token_len_per_gpu=5632 ulysses_sequence_parallel_size=4"
-        own = settings(GRPO + "".join(f" actor_rollout_ref.actor.{one}" for one in extra.split()))
-        assert own["actor.max_tokens_per_micro_batch"] == 22528 and own["megatron.tensor_parallel"] == 4
+        converted = settings(GRPO + "".join(f" actor_rollout_ref.actor.{option}" for option in extra.split()))
+        assert converted["actor.max_tokens_per_micro_batch"] == 22528 and converted["megatron.tensor_parallel"] == 4
 
     def test_kl_in_the_reward(self) -> None:
-        own = settings(f"{GRPO} algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.02 algorithm.kl_penalty=kl")
+        converted = settings(
+            f"{GRPO} algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.02 algorithm.kl_penalty=kl"
+        )
         assert (
-            own["algorithm.kl_in_reward"] and own["algorithm.kl_coef"] == 0.02 and own["algorithm.kl_estimator"] == "kl"
+            converted["algorithm.kl_in_reward"]
+            and converted["algorithm.kl_coef"] == 0.02
+            and converted["algorithm.kl_estimator"] == "kl"
         )
 
     def test_one_step_off_has_devices_of_its_own(self) -> None:
         text = GRPO.replace("verl.trainer", "verl.experimental.one_step_off_policy")
-        own = settings(f"{text} trainer.n_gpus_per_node=8 rollout.n_gpus_per_node=4 rollout.nnodes=1")
-        assert own["cluster.placement"] == "disaggregated" and own["rollout.max_staleness"] == 1
-        assert own["cluster.trainers"] == 8 and own["rollout.engines"] == 2
+        converted = settings(f"{text} trainer.n_gpus_per_node=8 rollout.n_gpus_per_node=4 rollout.nnodes=1")
+        assert converted["cluster.placement"] == "disaggregated" and converted["rollout.max_staleness"] == 1
+        assert converted["cluster.trainers"] == 8 and converted["rollout.engines"] == 2
 
     @pytest.mark.parametrize(
-        ("extra", "said"),
+        ("extra", "message"),
         [
             (
                 "data.train_batch_size=10 actor_rollout_ref.actor.ppo_mini_batch_size=4",
@@ -233,28 +243,32 @@ class TestMeaning:
             ("words", "is not an override of the form key=value"),
         ],
     )
-    def test_what_cannot_be_had_is_refused(self, extra: str, said: str) -> None:
-        with pytest.raises(InputError, match=re.escape(said)):
+    def test_what_cannot_be_had_is_refused(self, extra: str, message: str) -> None:
+        with pytest.raises(InputError, match=re.escape(message)):
             convert(f"{GRPO} {extra}")
 
     def test_fields_of_ddp_are_carried_over_for_actor_and_critic(self) -> None:
-        """Those that megarl decides itself are left out, with a note."""
+        """DDP fields that megarl sets itself are left out, with a note."""
         text = f"{GRPO} algorithm.adv_estimator=gae"
         for role in ("actor_rollout_ref.actor", "critic"):
             text += f" +{role}.megatron.override_ddp_config.overlap_grad_reduce=True"
             text += f" +{role}.megatron.override_ddp_config.grad_reduce_in_fp32=True"
-        own = settings(text)
-        assert own["megatron.ddp.overlap_grad_reduce"] is own["critic.megatron.ddp.overlap_grad_reduce"] is True
-        assert not [key for key in own if key.endswith("grad_reduce_in_fp32")]
+        converted = settings(text)
+        assert (
+            converted["megatron.ddp.overlap_grad_reduce"]
+            is converted["critic.megatron.ddp.overlap_grad_reduce"]
+            is True
+        )
+        assert not [key for key in converted if key.endswith("grad_reduce_in_fp32")]
         assert "critic.megatron.ddp.grad_reduce_in_fp32=True: omitted" in convert(text).text
 
     def test_every_key_of_the_table_is_a_key_of_recipes(self) -> None:
         """A key that was renamed here and not there."""
-        known = flat_settings(to_yaml(Recipe())).keys()
+        keys = flat_settings(to_yaml(Recipe())).keys()
 
         def exists(key: str) -> bool:
             fields = ("megatron.extra.", "megatron.ddp.", "critic.megatron.ddp.", "rollout.engine_args.")
-            return key in known or key.startswith(fields)
+            return key in keys or key.startswith(fields)
 
         options: list[Option] = [*RL, *SFT, *TRAINER]
         assert not [key for option in options if option.to for key in option.to.split(", ") if not exists(key)]
@@ -282,7 +296,7 @@ class TestShell:
         ],
     )
     def test_words_are_the_shells(self, text: str, expected: list[str]) -> None:
-        """As bash has it: held to bash itself below."""
+        """Words are split as bash splits them; the test runs bash to compare."""
         script = f"V='1 2'\nN=10\nE=\nNONE_=\nL=(k=1 'm=a b')\n{self.MAIN} {text}\n"
         assert arguments(script) == expected
         if " $@" not in text and ">" not in text:
@@ -292,11 +306,13 @@ class TestShell:
     def by_bash(cls, script: str) -> list[str]:
         import subprocess
 
-        told = script.replace(cls.MAIN, "printf '%s\\0'")
-        return subprocess.run(["bash", "-c", told], capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
+        printing = script.replace(cls.MAIN, "printf '%s\\0'")
+        return subprocess.run(["bash", "-c", printing], capture_output=True, text=True, check=True).stdout.split("\0")[
+            :-1
+        ]
 
     @pytest.mark.parametrize(
-        ("text", "said"),
+        ("text", "message"),
         [
             ("a=$(nproc)", "line 1: the value of $(nproc) is unknown until the script runs"),
             ("a=`nproc`", "the value of `nproc`"),
@@ -308,8 +324,8 @@ class TestShell:
             ("<<EOF", "a here-document"),
         ],
     )
-    def test_what_a_shell_alone_knows_is_an_error(self, text: str, said: str) -> None:
-        with pytest.raises(InputError, match=re.escape(said)):
+    def test_what_a_shell_alone_knows_is_an_error(self, text: str, message: str) -> None:
+        with pytest.raises(InputError, match=re.escape(message)):
             arguments(f"{self.MAIN} {text}")
 
     @pytest.mark.parametrize(
@@ -367,9 +383,9 @@ class TestCommandLine:
         script.write_text(SCRIPT)
         assert self.run(str(script), *VALUES, "--rows", "100", "--out", str(out)) == 0
         assert load_recipe(out).train.steps == 18
-        said = capsys.readouterr()
-        assert "data.truncation=left" in said.err and "# Converted from run.sh" in out.read_text()
-        assert all(f"#   {line}" in out.read_text() for line in said.err.splitlines() if line.startswith("line "))
+        output = capsys.readouterr()
+        assert "data.truncation=left" in output.err and "# Converted from run.sh" in out.read_text()
+        assert all(f"#   {line}" in out.read_text() for line in output.err.splitlines() if line.startswith("line "))
         assert self.run(str(script), *VALUES, "--out", str(out)) == 2
         assert "already exists" in capsys.readouterr().err
 

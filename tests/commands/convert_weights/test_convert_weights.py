@@ -70,7 +70,7 @@ def reference(codes: torch.Tensor, scales: torch.Tensor, block: int) -> list[lis
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """Three files with a float32 bias and a multi-token-prediction layer. One matrix and its scales lie in different files."""
+    """Three files with a float32 bias and a multi-token-prediction layer; a matrix and its scales are in different files."""
     folder = tmp_path / "fp8"
     folder.mkdir()
     generator = torch.Generator().manual_seed(3)
@@ -112,10 +112,10 @@ def test_values_names_files_and_config(model: Path, tmp_path: Path, capsys: pyte
     assert after.keys() == {name for name in before if not name.endswith("_scale_inv")}
     for name in ATTENTION:
         scales = before[f"{name}.weight_scale_inv"]
-        wanted = reference(before[f"{name}.weight"], scales, BLOCK)
-        found = after[f"{name}.weight"]
-        assert found.dtype == torch.bfloat16
-        assert (found.view(torch.int16).to(torch.int32) & 0xFFFF).tolist() == wanted, name
+        expected = reference(before[f"{name}.weight"], scales, BLOCK)
+        converted = after[f"{name}.weight"]
+        assert converted.dtype == torch.bfloat16
+        assert (converted.view(torch.int16).to(torch.int32) & 0xFFFF).tolist() == expected, name
     for name in ("model.embed_tokens.weight", "model.layers.1.gate.bias"):
         assert after[name].dtype == before[name].dtype and torch.equal(after[name], before[name])
     index = json.loads((out / INDEX).read_text())
@@ -151,9 +151,9 @@ def test_all_codes_of_e4m3_and_scales_in_bfloat16(model: Path, tmp_path: Path) -
     save_file({"a.weight": weight, "a.weight_scale_inv": scales}, model / "model.safetensors")
     change(model, weight_block_size=[128, 128])
     convert(model, tmp_path / "out", workers=1)
-    found = load_file(tmp_path / "out" / "model.safetensors")["a.weight"]
-    wanted = reference(weight, scales.float(), 128)
-    assert (found.view(torch.int16).to(torch.int32) & 0xFFFF).tolist() == wanted
+    converted = load_file(tmp_path / "out" / "model.safetensors")["a.weight"]
+    expected = reference(weight, scales.float(), 128)
+    assert (converted.view(torch.int16).to(torch.int32) & 0xFFFF).tolist() == expected
     assert not (tmp_path / "out" / INDEX).exists()
 
 
@@ -303,8 +303,8 @@ def rewrite(model: Path, number: int, **tensors: torch.Tensor | None) -> None:
     kept = {name: tensor for name, tensor in {**load_file(file), **named}.items() if tensor is not None}
     save_file(kept, file)
     index = json.loads((model / INDEX).read_text())
-    others = {name: place for name, place in index["weight_map"].items() if place != file.name}
-    (model / INDEX).write_text(json.dumps({"weight_map": others | dict.fromkeys(kept, file.name)}))
+    remaining = {name: place for name, place in index["weight_map"].items() if place != file.name}
+    (model / INDEX).write_text(json.dumps({"weight_map": remaining | dict.fromkeys(kept, file.name)}))
 
 
 def test_tensors_that_do_not_belong_are_refused(model: Path, tmp_path: Path) -> None:

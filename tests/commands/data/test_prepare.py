@@ -94,7 +94,7 @@ def test_held_out_numbers_never_appear_in_training(problems):
             {numbers(row.values["prompt"]) for row in rows[n]} for n in (trained_on, f"{trained_on}_test")
         )
         assert len(held_out) > 100 and not held_out & learned
-    assert {len(found) for found in test} == {2, 3}  # the sum of two people has two numbers, all others three
+    assert {len(numbers) for numbers in test} == {2, 3}  # the sum of two people has two numbers, all others three
 
 
 def test_word_problems_are_right(problems):
@@ -183,9 +183,9 @@ def test_the_quickstart_folder_is_what_its_recipes_read(quickstart):
     rows = pyarrow.parquet.read_table(out / "data" / "sft.parquet").slice(0, 500).to_pylist()
     write_parquet(path, rows)
     for row, example in zip(rows, SFTDataset([path], tokenizer, config, 128), strict=True):
-        said = example.tokens[example.loss_mask]
-        assert said[-1] == tokenizer.eos_id and tokenizer.decode(said) == row["response"]
-        assert len(said) <= 48  # what the recipe lets a response have
+        response = example.tokens[example.loss_mask]
+        assert response[-1] == tokenizer.eos_id and tokenizer.decode(response) == row["response"]
+        assert len(response) <= 48  # what the recipe lets a response have
 
 
 @pytest.fixture

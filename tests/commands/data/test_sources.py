@@ -56,8 +56,8 @@ def test_math_keeps_levels_as_numbers(tmp_path: Path) -> None:
     for split in ("train", "test"):  # as the hub keeps them
         rows = [problem, {**problem, "level": "Level ?"}]
         write_parquet(tmp_path / "math" / "data" / f"{split}-00000-of-00001.parquet", rows)
-    made = math.prepare(str(tmp_path / "math"), tmp_path / "out")
-    assert made == {tmp_path / "out" / "train.parquet": 2, tmp_path / "out" / "test.parquet": 2}
+    summary = math.prepare(str(tmp_path / "math"), tmp_path / "out")
+    assert summary == {tmp_path / "out" / "train.parquet": 2, tmp_path / "out" / "test.parquet": 2}
     first, second = rows_in(tmp_path / "out" / "train.parquet")
     assert first["data_source"] == "DigitalLearningGmbH/MATH-lighteval" and first["ability"] == "math"
     assert first["prompt"] == [{"role": "user", "content": f"1+1? {math.INSTRUCTION}"}]
@@ -66,9 +66,9 @@ def test_math_keeps_levels_as_numbers(tmp_path: Path) -> None:
     assert second["extra_info"]["level"] is None and second["extra_info"]["index"] == 1
 
 
-@pytest.mark.parametrize("given", ["hub", "jsonl", "decoded"])
-def test_geo3k_keeps_drawings_as_they_are(tmp_path: Path, given: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the hub's files have them, as files beside JSONL, and decoded, as the package `datasets` gives them."""
+@pytest.mark.parametrize("form", ["hub", "jsonl", "decoded"])
+def test_geo3k_keeps_drawings_as_they_are(tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images arrive in the hub's files, in files next to JSONL, or decoded by the package `datasets`."""
     from PIL import Image
 
     drawing = Image.new("RGBA", (30, 20), (10, 20, 30, 128))
@@ -76,21 +76,21 @@ def test_geo3k_keeps_drawings_as_they_are(tmp_path: Path, given: str, monkeypatc
     drawing.save(file, format="PNG")
     problem: dict[str, Any] = {"problem": "<image>Find x.", "answer": "2 \\sqrt { 2 }"}
     for split in ("train", "test"):
-        if given == "hub":
+        if form == "hub":
             image = {"bytes": file.getvalue(), "path": None}
             write_parquet(
                 tmp_path / "in" / "data" / f"{split}-00000-of-00001.parquet", [{**problem, "images": [image]}]
             )
-        elif given == "jsonl":
+        elif form == "jsonl":
             write_jsonl(tmp_path / "in" / f"{split}.jsonl", [{**problem, "images": ["a.png"]}])
             (tmp_path / "in" / "a.png").write_bytes(file.getvalue())
         else:
             rows = HubRows([{**problem, "images": [drawing]}])
             hub = types.SimpleNamespace(load_dataset=lambda *_, rows=rows, **__: rows)
             monkeypatch.setitem(sys.modules, "datasets", hub)
-    source = "hiyouga/geometry3k" if given == "decoded" else str(tmp_path / "in")
-    made = geo3k.prepare(source, tmp_path / "out")
-    assert made == {tmp_path / "out" / "train.parquet": 1, tmp_path / "out" / "test.parquet": 1}
+    source = "hiyouga/geometry3k" if form == "decoded" else str(tmp_path / "in")
+    summary = geo3k.prepare(source, tmp_path / "out")
+    assert summary == {tmp_path / "out" / "train.parquet": 1, tmp_path / "out" / "test.parquet": 1}
     (row,) = rows_in(tmp_path / "out" / "test.parquet", *VERL, "images")
     (image,) = row.pop("images")
     assert image["path"] is None and list(Image.open(io.BytesIO(image["bytes"])).getdata()) == list(drawing.getdata())
@@ -106,7 +106,7 @@ def test_geo3k_keeps_drawings_as_they_are(tmp_path: Path, given: str, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "message"),
     [
         ({"problem": "Find x.", "answer": "2", "images": ["a.png"]}, "line 1: 1 images, 0 <image>"),
         ({"problem": "<image>", "answer": " ", "images": ["a.png"]}, "the answer ' '"),
@@ -115,10 +115,10 @@ def test_geo3k_keeps_drawings_as_they_are(tmp_path: Path, given: str, monkeypatc
         ({"problem": "<image>", "answer": "2", "images": [7]}, "neither bytes nor a file in .*: '7'"),
     ],
 )
-def test_geo3k_rows_that_lack_something(tmp_path: Path, row: dict[str, Any], said: str) -> None:
+def test_geo3k_rows_that_lack_something(tmp_path: Path, row: dict[str, Any], message: str) -> None:
     (tmp_path / "a.png").write_bytes(b"a drawing")
     write_jsonl(tmp_path / "train.jsonl", [row])
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         geo3k.prepare(str(tmp_path), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -137,17 +137,17 @@ def test_dapo_math_has_each_row_once_and_says_so(tmp_path: Path) -> None:
     """Repetitions would make an epoch a hundred; contradictions would reward a wrong answer."""
     rows = [dapo("2+2?", "4", "a"), dapo("3+3?", "6", "b"), dapo("odd?", "1", "c"), dapo("odd?", "3", "d")]
     write_parquet(tmp_path / "hub" / "data" / "dapo-math-17k.parquet", rows * 100)
-    made = CliRunner().invoke(app, ["dapo_math", "--source", str(tmp_path / "hub"), "--out", str(tmp_path / "out")])
-    assert made.exit_code == 0, made.output
+    result = CliRunner().invoke(app, ["dapo_math", "--source", str(tmp_path / "hub"), "--out", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
     # 400 rows of 3 prompts: 397 repeat one, and of the 3 one has two answers.
-    assert "397 of 400 rows were omitted as duplicates" in made.output
-    assert "1 prompts were omitted because they have several answers" in made.output
-    found = rows_in(tmp_path / "out" / "train.parquet")
-    assert [(row["prompt"][0]["content"], row["reward_model"]["ground_truth"]) for row in found] == [
+    assert "397 of 400 rows were omitted as duplicates" in result.output
+    assert "1 prompts were omitted because they have several answers" in result.output
+    written = rows_in(tmp_path / "out" / "train.parquet")
+    assert [(row["prompt"][0]["content"], row["reward_model"]["ground_truth"]) for row in written] == [
         ("2+2?", "4"),
         ("3+3?", "6"),
     ]
-    assert found[0] == {
+    assert written[0] == {
         **rows[0],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": "4"},
@@ -167,11 +167,11 @@ def test_dapo_math_has_each_row_once_and_says_so(tmp_path: Path) -> None:
     ],
 )
 def test_aime_in_the_columns_of_the_hub(tmp_path: Path, row: dict[str, Any]) -> None:
-    made, notices = aime.prepare(str(write_jsonl(tmp_path / "aime.jsonl", [row, row])), tmp_path, year=2024)
-    assert made == {tmp_path / "test.parquet": 1} and "1 of 2 rows" in notices[0]
-    (found,) = rows_in(tmp_path / "test.parquet")
-    assert found["data_source"] == "aime_2024" and found["reward_model"]["ground_truth"] == "25"
-    assert found["prompt"][0]["content"] == f"{aime.BEFORE}2+23?{aime.AFTER}"
+    summary, notices = aime.prepare(str(write_jsonl(tmp_path / "aime.jsonl", [row, row])), tmp_path, year=2024)
+    assert summary == {tmp_path / "test.parquet": 1} and "1 of 2 rows" in notices[0]
+    (prepared,) = rows_in(tmp_path / "test.parquet")
+    assert prepared["data_source"] == "aime_2024" and prepared["reward_model"]["ground_truth"] == "25"
+    assert prepared["prompt"][0]["content"] == f"{aime.BEFORE}2+23?{aime.AFTER}"
 
 
 def test_deepscaler_has_each_problem_once_for_the_scorer_of_mathematics(tmp_path: Path) -> None:
@@ -181,14 +181,14 @@ def test_deepscaler_has_each_problem_once_for_the_scorer_of_mathematics(tmp_path
         {"problem": "Which?", "answer": "1", "solution": ""},
         {"problem": "Which?", "answer": "2", "solution": ""},
     ]
-    made, notices = deepscaler.prepare(str(write_jsonl(tmp_path / "deepscaler.jsonl", rows)), tmp_path)
-    assert made == {tmp_path / "train.parquet": 1}
+    summary, notices = deepscaler.prepare(str(write_jsonl(tmp_path / "deepscaler.jsonl", rows)), tmp_path)
+    assert summary == {tmp_path / "train.parquet": 1}
     assert notices[0].startswith("2 of ") and "1 prompts were omitted because they have several answers" in notices[1]
-    (found,) = rows_in(tmp_path / "train.parquet")
-    assert found["reward_model"]["ground_truth"] == "\\frac{1}{2}"
-    assert found["prompt"][0]["content"] == f"Half of 1? {math.INSTRUCTION}"
-    scorer = resolve(None, [found["data_source"]])[found["data_source"]]
-    request = ScoreRequest("It is \\boxed{0.5}.", found["reward_model"]["ground_truth"], found["data_source"])
+    (prepared,) = rows_in(tmp_path / "train.parquet")
+    assert prepared["reward_model"]["ground_truth"] == "\\frac{1}{2}"
+    assert prepared["prompt"][0]["content"] == f"Half of 1? {math.INSTRUCTION}"
+    scorer = resolve(None, [prepared["data_source"]])[prepared["data_source"]]
+    request = ScoreRequest("It is \\boxed{0.5}.", prepared["reward_model"]["ground_truth"], prepared["data_source"])
     assert scorer.name == "math" and score(scorer, request).value == 1
 
 
@@ -200,10 +200,10 @@ def test_deepscaler_refuses_a_problem_without_an_answer(tmp_path: Path) -> None:
 
 def test_aime_in_verls_columns_stays_as_it_is(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "aime-2024.jsonl", [dapo("Solve.", "33", "7")] * 32)
-    made, _ = aime.prepare(str(source), tmp_path)
-    assert made == {tmp_path / "test.parquet": 1}
-    (found,) = rows_in(tmp_path / "test.parquet")
-    assert found["data_source"] == "math_dapo" and found["prompt"][0]["content"] == "Solve."
+    summary, _ = aime.prepare(str(source), tmp_path)
+    assert summary == {tmp_path / "test.parquet": 1}
+    (prepared,) = rows_in(tmp_path / "test.parquet")
+    assert prepared["data_source"] == "math_dapo" and prepared["prompt"][0]["content"] == "Solve."
 
 
 def test_an_answer_that_aime_cannot_have(tmp_path: Path) -> None:
@@ -233,8 +233,8 @@ def test_retool_becomes_turns_of_which_the_loss_counts_the_models(tmp_path: Path
         for answer in (RETOOL, "It is <answer>5</answer>", "never ends", "<interpreter>4</interpreter>")
     ]
     source = write_jsonl(tmp_path / "source" / "train.jsonl", rows)
-    made, notices = retool_sft.prepare(str(source.parent), tmp_path)
-    assert made == {tmp_path / "train.parquet": 2}
+    summary, notices = retool_sft.prepare(str(source.parent), tmp_path)
+    assert summary == {tmp_path / "train.parquet": 2}
     assert notices[0].startswith("2 rows were omitted; the first: ") and "no <answer>" in notices[0]
     first, second = rows_in(tmp_path / "train.parquet", "messages", "tools")
     assert [message["role"] for message in first["messages"]] == ["user", "assistant", "tool", "assistant"]
@@ -247,9 +247,9 @@ def test_retool_becomes_turns_of_which_the_loss_counts_the_models(tmp_path: Path
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": TOOL_TEMPLATE}))
     tokenizer = load_tokenizer(tmp_path / "tokenizer")
     example = SFTDataset([tmp_path / "train.parquet"], tokenizer, DataConfig(), 2000)[0]
-    said = tokenizer.decode(example.tokens[example.loss_mask].tolist())
+    response = tokenizer.decode(example.tokens[example.loss_mask].tolist())
     call = '{"name": "code_interpreter", "arguments": {"code": "print(2+2)"}}'
-    assert said == f"Let me count.<tool_call>{call}</tool_call>So it is four.\n\\boxed{{4}}"
+    assert response == f"Let me count.<tool_call>{call}</tool_call>So it is four.\n\\boxed{{4}}"
     assert "Runs Python code" in tokenizer.decode(example.tokens[: example.prompt_length].tolist())
     assert "print(2+2)" in example.text
     with pytest.raises(ValueError, match=r"row 0: tools and tool calls .* data.chat_template: true"):
@@ -262,7 +262,7 @@ def test_retool_becomes_turns_of_which_the_loss_counts_the_models(tmp_path: Path
 
 
 class HubRows(list[dict[str, Any]]):
-    """As much of a data set of the package `datasets` as is used."""
+    """The part of the `datasets` API that the source uses."""
 
     @property
     def column_names(self) -> list[str]:
@@ -273,15 +273,15 @@ class HubRows(list[dict[str, Any]]):
 
 
 def test_a_hub_name_is_read_through_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, str | None, str]] = []
+    calls: list[tuple[str, str | None, str]] = []
 
     def load_dataset(name: str, config: str | None, split: str) -> HubRows:
-        asked.append((name, config, split))
+        calls.append((name, config, split))
         return HubRows([{"problem": "2+2?", "answer": "4", "id": 1, "picture": b"x"}])
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     aime.prepare("math-ai/aime25", tmp_path, 2025, "test")
-    assert asked == [("math-ai/aime25", None, "test")]
+    assert calls == [("math-ai/aime25", None, "test")]
     assert rows_in(tmp_path / "test.parquet")[0]["data_source"] == "aime_2025"
     with pytest.raises(
         ValueError, match="math-ai/aime25 train has the columns problem, answer, id, picture, not messages"

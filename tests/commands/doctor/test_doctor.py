@@ -39,8 +39,8 @@ class TestVersions:
     def test_the_cpus_set_is_the_lock(self) -> None:
         """A lock that moves on without the table makes every fresh installation a warning."""
         lock = dict(re.findall(r"^([\w.-]+)==([^\s]+)$", (ROOT / "launch/requirements-cpu.txt").read_text(), re.M))
-        (cpu,) = (one for one in SETS if one.device == "cpu")
-        assert not {name: lock.get(name) for name, wanted in cpu.packages.items() if lock.get(name) not in SpecifierSet(wanted)}  # fmt: skip
+        (cpu,) = (packages for packages in SETS if packages.device == "cpu")
+        assert not {name: lock.get(name) for name, bounds in cpu.packages.items() if lock.get(name) not in SpecifierSet(bounds)}  # fmt: skip
 
     @pytest.mark.parametrize("extra", ["cpu", "cuda", "npu"])
     def test_what_the_extras_pin_is_in_the_sets(self, extra: str) -> None:
@@ -48,16 +48,16 @@ class TestVersions:
         part = re.search(rf"^{extra} =\n((?:    .*\n)+)", text, re.M)
         assert part is not None
         pins = dict(re.findall(r"^    ([\w-]+) == (\S+)$", part[1], re.M))
-        newest = next(one for one in SETS if one.device == extra)
+        newest = next(packages for packages in SETS if packages.device == extra)
         assert pins and all(version in SpecifierSet(newest.packages[name]) for name, version in pins.items())
 
     def test_the_cuda_lock_is_of_the_set_and_of_the_extras(self) -> None:
-        (cuda,) = (one for one in SETS if one.device == "cuda")
+        (cuda,) = (packages for packages in SETS if packages.device == "cuda")
         files = ("requirements-cuda.txt", "requirements-cuda-te.txt")
         lock, engine = (
             dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "launch" / name).read_text(), re.M)) for name in files
         )
-        assert {name: lock.get(name) for name, wanted in cuda.packages.items() if lock.get(name) not in SpecifierSet(wanted)} == {}  # fmt: skip
+        assert {name: lock.get(name) for name, bounds in cuda.packages.items() if lock.get(name) not in SpecifierSet(bounds)} == {}  # fmt: skip
         parts = ("transformer-engine", "transformer-engine-cu13", "transformer-engine-torch")
         (version,) = {engine[part] for part in parts}
         assert version in SpecifierSet(TRANSFORMER_ENGINE)
@@ -82,28 +82,28 @@ class TestVersions:
 
 
 class TestFactsOfOthers:
-    """What the doctor says of other parts without importing them is held to these here."""
+    """The doctor repeats facts of other modules without importing them; these tests compare both."""
 
     def test_of_the_platforms(self) -> None:
-        """Of ranges of ports it says that megarl sets them."""
+        """The port ranges that the doctor assigns to megarl are the platforms' defaults."""
         for kind in KINDS:
             for env in (kind.platform().trainer_env(60), kind.platform().rollout_env()):
-                assert {one.variable: env[one.variable] for one in kind.port_ranges} == {
-                    one.variable: one.default for one in kind.port_ranges
+                assert {ports.variable: env[ports.variable] for ports in kind.port_ranges} == {
+                    finding.variable: finding.default for finding in kind.port_ranges
                 }
 
     @pytest.mark.parametrize(("npu", "cuda"), [(True, True), (True, False), (False, True), (False, False)])
     def test_the_platform_is_the_one_that_select_takes(self, npu: bool, cuda: bool, monkeypatch, tmp_path) -> None:
-        taken = []
+        selected = []
         here = {"npu": npu, "cuda": cuda, "cpu": True}
         monkeypatch.setattr(DeviceKind, "is_here", lambda kind: here[kind.name])
         for name, module in (("npu", "NPUPlatform"), ("cuda", "CUDAPlatform"), ("cpu", "CPUPlatform")):
-            monkeypatch.setattr(f"megarl.platform.{name}.{module}", lambda name=name: taken.append(name))
+            monkeypatch.setattr(f"megarl.platform.{name}.{module}", lambda name=name: selected.append(name))
         platforms.select("auto")
         machine = cpu_machine(tmp_path)
         machine.packages |= {"torch-npu": "2.10.0"} if npu else {}
         machine.torch["kind"] = "cuda" if cuda else "cpu"
-        assert [platform_of(machine, Needs()).kind.name] == taken
+        assert [platform_of(machine, Needs()).kind.name] == selected
 
     def test_of_the_exchange_and_of_ray(self) -> None:
         from megarl.cluster.ray import start
@@ -117,13 +117,15 @@ class TestFactsOfOthers:
     def test_what_runs_programs_is_registered(self) -> None:
         from megarl import agents, rewards
 
-        found = {agents.find(name).name if name == "code_interpreter" else rewards.find(name).name for name in _RUNS_PROGRAMS}  # fmt: skip
-        assert found == set(_RUNS_PROGRAMS)
+        registered = {agents.find(name).name if name == "code_interpreter" else rewards.find(name).name for name in _RUNS_PROGRAMS}  # fmt: skip
+        assert registered == set(_RUNS_PROGRAMS)
 
 
 class TestLines:
     def report(self, host: str, *findings: Finding) -> NodeReport:
-        return NodeReport(host, int(host[-1]), [dataclasses.replace(one, check="c", host=host) for one in findings])
+        return NodeReport(
+            host, int(host[-1]), [dataclasses.replace(finding, check="c", host=host) for finding in findings]
+        )
 
     def test_failing_nodes_come_first_and_say_only_what_is_wrong(self) -> None:
         reports = [
@@ -147,7 +149,7 @@ class TestLines:
 
 @dataclasses.dataclass
 class Answer:
-    """As megarl.commands.run_on_all_nodes.NodeAnswer, which needs Ray."""
+    """Same fields as megarl.commands.run_on_all_nodes.NodeAnswer, which needs Ray."""
 
     host: str
     rank: int
@@ -166,22 +168,22 @@ def test_a_node_that_is_unlike_the_others_is_named() -> None:
         Answer("10.0.0.4", 3, error="no answer within 240 s"),
         Answer("10.0.0.5", 4, NodeReport("e", None, [], versions=same), clock_ahead=7.5, clock_error=7.0),
     ]
-    told = [report.findings[0] for report in compared(answers)]
-    assert [one.status for one in told] == ["ok", "FAIL", "warning", "FAIL", "ok"]
-    assert "ray not installed (most nodes: 2.60.0), torch 2.9.0 (most nodes: 2.10.0)" in told[1].text
-    assert "-7.5 s" in told[2].text and told[3].text == "no answer within 240 s"
-    assert [(one.host, one.rank) for one in told] == [(answer.host, answer.rank) for answer in answers]
+    findings = [report.findings[0] for report in compared(answers)]
+    assert [finding.status for finding in findings] == ["ok", "FAIL", "warning", "FAIL", "ok"]
+    assert "ray not installed (most nodes: 2.60.0), torch 2.9.0 (most nodes: 2.10.0)" in findings[1].text
+    assert "-7.5 s" in findings[2].text and findings[3].text == "no answer within 240 s"
+    assert [(finding.host, finding.rank) for finding in findings] == [(answer.host, answer.rank) for answer in answers]
 
 
 class TestRecipe:
     def recipe(self, data: Path, tmp_path: Path, *settings: str):
         files = [f"data.{kind}_files=[{data / 'data' / name}.parquet]" for kind, name in (("train", "train"), ("eval", "test"))]  # fmt: skip
-        given = [f"model.path={data / 'model'}", *files, f"runs_dir={tmp_path / 'runs'}", *settings]
-        return with_absolute_paths(load_recipe(ROOT / "recipes/quickstart.yaml", given))
+        overrides = [f"model.path={data / 'model'}", *files, f"runs_dir={tmp_path / 'runs'}", *settings]
+        return with_absolute_paths(load_recipe(ROOT / "recipes/quickstart.yaml", overrides))
 
     def test_all_is_there(self, quickstart_data: Path, tmp_path: Path) -> None:
-        found = list(stages(self.recipe(quickstart_data, tmp_path)))
-        assert [(one.check, one.status) for one in found] == [
+        findings = list(stages(self.recipe(quickstart_data, tmp_path)))
+        assert [(finding.check, finding.status) for finding in findings] == [
             (f"recipe: {stage}", "ok") for stage in ("settings", "model", "data", "rewards")
         ]
 
@@ -195,8 +197,8 @@ class TestRecipe:
         ],
     )
     def test_what_is_missing_fails_its_stage(self, setting, stage, says, quickstart_data, tmp_path) -> None:
-        found = list(stages(self.recipe(quickstart_data, tmp_path, setting)))
-        (failure,) = (one for one in found if one.status != "ok")
+        findings = list(stages(self.recipe(quickstart_data, tmp_path, setting)))
+        (failure,) = (finding for finding in findings if finding.status != "ok")
         assert (failure.check, failure.status) == (f"recipe: {stage}", "FAIL") and says in failure.text
         assert "\n" not in failure.text + failure.remedy
         assert ("not reached" in failure.text) == (stage != "rewards")
@@ -219,8 +221,8 @@ class TestRecipe:
         recipe = self.recipe(quickstart_data, tmp_path)
         assert device_demand(recipe, "npu", [("a", 1), ("b", 1)]).status == "ok"
         recipe.rollout.tensor_parallel = 2
-        found = device_demand(recipe, "npu", [("a", 1), ("b", 1)])
-        assert found.status == "FAIL" and "1 on a, 1 on b" in found.text
+        demand = device_demand(recipe, "npu", [("a", 1), ("b", 1)])
+        assert demand.status == "FAIL" and "1 on a, 1 on b" in demand.text
         assert device_demand(recipe, "cpu", [("a", 0)]).status == "ok"
 
     def test_a_recipe_without_training_data_is_evaluated(self, quickstart_data: Path, tmp_path: Path) -> None:
@@ -228,7 +230,7 @@ class TestRecipe:
         recipe = self.recipe(quickstart_data, tmp_path, "data.train_files=[]")
         assert needs_of(recipe, {}).processes == 1 and not needs_of(recipe, {}).trains
         assert device_demand(recipe, "cuda", [("a", 1)]).status == "ok"
-        assert [one.status for one in stages(recipe)] == ["ok"] * 4
+        assert [finding.status for finding in stages(recipe)] == ["ok"] * 4
 
     def test_a_directory_with_a_run_is_told(self, quickstart_data: Path, tmp_path: Path) -> None:
         recipe = self.recipe(quickstart_data, tmp_path)
@@ -236,12 +238,12 @@ class TestRecipe:
         metrics = tmp_path / "runs" / recipe.name / "metrics.jsonl"
         metrics.parent.mkdir(parents=True)
         metrics.write_text("{}\n")
-        found = run_name(recipe)
-        assert found.status == "warning" and "train.resume=auto" in found.remedy
+        findings = run_name(recipe)
+        assert findings.status == "warning" and "train.resume=auto" in findings.remedy
 
 
 class TestThisMachine:
-    """What the fakes of the other tests leave out: how a real machine is asked."""
+    """Queries of a real machine, which the fakes of the other tests replace."""
 
     def test_a_port_that_somebody_listens_on(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -283,20 +285,24 @@ class TestCommand:
         assert all(line.startswith("ok ") for line in lines) and last == f"0 failed, 0 warnings, {len(lines)} ok"
 
     def test_status_and_json_of_a_failure(self, here: FakeMachine, capsys: pytest.CaptureFixture[str]) -> None:
-        """Nothing but the list may stand on stdout: scripts read it."""
+        """Scripts read stdout, so it contains only the JSON list."""
         here.packages.pop("mbridge")
         assert command.doctor(None, [], as_json=True, nodes=False) == 1
-        found = json.loads(capsys.readouterr().out)
-        assert [one["check"] for one in found if one["status"] == "FAIL"] == ["packages"]
-        assert set(found[0]) == {"check", "status", "text", "remedy", "host"}
+        findings = json.loads(capsys.readouterr().out)
+        assert [finding["check"] for finding in findings if finding["status"] == "FAIL"] == ["packages"]
+        assert set(findings[0]) == {"check", "status", "text", "remedy", "host"}
 
     def test_a_cluster_that_is_not_there(self, here: FakeMachine, capsys: pytest.CaptureFixture[str]) -> None:
-        """It is told, and this machine looked at all the same."""
+        """The failure is reported, and this machine is examined all the same."""
         here.environ["RAY_ADDRESS"] = "ray://10.0.0.1:10001"
         assert command.doctor(None, [], as_json=True, nodes=None) == 1
-        found = json.loads(capsys.readouterr().out)
-        assert found[0]["check"] == "node" and "client" in found[0]["text"] and "RAY_ADDRESS" in found[0]["remedy"]
-        assert "packages" in {one["check"] for one in found}
+        findings = json.loads(capsys.readouterr().out)
+        assert (
+            findings[0]["check"] == "node"
+            and "client" in findings[0]["text"]
+            and "RAY_ADDRESS" in findings[0]["remedy"]
+        )
+        assert "packages" in {finding["check"] for finding in findings}
 
     def test_one_node_of_several_says_that_the_others_were_not_looked_at(self, here, capsys) -> None:
         here.environ |= {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "10.0.0.1"}
@@ -318,12 +324,12 @@ def test_every_node_of_a_real_cluster(node, tmp_path: Path) -> None:  # noqa: F8
     code = f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-m', 'megarl', 'doctor', '--json'], stdout=open({str(out)!r}, 'w')).returncode)"  # fmt: skip
     head, member = node(0, sys.executable, "-c", code), node(1, "true")
     output, _ = head.communicate(timeout=400)
-    found = json.loads(out.read_text())
-    failed = [one for one in found if one["status"] == "FAIL"]
+    findings = json.loads(out.read_text())
+    failed = [finding for finding in findings if finding["status"] == "FAIL"]
     assert head.returncode == (1 if failed else 0) == member.wait(30), output
-    assert {(one["host"], one["rank"]) for one in found} == {("127.0.0.2", 0), ("127.0.0.3", 1)}
-    checks = [{one["check"] for one in found if one["rank"] == rank} for rank in (0, 1)]
+    assert {(finding["host"], finding["rank"]) for finding in findings} == {("127.0.0.2", 0), ("127.0.0.3", 1)}
+    checks = [{finding["check"] for finding in findings if finding["rank"] == rank} for rank in (0, 1)]
     assert checks[0] == checks[1] >= {"node", "packages", "run directory", "shared memory", "imports"}
-    said = [one["text"] for one in found if one["check"] == "run directory"]
-    assert all("shared with the controller" in text for text in said)
+    texts = [finding["text"] for finding in findings if finding["check"] == "run directory"]
+    assert all("shared with the controller" in text for text in texts)
     assert not failed, failed

@@ -29,20 +29,20 @@ CLUSTER = Needs(nodes=2)
 
 
 def examine(machine: FakeMachine, needs: Needs = RECIPE) -> list[Finding]:
-    return [finding for one in CHECKS for finding in run_check(one, machine, needs)]
+    return [finding for check in CHECKS for finding in run_check(check, machine, needs)]
 
 
 @pytest.mark.parametrize("kind", MACHINES)
 @pytest.mark.parametrize("needs", [Needs(), RECIPE, CLUSTER], ids=["no recipe", "recipe", "two nodes"])
 def test_a_machine_that_is_well_has_nothing_to_be_told(kind: str, needs: Needs, tmp_path: Path) -> None:
-    """A doctor that finds something everywhere is read by nobody."""
-    found = examine(MACHINES[kind](tmp_path), needs)
-    assert [finding for finding in found if finding.status != "ok"] == []
-    named = {finding.check for finding in found}
+    """A healthy machine has no findings other than `ok`."""
+    findings = examine(MACHINES[kind](tmp_path), needs)
+    assert [finding for finding in findings if finding.status != "ok"] == []
+    named = {finding.check for finding in findings}
     assert ("cann" in named) == (kind == "npu") and ("nvidia" in named) == (kind == "cuda")
 
 
-# name: (machine, what is done to it, check, status, words of text and remedy, needs)
+# name: (machine, the planted fault, check, status, words of text and remedy, needs)
 Fault = tuple[str, Callable[[FakeMachine], object], str, str, list[str], Needs]
 DRIVER_INFO = "/usr/local/Ascend/driver/version.info"
 ATB_PATH, CANN_INFO = "/usr/local/Ascend/nnal/atb/latest/version.info", "/usr/local/Ascend/cann-9.1.0/aarch64-linux/ascend_toolkit_install.info"  # fmt: skip
@@ -128,19 +128,21 @@ def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
     kind, plant, check_name, status, words, needs = FAULTS[name]
     machine = MACHINES[kind](tmp_path)
     plant(machine)
-    found = [one for one in examine(machine, needs) if one.check == check_name and one.status == status]
-    assert found, [one for one in examine(machine, needs) if one.status != "ok"]
-    said = " ".join(f"{one.text} {one.remedy}" for one in found)
-    assert not [word for word in words if word not in said], said
-    assert all(one.remedy and one.host == "node0" for one in found)
+    matching = [
+        finding for finding in examine(machine, needs) if finding.check == check_name and finding.status == status
+    ]
+    assert matching, [finding for finding in examine(machine, needs) if finding.status != "ok"]
+    text = " ".join(f"{finding.text} {finding.remedy}" for finding in matching)
+    assert not [word for word in words if word not in text], text
+    assert all(finding.remedy and finding.host == "node0" for finding in matching)
 
 
 def test_what_a_recipe_does_without_is_not_missed(tmp_path: Path) -> None:
     """SFT under torchrun: no engine, no Ray."""
     machine = MACHINES["cuda"](tmp_path)
     del machine.packages["ray"], machine.packages["vllm"]
-    found = examine(machine, Needs(recipe=True, engines=False, ray=False))
-    assert [one for one in found if one.check == "packages" and one.status != "ok"] == []
+    findings = examine(machine, Needs(recipe=True, engines=False, ray=False))
+    assert [finding for finding in findings if finding.check == "packages" and finding.status != "ok"] == []
 
 
 def test_a_check_that_raises_or_hangs_is_a_failure_and_not_the_end(tmp_path: Path) -> None:
@@ -156,19 +158,19 @@ def test_a_check_that_raises_or_hangs_is_a_failure_and_not_the_end(tmp_path: Pat
         time.sleep(5)
         yield ok("late")
 
-    (one,), (other,) = (run_check(each, npu_machine(tmp_path), Needs()) for each in (raises, hangs))
-    assert one.status == other.status == "FAIL" and one.check == "raises"
-    assert "KeyError: 'no such thing'" in one.text and "did not end within 0 s" in other.text
+    (finding,), (other,) = (run_check(each, npu_machine(tmp_path), Needs()) for each in (raises, hangs))
+    assert finding.status == other.status == "FAIL" and finding.check == "raises"
+    assert "KeyError: 'no such thing'" in finding.text and "did not end within 0 s" in other.text
 
 
 def test_rows_of_npu_smi() -> None:
-    """An A3's card has two chips, which torch counts as devices; an A2's has one. Processes are no chips."""
+    """An A3 card has two chips, which torch counts as devices; an A2 card has one. Process rows are skipped."""
     assert chips(A3) == [Chip(0, 0, "Ascend910", "OK", 3131, 65536), Chip(0, 1, "Ascend910", "OK", 2886, 65536)]
     assert chips(A2) == [Chip(0, 0, "910B4-1", "OK", 3394, 65536), Chip(1, 1, "910B4-1", "Warning", 27547, 65536)]
 
 
 def test_where_cann_says_its_version(tmp_path: Path) -> None:
-    """version.cfg names the runtime's number first: 7.6.0.1.220 is no CANN."""
+    """version.cfg lists the runtime's number first: 7.6.0.1.220 is not the CANN version."""
     from megarl.commands.doctor.npu_checks import cann_version
 
     machine = npu_machine(tmp_path)
@@ -196,8 +198,8 @@ def test_the_newest_set_for_a_driver(tmp_path: Path, driver: str, name: str | No
         machine.remove(folder)
     machine.environ.pop("ASCEND_HOME_PATH")
     assert set_of(machine).name == (name or "CANN 9.1.0")
-    found = [one.text for one in examine(machine, RECIPE) if one.check == "npu driver"]
-    assert name is None or f"the newest set for this driver is {name}" in found[0]
+    texts = [finding.text for finding in examine(machine, RECIPE) if finding.check == "npu driver"]
+    assert name is None or f"the newest set for this driver is {name}" in texts[0]
 
 
 def test_a_set_whose_least_driver_is_not_documented(tmp_path: Path) -> None:
@@ -206,5 +208,5 @@ def test_a_set_whose_least_driver_is_not_documented(tmp_path: Path) -> None:
     machine.packages |= {"torch": "2.7.1", "torch-npu": "2.7.1", "transformers": "4.57.6", "vllm": "0.11.0"}
     machine.packages |= {"vllm-ascend": "0.11.0rc1", "triton-ascend": "3.2.0rc4", "numpy": "1.26.4"}
     machine.write(DRIVER_INFO, "Version=25.3.rc1\n")
-    (line,) = (one.text for one in examine(machine, RECIPE) if one.check == "npu driver")
+    (line,) = (finding.text for finding in examine(machine, RECIPE) if finding.check == "npu driver")
     assert line == "25.3.rc1; CANN 8.3.RC1 was released with 25.3.rc1"

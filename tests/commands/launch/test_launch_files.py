@@ -18,7 +18,7 @@ from tests.support.cluster_workers import ROOT, alive, descendants, wait_until
 
 BASH = shutil.which("bash")
 LAUNCH = Path(ROOT, "launch")
-# Field names, types and required fields of KubeRay 1.7.0's RayJob, as far as launch/kuberay.yaml uses them.
+# Field names, types and required fields of KubeRay 1.7.0's RayJob, limited to those in launch/kuberay.yaml.
 RAYJOB = json.loads(Path(ROOT, "tests/fixtures/kuberay/rayjob_v1.json").read_text())
 
 # Like Slurm's srun: one process per node with its rank; forwards signals and returns the first nonzero status.

@@ -1,4 +1,4 @@
-"""What the planner counts without memory is what a trainer allocates, whatever is computed again or cut over ranks."""
+"""Activation memory on the meta device equals a trainer's allocations, with recomputation and with parallel ranks."""
 
 from __future__ import annotations
 

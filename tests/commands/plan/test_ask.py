@@ -12,7 +12,7 @@ from megarl.commands.plan.count import rank_client as module
 from megarl.commands.plan.count.rank_client import RankClient, RankRequest
 from megarl.recipe.schema import Recipe
 
-# A stand-in for child.py: what it answers says what it was asked; rank 7 fails, rank 8 ends it, rank 9 takes long.
+# A stand-in for child.py whose answer repeats the request; rank 7 fails, rank 8 ends it, rank 9 takes long.
 CHILD = """
 import json, sys, time
 for line in sys.stdin:
@@ -37,7 +37,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_recipe_is_written_once() -> None:
     recipe, other = Recipe(), Recipe()
     with RankClient() as client:
-        futures = [client.submit(RankRequest(one, 3, True)) for one in (recipe, recipe, other)]
+        futures = [client.submit(RankRequest(planned, 3, True)) for planned in (recipe, recipe, other)]
         first, second, third = (future.result() for future in futures)
     assert first["recipe"] == second["recipe"] != third["recipe"]
     assert (first["rank"], first["critic"], first["work"]) == (3, True, None)

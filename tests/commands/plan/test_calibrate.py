@@ -38,42 +38,42 @@ Change = Callable[[dict[str, float]], dict[str, float]]
 
 @pytest.fixture(autouse=True)
 def counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is: estimates stand on formulas alone."""
+    """Measure nothing: estimates use formulas only."""
     monkeypatch.setattr("megarl.commands.plan.time.calibrate_command.make_plan", lambda *_, **__: COUNTED)
 
 
-def write_run(path: Path, made: Recipe, found: Estimate, steps: int = 5, change: Change = lambda line: line) -> Path:
-    """A run whose phases took what `found` says, its first two steps ten times as long."""
+def write_run(path: Path, recipe: Recipe, times: Estimate, steps: int = 5, change: Change = lambda line: line) -> Path:
+    """Write a run whose phases took the seconds of `times`, with two first steps ten times as long."""
     path.mkdir()
-    (path / "recipe.resolved.yaml").write_text(to_yaml(replace(made, name=path.name)))
-    samples = made.data.prompts_per_step * made.rollout.samples_per_prompt
+    (path / "recipe.resolved.yaml").write_text(to_yaml(replace(recipe, name=path.name)))
+    samples = recipe.data.prompts_per_step * recipe.rollout.samples_per_prompt
     lengths = LENGTHS.samples(samples)
     flops = float(model_flops(QWEN).of_update(lengths).sum())
-    line: dict[str, float] = {f"timing_s/{phase.name}": phase.seconds for phase in found.phases}
+    line: dict[str, float] = {f"timing_s/{phase.name}": phase.seconds for phase in times.phases}
     line |= {"prompt_length/mean": 80, "response_length/mean": 200, "response_length/max": 380, "timing_s/save": 7.0}
-    line |= {"perf/total_num_tokens": float(lengths.sum()), "rollout/prompts_tried": made.data.prompts_per_step}
-    line["perf/tflops_per_device/actor"] = flops / line["timing_s/update_actor"] / made.cluster.trainers / 1e12
-    line["timing_s/step"] = found.seconds + 7.5
+    line |= {"perf/total_num_tokens": float(lengths.sum()), "rollout/prompts_tried": recipe.data.prompts_per_step}
+    line["perf/tflops_per_device/actor"] = flops / line["timing_s/update_actor"] / recipe.cluster.trainers / 1e12
+    line["timing_s/step"] = times.seconds + 7.5
     slow = {name: 10 * value if name.startswith("timing_s/") else value for name, value in line.items()}
     slow["perf/tflops_per_device/actor"] /= 10
     lines = [slow] * 2 + [change(dict(line))] * (steps - 2)
-    (path / "metrics.jsonl").write_text("".join(json.dumps({"step": n} | one) + "\n" for n, one in enumerate(lines)))
+    (path / "metrics.jsonl").write_text("".join(json.dumps({"step": n} | line) + "\n" for n, line in enumerate(lines)))
     return path
 
 
-def of(made: Recipe, device: Device) -> Estimate:
-    return estimate(made, QWEN, None, device, lengths=LENGTHS)
+def of(recipe: Recipe, device: Device) -> Estimate:
+    return estimate(recipe, QWEN, None, device, lengths=LENGTHS)
 
 
-def fitted(made: Recipe, run: Path, tmp_path: Path) -> tuple[Device, str]:
+def fitted(recipe: Recipe, run: Path, tmp_path: Path) -> tuple[Device, str]:
     out = tmp_path / f"{run.name}.yaml"
-    lines = calibrate_run(made, MODELS, H100, run, out)
+    lines = calibrate_run(recipe, MODELS, H100, run, out)
     assert max(map(len, lines[1:-1])) <= 100
     return read_calibration(out).apply(H100), "\n".join(lines)
 
 
 def assert_rates(device: Device, true: Device) -> None:
-    """Shares, and what is reached of links."""
+    """Compare the shares of peak rates and the achieved link rates."""
     for name in SHARES:
         assert getattr(device, name) == pytest.approx(getattr(true, name), rel=0.02), name
     for name in LINKS:
@@ -82,69 +82,69 @@ def assert_rates(device: Device, true: Device) -> None:
 
 
 def test_shares_are_found_again(tmp_path: Path) -> None:
-    made = recipe(**ORDINARY)
-    run = write_run(tmp_path / "run", made, of(made, TRUE))
-    device, said = fitted(made, run, tmp_path)
+    run_recipe = recipe(**ORDINARY)
+    run = write_run(tmp_path / "run", run_recipe, of(run_recipe, TRUE))
+    device, printed = fitted(run_recipe, run, tmp_path)
     assert_rates(device, TRUE)
     assert device.factors == {} and "fitted to 3 steps of run" in device.source
-    assert "save" in said and "between phases       0.500 s" in said
+    assert "save" in printed and "between phases       0.500 s" in printed
     wider = recipe(**ORDINARY, data__prompts_per_step=96)
     assert of(wider, device).seconds == pytest.approx(of(wider, TRUE).seconds, rel=0.02), "another batch is foretold"
 
 
 def test_what_shares_cannot_say_becomes_a_factor(tmp_path: Path) -> None:
-    made = recipe(**ORDINARY)
+    run_recipe = recipe(**ORDINARY)
 
     def odd(line: dict[str, float]) -> dict[str, float]:
         return line | {"timing_s/reference": 3 * line["timing_s/reference"], "timing_s/weight_exchange": 50.0}
 
-    run = write_run(tmp_path / "run", made, of(made, H100), change=odd)
-    device, said = fitted(made, run, tmp_path)
-    after = {phase.name: phase.seconds for phase in of(made, device).phases}
-    measured = {phase.name: phase.seconds for phase in of(made, H100).phases}
+    run = write_run(tmp_path / "run", run_recipe, of(run_recipe, H100), change=odd)
+    device, printed = fitted(run_recipe, run, tmp_path)
+    after = {phase.name: phase.seconds for phase in of(run_recipe, device).phases}
+    measured = {phase.name: phase.seconds for phase in of(run_recipe, H100).phases}
     measured |= {"reference": 3 * measured["reference"], "weight_exchange": 50.0}
     assert after == pytest.approx(measured, rel=0.01)
     assert device.factors["reference"] > 1.5 and device.factors["weight_exchange"] > 10
-    assert device.link_share == H100.link_share and "the links are not its bottleneck" in " ".join(said.split())
+    assert device.link_share == H100.link_share and "the links are not its bottleneck" in " ".join(printed.split())
 
 
 def test_sampling_beside_the_trainers_is_known_where_they_waited(tmp_path: Path) -> None:
-    made = recipe(rollout__max_staleness=1, cluster__placement="disaggregated", cluster__trainers=8)
-    found = of(made, TRUE)
-    seconds = {phase.name: phase.seconds for phase in found.phases}
+    run_recipe = recipe(rollout__max_staleness=1, cluster__placement="disaggregated", cluster__trainers=8)
+    times = of(run_recipe, TRUE)
+    seconds = {phase.name: phase.seconds for phase in times.phases}
     waited = seconds["gen"] - seconds["old_log_prob"] - seconds["update_actor"]
-    assert waited > 0.1 * found.seconds
+    assert waited > 0.1 * times.seconds
     run = write_run(
-        tmp_path / "run", made, found, change=lambda line: line | {"timing_s/gen": 0.0, "timing_s/drain": waited}
+        tmp_path / "run", run_recipe, times, change=lambda line: line | {"timing_s/gen": 0.0, "timing_s/drain": waited}
     )
-    assert fitted(made, run, tmp_path)[0].decode_share == pytest.approx(TRUE.decode_share, rel=0.02)
+    assert fitted(run_recipe, run, tmp_path)[0].decode_share == pytest.approx(TRUE.decode_share, rel=0.02)
     hidden = write_run(
-        tmp_path / "hidden", made, found, change=lambda line: line | {"timing_s/gen": 0.0, "timing_s/drain": 0.0}
+        tmp_path / "hidden", run_recipe, times, change=lambda line: line | {"timing_s/gen": 0.0, "timing_s/drain": 0.0}
     )
-    device, said = fitted(made, hidden, tmp_path)
-    assert device.decode_share == H100.decode_share and "gen is not fitted" in said
+    device, printed = fitted(run_recipe, hidden, tmp_path)
+    assert device.decode_share == H100.decode_share and "gen is not fitted" in printed
 
 
 def test_filtered_groups_were_sampled(tmp_path: Path) -> None:
-    made = recipe(**ORDINARY)
-    found = estimate(made, QWEN, None, TRUE, lengths=LENGTHS, tried=3.0)
-    run = write_run(tmp_path / "run", made, found, change=lambda line: line | {"rollout/prompts_tried": 96.0})
-    assert fitted(made, run, tmp_path)[0].decode_share == pytest.approx(TRUE.decode_share, rel=0.02)
+    run_recipe = recipe(**ORDINARY)
+    times = estimate(run_recipe, QWEN, None, TRUE, lengths=LENGTHS, tried=3.0)
+    run = write_run(tmp_path / "run", run_recipe, times, change=lambda line: line | {"rollout/prompts_tried": 96.0})
+    assert fitted(run_recipe, run, tmp_path)[0].decode_share == pytest.approx(TRUE.decode_share, rel=0.02)
 
 
 def test_a_run_is_held_against_what_plan_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With what was counted of engines and of the exchange, and the teacher's own model."""
-    made = recipe(**ORDINARY, exchange__route="planned", algorithm__reference="teacher", teacher__path="t")
-    made.rollout.engine_args = {"max_num_seqs": 64}
+    run_recipe = recipe(**ORDINARY, exchange__route="planned", algorithm__reference="teacher", teacher__path="t")
+    run_recipe.rollout.engine_args = {"max_num_seqs": 64}
     plan = replace(COUNTED, engine=rank(cache=4 * 1000 * 280), exchange=Links("planned", 10**9, 10**9, 10**9, 0))
     monkeypatch.setattr("megarl.commands.plan.time.calibrate_command.make_plan", lambda *_, **__: plan)
     models = {"rollout": QWEN, "teacher": {**QWEN, "num_hidden_layers": 32}}
-    told: dict[str, Any] = {"engine": plan.engine, "links": plan.exchange, "teacher_model": models["teacher"]}
-    found = estimate(made, QWEN, QWEN, TRUE, lengths=LENGTHS, **told)
-    assert estimate_of(plan, made, models, TRUE, lengths=LENGTHS) == found
-    assert "teacher" in {phase.name for phase in found.phases}
-    run = write_run(tmp_path / "run", made, found)
-    calibrate_run(made, models, H100, run, tmp_path / "own.yaml")
+    inputs: dict[str, Any] = {"engine": plan.engine, "links": plan.exchange, "teacher_model": models["teacher"]}
+    times = estimate(run_recipe, QWEN, QWEN, TRUE, lengths=LENGTHS, **inputs)
+    assert estimate_of(plan, run_recipe, models, TRUE, lengths=LENGTHS) == times
+    assert "teacher" in {phase.name for phase in times.phases}
+    run = write_run(tmp_path / "run", run_recipe, times)
+    calibrate_run(run_recipe, models, H100, run, tmp_path / "own.yaml")
     device = read_calibration(tmp_path / "own.yaml").apply(H100)
     assert_rates(device, TRUE)
     assert device.factors == {}
@@ -154,9 +154,9 @@ def test_a_users_device_is_calibrated_by_its_name(tmp_path: Path) -> None:
     theirs = tmp_path / "theirs.yaml"
     theirs.write_text("mine: {like: H100, memory: 96, network: 1e9, factors: {gen: 5}}")
     device = device_named("mine", theirs)
-    made = recipe(**ORDINARY)
-    run = write_run(tmp_path / "run", made, of(made, replace(device, train_share=0.2, factors={})))
-    calibrate_run(made, MODELS, device, run, tmp_path / "own.yaml")
+    run_recipe = recipe(**ORDINARY)
+    run = write_run(tmp_path / "run", run_recipe, of(run_recipe, replace(device, train_share=0.2, factors={})))
+    calibrate_run(run_recipe, MODELS, device, run, tmp_path / "own.yaml")
     again = read_calibration(tmp_path / "own.yaml").apply(device)
     assert again.train_share == pytest.approx(0.2, rel=0.02) and again.factors == {}, (
         "the factor was not measured again"
@@ -167,49 +167,49 @@ def test_a_users_device_is_calibrated_by_its_name(tmp_path: Path) -> None:
 
 
 def test_a_table_that_is_there_is_kept(tmp_path: Path) -> None:
-    made = recipe(**ORDINARY)
-    run = write_run(tmp_path / "run", made, of(made, TRUE))
+    run_recipe = recipe(**ORDINARY)
+    run = write_run(tmp_path / "run", run_recipe, of(run_recipe, TRUE))
     (tmp_path / "own.yaml").write_text("other: 1")
     with pytest.raises(InputError, match=r"--out .*own.yaml is there already"):
-        calibrate_run(made, MODELS, H100, run, tmp_path / "own.yaml")
+        calibrate_run(run_recipe, MODELS, H100, run, tmp_path / "own.yaml")
     assert (tmp_path / "own.yaml").read_text() == "other: 1"
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"data__prompts_per_step": 64}, "another recipe: data.prompts_per_step is 32 in the run and 64 here"),
         ({"megatron__recompute": "full"}, "megatron.recompute is 'none' in the run and 'full' here"),
     ],
 )
-def test_a_run_of_another_recipe_is_refused(settings: dict[str, Any], said: str, tmp_path: Path) -> None:
-    made = recipe(**ORDINARY)
-    run = write_run(tmp_path / "run", made, of(made, TRUE))
-    with pytest.raises(InputError, match=said):
+def test_a_run_of_another_recipe_is_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    run_recipe = recipe(**ORDINARY)
+    run = write_run(tmp_path / "run", run_recipe, of(run_recipe, TRUE))
+    with pytest.raises(InputError, match=message):
         calibrate_run(recipe(**ORDINARY, **settings), MODELS, H100, run, None)
 
 
 def test_what_changes_no_seconds_may_differ(tmp_path: Path) -> None:
-    made = recipe(**ORDINARY)
-    run = write_run(tmp_path / "run", made, of(made, TRUE))
+    run_recipe = recipe(**ORDINARY)
+    run = write_run(tmp_path / "run", run_recipe, of(run_recipe, TRUE))
     other = recipe(**ORDINARY, train__steps=99, actor__optimizer__lr=1.0, evaluation__every=3, name="other")
     assert calibrate_run(other, MODELS, H100, run, None)
 
 
 def test_a_run_of_another_model_is_refused(tmp_path: Path) -> None:
-    made = recipe(**ORDINARY)
-    run = write_run(tmp_path / "run", made, of(made, TRUE))
+    run_recipe = recipe(**ORDINARY)
+    run = write_run(tmp_path / "run", run_recipe, of(run_recipe, TRUE))
     with pytest.raises(InputError, match=r"is a run of another model: its updates had .* Give the run's model"):
-        calibrate_run(made, {"rollout": {**QWEN, "num_hidden_layers": 16}}, H100, run, None)
+        calibrate_run(run_recipe, {"rollout": {**QWEN, "num_hidden_layers": 16}}, H100, run, None)
 
 
 def test_what_is_no_run_or_too_short_is_refused(tmp_path: Path) -> None:
-    made = recipe(**ORDINARY)
+    run_recipe = recipe(**ORDINARY)
     with pytest.raises(InputError, match=r"is not a training run: it lacks metrics.jsonl"):
-        calibrate_run(made, MODELS, H100, tmp_path, None)
-    run = write_run(tmp_path / "run", made, of(made, TRUE), steps=2)
+        calibrate_run(run_recipe, MODELS, H100, tmp_path, None)
+    run = write_run(tmp_path / "run", run_recipe, of(run_recipe, TRUE), steps=2)
     with pytest.raises(InputError, match="has no step past the first 2"):
-        calibrate_run(made, MODELS, H100, run, None)
+        calibrate_run(run_recipe, MODELS, H100, run, None)
 
 
 def test_missing_calibration_is_said_to_be_missing(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
         ({"train_flops": 5e11}, {"train_share": 0.25}),
         ({"prefill_flops": 5e11}, {"prefill_share": 0.25}),
         ({"decode_bandwidth": 5e8}, {"decode_share": 0.25}),
-        # A bound lowers what was assumed, and never raises it; a measured rate of its own comes first.
+        # A bound lowers what was assumed, and never raises it; a rate measured for this link has precedence.
         ({"matmul_flops": 8e11}, {"train_share": 0.4, "prefill_share": 0.4}),
         ({"matmul_flops": 1.9e12}, {}),
         ({"matmul_flops": 8e11, "train_flops": 1.2e12}, {"train_share": 0.6, "prefill_share": 0.4}),
@@ -57,16 +57,16 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     ],
 )
 def test_rates_become_shares_and_links(rates: dict[str, float], changed: dict[str, float]) -> None:
-    found = applied(**rates)
-    expected = replace(DEVICE, **changed, source=found.source)  # type: ignore[arg-type]
+    device = applied(**rates)
+    expected = replace(DEVICE, **changed, source=device.source)  # type: ignore[arg-type]
     assert {name: pytest.approx(value) for name, value in vars(expected).items() if isinstance(value, float)} == {
-        name: value for name, value in vars(found).items() if isinstance(value, float)
+        name: value for name, value in vars(device).items() if isinstance(value, float)
     }
 
 
 def test_every_rate_changes_seconds() -> None:
     """A rate that no estimate reads would be an option that is ignored."""
-    made = recipe(
+    planned = recipe(
         megatron__tensor_parallel=2,
         cluster__trainers=8,
         megatron__offload=True,
@@ -78,7 +78,7 @@ def test_every_rate_changes_seconds() -> None:
     slow = {"matmul_flops": 1e10, "memory_bandwidth": 1e7, "layer_seconds": 1.0}
 
     def seconds(device: Device) -> float:
-        return estimate(made, QWEN, None, device).seconds
+        return estimate(planned, QWEN, None, device).seconds
 
     plain = seconds(DEVICE)
     for name in RATES:
@@ -86,11 +86,11 @@ def test_every_rate_changes_seconds() -> None:
 
 
 def test_factors_multiply_phases_and_replace_the_devices_own() -> None:
-    made = recipe(algorithm__kl_coef=0.1)
-    own = replace(DEVICE, factors={"reference": 7.0})
-    found = Calibration("Round", "a test", factors={"update_actor": measured(2.0)}).apply(own)
-    before = {phase.name: phase.seconds for phase in estimate(made, QWEN, None, DEVICE).phases}
-    after = {phase.name: phase.seconds for phase in estimate(made, QWEN, None, found).phases}
+    planned = recipe(algorithm__kl_coef=0.1)
+    device = replace(DEVICE, factors={"reference": 7.0})
+    calibrated = Calibration("Round", "a test", factors={"update_actor": measured(2.0)}).apply(device)
+    before = {phase.name: phase.seconds for phase in estimate(planned, QWEN, None, DEVICE).phases}
+    after = {phase.name: phase.seconds for phase in estimate(planned, QWEN, None, calibrated).phases}
     assert after == before | {"update_actor": pytest.approx(2 * before["update_actor"])}
 
 

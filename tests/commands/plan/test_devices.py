@@ -1,4 +1,4 @@
-"""Who is on a device in which phase, what is left for an engine's cache, and how a plan refuses what does not fit."""
+"""Memory users of a device in each phase, the rest for an engine's cache, and the refusal of a plan that does not fit."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ ENGINE = EngineRank(10, 20, 2.0, 5, cache=100, sequences=3.0, devices=4, largest
 
 
 def recipe(**cluster: Any) -> Recipe:
-    made = Recipe()
-    made.cluster.device, made.cluster.trainers, made.exchange.bucket_mb = "npu", 4, 1
-    made.exchange.route = "export"
+    recipe = Recipe()
+    recipe.cluster.device, recipe.cluster.trainers, recipe.exchange.bucket_mb = "npu", 4, 1
+    recipe.exchange.route = "export"
     for name, value in cluster.items():
-        setattr(made.cluster, name, value)
-    return made
+        setattr(recipe.cluster, name, value)
+    return recipe
 
 
 def stage(role: str = "actor", number: int = 0) -> PipelineStage:
     return PipelineStage(role, number, 0, HELD, BEYOND, None, {})
 
 
-def of(made: Recipe, stages: list[PipelineStage], engine: EngineRank | None = ENGINE) -> dict[str, DeviceUses]:
+def of(recipe: Recipe, stages: list[PipelineStage], engine: EngineRank | None = ENGINE) -> dict[str, DeviceUses]:
     engines = {} if engine is None else {"rollout": engine}
-    found = places(made, stages, engines, swaps={"actor": None, "critic": None}, largest=0)
-    return {place.name: place for place in found}
+    uses = places(recipe, stages, engines, swaps={"actor": None, "critic": None}, largest=0)
+    return {place.name: place for place in uses}
 
 
 def totals(place: DeviceUses) -> dict[str, int]:
@@ -48,79 +48,79 @@ def totals(place: DeviceUses) -> dict[str, int]:
 
 
 def test_trainers_that_offload_are_away_while_engines_sample() -> None:
-    made = recipe()
-    made.megatron.offload = True
-    found = of(made, [stage()])["actor 0 + engine"]
+    planned = recipe()
+    planned.megatron.offload = True
+    uses = of(planned, [stage()])["actor 0 + engine"]
     sending, loading, resident = 2**20, ENGINE.largest, 21 + 40 + 90
-    assert totals(found) == {
+    assert totals(uses) == {
         "gen": 20 + 100 + 5 + HELD.buffers,
         "old_log_prob": resident + 3,
         "update_actor": resident + 9,
         "update_actor, Adam": resident + 7,
         "weight_exchange": 21 + 20 + sending + loading,
     }
-    assert next(use.parts["logits"] for use in found.uses if use.phase == "update_actor") == 2
+    assert next(use.parts["logits"] for use in uses.uses if use.phase == "update_actor") == 2
 
 
 def test_trainers_that_do_not_offload_stay() -> None:
-    made = recipe()
-    made.megatron.offload = False
-    found = totals(of(made, [stage()])["actor 0 + engine"])
-    assert found["gen"] == 20 + 100 + 5 + 151
-    assert found["update_actor"] == 151 + 9, "engines sleep all the same"
+    planned = recipe()
+    planned.megatron.offload = False
+    memory = totals(of(planned, [stage()])["actor 0 + engine"])
+    assert memory["gen"] == 20 + 100 + 5 + 151
+    assert memory["update_actor"] == 151 + 9, "engines sleep all the same"
 
 
 def test_on_a_cpu_nobody_leaves() -> None:
-    made = recipe(device="cpu")
-    made.megatron.offload = True
-    assert totals(of(made, [stage()])["actor 0 + engine"])["update_actor"] == 151 + 9 + 20 + 100
+    planned = recipe(device="cpu")
+    planned.megatron.offload = True
+    assert totals(of(planned, [stage()])["actor 0 + engine"])["update_actor"] == 151 + 9 + 20 + 100
 
 
 def test_unset_offload_follows_the_placement() -> None:
-    made = recipe()
-    assert made.megatron.offload is None
-    offloaded = totals(of(made, [stage()])["actor 0 + engine"])
-    made.megatron.offload = True
-    assert offloaded == totals(of(made, [stage()])["actor 0 + engine"])
+    planned = recipe()
+    assert planned.megatron.offload is None
+    offloaded = totals(of(planned, [stage()])["actor 0 + engine"])
+    planned.megatron.offload = True
+    assert offloaded == totals(of(planned, [stage()])["actor 0 + engine"])
 
 
 def test_apart_each_has_devices_of_its_own() -> None:
-    found = of(recipe(placement="disaggregated"), [stage(number=0), stage(number=1)])
-    assert {name: place.devices for name, place in found.items()} == {"actor 0": 2, "actor 1": 2, "engine": 4}
-    assert totals(found["engine"]) == {"gen": 125, "weight_exchange": 120 + ENGINE.largest}
+    devices = of(recipe(placement="disaggregated"), [stage(number=0), stage(number=1)])
+    assert {name: place.devices for name, place in devices.items()} == {"actor 0": 2, "actor 1": 2, "engine": 4}
+    assert totals(devices["engine"]) == {"gen": 125, "weight_exchange": 120 + ENGINE.largest}
 
 
 def test_buffers_are_those_of_the_route() -> None:
-    """A bucket is 1 MiB, and the model's largest tensor 3: twice that is gathered by an export, which a planned exchange
-    makes too when it is held to it; and on a CPU the slots that buckets are packed into lie beside."""
-    made, mib = recipe(), 2**20
-    assert exchange_buffers(made, 3 * mib) == (1 + 6) * mib
-    made.cluster.device = "cpu"
-    assert exchange_buffers(made, 3 * mib) == (1 + 6 + 2 * 3) * mib
-    made.exchange.route = "planned"
-    assert exchange_buffers(made, 3 * mib) == (6 + 4) * mib
-    made = recipe(placement="disaggregated")
-    made.exchange.route = "planned"
-    assert totals(of(made, [stage()])["engine"])["weight_exchange"] == 120 + ENGINE.largest + mib
-    made.megatron.pipeline_parallel = 3
-    assert totals(of(made, [stage()])["engine"])["weight_exchange"] == 120 + 3 * ENGINE.largest + mib
-    made.exchange.transport = "device"
-    assert exchange_buffers(made, 3 * mib) == (6 + 4) * mib
-    assert totals(of(made, [stage()])["engine"])["weight_exchange"] == 120 + 3 * ENGINE.largest + (2 + 4) * mib
+    """A bucket is 1 MiB and the model's largest tensor is 3 MiB. A full update gathers twice that, and so does a verified
+    sharded update. On a CPU the pack buffers of the buckets count as well."""
+    planned, mib = recipe(), 2**20
+    assert exchange_buffers(planned, 3 * mib) == (1 + 6) * mib
+    planned.cluster.device = "cpu"
+    assert exchange_buffers(planned, 3 * mib) == (1 + 6 + 2 * 3) * mib
+    planned.exchange.route = "planned"
+    assert exchange_buffers(planned, 3 * mib) == (6 + 4) * mib
+    planned = recipe(placement="disaggregated")
+    planned.exchange.route = "planned"
+    assert totals(of(planned, [stage()])["engine"])["weight_exchange"] == 120 + ENGINE.largest + mib
+    planned.megatron.pipeline_parallel = 3
+    assert totals(of(planned, [stage()])["engine"])["weight_exchange"] == 120 + 3 * ENGINE.largest + mib
+    planned.exchange.transport = "device"
+    assert exchange_buffers(planned, 3 * mib) == (6 + 4) * mib
+    assert totals(of(planned, [stage()])["engine"])["weight_exchange"] == 120 + 3 * ENGINE.largest + (2 + 4) * mib
 
 
 def test_slots_on_devices_lie_there_in_every_phase() -> None:
     """A trainer's four, and the four of an engine rank that passes buckets on."""
-    made, mib = recipe(), 2**20
-    before = totals(of(made, [stage()])["actor 0 + engine"])
-    made.exchange.route, made.exchange.transport = "planned", "ipc"
-    assert exchange_buffers(made, 3 * mib) == (6 + 4 + 32) * mib, "and sums of words"
-    after = totals(of(made, [stage()])["actor 0 + engine"])
-    others = before.keys() - {"weight_exchange"}
-    assert others and {phase: after[phase] - before[phase] for phase in others} == dict.fromkeys(others, 8 * mib)
-    made = recipe(placement="disaggregated")
-    made.exchange.route, made.exchange.transport = "planned", "ipc"
-    apart = of(made, [stage()])
+    planned, mib = recipe(), 2**20
+    before = totals(of(planned, [stage()])["actor 0 + engine"])
+    planned.exchange.route, planned.exchange.transport = "planned", "ipc"
+    assert exchange_buffers(planned, 3 * mib) == (6 + 4 + 32) * mib, "and sums of words"
+    after = totals(of(planned, [stage()])["actor 0 + engine"])
+    phases = before.keys() - {"weight_exchange"}
+    assert phases and {phase: after[phase] - before[phase] for phase in phases} == dict.fromkeys(phases, 8 * mib)
+    planned = recipe(placement="disaggregated")
+    planned.exchange.route, planned.exchange.transport = "planned", "ipc"
+    apart = of(planned, [stage()])
     assert totals(apart["engine"]) == {
         "gen": 125 + 4 * mib,
         "weight_exchange": 120 + ENGINE.largest + (4 + 32) * mib,
@@ -128,18 +128,18 @@ def test_slots_on_devices_lie_there_in_every_phase() -> None:
 
 
 def test_a_critic_lies_beside_the_stages_whose_devices_it_has() -> None:
-    made = recipe()
-    made.megatron.offload, made.critic.megatron.offload = False, True
-    made.algorithm.advantage, made.critic.trainers = "gae", 3
+    planned = recipe()
+    planned.megatron.offload, planned.critic.megatron.offload = False, True
+    planned.algorithm.advantage, planned.critic.trainers = "gae", 3
     engine = EngineRank(10, 20, 2.0, 5, cache=100, sequences=3.0, devices=2)
-    found = of(made, [stage(number=0), stage(number=1), stage("critic")], engine)
-    assert {name: place.devices for name, place in found.items()} == {
+    devices = of(planned, [stage(number=0), stage(number=1), stage("critic")], engine)
+    assert {name: place.devices for name, place in devices.items()} == {
         "actor 0 + critic 0 + engine": 2,
         "actor 1 + critic 0": 1,
         "actor 1": 1,
     }
-    assert totals(found["actor 1 + critic 0"])["update_critic"] == 151 + 9 + 151, "the actor does not offload"
-    assert totals(found["actor 1 + critic 0"])["update_actor"] == 151 + 9 + 1, "the critic does"
+    assert totals(devices["actor 1 + critic 0"])["update_critic"] == 151 + 9 + 151, "the actor does not offload"
+    assert totals(devices["actor 1 + critic 0"])["update_actor"] == 151 + 9 + 1, "the critic does"
 
 
 def test_where_engines_are_not_known_nothing_is_said_to_be_left(capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,9 +151,9 @@ def test_where_engines_are_not_known_nothing_is_said_to_be_left(capsys: pytest.C
     (apart,) = places(recipe(placement="disaggregated"), [stage()], {}, **kept)
     assert apart.not_counted is None
     half = replace(ENGINE, cache=None, devices=2)
-    beside, alone = places(recipe(), [stage()], {"rollout": half}, **kept)
-    assert (beside.name, beside.not_counted, alone.not_counted) == ("actor 0 + engine", unknown["rollout"], None)
-    show(replace(plans.BARE, places=[beside, alone], memory=1.0))
+    colocated, alone = places(recipe(), [stage()], {"rollout": half}, **kept)
+    assert (colocated.name, colocated.not_counted, alone.not_counted) == ("actor 0 + engine", unknown["rollout"], None)
+    show(replace(plans.BARE, places=[colocated, alone], memory=1.0))
     rows = [line for line in capsys.readouterr().out.splitlines() if "actor 0" in line]
     assert ["not known" in row for row in rows] == [True, False] and "1.0 left" in rows[1]
 
@@ -161,39 +161,39 @@ def test_where_engines_are_not_known_nothing_is_said_to_be_left(capsys: pytest.C
 def test_an_engine_that_finds_its_share_out_is_not_known() -> None:
     finds_out = engine(spec(40), share=None, share_key="mem_fraction_static")
     assert "rollout.engine_args.mem_fraction_static is not set" in str(not_counted(finds_out, 20))
-    assert not_counted(finds_out, None) is None, "without a device nothing is asked"
+    assert not_counted(finds_out, None) is None, "without a device no engine is examined"
     assert not_counted(engine(spec(40)), 20) is None
     absent = replace(finds_out, counts=None, not_counted="vLLM is not installed here")
     assert "vLLM is not installed here" in str(not_counted(absent, 20))
 
 
 def engine(spec: EngineSpec, **limits: Any) -> Engine:
-    given = {"tokens": 1, "sequences": 1, "share": 0.5, "share_key": "gpu_memory_utilization", "covers_step": True}
+    defaults = {"tokens": 1, "sequences": 1, "share": 0.5, "share_key": "gpu_memory_utilization", "covers_step": True}
     counts = {"parameters": 1, "weights": 3 * GIB, "tables": GIB, "cache_per_token": GIB / 10, "working": 2 * GIB}
     return Engine(
         "rollout",
         "vllm",
         2,
         spec,
-        EngineLimits(**{**given, **limits}),
+        EngineLimits(**{**defaults, **limits}),
         {**counts, "largest": 1, "asleep": 1, "remade": 0},
     )
 
 
 def spec(longest: int) -> EngineSpec:
-    made = Recipe()
-    made.data.max_prompt_length, made.rollout.max_response_length = longest // 2, longest - longest // 2
-    made.rollout.tensor_parallel = 4
-    return policy_spec(made, "engine0", load_weights=False)
+    recipe = Recipe()
+    recipe.data.max_prompt_length, recipe.rollout.max_response_length = longest // 2, longest - longest // 2
+    recipe.rollout.tensor_parallel = 4
+    return policy_spec(recipe, "engine0", load_weights=False)
 
 
 def test_what_is_left_is_the_cache() -> None:
-    found = rank_of(engine(spec(40)), memory=20)
-    assert found is not None and found.cache == (10 - 4 - 2) * GIB and found.sequences == 1 and found.devices == 8
+    rank = rank_of(engine(spec(40)), memory=20)
+    assert rank is not None and rank.cache == (10 - 4 - 2) * GIB and rank.sequences == 1 and rank.devices == 8
     outside = rank_of(engine(spec(40), covers_step=False), memory=20)
     assert outside is not None and outside.cache == 6 * GIB
-    given = rank_of(engine(spec(40), cache=7), memory=20)
-    assert given is not None and given.cache == 7
+    fixed = rank_of(engine(spec(40), cache=7), memory=20)
+    assert fixed is not None and fixed.cache == 7
 
 
 @pytest.mark.parametrize(
@@ -222,24 +222,24 @@ def test_a_cache_with_room_for_one_is_not() -> None:
     assert rank is not None and too_small(kind, rank, 20) is None
 
 
-def large(made: Recipe, memory: float) -> list[tuple[str, str]]:
+def large(recipe: Recipe, memory: float) -> list[tuple[str, str]]:
     held = RankMemory(1, 1, 20 * GIB, 0, 40 * GIB, 30 * GIB, 60 * GIB, 0)
     beyond = Activations(3 * GIB, 200 * GIB, 5 * GIB, 7 * GIB, update_logits=2 * GIB)
     rank = EngineRank(10, 20 * GIB, 2.0, 5 * GIB, cache=100 * GIB, sequences=3.0, devices=4)
-    found = places(
-        made,
+    uses = places(
+        recipe,
         [PipelineStage("actor", 0, 0, held, beyond, None, {})],
         {"rollout": rank},
         swaps={"actor": None, "critic": None},
         largest=0,
     )
-    return [(refusal.key, refusal.problem) for refusal in too_large(found, memory)]
+    return [(refusal.key, refusal.problem) for refusal in too_large(uses, memory)]
 
 
 def test_a_phase_above_the_devices_memory_is_refused_with_its_arithmetic() -> None:
-    ((key, what),) = large(recipe(), 300)
+    ((key, message),) = large(recipe(), 300)
     assert key == "actor.max_tokens_per_micro_batch"
-    assert what == (
+    assert message == (
         "actor 0 + engine needs 350.0 GiB in update_actor: activations 198.0 + optimizer 90.0 + gradients 40.0 + weights "
         "20.0 + logits 2.0; there are 300"
     )
@@ -247,13 +247,13 @@ def test_a_phase_above_the_devices_memory_is_refused_with_its_arithmetic() -> No
 
 
 def test_an_engine_beside_trainers_that_stay_is_refused_for_offload() -> None:
-    made = recipe()
-    made.actor.max_tokens_per_micro_batch, made.megatron.offload = 1, False
+    planned = recipe()
+    planned.actor.max_tokens_per_micro_batch, planned.megatron.offload = 1, False
     held = RankMemory(1, 1, 20 * GIB, 0, 40 * GIB, 30 * GIB, 60 * GIB, 0)
     rank = EngineRank(10, 20 * GIB, 2.0, 5 * GIB, cache=100 * GIB, sequences=3.0, devices=4)
     lying = [PipelineStage("actor", 0, 0, held, Activations(1, 1, 1, 1), None, {})]
     swaps: dict[str, int | None] = {"actor": None, "critic": None}
-    (refusal,) = too_large(places(made, lying, {"rollout": rank}, swaps=swaps, largest=0), 200)
+    (refusal,) = too_large(places(planned, lying, {"rollout": rank}, swaps=swaps, largest=0), 200)
     assert refusal.key == "megatron.offload" and "in gen: KV cache 100.0" in refusal.problem
 
 

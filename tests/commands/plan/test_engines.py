@@ -1,4 +1,4 @@
-"""What an engine's rank holds, by vLLM's model without memory: a real engine's workers hold it, and published models."""
+"""Memory of an engine rank by vLLM's model on the meta device, compared with a real worker and published models."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def test_published_models(tmp_path: Path) -> None:
         directory = tmp_path / name
         directory.mkdir(exist_ok=True)
         (directory / "config.json").write_text(json.dumps(published.read(name)))
-        made = spec(directory, tensor_parallel=tensor, data_parallel=data, expert_parallel=experts)
-        questions.append(asked("vllm", directory, made))
+        engine_spec = spec(directory, tensor_parallel=tensor, data_parallel=data, expert_parallel=experts)
+        questions.append(asked("vllm", directory, engine_spec))
     answers = count_ranks(questions, ENGINES)
     assert [answer.get("error") for answer in answers] == [None] * len(questions)
-    found = [(answer["parameters"] / 1e9, answer["cache_per_token"] / 1024) for answer in answers]
-    assert found == [(billions, cache) for *_, billions, cache in PUBLISHED]
+    figures = [(answer["parameters"] / 1e9, answer["cache_per_token"] / 1024) for answer in answers]
+    assert figures == [(billions, cache) for *_, billions, cache in PUBLISHED]
     for answer in answers:
         assert answer["largest"] < answer["weights"] and answer["working"] < 2**32
 
@@ -66,13 +66,13 @@ def test_a_real_engines_worker_holds_it(name: str, experts: bool, tmp_path: Path
     directory = write_model(name, tmp_path)
     config = json.loads((directory / "config.json").read_text())
     settings: dict[str, Any] = {"tensor_parallel": 2, "expert_parallel": experts, "max_model_len": 128}
-    made = spec(directory, dtype="float32", **settings)
+    engine_spec = spec(directory, dtype="float32", **settings)
     (tmp_path / "alone").mkdir()
     (tmp_path / "alone" / "config.json").write_text(json.dumps(config))
-    (answer,) = count_ranks([asked("vllm", tmp_path / "alone", made)], ENGINES)
+    (answer,) = count_ranks([asked("vllm", tmp_path / "alone", engine_spec)], ENGINES)
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.engine_counts"],
-        input=json.dumps(asdict(made)),
+        input=json.dumps(asdict(engine_spec)),
         capture_output=True,
         text=True,
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""Layers that are alike are asked about once: what is told of the others is what asking about all would have told."""
+"""Equal layers are described once; the expanded description equals one of all layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EVERY += [
 
 
 def told(tensors: list[Tensor], odd: int | None = None, *, whole: str = "") -> SliceTable:
-    """As the loader of rank 1 of two would: its half of each, q and k in one parameter. Layer `odd` takes the other half."""
+    """Simulate the loader of rank 1 of two: its half of each tensor, q and k fused. Layer `odd` has the other half."""
     describer = SliceTableBuilder()
     for name, shape, dtype in tensors:
         if whole and whole in name:
@@ -31,10 +31,10 @@ def told(tensors: list[Tensor], odd: int | None = None, *, whole: str = "") -> S
 
 def test_the_first_and_the_last_tell_of_those_between() -> None:
     sampled = SampledLayers.of(EVERY)
-    asked = [name for name, *_ in sampled.tensors]
-    assert asked == [name for name, *_ in EVERY if name.split(".")[2] in ("weight", "0", "1", str(LAYERS - 1))]
-    found = sampled.expand(told(sampled.tensors))
-    assert found is not None and found.digest == told(EVERY).digest
+    names = [name for name, *_ in sampled.tensors]
+    assert names == [name for name, *_ in EVERY if name.split(".")[2] in ("weight", "0", "1", str(LAYERS - 1))]
+    expanded = sampled.expand(told(sampled.tensors))
+    assert expanded is not None and expanded.digest == told(EVERY).digest
 
 
 def test_layers_that_are_not_alike_tell_nothing() -> None:

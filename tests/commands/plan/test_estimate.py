@@ -1,4 +1,4 @@
-"""Estimated seconds of a step: the phases that a recipe has, what is in them, and what must make them faster."""
+"""Estimated seconds of a step: the recipe's phases, their parts, and the changes that must make them faster."""
 
 from __future__ import annotations
 
@@ -47,45 +47,45 @@ def test_phases_follow_the_recipe() -> None:
 
 
 def test_a_step_is_its_phases_one_after_the_other() -> None:
-    found = of()
-    assert found.seconds == pytest.approx(sum(phase.seconds for phase in found.phases))
-    assert found.tokens == 32 * 8 * (512 + 512) and found.tokens_per_second == found.tokens / found.seconds
+    result = of()
+    assert result.seconds == pytest.approx(sum(phase.seconds for phase in result.phases))
+    assert result.tokens == 32 * 8 * (512 + 512) and result.tokens_per_second == result.tokens / result.seconds
 
 
 def test_engines_that_run_ahead_write_beside_the_trainers() -> None:
     disaggregated = {"rollout__max_staleness": 1, "cluster__placement": "disaggregated"}
-    found = of(**disaggregated)
-    seconds = {phase.name: phase.seconds for phase in found.phases}
+    result = of(**disaggregated)
+    seconds = {phase.name: phase.seconds for phase in result.phases}
     trained = seconds["old_log_prob"] + seconds["update_actor"]
-    assert found.seconds == pytest.approx(max(seconds["gen"], trained) + seconds["weight_exchange"])
-    assert found.phases[1].begin == 0.0 and found.phases[-1].begin == seconds["gen"]
+    assert result.seconds == pytest.approx(max(seconds["gen"], trained) + seconds["weight_exchange"])
+    assert result.phases[1].begin == 0.0 and result.phases[-1].begin == seconds["gen"]
     few = of(rollout__engines=64, **disaggregated)
-    assert few.seconds < found.seconds, "with more engines than that, the trainers are what is waited for"
+    assert few.seconds < result.seconds, "with more engines, the trainers are the bottleneck"
 
 
 def test_greedy_samples_and_filtered_groups_are_written_too() -> None:
     plain, greedy = (of(algorithm__advantage=name).phases[0].seconds for name in ("grpo", "remax"))
     assert greedy > plain
-    made = recipe(algorithm__dynamic_sampling__enabled=True)
-    tried = estimate(made, QWEN, None, device_named("H100"), tried=4.0).phases[0]
+    planned = recipe(algorithm__dynamic_sampling__enabled=True)
+    tried = estimate(planned, QWEN, None, device_named("H100"), tried=4.0).phases[0]
     assert tried.seconds > plain and "75% of groups are filtered" in tried.assumed
 
 
 def test_what_was_counted_takes_the_place_of_formulas() -> None:
-    made, device = recipe(rollout__engine_args={"max_num_seqs": 64}, megatron__offload=False), device_named("H100")
+    counted, device = recipe(rollout__engine_args={"max_num_seqs": 64}, megatron__offload=False), device_named("H100")
     free, narrow = (
-        estimate(made, QWEN, None, device, engine=one).phases[0] for one in (None, rank(cache=2 * 1000 * 1024))
+        estimate(counted, QWEN, None, device, engine=engine).phases[0] for engine in (None, rank(cache=2 * 1000 * 1024))
     )
     assert narrow.seconds > free.seconds and "2 sequences at a time" in narrow.assumed
     assert "experts" not in narrow.assumed, "the model is dense"
-    planned = estimate(made, QWEN, None, device, links=Links("planned", 10, 10, 10, 0)).phases[-1]
+    planned = estimate(counted, QWEN, None, device, links=Links("planned", 10, 10, 10, 0)).phases[-1]
     assert planned.seconds < 1e-6 and "planned copies" in planned.assumed
 
 
 def test_factors_multiply_their_phase() -> None:
     device = device_named("H100")
     slower = replace(device, factors={"gen": 3.0})
-    plain, tripled = (estimate(recipe(), QWEN, None, one).phases[0] for one in (device, slower))
+    plain, tripled = (estimate(recipe(), QWEN, None, variant).phases[0] for variant in (device, slower))
     assert tripled.seconds == pytest.approx(3 * plain.seconds) and "times 3, the measured factor" in tripled.assumed
 
 
@@ -112,8 +112,8 @@ def test_what_must_be_faster(slower: dict[str, Any], faster: dict[str, Any]) -> 
 @pytest.mark.parametrize("name", ["train_share", "prefill_share", "decode_share", "link_share"])
 def test_a_better_share_is_faster(name: str) -> None:
     device = device_named("910C")
-    made = recipe(cluster__trainers=8, megatron__tensor_parallel=2, megatron__offload=True)
-    worse, better = (estimate(made, QWEN, None, replace(device, **{name: share})) for share in (0.2, 0.4))
+    planned = recipe(cluster__trainers=8, megatron__tensor_parallel=2, megatron__offload=True)
+    worse, better = (estimate(planned, QWEN, None, replace(device, **{name: share})) for share in (0.2, 0.4))
     assert better.seconds < worse.seconds
 
 
@@ -125,9 +125,9 @@ def test_recipes_of_each_kind_are_estimated(name: str) -> None:
     shape = re.search(r"^# Shape: (.*)$", path.read_text(), re.MULTILINE)
     assert shape
     model = published.read(shape[1])
-    found = estimate(load_recipe(path, []), model, model, device_named("910B"))
-    assert 0 < found.seconds < 86_400 and found.tokens_per_micro_batch > 1
-    assert all(phase.seconds > 0 and phase.bound and phase.assumed for phase in found.phases)
-    phases, *columns = seconds_columns(replace(plans.BARE, estimate=found))
-    assert phases == ["phase", *(phase.name for phase in found.phases), "step"]
+    result = estimate(load_recipe(path, []), model, model, device_named("910B"))
+    assert 0 < result.seconds < 86_400 and result.tokens_per_micro_batch > 1
+    assert all(phase.seconds > 0 and phase.bound and phase.assumed for phase in result.phases)
+    phases, *columns = seconds_columns(replace(plans.BARE, estimate=result))
+    assert phases == ["phase", *(phase.name for phase in result.phases), "step"]
     assert all(len(column) == len(phases) for column in columns)

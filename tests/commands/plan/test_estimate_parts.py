@@ -53,13 +53,13 @@ def test_a_mean_that_cannot_be_is_refused() -> None:
 
 def test_micro_batches_are_those_of_the_schedule() -> None:
     equal = Lengths(prompt=100, shortest=300, longest=300, assumed="")
-    made = recipe(actor__max_tokens_per_micro_batch=1000)
-    found = micro_batches(
-        made, DENSE, equal, samples=20, data_parallel=2
+    planned = recipe(actor__max_tokens_per_micro_batch=1000)
+    result = micro_batches(
+        planned, DENSE, equal, samples=20, data_parallel=2
     )  # 10 of 400 tokens each, two to a micro batch
-    assert found == MicroBatches(5, 800, 2 * 400 * 401 / 2)
-    made.megatron.virtual_pipeline, made.megatron.pipeline_parallel = 2, 4
-    assert micro_batches(made, DENSE, equal, 20, 2).count == 8, "a multiple of the stages"
+    assert result == MicroBatches(5, 800, 2 * 400 * 401 / 2)
+    planned.megatron.virtual_pipeline, planned.megatron.pipeline_parallel = 2, 4
+    assert micro_batches(planned, DENSE, equal, 20, 2).count == 8, "a multiple of the stages"
     many = micro_batches(recipe(actor__max_tokens_per_micro_batch=1000), DENSE, equal, 6000, 2)
     assert (many.count, many.tokens) == (1500, 800), "3,000 samples as 256 are laid out"
 
@@ -71,14 +71,14 @@ def test_padding_is_computed_and_groups_stay_together() -> None:
     assert (
         micro_batches(packed, DENSE, spread, 32, 1).tokens * micro_batches(packed, DENSE, spread, 32, 1).count == 6400
     )
-    found = micro_batches(padded, DENSE, spread, 32, 1)
-    assert found.tokens * found.count > 6500
+    result = micro_batches(padded, DENSE, spread, 32, 1)
+    assert result.tokens * result.count > 6500
     small, equal = recipe(actor__max_tokens_per_micro_batch=300), Lengths(0, 200, 200, "")
     assert micro_batches(small, DENSE, equal, 8, 1, together=2) == MicroBatches(4, 400, 2 * 200 * 201 / 2)
     pairs = recipe(train__source="preferences", algorithm__loss="dpo", algorithm__advantage="none")
     pairs.actor.max_tokens_per_micro_batch = 300
-    found = estimate(pairs, QWEN, None, device_named("H100"), lengths=equal)
-    assert (found.micro_batches, found.tokens_per_micro_batch, found.tokens) == (32, 400, 64 * 200)
+    result = estimate(pairs, QWEN, None, device_named("H100"), lengths=equal)
+    assert (result.micro_batches, result.tokens_per_micro_batch, result.tokens) == (32, 400, 64 * 200)
 
 
 # --- links ---------------------------------------------------------------------------------------------------------
@@ -103,8 +103,8 @@ def test_what_takes_the_most_is_the_bound() -> None:
 
 
 def test_a_forward_pass() -> None:
-    found = training.forward(trainers(), BATCH, mini_batches=2)
-    assert found == Cost(compute=pytest.approx(6 * (WEIGHTS + PAIRS + OUTPUT) / 1e12))
+    phase = training.forward(trainers(), BATCH, mini_batches=2)
+    assert phase == Cost(compute=pytest.approx(6 * (WEIGHTS + PAIRS + OUTPUT) / 1e12))
     critic = training.forward(trainers(output=False), BATCH, mini_batches=2)
     assert critic.compute == pytest.approx(6 * (WEIGHTS + PAIRS) / 1e12), "a critic has no output layer"
 
@@ -113,8 +113,8 @@ def test_a_pipeline_waits_while_it_fills_and_drains() -> None:
     piped = trainers(2, megatron__pipeline_parallel=2)
     each = (WEIGHTS / 2 + PAIRS / 2 + OUTPUT) / 1e12  # the last stage, which has the output layer
     hop = 1000 * 10 * 2 / 1e9
-    found = training.forward(piped, BATCH, mini_batches=1)
-    assert found.parts == pytest.approx({"compute": 3 * each, "links": 3 * hop, "bubble": each + hop})
+    phase = training.forward(piped, BATCH, mini_batches=1)
+    assert phase.parts == pytest.approx({"compute": 3 * each, "links": 3 * hop, "bubble": each + hop})
     assert training.bubble(piped, BATCH) == pytest.approx(1 / 4)
     chunks = trainers(2, megatron__pipeline_parallel=2, megatron__virtual_pipeline=2)
     assert training.bubble(chunks, BATCH) == pytest.approx(1 / 7)
@@ -177,9 +177,9 @@ def test_context_parallel_ranks_exchange_keys_and_values() -> None:
 
 def test_without_a_distributed_optimizer_every_rank_updates_all() -> None:
     parameters = 4 * 400 + 2 * 1000
-    found = training.update(trainers(2, megatron__distributed_optimizer=False), BATCH, 1)
-    assert found.memory == pytest.approx(parameters * 30 / 1e9)
-    assert found.links == pytest.approx(parameters * (4 + 4) / 2 / 1e9), "an all-reduce of gradients in float32"
+    phase = training.update(trainers(2, megatron__distributed_optimizer=False), BATCH, 1)
+    assert phase.memory == pytest.approx(parameters * 30 / 1e9)
+    assert phase.links == pytest.approx(parameters * (4 + 4) / 2 / 1e9), "an all-reduce of gradients in float32"
 
 
 def test_the_reference_policy_changes_places_with_the_policy() -> None:
@@ -198,25 +198,25 @@ SAME = Lengths(prompt=10, shortest=100, longest=100, assumed="")
 
 
 def test_responses_are_written_step_by_step() -> None:
-    """All begin together, and all end together: 100 steps of 5 sequences, whose caches grow from 10 to 110 tokens."""
-    found = generate(engines(), SAME, prompts=1, samples=5)
+    """All sequences begin and end together: 100 steps of 5 sequences, whose caches grow from 10 to 110 tokens."""
+    phase = generate(engines(), SAME, prompts=1, samples=5)
     step = 2 * (4 * 400 + 1000) + 5 * 60 * (4 * 8 * 2)  # weights but the embedding; caches of 60 tokens in the mean
-    assert found.memory == pytest.approx(100 * step / 1e9)
-    assert found.compute == pytest.approx((2 * 1600 * 10 + 2 * 4 * 4 * 55) / 1e12), (
+    assert phase.memory == pytest.approx(100 * step / 1e9)
+    assert phase.compute == pytest.approx((2 * 1600 * 10 + 2 * 4 * 4 * 55) / 1e12), (
         "the prompt once, without an output layer"
     )
     apart = generate(engines(prefix=False), SAME, 1, 5)
-    assert apart.compute == pytest.approx(5 * found.compute)
+    assert apart.compute == pytest.approx(5 * phase.compute)
 
 
 def test_more_than_an_engine_writes_at_a_time_goes_in_waves() -> None:
-    one, three = (generate(engines(sequences=5), SAME, 1, count) for count in (5, 15))
-    assert three.memory == pytest.approx(3 * one.memory)
+    single, three = (generate(engines(sequences=5), SAME, 1, count) for count in (5, 15))
+    assert three.memory == pytest.approx(3 * single.memory)
 
 
 def test_the_longest_response_sets_the_end() -> None:
-    """As many tokens, but one response is twice as long as the mean: weights are read for twice as many steps, and
-    caches are longer."""
+    """With the same total of tokens and one response of twice the mean length, weights are read for twice as many steps
+    and caches are longer."""
     spread = Lengths(10, 1, 199, "")
     same, longer = (generate(engines(), lengths, 1, 5) for lengths in (SAME, spread))
     weights, cached = 99 * 2 * (4 * 400 + 1000), 5 * (spread.age - SAME.age) * 100 * 64
@@ -224,10 +224,12 @@ def test_the_longest_response_sets_the_end() -> None:
 
 
 def test_experts_that_no_token_is_sent_to_are_not_read() -> None:
-    one, many = (generate(engines(SPARSE), SAME, 1, count) for count in (1, 60))
+    single, many = (generate(engines(SPARSE), SAME, 1, count) for count in (1, 60))
     cache = 100 * 60 * 4 * 8 * 2
     rest = 2 * (4 * 120 + 1000)
-    assert one.memory == pytest.approx((100 * (rest + 2 * 4 * 8 * 50 * (1 - 0.75)) + cache) / 1e9), "a quarter of them"
+    assert single.memory == pytest.approx((100 * (rest + 2 * 4 * 8 * 50 * (1 - 0.75)) + cache) / 1e9), (
+        "a quarter of them"
+    )
     assert many.memory == pytest.approx((100 * (rest + 2 * 4 * 8 * 50) + 60 * cache) / 1e9, rel=1e-4), "all of them"
 
 
@@ -239,8 +241,8 @@ def test_experts_of_a_group_meet_the_tokens_of_all_its_engines() -> None:
 
 
 def test_tensor_parallel_engines_sum_after_attention_and_mlp() -> None:
-    found = generate(engines(tensor=2), SAME, 1, 5)
-    assert found.links == pytest.approx(4 * 4 * (10 * 2 / 2) / 1e9 * (5 * 100 + 10))
+    phase = generate(engines(tensor=2), SAME, 1, 5)
+    assert phase.links == pytest.approx(4 * 4 * (10 * 2 / 2) / 1e9 * (5 * 100 + 10))
 
 
 def test_a_wide_batch_is_bound_by_compute() -> None:
@@ -275,9 +277,9 @@ def test_the_cache_bounds_how_many_are_written_at_a_time() -> None:
     ],
 )
 def test_an_engines_own_names_and_defaults_decide(engine: str, arguments: dict[str, Any], sequences: int) -> None:
-    made = recipe(rollout__engine=engine, rollout__engine_args=arguments)
-    found = estimate(made, QWEN, None, device_named("H100")).phases[0]
-    assert f"; {sequences} sequences at a time" in found.assumed
+    planned = recipe(rollout__engine=engine, rollout__engine_args=arguments)
+    phase = estimate(planned, QWEN, None, device_named("H100")).phases[0]
+    assert f"; {sequences} sequences at a time" in phase.assumed
 
 
 def test_a_teacher_reads_whole_samples() -> None:
@@ -289,8 +291,8 @@ def test_a_teacher_reads_whole_samples() -> None:
 
 def test_an_exchange_sends_what_is_planned() -> None:
     planned = Links("planned", sent=1_000_000, received=4_000_000, total=16_000_000, between_nodes=4_000_000)
-    found = exchange(trainers(), engines(), planned)
-    assert found.parts == pytest.approx({"links": 4e6 / 5e7, "host": 5e6 / 1e9}), (
+    phase = exchange(trainers(), engines(), planned)
+    assert phase.parts == pytest.approx({"links": 4e6 / 5e7, "host": 5e6 / 1e9}), (
         "4 MB over the host's interface, 5 through the host"
     )
     two_nodes = exchange(trainers(8, rollout__engines=8), engines(count=8), planned)
@@ -313,14 +315,14 @@ def test_before_a_plan_is_made_an_engine_rank_receives_what_it_holds() -> None:
     size = 2 * (1600 + 2000)
     near = uncounted(trainers(4), engines(count=2, tensor=2))
     assert (near.sent, near.received, near.total, near.between_nodes) == (size // 4, size // 2, 2 * size, 0)
-    made = trainers(2, cluster__placement="disaggregated", rollout__engines=2, rollout__tensor_parallel=2)
-    assert uncounted(made, engines(count=2, tensor=2)).between_nodes == 2 * size
+    layout = trainers(2, cluster__placement="disaggregated", rollout__engines=2, rollout__tensor_parallel=2)
+    assert uncounted(layout, engines(count=2, tensor=2)).between_nodes == 2 * size
 
 
 def exported(**settings: Any) -> float:
     """Seconds over links, of 2 engines."""
-    made = trainers(2, rollout__engines=2, **settings)
-    return exchange(made, engines(count=2), None).links
+    layout = trainers(2, rollout__engines=2, **settings)
+    return exchange(layout, engines(count=2), None).links
 
 
 def test_engines_beside_the_trainers_may_be_on_another_node() -> None:

@@ -25,7 +25,7 @@ HALF = 3 * 4 * 2  # bytes of half a tensor
 
 
 def description(*names: str, rows: tuple[int, int] = (0, 6)) -> SliceTable:
-    """Of tensors [6, 4] in bfloat16."""
+    """Describe tensors of shape [6, 4] in bfloat16."""
     describer = SliceTableBuilder()
     for name in names:
         box = (rows[0], 0, rows[1], 4)
@@ -50,16 +50,21 @@ def small_plan() -> TransferPlan:
 
 def test_bytes_by_link() -> None:
     """a: on n0, and from there to n1. b: on n1; to n0 as well, which comes first in the order of relays."""
-    made = small_plan()
-    first, second = flows(made, ["stage 0", "stage 1", "stage 1"])
+    plan = small_plan()
+    first, second = flows(plan, ["stage 0", "stage 1", "stage 1"])
     assert (first.source, first.weights, first.audience, first.senders) == ("stage 0", "others", (2, 2), 1)
     assert (first.sent, first.relayed, first.between_hosts, first.buckets) == (2 * HALF, 2 * HALF, 2 * HALF, 1)
     assert (second.source, second.weights, second.audience, second.senders) == ("stage 1", "experts", (1, 1), 2)
     assert (second.sent, second.sent_by_rank, second.relayed) == (4 * HALF, 2 * HALF, 0)
     assert (second.received_by_rank, second.between_hosts, second.buckets) == (2 * HALF, 2 * HALF, 4)
-    told = totals(made)
-    assert (told.sent, told.received, told.received_by_rank) == (6 * HALF, 8 * HALF, 4 * HALF)
-    assert (told.relayed_by_rank, told.between_hosts, told.streams, told.buckets) == (2 * HALF, 4 * HALF, 5, 5)
+    summary = totals(plan)
+    assert (summary.sent, summary.received, summary.received_by_rank) == (6 * HALF, 8 * HALF, 4 * HALF)
+    assert (summary.relayed_by_rank, summary.between_hosts, summary.streams, summary.buckets) == (
+        2 * HALF,
+        4 * HALF,
+        5,
+        5,
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,16 +84,16 @@ def test_relays_are_named_after_the_transport(transport, way) -> None:
 
 
 def test_buckets_of_rows_add_up_to_those_there_are() -> None:
-    """But for buckets with experts and other weights, which are in two rows, as is said."""
+    """Buckets of all rows add up to the total, except buckets that mix experts and other weights: both rows count them."""
     both = description("a", "b.experts.1")
     mixed = plan_transfers([both], [both, both], Hosts(["n0"], ["n0", "n0"]), 1 << 20)
-    for made, rows, there, said in (
+    for plan, rows, total, noted in (
         (small_plan(), [1, 4], 5, ""),
         (mixed, [1, 1], 1, ", of which 1 is in two rows"),
     ):
-        found = flows(made, ["stage 0"] * len(made.hosts.trainers))
-        assert ([flow.buckets for flow in found], totals(made).buckets) == (rows, there)
-        assert explain_command._shared(found, totals(made)) == said
+        edges = flows(plan, ["stage 0"] * len(plan.hosts.trainers))
+        assert ([flow.buckets for flow in edges], totals(plan).buckets) == (rows, total)
+        assert explain_command._shared(edges, totals(plan)) == noted
 
 
 def test_where_ranks_are() -> None:
@@ -134,28 +139,30 @@ def test_tensors_are_asked_about_layer_by_layer() -> None:
 
 
 def test_the_command_says_who_sends_what(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    given = []
-    monkeypatch.setattr(explain_command, "planned", lambda *asked: given.append(asked[2]) or small_plan())
+    bucket_sizes = []
+    monkeypatch.setattr(
+        explain_command, "planned", lambda *arguments: bucket_sizes.append(arguments[2]) or small_plan()
+    )
     monkeypatch.setattr(explain_command, "_kinds", lambda recipe: ["stage 0", "stage 1", "stage 1"])
     recipe = str(RECIPES / "dapo_qwen3_30b.yaml")
     assert run("exchange", recipe) == 0
     text = capsys.readouterr().out
-    assert max(map(len, text.splitlines())) <= 100 and given == [16], "the head says 16 devices a machine"
+    assert max(map(len, text.splitlines())) <= 100 and bucket_sizes == [16], "the head says 16 devices a machine"
     assert "stage 1" in text and "Sent by 3 trainer ranks" in text and "5 buckets of at most" in text
     assert "A rank has at most 2 connections, over gloo." in text
     apart = ["cluster.placement=disaggregated", "megatron.offload=false", "exchange.route=planned"]
     assert run("exchange", recipe, *apart, "exchange.transport=device") == 0
     assert "A rank has at most 4 connections, device to device." in capsys.readouterr().out
-    given.pop()
+    bucket_sizes.pop()
     assert run("exchange", recipe, "--json", "--per-node", "4") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["totals"]["sent"] == 6 * HALF and len(told["flows"]) == 2 and given[1] == 4
+    report = json.loads(capsys.readouterr().out)
+    assert report["totals"]["sent"] == 6 * HALF and len(report["flows"]) == 2 and bucket_sizes[1] == 4
 
 
 def test_the_old_form_still_works_with_a_notice(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(explain_command, "planned", lambda *asked: small_plan())
+    monkeypatch.setattr(explain_command, "planned", lambda *arguments: small_plan())
     monkeypatch.setattr(explain_command, "_kinds", lambda recipe: ["stage 0", "stage 1", "stage 1"])
     assert run("exchange", "--explain", str(RECIPES / "dapo_qwen3_30b.yaml"), "exchange.route=auto") == 0
     printed = capsys.readouterr()
@@ -183,13 +190,15 @@ def test_training_without_engines_sends_nothing(capsys: pytest.CaptureFixture[st
 def test_engine_ranks_receive_what_they_hold(name: str, model: str, settings: list[str], received: float) -> None:
     """Figures of a trace of vLLM's loader with another script, and of the sizes of the tensors."""
     recipe = load_recipe(RECIPES / f"{name}.yaml", settings)
-    made = explain.planned(recipe, published.read(model), 16)
-    assert totals(made).received_by_rank == pytest.approx(received, rel=1e-4)
-    for rank in (0, len(made.hosts.engines) - 1):
-        need = made.needed.tables[made.needed.class_of[rank]]
-        got = sum(int(one.buckets.sum()) * (4 if one.dtype == "float32" else 2) for one in made.streams_to(rank))
+    plan = explain.planned(recipe, published.read(model), 16)
+    assert totals(plan).received_by_rank == pytest.approx(received, rel=1e-4)
+    for rank in (0, len(plan.hosts.engines) - 1):
+        need = plan.needed.tables[plan.needed.class_of[rank]]
+        got = sum(
+            int(stream.buckets.sum()) * (4 if stream.dtype == "float32" else 2) for stream in plan.streams_to(rank)
+        )
         assert got == need.nbytes
-    sent = np.bincount(made.sources, made.nbytes, len(made.hosts.trainers))
+    sent = np.bincount(plan.sources, plan.nbytes, len(plan.hosts.trainers))
     assert sent.max() <= 1.2 * sent.mean()
 
 

@@ -24,34 +24,34 @@ ENGINE = EngineRank(10, 20, 2.0, 5, cache=100, sequences=3.0, devices=4, asleep=
 
 def recipe(**settings: Any) -> Recipe:
     """8 trainers and 2 engines of TP 2, colocated; the samples of a step take 2 x 1 x 1 x 1,024 x 64 bytes."""
-    made = Recipe()
-    made.cluster.device, made.cluster.trainers = "npu", 8
-    made.rollout.engines, made.rollout.tensor_parallel, made.rollout.samples_per_prompt = 2, 2, 1
-    made.data.prompts_per_step, made.data.max_prompt_length, made.rollout.max_response_length = 1, 512, 512
-    made.exchange.bucket_mb, made.megatron.offload = 64, True
+    recipe = Recipe()
+    recipe.cluster.device, recipe.cluster.trainers = "npu", 8
+    recipe.rollout.engines, recipe.rollout.tensor_parallel, recipe.rollout.samples_per_prompt = 2, 2, 1
+    recipe.data.prompts_per_step, recipe.data.max_prompt_length, recipe.rollout.max_response_length = 1, 512, 512
+    recipe.exchange.bucket_mb, recipe.megatron.offload = 64, True
     for name, value in settings.items():
         section, _, key = name.partition("__")
-        setattr(getattr(made, section), key, value)
-    return made
+        setattr(getattr(recipe, section), key, value)
+    return recipe
 
 
 def stage(number: int, held: RankMemory = HELD, role: str = "actor") -> PipelineStage:
     return PipelineStage(role, number, number, held, None, None, {})
 
 
-def uses(made: Recipe, *, swaps: int | None = None, keeps_weights: bool = True) -> list[HostUse]:
+def uses(recipe: Recipe, *, swaps: int | None = None, keeps_weights: bool = True) -> list[HostUse]:
     stages = [stage(0), stage(1, replace(HELD, weights_pinned=4 * GIB))]
-    engines = {"rollout": ENGINE} if made.train.source == "rollout" else {}
-    return host_uses(Tenants(made, stages, engines, {"actor": swaps}, 1 * GIB, keeps_weights), DEVICE)
+    engines = {"rollout": ENGINE} if recipe.train.source == "rollout" else {}
+    return host_uses(Tenants(recipe, stages, engines, {"actor": swaps}, 1 * GIB, keeps_weights), DEVICE)
 
 
 def gib(host: HostUse) -> dict[str, float]:
     return {name: size / GIB for name, size in host.parts.items() if name != "samples"}
 
 
-@pytest.mark.parametrize(("size", "taken"), [(0, 0), (1, 1), (4096, 4096), (4097, 8192), (3 * GIB, 4 * GIB)])
-def test_page_locked_memory_comes_in_powers_of_two(size: int, taken: int) -> None:
-    assert pinned(size) == taken
+@pytest.mark.parametrize(("size", "allocated"), [(0, 0), (1, 1), (4096, 4096), (4097, 8192), (3 * GIB, 4 * GIB)])
+def test_page_locked_memory_comes_in_powers_of_two(size: int, allocated: int) -> None:
+    assert pinned(size) == allocated
 
 
 def test_a_sleeping_rank_copies_torchs_segments() -> None:
@@ -88,7 +88,7 @@ def test_two_machines_of_four_devices() -> None:
             None,
             True,
             {"/dev/shm": 2 * 1.0},
-        ),  # of rank 0: a tensor has a bucket of its own
+        ),  # of rank 0: each tensor has a separate bucket
         ({"exchange__transport": "collective"}, None, True, {"/dev/shm": None}),
         ({"train__source": "sft"}, None, True, {"offloaded": 40, "asleep": None, "/dev/shm": None, "processes": 5}),
     ],
@@ -96,21 +96,21 @@ def test_two_machines_of_four_devices() -> None:
 def test_settings_change_parts(
     settings: dict[str, Any], swaps: int | None, keeps_weights: bool, first: dict[str, float | None]
 ) -> None:
-    found = gib(uses(recipe(**settings), swaps=swaps, keeps_weights=keeps_weights)[0])
-    assert {name: found.get(name) for name in first} == first
+    memory = gib(uses(recipe(**settings), swaps=swaps, keeps_weights=keeps_weights)[0])
+    assert {name: memory.get(name) for name in first} == first
 
 
 def test_apart_engines_lie_on_machines_of_their_own_and_do_not_sleep() -> None:
-    found = uses(recipe(cluster__placement="disaggregated", megatron__offload=False))
-    assert [host.name for host in found] == ["node 0", "nodes 1-2"], "trainers and engines take as much"
-    assert gib(found[1]) == {"processes": 4, "/dev/shm": 1.0}
+    hosts = uses(recipe(cluster__placement="disaggregated", megatron__offload=False))
+    assert [host.name for host in hosts] == ["node 0", "nodes 1-2"], "trainers and engines take as much"
+    assert gib(hosts[1]) == {"processes": 4, "/dev/shm": 1.0}
 
 
 def test_alike_machines_are_one_entry() -> None:
-    made = recipe(cluster__trainers=16, rollout__engines=8)
+    planned = recipe(cluster__trainers=16, rollout__engines=8)
     stages = [stage(0)]
-    found = host_uses(Tenants(made, stages, {"rollout": ENGINE}, {}, GIB, True), DEVICE)
-    assert [(host.name, host.nodes) for host in found] == [("node 0", 1), ("nodes 1-3", 3)]
+    hosts = host_uses(Tenants(planned, stages, {"rollout": ENGINE}, {}, GIB, True), DEVICE)
+    assert [(host.name, host.nodes) for host in hosts] == [("node 0", 1), ("nodes 1-3", 3)]
 
 
 SAVES = replace(HELD, saved=5 * GIB)
@@ -127,20 +127,20 @@ SAVES = replace(HELD, saved=5 * GIB)
     ],
 )
 def test_a_checkpoint_that_is_copied_takes_its_size_on_the_host(settings: dict[str, Any], copies: int) -> None:
-    """Beside the states that a swap, or offloading, keeps there."""
-    made = recipe(megatron__tensor_parallel=2, **settings)
-    tenants = Tenants(made, [stage(0, SAVES)], {"rollout": ENGINE}, {"actor": 16}, GIB, True)
-    found = gib(host_uses(tenants, DEVICE)[0])
-    assert found.get("checkpoint", 0) == copies * 5 and found["swapped"] == 4 * 8
+    """The copy adds to the states that swapping or offloading keeps on the host."""
+    planned = recipe(megatron__tensor_parallel=2, **settings)
+    tenants = Tenants(planned, [stage(0, SAVES)], {"rollout": ENGINE}, {"actor": 16}, GIB, True)
+    memory = gib(host_uses(tenants, DEVICE)[0])
+    assert memory.get("checkpoint", 0) == copies * 5 and memory["swapped"] == 4 * 8
 
 
 def test_actor_and_critic_that_take_turns_copy_what_they_save() -> None:
-    """Both on the same four devices; a copy of each until both are written. Those that stay are read where they are."""
-    made = recipe(algorithm__advantage="gae", cluster__trainers=4, rollout__engines=2)
-    made.critic.trainers, made.critic.megatron.offload = 4, True
-    tenants = Tenants(made, [stage(0, SAVES), stage(0, SAVES, "critic")], {"rollout": ENGINE}, {}, GIB, True)
+    """Actor and critic share four devices; the host keeps a copy of each until both are written, unless they stay."""
+    planned = recipe(algorithm__advantage="gae", cluster__trainers=4, rollout__engines=2)
+    planned.critic.trainers, planned.critic.megatron.offload = 4, True
+    tenants = Tenants(planned, [stage(0, SAVES), stage(0, SAVES, "critic")], {"rollout": ENGINE}, {}, GIB, True)
     assert gib(host_uses(tenants, DEVICE)[0])["checkpoint"] == 4 * (5 + 5)
-    made.megatron.offload = made.critic.megatron.offload = False
+    planned.megatron.offload = planned.critic.megatron.offload = False
     assert "checkpoint" not in gib(host_uses(tenants, DEVICE)[0])
 
 

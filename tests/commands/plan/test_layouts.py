@@ -1,4 +1,4 @@
-"""What a search chooses from: every layout that the checks of a run allow, and none that they refuse."""
+"""Layouts of a search: exactly those that the checks of a run accept."""
 
 from __future__ import annotations
 
@@ -42,38 +42,38 @@ SPARSE = {**DENSE, "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per
 
 
 def recipe(trainers: int, **megatron: Any) -> Recipe:
-    made = Recipe()
-    made.model.path, made.cluster.trainers, made.rollout.engines = "models/x", trainers, trainers
+    recipe = Recipe()
+    recipe.model.path, recipe.cluster.trainers, recipe.rollout.engines = "models/x", trainers, trainers
     for name, value in megatron.items():
-        setattr(made.megatron, name, value)
-    return made
+        setattr(recipe.megatron, name, value)
+    return recipe
 
 
-def brute_force(made: Recipe, model: dict[str, Any], per_node: int) -> set[TrainerLayout]:
+def brute_force(recipe: Recipe, model: dict[str, Any], per_node: int) -> set[TrainerLayout]:
     """Every layout with even stages that passes `check_layout`."""
-    sizes = range(1, made.cluster.trainers + 1)
-    found = set()
+    sizes = range(1, recipe.cluster.trainers + 1)
+    accepted = set()
     for tensor, pipeline, context, expert, within in product(sizes, repeat=5):
-        if tensor > per_node or tensor * pipeline * context > made.cluster.trainers:
+        if tensor > per_node or tensor * pipeline * context > recipe.cluster.trainers:
             continue
         for chunks in (None, 2, 3, 4, 5, 6):
             layout = TrainerLayout(tensor, pipeline, context, expert, within, chunks)
-            megatron = chosen(made, replace(choice_of(made), layout=layout)).megatron
+            megatron = chosen(recipe, replace(choice_of(recipe), layout=layout)).megatron
             try:
-                check_layout(model, megatron, made.cluster.trainers)
+                check_layout(model, megatron, recipe.cluster.trainers)
             except ValueError:
                 continue
-            found.add(layout)
-    return found
+            accepted.add(layout)
+    return accepted
 
 
 @pytest.mark.parametrize(("model", "trainers"), [(DENSE, 4), (DENSE, 6), (SPARSE, 4), (SPARSE, 6), (SPARSE, 5)])
 def test_every_layout_that_divides_is_there(model: dict[str, Any], trainers: int) -> None:
-    made = recipe(trainers)
-    found = list(layouts(made, model, 2))
-    assert len(set(found)) == len(found)
-    even = {layout for layout in found if layout.first_stage_layers is None}
-    assert even == brute_force(made, model, 2)
+    planned = recipe(trainers)
+    listed = list(layouts(planned, model, 2))
+    assert len(set(listed)) == len(listed)
+    even = {layout for layout in listed if layout.first_stage_layers is None}
+    assert even == brute_force(planned, model, 2)
 
 
 @pytest.mark.parametrize(
@@ -81,21 +81,21 @@ def test_every_layout_that_divides_is_there(model: dict[str, Any], trainers: int
     [(2, {(None, None)}), (4, {(1, 1), (2, 2)}), (5, {(1, 2), (2, 1)}), (6, {(None, None)})],
 )
 def test_stages_are_as_even_as_they_can_be(stages: int, first_and_last: set[Any]) -> None:
-    found = [one for one in layouts(recipe(stages), DENSE, 8) if one.pipeline_parallel == stages]
-    plain = [one for one in found if one.virtual_pipeline is None]
-    assert {(one.first_stage_layers, one.last_stage_layers) for one in plain} == first_and_last
+    matching = [layout for layout in layouts(recipe(stages), DENSE, 8) if layout.pipeline_parallel == stages]
+    plain = [layout for layout in matching if layout.virtual_pipeline is None]
+    assert {(layout.first_stage_layers, layout.last_stage_layers) for layout in plain} == first_and_last
 
 
 def test_uneven_stages_of_deepseek_v3_are_those_of_the_published_layout() -> None:
-    made, model = load_recipe(ROOT / "recipes" / "grpo_deepseek_v3.yaml"), published.read("DeepSeek-V3")
-    found = [one for one in layouts(made, model, 16) if one.pipeline_parallel == 8]
-    assert {(one.first_stage_layers, one.last_stage_layers) for one in found} == {(6, 7), (7, 6)}
+    planned, model = load_recipe(ROOT / "recipes" / "grpo_deepseek_v3.yaml"), published.read("DeepSeek-V3")
+    matching = [layout for layout in layouts(planned, model, 16) if layout.pipeline_parallel == 8]
+    assert {(layout.first_stage_layers, layout.last_stage_layers) for layout in matching} == {(6, 7), (7, 6)}
 
 
 def test_two_uneven_stages_are_not_interleaved() -> None:
     """Megatron divides by the layers between the first and the last stage."""
-    found = [one for one in layouts(recipe(2), DENSE, 8) if one.pipeline_parallel == 2]
-    assert {one.virtual_pipeline for one in found} == {None, 3}
+    matching = [layout for layout in layouts(recipe(2), DENSE, 8) if layout.pipeline_parallel == 2]
+    assert {layout.virtual_pipeline for layout in matching} == {None, 3}
     with pytest.raises(ValueError, match="cannot interleave without a stage"):
         check_layout(
             DENSE,
@@ -111,12 +111,12 @@ def test_two_uneven_stages_are_not_interleaved() -> None:
 
 
 def test_the_recipes_own_layout_is_among_them() -> None:
-    own = recipe(8, pipeline_parallel=4, first_stage_layers=3, last_stage_layers=1, tensor_parallel=2)
-    assert choice_of(own).layout in set(layouts(own, DENSE, 8))
+    planned = recipe(8, pipeline_parallel=4, first_stage_layers=3, last_stage_layers=1, tensor_parallel=2)
+    assert choice_of(planned).layout in set(layouts(planned, DENSE, 8))
 
 
 def test_a_tensor_parallel_group_lies_in_one_machine() -> None:
-    assert {one.tensor_parallel for one in layouts(recipe(4), DENSE, 1)} == {1}
+    assert {layout.tensor_parallel for layout in layouts(recipe(4), DENSE, 1)} == {1}
 
 
 def test_what_was_chosen_is_what_the_command_line_makes(tmp_path: Path) -> None:
@@ -124,56 +124,56 @@ def test_what_was_chosen_is_what_the_command_line_makes(tmp_path: Path) -> None:
     file.write_text(
         "model: {path: x}\nmegatron: {tensor_parallel: 2, sequence_parallel: true, virtual_pipeline: null}\n"
     )
-    own = load_recipe(file, ["cluster.trainers=4"])
+    loaded = load_recipe(file, ["cluster.trainers=4"])
     choice = Choice(TrainerLayout(1, 2, 1, 1, 1, 3), "full", True, 777, EngineLayout(2, 2, 1, None))
-    made = chosen(own, choice)
-    given = overrides(own, made)
-    assert "megatron.sequence_parallel=null" in given, "one device cuts no sequences"
-    assert "megatron.recompute=full" in given and "megatron.expert_tensor_parallel=1" not in given
-    assert load_recipe(file, ["cluster.trainers=4", *given]) == made
-    assert overrides(own, own) == []
+    chosen_recipe = chosen(loaded, choice)
+    settings = overrides(loaded, chosen_recipe)
+    assert "megatron.sequence_parallel=null" in settings, "one device cuts no sequences"
+    assert "megatron.recompute=full" in settings and "megatron.expert_tensor_parallel=1" not in settings
+    assert load_recipe(file, ["cluster.trainers=4", *settings]) == chosen_recipe
+    assert overrides(loaded, loaded) == []
 
 
 def test_micro_batches_hold_a_whole_sequence() -> None:
-    made = recipe(4)
-    made.data.max_prompt_length, made.rollout.max_response_length = 100, 300
-    made.actor.max_tokens_per_micro_batch = 1000
-    assert sizes_of_micro_batches(made, TrainerLayout(1, 1, 1, 1, 1)) == [400, 800, 1000, 1600, 3200]
-    made.actor.max_tokens_per_micro_batch = 50
-    assert sizes_of_micro_batches(made, TrainerLayout(1, 1, 2, 1, 1)) == [200, 400, 800, 1600]
+    planned = recipe(4)
+    planned.data.max_prompt_length, planned.rollout.max_response_length = 100, 300
+    planned.actor.max_tokens_per_micro_batch = 1000
+    assert sizes_of_micro_batches(planned, TrainerLayout(1, 1, 1, 1, 1)) == [400, 800, 1000, 1600, 3200]
+    planned.actor.max_tokens_per_micro_batch = 50
+    assert sizes_of_micro_batches(planned, TrainerLayout(1, 1, 2, 1, 1)) == [200, 400, 800, 1600]
 
 
 def test_engines_take_the_devices_that_they_have() -> None:
-    found = set(engine_layouts(recipe(4), SPARSE, 2))
-    assert EngineLayout(4, 1, 1, None) in found and EngineLayout(2, 2, 1, True) in found
-    assert EngineLayout(2, 2, 2, None) not in found, "6 experts do not divide over 4 devices"
-    assert EngineLayout(2, 1, 2, None) not in found, "two devices would have nothing to do"
-    assert EngineLayout(1, 4, 1, None) not in found, "a machine has 2"
+    listed = set(engine_layouts(recipe(4), SPARSE, 2))
+    assert EngineLayout(4, 1, 1, None) in listed and EngineLayout(2, 2, 1, True) in listed
+    assert EngineLayout(2, 2, 2, None) not in listed, "6 experts do not divide over 4 devices"
+    assert EngineLayout(2, 1, 2, None) not in listed, "two devices would have nothing to do"
+    assert EngineLayout(1, 4, 1, None) not in listed, "a machine has 2"
     apart = recipe(4)
     apart.cluster.placement, apart.rollout.engines = "disaggregated", 2
-    assert {one.engines * one.tensor_parallel for one in engine_layouts(apart, DENSE, 8)} == {2}
+    assert {engine.engines * engine.tensor_parallel for engine in engine_layouts(apart, DENSE, 8)} == {2}
 
 
 def test_no_engine_is_proposed_that_its_model_cannot_be_cut_over() -> None:
     """28 attention heads divide by 7, and 4 key/value heads neither divide over 7 devices nor are repeated on them."""
     model = {**DENSE, "num_attention_heads": 28, "num_key_value_heads": 4, "intermediate_size": 7 * 64}
-    made = recipe(7)
-    assert {one.tensor_parallel for one in engine_layouts(made, model, 8)} == {1}
-    made.rollout.engines, made.rollout.tensor_parallel = 1, 7
-    assert "key/value heads" in str(refusal(made, model))
+    planned = recipe(7)
+    assert {engine.tensor_parallel for engine in engine_layouts(planned, model, 8)} == {1}
+    planned.rollout.engines, planned.rollout.tensor_parallel = 1, 7
+    assert "key/value heads" in str(refusal(planned, model))
 
 
 def test_demonstrations_need_no_engines() -> None:
-    made = recipe(4)
-    made.train.source = "sft"
-    assert list(engine_layouts(made, DENSE, 8)) == [choice_of(made).engines]
+    planned = recipe(4)
+    planned.train.source = "sft"
+    assert list(engine_layouts(planned, DENSE, 8)) == [choice_of(planned).engines]
 
 
 def test_a_run_would_refuse() -> None:
-    made = load_recipe(ROOT / "recipes" / "dapo_qwen3_30b.yaml")
+    planned = load_recipe(ROOT / "recipes" / "dapo_qwen3_30b.yaml")
     model = published.read("Qwen3-30B-A3B")
-    assert refusal(made, model) is None
-    many = replace(made, rollout=replace(made.rollout, engines=5))
+    assert refusal(planned, model) is None
+    many = replace(planned, rollout=replace(planned.rollout, engines=5))
     assert "colocated engines can use only the trainers' devices" in str(refusal(many, model))
 
 
@@ -191,7 +191,7 @@ def test_only_stages_that_no_earlier_one_covers_can_have_the_peak() -> None:
 
 
 def test_chunks_under_way() -> None:
-    """As Megatron's schedules warm up: of 4 stages with 2 chunks, the first begins 2 x 3 + 4 and one more."""
+    """Same warm-up as Megatron's schedules: of 4 stages with 2 chunks, the first runs 2 x 3 + 4 + 1 forward passes first."""
     assert [chunks_under_way(recipe(4, pipeline_parallel=4), stage) for stage in (0, 3)] == [(4, 1), (1, 1)]
     interleaved = recipe(4, pipeline_parallel=4, virtual_pipeline=2)
     assert [chunks_under_way(interleaved, stage) for stage in (0, 3)] == [(11, 2), (5, 2)]

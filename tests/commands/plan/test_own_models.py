@@ -34,19 +34,19 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_folder_with_a_config_alone_is_planned(tmp_path: Path) -> None:
     recipe = load_recipe(QUICKSTART, [f"model.path={folder(tmp_path)}", "megatron.expert_parallel=1"])
-    found = checked(recipe, QUICKSTART)
-    assert found.refusals == [] and found.models["model.path"]["num_hidden_layers"] == 2
-    assert f"model.path: {tmp_path} holds a config.json alone: its weights and tokenizer" in found.unchecked
+    report = checked(recipe, QUICKSTART)
+    assert report.refusals == [] and report.models["model.path"]["num_hidden_layers"] == 2
+    assert f"model.path: {tmp_path} holds a config.json alone: its weights and tokenizer" in report.unchecked
     (tmp_path / "model.safetensors").write_bytes(b"")
     assert checked(recipe, QUICKSTART).refusals, "weights that are there are read"
 
 
 def test_a_folder_can_stand_for_a_published_model(tmp_path: Path) -> None:
-    found = config_of("models/of-nowhere", QUICKSTART, name=str(folder(tmp_path)))
-    assert found["vocab_size"] == 512
+    config = config_of("models/of-nowhere", QUICKSTART, name=str(folder(tmp_path)))
+    assert config["vocab_size"] == 512
 
 
-@pytest.mark.slow  # a rank is built in a process of its own
+@pytest.mark.slow  # a rank is built in a separate process
 def test_a_loss_of_the_users_own_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own_loss.py").write_text(LOSS)

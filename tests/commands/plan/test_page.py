@@ -39,9 +39,11 @@ def read(plan: RecipePlan, folder: Path) -> Page:
 
 
 def pieces(page: Page) -> list[tuple[str, str]]:
-    """(title, style) of what is drawn."""
+    """(title, style) of each drawn element."""
     return [
-        (str(found["title"]), str(found["style"])) for tag, found in page.elements if tag == "i" and "title" in found
+        (str(attributes["title"]), str(attributes["style"]))
+        for tag, attributes in page.elements
+        if tag == "i" and "title" in attributes
     ]
 
 
@@ -142,7 +144,7 @@ def test_more_parts_than_colours_are_told_apart(tmp_path: Path) -> None:
     (chart,) = drawing.memory(replace(plans.LARGE, places=[DeviceUses("actor", 1, [use])]), Unit.of(GIB))
     assert [(piece.colour, piece.hatched) for piece in chart.rows[0].pieces[-3:]] == [(11, False), (0, True), (1, True)]
     page = read(replace(plans.LARGE, places=[DeviceUses("actor", 1, [use])]), tmp_path)
-    assert [found["title"] for tag, found in page.elements if tag == "i" and found.get("class") == "hatched" and "title" in found] == [
+    assert [attributes["title"] for tag, attributes in page.elements if tag == "i" and attributes.get("class") == "hatched" and "title" in attributes] == [
         "gen: part 12 1.0 GiB", "gen: part 13 1.0 GiB",
     ]  # fmt: skip
 
@@ -175,13 +177,13 @@ def test_a_tiny_model_is_shown_in_mib(tmp_path: Path) -> None:
 
 def test_what_is_lacking_is_said(tmp_path: Path) -> None:
     text = words(read(plans.SMALL, tmp_path))
-    for said in (
+    for message in (
         "no device given",
         "One pipeline stage",
         "No time is estimated: that needs a device",
         "No notes",
     ):
-        assert said in text
+        assert message in text
     text = words(read(plans.BARE, tmp_path))
     assert "No device's memory was counted" in text and "No stage was counted" in text
 
@@ -194,8 +196,8 @@ def test_the_pipeline_is_the_estimates(tmp_path: Path) -> None:
     assert max(int(slot.text) for slot in slots) == 64
     assert max(slot.left + slot.width for slot in slots) == pytest.approx(100)
     for stage in drawn.stages:
-        for one, other in itertools.pairwise(stage):
-            assert one.left + one.width <= other.left + 0.01
+        for earlier, other in itertools.pairwise(stage):
+            assert earlier.left + earlier.width <= other.left + 0.01
     assert [kind[:2] for kind in drawn.kinds] == [
         ("forward, chunk 1", False), ("forward, chunk 2", False), ("backward, chunk 1", True), ("backward, chunk 2", True)
     ]  # fmt: skip
@@ -223,7 +225,7 @@ def test_without_an_estimate_a_pipeline_is_an_example(tmp_path: Path) -> None:
 
 
 def test_phases_stand_where_they_begin(tmp_path: Path) -> None:
-    """One behind the other, or beside it; each cut into what its seconds are spent on."""
+    """Phases are drawn in sequence or in parallel, each divided into the parts of its seconds."""
     page = read(plans.LARGE, tmp_path)
     assert "nothing is measured" in words(page) and "assumed for update_actor: the bubble of 8 stages" in words(page)
     chart = drawing.time(plans.ESTIMATE)

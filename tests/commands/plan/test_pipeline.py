@@ -72,7 +72,7 @@ def order_of_megatron(
 
 
 class Settings:
-    """What is not set is None."""
+    """Settings are None unless a test sets them."""
 
     def __init__(self, **values: Any) -> None:
         self.__dict__.update(values)
@@ -125,8 +125,8 @@ def test_every_pass_stands_once_and_after_what_it_reads(stages: int, chunks: int
             before = (slot.stage - 1, slot.chunk) if slot.stage else (stages - 1, slot.chunk - 1)
             assert slot.begin >= ends[(*before, slot.micro_batch, False)]
     for stage in range(stages):
-        own = [slot for slot in slots if slot.stage == stage]
-        assert all(first.end <= second.begin for first, second in itertools.pairwise(own))
+        stage_slots = [slot for slot in slots if slot.stage == stage]
+        assert all(first.end <= second.begin for first, second in itertools.pairwise(stage_slots))
 
 
 @pytest.mark.parametrize(("stages", "chunks", "micro_batches"), [*LAYOUTS, (16, 1, 64), (8, 4, 32)])

@@ -1,4 +1,4 @@
-"""What a plan is made of: the largest work of a stage, live memory, phases, balanced experts, and the command."""
+"""Parts of a plan: the largest work of a stage, live memory, phases, balanced experts, and the command."""
 
 from __future__ import annotations
 
@@ -44,40 +44,40 @@ BEYOND = Activations(forward=3, update=9, kept=5, optimizer=50)
 
 
 def recipe(tokens: int, prompt: int, response: int, **megatron: object) -> Recipe:
-    made = Recipe()
-    made.actor.max_tokens_per_micro_batch = tokens
-    made.data.max_prompt_length, made.rollout.max_response_length = prompt, response
+    recipe = Recipe()
+    recipe.actor.max_tokens_per_micro_batch = tokens
+    recipe.data.max_prompt_length, recipe.rollout.max_response_length = prompt, response
     for name, value in megatron.items():
-        setattr(made.megatron, name, value)
-    return made
+        setattr(recipe.megatron, name, value)
+    return recipe
 
 
 def test_where_vllm_is_not_installed_nothing_is_said_of_the_route(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run elsewhere may well send planned copies."""
-    made = recipe(1000, 100, 300)
+    planned = recipe(1000, 100, 300)
     counts = Counted([PipelineStage("actor", 0, 0, HELD, BEYOND, None, {})], [])
     monkeypatch.setattr("megarl.commands.plan.explain.importlib.util.find_spec", lambda _: None)
     monkeypatch.setattr(build, "counted", lambda *_, **__: counts)
     monkeypatch.setattr(build, "engines", lambda *_: [])
-    plan = build.make_plan(made, {"rollout": published.read("Qwen3-8B")}, None)
+    plan = build.make_plan(planned, {"rollout": published.read("Qwen3-8B")}, None)
     assert plan.exchange is None and any("not known here: vLLM is not installed" in note for note in plan.notes)
 
 
 @pytest.mark.parametrize("route", ["auto", "planned"])
 def test_what_cannot_be_planned_goes_by_export_if_it_may(monkeypatch: pytest.MonkeyPatch, route: Any) -> None:
-    """As a run with `exchange.route: auto` does; `planned` would refuse to start."""
+    """A run with `exchange.route: auto` uses the fallback too; `planned` would refuse to start."""
 
     def refused(*_: Any) -> Any:
-        raise ValueError("layer 0 is no box")
+        raise ValueError("layer 0 is not a box")
 
-    made = recipe(1000, 100, 300)
-    made.exchange.route = route
+    planned = recipe(1000, 100, 300)
+    planned.exchange.route = route
     counts = Counted([PipelineStage("actor", 0, 0, HELD, BEYOND, None, {})], [])
     monkeypatch.setattr(build, "planned_from", refused)
     monkeypatch.setattr(build, "counted", lambda *_, **__: counts)
     monkeypatch.setattr(build, "engines", lambda *_: [])
-    plan = build.make_plan(made, {"rollout": published.read("Qwen3-8B")}, None)
-    (note,) = (note for note in plan.notes if "layer 0 is no box" in note)
+    plan = build.make_plan(planned, {"rollout": published.read("Qwen3-8B")}, None)
+    (note,) = (note for note in plan.notes if "layer 0 is not a box" in note)
     if route == "auto":
         assert plan.exchange is not None and plan.exchange.route == "export" and "go by export" in note
     else:
@@ -107,16 +107,16 @@ def test_earlier_stages_have_more_under_way() -> None:
 
 
 def test_the_largest_image() -> None:
-    """A prompt's length at most, or of so many pixels, 28 x 28 a token; about square, in whole tokens."""
-    made = recipe(1000, 100, 300)
-    assert image_tokens(made, 28 * 28) == 100
-    made.data.max_pixels = 28 * 28 * 30 + 1
-    assert image_tokens(made, 28 * 28) == 30
+    """The largest image fills the prompt or the pixel limit (28 x 28 a token), nearly square, in whole tokens."""
+    planned = recipe(1000, 100, 300)
+    assert image_tokens(planned, 28 * 28) == 100
+    planned.data.max_pixels = 28 * 28 * 30 + 1
+    assert image_tokens(planned, 28 * 28) == 30
     assert image_grid(30, 2) == (10, 12) and image_grid(1, 2) == (2, 2) and image_grid(7, 1) == (2, 3)
 
 
 def test_values_that_the_host_sent_are_followed() -> None:
-    """Through views, sums, operations on the spot and those whose size hangs on them, and no further."""
+    """The trace goes through views, sums, in-place operations and operations with data-dependent sizes, and no further."""
     meta = torch.device("meta")
     grids = torch.empty(2, 3, dtype=torch.int64, device=meta)
     grids._on_host = torch.tensor([[1, 4, 6], [1, 8, 4]])
@@ -134,7 +134,7 @@ def test_values_that_the_host_sent_are_followed() -> None:
 
 def test_what_runs_on_devices_alone_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """With DeepEP's dispatcher a rank is built with another one, which holds as much; its activations are not counted."""
-    asked: list[RankRequest] = []
+    requests: list[RankRequest] = []
 
     class Answers:
         def __enter__(self) -> Answers:
@@ -144,7 +144,7 @@ def test_what_runs_on_devices_alone_is_left_out_and_said(monkeypatch: pytest.Mon
             return None
 
         def submit(self, question: RankRequest) -> Future[dict[str, object]]:
-            asked.append(question)
+            requests.append(question)
             future: Future[dict[str, object]] = Future()
             future.set_result({"held": asdict(HELD), "largest": question.rank})
             return future
@@ -154,28 +154,28 @@ def test_what_runs_on_devices_alone_is_left_out_and_said(monkeypatch: pytest.Mon
     extra = (
         "megatron.extra={moe_token_dispatcher_type: flex, moe_flex_dispatcher_backend: deepep, moe_grouped_gemm: true}"
     )
-    found = stages(load_recipe(path, [extra]), model, model)
-    assert asked[0].work is None
-    assert asked[0].recipe.megatron.extra == {"moe_token_dispatcher_type": "alltoall", "moe_grouped_gemm": True}
-    assert "moe_token_dispatcher_type=flex" in str(found[0].not_counted) and found[0].activations is None
+    listed = stages(load_recipe(path, [extra]), model, model)
+    assert requests[0].work is None
+    assert requests[0].recipe.megatron.extra == {"moe_token_dispatcher_type": "alltoall", "moe_grouped_gemm": True}
+    assert "moe_token_dispatcher_type=flex" in str(listed[0].not_counted) and listed[0].activations is None
 
 
 def test_phases_without_offload() -> None:
-    found = phases(HELD, BEYOND, reference=True, trainers_offload=False)
-    assert found["update"] == Phase(151 + 9, 21)
-    assert found["optimizer"] == Phase(151 + 50, 21)
-    assert found["rollout"] == found["exchange"] == found["resident"] == Phase(151, 21)
+    memory = phases(HELD, BEYOND, reference=True, trainers_offload=False)
+    assert memory["update"] == Phase(151 + 9, 21)
+    assert memory["optimizer"] == Phase(151 + 50, 21)
+    assert memory["rollout"] == memory["exchange"] == memory["resident"] == Phase(151, 21)
 
 
 def test_phases_with_offload() -> None:
-    found = phases(HELD, None, reference=False, trainers_offload=True)
-    assert found == {"resident": Phase(151, 110), "exchange": Phase(21, 110), "rollout": Phase(1, 110)}
+    memory = phases(HELD, None, reference=False, trainers_offload=True)
+    assert memory == {"resident": Phase(151, 110), "exchange": Phase(21, 110), "rollout": Phase(1, 110)}
 
 
 def test_swapped_states_are_on_the_host() -> None:
-    found = phases(HELD, BEYOND, reference=False, trainers_offload=False, swaps=3)
-    assert found["update"] == Phase(61 + 9, 90)
-    assert found["optimizer"] == Phase(61 + 30, 90), "a third of the states at a time"
+    memory = phases(HELD, BEYOND, reference=False, trainers_offload=False, swaps=3)
+    assert memory["update"] == Phase(61 + 9, 90)
+    assert memory["optimizer"] == Phase(61 + 30, 90), "a third of the states at a time"
 
 
 def test_live_memory_counts_each_memory_once_while_it_is_there() -> None:
@@ -184,9 +184,9 @@ def test_live_memory_counts_each_memory_once_while_it_is_there() -> None:
     with MemoryCounter(meta) as live:
         weight.detach().zero_()
         assert live.now == 0, "what was there before does not count"
-        made = torch.empty(10, 100, device=meta)
-        view = made.view(100, 10)
-        del made
+        tensor = torch.empty(10, 100, device=meta)
+        view = tensor.view(100, 10)
+        del tensor
         assert live.now == 4000
         product = view.view(10, 100) @ weight
         del view
@@ -198,8 +198,8 @@ def test_live_memory_counts_each_memory_once_while_it_is_there() -> None:
 
 
 def test_a_device_is_too_small(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Colocated with what sleeps, a trainer alone has 151 GiB, and the optimizer's step 50 beside."""
-    held, beyond = (type(one)(**{k: v << 30 for k, v in asdict(one).items()}) for one in (HELD, BEYOND))
+    """With sleeping engines, a trainer needs 151 GiB, and 50 GiB more in the optimizer step."""
+    held, beyond = (type(memory)(**{k: v << 30 for k, v in asdict(memory).items()}) for memory in (HELD, BEYOND))
     stage = PipelineStage(
         "actor", 0, 0, held, beyond, None, phases(held, beyond, reference=True, trainers_offload=False)
     )
@@ -225,7 +225,7 @@ def test_a_device_is_too_small(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 
 def test_a_calibration_file_is_read_before_the_device_is_looked_for(tmp_path: Path) -> None:
-    """A recipe without a machine: what is wrong with the file comes first, then that there is no device to apply it to."""
+    """Errors in the calibration file come first, then the missing device of a recipe without a machine."""
     path = ROOT / "recipes" / "retool.yaml"
     assert device_of(path, None, None)[0] is None
     with pytest.raises(InputError, match=r"none\.yaml: no such file"):
@@ -256,18 +256,18 @@ def test_a_machine_has_as_many_devices_as_the_head_says(tmp_path: Path) -> None:
     """16 a machine: a tenth of a step's seconds hangs on it. A user's own number wins."""
     path = ROOT / "recipes" / "grpo_deepseek_v3.yaml"
     for name in (None, "910B", "910b"):
-        found, notes = device_of(path, name, None)
+        device, notes = device_of(path, name, None)
         assert (
-            found is not None
-            and found.per_node == 16
+            device is not None
+            and device.per_node == 16
             and notes == ["910B: 16 devices a machine, as the recipe's head says."]
         )
     other, notes = device_of(path, "H100", None)
     assert other is not None and other.per_node == 8 and "as the table of devices has it" in notes[0]
-    own = tmp_path / "own.yaml"
-    own.write_text("910B: {like: 910B, per_node: 4}")
-    found, notes = device_of(path, None, own)
-    assert found is not None and found.per_node == 4 and f"as {own} says" in notes[0]
+    user_file = tmp_path / "own.yaml"
+    user_file.write_text("910B: {like: 910B, per_node: 4}")
+    device, notes = device_of(path, None, user_file)
+    assert device is not None and device.per_node == 4 and f"as {user_file} says" in notes[0]
 
 
 _DAPO = "recipes/dapo_qwen3_30b.yaml"
@@ -314,15 +314,15 @@ def test_bad_input_is_said(
 @pytest.mark.stack
 def test_all_of_deepseek_v3_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     """Summed over pipeline stages and expert-parallel ranks, the ranks hold the published 671 billion parameters."""
-    made, model = load_recipe(ROOT / "recipes" / "grpo_deepseek_v3.yaml"), published.read("DeepSeek-V3")
-    found = stages(made, model, model)
+    planned, model = load_recipe(ROOT / "recipes" / "grpo_deepseek_v3.yaml"), published.read("DeepSeek-V3")
+    listed = stages(planned, model, model)
     experts = 3 * model["hidden_size"] * model["moe_intermediate_size"] * model["n_routed_experts"]
     layers = model["num_hidden_layers"] - model["first_k_dense_replace"]
-    local = layers * experts // made.megatron.expert_parallel
-    total = sum(stage.held.parameters for stage in found) - local + layers * experts
+    local = layers * experts // planned.megatron.expert_parallel
+    total = sum(stage.held.parameters for stage in listed) - local + layers * experts
     assert total == pytest.approx(671e9, rel=0.001)
-    assert all(stage.activations is not None for stage in found)
-    assert json.dumps([stage.rank for stage in found]) == json.dumps([32 * number for number in range(8)])
+    assert all(stage.activations is not None for stage in listed)
+    assert json.dumps([stage.rank for stage in listed]) == json.dumps([32 * number for number in range(8)])
 
 
 def test_stages_that_hold_the_same_lie_on_a_line() -> None:
@@ -330,23 +330,23 @@ def test_stages_that_hold_the_same_lie_on_a_line() -> None:
     assert ends(held) == (2, 4)
     first, last = Activations(3, 90, 50, 7, 1, 2), Activations(3, 50, 10, 7, 1, 2)
     assert interpolated(3, (2, 4), first, last) == Activations(3, 70, 30, 7, 1, 2)
-    made = recipe(10, 5, 5, pipeline_parallel=5)
-    assert inner_stages(made.megatron) == [1, 2, 3]
-    made.megatron.virtual_pipeline = 2
-    assert inner_stages(made.megatron) == []
+    planned = recipe(10, 5, 5, pipeline_parallel=5)
+    assert inner_stages(planned.megatron) == [1, 2, 3]
+    planned.megatron.virtual_pipeline = 2
+    assert inner_stages(planned.megatron) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["Qwen3-30B-A3B", "DeepSeek-V3"])
 def test_what_lies_between_two_stages_is_what_they_would_count(model: str, tmp_path: Path) -> None:
     """DeepSeek-V3's second stage has a dense layer, which the others have not."""
-    made = recipe(4096, 1024, 3072, pipeline_parallel=7, expert_parallel=2, recompute="selective")
-    made.cluster.trainers = 14
+    planned = recipe(4096, 1024, 3072, pipeline_parallel=7, expert_parallel=2, recompute="selective")
+    planned.cluster.trainers = 14
     layers = {"num_hidden_layers": 14} | ({"first_k_dense_replace": 3} if model == "DeepSeek-V3" else {})
     config = published.read(model) | layers
-    built = built_from(made, config, tmp_path / "model")
+    built = built_from(planned, config, tmp_path / "model")
     with RankClient() as client:
-        short = stages_of("actor", built, made.megatron, client)
-        full = stages_of("actor", built, made.megatron, client, numbers=list(range(7)))
+        short = stages_of("actor", built, planned.megatron, client)
+        full = stages_of("actor", built, planned.megatron, client, numbers=list(range(7)))
     assert [stage.activations for stage in short] == [stage.activations for stage in full]
     assert len({stage.activations for stage in short[1:6]}) > 3

@@ -1,4 +1,4 @@
-"""What `plan` looks at beside memory: what it says of what is here, and of what is not."""
+"""Checks of `plan` other than memory: files, data and services on this machine, and notes on absent ones."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ ROOT = Path(__file__).parents[3]
 COLUMNS = ("prompt", "data_source", "reward_model")
 
 
-def look(name: str, *given: str) -> Checked:
+def look(name: str, *overrides: str) -> Checked:
     path = ROOT / "recipes" / f"{name}.yaml"
-    return checked(load_recipe(path, given), path)
+    return checked(load_recipe(path, overrides), path)
 
 
 def here(data: Path, *more: str) -> list[str]:
@@ -35,19 +35,19 @@ def here(data: Path, *more: str) -> list[str]:
 def test_every_recipe_passes_without_its_model_and_data(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a laptop: nothing is refused, and what is missing is named."""
+    """On a laptop nothing is refused, and missing files are named."""
     monkeypatch.chdir(tmp_path)
-    found = checked(load_recipe(path), path)
-    assert not found.refusals
-    assert any(line.startswith("model.path: ") for line in found.unchecked)
-    assert any(line.startswith("data.train_files: ") for line in found.unchecked)
+    report = checked(load_recipe(path), path)
+    assert not report.refusals
+    assert any(line.startswith("model.path: ") for line in report.unchecked)
+    assert any(line.startswith("data.train_files: ") for line in report.unchecked)
 
 
 def test_what_is_here_is_looked_at(quickstart_data: Path, tmp_path: Path) -> None:
     """A sample of the rows, and how many that are; the scorer's verdict on their own ground truth."""
-    found = look("quickstart", *here(quickstart_data), f"runs_dir={tmp_path}")
-    assert not found.refusals and not found.unchecked
-    notes = "\n".join(found.notes)
+    report = look("quickstart", *here(quickstart_data), f"runs_dir={tmp_path}")
+    assert not report.refusals and not report.unchecked
+    notes = "\n".join(report.notes)
     assert "At most 1 checkpoint of about " in notes and " MB is there at a time" in notes
     assert "Of 256 of 4,096 training rows the longest has 36 tokens; data.max_prompt_length is 64" in notes
     assert "The scorer gsm8k gives rows of megarl/word_problems 1 for their ground truth, else 0." in notes
@@ -55,48 +55,53 @@ def test_what_is_here_is_looked_at(quickstart_data: Path, tmp_path: Path) -> Non
 
 
 def test_columns_are_looked_at_without_a_tokenizer(quickstart_data: Path, tmp_path: Path) -> None:
-    found = look("grpo_qwen3_8b", *here(quickstart_data)[1:], f"runs_dir={tmp_path}")
-    assert not found.refusals
-    assert any("no tokenizer here" in line for line in found.unchecked)
+    report = look("grpo_qwen3_8b", *here(quickstart_data)[1:], f"runs_dir={tmp_path}")
+    assert not report.refusals
+    assert any("no tokenizer here" in line for line in report.unchecked)
 
 
 def test_a_run_that_is_there_stands_in_the_way_here_alone(quickstart_data: Path, tmp_path: Path) -> None:
-    """Whoever plans a recipe that has been run would otherwise have to rename it first."""
+    """A planner is not asked to rename a recipe that has been run."""
     (tmp_path / "quickstart").mkdir()
     (tmp_path / "quickstart" / "metrics.jsonl").write_text('{"step": 1}\n')
-    found = look("quickstart", *here(quickstart_data), f"runs_dir={tmp_path}")
-    assert not found.refusals
-    assert any("already holds a run" in line and "train.resume=auto" in line for line in found.unchecked)
+    report = look("quickstart", *here(quickstart_data), f"runs_dir={tmp_path}")
+    assert not report.refusals
+    assert any("already holds a run" in line and "train.resume=auto" in line for line in report.unchecked)
 
 
 def test_judges_services_and_servers_are_named_and_not_asked(quickstart_data: Path, tmp_path: Path) -> None:
-    given = [
+    overrides = [
         "reward.functions.gsm8k=1", "reward.functions.judge=1", "judge.path=models/Qwen3-8B", "judge.prompt='{{ response }}'",
         "data.chat_template=true", "agent.mcp.search.url=http://127.0.0.1:1/mcp", f"runs_dir={tmp_path}",
     ]  # fmt: skip
-    found = look("quickstart", *here(quickstart_data, *given))
-    lines = "\n".join(found.unchecked)
+    report = look("quickstart", *here(quickstart_data, *overrides))
+    lines = "\n".join(report.unchecked)
     assert "reward: judge is not asked here" in lines and "agent.mcp: search" in lines
-    assert not any("127.0.0.1" in one.what for one in found.refusals)
+    assert not any("127.0.0.1" in refusal.what for refusal in report.refusals)
 
 
 def test_checkpoints_that_this_disk_has_no_room_for_are_said(tmp_path: Path) -> None:
-    """671 B parameters of 14 bytes, in two checkpoints and the one being written. It is another machine's disk that they come to lie on."""
-    found = look("grpo_deepseek_v3", "train.save_every=5", f"runs_dir={tmp_path}")
-    assert any("3 checkpoints of about 9.39 TB are there" in line for line in found.unchecked), found.unchecked
+    """671 B parameters of 14 bytes, in two checkpoints and a third being written, may go to another machine's disk."""
+    report = look("grpo_deepseek_v3", "train.save_every=5", f"runs_dir={tmp_path}")
+    assert any("3 checkpoints of about 9.39 TB are there" in line for line in report.unchecked), report.unchecked
 
 
 def test_a_judge_of_which_nothing_is_known_is_named(tmp_path: Path) -> None:
-    """It is no part of what is counted of trainers; a policy of which nothing is known is refused."""
-    given = ["reward.function=judge", "judge.path=models/mine", "judge.prompt='{{ response }}'", f"runs_dir={tmp_path}"]
-    found = look("grpo_qwen3_8b", *given)
-    assert not found.refusals and any(line.startswith("judge.path: there is no such") for line in found.unchecked)
+    """A judge is not counted with the trainers; a policy with an unknown model is refused."""
+    overrides = [
+        "reward.function=judge",
+        "judge.path=models/mine",
+        "judge.prompt='{{ response }}'",
+        f"runs_dir={tmp_path}",
+    ]
+    report = look("grpo_qwen3_8b", *overrides)
+    assert not report.refusals and any(line.startswith("judge.path: there is no such") for line in report.unchecked)
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:
-    given = ["rollout.engine_args.max_sequences=4", "megatron.expert_parallel=2", "critic.model_path=null"]
-    found = look("grpo_qwen3_8b", *given)
-    assert {refusal.key for refusal in found.refusals} == {"rollout.engine_args", "megatron.expert_parallel"}
+    overrides = ["rollout.engine_args.max_sequences=4", "megatron.expert_parallel=2", "critic.model_path=null"]
+    report = look("grpo_qwen3_8b", *overrides)
+    assert {refusal.key for refusal in report.refusals} == {"rollout.engine_args", "megatron.expert_parallel"}
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
@@ -108,7 +113,7 @@ def test_a_sample_is_spread_over_the_file_and_names_its_rows(tmp_path: Path, suf
     if suffix == "parquet":
         write_parquet(path, rows)
     else:
-        path.write_text("\n\n".join(map(json.dumps, rows)))  # empty lines are no rows
+        path.write_text("\n\n".join(map(json.dumps, rows)))  # empty lines are not rows
     sample, total = sample_rows(path, 5, COLUMNS)
     assert total == 1000 and [row.values["prompt"] for row in sample] == ["0", "250", "500", "749", "999"]
     place = "row 250" if suffix == "parquet" else "line 501"
@@ -138,8 +143,8 @@ def test_what_a_declaration_says(tmp_path: Path) -> None:
         "class A:\n  switch: bool = x\n  count: int | None = None\n  share: Optional[float] = None\n"
         "  word: Literal['a', 'b'] = 'a'\n  either: Union[int, str] = 1\n  other: Config = None\nclass B:\n  no: int = 1\n"
     )
-    known = fields_of(source, "A")
-    assert list(known) == ["switch", "count", "share", "word", "either", "other"]
+    fields = fields_of(source, "A")
+    assert list(fields) == ["switch", "count", "share", "word", "either", "other"]
     for name, right, wrong in (
         ("switch", [True], [1, "true", None]),
         ("count", [None, 4], [True, 4.0, "4"]),
@@ -148,9 +153,9 @@ def test_what_a_declaration_says(tmp_path: Path) -> None:
         ("either", [1, "x", 2.0], []),
         ("other", [object()], []),
     ):
-        assert all(problem("it", known[name], value) is None for value in right)
-        assert all(problem("it", known[name], value) is not None for value in wrong), name
-    assert isinstance(known["switch"], ast.expr)
+        assert all(problem("it", fields[name], value) is None for value in right)
+        assert all(problem("it", fields[name], value) is not None for value in wrong), name
+    assert isinstance(fields["switch"], ast.expr)
 
 
 def test_a_shape_is_a_bases_up_to_the_file_that_names_the_model(tmp_path: Path) -> None:
@@ -170,7 +175,7 @@ def test_each_recipe_has_a_row_of_its_own_that_is_not_an_earlier_ones() -> None:
     record = rehearsed.read_record()
     now = {rehearsed.name_of(path): rehearsed.digest_of(path) for path in rehearsed.recipes()}
     assert {name: outcome.digest for name, outcome in record.items()} == now, (
-        "run python -m docs.generate.rehearsals, or with --page, which says of those that they were not run"
+        "run python -m docs.generate.rehearsals, or with --page, which marks them as not run"
     )
     assert all(outcome.seconds > 0 for outcome in record.values() if outcome.rehearsal != rehearsed.NOT_RUN)
     page = rehearsed.table(record)

@@ -32,29 +32,29 @@ def counts_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def refusal_of(bad: Bad, data: Path, place: Path, output: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """The exit status of `plan`, and what it said."""
-    given = [one.replace("HERE", str(place)) for one in bad.given]
+    """Exit status and output of `plan`."""
+    overrides = [override.replace("HERE", str(place)) for override in bad.given]
     train, test = _FILES.get(bad.recipe.removesuffix(".yaml"), (None, None))
     if train is not None:
         shutil.copytree(data, place, dirs_exist_ok=True)
         if bad.damage is not None:
             bad.damage(place)
-        own = [
+        loaders = [
             f"model.path={place}/model",
             f"data.train_files=[{place}/data/{train}.parquet]",
             f"runs_dir={place}/runs",
         ]
-        own += [f"data.eval_files=[{place}/data/{test}.parquet]"] if test else []
-        given = [*own, *given]
-    arguments = ["plan", str(ROOT / "recipes" / bad.recipe), *given, *bad.options]
+        loaders += [f"data.eval_files=[{place}/data/{test}.parquet]"] if test else []
+        overrides = [*loaders, *overrides]
+    arguments = ["plan", str(ROOT / "recipes" / bad.recipe), *overrides, *bad.options]
     status = guarded(lambda: app(args=arguments, standalone_mode=False), debug=False)
     return status, output.readouterr().err
 
 
-def check(bad: Bad, status: int, said: str) -> None:
-    assert status == 2, said or "it was not refused"
-    assert "Traceback" not in said and "debug" not in said
-    assert bad.key in said and bad.words in said, said
+def check(bad: Bad, status: int, message: str) -> None:
+    assert status == 2, message or "it was not refused"
+    assert "Traceback" not in message and "debug" not in message
+    assert bad.key in message and bad.words in message, message
 
 
 CALLED = [pytest.param(bad, id=bad.name, marks=pytest.mark.slow) for bad in SCORED]
@@ -79,10 +79,10 @@ def test_what_cannot_work_is_refused_with_advice(
 def test_memory_that_does_not_suffice_is_refused(
     bad: Bad, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With status 1, after counting; what is too large, and by how much, stands in the plan."""
+    """The plan exits with status 1 after counting and names each excess."""
     monkeypatch.chdir(ROOT)  # the processes that count import megarl from there
     monkeypatch.setattr("signal.signal", lambda *_: None)
     arguments = ["plan", str(ROOT / "recipes" / bad.recipe), *bad.given, *bad.options]
     assert guarded(lambda: app(args=arguments, standalone_mode=False), debug=False) == 1
-    said = capsys.readouterr()
-    assert "Traceback" not in said.err and bad.key in said.out and bad.words in said.out, said.out
+    output = capsys.readouterr()
+    assert "Traceback" not in output.err and bad.key in output.out and bad.words in output.out, output.out

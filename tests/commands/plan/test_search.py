@@ -1,4 +1,4 @@
-"""The order in which a search counts layouts, what it says of the others, and that what it finds fits."""
+"""Order in which a search counts layouts, its summary of rejected layouts, and that its candidates fit."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from tests.commands.plan.test_layouts import DENSE, SPARSE, recipe
 
 ROOT = Path(__file__).parents[3]
 H100 = devices()["H100"]
-NO_ASKER: Any = None  # of whom nothing is asked
+NO_ASKER: Any = None  # never called
 
 
 def subject(trainers: int = 4, model: dict[str, Any] = SPARSE, **megatron: Any) -> Subject:
-    made = recipe(trainers, **megatron)
-    made.data.max_prompt_length, made.rollout.max_response_length = 32, 32
-    made.actor.max_tokens_per_micro_batch = 64
-    return Subject(made, {**model, "head_dim": 8, "max_position_embeddings": 512}, None, H100)
+    planned = recipe(trainers, **megatron)
+    planned.data.max_prompt_length, planned.rollout.max_response_length = 32, 32
+    planned.actor.max_tokens_per_micro_batch = 64
+    return Subject(planned, {**model, "head_dim": 8, "max_position_embeddings": 512}, None, H100)
 
 
 class Judges:
@@ -74,40 +74,42 @@ class Judges:
         self.counted.append(choice)
         return 2**30 if choice.recompute == "full" else 2**40
 
-    def made(self, made: Recipe, choice: Choice) -> Recipe:
-        return chosen(made, choice)
+    def made(self, recipe: Recipe, choice: Choice) -> Recipe:
+        return chosen(recipe, choice)
 
 
-def run(asked: Subject, judge: Judges, *, seconds: float = 60.0, wanted: int = 10) -> SearchResult:
-    clock = StepTimes(asked.device, asked.shape, None, None)
-    return module._Search(asked, judge, clock, time.monotonic() + seconds, wanted).run()  # type: ignore[arg-type]
+def run(task: Subject, judge: Judges, *, seconds: float = 60.0, count: int = 10) -> SearchResult:
+    clock = StepTimes(task.device, task.shape, None, None)
+    return module._Search(task, judge, clock, time.monotonic() + seconds, count).run()  # type: ignore[arg-type]
 
 
-def everything(found: SearchResult) -> int:
-    others = found.too_large + found.unlikely + found.counted_too_large + sum(found.refused.values())
-    others += found.hosts_too_small
-    return len(found.best) + others + found.slower + found.not_reached
+def everything(result: SearchResult) -> int:
+    rejected = result.too_large + result.unlikely + result.counted_too_large + sum(result.refused.values())
+    rejected += result.hosts_too_small
+    return len(result.best) + rejected + result.slower + result.not_reached
 
 
 def test_the_fastest_come_first_and_shapes_once() -> None:
-    found = run(subject(), Judges(), wanted=1000)
-    assert len(found.best) > 5 and found.not_reached == 0
-    assert [one.seconds for one in found.best] == sorted(one.seconds for one in found.best)
-    shapes = [one.choice.layout.shape for one in found.best]
+    result = run(subject(), Judges(), count=1000)
+    assert len(result.best) > 5 and result.not_reached == 0
+    assert [candidate.seconds for candidate in result.best] == sorted(candidate.seconds for candidate in result.best)
+    shapes = [candidate.choice.layout.shape for candidate in result.best]
     assert len(set(shapes)) == len(shapes)
-    assert all(one.choice.recompute == "full" for one in found.best), "others were counted, and are too large"
-    assert found.counted_too_large > 0
-    assert everything(found) == found.possible
+    assert all(candidate.choice.recompute == "full" for candidate in result.best), (
+        "others were counted, and are too large"
+    )
+    assert result.counted_too_large > 0
+    assert everything(result) == result.possible
 
 
 def test_nothing_faster_is_passed_over() -> None:
-    """The first is the fastest of all that fit, whatever else there is."""
-    asked = subject()
-    first = run(asked, Judges(), wanted=1).best[0]
-    clock = StepTimes(asked.device, asked.shape, None, None)
+    """The first candidate is the fastest of all layouts that fit."""
+    task = subject()
+    first = run(task, Judges(), count=1).best[0]
+    clock = StepTimes(task.device, task.shape, None, None)
     fitting = [
-        clock.seconds(chosen(asked.recipe, choice))
-        for family in families(asked)
+        clock.seconds(chosen(task.recipe, choice))
+        for family in families(task)
         for choice in family.choices
         if choice.recompute == "full" and choice.layout.pipeline_parallel < 4
     ]
@@ -115,17 +117,17 @@ def test_nothing_faster_is_passed_over() -> None:
 
 
 def test_what_is_refused_and_what_is_doubted_is_summary_lines() -> None:
-    found = run(subject(), Judges(refuses=(1, 1, 1, 1, 1), doubts=(2, 1, 1, 1, 1)), wanted=1000)
-    assert found.refused["not this one"] > 0
-    fitting = {one.choice.layout.shape for one in found.best}
+    result = run(subject(), Judges(refuses=(1, 1, 1, 1, 1), doubts=(2, 1, 1, 1, 1)), count=1000)
+    assert result.refused["not this one"] > 0
+    fitting = {candidate.choice.layout.shape for candidate in result.best}
     assert (1, 1, 1, 1, 1) not in fitting
-    assert (2, 1, 1, 1, 1) in fitting, "with time left, what is unlikely is counted as well"
-    assert len(fitting) == len(found.best), "and no more of a shape than one"
-    assert everything(found) == found.possible
+    assert (2, 1, 1, 1, 1) in fitting, "with time left, unlikely layouts are counted as well"
+    assert len(fitting) == len(result.best), "and no more of a shape than one"
+    assert everything(result) == result.possible
 
 
 def test_a_layout_that_hosts_cannot_hold_is_not_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither by a search, which says why, nor by a plan, whose proposals are of other layouts."""
+    """A search rejects it with the reason; a plan proposes other layouts."""
 
     class Hosts(Judges):
         def peak(self, choice: Choice) -> int:
@@ -133,26 +135,26 @@ def test_a_layout_that_hosts_cannot_hold_is_not_proposed(monkeypatch: pytest.Mon
                 raise HostTooSmallError("the host of node 0 needs 99 GiB; there are 64. use more machines")
             return super().peak(choice)
 
-    found = run(subject(), Hosts(), wanted=1000)
-    assert found.best and not any(one.choice.offload for one in found.best)
-    assert found.hosts_too_small > 0 and everything(found) == found.possible
-    (line,) = (line for line in summary_lines(found) if line.startswith("Fit the devices, but not their hosts"))
-    assert f": {found.hosts_too_small}; the first: the host of node 0 needs 99 GiB" in line
+    result = run(subject(), Hosts(), count=1000)
+    assert result.best and not any(candidate.choice.offload for candidate in result.best)
+    assert result.hosts_too_small > 0 and everything(result) == result.possible
+    (line,) = (line for line in summary_lines(result) if line.startswith("Fit the devices, but not their hosts"))
+    assert f": {result.hosts_too_small}; the first: the host of node 0 needs 99 GiB" in line
     monkeypatch.setattr(suggest, "FitChecker", Hosts)
-    asked = subject(recompute="none", offload=False)
-    known = EngineLayout(4, 1, 1, None), None
-    made = suggest.proposals(asked, NO_ASKER, engines=known, seconds=30.0)
-    assert made.proposals and not any("offload=true" in one.overrides for one in made.proposals)
+    task = subject(recompute="none", offload=False)
+    engines = EngineLayout(4, 1, 1, None), None
+    suggested = suggest.proposals(task, NO_ASKER, engines=engines, seconds=30.0)
+    assert suggested.proposals and not any("offload=true" in proposal.overrides for proposal in suggested.proposals)
 
 
 class Hosts(FitChecker):
     """Hosts of two machines of four devices for 8 trainers in 4 stages; offloaded parts alone."""
 
     def __init__(self, memory: float) -> None:
-        asked = subject(8, pipeline_parallel=4, offload=True)
-        asked.recipe.train.source = "sft"
+        task = subject(8, pipeline_parallel=4, offload=True)
+        task.recipe.train.source = "sft"
         device = replace(H100, per_node=4, host_memory=memory, process_memory=0.0)
-        self._subject, self._client = replace(asked, device=device), NO_ASKER
+        self._subject, self._client = replace(task, device=device), NO_ASKER
 
     def check(self, sizes: list[int], counted: int) -> None:
         """`sizes`: GiB of page-locked weights by stage, of which the first `counted` are counted."""
@@ -171,13 +173,13 @@ def test_a_layout_that_fits_is_counted_on_its_hosts(monkeypatch: pytest.MonkeyPa
     judge._chosen, judge._critic, judge._choices = chosen, critic, [EngineLayout(1, 1, 1, None)]
     stages = [PipelineStage("actor", number, 0, held(10), beyond, None, {}) for number in range(4)]
     monkeypatch.setattr("megarl.commands.plan.search.fits.stages_of", lambda *_: stages)
-    own = choice_of(judge._subject.recipe)
+    choice = choice_of(judge._subject.recipe)
     with pytest.raises(HostTooSmallError, match="the host of node 0 needs 40"):
-        judge.peak(own)
+        judge.peak(choice)
     judge._subject = replace(judge._subject, device=replace(judge._subject.device, memory=1e-9))
-    assert judge.peak(own) > judge._subject.limit
+    assert judge.peak(choice) > judge._subject.limit
     judge._subject = replace(judge._subject, device=replace(judge._subject.device, memory=80.0, host_memory=50.0))
-    assert 0 < judge.peak(own) < judge._subject.limit
+    assert 0 < judge.peak(choice) < judge._subject.limit
 
 
 def held(size: int) -> RankMemory:
@@ -186,17 +188,17 @@ def held(size: int) -> RankMemory:
 
 def test_hosts_of_a_searched_layout_are_those_of_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks a stage, two stages a machine. Where hosts full of the largest stage fit, no other stage is counted."""
-    asked = []
+    choices = []
 
     def rest(role: str, recipe: Recipe, megatron: Any, client: Any, numbers: list[int]) -> list[PipelineStage]:
-        asked.append(numbers)
+        choices.append(numbers)
         return [PipelineStage(role, number, 0, held(2), None, None, {}) for number in numbers]
 
     monkeypatch.setattr("megarl.commands.plan.search.fits.stages_of", rest)
     Hosts(41.0).check([10, 2, 2, 2], counted=1)
-    assert asked == []
+    assert choices == []
     Hosts(39.0).check([10, 2, 2, 2], counted=1)
-    assert asked == [[1, 2, 3]], "24 GiB in all of the first machine: 2 x 10 + 2 x 2"
+    assert choices == [[1, 2, 3]], "24 GiB in all of the first machine: 2 x 10 + 2 x 2"
     with pytest.raises(
         HostTooSmallError,
         match=r"host of node 0 needs 24\.0 GiB: offloaded 24\.0; there are 23\. megatron\.offload: set it",
@@ -208,39 +210,39 @@ def test_hosts_of_a_searched_layout_are_those_of_its_plan(monkeypatch: pytest.Mo
 
 def test_time_ends_a_search() -> None:
     began = time.monotonic()
-    found = run(subject(), Judges(waits=0.3), seconds=1.0)
+    result = run(subject(), Judges(waits=0.3), seconds=1.0)
     assert time.monotonic() - began < 5
-    assert found.not_reached > 0 and everything(found) == found.possible
-    assert any("Not reached in" in line for line in summary_lines(found))
+    assert result.not_reached > 0 and everything(result) == result.possible
+    assert any("Not reached in" in line for line in summary_lines(result))
 
 
 def test_the_recipes_own_is_found_however_little_time_there_is() -> None:
-    """It is the slowest here, and all that is faster takes long to count and is too large."""
-    asked = subject(pipeline_parallel=2, recompute="full", offload=True)
-    own = choice_of(asked.recipe)
+    """The recipe's layout is the slowest here; all faster ones take long to count and are too large."""
+    task = subject(pipeline_parallel=2, recompute="full", offload=True)
+    recipe_choice = choice_of(task.recipe)
 
     class Slow(Judges):
         def peak(self, choice: Choice) -> int:
-            if choice == own:
+            if choice == recipe_choice:
                 return 2**30
             time.sleep(0.4)
             return 2**40
 
-    found = run(asked, Slow(), seconds=1.0)
-    assert [one.choice.layout for one in found.best] == [own.layout]
-    assert everything(found) == found.possible
-    assert run(asked, Slow(refuses=own.layout.shape), seconds=1.0).best == []
+    result = run(task, Slow(), seconds=1.0)
+    assert [candidate.choice.layout for candidate in result.best] == [recipe_choice.layout]
+    assert everything(result) == result.possible
+    assert run(task, Slow(refuses=recipe_choice.layout.shape), seconds=1.0).best == []
 
 
 def test_trainers_that_stay_leave_room_for_engines() -> None:
     """By arithmetic: engines take 0.9 of the device, so no trainer has a fifth of it as they sample."""
-    asked = subject()
-    own = replace(choice_of(asked.recipe), recompute="full")
-    resident = max(min_held_bytes(asked.recipe, asked.shape, part) for part in largest_parts(asked.recipe, asked.shape))
-    asked.recipe.rollout.engine_args = {"gpu_memory_utilization": 0.9}
-    asked = replace(asked, device=replace(H100, memory=5 * resident / 2**30))
-    assert too_large(asked, replace(own, offload=False))
-    assert not too_large(asked, replace(own, offload=True))
+    task = subject()
+    choice = replace(choice_of(task.recipe), recompute="full")
+    resident = max(min_held_bytes(task.recipe, task.shape, part) for part in largest_parts(task.recipe, task.shape))
+    task.recipe.rollout.engine_args = {"gpu_memory_utilization": 0.9}
+    task = replace(task, device=replace(H100, memory=5 * resident / 2**30))
+    assert too_large(task, replace(choice, offload=False))
+    assert not too_large(task, replace(choice, offload=True))
 
 
 def test_a_setting_is_counted_once(tmp_path: Path) -> None:
@@ -257,30 +259,32 @@ def test_a_setting_is_counted_once(tmp_path: Path) -> None:
             answer.set_result({"activations": asdict(Activations(2**20, 2**21, 2**20, 0))})
             return answer
 
-    made, client = subject(8), Asked()
-    forecast = Forecast(client, made.recipe, made.model, made.shape, tmp_path)  # type: ignore[arg-type]
+    task, client = subject(8), Asked()
+    forecast = Forecast(client, task.recipe, task.model, task.shape, tmp_path)  # type: ignore[arg-type]
     with ThreadPoolExecutor(4) as threads:
         alike = [
-            replace(made.recipe, megatron=replace(made.recipe.megatron, context_parallel=size)) for size in (2, 4, 8, 2)
+            replace(task.recipe, megatron=replace(task.recipe.megatron, context_parallel=size)) for size in (2, 4, 8, 2)
         ]
         assert min(threads.map(forecast.peak, alike)) > 0
     assert len(client.questions) == 3, "two stages of a layer each, and one of two"
-    forecast.peak(made.recipe)
+    forecast.peak(task.recipe)
     assert len(client.questions) == 6, "without context parallel, attention keeps other things"
 
 
 def test_engines_that_were_not_counted_are_named() -> None:
-    found = run(subject(), Judges(), wanted=1)
-    assert "Engines are not counted in the memory. rollout: nothing is known." in summary_lines(found)
+    result = run(subject(), Judges(), count=1)
+    assert "Engines are not counted in the memory. rollout: nothing is known." in summary_lines(result)
     assert not any("not counted in the memory" in line for line in summary_lines(SearchResult()))
 
 
 def test_a_clock_says_what_an_estimate_says() -> None:
-    asked = subject(pipeline_parallel=2, recompute="full")
-    clock = StepTimes(asked.device, asked.shape, None, 20.0)
-    for family in families(asked)[::7]:
-        made = chosen(asked.recipe, family.choices[0])
-        assert clock.seconds(made) == pytest.approx(estimate(made, asked.model, None, H100, response=20.0).seconds)
+    task = subject(pipeline_parallel=2, recompute="full")
+    clock = StepTimes(task.device, task.shape, None, 20.0)
+    for family in families(task)[::7]:
+        chosen_recipe = chosen(task.recipe, family.choices[0])
+        assert clock.seconds(chosen_recipe) == pytest.approx(
+            estimate(chosen_recipe, task.model, None, H100, response=20.0).seconds
+        )
 
 
 def test_proposals_end_with_their_time_in_the_middle_of_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,16 +293,16 @@ def test_proposals_end_with_their_time_in_the_middle_of_a_count(monkeypatch: pyt
             time.sleep(1.5)
             return 0
 
-    asked = subject()
+    task = subject()
     monkeypatch.setattr(suggest, "FitChecker", Slow)
-    monkeypatch.setattr(suggest, "_by_changes", lambda *_: iter([choice_of(asked.recipe)]))
-    assert suggest.proposals(asked, NO_ASKER, seconds=0.5) == ([], True), "it would fit, 1.5 s later"
+    monkeypatch.setattr(suggest, "_by_changes", lambda *_: iter([choice_of(task.recipe)]))
+    assert suggest.proposals(task, NO_ASKER, seconds=0.5) == ([], True), "it would fit, 1.5 s later"
     monkeypatch.setattr(suggest, "_by_changes", lambda *_: iter([]))
-    assert suggest.proposals(asked, NO_ASKER, seconds=60) == ([], False), "nothing was left to look at"
+    assert suggest.proposals(task, NO_ASKER, seconds=60) == ([], False), "nothing was left to look at"
 
 
 def test_three_proposals_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for the fourth, which is being counted when the third is found."""
+    """The search ends at the third proposal, without waiting for the fourth, which is being counted."""
 
     class One(Judges):
         slow = False
@@ -313,35 +317,39 @@ def test_three_proposals_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(suggest, "FitChecker", One)
     began = time.monotonic()
-    found, stopped = suggest.proposals(subject(), NO_ASKER, seconds=60)
-    assert len(found) == 3 and not stopped and time.monotonic() - began < 2.5
+    proposals, stopped = suggest.proposals(subject(), NO_ASKER, seconds=60)
+    assert len(proposals) == 3 and not stopped and time.monotonic() - began < 2.5
 
 
 def test_what_divides_is_found_without_counting(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = subject(tensor_parallel=4)  # two key/value heads do not divide
-    found = suggest.uncounted_layouts(asked)
-    assert len(found) == 3 and all(line.count("=") <= 2 for line in found), found
-    for line in found:
-        sizes = {key.removeprefix("megatron."): plain for key, plain in (one.split("=") for one in line.split())}
-        made = replace(asked.recipe, megatron=replace(asked.recipe.megatron, **{k: int(v) for k, v in sizes.items()}))
-        assert refusal(made, asked.model) is None
-    small = replace(asked, device=replace(asked.device, memory=1e-6))
+    task = subject(tensor_parallel=4)  # two key/value heads do not divide
+    lines = suggest.uncounted_layouts(task)
+    assert len(lines) == 3 and all(line.count("=") <= 2 for line in lines), lines
+    for line in lines:
+        sizes = {
+            key.removeprefix("megatron."): plain for key, plain in (setting.split("=") for setting in line.split())
+        }
+        changed = replace(task.recipe, megatron=replace(task.recipe.megatron, **{k: int(v) for k, v in sizes.items()}))
+        assert refusal(changed, task.model) is None
+    small = replace(task, device=replace(task.device, memory=1e-6))
     assert suggest.uncounted_layouts(small) == []
 
 
 def test_proposals_change_as_little_as_they_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked = subject(tensor_parallel=4)  # two key/value heads do not divide
+    task = subject(tensor_parallel=4)  # two key/value heads do not divide
     monkeypatch.setattr(suggest, "FitChecker", Judges)
-    found, stopped = suggest.proposals(asked, NO_ASKER, seconds=60)
-    assert len(found) == 3 and not stopped
-    assert all("megarl" not in one.overrides and "megatron.recompute=full" in one.overrides for one in found)
-    assert all(len(one.overrides.split()) <= 3 for one in found), found
-    assert [one.times for one in found] == sorted(one.times for one in found)
-    clock = StepTimes(asked.device, asked.shape, None, None)
-    for one in found:
-        (tmp_path / "recipe.yaml").write_text(to_yaml(asked.recipe))
-        made = load_recipe(tmp_path / "recipe.yaml", one.overrides.split(), check=False)
-        assert one.times == pytest.approx(clock.seconds(made) / clock.seconds(asked.recipe))
+    proposals, stopped = suggest.proposals(task, NO_ASKER, seconds=60)
+    assert len(proposals) == 3 and not stopped
+    assert all(
+        "megarl" not in proposal.overrides and "megatron.recompute=full" in proposal.overrides for proposal in proposals
+    )
+    assert all(len(proposal.overrides.split()) <= 3 for proposal in proposals), proposals
+    assert [proposal.times for proposal in proposals] == sorted(proposal.times for proposal in proposals)
+    clock = StepTimes(task.device, task.shape, None, None)
+    for proposal in proposals:
+        (tmp_path / "recipe.yaml").write_text(to_yaml(task.recipe))
+        loaded = load_recipe(tmp_path / "recipe.yaml", proposal.overrides.split(), check=False)
+        assert proposal.times == pytest.approx(clock.seconds(loaded) / clock.seconds(task.recipe))
 
 
 def test_what_is_proposed_is_more_than_one_way_of_the_same_shape(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,11 +366,11 @@ def test_what_is_proposed_is_more_than_one_way_of_the_same_shape(monkeypatch: py
         def excess(self, choice: Choice, near: float = 1.0) -> float:
             return 0.0
 
-    asked = subject(pipeline_parallel=2)
-    asked.recipe.actor.max_tokens_per_micro_batch = 512
+    task = subject(pipeline_parallel=2)
+    task.recipe.actor.max_tokens_per_micro_batch = 512
     monkeypatch.setattr(suggest, "FitChecker", Small)
-    found, _ = suggest.proposals(asked, NO_ASKER, seconds=60)
-    lines = {one.overrides for one in found}
+    proposals, _ = suggest.proposals(task, NO_ASKER, seconds=60)
+    lines = {proposal.overrides for proposal in proposals}
     assert "megatron.recompute=full" in lines and "actor.max_tokens_per_micro_batch=256" in lines, lines
     assert not any("recompute=full" in line and "tokens" in line for line in lines), lines
     assert not any("virtual" in line for line in lines), lines
@@ -375,10 +383,10 @@ def test_without_a_device_nothing_fits() -> None:
 
 
 def test_the_table_is_within_100_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = subject(8, pipeline_parallel=2)
-    show(asked, run(asked, Judges()))
+    task = subject(8, pipeline_parallel=2)
+    show(task, run(task, Judges()))
     printed = capsys.readouterr().out
-    lines = [line for line in printed.splitlines() if not line.startswith("  megatron.")]  # what is to be copied
+    lines = [line for line in printed.splitlines() if not line.startswith("  megatron.")]  # lines to copy
     assert max(map(len, lines)) <= 100
     assert "Overrides of the first" in printed and "megatron.recompute=full" in printed
 
@@ -387,10 +395,10 @@ def test_names_and_reasons() -> None:
     layout = choice_of(recipe(8, tensor_parallel=2, pipeline_parallel=2, virtual_pipeline=3)).layout
     assert name_of(layout) == "TP2 PP2x3"
     assert name_of(replace(layout, tensor_parallel=1, pipeline_parallel=1, virtual_pipeline=None)) == "DP"
-    asked = subject(pipeline_parallel=2)
-    own = estimate(asked.recipe, asked.model, None, H100)
-    assert why(own, own) == "as the recipe"
-    assert why(own, None) == "the recipe's layout cannot run"
+    task = subject(pipeline_parallel=2)
+    base = estimate(task.recipe, task.model, None, H100)
+    assert why(base, base) == "as the recipe"
+    assert why(base, None) == "the recipe's layout cannot run"
 
 
 # --- with everything counted ---------------------------------------------------------------------
@@ -400,43 +408,43 @@ def test_names_and_reasons() -> None:
 @pytest.mark.stack
 @pytest.mark.parametrize("model", [DENSE, SPARSE])
 def test_no_layout_that_fits_is_pruned(model: dict[str, Any], tmp_path: Path) -> None:
-    """What arithmetic says a rank needs at least, it needs; and stages that are not counted need no more than others."""
-    asked = subject(4, model)
-    every = [choice for family in families(asked) for choice in family.choices]
-    built = built_from(asked.recipe, asked.model, tmp_path / "model")
+    """The lower bound is at most the counted memory, and uncounted stages need no more than counted ones."""
+    task = subject(4, model)
+    every = [choice for family in families(task) for choice in family.choices]
+    built = built_from(task.recipe, task.model, tmp_path / "model")
     with RankClient() as client:
-        forecast = Forecast(client, built, asked.model, asked.shape, tmp_path / "samples")
+        forecast = Forecast(client, built, task.model, task.shape, tmp_path / "samples")
         for choice in every[:: max(1, len(every) // 16)]:
-            made = chosen(built, choice)
+            chosen_recipe = chosen(built, choice)
             peaks = {
                 stage.number: max(phase.device for phase in stage.phases.values())
-                for stage in stages_of("actor", made, made.megatron, client)
+                for stage in stages_of("actor", chosen_recipe, chosen_recipe.megatron, client)
             }
-            assert min_peak_bytes(made, asked.shape) <= max(peaks.values()), choice
-            looked_at = [part.number for part in largest_parts(made, asked.shape)]
+            assert min_peak_bytes(chosen_recipe, task.shape) <= max(peaks.values()), choice
+            looked_at = [part.number for part in largest_parts(chosen_recipe, task.shape)]
             assert max(peaks.values()) == max(peaks[number] for number in looked_at), (choice, peaks)
-            assert forecast.peak(made) == pytest.approx(max(peaks.values()), rel=0.5), choice
+            assert forecast.peak(chosen_recipe) == pytest.approx(max(peaks.values()), rel=0.5), choice
 
 
 @pytest.mark.slow
 @pytest.mark.stack
 def test_the_best_fits(tmp_path: Path) -> None:
     """`plan` says of the best that it fits, and of the recipe's own that it does not, with the same memory."""
-    asked = subject(4, DENSE)
-    asked.recipe.rollout.max_response_length = 8160
-    asked = replace(asked, device=replace(H100, memory=0.1))
-    asked.recipe.rollout.engine_args = {
+    task = subject(4, DENSE)
+    task.recipe.rollout.max_response_length = 8160
+    task = replace(task, device=replace(H100, memory=0.1))
+    task.recipe.rollout.engine_args = {
         "kv_cache_memory_bytes": 2**24,
         "max_num_batched_tokens": 256,
         "max_num_seqs": 4,
     }
-    (tmp_path / "recipe.yaml").write_text(to_yaml(asked.recipe))
-    found = search(asked, seconds=120, count=3)
-    assert found.best
-    for one in found.best:
-        given = overrides(asked.recipe, chosen(asked.recipe, one.choice))
-        made = load_recipe(tmp_path / "recipe.yaml", given)
-        plan = make_plan(made, {"rollout": asked.model}, asked.device)
-        assert not plan.refusals, (given, plan.refusals)
-        assert max(place.peak.total for place in plan.places) == one.peak
-    assert json.dumps([one.seconds for one in found.best])
+    (tmp_path / "recipe.yaml").write_text(to_yaml(task.recipe))
+    result = search(task, seconds=120, count=3)
+    assert result.best
+    for candidate in result.best:
+        settings = overrides(task.recipe, chosen(task.recipe, candidate.choice))
+        loaded = load_recipe(tmp_path / "recipe.yaml", settings)
+        plan = make_plan(loaded, {"rollout": task.model}, task.device)
+        assert not plan.refusals, (settings, plan.refusals)
+        assert max(place.peak.total for place in plan.places) == candidate.peak
+    assert json.dumps([candidate.seconds for candidate in result.best])

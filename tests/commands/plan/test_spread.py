@@ -1,4 +1,4 @@
-"""Ranges of seconds from published runs, and a calibrated estimate beside the table's."""
+"""Ranges of seconds from published runs, and a calibrated estimate next to the raw one."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ KNOWN = [
 
 
 def of(*phases: tuple[str, float, float | None]) -> Estimate:
-    found = [PhaseTime(name, seconds, "x", "y", begin) for name, seconds, begin in phases]
-    return Estimate(found, 0.0, 1.0, 1, 1.0, 0.0, 1.0)
+    times = [PhaseTime(name, seconds, "x", "y", begin) for name, seconds, begin in phases]
+    return Estimate(times, 0.0, 1.0, 1, 1.0, 0.0, 1.0)
 
 
 def test_a_run_published_by_its_step_stands_for_each_phase() -> None:
@@ -52,15 +52,15 @@ def test_a_step_of_phases_one_after_the_other() -> None:
 
 
 def test_phases_beside_each_other_do_not_add_up() -> None:
-    beside = of(("gen", 10, None), ("update_actor", 6, 0.0), ("weight_exchange", 1, 10.0))
-    step = spreads(beside, experts=True, ratios=[Ratios("one", True, {"update_actor": 5.0})])[-1]
+    overlapped = of(("gen", 10, None), ("update_actor", 6, 0.0), ("weight_exchange", 1, 10.0))
+    step = spreads(overlapped, experts=True, ratios=[Ratios("one", True, {"update_actor": 5.0})])[-1]
     assert step.typical == pytest.approx(31), "30 of the update, behind which the exchange waits"
 
 
 def test_the_package_has_the_ratios_of_the_published_runs() -> None:
     """`python -m docs.generate.planner` writes them anew."""
     assert yaml.safe_load(RATIOS.read_text()) == ratios()
-    (deepseek,) = [one for one in published_ratios() if "910C" in one.run]
+    (deepseek,) = [run for run in published_ratios() if "910C" in run.run]
     assert deepseek.experts and deepseek.of["gen"] == pytest.approx(482.2 / 94.1, rel=0.01)
 
 
@@ -71,7 +71,7 @@ def table(plan: RecipePlan) -> dict[str, dict[str, str]]:
 
 
 def test_factor_expected_seconds_and_range_stand_beside_the_raw_ones() -> None:
-    """Raw x factor is what is expected; the runs that the factor is of are named."""
+    """The expected seconds are raw x factor; the report names the runs of the factor."""
     estimate = replace(of(("gen", 10, None), ("update_actor", 10, None)), seconds=20.0)
     spread = spreads(estimate, experts=True, ratios=KNOWN[:3])
     plan = replace(plans.LARGE, estimate=estimate, spread=spread, compared=["a", "b", "c"], model_kind="with experts")
@@ -88,11 +88,11 @@ def test_factor_expected_seconds_and_range_stand_beside_the_raw_ones() -> None:
 
 def test_one_run_gives_no_range_and_runs_of_the_model_itself_are_left_out_once() -> None:
     """The 32 billion of Qwen3-32B are the one dense run; DeepSeek-V3 was published twice."""
-    made = recipe()
-    dense = with_estimate(plans.BARE, made, {"rollout": QWEN}, DEVICE, DEVICE, None)
+    planned = recipe()
+    dense = with_estimate(plans.BARE, planned, {"rollout": QWEN}, DEVICE, DEVICE, None)
     assert table(dense)["gen"]["range"] == "–" and table(dense)["gen"]["runs"] == "1" and dense.without_own is None
     deepseek = published.read("DeepSeek-V3")
-    plan = with_estimate(plans.BARE, made, {"rollout": deepseek}, DEVICE, DEVICE, None)
+    plan = with_estimate(plans.BARE, planned, {"rollout": deepseek}, DEVICE, DEVICE, None)
     assert plan.own_runs == [run for run in plan.compared if run.startswith("DeepSeek-V3")] and len(plan.own_runs) == 2
     assert plan.without_own is not None and plan.without_own.high < plan.spread[-1].high
     (line,) = (line for line in remarks(plan) if "From the other runs (2 runs or more per phase)" in line)
@@ -100,13 +100,13 @@ def test_one_run_gives_no_range_and_runs_of_the_model_itself_are_left_out_once()
 
 
 def test_a_calibration_stands_beside_the_raw_seconds() -> None:
-    made = recipe()
-    plan = with_estimate(plans.BARE, made, {"rollout": QWEN}, DEVICE, DEVICE, None)
+    planned = recipe()
+    plan = with_estimate(plans.BARE, planned, {"rollout": QWEN}, DEVICE, DEVICE, None)
     assert plan.estimate is not None and plan.spread[-1].name == "step"
     fast = replace(DEVICE, factors={"update_actor": 2.0})
-    calibrated = with_estimate(plans.BARE, made, {"rollout": QWEN}, fast, DEVICE, None)
+    calibrated = with_estimate(plans.BARE, planned, {"rollout": QWEN}, fast, DEVICE, None)
     assert calibrated.estimate is not None and calibrated.estimate.uncalibrated == plan.estimate
-    raw = next(phase.seconds for phase in estimate(made, QWEN, None, DEVICE).phases if phase.name == "update_actor")
+    raw = next(phase.seconds for phase in estimate(planned, QWEN, None, DEVICE).phases if phase.name == "update_actor")
     cells = table(calibrated)["update_actor"]
     assert (cells["raw"], cells["calibrated"]) == (seconds(raw), seconds(2 * raw)) and "factor" not in cells
     assert calibrated.spread == [] and "was measured" not in " ".join(remarks(calibrated))
@@ -118,6 +118,6 @@ def test_without_a_published_run_the_plan_says_so() -> None:
 
 
 def test_factors_of_a_users_device_are_not_called_raw() -> None:
-    known = replace(plans.LARGE, device=replace(plans.DEVICE, factors={"gen": 2.0}))
-    assert "estimate" in table(known)["gen"] and "raw" not in table(known)["gen"]
-    assert "with the factors of 910B in --devices" in " ".join(remarks(known))
+    calibrated = replace(plans.LARGE, device=replace(plans.DEVICE, factors={"gen": 2.0}))
+    assert "estimate" in table(calibrated)["gen"] and "raw" not in table(calibrated)["gen"]
+    assert "with the factors of 910B in --devices" in " ".join(remarks(calibrated))

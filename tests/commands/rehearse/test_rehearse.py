@@ -60,15 +60,17 @@ def test_train_accepts_a_tiny_copy_and_every_change_is_listed(row: Row, tmp_path
     table, or that the tiny copy changes without a line, would look as if it had been rehearsed."""
     tiny = make_tiny_copy(row.path, [], tmp_path)
     prepare_training(tiny.recipe)
-    given, now = dict(settings_of(recipe_of(row))), dict(settings_of(tiny.recipe))
-    told = {change.key: change for change in tiny.changes}
-    assert len(told) == len(tiny.changes), "a setting is listed twice"
-    in_parts = {"reward.function", *(key for key in {**given, **now} if key.startswith("reward.functions."))}
-    added = {"rollout.engine_args.kv_cache_memory_bytes", "rollout.engine_args.max_num_seqs"} - given.keys()
-    assert given.keys() - in_parts <= told.keys()
-    different = {key for key in {**given, **now} if given.get(key) != now.get(key)} - in_parts - added
-    assert different <= {key for key, change in told.items() if change.outcome != "kept"}
-    assert all(given[key] == now[key] for key, change in told.items() if change.outcome == "kept" and key in given)
+    original, now = dict(settings_of(recipe_of(row))), dict(settings_of(tiny.recipe))
+    changes = {change.key: change for change in tiny.changes}
+    assert len(changes) == len(tiny.changes), "a setting is listed twice"
+    in_parts = {"reward.function", *(key for key in {**original, **now} if key.startswith("reward.functions."))}
+    added = {"rollout.engine_args.kv_cache_memory_bytes", "rollout.engine_args.max_num_seqs"} - original.keys()
+    assert original.keys() - in_parts <= changes.keys()
+    different = {key for key in {**original, **now} if original.get(key) != now.get(key)} - in_parts - added
+    assert different <= {key for key, change in changes.items() if change.outcome != "kept"}
+    assert all(
+        original[key] == now[key] for key, change in changes.items() if change.outcome == "kept" and key in original
+    )
     assert all(len(line) <= 100 for line in table(tiny.changes, 100).splitlines())
 
 
@@ -78,51 +80,51 @@ def test_what_a_layout_cuts_is_still_cut(row: Row) -> None:
     recipe = recipe_of(row)
     parts = [(recipe.megatron, recipe.cluster.trainers)]
     parts += [(recipe.critic.megatron, recipe.critic.trainers)] if uses_critic(recipe.algorithm) else []
-    for given, trainers in parts:
+    for layout, trainers in parts:
         for processes in (1, 2, 3, 4, 16):
-            small, count = shrink_layout(given, trainers, processes)
+            small, count = shrink_layout(layout, trainers, processes)
             assert count <= processes
             check_layout(shrink_model(published.read(row.shape), layers_for(small), Changes()), small, count)
-            cut = [name for name in vars(given) if name.endswith("_parallel") and (getattr(given, name) or 1) > 1]
+            cut = [name for name in vars(layout) if name.endswith("_parallel") and (getattr(layout, name) or 1) > 1]
             kept = [name for name in cut if (getattr(small, name) or 1) > 1]
             assert kept == cut or processes < 16
             assert bool(kept) == bool(cut) or processes == 1
 
 
 def test_stages_are_uneven_where_the_recipes_are() -> None:
-    given = MegatronConfig(pipeline_parallel=8, first_stage_layers=6, last_stage_layers=7)
-    small, _ = shrink_layout(given, 8, 2)
+    layout = MegatronConfig(pipeline_parallel=8, first_stage_layers=6, last_stage_layers=7)
+    small, _ = shrink_layout(layout, 8, 2)
     assert (small.first_stage_layers, small.last_stage_layers, layers_for(small)) == (3, 1, 4)
-    virtual, _ = shrink_layout(replace(given, virtual_pipeline=3), 8, 2)
+    virtual, _ = shrink_layout(replace(layout, virtual_pipeline=3), 8, 2)
     assert (virtual.virtual_pipeline, virtual.first_stage_layers, virtual.last_stage_layers) == (2, 6, None)
     check_layout({"num_attention_heads": 2, "vocab_size": 8, "num_hidden_layers": layers_for(virtual)}, virtual, 2)
 
 
 @pytest.mark.parametrize("name", published.names())
 def test_a_models_structure_is_kept(name: str) -> None:
-    """Heads in their ratio, dense layers before experts, what is tied, how positions are scaled, how experts are chosen."""
-    given, changes = published.read(name), Changes()
-    small = shrink_model(given, 2, changes)
+    """Kept: the ratio of heads, dense layers before experts, tied weights, scaling of positions, choice of experts."""
+    config, changes = published.read(name), Changes()
+    small = shrink_model(config, 2, changes)
     for field in ("model_type", "tie_word_embeddings", "rope_theta", "n_shared_experts", "num_nextn_predict_layers"):
-        assert small.get(field) == given.get(field)
-    assert given["num_attention_heads"] // given["num_key_value_heads"] == (
+        assert small.get(field) == config.get(field)
+    assert config["num_attention_heads"] // config["num_key_value_heads"] == (
         small["num_attention_heads"] // small["num_key_value_heads"]
     )
-    scaling, tiny = given.get("rope_scaling") or {}, small.get("rope_scaling") or {}
+    scaling, tiny = config.get("rope_scaling") or {}, small.get("rope_scaling") or {}
     assert scaling.get("type") == tiny.get("type") and scaling.get("factor") == tiny.get("factor")
     if sections := scaling.get("mrope_section"):
         head = small["hidden_size"] // small["num_attention_heads"]
         assert sum(tiny["mrope_section"]) == head // 2 and len(tiny["mrope_section"]) == len(sections)
-    assert (number_of_experts(small) > 0) == (number_of_experts(given) > 0)
-    if given.get("first_k_dense_replace"):
+    assert (number_of_experts(small) > 0) == (number_of_experts(config) > 0)
+    if config.get("first_k_dense_replace"):
         assert 0 < small["first_k_dense_replace"] < small["num_hidden_layers"]
-    if given.get("n_group", 1) > 1:
+    if config.get("n_group", 1) > 1:
         assert 1 <= small["topk_group"] < small["n_group"]
         assert (
-            given["num_experts_per_tok"] // given["topk_group"] == small["num_experts_per_tok"] // small["topk_group"]
+            config["num_experts_per_tok"] // config["topk_group"] == small["num_experts_per_tok"] // small["topk_group"]
         )
     if name != "quickstart":  # which is as small
-        assert small["hidden_size"] < given["hidden_size"] and small["num_hidden_layers"] < given["num_hidden_layers"]
+        assert small["hidden_size"] < config["hidden_size"] and small["num_hidden_layers"] < config["num_hidden_layers"]
 
 
 def test_the_tensors_of_every_kind_that_is_trained_are_known() -> None:
@@ -147,8 +149,8 @@ def test_a_config_that_transformers_5_writes_is_shrunk(kind: str, tmp_path: Path
     import transformers
 
     config = getattr(transformers, kind)(num_hidden_layers=6, dtype="bfloat16")
-    given = json.loads(config.to_json_string(use_diff=False))
-    small = shrink_model(given, 2, Changes())
+    written = json.loads(config.to_json_string(use_diff=False))
+    small = shrink_model(written, 2, Changes())
     write_weights(tmp_path / "model.safetensors", small, 0, 0.1)
     read = getattr(transformers, kind).from_dict(small)
     read.validate()
@@ -162,9 +164,9 @@ def test_a_vision_model_that_transformers_5_writes_is_shrunk(tmp_path: Path) -> 
     import transformers
 
     rotary = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
-    text = {"num_hidden_layers": 6, "rope_parameters": rotary}  # whose `architectures` is then null
-    given = transformers.Qwen2_5_VLConfig(text_config=text, architectures=["Whole"]).to_dict()
-    small = shrink_model(given, 2, Changes())
+    text = {"num_hidden_layers": 6, "rope_parameters": rotary}  # transformers then writes `architectures` as null
+    written = transformers.Qwen2_5_VLConfig(text_config=text, architectures=["Whole"]).to_dict()
+    small = shrink_model(written, 2, Changes())
     assert small["architectures"] == ["Whole"]
     assert small["rope_parameters"] == {**rotary, "mrope_section": [4, 6, 6]} and "rope_scaling" not in small
     write_weights(tmp_path / "model.safetensors", small, 0, 0.1)
@@ -187,18 +189,18 @@ def test_rows_are_those_of_the_file_where_it_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "key"),
+    ("written", "key"),
     [
         ("data.eval_files=[unheard_of/a.parquet]", "data.eval_files"),
         ("data.mix={own: {files: [unheard_of/a.parquet], weight: 1}}", "data.mix.own.files"),
     ],
 )
-def test_an_incomplete_copy_is_removed_and_the_setting_is_named(given: str, key: str, tmp_path: Path) -> None:
-    """What is not known here is found when the model is written: left there, it would stand in the next call's way."""
+def test_an_incomplete_copy_is_removed_and_the_setting_is_named(written: str, key: str, tmp_path: Path) -> None:
+    """An error while the model is written removes the folder: it would block the next rehearsal."""
     recipe = ROOT / "recipes" / "grpo_qwen3_8b.yaml"
     off = ["data.train_files=[]"] if ".mix" in key else []
     with pytest.raises(RecipeError) as raised:
-        rehearse(recipe, [given, *off], out=tmp_path, processes=None, shape=None, resume=False)
+        rehearse(recipe, [written, *off], out=tmp_path, processes=None, shape=None, resume=False)
     assert key in str(raised.value) and "data.train_files" not in str(raised.value)
     assert not list(tmp_path.iterdir())
 
@@ -217,13 +219,13 @@ def test_nothing_is_made_larger() -> None:
 
 def test_profiled_steps_ranks_and_mini_batches_fit_the_tiny_copy(tmp_path: Path) -> None:
     """Otherwise `train` rejects the tiny copy of a valid recipe."""
-    given = [
+    overrides = [
         "observe.profile_steps=[5,9]",
         "observe.profile_ranks=[7]",
         "data.prompts_per_step=3",
         "actor.mini_batches=3",
     ]
-    tiny = make_tiny_copy(ROOT / "recipes" / "grpo_qwen3_8b.yaml", given, tmp_path)
+    tiny = make_tiny_copy(ROOT / "recipes" / "grpo_qwen3_8b.yaml", overrides, tmp_path)
     assert (tiny.recipe.observe.profile_steps, tiny.recipe.observe.profile_ranks) == ([2], [0])
     assert (tiny.recipe.data.prompts_per_step, tiny.recipe.actor.mini_batches) == (2, 2)
 
@@ -254,13 +256,13 @@ def test_an_interrupt_is_not_lost_where_the_training_does_not_end(monkeypatch: p
 def test_one_of_both_says_that_it_was_stopped(
     says: int, raised: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The training does where it was told to end, else the rehearsal."""
-    waiting, told = subprocess.Popen.wait, []
+    """The training reports the stop if the signal reached it, else the rehearsal does."""
+    waiting, messages = subprocess.Popen.wait, []
 
     def interrupted(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
-        if not told:
+        if not messages:
             assert process.stdout is not None and process.stdout.readline()
-            told.append(os.getpgid(process.pid))
+            messages.append(os.getpgid(process.pid))
             raise KeyboardInterrupt
         return waiting(process, timeout)
 
@@ -268,11 +270,11 @@ def test_one_of_both_says_that_it_was_stopped(
     monkeypatch.setattr(subprocess, "Popen", partial(subprocess.Popen, stdout=subprocess.PIPE))
     with pytest.raises(raised):
         command._run(["sh", "-c", f"trap 'exit {says}' INT; echo ready; while :; do sleep 0.05; done"], os.environ)
-    assert told != [os.getpgid(0)], "Ctrl-C at a terminal would reach both"
+    assert messages != [os.getpgid(0)], "Ctrl-C at a terminal would reach both"
 
 
 def test_what_the_metrics_show_to_be_wrong(tmp_path: Path) -> None:
-    """A loss that is no number, an update that did not happen, an engine with other weights, a step that is not there."""
+    """Refused: a loss that is not finite, an update without effect, an engine with other weights, a missing step."""
     recipe = replace(load_recipe(ROOT / "recipes" / "grpo_qwen3_8b.yaml"), runs_dir=str(tmp_path), name="run")
     tiny = TinyCopy(tmp_path / "tiny_copy.yaml", recipe, {}, [])
     (tmp_path / "run").mkdir()
