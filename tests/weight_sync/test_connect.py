@@ -74,7 +74,7 @@ def test_auto_takes_the_planned_way_where_it_can() -> None:
 
 
 @pytest.mark.parametrize(
-    ("problem", "asked", "words"),
+    ("problem", "expected", "words"),
     [
         ({"trainers": "trainer rank 1: odd"}, ["planned", "export"], "because trainer rank 1: odd"),
         ({"engine": "its weights are quantised"}, ["planned", "export"], "because e1: its weights are quantised"),
@@ -101,7 +101,7 @@ def test_adapters_alone_where_every_engine_holds_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("problem", "asked", "words"),
+    ("problem", "expected", "words"),
     [
         ({"merged_because": "it is a mixture"}, ["export"], "because e1: it is a mixture"),
         (
