@@ -53,8 +53,9 @@ def prepare(settings: dict[str, Any]) -> None:
     sandbox.check(_config.packages)
 
 
+# The docstring is part of the prompt: a change of it changes what models sample.
 def code_interpreter(code: str) -> str:
-    """Runs Python code and returns its output.
+    """Runs Python code and returns what it prints.
 
     Args:
         code: The code to run.
