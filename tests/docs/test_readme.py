@@ -19,7 +19,11 @@ from megarl.recipe.schema import Recipe
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md"]
-INSIDE = ["docs/architecture.md", "docs/exchange.md", "docs/weight_sync_reference.md"]  # how it works, by names of files
+INSIDE = [
+    "docs/architecture.md",
+    "docs/exchange.md",
+    "docs/weight_sync_reference.md",
+]  # how it works, by names of files
 METRICS = (ROOT / "docs" / "metrics.md").read_text()
 
 
