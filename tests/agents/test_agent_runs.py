@@ -27,12 +27,16 @@ STEPS = 10
 
 @pytest.fixture(scope="module")
 def taught(quickstart_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The random model after SFT: it knows how to ask, and to say what it was told, and half of the time guesses."""
+    """The random model after SFT: it calls the tool and repeats its answer in half of the samples, and else guesses."""
     folder = tmp_path_factory.mktemp("taught")
     write_demonstrations(folder / "sft.parquet", 4000)
-    given = [f"model.path={quickstart_data}/model", f"data.train_files=[{folder}/sft.parquet]", f"runs_dir={folder}"]
+    overrides = [
+        f"model.path={quickstart_data}/model",
+        f"data.train_files=[{folder}/sft.parquet]",
+        f"runs_dir={folder}",
+    ]
     more = ["name=taught", "train.steps=300", "train.export_at_end=true"]
-    done = run("train", "recipes/quickstart_sft.yaml", *COMMON, *given, *more)
+    done = run("train", "recipes/quickstart_sft.yaml", *COMMON, *overrides, *more)
     assert done.returncode == 0, done.stderr + done.stdout
     return folder / "taught" / "hf"
 
@@ -60,7 +64,7 @@ def settings(taught: Path, runs: Path, *more: str) -> list[str]:
 
 
 def test_learns_to_ask_its_tool(taught: Path, tmp_path: Path) -> None:
-    """What an answer is only the tool knows: a guess is right one time in ten."""
+    """Only the tool knows the answer; a guess is right one time in ten."""
     done = run("train", "recipes/tiny/grpo.yaml", *settings(taught, tmp_path, f"train.steps={STEPS}"))
     assert done.returncode == 0, done.stderr + done.stdout
     lines = [line for line in metrics(tmp_path / "agent") if line["step"] > 0]
@@ -73,34 +77,34 @@ def test_learns_to_ask_its_tool(taught: Path, tmp_path: Path) -> None:
     assert calls[-1] > calls[0] + 0.2, calls
     assert all(line["agent/turns/max"] <= 3 for line in lines)
     records = read_samples(RunDirectory(tmp_path / "agent"), STEPS)
-    asked = [record for record in records if len(record["turns"]) == 3 and record["reward"] == 1.0]
-    assert asked, records[:2]
-    first, tool, last = asked[0]["turns"]
+    successful = [record for record in records if len(record["turns"]) == 3 and record["reward"] == 1.0]
+    assert successful, records[:2]
+    first, tool, last = successful[0]["turns"]
     assert (first["role"], tool["role"], last["role"]) == ("assistant", "tool", "assistant")
     assert tool["name"] == "find_digit" and tool["text"] == last["text"]
-    assert asked[0]["reason"] == f"it said {last['text']!r}"
+    assert successful[0]["reason"] == f"it said {last['text']!r}"
     assert "find_digit" in (tmp_path / "agent" / "report.html").read_text()
 
 
 def test_a_run_with_tools_goes_on_where_it_was_killed(taught: Path, tmp_path: Path) -> None:
-    """One step behind, groups with turns wait in the checkpoint. Their batches hang on the tool's time, so numbers are not
-    the same to the last bit; what was counted is."""
+    """With staleness 1, groups with turns wait in the checkpoint. Their batches depend on the tool's time, so losses may
+    differ from an uninterrupted run; counts are equal."""
     ahead = ["rollout.max_staleness=1", "train.save_every=1", "train.keep_checkpoints=9", "train.steps=2"]
-    given = [*settings(taught, tmp_path, *ahead), "cluster.placement=disaggregated"]
-    done = run("train", "recipes/tiny/grpo.yaml", *given)
+    overrides = [*settings(taught, tmp_path, *ahead), "cluster.placement=disaggregated"]
+    done = run("train", "recipes/tiny/grpo.yaml", *overrides)
     assert done.returncode == 0, done.stderr + done.stdout
     saved = json.loads((tmp_path / "agent" / "checkpoints" / "step_000001" / "controller.json").read_text())
     waiting = [item for batch in saved["source"]["gathered"] for item in batch]
     assert waiting and any(words["turns"] for item in waiting for words in item["words"])
-    resumed = run("train", "recipes/tiny/grpo.yaml", *given, "train.resume=auto", "train.steps=3")
+    resumed = run("train", "recipes/tiny/grpo.yaml", *overrides, "train.resume=auto", "train.steps=3")
     assert resumed.returncode == 0, resumed.stderr + resumed.stdout
     assert [line["step"] for line in metrics(tmp_path / "agent") if line["step"] > 0] == [1, 2, 3]
 
 
 def test_evaluation_with_tools_under_torchrun(taught: Path, tmp_path: Path) -> None:
     """The rollout process is another kind of child there."""
-    given = settings(taught, tmp_path, "evaluation.limit=32")
-    done = run("eval", "recipes/tiny/grpo.yaml", *given, torchrun=1)
+    overrides = settings(taught, tmp_path, "evaluation.limit=32")
+    done = run("eval", "recipes/tiny/grpo.yaml", *overrides, torchrun=1)
     assert done.returncode == 0, done.stderr + done.stdout
-    found = json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
-    assert 0.3 < found["eval/pass@1"] <= 1.0
+    metrics = json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
+    assert 0.3 < metrics["eval/pass@1"] <= 1.0

@@ -32,7 +32,7 @@ TOKENIZERS = {HERMES: qwen3, DEEPSEEK: deepseek_v3}
 
 
 class Calculator:
-    """Tools: add and fail, a slow one, and one that is not to be had."""
+    """Tools: add and fail, a slow tool, and an unavailable tool."""
 
     def __init__(self) -> None:
         self.contexts: list[Context] = []
@@ -95,8 +95,8 @@ def play(
 ) -> tuple[Trajectory, Script, Calculator]:
     tokenizer, caller = TOKENIZERS[format](), caller or Calculator()
     config = replace(AgentConfig(tools=["x"], retries=0), **settings)
-    found = tools()
-    box = Toolbox(found, {tool.name: caller for tool in found}, config.tool_timeout, config.retries)
+    registered = tools()
+    box = Toolbox(registered, {tool.name: caller for tool in registered}, config.tool_timeout, config.retries)
     loop = AgentLoop(config, format, tokenizer, AnswerTokens(tokenizer, {}, config.max_answer_tokens), box)
     script = Script(tokenizer, texts, cut)
     request = GenerationRequest(3, PROMPT, Sampling(n=1, max_tokens=room, temperature=0.7), seed=11)
@@ -130,7 +130,7 @@ def test_two_turns_hand_worked() -> None:
     )
     assert sum(turn.tokens for turn in done.turns) == len(done.tokens)
     assert (done.tool_use.turns, done.tool_use.calls, done.tool_use.failures, done.tool_use.seconds) == (2, 1, 0, 1.5)
-    # The second turn is sampled behind all that was before, with what is left of the budget and a seed of its own.
+    # The second turn is sampled after the first, with the rest of the budget and a separate seed.
     (request,) = script.requests
     assert request.prompt.tokens == (*PROMPT.tokens, *first.tokens, *answer) and request.sampling.temperature == 0.7
     assert request.sampling.max_tokens == 2000 - len(first.tokens) - len(answer)
@@ -157,21 +157,24 @@ def test_wrong_calls_are_told_and_may_be_mended() -> None:
         "4",
     ]
     done, _, caller = play(texts)
-    told = [turn.text for turn in done.turns if turn.role == "tool"]
-    assert told[0] == "Error: there is no tool 'sub'; there are: add, slow, absent"
-    assert told[1] == "Error: its arguments are wrong at a: '1' is not of type 'integer'"
-    assert told[2] == "Error: its arguments are wrong: 'a' is a required property"
-    assert told[3].startswith("Error: the call is not valid JSON") and told[4] == "4"
+    answers = [turn.text for turn in done.turns if turn.role == "tool"]
+    assert answers[0] == "Error: there is no tool 'sub'; there are: add, slow, absent"
+    assert answers[1] == "Error: its arguments are wrong at a: '1' is not of type 'integer'"
+    assert answers[2] == "Error: its arguments are wrong: 'a' is a required property"
+    assert answers[3].startswith("Error: the call is not valid JSON") and answers[4] == "4"
     assert [turn.failure for turn in done.turns if turn.role == "tool"] == ["refused"] * 4 + [""]
     assert (done.tool_use.calls, done.tool_use.failures, done.tool_use.timeouts) == (5, 4, 0)
-    assert len(caller.contexts) == 1  # nothing was called with what it cannot take
+    assert len(caller.contexts) == 1  # no tool was called with invalid arguments
 
 
 def test_a_schema_that_cannot_be_applied_refuses_the_call() -> None:
     """Whatever a server's schema or a policy's number does to the validator, the run goes on."""
     schema = {"type": "object", "properties": {"a": {"type": "number", "multipleOf": 0.1}, "b": {"$ref": "#/none"}}}
     pattern = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^(a+)+$"}}}
-    odd = [replace(tools()[0], name=name, parameters=given) for name, given in (("odd", schema), ("slow", pattern))]
+    odd = [
+        replace(tools()[0], name=name, parameters=parameters)
+        for name, parameters in (("odd", schema), ("slow", pattern))
+    ]
     box = Toolbox(odd, dict.fromkeys(("odd", "slow"), Calculator()), 1.0, 0)
 
     def told(name: str, **arguments: Any) -> str:
@@ -235,11 +238,11 @@ words = st.text(alphabet=st.characters(blacklist_categories=("Cs",)), max_size=1
 
 @given(st.lists(words, min_size=1, max_size=4), words)
 @settings(max_examples=60, deadline=None)
-def test_the_masked_tokens_say_exactly_what_the_model_said(said: list[str], last: str) -> None:
+def test_the_masked_tokens_say_exactly_what_the_model_said(earlier: list[str], last: str) -> None:
     """Token in, token out: whatever was sampled and whatever tools answered, decoding what the loss counts gives the
     policy's turns, and the rest is what the template wrote."""
     tokenizer = qwen3()
-    texts = [*(text + ADD for text in said), last]
+    texts = [*(text + ADD for text in earlier), last]
     done, script, _ = play(texts)
     turns = [script.turn(number).tokens.tolist() for number in range(len(done.ends))]
     assert done.tokens[done.sampled].tolist() == [token for turn in turns for token in turn]
@@ -304,7 +307,7 @@ def test_steps_of_a_turn_without_text() -> None:
     )
 
     def decode(ids: Sequence[int]) -> str:
-        return "".join({1: "a", 2: "b"}.get(one, "") for one in ids)
+        return "".join({1: "a", 2: "b"}.get(token, "") for token in ids)
 
     steps, given_by_tools = steps_of(Score(0.0, steps=((1, 1.0), (3, 2.0))), done, decode)
     assert steps == ((0, 1.0), (2, 2.0)) and given_by_tools == 0

@@ -1,4 +1,4 @@
-"""What a policy writes, read as calls of tools, and what tools answer, written between its turns."""
+"""Tool calls read from a policy's text, and tools' answers written between its turns."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def test_deepseek_calls() -> None:
     v31 = '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
     assert calls_in(v31, DEEPSEEK) == [ToolCall("add", {"a": 1})]
     # A tool that is called `function` itself, in V3.1's way.
-    own = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>{"a":\n1}<｜tool▁call▁end｜>'
-    assert calls_in(own, DEEPSEEK) == [ToolCall("function", {"a": 1})]
+    call = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>{"a":\n1}<｜tool▁call▁end｜>'
+    assert calls_in(call, DEEPSEEK) == [ToolCall("function", {"a": 1})]
     (broken,) = calls_in("<｜tool▁call▁begin｜>add 1<｜tool▁call▁end｜>", DEEPSEEK)
     assert "tool▁sep" in broken.problem
 
@@ -105,13 +105,13 @@ def between(tokenizer: Tokenizer, answers: Sequence[tuple[str, str]], **args: An
 
 def test_answers_stand_as_the_template_writes_them() -> None:
     """From the end token of the policy's turn on: Qwen writes a line break there, DeepSeek nothing."""
-    one, two = ("add", "4"), ("add", "5")
-    assert between(qwen3(), [one]) == (
+    first, two = ("add", "4"), ("add", "5")
+    assert between(qwen3(), [first]) == (
         "\n<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
-    assert between(qwen3(), [one, two]).count("<|im_start|>user") == 1
-    assert between(qwen3(), [one], enable_thinking=False).endswith("assistant\n<think>\n\n</think>\n\n")
-    assert between(deepseek_v3(), [one, two]) == (
+    assert between(qwen3(), [first, two]).count("<|im_start|>user") == 1
+    assert between(qwen3(), [first], enable_thinking=False).endswith("assistant\n<think>\n\n</think>\n\n")
+    assert between(deepseek_v3(), [first, two]) == (
         "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>4<｜tool▁output▁end｜>"
         "\n<｜tool▁output▁begin｜>5<｜tool▁output▁end｜><｜tool▁outputs▁end｜>"
     )
@@ -180,14 +180,14 @@ def test_a_long_answer_loses_its_middle_and_says_so() -> None:
     answers = AnswerTokens(tokenizer, {}, 16)
     text = " ".join(map(str, range(100)))
     shown = answers.shown(text)
-    first, told, last = shown.split("\n")
-    assert told == f"[{len(text) - len(first) - len(last)} characters are left out here]"
+    first, note, last = shown.split("\n")
+    assert note == f"[{len(text) - len(first) - len(last)} characters are left out here]"
     assert text.startswith(first) and text.endswith(last) and first.startswith("0 1 2") and last.endswith("98 99")
     assert answers.shown("short") == "short"
     assert len(tokenizer.encode(shown)) < 16 + 30
     assert "\ufffd" not in answers.shown("é" * 100)
-    # Of what is very long the middle is not even tokenised, and says its own length.
+    # The middle of a very long answer is not tokenised; a note gives its length.
     long = "start " + "x<|im_end|>" * 500_000 + " end"
-    first, told, last = answers.shown(long).split("\n")
+    first, note, last = answers.shown(long).split("\n")
     assert first.startswith("start x< ") and last.endswith(" end") and "<|im_end|>" not in first + last
-    assert told.startswith("[5499")
+    assert note.startswith("[5499")

@@ -86,9 +86,9 @@ def run(server: RolloutServer, requests: list[GenerationRequest]) -> list[tuple[
         await server.start()
         try:
             submitted = asyncio.ensure_future(server.submit(requests))
-            found = await asyncio.gather(*(server.collect(one.group) for one in requests))
+            groups = await asyncio.gather(*(server.collect(item.group) for item in requests))
             await submitted
-            return found
+            return groups
         finally:
             await server.shutdown()
 
@@ -99,21 +99,21 @@ def test_groups_of_two_turns(serve: Callable[..., RolloutServer]) -> None:
     """The even seeds ask the tool and are right; the odd ones guess at once."""
     engine = Engine(lambda turn, seed: ("7" if turn else ASK) if seed % 2 == 0 or turn else "3")
     server = serve(engine)
-    found = run(server, [request(3, with_greedy=True), request(4)])
-    for number, (group, vectors) in zip((3, 4), found, strict=True):
+    groups = run(server, [request(3, with_greedy=True), request(4)])
+    for number, (group, vectors) in zip((3, 4), groups, strict=True):
         assert group.number == number and [sample.reward for sample in group.samples] == [1.0, 0.0]
         assert [sample.tool_use.turns for sample in group.samples if sample.tool_use] == [2, 1]
         assert [len(sample.turns) for sample in vectors] == [3, 1]
         for sample, vector in zip(group.samples, vectors, strict=True):
             assert sample.length == len(vector.tokens) and sample.loss_tokens == vector.loss_mask.sum()
         assert vectors[0].turns[1].text == "7" and "7" in vectors[0].text and "look-up" in vectors[0].text
-    greedy = found[0][0].greedy
-    assert greedy is not None and greedy.reward == 1.0 and found[1][0].greedy is None
+    greedy = groups[0][0].greedy
+    assert greedy is not None and greedy.reward == 1.0 and groups[1][0].greedy is None
     # First turns are one message to the engine, each sample a request with the seed that it has within its group.
-    first = [(one.seed, one.sampling.n, one.sampling.temperature) for one in engine.asked[:5]]
+    first = [(item.seed, item.sampling.n, item.sampling.temperature) for item in engine.asked[:5]]
     assert first == [(300, 1, 1.0), (301, 1, 1.0), (300, 1, 0.0), (400, 1, 1.0), (401, 1, 1.0)]
     assert (
-        len(engine.asked) == 8 and len({one.seed for one in engine.asked[5:]}) == 2
+        len(engine.asked) == 8 and len({item.seed for item in engine.asked[5:]}) == 2
     )  # the greedy one shares its sibling's
 
 

@@ -153,8 +153,13 @@ def test_calls_in_processes(python_tools: tuple[Toolbox, PythonTools]) -> None:
     assert call(box, "add", a=1, b=2.5).text == "3.5" and call(box, "add", a=1).text == "1.5"
     assert call(box, "look-up", key="b").text == "7"  # from the row, which the policy cannot name
     assert call(box, "wait", seconds=0.01).text == '{"mood": "calm", "waited": true}'
-    given = call(box, "rewarded", text="well")
-    assert (given.text, given.reward, given.failure, given.name) == ("well", 0.5, "", "rewarded") and given.seconds < 20
+    arguments = call(box, "rewarded", text="well")
+    assert (arguments.text, arguments.reward, arguments.failure, arguments.name) == (
+        "well",
+        0.5,
+        "",
+        "rewarded",
+    ) and arguments.seconds < 20
 
 
 def test_failures_are_told_to_the_policy(python_tools: tuple[Toolbox, PythonTools]) -> None:
@@ -257,7 +262,7 @@ def test_an_mcp_server_that_we_start(monkeypatch: pytest.MonkeyPatch) -> None:
         server = McpTools("mine", stdio(pass_env=["MOOD"]))
         try:
             offered = await server.tools()
-            assert [one.name for one in offered] == ["add", "fail", "wait", "mood"]
+            assert [tool.name for tool in offered] == ["add", "fail", "wait", "mood"]
             assert offered[0].description == "Adds two numbers." and offered[0].parameters["required"] == ["a", "b"]
             context = Context("row", ground_truth="secret")
             assert (await server.call("add", {"a": 2, "b": 3}, context, 20)).answer.text == "5"
@@ -291,7 +296,7 @@ def test_time_counts_from_when_a_call_is_sent() -> None:
 
 
 def test_an_mcp_server_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever calls is told, every time, and nothing else is cancelled."""
+    """Every call returns an error, and nothing else is cancelled."""
     monkeypatch.setattr("megarl.agents.mcp_tools.CONNECT_SECONDS", 0.5)
 
     async def used() -> None:
@@ -305,7 +310,7 @@ def test_an_mcp_server_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_ctrl_c_while_a_server_does_not_answer() -> None:
-    """What is being opened ends with whoever waits for it, and is not waited for."""
+    """A connection being opened ends with the caller, which does not wait for it."""
 
     async def interrupted() -> None:
         server = McpTools("mine", McpServer(command=[sys.executable, "-c", "import time; time.sleep(300)"]))

@@ -1,4 +1,4 @@
-"""docs/agents.md: its example does what it says, and what it names is there."""
+"""docs/agents.md: the example gives the printed results, and all names on the page exist."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PAGE = (ROOT / "docs" / "agents.md").read_text()
 
 @needs_sandbox
 def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As written: the module, the recipe's section, processes of their own, and the answers in the text."""
+    """Run the example as written: the module, the recipe's section, separate processes, and the answers in the text."""
     code, recipe = (re.search(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL) for kind in ("python", "yaml"))
     assert code is not None and recipe is not None
     (tmp_path / "my_tools.py").write_text(code[1])
@@ -37,14 +37,14 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [schema["function"]["name"] for schema in schemas] == ["code_interpreter", "look_up"]
     assert schemas[1]["function"]["parameters"]["required"] == ["name"]
     context = Context("row", extra_info={"ages": {"Ada": 36}})
-    said = re.findall(r"`(\{\"name\": \"look_up\".*?\}\})`", PAGE)
-    assert len(said) == 2
+    calls_on_page = re.findall(r"`(\{\"name\": \"look_up\".*?\}\})`", PAGE)
+    assert len(calls_on_page) == 2
 
     async def answers() -> list[Turn]:
         agents = Agents(setup, qwen3())
         try:
             loop = await agents.start()
-            calls = [call for one in said for call in calls_in(f"<tool_call>{one}</tool_call>", "hermes")]
+            calls = [call for text in calls_on_page for call in calls_in(f"<tool_call>{text}</tool_call>", "hermes")]
             return [await loop.tools.call(call, context, 60.0) for call in calls]
         finally:
             await agents.close()

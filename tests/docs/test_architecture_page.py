@@ -21,13 +21,13 @@ def body_of(function: str, file: str) -> ast.FunctionDef:
     """Return the definition of `function`, or of a method "Class.method", in `file`."""
     node: ast.AST = ast.parse((ROOT / file).read_text())
     for name in function.split("."):
-        found = [
+        bodies = [
             child
             for child in ast.iter_child_nodes(node)
             if isinstance(child, ast.FunctionDef | ast.ClassDef) and child.name == name
         ]
-        assert found, f"{file} has no {function}"
-        node = found[0]
+        assert bodies, f"{file} has no {function}"
+        node = bodies[0]
     assert isinstance(node, ast.FunctionDef)
     return node
 

@@ -1,4 +1,4 @@
-"""The pages on Ascend: what they name exists, and both languages of the quick start say the same commands."""
+"""Pages on Ascend: all names on them exist, and both languages of the quick start contain the same commands."""
 
 from __future__ import annotations
 
@@ -101,11 +101,11 @@ class TestPage:
                 ), key
 
     def test_checks_exist(self, page: str) -> None:
-        known = {one.name for one in CHECKS} | set(MORE)
+        checks = {check.name for check in CHECKS} | set(MORE)
         lines = re.findall(r"^Doctor: (.*?)\. Source:", PAGES[page], re.M | re.S)
         lines += re.findall(r"(?:The checks |^)(`cann`.*?)(?:are those|是与)", PAGES[page], re.M | re.S)
         for name in re.findall(r"`([^`]+)`", " ".join(lines)):
-            assert name in known, name
+            assert name in checks, name
 
 
 def test_engine_arguments_are_vllms() -> None:

@@ -1,4 +1,4 @@
-"""docs/compare.md: its example gives what it shows, and its tables name what there is."""
+"""docs/compare.md: the example gives the printed output, and the tables list existing options and fields."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGE = (ROOT / "docs" / "compare.md").read_text()
 
 
 def test_the_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """As it stands, from the root of the repository: the figures on the page are those of the command."""
+    """Run the example as written, from the root of the repository; the page prints the same figures."""
     match = re.search(r"```bash\n(python -m megarl compare tests/.*?)\n```\n\n```\n(.*?)```", PAGE, re.DOTALL)
     assert match is not None
     monkeypatch.chdir(ROOT)
@@ -26,15 +26,15 @@ def test_the_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     monkeypatch.setenv("TERM", "dumb")
     arguments = shlex.split(match[1])[3:]
     assert guarded(lambda: cli.app(args=arguments, standalone_mode=False), debug=False) == 0
-    said = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
-    assert said.strip() == match[2].strip()
+    printed = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
+    assert printed.strip() == match[2].strip()
 
 
 def test_options_are_those_of_the_command() -> None:
     command = typer.main.get_command(cli.app).commands["compare"]
-    known = {option for parameter in command.params for option in parameter.opts if option.startswith("--")}
+    options = {option for parameter in command.params for option in parameter.opts if option.startswith("--")}
     shown = set(re.findall(r"^\| `(--[a-z-]+)", PAGE, re.MULTILINE))
-    assert shown == known - {"--debug"}
+    assert shown == options - {"--debug"}
 
 
 def test_rules_are_those_of_the_code() -> None:

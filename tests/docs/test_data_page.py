@@ -1,4 +1,4 @@
-"""docs/data.md does what it says: its examples are run here as they stand."""
+"""docs/data.md: run its examples as written."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ PAGE = (ROOT / "docs" / "data.md").read_text()
 def block(language: str, section: str) -> str:
     """The only one of a language in a section."""
     text = PAGE.split(f"\n## {section}\n")[1].split("\n## ")[0]
-    (found,) = re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
-    return found
+    (content,) = re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+    return content
 
 
 def copy_recipes(folder: Path) -> None:
@@ -69,9 +69,9 @@ def test_the_example_with_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     write_vl_model(tmp_path / "model")
     write_processor(tmp_path / "model")
     lengths = ["data.max_prompt_length=256", "rollout.max_response_length=64"]  # of the tiny model
-    given = ["model.path=model", "model.dtype=float32", "data.cache=null", *lengths]
+    overrides = ["model.path=model", "model.dtype=float32", "data.cache=null", *lengths]
     for more, tokens in ((["data.max_pixels=null"], 48), ([], 20)):
-        recipe = load_recipe("drawings.yaml", [*given, *more])
+        recipe = load_recipe("drawings.yaml", [*overrides, *more])
         prepared = prepare_training(recipe)
         assert prepared.data_sources == ["hiyouga/geometry3k"] and prepared.prompts is not None
         assert [prompt.ground_truth for prompt in prepared.prompts] == ["3", "4", "5", "6"]
@@ -89,5 +89,5 @@ def test_every_command_is_on_the_page() -> None:
 def test_links_lead_somewhere() -> None:
     links = re.findall(r"\]\(([^)]+)\)", PAGE)
     sections = {f"#{title.lower().replace(' ', '-')}" for title in re.findall(r"^## (.*)$", PAGE, re.MULTILINE)}
-    found = [link for link in links if "://" not in link and link not in sections]
-    assert not [link for link in found if not (ROOT / "docs" / link).exists()]
+    missing = [link for link in links if "://" not in link and link not in sections]
+    assert not [link for link in missing if not (ROOT / "docs" / link).exists()]

@@ -54,13 +54,13 @@ def versions(file: Path) -> dict[str, str]:
     return dict(line.split("=", 1) for line in lines if line)
 
 
-def base_image(**given: str) -> subprocess.CompletedProcess[str]:
+def base_image(**values: str) -> subprocess.CompletedProcess[str]:
     """The image that FROM names: what stands before it is also bash's, except that an argument given wins."""
     before = INSTRUCTIONS[: [name for name, _ in INSTRUCTIONS].index("FROM")]
     sets = [f"{name}={value}" for name, value in (arguments.split("=", 1) for _, arguments in before)]
-    sets = [one for one in sets if one.split("=")[0] not in given]
+    sets = [line for line in sets if line.split("=")[0] not in values]
     image = dict(INSTRUCTIONS)["FROM"]
-    return bash("\n".join([*sets, f'echo "{image}"']), **given)
+    return bash("\n".join([*sets, f'echo "{image}"']), **values)
 
 
 @pytest.mark.parametrize("machine", ["a2", "a3"])
@@ -101,7 +101,7 @@ def by_cann(cann: str) -> Path:
 def test_there_is_a_file_for_each_set_of_the_doctor_and_each_has_the_same_names():
     assert [by_cann(cann) for cann in sorted(NPU_SETS)] == FILES
     names = [list(versions(file)) for file in FILES]
-    assert all(one == names[0] for one in names)
+    assert all(listed == names[0] for listed in names)
     for name in set(names[0]) - FOR_THE_READER:
         assert f"${{{name}}}" in TEXT, f"{name} is in launch/npu_versions and in no step"
 
@@ -112,8 +112,8 @@ def test_the_versions_are_those_of_the_doctor(file):
     assert have["PYTHON"] in chosen.python
     for name, package in PACKAGES.items():
         assert SpecifierSet(chosen.packages[package]).contains(have[name], prereleases=True), (package, have[name])
-    others = {"mindspeed", "mbridge", "ray"}  # a commit; setup.cfg
-    assert set(chosen.packages) - set(PACKAGES.values()) == others
+    unlisted = {"mindspeed", "mbridge", "ray"}  # a commit; setup.cfg
+    assert set(chosen.packages) - set(PACKAGES.values()) == unlisted
     for name in ("VLLM_ASCEND_COMMIT", "MEGATRON_COMMIT", "MINDSPEED_COMMIT"):
         assert re.fullmatch("[0-9a-f]{40}", have[name])
 
@@ -132,10 +132,10 @@ def test_the_environment_of_the_steps(tmp_path, file, machine, soc):
     step = step.replace("/etc/bash.bashrc", "bash.bashrc")
     assert bash(step, tmp_path, CANN=file.stem.removeprefix("cann-"), MACHINE=machine).returncode == 0
     read = '. ./build_env.sh 2> /dev/null; echo "$SOC_VERSION $TORCH $LD_LIBRARY_PATH"'
-    said = bash(read, tmp_path, LD_LIBRARY_PATH="/driver").stdout.split()
+    values = bash(read, tmp_path, LD_LIBRARY_PATH="/driver").stdout.split()
     have = versions(file)
-    assert said[:2] == [soc, have["TORCH"]]
-    assert said[2].startswith(f"/driver:{have['CANN_HOME']}/")  # the stub of the driver comes after the driver
+    assert values[:2] == [soc, have["TORCH"]]
+    assert values[2].startswith(f"/driver:{have['CANN_HOME']}/")  # the stub of the driver comes after the driver
     assert "devlib" not in (tmp_path / "ascend_env.sh").read_text()
 
 
@@ -170,15 +170,15 @@ def test_the_parser_finds_a_planted_fault(tmp_path, old, new, rule):
     assert old in TEXT
     file = tmp_path / "Dockerfile"
     file.write_text(TEXT.replace(old, new, 1))
-    assert rule in {one["code"] for one in hadolint(file)}
+    assert rule in {finding["code"] for finding in hadolint(file)}
 
 
 def test_later_steps_keep_numpy_where_vllm_ascend_put_it(tmp_path):
     """MindSpeed caps numpy at 1.26.0, OpenCV 4.13 excludes it: the cap must not reach pip, and numpy must be pinned."""
     (step,) = [step for step in STEPS if "> numpy.txt" in step]
     write = re.search(r"printf .*? >> versions.txt", step)[0]
-    given = {"NUMPY": "2.3.5", "OPENCV": "4.13.0.92", "PATH": os.environ["PATH"]}
-    assert bash(write, tmp_path, **given).returncode == 0
+    environment = {"NUMPY": "2.3.5", "OPENCV": "4.13.0.92", "PATH": os.environ["PATH"]}
+    assert bash(write, tmp_path, **environment).returncode == 0
     pins = ["numpy==2.3.5", "opencv-python-headless==4.13.0.92"]
     assert all((tmp_path / name).read_text().split() == pins for name in ("numpy.txt", "versions.txt"))
     assert re.search(r"pip install .*-c versions.txt .*-r vllm_ascend.txt -r numpy.txt", step)

@@ -1,4 +1,4 @@
-"""What docs/planner.md holds estimates to: made by a command, and true of the models that are built."""
+"""Published measurements of docs/planner.md: written by a command, and consistent with the models that are built."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_counted_parameters_are_those_published(size: object) -> None:
         assert (shape.active + shape.output) / 1e9 == pytest.approx(size.active, rel=0.02)
 
 
-@pytest.mark.parametrize("published", STEPS, ids=lambda one: one.name)
+@pytest.mark.parametrize("published", STEPS, ids=lambda step: step.name)
 def test_estimates_are_of_the_order_of_what_was_timed(published: Published) -> None:
     """A rate in the wrong unit, or a phase counted twice, is off by more than that."""
     step = estimated(published)

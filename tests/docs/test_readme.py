@@ -1,4 +1,4 @@
-"""What the pages say exists: commands, files, settings, metrics. A page that has rotted fails here."""
+"""Commands, files, settings and metrics on the pages exist."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def modules_named(text: str) -> list[tuple[str, bool]]:
     for block in blocks:
         folders = [ROOT / "megarl", ROOT]
         for name in re.findall(r"`([\w.*-]+(?:/[\w.*-]+)*(?:\.py|/))`", block):
-            found = [path for folder in folders for path in folder.glob(name.rstrip("/"))]
-            of_found = [path if path.is_dir() else path.parent for path in found]
+            paths = [path for folder in folders for path in folder.glob(name.rstrip("/"))]
+            of_found = [path if path.is_dir() else path.parent for path in paths]
             folders = list(dict.fromkeys([*folders, *of_found]))
-            named.append((name, bool(found)))
+            named.append((name, bool(paths)))
     return named
 
 
@@ -50,7 +50,7 @@ def commands(page: str) -> list[list[str]]:
 
 
 def megarl_commands(page: str) -> list[list[str]]:
-    """What follows ``-m megarl``."""
+    """Commands that follow ``-m megarl``."""
     return [words[words.index("megarl") + 1 :] for words in commands(page) if "megarl" in words]
 
 
@@ -63,8 +63,8 @@ def table(heading: str) -> list[str]:
 
 class TestCommands:
     def test_readme_shows_every_command(self) -> None:
-        known = set(typer.main.get_command(app).commands)
-        assert {words[0] for words in megarl_commands("README.md")} == known
+        commands = set(typer.main.get_command(app).commands)
+        assert {words[0] for words in megarl_commands("README.md")} == commands
 
     @pytest.mark.parametrize("page", PAGES)
     def test_arguments_are_accepted(self, page: str) -> None:
@@ -117,15 +117,15 @@ class TestFiles:
     def test_modules_named_in_text_exist(self, page: str) -> None:
         """Within megarl/; a name without its folder, in a folder that its paragraph, or row, has named before."""
         modules = modules_named((ROOT / page).read_text())
-        assert len(modules) > 3 and not [name for name, found in modules if not found]
+        assert len(modules) > 3 and not [name for name, files in modules if not files]
 
     def test_a_module_that_is_gone_is_missed(self) -> None:
-        there = (
+        present = (
             "| `commands/plan/show/` | plans (`page.py`; `drawing.py`) |\n| `weight_sync/` | weights (`heartbeat.py`) |"
         )
-        assert all(found for _, found in modules_named(there))
-        gone = there.replace("(`heartbeat.py`)", "(`page.py`, `gone/`, `heart*.py`, `x*.py`)")
-        assert [name for name, found in modules_named(gone) if not found] == ["page.py", "gone/", "x*.py"]
+        assert all(files for _, files in modules_named(present))
+        gone = present.replace("(`heartbeat.py`)", "(`page.py`, `gone/`, `heart*.py`, `x*.py`)")
+        assert [name for name, files in modules_named(gone) if not files] == ["page.py", "gone/", "x*.py"]
 
     def test_picture(self) -> None:
         assert "](docs/report.png)" in (ROOT / "README.md").read_text()
@@ -134,9 +134,9 @@ class TestFiles:
 
     def test_a_run_directory_holds_what_the_page_says(self, tmp_path: Path) -> None:
         run_dir = RunDirectory(tmp_path)
-        known = {path.name for name, path in vars(run_dir).items() if isinstance(path, Path) and name != "path"}
-        known |= {"hf", "hf_adapter", "logs"}  # made by run.py and cluster/
-        assert {name.rstrip("/") for name in table("## Files")} == known
+        entries = {path.name for name, path in vars(run_dir).items() if isinstance(path, Path) and name != "path"}
+        entries |= {"hf", "hf_adapter", "logs"}  # made by run.py and cluster/
+        assert {name.rstrip("/") for name in table("## Files")} == entries
 
 
 class TestMetrics:
@@ -160,7 +160,7 @@ class TestMetrics:
 def metrics_in_the_code() -> set[str]:
     """Metrics as the modules that report them name them, what varies in angle brackets."""
     areas = r"(?:actor|critic|data/rows|data/epochs|source|agent|rollout|eval|exchange|checkpoint|perf|response_length|prompt_length)"
-    names, stems = {"timing_s/step"}, set()  # the one time that is no phase
+    names, stems = {"timing_s/step"}, set()  # the only time that is not of a phase
     for path in (ROOT / "megarl").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             name = text_of(node)

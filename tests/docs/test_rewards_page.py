@@ -1,4 +1,4 @@
-"""docs/rewards.md: its table is the registry, and its example does what it says."""
+"""docs/rewards.md: the table equals the registry, and the examples give the printed results."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ PAGE = (ROOT / "docs" / "rewards.md").read_text()
 def test_the_table_is_the_registry() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", PAGE, re.MULTILINE)
     shown = {name: set(re.findall(r"`([^`]+)`", sources)) for name, sources in rows}
-    known: dict[str, set[str]] = {name: set() for name in base._scorers}
+    listed_sources: dict[str, set[str]] = {name: set() for name in base._scorers}
     for source, scorer in base._sources.items():
-        known[scorer.name].add(source)
-    assert shown == known
+        listed_sources[scorer.name].add(source)
+    assert shown == listed_sources
 
 
 def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As written: the module, the recipe's section, processes of their own, and the number in the text."""
+    """Run the example as written: the module, the recipe's section, separate processes, and the number in the text."""
     code, recipe = blocks("A scorer of your own")
     (tmp_path / "my_rewards.py").write_text(code)
     (tmp_path / "recipe.yaml").write_text(recipe)
@@ -51,31 +51,31 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_judges_example(tmp_path: Path) -> None:
-    """As written: the recipe, the question that comes of it, and the reward in the text."""
+    """Run the example as written: the recipe, the judge's question, and the reward in the text."""
     part = PAGE.split("\n## A judge\n")[1]
     example = re.search(r"```yaml\n(.*?)```", part, re.DOTALL)
-    said = re.search(
+    match = re.search(
         r"To the question `(.*?)`, a response of `(.*?)` and a verdict of `(.*?)`.*?= ([\d.]+)\.", part, re.DOTALL
     )
-    assert example is not None and said is not None
+    assert example is not None and match is not None
     (tmp_path / "recipe.yaml").write_text(f"model: {{path: some/model}}\n{example[1]}")
     recipe = load_recipe(tmp_path / "recipe.yaml")
     assert recipe.judge.prompt is not None
-    row = Prompt("row", (), "", "openai/gsm8k", "5", question=said[1])
-    asked = Question(recipe.judge.prompt).ask(row, said[2])
-    assert asked.startswith(f"Question: {said[1]}\nThe right answer: 5\nA student's answer:\n{said[2]}\n")
+    row = Prompt("row", (), "", "openai/gsm8k", "5", question=match[1])
+    question = Question(recipe.judge.prompt).ask(row, match[2])
+    assert question.startswith(f"Question: {match[1]}\nThe right answer: 5\nA student's answer:\n{match[2]}\n")
     (terms,) = terms_of(recipe.reward.function, recipe.reward.functions, ["openai/gsm8k"]).values()
-    others = combine(terms, [score(term.scorer, ScoreRequest(said[2], "5", "openai/gsm8k")) for term in terms])
-    number = number_in(said[3], re.compile(recipe.judge.pattern))
+    combined = combine(terms, [score(term.scorer, ScoreRequest(match[2], "5", "openai/gsm8k")) for term in terms])
+    number = number_in(match[3], re.compile(recipe.judge.pattern))
     assert number is not None
     weight = recipe.reward.functions["judge"]
-    reward, parts = with_judgement(others.value, others.parts, number / recipe.judge.scale, weight, None)
-    assert reward == pytest.approx(float(said[4])) and parts["judge"] == 0.8
+    reward, parts = with_judgement(combined.value, combined.parts, number / recipe.judge.scale, weight, None)
+    assert reward == pytest.approx(float(match[4])) and parts["judge"] == 0.8
 
 
 def test_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As written, on another port: the service in a process of its own, the recipe, the number in the text; and what comes
-    of a wrong token."""
+    """Run the example as written, on another port: the service in a separate process, the recipe, the number in the text;
+    and a wrong token, which the service rejects."""
     code, recipe = blocks("A service of your own")
     port = str(free_port())
     (tmp_path / "grader.py").write_text(code.replace("8700", port))

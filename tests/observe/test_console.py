@@ -51,10 +51,10 @@ def test_how_far_a_start_has_come_is_said_and_not_kept(tmp_path: Path, capsys: p
 
 
 def test_where_a_run_begins() -> None:
-    for done, said in ((0, "starts with step 1 of 6"), (4, "continues with step 5 of 6"), (6, "all of 6 steps done")):
+    for done, line in ((0, "starts with step 1 of 6"), (4, "continues with step 5 of 6"), (6, "all of 6 steps done")):
         stream = io.StringIO()
         PlainConsole("run", done, 6, stream)
-        assert stream.getvalue() == f"run: {said}\n"
+        assert stream.getvalue() == f"run: {line}\n"
 
 
 def test_a_live_console_names_the_step_that_is_under_way(capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,13 +69,13 @@ def test_a_live_console_names_the_step_that_is_under_way(capsys: pytest.CaptureF
 
     live.phase("start")
     live.reached("trainers have the model", 3.0)
-    assert "step 1/2" in (said := shown()) and "0:03: trainers have the model" in said and "step 0" not in said
+    assert "step 1/2" in (text := shown()) and "0:03: trainers have the model" in text and "step 0" not in text
     live.step(0, {"eval/greedy": 0.25})
-    assert "step 1/2" in (said := shown()) and "before step 1" in said and "trainers" not in said
+    assert "step 1/2" in (text := shown()) and "before step 1" in text and "trainers" not in text
     live.step(1, STEP)
-    assert "step 2/2" in (said := shown()) and "after step 1" in said
+    assert "step 2/2" in (text := shown()) and "after step 1" in text
     live.step(2, STEP)
-    assert "step 2/2" in (said := shown()) and "after step 2" in said
+    assert "step 2/2" in (text := shown()) and "after step 2" in text
     live.close()
 
 
@@ -97,7 +97,7 @@ def test_live_console_shows_the_run_and_restores_the_terminal() -> None:
     patience = time.monotonic() + 5
     while set(threading.enumerate()) - before and time.monotonic() < patience:
         time.sleep(0.01)  # rich tells its thread to stop and does not wait for it
-    assert set(threading.enumerate()) <= before, "none of its own is left; others may have ended"
+    assert set(threading.enumerate()) <= before, "the console's threads have ended"
     shown = stream.getvalue()
     for part in (
         "my run",

@@ -82,7 +82,7 @@ def test_lines_are_strict_json_and_say_which_number_is_not_finite(run_dir: RunDi
     MetricsLog(run_dir).write(1, {"a": math.nan, "b": -math.inf, "c": np.float32(0.5), "d": np.int64(3), "e": True})
 
     def refuse(name: str) -> float:
-        raise AssertionError(f"{name} is no JSON")
+        raise AssertionError(f"{name} is not JSON")
 
     line = json.loads(run_dir.metrics.read_text(), parse_constant=refuse)
     assert line == {"step": 1, "a": "NaN", "b": "-Infinity", "c": 0.5, "d": 3, "e": 1}
@@ -260,7 +260,7 @@ def test_a_second_run_is_refused_with_the_first_ones_process(tmp_path: Path) -> 
         first.communicate()
     assert second.holder() is None, "a killed run holds nothing"
     assert second.lock() is None
-    assert second.lock() is None, "locking twice is no conflict with oneself"
+    assert second.lock() is None, "a process may lock its run twice"
     refused = _python(_SECOND.format(then="print('held')"), tmp_path)
     _, errors = refused.communicate(timeout=60)
     assert refused.returncode != 0 and f"process {os.getpid()}" in errors
@@ -273,7 +273,7 @@ def test_holds_a_run(tmp_path: Path) -> None:
     assert not run.holds_a_run() and not run.is_a_run()
     run.lock()
     run.checkpoints.mkdir()
-    assert not run.holds_a_run(), "an empty folder is no run"
+    assert not run.holds_a_run(), "an empty folder is not a run"
     (run.checkpoints / "step_000001").mkdir()
     assert run.holds_a_run()
 

@@ -123,8 +123,8 @@ def test_resume_takes_back_later_steps_and_says_so(tmp_path: Path) -> None:
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.discarded.jsonl")] == [4, 5]
     assert min((tmp_path / "samples" / "discarded").iterdir()).name == "step_000004.jsonl"
-    said = notices(tmp_path)
-    assert "incomplete line" in said[0] and "2 later steps" in said[1]
+    messages = notices(tmp_path)
+    assert "incomplete line" in messages[0] and "2 later steps" in messages[1]
     sessions = json.loads((tmp_path / "summary.json").read_text())["sessions"]
     assert [(session["first_step"], session["status"]) for session in sessions] == [(1, "killed"), (4, "finished")]
 
@@ -211,7 +211,7 @@ def test_an_absent_tracker_is_named_with_its_cure(
 
 
 class FakeRun:
-    """Stands in for each tracker's run, and keeps what it is told."""
+    """A fake of each tracker's run that records the calls."""
 
     def __init__(self) -> None:
         self.id = "abc123"

@@ -1,4 +1,4 @@
-"""Traces of trainers, and deterministic kernels: what a run writes, and what is refused."""
+"""Traces of trainers, and deterministic kernels: files of a run, and refused settings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SFT = stack.ROOT / "recipes" / "tiny" / "sft.yaml"
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("setting", "words"),
     [
         ("observe.profile_steps=[2,31]", r"go from 1 to 30, and 31 is outside"),
         ("observe.profile_steps=[0]", r"0 is outside"),
@@ -43,9 +43,9 @@ SFT = stack.ROOT / "recipes" / "tiny" / "sft.yaml"
         ("observe.trackers=[wand]", "no tracker 'wand'"),
     ],
 )
-def test_steps_and_ranks_that_there_are_not(given: str, words: str) -> None:
+def test_steps_and_ranks_that_there_are_not(setting: str, words: str) -> None:
     with pytest.raises(RecipeError, match=words):
-        load_recipe(SFT, ["observe.profile_steps=[2]", given])
+        load_recipe(SFT, ["observe.profile_steps=[2]", setting])
 
 
 GRPO = stack.ROOT / "recipes" / "tiny" / "grpo.yaml"
@@ -74,11 +74,11 @@ def test_what_a_profiler_does_not_know_is_refused(given: list[str], words: str) 
 
 
 def test_what_every_profiler_of_a_kind_knows_is_taken() -> None:
-    asked = ["observe.profile_steps=[2]", "observe.profile_ranks=[]", "observe.profile_engines=[0]"]
+    overrides = ["observe.profile_steps=[2]", "observe.profile_ranks=[]", "observe.profile_engines=[0]"]
     npu = ["observe.profile_level=level2", "observe.profile_metrics=MemoryUB", "observe.profile_mstx=true"]
     npu += ["observe.profile_export=db", "observe.profile_analysis=false", "observe.profile_contents=[device,stack]"]
-    load_recipe(GRPO, ["cluster.device=npu", *asked, *npu])
-    recipe = load_recipe(GRPO, ["cluster.device=auto", *asked, *npu])
+    load_recipe(GRPO, ["cluster.device=npu", *overrides, *npu])
+    recipe = load_recipe(GRPO, ["cluster.device=auto", *overrides, *npu])
     check_traces(recipe, kind_of("npu"))
     with pytest.raises(RecipeError, match="of CPU cores"):
         check_traces(recipe, kind_of("cpu"))  # once auto has become a CPU
@@ -87,14 +87,14 @@ def test_what_every_profiler_of_a_kind_knows_is_taken() -> None:
 def test_the_contents_reach_torchs_profiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import torch.profiler as profiler
 
-    given: dict[str, object] = {}
-    monkeypatch.setattr(profiler, "profile", lambda **settings: given.update(settings))
+    arguments: dict[str, object] = {}
+    monkeypatch.setattr(profiler, "profile", lambda **settings: arguments.update(settings))
     CPUPlatform().profiler(tmp_path, "rank0", TraceOptions(("cpu", "memory", "stack")))
-    assert given["activities"] == [profiler.ProfilerActivity.CPU]
+    assert arguments["activities"] == [profiler.ProfilerActivity.CPU]
     named = ("record_shapes", "profile_memory", "with_stack")
-    assert [given[name] for name in named] == [False, True, True]
+    assert [arguments[name] for name in named] == [False, True, True]
     CPUPlatform().profiler(tmp_path, "rank0", TraceOptions())
-    assert [given[name] for name in named] == [True, False, False]
+    assert [arguments[name] for name in named] == [True, False, False]
 
 
 def test_engines_get_vllms_profiler_config() -> None:
@@ -102,16 +102,20 @@ def test_engines_get_vllms_profiler_config() -> None:
     from vllm.config import ProfilerConfig
 
     config = _profiler_config(EngineTraces("/runs/a/profile/engine0", TraceOptions(("cpu", "memory", "modules"))))
-    made = ProfilerConfig(**config)
-    assert made.torch_profiler_dir == "/runs/a/profile/engine0" and made.profiler == "torch"
-    assert made.torch_profiler_with_memory and made.torch_profiler_with_stack and not made.torch_profiler_record_shapes
+    config_object = ProfilerConfig(**config)
+    assert config_object.torch_profiler_dir == "/runs/a/profile/engine0" and config_object.profiler == "torch"
+    assert (
+        config_object.torch_profiler_with_memory
+        and config_object.torch_profiler_with_stack
+        and not config_object.torch_profiler_record_shapes
+    )
 
 
 class _Service:
-    """An engine's process that notes what it is asked."""
+    """An engine's process that records its calls."""
 
-    def __init__(self, name: str, said: list[str]) -> None:
-        self.name, self.said = name, said
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self.name, self.said = name, calls
 
     def call(self, method: str, *args: str) -> Future[None]:
         self.said.append(" ".join([self.name, method, *args]))
@@ -135,16 +139,16 @@ def test_traces_of_engines_that_sample_ahead_are_explained_before_the_start() ->
 
 
 def test_engines_are_traced_in_the_asked_steps_alone(tmp_path: Path) -> None:
-    said: list[str] = []
+    recorded: list[str] = []
     recipe = load_recipe(GRPO, ["observe.profile_steps=[2]", "observe.profile_ranks=[]", "observe.profile_engines=[0]"])
-    log = types.SimpleNamespace(notice=said.append, phase=lambda name: contextlib.nullcontext())
-    services = [EngineHandle(_Service(f"engine{number}", said)) for number in range(2)]  # type: ignore[arg-type]
+    log = types.SimpleNamespace(notice=recorded.append, phase=lambda name: contextlib.nullcontext())
+    services = [EngineHandle(_Service(f"engine{number}", recorded)) for number in range(2)]  # type: ignore[arg-type]
     profiling = Profiling(recipe.observe, None, services, log, tmp_path, 1.0, "engines are fixed")  # type: ignore[arg-type]
     for step in (1, 2, 3):
         profiling.before_sampling(step)
-        said.append(f"sample {step}")
+        recorded.append(f"sample {step}")
         profiling.after_sampling(step)
-    *calls, notice, last = said
+    *calls, notice, last = recorded
     assert calls == ["sample 1", "engine0 start_profile step_2", "sample 2", "engine0 stop_profile"]
     assert "engines are fixed" in notice and last == "sample 3"
 
@@ -152,7 +156,7 @@ def test_engines_are_traced_in_the_asked_steps_alone(tmp_path: Path) -> None:
 def test_each_phase_has_a_trace_of_its_own_where_asked(tmp_path: Path) -> None:
     """`traced` calls write under their phase's name while profiling is on, and only on the ranks that were named."""
     recipe = load_recipe(GRPO, ["observe.profile_steps=[2]", "observe.profile_discrete=true"])
-    made: list[str] = []
+    profiles: list[str] = []
 
     class Phases(worker.Worker):
         def __init__(self, rank: int) -> None:
@@ -162,24 +166,26 @@ def test_each_phase_has_a_trace_of_its_own_where_asked(tmp_path: Path) -> None:
 
         def _profiler(self, folder: Path, name: str, options: TraceOptions) -> object:
             where = f"{folder.relative_to(tmp_path)}/{name}"
-            return types.SimpleNamespace(start=lambda: made.append(f"+{where}"), stop=lambda: made.append(f"-{where}"))
+            return types.SimpleNamespace(
+                start=lambda: profiles.append(f"+{where}"), stop=lambda: profiles.append(f"-{where}")
+            )
 
         @worker.traced("update_actor")
         def update(self, value: int) -> int:
             return value + 1
 
-    one, other = Phases(0), Phases(1)
-    assert one.update(1) == 2 and made == []
-    for each in (one, other):
+    first, other = Phases(0), Phases(1)
+    assert first.update(1) == 2 and profiles == []
+    for each in (first, other):
         each.start_profile(str(tmp_path / "step_2"), [0])
         assert each.update(2) == 3
         each.stop_profile()
         assert each.update(3) == 4
-    assert made == ["+step_2/update_actor/rank0", "-step_2/update_actor/rank0"]
+    assert profiles == ["+step_2/update_actor/rank0", "-step_2/update_actor/rank0"]
 
 
-@pytest.mark.parametrize("asked", [True, False])
-def test_a_trainer_is_deterministic_where_asked(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_trainer_is_deterministic_where_asked(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     class Stop(Exception):
@@ -188,7 +194,7 @@ def test_a_trainer_is_deterministic_where_asked(asked: bool, monkeypatch: pytest
     def set_device(_: int) -> None:
         raise Stop
 
-    recipe = load_recipe(SFT, [f"train.deterministic={str(asked).lower()}"])
+    recipe = load_recipe(SFT, [f"train.deterministic={str(deterministic).lower()}"])
     stopping = types.SimpleNamespace(prepare=lambda: None, set_device=set_device)
     monkeypatch.setattr(platform, "select", lambda device: stopping)
     monkeypatch.setenv("RANK", "0")
@@ -197,7 +203,7 @@ def test_a_trainer_is_deterministic_where_asked(asked: bool, monkeypatch: pytest
     try:
         with pytest.raises(Stop):
             worker.Worker(recipe, 1)
-        assert torch.are_deterministic_algorithms_enabled() is asked
+        assert torch.are_deterministic_algorithms_enabled() is deterministic
     finally:
         torch.use_deterministic_algorithms(before)
         torch.set_num_threads(threads)
@@ -205,12 +211,23 @@ def test_a_trainer_is_deterministic_where_asked(asked: bool, monkeypatch: pytest
 
 @pytest.mark.slow
 def test_a_step_is_traced(quickstart_data: Path, tmp_path: Path) -> None:
-    """Of the rank that is asked for alone, forward and backward, and the run goes on; with deterministic kernels."""
-    given = [f"model.path={quickstart_data}/model", f"data.train_files=[{quickstart_data}/data/sft.parquet]"]
-    given += [f"runs_dir={tmp_path}", "name=traced", "train.steps=3", "train.save_at_end=false", "data.eval_files=[]"]
-    given += ["evaluation.at_start=false", "evaluation.every=0", "evaluation.at_end=false", "train.deterministic=true"]
-    given += ["observe.profile_steps=[2]", "observe.profile_ranks=[1]"]
-    done = stack.run("train", str(SFT), *given, torchrun=2)
+    """The selected rank alone is traced, forward and backward; the run continues with deterministic kernels."""
+    overrides = [f"model.path={quickstart_data}/model", f"data.train_files=[{quickstart_data}/data/sft.parquet]"]
+    overrides += [
+        f"runs_dir={tmp_path}",
+        "name=traced",
+        "train.steps=3",
+        "train.save_at_end=false",
+        "data.eval_files=[]",
+    ]
+    overrides += [
+        "evaluation.at_start=false",
+        "evaluation.every=0",
+        "evaluation.at_end=false",
+        "train.deterministic=true",
+    ]
+    overrides += ["observe.profile_steps=[2]", "observe.profile_ranks=[1]"]
+    done = stack.run("train", str(SFT), *overrides, torchrun=2)
     assert done.returncode == 0, done.stderr
     traces = [path.relative_to(tmp_path) for path in tmp_path.glob("traced/profile/**/*") if path.is_file()]
     assert traces == [Path("traced/profile/step_2/rank1.json.gz")]

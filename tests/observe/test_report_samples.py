@@ -25,8 +25,8 @@ def test_a_record_says_what_there_is_and_no_defaults() -> None:
     assert record["reason"] == "the last box holds nothing x"
     assert record["tool_use"] == {"turns": 3, "calls": 2, "failures": 1, "timeouts": 1, "seconds": 30.127}
     assert (record["row"], record["group"], record["index"]) == ("openai/gsm8k/7", 7, 0)
-    said, answered, _, failed, _ = record["turns"]
-    assert set(said) == {"role", "text", "tokens"}
+    first, answered, _, failed, _ = record["turns"]
+    assert set(first) == {"role", "text", "tokens"}
     assert answered == {
         "role": "tool",
         "text": "42\nx",

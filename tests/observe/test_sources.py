@@ -1,4 +1,4 @@
-"""Data sources as people see them: tables in report and console, and what is drawn where there are many."""
+"""Data sources for readers: tables in report and console, and the chart of many sources."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ QUIET = {"samples": 4, "rewards/mean": 0.5, "response_length/mean": 1234, "trunc
 
 
 def line(step: int, **of_source: dict[str, float]) -> dict[str, float]:
-    named = {f"source/{source}/{name}": value for source, found in of_source.items() for name, value in found.items()}
+    named = {f"source/{source}/{name}": value for source, values in of_source.items() for name, value in values.items()}
     return {"step": step, **named}
 
 
@@ -76,7 +76,7 @@ def test_the_live_display_has_the_table() -> None:
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", captured.get())
     assert re.search(r"DigitalLearningGmbH… +4 +0\.500 +50\.0% +1,234 +25\.0% +2\.5", text), "figures stay whole"
     assert re.search(r"\[bold\]mine .* 2\.5 +not sc", text), (
-        "a source's name is no markup; its trouble is cut, not wrapped"
+        "a source's name is not markup; its trouble is cut, not wrapped"
     )
 
 
@@ -135,9 +135,19 @@ def test_a_runs_tables(tmp_path: Path) -> None:
     assert [table["title"] for table in steps[2]["tables"]] == ["Sampled", "Agent loops"]
     sampled = steps[2]["tables"][0]
     (row,) = (cells for source, cells in sampled["rows"] if source == "tools/search")
-    found = dict(zip(sampled["head"], row, strict=True))
-    assert (found["samples"], found["reward"], found["length"], found["longest"]) == ("8", "0.500", "69", "108")
-    assert (found["groups"], found["trained on"], found["not scored"], found["crashes"]) == ("2", "1", "4", "1")
+    row_cells = dict(zip(sampled["head"], row, strict=True))
+    assert (row_cells["samples"], row_cells["reward"], row_cells["length"], row_cells["longest"]) == (
+        "8",
+        "0.500",
+        "69",
+        "108",
+    )
+    assert (row_cells["groups"], row_cells["trained on"], row_cells["not scored"], row_cells["crashes"]) == (
+        "2",
+        "1",
+        "4",
+        "1",
+    )
     assert steps[2]["not_scored"] == 4
     assert json.dumps(steps)
 

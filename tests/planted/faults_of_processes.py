@@ -92,7 +92,7 @@ def other_temperature(module: Any) -> None:
             import dataclasses
 
             sampled = await super().generate(requests)
-            return [dataclasses.replace(one, log_probs=one.log_probs * 1.02) for one in sampled]
+            return [dataclasses.replace(sample, log_probs=sample.log_probs * 1.02) for sample in sampled]
 
     Hot.__name__ = "EngineProbe"
     module.EngineProbe = Hot

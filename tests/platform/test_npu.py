@@ -53,12 +53,12 @@ npu = platform.select("auto")
 assert npu.name == "npu" == platform.kind(), npu.name
 npu.prepare(); npu.prepare()
 import torch_npu
-from mindspeed.megatron_adaptor import told
+from mindspeed.megatron_adaptor import repatched
 assert torch_npu.called == ["import torch_npu", "import mindspeed.megatron_adaptor with 0 arguments"], torch_npu.called
 assert sys.argv[1:] == ["train", "--debug"]
 npu.adapt({"context_parallel_size": 2, "swap_optimizer": True})
 npu.adapt({"use_flash_attn": False})
-assert told == [{"use_flash_attn": True, "context_parallel_size": 2, "swap_optimizer": True}, {"use_flash_attn": False}]
+assert repatched == [{"use_flash_attn": True, "context_parallel_size": 2, "swap_optimizer": True}, {"use_flash_attn": False}]
 try:
     npu.adapt({"needs": 1})
 except ValueError as error:

@@ -1,4 +1,4 @@
-"""What is refused of the recipe's section `agent`."""
+"""Errors in the recipe's section `agent`."""
 
 from __future__ import annotations
 

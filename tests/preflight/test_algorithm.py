@@ -1,4 +1,4 @@
-"""What is refused of the section `algorithm`, and how a module of the user's own is used."""
+"""Errors in the section `algorithm`, and algorithms from a user's module."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def recipe(tmp_path: Path) -> Path:
 
 def refused(recipe: Path, overrides: list[str], key: str, words: str) -> None:
     """Overrides are settings of `algorithm`, or whole ones of another section."""
-    given = [
+    base_overrides = [
         override if override.startswith(("actor.", "train.")) else f"algorithm.{override}" for override in overrides
     ]
     with pytest.raises(RecipeError) as caught:
-        load_recipe(recipe, given)
+        load_recipe(recipe, base_overrides)
     assert caught.value.key == f"algorithm.{key}" and words in str(caught.value)
 
 
@@ -135,7 +135,7 @@ def squared(inputs, settings):
 
 @pytest.fixture
 def own_registries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test registers is gone after it."""
+    """Remove a test's registrations after it."""
     for registry in (ADVANTAGES, LOSSES):
         monkeypatch.setattr(registry, "_entries", {name: registry[name] for name in registry.names()})
 
@@ -149,11 +149,11 @@ def own_module(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.usefixtures("own_registries")
 def test_functions_of_the_users_own(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = [own_module(MODULE, tmp_path, monkeypatch), "algorithm.advantage=twice", "algorithm.loss=squared"]
-    algorithm = load_recipe(recipe, [*own, "algorithm.options.factor=2"]).algorithm
-    load_recipe(recipe, own)  # a second time: it is imported once
-    given = outcomes([1.0, 3.0], [0, 0])
-    np.testing.assert_array_equal(ADVANTAGES[algorithm.advantage].function(given, algorithm), [2, 6])
+    overrides = [own_module(MODULE, tmp_path, monkeypatch), "algorithm.advantage=twice", "algorithm.loss=squared"]
+    algorithm = load_recipe(recipe, [*overrides, "algorithm.options.factor=2"]).algorithm
+    load_recipe(recipe, overrides)  # a second time: it is imported once
+    batch = outcomes([1.0, 3.0], [0, 0])
+    np.testing.assert_array_equal(ADVANTAGES[algorithm.advantage].function(batch, algorithm), [2, 6])
     loss, metrics = LOSSES[algorithm.loss].function(inputs([0.5], [1.0]), algorithm)
     assert loss.item() > 0 and list(metrics) == ["mine/log_prob"]
 
@@ -164,23 +164,23 @@ def test_a_function_of_the_users_own_may_read_any_setting(
 ) -> None:
     """Also one that only advantages of megarl's read."""
     text = MODULE.replace("needs_old_log_probs=False", "needs_old_log_probs=False, settings=('gamma',)")
-    own = [own_module(text, tmp_path, monkeypatch), "algorithm.loss=squared", "algorithm.gamma=0.5"]
-    assert load_recipe(recipe, own).algorithm.gamma == 0.5
+    overrides = [own_module(text, tmp_path, monkeypatch), "algorithm.loss=squared", "algorithm.gamma=0.5"]
+    assert load_recipe(recipe, overrides).algorithm.gamma == 0.5
 
 
 @pytest.mark.parametrize("advantage", [name for name in ADVANTAGES.names() if ADVANTAGES[name].needs_siblings])
 def test_one_sample_a_prompt_is_refused_where_siblings_are_compared(recipe: Path, advantage: str) -> None:
-    one = [f"algorithm.advantage={advantage}", "rollout.samples_per_prompt=1", "algorithm.pass_k=1"]
-    one = one if advantage == "pass_at_k" else one[:2]
+    overrides = [f"algorithm.advantage={advantage}", "rollout.samples_per_prompt=1", "algorithm.pass_k=1"]
+    overrides = overrides if advantage == "pass_at_k" else overrides[:2]
     with pytest.raises(RecipeError, match="a single sample has advantage 0"):
-        load_recipe(recipe, one)
+        load_recipe(recipe, overrides)
 
 
 def test_one_sample_a_prompt_has_no_spread(recipe: Path) -> None:
-    one = ["algorithm.advantage=remax", "rollout.samples_per_prompt=1"]
-    load_recipe(recipe, one)
+    overrides = ["algorithm.advantage=remax", "rollout.samples_per_prompt=1"]
+    load_recipe(recipe, overrides)
     with pytest.raises(RecipeError, match="a group of one sample never does"):
-        load_recipe(recipe, [*one, "algorithm.dynamic_sampling.enabled=true"])
+        load_recipe(recipe, [*overrides, "algorithm.dynamic_sampling.enabled=true"])
 
 
 @pytest.mark.usefixtures("own_registries")

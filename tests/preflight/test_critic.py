@@ -1,4 +1,4 @@
-"""The critic's section: what its processes read, and what is refused before any starts."""
+"""The critic's section: settings that its processes read, and errors before any process starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is refused of groups of engines, and how their engines are told where to meet."""
+"""Errors in the settings of engine groups, and the rendezvous that their engines receive."""
 
 from __future__ import annotations
 
@@ -99,14 +99,14 @@ def test_what_vllm_is_told(tmp_path: Path) -> None:
     common = {"name": "e0", "model_path": str(tmp_path), "dtype": "float32", "max_model_len": 8}
     for tensor, data, spread in ((1, 1, False), (1, 2, True), (2, 2, True), (2, 1, True)):
         spec = EngineSpec(**common, tensor_parallel=tensor, data_parallel=data, expert_parallel=spread)
-        told = build_engine_args(spec, "cuda")
-        assert told.get("enable_expert_parallel", False) is spread
+        arguments = build_engine_args(spec, "cuda")
+        assert arguments.get("enable_expert_parallel", False) is spread
         # In the engine's own process where there is one worker: requests enter whole, and weights need no second copy.
-        assert told.get("distributed_executor_backend") == ("uni" if (tensor, data) == (1, 2) else None)
+        assert arguments.get("distributed_executor_backend") == ("uni" if (tensor, data) == (1, 2) else None)
 
 
 class Service:
-    """Notes calls; answers those that are named in `answers`."""
+    """Record calls; return the values in `answers`, by method."""
 
     def __init__(self, number: int, answers: dict[str, Any]) -> None:
         self.name, self.address, self.calls, self.answers = f"engine{number}", f"10.0.0.{number}", [], answers
@@ -160,14 +160,14 @@ def test_who_fails_is_told_of_before_who_waits_for_it() -> None:
 
 @pytest.mark.timeout(10)
 def test_an_engine_that_fails_while_it_steps_for_others_is_noticed() -> None:
-    asked: list[None] = []
+    calls: list[None] = []
     services: Any = [Service(0, {}), Service(1, {})]
-    check = check_engines_too(handles(services), lambda: asked.append(None))
+    check = check_engines_too(handles(services), lambda: calls.append(None))
     check()
     services: Any = [Service(0, {}), Service(1, {"watch": RuntimeError("engine 'engine1' died")})]
     with pytest.raises(RuntimeError, match="'engine1' died"):
-        check_engines_too(handles(services), lambda: asked.append(None))()
-    assert len(asked) == 2  # a process that is gone says more, and comes first
+        check_engines_too(handles(services), lambda: calls.append(None))()
+    assert len(calls) == 2  # a process that is gone says more, and comes first
 
 
 def test_a_group_may_span_machines_and_an_engine_may_not() -> None:
@@ -177,7 +177,7 @@ def test_a_group_may_span_machines_and_an_engine_may_not() -> None:
 
 
 def test_a_text_in_the_place_of_a_number_is_refused_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where vLLM is not installed nothing else knows of which type an argument is."""
+    """Argument types are checked by megarl where vLLM is not installed."""
     monkeypatch.setattr("megarl.engines.vllm.args.fields", dict)
     with pytest.raises(RecipeError, match="it must be a number"):
         check_engine_args({"gpu_memory_utilization": "0.9"})

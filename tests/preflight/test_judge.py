@@ -1,4 +1,4 @@
-"""What is refused of a judge, before anything starts."""
+"""Errors in the judge's settings, before anything starts."""
 
 from __future__ import annotations
 
@@ -118,12 +118,12 @@ class TestItsModelAndQuestion:
         both = "judge.prompt='{{ prompt }} {{ response }}'"
         with pytest.raises(RecipeError) as caught:
             prepare(both, "judge.max_prompt_length=50")
-        own = int(str(caught.value).split("take ")[1].split()[0])
+        judge_bytes = int(str(caught.value).split("take ")[1].split()[0])
         assert (
-            f"take {own} tokens, data.max_prompt_length is 64 and rollout.max_response_length 48: {own + 112}"
+            f"take {judge_bytes} tokens, data.max_prompt_length is 64 and rollout.max_response_length 48: {judge_bytes + 112}"
             in str(caught.value)
         )
-        prepare(both, f"judge.max_prompt_length={own + 112}")
+        prepare(both, f"judge.max_prompt_length={judge_bytes + 112}")
         with pytest.raises(RecipeError):
-            prepare(both, f"judge.max_prompt_length={own + 111}")
-        prepare(f"judge.max_prompt_length={own + 111}")  # one that does not read the prompt
+            prepare(both, f"judge.max_prompt_length={judge_bytes + 111}")
+        prepare(f"judge.max_prompt_length={judge_bytes + 111}")  # one that does not read the prompt

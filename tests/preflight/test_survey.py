@@ -25,8 +25,8 @@ def here(data: Path, tmp_path: Path, *more: str) -> list[str]:
     return [f"model.path={data}/model", *files, f"runs_dir={tmp_path}/runs", *more]
 
 
-def output_of(command: str, given: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    status = guarded(lambda: app(args=[command, QUICKSTART, *given], standalone_mode=False), debug=False)
+def output_of(command: str, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    status = guarded(lambda: app(args=[command, QUICKSTART, *arguments], standalone_mode=False), debug=False)
     captured = capsys.readouterr()
     return status, captured.err + captured.out
 

@@ -1,4 +1,4 @@
-"""What is refused of a teacher, before anything starts."""
+"""Errors in the teacher's settings, before anything starts."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ def settings(recipe: dict[str, str], required: dict[str, Requirement] | None = N
 
 
 def test_the_shell_comes_before_the_recipe_and_the_recipe_before_defaults() -> None:
-    found = settings({"A": "recipe", "C": "recipe"}).environment({"C": "shell", "D": "shell"})
-    assert found == {"A": "recipe", "B": "own", "C": "shell"}
+    environment = settings({"A": "recipe", "C": "recipe"}).environment({"C": "shell", "D": "shell"})
+    assert environment == {"A": "recipe", "B": "own", "C": "shell"}
     notices = settings({"A": "recipe"}).notices({"A": "shell", "B": "own"})
     assert notices == ["the environment has A=shell, which is kept; otherwise engines would get A=recipe"]
 
@@ -56,19 +56,21 @@ def test_a_computed_requirement_is_set_raised_or_refused() -> None:
 
 
 def test_a_recipe_cannot_undo_what_the_platform_requires() -> None:
-    own = NPUPlatform().rollout_env()
+    platform_environment = NPUPlatform().rollout_env()
     for name, value in (("TASK_QUEUE_ENABLE", "2"), ("PYTORCH_ALLOC_CONF", "expandable_segments:True")):
         with pytest.raises(RecipeError, match=f"cluster.environment.engines.{name}"):
-            RoleSettings("engines", own, {name: value}).environment({})
-    found = RoleSettings("engines", own, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}).environment({})
-    assert "PYTORCH_NPU_ALLOC_CONF" not in found, "torch_npu refuses both names of one setting"
+            RoleSettings("engines", platform_environment, {name: value}).environment({})
+    environment = RoleSettings(
+        "engines", platform_environment, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}
+    ).environment({})
+    assert "PYTORCH_NPU_ALLOC_CONF" not in environment, "torch_npu refuses both names of one setting"
 
 
 # --- the recipe's section -------------------------------------------------------------------------
 
 
 def of(*overrides: str) -> Any:
-    return load_recipe(RECIPES / "quickstart.yaml", [f"cluster.environment.{one}" for one in overrides])
+    return load_recipe(RECIPES / "quickstart.yaml", [f"cluster.environment.{override}" for override in overrides])
 
 
 def test_roles_have_their_own_variables() -> None:
@@ -111,7 +113,9 @@ def test_processes_start_with_the_recipes_variables(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setitem(environment._SHELL, "FROM_SHELL", "shell")
-    monkeypatch.setattr("megarl.cluster.torchrun.cluster.TorchrunCluster", lambda *_, **found: roles.update(found))
+    monkeypatch.setattr(
+        "megarl.cluster.torchrun.cluster.TorchrunCluster", lambda *_, **variables: roles.update(variables)
+    )
     recipe = of("all.FROM_SHELL=recipe", "trainers.ONE=1", "engines.TWO=2")
     cluster.connect(recipe, NPUPlatform())
     assert (roles["trainer_env"]["ONE"], roles["trainer_env"]["FROM_SHELL"]) == ("1", "shell")
@@ -135,9 +139,9 @@ def test_the_dispatch_of_deepseek_v3_by_hand() -> None:
     buffer = dispatch_buffer(read("DeepSeek-V3"), spec_of())
     assert buffer is not None and buffer.megabytes == -(-size // 2**20) == 240
     assert "1 experts x 32 tokens x 256 ranks x 14848 bytes" in buffer.arithmetic
-    found = required_environment(spec_of(), "npu", read("DeepSeek-V3"))
-    assert found["HCCL_BUFFSIZE"].value == "240" and found["HCCL_BUFFSIZE"].accepts("240")
-    assert not found["HCCL_BUFFSIZE"].accepts("239")
+    required = required_environment(spec_of(), "npu", read("DeepSeek-V3"))
+    assert required["HCCL_BUFFSIZE"].value == "240" and required["HCCL_BUFFSIZE"].accepts("240")
+    assert not required["HCCL_BUFFSIZE"].accepts("239")
     assert required_environment(spec_of(), "cuda", read("DeepSeek-V3")) == {}
 
 
@@ -174,7 +178,9 @@ def test_engines_that_spread_no_experts_need_no_buffer() -> None:
 def test_a_run_says_and_sets_the_buffer(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(read("DeepSeek-V3")))
     recipe = load_recipe(DEEPSEEK, [f"model.path={tmp_path}"])
-    (notice,) = (one for one in environment_notices(recipe, NPUPlatform()) if "HCCL_BUFFSIZE" in one)
+    (notice,) = (
+        notice_text for notice_text in environment_notices(recipe, NPUPlatform()) if "HCCL_BUFFSIZE" in notice_text
+    )
     assert notice.startswith("engines have HCCL_BUFFSIZE=240: vllm-ascend needs 2 x (1 experts")
     small = load_recipe(DEEPSEEK, [f"model.path={tmp_path}", "cluster.environment.engines.HCCL_BUFFSIZE=200"])
     with pytest.raises(RecipeError, match=r"(?s)HCCL_BUFFSIZE = '200'.*240 MB for the dispatch.*leave it out"):
@@ -218,12 +224,14 @@ def test_plan_counts_the_buffers_that_a_run_inherits_from_the_shell(monkeypatch:
     after = counted_libraries(recipe, models, device).communicators
     assert after["actor"] == before["actor"] * 1000 // 400
     assert after["rollout"] - before["rollout"] == 2 * (500 - 240) * 2**20, "of the dispatch alone"
-    assert {(one.role, one.value, one.why) for one in environment_of(recipe, models, device)} == {
+    assert {(variable.role, variable.value, variable.why) for variable in environment_of(recipe, models, device)} == {
         ("trainers", "500", OF_SHELL),
         ("engines", "500", OF_SHELL),
     }
     trainers, engines = sorted(
-        environment_of(recipe, models, device, {"HCCL_BUFFSIZE": "120"}), key=lambda one: one.role, reverse=True
+        environment_of(recipe, models, device, {"HCCL_BUFFSIZE": "120"}),
+        key=lambda variable: variable.role,
+        reverse=True,
     )
     assert (trainers.value, engines.value) == ("120", "240") and "vllm-ascend needs" in engines.why
     monkeypatch.setenv("HCCL_BUFFSIZE", "lots")
@@ -243,9 +251,9 @@ def test_plan_refuses_the_same_variables_as_a_deterministic_run() -> None:
 
 
 def test_torch_reads_the_neutral_name_of_the_allocator_first() -> None:
-    own = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    variables = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     shell = {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}
-    found = RoleSettings("trainers", own)
-    assert found.environment(shell) == shell, "torch would ignore the other name"
-    (notice,) = found.notices(shell)
+    role = RoleSettings("trainers", variables)
+    assert role.environment(shell) == shell, "torch would ignore the other name"
+    (notice,) = role.notices(shell)
     assert "PYTORCH_ALLOC_CONF=max_split_size_mb:64, which is kept" in notice

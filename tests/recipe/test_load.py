@@ -1,4 +1,4 @@
-"""Recipes: layers merge in order, and what is wrong is refused with file, key, value and remedy."""
+"""Recipes: layers merge in order; an error names file, key, value and remedy."""
 
 from __future__ import annotations
 

@@ -125,9 +125,9 @@ def test_defaults_follow_the_device() -> None:
 
 def test_a_plan_says_it() -> None:
     assert ddp_notice(recipe_of({}, "npu"), with_images=False) is None
-    said = "Trainers communicate beside computation: megatron.ddp overlap_grad_reduce and overlap_param_gather"
-    assert ddp_notice(recipe_of({}, "cuda"), with_images=False) == f"{said} (the default on cuda)"
-    assert ddp_notice(recipe_of(BOTH, "npu"), with_images=False) == f"{said} (set by the recipe)"
+    message = "Trainers communicate beside computation: megatron.ddp overlap_grad_reduce and overlap_param_gather"
+    assert ddp_notice(recipe_of({}, "cuda"), with_images=False) == f"{message} (the default on cuda)"
+    assert ddp_notice(recipe_of(BOTH, "npu"), with_images=False) == f"{message} (set by the recipe)"
 
 
 FUSED = ("moe_permute_fusion", "moe_router_fusion", "apply_rope_fusion")
@@ -144,7 +144,7 @@ def test_fused_kernels_are_refused_where_they_cannot_be(name: str, monkeypatch: 
 
     check_on("cpu", value=False)
     check_on("cuda")  # no GPU here: the trainers' machine may have the package
-    check_on("npu")  # MindSpeed has kernels of its own
+    check_on("npu")  # MindSpeed replaces the kernels
     with pytest.raises(RecipeError, match=rf"megatron\.extra\.{name}[\s\S]*which CPU cores are not"):
         check_on("cpu")
     monkeypatch.setattr(DeviceKind, "is_here", lambda self: True)

@@ -11,7 +11,9 @@ def test_what_is_given_becomes_absolute_and_what_is_not_stays_away(monkeypatch, 
     monkeypatch.setenv("HOME", "/home/me")
     recipe = Recipe(runs_dir="runs")
     recipe.model.path, recipe.exchange.directory, recipe.data.train_files = "~/model", "weights", ["a.parquet"]
-    made = with_absolute_paths(recipe)
-    assert (made.runs_dir, made.exchange.directory) == (str(tmp_path / "runs"), str(tmp_path / "weights"))
-    assert (made.model.path, made.data.train_files) == ("/home/me/model", [str(tmp_path / "a.parquet")])
-    assert made.model.tokenizer is None and made.judge.path is None and with_absolute_paths(made) == made
+    absolute = with_absolute_paths(recipe)
+    assert (absolute.runs_dir, absolute.exchange.directory) == (str(tmp_path / "runs"), str(tmp_path / "weights"))
+    assert (absolute.model.path, absolute.data.train_files) == ("/home/me/model", [str(tmp_path / "a.parquet")])
+    assert (
+        absolute.model.tokenizer is None and absolute.judge.path is None and with_absolute_paths(absolute) == absolute
+    )

@@ -30,7 +30,7 @@ def recipe_of(device: str, seeded: Any = "auto", *, deterministic: bool = False)
 
 
 @pytest.mark.parametrize(
-    "device, seeded, deterministic, expected, said",
+    "device, seeded, deterministic, expected, note",
     [
         ("cpu", "auto", False, True, None),
         ("cpu", False, False, False, "rollout.seeded is false (set by the recipe)"),
@@ -41,18 +41,18 @@ def recipe_of(device: str, seeded: Any = "auto", *, deterministic: bool = False)
         ("cuda", True, False, True, "rollout.seeded is true (set by the recipe)"),
     ],
 )
-def test_auto_follows_the_device_and_determinism(device, seeded, deterministic, expected, said) -> None:
+def test_auto_follows_the_device_and_determinism(device, seeded, deterministic, expected, note) -> None:
     recipe = recipe_of(device, seeded, deterministic=deterministic)
     assert samples_are_seeded(recipe) is expected
     notice = seeds_notice(recipe)
-    assert (notice is None) == (said is None) and (notice or "").startswith(said or "")
+    assert (notice is None) == (note is None) and (notice or "").startswith(note or "")
     recipe.train.source = "sft"
     assert seeds_notice(recipe) is None, "nothing is sampled"
 
 
 def test_a_run_says_it_once() -> None:
-    said = environment_notices(recipe_of("cpu", False), CPUPlatform())
-    assert len([notice for notice in said if "rollout.seeded" in notice]) == 1
+    notices = environment_notices(recipe_of("cpu", False), CPUPlatform())
+    assert len([notice for notice in notices if "rollout.seeded" in notice]) == 1
 
 
 def test_the_key_takes_a_word_or_a_switch(tmp_path) -> None:
@@ -94,7 +94,7 @@ def test_requests_carry_seeds_as_the_recipe_says(seeded: bool) -> None:
 
 def test_no_seed_is_made_of_none() -> None:
     request = GenerationRequest(3, Prompt("p", (1,), "", "x"), Sampling(2, 4), seed=None, with_greedy=True)
-    assert [one.seed for one in _one_by_one(request)] == [None] * 3
+    assert [part.seed for part in _one_by_one(request)] == [None] * 3
     assert turn_seed(None, 2) is None
 
 

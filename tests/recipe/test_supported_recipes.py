@@ -52,7 +52,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.name)
 def test_every_recipe_loads(path: Path) -> None:
-    """A renamed key, or a check that a recipe of a size nobody runs does not pass."""
+    """Every recipe passes the checks, including recipes too large for CI."""
     load_recipe(path)
 
 
@@ -99,7 +99,7 @@ def test_weights_of_an_engines_rank_fit_its_device(row: Row) -> None:
 
 @EACH
 def test_processes_fill_the_devices_of_the_head(row: Row) -> None:
-    """Devices that idle, more than there are, or an engine that would lie in two machines."""
+    """No device idles, no recipe needs more devices than exist, and no engine spans two machines."""
     recipe = load_recipe(row.path)
     samples = recipe.train.source == "rollout"
     demand = Demand.of(recipe, trainers=True, engines=samples, critic=uses_critic(recipe.algorithm))
@@ -142,12 +142,12 @@ def test_config_has_the_published_size(name: str) -> None:
 
 def test_the_quickstarts_model_is_the_one_that_is_made(quickstart_data: Path) -> None:
     """Recipes that begin with it are planned and rehearsed by the copy."""
-    made = json.loads((quickstart_data / "model" / "config.json").read_text())
-    assert published.read("quickstart") == made
+    config = json.loads((quickstart_data / "model" / "config.json").read_text())
+    assert published.read("quickstart") == config
 
 
 def parameters(config: dict[str, int]) -> float:
-    """Of the text part: embeddings, and each layer's attention and MLP or experts."""
+    """Count the parameters of the text model: embeddings, and each layer's attention and MLP or experts."""
     width, layers = config["hidden_size"], config["num_hidden_layers"]
     heads = config["num_attention_heads"]
     if rank := config.get("kv_lora_rank"):
@@ -167,7 +167,7 @@ def parameters(config: dict[str, int]) -> float:
 
 
 def expert_parameters(config: dict[str, int]) -> float:
-    """Of the routed experts of all layers."""
+    """Count the parameters of the routed experts in all layers."""
     layers = config["num_hidden_layers"] - config.get("first_k_dense_replace", 0)
     return layers * number_of_experts(config) * 3 * config["hidden_size"] * config.get("moe_intermediate_size", 0)
 

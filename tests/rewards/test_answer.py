@@ -1,4 +1,4 @@
-"""What a scorer takes for the answer reaches majority votes."""
+"""The answer that a scorer extracts reaches majority votes."""
 
 import pytest
 

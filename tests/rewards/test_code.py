@@ -122,11 +122,11 @@ def test_the_recipes_limits_and_packages_hold_in_a_run() -> None:
         "print('1.5' + ' ' * 2000)",
     )
     try:
-        found = asyncio.run(scoring.score([request(program, truth) for program in programs]))
+        outcomes = asyncio.run(scoring.score([request(program, truth) for program in programs]))
     finally:
         scoring.close()
-    scores = [result for result, _ in found if isinstance(result, rewards.Score)]
-    assert [(one.value, one.parts["timeouts"]) for one in scores] == [(1, 0), (0, 1), (0, 0)]
+    scores = [result for result, _ in outcomes if isinstance(result, rewards.Score)]
+    assert [(score.value, score.parts["timeouts"]) for score in scores] == [(1, 0), (0, 1), (0, 0)]
     assert score(programs[0], truth).value == 0 and score(programs[2], truth).value == 1  # by the defaults
 
 
@@ -141,8 +141,8 @@ def test_a_package_that_is_not_there_is_refused_before_a_run_starts() -> None:
 def test_the_recipes_limits_are_the_sandboxs() -> None:
     """Each reaches its own, and a recipe that says nothing means the sandbox's defaults."""
     assert SandboxConfig().limits() == sandbox.Limits()
-    given = SandboxConfig(cpu_seconds=1, wall_seconds=2, memory_mb=3, output_kb=4, processes=5)
-    assert given.limits() == sandbox.Limits(1, 2, 3, output_kb=4, processes=5)
+    limits = SandboxConfig(cpu_seconds=1, wall_seconds=2, memory_mb=3, output_kb=4, processes=5)
+    assert limits.limits() == sandbox.Limits(1, 2, 3, output_kb=4, processes=5)
 
 
 @needs_sandbox
@@ -186,7 +186,7 @@ def test_a_machine_without_a_sandbox_is_an_error_and_not_a_zero(monkeypatch: pyt
         ("0.3333333", "0.33333333333", True),
         ("0.3334", "0.33333333333", False),
         ("3", "3.0", True),
-        ("3.0", "3", False),  # a whole number is asked for
+        ("3.0", "3", False),  # the reference is an integer
         ("1000000001", "1000000000", False),
         ("nan", "1.0", False),
         ("yes", "YES", False),

@@ -40,7 +40,7 @@ def value(response, ground_truth):
         ("#### 172", "72", 0),
         ("#### 71\n#### 72", "72", 1),
         ("#### 72\n#### 71", "72", 0),
-        ("#### 72\n#### none", "72", 1),  # only what is a number counts as an answer
+        ("#### 72\n#### none", "72", 1),  # only a number counts as an answer
         ("####72", "72", 0),
         ("####  72", "72", 0),
         ("### 72", "72", 0),
@@ -77,8 +77,8 @@ def check_references(source, out):
         assert value(reference, truth) == 1, row
         working, _, answer = reference.rpartition("#### ")
         first = answer.lstrip("-")[0]
-        others = [answer + "0", f"-{answer}", "1" + answer, answer.replace(first, str((int(first) + 1) % 10), 1)]
-        for other in others:
+        wrong = [answer + "0", f"-{answer}", "1" + answer, answer.replace(first, str((int(first) + 1) % 10), 1)]
+        for other in wrong:
             assert value(f"{working}#### {other}", truth) == 0, (other, row)
         assert value(working, truth) == 0, row
     return len(rows)

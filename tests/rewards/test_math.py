@@ -54,7 +54,7 @@ def test_the_last_box(text: str, expected: str | None) -> None:
     assert last_boxed(text) == expected
 
 
-# (ground truth, what is in the box, right?)
+# (ground truth, content of the box, right?)
 MATH = [
     ("1,000", "1000", 1),
     ("1000", "1{,}000", 1),
@@ -99,7 +99,7 @@ MATH = [
     ("1", r"\frac{1}{0}", 0),
     ("1", "((((" * 10, 0),
     ("1", "{" * 10 + "1" + "}" * 10, 1),
-    ("7", "7" * 5000, 0),  # more digits than Python turns into a number, and past what is read
+    ("7", "7" * 5000, 0),  # more digits than Python turns into a number, and longer than the scorer reads
     ("2", "1+" * 499 + "1", 0),
     ("1", "__import__('os').abort()", 0),
 ]
@@ -136,8 +136,8 @@ def test_a_row_without_a_usable_answer_is_an_error_not_a_zero(name: str, truth: 
 
 
 def test_a_number_without_end_is_ended() -> None:
-    """What froze whole jobs elsewhere: sympy sets out to compute 9^9^9^9, in C, where no signal is heard. It costs its
-    own sample; a wrong answer it is not, since nobody found out."""
+    """sympy would compute 9^9^9^9 in C, where no signal arrives, and freeze a job. The sample fails without a score,
+    and not as a wrong answer."""
     pool = scorer_pool(["math"], RewardConfig(processes=1, timeout=1.0, retries=0))
     pool.start()
     try:

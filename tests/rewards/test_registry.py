@@ -1,4 +1,4 @@
-"""Which scorer is chosen, and what becomes of one that breaks its contract."""
+"""The choice of a scorer, and the failure of a scorer that breaks its contract."""
 
 import copy
 import math

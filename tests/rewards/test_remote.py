@@ -1,4 +1,4 @@
-"""The scorer `remote`, against a server that answers as services do on bad days; and what is refused of its settings."""
+"""The scorer `remote` against a server with the faults of real services, and refused settings."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Answer:
 
 
 class Service(ThreadingHTTPServer):
-    """Answers with `answers`, the last one again and again, and keeps what it was asked, when, and from which connection."""
+    """Answer with `answers`, repeating the last; record request, time and connection of each call."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -66,7 +66,7 @@ class Service(ThreadingHTTPServer):
 
     def waits(self) -> list[float]:
         """Seconds from each request to the next."""
-        times = [asked[0] for asked in self.asked]
+        times = [call[0] for call in self.asked]
         return [after - before for before, after in itertools.pairwise(times)]
 
 
@@ -126,8 +126,8 @@ def asked(service: Service, request: ScoreRequest = REQUEST, **settings: Any) ->
 
 def test_what_is_sent_and_what_comes_back(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", SECRET)
-    said = {"score": 1, "accuracy": True, "answer": "4", "reason": "right", "steps": [[2, 0.25]]}
-    service.answers = [Answer(said), Answer(0.75)]
+    answer = {"score": 1, "accuracy": True, "answer": "4", "reason": "right", "steps": [[2, 0.25]]}
+    service.answers = [Answer(answer), Answer(0.75)]
     got = asked(service, headers={"Authorization": "MY_TOKEN"})
     assert got == Score(1.25, {"accuracy": 1.0, "steps": 0.25}, "4", ((2, 0.25),), "right")
     _, _, headers, body = service.asked[0]
@@ -221,7 +221,7 @@ def test_an_answer_without_end_is_not_read(service: Service) -> None:
 
 
 def test_the_wait_that_is_asked_for_is_kept(service: Service) -> None:
-    """Until a date, whose seconds are whole, or in seconds; a longer one than allowed is a failure at once."""
+    """The wait is a number of seconds or a date in whole seconds; one above the limit fails at once."""
     until = email.utils.formatdate(time.time() + 2, usegmt=True)
     service.answers = [
         Answer(status=503, headers={"retry-after": until}),
@@ -249,19 +249,19 @@ def test_waits_grow_up_to_the_longest(service: Service, monkeypatch: pytest.Monk
 
 
 def test_connections_stay_open_and_samples_wait_together(service: Service) -> None:
-    """As in a run: one process, 32 samples of which 16 at a time, each of 0.1 s, over as many connections."""
+    """One process scores 32 samples, 16 at a time, 0.1 s each, over as many connections, as in a run."""
     service.answers = [Answer(0.5, delay=0.1)]
     remote = RemoteConfig(url=service.url)
     settings = RewardConfig(function="remote", processes=1, concurrent=16, timeout=100.0, remote=remote)
     scoring = Scoring(terms_of(settings.function, {}, ["mine"]), settings)
     scoring.start()
     try:
-        found = asyncio.run(scoring.score([REQUEST] * 32))
+        outcomes = asyncio.run(scoring.score([REQUEST] * 32))
         service.answers = [Answer(b"never", status=403)]
         ((failed, retries),) = asyncio.run(scoring.score([REQUEST]))
     finally:
         scoring.close()
-    assert found == [(Score(0.5), 0)] * 32
+    assert outcomes == [(Score(0.5), 0)] * 32
     assert 12 <= service.most <= 16 and len({connection for _, connection, _, _ in service.asked}) <= 16
     assert isinstance(failed, SampleFailure) and (failed.uid, retries) == ("row/7", 1)
     assert failed.cause == "it raised ServiceError: it answered 403: 'never'"
@@ -284,7 +284,7 @@ def test_a_headers_value_is_there_and_never_shown(
 def test_a_run_is_refused_before_it_starts_where_a_value_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And told of what is not encrypted, where it is not."""
+    """The run is refused, and an unencrypted address gets a notice."""
     monkeypatch.delenv("MY_TOKEN", raising=False)
     (tmp_path / "recipe.yaml").write_text("model: {path: some/model}\n")
     url, headers = "reward.remote.url=http://judge.example.com", "reward.remote.headers={Authorization: MY_TOKEN}"

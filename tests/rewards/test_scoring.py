@@ -28,51 +28,51 @@ NAMES = [f"tests.support.scorers:{name}" for name in ("faulty", "fails_once", "a
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., ProcessPool]]:
-    made: list[ProcessPool] = []
+    pools: list[ProcessPool] = []
 
     def start(processes: int = 1, timeout: float = 0.2, retries: int = 0, names: list[str] = NAMES) -> ProcessPool:
-        made.append(scorer_pool(names, RewardConfig(processes=processes, timeout=timeout, retries=retries)))
-        made[-1].start()
-        return made[-1]
+        pools.append(scorer_pool(names, RewardConfig(processes=processes, timeout=timeout, retries=retries)))
+        pools[-1].start()
+        return pools[-1]
 
     yield start
-    for pool in made:
+    for pool in pools:
         pool.close()
 
 
-def request(what: str = "", uid: str = "row", **extra: Any) -> ScoreRequest:
-    return ScoreRequest("response", "truth", "test", {"what": what, **extra}, uid=uid)
+def request(behavior: str = "", uid: str = "row", **extra: Any) -> ScoreRequest:
+    return ScoreRequest("response", "truth", "test", {"what": behavior, **extra}, uid=uid)
 
 
 def outcomes(pool: ProcessPool, whats: list[str], seconds: float = 20.0) -> list[tuple[Score | Failed, int]]:
-    futures = [pool.submit(NAMES[0], request(what)) for what in whats]
+    futures = [pool.submit(NAMES[0], request(behavior)) for behavior in whats]
     return [plain(future.result(seconds)) for future in futures]
 
 
 def plain(outcome: Outcome) -> tuple[Score | Failed, int]:
-    """What came out, and how many attempts were made again."""
+    """Return the result and the number of retries."""
     return (outcome.value, outcome.retries) if isinstance(outcome, Answered) else (outcome, outcome.attempts - 1)
 
 
 def test_every_sample_is_accounted_for(make: Callable[..., ProcessPool]) -> None:
-    """Of 1,000 samples 5 % hang, 5 % end their process, 5 % are killed and 5 % raise; each of these has two attempts.
-    Eight processes spend 100 times 0.5 s, so 6.3 s each, on what hangs."""
+    """5 % of 1,000 samples hang, 5 % end their process, 5 % are killed and 5 % raise; each of these has two attempts.
+    Eight processes spend 100 times 0.5 s on the hangs, 6.3 s each."""
     whats = [{0: "hang", 1: "exit", 2: "kill", 3: "raise"}.get(number % 20, "") for number in range(1000)]
     pool, began = make(processes=8, timeout=0.5, retries=1), time.monotonic()
-    found = outcomes(pool, whats)
+    results = outcomes(pool, whats)
     assert time.monotonic() - began < 20
     kinds = {"hang": "timeout", "exit": "crash", "kill": "crash", "raise": "error", "": "score"}
-    for what, (result, retries) in zip(whats, found, strict=True):
-        if not what:
+    for behavior, (result, retries) in zip(whats, results, strict=True):
+        if not behavior:
             assert (result, retries) == (Score(1.0), 0)  # no blame for what waited behind one that failed
             continue
         assert isinstance(result, Failed)
-        assert (result.kind, result.attempts, retries) == (kinds[what], 2, 1)
-        assert (result.seconds >= 0.5) == (what == "hang")
+        assert (result.kind, result.attempts, retries) == (kinds[behavior], 2, 1)
+        assert (result.seconds >= 0.5) == (behavior == "hang")
 
 
 @pytest.mark.parametrize(
-    ("what", "kind", "cause"),
+    ("behavior", "kind", "cause"),
     [
         ("hang", "timeout", "it ran for longer than 0.2 s (reward.timeout)"),
         ("exit", "crash", "its process ended with exit status 3"),
@@ -83,9 +83,9 @@ def test_every_sample_is_accounted_for(make: Callable[..., ProcessPool]) -> None
     ],
 )
 def test_the_cause_is_named_and_the_next_sample_is_scored(
-    make: Callable[..., ProcessPool], what: str, kind: str, cause: str
+    make: Callable[..., ProcessPool], behavior: str, kind: str, cause: str
 ) -> None:
-    failed, scored = outcomes(make(), [what, ""])
+    failed, scored = outcomes(make(), [behavior, ""])
     assert isinstance(failed[0], Failed) and scored == (Score(1.0), 0)
     assert (failed[0].kind, failed[0].cause) == (kind, cause)
 
@@ -196,16 +196,16 @@ def test_scorers_inside_and_outside_add_up() -> None:
 
 
 def test_async_scorers_wait_together() -> None:
-    """One process each, and eight samples of one scorer in it at a time; beside the other scorer's, one by one."""
+    """Each scorer has one process: eight samples of one scorer wait in it together, the other scorer's run one by one."""
     names = {"tests.support.scorers:crowd": 1.0, "tests.support.scorers:brevity": 1.0}
     settings = RewardConfig(functions=names, processes=1, concurrent=8)
     scoring = Scoring(terms_of(None, settings.functions, ["test"]), settings)
     scoring.start()
     try:
-        found = asyncio.run(scoring.score([request(uid=str(number)) for number in range(24)]))
+        outcomes = asyncio.run(scoring.score([request(uid=str(number)) for number in range(24)]))
     finally:
         scoring.close()
-    crowds = [result.parts["crowd"] for result, _ in found if isinstance(result, Score)]
+    crowds = [result.parts["crowd"] for result, _ in outcomes if isinstance(result, Score)]
     assert len(crowds) == 24 and max(crowds) == 8
 
 

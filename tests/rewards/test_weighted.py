@@ -1,4 +1,4 @@
-"""Several scorers for one row: what is added up, what metrics call it, and what a recipe may not ask for."""
+"""Several scorers for one row: the sum, the names of its metrics, and refused settings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_one_scorer_is_as_it_was() -> None:
 
 
 def test_the_sum_and_its_parts() -> None:
-    """1 x 0.5 + 0.2 x 3 = 1.1. What is right, and the answer, are the first one's that says so."""
+    """1 x 0.5 + 0.2 x 3 = 1.1. Accuracy and answer come from the first scorer that reports them."""
     scores = [Score(0.5, {"length": 4.0}), Score(3.0, {"accuracy": 1.0}, "7"), Score(1.0, {"accuracy": 0.0}, "8")]
     result = combine([term("a"), term("b", 0.2), term("c", -1e-9)], scores)
     assert result.value == pytest.approx(1.1) and result.answer == "7"
@@ -47,8 +47,8 @@ def test_steps_are_weighted_and_those_that_end_together_are_one() -> None:
 def test_what_scores_each_source() -> None:
     by_source = terms_of(None, {}, ["openai/gsm8k", "aime24"])
     assert [[term.scorer.name for term in row] for row in by_source.values()] == [["gsm8k"], ["math_dapo"]]
-    (one,) = terms_of("math", {}, ["x"])["x"]
-    assert (one.scorer, one.weight, one.label) == (find("math"), 1.0, None)
+    (single,) = terms_of("math", {}, ["x"])["x"]
+    assert (single.scorer, single.weight, single.label) == (find("math"), 1.0, None)
     both = terms_of(None, {"gsm8k": 1, "tests.support.scorers:letters": 0.1}, ["x"])["x"]
     assert [(term.label, term.weight) for term in both] == [("gsm8k", 1), ("letters", 0.1)]
     with pytest.raises(ValueError, match="did you mean 'gsm8k'"):

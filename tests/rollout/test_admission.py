@@ -76,7 +76,7 @@ def test_exhausted_batch_closes_short_and_the_next_is_whole() -> None:
         for number in admission.start(admission.capacity()):
             admission.finish(group(number), accepted=number == 5)
     batch = admission.closed.popleft()
-    assert len(batch) == 8 and [found.number for found in accepted_groups(batch)] == [5]
+    assert len(batch) == 8 and [accepted.number for accepted in accepted_groups(batch)] == [5]
     assert admission.idle()  # nothing more may start for it
     admission.version = 1
     assert admission.capacity() == 4
@@ -117,7 +117,7 @@ def test_staleness_order_and_conservation(
         batch = admission.closed.popleft()
         seen += [item.group.number for item in batch]
         assert len(accepted_groups(batch)) <= prompts
-        assert all(version - found.version <= staleness for found in accepted_groups(batch))
+        assert all(version - accepted.version <= staleness for accepted in accepted_groups(batch))
         while not admission.idle():  # drain before the next version
             under_way += [group(number, version) for number in admission.start(admission.capacity())]
             if under_way:

@@ -1,5 +1,5 @@
 """Distillation: GKD's divergence by hand, against a slow reference and by properties; the advantage of sampled tokens; and
-what is asked of a teacher."""
+calls of the teacher."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class TestDivergence:
 
 
 def slow_gkd(teacher: np.ndarray, policy: np.ndarray, beta: float) -> float:
-    """Of one place, over the told tokens and the rest, as the paper writes it."""
+    """Loss of one position over the top-k tokens and the remaining mass, by the paper's formula."""
     p = [*np.exp(teacher), 1 - np.exp(teacher).sum()]
     q = [*np.exp(policy), 1 - np.exp(policy).sum()]
     if beta in (0.0, 1.0):
@@ -132,8 +132,8 @@ class TestGKD:
             return sum(w * slow_gkd(t, p, beta) for w, t, p in zip(weights, teacher, rows, strict=True))
 
         assert loss.item() == pytest.approx(slow(at.ravel()), rel=1e-10)
-        (found,) = torch.autograd.grad(loss, batch.top_log_probs)
-        assert_gradient(found.flatten(), slow, at.ravel())
+        (gradient,) = torch.autograd.grad(loss, batch.top_log_probs)
+        assert_gradient(gradient.flatten(), slow, at.ravel())
         assert metrics["actor/distill_mass"].item() == pytest.approx((share * np.exp(at).sum(1)).sum())
         assert metrics["actor/distill_teacher_mass"].item() == pytest.approx((share * np.exp(teacher).sum(1)).sum())
 
@@ -155,13 +155,13 @@ class TestGKD:
             with torch.no_grad():
                 batch.reference_top_log_probs[masked] = nonsense
                 batch.top_log_probs[masked] = nonsense
-            other, others = objective(batch, config)
-            torch.testing.assert_close((other, others), (expected, metrics))
+            other, other_metrics = objective(batch, config)
+            torch.testing.assert_close((other, other_metrics), (expected, metrics))
             torch.testing.assert_close(torch.autograd.grad(other, batch.top_log_probs)[0], slope)
         assert not slope[masked].any()
 
     def test_descent_ends_at_the_teacher(self) -> None:
-        """Also of the tokens that it does not tell: together they get what it leaves."""
+        """Descent reaches the teacher for all tokens: those outside the top k share the remaining mass."""
         teacher = logs([[0.6, 0.2, 0.15, 0.05]])
         logits = torch.zeros(1, 4, dtype=torch.float64, requires_grad=True)
         for _ in range(3000):
@@ -281,18 +281,18 @@ def group(number: int, samples: int) -> Group:
 
 @pytest.mark.parametrize("engines", [1, 2, 5])
 def test_every_sample_comes_back_with_what_was_said_of_it(engines: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Engine] = []
-    monkeypatch.setattr(teacher_server.engines, "create", lambda name, spec: made.append(Engine()) or made[-1])
+    created: list[Engine] = []
+    monkeypatch.setattr(teacher_server.engines, "create", lambda name, spec: created.append(Engine()) or created[-1])
     spec: Any = SimpleNamespace(prompt_top_k=2)
     services = [Service(f"teacher{number}", TeacherServer("fake", spec)) for number in range(engines)]
     groups = [group(10, 2), group(11, 3), group(14, 1)]
     Teacher([TeacherHandle(service) for service in services], timeout=5.0).score(groups)  # type: ignore[arg-type]
-    for one in groups:
-        for sample in one.samples:
+    for scored in groups:
+        for sample in scored.samples:
             vectors = sample.data.get()[sample.index]
-            assert vectors.teacher.log_probs.tolist() == vectors.tokens.tolist() == [one.number, sample.index, 5]
-    calls = [call for engine in made for call in engine.calls]
-    assert len(calls) == min(engines, 3), "each engine is asked once, for all its groups"
+            assert vectors.teacher.log_probs.tolist() == vectors.tokens.tolist() == [scored.number, sample.index, 5]
+    calls = [call for engine in created for call in engine.calls]
+    assert len(calls) == min(engines, 3), "each engine receives one call for all its groups"
     (request, *_) = calls[0]
     assert request.prompt_top_k == 2 and request.sampling.max_tokens == 1
     assert not any(service.server._read for service in services), "nothing is kept once it was collected"

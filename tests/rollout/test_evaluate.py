@@ -56,14 +56,14 @@ def test_metrics_over_problems() -> None:
 
 
 class Engine:
-    """Answers problem i (of its own) after i + 1 pauses of half a second; a silent one never does."""
+    """Answer the engine's problem i after i + 1 pauses of half a second; a silent engine never answers."""
 
     def __init__(self, name: str, *, silent: bool, pause: float = 0.5, unscored: int = 0) -> None:
         self.name, self.silent, self.pause, self.unscored, self.collected = name, silent, pause, unscored, 0
 
     def call(self, method: str, requests: Any) -> Future[Any]:
         assert method == "submit"
-        return self._later(None, after=3)  # as long as all of the requests take
+        return self._later(None, after=3)  # the time of all requests
 
     def call_with_data(self, method: str, number: int) -> Future[Any]:
         assert method == "collect"
@@ -102,7 +102,7 @@ def test_an_evaluation_may_take_long_as_long_as_problems_are_finished() -> None:
 
 
 def test_a_problem_that_could_not_be_scored_is_no_wrong_answer() -> None:
-    """Five of six are right; the sixth nobody knows of: accuracy is 1, not 5/6."""
+    """Five of six answers are right and the sixth could not be scored: accuracy is 1, not 5/6."""
     result = evaluation_on(Engine("engine0", silent=False, pause=0.01, unscored=1))
     assert result.metrics["eval/pass@1"] == result.metrics["eval/rewards/mean"] == 1.0
     assert result.metrics["eval/scoring_failed"] == 1.0

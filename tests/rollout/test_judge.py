@@ -1,5 +1,5 @@
-"""A judge without its engine: what it is asked, what its answer is worth, how its term joins the reward, and that a group
-is judged before it can be collected, whatever goes wrong."""
+"""A judge without its engine: its question, the number in its verdict, and its term in the reward. A group is judged
+before it can be collected, even after failures."""
 
 from __future__ import annotations
 
@@ -63,7 +63,11 @@ class TestNumbers:
         ("pattern", "verdict", "number"),
         [
             (r"\[\[(.*?)\]\]", "[[-0.5]]", -0.5),
-            (r"\[\[(.*?)\]\]", "[[2]] or rather [[nan]]", None),  # the last one is no number: not the one before it
+            (
+                r"\[\[(.*?)\]\]",
+                "[[2]] or rather [[nan]]",
+                None,
+            ),  # the last match is not a number; the one before it does not count
             (r"\[\[(.*?)\]\]", "[[1e999]]", None),
             (r"\[\[(.*?)\]\]", "[[]]", None),
             (r"good|(\d)", "3, good", None),  # the last match has no such group
@@ -75,10 +79,10 @@ class TestNumbers:
 
 class TestQuestions:
     def test_every_variable(self) -> None:
-        asked = Question("{{ prompt }}|{{ response }}|{{ ground_truth }}|{{ extra_info.level }}").ask(
+        question = Question("{{ prompt }}|{{ response }}|{{ ground_truth }}|{{ extra_info.level }}").ask(
             ROW, "{{ 5 }} <b>"
         )
-        assert asked == "2 + 2?|{{ 5 }} <b>|4|3", "a response is no template, and no markup"
+        assert question == "2 + 2?|{{ 5 }} <b>|4|3", "a response is neither a template nor markup"
 
     @pytest.mark.parametrize(
         ("template", "words"),
@@ -127,8 +131,8 @@ class TestQuestions:
     def test_of_a_rows_messages(self) -> None:
         assert text_of([{"role": "user", "content": "2 + 2?"}]) == "2 + 2?"
         parts = [{"type": "image"}, {"type": "text", "text": "What is this?"}]
-        said = text_of([{"role": "system", "content": "Be brief."}, {"role": "user", "content": parts}])
-        assert said == "system: Be brief.\n\nuser: What is this?"
+        text = text_of([{"role": "system", "content": "Be brief."}, {"role": "user", "content": parts}])
+        assert text == "system: Be brief.\n\nuser: What is this?"
 
     def test_a_long_verdict_keeps_both_ends(self) -> None:
         assert shortened("x" * 10, 10) == "x" * 10
@@ -143,8 +147,8 @@ class TestTerm:
 
     def test_it_is_added_as_any_last_term(self) -> None:
         """0.7 + 0.5 x 0.8 = 1.1, as `combine` has it of both together."""
-        others = combine([Term(find("gsm8k"), 1.0, "gsm8k")], [Score(0.7, {"accuracy": 1.0})])
-        reward, parts = with_judgement(others.value, others.parts, 0.8, 0.5, right_from=0.9)
+        combined = combine([Term(find("gsm8k"), 1.0, "gsm8k")], [Score(0.7, {"accuracy": 1.0})])
+        reward, parts = with_judgement(combined.value, combined.parts, 0.8, 0.5, right_from=0.9)
         whole = combine(
             [Term(find("gsm8k"), 1.0, "gsm8k"), Term(find("gsm8k"), 0.5, "judge")],
             [Score(0.7, {"accuracy": 1.0}), Score(0.8, {"accuracy": 0.0})],
@@ -237,16 +241,16 @@ SAID = InlineData(["what the policy said"])
 
 
 class Later:
-    """A service whose calls are answered when the test says so."""
+    """A service that answers when the test sets the result."""
 
     def __init__(self, name: str):
         self.name, self.asked = name, list[tuple[str, tuple[Any, ...], Future[Any]]]()
 
     def call(self, method: str, *args: Any) -> Future[Any]:
         if method == "said":
-            told: Future[Any] = Future()
-            told.set_result((None, SAID))
-            return told
+            answer: Future[Any] = Future()
+            answer.set_result((None, SAID))
+            return answer
         self.asked.append((method, args, Future()))
         return self.asked[-1][2]
 
@@ -262,18 +266,18 @@ def group(number: int, *rewards: float, failures: tuple[SampleFailure, ...] = ()
 
 
 def recipe(**functions: float) -> Recipe:
-    made = Recipe()
-    made.reward.functions = functions or {"gsm8k": 1.0, "judge": 0.5}
-    made.judge.timeout = 5.0
-    return made
+    recipe = Recipe()
+    recipe.reward.functions = functions or {"gsm8k": 1.0, "judge": 0.5}
+    recipe.judge.timeout = 5.0
+    return recipe
 
 
 class TestService:
     def around(self, judges: int = 1) -> tuple[Later, list[Later], Any, Callable[[], None]]:
-        engine, own = Later("engine0"), [Later(f"judge{number}") for number in range(judges)]
-        engines, judges_handles = [EngineHandle(engine)], [JudgeHandle(judge) for judge in own]  # type: ignore[arg-type]
+        engine, services = Later("engine0"), [Later(f"judge{number}") for number in range(judges)]
+        engines, judges_handles = [EngineHandle(engine)], [JudgeHandle(judge) for judge in services]  # type: ignore[arg-type]
         (service,), check = with_judge(recipe().judge, recipe().reward, engines, judges_handles, lambda: None)
-        return engine, own, service, check
+        return engine, services, service, check
 
     def submit(self, service: Any, *numbers: int) -> list[Future[Any]]:
         service.submit([GenerationRequest(number, ROW, Sampling(2, 8), 0) for number in numbers])
@@ -286,15 +290,15 @@ class TestService:
         data = vectors("a", "b")
         engine.asked[1][2].set_result((group(3, 1.0, 0.0), data))
         assert not result.done(), "its verdicts are not there"
-        method, (number, prompt, given), asked = judge.asked[0]
-        assert (method, number, given) == ("judge", 3, SAID), "vectors do not travel to the judge"
+        method, (number, prompt, conversation), future = judge.asked[0]
+        assert (method, number, conversation) == ("judge", 3, SAID), "vectors do not travel to the judge"
         assert prompt.question == "2 + 2?" and prompt.tokens == (), "what the judge has no use for does not travel"
-        asked.set_result(([Verdict(0.2, 1), Verdict(0.6)], InlineData(["so so", "fine"])))
-        found, vectors_of_it = result.result(timeout=0)
-        assert [sample.reward for sample in found.samples] == [pytest.approx(1.1), pytest.approx(0.3)]
-        assert found.samples[1].reward_parts == {"gsm8k": 0.0, "judge": 0.6}
-        assert not found.failures and found.scoring_retries == 1 and found.judge_seconds > 0
-        assert [one.reason for one in vectors_of_it.get()] == ["gsm8k: a\njudge: so so", "gsm8k: b\njudge: fine"]
+        future.set_result(([Verdict(0.2, 1), Verdict(0.6)], InlineData(["so so", "fine"])))
+        judged, vectors_of_it = result.result(timeout=0)
+        assert [sample.reward for sample in judged.samples] == [pytest.approx(1.1), pytest.approx(0.3)]
+        assert judged.samples[1].reward_parts == {"gsm8k": 0.0, "judge": 0.6}
+        assert not judged.failures and judged.scoring_retries == 1 and judged.judge_seconds > 0
+        assert [sample.reason for sample in vectors_of_it.get()] == ["gsm8k: a\njudge: so so", "gsm8k: b\njudge: fine"]
 
     def test_groups_are_judged_as_they_come_by_the_engine_with_the_fewest(self) -> None:
         engine, (first, second), service, _ = self.around(judges=2)
@@ -312,18 +316,18 @@ class TestService:
         engine.asked[1][2].set_result((group(3, 1.0, 1.0), vectors("a", "b")))
         failure = SampleFailure("judge", ROW.uid, "error", "no number", 3)
         judge.asked[0][2].set_result(([Verdict(0.5), Verdict(failure, 2)], InlineData(["x", "y"])))
-        found, _ = result.result(timeout=0)
-        assert found.failures == (failure,) and found.scoring_retries == 2
-        assert found.samples[0].reward == 1.25 and math.isnan(found.samples[1].reward)
+        judged, _ = result.result(timeout=0)
+        assert judged.failures == (failure,) and judged.scoring_retries == 2
+        assert judged.samples[0].reward == 1.25 and math.isnan(judged.samples[1].reward)
 
     def test_what_could_not_be_scored_is_not_judged(self) -> None:
         engine, (judge,), service, _ = self.around()
         (result,) = self.submit(service, 3)
         failure = SampleFailure("scorer 'gsm8k'", ROW.uid, "timeout", "too slow")
         engine.asked[1][2].set_result((group(3, 1.0, math.nan, failures=(failure,)), vectors("a", "b")))
-        found, _ = result.result(timeout=0)
-        assert found.failures == (failure,) and not judge.asked
-        assert all(math.isnan(sample.reward) for sample in found.samples), (
+        judged, _ = result.result(timeout=0)
+        assert judged.failures == (failure,) and not judge.asked
+        assert all(math.isnan(sample.reward) for sample in judged.samples), (
             "half a reward would be counted as a whole one"
         )
 
@@ -350,7 +354,7 @@ class TestService:
         now[0] += 100
         check()
         self.submit(service, 3, 4)
-        for _, _, future in [asked for asked in engine.asked if asked[0] == "collect"]:
+        for _, _, future in [call for call in engine.asked if call[0] == "collect"]:
             future.set_result((group(3 if not judge.asked else 4, 1.0), vectors("a")))
         now[0] += 4
         judge.asked[0][2].set_result(([Verdict(1.0)], InlineData(["x"])))

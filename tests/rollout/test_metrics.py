@@ -38,9 +38,9 @@ TRIED = [TriedGroup(GSM8K, True), TriedGroup(UNSCORED, False), TriedGroup(FILTER
 
 
 def test_figures_of_each_source_by_hand() -> None:
-    found = of_sampled(sampled_figures(TRIED))
-    assert list(found) == ["mine", "openai/gsm8k"]
-    assert found["openai/gsm8k"] == {
+    figures = of_sampled(sampled_figures(TRIED))
+    assert list(figures) == ["mine", "openai/gsm8k"]
+    assert figures["openai/gsm8k"] == {
         "groups_tried": 2,
         "groups_accepted": 1,
         "samples": 4,
@@ -55,7 +55,7 @@ def test_figures_of_each_source_by_hand() -> None:
         "scoring_errors": 0,
         "scoring_retries": 0,
     }
-    mine = found["mine"]
+    mine = figures["mine"]
     assert "rewards/mean" not in mine and "accuracy" not in mine, "nothing was scored: no mean, and no NaN"
     kinds = [mine[f"scoring_{kind}"] for kind in ("failed", "timeouts", "crashes", "errors", "retries")]
     assert kinds == [3, 1, 1, 1, 6]
@@ -88,9 +88,9 @@ def test_agent_loops_by_hand() -> None:
 
 def test_a_source_has_the_figures_of_its_own_loops() -> None:
     tried = [TriedGroup(group("tools", *USES[:2]), True), TriedGroup(group("more/tools", *USES[2:]), True), *TRIED]
-    found = of_sampled(sampled_figures(tried))
-    assert (found["tools"]["agent/turns/mean"], found["more/tools"]["agent/turns/mean"]) == (5.5, 4.5)
-    assert not any(name.startswith("agent/") for name in found["openai/gsm8k"])
+    figures = of_sampled(sampled_figures(tried))
+    assert (figures["tools"]["agent/turns/mean"], figures["more/tools"]["agent/turns/mean"]) == (5.5, 4.5)
+    assert not any(name.startswith("agent/") for name in figures["openai/gsm8k"])
 
 
 @pytest.mark.parametrize("source", ["gsm8k", "openai/gsm8k", "a/agent", "rewards/mean", "", "two\nlines", "samples"])
@@ -110,7 +110,7 @@ def test_what_is_said_of_all_sources_is_no_sources(name: str) -> None:
 
 def test_the_report_has_a_column_for_every_figure() -> None:
     tried = [*TRIED, TriedGroup(group("tools", *USES), True)]
-    figures = {name for found in of_sampled(sampled_figures(tried)).values() for name in found}
+    figures = {name for columns in of_sampled(sampled_figures(tried)).values() for name in columns}
     assert figures == {column.figure for column in (*SAMPLED, *TOOLS)}
 
 
@@ -122,14 +122,14 @@ def test_an_evaluation_says_it_of_each_of_several_sources() -> None:
         group("none", sample(math.nan, 1), sample(math.nan, 1), failed=("crash", "crash")),
     ]
     greedy = [group("a", sample(1.0, 10)), group("a", sample(0.0, 10)), group("b/c", sample(1.0, 10))]
-    found = of_evaluated(by_source(problems, greedy, [1, 2]))
-    assert (found["a"]["problems"], found["a"]["pass@1"], found["a"]["pass@2"], found["a"]["greedy"]) == (
+    figures = of_evaluated(by_source(problems, greedy, [1, 2]))
+    assert (figures["a"]["problems"], figures["a"]["pass@1"], figures["a"]["pass@2"], figures["a"]["greedy"]) == (
         2,
         0.25,
         0.5,
         0.5,
     )
-    assert (found["b/c"]["pass@1"], found["b/c"]["greedy"], found["b/c"]["rewards/mean"]) == (1.0, 1.0, 0.75)
-    assert found["b/c"]["response_length/clip_ratio"] == 0.5
-    assert found["none"] == {"problems": 1, "scoring_failed": 2}, "no problem of it was scored: no means"
+    assert (figures["b/c"]["pass@1"], figures["b/c"]["greedy"], figures["b/c"]["rewards/mean"]) == (1.0, 1.0, 0.75)
+    assert figures["b/c"]["response_length/clip_ratio"] == 0.5
+    assert figures["none"] == {"problems": 1, "scoring_failed": 2}, "no problem of it was scored: no means"
     assert by_source(problems[:2], greedy[:2], [1]) == {}, "one source: the evaluation's own figures say it"

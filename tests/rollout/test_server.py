@@ -1,4 +1,4 @@
-"""A rollout process around its engine: what it asks of it, and how groups come back."""
+"""A rollout process around its engine: its calls of the engine, and the returned groups."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Engine:
         self.asked += requests
         for request in self.order(requests):
             tokens = np.full(3 if request.sampling.temperature else 5, 7, dtype=np.int32)
-            one = Completion(tokens, np.zeros(len(tokens), dtype=np.float32), "stop")
-            finished(request.group, [one] * request.sampling.n)
+            completion = Completion(tokens, np.zeros(len(tokens), dtype=np.float32), "stop")
+            finished(request.group, [completion] * request.sampling.n)
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_a_sample_without_a_score_has_no_number_and_is_named(serve: Callable[[En
 
 
 def test_a_scorer_in_processes_of_its_own(quickstart_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a run has it: named in the recipe, imported elsewhere, and gone with the server."""
+    """The recipe names the scorer; other processes import it, and it ends with the server, as in a run."""
     engine = Engine()
     monkeypatch.setattr(module.engines, "create", lambda name, spec: engine)
     reward = RewardConfig(function="tests.support.scorers:brevity", processes=2)
@@ -124,7 +124,7 @@ def run(server: RolloutServer, wave: list[GenerationRequest]) -> list[Group]:
 
 
 def test_images_are_prepared_here(quickstart_data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A prompt comes with the file; the engine is asked with pixels, the greedy sample, too, and siblings share them."""
+    """A prompt comes with a file; the engine receives pixels, also for the greedy sample, and siblings share them."""
     write_vl_model(tmp_path)
     write_processor(tmp_path)
     picture = io.BytesIO()
@@ -134,27 +134,33 @@ def test_images_are_prepared_here(quickstart_data: Path, monkeypatch: pytest.Mon
     model, reader = str(quickstart_data / "model"), ImageReader(str(tmp_path))
     server = RolloutServer("fake", None, model, RewardConfig(), [], SandboxConfig(), reader)  # type: ignore[arg-type]
     score_with(server, lambda request: 1.0)
-    first, *others = requests(with_greedy=True)
+    first, *remaining = requests(with_greedy=True)
     image = PromptImage("row, image 0", picture.getvalue(), "", tokens=4, start=1)
     seen = replace(first.prompt, tokens=(3, 250, 250, 250, 250, 4), images=(image,))
 
     async def vectors() -> list[list[SampleTokens]]:
         collected = [asyncio.ensure_future(server.collect(number)) for number in range(3)]
-        await server.submit([replace(first, prompt=seen), *others])
+        await server.submit([replace(first, prompt=seen), *remaining])
         return [(await result)[1] for result in collected]
 
-    (one, other), *rest = asyncio.run(asyncio.wait_for(vectors(), timeout=60))
-    assert one.images is not None and one.images is other.images and one.images.starts.tolist() == [1]
-    assert one.images.pixels.shape == (16, PATCH_VALUES) and one.images.grids.tolist() == [[1, 4, 4]]
+    (first_vectors, other), *rest = asyncio.run(asyncio.wait_for(vectors(), timeout=60))
+    assert (
+        first_vectors.images is not None
+        and first_vectors.images is other.images
+        and first_vectors.images.starts.tolist() == [1]
+    )
+    assert first_vectors.images.pixels.shape == (16, PATCH_VALUES) and first_vectors.images.grids.tolist() == [
+        [1, 4, 4]
+    ]
     assert all(sample.images is None for group in rest for sample in group)
-    asked = {request.group: request.images for request in engine.asked}
-    assert asked[0] is one.images and asked[-1] is one.images and asked[1] is None
+    images = {request.group: request.images for request in engine.asked}
+    assert images[0] is first_vectors.images and images[-1] is first_vectors.images and images[1] is None
 
 
 def test_an_image_that_cannot_be_decoded_fails_its_group_alone(
     quickstart_data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Of a file that was cut short the header can be read, and the rest is missed once it is sampled from."""
+    """A truncated file has a readable header; the missing data is noticed when the group is sampled."""
     write_vl_model(tmp_path)
     write_processor(tmp_path)
     picture = io.BytesIO()
@@ -164,10 +170,10 @@ def test_an_image_that_cannot_be_decoded_fails_its_group_alone(
     reader = ImageReader(str(tmp_path))
     server = RolloutServer("fake", None, str(quickstart_data / "model"), RewardConfig(), [], SandboxConfig(), reader)  # type: ignore[arg-type]
     score_with(server, lambda request: 1.0)
-    first, *others = requests(with_greedy=True)
+    first, *rest = requests(with_greedy=True)
     image = PromptImage("row 7, image 0", picture.getvalue()[:2000], "", tokens=4, start=1)
     damaged = replace(first.prompt, tokens=(3, 250, 250, 250, 250, 4), images=(image,))
-    bad, *good = run(server, [replace(first, prompt=damaged), *others])
+    bad, *good = run(server, [replace(first, prompt=damaged), *rest])
     assert "row 7, image 0 cannot be decoded" in str(bad.failures[0])
     assert all(math.isnan(sample.reward) for sample in [*bad.samples, bad.greedy] if sample)
     assert not any(group.failures for group in good) and 0 not in {request.group for request in engine.asked}

@@ -1,4 +1,4 @@
-"""The source around its engines: what it asks of them, and that no failure of theirs leaves the controller waiting."""
+"""The source around its engines: its calls of the engines; no failure of an engine leaves the controller waiting."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megarl.types import GenerationRequest, Group, InlineData, Prompt, Sample, S
 
 
 class FakeService:
-    """Answers each request with a group whose rewards say whether it has spread."""
+    """Answer each request with a group; `spread` sets whether its rewards differ."""
 
     name = "engine0"
 
@@ -57,7 +57,7 @@ class FakeService:
 
 
 class Prompts(list[Prompt]):
-    """As much of a data set as the source looks at."""
+    """The part of a data set that the source reads."""
 
     sets: ClassVar = {"train": 7}
     difficulty = None
@@ -75,30 +75,32 @@ def source(service: FakeService, check: Any = lambda: None, **dynamic: Any) -> E
 
 def test_a_wave_is_one_message_and_a_batch_is_in_admission_order() -> None:
     service = FakeService()
-    made = source(service)
-    made.admit(0)
-    batch = made.take(4)
+    engines_source = source(service)
+    engines_source.admit(0)
+    batch = engines_source.take(4)
     assert service.waves == [[0, 1, 2, 3]]
     assert [group.number for group in batch.groups] == [0, 1, 2, 3]
     assert batch.metrics["rollout/groups_filtered"] == 0
 
 
-@pytest.mark.parametrize(("advantage", "asked"), [("grpo", False), ("remax", True)])
-def test_a_greedy_sample_is_asked_for_where_the_advantage_needs_it(advantage: str, asked: bool) -> None:
+@pytest.mark.parametrize(("advantage", "expected"), [("grpo", False), ("remax", True)])
+def test_a_greedy_sample_is_asked_for_where_the_advantage_needs_it(advantage: str, expected: bool) -> None:
     service = FakeService()
-    made = source(service)
-    made.recipe.algorithm.advantage = advantage
-    made = EnginesSource(made.recipe, made.prompts, [EngineHandle(service)], [0], lambda: None)  # type: ignore[arg-type]
-    made.admit(0)
-    made.take(4)
-    assert service.with_greedy == [asked] * 4
+    engines_source = source(service)
+    engines_source.recipe.algorithm.advantage = advantage
+    engines_source = EnginesSource(
+        engines_source.recipe, engines_source.prompts, [EngineHandle(service)], [0], lambda: None
+    )  # type: ignore[arg-type]
+    engines_source.admit(0)
+    engines_source.take(4)
+    assert service.with_greedy == [expected] * 4
 
 
 def test_filtered_groups_are_replaced_and_counted() -> None:
     service = FakeService(spread=lambda number: number % 2 == 1)
-    made = source(service, enabled=True)
-    made.admit(0)
-    batch = made.take(4)
+    engines_source = source(service, enabled=True)
+    engines_source.admit(0)
+    batch = engines_source.take(4)
     assert [group.number for group in batch.groups] == [1, 3, 5, 7]
     assert batch.metrics["rollout/prompts_tried"] == 8 and batch.metrics["rollout/groups_filtered"] == 4
     assert batch.metrics["rollout/rewards/mean"] == pytest.approx((4 * 0.5 + 4 * 1.0) / 8)  # the filtered ones count
@@ -118,20 +120,20 @@ def test_at_the_bound_the_recipe_decides() -> None:
 def test_a_scorer_that_fails_is_raised() -> None:
     service = FakeService()
     service.fail = ZeroDivisionError("scorer")
-    made = source(service)
-    made.admit(0)
+    engines_source = source(service)
+    engines_source.admit(0)
     with pytest.raises(ZeroDivisionError):
-        made.take(4)
+        engines_source.take(4)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_groups_that_could_not_be_scored_are_replaced_counted_and_named(dynamic: bool) -> None:
-    """Of eight groups (rewards 0 and 1) four have a sample without a reward: it counts neither as 0 nor as filtered."""
+    """Four of eight groups (rewards 0 and 1) have a sample without a reward, which counts neither as 0 nor as filtered."""
     service = FakeService()
     service.unscored = lambda number: number in (0, 2, 5, 6)
-    made = source(service, enabled=dynamic)
-    made.admit(0)
-    batch = made.take(4)
+    engines_source = source(service, enabled=dynamic)
+    engines_source.admit(0)
+    batch = engines_source.take(4)
     assert [group.number for group in batch.groups] == [1, 3, 4, 7]
     expected = {"prompts_tried": 8, "groups_unscored": 4, "groups_filtered": 0, "groups_missing": 0}
     scoring = {
@@ -155,27 +157,27 @@ def test_a_scorer_that_fails_on_everything_ends_the_run_soon() -> None:
     """More than half of the last eight: after the fifth group, in the second wave of four."""
     service = FakeService()
     service.unscored = lambda number: True
-    made = source(service)
-    made.admit(0)
+    engines_source = source(service)
+    engines_source.admit(0)
     with pytest.raises(RuntimeError, match=r"5 of the last 5 groups .*max_failed_share = 0\.5.*'mine' failed on row"):
-        made.take(4)
+        engines_source.take(4)
     assert len(service.waves) == 2
 
 
 def test_a_filter_that_fails_is_raised() -> None:
-    made = source(FakeService(), enabled=True, metric="acuracy")
-    made.admit(0)
+    engines_source = source(FakeService(), enabled=True, metric="acuracy")
+    engines_source.admit(0)
     with pytest.raises(ValueError, match="acuracy"):
-        made.take(4)
+        engines_source.take(4)
 
 
 def test_a_failure_while_starting_replacements_is_raised() -> None:
     service = FakeService(spread=lambda number: False)
-    made = source(service, enabled=True)
-    made.admit(0)
-    made.engines = []  # as if the engine were gone when the next wave is due
+    engines_source = source(service, enabled=True)
+    engines_source.admit(0)
+    engines_source.engines = []  # as if the engine were gone when the next wave is due
     with pytest.raises((ValueError, IndexError)):
-        made.take(4)
+        engines_source.take(4)
 
 
 def test_a_process_that_dies_meanwhile_is_raised() -> None:
@@ -185,19 +187,19 @@ def test_a_process_that_dies_meanwhile_is_raised() -> None:
     def check() -> None:
         raise ChildProcessError("trainer rank 1 was killed")
 
-    made = source(service, check)
-    made.admit(0)
+    engines_source = source(service, check)
+    engines_source.admit(0)
     with pytest.raises(ChildProcessError, match="rank 1"):
-        made.take(4)
+        engines_source.take(4)
 
 
 def test_engines_that_finish_nothing_are_named() -> None:
     service = FakeService()
     service.silent = True
-    made = source(service)
-    made.admit(0)
+    engines_source = source(service)
+    engines_source.admit(0)
     with pytest.raises(RuntimeError, match=r"rollout\.timeout.*4 are running, the oldest is number 0"):
-        made.take(4)
+        engines_source.take(4)
 
 
 def test_state_goes_on_where_it_was() -> None:

@@ -28,25 +28,25 @@ def byte_pairs(folder: Path) -> None:
 
     vocabulary = {spell(bytes([byte])): byte for byte in range(256)}
     vocabulary |= {"<end>": 256, spell(b" \xf0\x9f"): 257, spell(b"\x98\x80."): 258, "ab": 259}
-    made = Tokenizer(models.BPE(vocabulary, []))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    made.add_special_tokens([AddedToken("<end>", special=True)])
-    _write(folder, made, end="<end>")
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<end>", special=True)])
+    _write(folder, tokenizer, end="<end>")
 
 
 def byte_fallback(folder: Path) -> None:
-    """As Llama 2: words that begin with a space, the very first of which is dropped, and bytes as tokens of their own
-    that turn into replacement characters all together where they make no text."""
+    """A tokenizer like Llama 2's: words begin with a space, which the first word drops, and unknown characters become
+    byte tokens, which decode to replacement characters if they are not valid text."""
     from tokenizers import AddedToken, Tokenizer, decoders, models
 
     words = ["<end>", "▁", "▁a", "▁b", "a", "b", "."]
     vocabulary = {word: number for number, word in enumerate(words)}
     vocabulary |= {f"<0x{byte:02X}>": len(words) + byte for byte in range(256)}
-    made = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
     strip = decoders.Strip(content=" ", left=1)
-    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
-    made.add_special_tokens([AddedToken("<end>", special=True)])
-    _write(folder, made, end="<end>")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
+    tokenizer.add_special_tokens([AddedToken("<end>", special=True)])
+    _write(folder, tokenizer, end="<end>")
 
 
 def sentencepiece(folder: Path) -> None:
@@ -60,8 +60,8 @@ def sentencepiece(folder: Path) -> None:
     (folder / "tokenizer.model").write_bytes(model.getvalue())
 
 
-def _write(folder: Path, made: object, end: str) -> None:
-    made.save(str(folder / "tokenizer.json"))  # type: ignore[attr-defined]
+def _write(folder: Path, tokenizer: object, end: str) -> None:
+    tokenizer.save(str(folder / "tokenizer.json"))  # type: ignore[attr-defined]
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
@@ -76,12 +76,12 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
-    made = {}
+    built = {}
     for name, make in KINDS.items():
         folder = tmp_path_factory.mktemp(name)
         make(folder)
-        made[name] = load_tokenizer(folder)
-    return made
+        built[name] = load_tokenizer(folder)
+    return built
 
 
 def places(tokenizer: Tokenizer, tokens: Sequence[int], ends: Sequence[int]) -> list[int]:
@@ -131,22 +131,22 @@ def test_a_run_of_bytes_that_makes_no_text_until_it_is_whole(tokenizers: dict[st
 def test_every_place_is_the_first_whose_text_is_the_wholes(
     tokenizers: dict[str, Tokenizer], name: str, count: int
 ) -> None:
-    """Against decoding every beginning of the response, for tokens in any order, many of which are no whole character.
-    Which of the bytes that make no text a replacement character stands for is left open, but for the order."""
+    """Compare with decoding every prefix of the response, for tokens in any order, many of them parts of characters.
+    If bytes are not valid text, only the order of the replacement characters is checked."""
     tokenizer, random = tokenizers[name], np.random.default_rng(count)
     written = tokenizer.encode("a b ab.\n 4+64=68 naïve 四 🙂🙂") if name != "byte_fallback" else [2, 3, *range(7, 30)]
     common = random.choice(written, count)
     tokens = np.where(random.random(count) < 0.7, common, random.integers(0, tokenizer.vocab_size, count)).tolist()
     text = tokenizer.decode(tokens)
     beginnings = [tokenizer.decode(tokens[: stop + 1]) for stop in range(count)]
-    found = places(tokenizer, tokens, range(1, len(text) + 1))
-    assert found == sorted(found)
+    positions = places(tokenizer, tokens, range(1, len(text) + 1))
+    assert positions == sorted(positions)
     slow = {
         end: next(stop for stop, beginning in enumerate(beginnings) if beginning[:end] == text[:end])
         for end in range(1, len(text) + 1)
         if text[end - 1] != "�"
     }
-    assert {end: found[end - 1] for end in slow} == slow
+    assert {end: positions[end - 1] for end in slow} == slow
     some = sorted(random.choice(list(slow), min(3, len(slow)), replace=False).tolist())
     assert places(tokenizer, tokens, some) == [slow[end] for end in some]
 
@@ -167,12 +167,12 @@ def test_a_long_response_is_not_decoded_from_its_beginning_for_every_step(
     tokens = [*tokenizer.encode("the answer is 7."), space, space, space] * 60
     text = tokenizer.decode(tokens)
     ends = [end for start in range(0, len(text) - 100, 200) for end in (start + 98, start + 99, start + 100)]
-    found = tokens_at(ends, tokens, text, decode)
-    for place, end in zip(found, ends, strict=True):
+    positions = tokens_at(ends, tokens, text, decode)
+    for place, end in zip(positions, ends, strict=True):
         assert len(tokenizer.decode(tokens[:place])) < end <= len(tokenizer.decode(tokens[: place + 1]))
     assert decoded < 20 * len(tokens)
 
 
 def test_what_tokens_say_may_depend_on_all_before_them() -> None:
-    """A tokenizer of nobody's: only as a whole do its tokens make any text."""
+    """With this tokenizer, tokens make text only together."""
     assert tokens_at([1, 3], [1, 2, 3], "xyz", lambda tokens: "xyz" if len(tokens) > 2 else "?") == [2, 2]

@@ -1,4 +1,4 @@
-"""No attack of tests/support/sandbox_attacks.py gets what it wants, and none leaves anything behind."""
+"""No attack of tests/support/sandbox_attacks.py succeeds, and none leaves traces."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ REFUSED = (errno.ENOSYS, errno.EPERM, errno.EACCES)
 
 @pytest.fixture(scope="module")
 def around(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """What surrounds the sandbox, worth an attack: a secret, sockets that listen, processes."""
+    """Targets around the sandbox: a secret, listening sockets, processes."""
     folder = tmp_path_factory.mktemp("around")
     (folder / "secret").write_text("secret")
     abstract = f"megarl-{uuid.uuid4()}"
@@ -67,17 +67,17 @@ def around(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
 
 
 def process_namespaces() -> set[str]:
-    found = set()
+    namespaces = set()
     for process in Path("/proc").glob("[0-9]*/ns/pid"):
         try:
-            found.add(os.readlink(process))
+            namespaces.add(os.readlink(process))
         except OSError:
             continue  # it is gone, or is not ours to see
-    return found
+    return namespaces
 
 
 def shared_things() -> dict[str, Any]:
-    """What a run could leave on this machine."""
+    """Traces that a run could leave on this machine."""
     return {
         "memory": [name for name in os.listdir("/dev/shm") if name in ("x", "mine")],
         "mounts": [

@@ -1,4 +1,4 @@
-"""What a run in the sandbox returns, and how a machine without one says so. tests/sandbox/test_attacks.py attacks it."""
+"""Results of a run in the sandbox, and the error on a machine without one. tests/sandbox/test_attacks.py attacks it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_input_of_some_megabytes_and_output_in_turn() -> None:
     """Pipes hold 64 KiB: a caller that writes all before it reads waits for ever."""
     result = sandbox.run("import sys\nfor line in sys.stdin: print(line, end='')", "x" * 99 + "\n" * 30_000)
     assert result.ok and len(result.stdout) == 30_099
-    assert sandbox.run("print(1)", "x" * 10_000_000).stdout == "1\n"  # input that nobody reads
+    assert sandbox.run("print(1)", "x" * 10_000_000).stdout == "1\n"  # the program does not read its input
 
 
 @needs_sandbox
@@ -134,7 +134,7 @@ def test_an_ordinary_user_has_the_sandbox_too(tmp_path: Path) -> None:
     """Through a user namespace, where root needs none: other arguments, the same guarantees."""
     python = f"/usr/bin/python3.{sys.version_info.minor}"
     if not os.path.exists(python):
-        pytest.skip("the interpreter of these tests may lie where others cannot read, and there is no other one")
+        pytest.skip("other users may be unable to read the tests' interpreter, and no other interpreter was found")
     import pyseccomp
 
     folder = Path("/tmp") / f"megarl-sandbox-{os.getpid()}"

@@ -1,5 +1,5 @@
-"""A stand-in for SGLang's kernels where there are none for the CPU: SGLang imports it, and computes in torch. What is called
-fails, but for the hash that a seed's draws come from: MurmurHash3."""
+"""A stand-in for SGLang's kernels on the CPU, where the package has none: SGLang imports it and computes in torch. All
+functions fail when called, except MurmurHash3, which seeded draws use."""
 
 import importlib.machinery
 import sys
@@ -59,7 +59,7 @@ def _mix(hashed, block):
 
 
 def _murmur_hash32(seed, positions, columns):
-    """Of each row's seed and position and each column: uint32 [rows, columns]."""
+    """Hash each row's seed and position and each column: uint32 [rows, columns]."""
     seed = seed.to(torch.int64)
     hashed = torch.zeros_like(seed)
     for block in (seed & _LOW, (seed >> 32) & _LOW, positions.to(torch.int64) & _LOW):

@@ -5,11 +5,11 @@ import sys
 from torch_npu import called
 
 called.append(f"import mindspeed.megatron_adaptor with {len(sys.argv) - 1} arguments")
-told: list[dict] = []
+repatched: list[dict] = []
 
 
 def _ask_every_module():
-    """As mindspeed/patch_utils.py does, for each name that it patches."""
+    """Ask each module for each patched name, as mindspeed/patch_utils.py does."""
     return [hasattr(module, "forward") for module in list(sys.modules.values())]
 
 
@@ -21,4 +21,4 @@ def repatch(args):
     assert "initialize_model_parallel" not in called, "the patch of it would come too late"
     if "needs" in args:
         raise ModuleNotFoundError("No module named 'megatron.training'", name="megatron.training")
-    told.append(args)
+    repatched.append(args)

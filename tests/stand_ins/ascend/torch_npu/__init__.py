@@ -1,5 +1,5 @@
-"""What megarl calls of torch_npu, with torch_npu's own parameters (tests/platform/test_npu.py holds them to its source), and a list
-of what was called. Importing it makes `torch.npu`, as importing torch_npu does."""
+"""The part of torch_npu that megarl calls, with torch_npu's parameters (tests/platform/test_npu.py compares with its source),
+and a list of calls. Importing it defines `torch.npu`, as importing torch_npu does."""
 
 import sys
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""torch_npu.profiler, as far as it is called."""
+"""torch_npu.profiler, limited to the parts that megarl calls."""
 
 from torch_npu import called
 
@@ -67,7 +67,7 @@ class profile:
         experimental_config=None,
         use_cuda=None,
     ):
-        contents = [name for name, asked in (("shapes", record_shapes), ("memory", profile_memory), ("stack", with_stack), ("modules", with_modules)) if asked]  # fmt: skip
+        contents = [name for name, enabled in (("shapes", record_shapes), ("memory", profile_memory), ("stack", with_stack), ("modules", with_modules)) if enabled]  # fmt: skip
         self.given = activities, contents, experimental_config.given, on_trace_ready
 
     def start(self):

@@ -12,14 +12,14 @@ CALLS: list[dict[str, object]] = []
 
 def bind(name, method, args, kwargs):
     """Arguments by name, as the real method would take them. Raises TypeError where it would."""
-    known = SIGNATURES[name][method]
-    names = [*known["required"], *known["optional"]]
-    given = dict(zip(names, args, strict=False))
-    unknown = [] if known["kwargs"] else sorted(set(kwargs) - set(names))
-    missing = [one for one in known["required"] if one not in {**given, **kwargs}]
-    if unknown or missing or set(given) & set(kwargs) or len(args) > len(names):
+    signature = SIGNATURES[name][method]
+    names = [*signature["required"], *signature["optional"]]
+    bound = dict(zip(names, args, strict=False))
+    unknown = [] if signature["kwargs"] else sorted(set(kwargs) - set(names))
+    missing = [required for required in signature["required"] if required not in {**bound, **kwargs}]
+    if unknown or missing or set(bound) & set(kwargs) or len(args) > len(names):
         raise TypeError(f"{name}.{method}: unknown {unknown}, missing {missing}")
-    return {**given, **kwargs}
+    return {**bound, **kwargs}
 
 
 class Linear(torch.nn.Module):
@@ -27,28 +27,28 @@ class Linear(torch.nn.Module):
 
     def __init__(self, *args, **kwargs):
         super().__init__()
-        given = bind(self.KIND, "__init__", args, kwargs)
-        assert not given["bias"] and not given["return_bias"]
-        self.parallel_mode = given["parallel_mode"]
-        self.tp_group, self.tp_size = given["tp_group"], given["tp_size"]
-        self.sequence_parallel = given["sequence_parallel"] and self.tp_size > 1
-        shape = [given["out_features"], given["in_features"]]
+        arguments = bind(self.KIND, "__init__", args, kwargs)
+        assert not arguments["bias"] and not arguments["return_bias"]
+        self.parallel_mode = arguments["parallel_mode"]
+        self.tp_group, self.tp_size = arguments["tp_group"], arguments["tp_size"]
+        self.sequence_parallel = arguments["sequence_parallel"] and self.tp_size > 1
+        shape = [arguments["out_features"], arguments["in_features"]]
         axis = {"column": 0, "row": 1}.get(self.parallel_mode)
         if axis is not None:
             shape[axis] //= self.tp_size
-        self._weights(given, shape, axis)
+        self._weights(arguments, shape, axis)
 
-    def _weights(self, given, shape, axis):
-        self.weight = self._weight(given, shape, axis)
+    def _weights(self, arguments, shape, axis):
+        self.weight = self._weight(arguments, shape, axis)
 
-    def _weight(self, given, shape, axis):
+    def _weight(self, arguments, shape, axis):
         from megatron.core.tensor_parallel.layers import (
             set_tensor_model_parallel_attributes,  # which imports this module
         )
 
-        weight = torch.nn.Parameter(torch.empty(shape, dtype=given["params_dtype"]))
+        weight = torch.nn.Parameter(torch.empty(shape, dtype=arguments["params_dtype"]))
         with torch.no_grad():
-            given["init_method"](weight)
+            arguments["init_method"](weight)
         set_tensor_model_parallel_attributes(weight, axis is not None, axis or 0, 1)
         return weight
 
@@ -74,12 +74,12 @@ class Linear(torch.nn.Module):
 class LayerNormLinear(Linear):
     KIND = "LayerNormLinear"
 
-    def _weights(self, given, shape, axis):
-        assert given["normalization"] == "RMSNorm" and not given["zero_centered_gamma"]
-        self.eps = given["eps"]
-        self.layer_norm_weight = torch.nn.Parameter(torch.ones(shape[1], dtype=given["params_dtype"]))
-        self.layer_norm_weight.sequence_parallel = given["sequence_parallel"]
-        super()._weights(given, shape, axis)
+    def _weights(self, arguments, shape, axis):
+        assert arguments["normalization"] == "RMSNorm" and not arguments["zero_centered_gamma"]
+        self.eps = arguments["eps"]
+        self.layer_norm_weight = torch.nn.Parameter(torch.ones(shape[1], dtype=arguments["params_dtype"]))
+        self.layer_norm_weight.sequence_parallel = arguments["sequence_parallel"]
+        super()._weights(arguments, shape, axis)
 
     def _input(self, x):
         return F.rms_norm(x, self.layer_norm_weight.shape, self.layer_norm_weight, self.eps)
@@ -88,27 +88,27 @@ class LayerNormLinear(Linear):
 class GroupedLinear(Linear):
     KIND = "GroupedLinear"
 
-    def _weights(self, given, shape, axis):
-        self.num_gemms = given["num_gemms"]
+    def _weights(self, arguments, shape, axis):
+        self.num_gemms = arguments["num_gemms"]
         for number in range(self.num_gemms):
-            self.register_parameter(f"weight{number}", self._weight(given, shape, axis))
+            self.register_parameter(f"weight{number}", self._weight(arguments, shape, axis))
 
     def forward(self, *args, **kwargs):
-        given = bind(self.KIND, "forward", args, kwargs)
-        assert isinstance(given["m_splits"], list), "the real one takes a list on the host"
-        parts = given["inp"].split(given["m_splits"])
+        arguments = bind(self.KIND, "forward", args, kwargs)
+        assert isinstance(arguments["m_splits"], list), "the real one takes a list on the host"
+        parts = arguments["inp"].split(arguments["m_splits"])
         return torch.cat([F.linear(part, getattr(self, f"weight{i}")) for i, part in enumerate(parts)])
 
 
 class RMSNorm(torch.nn.Module):
     def __init__(self, *args, **kwargs):
         super().__init__()
-        given = bind("RMSNorm", "__init__", args, kwargs)
-        size = given.get("normalized_shape") or given["hidden_size"]
-        assert not given["zero_centered_gamma"]
-        self.eps = given["eps"]
-        self.weight = torch.nn.Parameter(torch.ones(size, dtype=given["params_dtype"]))
-        self.weight.sequence_parallel = given["sequence_parallel"]
+        arguments = bind("RMSNorm", "__init__", args, kwargs)
+        size = arguments.get("normalized_shape") or arguments["hidden_size"]
+        assert not arguments["zero_centered_gamma"]
+        self.eps = arguments["eps"]
+        self.weight = torch.nn.Parameter(torch.ones(size, dtype=arguments["params_dtype"]))
+        self.weight.sequence_parallel = arguments["sequence_parallel"]
 
     def forward(self, x):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
@@ -117,14 +117,14 @@ class RMSNorm(torch.nn.Module):
 class DotProductAttention(torch.nn.Module):
     def __init__(self, *args, **kwargs):
         super().__init__()
-        given = bind("DotProductAttention", "__init__", args, kwargs)
-        self.softmax_scale = given.get("softmax_scale")
+        arguments = bind("DotProductAttention", "__init__", args, kwargs)
+        self.softmax_scale = arguments.get("softmax_scale")
 
     def forward(self, *args, **kwargs):
-        given = bind("DotProductAttention", "forward", args, kwargs)
-        query, key, value = given["query_layer"], given["key_layer"], given["value_layer"]
-        CALLS.append({name: one for name, one in given.items() if not name.endswith("_layer")})
-        offsets = given["cu_seqlens_q"].tolist()
+        arguments = bind("DotProductAttention", "forward", args, kwargs)
+        query, key, value = arguments["query_layer"], arguments["key_layer"], arguments["value_layer"]
+        CALLS.append({name: value for name, value in arguments.items() if not name.endswith("_layer")})
+        offsets = arguments["cu_seqlens_q"].tolist()
         out = []
         for start, end in pairwise(offsets):
             q, k, v = (x[start:end].transpose(0, 1)[None] for x in (query, key, value))
