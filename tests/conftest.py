@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-# Started in the background by a script, a process ignores Ctrl-C, and so would all that the tests start and interrupt.
+# A process started in the background by a script ignores Ctrl-C. Child processes of the tests would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

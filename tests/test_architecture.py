@@ -175,7 +175,7 @@ def test_a_run_imports_no_command() -> None:
             for name in names:
                 assert name.split(".")[0] not in ("docs", "benchmarks", "tests"), f"{path} imports {name}"
                 file = ROOT / Path(*name.split("."))
-                pending += [found for found in (file.with_suffix(".py"), file / "__init__.py") if found.is_file()]
+                pending += [source for source in (file.with_suffix(".py"), file / "__init__.py") if source.is_file()]
     commands = sorted(str(path.relative_to(PACKAGE)) for path in closure if room_of(path) == "commands")
     assert commands == []
 

@@ -1,4 +1,4 @@
-"""The loop and the step over stand-ins for trainers, engines and saver: when it stops, what it saves, what it frees."""
+"""The training loop over stand-ins for trainers, engines and saver: stop conditions, checkpoints and freed memory."""
 
 from __future__ import annotations
 
@@ -28,17 +28,19 @@ from megarl.weight_sync.handover import TrainersOnly
 
 
 class Workers:
-    """Trainers whose gradient norm in step s is ``norms[s - 1]``, and 1 after that."""
+    """Stand-in trainers: the gradient norm of step s is ``norms[s - 1]``, then 1."""
 
     size = 1
 
-    def __init__(self, role: str, norms: list[float], said: list[tuple[Any, ...]] | None = None) -> None:
+    def __init__(self, role: str, norms: list[float], calls: list[tuple[Any, ...]] | None = None) -> None:
         self.role, self.norms = role, iter(norms)
-        self.said = said if said is not None else []  # what was asked, with what
+        self.calls = calls if calls is not None else []  # method names and arguments
 
     def _note(self, method: str, arguments: tuple[Any, ...]) -> None:
-        plain = [None if isinstance(argument, Shard) else argument for argument in arguments]  # it would hold the batch
-        self.said.append((f"{self.role}.{method}", *plain))
+        plain = [
+            None if isinstance(argument, Shard) else argument for argument in arguments
+        ]  # a Shard would keep the batch alive
+        self.calls.append((f"{self.role}.{method}", *plain))
 
     def call(self, method: str, *args: Any) -> list[Any]:
         if method == "describe":
@@ -130,11 +132,11 @@ def fit(
     critic: list[float] | None = None,
     without: tuple[int, ...] = (),
 ) -> int:
-    """Run to the end; how many steps were taken."""
+    """Run to the end; returns the number of steps."""
     with RunLog(recipe, folder, 1, recipe.train.steps) as log:
-        made = build(recipe, folder, log, actor, critic, without)
-        run_steps(made)
-    return made.source.taken  # type: ignore[attr-defined]
+        run = build(recipe, folder, log, actor, critic, without)
+        run_steps(run)
+    return run.source.taken  # type: ignore[attr-defined]
 
 
 def build(
@@ -144,15 +146,15 @@ def build(
     actor: list[float],
     critic: list[float] | None = None,
     without: tuple[int, ...] = (),
-    said: list[tuple[Any, ...]] | None = None,
+    calls: list[tuple[Any, ...]] | None = None,
 ) -> Run:
-    """Build a run of stand-ins. `said` collects the calls to actor and critic, in order."""
-    trainers: Any = Workers("actor", actor, said)
+    """Build a run of stand-ins. `calls` collects the calls to actor and critic, in order."""
+    trainers: Any = Workers("actor", actor, calls)
     actor_group = ActorGroup(trainers, recipe)
     actor_group.describe()
     critic_group = None
     if critic is not None:
-        workers: Any = Workers("critic", critic, said)
+        workers: Any = Workers("critic", critic, calls)
         critic_group = CriticGroup(workers, recipe)
         critic_group.describe()
     source: Any = Source(without)
@@ -223,56 +225,56 @@ def test_zero_never_stops(recipe: Recipe, tmp_path: Path) -> None:
 
 
 def test_a_critic_that_learns_nothing_stops_the_run(recipe: Recipe, tmp_path: Path) -> None:
-    """Also while it alone learns. What it was given is let go before the next batch is sampled: see `Source.admit`."""
+    """Holds also in critic warm-up. `Source.admit` checks that the batch is freed before the next is sampled."""
     recipe.algorithm.advantage, recipe.critic.warmup_steps = "gae", 2
     with pytest.raises(RuntimeError, match=r"1 to 3: every update of the critic.*critic/grad_norm was nan"):
         fit(recipe, tmp_path, [], critic=[NAN] * 8)
 
 
-def asked_in_a_step(recipe: Recipe, folder: Path, *, critic: bool = False) -> list[tuple[Any, ...]]:
-    recipe.train.steps, said = 1, list[tuple[Any, ...]]()
+def calls_of_a_step(recipe: Recipe, folder: Path, *, critic: bool = False) -> list[tuple[Any, ...]]:
+    recipe.train.steps, calls = 1, list[tuple[Any, ...]]()
     with RunLog(recipe, folder, 1, 1) as log:
-        run_steps(build(recipe, folder, log, [1.0], [1.0] if critic else None, said=said))
-    return said
+        run_steps(build(recipe, folder, log, [1.0], [1.0] if critic else None, calls=calls))
+    return calls
 
 
-def names(said: list[tuple[Any, ...]]) -> list[str]:
-    return [name for name, *_ in said]
+def names(calls: list[tuple[Any, ...]]) -> list[str]:
+    return [name for name, *_ in calls]
 
 
 def test_the_first_weights_are_told(recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe.observe.console = "plain"
-    asked_in_a_step(recipe, tmp_path)
+    calls_of_a_step(recipe, tmp_path)
     _, start, *_ = (line for line in capsys.readouterr().out.splitlines() if line.startswith(("run", "start", "step")))
     assert start.endswith("| engines have the trainers' weights")
 
 
 def test_order_of_a_step(recipe: Recipe, tmp_path: Path) -> None:
-    assert names(asked_in_a_step(recipe, tmp_path)) == [
+    assert names(calls_of_a_step(recipe, tmp_path)) == [
         "actor.load_shard", "actor.compute_old_log_probs", "actor.update_actor"
     ]  # fmt: skip
 
 
 def test_a_kl_loss_needs_the_reference_and_no_advantages_anew(recipe: Recipe, tmp_path: Path) -> None:
     recipe.algorithm.kl_coef = 0.5
-    said = asked_in_a_step(recipe, tmp_path)
-    assert names(said)[1:] == [
+    calls = calls_of_a_step(recipe, tmp_path)
+    assert names(calls)[1:] == [
         "actor.compute_old_log_probs", "actor.compute_reference_log_probs", "actor.update_actor"
     ]  # fmt: skip
-    assert said[-1][1:] == (0.5, None)
+    assert calls[-1][1:] == (0.5, None)
 
 
 def test_a_kl_in_the_reward_is_taken_from_it_before_advantages(recipe: Recipe, tmp_path: Path) -> None:
-    """Rewards 0 and 1, KL 2 and 0 with weight 1/2: -1 and 1, whose mean is 0."""
+    """Rewards 0 and 1 minus 1/2 of KL 2 and 0 give -1 and 1, with mean 0."""
     recipe.algorithm.kl_coef, recipe.algorithm.kl_in_reward = 0.5, True
     recipe.algorithm.normalize_by_std = False
-    said = asked_in_a_step(recipe, tmp_path)
-    assert names(said)[1:] == [
+    calls = calls_of_a_step(recipe, tmp_path)
+    assert names(calls)[1:] == [
         "actor.compute_old_log_probs", "actor.compute_reference_log_probs", "actor.compute_kl", "actor.set_advantages",
         "actor.update_actor",
     ]  # fmt: skip
     (advantages,) = (
-        arguments for name, arguments in [one[:2] for one in said if len(one) > 1] if name == "actor.set_advantages"
+        arguments for name, arguments in [call[:2] for call in calls if len(call) > 1] if name == "actor.set_advantages"
     )
     assert advantages == [-1.0, 1.0]
     line = json.loads((tmp_path / "metrics.jsonl").read_text())
@@ -281,7 +283,7 @@ def test_a_kl_in_the_reward_is_taken_from_it_before_advantages(recipe: Recipe, t
 
 
 class Teacher:
-    """Lays other vectors in the place of those that it has read."""
+    """Stand-in teacher: replaces the vectors of each sample."""
 
     def score(self, groups: list[Group]) -> None:
         for sample in (sample for group in groups for sample in group.samples):
@@ -298,15 +300,15 @@ def test_trainers_are_given_what_the_teacher_has_read(recipe: Recipe, tmp_path: 
 
 def test_the_critic_comes_first_unless_the_kl_is_in_the_reward(recipe: Recipe, tmp_path: Path) -> None:
     recipe.algorithm.advantage = "gae"
-    own = ["critic.load_shard", "critic.compute_values", "critic.collect_advantages", "critic.update_critic"]
+    critic_calls = ["critic.load_shard", "critic.compute_values", "critic.collect_advantages", "critic.update_critic"]
     passes = ["actor.load_shard", "actor.compute_old_log_probs"]
     end = ["actor.load_advantages", "actor.update_actor"]
-    assert names(asked_in_a_step(recipe, tmp_path / "a", critic=True)) == [*own, *passes, *end]
+    assert names(calls_of_a_step(recipe, tmp_path / "a", critic=True)) == [*critic_calls, *passes, *end]
     recipe.algorithm.kl_coef, recipe.algorithm.kl_in_reward = 0.5, True
-    said = asked_in_a_step(recipe, tmp_path / "b", critic=True)
+    calls = calls_of_a_step(recipe, tmp_path / "b", critic=True)
     passes += ["actor.compute_reference_log_probs", "actor.compute_kl"]
-    assert names(said) == [*passes, own[0], "actor.collect_kl", *own[1:], *end]
-    (weight,) = (one[2] for one in said if one[0] == "critic.compute_values")
+    assert names(calls) == [*passes, critic_calls[0], "actor.collect_kl", *critic_calls[1:], *end]
+    (weight,) = (call[2] for call in calls if call[0] == "critic.compute_values")
     assert weight == 0.5
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of whole runs: saved beside training, resumed in another layout, killed while they are written."""
+"""Checkpoints of complete runs: background saves, resume in another layout, kills in mid-write."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def names(*steps: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(quickstart_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four steps on two trainers with experts spread over them, a checkpoint each, none of them waited for."""
+    """Four steps on two trainers with expert parallelism, a background checkpoint after each."""
     runs = tmp_path_factory.mktemp("runs")
     done = run(*settings(quickstart_data, runs, "whole"), torchrun=2)
     assert done.returncode == 0, done.stderr + done.stdout
@@ -59,7 +59,7 @@ def whole(quickstart_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def test_saved_beside_training_and_resumed_in_another_layout(whole: Path, quickstart_data: Path) -> None:
-    """The newest is damaged, the one before incomplete: the run goes on from the third, on one trainer, and says so."""
+    """The newest checkpoint is damaged, the previous incomplete: the run resumes from step 2, on one trainer, with notices."""
     assert checkpoints(whole) == names(1, 2, 3, 4)
     before = metrics(whole)
     assert all("checkpoint/write_seconds" in line for line in before[1:-1])
@@ -71,14 +71,14 @@ def test_saved_beside_training_and_resumed_in_another_layout(whole: Path, quicks
         byte = file.read(1)
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte[0] ^ 1]))
-    one = ["cluster.trainers=1", "megatron.expert_parallel=1"]
-    done = run(*settings(quickstart_data, whole.parent, "whole", *one, "train.resume=auto"), torchrun=1)
+    one_trainer = ["cluster.trainers=1", "megatron.expert_parallel=1"]
+    done = run(*settings(quickstart_data, whole.parent, "whole", *one_trainer, "train.resume=auto"), torchrun=1)
     assert done.returncode == 0, done.stderr + done.stdout
-    said = notices(whole)
-    assert "step_000003 was still being written" in said
-    assert f"step_000004 is damaged and is skipped: trainer/{largest.name}" in said
-    assert "another layout (processes 2 -> 1, expert_parallel 2 -> 1)" in said
-    assert "resumed after step 2" in said
+    notice_text = notices(whole)
+    assert "step_000003 was still being written" in notice_text
+    assert f"step_000004 is damaged and is skipped: trainer/{largest.name}" in notice_text
+    assert "another layout (processes 2 -> 1, expert_parallel 2 -> 1)" in notice_text
+    assert "resumed after step 2" in notice_text
     assert checkpoints(whole) == ["discarded", *names(1, 2, 3, 4)]
     for line, expected in zip(metrics(whole)[2:], before[2:], strict=True):
         for name in ("actor/pg_loss", "actor/grad_norm", "actor/lr"):
@@ -113,16 +113,16 @@ def test_killed_while_it_saves(
     process = start(arguments, f"{moment}:3")
     _, errors = process.communicate(timeout=500)
     assert process.returncode != 0
-    found = checkpoints(tmp_path / "killed")
-    if moment == "kill-between-files":  # the controller lives, and may have learned of it in time to clear up
-        found = [name for name in found if name != ".step_000003.partial"]
-    assert found == left, errors
+    entries = checkpoints(tmp_path / "killed")
+    if moment == "kill-between-files":  # the controller is alive and may have removed the partial checkpoint
+        entries = [name for name in entries if name != ".step_000003.partial"]
+    assert entries == left, errors
     done = run(*arguments, "train.resume=auto", torchrun=2)
     assert done.returncode == 0, done.stderr
     assert checkpoints(tmp_path / "killed") == names(3, 4)
-    said = notices(tmp_path / "killed")
-    assert ("step_000003 was still being written" in said) == (left[0] == ".step_000003.partial")
-    assert f"resumed after step {3 if left == names(1, 2, 3) else 2}" in said
+    notice_text = notices(tmp_path / "killed")
+    assert ("step_000003 was still being written" in notice_text) == (left[0] == ".step_000003.partial")
+    assert f"resumed after step {3 if left == names(1, 2, 3) else 2}" in notice_text
     again = metrics(tmp_path / "killed")
     assert [line["step"] for line in again] == [1, 2, 3, 4]
     assert without_times(again)[:2] == without_times(metrics(whole))[:2]
@@ -139,8 +139,8 @@ def test_sigterm_waits_for_a_checkpoint_that_is_being_written(quickstart_data: P
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode != 0
-    said = notices(tmp_path / "stopped")
-    assert "waiting for the checkpoint" in said and "step_000003 was completed before the end" in said
+    notice_text = notices(tmp_path / "stopped")
+    assert "waiting for the checkpoint" in notice_text and "step_000003 was completed before the end" in notice_text
     assert checkpoints(tmp_path / "stopped") == names(3)
     assert json.loads((tmp_path / "stopped" / "summary.json").read_text())["status"] == "stopped"
 

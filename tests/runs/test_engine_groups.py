@@ -1,4 +1,4 @@
-"""A run whose engines form a group, on the real stack: it learns from their samples, and dies of what killed one."""
+"""A run with an engine group on the real stack: training on its samples, and the death of one engine."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ GROUP = [*SMALL, "rollout.engines=2", "rollout.data_parallel=2"]
 
 
 def test_two_steps_learn_what_one_engine_has_them_learn(quickstart_data: Path, tmp_path: Path) -> None:
-    """Weights that reach half of the experts, samples of a mixture of versions: the trainer's log-probs would tell."""
+    """The log-prob gap detects weights that reach only half of the experts, and samples of mixed versions."""
     more = ["train.steps=2", "evaluation.at_end=true", "algorithm.dynamic_sampling.enabled=false"]
     for name, engines in (("alone", SMALL), ("group", GROUP)):
-        own = settings(quickstart_data, tmp_path, name, *engines, *more)
-        done = run("train", "recipes/quickstart.yaml", *own, torchrun=1)
+        arguments = settings(quickstart_data, tmp_path, name, *engines, *more)
+        done = run("train", "recipes/quickstart.yaml", *arguments, torchrun=1)
         assert done.returncode == 0, done.stderr + done.stdout
     alone, group = (metrics(tmp_path / name) for name in ("alone", "group"))
     assert [line["rollout/logprob_gap_max"] for line in group] == pytest.approx([0, 0], abs=1e-4)
-    for one, other in zip(alone, group, strict=True):
-        assert one.keys() == other.keys()
+    for line, group_line in zip(alone, group, strict=True):
+        assert line.keys() == group_line.keys()
         for name in {
             "rollout/rewards/mean",
             "response_length/mean",
             "actor/grad_norm",
             "exchange/version",
-        } & one.keys():
-            assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-6), name
+        } & line.keys():
+            assert line[name] == pytest.approx(group_line[name], rel=1e-3, abs=1e-6), name
 
 
 def test_engines_sample_ahead_and_are_evaluated(quickstart_data: Path, tmp_path: Path) -> None:
-    """One-step-off, groups replaced one by one, evaluations between: each could leave a member waiting for another."""
+    """One-step-off, continuous admission and evaluations between: each could make one engine wait for another."""
     more = [
         "train.steps=4", "rollout.max_staleness=1", "cluster.placement=disaggregated", "rollout.engines=2",
         "rollout.admission=continuous", "evaluation.every=2", "evaluation.greedy=true", "cluster.transport=ray",
@@ -52,41 +52,43 @@ def test_engines_sample_ahead_and_are_evaluated(quickstart_data: Path, tmp_path:
         assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr + done.stdout
     alone, group = (metrics(tmp_path / name) for name in ("alone", "group"))
     assert [line["rollout/staleness_max"] for line in group] == [0, 1, 1, 1]
-    for one, other in zip(alone, group, strict=True):  # a stale sample's gap is the policy's own way since
-        assert one.keys() == other.keys()
-        for name in {"rollout/logprob_gap_mean", "rollout/rewards/mean", "eval/rewards/mean"} & one.keys():
-            assert one[name] == pytest.approx(other[name], rel=0.02, abs=1e-5), name
+    for line, group_line in zip(
+        alone, group, strict=True
+    ):  # a stale sample's gap is the policy's change since its version
+        assert line.keys() == group_line.keys()
+        for name in {"rollout/logprob_gap_mean", "rollout/rewards/mean", "eval/rewards/mean"} & line.keys():
+            assert line[name] == pytest.approx(group_line[name], rel=0.02, abs=1e-5), name
 
 
 @pytest.mark.parametrize("name", ["engine0", "engine1"])
 def test_an_engine_that_is_killed_is_named_not_its_group(quickstart_data: Path, tmp_path: Path, name: str) -> None:
-    """The other's broken connection, or half an hour in a collective."""
-    one = Run(quickstart_data, tmp_path, "killed", *GROUP)
+    """The error is not the other engine's broken connection, nor a collective's half-hour timeout."""
+    training = Run(quickstart_data, tmp_path, "killed", *GROUP)
     try:
-        one.wait_for_steps(1)
-        processes = descendants(one.process.pid)
-        log = (one.directory / "logs" / f"{name}.log").read_text()
+        training.wait_for_steps(1)
+        processes = descendants(training.process.pid)
+        log = (training.directory / "logs" / f"{name}.log").read_text()
         os.kill(int(log.split("pid ")[1].split()[0]), signal.SIGKILL)
-        status, errors = one.end(30)
+        status, errors = training.end(30)
     finally:
-        one.process.kill()
+        training.process.kill()
     assert status == 1
     assert f"service {name}" in errors and "SIGKILL" in errors, errors
     assert_ended(processes)
 
 
 def test_a_group_spans_two_nodes(quickstart_data: Path, tmp_path: Path) -> None:
-    """A meeting place that is told by an address which only its own machine knows."""
+    """The engine group's rendezvous address must be reachable from the other node."""
     demand = Demand(trainers=2, engines=2, shared=True)
     assert place_on_cpus([1, 1], demand).engines == [[(0, 0)], [(1, 0)]]
-    own = settings(
+    arguments = settings(
         quickstart_data, tmp_path, "nodes", "rollout.engines=2", "rollout.data_parallel=2", "train.steps=2",
         "evaluation.at_start=false", "evaluation.at_end=false", "train.export_at_end=false", "observe.console=plain",
     )  # fmt: skip
     port = str(free_port())
     nodes = [
         subprocess.Popen(
-            ["bash", "launch/multinode.sh", "recipes/quickstart.yaml", *own],
+            ["bash", "launch/multinode.sh", "recipes/quickstart.yaml", *arguments],
             cwd=ROOT,
             env={name: value for name, value in environment().items() if not name.startswith("RAY_")}
             | {"NNODES": "2", "NODE_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -99,10 +101,10 @@ def test_a_group_spans_two_nodes(quickstart_data: Path, tmp_path: Path) -> None:
         for rank in range(2)
     ]
     try:
-        said = [node.communicate(timeout=400)[0] for node in nodes]
+        outputs = [node.communicate(timeout=400)[0] for node in nodes]
     finally:
         for node in nodes:
             node.terminate()
             node.wait(30)
-    assert [node.returncode for node in nodes] == [0, 0], said
+    assert [node.returncode for node in nodes] == [0, 0], outputs
     assert all(line["rollout/logprob_gap_max"] < 1e-4 for line in metrics(tmp_path / "nodes"))

@@ -1,4 +1,4 @@
-"""The end of a run that failed: the cause, then what is left of it and how to go on, each once."""
+"""The last output of a failed run: the cause, then the last checkpoint and how to resume, each once."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from tests.support.stack import ROOT
 def failing(
     quickstart_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Any:
-    """A training that writes checkpoints of `steps` and ends with `error`; its status and what it says on stderr."""
+    """Run a training that writes checkpoints of `steps` and raises `error`; returns its exit status and stderr."""
     checkpoints = tmp_path / "runs" / "failing" / "checkpoints"
-    handler = signal.getsignal(signal.SIGTERM)  # the command line puts its own in place
+    handler = signal.getsignal(signal.SIGTERM)  # the command line replaces it
 
     def train(steps: list[int], error: BaseException, during: Callable[[], None] = lambda: None) -> tuple[int, str]:
         def fails(*_: object, **__: object) -> NoReturn:
@@ -36,12 +36,12 @@ def failing(
             raise error
 
         monkeypatch.setattr(assembly, "connected", fails)
-        given = [
+        arguments = [
             "train",
             str(ROOT / "recipes/quickstart.yaml"),
             *settings(quickstart_data, tmp_path / "runs", "failing"),
         ]
-        status = guarded(lambda: cli.app(args=given, prog_name="megarl", standalone_mode=False), debug=False)
+        status = guarded(lambda: cli.app(args=arguments, prog_name="megarl", standalone_mode=False), debug=False)
         return status, capsys.readouterr().err
 
     yield train
@@ -49,44 +49,46 @@ def failing(
 
 
 def test_the_last_checkpoint_and_the_way_on_come_once_and_after_the_cause(failing: Any, tmp_path: Path) -> None:
-    status, said = failing([3, 7], RuntimeError("the machine burns"))
+    status, stderr = failing([3, 7], RuntimeError("the machine burns"))
     where = tmp_path / "runs" / "failing" / "checkpoints" / "step_000007"
-    cause, note, *rest = said.splitlines()[-3:]
+    cause, note, *rest = stderr.splitlines()[-3:]
     assert status == 1 and cause == "RuntimeError: the machine burns" and rest == ["(--debug shows the traceback)"]
     assert note == f"Last intact checkpoint: step 7, {where}. Resume from it: the same command with train.resume=auto."
-    assert said.count("checkpoint") == 1 + str(where).count("checkpoint")
+    assert stderr.count("checkpoint") == 1 + str(where).count("checkpoint")
 
 
 def test_without_one_that_is_said(failing: Any) -> None:
-    status, said = failing([], RuntimeError("the machine burns again"))
-    assert status == 1 and "No checkpoint was written to" in said and "train.resume=auto starts over" in said
+    status, stderr = failing([], RuntimeError("the machine burns again"))
+    assert status == 1 and "No checkpoint was written to" in stderr and "train.resume=auto starts over" in stderr
 
 
 def test_a_disk_that_cannot_be_read_hides_no_cause(failing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def unreadable(*_: object) -> NoReturn:
         raise OSError(5, "Input/output error")
 
-    status, said = failing(
+    status, stderr = failing(
         [], RuntimeError("the disk burns"), lambda: monkeypatch.setattr(next_commands, "how_to_go_on", unreadable)
     )
-    assert status == 1 and "RuntimeError: the disk burns" in said
-    assert "The checkpoints could not be listed: [Errno 5] Input/output error" in said
+    assert status == 1 and "RuntimeError: the disk burns" in stderr
+    assert "The checkpoints could not be listed: [Errno 5] Input/output error" in stderr
 
 
 def test_a_disk_that_is_full_as_the_log_closes(failing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The summary is what a run writes last, after whatever it failed of."""
+    """A run writes its summary last, also after a failure."""
 
     def full(*_: object) -> NoReturn:
         raise DiskFullError("no room for a summary")
 
     monkeypatch.setattr(RunLog, "__exit__", full)
-    status, said = failing([3], RuntimeError("the machine burns"))
-    assert status == 1 and "DiskFullError: no room for a summary" in said and "Last intact checkpoint: step 3" in said
+    status, stderr = failing([3], RuntimeError("the machine burns"))
+    assert (
+        status == 1 and "DiskFullError: no room for a summary" in stderr and "Last intact checkpoint: step 3" in stderr
+    )
 
 
 def test_what_was_refused_says_no_more_than_that(failing: Any) -> None:
-    status, said = failing([], InputError("no such device"))
-    assert status == 2 and "checkpoint" not in said
+    status, stderr = failing([], InputError("no such device"))
+    assert status == 2 and "checkpoint" not in stderr
 
 
 @pytest.mark.parametrize("error, status, end", [(KeyboardInterrupt(), 130, "Ctrl-C"), (Terminated(), 143, "SIGTERM")])

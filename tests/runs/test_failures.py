@@ -1,4 +1,4 @@
-"""What goes wrong on the real stack: the cause comes first, in seconds, and nothing stays behind."""
+"""Failures on the real stack: the cause is reported within seconds, and no process is left."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALL = ["cluster.trainers=1", "megatron.expert_parallel=1", "evaluation.at_star
 
 
 class Run:
-    """A training in the background, ended at the end of the test whatever happens."""
+    """A training in the background; the fixture `started` kills it at the end of the test."""
 
     def __init__(self, data: Path, runs: Path, name: str, *more: str):
         self.directory = runs / name
@@ -45,7 +45,7 @@ class Run:
             time.sleep(0.05)
 
     def end(self, seconds: float) -> tuple[int, str]:
-        """Wait for its own end; returns its status and what it said on stderr."""
+        """Wait until the run ends; returns its exit status and stderr."""
         _, errors = self.process.communicate(timeout=seconds)
         return self.process.returncode, errors
 
@@ -62,18 +62,18 @@ def started(quickstart_data: Path, tmp_path: Path):
         return runs[-1]
 
     yield start
-    for one in runs:
-        if one.process.poll() is None:
-            one.process.kill()
-            one.process.wait()
+    for training in runs:
+        if training.process.poll() is None:
+            training.process.kill()
+            training.process.wait()
 
 
 def test_ctrl_c_ends_everything_within_ten_seconds(started) -> None:
-    one = started("interrupted")
-    one.wait_for_steps(2)
-    processes = descendants(one.process.pid)
-    one.process.send_signal(signal.SIGINT)
-    status, errors = one.end(10)
+    training = started("interrupted")
+    training.wait_for_steps(2)
+    processes = descendants(training.process.pid)
+    training.process.send_signal(signal.SIGINT)
+    status, errors = training.end(10)
     assert status == 130
     assert "stopped by Ctrl-C" in errors and "Traceback" not in errors
     assert_ended(processes)
@@ -88,31 +88,33 @@ def assert_names_the_run(lines: list[str], directory: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [8, 12, 16])
 def test_sigterm_ends_a_run_that_starts(started, seconds: int) -> None:
-    """Whichever of Ray, the engine and the trainers is starting. For a moment of its own start Ray's compiled part handles
-    the signal: it writes where it was (`RAYS_OWN`), and leaves the rest to us."""
-    one = started("starting")
+    """SIGTERM ends the run while Ray, the engine or the trainers start.
+
+    Early in its start, Ray's C++ part handles the signal: it prints its stack (`RAYS_OWN`) and calls our handler.
+    """
+    training = started("starting")
     time.sleep(seconds)
-    processes = descendants(one.process.pid)
-    one.process.send_signal(signal.SIGTERM)
-    status, errors = one.end(20)
+    processes = descendants(training.process.pid)
+    training.process.send_signal(signal.SIGTERM)
+    status, errors = training.end(20)
     ours = [line for line in errors.strip().splitlines() if not RAYS_OWN.search(line)]
     assert (status, ours[-1]) == (143, "stopped by SIGTERM")
-    assert_names_the_run(ours[:-1], one.directory)
+    assert_names_the_run(ours[:-1], training.directory)
     assert_ended(processes)
 
 
 @pytest.mark.slow
 def test_sigterm_ends_everything_and_says_so(started) -> None:
-    """As cluster managers send it. Ray puts a handler of its own in place, which would end the process without a word."""
-    one = started("terminated")
-    one.wait_for_steps(1)
-    processes = descendants(one.process.pid)
-    one.process.send_signal(signal.SIGTERM)
-    status, errors = one.end(10)
+    """Cluster managers send SIGTERM. Ray installs a handler that would end the process without a message."""
+    training = started("terminated")
+    training.wait_for_steps(1)
+    processes = descendants(training.process.pid)
+    training.process.send_signal(signal.SIGTERM)
+    status, errors = training.end(10)
     lines = errors.strip().splitlines()
     assert (status, lines[-1]) == (143, "stopped by SIGTERM")
-    assert_names_the_run(lines[:-1], one.directory)
-    assert json.loads((one.directory / "summary.json").read_text())["status"] == "stopped"
+    assert_names_the_run(lines[:-1], training.directory)
+    assert json.loads((training.directory / "summary.json").read_text())["status"] == "stopped"
     assert_ended(processes)
 
 
@@ -121,23 +123,25 @@ def test_sigterm_ends_everything_and_says_so(started) -> None:
     [("engine0", "engine0"), pytest.param("trainer rank 0", "trainer-0", marks=pytest.mark.slow)],
 )
 def test_a_killed_process_is_named_within_seconds(started, role: str, words: str) -> None:
-    one = started("killed")
-    one.wait_for_steps(2)
-    processes = descendants(one.process.pid)
-    pid = pid_in_log(one.directory, words)
+    training = started("killed")
+    training.wait_for_steps(2)
+    processes = descendants(training.process.pid)
+    pid = pid_in_log(training.directory, words)
     os.kill(pid, signal.SIGKILL)
-    status, errors = one.end(30)
+    status, errors = training.end(30)
     assert status == 1
     assert role in errors and "SIGKILL" in errors and "Traceback" not in errors
-    last = list_checkpoints(one.directory / "checkpoints")[-1]
+    last = list_checkpoints(training.directory / "checkpoints")[-1]
     left = f"Last intact checkpoint: step {checkpoint_step(last)}, {last}. Resume from it: the same command"
     assert errors.count(f"{left} with train.resume=auto.\n") == 1
     assert_ended(processes)
 
 
 def pid_in_log(directory: Path, words: str) -> int:
-    """The process that a run's log file of that name is of, as its head says. Who holds the file open does not tell: what
-    the process started (scorers, say) does, too, and may have a lower number."""
+    """Return the pid in the header of the log `words`.log.
+
+    Open file handles cannot identify the process: its children (scorers, for example) inherit them.
+    """
     log = (directory / "logs" / f"{words}.log").read_text()
     return int(re.findall(rf"^{re.escape(HEADER)} .*, pid (\d+) on ", log, re.MULTILINE)[-1])
 

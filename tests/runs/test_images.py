@@ -32,11 +32,11 @@ def picture(width: int, height: int, seed: int) -> bytes:
 
 
 def rows(count: int) -> list[dict[str, Any]]:
-    """With two images, one, or none."""
-    made = []
+    """Rows with zero, one and two images in turn."""
+    table = []
     for number in range(count):
         images = [picture(*SIZES[(number + i) % len(SIZES)], seed=10 * number + i) for i in range(number % 3)]
-        made.append(
+        table.append(
             {
                 "data_source": "pictures",
                 "prompt": [{"role": "user", "content": f"w{20 + number} <image>" * len(images) + " w7 w8"}],
@@ -45,12 +45,12 @@ def rows(count: int) -> list[dict[str, Any]]:
                 "extra_info": {"index": number},
             }
         )
-    return made
+    return table
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of model/ and rows.parquet."""
+    """A folder with model/ and rows.parquet."""
     folder = tmp_path_factory.mktemp("pictures")
     write_vl_model(folder / "model")
     write_processor(folder / "model")
@@ -59,26 +59,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(folder: Path, runs: Path, name: str, *more: str) -> None:
-    given = [
+    arguments = [
         f"model.path={folder}/model", f"data.train_files=[{folder}/rows.parquet]",
         f"data.eval_files=[{folder}/rows.parquet]", f"runs_dir={runs}", f"name={name}",
         "reward.function=tests.support.scorers:letters", "data.max_pixels=12000", *more,
     ]  # fmt: skip
-    done = run("train", "tests/fixtures/images.yaml", *given)
+    done = run("train", "tests/fixtures/images.yaml", *arguments)
     assert done.returncode == 0, done.stderr + done.stdout
 
 
 @pytest.fixture(autouse=True)
 def torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM imports it for such models; where there is none, names are enough."""
+    """vLLM imports torchvision for such models; a stand-in with the names suffices."""
     if importlib.util.find_spec("torchvision") is None:
         stand_ins = str(Path(__file__).parents[1] / "stand_ins")
         monkeypatch.setenv("PYTHONPATH", f"{stand_ins}:{os.environ.get('PYTHONPATH', '')}")
 
 
 def test_engine_and_trainer_see_the_same_images(folder: Path, tmp_path: Path) -> None:
-    """Before and after an update, which the vision tower takes part in. An image that only one of the two sees, or an
-    image in another's place, is a gap of more than 0.1."""
+    """Log-probs agree before and after an update that includes the vision tower.
+
+    An image that only one of the two reads, or two swapped images, would give a gap above 0.1.
+    """
     train(folder, tmp_path, "run", "train.steps=2")
     lines = metrics(tmp_path / "run")
     assert [line["step"] for line in lines] == [1, 2]
@@ -89,13 +91,13 @@ def test_engine_and_trainer_see_the_same_images(folder: Path, tmp_path: Path) ->
 
 
 def test_groups_that_wait_keep_their_images_over_a_resume(folder: Path, tmp_path: Path) -> None:
-    """One-step-off: the engine has sampled the next batch when a checkpoint is taken. The resumed run trains on it as
-    if nothing had happened."""
+    """One-step-off: the engine has sampled the next batch when a checkpoint is saved. The resumed run trains on it with
+    equal metrics."""
     train(folder, tmp_path, "whole", "rollout.max_staleness=1", "train.save_every=2")
     checkpoint = tmp_path / "whole" / "checkpoints" / "step_000002"
     waiting = [item.group for batch in load_state(checkpoint)["source"]["gathered"] for item in batch]
-    found = [group.samples[0].data.get()[0].images for group in waiting]
-    kept = [images for images in found if isinstance(images, SampleImages)]
+    sampled_images = [group.samples[0].data.get()[0].images for group in waiting]
+    kept = [images for images in sampled_images if isinstance(images, SampleImages)]
     assert kept and all(len(images.pixels) == images.grids.prod(1).sum() for images in kept)
     resume = f"train.resume={checkpoint}"
     train(folder, tmp_path, "rest", "rollout.max_staleness=1", resume)

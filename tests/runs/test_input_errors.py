@@ -36,16 +36,16 @@ class CommandLine:
     def refuses(self, *arguments: str, words: tuple[str, ...]) -> None:
         """It ends with status 2 and one block on stderr with these words."""
         status = guarded(lambda: cli.app(args=list(arguments), prog_name="megarl", standalone_mode=False), debug=False)
-        said = self.output.readouterr()
-        assert status == 2, said.err + said.out
-        assert "Traceback" not in said.err
+        printed = self.output.readouterr()
+        assert status == 2, printed.err + printed.out
+        assert "Traceback" not in printed.err
         for word in words:
-            assert word in said.err, said.err
+            assert word in printed.err, printed.err
 
     def refuses_training(self, *overrides: str, words: tuple[str, ...], data: Path | None = None) -> None:
         """The quickstart with these settings is refused, and leaves no run."""
-        given = settings(data or self.data, self.runs, "bad", *overrides)
-        self.refuses("train", str(ROOT / "recipes/quickstart.yaml"), *given, words=words)
+        arguments = settings(data or self.data, self.runs, "bad", *overrides)
+        self.refuses("train", str(ROOT / "recipes/quickstart.yaml"), *arguments, words=words)
         assert not (self.runs / "bad" / "metrics.jsonl").exists()
 
 
@@ -64,8 +64,8 @@ def megarl(
 
 
 def test_as_a_process(quickstart_data: Path, tmp_path: Path) -> None:
-    given = settings(quickstart_data, tmp_path / "runs", "bad", "rollout.temprature=1")
-    done = run("train", "recipes/quickstart.yaml", *given, timeout=60)
+    arguments = settings(quickstart_data, tmp_path / "runs", "bad", "rollout.temprature=1")
+    done = run("train", "recipes/quickstart.yaml", *arguments, timeout=60)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert done.stderr.startswith("recipe error:") and "rollout.temprature" in done.stderr
     assert "did you mean rollout.temperature" in done.stderr
@@ -130,9 +130,9 @@ def test_held_out_rows_are_read_as_training_rows_are(
     copy: Path, megarl: CommandLine, row: dict[str, object], words: str
 ) -> None:
     (copy / "held_out.jsonl").write_text(json.dumps(row))
-    given = [f"model.path={copy}/model", f"data.train_files=[{copy}/data/sft_test.parquet]"]
-    given += [f"data.eval_files=[{copy}/held_out.jsonl]", f"runs_dir={megarl.runs}"]
-    megarl.refuses("train", str(ROOT / "recipes/tiny/sft.yaml"), *given, words=("held_out.jsonl, line 1", words))
+    arguments = [f"model.path={copy}/model", f"data.train_files=[{copy}/data/sft_test.parquet]"]
+    arguments += [f"data.eval_files=[{copy}/held_out.jsonl]", f"runs_dir={megarl.runs}"]
+    megarl.refuses("train", str(ROOT / "recipes/tiny/sft.yaml"), *arguments, words=("held_out.jsonl, line 1", words))
 
 
 def test_megarl_eval_of_a_recipe_that_samples_nothing(megarl: CommandLine) -> None:
@@ -183,5 +183,5 @@ def test_tools_that_cannot_be_had(megarl: CommandLine) -> None:
     )
     dies = "agent.mcp.s.command=[python, -c, 'import sys; sys.exit(3)']"
     megarl.refuses_training("data.chat_template=true", dies, words=("MCP server 's' cannot be reached",))
-    given = "agent.tools=['tests.support.agent_tools:not_a_tool']"
-    megarl.refuses_training("data.chat_template=true", given, words=("is not decorated with megarl.agents.tool",))
+    undecorated = "agent.tools=['tests.support.agent_tools:not_a_tool']"
+    megarl.refuses_training("data.chat_template=true", undecorated, words=("is not decorated with megarl.agents.tool",))

@@ -1,4 +1,4 @@
-"""A judge on the real stack: the tiny random model judges what it samples, in an engine of its own."""
+"""A judge on the real stack: the tiny random model judges its samples in a separate engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.stack, pytest.mark.slow]
 
 
 def judging(data: Path, *more: str) -> list[str]:
-    """A verdict is any text with a digit, which is what a random model comes to after some attempts."""
+    """Settings of the judge. Any text with a digit is a verdict; a random model writes one after some attempts."""
     return [
         f"judge.path={data}/model", "judge.prompt='Grade {{ response }} of {{ prompt }} ({{ ground_truth }}).'",
         "judge.pattern='([0-9])'", "judge.scale=9", "judge.max_prompt_length=200", "judge.max_tokens=32", "judge.attempts=20",
@@ -35,8 +35,10 @@ WITHOUT_EVALUATION = ["evaluation.at_start=false", "evaluation.at_end=false"]
 
 
 def test_groups_are_judged_and_learned_from(quickstart_data: Path, tmp_path: Path) -> None:
-    given = settings(quickstart_data, tmp_path, "judged", *SMALL, *WITHOUT_EVALUATION, *judging(quickstart_data), *SUM)
-    done = run("train", "recipes/quickstart.yaml", *given)
+    arguments = settings(
+        quickstart_data, tmp_path, "judged", *SMALL, *WITHOUT_EVALUATION, *judging(quickstart_data), *SUM
+    )
+    done = run("train", "recipes/quickstart.yaml", *arguments)
     assert done.returncode == 0, done.stderr + done.stdout
     for line in metrics(tmp_path / "judged"):
         judged, letters = line["critic/score/judge/mean"], line["critic/score/letters/mean"]
@@ -51,30 +53,30 @@ def test_groups_are_judged_and_learned_from(quickstart_data: Path, tmp_path: Pat
 
 
 def test_under_torchrun_and_alone(quickstart_data: Path, tmp_path: Path) -> None:
-    """Two engines of the judge, which is the whole reward; and an evaluation by itself."""
+    """A judge with two engines gives the complete reward, in training and in `megarl eval`."""
     alone = [*judging(quickstart_data), "reward.function=judge", "judge.engines=2", "judge.right_from=0.5"]
-    given = settings(quickstart_data, tmp_path, "alone", *SMALL, *alone)
-    done = run("train", "recipes/quickstart.yaml", *given, torchrun=1)
+    arguments = settings(quickstart_data, tmp_path, "alone", *SMALL, *alone)
+    done = run("train", "recipes/quickstart.yaml", *arguments, torchrun=1)
     assert done.returncode == 0, done.stderr + done.stdout
     before, line, after = metrics(tmp_path / "alone")
     assert 0 < before["eval/pass@1"] < 1 and 0 < after["eval/rewards/mean"] < 1
     assert 0 < line["critic/rewards/mean"] < 1 and line["rollout/judge_seconds"] > 0
     assert 0 < line["critic/score/accuracy/mean"] < 1 and "critic/score/judge/mean" not in line
     assert {path.stem for path in (tmp_path / "alone" / "logs").glob("judge*.log")} == {"judge0", "judge1"}
-    done = run("eval", "recipes/quickstart.yaml", *given, "name=evaluated")
+    done = run("eval", "recipes/quickstart.yaml", *arguments, "name=evaluated")
     assert done.returncode == 0, done.stderr + done.stdout
     assert 0 < json.loads(done.stdout.splitlines()[-1])["eval/rewards/mean"] < 1
 
 
 def test_a_judge_that_is_killed_ends_the_run_and_is_named(quickstart_data: Path, tmp_path: Path) -> None:
-    one = Run(quickstart_data, tmp_path, "killed", *judging(quickstart_data), *SUM)
+    training = Run(quickstart_data, tmp_path, "killed", *judging(quickstart_data), *SUM)
     try:
-        one.wait_for_steps(1)
-        processes = descendants(one.process.pid)
-        os.kill(pid_in_log(one.directory, "judge0"), signal.SIGKILL)
-        status, errors = one.end(30)
+        training.wait_for_steps(1)
+        processes = descendants(training.process.pid)
+        os.kill(pid_in_log(training.directory, "judge0"), signal.SIGKILL)
+        status, errors = training.end(30)
     finally:
-        one.process.kill()
+        training.process.kill()
     assert status == 1
     assert "judge0" in errors and "SIGKILL" in errors and "Traceback" not in errors
     assert_ended(processes)

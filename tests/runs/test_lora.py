@@ -40,8 +40,10 @@ def adapters(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def learned(start: Path, adapter: Path, merged: Path) -> set[str]:
-    """Assert that `merged` is the starting model plus what the adapters add, and nothing else. Returns which linears
-    ("q_proj") an adapter has changed; that of an expert to which no token went has changed nothing."""
+    """Assert that `merged` is the starting model plus the adapters' product, and nothing else.
+
+    Returns the names of the changed linears ("q_proj"). An adapter of an expert that received no token changes nothing.
+    """
     matrices, got, changed = adapters(adapter), weights(merged), set()
     config = json.loads((adapter / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(start)
@@ -122,7 +124,7 @@ def dense(quickstart_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def test_engines_take_adapters_alone(dense: Path) -> None:
-    """One notice says so; what is sent falls to the adapters; engines sample what trainers compute."""
+    """One notice reports it; later updates send only adapter bytes; the engines' log-probs are the trainers'."""
     assert (dense / "auto.txt").read_text().count("exchange.adapters=auto: adapters alone; ") == 1
     config = json.loads((dense / "model" / "config.json").read_text())
     of_adapters = 4 * sum(adapter_sizes(config, 4, ["all-linear"]).values())

@@ -24,13 +24,13 @@ pytestmark = [pytest.mark.stack, pytest.mark.slow]
 
 
 class Nodes:
-    """The nodes of one run. What each says is kept, with the time of each line."""
+    """The nodes of one run, with each node's output."""
 
     def __init__(self, count: int, arguments: list[str], *, join_timeout: int = 120) -> None:
         self.count, self.arguments, self.join_timeout = count, arguments, join_timeout
         self.port = str(free_port())
         self.processes: dict[int, subprocess.Popen[str]] = {}
-        self.said: dict[int, list[str]] = {}
+        self.lines: dict[int, list[str]] = {}
         self._readers: dict[int, threading.Thread] = {}
 
     def start(self, rank: int, **environ: str) -> None:
@@ -49,16 +49,16 @@ class Nodes:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        said = self.said[rank] = []
+        lines = self.lines[rank] = []
         assert process.stdout is not None
-        self._readers[rank] = threading.Thread(target=said.extend, args=[process.stdout])
+        self._readers[rank] = threading.Thread(target=lines.extend, args=[process.stdout])
         self._readers[rank].start()
 
     def end(self, rank: int, seconds: float) -> tuple[int, str]:
-        """A node's exit status, and all that it said."""
+        """Return a node's exit status and output."""
         status = self.processes[rank].wait(seconds)
         self._readers[rank].join(10)
-        return status, "".join(self.said[rank])
+        return status, "".join(self.lines[rank])
 
     def close(self) -> None:
         for process in self.processes.values():
@@ -88,7 +88,7 @@ def trained(data: Path, runs: Path, name: str, *more: str) -> list[str]:
 def machines(run: Path) -> set[str]:
     """The addresses of the nodes that trainers and engines say they ran on."""
     heads = [log.read_text().split("\n", 1)[0] for log in (run / "logs").glob("*.log")]
-    return {found[1] for head in heads if (found := re.search(r"pid \d+ on (\S+)", head))}
+    return {match[1] for head in heads if (match := re.search(r"pid \d+ on (\S+)", head))}
 
 
 @pytest.mark.parametrize(("count", "late"), [(2, 0.0), (3, 15.0)], ids=["two", "three, one of them late"])
@@ -100,9 +100,9 @@ def test_nodes_train_together(cluster, quickstart_data: Path, tmp_path: Path, co
         nodes.start(rank)
     time.sleep(late)
     nodes.start(count - 1)
-    status, said = nodes.end(0, 300)
-    assert status == 0, said
-    assert f"{count} nodes have joined" in said
+    status, output = nodes.end(0, 300)
+    assert status == 0, output
+    assert f"{count} nodes have joined" in output
     assert [line["step"] for line in metrics(tmp_path / "together")] == [1, 2]
     assert json.loads((tmp_path / "together" / "summary.json").read_text())["status"] == "finished"
     for rank in range(1, count):
@@ -110,7 +110,7 @@ def test_nodes_train_together(cluster, quickstart_data: Path, tmp_path: Path, co
 
 
 def test_a_node_that_dies_ends_the_run_with_its_name(cluster, quickstart_data: Path, tmp_path: Path) -> None:
-    """As if its power were cut: every process of it is gone at once. The others end within a minute, and say which."""
+    """All processes of a node are killed at once, as in a power cut. The other nodes end within a minute and name it."""
     more = ["cluster.trainers=2", "cluster.placement=disaggregated", "train.steps=500"]
     nodes = cluster(3, trained(quickstart_data, tmp_path, "dies", *more))
     for rank in range(3):
@@ -125,10 +125,10 @@ def test_a_node_that_dies_ends_the_run_with_its_name(cluster, quickstart_data: P
     lost = [psutil.Process(nodes.processes[1].pid), *descendants(nodes.processes[1].pid)]
     for process in lost:
         process.kill()
-    status, said = nodes.end(0, 60)
+    status, output = nodes.end(0, 60)
     assert status == 1
-    assert "node rank 1 has left" in said
-    assert "Traceback" not in said
+    assert "node rank 1 has left" in output
+    assert "Traceback" not in output
     assert nodes.end(2, 30)[0] == 1
     assert_ended(everything, 20)
 
@@ -145,9 +145,9 @@ time.sleep(1000)
 """
 
 
-@pytest.mark.parametrize("told", [[1], [0, 1]], ids=["another node", "all"])
-def test_a_node_that_is_told_to_end_lets_the_run_end_first(cluster, tmp_path: Path, told: list[int]) -> None:
-    """As when a pod is evicted, or a Slurm job's time is over: else what a trainer on it writes would be lost."""
+@pytest.mark.parametrize("terminated", [[1], [0, 1]], ids=["another node", "all"])
+def test_a_node_that_is_told_to_end_lets_the_run_end_first(cluster, tmp_path: Path, terminated: list[int]) -> None:
+    """An evicted pod or a Slurm job at its time limit sends SIGTERM to a node; its trainer must finish its checkpoint."""
     saved, begun = tmp_path / "saved", tmp_path / "begun"
     nodes = cluster(2, ["--", sys.executable, "-c", SAVING, str(saved), str(begun)])
     nodes.start(0)
@@ -156,12 +156,12 @@ def test_a_node_that_is_told_to_end_lets_the_run_end_first(cluster, tmp_path: Pa
     while not begun.exists():
         assert time.monotonic() < deadline
         time.sleep(0.2)
-    for rank in told:
+    for rank in terminated:
         nodes.processes[rank].terminate()
     time.sleep(10)
     assert nodes.processes[1].poll() is None, f"its Ray is still needed: {nodes.end(1, 5)[1]}"
-    status, said = nodes.end(0, 60)
-    assert status == 143 and "one more signal ends it at once" in said
+    status, output = nodes.end(0, 60)
+    assert status == 143 and "one more signal ends it at once" in output
     assert saved.read_text() == "whole"
     assert nodes.end(1, 30)[0] == 143
 
@@ -188,17 +188,17 @@ def test_nodes_that_start_in_the_same_moment_join(cluster) -> None:
     for rank in range(3):
         nodes.start(rank)
     for rank in range(3):
-        status, said = nodes.end(rank, 120)
-        assert status == 0, said
+        status, output = nodes.end(rank, 120)
+        assert status == 0, output
 
 
 def test_a_node_whose_ray_does_not_start_says_why_to_all(cluster) -> None:
     nodes = cluster(2, ["--", "true"], join_timeout=400)
     nodes.start(0)
     nodes.start(1, MEGARL_NODE_IP="203.0.113.1")  # no address of this machine
-    status, said = nodes.end(0, 300)  # before the time for joining is up
+    status, output = nodes.end(0, 300)  # before the time for joining is up
     assert status == 1
-    assert "node rank 1: Ray ended with exit code" in said
+    assert "node rank 1: Ray ended with exit code" in output
     assert nodes.end(1, 30)[0] == 1
 
 
@@ -206,8 +206,8 @@ def test_nodes_that_wait_for_one_that_never_comes(cluster, quickstart_data: Path
     nodes = cluster(3, trained(quickstart_data, tmp_path, "never", "train.steps=2"), join_timeout=25)
     nodes.start(0)
     nodes.start(2)
-    status, said = nodes.end(0, 90)
+    status, output = nodes.end(0, 90)
     assert status == 1
-    assert "node rank 1 of 3 did not join within 25 s" in said
+    assert "node rank 1 of 3 did not join within 25 s" in output
     assert nodes.end(2, 30)[0] == 1
     assert not (tmp_path / "never").exists()

@@ -1,7 +1,7 @@
-"""Every algorithm's recipe on the real stack: what it asks of trainers, engines, critic and teacher is there, and it learns.
+"""Every algorithm's recipe on the real stack: trainers, engines, critic and teacher run it, and it learns.
 
-The task is one that a random model can begin with: to write letters. What the recipes learn on the quickstart's word
-problems stands in docs/algorithms.md (benchmarks/learning.py)."""
+The task suits a random model: write letters. docs/algorithms.md has the learning curves on the quickstart's word
+problems (benchmarks/learning.py)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ pytestmark = pytest.mark.stack
 
 STEPS = 6
 IN_CI = ("grpo", "dapo", "ppo")
-OF_DATA = {"sft", "lora_sft", "dpo"}  # whose samples are a data set's own answers
+OF_DATA = {"sft", "lora_sft", "dpo"}  # samples are the answers of a data set
 OF_A_TEACHER = {"gkd": "actor/pg_loss", "on_policy_distillation": "actor/reward_kl_penalty"}
-"""What each minimises."""
+"""Recipes with a teacher, and the metric that each minimises."""
 RECIPES = [
     pytest.param(path, id=path.stem, marks=[] if path.stem in IN_CI else [pytest.mark.slow])
     for path in sorted((ROOT / "recipes" / "tiny").glob("*.yaml"))
@@ -38,7 +38,7 @@ LEARNING = [
     "actor.optimizer.lr=2e-2",
     "actor.optimizer.warmup_steps=0",
 ]
-# What shows that the algorithm did what it is for, in every step.
+# Metrics of every step that show that the algorithm was active.
 SIGNS = {
     "clip_cov": ["actor/cov_selected"],
     "kl_cov": ["actor/cov_selected"],
@@ -58,18 +58,18 @@ def check(lines: list[dict[str, float]], name: str, source: str = "rollout") -> 
         numbers = {key: value for key, value in line.items() if isinstance(value, float)}
         assert all(math.isfinite(value) for value in numbers.values()), line
         assert not line.get("actor/skipped_updates") and not line.get("critic/skipped_updates")
-        wanted = SIGNS.get(name, [])
-        assert set(wanted) <= line.keys(), name
+        signs = SIGNS.get(name, [])
+        assert set(signs) <= line.keys(), name
         if source == "rollout":
             assert line["rollout/logprob_gap_max"] < 1e-3
 
 
-# Beyond what `settings` says.
+# Overrides in addition to `settings`.
 OWN = {
-    "pass_at_k": ["reward.function=tests.support.scorers:mostly_letters"],  # right is what is above 0
-    # As its recipe has it, one sample of each prompt: the greedy one is a second.
+    "pass_at_k": ["reward.function=tests.support.scorers:mostly_letters"],  # a reward above 0 counts as correct
+    # One sample of each prompt, as in its recipe; the greedy sample is a second.
     "remax": ["algorithm.kl_coef=0.001", "train.steps=14", "data.prompts_per_step=64", "rollout.samples_per_prompt=1"],
-    "gspo": ["train.steps=14"],  # its bounds let little through after a step's first mini batch
+    "gspo": ["train.steps=14"],  # its clip bounds mask most tokens after a step's first mini batch
     "ppo": ["critic.warmup_steps=1", f"train.steps={STEPS + 1}"],
 }
 
@@ -77,8 +77,10 @@ OWN = {
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_learns_to_write_letters(recipe: Path, quickstart_data: Path, tmp_path: Path) -> None:
     name = recipe.stem
-    given = settings(quickstart_data, tmp_path, "tiny", *SMALL, f"train.steps={STEPS}", *LEARNING, *OWN.get(name, []))
-    done = run("train", f"recipes/tiny/{recipe.name}", *given)
+    arguments = settings(
+        quickstart_data, tmp_path, "tiny", *SMALL, f"train.steps={STEPS}", *LEARNING, *OWN.get(name, [])
+    )
+    done = run("train", f"recipes/tiny/{recipe.name}", *arguments)
     assert done.returncode == 0, done.stderr + done.stdout
     lines = metrics(tmp_path / "tiny")
     check(lines, name)
@@ -90,7 +92,7 @@ def test_learns_to_write_letters(recipe: Path, quickstart_data: Path, tmp_path: 
 
 @pytest.mark.slow
 def test_ppo_with_the_kl_in_the_reward(quickstart_data: Path, tmp_path: Path) -> None:
-    """The critic is told each token's KL by the actor's processes; a resume goes on with the adapted weight."""
+    """The actor's processes send each token's KL to the critic; a resumed run keeps the adapted KL weight."""
     kl = ["algorithm.kl_coef=0.2", "algorithm.kl_in_reward=true", "algorithm.kl_target=0.01", "algorithm.kl_horizon=64"]
     more = [
         *SMALL,
@@ -105,8 +107,8 @@ def test_ppo_with_the_kl_in_the_reward(quickstart_data: Path, tmp_path: Path) ->
     assert done.returncode == 0, done.stderr + done.stdout
     lines = metrics(tmp_path / "ppo")
     check(lines, "ppo_kl_in_reward")
-    # The first step warms the critic up. Before the second's update nothing has moved either: the KL is 0, and its weight
-    # falls by the most, 0.2 * 16 samples / 64.
+    # The first step is critic warm-up, so that the KL before the second step's update is 0, too. The KL weight then falls
+    # by the largest amount, 0.2 * 16 samples / 64.
     assert [line["actor/kl_weight"] for line in lines] == pytest.approx([0.2, 0.2, 0.2 * 0.95])
     assert lines[1]["actor/reward_kl_penalty"] == pytest.approx(0, abs=1e-6)
     assert lines[2]["actor/reward_kl_penalty"] > 0
@@ -121,11 +123,11 @@ def test_ppo_with_the_kl_in_the_reward(quickstart_data: Path, tmp_path: Path) ->
 def teacher(quickstart_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The random model after some SFT."""
     runs = tmp_path_factory.mktemp("teacher")
-    given = [
+    arguments = [
         f"model.path={quickstart_data}/model", f"data.train_files=[{quickstart_data}/data/sft.parquet]", f"runs_dir={runs}",
         "name=teacher", "train.steps=100", "train.save_at_end=false", "train.export_at_end=true",
     ]  # fmt: skip
-    done = run("train", "recipes/quickstart_sft.yaml", *given)
+    done = run("train", "recipes/quickstart_sft.yaml", *arguments)
     assert done.returncode == 0, done.stderr + done.stdout
     return runs / "teacher" / "hf"
 
@@ -133,8 +135,10 @@ def teacher(quickstart_data: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OF_A_TEACHER)
 def test_comes_closer_to_its_teacher(name: str, teacher: Path, quickstart_data: Path, tmp_path: Path) -> None:
-    given = settings(quickstart_data, tmp_path, "tiny", *SMALL, "train.steps=12", *LEARNING, f"teacher.path={teacher}")
-    done = run("train", f"recipes/tiny/{name}.yaml", *given)
+    arguments = settings(
+        quickstart_data, tmp_path, "tiny", *SMALL, "train.steps=12", *LEARNING, f"teacher.path={teacher}"
+    )
+    done = run("train", f"recipes/tiny/{name}.yaml", *arguments)
     assert done.returncode == 0, done.stderr + done.stdout
     lines = metrics(tmp_path / "tiny")
     check(lines, name)
@@ -152,9 +156,9 @@ STEP_REWARDS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STEP_REWARDS)
 def test_rewards_of_steps(name: str, quickstart_data: Path, tmp_path: Path) -> None:
-    """A scorer of the user's own gives some, and the policy learns to earn more of them."""
+    """A user's scorer gives step rewards, and the policy learns to earn more of them."""
     base, *more = STEP_REWARDS[name]
-    bases = [f"{ROOT}/recipes/base/{one}.yaml" for one in ("word_problems", base)]
+    bases = [f"{ROOT}/recipes/base/{base_name}.yaml" for base_name in ("word_problems", base)]
     (tmp_path / "steps.yaml").write_text(json.dumps({"base": bases, "name": "steps"}))
     more += [
         "reward.function=tests.support.scorers:pieces",
@@ -162,8 +166,8 @@ def test_rewards_of_steps(name: str, quickstart_data: Path, tmp_path: Path) -> N
         "data.prompts_per_step=8",
         "rollout.samples_per_prompt=8",
     ]
-    given = settings(quickstart_data, tmp_path, "steps", *SMALL, *more)
-    done = run("train", str(tmp_path / "steps.yaml"), *given)
+    arguments = settings(quickstart_data, tmp_path, "steps", *SMALL, *more)
+    done = run("train", str(tmp_path / "steps.yaml"), *arguments)
     assert done.returncode == 0, done.stderr + done.stdout
     lines = metrics(tmp_path / "steps")
     check(lines, name)
@@ -181,20 +185,20 @@ def test_rewards_of_steps(name: str, quickstart_data: Path, tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(OF_DATA))
 def test_held_out_rows_show_learning(quickstart_data: Path, tmp_path: Path, name: str) -> None:
-    """As the recipe is, but for the model: from the random one. The pairs' held-out numbers tell which answer is a
-    worked solution."""
+    """The recipes run as they are, but from the random model. Held-out metrics of pairs show that the policy learns to
+    prefer worked solutions."""
     recipe = load_recipe(ROOT / "recipes" / "tiny" / f"{name}.yaml")
     files = {
         f"data.{key}": [str(quickstart_data / Path(file).relative_to("data/quickstart")) for file in files]
         for key, files in (("train_files", recipe.data.train_files), ("eval_files", recipe.data.eval_files))
     }
-    given = [
+    arguments = [
         *(f"{key}=[{','.join(paths)}]" for key, paths in files.items()), f"model.path={quickstart_data}/model",
         f"runs_dir={tmp_path}", f"name={name}", "train.steps=12", "evaluation.every=6", "train.save_at_end=false",
     ]  # fmt: skip
     if name == "dpo":
-        given += ["actor.optimizer.lr=5e-3", "actor.optimizer.warmup_steps=0"]
-    done = run("train", f"recipes/tiny/{name}.yaml", *given)
+        arguments += ["actor.optimizer.lr=5e-3", "actor.optimizer.warmup_steps=0"]
+    done = run("train", f"recipes/tiny/{name}.yaml", *arguments)
     assert done.returncode == 0, done.stderr + done.stdout
     lines = metrics(tmp_path / name)
     check(lines[1:], name, source=recipe.train.source)

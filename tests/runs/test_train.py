@@ -60,14 +60,14 @@ def reference(quickstart_data: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.mark.slow
 def test_planned_weights_are_the_exported_ones(quickstart_data: Path, reference: Path, tmp_path: Path) -> None:
-    """Every number of the run is the same to the last bit."""
+    """All metrics of both runs are bit-identical."""
     more = ["train.steps=4", "algorithm.kl_coef=0.01", "algorithm.entropy_coef=0.001"]
     done = train(quickstart_data, tmp_path, "exported", *more, "exchange.route=export")
     assert done.returncode == 0, done.stderr + done.stdout
     planned, exported = without_times(metrics(reference)), without_times(metrics(tmp_path / "exported"))
     assert planned[0] == exported[0]
     for line, other in zip(planned[1:], exported[1:], strict=True):
-        # one engine of one rank, which needs each tensor: what was sent is what it holds, without padding to 64 bytes
+        # one engine rank needs every tensor: the bytes sent are its parameters' bytes, without padding to 64 bytes
         assert line.pop("exchange/received_bytes") == line["exchange/bytes"] <= other["exchange/bytes"]
         assert line.pop("exchange/sent_bytes/max") < 0.6 * line.pop("exchange/bytes")
         other.pop("exchange/bytes")
@@ -76,7 +76,7 @@ def test_planned_weights_are_the_exported_ones(quickstart_data: Path, reference:
 
 @pytest.mark.slow
 def test_weights_from_device_to_device(quickstart_data: Path, reference: Path, tmp_path: Path) -> None:
-    """Two engines, the second of which gets what the first has got: every number is that of one engine beside the trainer."""
+    """Two engines, the second fed by the first, give the metrics of one colocated engine."""
     more = ["train.steps=2", "algorithm.kl_coef=0.01", "algorithm.entropy_coef=0.001", "evaluation.at_end=false"]
     apart = [
         "cluster.placement=disaggregated",
@@ -86,22 +86,22 @@ def test_weights_from_device_to_device(quickstart_data: Path, reference: Path, t
     ]
     done = train(quickstart_data, tmp_path, "apart", *more, *apart)
     assert done.returncode == 0, done.stderr + done.stdout
-    own, other = without_times(metrics(tmp_path / "apart")), without_times(metrics(reference))[:3]
-    assert own[1]["exchange/received_bytes"] == 2 * other[1]["exchange/received_bytes"]
-    for line, of_one in zip(own[1:], other[1:], strict=True):
+    pair, single = without_times(metrics(tmp_path / "apart")), without_times(metrics(reference))[:3]
+    assert pair[1]["exchange/received_bytes"] == 2 * single[1]["exchange/received_bytes"]
+    for line, of_one in zip(pair[1:], single[1:], strict=True):
         assert line["actor/pg_loss"] == of_one["actor/pg_loss"] and line["actor/grad_norm"] == of_one["actor/grad_norm"]
         assert line["rollout/logprob_gap_max"] < 1e-3
 
 
 @pytest.mark.slow
 def test_weights_out_of_the_trainers_device_memory(quickstart_data: Path, reference: Path, tmp_path: Path) -> None:
-    """Every number is that of buckets in /dev/shm."""
+    """All metrics equal the metrics of a run with buckets in /dev/shm."""
     more = ["train.steps=2", "algorithm.kl_coef=0.01", "algorithm.entropy_coef=0.001", "evaluation.at_end=false"]
     done = train(quickstart_data, tmp_path, "mapped", *more, "exchange.route=planned", "exchange.transport=ipc")
     assert done.returncode == 0, done.stderr + done.stdout
-    own, other = without_times(metrics(tmp_path / "mapped")), without_times(metrics(reference))
-    assert own[1] == other[1]
-    assert own[2].items() <= other[2].items(), "after its last step the run sends nothing"
+    mapped, shared = without_times(metrics(tmp_path / "mapped")), without_times(metrics(reference))
+    assert mapped[1] == shared[1]
+    assert mapped[2].items() <= shared[2].items(), "after its last step the run sends nothing"
 
 
 class TestReference:
@@ -189,15 +189,15 @@ def metrics_so_far(run_dir: Path) -> list[str]:
 
 
 def descendants(pid: int) -> list[psutil.Process]:
-    """Every process that a run has started: workers, engines, Ray's own."""
-    found = psutil.Process(pid).children(recursive=True)
-    assert len(found) >= 3, "a run has more processes than that"
-    return found
+    """Return every process that a run has started: workers, engines and Ray's."""
+    children = psutil.Process(pid).children(recursive=True)
+    assert len(children) >= 3, "a run has more processes than that"
+    return children
 
 
 def assert_ended(started: list[psutil.Process], seconds: float = 10) -> None:
     deadline = time.monotonic() + seconds
-    while (alive := [one for one in started if lives(one)]) and time.monotonic() < deadline:
+    while (alive := [process for process in started if lives(process)]) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not alive
 

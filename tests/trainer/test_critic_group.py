@@ -44,79 +44,79 @@ def test_every_sample_that_counts_is_routed_once(lengths: list[int], critics: in
     groups = batch(lengths, truncated={lengths[0]})
     sources = plan_step(groups, view, critics, 1).shards
     targets = plan_step(groups, recipe, actors, 1).shards
-    found = routes(sources, targets)
+    sample_routes = routes(sources, targets)
     arrived = []
-    for source, row in zip(sources, found, strict=True):
+    for source, row in zip(sources, sample_routes, strict=True):
         for target, route in zip(targets, row, strict=True):
-            for own, there in zip(route.source, route.target, strict=True):
-                assert source.samples[own].number == target.samples[there].number
-                assert source.samples[own].reward == source.samples[own].length - 1
-                assert source.samples[own].loss_weight and target.samples[there].loss_weight
-                arrived.append(source.samples[own].number)
+            for sent, received in zip(route.source, route.target, strict=True):
+                assert source.samples[sent].number == target.samples[received].number
+                assert source.samples[sent].reward == source.samples[sent].length - 1
+                assert source.samples[sent].loss_weight and target.samples[received].loss_weight
+                arrived.append(source.samples[sent].number)
     assert sorted(arrived) == [number for number in range(len(lengths)) if number != 0]
 
 
 class Recorder:
-    """Workers or an engine that write down what they are asked."""
+    """Stand-in workers or engine that record the methods called."""
 
-    def __init__(self, name: str, said: list[str]):
-        self.name, self.said = name, said
+    def __init__(self, name: str, calls: list[str]):
+        self.name, self.calls = name, calls
 
     def call(self, method: str, *args: Any) -> Future[None]:
-        self.said.append(f"{self.name}.{method}")
+        self.calls.append(f"{self.name}.{method}")
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
 
 @pytest.fixture
-def said() -> list[str]:
+def calls() -> list[str]:
     return []
 
 
-def colocated(said: list[str], *, actor_leaves: bool, critic_leaves: bool) -> Colocated:
-    workers: Any = {name: Recorder(name, said) for name in ("actor", "critic", "engine")}
+def colocated(calls: list[str], *, actor_leaves: bool, critic_leaves: bool) -> Colocated:
+    workers: Any = {name: Recorder(name, calls) for name in ("actor", "critic", "engine")}
     actor = Occupant(ActorGroup(workers["actor"], Recipe()), offload=actor_leaves)
     critic = Occupant(CriticGroup(workers["critic"], Recipe()), offload=critic_leaves)
     actor.offload()
     critic.offload()
 
     def publish(version: int) -> dict[str, float]:
-        said.append("publish")
+        calls.append("publish")
         return {}
 
     engines, sleep = [EngineHandle(workers["engine"])], {"engines_sleep": True, "engines_asleep": True}
-    made = Colocated(actor, critic, engines, publish, **sleep, start_timeout=9.0)
-    said.clear()
-    return made
+    devices = Colocated(actor, critic, engines, publish, **sleep, start_timeout=9.0)
+    calls.clear()
+    return devices
 
 
-def test_one_at_a_time_holds_the_devices(said: list[str]) -> None:
-    turns = colocated(said, actor_leaves=True, critic_leaves=True)
+def test_one_at_a_time_holds_the_devices(calls: list[str]) -> None:
+    turns = colocated(calls, actor_leaves=True, critic_leaves=True)
     turns.update_engines(0)
-    assert said == [
+    assert calls == [
         "actor.onload", "actor.offload_optimizer", "engine.wake", "publish", "actor.offload_weights", "engine.wake",
     ]  # fmt: skip
-    said.clear()
+    calls.clear()
     turns.give_to_critic()
-    assert said == ["engine.sleep", "critic.onload"]
-    said.clear()
+    assert calls == ["engine.sleep", "critic.onload"]
+    calls.clear()
     turns.give_to_actor()
-    assert said == ["critic.offload_optimizer", "critic.offload_weights", "actor.onload"]
-    said.clear()
+    assert calls == ["critic.offload_optimizer", "critic.offload_weights", "actor.onload"]
+    calls.clear()
     turns.give_to_critic()  # to save it
     turns.give_to_actor()
-    assert said == [
+    assert calls == [
         "actor.offload_optimizer", "actor.offload_weights", "critic.onload",
         "critic.offload_optimizer", "critic.offload_weights", "actor.onload",
     ]  # fmt: skip
-    said.clear()
+    calls.clear()
     turns.give_to_actor()
-    assert said == []
+    assert calls == []
 
 
-def test_who_does_not_offload_stays(said: list[str]) -> None:
-    turns = colocated(said, actor_leaves=False, critic_leaves=False)
+def test_who_does_not_offload_stays(calls: list[str]) -> None:
+    turns = colocated(calls, actor_leaves=False, critic_leaves=False)
     for turn in (turns.give_to_critic, turns.give_to_actor, lambda: turns.update_engines(1), turns.give_to_critic):
         turn()
-    assert said == ["engine.wake", "publish", "engine.wake", "engine.sleep"]
+    assert calls == ["engine.wake", "publish", "engine.wake", "engine.sleep"]

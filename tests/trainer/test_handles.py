@@ -28,7 +28,7 @@ SERVERS = {  # handle -> classes of its processes
     "JudgeHandle": (JudgeServer,),
 }
 CALLS = ("_call", "_call_with_data", "_scatter", "_locate_vectors")
-# Files whose calls by name are part of the transport, or go to processes that only an acceptance test or benchmark has.
+# Files that may call by name: the transport, and processes that exist only in an acceptance test or benchmark.
 BY_NAME = ("cluster/", "commands/accept/")
 
 

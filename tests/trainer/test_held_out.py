@@ -99,7 +99,7 @@ def test_a_limit_leaves_rows_out_of_the_normaliser() -> None:
 
 
 def test_pairs_stay_together_and_weigh_the_same() -> None:
-    """Five pairs, whose answers' lengths say nothing: the mean of 0 .. 4, whether over 3 tokens or 30."""
+    """Five pairs weigh the same whatever the lengths of their answers: the loss is the mean of 0 .. 4."""
     pairs = [(row(number, 1 + 5 * number), row(number, 7)) for number in range(5)]
     evaluation, trainers = held_out(pairs, source="preferences")
     assert evaluation.evaluate().metrics["eval/loss"] == pytest.approx(2)
@@ -109,7 +109,7 @@ def test_pairs_stay_together_and_weigh_the_same() -> None:
 
 
 def test_metrics_of_a_micro_batch_by_hand() -> None:
-    """One pair: margins 3 and 1, beta 1/2: ahead by 1. The reference's KL is no part of the loss."""
+    """One pair with log-ratios 3 and 1 and beta 1/2 has a margin of 1. The KL to the reference is not in the loss."""
     mask = torch.tensor([0.0, 1, 0, 1])
     inputs = LossInputs(
         log_probs=torch.tensor([9.0, -2, 9, -4]),
@@ -119,8 +119,8 @@ def test_metrics_of_a_micro_batch_by_hand() -> None:
         token_share=mask / 2,
         lengths=[2, 2],
     )
-    found = held_out_metrics(inputs, settings(loss="dpo", dpo_beta=0.5, kl_coef=1.0))
-    assert {name: value.item() for name, value in found.items()} == pytest.approx(
+    actual = held_out_metrics(inputs, settings(loss="dpo", dpo_beta=0.5, kl_coef=1.0))
+    assert {name: value.item() for name, value in actual.items()} == pytest.approx(
         {
             "eval/loss": math.log(1 + math.exp(-1)),
             "eval/dpo_accuracy": 1,
@@ -137,7 +137,7 @@ def test_metrics_of_a_micro_batch_by_hand() -> None:
 
 @pytest.fixture(scope="module")
 def results(quickstart_data: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """What tests/support/held_out_worker.py wrote of the cases, and the rows that they were about."""
+    """A directory with the cases' results from tests/support/held_out_worker.py and their rows."""
     directory = tmp_path_factory.mktemp("held_out")
     numbers = [3, 41, 7, 12, 500, 9, 77]
     with (directory / "sft.jsonl").open("w") as sft, (directory / "preferences.jsonl").open("w") as preferences:
@@ -146,7 +146,7 @@ def results(quickstart_data: Path, tmp_path_factory: pytest.TempPathFactory, req
             sft.write(json.dumps({"prompt": f"Count from {number}:", "response": answer}) + "\n")
             pair = {"chosen": answer, "rejected": f"{number}" * (ROWS - place)}
             preferences.write(json.dumps({"prompt": f"Count from {number}:", **pair}) + "\n")
-    wanted = [
+    chosen_cases = [
         {
             "processes": 2,
             "model": str(quickstart_data / "model"),
@@ -156,7 +156,7 @@ def results(quickstart_data: Path, tmp_path_factory: pytest.TempPathFactory, req
         for case in selected(request, [*SFT, *DPO])
     ]
     for processes in (1, 2):
-        some = [case for case in wanted if case["processes"] == processes]
+        some = [case for case in chosen_cases if case["processes"] == processes]
         if some:
             run_cases(WORKER, processes, some, directory)
     return directory
@@ -168,19 +168,19 @@ def of(results: Path, name: str) -> dict[str, Any]:
 
 @functools.lru_cache
 def answers(model: Path, results: Path, source: str) -> list[list[float]]:
-    """By transformers, answer by answer (of a pair: chosen, rejected, chosen, ...): the log-prob of each token."""
+    """Return transformers' log-prob of each token, by answer (pairs: chosen, rejected, chosen, ...)."""
     loaded = transformers.AutoModelForCausalLM.from_pretrained(
         model, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    given = {"source": source, "model": str(model), "rows": str(results / f"{source}.jsonl")}
-    found = []
-    for row in rows(given):
+    case = {"source": source, "model": str(model), "rows": str(results / f"{source}.jsonl")}
+    log_probs_of_answers = []
+    for row in rows(case):
         for example in row if isinstance(row, tuple) else (row,):
             tokens = torch.from_numpy(example.tokens).long()
             with torch.no_grad():
                 log_probs = loaded(tokens[None]).logits[0].double().log_softmax(-1)[:-1].gather(1, tokens[1:, None])
-            found.append(log_probs[torch.from_numpy(example.loss_mask[1:]), 0].tolist())
-    return found
+            log_probs_of_answers.append(log_probs[torch.from_numpy(example.loss_mask[1:]), 0].tolist())
+    return log_probs_of_answers
 
 
 def sft_loss(model: Path, results: Path, limit: int | None = None) -> float:
@@ -189,8 +189,8 @@ def sft_loss(model: Path, results: Path, limit: int | None = None) -> float:
 
 
 def dpo_metrics(model: Path, reference: Path, results: Path) -> dict[str, float]:
-    own, start = ([sum(answer) for answer in answers(path, results, "preferences")] for path in (model, reference))
-    chosen, rejected = (0.1 * (np.array(own) - np.array(start))[first::2] for first in (0, 1))
+    trained, start = ([sum(answer) for answer in answers(path, results, "preferences")] for path in (model, reference))
+    chosen, rejected = (0.1 * (np.array(trained) - np.array(start))[first::2] for first in (0, 1))
     ahead = chosen - rejected
     return {
         "eval/loss": float(np.mean(np.log1p(np.exp(-ahead)))),
@@ -204,37 +204,39 @@ def dpo_metrics(model: Path, reference: Path, results: Path) -> dict[str, float]
 @pytest.mark.stack
 @cases(SFT)
 def test_sft_is_what_transformers_computes(results: Path, quickstart_data: Path, case: dict[str, Any]) -> None:
-    found, limit = of(results, case["name"]), case.get("limit")
-    assert set(found["before"]) == {"eval/loss"}
+    measured, limit = of(results, case["name"]), case.get("limit")
+    assert set(measured["before"]) == {"eval/loss"}
     start = sft_loss(quickstart_data / "model", results, limit)
-    assert found["before"]["eval/loss"] == pytest.approx(start, rel=1e-5)
+    assert measured["before"]["eval/loss"] == pytest.approx(start, rel=1e-5)
     if "reference" in case:
         of_one_process = of(results, case["reference"])["before"]["eval/loss"]
-        assert found["before"]["eval/loss"] == pytest.approx(of_one_process, rel=SAME)
-    if "after" in found:
+        assert measured["before"]["eval/loss"] == pytest.approx(of_one_process, rel=SAME)
+    if "after" in measured:
         after = sft_loss(results / f"{case['name']}.evaluated", results)
-        assert found["after"]["eval/loss"] == pytest.approx(after, rel=1e-5)
+        assert measured["after"]["eval/loss"] == pytest.approx(after, rel=1e-5)
         assert after < start - 0.1, "training has changed too little for this to show anything"
 
 
 @pytest.mark.stack
 @cases(DPO)
 def test_dpo_is_what_transformers_computes(results: Path, quickstart_data: Path, case: dict[str, Any]) -> None:
-    """Before training nothing is ahead. Afterwards the reference is the starting model, with adapters too."""
-    found = of(results, case["name"])
-    assert found["before"] == pytest.approx({**dict.fromkeys(found["before"], 0.0), "eval/loss": math.log(2)}, abs=1e-6)
-    if "after" in found:
+    """Before training all margins are 0. Afterwards the reference is the starting model, with adapters too."""
+    measured = of(results, case["name"])
+    assert measured["before"] == pytest.approx(
+        {**dict.fromkeys(measured["before"], 0.0), "eval/loss": math.log(2)}, abs=1e-6
+    )
+    if "after" in measured:
         expected = dpo_metrics(results / f"{case['name']}.evaluated", quickstart_data / "model", results)
-        assert found["after"] == pytest.approx(expected, rel=1e-5, abs=1e-5)
+        assert measured["after"] == pytest.approx(expected, rel=1e-5, abs=1e-5)
         assert abs(expected["eval/dpo_margin"]) > 0.01, "training has changed too little for this to show anything"
 
 
 @pytest.mark.stack
 @cases([case for case in [*SFT, *DPO] if case.get("steps")])
 def test_training_goes_on_as_if_nobody_had_looked(results: Path, case: dict[str, Any]) -> None:
-    """To the last bit: metrics and weights of two steps with three evaluations, and of two steps without."""
-    found = of(results, case["name"])
-    assert len(found["plain"]) == 2 and found["evaluated"] == found["plain"]
+    """Two steps with three evaluations give bit-identical metrics and weights to two steps without."""
+    measured = of(results, case["name"])
+    assert len(measured["plain"]) == 2 and measured["evaluated"] == measured["plain"]
     evaluated, plain = (
         load_file(results / f"{case['name']}.{kind}" / "model.safetensors") for kind in ("evaluated", "plain")
     )
