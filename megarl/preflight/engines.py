@@ -61,16 +61,16 @@ def check_heads(
     heads, groups = text["num_attention_heads"], text.get("num_key_value_heads") or 0
     key = f"{section}.tensor_parallel"
     if heads % tensor_parallel:
-        what = f"the model's {heads} attention heads do not divide over so many devices of an engine"
-        raise RecipeError(key, what, f"choose a divisor of {heads}", value=tensor_parallel)
+        problem = f"the model's {heads} attention heads do not divide over so many devices of an engine"
+        raise RecipeError(key, problem, f"choose a divisor of {heads}", value=tensor_parallel)
     if groups and not text.get("kv_lora_rank") and groups % tensor_parallel and tensor_parallel % groups:
-        what = f"the model's {groups} key/value heads can be neither divided over so many devices of an engine nor repeated"
-        raise RecipeError(key, what, f"choose a divisor or a multiple of {groups}", value=tensor_parallel)
+        problem = f"the model's {groups} key/value heads can be neither divided over so many devices of an engine nor repeated"
+        raise RecipeError(key, problem, f"choose a divisor or a multiple of {groups}", value=tensor_parallel)
     experts = number_of_experts(text)
     name = "moe_intermediate_size" if experts else "intermediate_size"
     width = text.get(name) or 0
     if width % tensor_parallel and not (experts and spread):
-        what = f"the model's {name} of {width} does not divide over so many devices of an engine"
+        problem = f"the model's {name} of {width} does not divide over so many devices of an engine"
         whole = "rollout.expert_parallel" if section == "rollout" else f"{section}.engine_args.enable_expert_parallel"
         remedy = f"choose a divisor of {width}" + (f", or set {whole}=true" if experts else "")
-        raise RecipeError(key, what, remedy, value=tensor_parallel)
+        raise RecipeError(key, problem, remedy, value=tensor_parallel)

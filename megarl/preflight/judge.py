@@ -29,8 +29,8 @@ def check_judge(recipe: Recipe, config: dict[str, Any], sets: Sequence[PromptDat
         tokenizer = load_tokenizer(judge.path)
         check_vocabulary(tokenizer, config)
     if tokenizer.chat_template is None:
-        what = "its tokenizer has no chat template, and the judge's question is a message of a chat"
-        raise RecipeError("judge.path", what, "name an instruction-tuned model, or add one", value=judge.path)
+        problem = "its tokenizer has no chat template, and the judge's question is a message of a chat"
+        raise RecipeError("judge.path", problem, "name an instruction-tuned model, or add one", value=judge.path)
     for name in unread_arguments(tokenizer.chat_template, judge.chat_template_args):
         raise RecipeError(
             f"judge.chat_template_args.{name}", "the judge's chat template never reads it", "leave it out"

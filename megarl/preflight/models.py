@@ -197,8 +197,8 @@ def check_teacher_tokens(recipe: Recipe, tokenizer: Tokenizer, config: Config) -
         check_vocabulary(tokenizer, config)
     top_k = teacher_top_k(recipe.algorithm)
     if top_k > tokenizer.vocab_size:
-        what = f"the tokenizer in {tokenizer.directory} has {tokenizer.vocab_size} tokens"
-        raise RecipeError("algorithm.distill_top_k", what, "ask for no more", value=top_k)
+        problem = f"the tokenizer in {tokenizer.directory} has {tokenizer.vocab_size} tokens"
+        raise RecipeError("algorithm.distill_top_k", problem, "ask for no more", value=top_k)
 
 
 def check_known_model(config: Config, key: str, path: str) -> None:

@@ -52,8 +52,8 @@ def _make_weights_directory(recipe: Recipe) -> None:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         remedy = "name a directory that trainers can write and engines can read, or leave it out"
-        what = f"{directory}: {error.strerror}"
-        raise RecipeError("exchange.directory", what, remedy, value=recipe.exchange.directory) from error
+        problem = f"{directory}: {error.strerror}"
+        raise RecipeError("exchange.directory", problem, remedy, value=recipe.exchange.directory) from error
 
 
 def find_place(recipe: Recipe, identity: dict[str, Any]) -> RunPlace:
@@ -81,9 +81,9 @@ def run_directory_errors(recipe: Recipe) -> Iterator[RecipeError]:
     """Yield an error if the run's directory holds another run, cannot be written, or is on a full disk."""
     directory = RunDirectory(Path(recipe.runs_dir) / recipe.name)
     if recipe.train.resume == "never" and directory.holds_a_run():
-        what = f"{directory.path} already holds a run"
+        problem = f"{directory.path} already holds a run"
         remedy = "set train.resume=auto to resume it, name=... for another directory, or move it away"
-        yield NotHereError("train.resume", what, remedy, value="never")
+        yield NotHereError("train.resume", problem, remedy, value="never")
     path = directory.path
     existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     if not existing.is_dir():
@@ -93,12 +93,12 @@ def run_directory_errors(recipe: Recipe) -> Iterator[RecipeError]:
         yield _not_writable(recipe, f"{existing} cannot be written")
     free = shutil.disk_usage(existing).free
     if free < LEAST_FREE_BYTES:
-        what = f"{existing} has {free >> 20} MiB free, and even a small run needs {LEAST_FREE_BYTES >> 20}"
-        yield RecipeError("runs_dir", what, "free some space, or set runs_dir to another disk", value=str(path))
+        problem = f"{existing} has {free >> 20} MiB free, and even a small run needs {LEAST_FREE_BYTES >> 20}"
+        yield RecipeError("runs_dir", problem, "free some space, or set runs_dir to another disk", value=str(path))
 
 
-def _not_writable(recipe: Recipe, what: str) -> RecipeError:
-    return RecipeError("runs_dir", what, "name a directory that can be written to", value=recipe.runs_dir)
+def _not_writable(recipe: Recipe, problem: str) -> RecipeError:
+    return RecipeError("runs_dir", problem, "name a directory that can be written to", value=recipe.runs_dir)
 
 
 def _changed_settings(directory: RunDirectory, recipe: Recipe) -> list[str]:

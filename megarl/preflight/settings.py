@@ -42,8 +42,8 @@ def demand_of(recipe: Recipe) -> Demand:
 def training_setting_errors(recipe: Recipe) -> Iterator[ValueError]:
     """Yield errors of engines, Megatron's settings, user functions and devices, for `train`."""
     if not recipe.data.train_files and not recipe.data.mix:
-        what = "there is no training data"
-        yield RecipeError("data.train_files", what, "name .parquet or .jsonl files", value=[])
+        problem = "there is no training data"
+        yield RecipeError("data.train_files", problem, "name .parquet or .jsonl files", value=[])
     yield from errors_of(check_engines, recipe.rollout)
     if needs_teacher(recipe.algorithm):
         yield from errors_of(check_engine, "teacher", recipe.teacher)
@@ -68,8 +68,8 @@ def evaluation_setting_errors(recipe: Recipe) -> Iterator[ValueError]:
         )
         return
     if not recipe.data.eval_files:
-        what = "there is no evaluation data"
-        yield RecipeError("data.eval_files", what, "name .parquet or .jsonl files", value=[])
+        problem = "there is no evaluation data"
+        yield RecipeError("data.eval_files", problem, "name .parquet or .jsonl files", value=[])
     yield from errors_of(check_engines, recipe.rollout)
     if uses_judge(recipe):
         yield from errors_of(check_engine, "judge", recipe.judge)

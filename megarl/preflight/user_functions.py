@@ -111,19 +111,25 @@ def _call(key: str, settings: AlgorithmConfig, function: Callable[..., Any], arg
 
 
 def _expect(
-    key: str, settings: AlgorithmConfig, function: Callable[..., Any], values: Any, count: int, of: str, what: str = ""
+    key: str,
+    settings: AlgorithmConfig,
+    function: Callable[..., Any],
+    values: Any,
+    count: int,
+    unit: str,
+    label: str = "",
 ) -> None:
     shape = tuple(getattr(values, "shape", ()))
     if shape != (count,):
         text = f"an array of shape {list(shape)}" if hasattr(values, "shape") else type(values).__name__
-        _refuse(key, settings, function, f"returned {what}{text}: one number for each of {count} {of} is wanted")
+        _refuse(key, settings, function, f"returned {label}{text}: one number for each of {count} {unit} is wanted")
 
 
-def _refuse(key: str, settings: AlgorithmConfig, function: Callable[..., Any], what: str) -> NoReturn:
+def _refuse(key: str, settings: AlgorithmConfig, function: Callable[..., Any], problem: str) -> NoReturn:
     name, place = getattr(settings, key), f"{inspect.getsourcefile(function)}:{function.__code__.co_firstlineno}"
     raise RecipeError(
         f"algorithm.{key}",
-        f"on a small made-up batch {name} ({place}) {what}",
+        f"on a small made-up batch {name} ({place}) {problem}",
         "mend it; docs/algorithms.md, 'Functions of your own', says what it is given and what it returns",
         value=name,
     )

@@ -15,17 +15,17 @@ def agent_errors(recipe: Recipe) -> Iterator[ValueError]:
     agent = recipe.agent
     if not uses_tools(recipe):
         if agent != AgentConfig():
-            what = "no tool is named, so this section has no effect"
-            yield RecipeError("agent", what, "name one in agent.tools or agent.mcp, or leave the section out")
+            problem = "no tool is named, so this section has no effect"
+            yield RecipeError("agent", problem, "name one in agent.tools or agent.mcp, or leave the section out")
         return
     if recipe.train.source != "rollout":
-        what = f"train.source={recipe.train.source} samples nothing, so no tool is called"
+        problem = f"train.source={recipe.train.source} samples nothing, so no tool is called"
         remedy = "leave the section out: demonstrations name tools in their column `tools`"
-        yield RecipeError("agent", what, remedy)
+        yield RecipeError("agent", problem, remedy)
         return
     if not recipe.data.chat_template:
-        what = "tools and their results need a chat template"
-        yield RecipeError("data.chat_template", what, "set it to true", value=False)
+        problem = "tools and their results need a chat template"
+        yield RecipeError("data.chat_template", problem, "set it to true", value=False)
     if len(set(agent.tools)) < len(agent.tools):
         yield RecipeError("agent.tools", "a tool is named twice", "name it once", value=list(agent.tools))
     for name, server in agent.mcp.items():
@@ -34,8 +34,8 @@ def agent_errors(recipe: Recipe) -> Iterator[ValueError]:
 
 def _server_errors(section: str, server: McpServer) -> Iterator[ValueError]:
     if bool(server.command) == bool(server.url):
-        what = "an MCP server is either started by `command` or reached at `url`"
-        yield RecipeError(section, what, "set one of the two")
+        problem = "an MCP server is either started by `command` or reached at `url`"
+        yield RecipeError(section, problem, "set one of the two")
         return
     if server.command and server.headers:
         yield RecipeError(f"{section}.headers", "headers are sent to a `url`, which is unset", "leave them out")
@@ -44,5 +44,5 @@ def _server_errors(section: str, server: McpServer) -> Iterator[ValueError]:
         yield from errors_of(check_headers, section, server.headers)
         for setting in ("env", "pass_env"):
             if getattr(server, setting):
-                what = "megarl does not start a server with a `url`, and cannot set its environment"
-                yield RecipeError(f"{section}.{setting}", what, "leave it out")
+                problem = "megarl does not start a server with a `url`, and cannot set its environment"
+                yield RecipeError(f"{section}.{setting}", problem, "leave it out")

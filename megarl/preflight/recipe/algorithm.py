@@ -59,8 +59,8 @@ def algorithm_errors(recipe: Recipe) -> Errors:
     yield from _kl_in_reward_errors(recipe)
     yield from _correction_errors(recipe)
     if recipe.algorithm.pass_k > recipe.rollout.samples_per_prompt and recipe.algorithm.advantage == "pass_at_k":
-        what = f"a group has {recipe.rollout.samples_per_prompt} samples (rollout.samples_per_prompt)"
-        yield RecipeError("algorithm.pass_k", what, "make it smaller, or sample more", value=recipe.algorithm.pass_k)
+        problem = f"a group has {recipe.rollout.samples_per_prompt} samples (rollout.samples_per_prompt)"
+        yield RecipeError("algorithm.pass_k", problem, "make it smaller, or sample more", value=recipe.algorithm.pass_k)
 
 
 # --- algorithm.modules -----------------------------------------------------------------------------------------------
@@ -121,32 +121,34 @@ def _unread_errors(algorithm: AlgorithmConfig) -> Errors:
                 readers.setdefault(setting, []).append(name)
     for setting in sorted(readers.keys() - {*advantage.settings, *loss.settings}):
         chosen = f"algorithm.advantage is '{algorithm.advantage}' and algorithm.loss '{algorithm.loss}'"
-        what = f"{chosen}, and only {_alternatives(readers[setting])} reads it"
-        yield from _unless_default(algorithm, setting, what, f"choose {_alternatives(readers[setting])}")
+        problem = f"{chosen}, and only {_alternatives(readers[setting])} reads it"
+        yield from _unless_default(algorithm, setting, problem, f"choose {_alternatives(readers[setting])}")
     if algorithm.options and not algorithm.modules:
-        what = "only user functions read it, and algorithm.modules names none"
+        problem = "only user functions read it, and algorithm.modules names none"
         remedy = "name their module, or leave it out"
-        yield RecipeError("algorithm.options", what, remedy, value=dict(algorithm.options))
+        yield RecipeError("algorithm.options", problem, remedy, value=dict(algorithm.options))
     if not (loss.needs_old_log_probs or algorithm.kl_in_reward):
-        what = f"algorithm.loss is '{algorithm.loss}', which does not compare with an older policy"
-        yield from _unless_default(algorithm, "old_log_probs", what, "set another algorithm.loss")
+        problem = f"algorithm.loss is '{algorithm.loss}', which does not compare with an older policy"
+        yield from _unless_default(algorithm, "old_log_probs", problem, "set another algorithm.loss")
     if not algorithm.kl_coef:
         for setting in ("kl_estimator", "kl_in_reward", "kl_straight_through", "kl_target"):
-            what = "algorithm.kl_coef is 0, so there is no KL to the reference policy"
-            yield from _unless_default(algorithm, setting, what, "set algorithm.kl_coef")
+            problem = "algorithm.kl_coef is 0, so there is no KL to the reference policy"
+            yield from _unless_default(algorithm, setting, problem, "set algorithm.kl_coef")
     if algorithm.kl_target is None:
-        what = "algorithm.kl_target is unset, so the weight of the KL is constant"
-        yield from _unless_default(algorithm, "kl_horizon", what, "set algorithm.kl_target")
+        problem = "algorithm.kl_target is unset, so the weight of the KL is constant"
+        yield from _unless_default(algorithm, "kl_horizon", problem, "set algorithm.kl_target")
     if algorithm.kl_in_reward:
-        what = "with algorithm.kl_in_reward the KL has no gradient"
-        yield from _unless_default(algorithm, "kl_straight_through", what, "set algorithm.kl_in_reward=false")
+        problem = "with algorithm.kl_in_reward the KL has no gradient"
+        yield from _unless_default(algorithm, "kl_straight_through", problem, "set algorithm.kl_in_reward=false")
 
 
-def _unless_default(section: Any, setting: str, what: str, remedy: str, prefix: str = "algorithm") -> Errors:
+def _unless_default(section: Any, setting: str, problem: str, remedy: str, prefix: str = "algorithm") -> Errors:
     (field,) = (field for field in dataclasses.fields(section) if field.name == setting)
     value = getattr(section, setting)
     if value != field.default:
-        yield RecipeError(f"{prefix}.{setting}", what, f"{remedy}, or leave it at {plain(field.default)}", value=value)
+        yield RecipeError(
+            f"{prefix}.{setting}", problem, f"{remedy}, or leave it at {plain(field.default)}", value=value
+        )
 
 
 def _alternatives(names: Iterable[str]) -> str:
@@ -168,12 +170,12 @@ def _data_set_errors(recipe: Recipe) -> Errors:
         return
     default = AlgorithmConfig()
     if algorithm.advantage not in ("none", default.advantage):
-        what = f"train.source={source} has no rewards to compute advantages from"
-        yield RecipeError("algorithm.advantage", what, "set algorithm.advantage=none", value=algorithm.advantage)
+        problem = f"train.source={source} has no rewards to compute advantages from"
+        yield RecipeError("algorithm.advantage", problem, "set algorithm.advantage=none", value=algorithm.advantage)
     for setting in ("entropy_coef", "kl_in_reward", "correction", "dynamic_sampling", "overlong"):
         if getattr(algorithm, setting) != getattr(default, setting):
-            what = f"train.source={source} samples and rewards nothing, so this has no effect"
-            yield RecipeError(f"algorithm.{setting}", what, "leave it out")
+            problem = f"train.source={source} samples and rewards nothing, so this has no effect"
+            yield RecipeError(f"algorithm.{setting}", problem, "leave it out")
 
 
 def _reward_errors(recipe: Recipe) -> Errors:
@@ -226,22 +228,22 @@ def _kl_in_reward_errors(recipe: Recipe) -> Errors:
             value=True,
         )
     if algorithm.kl_in_reward and advantage.of_steps is not None:
-        what = f"algorithm.advantage={name} compares rewards of steps, which contain no KL"
-        yield RecipeError("algorithm.kl_in_reward", what, in_loss, value=True)
+        problem = f"algorithm.advantage={name} compares rewards of steps, which contain no KL"
+        yield RecipeError("algorithm.kl_in_reward", problem, in_loss, value=True)
     if algorithm.kl_in_reward and advantage.reads_scores:
-        what = f"algorithm.advantage={name} reads the scorers' rewards, which must contain no KL"
-        yield RecipeError("algorithm.kl_in_reward", what, in_loss, value=True)
+        problem = f"algorithm.advantage={name} reads the scorers' rewards, which must contain no KL"
+        yield RecipeError("algorithm.kl_in_reward", problem, in_loss, value=True)
     if not advantage.needs_kl_in_reward:
         return
     if not algorithm.kl_in_reward:
-        what = f"algorithm.advantage={name} is computed from the KL of each token"
-        yield RecipeError("algorithm.kl_in_reward", what, "set it to true, and algorithm.kl_coef", value=False)
+        problem = f"algorithm.advantage={name} is computed from the KL of each token"
+        yield RecipeError("algorithm.kl_in_reward", problem, "set it to true, and algorithm.kl_coef", value=False)
     if algorithm.kl_estimator != "kl":
-        what = f"as an advantage ({name}) only `kl` has the gradient of the KL; low_var_kl's is near 0 where policies are close"
-        yield RecipeError("algorithm.kl_estimator", what, "set it to kl", value=algorithm.kl_estimator)
+        problem = f"as an advantage ({name}) only `kl` has the gradient of the KL; low_var_kl's is near 0 where policies are close"
+        yield RecipeError("algorithm.kl_estimator", problem, "set it to kl", value=algorithm.kl_estimator)
     if algorithm.kl_target is not None:
-        what = f"algorithm.advantage={name} learns only from the KL, whose weight must then be constant"
-        yield RecipeError("algorithm.kl_target", what, "leave it out", value=algorithm.kl_target)
+        problem = f"algorithm.advantage={name} learns only from the KL, whose weight must then be constant"
+        yield RecipeError("algorithm.kl_target", problem, "leave it out", value=algorithm.kl_target)
 
 
 def _correction_errors(recipe: Recipe) -> Errors:
@@ -263,8 +265,8 @@ def _correction_errors(recipe: Recipe) -> Errors:
         for setting in ("mask_low", "mask_high"):
             yield from _unless_default(correction, setting, f"{key}.mask is none", f"set {key}.mask", key)
     elif correction.mask_low >= correction.mask_high:
-        what = f"the interval from {key}.mask_low={correction.mask_low} to mask_high={correction.mask_high} is empty"
-        yield RecipeError(f"{key}.mask_high", what, "raise it above mask_low", value=correction.mask_high)
+        problem = f"the interval from {key}.mask_low={correction.mask_low} to mask_high={correction.mask_high} is empty"
+        yield RecipeError(f"{key}.mask_high", problem, "raise it above mask_low", value=correction.mask_high)
     if correction.normalize and not runs_old_log_prob_pass(algorithm):
         yield RecipeError(
             f"{key}.normalize",

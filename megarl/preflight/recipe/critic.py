@@ -20,14 +20,14 @@ def critic_errors(recipe: Recipe) -> Iterator[RecipeError]:
     algorithm, critic = recipe.algorithm, recipe.critic
     if not uses_critic(algorithm):
         if critic != CriticConfig():
-            what = (
+            problem = (
                 f"algorithm.advantage is '{algorithm.advantage}', which uses no critic, so this section has no effect"
             )
-            yield RecipeError("critic", what, "set algorithm.advantage=gae, or leave the section out")
+            yield RecipeError("critic", problem, "set algorithm.advantage=gae, or leave the section out")
         return
     if recipe.train.source != "rollout":
-        what = f"train.source={recipe.train.source} has no rewards to learn values from"
-        yield RecipeError("algorithm.advantage", what, "set algorithm.advantage=none", value="gae")
+        problem = f"train.source={recipe.train.source} has no rewards to learn values from"
+        yield RecipeError("algorithm.advantage", problem, "set algorithm.advantage=none", value="gae")
         return
     if recipe.cluster.transport == "torchrun":
         yield RecipeError("cluster.transport", ONE_LAYOUT, "set cluster.transport=ray", value="torchrun")

@@ -13,14 +13,14 @@ from megarl.recipe.schema import Recipe
 def data_errors(recipe: Recipe) -> Iterator[RecipeError]:
     data = recipe.data
     if data.mix and data.train_files:
-        what = "data.mix names the training sets, so these files would not be read"
-        yield RecipeError("data.train_files", what, "make them a set of data.mix", value=data.train_files)
+        problem = "data.mix names the training sets, so these files would not be read"
+        yield RecipeError("data.train_files", problem, "make them a set of data.mix", value=data.train_files)
     if data.min_pixels is not None and data.max_pixels is not None and data.min_pixels > data.max_pixels:
-        what = f"it is above data.max_pixels={data.max_pixels}"
-        yield RecipeError("data.min_pixels", what, f"set it to at most {data.max_pixels}", value=data.min_pixels)
+        problem = f"it is above data.max_pixels={data.max_pixels}"
+        yield RecipeError("data.min_pixels", problem, f"set it to at most {data.max_pixels}", value=data.min_pixels)
     if data.curriculum_epochs is not None and data.curriculum is None:
-        what, remedy = "data.curriculum is unset, so rows have no order", "set data.curriculum, or leave it out"
-        yield RecipeError("data.curriculum_epochs", what, remedy, value=data.curriculum_epochs)
+        problem, remedy = "data.curriculum is unset, so rows have no order", "set data.curriculum, or leave it out"
+        yield RecipeError("data.curriculum_epochs", problem, remedy, value=data.curriculum_epochs)
     for name, part in data.mix.items():
         if not re.fullmatch(r"[\w.-]+", name):
             remedy = "use letters, digits, _, - and ."
@@ -32,5 +32,5 @@ def data_errors(recipe: Recipe) -> Iterator[RecipeError]:
             yield RecipeError("data.mix", f"the weight of {name} is not above 0", remedy, value=part.weight)
     for name, file in files_of(data):
         if not file.endswith((".parquet", ".jsonl")):
-            what = f"{file} is neither .parquet nor .jsonl"
-            yield RecipeError(name, what, "convert it to one of these, as docs/data.md shows", value=file)
+            problem = f"{file} is neither .parquet nor .jsonl"
+            yield RecipeError(name, problem, "convert it to one of these, as docs/data.md shows", value=file)

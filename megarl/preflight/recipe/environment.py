@@ -34,17 +34,17 @@ def _variable_errors(path: str, name: str, value: Any) -> Iterator[RecipeError]:
     """Yield an error for a variable that megarl cannot or must not set."""
     owner = {**_OWNED, **_VISIBLE}.get(name)
     if not _NAME.fullmatch(name):
-        what = "this is not the name of an environment variable"
-        yield RecipeError(path, what, "use letters, digits and _", value=value)
+        problem = "this is not the name of an environment variable"
+        yield RecipeError(path, problem, "use letters, digits and _", value=value)
     elif _SECRET.search(name):  # the message does not show the value
-        what = "the name suggests a secret, and the recipe is written to the run's directory"
+        problem = "the name suggests a secret, and the recipe is written to the run's directory"
         remedy = "leave it out of the recipe, and export the variable on every node before Ray or torchrun starts"
-        yield RecipeError(path, what, remedy)
+        yield RecipeError(path, problem, remedy)
     elif owner is not None:
         remedy = f"set {owner}" if owner else "leave it out"
         yield RecipeError(path, "megarl sets it for each process", remedy, value=value)
     elif isinstance(value, bool) or not isinstance(value, (str, int)):
-        what = "a variable must be a text or a whole number"
-        yield RecipeError(path, what, f"quote it: '{value}'", value=value)
+        problem = "a variable must be a text or a whole number"
+        yield RecipeError(path, problem, f"quote it: '{value}'", value=value)
     elif "\0" in str(value) or "\n" in str(value):
         yield RecipeError(path, "a variable must be a single line", "remove the line break", value=value)

@@ -115,8 +115,8 @@ def routing_replay_errors(recipe: Recipe) -> Errors:
     if replay == "none":
         return
     if recipe.train.source != "rollout":
-        what = f"train.source={recipe.train.source} routes each token only once, so there is no routing to replay"
-        yield RecipeError("megatron.routing_replay", what, "set it to none", value=replay)
+        problem = f"train.source={recipe.train.source} routes each token only once, so there is no routing to replay"
+        yield RecipeError("megatron.routing_replay", problem, "set it to none", value=replay)
     elif replay == "old_log_probs" and not runs_old_log_prob_pass(recipe.algorithm):
         yield RecipeError(
             "megatron.routing_replay",
@@ -126,8 +126,8 @@ def routing_replay_errors(recipe: Recipe) -> Errors:
             value=replay,
         )
     if recipe.megatron.extra.get("moe_router_fusion"):
-        what = f"the fused router cannot replay routing (megatron.routing_replay={replay})"
-        yield RecipeError("megatron.extra.moe_router_fusion", what, "leave it out", value=True)
+        problem = f"the fused router cannot replay routing (megatron.routing_replay={replay})"
+        yield RecipeError("megatron.extra.moe_router_fusion", problem, "leave it out", value=True)
 
 
 def advantage_errors(recipe: Recipe) -> Errors:
@@ -135,10 +135,10 @@ def advantage_errors(recipe: Recipe) -> Errors:
     if recipe.train.source != "rollout" or LOSSES[loss].needs_advantages == (advantage != "none"):
         return
     if advantage == "none":
-        what, remedy = f"algorithm.loss={loss} has no gradient without advantages", "set algorithm.advantage=grpo"
+        problem, remedy = f"algorithm.loss={loss} has no gradient without advantages", "set algorithm.advantage=grpo"
     else:
-        what, remedy = f"algorithm.loss={loss} reads no advantages", "set algorithm.advantage=none"
-    yield RecipeError("algorithm.advantage", what, remedy, value=advantage)
+        problem, remedy = f"algorithm.loss={loss} reads no advantages", "set algorithm.advantage=none"
+    yield RecipeError("algorithm.advantage", problem, remedy, value=advantage)
 
 
 def group_size_errors(recipe: Recipe) -> Errors:
@@ -147,11 +147,11 @@ def group_size_errors(recipe: Recipe) -> Errors:
         return
     key, remedy = "rollout.samples_per_prompt", "set rollout.samples_per_prompt to 2 or more"
     if ADVANTAGES[advantage].needs_siblings:
-        what = f"algorithm.advantage={advantage} compares the samples of a prompt; a single sample has advantage 0"
-        yield RecipeError(key, what, remedy, value=1)
+        problem = f"algorithm.advantage={advantage} compares the samples of a prompt; a single sample has advantage 0"
+        yield RecipeError(key, problem, remedy, value=1)
     elif recipe.algorithm.dynamic_sampling.enabled:
-        what = "algorithm.dynamic_sampling keeps groups whose rewards differ; a group of one sample never does"
-        yield RecipeError(key, what, remedy, value=1)
+        problem = "algorithm.dynamic_sampling keeps groups whose rewards differ; a group of one sample never does"
+        yield RecipeError(key, problem, remedy, value=1)
 
 
 def lora_errors(recipe: Recipe) -> Errors:
@@ -181,15 +181,15 @@ def sampling_errors(recipe: Recipe) -> Errors:
 def overlong_errors(recipe: Recipe) -> Errors:
     buffer, longest = recipe.algorithm.overlong.penalty_buffer, recipe.rollout.max_response_length
     if buffer > longest:
-        what = f"the buffer is longer than rollout.max_response_length = {longest}"
-        yield RecipeError("algorithm.overlong.penalty_buffer", what, "make it shorter", value=buffer)
+        problem = f"the buffer is longer than rollout.max_response_length = {longest}"
+        yield RecipeError("algorithm.overlong.penalty_buffer", problem, "make it shorter", value=buffer)
 
 
 def evaluation_errors(recipe: Recipe) -> Errors:
     evaluation = recipe.evaluation
     if _evaluates(recipe) and not recipe.data.eval_files:
-        what, remedy = "evaluation is on and has no data", "name held-out files, or switch evaluation off"
-        yield RecipeError("data.eval_files", what, remedy, value=[])
+        problem, remedy = "evaluation is on and has no data", "name held-out files, or switch evaluation off"
+        yield RecipeError("data.eval_files", problem, remedy, value=[])
     if recipe.train.source != "rollout":
         yield from _held_out_loss_errors(recipe)
         return
@@ -202,9 +202,9 @@ def evaluation_errors(recipe: Recipe) -> Errors:
         )
     for k in evaluation.ks:
         if not 1 <= k <= evaluation.samples:
-            what = f"k = {k} is not between 1 and evaluation.samples = {evaluation.samples}"
+            problem = f"k = {k} is not between 1 and evaluation.samples = {evaluation.samples}"
             remedy = "raise evaluation.samples or drop this k"
-            yield RecipeError("evaluation.ks", what, remedy, value=list(evaluation.ks))
+            yield RecipeError("evaluation.ks", problem, remedy, value=list(evaluation.ks))
 
 
 def _evaluates(recipe: Recipe) -> bool:
@@ -217,8 +217,8 @@ def _held_out_loss_errors(recipe: Recipe) -> Errors:
     default = type(evaluation)()
     for name in ("samples", "ks", "temperature", "top_p", "greedy"):
         if getattr(evaluation, name) != getattr(default, name):
-            what = f"with train.source={recipe.train.source} an evaluation computes the loss of held-out rows and samples nothing"
-            yield RecipeError(f"evaluation.{name}", what, "leave it out", value=getattr(evaluation, name))
+            problem = f"with train.source={recipe.train.source} an evaluation computes the loss of held-out rows and samples nothing"
+            yield RecipeError(f"evaluation.{name}", problem, "leave it out", value=getattr(evaluation, name))
     if LOSSES[loss].scores is not None and _evaluates(recipe):
         yield RecipeError(
             "algorithm.loss",

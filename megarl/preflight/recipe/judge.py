@@ -16,40 +16,42 @@ def judge_errors(recipe: Recipe) -> Iterator[RecipeError]:
     judge = recipe.judge
     if not uses_judge(recipe):
         if judge != JudgeConfig():
-            what = "the reward does not use the judge, so this section has no effect"
+            problem = "the reward does not use the judge, so this section has no effect"
             yield RecipeError(
-                "judge", what, "name judge in reward.function or reward.functions, or leave the section out"
+                "judge", problem, "name judge in reward.function or reward.functions, or leave the section out"
             )
         return
     if recipe.train.source != "rollout":
-        what = f"a judge reads samples of the policy, and train.source is '{recipe.train.source}'"
-        yield RecipeError("reward", what, "set train.source=rollout, or leave judge out of the reward")
+        problem = f"a judge reads samples of the policy, and train.source is '{recipe.train.source}'"
+        yield RecipeError("reward", problem, "set train.source=rollout, or leave judge out of the reward")
         return
     if not judge.path:
-        what = "the reward uses the judge, whose model is unset"
-        yield RecipeError("judge.path", what, "give the judge's Hugging Face directory", value=judge.path)
+        problem = "the reward uses the judge, whose model is unset"
+        yield RecipeError("judge.path", problem, "give the judge's Hugging Face directory", value=judge.path)
     if not judge.prompt:
-        what = "the judge has no question"
+        problem = "the judge has no question"
         yield RecipeError(
-            "judge.prompt", what, "write a question (recipes/base/judge.yaml has one)", value=judge.prompt
+            "judge.prompt", problem, "write a question (recipes/base/judge.yaml has one)", value=judge.prompt
         )
     yield from _pattern_errors(judge.pattern)
     if judge.temperature == 0 and judge.attempts > 1:
-        what = "with judge.temperature = 0 every attempt returns the same verdict"
-        yield RecipeError("judge.attempts", what, "set it to 1, or judge.temperature above 0", value=judge.attempts)
+        problem = "with judge.temperature = 0 every attempt returns the same verdict"
+        yield RecipeError("judge.attempts", problem, "set it to 1, or judge.temperature above 0", value=judge.attempts)
     if ADVANTAGES[recipe.algorithm.advantage].needs_greedy:
-        what = "its baseline is the reward of a greedy sample, whose text is not kept for a judge to read"
+        problem = "its baseline is the reward of a greedy sample, whose text is not kept for a judge to read"
         remedy = "choose another advantage (rloo, grpo), or leave judge out of the reward"
-        yield RecipeError("algorithm.advantage", what, remedy, value=recipe.algorithm.advantage)
+        yield RecipeError("algorithm.advantage", problem, remedy, value=recipe.algorithm.advantage)
 
 
 def _pattern_errors(pattern: str) -> Iterator[RecipeError]:
     try:
         groups = re.compile(pattern).groups
     except re.error as error:
-        what = f"it is not a regular expression: {error}"
-        yield RecipeError("judge.pattern", what, "correct it", value=pattern)
+        problem = f"it is not a regular expression: {error}"
+        yield RecipeError("judge.pattern", problem, "correct it", value=pattern)
         return
     if not groups:
-        what = "it has no group, which must match the number"
-        yield RecipeError("judge.pattern", what, r"put the number into brackets, as in 'Score: *(\d+)'", value=pattern)
+        problem = "it has no group, which must match the number"
+        yield RecipeError(
+            "judge.pattern", problem, r"put the number into brackets, as in 'Score: *(\d+)'", value=pattern
+        )

@@ -46,9 +46,9 @@ def extra_errors(recipe: Recipe) -> Iterator[RecipeError]:
             if refusal := refusal_of_extra(name, section):
                 yield RecipeError(f"{section}.extra.{name}", *refusal, value=value)
         if megatron.extra.get("moe_token_dispatcher_type") == "allgather":
-            what = "it needs micro batches of equal length, and megarl packs sequences into micro batches of different lengths"
+            problem = "it needs micro batches of equal length, and megarl packs sequences into micro batches of different lengths"
             key = f"{section}.extra.moe_token_dispatcher_type"
-            yield RecipeError(key, what, "use alltoall, which is the default", value="allgather")
+            yield RecipeError(key, problem, "use alltoall, which is the default", value="allgather")
 
 
 def refusal_of_extra(name: str, section: str) -> tuple[str, str] | None:
@@ -58,11 +58,11 @@ def refusal_of_extra(name: str, section: str) -> tuple[str, str] | None:
     if name in _OWNED_BY_MEGATRON_KEYS:
         return "losses are correct only with megarl's setting", "leave it out"
     if name in _OWNED_BY_MODEL:
-        what = "the model (its config.json, model.dtype) decides it; otherwise trainer and engine would compute different models"
-        return what, "leave it out"
+        problem = "the model (its config.json, model.dtype) decides it; otherwise trainer and engine would compute different models"
+        return problem, "leave it out"
     if name in _DROPS_TOKENS:
-        what = (
+        problem = (
             "which tokens are dropped depends on the rest of their micro batch, so the loss would depend on the split"
         )
-        return what, f"leave it out; {section}.moe_aux_loss_coef balances experts"
+        return problem, f"leave it out; {section}.moe_aux_loss_coef balances experts"
     return None

@@ -20,13 +20,13 @@ def observe_errors(recipe: Recipe) -> Iterator[RecipeError]:
                 "choose from wandb, swanlab, mlflow",
                 value=list(observe.trackers),
             )
-    for name, numbers, first, last, what in (
+    for name, numbers, first, last, counted in (
         ("profile_steps", observe.profile_steps, 1, recipe.train.steps, "steps (train.steps)"),
         ("profile_ranks", observe.profile_ranks, 0, recipe.cluster.trainers - 1, "ranks (cluster.trainers)"),
         ("profile_engines", observe.profile_engines, 0, recipe.rollout.engines - 1, "engines (rollout.engines)"),
     ):
         if wrong := [number for number in numbers if not first <= number <= last]:
-            problem = f"{what} go from {first} to {last}, and {wrong[0]} is outside"
+            problem = f"{counted} go from {first} to {last}, and {wrong[0]} is outside"
             yield RecipeError(f"observe.{name}", problem, "name others", value=list(numbers))
     if observe.profile_steps and not (observe.profile_ranks or observe.profile_engines):
         yield RecipeError(
@@ -42,14 +42,14 @@ def _engine_errors(recipe: Recipe) -> Iterator[RecipeError]:
     """Yield an error if no engine of the policy could be traced."""
     engines = list(recipe.observe.profile_engines)
     if recipe.train.source != "rollout":
-        what, remedy = f"train.source={recipe.train.source} has no engines", "leave it out"
+        problem, remedy = f"train.source={recipe.train.source} has no engines", "leave it out"
     elif recipe.rollout.engine != "vllm":
-        what, remedy = f"only engines of rollout.engine=vllm are traced, not {recipe.rollout.engine}", "leave it out"
+        problem, remedy = f"only engines of rollout.engine=vllm are traced, not {recipe.rollout.engine}", "leave it out"
     elif not recipe.observe.profile_steps:
-        what, remedy = "no step is traced", "name steps in observe.profile_steps"
+        problem, remedy = "no step is traced", "name steps in observe.profile_steps"
     else:
         return
-    yield RecipeError("observe.profile_engines", what, remedy, value=engines)
+    yield RecipeError("observe.profile_engines", problem, remedy, value=engines)
 
 
 def check_traces(recipe: Recipe, kind: DeviceKind) -> None:

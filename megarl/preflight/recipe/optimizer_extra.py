@@ -19,8 +19,8 @@ def optimizer_extra_errors(recipe: Recipe, section: str) -> Iterator[RecipeError
     `recipe`: for a critic, the result of `critic_view`.
     """
     extra: Mapping[str, Any] = recipe.actor.optimizer.extra
-    for name, what, remedy in _problems(recipe, section, extra):
-        yield RecipeError(f"{section}.extra.{name}", what, remedy, value=extra.get(name))
+    for name, problem, remedy in _problems(recipe, section, extra):
+        yield RecipeError(f"{section}.extra.{name}", problem, remedy, value=extra.get(name))
 
 
 def _problems(recipe: Recipe, section: str, extra: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -43,10 +43,10 @@ def _problems(recipe: Recipe, section: str, extra: Mapping[str, Any]) -> Iterato
         return
     share = extra.get(SHARE)
     if share is None or not 0 < share <= 1:
-        what = "it is unset or not in (0, 1], and Megatron would then keep all states on the device"
-        yield SHARE, what, f"set {SHARE}: 1.0"
-    for what, remedy in _offload_problems(recipe, section):
-        yield "optimizer_cpu_offload", what, remedy
+        problem = "it is unset or not in (0, 1], and Megatron would then keep all states on the device"
+        yield SHARE, problem, f"set {SHARE}: 1.0"
+    for problem, remedy in _offload_problems(recipe, section):
+        yield "optimizer_cpu_offload", problem, remedy
 
 
 def _offload_problems(recipe: Recipe, section: str) -> Iterator[tuple[str, str]]:
@@ -56,11 +56,11 @@ def _offload_problems(recipe: Recipe, section: str) -> Iterator[tuple[str, str]]
         yield refusal
     megatron = section.replace("actor.optimizer", "megatron").replace("critic.optimizer", "critic.megatron")
     if not recipe.megatron.distributed_optimizer:
-        what = "Megatron implements it in the distributed optimizer, which is off"
-        yield what, f"set {megatron}.distributed_optimizer=true"
+        problem = "Megatron implements it in the distributed optimizer, which is off"
+        yield problem, f"set {megatron}.distributed_optimizer=true"
     if recipe.model.dtype != "bfloat16":
-        what = "it keeps the float32 master weights and moments of bfloat16 weights on the host"
-        yield what, "set model.dtype=bfloat16, or leave it out"
+        problem = "it keeps the float32 master weights and moments of bfloat16 weights on the host"
+        yield problem, "set model.dtype=bfloat16, or leave it out"
     if recipe.lora.rank:
         yield "with lora.rank only the adapters have optimizer states, and they are small", "leave it out"
 

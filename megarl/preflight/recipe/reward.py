@@ -47,25 +47,25 @@ def _remote_errors(recipe: Recipe) -> Iterator[ValueError]:
     remote = recipe.reward.remote
     if not uses_remote(recipe.reward):
         if remote != RemoteConfig():
-            what = "the reward does not use the scorer `remote`, so this section has no effect"
-            yield RecipeError("reward.remote", what, "set reward.function=remote, or leave the section out")
+            problem = "the reward does not use the scorer `remote`, so this section has no effect"
+            yield RecipeError("reward.remote", problem, "set reward.function=remote, or leave the section out")
         return
     if not remote.url:
-        what = "the reward uses the scorer `remote`, which has no URL"
-        yield RecipeError("reward.remote.url", what, "give its URL, or use another scorer", value=remote.url)
+        problem = "the reward uses the scorer `remote`, which has no URL"
+        yield RecipeError("reward.remote.url", problem, "give its URL, or use another scorer", value=remote.url)
     else:
         yield from errors_of(check_url, "reward.remote", remote.url)
     yield from errors_of(check_headers, "reward.remote", remote.headers)
     longest = remote.attempts * remote.timeout + (remote.attempts - 1) * remote.longest_wait
     if recipe.reward.timeout < longest:
-        what = (
+        problem = (
             f"scoring a sample ends after {recipe.reward.timeout:g} s, and the scorer `remote` may take {longest:g} s: "
             f"{remote.attempts} requests x {remote.timeout:g} s + {remote.attempts - 1} waits x {remote.longest_wait:g} s"
         )
         remedy = (
             f"set reward.timeout to {longest:g} or more, or lower reward.remote's attempts, timeout or longest_wait"
         )
-        yield RecipeError("reward.timeout", what, remedy, value=recipe.reward.timeout)
+        yield RecipeError("reward.timeout", problem, remedy, value=recipe.reward.timeout)
 
 
 def remote_notices(reward: RewardConfig) -> list[str]:
@@ -75,8 +75,8 @@ def remote_notices(reward: RewardConfig) -> list[str]:
     url = urlsplit(reward.remote.url)
     if url.scheme == "https" or _is_this_machine(url):
         return []
-    what = "samples" if not reward.remote.headers else "samples and the headers' values"
-    return [f"reward.remote.url is plain http to {url.hostname}: {what} can be read on the way"]
+    exposed = "samples" if not reward.remote.headers else "samples and the headers' values"
+    return [f"reward.remote.url is plain http to {url.hostname}: {exposed} can be read on the way"]
 
 
 def _is_this_machine(url: SplitResult) -> bool:

@@ -14,8 +14,8 @@ def optimizer_errors(section: str, optimizer: OptimizerConfig) -> Iterator[Recip
     """Yield an error for each infinite setting of `section`.optimizer and for betas outside [0, 1)."""
     for name, value in vars(optimizer).items():
         if isinstance(value, float) and math.isinf(value):
-            what = "an infinite value would turn every weight into NaN"
-            yield RecipeError(f"{section}.optimizer.{name}", what, "give a finite number", value=value)
+            problem = "an infinite value would turn every weight into NaN"
+            yield RecipeError(f"{section}.optimizer.{name}", problem, "give a finite number", value=value)
     if any(beta < 0 or beta >= 1 for beta in optimizer.betas):
         key, betas = f"{section}.optimizer.betas", list(optimizer.betas)
         yield RecipeError(key, "each beta must be in [0, 1)", "e.g. [0.9, 0.98]", value=betas)
@@ -25,9 +25,9 @@ def mini_batch_errors(section: str, mini_batches: int, recipe: Recipe) -> Iterat
     """Yield an error if the prompts of a step do not divide into `section`.mini_batches."""
     prompts = recipe.data.prompts_per_step
     if prompts % mini_batches:
-        what = f"data.prompts_per_step = {prompts} does not divide into {mini_batches} mini batches"
+        problem = f"data.prompts_per_step = {prompts} does not divide into {mini_batches} mini batches"
         remedy = "choose a divisor of data.prompts_per_step"
-        yield RecipeError(f"{section}.mini_batches", what, remedy, value=mini_batches)
+        yield RecipeError(f"{section}.mini_batches", problem, remedy, value=mini_batches)
 
 
 def parallel_size_errors(key: str, processes: int, section: str, megatron: MegatronConfig) -> Iterator[RecipeError]:

@@ -13,25 +13,25 @@ from megarl.recipe.schema import ExchangeConfig, Recipe
 def exchange_errors(recipe: Recipe) -> Iterator[RecipeError]:
     exchange = recipe.exchange
     if not recipe.lora.rank and exchange.adapters != "auto":
-        what = "lora.rank is 0, so there are no adapters"
-        yield RecipeError("exchange.adapters", what, "leave it out, or set lora.rank", value=exchange.adapters)
+        problem = "lora.rank is 0, so there are no adapters"
+        yield RecipeError("exchange.adapters", problem, "leave it out, or set lora.rank", value=exchange.adapters)
     reason = why_not_sharded(recipe)
     if exchange.route == "planned" and reason is not None:
         yield RecipeError("exchange.route", reason, "set exchange.route=export, or auto", value=exchange.route)
     if exchange.transport in ("device", "ipc"):
         yield from _device_memory_errors(recipe)
     if exchange.directory is not None and exchange.transport != "files":
-        what = f"exchange.transport={exchange.transport} writes no files"
+        problem = f"exchange.transport={exchange.transport} writes no files"
         remedy = "leave it out, or set exchange.transport=files"
-        yield RecipeError("exchange.directory", what, remedy, value=exchange.directory)
+        yield RecipeError("exchange.directory", problem, remedy, value=exchange.directory)
     if math.isinf(exchange.timeout):
         remedy = "give seconds, e.g. 3600"
         yield RecipeError("exchange.timeout", "the timeout must be finite", remedy, value=exchange.timeout)
     yield from _heartbeat_errors(recipe)
     if exchange.route == "export" and exchange.check_every and not wants_adapters(recipe):
-        what = "with exchange.route=export there is no other update to compare with the export"
+        problem = "with exchange.route=export there is no other update to compare with the export"
         remedy = "leave it out, or set exchange.route=planned"
-        yield RecipeError("exchange.check_every", what, remedy, value=exchange.check_every)
+        yield RecipeError("exchange.check_every", problem, remedy, value=exchange.check_every)
 
 
 def _device_memory_errors(recipe: Recipe) -> Iterator[RecipeError]:
@@ -39,16 +39,18 @@ def _device_memory_errors(recipe: Recipe) -> Iterator[RecipeError]:
     key, transport, route = "exchange.transport", recipe.exchange.transport, recipe.exchange.route
     reason = why_not_sharded(recipe)
     if reason is not None:
-        what = f"it needs exchange.route=planned: {reason}"
-        yield RecipeError(key, what, "set exchange.transport=auto", value=transport)
+        problem = f"it needs exchange.route=planned: {reason}"
+        yield RecipeError(key, problem, "set exchange.transport=auto", value=transport)
     elif route != "planned":
-        what = f"it needs exchange.route=planned, and exchange.route={route} may send whole tensors"
+        problem = f"it needs exchange.route=planned, and exchange.route={route} may send whole tensors"
         remedy = "set exchange.route=planned, or exchange.transport=auto"
-        yield RecipeError(key, what, remedy, value=transport)
+        yield RecipeError(key, problem, remedy, value=transport)
     if transport == "device" and recipe.cluster.placement == "colocated":
-        what = "trainers and engines share devices, and the collective library cannot connect two processes on a device"
+        problem = (
+            "trainers and engines share devices, and the collective library cannot connect two processes on a device"
+        )
         remedy = "set cluster.placement=disaggregated, or exchange.transport=ipc, or auto"
-        yield RecipeError(key, what, remedy, value=transport)
+        yield RecipeError(key, problem, remedy, value=transport)
 
 
 def _heartbeat_errors(recipe: Recipe) -> Iterator[RecipeError]:
@@ -57,16 +59,16 @@ def _heartbeat_errors(recipe: Recipe) -> Iterator[RecipeError]:
     if not sharded:
         if is_set:
             reason = why_not_sharded(recipe) or "exchange.route=export"
-            what = f"only sharded weight sync has heartbeats, and weights are sent whole: {reason}"
-            yield RecipeError("exchange.silence", what, "leave it out", value=exchange.silence)
+            problem = f"only sharded weight sync has heartbeats, and weights are sent whole: {reason}"
+            yield RecipeError("exchange.silence", problem, "leave it out", value=exchange.silence)
         return
     if exchange.silence < exchange.timeout:
         return
     if is_set:
-        what = f"the wait ends after exchange.timeout = {exchange.timeout:g} s, before the heartbeat timeout"
+        problem = f"the wait ends after exchange.timeout = {exchange.timeout:g} s, before the heartbeat timeout"
         remedy = "make it shorter, or raise exchange.timeout"
-        yield RecipeError("exchange.silence", what, remedy, value=exchange.silence)
+        yield RecipeError("exchange.silence", problem, remedy, value=exchange.silence)
     else:
-        what = f"the wait would end before the heartbeat timeout, exchange.silence = {exchange.silence:g} s"
+        problem = f"the wait would end before the heartbeat timeout, exchange.silence = {exchange.silence:g} s"
         remedy = "make it longer, or lower exchange.silence"
-        yield RecipeError("exchange.timeout", what, remedy, value=exchange.timeout)
+        yield RecipeError("exchange.timeout", problem, remedy, value=exchange.timeout)
