@@ -38,8 +38,8 @@ from megarl.recipe.schema import RolloutConfig
 from megarl.rollout.engine_handle import EngineHandle, JudgeHandle, SamplingEngine, TeacherHandle, check_engines_too
 from megarl.rollout.evaluate import EvaluationResult, evaluate
 from megarl.rollout.judge.service import with_judge
-from megarl.rollout.source import Source
-from megarl.rollout.source_dataset import DataSource
+from megarl.rollout.source import SampleSource
+from megarl.rollout.source_dataset import DatasetSource
 from megarl.rollout.source_engines import EnginesSource
 from megarl.rollout.start_engines import load_engines, start_engines, start_judge, start_teacher, wait_for_start
 from megarl.rollout.teacher import Teacher
@@ -76,7 +76,7 @@ class Run:
     actor: ActorGroup
     critic: CriticGroup | None
     teacher: Teacher | None
-    source: Source
+    source: SampleSource
     devices: Handover
     evaluate: Callable[[], EvaluationResult] | None  # None: nothing to evaluate
     checkpoints: Checkpoints
@@ -305,9 +305,9 @@ def connect_engines(recipe: Recipe, started: Started, notice: Callable[[str], No
 
 def _source(
     recipe: Recipe, prepared: Prepared, samplers: Sequence[SamplingEngine], check: Callable[[], None]
-) -> Source:
+) -> SampleSource:
     if prepared.examples is not None:
-        return DataSource(recipe, prepared.examples)
+        return DatasetSource(recipe, prepared.examples)
     assert prepared.prompts is not None
     return EnginesSource(recipe, prepared.prompts, samplers, prepared.tokenizer.stop_ids, check)
 

@@ -71,7 +71,7 @@ class Cluster:
 def build(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch, **prepared: Any) -> tuple[Run, Cluster]:
     monkeypatch.setattr("megarl.rollout.start_engines.process_env", lambda *_: {})
     monkeypatch.setattr("megarl.assembly.EnginesSource", lambda *_: "engines source")
-    monkeypatch.setattr("megarl.assembly.DataSource", lambda *_: "data source")
+    monkeypatch.setattr("megarl.assembly.DatasetSource", lambda *_: "data source")
     recipe.model.path, recipe.observe.console = str(folder / "model"), "plain"
     recipe.observe.tensorboard = recipe.observe.report = False
     nothing: dict[str, Any] = {"prompts": None, "examples": None, "evaluation": None, "held_out": None}

@@ -14,7 +14,7 @@ from megarl.checkpoint.skipped_steps import SkippedSteps
 from megarl.cluster.failures import ClusterError
 from megarl.observe.log import RunLog
 from megarl.recipe.schema import TrainConfig
-from megarl.rollout.source import Source
+from megarl.rollout.source import SampleSource
 from megarl.types import Metrics
 
 
@@ -33,7 +33,7 @@ class Checkpoints:
 
     config: TrainConfig
     saver: Saver
-    source: Source
+    source: SampleSource
     kl_weight: KLWeight
     skipped: SkippedSteps
     identity: dict[str, Any]

@@ -14,7 +14,7 @@ from megarl.megatron.model_checks import check_sizes
 from megarl.preflight.engines import check_heads
 from megarl.recipe.judge import JudgeConfig
 from megarl.recipe.schema import Recipe
-from megarl.rollout.judge.server import Interrogation
+from megarl.rollout.judge.server import JudgeCodec
 
 
 def check_judge(recipe: Recipe, config: dict[str, Any], sets: Sequence[PromptDataset]) -> None:
@@ -36,17 +36,17 @@ def check_judge(recipe: Recipe, config: dict[str, Any], sets: Sequence[PromptDat
             f"judge.chat_template_args.{name}", "the judge's chat template never reads it", "leave it out"
         )
     try:
-        asks = Interrogation(tokenizer, judge)
-        template = max(len(asks.tokens(replace(data[0], question=""), "")) for data in sets)
+        codec = JudgeCodec(tokenizer, judge)
+        template = max(len(codec.tokens(replace(data[0], question=""), "")) for data in sets)
     except ValueError as error:
         raise RecipeError("judge.prompt", str(error), "mend the template, or the rows' columns") from error
-    if "ground_truth" in asks.question.reads:
+    if "ground_truth" in codec.template.reads:
         for data in sets:
             row = next((prompt.uid for prompt in data if prompt.ground_truth is None), None)
             if row is not None:
                 problem = f"the template reads ground_truth, and row {row} has no reward_model.ground_truth"
                 raise RecipeError("judge.prompt", problem, "add it to the rows, or leave it out of the template")
-    read = recipe.data.max_prompt_length if "prompt" in asks.question.reads else 0
+    read = recipe.data.max_prompt_length if "prompt" in codec.template.reads else 0
     longest = template + read + recipe.rollout.max_response_length
     if longest > judge.max_prompt_length:
         raise RecipeError(

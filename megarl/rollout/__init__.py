@@ -1,1 +1,1 @@
-"""Where samples come from: engines (admission by staleness, dynamic sampling) or a data set's own answers (SFT)."""
+"""Sample sources: inference engines (RL, with staleness and dynamic sampling) or data set rows (SFT, DPO)."""

@@ -1,14 +1,13 @@
-"""How many groups may be under way, which finish, and which make up the next batch: a pure state machine.
+"""Admission of groups for a given staleness, and their assignment to batches: a pure state machine.
 
 With weights of version v and staleness S, a group may start if its batch is at most batch v + S (batches
-count from 0, and batch b trains version b). Which batch that will be is known only when everything before
-it has finished, so the earliest possible course is taken: every running group is accepted. A group that
-dynamic sampling filters fills no place in its batch, so another may start; nothing more is needed for
-resampling. In the plain case this is the rule (S + v + 1) P - accepted - running for P prompts a step.
+count from 0, and batch b trains version b). A group's batch depends on how many earlier groups are accepted, so the
+capacity assumes that every running group will be accepted. A group that dynamic sampling filters frees its place in
+the batch, so another group may start; resampling needs no other rule. Without filtering, the capacity is
+(S + v + 1) P - accepted - running for P prompts per step.
 
-Groups are released in admission order, whatever order they finish in: batches are then not biased towards
-short responses, and do not depend on timing. A batch is closed short when `max_attempts` times P groups
-were tried for it.
+Groups are released in admission order, not in the order in which they finish. Batches are therefore not biased towards
+short responses and do not depend on timing. A batch closes with fewer groups after `max_attempts` times P tried groups.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from megarl.types import Group
 
 @dataclass
 class AdmissionState:
-    """The counters of a run."""
+    """Counters of a run."""
 
-    admitted: int = 0  # groups ever started: also the next group's number and the data cursor
+    admitted: int = 0  # started groups: also the next group's number and the data cursor
     released: int = 0  # the next group number to release
-    closed: int = 0  # batches ever closed
+    closed: int = 0  # closed batches
 
 
 @dataclass
 class TriedGroup:
-    """A group that has finished, and whether it may be trained on."""
+    """A finished group; `accepted`: it may be trained on."""
 
     group: Group
     accepted: bool
@@ -41,7 +40,7 @@ def accepted_groups(tried: list[TriedGroup]) -> list[Group]:
 
 
 class Admission:
-    """Not thread-safe: its owner holds a lock."""
+    """State machine of the module's docstring. Not thread-safe: the caller needs a lock."""
 
     def __init__(
         self,
@@ -53,22 +52,22 @@ class Admission:
     ):
         self.prompts_per_step = prompts_per_step
         self.max_staleness = max_staleness
-        self.max_attempts = max_attempts  # None: nothing is filtered, nothing is bounded
+        self.max_attempts = max_attempts  # None: no filter and no limit
         self.continuous = continuous
-        self.batches = batches  # of the whole run: none is started beyond them; None: no end
+        self.batches = batches  # batches of the whole run; None: unlimited
         self.state = AdmissionState()
         self.version: int | None = None  # None: closed
         self.running = 0
-        self.tried: list[TriedGroup] = []  # released, of the batch that is being gathered
-        self.closed: deque[list[TriedGroup]] = deque()  # batches to be taken
+        self.tried: list[TriedGroup] = []  # released groups of the current batch
+        self.closed: deque[list[TriedGroup]] = deque()  # batches ready for training
         self._finished: dict[int, TriedGroup] = {}  # waiting for earlier groups
 
     def capacity(self) -> int:
-        """Groups that may start now."""
+        """Return the number of groups that may start now."""
         if self.version is None or (self.running and not self.continuous):
             return 0
         batch, accepted, tried = self.state.closed, len(accepted_groups(self.tried)), len(self.tried)
-        for number in range(self.state.released, self.state.admitted):  # as if all that run were accepted
+        for number in range(self.state.released, self.state.admitted):  # count running groups as accepted
             accepted += number not in self._finished or self._finished[number].accepted
             tried += 1
             if self._places_left(accepted, tried) == 0:
@@ -82,19 +81,19 @@ class Admission:
         return self._places_left(accepted, tried) + further_batches * self.prompts_per_step
 
     def _places_left(self, accepted: int, tried: int) -> int:
-        """Groups that a batch still takes if all of them are accepted."""
+        """Return the number of groups that the batch can still take if all of them are accepted."""
         places = self.prompts_per_step - accepted
         return places if self.max_attempts is None else min(places, self.max_attempts * self.prompts_per_step - tried)
 
     def start(self, count: int) -> range:
-        """Numbers of the `count` groups that start now."""
+        """Start `count` groups; return their numbers."""
         numbers = range(self.state.admitted, self.state.admitted + count)
         self.state.admitted += count
         self.running += count
         return numbers
 
     def finish(self, group: Group, accepted: bool) -> None:
-        """A group has ended. Closes the batches that became complete or exhausted by it."""
+        """Record a finished group, and close batches that are now complete or exhausted."""
         self.running -= 1
         self._finished[group.number] = TriedGroup(group, accepted)
         while self.state.released in self._finished:
@@ -103,11 +102,11 @@ class Admission:
             self._close_if_due()
 
     def unfinished(self) -> list[int]:
-        """Numbers of the groups that are under way, oldest first."""
+        """Return the numbers of the running groups, oldest first."""
         return [number for number in range(self.state.released, self.state.admitted) if number not in self._finished]
 
     def idle(self) -> bool:
-        """Nothing runs and nothing may start: weights can be replaced."""
+        """Return True if no group runs and none may start: weights can be replaced."""
         return self.running == 0 and self.capacity() == 0
 
     def _close_if_due(self) -> None:

@@ -1,4 +1,4 @@
-"""From what was sampled and scored to a group: control data, and the token vectors beside it."""
+"""Convert sampled and scored trajectories to a group: control data (Sample) and token vectors (SampleTokens)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from megarl.rollout.step_rewards import Decode, tokens_at
 from megarl.types import GenerationRequest, InlineData, Prompt, Sample, SampleFailure, SampleTokens, Steps
 
 
-def said(trajectory: Trajectory) -> list[str]:
-    """What the policy said, turn by turn."""
+def policy_turns(trajectory: Trajectory) -> list[str]:
+    """Return the texts of the policy's turns."""
     return [turn.text for turn in trajectory.turns if turn.role == "assistant"]
 
 
-def question(prompt: Prompt, trajectory: Trajectory, with_tools: bool) -> ScoreRequest:
-    """What scorers see of a sample."""
+def score_request(prompt: Prompt, trajectory: Trajectory, with_tools: bool) -> ScoreRequest:
+    """Return the scorers' input for a sample."""
     return ScoreRequest(
-        response="\n".join(said(trajectory)),
+        response="\n".join(policy_turns(trajectory)),
         ground_truth=prompt.ground_truth,
         data_source=prompt.data_source,
         extra_info=prompt.extra_info,
@@ -40,7 +40,7 @@ def control_data(
     decode: Decode,
     with_tools: bool,
 ) -> Sample:
-    """What the controller knows of a sample; where its vectors lie is said by the caller."""
+    """Return the controller's part of a sample. The caller sets the location of its vectors."""
     start = len(request.prompt.tokens)
     score = Score(math.nan) if isinstance(scored, SampleFailure) else scored
     steps, earned = steps_of(score, trajectory, decode)
@@ -65,40 +65,40 @@ def control_data(
 
 
 def steps_of(score: Score, trajectory: Trajectory, decode: Decode) -> tuple[Steps, float]:
-    """(Rewards of steps, by the token of the response that ends each; what of them tools gave.)
+    """Return (step rewards with the response token that ends each step, sum of the tools' rewards).
 
-    A scorer's step ends at a character of what the policy said, where turns are parted by a line break; a tool's reward
-    is that of the turn that called it.
+    A scorer's step ends at a character of the policy's turns, joined by line breaks. A tool's reward counts at the end
+    of the turn that called the tool.
     """
     earned: dict[int, list[float]] = {}
     ends = [end for end, _ in score.steps]
-    for place, (_, reward) in zip(_places(ends, trajectory, decode), score.steps, strict=True):
-        earned.setdefault(place, []).append(reward)
-    given, own = [], -1
+    for token, (_, reward) in zip(_end_tokens(ends, trajectory, decode), score.steps, strict=True):
+        earned.setdefault(token, []).append(reward)
+    tool_rewards, policy_turn = [], -1
     for turn in trajectory.turns:
-        own += turn.role == "assistant"
+        policy_turn += turn.role == "assistant"
         if turn.reward:
-            given.append(turn.reward)
-            earned.setdefault(trajectory.ends[own] - 1, []).append(turn.reward)
-    return tuple((place, math.fsum(rewards)) for place, rewards in sorted(earned.items())), math.fsum(given)
+            tool_rewards.append(turn.reward)
+            earned.setdefault(trajectory.ends[policy_turn] - 1, []).append(turn.reward)
+    return tuple((token, math.fsum(rewards)) for token, rewards in sorted(earned.items())), math.fsum(tool_rewards)
 
 
-def _places(ends: Sequence[int], trajectory: Trajectory, decode: Decode) -> list[int]:
-    """The token of the response that completes each of the first `ends` characters of what the policy said."""
-    places: list[int] = []
+def _end_tokens(ends: Sequence[int], trajectory: Trajectory, decode: Decode) -> list[int]:
+    """Return, for each of `ends`, the response token that completes this many characters of the policy's turns."""
+    tokens: list[int] = []
     before = 0
-    for number, (text, stop) in enumerate(zip(said(trajectory), trajectory.ends, strict=True)):
+    for number, (text, stop) in enumerate(zip(policy_turns(trajectory), trajectory.ends, strict=True)):
         within = [end - before for end in ends if before < end <= before + len(text)]
         start = _start_of_turn(trajectory, number)
-        places += [start + place for place in tokens_at(within, trajectory.tokens[start:stop].tolist(), text, decode)]
+        tokens += [start + token for token in tokens_at(within, trajectory.tokens[start:stop].tolist(), text, decode)]
         before += len(text) + 1
-        if before in ends:  # the line break behind the turn, which is its end token
-            places.append(stop - 1)
-    return places[: len(ends)]
+        if before in ends:  # the line break after the turn is its end token
+            tokens.append(stop - 1)
+    return tokens[: len(ends)]
 
 
 def _start_of_turn(trajectory: Trajectory, number: int) -> int:
-    """Index of the first token of one of the policy's turns."""
+    """Return the index of the first token of the policy's turn `number`."""
     after = trajectory.ends[number - 1] if number else 0
     return after + int(np.argmax(trajectory.sampled[after:])) if len(trajectory.sampled) > after else after
 
@@ -106,7 +106,7 @@ def _start_of_turn(trajectory: Trajectory, number: int) -> int:
 def vectors(
     request: GenerationRequest, trajectory: Trajectory, text: str, reason: str, with_tools: bool
 ) -> SampleTokens:
-    """Prompt and response in one piece, exactly as sampled: nothing is tokenised again. `text`: the whole response."""
+    """Return the vectors of prompt plus response with the sampled tokens (no re-tokenization). `text`: the whole response."""
     prompt = request.prompt.tokens
     blank = np.zeros(len(prompt), dtype=np.float32)
     return SampleTokens(

@@ -55,7 +55,7 @@ class ServiceHandle:
     def _call_with_data(
         self, method: Callable[Concatenate[Any, P], Awaitable[tuple[R, Any]]], *args: P.args, **kwargs: P.kwargs
     ) -> Future[tuple[R, DataRef]]:
-        """Start a call of `method`, whose second result stays out of the controller. See `Service.call_with_data`."""
+        """Start a call of `method`. Its second result stays in the process: see `Service.call_with_data`."""
         assert not kwargs, "calls to processes have positional arguments only"
         return self.service.call_with_data(method.__name__, *args)
 
@@ -81,7 +81,7 @@ class EngineHandle(ServiceHandle):
 
     def collect_responses(self, group: int) -> Future[tuple[None, DataRef]]:
         """Return the location of the responses' texts of a collected group, for the judge."""
-        return self._call_with_data(RolloutServer.said, group)
+        return self._call_with_data(RolloutServer.collect_responses, group)
 
     def connect_weight_sync(self, session: Session) -> Future[str | None]:
         """Join a weight sync session; the result is the reason if the engine cannot."""

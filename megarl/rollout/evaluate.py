@@ -17,8 +17,8 @@ from megarl.rollout.metrics import agent_figures, groups_by_source
 from megarl.rollout.source_engines import group_seed
 from megarl.types import GenerationRequest, Group, Metrics, Prompt, Sample, Sampling
 
-EVALUATION_SEED = 0x5EED  # apart from training's seeds, the same at every evaluation
-FIRST_EVALUATION_GROUP = 1 << 48  # evaluation groups are numbered apart from training's
+EVALUATION_SEED = 0x5EED  # differs from training's seeds; the same at every evaluation
+FIRST_EVALUATION_GROUP = 1 << 48  # evaluation groups have different numbers than training's
 
 
 @dataclass
@@ -29,17 +29,17 @@ class EvaluationResult:
 
 
 def is_correct(sample: Sample) -> bool:
-    """A scorer that reports `accuracy` decides by it, any other by a positive reward."""
+    """Return True if `accuracy` is positive; without an accuracy, if the reward is positive."""
     return sample.reward_parts.get("accuracy", sample.reward) > 0
 
 
 def pass_at_k(correct: int, samples: int, k: int) -> float:
-    """Probability that one of k of the samples, drawn without return, is correct (Codex paper, arXiv 2107.03374)."""
+    """Probability that at least 1 of k samples, drawn without replacement, is correct (Codex, arXiv 2107.03374)."""
     return 1.0 - comb(samples - correct, k) / comb(samples, k)
 
 
 def majority_is_correct(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
-    """Whether the most frequent answer is right; ties share the vote. Samples without an answer do not vote."""
+    """Return 1.0 if the most frequent answer is correct; ties share the vote. Samples without an answer do not vote."""
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:
         return 0.0
@@ -50,7 +50,7 @@ def majority_is_correct(answers: Sequence[str | None], correct: Sequence[bool]) 
 
 
 def accuracy_metrics(groups: Sequence[Group], ks: Sequence[int]) -> Metrics:
-    """pass@k over all samples of each problem; maj@k over its first k."""
+    """Return pass@k over all samples of each problem, maj@k over its first k, rewards and lengths."""
     metrics: Metrics = {}
     for k in ks:
         passes, majorities = [], []
@@ -70,10 +70,9 @@ def accuracy_metrics(groups: Sequence[Group], ks: Sequence[int]) -> Metrics:
 
 
 def evaluation_metrics(groups: Sequence[Group], greedy: Sequence[Group], ks: Sequence[int]) -> Metrics:
-    """What is said of the problems `groups` and of their `greedy` answers, where these were asked for.
+    """Return the metrics of the problems `groups` and of their `greedy` answers (may be empty).
 
-    Problems with an answer that could not be scored are in none of the means, which are left out where no problem
-    remains.
+    Means exclude problems with an answer that could not be scored. A mean over no problem is omitted.
     """
     metrics: Metrics = {}
     scored = [group for group in groups if not group.failures]
@@ -89,7 +88,7 @@ def evaluation_metrics(groups: Sequence[Group], greedy: Sequence[Group], ks: Seq
 
 
 def by_source(groups: Sequence[Group], greedy: Sequence[Group], ks: Sequence[int]) -> Metrics:
-    """The same of each data source, and its number of problems, where they are of several."""
+    """Return the metrics and number of problems of each data source; empty if all problems have the same source."""
     parts, answers = groups_by_source(groups), groups_by_source(greedy)
     if len(parts) < 2:
         return {}
@@ -111,9 +110,9 @@ def evaluate(
 ) -> EvaluationResult:
     """Sample every problem and score it. The engines must be idle, so that batches are repeatable.
 
-    `check_processes` raises where a process of the run has died; it is asked every second. Raises RuntimeError where
-    no problem is finished within `rollout.timeout`, or too many cannot be scored (`reward.max_failed_share`); a problem
-    with an answer that could not be scored is left out of the means, and counted.
+    `check_processes` is called every second and raises if a process of the run has died. Raises RuntimeError if no
+    problem finishes within `rollout.timeout` or too many cannot be scored (`reward.max_failed_share`). A problem with an
+    answer that could not be scored is counted and excluded from the means.
     """
     settings = recipe.evaluation
     problems = list(prompts)[: settings.limit]
@@ -147,7 +146,7 @@ def _run(
     check_processes: Callable[[], None],
     timeout: float,
 ) -> list[Group]:
-    """One message an engine, problems dealt in turn; the answers in the problems' order."""
+    """Submit the problems round-robin, with one message per engine; return the groups in the problems' order."""
     shares: list[list[GenerationRequest]] = [[] for _ in engines]
     for number, prompt in enumerate(problems):
         seed = group_seed(EVALUATION_SEED, number)

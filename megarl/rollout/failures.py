@@ -1,4 +1,4 @@
-"""Groups with samples that could not be scored: left out, counted, named, and too many of them end the run."""
+"""Handle groups that could not be scored: count and report them, and stop the run if there are too many."""
 
 from __future__ import annotations
 
@@ -8,45 +8,46 @@ from dataclasses import dataclass
 
 from megarl.types import Group, SampleFailure
 
-LEAST_GROUPS = 8  # fewer say nothing about a share
+LEAST_GROUPS = 8  # smaller windows give no reliable share
 _NAMED = 3  # failures that a notice names
 
 
 class FailedShare:
-    """Holds the last groups to `reward.max_failed_share`."""
+    """Enforce `reward.max_failed_share` over the last groups."""
 
     def __init__(self, most: float, groups_per_step: int) -> None:
         self.most = most
         self.window = max(groups_per_step, LEAST_GROUPS)
         self._failed: deque[bool] = deque(maxlen=self.window)
 
-    def note(self, group: Group) -> None:
-        """Raise RuntimeError where too many have failed, counted over a whole window although it may not be full yet."""
+    def add(self, group: Group) -> None:
+        """Count a group. Raise RuntimeError if more than the share `most` of a full window have failed; the window may
+        not be full yet."""
         self._failed.append(bool(group.failures))
         if group.failures and sum(self._failed) > self.most * self.window:
-            what = f"{sum(self._failed)} of the last {len(self._failed)} groups"
-            raise RuntimeError(_too_many(what, self.most, group.failures[0]))
+            count = f"{sum(self._failed)} of the last {len(self._failed)} groups"
+            raise RuntimeError(_too_many(count, self.most, group.failures[0]))
 
 
 def check_evaluation(groups: Sequence[Group], most: float) -> None:
-    """Raise RuntimeError where more than the share `most` of the problems could not be scored, or all of them."""
+    """Raise RuntimeError if all problems, or more than the share `most` of them, could not be scored."""
     failed = [group for group in groups if group.failures]
     if failed and (len(failed) > most * len(groups) or len(failed) == len(groups)):
-        what = f"{len(failed)} of {len(groups)} problems of the evaluation"
-        raise RuntimeError(_too_many(what, most, failed[0].failures[0]))
+        count = f"{len(failed)} of {len(groups)} problems of the evaluation"
+        raise RuntimeError(_too_many(count, most, failed[0].failures[0]))
 
 
-def _too_many(what: str, most: float, failure: SampleFailure) -> str:
+def _too_many(count: str, most: float, failure: SampleFailure) -> str:
     scored = failure.source.startswith("scorer")
     remedy = (
-        "Mend the scorer or the row; raise reward.timeout where it is only slow" if scored else "Mend what it names"
+        "Fix the scorer or the row; raise reward.timeout if the scorer is slow" if scored else "Fix the named cause"
     )
-    return f"{what} could not be finished or scored (reward.max_failed_share = {most:g}). The last cause: {failure}. {remedy}."
+    return f"{count} could not be finished or scored (reward.max_failed_share = {most:g}). The last cause: {failure}. {remedy}."
 
 
 @dataclass(frozen=True)
 class ScoringCounts:
-    """Samples that could not be scored, all and by what their last attempt failed of, and attempts made again."""
+    """Numbers of samples that could not be scored, in all and by kind of the last failure, and of repeated attempts."""
 
     failed: float
     timeouts: float
@@ -62,12 +63,12 @@ class ScoringCounts:
         return cls(float(len(kinds)), timeouts, crashes, errors, float(retries))
 
 
-def scoring_notice(groups: Sequence[Group], what: str, consequence: str) -> str | None:
-    """Names the first failures, one a row, scorer and cause; None: there are none. `what`, as in "groups"."""
+def scoring_notice(groups: Sequence[Group], noun: str, consequence: str) -> str | None:
+    """Return a notice with the first distinct failures; None if nothing failed. `noun`: word for `groups` in the notice."""
     failed = [group for group in groups if group.failures]
     if not failed:
         return None
     causes = list(dict.fromkeys(str(failure) for group in failed for failure in group.failures))
     more = f"; and {len(causes) - _NAMED} more" if len(causes) > _NAMED else ""
     samples = sum(len(group.failures) for group in failed)
-    return f"{samples} samples of {len(failed)} {what} could not be scored: {'; '.join(causes[:_NAMED])}{more}. {consequence}"
+    return f"{samples} samples of {len(failed)} {noun} could not be scored: {'; '.join(causes[:_NAMED])}{more}. {consequence}"

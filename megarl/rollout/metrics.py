@@ -1,7 +1,7 @@
-"""The figures of a step and of an evaluation, data source by data source, and what agent loops did. Pure.
+"""Metrics of a step and of an evaluation by data source, and metrics of agent loops (pure functions).
 
-They are written of every source, also where there is one alone: a metric that comes and goes with the number of sources
-drawn could not be plotted. Evaluations, whose set stands still, say it of the sources where there are several.
+A step has metrics by source even if it has a single source: otherwise a metric would disappear at steps that draw a
+single source. An evaluation has the same problems each time, so it has them only with several sources.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megarl.rollout.admission import TriedGroup, accepted_groups
 from megarl.rollout.failures import ScoringCounts
 from megarl.types import Group, Metrics, Sample
 
-# Names of sources have slashes themselves: what ends a name tells them apart.
+# Names of sources may contain slashes, so the patterns match the end of a metric's name.
 _LENGTHS_AND_REWARDS = r"rewards/mean|response_length/\w+|scoring_\w+"
 _SAMPLED = re.compile(
     rf"source/(?P<source>.*)/(?P<figure>groups_\w+|samples|accuracy|truncated|{_LENGTHS_AND_REWARDS}|agent/.+)",
@@ -31,10 +31,10 @@ T = TypeVar("T")
 
 
 def sampled_figures(tried: Sequence[TriedGroup]) -> Metrics:
-    """What was sampled for a batch, by source: over all groups that were tried for it, the filtered ones included.
+    """Return the rollout metrics of a batch by data source, over all tried groups (filtered groups included).
 
-    Means of rewards and accuracies are over the samples that have one: a source of which none could be scored has no
-    ``rewards/mean``, and one whose scorers report no accuracy no ``accuracy``.
+    Means of rewards and accuracies include only the samples with a value. A source without any scored sample has no
+    ``rewards/mean``; a source without accuracies has no ``accuracy``.
     """
     metrics: Metrics = {}
     for data_source, items in _parted(tried, lambda item: item.group.data_source).items():
@@ -65,9 +65,9 @@ def sampled_figures(tried: Sequence[TriedGroup]) -> Metrics:
 
 
 def agent_figures(samples: Iterable[Sample]) -> Metrics:
-    """What the agent loops of `samples` did: means and shares are of samples, counts are of all their calls.
+    """Return the metrics of agent loops: means and shares over samples, counts over all their calls.
 
-    Empty where no loop made any of them.
+    Empty if no sample comes from an agent loop.
     """
     looped = [(sample, sample.tool_use) for sample in samples if sample.tool_use is not None]
     if not looped:
@@ -87,32 +87,32 @@ def agent_figures(samples: Iterable[Sample]) -> Metrics:
 
 
 def groups_by_source(groups: Sequence[Group]) -> dict[str, list[Group]]:
-    """In the order of the sources' names."""
+    """Return the groups of each data source, sorted by the sources' names."""
     return _parted(groups, lambda group: group.data_source)
 
 
 def of_sampled(metrics: Mapping[str, T]) -> dict[str, dict[str, T]]:
-    """A line's figures of what was sampled, by source: ``{"openai/gsm8k": {"rewards/mean": 0.5, ...}}``."""
+    """Return the rollout metrics of a metrics line by data source: ``{"openai/gsm8k": {"rewards/mean": 0.5, ...}}``."""
     return _read(metrics, _SAMPLED)
 
 
 def of_evaluated(metrics: Mapping[str, T]) -> dict[str, dict[str, T]]:
-    """A line's figures of an evaluation, by source: ``{"openai/gsm8k": {"pass@1": 0.5, ...}}``."""
+    """Return the evaluation metrics of a metrics line by data source: ``{"openai/gsm8k": {"pass@1": 0.5, ...}}``."""
     return _read(metrics, _EVALUATED)
 
 
 def source_of(metric: str) -> str | None:
-    """The data source that `metric` is a figure of; None: of none alone."""
+    """Return the data source of `metric`; None if it is not a metric of a single source."""
     match = _SAMPLED.fullmatch(metric) or _EVALUATED.fullmatch(metric)
     return match["source"] if match else None
 
 
 def _read(metrics: Mapping[str, T], pattern: re.Pattern[str]) -> dict[str, dict[str, T]]:
-    found: dict[str, dict[str, T]] = {}
+    figures: dict[str, dict[str, T]] = {}
     for name, value in metrics.items():
         if match := pattern.fullmatch(name):
-            found.setdefault(match["source"], {})[match["figure"]] = value
-    return dict(sorted(found.items()))
+            figures.setdefault(match["source"], {})[match["figure"]] = value
+    return dict(sorted(figures.items()))
 
 
 def _parted(items: Sequence[T], source_of_item: Callable[[T], str]) -> dict[str, list[T]]:

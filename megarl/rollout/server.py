@@ -1,7 +1,7 @@
-"""A rollout process: one engine, and the scorers of what it samples.
+"""Rollout process: an engine and the scorers of its samples.
 
-The controller submits requests and collects groups; a group comes back scored, as control data
-(lengths, rewards) beside the token vectors, so that the controller need not touch the latter.
+The controller submits requests and collects scored groups. A group is returned as control data (lengths, rewards) and,
+separately, token vectors: the controller never needs the vectors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megarl.recipe.schema import RewardConfig
 from megarl.rewards.scoring import Outcome, Scoring
 from megarl.rewards.settings import ScorerSettings
 from megarl.rewards.weighted import terms_of
-from megarl.rollout.assemble import control_data, question, said, vectors
+from megarl.rollout.assemble import control_data, policy_turns, score_request, vectors
 from megarl.types import Completion, GenerationRequest, Group, SampleFailure, SampleTokens
 from megarl.weight_sync.session import Session
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class RolloutServer:
-    """Runs inside a service process (see cluster/): async methods answer while others are in flight."""
+    """Runs inside a service process (see cluster/): async methods run concurrently."""
 
     def __init__(
         self,
@@ -46,11 +46,11 @@ class RolloutServer:
         agent: AgentSetup | None = None,
         judged: bool = False,
     ):
-        """`sources`: data sources to be scored. `images`: reads those of prompts; None: they have none. `agent`: samples are
-        made by an agent loop. `judged`: what the policy said in each group is asked for (`said`), once."""
+        """`sources`: data sources to score. `images`: reader of the prompts' images, if any. `agent`: settings of the agent
+        loop, if any. `judged`: keep each group's responses until `collect_responses` is called, once per group."""
         self.images = images
         self.engine = engines.create(engine, spec)
-        self.tokenizer = load_tokenizer(tokenizer)  # for text alone: stop tokens come with each request
+        self.tokenizer = load_tokenizer(tokenizer)  # only for text: stop tokens come with each request
         self.scoring = Scoring(
             terms_of(reward.function, reward.functions, sources, ScorerSettings(reward.remote, sandbox)),
             reward,
@@ -59,12 +59,12 @@ class RolloutServer:
         self.agents = Agents(agent, self.tokenizer) if agent is not None else None
         self.loop: AgentLoop | None = None
         self.texts = ThreadPoolExecutor(max_workers=4, thread_name_prefix="texts")
-        # A call to the engine blocks a thread until it is done; under continuous admission many are under way.
+        # A call to the engine blocks a thread; under continuous admission, many calls run at the same time.
         self.calls = ThreadPoolExecutor(max_workers=1024, thread_name_prefix="engine-call")
         self.version = 0  # of the weights the engine holds
         self._results: dict[int, asyncio.Future[tuple[Group, list[SampleTokens]]]] = {}
-        self._said: dict[int, list[str]] | None = {} if judged else None
-        self._settling: set[asyncio.Task[None]] = set()  # the loop itself keeps only weak references
+        self._responses: dict[int, list[str]] | None = {} if judged else None
+        self._settling: set[asyncio.Task[None]] = set()  # asyncio keeps only weak references to tasks
 
     async def open_rendezvous(self, host: str) -> GroupRank:
         """Open the rendezvous of this engine's group. `host`: this machine's address for the other engines."""
@@ -82,13 +82,13 @@ class RolloutServer:
         return description
 
     async def submit(self, requests: list[GenerationRequest]) -> None:
-        """Admit `requests` all at once, in their order; returns when all are sampled. Each group is to be collected."""
+        """Sample `requests`, all at once and in their order; returns when all are sampled. The caller must collect each group."""
         ready: list[GenerationRequest] = []
         for request, failure in await asyncio.gather(*map(self._with_images, requests)):
             if failure is None:
                 ready.append(request)
-            else:  # its group is left out, as where a scorer fails
-                self._settle(request, _nothing(request, failure))
+            else:  # the group is left out, as after a scorer's failure
+                self._settle(request, _empty_samples(request, failure))
         if ready and self.loop is None:
             await self._sample_groups(ready)
         elif ready and self.loop is not None:
@@ -101,44 +101,44 @@ class RolloutServer:
 
         def finished(group: int, completions: list[Completion]) -> None:  # in the engine's thread
             sampled[group] = completions
-            own = max(group, _greedy_twin(group))
-            twins = [own, _greedy_twin(own)] if by_group[own].with_greedy else [own]
+            number = max(group, _greedy_twin(group))
+            twins = [number, _greedy_twin(number)] if by_group[number].with_greedy else [number]
             if all(twin in sampled for twin in twins):
-                everything = [one for twin in twins for one in sampled.pop(twin)]
-                loop.call_soon_threadsafe(lambda: self._settle(by_group[own], self._of_one_turn(everything)))
+                samples = [completion for twin in twins for completion in sampled.pop(twin)]
+                loop.call_soon_threadsafe(lambda: self._settle(by_group[number], self._single_turns(samples)))
 
-        everything = [one for request in requests for one in (request, *_greedy_request(request))]
-        await self._in_thread(self.engine.generate, everything, finished)
+        with_greedy = [part for request in requests for part in (request, *_greedy_request(request))]
+        await self._in_thread(self.engine.generate, with_greedy, finished)
 
-    async def _of_one_turn(self, completions: list[Completion]) -> list[Trajectory]:
+    async def _single_turns(self, completions: list[Completion]) -> list[Trajectory]:
         def read() -> list[Trajectory]:
-            return [Trajectory.of(one, self.tokenizer.decode(one.tokens.tolist())) for one in completions]
+            return [Trajectory.of(sample, self.tokenizer.decode(sample.tokens.tolist())) for sample in completions]
 
         return await self._in_texts(read)
 
     async def _run_loops(self, agent: AgentLoop, requests: list[GenerationRequest]) -> None:
-        """Every sample goes its own way from its first turn on; the first turns are admitted at once."""
+        """Sample all first turns in a single call to the engine; each sample then continues in its task."""
         loop = asyncio.get_running_loop()
-        alone = [(request, one) for request in requests for one in _one_by_one(request)]
-        first: list[asyncio.Future[Completion]] = [loop.create_future() for _ in alone]
+        singles = [(request, single) for request in requests for single in _single_requests(request)]
+        first: list[asyncio.Future[Completion]] = [loop.create_future() for _ in singles]
 
         def finished(number: int, completions: list[Completion]) -> None:  # in the engine's thread
             loop.call_soon_threadsafe(first[number].set_result, completions[0])
 
         running: dict[int, list[asyncio.Task[Trajectory]]] = {}
-        for (request, one), turn in zip(alone, first, strict=True):
-            task = loop.create_task(agent.run(one, turn, self._sample_turn))
+        for (request, single), turn in zip(singles, first, strict=True):
+            task = loop.create_task(agent.run(single, turn, self._sample_turn))
             running.setdefault(request.group, []).append(task)
         for request in requests:
             self._settle(request, asyncio.gather(*running[request.group]))
-        numbered = [replace(one, group=number) for number, (_, one) in enumerate(alone)]
-        everything = [task for tasks in running.values() for task in tasks]
+        numbered = [replace(single, group=number) for number, (_, single) in enumerate(singles)]
+        all_tasks = [task for tasks in running.values() for task in tasks]
         try:
-            await asyncio.gather(self._in_thread(self.engine.generate, numbered, finished), *everything)
+            await asyncio.gather(self._in_thread(self.engine.generate, numbered, finished), *all_tasks)
         except BaseException:
-            for task in everything:
+            for task in all_tasks:
                 task.cancel()
-            await asyncio.gather(*everything, return_exceptions=True)  # the first one's is raised
+            await asyncio.gather(*all_tasks, return_exceptions=True)  # the first error is raised below
             raise
 
     async def _sample_turn(self, request: GenerationRequest) -> Completion:
@@ -147,9 +147,9 @@ class RolloutServer:
         return done[0]
 
     async def collect(self, group: int) -> tuple[Group, list[SampleTokens]]:
-        """Wait for one submitted group: its control data and, sample by sample, its token vectors.
+        """Wait for a submitted group; returns its control data and the token vectors of its samples.
 
-        Where `submit` fails the group never comes: the caller watches both.
+        If `submit` fails, this call never returns: the caller must watch both.
         """
         try:
             return await self._result(group)
@@ -157,8 +157,11 @@ class RolloutServer:
             del self._results[group]
 
     async def _with_images(self, request: GenerationRequest) -> tuple[GenerationRequest, SampleFailure | None]:
-        """`request`, whose prompt's images are prepared here, so that what travelled was the encoded files; and why they
-        could not be: of a damaged file often no more than the header had been read before."""
+        """Add the prepared images of the prompt to `request`; returns the failure if an image is damaged.
+
+        Images are prepared in this process, so requests carry only the encoded files. Earlier checks may have read only
+        an image's header.
+        """
         if not request.prompt.images:
             return request, None
         assert self.images is not None
@@ -168,10 +171,10 @@ class RolloutServer:
         except (ValueError, OSError) as error:
             return request, SampleFailure("images", request.prompt.uid, "error", str(error))
 
-    async def said(self, group: int) -> tuple[None, list[str]]:
-        """What the policy said in each sample of a group that was collected: all that a judge reads of it."""
-        assert self._said is not None
-        return None, self._said.pop(group)
+    async def collect_responses(self, group: int) -> tuple[None, list[str]]:
+        """Return the policy's text of each sample of a collected group, for the judge."""
+        assert self._responses is not None
+        return None, self._responses.pop(group)
 
     async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.calls, function, *args)
@@ -180,17 +183,17 @@ class RolloutServer:
         return await asyncio.get_running_loop().run_in_executor(self.texts, function, *args)
 
     def _result(self, group: int) -> asyncio.Future[tuple[Group, list[SampleTokens]]]:
-        """Calls may overtake each other on their way here, so whoever is first makes the future."""
+        """Return the future of a group's result. `collect` may arrive before `submit`, so the first call creates it."""
         if group not in self._results:
             self._results[group] = asyncio.get_running_loop().create_future()
         return self._results[group]
 
     async def connect_weight_sync(self, session: Session) -> str | None:
-        """Join the trainers' weight exchange; returns why the engine cannot, of a planned one."""
+        """Join a weight sync session; returns the reason if the engine cannot join a sharded session."""
         return await self._in_thread(self.engine.connect_weight_sync, session)
 
     async def update_weights(self, version: int) -> Any:
-        """Receive the weights of `version` from the trainers; returns the engine's report of what arrived."""
+        """Receive the weights of `version` from the trainers; returns the engine's report."""
         report = await self._in_thread(self.engine.update_weights, version)
         self.version = version
         return report
@@ -212,25 +215,25 @@ class RolloutServer:
         await self._in_thread(self.engine.stop_profile)
 
     async def shutdown(self) -> None:
-        try:  # what takes longest comes last: whoever shuts this down has little patience
+        try:  # the slowest part comes last: the process may be killed before it ends
             if self.agents is not None:
                 await self.agents.close()
         finally:
             try:
                 await asyncio.to_thread(self.scoring.close)
-            finally:  # not in `calls`, where more turns may wait than there are threads
+            finally:  # not in `calls`: waiting turns may occupy all its threads
                 await asyncio.to_thread(self.engine.shutdown)
         self.texts.shutdown(wait=False)
         self.calls.shutdown(wait=False)
 
     def _settle(self, request: GenerationRequest, sampled: Awaitable[list[Trajectory]]) -> None:
-        """Score a group once it is `sampled`, its greedy sample last where there is one, while others are sampled; then
-        it can be collected."""
+        """Start a task that awaits the samples of a group (a greedy sample comes last), scores them and sets the group's
+        result."""
 
         async def settle() -> None:
             try:
                 self._result(request.group).set_result(await self._scored(request, await sampled))
-            except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 -- whoever collects the group is told
+            except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 -- `collect` raises it
                 self._result(request.group).set_exception(error)
 
         task = asyncio.get_running_loop().create_task(settle())
@@ -239,23 +242,24 @@ class RolloutServer:
 
     async def _scored(self, request: GenerationRequest, sampled: list[Trajectory]) -> tuple[Group, list[SampleTokens]]:
         with_tools = self.loop is not None
-        unfinished = [one.failure for one in sampled if one.failure is not None]
-        if unfinished:  # the group is left out: there is nothing to score
-            outcomes: list[Outcome] = [(one.failure or rewards.Score(math.nan), 0) for one in sampled]
+        if any(sample.failure is not None for sample in sampled):  # the group is left out and not scored
+            outcomes: list[Outcome] = [(sample.failure or rewards.Score(math.nan), 0) for sample in sampled]
         else:
-            outcomes = await self.scoring.score([question(request.prompt, one, with_tools) for one in sampled])
+            outcomes = await self.scoring.score(
+                [score_request(request.prompt, sample, with_tools) for sample in sampled]
+            )
         return await self._in_texts(self._group, request, sampled, outcomes)
 
     def _group(
         self, request: GenerationRequest, sampled: list[Trajectory], outcomes: list[Outcome]
     ) -> tuple[Group, list[SampleTokens]]:
-        """The group of the first `n` samples; one more is the greedy one."""
+        """Return the group of the first `n` samples, and their vectors. A further sample is the greedy sample."""
         prompt, count, with_tools = request.prompt, request.sampling.n, self.loop is not None
         together = list(zip(sampled, outcomes, strict=True))
         decode = self.tokenizer.decode
         samples = [
-            control_data(request, index % count, one, result, self.version, decode, with_tools)
-            for index, (one, (result, _)) in enumerate(together)
+            control_data(request, index % count, sample, result, self.version, decode, with_tools)
+            for index, (sample, (result, _)) in enumerate(together)
         ]
         group = Group(
             number=request.group,
@@ -267,19 +271,22 @@ class RolloutServer:
             failures=tuple(result for result, _ in outcomes if isinstance(result, SampleFailure)),
             scoring_retries=sum(repeated for _, repeated in outcomes),
         )
-        if self._said is not None and not group.failures:
-            self._said[request.group] = ["\n".join(said(one)) for one in sampled[:count]]
-        texts = [decode(one.tokens.tolist()) if with_tools else "\n".join(said(one)) for one in sampled[:count]]
+        responses = ["\n".join(policy_turns(sample)) for sample in sampled[:count]]
+        if self._responses is not None and not group.failures:
+            self._responses[request.group] = responses
+        texts = [decode(sample.tokens.tolist()) for sample in sampled[:count]] if with_tools else responses
         reasons = ["" if isinstance(result, SampleFailure) else result.reason for result, _ in outcomes]
         return group, [
-            vectors(request, one, text, reason, with_tools)
-            for one, text, reason in zip(sampled[:count], texts, reasons, strict=False)
+            vectors(request, sample, text, reason, with_tools)
+            for sample, text, reason in zip(sampled[:count], texts, reasons, strict=False)
         ]
 
 
 def _greedy_twin(group: int) -> int:
-    """The number under which a group's greedy sample goes through the engine, and the group of such a number: groups
-    count from 0, so no group has it."""
+    """Return the engine's number for the greedy sample of a group, or the group of such a number.
+
+    Groups count from 0, so negative numbers are free.
+    """
     return -1 - group
 
 
@@ -290,14 +297,13 @@ def _greedy_request(request: GenerationRequest) -> list[GenerationRequest]:
     return [replace(request, group=_greedy_twin(request.group), sampling=greedy, with_greedy=False)]
 
 
-def _one_by_one(request: GenerationRequest) -> list[GenerationRequest]:
-    """Each sample of a group as a request of its own, with its seed within the group, if it has one; the greedy one last."""
-    one = replace(request, sampling=replace(request.sampling, n=1), with_greedy=False)
+def _single_requests(request: GenerationRequest) -> list[GenerationRequest]:
+    """Split a group's request into requests for single samples, with their seeds, if any; the greedy sample is last."""
+    single = replace(request, sampling=replace(request.sampling, n=1), with_greedy=False)
     seeds = [None if request.seed is None else request.seed + index for index in range(request.sampling.n)]
-    alone = [replace(one, seed=seed) for seed in seeds]
-    return [*alone, *_greedy_request(request)]
+    return [*(replace(single, seed=seed) for seed in seeds), *_greedy_request(request)]
 
 
-async def _nothing(request: GenerationRequest, failure: SampleFailure) -> list[Trajectory]:
-    """The samples of a group that could not be begun."""
+async def _empty_samples(request: GenerationRequest, failure: SampleFailure) -> list[Trajectory]:
+    """Return empty samples for a group that could not start."""
     return [Trajectory.of_nothing(failure)] * (request.sampling.n + request.with_greedy)

@@ -1,4 +1,4 @@
-"""What the controller's loop takes its batches from."""
+"""Protocol of the sources that the training loop takes batches from."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from megarl.types import Group, Metrics
 
 @dataclass
 class Batch:
-    """The groups of one controller step, in admission order, and what is known of how they came about."""
+    """The groups of a step in admission order, with the metrics and notices of their rollout."""
 
     groups: list[Group]
     metrics: Metrics = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
 
 
-class Source(Protocol):
-    """RL and SFT differ in this alone: the loop takes batches and announces versions."""
+class SampleSource(Protocol):
+    """Source of batches. RL and SFT differ only here: the loop announces weight versions and takes batches."""
 
     def admit(self, version: int) -> None:
-        """The weights of `version` are in place: begin what they allow."""
+        """Start the groups that may use the weights of `version`, which are loaded."""
 
     def take(self, count: int) -> Batch:
-        """The next `count` groups, in admission order; fewer only where the recipe allows it (and then said so)."""
+        """Return the next `count` groups in admission order; fewer, with a notice, only if the recipe allows it."""
 
     def drain(self) -> None:
-        """Wait until everything admitted has finished, so that weights may change."""
+        """Wait until all admitted groups have finished, so that weights may change."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: plain values, numpy arrays and groups that wait to be taken. Call after `drain`."""
+        """Return the state for a checkpoint: plain values, NumPy arrays and gathered groups. Call after `drain`."""
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint's state."""
+        """Restore the state of a checkpoint."""
 
     def close(self) -> None: ...

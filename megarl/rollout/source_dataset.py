@@ -1,4 +1,4 @@
-"""A data set's own answers as a source of samples: SFT and DPO are the same loop with answers that nobody had to sample."""
+"""Data set rows as samples: SFT and DPO run the same loop as RL, with the rows' answers instead of sampled ones."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megarl.rollout.source import Batch
 from megarl.types import Group, InlineData, Sample, SampleTokens
 
 
-class DataSource:
-    """A Source over a data set, whose groups are always of the current version."""
+class DatasetSource:
+    """A `SampleSource` over a data set. Its groups have the current weight version."""
 
     def __init__(self, recipe: Recipe, examples: SFTDataset | PreferenceDataset):
         self.examples = examples
@@ -33,7 +33,7 @@ class DataSource:
         return Batch(groups, self.sampler.metrics(numbers))
 
     def drain(self) -> None:
-        """Nothing is ever under way."""
+        """Return at once: rows are read when a batch is taken."""
 
     def state(self) -> dict[str, Any]:
         return {"counters": {"consumed": self.consumed}, "gathered": []}
@@ -42,11 +42,11 @@ class DataSource:
         self.consumed = state["counters"]["consumed"]
 
     def close(self) -> None:
-        """Nothing to stop."""
+        """Do nothing: no thread or process is running."""
 
 
 def group_of(number: int, row: Example | Pair, version: int) -> Group:
-    """A demonstration as a group of one, a preference as one of two, the chosen answer first."""
+    """Return a demonstration as a group of 1 sample, or a preference as a group of 2, the chosen answer first."""
     examples = row if isinstance(row, tuple) else (row,)
     vectors = [
         SampleTokens(

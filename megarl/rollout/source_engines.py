@@ -1,4 +1,4 @@
-"""Samples from engines: requests out, scored groups in, on a thread of its own so that the actor can learn meanwhile."""
+"""Sample from engines ahead of the policy. Groups arrive in background threads, so training can continue meanwhile."""
 
 from __future__ import annotations
 
@@ -28,13 +28,16 @@ from megarl.types import DataRef, GenerationRequest, InlineData, Sampling
 
 
 def group_seed(run_seed: int, number: int) -> int:
-    """Seed of a group's first sample. Depends on nothing but the run's seed and the group's number."""
+    """Seed of a group's first sample. It depends only on the arguments."""
     return int(np.random.SeedSequence([run_seed, number]).generate_state(1, np.uint64)[0] >> np.uint64(2))
 
 
 class EnginesSource:
-    """A Source over rollout services. Any failure of an engine is raised by the next take or drain; a group that could
-    not be scored is replaced by another, and too many of them are such a failure."""
+    """A `SampleSource` over rollout engines.
+
+    `take` and `drain` raise the first error of an engine. A group that could not be scored is replaced by another group;
+    more than `reward.max_failed_share` of them are an error.
+    """
 
     def __init__(
         self,
@@ -44,7 +47,7 @@ class EnginesSource:
         stop_token_ids: Sequence[int],
         check_processes: Callable[[], None],
     ):
-        """`check_processes` raises where a process of the run has died; it is asked every second while waiting."""
+        """`check_processes` is called every second while waiting; it raises if a process of the run has died."""
         self.recipe, self.prompts, self.engines = recipe, prompts, list(engines)
         self.check_processes = check_processes
         self.sampler = sampler_of(prompts, recipe.data, recipe.train.seed)
@@ -75,7 +78,7 @@ class EnginesSource:
     def admit(self, version: int) -> None:
         with self._change:
             self.admission.version = version
-            self._start_what_may()
+            self._start_groups()
 
     def take(self, count: int) -> Batch:
         assert count == self.admission.prompts_per_step
@@ -85,8 +88,10 @@ class EnginesSource:
         groups = accepted_groups(tried)
         drawn = self.sampler.metrics(item.group.number for item in tried)
         batch = Batch(groups, {**_metrics(tried, count), **drawn})
-        everything = [item.group for item in tried]
-        notice = scoring_notice(everything, "groups", "These groups were left out, and others sampled in their place.")
+        tried_groups = [item.group for item in tried]
+        notice = scoring_notice(
+            tried_groups, "groups", "These groups were left out, and others sampled in their place."
+        )
         if notice is not None:
             batch.notices.append(notice)
         if len(groups) < count:
@@ -122,7 +127,7 @@ class EnginesSource:
             self.admission.closed.extend(closed)
 
     def _wait(self, condition: Callable[[], bool]) -> None:
-        """Wait for `condition`, an error, a process that died, or engines that finish nothing any more."""
+        """Wait for `condition`. Raises an engine's error, a process's death, and `rollout.timeout` without a finished group."""
         while not self._change.wait_for(lambda: self._error is not None or condition(), timeout=1.0):
             self._change.release()
             try:
@@ -135,8 +140,8 @@ class EnginesSource:
         if self._error is not None:
             raise self._error
 
-    def _start_what_may(self) -> None:
-        """Admit what capacity allows, each group to the engine with the fewest; one message an engine."""
+    def _start_groups(self) -> None:
+        """Start as many groups as admission allows, each on the least loaded engine, with one message per engine."""
         if self._error is not None:
             return
         if not self.admission.running:
@@ -168,28 +173,28 @@ class EnginesSource:
             self._change.notify_all()
 
     def _arrived(self, engine: int, result: Future[tuple[Any, DataRef]]) -> None:
-        """Runs in the transport's thread. Whatever goes wrong here must reach the waiting controller."""
+        """Handle a collected group in the transport's thread. Errors are raised in the waiting controller."""
         try:
             group = attach(result.result())
             settings = self.recipe.algorithm
             add_overlong_penalty(group, settings.overlong, self.recipe.rollout.max_response_length)
             dynamic = settings.dynamic_sampling
             keep = not group.failures and (not dynamic.enabled or has_spread(group.samples, dynamic.metric))
-            if not keep:  # let its vectors go; what was sampled and how it scored is still reported
+            if not keep:  # free the vectors; the metrics still need the control data
                 attach((group, InlineData([])))
             with self._change:
                 self._load[engine] -= 1
                 self._stall_timer.reset()
-                self._failed_share.note(group)
+                self._failed_share.add(group)
                 self.admission.finish(group, keep)
-                self._start_what_may()
+                self._start_groups()
                 self._change.notify_all()
-        except BaseException as error:  # noqa: BLE001 - handed to the controller, which raises it
+        except BaseException as error:  # noqa: BLE001 -- the controller raises it
             self._fail(error)
 
 
 def _metrics(tried: list[TriedGroup], count: int) -> dict[str, float]:
-    """What a batch cost: over all groups that were tried for it, the filtered ones included."""
+    """Return the rollout metrics of a batch, over all tried groups (filtered groups included)."""
     samples = [sample for item in tried for sample in item.group.samples]
     greedy = [item.group.greedy for item in tried if item.group.greedy is not None]
     rewards = [sample.reward for sample in samples if not math.isnan(sample.reward)]

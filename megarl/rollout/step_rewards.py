@@ -1,8 +1,8 @@
-"""Where steps of a response end: from characters of its text to the tokens that were sampled.
+"""Map ends of steps from characters of a response to its sampled tokens.
 
-Nothing is tokenised again. The sampled tokens are decoded piece by piece, and a piece counts as far as it says what the
-whole response says there: of a character that was split over tokens only the last of them makes it whole, and a special
-token adds nothing.
+The text is not tokenized again. The sampled tokens are decoded piece by piece, and a piece counts only if its text
+matches the whole response at that position: a character split over several tokens is complete at the last of them, and
+special tokens add no text.
 """
 
 from __future__ import annotations
@@ -11,35 +11,35 @@ from collections.abc import Callable, Sequence
 
 Decode = Callable[[Sequence[int]], str]
 
-_JUMP = 64  # tokens that are decoded at once where no step ends
+_JUMP = 64  # tokens decoded at once in parts without a step's end
 
 
 def tokens_at(ends: Sequence[int], tokens: Sequence[int], text: str, decode: Decode) -> list[int]:
-    """For each of `ends`, increasing numbers of characters of `text`, the index of the token that completes the last of
-    these characters. `text` is `decode` of `tokens`.
+    """Return, for each of `ends` (increasing numbers of characters of `text`), the index of the token that completes these
+    characters. `text` equals `decode(tokens)`.
 
-    Decodes each token a few times, however many steps there are; but for ends in bytes that make no text, where beginnings
-    of the response are compared as a whole.
+    Decodes each token a few times, independent of the number of steps. Exception: for ends within invalid bytes, it
+    decodes and compares whole prefixes of the response.
     """
     reader = _Reader(tokens, text, decode)
     return [reader.find(end) for end in ends]
 
 
 class _Reader:
-    """Knows that the first `_read` tokens are the first `_characters` of the text.
+    """Incremental decoder. The first `_read` tokens decode to the first `_characters` of the text.
 
-    A tokenizer may treat the first tokens that it is given differently (some drop leading spaces), so tokens are decoded
-    together with the piece before them, whose own text, which is not empty, is then cut off.
+    A tokenizer may decode the first tokens of a sequence differently (some drop leading spaces). So tokens are decoded
+    together with the previous piece, which is not empty, and its text is cut off.
     """
 
     def __init__(self, tokens: Sequence[int], text: str, decode: Decode) -> None:
         self._tokens, self._text, self._decode = tokens, text, decode
         self._read = self._characters = 0
-        self._from = 0  # first token of the piece before
-        self._before = 0  # characters that it decodes to by itself
+        self._from = 0  # first token of the previous piece
+        self._before = 0  # characters of the previous piece's text
 
     def find(self, end: int) -> int:
-        """Index of the token that completes the first `end` characters; `end` grows from call to call."""
+        """Return the index of the token that completes the first `end` characters; `end` must increase between calls."""
         stop = next_jump = self._read
         while stop < len(self._tokens):
             if stop == self._read >= next_jump:
@@ -50,18 +50,18 @@ class _Reader:
                     stop = self._read
                     continue
             stop += 1
-            piece, wanted = self._piece(stop), self._text[self._characters : end]
-            if piece.startswith(wanted):
+            piece, expected = self._piece(stop), self._text[self._characters : end]
+            if piece.startswith(expected):
                 return stop - 1
             if self._fits(piece):
                 self._take(stop, piece)
-        # Some tokenizers turn a whole run of bytes into replacement characters where it ends within a character.
-        wholes = (self._decode(self._tokens[:stop]) for stop in range(self._read + 1, len(self._tokens)))
-        found = (place for place, whole in enumerate(wholes, self._read) if whole[:end] == self._text[:end])
-        return next(found, len(self._tokens) - 1)
+        # Some tokenizers decode a whole run of bytes to replacement characters if it ends within a character.
+        prefixes = (self._decode(self._tokens[:stop]) for stop in range(self._read + 1, len(self._tokens)))
+        matches = (index for index, prefix in enumerate(prefixes, self._read) if prefix[:end] == self._text[:end])
+        return next(matches, len(self._tokens) - 1)
 
     def _piece(self, stop: int) -> str:
-        """The text of the tokens from `_read` to `stop`."""
+        """Return the text of the tokens from `_read` to `stop`."""
         return self._decode(self._tokens[self._from : stop])[self._before :]
 
     def _fits(self, piece: str) -> bool:

@@ -21,9 +21,9 @@ class Teacher:
         self.engines, self.timeout = list(engines), timeout
 
     def score(self, groups: Sequence[Group]) -> None:
-        """Add the teacher's log-probs to the vectors of every sample; afterwards the vectors lie with the teacher's engines.
+        """Add the teacher's log-probs to the vectors of every sample; the vectors then stay in the teacher's engines.
 
-        Groups are divided evenly and in order, so that equal batches are divided equally.
+        Groups are split evenly and in order, so equal batches are split equally.
         """
         parts = [[groups[number] for number in part] for part in split_evenly(len(groups), len(self.engines))]
         engines = self.engines[: len(parts)]

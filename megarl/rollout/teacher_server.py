@@ -1,4 +1,4 @@
-"""A teacher's process: one engine that reads what the policy has sampled, and says what it thinks of each token."""
+"""Teacher process: an engine that returns its log-probs of sampled tokens."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class TeacherServer:
         return await self._in_thread(self.engine.start)
 
     async def read(self, groups: list[Group]) -> None:
-        """Score every token of every sample of `groups`. All samples enter the engine at once and in their order, so
-        that equal calls make equal batches."""
+        """Score every token of `groups`. All samples enter the engine in a single call and in their order, so equal calls
+        make equal batches."""
         await self._in_thread(self._read_all, groups)
 
     async def collect(self, number: int) -> tuple[None, list[SampleTokens]]:
-        """The samples of a group that was read, with the teacher's scores beside their other vectors."""
+        """Return the samples of a scored group, with the teacher's scores added to their vectors."""
         return None, self._read.pop(number)
 
     async def shutdown(self) -> None:
@@ -48,15 +48,15 @@ class TeacherServer:
     def _read_all(self, groups: list[Group]) -> None:
         vectors = [group.samples[0].data.get() for group in groups]
         requests = [
-            _reading(number, sample, self.top_k)
+            _score_request(number, sample, self.top_k)
             for number, sample in enumerate(sample for samples in vectors for sample in samples)
         ]
         scores: dict[int, TokenScores] = {}
 
         def finished(number: int, completions: list[Completion]) -> None:
-            told = completions[0].prompt
-            assert told is not None, "it was asked for"
-            scores[number] = told
+            token_scores = completions[0].prompt
+            assert token_scores is not None, "the request sets prompt_top_k"
+            scores[number] = token_scores
 
         self.engine.generate(requests, finished)
         in_order = iter(range(len(requests)))
@@ -64,8 +64,8 @@ class TeacherServer:
             self._read[group.number] = [replace(sample, teacher=scores[next(in_order)]) for sample in samples]
 
 
-def _reading(number: int, sample: SampleTokens, top_k: int) -> GenerationRequest:
-    """A request whose prompt is the whole sample. An engine always samples: one token, for nothing."""
+def _score_request(number: int, sample: SampleTokens, top_k: int) -> GenerationRequest:
+    """Return a request with the whole sample as its prompt. Engines must sample at least 1 token; it is not used."""
     prompt = Prompt(f"sample {number}", tuple(sample.tokens.tolist()), "", "")
     return GenerationRequest(
         number, prompt, Sampling(n=1, max_tokens=1, temperature=0.0), seed=0, images=sample.images, prompt_top_k=top_k

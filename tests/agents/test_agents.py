@@ -21,7 +21,7 @@ from megarl.agents.trajectory import AgentLoop, Trajectory, turn_seed
 from megarl.data.tokenizer import Tokenizer
 from megarl.recipe.agent import AgentConfig
 from megarl.rewards import Score
-from megarl.rollout.assemble import control_data, question, steps_of, vectors
+from megarl.rollout.assemble import control_data, score_request, steps_of, vectors
 from megarl.types import Completion, GenerationRequest, Prompt, Sampling, Turn
 from tests.support.agent_tokenizers import deepseek_v3, qwen3
 
@@ -259,7 +259,7 @@ def test_rewards_of_tools_and_of_scorers_are_on_the_turns_that_earned_them() -> 
     done, _, _ = play(["Well. " + ADD, "It is 4"])
     request = GenerationRequest(3, PROMPT, Sampling(n=1, max_tokens=2000), seed=11)
     tokenizer = qwen3()
-    response = question(PROMPT, done, with_tools=True).response
+    response = score_request(PROMPT, done, with_tools=True).response
     assert response == "Well. " + ADD + "\n" + "It is 4"
     # Steps: "Well", the whole first turn with its line break, and "It".
     scored = Score(
@@ -287,7 +287,7 @@ def test_rewards_of_tools_and_of_scorers_are_on_the_turns_that_earned_them() -> 
 def test_a_plain_sample_has_no_turns() -> None:
     completion = Completion(np.array([8, 9], np.int32), np.array([-1.0, -2.0], np.float32), "length")
     plain = Trajectory.of(completion, "xy")
-    assert question(PROMPT, plain, with_tools=False).turns == ()
+    assert score_request(PROMPT, plain, with_tools=False).turns == ()
     sample = control_data(
         GenerationRequest(3, PROMPT, Sampling(1, 2), 0), 0, plain, Score(1.0), 0, lambda ids: "xy"[: len(ids)], False
     )

@@ -20,7 +20,7 @@ from megarl.errors import RecipeError
 from megarl.preflight.load import load_recipe
 from megarl.recipe.data import MixedSet
 from megarl.recipe.schema import DataConfig, Recipe
-from megarl.rollout.source_dataset import DataSource
+from megarl.rollout.source_dataset import DatasetSource
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 
@@ -122,14 +122,14 @@ def test_a_run_draws_from_a_mix_and_goes_on_where_it_stopped(tmp_path: Path, tok
     files = {name: part.files for name, part in recipe.data.mix.items()}
     examples = SFTDataset(files, tokenizer, recipe.data, 100)
     assert examples.sets == {"easy": 3, "hard": 4}
-    source = DataSource(recipe, examples)
+    source = DatasetSource(recipe, examples)
     batches = [source.take(8) for _ in range(3)]
     for batch in batches:
         drawn = Counter(group.data_source for group in batch.groups)
         assert (drawn["a"] + drawn["b"], drawn["c"]) == (2, 6)
         assert (batch.metrics["data/rows/easy"], batch.metrics["data/rows/hard"]) == (2, 6)
     assert batches[2].metrics["data/epochs/easy"] == 2.0 and batches[2].metrics["data/epochs/hard"] == 4.5
-    resumed = DataSource(recipe, examples)
+    resumed = DatasetSource(recipe, examples)
     resumed.restore({"counters": {"consumed": 16}, "gathered": []})
     assert [group.prompt_uid for group in resumed.take(8).groups] == [group.prompt_uid for group in batches[2].groups]
 

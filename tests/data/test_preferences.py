@@ -12,7 +12,7 @@ import pytest
 from megarl.data.preferences import PreferenceDataset
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.recipe.schema import DataConfig, Recipe
-from megarl.rollout.source_dataset import DataSource
+from megarl.rollout.source_dataset import DatasetSource
 
 PROMPT = [{"role": "user", "content": "2+2?"}]
 TALK = [*PROMPT, {"role": "assistant", "content": "5"}, {"role": "user", "content": "No."}]
@@ -84,7 +84,7 @@ def test_a_pair_is_a_group_of_two_the_chosen_one_first(tmp_path: Path, tokenizer
     rows = [{"prompt": f"{n}?", "chosen": f"yes {n}", "rejected": f"no {n} no"} for n in range(3)]
     recipe = Recipe()
     recipe.data.shuffle = False
-    source = DataSource(recipe, build(tmp_path, tokenizer, rows))
+    source = DatasetSource(recipe, build(tmp_path, tokenizer, rows))
     source.admit(4)
     groups = source.take(3).groups
     for number, group in enumerate(groups):

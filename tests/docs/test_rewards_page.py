@@ -18,7 +18,7 @@ from megarl.recipe.schema import RewardConfig
 from megarl.rewards import Score, ScoreRequest, base, score
 from megarl.rewards.scoring import Outcome, Scoring
 from megarl.rewards.weighted import combine, terms_of, with_judgement
-from megarl.rollout.judge.verdicts import Question, number_in
+from megarl.rollout.judge.verdicts import JudgeTemplate, number_in
 from megarl.types import Prompt, SampleFailure
 
 ROOT = Path(__file__).parents[2]
@@ -62,7 +62,7 @@ def test_the_judges_example(tmp_path: Path) -> None:
     recipe = load_recipe(tmp_path / "recipe.yaml")
     assert recipe.judge.prompt is not None
     row = Prompt("row", (), "", "openai/gsm8k", "5", question=match[1])
-    question = Question(recipe.judge.prompt).ask(row, match[2])
+    question = JudgeTemplate(recipe.judge.prompt).render(row, match[2])
     assert question.startswith(f"Question: {match[1]}\nThe right answer: 5\nA student's answer:\n{match[2]}\n")
     (terms,) = terms_of(recipe.reward.function, recipe.reward.functions, ["openai/gsm8k"]).values()
     combined = combine(terms, [score(term.scorer, ScoreRequest(match[2], "5", "openai/gsm8k")) for term in terms])

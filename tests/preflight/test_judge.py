@@ -46,11 +46,11 @@ def test_demonstrations_are_not_judged() -> None:
 
 def test_the_base_recipe_lacks_a_model_alone() -> None:
     from megarl.recipe.judge import JudgeConfig
-    from megarl.rollout.judge.verdicts import Question
+    from megarl.rollout.judge.verdicts import JudgeTemplate
 
     recipe = load_recipe(ROOT / "recipes" / "base" / "judge.yaml", check=False)
     assert recipe.judge.prompt is not None
-    assert Question(recipe.judge.prompt).reads == {"prompt", "ground_truth", "response"}
+    assert JudgeTemplate(recipe.judge.prompt).reads == {"prompt", "ground_truth", "response"}
     assert (recipe.judge.pattern, recipe.judge.scale) == (JudgeConfig().pattern, 10.0)
 
 

@@ -17,7 +17,7 @@ from megarl.recipe.schema import Recipe
 from megarl.recipe.seeded import samples_are_seeded, seeds_notice
 from megarl.rollout.engine_handle import EngineHandle
 from megarl.rollout.judge import server as judge_server
-from megarl.rollout.server import _one_by_one
+from megarl.rollout.server import _single_requests
 from megarl.rollout.source_engines import EnginesSource
 from megarl.types import GenerationRequest, Prompt, Sampling
 
@@ -94,7 +94,7 @@ def test_requests_carry_seeds_as_the_recipe_says(seeded: bool) -> None:
 
 def test_no_seed_is_made_of_none() -> None:
     request = GenerationRequest(3, Prompt("p", (1,), "", "x"), Sampling(2, 4), seed=None, with_greedy=True)
-    assert [part.seed for part in _one_by_one(request)] == [None] * 3
+    assert [part.seed for part in _single_requests(request)] == [None] * 3
     assert turn_seed(None, 2) is None
 
 
@@ -109,10 +109,10 @@ def test_a_judge_without_seeds(monkeypatch) -> None:
     monkeypatch.setattr(judge_server.engines, "create", lambda *_: SimpleNamespace(generate=generate))
     tokenizer = SimpleNamespace(stop_ids=(0,), decode=lambda _: "Score: 1")
     monkeypatch.setattr(judge_server, "load_tokenizer", lambda _: tokenizer)
-    monkeypatch.setattr(judge_server, "Interrogation", lambda *_: SimpleNamespace(tokenizer=tokenizer))
+    monkeypatch.setattr(judge_server, "JudgeCodec", lambda *_: SimpleNamespace(tokenizer=tokenizer))
     settings = SimpleNamespace(path="m", max_tokens=4, temperature=1.0)
     server = judge_server.JudgeServer("fake", None, settings, run_seed=None)  # type: ignore[arg-type]
-    server._asked(1, 0, {0: (1,), 1: (2,)})
+    server._sample_verdicts(1, 0, {0: (1,), 1: (2,)})
     assert [request.seed for request in calls] == [None, None]
 
 

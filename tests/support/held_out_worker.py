@@ -19,7 +19,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from megarl.algorithms.objective import needs_reference  # noqa: E402
-from megarl.rollout.source_dataset import DataSource  # noqa: E402
+from megarl.rollout.source_dataset import DatasetSource  # noqa: E402
 from megarl.trainer.actor import ActorWorker  # noqa: E402
 from megarl.trainer.group import ActorGroup  # noqa: E402
 from megarl.trainer.held_out import HeldOut  # noqa: E402
@@ -68,7 +68,7 @@ def held_out(case: dict[str, Any], ranks: Ranks) -> HeldOut:
 
 
 def train(case: dict[str, Any], ranks: Ranks, evaluates: bool, found: dict[str, Any]) -> None:
-    recipe, source, steps = ranks.worker.recipe, DataSource(ranks.worker.recipe, rows(case)), []
+    recipe, source, steps = ranks.worker.recipe, DatasetSource(ranks.worker.recipe, rows(case)), []
     evaluation = held_out(case, ranks)
     if evaluates:
         found["before"] = evaluation.evaluate().metrics

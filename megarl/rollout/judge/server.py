@@ -1,4 +1,4 @@
-"""A judge's process: one engine that writes verdicts on what the policy has sampled."""
+"""Judge process: an engine that writes verdicts on sampled responses."""
 
 from __future__ import annotations
 
@@ -15,104 +15,105 @@ from megarl import engines
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.engines.base import EngineSpec
 from megarl.recipe.judge import JUDGE, JudgeConfig
-from megarl.rollout.judge.verdicts import Question, number_in, shortened
+from megarl.rollout.judge.verdicts import JudgeTemplate, number_in, shortened
 from megarl.types import Completion, DataRef, GenerationRequest, Prompt, SampleFailure, Sampling
 
-_SHOWN = 2000  # characters of a verdict that people see
+_SHOWN = 2000  # characters of a verdict in logs and reports
 _SHOWN_IN_CAUSE = 80
-_OWN_SEEDS = 0x10D6E  # apart from the policy's
+_JUDGE_SEEDS = 0x10D6E  # differs from the policy's
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one sample: its score, or why there is none, and the attempts that were made again before."""
+    """Score or failure of a sample, and the number of repeated attempts."""
 
     result: float | SampleFailure
     retries: int = 0
 
 
-class Interrogation:
-    """A judge's side of its questions: from a sample to tokens, and from its answer to a score."""
+class JudgeCodec:
+    """Encode a sample as tokens of the judge's prompt, and decode the judge's verdict to a score."""
 
     def __init__(self, tokenizer: Tokenizer, settings: JudgeConfig):
         assert settings.prompt is not None
         self.tokenizer, self.settings = tokenizer, settings
-        self.question, self.pattern = Question(settings.prompt), re.compile(settings.pattern)
+        self.template, self.pattern = JudgeTemplate(settings.prompt), re.compile(settings.pattern)
 
     def tokens(self, prompt: Prompt, response: str) -> tuple[int, ...]:
-        """The question about one sample as the judge reads it, however long. Raises ValueError where the template cannot be
+        """Return the tokens of the judge's prompt for a sample, of any length. Raises ValueError if the template cannot be
         rendered with the row."""
-        said = self.tokenizer.break_added_tokens(self.question.ask(prompt, response))
-        messages = [{"role": "user", "content": said}]
+        content = self.tokenizer.break_added_tokens(self.template.render(prompt, response))
+        messages = [{"role": "user", "content": content}]
         return tuple(
             self.tokenizer.encode(self.tokenizer.render_text(messages, True, self.settings.chat_template_args))
         )
 
     def fitting_tokens(self, prompt: Prompt, response: str) -> tuple[int, ...]:
-        """`tokens`; ValueError where they are more than judge.max_prompt_length, too: of a response that was cut to fit, a
-        judge would say what is not true of it."""
+        """Like `tokens`, but raise ValueError if they exceed judge.max_prompt_length. A response is never truncated: the
+        verdict would not be valid for the whole response."""
         tokens, limit = self.tokens(prompt, response), self.settings.max_prompt_length
         if len(tokens) > limit:
             raise ValueError(
-                f"the question about it has {len(tokens)} of the judge's tokens, and judge.max_prompt_length is {limit}"
+                f"the judge's prompt for it has {len(tokens)} of the judge's tokens, and judge.max_prompt_length is {limit}"
             )
         return tokens
 
     def score(self, verdict: str) -> float | None:
-        """None: it has no number."""
+        """Return the scaled number of a verdict; None if it has no number."""
         number = number_in(verdict, self.pattern)
         return None if number is None else number / self.settings.scale
 
 
 class JudgeServer:
-    """Runs inside a service process (see cluster/): groups are judged as they come, many at a time."""
+    """Runs inside a service process (see cluster/): groups are judged concurrently."""
 
     def __init__(self, engine: str, spec: EngineSpec, settings: JudgeConfig, run_seed: int | None):
         assert settings.path is not None
         self.engine, self.settings, self.run_seed = engines.create(engine, spec), settings, run_seed
-        self.asks = Interrogation(load_tokenizer(settings.path), settings)
-        # A call to the engine blocks a thread until it is done, and a wave may end at once.
+        self.codec = JudgeCodec(load_tokenizer(settings.path), settings)
+        # A call to the engine blocks a thread, and many groups may finish sampling at the same time.
         self.calls = ThreadPoolExecutor(max_workers=1024, thread_name_prefix="engine-call")
 
     async def start(self) -> dict[str, Any]:
         """Load the engine; returns its description."""
         return await asyncio.get_running_loop().run_in_executor(self.calls, self.engine.start)
 
-    async def judge(self, number: int, prompt: Prompt, said: DataRef) -> tuple[list[Verdict], list[str]]:
-        """Of each sample of a group, of which the policy's texts lie behind `said`, the verdict's result; and the verdicts' texts as
-        people see them."""
-        return await asyncio.get_running_loop().run_in_executor(self.calls, self._judge, number, prompt, said)
+    async def judge(self, number: int, prompt: Prompt, responses: DataRef) -> tuple[list[Verdict], list[str]]:
+        """Judge the `responses` of a group. Returns each sample's verdict and the shortened text of each verdict."""
+        return await asyncio.get_running_loop().run_in_executor(self.calls, self._judge, number, prompt, responses)
 
     async def shutdown(self) -> None:
         await asyncio.get_running_loop().run_in_executor(self.calls, self.engine.shutdown)
         self.calls.shutdown(wait=False)
 
-    def _judge(self, number: int, prompt: Prompt, said: DataRef) -> tuple[list[Verdict], list[str]]:
-        responses: list[str] = said.get()
+    def _judge(self, number: int, prompt: Prompt, data: DataRef) -> tuple[list[Verdict], list[str]]:
+        responses: list[str] = data.get()
         verdicts: list[Verdict | None] = [None] * len(responses)
         texts = [""] * len(responses)
         questions: dict[int, tuple[int, ...]] = {}
         for index, response in enumerate(responses):
             try:
-                questions[index] = self.asks.fitting_tokens(prompt, response)
+                questions[index] = self.codec.fitting_tokens(prompt, response)
             except ValueError as error:
                 verdicts[index] = Verdict(SampleFailure(JUDGE, prompt.uid, "error", str(error)))
         for attempt in range(self.settings.attempts):
             waiting = [index for index in questions if verdicts[index] is None]
             if not waiting:
                 break
-            for index, text in self._asked(number, attempt, {index: questions[index] for index in waiting}).items():
-                score = self.asks.score(text)
+            for index, text in self._sample_verdicts(
+                number, attempt, {index: questions[index] for index in waiting}
+            ).items():
+                score = self.codec.score(text)
                 texts[index] = shortened(text, _SHOWN)
                 verdicts[index] = None if score is None else Verdict(score, attempt)
-        found = [verdict or self._none(prompt, text) for verdict, text in zip(verdicts, texts, strict=True)]
-        return found, texts
+        results = [verdict or self._no_number(prompt, text) for verdict, text in zip(verdicts, texts, strict=True)]
+        return results, texts
 
-    def _asked(self, number: int, attempt: int, questions: dict[int, tuple[int, ...]]) -> dict[int, str]:
-        """The engine's answers, all asked for at once."""
+    def _sample_verdicts(self, number: int, attempt: int, questions: dict[int, tuple[int, ...]]) -> dict[int, str]:
+        """Sample a verdict for each of `questions` in a single call to the engine."""
         seed = None if self.run_seed is None else judge_seed(self.run_seed, number, attempt)
         settings = self.settings
-        sampling = Sampling(1, settings.max_tokens, settings.temperature, stop_token_ids=self.asks.tokenizer.stop_ids)
+        sampling = Sampling(1, settings.max_tokens, settings.temperature, stop_token_ids=self.codec.tokenizer.stop_ids)
         requests = [
             GenerationRequest(
                 index,
@@ -125,18 +126,18 @@ class JudgeServer:
         answers: dict[int, str] = {}
 
         def finished(index: int, completions: Sequence[Completion]) -> None:
-            answers[index] = self.asks.tokenizer.decode(completions[0].tokens.tolist())
+            answers[index] = self.codec.tokenizer.decode(completions[0].tokens.tolist())
 
         self.engine.generate(requests, finished)
         return answers
 
-    def _none(self, prompt: Prompt, last: str) -> Verdict:
+    def _no_number(self, prompt: Prompt, last: str) -> Verdict:
         attempts = self.settings.attempts
         cause = f"judge.pattern finds no number in its verdict, which ends with {last[-_SHOWN_IN_CAUSE:]!r}"
         return Verdict(SampleFailure(JUDGE, prompt.uid, "error", cause, attempts), attempts - 1)
 
 
 def judge_seed(run_seed: int, group: int, attempt: int) -> int:
-    """Seed of the verdict on a group's first sample. Nothing else changes it."""
-    words = np.random.SeedSequence([run_seed, _OWN_SEEDS, group, attempt]).generate_state(1, np.uint64)
+    """Seed of the verdict on a group's first sample. It depends only on the arguments."""
+    words = np.random.SeedSequence([run_seed, _JUDGE_SEEDS, group, attempt]).generate_state(1, np.uint64)
     return int(words[0] >> np.uint64(2))

@@ -1,4 +1,4 @@
-"""Engines whose groups are also scored by the judge before they can be collected.
+"""Add the judge's scores to groups before they are collected.
 
 A group goes to the judge as soon as its other scorers are done, while other groups are sampled. Training and evaluation
 collect groups in the same way with and without a judge.
@@ -24,8 +24,8 @@ from megarl.types import DataRef, GenerationRequest, Group, Prompt, SampleFailur
 
 @dataclass(frozen=True)
 class JudgedData:
-    """A DataRef to a group's vectors, with the judge's verdicts among the reasons. Neither is fetched before it is asked
-    for, nor copied: the vectors stay where they were made."""
+    """DataRef to a group's vectors with the judge's verdicts in their reasons. `get` fetches both; until then, the vectors
+    stay in the process that sampled them."""
 
     vectors: DataRef
     verdicts: DataRef
@@ -35,8 +35,8 @@ class JudgedData:
         return [replace(sample, reason=_reasons(sample.reason, verdict)) for sample, verdict in pairs]
 
 
-def _reasons(others: str, verdict: str) -> str:
-    return "\n".join(part for part in (others, f"{JUDGE}: {verdict}") if part)
+def _reasons(scorers: str, verdict: str) -> str:
+    return "\n".join(part for part in (scorers, f"{JUDGE}: {verdict}") if part)
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Judge:
         self._lock = threading.Lock()
 
     def check(self) -> None:
-        """Raise RuntimeError where an engine with groups to judge has finished none for judge.timeout seconds."""
+        """Raise RuntimeError if an engine with waiting groups has finished none for judge.timeout seconds."""
         limit = self.settings.timeout
         with self._lock:
             for engine in self.engines:
@@ -110,7 +110,7 @@ class Judge:
 
 
 class JudgedEngine:
-    """A `SamplingEngine` whose groups are judged before they can be collected."""
+    """A `SamplingEngine` that collects groups after the judge has scored them."""
 
     def __init__(self, engine: EngineHandle, judge: Judge):
         self.engine, self.judge = engine, judge
@@ -145,13 +145,13 @@ class JudgedEngine:
 
 
 def _when_done(call: Future[Any], then: Callable[[Future[Any]], None], result: Future[Any]) -> None:
-    """Run `then` once `call` is done, in the transport's thread. What it raises, the call's own error included, is the
-    outcome of `result`."""
+    """Run `then` once `call` is done, in the transport's thread. Errors of `then` and of `call` become the exception of
+    `result`."""
 
     def done(call: Future[Any]) -> None:
         try:
             then(call)
-        except BaseException as error:  # noqa: BLE001 -- whoever waits for the result is told
+        except BaseException as error:  # noqa: BLE001 -- `result` raises it
             result.set_exception(error)
 
     call.add_done_callback(done)
@@ -171,7 +171,7 @@ def with_judge(
     judges: Sequence[JudgeHandle],
     check: Callable[[], None],
 ) -> tuple[Sequence[SamplingEngine], Callable[[], None]]:
-    """Return samplers whose groups are judged by `judges`, and a check that also covers the judge.
+    """Return engines that collect groups scored by `judges`, and a check that also covers the judge.
 
     Without judges, `engines` and `check` are returned unchanged.
     """

@@ -1,4 +1,4 @@
-"""What a judge is asked, and what its answer is worth: pure functions of text."""
+"""Render the judge's prompt and parse its verdict (pure functions of text)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import re
 from megarl.types import Prompt
 
 VARIABLES = ("prompt", "response", "ground_truth", "extra_info")
-"""What a template may read: the row's question, the sample's response, and two columns of the row."""
+"""Variables of a template: the row's question, the sample's response, and two columns of the row."""
 
 
-class Question:
-    """`judge.prompt`: a Jinja template, in an environment that runs no code of the template's.
+class JudgeTemplate:
+    """The Jinja template of `judge.prompt`, in a sandboxed environment.
 
-    Raises ValueError where it cannot be read, reads what there is not, or never reads the response.
+    Raises ValueError if the template has a syntax error, reads an unknown variable, or never reads the response.
     """
 
     def __init__(self, template: str):
@@ -28,13 +28,15 @@ class Question:
             raise ValueError(f"line {error.lineno} of the template: {error.message}") from error
         unknown = sorted(self.reads - {*VARIABLES, *environment.globals})
         if unknown:
-            raise ValueError(f"the template reads {', '.join(unknown)}, and there are {', '.join(VARIABLES)}")
+            raise ValueError(f"the template reads {', '.join(unknown)}, but only {', '.join(VARIABLES)} exist")
         if "response" not in self.reads:
-            raise ValueError("the template never reads `response`, so that every sample would be judged alike")
+            raise ValueError(
+                "the template never reads `response`, so every sample of a row would get the same question"
+            )
         self._template = environment.from_string(template)
 
-    def ask(self, prompt: Prompt, response: str) -> str:
-        """The question about one sample. Raises ValueError where the row lacks what the template reads."""
+    def render(self, prompt: Prompt, response: str) -> str:
+        """Return the question about a sample. Raises ValueError if the row lacks a column that the template reads."""
         try:
             return self._template.render(
                 prompt=prompt.question,
@@ -42,22 +44,22 @@ class Question:
                 ground_truth=prompt.ground_truth,
                 extra_info=prompt.extra_info,
             )
-        except Exception as error:  # a template may meet anything in a row
+        except Exception as error:  # rows have values of any type
             raise ValueError(f"judge.prompt cannot be rendered: {type(error).__name__}: {error}") from error
 
 
 def number_in(verdict: str, pattern: re.Pattern[str]) -> float | None:
-    """What the first group of the last match in `verdict` says; None: there is no match, or no finite number in it."""
-    found = list(pattern.finditer(verdict))
+    """Return the number in the first group of the last match in `verdict`; None without a match or a finite number."""
+    matches = list(pattern.finditer(verdict))
     try:
-        number = float(found[-1][1] or "") if found else math.nan
+        number = float(matches[-1][1] or "") if matches else math.nan
     except ValueError:
         return None
     return number if math.isfinite(number) else None
 
 
 def shortened(text: str, longest: int) -> str:
-    """`text` in at most `longest` characters and a mark: its beginning and its end, where a verdict has its number."""
+    """Cut the middle of `text` if it exceeds `longest` characters. The end stays: it has the verdict's number."""
     if len(text) <= longest:
         return text
     head = longest // 2
