@@ -42,8 +42,8 @@ def test_an_update_is_torchs() -> None:
     steps(optimizer, ours, 3)
     theirs, _ = trained("cpu")
     steps(torch.optim.AdamW(theirs, lr=0.1, weight_decay=0.1), theirs, 3)
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    for updated, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(updated, other, rtol=1e-5, atol=1e-6)
 
 
 def test_a_step_holds_one_part_beside_the_states(monkeypatch: pytest.MonkeyPatch) -> None:

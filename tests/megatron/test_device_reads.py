@@ -18,12 +18,12 @@ CASES = [
 
 def test_a_pass_reads_nothing_of_the_device(tmp_path: Path) -> None:
     """Counts of tokens that go to experts are on the host, where Megatron's all-to-all needs them."""
-    for asked in CASES:
-        (tmp_path / asked["model"]).mkdir()
-        (tmp_path / asked["model"] / "config.json").write_text(json.dumps(config_of(asked["model"])))
+    for reads_case in CASES:
+        (tmp_path / reads_case["model"]).mkdir()
+        (tmp_path / reads_case["model"] / "config.json").write_text(json.dumps(config_of(reads_case["model"])))
     file = tmp_path / "cases.json"
-    file.write_text(json.dumps([{**asked, "directory": str(tmp_path)} for asked in CASES]))
+    file.write_text(json.dumps([{**reads_case, "directory": str(tmp_path)} for reads_case in CASES]))
     command = [sys.executable, "-m", "tests.support.device_reads_worker", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == {asked["name"]: [] for asked in CASES}
+    assert json.loads(done.stdout.splitlines()[-1]) == {reads_case["name"]: [] for reads_case in CASES}

@@ -142,12 +142,12 @@ def test_on_two_data_parallel_ranks(tmp_path: Path, megatron: dict[str, Any]) ->
     for copy, source in (("host", "device"), ("back", "host")):
         assert_same(tmp_path / f"{copy}.copied.checkpoint", tmp_path / f"{source}.checkpoint")
     device, host, back = (torch.load(tmp_path / f"{name}.pt") for name in ("device", "host", "back"))
-    for one, other in (
+    for actual, other in (
         (device["metrics"], host["metrics"]),
         (device["went_on"], host["crossed"]),
         (host["went_on"], back["crossed"]),
     ):
-        for line, like in zip(one, other, strict=True):
+        for line, like in zip(actual, other, strict=True):
             assert line["loss"] == pytest.approx(like["loss"], rel=1e-2)
             assert (
                 line["actor/grad_norm"] == pytest.approx(like["actor/grad_norm"], rel=2e-2)
@@ -160,7 +160,9 @@ def test_a_plan_moves_states_to_the_host() -> None:
     held = RankMemory(10, 10, weights=20, buffers=1, gradients=40, masters=40, moments=80, reference=20)
     moved = held.with_states_on_host(0.5)
     assert (moved.masters, moved.moments, moved.on_host) == (20, 40, 20 + 20 + 40)
-    before, after = (phases(one, None, reference=True, trainers_offload=False)["resident"] for one in (held, moved))
+    before, after = (
+        phases(memory, None, reference=True, trainers_offload=False)["resident"] for memory in (held, moved)
+    )
     assert (before.device - after.device, after.host - before.host) == (60, 80)
     assert held.with_states_on_host(0.0) == held
 
@@ -169,7 +171,9 @@ def test_the_planners_lower_bound_follows() -> None:
     recipe = recipe_of(OFFLOAD)
     shape = model_shape(published.read("Qwen3-8B"))
     (part,) = largest_parts(recipe, shape)
-    own = parameters(recipe, shape, part)
-    assert min_held_bytes(recipe, shape, part) == pytest.approx(6 * (own.every + own.routed)), "weights and gradients"
+    owned = parameters(recipe, shape, part)
+    assert min_held_bytes(recipe, shape, part) == pytest.approx(6 * (owned.every + owned.routed)), (
+        "weights and gradients"
+    )
     recipe.actor.optimizer.extra = {}
-    assert min_held_bytes(recipe, shape, part) == pytest.approx(18 * (own.every + own.routed))
+    assert min_held_bytes(recipe, shape, part) == pytest.approx(18 * (owned.every + owned.routed))

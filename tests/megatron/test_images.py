@@ -57,8 +57,8 @@ def batch() -> MicroBatch:
 
 
 def test_every_sequence_counts_from_zero_and_sampled_placeholders_are_text() -> None:
-    own = batch()
-    assert batch_positions(own.images, own.lengths, LAYOUT)[1].tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5, 6]
+    samples = batch()
+    assert batch_positions(samples.images, samples.lengths, LAYOUT)[1].tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -82,9 +82,9 @@ def test_each_rank_places_the_rows_whose_tokens_it_holds(ranks: int) -> None:
 
 
 def test_micro_batches_gather_their_samples_images() -> None:
-    one = SampleImages(np.ones((4, 3), np.float32), np.array([[1, 2, 2]]), np.array([7]))
+    sample_images = SampleImages(np.ones((4, 3), np.float32), np.array([[1, 2, 2]]), np.array([7]))
     two = SampleImages(np.zeros((8, 3), np.float32), np.array([[1, 2, 2], [1, 2, 2]]), np.array([1, 3]))
-    images = Images.of([None, one, None, two])
+    images = Images.of([None, sample_images, None, two])
     assert images is not None and (images.sequences, images.starts) == ([1, 3, 3], [7, 1, 3])
     assert images.pixels[:, 0].tolist() == [1.0] * 4 + [0.0] * 8 and images.grids.tolist() == [[1, 2, 2]] * 3
     assert Images.of([None, None]) is None
@@ -103,12 +103,12 @@ def test_micro_batches_gather_their_samples_images() -> None:
     ],
 )
 def test_images_that_do_not_fit_their_tokens_are_refused(change: dict[str, Any], words: str) -> None:
-    own = batch()
-    assert own.images is not None
-    fields = {**vars(own.images), **change}
+    samples = batch()
+    assert samples.images is not None
+    fields = {**vars(samples.images), **change}
     if change.get("starts") == [1, 5]:
-        own.lengths, own.tokens = [3, 5], own.tokens[:8]
-    broken = MicroBatch(own.tokens, own.lengths, images=Images(**fields))
+        samples.lengths, samples.tokens = [3, 5], samples.tokens[:8]
+    broken = MicroBatch(samples.tokens, samples.lengths, images=Images(**fields))
     with pytest.raises(ValueError, match=words):
         pack_plainly(broken, LAYOUT)
 

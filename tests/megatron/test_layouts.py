@@ -53,14 +53,14 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     directory = tmp_path_factory.mktemp("megatron")
     for model in MODELS:
         write_model(model, directory / "models")
-    wanted = selected(request, [*PARITY, *OPTIONS])
-    others = {  # two processes first: others read their checkpoints
+    cases = selected(request, [*PARITY, *OPTIONS])
+    checks = {  # two processes first: others read their checkpoints
         2: [*RESUME, *RESHARD_TWO, *megatron_critic.TWO, SWAP],
         1: [*RESHARD_ONE, *megatron_critic.ONE],
         4: RESHARD_FOUR,
     }
-    for processes, more in others.items():
-        launch(processes, [*(one for one in wanted if one["processes"] == processes), *more], directory)
+    for processes, more in checks.items():
+        launch(processes, [*(case for case in cases if case["processes"] == processes), *more], directory)
     return directory
 
 
@@ -92,8 +92,8 @@ def test_log_probs_are_those_of_transformers(results: Path, case: dict[str, Any]
     rows = log_probs_of(results, case["name"])
     assert sorted(rows) == list(range(len(LENGTHS)))
     for number, expected in enumerate(of_transformers(results / "models" / case["model"])):
-        for value, wanted in zip(rows[number], expected, strict=True):
-            torch.testing.assert_close(value, wanted, atol=2e-5, rtol=0)
+        for value, reference in zip(rows[number], expected, strict=True):
+            torch.testing.assert_close(value, reference, atol=2e-5, rtol=0)
 
 
 @cases(PARITY, OPTIONS)
@@ -110,11 +110,11 @@ def test_export_is_the_original_bit_for_bit(results: Path, case: dict[str, Any])
 
 @cases(PARITY, OPTIONS)
 def test_training_does_not_depend_on_the_layout(results: Path, case: dict[str, Any]) -> None:
-    one, got = (torch.load(results / f"{name}.pt", weights_only=True) for name in (case["reference"], case["name"]))
-    for metrics, expected in zip(got["metrics"], one["metrics"], strict=True):
+    base, got = (torch.load(results / f"{name}.pt", weights_only=True) for name in (case["reference"], case["name"]))
+    for metrics, expected in zip(got["metrics"], base["metrics"], strict=True):
         assert metrics["tokens"] == sum(LENGTHS)
         assert metrics == pytest.approx(expected, rel=2e-6), "a loss or gradient norm depends on the layout"
-    check_weights(got["after"], one["after"], checkpoint_tensors(results / "models" / case["model"]))
+    check_weights(got["after"], base["after"], checkpoint_tensors(results / "models" / case["model"]))
 
 
 @cases([case for case in PARITY if case["processes"] == 1])

@@ -96,11 +96,11 @@ IN_WORKERS = [
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("lora")
-    wanted = selected(request, [*ONE, *MORE, *IN_WORKERS])
-    for model in {case["model"] for case in wanted}:
+    cases = selected(request, [*ONE, *MORE, *IN_WORKERS])
+    for model in {case["model"] for case in cases}:
         write_model(model, directory / "models")
     for processes in (1, 2, 4):
-        launch(processes, [case for case in wanted if case["processes"] == processes], directory)
+        launch(processes, [case for case in cases if case["processes"] == processes], directory)
     return directory
 
 
@@ -112,7 +112,7 @@ def test_what_workers_assert(results: Path, case: dict[str, Any]) -> None:
 
 @cases(ONE, MORE)
 def test_layout_changes_nothing(results: Path, case: dict[str, Any]) -> None:
-    one, got = (torch.load(results / f"{name}.pt", weights_only=True) for name in (case["reference"], case["name"]))
+    base, got = (torch.load(results / f"{name}.pt", weights_only=True) for name in (case["reference"], case["name"]))
     original = checkpoint_tensors(results / "models" / case["model"])
     before = checkpoint_tensors(results / f"{case['name']}.hf")
     assert before.keys() == original.keys()
@@ -122,9 +122,9 @@ def test_layout_changes_nothing(results: Path, case: dict[str, Any]) -> None:
         torch.testing.assert_close(log_probs, expected, atol=2e-5, rtol=0)
 
     # A loss of 0.1 is a float32 sum of terms around 1 and of both signs: its rounding is theirs.
-    for metrics, expected in zip(got["metrics"], one["metrics"], strict=True):
+    for metrics, expected in zip(got["metrics"], base["metrics"], strict=True):
         assert metrics == pytest.approx(expected, rel=2e-6, abs=5e-7), "a loss or gradient norm depends on the layout"
-    for name, weight in one["after"].items():
+    for name, weight in base["after"].items():
         torch.testing.assert_close(got["after"][name], weight, atol=2e-6, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
     adapters, expected = (
         load_file(results / f"{name}.adapter" / "adapter_model.safetensors")
@@ -142,8 +142,8 @@ def test_targets_alone_are_trained(results: Path, case: dict[str, Any]) -> None:
     changed = {name for name, weight in got["after"].items() if not torch.equal(weight, before[name])}
     targets = case["lora"].get("targets")
     linears = {name for name in got["after"] if name.endswith("proj.weight") or "proj_with" in name}
-    wanted = {name for name in linears if not targets or name.endswith(tuple(f"{t}.weight" for t in targets))}
-    assert changed == wanted
+    trained = {name for name in linears if not targets or name.endswith(tuple(f"{t}.weight" for t in targets))}
+    assert changed == trained
 
 
 @cases(ONE)

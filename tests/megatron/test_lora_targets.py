@@ -51,7 +51,7 @@ def test_a_short_name_means_every_place_and_a_longer_one_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "targets", "said"),
+    ("config", "targets", "message"),
     [
         (DENSE, ["q_porj"], "no linear 'q_porj'. Did you mean q_proj?"),
         (DENSE, ["all_linear"], "Did you mean all-linear?"),
@@ -62,10 +62,10 @@ def test_a_short_name_means_every_place_and_a_longer_one_its_own() -> None:
         ({"model_type": "mixtral"}, ["q_proj"], "this model is 'mixtral'"),
     ],
 )
-def test_what_the_model_does_not_have_is_refused(config: dict[str, Any], targets: list[str], said: str) -> None:
+def test_what_the_model_does_not_have_is_refused(config: dict[str, Any], targets: list[str], message: str) -> None:
     with pytest.raises(RecipeError) as error:
         chosen(config, *targets)
-    assert said in str(error.value)
+    assert message in str(error.value)
     check_lora(config, LoraConfig(rank=0), MegatronConfig())
 
 

@@ -49,9 +49,9 @@ def all_results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check(case: Case, results: Path) -> None:
-    found = difference(case, results)
-    assert max(found.loss, found.metric, found.grad_norm, found.gradient) < SAME, found
-    assert found.tensor < SAME_TENSOR, found
+    gap = difference(case, results)
+    assert max(gap.loss, gap.metric, gap.grad_norm, gap.gradient) < SAME, gap
+    assert gap.tensor < SAME_TENSOR, gap
 
 
 @pytest.mark.parametrize("case", splits_of(quick()), ids=lambda case: case.name)
@@ -113,14 +113,14 @@ def test_router_losses_are_what_they_say_they_are(results: Path) -> None:
 
 def test_each_algorithm_does_something_of_its_own(results: Path) -> None:
     layout = Layout("qwen3")
-    found = {name: load_case(Case(layout, Split(WHOLE, algorithm=name)), results) for name in OTHERS}
-    metrics = {name: case["metrics"] for name, case in found.items()}
+    gradients = {name: load_case(Case(layout, Split(WHOLE, algorithm=name)), results) for name in OTHERS}
+    metrics = {name: case["metrics"] for name, case in gradients.items()}
     assert 0.1 < metrics["gspo"]["actor/pg_clipfrac"] < 0.9
     for name in ("kl_cov", "clip_cov"):
         assert metrics[name]["actor/cov_selected"] == pytest.approx(0.05, abs=0.002)
     corrected = metrics["corrected"]
     assert 0.1 < corrected["rollout/correction_masked"] < 0.9 and 0 < corrected["rollout/correction_truncated"] < 1
-    norms = {round(case["metrics"]["actor/grad_norm"], 6) for case in found.values()}
+    norms = {round(case["metrics"]["actor/grad_norm"], 6) for case in gradients.values()}
     assert len(norms) == len(OTHERS)
 
 

@@ -29,7 +29,7 @@ def product(counts: list[int], shape: tuple[int, int], dtype: torch.dtype, *, si
     """Output, gradient of the input and of each expert's weight [out, in] = `shape`."""
     torch.manual_seed(0)
     block = torch.randn(len(counts), *shape).to(dtype)
-    parts = list(block) if side_by_side else [one.clone() for one in block]
+    parts = list(block) if side_by_side else [weight.clone() for weight in block]
     weights = [torch.nn.Parameter(part) for part in parts]
     x = torch.randn(sum(counts), shape[1]).to(dtype).requires_grad_()
     out = expert_linears(x, counts, weights)
@@ -45,20 +45,20 @@ def test_a_grouped_product_is_that_of_each_expert(
     counts: list[int], dtype: torch.dtype, side_by_side: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called: list[Any] = []
-    found = grouped_gemm(CPU, dtype)
-    assert found.function is not None, found.reason
+    kernel = grouped_gemm(CPU, dtype)
+    assert kernel.function is not None, kernel.reason
 
     def counting(*args: Any, **kwargs: Any) -> torch.Tensor:
         called.append(args)
-        assert found.function is not None
-        return found.function(*args, **kwargs)
+        assert kernel.function is not None
+        return kernel.function(*args, **kwargs)
 
     monkeypatch.setattr(native_experts, "grouped_gemm", lambda *_: Kernel(counting, "counting"))
     grouped = product(counts, (24, 16), dtype, side_by_side=side_by_side)
     assert len(called) == (3 if sum(counts) else 0)
     monkeypatch.setattr(native_experts, "grouped_gemm", lambda *_: NONE)
-    for one, other in zip(grouped, product(counts, (24, 16), dtype, side_by_side=side_by_side), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    for actual, other in zip(grouped, product(counts, (24, 16), dtype, side_by_side=side_by_side), strict=True):
+        torch.testing.assert_close(actual, other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(24, 10), (10, 16)])
@@ -66,8 +66,8 @@ def test_sizes_that_a_grouped_product_refuses_go_one_by_one(shape: tuple[int, in
     """Rows of 10 numbers do not begin at multiples of 16 bytes."""
     got = product([3, 5], shape, torch.float32, side_by_side=True)
     monkeypatch.setattr(native_experts, "grouped_gemm", lambda *_: NONE)
-    for one, other in zip(got, product([3, 5], shape, torch.float32, side_by_side=True), strict=True):
-        assert torch.equal(one, other)
+    for actual, other in zip(got, product([3, 5], shape, torch.float32, side_by_side=True), strict=True):
+        assert torch.equal(actual, other)
 
 
 def test_a_type_without_a_grouped_product_goes_one_by_one() -> None:
@@ -81,7 +81,7 @@ def test_a_product_of_tensors_without_memory_has_its_shapes() -> None:
         x = torch.randn(8, 16, device=device, requires_grad=True)
         weights = [torch.nn.Parameter(torch.randn(24, 16, device=device)) for _ in range(2)]
         out = expert_linears(x, [3, 5], weights)
-        shapes += [one.shape for one in (out, *torch.autograd.grad(out, [x, *weights], torch.empty_like(out)))]
+        shapes += [tensor.shape for tensor in (out, *torch.autograd.grad(out, [x, *weights], torch.empty_like(out)))]
     assert real == planned
 
 
@@ -89,8 +89,13 @@ def test_weights_that_lie_side_by_side_are_not_copied() -> None:
     block = torch.randn(4, 3, 2)
     assert stacked(list(block)).data_ptr() == block.data_ptr()
     assert torch.equal(stacked(list(block)), block)
-    for others in (list(block.flip(0)), list(block[::2]), [one.clone() for one in block], [one.t() for one in block]):
-        assert torch.equal(stacked(others), torch.stack(others))
+    for weights in (
+        list(block.flip(0)),
+        list(block[::2]),
+        [weight.clone() for weight in block],
+        [weight.t() for weight in block],
+    ):
+        assert torch.equal(stacked(weights), torch.stack(weights))
 
 
 # --- attention -----------------------------------------------------------------------------------------------------
@@ -164,8 +169,8 @@ def test_a_kernel_for_packed_sequences_computes_what_rectangles_do(
     padded = with_gradients(compute, inputs(sum(lengths), value))
     monkeypatch.setattr(native_attention, "packed_attention", lambda *_: Kernel(reference_kernel, "reference"))
     monkeypatch.setattr(native_attention, "plan_padding", None)  # nothing is padded
-    for one, other in zip(with_gradients(compute, inputs(sum(lengths), value)), padded, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    for actual, other in zip(with_gradients(compute, inputs(sum(lengths), value)), padded, strict=True):
+        torch.testing.assert_close(actual, other, rtol=1e-4, atol=1e-5)
 
 
 def test_dropout_keeps_the_kernel_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,12 +248,12 @@ def _attempt(function: Callable[..., torch.Tensor], dtype: torch.dtype) -> None:
 
 
 def test_offsets_of_a_batch_are_not_read_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    known, other = (torch.tensor([0, 3, 7], dtype=torch.int32) for _ in range(2))
-    host_offsets.remember(known, [0, 3, 7])
+    registered, other = (torch.tensor([0, 3, 7], dtype=torch.int32) for _ in range(2))
+    host_offsets.remember(registered, [0, 3, 7])
     reads: list[torch.Tensor] = []
     tolist = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: reads.append(self) or tolist(self))
-    assert host_offsets.host_offsets(known) == (0, 3, 7) and not reads
+    assert host_offsets.host_offsets(registered) == (0, 3, 7) and not reads
     assert [host_offsets.host_offsets(other) for _ in range(2)] == [(0, 3, 7)] * 2
     assert len(reads) == 1
 

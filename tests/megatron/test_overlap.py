@@ -27,29 +27,31 @@ def compare(tmp_path: Path, off: dict[str, Any], on: dict[str, Any], processes: 
     """Each rank's results are equal to the last bit. With several buckets a rank has other shards, so that the gradient
     norm is another sum of the same squares; without clipping nothing follows from it."""
     for rank in range(processes):
-        one, other = (torch.load(tmp_path / f"{made['name']}.{rank}.pt") for made in (off, on))
-        assert not one["pending"] and other["pending"] == on["megatron"]["ddp"].get("overlap_param_gather", False)
-        for left, right in zip(one["metrics"], other["metrics"], strict=True):
+        expected, other = (torch.load(tmp_path / f"{case['name']}.{rank}.pt") for case in (off, on))
+        assert not expected["pending"] and other["pending"] == on["megatron"]["ddp"].get("overlap_param_gather", False)
+        for left, right in zip(expected["metrics"], other["metrics"], strict=True):
             assert (left is None) == (right is None)
             if left is not None and not same_norm:
                 assert left.pop("actor/grad_norm") == pytest.approx(right.pop("actor/grad_norm"), rel=1e-5)
             assert left == right
         for name in ("log_probs", "reference"):
-            for (left, _), (right, _) in zip(one[name] or [], other[name] or [], strict=True):
+            for (left, _), (right, _) in zip(expected[name] or [], other[name] or [], strict=True):
                 assert torch.equal(left, right), name
-        for left, right in zip(one["weights"], other["weights"], strict=True):
+        for left, right in zip(expected["weights"], other["weights"], strict=True):
             assert left.keys() == right.keys()
             assert [name for name in left if not torch.equal(left[name], right[name])] == []
-        assert one["weights"][0].keys() and not torch.equal(*(one["weights"][at]["lm_head.weight"] for at in (0, 2)))
+        assert expected["weights"][0].keys() and not torch.equal(
+            *(expected["weights"][at]["lm_head.weight"] for at in (0, 2))
+        )
 
 
 def run(tmp_path: Path, processes: int, cases: list[dict[str, Any]]) -> None:
-    for model in {one["model"] for one in cases}:
+    for model in {case["model"] for case in cases}:
         write_model(model, tmp_path / "models")
     run_cases(
         "tests.support.overlap_worker",
         processes,
-        [{**one, "model": str(tmp_path / "models" / one["model"])} for one in cases],
+        [{**case, "model": str(tmp_path / "models" / case["model"])} for case in cases],
         tmp_path,
     )
 

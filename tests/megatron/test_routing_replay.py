@@ -94,17 +94,21 @@ def read(results: Path, name: str) -> dict[str, Any]:
 
 @pytest.mark.stack
 def test_given_routing_is_followed_at_every_layout(results: Path) -> None:
-    one, inputs = read(results, "given"), read(results, "inputs")
+    results_of_case, inputs = read(results, "given"), read(results, "inputs")
     experts, tokens = inputs["experts"].long().split(LENGTHS), inputs["tokens"]
     forced = hf_log_probs(results / "qwen3_moe", tokens, lambda layer, sequence, _: experts[sequence][:, layer])
-    torch.testing.assert_close(one["before"], torch.cat(forced), atol=2e-5, rtol=0)
+    torch.testing.assert_close(results_of_case["before"], torch.cat(forced), atol=2e-5, rtol=0)
     freely = hf_log_probs(results / "qwen3_moe", tokens, lambda _, __, p: p.topk(TOPK).indices)
-    assert (one["before"] - torch.cat(freely)).abs().max() > 1e-3, "the given routing is no other than the free one"
+    assert (results_of_case["before"] - torch.cat(freely)).abs().max() > 1e-3, (
+        "the given routing is no other than the free one"
+    )
     for name in ("given", "given-tp2-ep2", "given-tp2-ep2-padded", "given-cp2", "given-pp2-vpp2"):
         result = read(results, name)
-        torch.testing.assert_close(result["before"], one["before"], atol=5e-6, rtol=0)
-        torch.testing.assert_close(result["seen"], one["before"], atol=5e-6, rtol=0)  # the update's pass, and recompute
-        assert result["norm"] == pytest.approx(one["norm"], rel=2e-6), name
+        torch.testing.assert_close(result["before"], results_of_case["before"], atol=5e-6, rtol=0)
+        torch.testing.assert_close(
+            result["seen"], results_of_case["before"], atol=5e-6, rtol=0
+        )  # the update's pass, and recompute
+        assert result["norm"] == pytest.approx(results_of_case["norm"], rel=2e-6), name
 
 
 @pytest.mark.stack
@@ -136,13 +140,13 @@ def test_replaying_the_engines_routing_narrows_the_gap_of_bfloat16(results: Path
 
 
 def recipe(**changes: Any) -> Recipe:
-    made = Recipe()
-    made.model.path = "model"
-    made.megatron.routing_replay = changes.pop("replay")
+    recipe = Recipe()
+    recipe.model.path = "model"
+    recipe.megatron.routing_replay = changes.pop("replay")
     for name, value in changes.items():
         section, key = name.split("__")
-        setattr(getattr(made, section), key, value)
-    return made
+        setattr(getattr(recipe, section), key, value)
+    return recipe
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,10 @@ def test_slices_cover_the_range_in_order() -> None:
         whole = torch.arange(torch.Size(shape).numel()).view(shape)
         start = chance.randint(0, whole.numel())
         stop = chance.randint(start, whole.numel())
-        found = []
+        values = []
         for offset, size in slices_of_range(start, stop, shape):
-            found += whole[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))].flatten().tolist()
-        assert found == list(range(start, stop)), (shape, start, stop)
+            values += whole[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))].flatten().tolist()
+        assert values == list(range(start, stop)), (shape, start, stop)
 
 
 def test_written_files_are_safetensors(tmp_path: Path) -> None:

@@ -33,16 +33,16 @@ CASES = [
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory with models/ and, for each of both workers, what it wrote."""
     directory = tmp_path_factory.mktemp("transformer_engine")
-    wanted = selected(request, CASES)
-    for model in sorted({one["model"] for one in wanted}):
+    cases = selected(request, CASES)
+    for model in sorted({chosen["model"] for chosen in cases}):
         write_model(model, directory / "models")
-    native = [case(model, "TP1") for model in sorted({one["model"] for one in wanted})]
-    for module, some in ((NATIVE, native), (ENGINE, wanted)):
-        for one in some:
-            output = directory / module / one["name"]
+    native = [case(model, "TP1") for model in sorted({chosen["model"] for chosen in cases})]
+    for module, some in ((NATIVE, native), (ENGINE, cases)):
+        for chosen in some:
+            output = directory / module / chosen["name"]
             output.mkdir(parents=True)
-            placed = {**one, "model": str(directory / "models" / one["model"])}
-            run_cases(module, one["processes"], [placed], output, 600)
+            placed = {**chosen, "model": str(directory / "models" / chosen["model"])}
+            run_cases(module, chosen["processes"], [placed], output, 600)
     return directory
 
 
@@ -52,14 +52,14 @@ def test_it_computes_what_native_layers_do(results: Path, case: dict[str, Any]) 
     output, native = results / ENGINE / case["name"], results / NATIVE / case["reference"]
     rows, expected = log_probs_of(output, case["name"]), log_probs_of(native, native.name)
     assert sorted(rows) == sorted(expected) == list(range(len(LENGTHS)))
-    for number, wanted in expected.items():
-        for value, native_value in zip(rows[number], wanted, strict=True):
+    for number, reference in expected.items():
+        for value, native_value in zip(rows[number], reference, strict=True):
             torch.testing.assert_close(value, native_value, atol=5e-6, rtol=0)
     got = torch.load(output / f"{case['name']}.pt", weights_only=True)
-    one = torch.load(native / f"{native.name}.pt", weights_only=True)
-    for metrics, native_metrics in zip(got["metrics"], one["metrics"], strict=True):
+    native_values = torch.load(native / f"{native.name}.pt", weights_only=True)
+    for metrics, native_metrics in zip(got["metrics"], native_values["metrics"], strict=True):
         assert metrics == pytest.approx(native_metrics, rel=2e-6)
-    check_weights(got["after"], one["after"], checkpoint_tensors(results / "models" / case["model"]))
+    check_weights(got["after"], native_values["after"], checkpoint_tensors(results / "models" / case["model"]))
 
 
 def test_recorded_signatures_are_those_of_the_source() -> None:
@@ -67,7 +67,7 @@ def test_recorded_signatures_are_those_of_the_source() -> None:
     place = os.environ.get("MEGARL_TRANSFORMER_ENGINE")
     if place is None:
         pytest.skip("MEGARL_TRANSFORMER_ENGINE names no unpacked wheel of transformer-engine")
-    found: dict[str, dict[str, set[str]]] = {}
+    signatures: dict[str, dict[str, set[str]]] = {}
     recorded = json.loads(SIGNATURES.read_text())["classes"]
     for file in Path(place, "transformer_engine", "pytorch").rglob("*.py"):
         for node in ast.parse(file.read_text()).body:
@@ -75,8 +75,8 @@ def test_recorded_signatures_are_those_of_the_source() -> None:
                 for method in node.body:
                     if isinstance(method, ast.FunctionDef) and method.name in recorded[node.name]:
                         arguments = [*method.args.args[1:], *method.args.kwonlyargs]
-                        found.setdefault(node.name, {})[method.name] = {one.arg for one in arguments}
-    assert found == {
-        name: {method: {*known["required"], *known["optional"]} for method, known in methods.items()}
+                        signatures.setdefault(node.name, {})[method.name] = {argument.arg for argument in arguments}
+    assert signatures == {
+        name: {method: {*signature["required"], *signature["optional"]} for method, signature in methods.items()}
         for name, methods in recorded.items()
     }

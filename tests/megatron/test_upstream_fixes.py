@@ -43,8 +43,8 @@ def upstream() -> dict[str, Any]:
 @pytest.mark.stack
 @pytest.mark.parametrize("name", DEFECTS)
 def test_defect_is_still_there(upstream: dict[str, Any], name: str) -> None:
-    found = upstream["defects"][name]
-    assert found is None, f"{name} is no longer what it was: see docs/upstream.md\n{found}"
+    defect = upstream["defects"][name]
+    assert defect is None, f"{name} is no longer what it was: see docs/upstream.md\n{defect}"
 
 
 @pytest.mark.stack

@@ -23,8 +23,8 @@ pytestmark = pytest.mark.stack
 
 UPSTREAM = {"name": "upstream", "kind": "upstream", "model": "vl"}
 RESUME = {"name": "resume", "kind": "resume", "model": "vl", "megatron": {"tensor_parallel": 2}}
-QUICK = [one for one in VL if not one["slow"]]
-SLOW = [one for one in VL if one["slow"]]
+QUICK = [case for case in VL if not case["slow"]]
+SLOW = [case for case in VL if case["slow"]]
 
 
 @pytest.fixture(scope="module")
@@ -34,14 +34,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for model, fields in VL_MODELS.items():
         write_vl_model(directory / "models" / model, **fields)
     for processes, before in ((1, [UPSTREAM]), (2, [])):
-        launch(processes, [*before, *(one for one in QUICK if one["processes"] == processes)], directory)
+        launch(processes, [*before, *(case for case in QUICK if case["processes"] == processes)], directory)
     return directory
 
 
 @pytest.fixture(scope="module")
 def slow_results(results: Path) -> Path:
     for processes, more in ((2, [RESUME]), (4, [])):
-        launch(processes, [*(one for one in SLOW if one["processes"] == processes), *more], results)
+        launch(processes, [*(case for case in SLOW if case["processes"] == processes), *more], results)
     return results
 
 
@@ -67,15 +67,15 @@ def check(results: Path, case: dict[str, Any]) -> None:
     rows = log_probs_of(results, case["name"])
     assert sorted(rows) == list(range(len(LENGTHS)))
     for number, expected in enumerate(vl_of_transformers(results / "models" / case["model"])):
-        for value, wanted in zip(rows[number], expected, strict=True):
-            torch.testing.assert_close(value, wanted, atol=2e-5, rtol=0)
+        for value, reference in zip(rows[number], expected, strict=True):
+            torch.testing.assert_close(value, reference, atol=2e-5, rtol=0)
 
     original = checkpoint_tensors(results / "models" / case["model"])
     exported = checkpoint_tensors(results / f"{case['name']}.hf")
     assert exported.keys() == original.keys()
     assert all(torch.equal(exported[name], weight) for name, weight in original.items()), "round trip is not exact"
 
-    one, got = (torch.load(results / f"{name}.pt", weights_only=True) for name in (case["reference"], case["name"]))
-    for metrics, expected in zip(got["metrics"], one["metrics"], strict=True):
+    base, got = (torch.load(results / f"{name}.pt", weights_only=True) for name in (case["reference"], case["name"]))
+    for metrics, expected in zip(got["metrics"], base["metrics"], strict=True):
         assert metrics == pytest.approx(expected, rel=2e-6), "a loss or gradient norm depends on the layout"
-    check_weights(got["after"], one["after"], original)
+    check_weights(got["after"], base["after"], original)

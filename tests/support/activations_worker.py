@@ -69,7 +69,7 @@ def run(case: dict[str, Any], output: Path) -> None:
 
 def balanced(trainer: Any, work: Workload) -> list[MicroBatch]:
     """As the planner's micro batches, with every token's experts prescribed: each has as many tokens as any other."""
-    batches, config = made(trainer, work), trainer.model.config
+    batches, config = original(trainer, work), trainer.model.config
     if config.num_moe_experts:
         tokens, layers, topk = len(batches[0].tokens), config.num_layers, config.moe_router_topk
         chosen = torch.arange(tokens * topk).view(tokens, 1, topk) % config.num_moe_experts
@@ -94,7 +94,7 @@ class OnHost:
         return self.pixels.to(device, copy=True)
 
 
-made, activations.micro_batches = activations.micro_batches, balanced
+original, activations.micro_batches = activations.micro_batches, balanced
 
 
 def main() -> None:

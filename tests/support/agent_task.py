@@ -34,7 +34,7 @@ def write_prompts(path: Path, rows: int, seed: int = 0) -> None:
 
 def write_demonstrations(path: Path, rows: int, seed: int = 1) -> None:
     rng = random.Random(seed)
-    made = []
+    demonstrations = []
     for number in range(rows):
         row = _row(rng, number)
         key, answer = row["extra_info"]["key"], row["reward_model"]["ground_truth"]
@@ -43,12 +43,14 @@ def write_demonstrations(path: Path, rows: int, seed: int = 1) -> None:
             "type": "function",
             "function": {"name": "find_digit", "arguments": f'{{"key": "{key}"}}'},
         }
-        asked = [
+        turns = [
             {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "tool", "content": answer, "tool_calls": []},
             {"role": "assistant", "content": answer, "tool_calls": []},
         ]
         guessed = [{"role": "assistant", "content": str(rng.randrange(10)), "tool_calls": []}]
         question = {**row["prompt"][0], "tool_calls": []}
-        made.append({"messages": [question, *(asked if rng.random() < 0.5 else guessed)], "tools": [find(TOOL).schema]})
-    write_parquet(path, made)
+        demonstrations.append(
+            {"messages": [question, *(turns if rng.random() < 0.5 else guessed)], "tools": [find(TOOL).schema]}
+        )
+    write_parquet(path, demonstrations)

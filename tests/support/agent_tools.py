@@ -61,10 +61,10 @@ def misbehave(how: str) -> str:
 
 
 @tool
-def odd(what: str) -> Answer:
+def odd(kind: str) -> Answer:
     """Answers what is no answer."""
-    given = {"nan": ("a", float("nan")), "text": (None, 0.0), "numpy": ("a", np.float32(0.5))}
-    return Answer(*given[what])  # type: ignore[arg-type]
+    answers = {"nan": ("a", float("nan")), "text": (None, 0.0), "numpy": ("a", np.float32(0.5))}
+    return Answer(*answers[kind])  # type: ignore[arg-type]
 
 
 def not_a_tool(a: int) -> int:

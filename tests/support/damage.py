@@ -90,9 +90,9 @@ def tokenizer_cut_short(here: Path) -> None:
 ROW = {"prompt": "1+1?", "data_source": "openai/gsm8k", "reward_model": {"ground_truth": "2"}}
 
 
-def rows(name: str, *given: dict[str, Any] | str) -> Damage:
+def rows(name: str, *changes: dict[str, Any] | str) -> Damage:
     def damage(here: Path) -> None:
-        lines = [line if isinstance(line, str) else json.dumps(line) for line in given]
+        lines = [line if isinstance(line, str) else json.dumps(line) for line in changes]
         (here / "data" / "rows.jsonl").write_text("\n".join(lines) + "\n")
 
     damage.__name__ = name

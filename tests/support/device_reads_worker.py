@@ -83,5 +83,5 @@ def run(case: dict[str, Any]) -> list[str]:
 if __name__ == "__main__":
     cases, READS = json.loads(Path(sys.argv[1]).read_text()), Reads()
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:  # a process for each: it joins once
-        found = pool.map(run, cases, chunksize=1)
-    print(json.dumps(dict(zip([case["name"] for case in cases], found, strict=True))))
+        results = pool.map(run, cases, chunksize=1)
+    print(json.dumps(dict(zip([case["name"] for case in cases], results, strict=True))))

@@ -28,8 +28,8 @@ class Extension(WorkerExtension):
         original = method.process_weights_after_loading
 
         def process(layer: torch.nn.Module, *args: Any) -> Any:
-            for own, parameter in layer.named_parameters(recurse=False):
-                self._before[f"{name}.{own} before repacking"] = digest(parameter)
+            for attribute, parameter in layer.named_parameters(recurse=False):
+                self._before[f"{name}.{attribute} before repacking"] = digest(parameter)
             return original(layer, *args)
 
         method.process_weights_after_loading = process
@@ -46,10 +46,10 @@ class Extension(WorkerExtension):
         model = self.model_runner.model
         tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
         absorbed = [
-            (f"{name}.{own}", getattr(module, own))
+            (f"{name}.{attribute}", getattr(module, attribute))
             for name, module in model.named_modules()
-            for own in ("W_UV", "W_UK_T")  # latent attention makes them of kv_b_proj at the end of a reload
-            if hasattr(module, own)
+            for attribute in ("W_UV", "W_UK_T")  # latent attention makes them of kv_b_proj at the end of a reload
+            if hasattr(module, attribute)
         ]
         return {name: digest(tensor) for name, tensor in [*tensors, *absorbed]} | self._before
 

@@ -18,10 +18,10 @@ class Counting(WorkerExtension):
 
         held, as_they_are = [], {}  # a reload lays out the former anew, and leaves the latter, which layers may share
         for module in self.model_runner.model.modules():
-            own = dict(module.named_parameters(recurse=False))
+            parameters = dict(module.named_parameters(recurse=False))
             laid_out = get_layerwise_info(module).restore_metadata[0]
-            held += [tensor for name, tensor in laid_out.items() if name in own]
-            as_they_are |= {id(own[name]): own[name] for name in own.keys() & SKIP_TENSORS}
+            held += [tensor for name, tensor in laid_out.items() if name in parameters]
+            as_they_are |= {id(parameters[name]): parameters[name] for name in parameters.keys() & SKIP_TENSORS}
         held += as_they_are.values()
         specs = self.model_runner.get_kv_cache_spec().values()
         return [

@@ -61,7 +61,7 @@ def serve(connection):
         engine = state["engine"]
         return engine.call(lambda: engine._weights._engine.collective_rpc(method, args=arguments))
 
-    own = {
+    functions = {
         "rpc": rpc,
         "start": start,
         "open_rendezvous": open_rendezvous,
@@ -72,7 +72,7 @@ def serve(connection):
 
     def run(number, method, arguments):
         try:
-            target = own.get(method) or getattr(state["engine"], method)
+            target = functions.get(method) or getattr(state["engine"], method)
             answer = (number, None, target(*arguments))
         except BaseException as error:  # noqa: BLE001 - raised again in the other process
             traceback.clear_frames(error.__traceback__)
@@ -99,17 +99,17 @@ def some_whole(model, tensors):
 
     need = needed_slices(model, tensors)
     layers = ("model.layers.0.self_attn.qkv_proj.", "model.layers.1.mlp.experts.")
-    told = {name: (shape, dtype) for name, shape, dtype in tensors}
+    sources = {name: (shape, dtype) for name, shape, dtype in tensors}
     describer, whole = SliceTableBuilder(), {}
     for tensor, row, column, rows, columns, parameter, offset, stride in need.slices.tolist():
-        name, own = need.tensors[tensor], need.parameters[parameter]
-        if own.startswith(layers):
+        name, parameter_name = need.tensors[tensor], need.parameters[parameter]
+        if parameter_name.startswith(layers):
             whole[name] = None
             continue
-        number = describer.parameter(own, need.dtypes[parameter])
-        describer.add(describer.tensor(name, told[name][0]), (row, column, rows, columns), number, offset, stride)
+        number = describer.parameter(parameter_name, need.dtypes[parameter])
+        describer.add(describer.tensor(name, sources[name][0]), (row, column, rows, columns), number, offset, stride)
     for name in whole:
-        describer.add_whole(name, *told[name])
+        describer.add_whole(name, *sources[name])
     assert len(SLICE_COLUMNS) == 8 and len(whole) > 10
     return describer.build()
 
@@ -310,11 +310,11 @@ def assert_exact(model, requests, completions, bound=5e-5):
             assert gaps(model, request, sample).max() < bound
 
 
-def same(one, other):
+def same(first, other):
     return all(
         np.array_equal(a.tokens, b.tokens) and np.array_equal(a.log_probs, b.log_probs)
-        for group in one
-        for a, b in zip(one[group], other[group], strict=True)
+        for group in first
+        for a, b in zip(first[group], other[group], strict=True)
     )
 
 

@@ -69,17 +69,17 @@ QWEN: dict[str, Any] = {
 
 def rank(cache: int) -> EngineRank:
     """1,000 bytes of it a token."""
-    return EngineRank(**{one.name: 1 for one in fields(EngineRank)} | {"cache_per_token": 1000.0, "cache": cache})
+    return EngineRank(**{entry.name: 1 for entry in fields(EngineRank)} | {"cache_per_token": 1000.0, "cache": cache})
 
 
 def recipe(**settings: Any) -> Recipe:
     """Keys with __ in the place of dots."""
-    made = Recipe()
+    recipe = Recipe()
     for name, value in settings.items():
         section, _, key = name.rpartition("__")
-        owner: Any = made
+        owner: Any = recipe
         for part in section.split("__") if section else ():
             owner = getattr(owner, part)
         assert hasattr(owner, key), name
         setattr(owner, key, value)
-    return made
+    return recipe

@@ -29,10 +29,10 @@ class Model(torch.nn.Module):
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
     def load_weights(self, weights: Any) -> None:
-        own = dict(self.named_parameters())
+        parameters = dict(self.named_parameters())
         for name, value in weights:
-            if name in own:  # as SGLang does, unknown ones are passed over
-                own[name].data[: len(value)].copy_(value) if value.dim() else own[name].data.copy_(value)
+            if name in parameters:  # as SGLang does, unknown ones are passed over
+                parameters[name].data[: len(value)].copy_(value) if value.dim() else parameters[name].data.copy_(value)
 
 
 class TokenizerManager:
@@ -74,7 +74,7 @@ class Engine:
     async def async_generate(
         self, *, input_ids: list[int], sampling_params: dict, return_logprob: bool, rid: str
     ) -> dict[str, Any]:
-        tokens, told = [], []
+        tokens, sampled_log_probs = [], []
         generator = torch.Generator().manual_seed(sampling_params["sampling_seed"])
         limit = min(sampling_params["max_new_tokens"], self.longest)
         stops = set() if sampling_params["ignore_eos"] else {*sampling_params["stop_token_ids"], END}
@@ -88,14 +88,14 @@ class Engine:
             else:
                 log_probs = (logits / sampling_params["temperature"]).log_softmax(-1)
                 last = int(torch.multinomial(log_probs.exp(), 1, generator=generator))
-                told.append((float(log_probs[last]), last, None))
+                sampled_log_probs.append((float(log_probs[last]), last, None))
             tokens.append(last)
             if last in stops:
                 reason = {"type": "stop", "matched": last}
                 break
         meta: dict[str, Any] = {"id": rid, "finish_reason": reason}
         if return_logprob:
-            meta["output_token_logprobs"] = told
+            meta["output_token_logprobs"] = sampled_log_probs
         return {"output_ids": tokens, "meta_info": meta}
 
     def begin_weight_update(self, selector: str = "all") -> tuple[bool, str]:

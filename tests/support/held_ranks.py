@@ -17,15 +17,15 @@ def record(trainer: Any, held_by_kind: dict[str, int], case: dict[str, Any], out
 
     from megarl.commands.plan.count.parameters import held
 
-    own = asdict(held(trainer))
+    memory = asdict(held(trainer))
     for kind in ("weights", "gradients", "moments"):
-        assert own[kind] == held_by_kind[kind], (kind, own, held_by_kind)
-    assert own["masters"] in (0, held_by_kind["masters"]), (own, held_by_kind)
-    assert (own["masters"] > 0) == (case.get("dtype") == "bfloat16"), "float32 weights are their own masters"
+        assert memory[kind] == held_by_kind[kind], (kind, memory, held_by_kind)
+    assert memory["masters"] in (0, held_by_kind["masters"]), (memory, held_by_kind)
+    assert (memory["masters"] > 0) == (case.get("dtype") == "bfloat16"), "float32 weights are their own masters"
     reference = getattr(trainer, "_reference", None)
-    assert reference is None or own["reference"] == sum(tensor.nbytes for tensor in reference)
-    own["processes"] = dist.get_world_size()
-    (output / f"{case['name']}.held.{dist.get_rank()}.json").write_text(json.dumps(own))
+    assert reference is None or memory["reference"] == sum(tensor.nbytes for tensor in reference)
+    memory["processes"] = dist.get_world_size()
+    (output / f"{case['name']}.held.{dist.get_rank()}.json").write_text(json.dumps(memory))
 
 
 def check_saved(trainer: Any, part: Any) -> None:
@@ -33,10 +33,10 @@ def check_saved(trainer: Any, part: Any) -> None:
     tensors that they hold as well. Buffers, which have no moments, come on top."""
     from megarl.commands.plan.count.parameters import held
 
-    own, megatron = held(trainer), trainer.recipe.megatron
-    assert part.bytes <= own.saved + own.buffers, (part.bytes, own)
+    memory, megatron = held(trainer), trainer.recipe.megatron
+    assert part.bytes <= memory.saved + memory.buffers, (part.bytes, memory)
     if megatron.distributed_optimizer and megatron.tensor_parallel == megatron.context_parallel == 1:
-        assert part.bytes >= own.saved, (part.bytes, own)
+        assert part.bytes >= memory.saved, (part.bytes, memory)
 
 
 def check(results: Path, cases: list[dict[str, Any]]) -> None:
@@ -46,22 +46,22 @@ def check(results: Path, cases: list[dict[str, Any]]) -> None:
     for case in cases:
         files = sorted(results.glob(f"{case['name']}.held.*.json"))
         real = [json.loads(file.read_text()) for file in files]
-        assert real and {one.pop("processes") for one in real} == {len(real)}, (
+        assert real and {entry.pop("processes") for entry in real} == {len(real)}, (
             f"{case['name']}: a rank recorded nothing"
         )
         recipe = recipe_of(case, results, len(real))
         critic = case.get("kind") == "critic"
         if critic:
             recipe.critic.trainers, recipe.critic.megatron = len(real), recipe.megatron
-        for rank, own in enumerate(real):
+        for rank, memory in enumerate(real):
             questions.append(RankRequest(recipe, rank, critic))
-            recorded.append(own)
+            recorded.append(memory)
             names.append(f"{case['name']}, rank {rank}")
             each = len(real) // recipe.megatron.pipeline_parallel
             first = rank // each * each
             by_stage[names[-1]] = dict(enumerate(real[first : first + each], first))
-    for name, own, answer in zip(names, recorded, count_ranks(questions), strict=True):
-        assert answer.get("held") == own, f"{name}: {answer} planned, {own} real"
+    for name, memory, answer in zip(names, recorded, count_ranks(questions), strict=True):
+        assert answer.get("held") == memory, f"{name}: {answer} planned, {memory} real"
         stage, largest = by_stage[name], answer["largest"]
         assert _states(stage[largest]) == max(map(_states, stage.values())), f"{name}: not rank {largest} of {stage}"
 
@@ -76,5 +76,5 @@ def recipe_of(case: dict[str, Any], results: Path, processes: int) -> Recipe:
     return recipe
 
 
-def _states(own: dict[str, int]) -> int:
-    return own["masters"] + own["moments"]
+def _states(memory: dict[str, int]) -> int:
+    return memory["masters"] + memory["moments"]

@@ -19,27 +19,27 @@ from tests.support import held_ranks
 def check(trainer: Any, exported: dict[str, torch.Tensor], record: Path) -> None:
     """Every box holds what the export has there; all ranks' boxes together are the whole export, as the plan says that
     gives it to one engine rank. Collective. `record`: where rank 0 writes who held what, for `check_planned`."""
-    own = held_slices(trainer.model)
+    held = held_slices(trainer.model)
     weights = dict(parameters(trainer.model))
-    assert set(own.parameters) == set(weights)
-    for tensor, row, column, rows, columns, parameter, offset, stride in own.slices.tolist():
-        name = own.tensors[tensor]
-        assert tuple(exported[name].shape) == own.shapes[tensor]
-        assert str(weights[own.parameters[parameter]].dtype) == f"torch.{own.dtypes[parameter]}"
+    assert set(held.parameters) == set(weights)
+    for tensor, row, column, rows, columns, parameter, offset, stride in held.slices.tolist():
+        name = held.tensors[tensor]
+        assert tuple(exported[name].shape) == held.shapes[tensor]
+        assert str(weights[held.parameters[parameter]].dtype) == f"torch.{held.dtypes[parameter]}"
         whole = exported[name].reshape(as_matrix(exported[name].shape))
-        weight = weights[own.parameters[parameter]].detach()
+        weight = weights[held.parameters[parameter]].detach()
         part = weight.as_strided((rows, columns), (stride, 1), weight.storage_offset() + offset)
         assert torch.equal(whole[row : row + rows, column : column + columns], part), name
     everywhere: list[bytes] = [b""] * dist.get_world_size()
-    dist.all_gather_object(everywhere, own.to_bytes())
+    dist.all_gather_object(everywhere, held.to_bytes())
     haves = [SliceTable.from_bytes(data) for data in everywhere]
     if dist.get_rank() == 0:
-        record.write_text(json.dumps([one.digest for one in haves]))
+        record.write_text(json.dumps([description.digest for description in haves]))
     need = whole_model(exported)
-    made = plan_transfers(haves, [need], Hosts(["a"] * len(haves), ["a"]), 1 << 12)
-    received = sum(int(stream.buckets.sum()) for stream in made.streams_to(0))
+    plan = plan_transfers(haves, [need], Hosts(["a"] * len(haves), ["a"]), 1 << 12)
+    received = sum(int(stream.buckets.sum()) for stream in plan.streams_to(0))
     assert received == sum(weight.numel() for weight in exported.values())
-    assert np.bincount(made.sources, made.nbytes, len(haves)).sum() == need.nbytes
+    assert np.bincount(plan.sources, plan.nbytes, len(haves)).sum() == need.nbytes
 
 
 def check_planned(results: Path, case: dict[str, Any], directory: Path) -> None:
@@ -47,10 +47,10 @@ def check_planned(results: Path, case: dict[str, Any], directory: Path) -> None:
     from megarl.commands.plan.count.rank_client import RankClient
     from megarl.commands.plan.count.stages import holdings
 
-    said = json.loads((results / f"{case['name']}.holdings.json").read_text())
+    recorded = json.loads((results / f"{case['name']}.holdings.json").read_text())
     with RankClient() as client:
-        planned = holdings(held_ranks.recipe_of(case, results, len(said)), client)
-    assert [one.digest for one in planned] == said, case["name"]
+        planned = holdings(held_ranks.recipe_of(case, results, len(recorded)), client)
+    assert [description.digest for description in planned] == recorded, case["name"]
 
 
 def whole_model(exported: dict[str, torch.Tensor]) -> SliceTable:

@@ -130,8 +130,10 @@ def batch() -> list[Group]:
                 mask[prompt + 40 : prompt + 60] = False
             noise = random.normal(MEAN_LOG_PROB, 0.25, len(mask))
             tokens = random.integers(0, 250, len(mask)).astype(np.int32)
-            told = SampleTokens(tokens, mask, np.where(mask, noise, 0.0).astype(np.float32), teacher=teacher(len(mask)))
-            vectors.append(told)
+            sample = SampleTokens(
+                tokens, mask, np.where(mask, noise, 0.0).astype(np.float32), teacher=teacher(len(mask))
+            )
+            vectors.append(sample)
             samples.append(
                 Sample(
                     group=number,
@@ -360,6 +362,6 @@ def run(layouts: Sequence[Layout], output: Path, timeout: float = 600) -> None:
     for model in sorted({layout.model for layout in layouts}):
         write_model(model, models)
     for processes in sorted({layout.processes for layout in layouts}):
-        wanted = [layout for layout in layouts if layout.processes == processes]
-        for first in range(0, len(wanted), CASES):
-            launch(wanted[first : first + CASES], models, output, timeout)
+        selected = [layout for layout in layouts if layout.processes == processes]
+        for first in range(0, len(selected), CASES):
+            launch(selected[first : first + CASES], models, output, timeout)

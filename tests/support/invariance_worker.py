@@ -78,7 +78,7 @@ def of_reporters(value: Any) -> list[Any]:
     """What the ranks that report say, as the controller hears it."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, value)
-    return [one for one in everyone if one is not None]
+    return [report for report in everyone if report is not None]
 
 
 def shift(micro_batch: Any, old: bool) -> None:

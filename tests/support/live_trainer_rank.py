@@ -47,7 +47,7 @@ class Trainer:
         if self.planned is not None:
             self.planned.close()
         exchange = ExchangeConfig(**options)
-        endpoints = [tuple(one) for one in receivers]
+        endpoints = [tuple(receiver) for receiver in receivers]
         self.planned = open_sender(self.trainer.model, exchange, endpoints, "127.0.0.1", "cpu")
         assert not isinstance(self.planned, str), self.planned
         return self.planned.session
@@ -65,7 +65,7 @@ class Trainer:
 
         if self.rank != 0:
             return None
-        pairs = [tuple(one) for one in receivers]
+        pairs = [tuple(receiver) for receiver in receivers]
         return FullSender.open("127.0.0.1", pairs, bucket_bytes=1 << 18, timeout=60.0, adapter_alpha=adapter_alpha)
 
     def set_fingerprints(self, on: bool) -> None:
@@ -109,12 +109,12 @@ class Trainer:
 
     def mix_up(self) -> None:
         """What a wrong cut of a fused linear would look like: k's matrices go as v's, and the other way round."""
-        lora, own = self.trainer.model.lora, attach.matrices
+        lora, original = self.trainer.model.lora, attach.matrices
 
-        def mixed(asked: Any) -> Any:
-            assert asked is lora
+        def mixed(request: Any) -> Any:
+            assert request is lora
             swap = {"k_proj": "v_proj", "v_proj": "k_proj"}
-            for name, matrix in own(asked):
+            for name, matrix in original(request):
                 *place, linear, kind, end = name.split(".")
                 yield ".".join([*place, swap.get(linear, linear), kind, end]), matrix
 

@@ -55,10 +55,10 @@ class Trainers:
         self.processes = []
         for rank, log in enumerate(self.logs):
             command = [sys.executable, "-m", "tests.support.live_trainer_rank", str(case), str(self._store.port)]
-            own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            variables = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             with log.open("w") as stream:
                 self.processes.append(
-                    subprocess.Popen(command, cwd=ROOT, env=own, stdout=stream, stderr=subprocess.STDOUT)
+                    subprocess.Popen(command, cwd=ROOT, env=variables, stdout=stream, stderr=subprocess.STDOUT)
                 )
         self._pool = ThreadPoolExecutor(1)
 
@@ -74,13 +74,13 @@ class Trainers:
     def _answers(self, number: int) -> list[Any]:
         keys = [f"answer/{number}/{rank}" for rank in range(self.size)]
         while True:
-            there = [self._store.check([key]) for key in keys]
+            present = [self._store.check([key]) for key in keys]
             dead = [process.poll() is not None for process in self.processes]
-            if all(there) or any(dead):  # of which the others might never hear
+            if all(present) or any(dead):  # of which the others might never hear
                 break
             time.sleep(0.01)
-        told = zip(keys, there, strict=True)
-        answers = [pickle.loads(self._store.get(key)) if one else None for key, one in told]  # noqa: S301 -- our own
+        pairs = zip(keys, present, strict=True)
+        answers = [pickle.loads(self._store.get(key)) if is_present else None for key, is_present in pairs]  # noqa: S301 -- our own
         errors = [None if answer is None else answer[0] for answer in answers]
         if None in answers or any(errors):
             lost = [log.read_text()[-2000:] for log, answer in zip(self.logs, answers, strict=True) if answer is None]

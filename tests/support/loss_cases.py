@@ -70,12 +70,12 @@ def random_inputs(seed: int, lengths: list[int], spread: float = 0.4) -> LossInp
     return LossInputs(**tensors, lengths=lengths, selected=selected)
 
 
-def assert_gradient(found: torch.Tensor, function: Callable[[np.ndarray], float], at: np.ndarray) -> None:
+def assert_gradient(actual: torch.Tensor, function: Callable[[np.ndarray], float], at: np.ndarray) -> None:
     """`found` [T] is the gradient of `function` at log-probs `at` [T], by central differences."""
     step = 1e-6
     for token, shift in enumerate(step * np.eye(len(at))):
         slope = (function(at + shift) - function(at - shift)) / (2 * step)
-        assert found[token].item() == pytest.approx(slope, rel=1e-5, abs=1e-8), token
+        assert actual[token].item() == pytest.approx(slope, rel=1e-5, abs=1e-8), token
 
 
 def sequences_of(batch: LossInputs) -> torch.Tensor:

@@ -42,7 +42,7 @@ def golden_of(family: str, folder: Path) -> goldens.Golden:
     optimizer = torch.optim.AdamW(
         parameters, lr=goldens.LEARNING_RATE, betas=goldens.BETAS, eps=goldens.EPSILON, weight_decay=0.0
     )
-    advantages = torch.cat([torch.from_numpy(one.advantages) for one in batch(family)]).double()
+    advantages = torch.cat([torch.from_numpy(sample.advantages) for sample in batch(family)]).double()
     norms, tensor_norms = [], {}
     for step in range(goldens.STEPS):
         optimizer.zero_grad()

@@ -76,7 +76,7 @@ def check_failed_write(trainer: Any, directory: Path) -> None:
 
 def check_reshard(worker: Any, case: dict[str, Any], output: Path) -> None:
     """Read what another layout wrote: everything is the same to the last bit, and training goes on as it did there."""
-    source, own = output / f"{case['from']}.checkpoint", output / f"{case['name']}.checkpoint"
+    source, target = output / f"{case['from']}.checkpoint", output / f"{case['name']}.checkpoint"
     trainer = worker.build(case)
     held_ranks.record(trainer, worker.bytes_of(trainer), case, output)
     torch.rand(3)
@@ -86,9 +86,9 @@ def check_reshard(worker: Any, case: dict[str, Any], output: Path) -> None:
     else:
         assert notice is not None and "another layout" in notice, notice
     noise = torch.rand(3)
-    save(trainer, own)
+    save(trainer, target)
     if dist.get_rank() == 0:
-        assert_same(source, own)
+        assert_same(source, target)
     dist.barrier()
     again = worker.build(case)
     again.load(source)

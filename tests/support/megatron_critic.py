@@ -153,15 +153,15 @@ def check_against_one_process(results: Path, case: dict[str, Any]) -> None:
     from tests.support.megatron_runs import check_weights
 
     reference = f"critic-{case['model']}"
-    one, got = (torch.load(results / f"{name}.pt", weights_only=True) for name in (reference, case["name"]))
-    assert torch.equal(one["before"]["score.weight"], got["before"]["score.weight"]), "another head at the start"
+    base, got = (torch.load(results / f"{name}.pt", weights_only=True) for name in (reference, case["name"]))
+    assert torch.equal(base["before"]["score.weight"], got["before"]["score.weight"]), "another head at the start"
     values = values_of(results, case["name"])
     assert sorted(values) == list(range(len(LENGTHS)))
     for number, expected in values_of(results, reference).items():
         for value, of_one in zip(values[number], expected, strict=True):
             torch.testing.assert_close(value, of_one, atol=2e-6, rtol=0)
-    for metrics, expected_metrics in zip(got["metrics"], one["metrics"], strict=True):
+    for metrics, expected_metrics in zip(got["metrics"], base["metrics"], strict=True):
         assert metrics["critic/grad_norm"] > 0.1, "nothing is clipped: a wrong norm would not show"
         assert 0 <= metrics["critic/vf_clipfrac"] < 1
         assert metrics == pytest.approx(expected_metrics, rel=2e-6), "a loss or gradient norm depends on the layout"
-    check_weights(got["after"], one["after"], one["before"])
+    check_weights(got["after"], base["after"], base["before"])

@@ -26,9 +26,9 @@ UNTRAINED = ("e_score_correction_bias", "score.bias")
 def cases(*lists: list[dict[str, Any]]) -> pytest.MarkDecorator:
     """Run a test for each case; the slow ones with --all alone."""
     marked = [
-        pytest.param(one, id=one["name"], marks=[pytest.mark.slow] if one.get("slow") else [])
+        pytest.param(case, id=case["name"], marks=[pytest.mark.slow] if case.get("slow") else [])
         for some in lists
-        for one in some
+        for case in some
     ]
     return pytest.mark.parametrize("case", marked)
 
@@ -37,9 +37,9 @@ def selected(request: pytest.FixtureRequest, some: list[dict[str, Any]]) -> list
     """Those of `some` that the selected tests are about, and those that they are compared with: `-k moonlight-TP2`
     runs two."""
     items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    asked = [value for item in items for value in item.callspec.params.values() if isinstance(value, dict)]
-    names = {one[key] for one in asked for key in ("name", "reference") if one.get(key)}
-    return [one for one in some if one["name"] in names]
+    requested = [value for item in items for value in item.callspec.params.values() if isinstance(value, dict)]
+    names = {case[key] for case in requested for key in ("name", "reference") if case.get(key)}
+    return [case for case in some if case["name"] in names]
 
 
 def launch(processes: int, cases: list[dict[str, Any]], directory: Path, timeout: float = 900) -> None:
@@ -100,17 +100,17 @@ def check_gradient(results: Path, name: str, model: Any, inputs: list[dict[str, 
     `model`: a transformers model of the case's weights; `inputs`: what it is given for each sequence.
     """
     trained = torch.load(results / f"{name}.pt", weights_only=True)
-    for given, own in zip(inputs, global_batch()[1], strict=True):
-        log_probs, entropy = rows_of_logits(model(**given).logits[0] / TEMPERATURE, given["input_ids"][0])
-        ((-log_probs * own - ENTROPY_COEF * entropy).sum() * LOSS_SCALE).backward()
+    for sample, advantages in zip(inputs, global_batch()[1], strict=True):
+        log_probs, entropy = rows_of_logits(model(**sample).logits[0] / TEMPERATURE, sample["input_ids"][0])
+        ((-log_probs * advantages - ENTROPY_COEF * entropy).sum() * LOSS_SCALE).backward()
     expected = gradient_of_transformers(model, results / f"{name}.gradient")
     assert expected.keys() == {key for key in trained["gradient"] if not key.endswith(UNTRAINED)}
     norm = torch.stack([tensor.double().square().sum() for tensor in expected.values()]).sum().sqrt().item()
     assert trained["metrics"][0]["actor/grad_norm"] == pytest.approx(norm, rel=SAME_GRADIENT)
     clipped = min(1.0, CLIP_GRAD / (norm + 1e-6))
     for tensor_name, tensor in expected.items():
-        wanted = tensor.double() * clipped
-        gap = (trained["gradient"][tensor_name] - wanted).abs().max() / wanted.abs().max()
+        clipped_gradient = tensor.double() * clipped
+        gap = (trained["gradient"][tensor_name] - clipped_gradient).abs().max() / clipped_gradient.abs().max()
         assert gap < SAME_GRADIENT, f"{tensor_name}: {gap:.1e}"
 
 

@@ -25,13 +25,13 @@ def run_case(worker: Any, case: dict[str, Any], output: Path) -> None:
     worker.train(trainer, batches, 2)
     assert worker.bytes_of(trainer)["moments"] == 0, "nothing was swapped out: this test would prove nothing"
     save(trainer, directory)
-    beside = trainer.stage_save(output / f"{case['name']}.beside", copy=True)
+    staged = trainer.stage_save(output / f"{case['name']}.beside", copy=True)
     went_on, weights = worker.train(trainer, batches, 2), worker.weights_of(trainer)
-    beside.start()  # steps since then must not be in it
-    beside.wait()
+    staged.start()  # steps since then must not be in it
+    staged.wait()
     dist.barrier()
     if dist.get_rank() == 0:
-        assert_same(directory, beside.directory)
+        assert_same(directory, staged.directory)
         torch.save({"metrics": went_on, "weights": weights}, output / f"{case['name']}.went_on.pt")
 
     resumed = build(worker, case)
@@ -53,13 +53,13 @@ def run_case(worker: Any, case: dict[str, Any], output: Path) -> None:
 
 def run_reshard(worker: Any, case: dict[str, Any], output: Path) -> None:
     """Read what another layout wrote, write it again: the same to the last bit. Training goes on as it did there."""
-    source, own = output / f"{case['from']}.checkpoint", output / f"{case['name']}.checkpoint"
+    source, target = output / f"{case['from']}.checkpoint", output / f"{case['name']}.checkpoint"
     trainer = build(worker, case)
     notice = trainer.load(source)
     assert notice is not None and "another layout" in notice, notice
-    save(trainer, own)
+    save(trainer, target)
     if dist.get_rank() == 0:
-        assert_same(source, own)
+        assert_same(source, target)
     dist.barrier()
     if case.get("dtype") == "bfloat16":
         return  # a weight's last bit depends on how sums over ranks round

@@ -65,7 +65,7 @@ def micro_batches(trainer: Any, per_micro: int) -> tuple[list[Any], list[list[in
     tokens, advantages = global_batch()
     with_images = trainer.model.image_layout is not None
     if with_images:
-        tokens = [own for own, _ in sequences()]
+        tokens = [sequence for sequence, _ in sequences()]
     share = len(LENGTHS) // trainer.coordinates.dp_size
     mine = list(range(len(LENGTHS)))[trainer.coordinates.dp_rank * share :][:share]
     numbers = [mine[i : i + per_micro] for i in range(0, len(mine), per_micro)]
@@ -223,11 +223,11 @@ def run_resume(case: dict[str, Any], output: Path) -> None:
     written = {str(path) for path in directory.rglob("*") if f"{dist.get_rank():05d}" in path.name}
     assert len(written) == 3, written
     assert {path.replace(".json", ".partial") for path in written} <= set(on_disk), "lost in a power failure"
-    beside = trainer.stage_save(output / f"{case['name']}.beside", copy=True)
-    held_ranks.check_saved(trainer, beside)
+    staged = trainer.stage_save(output / f"{case['name']}.beside", copy=True)
+    held_ranks.check_saved(trainer, staged)
     noise = torch.rand(3)
     went_on, weights = train(trainer, batches, 2), weights_of(trainer)
-    beside.start()  # what training has changed since must not be in it
+    staged.start()  # what training has changed since must not be in it
 
     current = trainer.log_probs(batches, temperature=1.0)
     reference = trainer.log_probs(batches, temperature=1.0, reference=True)
@@ -243,15 +243,15 @@ def run_resume(case: dict[str, Any], output: Path) -> None:
     assert skipped is None or skipped["actor/skipped_updates"] == 1.0
     assert all(torch.equal(weights[name], weight) for name, weight in trainer.export_weights())
 
-    beside.wait()
+    staged.wait()
     check_failed_write(trainer, output / f"{case['name']}.full")
     dist.barrier()
     if dist.get_rank() == 0:
-        assert_same(directory, beside.directory)
+        assert_same(directory, staged.directory)
         torch.save({"metrics": went_on, "weights": weights}, output / f"{case['name']}.went_on.pt")
 
     resumed = build(case)
-    assert resumed.load(beside.directory) is None, "the same layout goes on to the last bit"
+    assert resumed.load(staged.directory) is None, "the same layout goes on to the last bit"
     check_offload(resumed, platform, weights_of(resumed))
     assert torch.equal(noise, torch.rand(3)), "random states were not restored"
     assert train(resumed, batches, 2) == went_on

@@ -120,16 +120,16 @@ def _is_causal(sparse_mode: int, atten_mask: Tensor | None) -> bool:
 
 
 def _sequences(
-    q_ends: Sequence[int], kv_ends: Sequence[int], query: Tensor, *others: Tensor
+    q_ends: Sequence[int], kv_ends: Sequence[int], query: Tensor, *tensors: Tensor
 ) -> Iterator[tuple[Tensor, ...]]:
     """Rows of each sequence: of tensors as long as `query`, or as the keys (the first two of `others`)."""
-    assert q_ends[-1] == len(query) and kv_ends[-1] == len(others[0]), (q_ends, kv_ends, len(query), len(others[0]))
+    assert q_ends[-1] == len(query) and kv_ends[-1] == len(tensors[0]), (q_ends, kv_ends, len(query), len(tensors[0]))
     q_begin, kv_begin = 0, 0
     for q_end, kv_end in zip(q_ends, kv_ends, strict=True):
         yield (
             query[q_begin:q_end],
-            *(other[kv_begin:kv_end] for other in others[:2]),
-            *(other[q_begin:q_end] for other in others[2:]),
+            *(other[kv_begin:kv_end] for other in tensors[:2]),
+            *(other[q_begin:q_end] for other in tensors[2:]),
         )
         q_begin, kv_begin = q_end, kv_end
 
@@ -186,7 +186,7 @@ def npu_grouped_matmul(
         sizes = [end - begin for begin, end in zip([0, *sizes[:-1]], sizes, strict=True)]
     if group_type == 0:
         weights = list(weight[0]) if len(weight) == 1 else weight
-        return [torch.cat([part @ own for part, own in zip(x[0].split(sizes), weights, strict=True)])]
+        return [torch.cat([part @ weight for part, weight in zip(x[0].split(sizes), weights, strict=True)])]
     assert group_type == 2, group_type
     pairs = zip(x[0].split(sizes, 1), weight[0].split(sizes, 0), strict=True)
     return [torch.stack([left @ right for left, right in pairs])]

@@ -37,7 +37,7 @@ def attempt(settings: dict[str, Any], latent: bool) -> str | None:
     from megarl.platform.npu import NPUPlatform
 
     kind = MLATransformerConfig if latent else TransformerConfig
-    given = {name: value for name, value in settings.items() if name in kind.__dataclass_fields__}
+    fields = {name: value for name, value in settings.items() if name in kind.__dataclass_fields__}
     model = {
         "num_layers": 8 * settings["pipeline_model_parallel_size"],
         "hidden_size": 8 * settings["num_attention_heads"],
@@ -47,7 +47,7 @@ def attempt(settings: dict[str, Any], latent: bool) -> str | None:
     }
     try:
         NPUPlatform().adapt(settings)
-        kind(**model | given)
+        kind(**model | fields)
     except Exception as error:  # noqa: BLE001 - whatever it is, is the answer
         return f"{type(error).__name__}: {error}"
     return None
@@ -65,12 +65,12 @@ def apart(settings: dict[str, Any], latent: bool) -> str | None:
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as answer:
-        said = answer.read()
+        status = answer.read()
     os.waitpid(child, 0)
-    return json.loads(said) if said else "it died"
+    return json.loads(status) if status else "it died"
 
 
-def build(given: list[str]) -> dict[str, Any]:
+def build(options: list[str]) -> dict[str, Any]:
     """The tiny recipe's model, built as a trainer on NPUs does. `compared`: tensors that are held to those of the files."""
     import torch
 
@@ -85,7 +85,9 @@ def build(given: list[str]) -> dict[str, Any]:
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    recipe = load_recipe(f"{root}/recipes/tiny/sft.yaml", ["megatron.expert_parallel=1", *given, "cluster.device=npu"])
+    recipe = load_recipe(
+        f"{root}/recipes/tiny/sft.yaml", ["megatron.expert_parallel=1", *options, "cluster.device=npu"]
+    )
     model = build_model(recipe, Devices())
     modules = [module for chunk in model.chunks for module in chunk.modules()]
     mindspeeds = {type(module).__name__ for module in modules if type(module).__module__.startswith("mindspeed.")}

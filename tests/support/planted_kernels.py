@@ -209,17 +209,17 @@ def main() -> None:
     for family in ("dense", "moe", "mla"):
         write_family(family, models)
     for name, (family, fault) in KERNELS.items():
-        rank.fault, own = fault, context(models / "checks")
+        rank.fault, checks = fault, context(models / "checks")
         errors, outcomes = rank.check(family, str(models / family), "float32")
-        kernels.record(own, errors, outcomes, "float32")
-        results[name] = failed(own.checks)
+        kernels.record(checks, errors, outcomes, "float32")
+        results[name] = failed(checks.checks)
         while UNDO:
             UNDO.pop()()
     for name, fault in PARITY.items():
-        rank.fault, own = fault, context(models / "checks")
+        rank.fault, checks = fault, context(models / "checks")
         case = Case("dense", str(models / "dense"), "float32", {}, str(models / "checkpoint"))
-        model_parity.judge_case(own, case, [rank.run(case)])
-        results[f"parity {name}"] = failed(own.checks)
+        model_parity.judge_case(checks, case, [rank.run(case)])
+        results[f"parity {name}"] = failed(checks.checks)
     print(json.dumps(results), file=answer)
 
 

@@ -74,22 +74,22 @@ async def awaits(request: dict[str, Any]) -> dict[str, Any]:
     return {"most": most, "own": os.getpid()}
 
 
-async def _act(what: str) -> None:
-    if what == "block":
+async def _act(action: str) -> None:
+    if action == "block":
         time.sleep(1000)
-    elif what == "compute":
+    elif action == "compute":
         _count(10**12)
-    elif what == "child blocks":
+    elif action == "child blocks":
         await asyncio.create_task(_block())
-    elif what == "cancelled":
+    elif action == "cancelled":
         raise asyncio.CancelledError
-    elif what == "leave":
+    elif action == "leave":
         sys.exit(4)
-    elif what == "child leaves":
+    elif action == "child leaves":
         await asyncio.gather(_leave(), asyncio.sleep(1000))
-    elif what == "exit":
+    elif action == "exit":
         os._exit(3)
-    elif what == "stubborn":  # cancelled, it goes on
+    elif action == "stubborn":  # cancelled, it goes on
         while True:
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(1000)

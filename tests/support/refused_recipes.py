@@ -30,11 +30,11 @@ from tests.support.damage import (
 
 @dataclass(frozen=True)
 class Bad:
-    """`recipe`: under recipes/; one of the quickstart's has its files on this machine, those that are damaged. `given`: with
-    HERE for that folder."""
+    """A recipe under recipes/ with an error. A quickstart recipe has its (damaged) files on this machine; `overrides` names
+    their folder as HERE."""
 
     recipe: str
-    given: tuple[str, ...]
+    overrides: tuple[str, ...]
     key: str
     words: str
     damage: Damage | None = None
@@ -43,11 +43,11 @@ class Bad:
     @property
     def name(self) -> str:
         broken = getattr(self.damage, "__name__", "")
-        return "-".join(["/".join(self.recipe.split("/")[-1:]), *self.given, broken, *self.options])[:110]
+        return "-".join(["/".join(self.recipe.split("/")[-1:]), *self.overrides, broken, *self.options])[:110]
 
 
-def bad(recipe: str, given: str, key: str, words: str, damage: Damage | None = None, options: str = "") -> Bad:
-    return Bad(f"{recipe}.yaml", tuple(given.split()), key, words, damage, tuple(options.split()))
+def bad(recipe: str, overrides: str, key: str, words: str, damage: Damage | None = None, options: str = "") -> Bad:
+    return Bad(f"{recipe}.yaml", tuple(overrides.split()), key, words, damage, tuple(options.split()))
 
 
 MOE, V3, DENSE, PPO = "dapo_qwen3_30b", "grpo_deepseek_v3", "grpo_qwen3_8b", "ppo_qwen3_8b"

@@ -77,8 +77,8 @@ def current_log_probs(trainer: Any, micro_batches: list[MicroBatch]) -> tuple[li
 def run_given(case: dict[str, Any], output: Path) -> None:
     """Log-probs and the update's, with the engine's routing given."""
     trainer = build(case)
-    given = torch.load(output / "inputs.pt", weights_only=True)
-    micro_batches = batches(case, given["tokens"], given["experts"])
+    inputs = torch.load(output / "inputs.pt", weights_only=True)
+    micro_batches = batches(case, inputs["tokens"], inputs["experts"])
     rows = trainer.log_probs(micro_batches, temperature=1.0)
     seen, norm = current_log_probs(trainer, micro_batches)
     if trainer.coordinates.reports and trainer.coordinates.dp_rank == 0:
@@ -89,15 +89,15 @@ def run_given(case: dict[str, Any], output: Path) -> None:
 def run_recorded(case: dict[str, Any], output: Path) -> None:
     """Record, move the weights, and look again: with the recorded routing and without it."""
     trainer = build(case)
-    given = torch.load(output / "inputs.pt", weights_only=True)
+    inputs = torch.load(output / "inputs.pt", weights_only=True)
     trainer.keep_reference()
-    micro_batches = batches(case, given["tokens"], None)
+    micro_batches = batches(case, inputs["tokens"], None)
     rows = trainer.log_probs(micro_batches, temperature=1.0)
     current_log_probs(trainer, micro_batches)
     replayed, _ = current_log_probs(trainer, micro_batches)
     reference = trainer.log_probs(micro_batches, temperature=1.0, reference=True)
     free = build(case)
-    unrecorded = batches(case, given["tokens"], None)
+    unrecorded = batches(case, inputs["tokens"], None)
     current_log_probs(free, micro_batches)
     freely, _ = current_log_probs(free, unrecorded)
     if trainer.coordinates.reports and trainer.coordinates.dp_rank == 0:

@@ -32,27 +32,27 @@ def before(module: Any, name: str, action: Any, when: Any) -> None:
     setattr(module, name, wrapped)
 
 
-def sabotage(what: str, step: str) -> None:
+def sabotage(fault: str, step: str) -> None:
     name = checkpoint.checkpoint_name(int(step))
-    if what == "kill-before-state":
+    if fault == "kill-before-state":
         before(checkpoint, "_write_state", kill, lambda folder, *_: name in str(folder))
-    elif what == "kill-before-rename":
+    elif fault == "kill-before-rename":
         before(checkpoint, "sync", kill, lambda path: path.name == f".{name}.partial")
-    elif what == "kill-before-retention":
+    elif fault == "kill-before-retention":
         before(saver.checkpoint, "retain", kill, lambda folder, *_: (folder / name).exists())
     else:
-        in_trainers(what, name)
+        in_trainers(fault, name)
 
 
-def in_trainers(what: str, name: str) -> None:
+def in_trainers(fault: str, name: str) -> None:
     """Megatron can only be imported once a trainer has prepared its process: torch.save is patched instead, which
     writes random states, after the tensors and before the receipt."""
     import torch
 
-    if what == "kill-between-files":
+    if fault == "kill-between-files":
         before(torch, "save", kill, lambda _, file: name in str(file.name) and os.environ["RANK"] == "1")
     else:
-        assert what == "slow"
+        assert fault == "slow"
         before(torch, "save", lambda: time.sleep(6), lambda _, file: name in str(file.name))
 
 

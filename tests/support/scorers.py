@@ -46,24 +46,24 @@ def not_a_number(request: ScoreRequest) -> float:
 
 def faulty(request: ScoreRequest) -> float:
     """Does what the row's extra_info says: hangs, ends its process, is killed, raises, or scores."""
-    what = request.extra_info["what"]
-    if what == "hang":
+    fault = request.extra_info["what"]
+    if fault == "hang":
         time.sleep(1000)
-    elif what == "exit":
+    elif fault == "exit":
         os._exit(3)
-    elif what == "kill":
+    elif fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    elif what == "raise":
+    elif fault == "raise":
         raise ZeroDivisionError("no such luck")
-    elif what == "leave":
+    elif fault == "leave":
         sys.exit(4)
-    elif what == "nan":
+    elif fault == "nan":
         return math.nan
-    elif what == "child":  # and hangs, with a process of its own, whose id it leaves in a file
+    elif fault == "child":  # and hangs, with a process of its own, whose id it leaves in a file
         child = subprocess.Popen(["sleep", "1000"])
         Path(request.extra_info["file"]).write_text(str(child.pid))
         time.sleep(1000)
-    elif what == "slow":
+    elif fault == "slow":
         time.sleep(0.1)
     return 1.0
 
@@ -90,10 +90,10 @@ async def crowd(request: ScoreRequest) -> float:
     global _crowd
     _crowd += 1
     await asyncio.sleep(0.2)
-    found = _crowd
+    current = _crowd
     await asyncio.sleep(0.2)
     _crowd -= 1
-    return float(found)
+    return float(current)
 
 
 def modules(request: ScoreRequest) -> dict[str, object]:
@@ -109,6 +109,6 @@ def brevity(request: ScoreRequest) -> dict[str, float]:
 
 def last_turn(request: ScoreRequest) -> dict[str, float | str]:
     """Whether the policy's last turn is the ground truth."""
-    said = [turn.text for turn in request.turns if turn.role == "assistant"][-1]
-    right = float(said == request.ground_truth)
-    return {"score": right, "accuracy": right, "reason": f"it said {said!r}"}
+    text = [turn.text for turn in request.turns if turn.role == "assistant"][-1]
+    right = float(text == request.ground_truth)
+    return {"score": right, "accuracy": right, "reason": f"it said {text!r}"}

@@ -47,8 +47,8 @@ def on_the_cpu() -> None:
     sglang_args.check_plan = lambda *_: None  # it refuses a CPU
 
     def arguments(spec: EngineSpec, device: str) -> dict[str, Any]:
-        own = {"attention_backend": "torch_native", "sampling_backend": "pytorch", "max_total_tokens": 4096}
-        return {**build_engine_args(spec, device), **own, "disable_cuda_graph": True, "mem_fraction_static": 0.1}
+        fixed = {"attention_backend": "torch_native", "sampling_backend": "pytorch", "max_total_tokens": 4096}
+        return {**build_engine_args(spec, device), **fixed, "disable_cuda_graph": True, "mem_fraction_static": 0.1}
 
     adapter.build_engine_args = arguments
 
@@ -91,22 +91,22 @@ def requests(temperature: float) -> list[GenerationRequest]:
     return [GenerationRequest(g, Prompt(f"p{g}", (3 + g, 5, 7), "", "x"), sampling, seed=10 * g) for g in range(4)]
 
 
-def largest_gap(model: Any, asked: list[GenerationRequest], done: dict[int, list[Completion]]) -> float:
+def largest_gap(model: Any, batch: list[GenerationRequest], done: dict[int, list[Completion]]) -> float:
     """Between the engine's log-probs and transformers'."""
     worst = 0.0
-    for request in asked:
+    for request in batch:
         for sample in done[request.group]:
             tokens = torch.tensor([[*request.prompt.tokens, *sample.tokens.tolist()]])
             with torch.no_grad():
                 logits = model(tokens).logits[0].float() / request.sampling.temperature
             at = len(request.prompt.tokens)
-            wanted = logits.log_softmax(-1)[at - 1 : -1].gather(1, tokens[0, at:, None])[:, 0].numpy()
-            worst = max(worst, float(np.abs(wanted - sample.log_probs).max()))
+            expected = logits.log_softmax(-1)[at - 1 : -1].gather(1, tokens[0, at:, None])[:, 0].numpy()
+            worst = max(worst, float(np.abs(expected - sample.log_probs).max()))
     return worst
 
 
-def same(one: Completion, other: Completion) -> bool:
-    return np.array_equal(one.tokens, other.tokens)
+def same(first: Completion, other: Completion) -> bool:
+    return np.array_equal(first.tokens, other.tokens)
 
 
 def error_of(function: Any) -> str:
@@ -129,9 +129,9 @@ def main(kind: str, folder: str) -> None:
     sender = FullSender.open("127.0.0.1", info["receivers"], bucket_bytes=1 << 16, timeout=60.0)
     engine.connect_weight_sync(sender.session)
 
-    def generate(asked: list[GenerationRequest]) -> dict[int, list[Completion]]:
+    def generate(batch: list[GenerationRequest]) -> dict[int, list[Completion]]:
         done: dict[int, list[Completion]] = {}
-        engine.generate(asked, lambda group, samples: done.update({group: samples}))
+        engine.generate(batch, lambda group, samples: done.update({group: samples}))
         return done
 
     def in_thread(function: Any) -> tuple[threading.Thread, list[Any]]:
@@ -148,7 +148,7 @@ def main(kind: str, folder: str) -> None:
         report = engine.update_weights(version)
         thread.join()
         compare_full_reports(box[0], {"e0/0": report})
-        say("gap", [largest_gap(model, asked, generate(asked)) for asked in (requests(1.0), requests(0.7))])
+        say("gap", [largest_gap(model, batch, generate(batch)) for batch in (requests(1.0), requests(0.7))])
     asked = requests(1.0)
     done = generate(asked)
     again = generate(asked)

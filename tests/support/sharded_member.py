@@ -32,9 +32,9 @@ def arm(place: str, signal: int, before: bool) -> None:
 
     def struck(*arguments: Any) -> Any:
         strike(before)
-        found = original(*arguments)
+        result = original(*arguments)
         strike(not before)
-        return found
+        return result
 
     setattr(cls, name, struck)
 
@@ -53,8 +53,8 @@ def main() -> None:
         if number == 1 and case["place"]:
             arm(case["place"], case["signal"], case["before"])
         sending, receiving = exchange.start(int(line))
-        for one in (*sending, *receiving):
-            one.result()
+        for member in (*sending, *receiving):
+            member.result()
         print("done", flush=True)
 
 

@@ -79,9 +79,9 @@ def trainers() -> list[Rank]:
     """TP2 by rows, twice over; an expert each; the rest everywhere."""
     ranks = []
     for rank in range(4):
-        own = slice(32 * (rank % 2), 32 * (rank % 2 + 1))
+        columns = slice(32 * (rank % 2), 32 * (rank % 2 + 1))
         ranks.append(
-            Rank([("embed", own, ALL), ("norm", ALL, ALL), (f"experts.{rank // 2}", ALL, ALL), ("odd", ALL, ALL)])
+            Rank([("embed", columns, ALL), ("norm", ALL, ALL), (f"experts.{rank // 2}", ALL, ALL), ("odd", ALL, ALL)])
         )
     return ranks
 
@@ -90,8 +90,8 @@ def engines() -> list[Rank]:
     """Two replicas of TP2 by columns, one of them in bfloat16."""
     ranks = []
     for rank in range(4):
-        own = slice(24 * (rank % 2), 24 * (rank % 2 + 1))
-        boxes = [("embed", own_rows, own) for own_rows in (slice(0, 20), slice(20, 64))]
+        columns = slice(24 * (rank % 2), 24 * (rank % 2 + 1))
+        boxes = [("embed", own_rows, columns) for own_rows in (slice(0, 20), slice(20, 64))]
         rest = [(name, ALL, ALL) for name in ("norm", "experts.0", "experts.1", "odd")]
         ranks.append(Rank([*boxes, *rest], torch.bfloat16 if rank >= 2 else torch.float32))
     return ranks
@@ -123,8 +123,8 @@ class Exchange:
         self.engines = [rank for number, rank in enumerate(engines()) if number in engines_here]
         self.pool = ThreadPoolExecutor(16)
         self.senders = [
-            ShardedSender(session, rank, one.description, one.tensors, store if rank == 0 else None)
-            for rank, one in zip(trainers_here, self.trainers, strict=True)
+            ShardedSender(session, rank, trainer.description, trainer.tensors, store if rank == 0 else None)
+            for rank, trainer in zip(trainers_here, self.trainers, strict=True)
         ]
         self.receivers = [ShardedReceiver(session, session.names[rank]) for rank in engines_here]
         self.weights: dict[str, torch.Tensor] = {}
@@ -132,7 +132,9 @@ class Exchange:
 
     def connect(self) -> None:
         for receiver, rank in zip(self.receivers, self.engines, strict=True):
-            assert [one.digest for one in receiver.collect_held()] == [one.description.digest for one in trainers()]
+            assert [description.digest for description in receiver.collect_held()] == [
+                description.description.digest for description in trainers()
+            ]
             receiver.publish_needed(rank.description)
 
     def export(self) -> Any:
@@ -159,7 +161,7 @@ class Exchange:
 
     def update(self, version: int) -> tuple[ShardedReport, ShardedReport]:
         sending, receiving = self.start(version)
-        sent, received = (merge_reports([one.result(30) for one in side]) for side in (sending, receiving))
+        sent, received = (merge_reports([pending.result(30) for pending in side]) for side in (sending, receiving))
         compare_sharded_reports(sent, received)
         for rank in self.engines:
             for number in range(len(rank.boxes)):
@@ -167,18 +169,18 @@ class Exchange:
         return sent, received
 
     def close(self) -> None:
-        for one in [*self.senders, *self.receivers]:
-            one.close()
+        for member in [*self.senders, *self.receivers]:
+            member.close()
         self.pool.shutdown(wait=False)
 
 
 @contextlib.contextmanager
 def exchange(shm_dir: Any, places: list[str] | None = None, **options: Any) -> Iterator[Exchange]:
-    made = Exchange(*met(shm_dir, places, **options), list(range(4)), list(range(4)))
+    created = Exchange(*met(shm_dir, places, **options), list(range(4)), list(range(4)))
     try:
-        yield made
+        yield created
     finally:
-        made.close()
+        created.close()
 
 
 def replaced(report: ShardedReport, **changes: Any) -> ShardedReport:

@@ -61,7 +61,7 @@ class SlicedTrainers:
             self._weights[name].copy_(weight)
         sending = [self._pool.submit(sender.send, version, self._weights.items) for sender in self._senders]
         received = engine.update_weights(version)
-        compare_sharded_reports(merge_reports([one.result(60) for one in sending]), received)
+        compare_sharded_reports(merge_reports([pending.result(60) for pending in sending]), received)
         return received
 
     def close(self) -> None:

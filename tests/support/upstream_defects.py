@@ -208,16 +208,16 @@ def main() -> None:
     from megarl.platform import select
 
     select("cpu").prepare()
-    found: dict[str, str | None] = {}
+    defects: dict[str, str | None] = {}
     for name, function in DEFECTS.items():
         try:
             function()
-            found[name] = None
+            defects[name] = None
         except Exception:  # noqa: BLE001 - what is found instead of a defect may be anything
-            found[name] = traceback.format_exc()
+            defects[name] = traceback.format_exc()
     from mbridge import AutoBridge
 
-    print(json.dumps({"defects": found, "models": AutoBridge.list_supported_models()}))
+    print(json.dumps({"defects": defects, "models": AutoBridge.list_supported_models()}))
 
 
 if __name__ == "__main__":

@@ -61,8 +61,8 @@ def rotary_scaling_is_left_out() -> None:
 
 def asked_of_megatron(bridge: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a bridge makes of a configuration: a model's arguments and its settings."""
-    own = [name for name, value in vars(bridge.config).items() if callable(value) and name != "activation_func"]
-    return bridge._get_gptmodel_args(), {k: v for k, v in vars(bridge.config).items() if k not in own}
+    callables = [name for name, value in vars(bridge.config).items() if callable(value) and name != "activation_func"]
+    return bridge._get_gptmodel_args(), {k: v for k, v in vars(bridge.config).items() if k not in callables}
 
 
 @defect

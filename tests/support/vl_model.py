@@ -102,10 +102,10 @@ def images_of(numbers: list[int]) -> Any:
     from megarl.megatron.images import Images
 
     every = sequences()
-    found = [(place, *image) for place, number in enumerate(numbers) for image in every[number][1]]
-    if not found:
+    images = [(place, *image) for place, number in enumerate(numbers) for image in every[number][1]]
+    if not images:
         return None
-    owners, starts, pixels, grids = (list(column) for column in zip(*found, strict=True))
+    owners, starts, pixels, grids = (list(column) for column in zip(*images, strict=True))
     return Images(torch.cat(pixels), torch.stack(grids), owners, starts)
 
 

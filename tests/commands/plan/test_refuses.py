@@ -33,7 +33,7 @@ def counts_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def refusal_of(bad: Bad, data: Path, place: Path, output: pytest.CaptureFixture[str]) -> tuple[int, str]:
     """Exit status and output of `plan`."""
-    overrides = [override.replace("HERE", str(place)) for override in bad.given]
+    overrides = [override.replace("HERE", str(place)) for override in bad.overrides]
     train, test = _FILES.get(bad.recipe.removesuffix(".yaml"), (None, None))
     if train is not None:
         shutil.copytree(data, place, dirs_exist_ok=True)
@@ -82,7 +82,7 @@ def test_memory_that_does_not_suffice_is_refused(
     """The plan exits with status 1 after counting and names each excess."""
     monkeypatch.chdir(ROOT)  # the processes that count import megarl from there
     monkeypatch.setattr("signal.signal", lambda *_: None)
-    arguments = ["plan", str(ROOT / "recipes" / bad.recipe), *bad.given, *bad.options]
+    arguments = ["plan", str(ROOT / "recipes" / bad.recipe), *bad.overrides, *bad.options]
     assert guarded(lambda: app(args=arguments, standalone_mode=False), debug=False) == 1
     output = capsys.readouterr()
     assert "Traceback" not in output.err and bad.key in output.out and bad.words in output.out, output.out

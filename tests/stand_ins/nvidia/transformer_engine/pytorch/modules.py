@@ -129,6 +129,8 @@ class DotProductAttention(torch.nn.Module):
         for start, end in pairwise(offsets):
             q, k, v = (x[start:end].transpose(0, 1)[None] for x in (query, key, value))
             group = q.shape[1] != k.shape[1]
-            one = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=group)
-            out.append(one[0].transpose(0, 1).flatten(1))
+            attended = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=group
+            )
+            out.append(attended[0].transpose(0, 1).flatten(1))
         return torch.cat(out)
