@@ -133,7 +133,7 @@ def check_whole(path: Path, *, checksums: bool = True) -> None:
 def begin(folder: Path, step: int, state: dict[str, Any]) -> Path:
     """Create the partial folder of `step`, write the controller's `state` into it and return its path.
 
-    `state`: plain values and a Source's state. Deletes partial folders of killed runs.
+    `state`: plain values and a SampleSource's state. Deletes partial folders of killed runs.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in [*folder.glob(".step_*.partial"), *folder.glob(".step_*.deleted")]:

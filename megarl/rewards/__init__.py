@@ -1,6 +1,6 @@
 """Rewards: score responses. Each file of this folder registers a scorer.
 
-A new scorer is one decorated function in a new file of this folder::
+To add a scorer, write a decorated function in a new file of this folder::
 
     @scorer("echo", sources=("me/echo",))
     def echo(request: ScoreRequest) -> dict[str, float]:

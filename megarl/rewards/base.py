@@ -88,8 +88,8 @@ class Scorer:
 
     An `async def` function is awaited; one process awaits many at a time.
 
-    in_process: call the function in the rollout process, for functions that take microseconds and cannot hang: nothing
-        can stop them. Other scorers run in the subprocess pool.
+    in_process: call the function in the rollout process. Only for functions that take microseconds and cannot hang,
+        because no time limit stops them. Other scorers run in the subprocess pool.
     prepare: called once before the first sample. It imports slow libraries, so that no sample's time limit includes
         the import, and raises if a library is not installed.
     settings: `find` and `resolve` bind the recipe's `ScorerSettings` as the last argument of both functions.

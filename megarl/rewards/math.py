@@ -39,8 +39,10 @@ def math(request: ScoreRequest) -> dict[str, float | str | None]:
 
 
 def check_answer(response: str, truth: Any) -> tuple[float, str | None]:
-    """Return (1.0 if the response's answer is correct by the rule of `math`, else 0.0; the answer, None if it is missing
-    or too long)."""
+    """Compare a response's answer with `truth` by the rule of `math`.
+
+    Returns (1.0 if it is correct, else 0.0; the answer, None if it is missing, empty or too long).
+    """
     if isinstance(truth, bool) or not isinstance(truth, (str, int, float)):
         raise TypeError(f"ground_truth is {truth!r}, not text or a number")
     boxed = last_boxed(str(truth))

@@ -33,7 +33,7 @@ class ServiceError(RuntimeError):
 
 
 class _Retryable(Exception):
-    """A failure that another request may mend. `after`: seconds to wait, if the service names them."""
+    """A failure that another request may fix. `after`: seconds to wait, if the service names them."""
 
     def __init__(self, cause: str, after: float | None = None) -> None:
         super().__init__(cause)

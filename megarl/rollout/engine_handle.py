@@ -139,7 +139,7 @@ class JudgeHandle(ServiceHandle):
 def check_engines_too(engines: Sequence[EngineHandle], check: Callable[[], None]) -> Callable[[], None]:
     """Return a function that calls `check` and then raises if an engine has failed between calls.
 
-    In a group of engines one steps for the others, so an engine can fail while no call to it is pending.
+    In a group, an engine also steps for the other engines' requests, so it can fail while no call to it is pending.
     """
     ends = [engine.watch() for engine in engines]
 

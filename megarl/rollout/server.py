@@ -221,7 +221,7 @@ class RolloutServer:
         finally:
             try:
                 await asyncio.to_thread(self.scoring.close)
-            finally:  # not in `calls`: waiting turns may occupy all its threads
+            finally:  # not in `calls`: waiting turns may use all its threads
                 await asyncio.to_thread(self.engine.shutdown)
         self.texts.shutdown(wait=False)
         self.calls.shutdown(wait=False)

@@ -67,7 +67,7 @@ class Judge:
                     raise RuntimeError(
                         f"{name} has judged no group for {seconds:.0f} s (judge.timeout = {limit:g}); "
                         f"{len(engine.waiting)} wait for it, number {min(engine.waiting)} among them. Its log is in the "
-                        f"run's logs/{name}.log; raise judge.timeout if it is only slow."
+                        f"run's logs/{name}.log; raise judge.timeout if the judge is slow."
                     )
 
     def judge(self, group: Group, prompt: Prompt, data: DataRef, responses: DataRef) -> Future[tuple[Group, DataRef]]:
