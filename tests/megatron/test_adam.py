@@ -1,4 +1,4 @@
-"""megarl's Adam: updates in parts are the update of the whole, and take little memory beside what is there."""
+"""megarl's Adam: an update in parts equals the complete update and needs little extra memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An exported directory holds trained weights and nothing else, but for what is known not to be trained."""
+"""An exported directory has the trained weights and, copied from the source, the layers that are not trained."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def configure(directory: Path, **settings: object) -> None:
 
 
 def trained(*names: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """As mbridge exports: also the output layer, which is tied and which `source` does not have."""
+    """Yield weights as mbridge exports them: also the tied output layer, which `source` does not have."""
     for name in (*names, "lm_head.weight"):
         yield name, torch.full((2, 2), 10.0 + len(name))
 

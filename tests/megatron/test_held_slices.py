@@ -53,7 +53,7 @@ def test_rows_and_columns_of_ranks() -> None:
 
 
 def test_padding_is_left_out_and_fused_parts_fall_apart() -> None:
-    """Of three heads a rank, each of two query rows and a key row."""
+    """Each rank has three heads, each with two query rows and one key row."""
 
     def by_heads(whole: torch.Tensor) -> list[torch.Tensor]:
         heads = whole.view(-1, 3, whole.shape[1])

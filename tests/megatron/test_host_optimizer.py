@@ -47,7 +47,7 @@ def recipe_of(extra: dict[str, Any], device: str = "cuda") -> Recipe:
         ({**OFFLOAD, "optimizer_offload_fraction": 2}, "cuda", r"unset or not in \(0, 1\]"),
         ({**OFFLOAD, "optimizer_offload_fraction": True}, "cuda", "takes a number"),
         ({**OFFLOAD, "optimizer_offload_fraction": "1.0"}, "cuda", "takes a number"),
-        ({"optimizer_cpu_offload": "no"}, "npu", "true or false"),  # before the device is asked
+        ({"optimizer_cpu_offload": "no"}, "npu", "true or false"),  # the type check comes before the device check
         ({**OFFLOAD, "pin_cpu_grads": 1}, "cuda", "true or false"),
         (OFFLOAD, "cpu", "already in host memory"),
         (OFFLOAD, "npu", r"megatron\.extra\.swap_optimizer: true"),

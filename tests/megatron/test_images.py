@@ -1,4 +1,4 @@
-"""Images among packed tokens: positions, places and what is refused, against transformers and by hand."""
+"""Images among packed tokens: positions, places and rejected inputs, against transformers and by hand."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_every_sequence_counts_from_zero_and_sampled_placeholders_are_text() -> 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_each_rank_places_the_rows_whose_tokens_it_holds(ranks: int) -> None:
-    """Together, the ranks put every row once, and each where its placeholder lies with the position it must have."""
+    """Together, the ranks place every row once, at its placeholder and with the placeholder's position."""
     seen = []
     for rank in range(ranks):
         stream = pack(

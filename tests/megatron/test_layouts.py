@@ -49,12 +49,12 @@ def test_checkpoints_move_between_more_layouts(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of models/ and of what the workers wrote. One launch a number of processes."""
+    """Directory with models/ and the workers' results. One launch for each number of processes."""
     directory = tmp_path_factory.mktemp("megatron")
     for model in MODELS:
         write_model(model, directory / "models")
     cases = selected(request, [*PARITY, *OPTIONS])
-    checks = {  # two processes first: others read their checkpoints
+    checks = {  # two processes first: the later launches read their checkpoints
         2: [*RESUME, *RESHARD_TWO, *megatron_critic.TWO, SWAP],
         1: [*RESHARD_ONE, *megatron_critic.ONE],
         4: RESHARD_FOUR,
@@ -66,7 +66,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @cases(PARITY[:1])
 def test_trainers_on_a_cpu_warn_of_nothing(results: Path, case: dict[str, Any]) -> None:
-    """What is to be expected there is left out: a user could act on none of it."""
+    """Warnings that are expected on a CPU are suppressed: a user could not act on them."""
     for log in results.glob(f"{WORKER}-*.log"):
         assert "Warning" not in log.read_text(), log.read_text()
 
@@ -82,7 +82,7 @@ def test_the_planner_counts_what_ranks_hold(request: pytest.FixtureRequest, resu
 def test_the_planner_knows_which_boxes_ranks_hold(
     request: pytest.FixtureRequest, results: Path, tmp_path: Path
 ) -> None:
-    """Each rank's description, which the rank itself has held to mbridge's export."""
+    """The planner's slice table of each rank equals the rank's, which the rank has checked against mbridge's export."""
     for case in selected(request, [*PARITY, *OPTIONS]):
         holdings_check.check_planned(results, case, tmp_path / case["name"])
 
@@ -130,7 +130,7 @@ def test_gradient_is_that_of_transformers(results: Path, case: dict[str, Any]) -
 
 @cases(RESUME)
 def test_saved_hf_directory_is_what_was_exported(results: Path, case: dict[str, Any]) -> None:
-    """The resumed run's equality to the last bit is asserted in the worker; here, the directory it wrote."""
+    """The worker asserts that the resumed run is bit-identical; this test checks the directory that it wrote."""
     saved = checkpoint_tensors(results / f"{case['name']}.hf")
     weights = torch.load(results / f"{case['name']}.weights.pt", weights_only=True)
     original = checkpoint_tensors(results / "models" / case["model"])

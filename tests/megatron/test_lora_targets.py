@@ -1,4 +1,4 @@
-"""Which linears a recipe's `lora` section means, and what is refused before anything starts."""
+"""The linears that a recipe's `lora` section selects, and the targets rejected before anything starts."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def test_what_the_model_does_not_have_is_refused(config: dict[str, Any], targets
 
 
 def test_a_part_of_the_model_without_targets_is_refused() -> None:
-    """Its process would find out by itself, while the others wait for it."""
-    lora = LoraConfig(rank=8, targets=["mlp.down_proj"])  # of the leading dense layer alone
+    """Without the check, only that stage's process would fail, while the other processes wait for it."""
+    lora = LoraConfig(rank=8, targets=["mlp.down_proj"])  # only in the leading dense layer
     check_lora(DEEPSEEK, lora, MegatronConfig())
     for megatron, layers in (
         (MegatronConfig(pipeline_parallel=2), "layers 2 to 3"),

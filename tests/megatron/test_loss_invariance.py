@@ -28,10 +28,10 @@ from tests.support.invariance import load as load_case
 pytestmark = pytest.mark.stack
 
 SAME = 1e-6
-"""In float32, whose own precision is 6e-8."""
+"""Relative tolerance in float32 (precision 6e-8)."""
 SAME_TENSOR = 1e-5
-"""Of single gradient tensors, element by element. Those of norms over attention heads are sums of many thousand terms
-that nearly cancel: their rounding is that of the terms."""
+"""Relative tolerance of each element of a gradient tensor. Gradients of norms over attention heads sum thousands of
+terms that nearly cancel, so that the rounding of the terms remains."""
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +66,8 @@ def test_no_split_changes_anything(all_results: Path, case: Case) -> None:
 
 
 def test_the_kl_in_the_reward_is_also_that_of_a_sample_that_the_loss_leaves_out(results: Path) -> None:
-    """Its siblings are compared with what it earned. The worker's reference policy is log p + 0.6 step on every token, so
-    a token's k3 is exp(0.6 step) - 0.6 step - 1."""
+    """Other samples' advantages depend on its reward, so its KL counts. The worker's reference policy is log p + 0.6 step on
+    every token, so a token's k3 is exp(0.6 step) - 0.6 step - 1."""
     got = load_case(Case(Layout("qwen3"), Split(WHOLE, algorithm="reinforce_plus_plus")), results)["penalties"]
     samples = [sample for group in batch() for sample in group.samples]
     assert sorted(got) == list(range(len(samples))) and any(sample.truncated for sample in samples)
@@ -125,7 +125,7 @@ def test_each_algorithm_does_something_of_its_own(results: Path) -> None:
 
 
 def test_the_batch_asks_something_of_every_term(results: Path) -> None:
-    """A metric that is 0 everywhere, or a loss that is left out, would be the same everywhere too."""
+    """A metric of 0 or a missing loss term would not depend on the split either."""
     for layout in quick():
         if layout.processes == 1:
             for split in layout.splits:

@@ -1,7 +1,7 @@
-"""Options that trade memory for work change nothing but memory: updates are the same to the last bit.
+"""Options that trade compute for memory change nothing else: updates are bit-identical.
 
-Offloading is held to the same by tests/support/megatron_worker.py, after a resume; what each option saves is measured by
-benchmarks/memory.py.
+tests/support/megatron_worker.py checks the same for offloading, after a resume; benchmarks/memory.py measures the memory
+that each option saves.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fused kernels of the native layers: the same numbers as what takes their place, and what is chosen where."""
+"""Fused kernels of the native layers: results equal to the fallbacks', and the choice of kernel."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def reference_kernel(
     query_offsets: torch.Tensor, key_offsets: torch.Tensor, longest_query: int, longest_key: int,
     *, causal: bool, scale: float | None,
 ) -> torch.Tensor:  # fmt: skip
-    """What flash attention computes of packed sequences: the last query sees the last key."""
+    """Flash attention over packed sequences in plain torch: the last query sees the last key."""
     assert query_offsets.dtype == key_offsets.dtype == torch.int32
     assert query.shape[-1] == key.shape[-1] == value.shape[-1], "kernels know one width"
     queries, keys = query_offsets.tolist(), key_offsets.tolist()
@@ -259,7 +259,7 @@ def test_offsets_of_a_batch_are_not_read_from_the_device(monkeypatch: pytest.Mon
 
 
 def test_ranks_with_other_kernels_are_named() -> None:
-    """Each rank tries the kernels by itself, and on one of them the try may fail."""
+    """Each rank tries the kernels separately, and the attempt may fail on one of them."""
     fused, plain = "attention by flash_attn", "attention by padded rectangles (out of memory)"
     assert kernel_notices([{"kernels": fused}] * 3) == []
     (notice,) = kernel_notices([{"kernels": text} for text in (fused, plain, fused, plain)])

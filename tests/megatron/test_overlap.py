@@ -1,5 +1,5 @@
-"""Communication beside computation (`megatron.ddp`) changes no number: not of updates, log-probs, the reference policy,
-offloading, checkpoints or resumes. Over gloo, in real trainer processes."""
+"""Overlapped communication (`megatron.ddp`) changes no result: updates, log-probs, the reference policy, offloading,
+checkpoints and resumes. Over gloo, in real trainer processes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ def case(model: str, name: str, ddp: dict[str, Any], **more: Any) -> dict[str, A
 
 
 def compare(tmp_path: Path, off: dict[str, Any], on: dict[str, Any], processes: int, *, same_norm: bool) -> None:
-    """Each rank's results are equal to the last bit. With several buckets a rank has other shards, so that the gradient
-    norm is another sum of the same squares; without clipping nothing follows from it."""
+    """Assert that each rank's results are bit-identical.
+
+    Several buckets change the shards of a rank, so that the gradient norm sums the same squares in another order
+    (`same_norm`: False). Without clipping the norm does not change the update.
+    """
     for rank in range(processes):
         expected, other = (torch.load(tmp_path / f"{case['name']}.{rank}.pt") for case in (off, on))
         assert not expected["pending"] and other["pending"] == on["megatron"]["ddp"].get("overlap_param_gather", False)

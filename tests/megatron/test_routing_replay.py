@@ -100,7 +100,7 @@ def test_given_routing_is_followed_at_every_layout(results: Path) -> None:
     torch.testing.assert_close(results_of_case["before"], torch.cat(forced), atol=2e-5, rtol=0)
     freely = hf_log_probs(results / "qwen3_moe", tokens, lambda _, __, p: p.topk(TOPK).indices)
     assert (results_of_case["before"] - torch.cat(freely)).abs().max() > 1e-3, (
-        "the given routing is no other than the free one"
+        "the replayed routing equals the router's choice"
     )
     for name in ("given", "given-tp2-ep2", "given-tp2-ep2-padded", "given-cp2", "given-pp2-vpp2"):
         result = read(results, name)

@@ -31,7 +31,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory with models/ and, for each of both workers, what it wrote."""
+    """Directory with models/ and each worker's results."""
     directory = tmp_path_factory.mktemp("transformer_engine")
     cases = selected(request, CASES)
     for model in sorted({chosen["model"] for chosen in cases}):

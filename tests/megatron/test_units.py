@@ -317,7 +317,7 @@ def test_packing_pairs_each_logit_with_the_token_it_predicts(ranks: int, sequenc
 
 
 def test_context_parallel_ranks_hold_chunks_from_both_ends() -> None:
-    """What attention's masks over ranks assume; it evens out the causal work."""
+    """Attention masks over ranks rely on this order; it balances the causal work."""
     for rank, positions in ((0, [0, 1, 6, 7]), (1, [2, 3, 4, 5])):
         stream = pack(
             MicroBatch(torch.arange(8), [8]),
@@ -330,7 +330,7 @@ def test_context_parallel_ranks_hold_chunks_from_both_ends() -> None:
 
 
 def test_names_in_extra_are_checked_against_megatrons_source() -> None:
-    """Read, not imported; so what is read must be what the classes have."""
+    """The check parses Megatron's source; the fields must equal the imported classes' fields."""
     from megatron.core.transformer import MLATransformerConfig
 
     assert fields_of_megatron() == {field.name for field in dataclasses.fields(MLATransformerConfig)}

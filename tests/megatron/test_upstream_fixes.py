@@ -25,7 +25,7 @@ THIS = "tests/megatron/test_upstream_fixes.py"
 
 @pytest.fixture(scope="module")
 def upstream() -> dict[str, Any]:
-    """`defects`: what each check says, None where the defect is as it was. `models`: those that mbridge knows."""
+    """`defects`: the traceback of each check, None while the defect exists. `models`: the models that mbridge supports."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.upstream_defects"],
         cwd=ROOT,
@@ -44,7 +44,7 @@ def upstream() -> dict[str, Any]:
 @pytest.mark.parametrize("name", DEFECTS)
 def test_defect_is_still_there(upstream: dict[str, Any], name: str) -> None:
     defect = upstream["defects"][name]
-    assert defect is None, f"{name} is no longer what it was: see docs/upstream.md\n{defect}"
+    assert defect is None, f"{name} has changed upstream: see docs/upstream.md\n{defect}"
 
 
 @pytest.mark.stack
@@ -73,8 +73,8 @@ def test_every_row_names_a_fix_and_a_test() -> None:
             assert places, f"{cell} is not `file:function`: {row[cell]}"
             for file, name, parameter in places:
                 path = ROOT / (file if cell == "test" else f"megarl/{file}")
-                assert path.is_file() and name in functions(path), f"there is no {name} in {path}"
-                assert file != THIS or parameter in DEFECTS, f"there is no defect {parameter}"
+                assert path.is_file() and name in functions(path), f"{path} has no function {name}"
+                assert file != THIS or parameter in DEFECTS, f"unknown defect {parameter}"
 
 
 def test_every_defect_has_one_row() -> None:

@@ -29,7 +29,7 @@ SLOW = [case for case in VL if case["slow"]]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of models/ and of what the workers of all cases wrote."""
+    """Directory with models/ and the results of all cases' workers."""
     directory = tmp_path_factory.mktemp("megatron")
     for model, fields in VL_MODELS.items():
         write_vl_model(directory / "models" / model, **fields)
@@ -59,7 +59,7 @@ def test_more_layouts_change_nothing(slow_results: Path, case: dict[str, Any]) -
 
 @pytest.mark.parametrize("model", VL_MODELS)
 def test_gradient_is_that_of_transformers(results: Path, model: str) -> None:
-    """Of the vision tower, too."""
+    """Includes the gradient of the vision tower."""
     check_gradient(results, f"{model}-TP1", transformers_model(results / "models" / model), transformers_inputs())
 
 
