@@ -1,8 +1,9 @@
-"""Adapters beside an engine's weights against merged weights, in one run: what an update takes, and what sampling takes.
+"""Compare LoRA adapters in the engine with merged weights: time and bytes of an update, and time of sampling.
 
     python -m benchmarks.adapters [--width 1024] [--layers 6] [--rank 16] [--rounds 6]
 
-One trainer and two vLLM engines of a Qwen3, each with all linears adapted, in turns. The first update of each engine counts not.
+One trainer alternates between two vLLM engines of a Qwen3 with adapters on all linears. The first update of each engine is not
+counted.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ TARGETS = ("all-linear",)
 
 
 def measure(directory: Path, width: int, layers: int, rank: int, rounds: int) -> dict[str, dict[str, Any]]:
-    """Seconds of updates and of sampling, and bytes of an update, by way."""
+    """Return seconds of updates and of sampling, and bytes of an update, for adapters and for merged weights."""
     sizes = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": layers, "head_dim": 64}
     heads = {"num_attention_heads": width // 64, "num_key_value_heads": width // 128}
     model = str(make_tiny_model("qwen3", directory / "model", 1, **sizes, **heads))
@@ -33,7 +34,7 @@ def measure(directory: Path, width: int, layers: int, rank: int, rounds: int) ->
     ways = {"adapters": AdapterSpec(rank, TARGETS), "merged": None}
     engines = {way: EngineProcess() for way in ways}
     requests = make_requests(count=8, n=4, max_tokens=32)
-    found: dict[str, dict[str, Any]] = {way: {"update": [], "sample": []} for way in ways}
+    measured: dict[str, dict[str, Any]] = {way: {"update": [], "sample": []} for way in ways}
     sending = {"adapters": ("open_adapters", "send_adapters", None, False), "merged": ("open_export", "send_export")}
     try:
         for way, engine in engines.items():
@@ -46,33 +47,33 @@ def measure(directory: Path, width: int, layers: int, rank: int, rounds: int) ->
                 _, method, *arguments = sending[way]
                 future = trainers.begin(method, version, *arguments)
                 engine.begin("update_weights", version).result(PATIENCE)
-                found[way]["bytes"] = future.result(PATIENCE)[0].bytes
-                found[way]["update"].append(time.perf_counter() - start)
+                measured[way]["bytes"] = future.result(PATIENCE)[0].bytes
+                measured[way]["update"].append(time.perf_counter() - start)
                 start = time.perf_counter()
                 engine.begin("generate", requests).result(PATIENCE)
-                found[way]["sample"].append(time.perf_counter() - start)
+                measured[way]["sample"].append(time.perf_counter() - start)
     finally:
         trainers.close()
         for engine in engines.values():
             engine.close()
-    return found
+    return measured
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    for name, usual in (("width", 1024), ("layers", 6), ("rank", 16), ("rounds", 6)):
-        parser.add_argument(f"--{name}", type=int, default=usual)
-    given = parser.parse_args()
+    for name, default in (("width", 1024), ("layers", 6), ("rank", 16), ("rounds", 6)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        found = measure(Path(directory), given.width, given.layers, given.rank, given.rounds)
-    print("| engines have | MB of an update | update, s | 32 samples of 32 tokens, s |")
+        measured = measure(Path(directory), arguments.width, arguments.layers, arguments.rank, arguments.rounds)
+    print("| weights in the engine | MB of an update | update, s | 32 samples of 32 tokens, s |")
     print("|---|---|---|---|")
-    for way, own in found.items():
+    for way, figures in measured.items():
         update, sample = (
-            f"{statistics.median(own[name][1:]):.3f} ({min(own[name][1:]):.3f} to {max(own[name][1:]):.3f})"
-            for name in ("update", "sample")
+            f"{statistics.median(seconds):.3f} ({min(seconds):.3f} to {max(seconds):.3f})"
+            for seconds in (figures["update"][1:], figures["sample"][1:])
         )
-        print(f"| {way} | {own['bytes'] / 1e6:.1f} | {update} | {sample} |")
+        print(f"| {way} | {figures['bytes'] / 1e6:.1f} | {update} | {sample} |")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What advantages and losses cost, in times of a copy of their inputs.
+"""Cost of advantages and losses, in units of one copy of their inputs.
 
     python -m benchmarks.algorithms [--samples 8192] [--length 20000] [--micro-batch 5] [--rounds 3]
 
-Vectors of all samples lie in memory; each function walks over them micro batch by micro batch, as a step does, on one core.
-The copy is that of the same vectors, from memory to memory, into pages that are mapped already. Copy and function take
-turns, and what is printed are medians of their ratios, of CPU time: both slow down when other work is about.
+The vectors of all samples are in memory. Each function processes them by micro batch, as a step does, on one core. The unit
+is a memory-to-memory copy of the same vectors into pages that are already mapped. Copy and function alternate, and the
+figures are medians of the ratios of their CPU times, because other work on the machine slows down both.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ from megarl.algorithms.values import ValueInputs, value_objective
 from megarl.recipe.algorithm import AlgorithmConfig
 
 READS = ("log_probs", "old_log_probs", "advantages", "loss_mask", "loss_weights", "token_share")
-WHOLE = 64  # samples of the micro batch whose peak is looked at
+WHOLE = 64  # samples of the micro batch for the peak memory
 _LIBC = ctypes.CDLL("libc.so.6")
 
 
 class Batch:
-    """`samples` responses of `length` tokens, cut into micro batches of `per_micro` samples; the numbers of a token are
-    drawn for themselves, so that no branch is easy to predict."""
+    """`samples` responses of `length` tokens in micro batches of `per_micro` samples.
+
+    The numbers of each token are random and independent, so that branches are hard to predict.
+    """
 
     def __init__(self, samples: int, length: int, per_micro: int):
         self.samples, self.length, self.per_micro = samples, length, per_micro
@@ -51,7 +53,7 @@ class Batch:
         self.vectors["token_share"] = torch.full((tokens,), 1.0 / tokens)
 
     def slices(self, per_micro: int | None = None) -> Iterator[tuple[int, slice]]:
-        """The number of samples of each micro batch, and where its tokens lie."""
+        """Yield the number of samples of each micro batch and the slice of its tokens."""
         size = per_micro or self.per_micro
         for first in range(0, self.samples, size):
             count = min(size, self.samples - first)
@@ -61,9 +63,9 @@ class Batch:
         selected = torch.zeros((per_micro or self.per_micro) * self.length, dtype=torch.bool)
         for count, part in self.slices(per_micro):
             tokens = count * self.length
-            own = {name: vector[part] for name, vector in self.vectors.items()}
-            own["log_probs"] = own["log_probs"].detach().requires_grad_()
-            yield LossInputs(**own, lengths=[self.length] * count, selected=selected[:tokens])
+            inputs = {name: vector[part] for name, vector in self.vectors.items()}
+            inputs["log_probs"] = inputs["log_probs"].detach().requires_grad_()
+            yield LossInputs(**inputs, lengths=[self.length] * count, selected=selected[:tokens])
 
 
 def seconds(function: Callable[[], Any]) -> float:
@@ -73,14 +75,14 @@ def seconds(function: Callable[[], Any]) -> float:
 
 
 def in_copies(copy: Callable[[], Any], functions: list[Callable[[], Any]], rounds: int) -> list[float]:
-    """The time of each function over that of the copy next to it: medians of `rounds`, after one that is not counted."""
+    """Return each function's time divided by the time of the next copy: medians over `rounds`, after a warm-up round."""
     ratios: list[list[float]] = [[] for _ in functions]
     for number in range(rounds + 1):
-        for function, found in zip(functions, ratios, strict=True):
+        for function, measured in zip(functions, ratios, strict=True):
             ratio = seconds(function) / seconds(copy)
             if number:
-                found.append(ratio)
-    return [statistics.median(found) for found in ratios]
+                measured.append(ratio)
+    return [statistics.median(measured) for measured in ratios]
 
 
 def copying(arrays: list[np.ndarray]) -> Callable[[], None]:
@@ -149,7 +151,7 @@ def run_outcomes(batch: Batch) -> list[str]:
 
 
 def run_tokens(batch: Batch, rounds: int) -> list[str]:
-    """Advantages of tokens: what is copied are values (float32), mask (bool) and what each token earns (float64)."""
+    """Measure advantages of tokens. The copies are of values (float32), mask (bool) and token rewards (float64)."""
     values = batch.vectors["log_probs"].numpy()
     mask = batch.vectors["loss_mask"].numpy() > 0
     earned = np.zeros(len(values))
@@ -176,16 +178,16 @@ def run_tokens(batch: Batch, rounds: int) -> list[str]:
 
 
 def keep_freed_memory() -> None:
-    """The allocator gives no pages back in between: mapping them anew would cost more than the arithmetic, and by chance."""
+    """Make malloc keep freed pages: mapping pages again costs more than the arithmetic, and varies."""
     m_trim_threshold, m_mmap_threshold = -1, -3
     _LIBC.mallopt(m_trim_threshold, 1 << 30)
     _LIBC.mallopt(m_mmap_threshold, 1 << 30)
 
 
 def peak_of(function: Callable[[], Any]) -> int:
-    """Bytes that the process holds at the most during the call, beyond those before it."""
+    """Return the growth of the process's resident memory during the call: peak minus the value before it, in bytes."""
     _LIBC.malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to what is held now
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current value
     before = _status("VmRSS")
     function()
     return _status("VmHWM") - before
@@ -202,17 +204,17 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=20000)
     parser.add_argument("--micro-batch", type=int, default=5, help="samples in a micro batch")
     parser.add_argument("--rounds", type=int, default=3)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()
-    batch = Batch(given.samples, given.length, given.micro_batch)
+    batch = Batch(arguments.samples, arguments.length, arguments.micro_batch)
     print("| loss | forward, copies | forward and backward, copies | peak of a call, inputs |\n|---|---|---|---|")
-    print("\n".join(run_losses(batch, given.rounds)), flush=True)
+    print("\n".join(run_losses(batch, arguments.rounds)), flush=True)
     for name in ("old_log_probs", "advantages", "loss_weights", "token_share"):
         del batch.vectors[name]
     print("\n| advantage of tokens | copies | peak of a call, inputs |\n|---|---|---|")
-    print("\n".join(run_tokens(batch, given.rounds)), flush=True)
-    print("\n| advantage of samples | ms for all of them |\n|---|---|")
+    print("\n".join(run_tokens(batch, arguments.rounds)), flush=True)
+    print("\n| advantage of samples | ms for all samples |\n|---|---|")
     print("\n".join(run_outcomes(batch)))
 
 

@@ -1,10 +1,10 @@
-"""Rows to tokens, from files to prompts, against the tokenizer alone.
+"""Compare reading a data set, from files to tokenized prompts, with the tokenizer alone.
 
     MEGARL_GSM8K=folder python -m benchmarks.data [--rounds 7] [--repeat 1]
 
-The tokenizer is a byte-level BPE of 16,384 tokens, trained on the questions and answers of GSM8K, in whose folder
-train.jsonl and test.jsonl lie. All take turns on the same rows; seconds are CPU time (which other processes disturb less
-than wall time), figures medians of the rounds and of their ratios.
+MEGARL_GSM8K names the folder with GSM8K's train.jsonl and test.jsonl. The tokenizer is a byte-level BPE of 16,384 tokens,
+trained on the questions and answers. The cases alternate on the same rows. Seconds are CPU time, which other processes
+disturb less than wall time; figures are medians over the rounds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megarl.data.tokenizer import HuggingFaceTokenizer
 from megarl.recipe.schema import DataConfig
 
 VOCABULARY = 16_384
-# How Qwen's tokenizers cut text before they merge bytes.
+# Qwen's pre-tokenization pattern.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -59,7 +59,7 @@ def make_tokenizer(out: Path, texts: list[str]) -> Tokenizer:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """CPU time, that of ended child processes included."""
+    """Return the CPU seconds of `work`, including ended child processes."""
     start = os.times()
     work()
     return sum(os.times()[:4]) - sum(start[:4])
@@ -68,7 +68,7 @@ def seconds(work: Callable[[], object]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--repeat", type=int, default=1, help="how often the rows are there")
+    parser.add_argument("--repeat", type=int, default=1, help="copies of the rows")
     arguments = parser.parse_args()
     source = os.environ.get("MEGARL_GSM8K")
     if source is None:
@@ -104,8 +104,8 @@ def compare(root: Path, tokenizer: Tokenizer, rounds: int) -> None:
     measured = [{name: seconds(work) for name, work in cases.items()} for _ in range(rounds)]
     print(f"{len(texts):,} prompts, {tokens:,} tokens\n\n| | CPU s | ratio |\n|---|---|---|")
     for name in cases:
-        ratio = statistics.median(one[name] / one["the tokenizer alone"] for one in measured)
-        print(f"| {name} | {statistics.median(one[name] for one in measured):.2f} | {ratio:.2f} |")
+        ratio = statistics.median(times[name] / times["the tokenizer alone"] for times in measured)
+        print(f"| {name} | {statistics.median(times[name] for times in measured):.2f} | {ratio:.2f} |")
 
 
 if __name__ == "__main__":

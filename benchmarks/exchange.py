@@ -1,11 +1,11 @@
-"""A planned update against today's practice, on the same trainers and the same engine, in one run.
+"""Compare a sharded weight sync with a full export, on the same trainers and the same engine.
 
     python -m benchmarks.exchange [--layout TP2xPP2|EP4] [--engine TP2|EP2] [--transport auto|collective] [--parameters 224]
-    python -m benchmarks.exchange --fingerprints 60 ...  # their cost: so many updates with, and as many without, in turns
+    python -m benchmarks.exchange --fingerprints 60 ...  # cost of fingerprints: 60 updates with and 60 without them
 
-The other route is mbridge's export on all ranks, rank 0's shared memory, and vLLM's `load_weights` (`exchange.route:
-export`). Both begin when all are ready and end when the engine has loaded; they take turns, after one update of each that
-counts not. Ratios are the figure: seconds are those of a machine with as many cores as it has.
+The full route (`exchange.route: export`) is mbridge's export on all ranks, rank 0's shared memory, and vLLM's
+`load_weights`. The clock runs from the moment all processes are ready until the engine has loaded. The routes alternate,
+after one warm-up update each. Compare ratios: seconds depend on the number of cores.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 
 def write_model(directory: Path, millions: int) -> tuple[str, int]:
-    """A Qwen3-MoE of about so many parameters, nearly all of them experts'; its path, and how many there are."""
+    """Write a Qwen3-MoE of about `millions` parameters, mostly in experts. Returns its path and number of parameters."""
     import torch
     import transformers
 
@@ -95,10 +95,10 @@ def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
         started = process.begin("start", spec(path, load_weights=False, **ENGINES[arguments.engine]))
         receivers = started.result(PATIENCE)["receivers"]
         names = ("layout", "engine", "transport")
-        found = {"parameters": count, **{name: getattr(arguments, name) for name in names}}
+        figures = {"parameters": count, **{name: getattr(arguments, name) for name in names}}
         if arguments.fingerprints:
-            return found | fingerprints(process, trainers, receivers, arguments)
-        return found | both_routes(process, trainers, receivers, arguments)
+            return figures | fingerprints(process, trainers, receivers, arguments)
+        return figures | both_routes(process, trainers, receivers, arguments)
     finally:
         trainers.close()
         process.process.kill()
@@ -115,22 +115,22 @@ def both_routes(
     seconds: dict[str, list[float]] = {"planned": [], "export": []}
     for turn in range(arguments.rounds):
         open_planned(process, trainers, receivers, arguments)
-        planned(process, trainers, 10 * turn)  # checked, and connects
+        planned(process, trainers, 10 * turn)  # warm-up: connects, and is verified against an export
         for number in range(1, 4):
             took, sent, received = planned(process, trainers, 10 * turn + number)
             seconds["planned"].append(took)
         connect(process, trainers.call("open_export", receivers)[0])
-        others = [exported(process, trainers, 10 * turn + number) for number in (7, 8)]
-        seconds["export"].append(others[1][0])
+        updates = [exported(process, trainers, 10 * turn + number) for number in (7, 8)]
+        seconds["export"].append(updates[1][0])
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     ranks = ENGINES[arguments.engine]["tensor_parallel"]
     return {
         "times_faster": round(medians["export"] / medians["planned"], 1),
-        "bytes_to_an_engine_rank_over_export": round(received.bytes / ranks / others[-1][1].bytes, 3),
+        "bytes_to_an_engine_rank_over_export": round(received.bytes / ranks / updates[-1][1].bytes, 3),
         "sent_once": sent.bytes == received.bytes or round(received.bytes / sent.bytes, 2),
         "phases": {
-            side: {phase: round(value / medians["planned"], 2) for phase, value in one.seconds.items()}
-            for side, one in (("trainers", sent), ("engine", received))
+            side: {phase: round(value / medians["planned"], 2) for phase, value in report.seconds.items()}
+            for side, report in (("trainers", sent), ("engine", received))
         },
         "seconds": {name: [round(value, 2) for value in values] for name, values in seconds.items()},
     }
@@ -139,11 +139,14 @@ def both_routes(
 def fingerprints(
     process: EngineProcess, trainers: Trainers, receivers: Any, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """What they take of an update: of its seconds, and of the CPU seconds of all processes, which other work on the machine
-    disturbs less. Updates come in fours, with, without, without, with, so that a drift of the machine adds nothing."""
+    """Return the share of fingerprints in an update's wall time, and in the CPU time of all processes.
+
+    Other work on the machine disturbs CPU time less. Updates come in groups of four (with, without, without, with
+    fingerprints), which cancels a linear drift of the machine's speed.
+    """
     spent: dict[str, dict[bool, list[float]]] = {"seconds": {True: [], False: []}, "cpu_seconds": {True: [], False: []}}
     open_planned(process, trainers, receivers, arguments)
-    planned(process, trainers, 0)  # checked, and connects
+    planned(process, trainers, 0)  # warm-up: connects, and is verified against an export
     for number in range(2 * arguments.fingerprints + 4):
         on = number % 4 in (0, 3)
         trainers.call("set_fingerprints", on)
@@ -157,19 +160,19 @@ def fingerprints(
 
 
 def cpu_seconds() -> float:
-    """Of all processes that this one has started, and theirs."""
-    own = [one.cpu_times() for one in psutil.Process().children(recursive=True)]
-    return sum(times.user + times.system for times in own)
+    """Return the CPU seconds of all descendants of this process."""
+    descendants = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
+    return sum(times.user + times.system for times in descendants)
 
 
 def _share(values: dict[bool, list[float]]) -> dict[str, float]:
-    """The part of the medians that goes to fingerprints, and the standard error of that part, of resampled updates."""
+    """Return medians, the share of fingerprints in the median, and its standard error by bootstrap."""
     source = random.Random(0)
 
     def share(sample: Callable[[list[float]], list[float]]) -> float:
         return 1 - statistics.median(sample(values[False])) / statistics.median(sample(values[True]))
 
-    resampled = [share(lambda one: source.choices(one, k=len(one))) for _ in range(1000)]
+    resampled = [share(lambda updates: source.choices(updates, k=len(updates))) for _ in range(1000)]
     return {
         "with": round(statistics.median(values[True]), 3),
         "without": round(statistics.median(values[False]), 3),

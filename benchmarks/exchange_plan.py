@@ -1,8 +1,8 @@
-"""How long a weight exchange takes to plan, over numbers of ranks: DeepSeek-V3's tensors, in layouts that cut them.
+"""Time to plan a sharded weight sync of DeepSeek-V3, for several layouts and numbers of ranks.
 
     python benchmarks/exchange_plan.py
 
-Needs no device and no weights. Descriptions are made as discovery makes them; what is timed is what every rank does with them.
+Needs no device and no weights: slice tables are built from the shapes of the tensors. Each rank of a run does the timed work.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megarl.weight_sync.sharded.slices import SliceTable, SliceTableBuilder
 
 BUCKET = 64 << 20
 PER_NODE = 16
-# Trainers: ranks, TP, PP, EP. Engines: ranks, TP, EP (0: experts are cut by TP).
+# Trainers: ranks, TP, PP, EP. Engines: ranks, TP, EP (0: TP cuts the experts).
 CASES = [
     ((64, 1, 8, 8), (32, 4, 32)),
     ((256, 1, 8, 32), (256, 2, 256)),
@@ -35,7 +35,7 @@ CASES = [
 
 @cache
 def tensors() -> list[tuple[str, tuple[int, int], int | None, int | None, str]]:
-    """Name, rows and columns, layer, expert, and which of rows and columns tensor parallel cuts."""
+    """Return (name, (rows, columns), layer, expert, dimension that tensor parallel cuts) of each tensor."""
     c = published.read("DeepSeek-V3")
     hidden, heads = c["hidden_size"], c["num_attention_heads"]
     nope, rope, value = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
@@ -49,11 +49,11 @@ def tensors() -> list[tuple[str, tuple[int, int], int | None, int | None, str]]:
         "o_proj": ((hidden, heads * value), "columns"),
     }
     last = c["num_hidden_layers"] - 1
-    found = [("model.embed_tokens", (c["vocab_size"], hidden), 0, None, "rows")]
+    entries = [("model.embed_tokens", (c["vocab_size"], hidden), 0, None, "rows")]
     for layer in range(last + 1):
         at = f"model.layers.{layer}"
-        found += [(f"{at}.{norm}_layernorm", (1, hidden), layer, None, "") for norm in ("input", "post_attention")]
-        found += [(f"{at}.self_attn.{name}", shape, layer, None, cut) for name, (shape, cut) in attention.items()]
+        entries += [(f"{at}.{norm}_layernorm", (1, hidden), layer, None, "") for norm in ("input", "post_attention")]
+        entries += [(f"{at}.self_attn.{name}", shape, layer, None, cut) for name, (shape, cut) in attention.items()]
         dense = layer < c["first_k_dense_replace"]
         mlps = (
             [("mlp", c["intermediate_size"], None)]
@@ -61,13 +61,14 @@ def tensors() -> list[tuple[str, tuple[int, int], int | None, int | None, str]]:
             else [("mlp.shared_experts", c["moe_intermediate_size"], None)]
         )
         if not dense:
-            found.append((f"{at}.mlp.gate", (c["n_routed_experts"], hidden), layer, None, ""))
-            mlps += [(f"mlp.experts.{one}", c["moe_intermediate_size"], one) for one in range(c["n_routed_experts"])]
+            entries.append((f"{at}.mlp.gate", (c["n_routed_experts"], hidden), layer, None, ""))
+            width = c["moe_intermediate_size"]
+            mlps += [(f"mlp.experts.{number}", width, number) for number in range(c["n_routed_experts"])]
         for name, width, expert in mlps:
-            found += [(f"{at}.{name}.{part}_proj", (width, hidden), layer, expert, "rows") for part in ("gate", "up")]
-            found.append((f"{at}.{name}.down_proj", (hidden, width), layer, expert, "columns"))
+            entries += [(f"{at}.{name}.{part}_proj", (width, hidden), layer, expert, "rows") for part in ("gate", "up")]
+            entries.append((f"{at}.{name}.down_proj", (hidden, width), layer, expert, "columns"))
     return [
-        *found,
+        *entries,
         ("model.norm", (1, hidden), last, None, ""),
         ("lm_head", (c["vocab_size"], hidden), last, None, "rows"),
     ]
@@ -75,7 +76,7 @@ def tensors() -> list[tuple[str, tuple[int, int], int | None, int | None, str]]:
 
 @cache
 def description(tensor: int, tensor_size: int, expert: int, expert_size: int, stage: int, stages: int) -> SliceTable:
-    """Of a rank at these coordinates. `expert_size` 0: experts are cut as all else is."""
+    """Return the slice table of the rank at these coordinates. `expert_size` 0: tensor parallel cuts the experts too."""
     describer = SliceTableBuilder()
     layers = tensors()[-1][2] + 1  # type: ignore[operator]
     for name, (rows, columns), layer, number, cut in tensors():
@@ -105,20 +106,20 @@ def ranks(count: int, tensor: int, stages: int, expert: int) -> list[SliceTable]
 def measure(trainers: tuple[int, int, int, int], engines: tuple[int, int, int]) -> str:
     haves = ranks(*trainers)
     needs = ranks(engines[0], engines[1], 1, engines[2])
-    for one in {*haves, *needs}:
-        _ = one.digest  # everyone has published it
+    for table in {*haves, *needs}:
+        _ = table.digest  # cached: in a run each rank has published its digest
     hosts = Hosts(
         [f"trainers {rank // PER_NODE}" for rank in range(len(haves))],
         [f"engines {rank // PER_NODE}" for rank in range(len(needs))],
     )
     start = time.process_time()
-    made = plan_transfers(haves, needs, hosts, BUCKET)
+    plan = plan_transfers(haves, needs, hosts, BUCKET)
     planned = time.process_time()
-    made.streams_from(len(haves) // 2)
-    made.streams_to(len(needs) // 2)
-    own = time.process_time()
-    told = totals(made)
-    balance = told.sent_by_rank / np.bincount(made.sources, made.nbytes, len(haves)).mean()
+    plan.streams_from(len(haves) // 2)
+    plan.streams_to(len(needs) // 2)
+    streams_ready = time.process_time()
+    flows = totals(plan)
+    balance = flows.sent_by_rank / np.bincount(plan.sources, plan.nbytes, len(haves)).mean()
     layout = (
         f"TP{trainers[1]} PP{trainers[2]} EP{trainers[3]}",
         f"TP{engines[1]}" + (f" EP{engines[2]}" if engines[2] else ""),
@@ -126,11 +127,11 @@ def measure(trainers: tuple[int, int, int, int], engines: tuple[int, int, int]) 
     cells = [
         f"{trainers[0]}: {layout[0]}",
         f"{engines[0]}: {layout[1]}",
-        f"{len(made.pieces):,}",
+        f"{len(plan.pieces):,}",
         f"{planned - start:.2f}",
-        f"{own - planned:.2f}",
-        f"{told.received_by_rank / 1e9:.1f}",
-        f"{told.received_by_rank / max(one.nbytes for one in needs):.3f}",
+        f"{streams_ready - planned:.2f}",
+        f"{flows.received_by_rank / 1e9:.1f}",
+        f"{flows.received_by_rank / max(table.nbytes for table in needs):.3f}",
         f"{balance:.2f}",
     ]
     return f"| {' | '.join(cells)} |"
@@ -142,8 +143,8 @@ def main() -> None:
     size = sum(math.prod(shape) for _, shape, *_ in tensors()) * 2
     print(f"DeepSeek-V3, {len(tensors()):,} tensors, {size / 1e9:,.0f} GB in bfloat16, buckets of {BUCKET >> 20} MiB\n")
     print(
-        "| trainer ranks | engine ranks | boxes | plan, s | own part, s | GB to an engine rank | "
-        "of what it holds | busiest sender / mean |"
+        "| trainer ranks | engine ranks | slices | plan, s | local part, s | GB to an engine rank | "
+        "of its parameters | busiest sender / mean |"
     )
     print("|---|---|---|---|---|---|---|---|")
     for trainers, engines in CASES:

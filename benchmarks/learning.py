@@ -1,11 +1,10 @@
-"""Runs the recipes of recipes/tiny, as they are but for what the command line says, and notes what they learned in
-docs/learned.json.
+"""Run the recipes of recipes/tiny, with overrides from the command line, and write their results to docs/learned.json.
 
-    bash launch/quickstart.sh                                # makes the model and the data that they begin with
+    bash launch/quickstart.sh                                # makes the initial model and the data
     python -m benchmarks.learning [NAME ...] [key=value ...]
 
-Names are those of files in recipes/tiny without .yaml; without any: all of them. A run takes a minute or two on two CPU
-cores. docs/learned.json keeps the others' results; ``python -m docs.generate.algorithms`` makes the table of
+NAME is a file in recipes/tiny without .yaml; the default is all of them. A run takes one or two minutes on two CPU cores.
+docs/learned.json keeps the results of other recipes. ``python -m docs.generate.algorithms`` makes the table of
 docs/algorithms.md from it.
 """
 
@@ -26,17 +25,17 @@ MEASURES = ("eval/pass@1", "eval/loss")
 
 
 def learned(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of a run's metrics: the steps, and the first and the last evaluation."""
+    """Return the number of steps and the first and last evaluation from a run's metrics."""
     measure = next(name for name in MEASURES if any(name in line for line in lines))
     values = [line[measure] for line in lines if measure in line]
     return {"measure": measure, "before": values[0], "after": values[-1], "steps": lines[-1]["step"]}
 
 
 def learn(name: str, overrides: list[str]) -> dict[str, Any]:
-    """Run ``recipes/tiny/NAME.yaml``. Raises CalledProcessError where it fails: what it says is on the console."""
+    """Run ``recipes/tiny/NAME.yaml``. Raises CalledProcessError if the run fails; its output is on the console."""
     shutil.rmtree(RUNS / name, ignore_errors=True)
-    given = [f"name={name}", f"runs_dir={RUNS}", "train.save_at_end=false", *overrides]
-    command = [sys.executable, "-m", "megarl", "train", str(RECIPES / f"{name}.yaml"), *given]
+    settings = [f"name={name}", f"runs_dir={RUNS}", "train.save_at_end=false", *overrides]
+    command = [sys.executable, "-m", "megarl", "train", str(RECIPES / f"{name}.yaml"), *settings]
     subprocess.run(command, cwd=ROOT, check=True)
     return learned([json.loads(line) for line in (RUNS / name / "metrics.jsonl").read_text().splitlines()])
 

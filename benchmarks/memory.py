@@ -1,9 +1,9 @@
-"""Peak memory of each option that trades memory for work, and of the log-prob pass against materialised logits.
+"""Peak memory of each option that trades memory for work, and of the log-prob pass compared with materialised logits.
 
     python -m benchmarks.memory [--tokens 4096] [--vocabulary 32768]
 
-Each case is a process of its own. On a CPU the figure is the growth of the resident set over what the model, its
-gradients and its optimizer hold; on a GPU it is the allocator's. Ratios are the figures.
+Each case runs in a separate process. The figure is the growth of memory above the model, its gradients and its optimizer: on a
+CPU of the resident set, on a GPU of the allocator. Compare ratios.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ UPDATES: dict[str, dict[str, Any]] = {
 
 
 def run_case(case: str, model: str, tokens: int) -> None:
-    """In the case's own process: prints the peak in MiB."""
+    """Print the peak of `case` in MiB. Runs in the process of the case."""
     from megarl.platform import select
 
     platform = select("auto")
@@ -76,7 +76,7 @@ def micro_batch(tokens: int, vocabulary: int, device: Any) -> Any:
 
 
 def materialised(trainer: Any, batch: Any) -> Any:
-    """Log-probs from the whole matrix of logits, as `log_softmax` and `gather` have them."""
+    """Compute log-probs from the materialised logits, with `log_softmax` and `gather`."""
     import torch
 
     from megarl.megatron.output_heads import at_predicted_tokens, output_weight, whole_rows
@@ -101,7 +101,7 @@ def materialised(trainer: Any, batch: Any) -> Any:
 
 
 def growth(function: Callable[[], Any]) -> float:
-    """MiB that `function` holds at most beyond what is held before it."""
+    """Return the peak memory of `function` above the memory before the call, in MiB."""
     import torch
 
     if torch.cuda.is_available():
@@ -109,7 +109,7 @@ def growth(function: Callable[[], Any]) -> float:
         before = torch.cuda.memory_allocated()
         function()
         return (torch.cuda.max_memory_allocated() - before) / 2**20
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     before = _resident("VmRSS")
     function()
     return _resident("VmHWM") - before
@@ -121,7 +121,7 @@ def _resident(field: str) -> float:
 
 
 def offloaded(trainer: Any, platform: Any) -> tuple[float, float]:
-    """MiB of weights, gradients and optimizer states on the device before `offload_optimizer`, and after it."""
+    """Return MiB of weights, gradients and optimizer states on the device before and after `offload_optimizer`."""
     import torch
 
     from megarl.megatron.optimizer import members
@@ -149,7 +149,7 @@ def in_own_process(case: str, model: str, tokens: int) -> list[float]:
         "WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29541",
-        "MALLOC_MMAP_THRESHOLD_": "65536",  # freed memory goes back at once
+        "MALLOC_MMAP_THRESHOLD_": "65536",  # returns freed memory at once
     }
     command = [sys.executable, "-m", "benchmarks.memory", "--case", case, "--model", model, "--tokens", str(tokens)]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
@@ -158,7 +158,7 @@ def in_own_process(case: str, model: str, tokens: int) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=4096, help="of the micro batch, in sequences of 256")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of the micro batch, in sequences of 256")
     parser.add_argument("--vocabulary", type=int, default=32768)
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
@@ -178,7 +178,7 @@ def main() -> None:
 
 
 def table(peaks: dict[str, float]) -> None:
-    """A row each; ratios are to the first."""
+    """Print one row per case, with ratios to the first."""
     first = next(iter(peaks.values()))
     for name, peak in peaks.items():
         print(f"| {name} | {peak:.0f} | {peak / first:.2f} |", flush=True)

@@ -1,4 +1,4 @@
-"""What the benchmarks run on: a small dense model with the proportions of a large one, and GSM8K-like lengths."""
+"""Model and lengths for the benchmarks: a small dense model with the proportions of a large model, and lengths as in GSM8K."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ VOCABULARY = 1024
 """With 4 layers of width 256 the output layer is 8 % of the multiplications, as in an 8 B model."""
 
 LENGTHS = [212, 96, 341, 178, 133, 264, 158, 119, 402, 187, 145, 231, 108, 296, 171, 205]
-"""Tokens of 16 samples, prompt and answer: about a mean of 203 with a tail, as GSM8K's."""
+"""Tokens of 16 samples, prompt and answer: mean 203, with a long tail as in GSM8K."""
 
 
 def write_dense(directory: Path, vocabulary: int = VOCABULARY) -> Path:
-    """A random Qwen3 in `directory`."""
+    """Write a random Qwen3 to `directory`."""
     import torch
     import transformers
 

@@ -1,8 +1,8 @@
-"""How full, how even and how fast micro batches are planned, beside the methods in common use.
+"""Fill, balance and planning time of micro batches, compared with methods in common use.
 
     python benchmarks/packing.py [--samples 100000] [--ranks 64]
 
-Figures are ratios, but for the seconds of the whole plan; see benchmarks/README.md.
+Figures are ratios, except the seconds of the whole plan; see benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ QWEN3_30B_A3B = model_flops(
 
 
 def draw(name: str, count: int, cap: int, seed: int) -> np.ndarray:
-    """`count` lengths of at most `cap` tokens: gsm8k-like, log-normal, Pareto (1.2) or uniform."""
+    """Draw `count` lengths of at most `cap` tokens: like GSM8K, log-normal, Pareto (1.2) or uniform."""
     rng = np.random.default_rng(seed)
     if name == "gsm8k":
         lengths = rng.normal(110, 30, count).clip(40) + rng.lognormal(np.log(200), 0.45, count)
@@ -64,7 +64,7 @@ CASES = [  # (lengths, longest, limit of a micro batch)
 
 
 def first_fit_decreasing(lengths: np.ndarray, limit: int) -> Bins:
-    """Longest first, each into the first bin that has room; a tree of rooms finds it."""
+    """Put each sample, longest first, into the first bin with room; a tree over the bins' room finds that bin."""
     size = 1 << (len(lengths) - 1).bit_length()
     tree = [limit] * (2 * size)
     bins: Bins = [[] for _ in lengths]
@@ -81,31 +81,31 @@ def first_fit_decreasing(lengths: np.ndarray, limit: int) -> Bins:
 
 
 def largest_differencing(costs: np.ndarray, parts: int) -> Bins:
-    """Karmarkar and Karp: merge the two partial divisions that differ most within themselves, large parts with small."""
+    """Karmarkar-Karp: merge the two partial divisions with the largest spread, large parts with small parts."""
     number = itertools.count()
     heap = []
     for sample, cost in enumerate(costs.tolist()):
         division = [(0.0, [])] * (parts - 1) + [(cost, [sample])]
         heapq.heappush(heap, (-cost, next(number), division))
     while len(heap) > 1:
-        _, _, one = heapq.heappop(heap)
-        _, _, other = heapq.heappop(heap)
+        _, _, first = heapq.heappop(heap)
+        _, _, second = heapq.heappop(heap)
         merged = sorted(
-            ((a + b, x + y) for (a, x), (b, y) in zip(one, reversed(other), strict=True)), key=lambda part: part[0]
+            ((a + b, x + y) for (a, x), (b, y) in zip(first, reversed(second), strict=True)), key=lambda part: part[0]
         )
         heapq.heappush(heap, (merged[0][0] - merged[-1][0], next(number), merged))
     return [members for _, members in heap[0][2]]
 
 
 def figures(bins: Bins, lengths: np.ndarray, costs: np.ndarray, limit: int) -> tuple[float, float, float]:
-    """Share, imbalance, and tokens of the fullest bin over the limit."""
+    """Return share, imbalance, and tokens of the fullest bin divided by the limit."""
     tokens = np.array([lengths[members].sum() for members in bins])
     loads = np.array([costs[members].sum() for members in bins])
     return tokens.sum() / (len(bins) * limit), loads.max() / loads.mean(), tokens.max() / limit
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, float]:
-    """What `work` returns, and the CPU seconds it took: other load on the machine counts less than in wall time."""
+    """Return the result of `work` and its CPU seconds, which other load disturbs less than wall time."""
     began = time.process_time()
     return work(), time.process_time() - began
 
@@ -113,7 +113,7 @@ def timed(work: Callable[[], Any]) -> tuple[Any, float]:
 def at_scale(samples: int, ranks: int, flops: ModelFlops) -> None:
     print(f"{samples} samples over {ranks} ranks, planned by megarl\n")
     print(
-        "| lengths | longest | limit | samples a micro batch | costliest / mean | share | imbalance | s | x sorting |"
+        "| lengths | longest | limit | samples per micro batch | costliest / mean | share | imbalance | s | x sorting |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for name, cap, limit in CASES:
@@ -129,16 +129,16 @@ def at_scale(samples: int, ranks: int, flops: ModelFlops) -> None:
         )
 
 
-def beside_others(flops: ModelFlops, samples: int = 2048, ranks: int = 8) -> None:
+def compare_methods(flops: ModelFlops, samples: int = 2048, ranks: int = 8) -> None:
     print(f"\n{samples} samples over {ranks} ranks: share / imbalance / fullest over the limit\n")
-    print("| lengths | longest | limit | megarl | first fit decreasing | differencing into as many parts |")
+    print("| lengths | longest | limit | megarl | first fit decreasing | differencing, same number of parts |")
     print("|---|---|---|---|---|---|")
     for name, cap, limit in CASES:
         lengths = draw(name, samples, cap, seed=0)
         costs = flops.of(lengths)
         plan = plan_micro_batches(lengths, ranks, limit, 1, costs)
-        own = [[slot.sample for slot in batch if not slot.filler] for rank in plan for batch in rank]
-        columns = [own, first_fit_decreasing(lengths, limit), largest_differencing(costs, len(own))]
+        megarl = [[slot.sample for slot in batch if not slot.filler] for rank in plan for batch in rank]
+        columns = [megarl, first_fit_decreasing(lengths, limit), largest_differencing(costs, len(megarl))]
         cells = (" / ".join(f"{value:.3f}" for value in figures(bins, lengths, costs, limit)) for bins in columns)
         print(f"| {name} | {cap} | {limit} | {' | '.join(cells)} |")
 
@@ -149,4 +149,4 @@ if __name__ == "__main__":
     parser.add_argument("--ranks", type=int, default=64)
     arguments = parser.parse_args()
     at_scale(arguments.samples, arguments.ranks, QWEN3_30B_A3B)
-    beside_others(QWEN3_30B_A3B)
+    compare_methods(QWEN3_30B_A3B)

@@ -1,12 +1,15 @@
-"""Packed micro batches against padded ones: tokens per second of an update at GSM8K's lengths.
+"""Compare packed with padded micro batches: tokens per second of an update at GSM8K's lengths.
 
     python -m benchmarks.padding [--samples 48] [--rounds 3]
 
-Four ways to compute the same samples under the same limit of tokens a micro batch, each a whole
-`PolicyTrainer.train_step`: packed; padded to the longest of the micro batch, samples of like length together (what
-`megatron.packing: false` does); the same in the order in which samples come; and padded to the longest that the recipe
-allows, as trainers do whose batches are tensors of one shape. Seconds are CPU time on a CPU, wall time elsewhere; ratios
-of tokens per second are the figures. Padding counts as no token.
+Each of four cases computes the same samples with the same token limit per micro batch, in a whole `PolicyTrainer.train_step`:
+
+- packed;
+- padded to the longest sample of the micro batch, sorted by length (`megatron.packing: false`);
+- padded to the longest sample of the micro batch, in the original order;
+- padded to the longest sample that the recipe allows, as in trainers with batches of a fixed shape.
+
+Seconds are CPU time on a CPU, wall time elsewhere. The result is the ratio of tokens per second, without padding tokens.
 """
 
 from __future__ import annotations
@@ -28,11 +31,11 @@ from megarl.batching.packing import plan_micro_batches
 from megarl.batching.padding import plan_padded_micro_batches
 
 LIMIT = 4096
-LONGEST = 2048  # prompt and response, as the recipe would allow
+LONGEST = 2048  # the recipe's limit for prompt plus response
 
 
 def as_they_come(lengths: np.ndarray) -> list[list[int]]:
-    """Samples in their order, as many a micro batch as the limit takes when all are as long as the longest."""
+    """Fill micro batches in the original order, counting each sample with the length of the longest."""
     batches: list[list[int]] = [[]]
     for sample in range(len(lengths)):
         longest = max(lengths[[*batches[-1], sample]])
@@ -45,7 +48,7 @@ def as_they_come(lengths: np.ndarray) -> list[list[int]]:
 def micro_batches(
     plan: Iterable[Iterable[int]], lengths: np.ndarray, tokens: list[Any], padded_to: int | None = None
 ) -> list[Any]:
-    """The micro batches of `plan`. `padded_to`: every sample as long, with tokens that the loss leaves out."""
+    """Return the micro batches of `plan`. `padded_to`: pad every sample to this length, with masked tokens."""
     import torch
     from torch.nn.functional import pad
 
@@ -65,7 +68,7 @@ def micro_batches(
 
 
 def measure(samples: int, rounds: int) -> dict[str, float]:
-    """Median seconds of a step, by way."""
+    """Return the median seconds of a step for each case."""
     import torch
 
     from megarl.megatron.trainer import PolicyTrainer
@@ -81,8 +84,8 @@ def measure(samples: int, rounds: int) -> dict[str, float]:
     packed, padded = plan_micro_batches(lengths, 1, LIMIT)[0], plan_padded_micro_batches(lengths, 1, LIMIT)[0]
     plans = {
         "packed": (True, [[slot.sample for slot in slots] for slots in packed], None),
-        "padded, like lengths together": (False, [[slot.sample for slot in slots] for slots in padded], None),
-        "padded, as samples come": (False, as_they_come(lengths), None),
+        "padded, sorted by length": (False, [[slot.sample for slot in slots] for slots in padded], None),
+        "padded, original order": (False, as_they_come(lengths), None),
         f"padded, all to {LONGEST}": (False, as_they_come(np.full(samples, LONGEST)), LONGEST),
     }
     times: dict[str, list[float]] = {name: [] for name in plans}
@@ -93,7 +96,7 @@ def measure(samples: int, rounds: int) -> dict[str, float]:
             step = {"temperature": 1.0, "with_entropy": False}
             update = lambda: trainer.train_step(batches, lambda x: (-(x.log_probs * x.loss_weights).sum(), {}), **step)  # noqa: B023, E731
             times[name].append(seconds(update))
-    print(f"{int(lengths.sum())} tokens, at most {LIMIT} a micro batch\n")
+    print(f"{int(lengths.sum())} tokens, at most {LIMIT} per micro batch\n")
     return {name: statistics.median(values[1:]) for name, values in times.items()}  # the first round warms up
 
 
@@ -111,7 +114,7 @@ def main() -> None:
     platform.set_device(0)
     dist.init_process_group(platform.process_group_backend)
     medians = measure(options.samples, options.rounds)
-    print("| micro batches | s a step | packed is faster by |\n|---|---|---|")
+    print("| micro batches | s per step | packed is faster by |\n|---|---|---|")
     for name, value in medians.items():
         print(f"| {name} | {value:.2f} | {value / medians['packed']:.2f} x |")
     dist.destroy_process_group()

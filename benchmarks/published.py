@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Size:
-    """Billions of parameters: all of a model, and those active for a token (None: not published)."""
+    """Parameters of a model in billions: total, and active per token (None: not published)."""
 
     model: str  # in megarl/model_configs
     total: float
@@ -38,7 +38,7 @@ SIZES = [
 
 @dataclass(frozen=True)
 class Published:
-    """A timed step. `prompt`, `response`: mean tokens of a sample. `seconds`: by phase, or only of the `step`."""
+    """A published step time. `prompt`, `response`: mean tokens per sample. `seconds`: by phase, or only the whole `step`."""
 
     name: str
     source: str
@@ -47,8 +47,8 @@ class Published:
     prompt: float
     response: float
     seconds: dict[str, float]
-    why: str  # reasons for the difference to the estimate: facts and suppositions
-    settings: dict[str, Any] = field(default_factory=dict)  # of a recipe, by dotted key
+    why: str  # reasons for the difference from the estimate: facts and suppositions
+    settings: dict[str, Any] = field(default_factory=dict)  # settings of a recipe, by dotted key
     file: str | None = None  # recipe of the repository that `settings` override
     compared: tuple[str, ...] = ()  # phases that can be compared; (): all published ones
 

@@ -1,4 +1,4 @@
-"""Scoring: cheap scorers in one process, math over one process and two, and what a scorer that hangs costs.
+"""Scoring time: cheap scorers in the rollout process, math in one and two processes, and scorers that hang.
 
 python -m benchmarks.rewards [--answers 10000] [--math 1000] [--rounds 3]
 """
@@ -20,18 +20,18 @@ from megarl.rewards.weighted import terms_of
 from megarl.subprocess_pool.job import Answered, Outcome
 from megarl.subprocess_pool.pool import ProcessPool
 
-GROUP = 8  # samples that come to be scored together
-ENDLESS = "9^{9^{9^{9}}}"  # sympy sets out to compute it, and hears nothing until it is done
+GROUP = 8  # samples scored together
+ENDLESS = "9^{9^{9^{9}}}"  # sympy computes it without end and ignores signals
 
 
 def gsm8k_rows(count: int) -> list[ScoreRequest]:
-    """Answers of some 600 characters, every second one right."""
-    working = "Natalia sold 48 / 2 = <<48/2=24>>24 clips in May, and so many more in June.\n" * 8
+    """Return answers of about 600 characters; every second answer is right."""
+    working = "Natalia sold 48 / 2 = <<48/2=24>>24 clips in May, and as many again in June.\n" * 8
     return [ScoreRequest(f"{working}#### {72 + i % 2}", "72", "openai/gsm8k", uid=str(i)) for i in range(count)]
 
 
 def math_rows(count: int) -> list[ScoreRequest]:
-    """Numbers, fractions, roots, intervals and polynomials, in the ground truth and otherwise written or wrong in the box."""
+    """Return answers with numbers, fractions, roots, intervals and polynomials; the box is wrong or in another notation."""
     draw, rows = random.Random(0), []
     for number in range(count):
         a, b, c = (draw.randrange(2, 99) for _ in range(3))
@@ -50,7 +50,7 @@ def math_rows(count: int) -> list[ScoreRequest]:
 
 
 def scored(pool: ProcessPool, rows: list[ScoreRequest]) -> tuple[float, list[Outcome]]:
-    """Seconds, and what came out. The processes are warm."""
+    """Score `rows` in warm processes. Returns the seconds and the outcomes."""
     warm = ScoreRequest(r"\boxed{1}", "2", "lighteval/MATH")
     for future in [pool.submit("math", warm) for _ in range(4 * pool.processes)]:
         future.result()
@@ -60,7 +60,7 @@ def scored(pool: ProcessPool, rows: list[ScoreRequest]) -> tuple[float, list[Out
 
 
 def cheap(count: int, rounds: int) -> None:
-    """GSM8K answers: the function alone, as the rollout process calls it, and over a pipe."""
+    """Time GSM8K answers: the function alone, in the rollout process, and in another process over a pipe."""
     rows = gsm8k_rows(count)
     scorer = resolve("gsm8k", ["x"])["x"]
 
@@ -83,7 +83,7 @@ def cheap(count: int, rounds: int) -> None:
     ways = {
         "called one by one, one core": alone,
         f"in the rollout process, in groups of {GROUP}": lambda: asyncio.run(groups()),
-        "in one process of its own": over_a_pipe,
+        "in a separate process": over_a_pipe,
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
@@ -101,7 +101,7 @@ def cheap(count: int, rounds: int) -> None:
 
 
 def busiest(pool: ProcessPool) -> float:
-    """CPU seconds of the process that worked most: what remains of the time where no other program wants the cores."""
+    """Return the CPU seconds of the busiest process: the wall time on a machine without other load."""
     fork_server = pool._fork_server.pid
     workers = Path(f"/proc/{fork_server}/task/{fork_server}/children").read_text().split()
     ticks = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13] for pid in workers]
@@ -120,10 +120,10 @@ def math(count: int, rounds: int) -> None:
             pool.close()
             assert all(isinstance(outcome, Answered) for outcome in outcomes)
     print(f"\n{count} math answers, {os.cpu_count()} cores\n")
-    print("| processes | s | throughput | CPU s of the busiest | throughput by these |\n|---|---|---|---|---|")
+    print("| processes | s | throughput | CPU s of the busiest | throughput by CPU s |\n|---|---|---|---|---|")
     for processes, values in times.items():
         wall, cpu = (statistics.median(column) for column in zip(*values, strict=True))
-        ratios = [[a / b for a, b in zip(one, own, strict=True)] for one, own in zip(times[1], values, strict=True)]
+        ratios = [[a / b for a, b in zip(base, row, strict=True)] for base, row in zip(times[1], values, strict=True)]
         by_wall, by_cpu = (statistics.median(column) for column in zip(*ratios, strict=True))
         print(f"| {processes} | {wall:.2f} | {by_wall:.2f} x | {cpu:.2f} | {by_cpu:.2f} x |")
 
@@ -135,14 +135,14 @@ def hanging(count: int, every: int, timeout: float) -> None:
     pool = scorer_pool(["math"], RewardConfig(processes=2, timeout=timeout, retries=0))
     pool.start()
     seconds, _ = scored(pool, [row for row in rows if ENDLESS not in row.response])
-    with_them, found = scored(pool, rows)
+    with_hanging, outcomes = scored(pool, rows)
     pool.close()
-    ended = sum(not isinstance(outcome, Answered) for outcome in found)
+    ended = sum(not isinstance(outcome, Answered) for outcome in outcomes)
     least = ended * timeout / 2 + seconds
     print(f"\n{count} math answers, {ended} of them ended at the limit, two processes, reward.timeout {timeout:g} s\n")
     print("| | s |\n|---|---|")
-    print(f"| without these | {seconds:.2f} |\n| with them | {with_them:.2f} |")
-    print(f"| over the least possible ({ended} x {timeout:g} s / 2 besides) | {with_them / least:.2f} x |")
+    print(f"| without these | {seconds:.2f} |\n| with these | {with_hanging:.2f} |")
+    print(f"| with these / (without these + {ended} x {timeout:g} s / 2) | {with_hanging / least:.2f} x |")
 
 
 def main() -> None:

@@ -1,11 +1,11 @@
-"""The actor's update step against a bare Megatron loop on the same model, layout and batch.
+"""Compare the actor's update step with a bare Megatron loop on the same model, layout and batch.
 
     python -m benchmarks.update_step [--rounds 12]
 
-Both run in one process, in turn, on the same weights: the bare loop is Megatron's forward and backward schedule with
-its own vocabulary-parallel cross-entropy over materialised logits, `finalize_model_grads` and the optimizer's step;
-megarl's is `PolicyTrainer.train_step` with PPO's clipped objective. Seconds are CPU time (median of the rounds), which
-other processes disturb less than wall time; the ratio is the figure.
+Both alternate in one process on the same weights. The bare loop is Megatron's forward and backward schedule with Megatron's
+vocabulary-parallel cross-entropy over materialised logits, `finalize_model_grads` and the optimizer's step. megarl's step is
+`PolicyTrainer.train_step` with PPO's clipped objective. Seconds are CPU time (median of the rounds), which other processes
+disturb less than wall time. The result is the ratio.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megarl.recipe.schema import Recipe  # noqa: E402
 
 
 def micro_batches(device: Any) -> list[MicroBatch]:
-    """GSM8K-like lengths in two micro batches."""
+    """Return two micro batches with lengths as in GSM8K."""
     generator = torch.Generator().manual_seed(0)
     batches = []
     for lengths in (LENGTHS[::2], LENGTHS[1::2]):
@@ -52,7 +52,7 @@ def micro_batches(device: Any) -> list[MicroBatch]:
 
 
 def bare_step(trainer: Any, batches: list[MicroBatch]) -> None:
-    """What a training script around Megatron does: cross-entropy of the next token, mean over tokens."""
+    """Run one step as a plain Megatron training script: cross-entropy of the next token, mean over tokens."""
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -87,7 +87,7 @@ def bare_step(trainer: Any, batches: list[MicroBatch]) -> None:
         return losses, mean
 
     output_layer = language_model(chunk).output_layer
-    hidden_out = output_layer.__dict__.pop("forward")  # the model's own output layer, for the while
+    hidden_out = output_layer.__dict__.pop("forward")  # restores the model's original output layer during this step
     chunk.train()
     chunk.zero_grad_buffer()
     trainer.optimizer.zero_grad()
@@ -114,7 +114,7 @@ def seconds(function: Callable[[], Any]) -> float:
 
 
 def measure(rounds: int, keep_logits: bool, with_entropy: bool) -> tuple[float, float]:
-    """Median seconds of megarl's step and of the bare loop's."""
+    """Return the median seconds of megarl's step and of the bare loop's step."""
     from megarl.megatron.trainer import PolicyTrainer
 
     with tempfile.TemporaryDirectory() as folder:
@@ -150,7 +150,7 @@ def main() -> None:
         from megatron.core import parallel_state
 
         ours, bare = measure(rounds, keep_logits, with_entropy)
-        name = f"logits {'kept' if keep_logits else 'computed again'}, {'with' if with_entropy else 'no'} entropy"
+        name = f"logits {'kept' if keep_logits else 'recomputed'}, {'with' if with_entropy else 'no'} entropy"
         print(f"| {name} | {ours:.3f} | {bare:.3f} | {ours / bare:.3f} |", flush=True)
         parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

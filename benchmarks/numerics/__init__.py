@@ -1,1 +1,1 @@
-"""Where the figures of docs/numerics.md come from: each module prints one of its tables."""
+"""Generators of the tables in docs/numerics.md, one module per table."""

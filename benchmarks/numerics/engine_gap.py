@@ -1,10 +1,9 @@
-"""How far an engine's log-probs are from the trainer's, for the engine's own samples: a table for docs/numerics.md.
+"""Difference between the log-probs of engine and trainer for the engine's samples: a table for docs/numerics.md.
 
     python -m benchmarks.numerics.engine_gap [--dtype float32 bfloat16] [--models qwen3 deepseek_v3] [--updates 3]
 
-A case runs in processes of its own, which are a run's: trainers under torchrun's environment, a rollout process
-with its engine, and the weight exchange between them (`engine_gap_run`). tests/weight_sync/test_engine_gap.py bounds the
-figures of float32.
+Each case starts the processes of a run: trainers under torchrun's environment and a rollout process with its engine, with
+weight sync between them (`engine_gap_run`). tests/weight_sync/test_engine_gap.py checks limits for float32.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from tests.support.trainer_processes import run_ranks
 
 TIMEOUT = 1500.0  # seconds a case may take, on a busy machine
 
-# Weights that are large enough for attention and logits to be far from uniform: errors then show.
+# Large weights make attention and logits far from uniform, which exposes errors.
 _SHARP: dict[str, Any] = {"initializer_range": 0.12, "num_hidden_layers": 3}
 _GROUPED = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5}
 _YARN = {
@@ -44,11 +43,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", {**_GROUPED, "num_nextn_predict_layers": 1}),
     "deepseek_v3_yarn": ("deepseek_v3", {**_GROUPED, "rope_scaling": _YARN, "max_position_embeddings": 128}),
 }
-"""Each model's kind of `make_tiny_model`, and what it has beside the tiny sizes."""
+"""Kind of `make_tiny_model`, and configuration in addition to the tiny sizes, by model."""
 
 
 def score(request: ScoreRequest) -> float:
-    """Anything that differs between samples: the update has to move the weights, not to teach."""
+    """Return an arbitrary reward that differs between samples: the update only has to move the weights."""
     return zlib.crc32(request.response.encode()) / 2**32
 
 
@@ -56,13 +55,13 @@ def score(request: ScoreRequest) -> float:
 class Case:
     """One model, in one layout."""
 
-    model: str  # of MODELS
+    model: str  # a key of MODELS
     dtype: str = "float32"
-    updates: int = 3  # optimizer steps, each followed by an exchange
+    updates: int = 3  # optimizer steps, each followed by a weight sync
     processes: int = 1
     megatron: dict[str, Any] = field(default_factory=dict)  # keys of the recipe's `megatron`
     temperature: float = 1.0
-    # Tensors to be sent wrong afterwards, one at a time; ("*",): every one, a layer's experts together.
+    # Tensors that are sent wrong afterwards, one at a time; ("*",): all tensors, a layer's experts together.
     disturb: tuple[str, ...] = ()
 
 
@@ -70,7 +69,7 @@ class Case:
 class Gap:
     """|trainer's - engine's log-prob| over the tokens that the engine sampled with one version's weights."""
 
-    what: str  # "start", "update 1", ..., "not exchanged", or the name of a tensor that was sent wrong
+    label: str  # "start", "update 1", ..., "not synced", or the name of a tensor that was sent wrong
     tokens: int
     mean: float
     largest: float
@@ -80,13 +79,15 @@ class Gap:
 class Result:
     case: Case
     gaps: list[Gap]  # after the start and after each update
-    stale: Gap  # after an optimizer step whose weights were not exchanged
+    stale: Gap  # after an optimizer step without a weight sync
     disturbed: list[Gap]
-    least_change: tuple[float, str]  # over updates and tensors, the smallest of a tensor's largest changes; its name
+    least_change: tuple[
+        float, str
+    ]  # minimum over updates and tensors of a tensor's largest change, and that tensor's name
 
 
 def write_model(name: str, directory: Path) -> Path:
-    """Make the random model `name` of MODELS, the same every time; returns its directory."""
+    """Write the random model `name` of MODELS with a fixed seed. Returns its directory."""
     kind, sizes = MODELS[name]
     path = make_tiny_model(kind, directory / name, seed=0, **_SHARP, **sizes)  # type: ignore[arg-type]
     if sizes.get("num_nextn_predict_layers"):
@@ -95,7 +96,7 @@ def write_model(name: str, directory: Path) -> Path:
 
 
 def _add_prediction_layer(path: Path) -> None:
-    """Put what DeepSeek-V3's checkpoints hold behind their last layer: a layer for multi-token prediction."""
+    """Append a layer for multi-token prediction after the last layer, as in checkpoints of DeepSeek-V3."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -108,7 +109,7 @@ def _add_prediction_layer(path: Path) -> None:
         for name, weight in weights.items()
         if name.startswith(prefix)
     }
-    own = {
+    prediction = {
         "enorm.weight": torch.ones(hidden),
         "hnorm.weight": torch.ones(hidden),
         "eh_proj.weight": torch.full((hidden, 2 * hidden), 0.01),
@@ -116,14 +117,14 @@ def _add_prediction_layer(path: Path) -> None:
         "embed_tokens.weight": weights["model.embed_tokens.weight"].clone(),
         "shared_head.head.weight": weights["lm_head.weight"].clone(),
     }
-    layer |= {f"model.layers.{extra}.{name}": weight for name, weight in own.items()}
+    layer |= {f"model.layers.{extra}.{name}": weight for name, weight in prediction.items()}
     save_file(weights | layer, path / "model.safetensors", metadata={"format": "pt"})
 
 
 def measure(case: Case, directory: Path) -> Result:
-    """Run `case` in processes of its own. Models are made, and logs written, under `directory`.
+    """Run `case` in new processes. Models and logs are written under `directory`.
 
-    Raises AssertionError, with the end of what it wrote, where a process fails.
+    Raises AssertionError with the end of a process's output if it fails.
     """
     directory.mkdir(parents=True, exist_ok=True)
     model = write_model(case.model, directory)
@@ -141,7 +142,7 @@ def measure(case: Case, directory: Path) -> Result:
 
 
 def table(results: Iterable[Result]) -> str:
-    """The results as a Markdown table, a row a model and data type."""
+    """Return the results as a Markdown table with one row per model and data type."""
     lines = [
         "| model | data type | tokens | after start: mean, max | after updates: mean, max |",
         "|---|---|---|---|---|",
@@ -159,7 +160,7 @@ def table(results: Iterable[Result]) -> str:
 
 
 def tables(dtypes: Sequence[str] = ("float32", "bfloat16"), models: Sequence[str] = (), updates: int = 3) -> str:
-    """Measure every model (or `models`) in every data type; returns the Markdown table. Takes minutes."""
+    """Measure all models (or `models`) in all data types. Returns the Markdown table. Takes minutes."""
     results = []
     for dtype in dtypes:
         for model in models or MODELS:
@@ -169,15 +170,15 @@ def tables(dtypes: Sequence[str] = ("float32", "bfloat16"), models: Sequence[str
 
 
 def engine_gap(quick: bool) -> str:
-    """The section of docs/numerics.md. `quick`: float32 after one update alone."""
+    """Return the section of docs/numerics.md. `quick`: only float32, after one update."""
     figures = tables(("float32",), updates=1) if quick else tables()
     return f"""## The engine's log-probs and the trainer's
 
-Tiny random models, sampled by vLLM on a CPU and computed again by the trainer: |difference| of the log-probs of every
-sampled token, after the start and after optimizer steps that move every weight by about 0.01 and reach the engine through
-the weight exchange. In float32 tests/weight_sync/test_engine_gap.py bounds each token's by 5e-5. In bfloat16 both round, each in its
-own order; these figures are reported, not bounded. Mixtures of experts have the larger maxima there, which is what
-tokens would show that rounding sends to other experts; where each token went was not recorded.
+vLLM on a CPU samples tiny random models, and the trainer computes the log-probs of the same tokens. The table shows
+|difference| over all sampled tokens, after the start and after optimizer steps. Each step moves every weight by about 0.01,
+and weight sync sends the result to the engine. In float32 tests/weight_sync/test_engine_gap.py requires at most 5e-5 for each
+token. In bfloat16 engine and trainer round in different orders, so there is no bound. Mixtures of experts have larger maxima
+in bfloat16, as expected if rounding routes tokens to other experts; the routing was not recorded.
 
 `python -m benchmarks.numerics engine_gap{" --quick" if quick else ""}`
 

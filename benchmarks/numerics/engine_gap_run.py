@@ -1,4 +1,4 @@
-"""One rank of a case of `engine_gap`: rank 0 drives trainers and engine as a run's controller does.
+"""One rank of a case of `engine_gap`: rank 0 drives trainers and engine like the controller of a run.
 
 Usage, with the environment of torchrun: python -m benchmarks.numerics.engine_gap_run CASE.json OUTPUT.json
 """
@@ -38,7 +38,7 @@ LONGEST_PROMPT = 48
 
 
 class DisturbingWorker(ActorWorker):
-    """A trainer that can be told to send tensors wrong: their elements shifted by one."""
+    """A trainer that can send tensors with their elements shifted by one, to test that the gap shows it."""
 
     disturbed: str | None = None
 
@@ -50,8 +50,8 @@ class DisturbingWorker(ActorWorker):
 
         def wrong() -> Iterator[tuple[str, Any]]:
             for name, tensor in export():
-                meant = self.disturbed is not None and fnmatch.fnmatchcase(name, self.disturbed)
-                yield name, tensor.flatten().roll(1).view_as(tensor) if meant else tensor
+                matches = self.disturbed is not None and fnmatch.fnmatchcase(name, self.disturbed)
+                yield name, tensor.flatten().roll(1).view_as(tensor) if matches else tensor
 
         self.trainer.export_weights = wrong
         try:
@@ -66,20 +66,20 @@ def recipe_of(case: Case, model: Path, directory: Path) -> Recipe:
     recipe.cluster.device, recipe.cluster.transport, recipe.cluster.trainers = "cpu", "torchrun", case.processes
     recipe.data.max_prompt_length, recipe.rollout.max_response_length = LONGEST_PROMPT, 24
     recipe.rollout.samples_per_prompt, recipe.rollout.temperature = 4, case.temperature
-    recipe.actor.max_tokens_per_micro_batch = 256  # several sequences a micro batch, several micro batches
+    recipe.actor.max_tokens_per_micro_batch = 256  # several micro batches, each of several sequences
     optimizer = recipe.actor.optimizer
     optimizer.lr, optimizer.weight_decay = 1e-2, 0.0  # each element moves by about 0.01 a step
     for name, value in case.megatron.items():
         setattr(recipe.megatron, name, value)
     if json.loads((model / "config.json").read_text())["model_type"] == "deepseek_v3":
-        # The routing biases have no gradient; Megatron's own rule moves them, so that they are exchanged for a reason.
+        # The routing biases have no gradient. This rate makes Megatron change them, so that weight sync has new values.
         recipe.megatron.extra = {"moe_router_bias_update_rate": 0.03, **recipe.megatron.extra}
     return recipe
 
 
 @dataclass
 class Driver:
-    """The controller's part: versions, samples, and what the trainers say of them."""
+    """The controller's work: publish versions, sample, and compare log-probs."""
 
     recipe: Recipe
     cluster: Cluster
@@ -94,7 +94,7 @@ class Driver:
         publish(self.actor, [self.engine], self.session, self.version)
 
     def sample(self) -> list[Group]:
-        """The engine's samples of the present version, always of the same prompts."""
+        """Return the engine's samples of the current version. The prompts are always the same."""
         random, rollout = np.random.default_rng(0), self.recipe.rollout
         lengths = np.linspace(3, LONGEST_PROMPT, PROMPTS).astype(int)
         requests = [
@@ -111,17 +111,17 @@ class Driver:
         wait(submitted, self.cluster.check)
         return [attach(wait(result, self.cluster.check)) for result in collected]
 
-    def gap(self, what: str, groups: list[Group]) -> Gap:
+    def gap(self, label: str, groups: list[Group]) -> Gap:
         """Load `groups` into the trainers and compare their log-probs with the engine's."""
         self.actor.load_shards(self.actor.plan(groups).shards)
         metrics = self.actor.compute_old_log_probs()
         mean, largest = metrics["rollout/logprob_gap_mean"], metrics["rollout/logprob_gap_max"]
         assert np.isfinite(mean), "a log-prob is not a number"
         tokens = sum(sample.loss_tokens for group in groups for sample in group.samples)
-        return Gap(what, tokens, mean, largest)
+        return Gap(label, tokens, mean, largest)
 
     def learn(self) -> None:
-        """One optimizer step on what `gap` loaded last."""
+        """Take one optimizer step on the groups that `gap` loaded last."""
         metrics = next(steps for steps in self.actor.update(self.recipe.algorithm.kl_coef, None) if steps is not None)
         assert len(metrics) == 1 and not metrics[0]["actor/skipped_updates"], metrics
 
@@ -137,9 +137,9 @@ def drive(case: Case, driver: Driver, directory: Path) -> dict[str, Any]:
         changes += [(float(np.abs(after[name] - before[name]).max()), name) for name in before]
         before = after
         driver.learn()
-    stale = driver.gap("not exchanged", groups)
+    stale = driver.gap("not synced", groups)
     disturbed = []
-    # No token may have gone to one of many experts: a layer's are sent wrong together.
+    # A single expert may get no tokens, so all experts of a layer are sent wrong together.
     every = dict.fromkeys(re.sub(r"\.experts\.\d+\.", ".experts.*.", name) for name in before)
     for name in every if "*" in case.disturb else case.disturb:
         driver.actor.workers.call("disturb", name)  # a call that only `DisturbingWorker` has
@@ -154,7 +154,7 @@ def drive(case: Case, driver: Driver, directory: Path) -> dict[str, Any]:
 
 
 def _weights(actor: ActorGroup, directory: Path) -> dict[str, np.ndarray]:
-    """What the trainers hold, through their own export; layers that are not trained are left out."""
+    """Return the trainers' exported weights, without layers that are not trained."""
     import torch
     from safetensors.torch import load_file
 
@@ -168,8 +168,8 @@ def _weights(actor: ActorGroup, directory: Path) -> dict[str, np.ndarray]:
 
 
 def main() -> None:
-    given = json.loads(Path(sys.argv[1]).read_text())
-    case, model, directory = Case(**given["case"]), Path(given["model"]), Path(given["directory"])
+    request = json.loads(Path(sys.argv[1]).read_text())
+    case, model, directory = Case(**request["case"]), Path(request["model"]), Path(request["directory"])
     recipe = recipe_of(case, model, directory)
     if not is_controller(recipe):
         serve(recipe)

@@ -1,4 +1,4 @@
-"""The table of docs/numerics.md on splits of a batch; its cases are those of tests/megatron/test_loss_invariance.py."""
+"""Table of docs/numerics.md about splits of a batch, with the cases of tests/megatron/test_loss_invariance.py."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ PACKAGES = ("torch", "megatron-core", "mbridge", "transformers")
 INVARIANCE = """## The loss does not depend on the split
 
 One batch of {samples} samples of {shortest} to {longest} tokens (prompts masked, one sample truncated and left out of
-the loss) takes the way of a run's step: plan, trainer processes, `ppo_clip` with entropy bonus and KL, one optimizer
-step in float32, tiny models. Each case is held to the same batch in one process and one micro batch. `whole`: one micro
-batch a rank; `packed 400` and `padded 400`: micro batches of at most 400 tokens; `packed 1`: a sequence each.
-Router losses: balance loss {balance}, z-loss {z}. The rows that name another algorithm: sequence ratios (`gspo`), tokens
-chosen over the mini batch (`kl_cov`, `clip_cov`), normalised correction weights with a mask (`corrected`), and returns to go
-with the KL in the reward, whitened (`reinforce_plus_plus`).
+the loss) goes through a run's step: plan, trainer processes, `ppo_clip` with entropy bonus and KL, one optimizer
+step in float32, tiny models. Each case is compared with the same batch in one process and one micro batch. `whole`: one micro
+batch per rank; `packed 400` and `padded 400`: micro batches of at most 400 tokens; `packed 1`: one sequence per micro batch.
+Router losses: balance loss {balance}, z-loss {z}. Rows with another algorithm test sequence ratios (`gspo`), token selection
+over the mini batch (`kl_cov`, `clip_cov`), normalised correction weights with a mask (`corrected`), and whitened returns-to-go
+with the KL in the reward (`reinforce_plus_plus`).
 
-Loss, gradient norm and each metric of the step (the train/rollout gap and the routers' included; but for
-`rollout/mismatch_chi2_sequence`, a product over whole sequences, whose limit is 1e-4): |a - b| / |b|; the column shows the
-metric that differs most. Gradient: ||a - b|| / ||b|| over all elements, under Hugging Face names.
-Worst tensor: max |a - b| / max |b| of one gradient tensor, element by element, the largest of all tensors. Mostly those
-are the weights of norms: sums of thousands of terms that nearly cancel, whose rounding is that of the terms.
+Loss, gradient norm and metric: |a - b| / |b|. The metric column shows the metric of the step that differs most, including
+the train/rollout gap and the routers' metrics. It leaves out `rollout/mismatch_chi2_sequence`, a product over whole sequences
+with a limit of 1e-4. Gradient: ||a - b|| / ||b|| over all elements, under Hugging Face names.
+Worst tensor: max |a - b| / max |b| of one gradient tensor, the largest of all tensors. It is mostly a norm's weight: a sum of
+thousands of terms that nearly cancel, with the rounding errors of the terms.
 Tests: `tests/megatron/test_loss_invariance.py` (limits: 1e-6, and 1e-5 for the worst tensor).
 
 Made by `python -m benchmarks.numerics invariance{option}` on {machine}; {packages}.
@@ -51,21 +51,21 @@ worst tensor {tensor:.1e}.
 
 
 def invariance(short: bool) -> str:
-    """The table of all splits; `short`: of a set that holds each kind of split once."""
+    """Return the section with all splits; `short`: each kind of split once."""
     layouts = [*quick(), *some_on_four()] if short else full()
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder)
         run(layouts, output, timeout=6 * 3600)
-        found = [(case, difference(case, output)) for case in splits_of(layouts)]
+        results = [(case, difference(case, output)) for case in splits_of(layouts)]
     rows = [
         "| model | processes | layout | micro batches | aggregation | loss | metric | gradient norm | gradient | worst tensor |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    rows += [_row(case, result) for case, result in found]
-    return _introduction(found, " --quick" if short else "") + "\n".join(rows) + "\n"
+    rows += [_row(case, result) for case, result in results]
+    return _introduction(results, " --quick" if short else "") + "\n".join(rows) + "\n"
 
 
-def _introduction(found: list[tuple[Case, Difference]], option: str) -> str:
+def _introduction(results: list[tuple[Case, Difference]], option: str) -> str:
     lengths = [prompt + response for prompt, group in zip(PROMPTS, RESPONSES, strict=True) for response in group]
     numbers = [field.name for field in fields(Difference) if not field.name.endswith("_name")]
     return INVARIANCE.format(
@@ -77,8 +77,8 @@ def _introduction(found: list[tuple[Case, Difference]], option: str) -> str:
         option=option,
         machine=_machine(),
         packages=", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES),
-        count=len(found),
-        **{name: max(getattr(result, name) for _, result in found) for name in numbers},
+        count=len(results),
+        **{name: max(getattr(result, name) for _, result in results) for name in numbers},
     )
 
 
@@ -87,8 +87,8 @@ def _row(case: Case, result: Difference) -> str:
     form = "packed" if split.packing else "padded"
     size = "whole" if split.max_tokens >= 10_000 else f"{form} {split.max_tokens}"
     numbers = [result.loss, result.metric, result.grad_norm, result.gradient, result.tensor]
-    weighed = split.aggregation if split.algorithm == "ppo_clip" else f"{split.aggregation}, {split.algorithm}"
-    cells = [case.layout.model, str(case.layout.processes), _settings(case.layout), size, weighed]
+    aggregation = split.aggregation if split.algorithm == "ppo_clip" else f"{split.aggregation}, {split.algorithm}"
+    cells = [case.layout.model, str(case.layout.processes), _settings(case.layout), size, aggregation]
     return "| " + " | ".join([*cells, *(f"{number:.1e}" if number else "0" for number in numbers)]) + " |"
 
 
@@ -99,8 +99,8 @@ def _settings(layout: Layout) -> str:
     cut = [layout.megatron.get(f"{name}_parallel", 1) for name in ("tensor", "context", "pipeline")]
     replicas = layout.processes // (cut[0] * cut[1] * cut[2])
     data = [f"DP {replicas}"] if replicas > 1 else []
-    again = {"recompute": "recompute all", "extra": "recompute experts"}
-    rest = [words for key, words in again.items() if key in layout.megatron]
+    recompute = {"recompute": "recompute all", "extra": "recompute experts"}
+    rest = [label for key, label in recompute.items() if key in layout.megatron]
     losses = ["router losses"] if set(AUX) <= set(layout.megatron) else []
     return ", ".join([*data, *sizes, *rest, *losses]) or "-"
 

@@ -1,4 +1,4 @@
-"""The table of docs/numerics.md on transformers; its cases are those of tests/megatron/test_layouts.py and _vl.py."""
+"""Table of docs/numerics.md about transformers, with the cases of tests/megatron/test_layouts.py and test_vl.py."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from tests.support.vl_model import VL_MODELS, vl_of_transformers, write_vl_model
 PARITY_PAGE = """## The trainer's log-probs and transformers'
 
 Tiny random models in float32, {layouts} layouts: the largest |difference| of any token's log-prob from what transformers
-computes of that sequence alone; a dash where a layout is not tried with a model, because it has nothing to cut or because
-other rows contain it. Further settings (recomputation, no distributed optimizer, no sequence parallel, uneven stages):
-{options} cases, the largest {option:.1e}. Largest of all {count} cases: log-prob {log_prob:.1e}, entropy {entropy:.1e}.
-In {exact} of {count} cases every tensor that was exported is the original's bit for bit, and there is no other tensor.
+computes for that sequence alone. A dash: the layout does not cut this model, or other rows cover it. Further settings (recomputation, no distributed optimizer, no sequence parallel, uneven stages):
+{options} cases, largest {option:.1e}. Largest of all {count} cases: log-prob {log_prob:.1e}, entropy {entropy:.1e}.
+In {exact} of {count} cases the exported tensors are the original tensors, bit for bit.
 qwen2_tied and vl_tied: tied embeddings; qwen3_moe_raw: routing weights that are not normalised; deepseek_v3: MLA, a shared
 expert, leading dense layers, groups of experts, expert bias, YaRN and a layer for multi-token prediction; moonlight: the
-same architecture with other choices; vl: Qwen2.5-VL, sequences with images and without.
+same architecture with other options; vl: Qwen2.5-VL, sequences with and without images.
 Tests: `tests/megatron/test_layouts.py`, `tests/megatron/test_vl.py` (limit: 2e-5).
 
 `python -m benchmarks.numerics parity{command}`
@@ -35,11 +34,11 @@ Tests: `tests/megatron/test_layouts.py`, `tests/megatron/test_vl.py` (limit: 2e-
 class Difference:
     log_prob: float  # max |trainer's - transformers'| over all tokens
     entropy: float
-    exact: bool  # every exported tensor is the original's
+    exact: bool  # the exported tensors equal the original tensors
 
 
 def parity(short: bool) -> str:
-    """The table; `short`: of the cases that every test run has."""
+    """Return the section; `short`: only the cases that are not slow."""
     layouts, options, vl = ([case for case in cases if not (short and case["slow"])] for cases in (PARITY, OPTIONS, VL))
     every = [*layouts, *options, *vl]
     with tempfile.TemporaryDirectory() as folder:
@@ -49,21 +48,21 @@ def parity(short: bool) -> str:
         for model, fields in VL_MODELS.items():
             write_vl_model(directory / "models" / model, **fields)
         for processes in sorted({case["processes"] for case in every}):
-            some = [case for case in every if case["processes"] == processes]
-            launch(processes, some, directory, timeout=2 * 3600)
-        found = {case["name"]: difference(case, directory) for case in every}
+            selected = [case for case in every if case["processes"] == processes]
+            launch(processes, selected, directory, timeout=2 * 3600)
+        results = {case["name"]: difference(case, directory) for case in every}
     plain = {case["name"] for case in [*layouts, *vl]} & {f"{m}-{x}" for m in [*MODELS, *VL_MODELS] for x in LAYOUTS}
     introduction = PARITY_PAGE.format(
         layouts=len({case["name"].split("-")[1] for case in every}),
-        options=len(found) - len(plain),
-        option=max(value.log_prob for name, value in found.items() if name not in plain),
-        count=len(found),
-        log_prob=max(value.log_prob for value in found.values()),
-        entropy=max(value.entropy for value in found.values()),
-        exact=sum(value.exact for value in found.values()),
+        options=len(results) - len(plain),
+        option=max(value.log_prob for name, value in results.items() if name not in plain),
+        count=len(results),
+        log_prob=max(value.log_prob for value in results.values()),
+        entropy=max(value.entropy for value in results.values()),
+        exact=sum(value.exact for value in results.values()),
         command=" --quick" if short else "",
     )
-    return introduction + table(found)
+    return introduction + table(results)
 
 
 def difference(case: dict[str, Any], directory: Path) -> Difference:
@@ -74,7 +73,7 @@ def difference(case: dict[str, Any], directory: Path) -> Difference:
     original, exported = checkpoint_tensors(path), checkpoint_tensors(directory / f"{case['name']}.hf")
     return Difference(
         *(
-            max((rows[i][part] - wanted[part]).abs().max().item() for i, wanted in enumerate(expected))
+            max((rows[i][part] - reference[part]).abs().max().item() for i, reference in enumerate(expected))
             for part in (0, 1)
         ),
         exact=exported.keys() == original.keys()
@@ -82,11 +81,11 @@ def difference(case: dict[str, Any], directory: Path) -> Difference:
     )
 
 
-def table(found: dict[str, Difference]) -> str:
+def table(results: dict[str, Difference]) -> str:
     models = [*MODELS, *VL_MODELS]
     lines = ["| layout | " + " | ".join(models) + " |", "|---" * (len(models) + 1) + "|"]
     for layout in LAYOUTS:
-        of_models = [found.get(f"{model}-{layout}") for model in models]
+        of_models = [results.get(f"{model}-{layout}") for model in models]
         if any(of_models):
             cells = [f"{value.log_prob:.1e}" if value else "-" for value in of_models]
             lines.append(" | ".join([f"| {layout}", *cells]) + " |")

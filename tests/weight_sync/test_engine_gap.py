@@ -59,7 +59,7 @@ def check(result: Result) -> None:
     assert result.least_change[0] > 1e-3, f"an update hardly moved {result.least_change[1]}: it could not be missed"
     assert bool(result.disturbed) == bool(case.disturb)
     for wrong in (result.stale, *result.disturbed):
-        assert wrong.largest > 10 * BOUND, f"{wrong.what} went wrong, and nothing shows"
+        assert wrong.largest > 10 * BOUND, f"{wrong.label} was sent wrong, but the gap does not show it"
 
 
 def test_table() -> None:
