@@ -1,4 +1,4 @@
-"""Errors in what a user wrote or gave: a recipe, a file, an option. Commands end with exit status 2 for them."""
+"""Errors caused by user input: a recipe, a file or an argument. Commands end with exit status 2 for them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RecipeError(ValueError):
 
     @property
     def all(self) -> tuple[ValueError, ...]:
-        """The errors that were found together: this error alone, unless it is a `RecipeErrors`."""
+        """All errors that this exception reports: itself, or every error of a `RecipeErrors`."""
         return (self,)
 
     @property
@@ -43,8 +43,8 @@ class RecipeError(ValueError):
 class RecipeErrors(RecipeError):
     """Two or more errors of one recipe, in the order of the checks.
 
-    `key`, `value`, `problem`, `remedy` and `origin` are those of the first RecipeError among them. The text has a block for
-    each error and their number.
+    `key`, `value`, `problem`, `remedy` and `origin` are copied from the first RecipeError in `errors`. The text has a block
+    for each error, followed by their count.
     """
 
     def __init__(self, errors: Sequence[ValueError]):
@@ -64,15 +64,15 @@ class RecipeErrors(RecipeError):
 
 
 class NotHereError(RecipeError):
-    """A recipe needs something that this machine lacks at present and another machine may have."""
+    """A recipe that cannot run on this machine now, but may run on another: a missing model, package or free directory."""
 
 
 class InputError(ValueError):
-    """A file, data or an argument from the user cannot be used. Raised before any process starts."""
+    """A file, data or an argument from the user that cannot be used. Raised before any process starts."""
 
 
 def block(**lines: str | None) -> str:
-    """Format labelled lines as error messages show them; empty ones are left out."""
+    """Format `lines` (label -> text) as the block of an error message. Empty texts are left out."""
     return "".join(f"\n  {label:<6} {text}" for label, text in lines.items() if text)
 
 
@@ -85,12 +85,12 @@ def errors_of(check: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs) 
 
 
 def all_of(error: ValueError) -> tuple[ValueError, ...]:
-    """Return the errors that `error` stands for."""
+    """Return all errors that `error` reports; see `RecipeError.all`."""
     return error.all if isinstance(error, RecipeError) else (error,)
 
 
 def raise_all(errors: Iterable[ValueError]) -> None:
-    """Raise the independent ones of `errors` together: a single error as it is, more as RecipeErrors."""
+    """Raise the independent errors of `errors`: a single error unchanged, several as RecipeErrors. Return if there is none."""
     kept = independent(errors)
     if len(kept) == 1:
         raise kept[0]
@@ -99,9 +99,9 @@ def raise_all(errors: Iterable[ValueError]) -> None:
 
 
 def independent(errors: Iterable[ValueError]) -> list[ValueError]:
-    """Return `errors` without repetitions and without those that may follow from an earlier one.
+    """Drop repeated errors, and errors that a correction of an earlier error may remove.
 
-    An error may follow from an earlier one if one of the two names the other's key: correcting the earlier one may remove it.
+    Two errors are related if one of them names the key of the other. The first of related errors is kept.
     """
     kept: list[ValueError] = []
     for error in errors:
@@ -115,7 +115,7 @@ def _related(first: ValueError, second: ValueError) -> bool:
 
 
 def _concerns(error: ValueError, other: ValueError) -> bool:
-    """Return whether `other` names the key of `error`, or a section that it is in."""
+    """Return whether `other` names the key of `error` or a section that contains this key."""
     if not isinstance(error, RecipeError):
         return False
     if isinstance(other, RecipeError) and _is_within(error.key, other.key):
@@ -128,13 +128,13 @@ def _is_within(key: str, section: str) -> bool:
 
 
 def _mentions(key: str, text: str) -> bool:
-    """Return whether `text` has `key` as a whole: `a.b`, or `a.b.c` within it, but not `a.bc` or `x.a.b`."""
+    """Return whether `text` contains the dotted `key` as whole words: `a.b` is in "a.b" and "a.b.c", not in "a.bc" or "x.a.b"."""
     return re.search(rf"(?<![\w.]){re.escape(key)}(?!\w)", text) is not None
 
 
 @contextlib.contextmanager
 def as_recipe_error(key: str, remedy: str, value: Any = _NO_VALUE) -> Iterator[None]:
-    """Raise a ValueError of the body as a RecipeError of the setting `key`. A RecipeError passes unchanged."""
+    """Convert a ValueError of the body to a RecipeError for the setting `key`. A RecipeError passes unchanged."""
     try:
         yield
     except RecipeError:
@@ -145,7 +145,7 @@ def as_recipe_error(key: str, remedy: str, value: Any = _NO_VALUE) -> Iterator[N
 
 @contextlib.contextmanager
 def as_input_error() -> Iterator[None]:
-    """Raise a ValueError of the body as an InputError. A RecipeError passes unchanged."""
+    """Convert a ValueError of the body to an InputError. A RecipeError passes unchanged."""
     try:
         yield
     except (RecipeError, InputError):

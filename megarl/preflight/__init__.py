@@ -1,1 +1,1 @@
-"""Checks that can refuse a run before any process starts."""
+"""Checks of a recipe, its models, data and machine, run before any process starts."""

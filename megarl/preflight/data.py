@@ -34,14 +34,14 @@ class Prepared:
     evaluation: PromptDataset | None  # held-out problems of RL
     held_out: SFTDataset | PreferenceDataset | None  # held-out rows of SFT and DPO
     notices: list[str]
-    flops: ModelFlops | None = None  # None: not trained
-    critic_flops: ModelFlops | None = None  # of the critic's model; None: no critic
+    flops: ModelFlops | None = None  # None if nothing is trained
+    critic_flops: ModelFlops | None = None  # of the critic's model; None without a critic
     model: dict[str, Any] = field(default_factory=dict)  # config.json of the policy
-    critic_model: dict[str, Any] | None = None  # config.json of the critic; None: no critic
+    critic_model: dict[str, Any] | None = None  # config.json of the critic; None without a critic
 
     @property
     def rows_of_sets(self) -> dict[str, int]:
-        """Number of training rows by the name of the set."""
+        """Number of training rows of each set, by its name."""
         data = self.prompts or self.examples
         return {} if data is None else data.sets
 
@@ -64,8 +64,8 @@ def file_errors(recipe: Recipe, *, training: bool) -> Iterator[ValueError]:
 def read_data(recipe: Recipe, tokenizer: Tokenizer, *, training: bool, sample: int | None = None) -> Prepared:
     """Read and tokenize the rows of the recipe's files.
 
-    `training`: also the training files. `sample`: the number of rows to read of each file; None reads all. Raises ValueError
-    for rows that cannot be read or that are too long.
+    `training`: read the training files as well. `sample`: number of rows to read from each file; None reads all. Raises
+    ValueError for rows that cannot be read or are too long.
     """
     data = recipe.data
     prepared = Prepared(tokenizer, None, None, None, None, [])
@@ -96,7 +96,7 @@ def read_data(recipe: Recipe, tokenizer: Tokenizer, *, training: bool, sample: i
 
 
 def _check_pixel_limits(recipe: Recipe, *, has_images: bool) -> None:
-    """Raise RecipeError if the recipe limits the size of images and no row has one."""
+    """Raise RecipeError if the recipe limits image sizes and no row has an image."""
     for key, value in (("data.min_pixels", recipe.data.min_pixels), ("data.max_pixels", recipe.data.max_pixels)):
         if value is not None and not has_images:
             raise RecipeError(key, "no row has an image", "leave it out", value=value)
@@ -112,7 +112,7 @@ def _add_notices(prepared: Prepared, name: str, data: PromptDataset | SFTDataset
 
 
 def prepare_rewards(recipe: Recipe, prepared: Prepared) -> Prepared:
-    """Check the scorers of the data sources of `prepared`, and add their notices to it. Raises as `check_rewards` does."""
+    """Check the scorers for the data sources of `prepared` and append their notices. Raises as `check_rewards` does."""
     check_rewards(recipe, prepared.data_sources)
     prepared.notices += remote_notices(recipe.reward)
     return prepared
@@ -133,6 +133,6 @@ def check_rewards(recipe: Recipe, data_sources: Sequence[str]) -> dict[str, tupl
             raise NotHereError(
                 "reward",
                 f"the scorer {scorer.name!r} cannot be used here: {type(error).__name__}: {error}",
-                "install what it needs, or set reward.function to another",
+                "install its dependencies, or set reward.function to another scorer",
             ) from error
     return terms

@@ -37,14 +37,14 @@ def check_experts(rollout: RolloutConfig, config: dict[str, Any]) -> None:
     key, value = ("data_parallel", rollout.data_parallel) if rollout.data_parallel > 1 else ("expert_parallel", True)
     experts, devices = number_of_experts(text_fields(config)), rollout.data_parallel * rollout.tensor_parallel
     if not experts:
-        remedy = "leave it out: every engine is a replica of its own"
+        remedy = "leave it out: each engine is an independent replica"
         raise RecipeError(f"rollout.{key}", "the model has no experts to spread", remedy, value=value)
     if experts % devices:
         raise RecipeError(
             f"rollout.{key}",
             f"the model's {experts} experts do not divide over rollout.data_parallel x rollout.tensor_parallel = "
             f"{rollout.data_parallel} x {rollout.tensor_parallel} = {devices} devices",
-            "change these two until they do",
+            "change one of the two so that they divide",
             value=value,
         )
 
@@ -61,16 +61,16 @@ def check_heads(
     heads, groups = text["num_attention_heads"], text.get("num_key_value_heads") or 0
     key = f"{section}.tensor_parallel"
     if heads % tensor_parallel:
-        problem = f"the model's {heads} attention heads do not divide over so many devices of an engine"
+        problem = f"the model's {heads} attention heads do not divide over an engine's {tensor_parallel} devices"
         raise RecipeError(key, problem, f"choose a divisor of {heads}", value=tensor_parallel)
     if groups and not text.get("kv_lora_rank") and groups % tensor_parallel and tensor_parallel % groups:
-        problem = f"the model's {groups} key/value heads can be neither divided over so many devices of an engine nor repeated"
+        problem = f"the model's {groups} key/value heads are neither a divisor nor a multiple of an engine's {tensor_parallel} devices"
         raise RecipeError(key, problem, f"choose a divisor or a multiple of {groups}", value=tensor_parallel)
     experts = number_of_experts(text)
     name = "moe_intermediate_size" if experts else "intermediate_size"
     width = text.get(name) or 0
     if width % tensor_parallel and not (experts and spread):
-        problem = f"the model's {name} of {width} does not divide over so many devices of an engine"
+        problem = f"the model's {name} of {width} does not divide over an engine's {tensor_parallel} devices"
         whole = "rollout.expert_parallel" if section == "rollout" else f"{section}.engine_args.enable_expert_parallel"
         remedy = f"choose a divisor of {width}" + (f", or set {whole}=true" if experts else "")
         raise RecipeError(key, problem, remedy, value=tensor_parallel)

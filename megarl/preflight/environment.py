@@ -13,10 +13,10 @@ from megarl.rollout.start_engines import engine_environment
 
 
 def environment_notices(recipe: Recipe, platform: Any, *, training: bool = True) -> list[str]:
-    """Return notices of variables that differ between this shell and the run's processes, or that the recipe sets or needs.
+    """Return notices of variables that the recipe sets or requires, or that differ between this shell and the run's processes.
 
     `training`: false for `megarl eval`, which has no trainers. Raises RecipeError for a variable of `cluster.environment`
-    that a process cannot work with.
+    that would break a process.
     """
     notices = trainer_notices(recipe, platform) if training else []
     if training:

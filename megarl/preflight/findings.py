@@ -29,9 +29,9 @@ Severity = Literal["error", "unavailable", "notice"]
 class RecipeFinding:
     """A result of a check.
 
-    `severity`: an `error` ends `train`; `unavailable` is a check that lacks something on this machine; a `notice` informs.
-    `error`: the exception of an error; a RecipeError has the key, the problem and the remedy. `key`: the setting to blame if
-    the error names none. `text`: the sentence of the other severities.
+    `severity`: an `error` ends `train`; `unavailable` is a check that cannot run on this machine; a `notice` informs.
+    `error`: the exception of an error; a RecipeError has the key, the problem and the remedy. `key`: the setting to show if
+    the error has no key. `text`: the message of the other severities.
     """
 
     stage: str
@@ -43,11 +43,11 @@ class RecipeFinding:
 
 @dataclass(frozen=True)
 class Available:
-    """What a survey may read. The defaults are those of `train` and `eval`: everything must be on this machine.
+    """Files and devices that a survey may use. By default (`train`, `eval`) everything must be on this machine.
 
-    `training`: False for `eval`. `run`: also check the device and the run's directory. `recipe_file`: if given, models and
-    data may be missing on this machine; published models (`# Shape:` in this file) stand for models, `ROWS` rows of each
-    file are read, and MCP servers are not started. `shape`: the published model, or the folder, that stands for the policy.
+    `training`: False for `eval`. `run`: also check the device and the run's directory. `recipe_file`: if set, models and
+    data may be missing on this machine; published models (`# Shape:` in this file) replace missing models, `ROWS` rows of
+    each file are read, and MCP servers are not started. `shape`: the published model, or the folder, to use as the policy.
     """
 
     training: bool = True
@@ -57,10 +57,10 @@ class Available:
 
 
 class Survey:
-    """The findings about a recipe, and what its checks have read.
+    """The findings about a recipe, and the files that its checks have read.
 
-    `configs`: config.json of each model by its setting, without those that cannot be read. `rows`: the sample, with
-    `recipe_file`. `prepared`: tokenizer and data, once they are read without an error. `stages`: those whose checks ran.
+    `configs`: each readable config.json, by the setting of its model. `rows`: the sampled rows (only with `recipe_file`).
+    `prepared`: tokenizer and data; None until they are read without an error. `stages`: names of the completed stages.
     """
 
     def __init__(self, recipe: Recipe, available: Available | None = None):
@@ -75,30 +75,30 @@ class Survey:
 
     @property
     def errors(self) -> list[ValueError]:
-        """The errors, without those that may follow from an earlier one."""
+        """The independent errors; see `megarl.errors.independent`."""
         return independent(finding.error for finding in self._findings if finding.error is not None)
 
     def texts(self, severity: Severity) -> list[str]:
-        """Return the sentences of findings that are no errors."""
+        """Return the messages of the findings of a `severity` other than error."""
         return [finding.text for finding in self._findings if finding.severity == severity]
 
     def errors_in(self, stage: str) -> list[ValueError]:
-        """Return the errors of a stage, without those that may follow from an earlier one."""
+        """Return the independent errors of a stage."""
         stages = {id(finding.error): finding.stage for finding in self._findings if finding.error is not None}
         return [error for error in self.errors if stages[id(error)] == stage]
 
     def key_of(self, error: ValueError) -> str:
-        """Return the setting to blame for `error` if it names none."""
+        """Return the setting to show for an `error` that has no key."""
         return next(finding.key for finding in self._findings if finding.error is error)
 
     def raise_errors(self) -> None:
-        """Raise the errors found so far, together."""
+        """Raise all errors found so far together."""
         raise_all(finding.error for finding in self._findings if finding.error is not None)
 
     # --- collecting --------------------------------------------------------------------------------------------------
 
     def stage(self, name: str, checks: Callable[[Survey], None], *, whole: bool = True) -> Iterator[RecipeFinding]:
-        """Run `checks` and yield their findings. `whole`: False if they are not all checks of the stage `name`."""
+        """Run `checks` and yield their findings. `whole`: False if the stage `name` has other checks as well."""
         start, self._stage = len(self._findings), name
         if whole:
             self.stages.append(name)
@@ -109,7 +109,7 @@ class Survey:
     def part(self, key: str, *, needed: bool = False) -> Iterator[None]:
         """Record the errors that the body raises; the survey continues.
 
-        `key`: the setting to blame if the error names none. `needed`: something missing on this machine is an error.
+        `key`: the setting to show if the error has no key. `needed`: report a NotHereError as an error, not as unavailable.
         """
         try:
             yield

@@ -29,7 +29,7 @@ def check_judge(recipe: Recipe, config: dict[str, Any], sets: Sequence[PromptDat
         tokenizer = load_tokenizer(judge.path)
         check_vocabulary(tokenizer, config)
     if tokenizer.chat_template is None:
-        problem = "its tokenizer has no chat template, and the judge's question is a message of a chat"
+        problem = "its tokenizer has no chat template, which must format the judge's question"
         raise RecipeError("judge.path", problem, "name an instruction-tuned model, or add one", value=judge.path)
     for name in unread_arguments(tokenizer.chat_template, judge.chat_template_args):
         raise RecipeError(
@@ -39,7 +39,7 @@ def check_judge(recipe: Recipe, config: dict[str, Any], sets: Sequence[PromptDat
         codec = JudgeCodec(tokenizer, judge)
         template = max(len(codec.tokens(replace(data[0], question=""), "")) for data in sets)
     except ValueError as error:
-        raise RecipeError("judge.prompt", str(error), "mend the template, or the rows' columns") from error
+        raise RecipeError("judge.prompt", str(error), "correct the template, or the rows' columns") from error
     if "ground_truth" in codec.template.reads:
         for data in sets:
             row = next((prompt.uid for prompt in data if prompt.ground_truth is None), None)
@@ -68,8 +68,8 @@ def check_judge_model(judge: JudgeConfig, config: dict[str, Any]) -> None:
     if context is not None and longest > context and "hf_overrides" not in judge.engine_args:
         raise RecipeError(
             "judge.max_prompt_length",
-            f"with judge.max_tokens = {judge.max_tokens} that is {longest} tokens, and the judge was made for {context} "
+            f"with judge.max_tokens = {judge.max_tokens} the judge needs {longest} tokens, and its context is {context} "
             "(max_position_embeddings of its config.json)",
-            "lower the two together to that",
+            f"lower the two to a sum of at most {context}",
             value=judge.max_prompt_length,
         )

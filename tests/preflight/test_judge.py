@@ -73,7 +73,7 @@ class TestItsModelAndQuestion:
     @pytest.mark.parametrize("evaluation", [False, True])
     def test_what_can_be_asked_passes_and_what_cannot_is_named(self, prepare, evaluation: bool) -> None:
         prepare("judge.engine_args.max_num_seqs=4", evaluation=evaluation)
-        with pytest.raises(RecipeError, match=r"(?s)no attribute 'solution'.*mend the template") as caught:
+        with pytest.raises(RecipeError, match=r"(?s)no attribute 'solution'.*correct the template") as caught:
             prepare("judge.prompt='{{ response }} {{ extra_info.solution }}'", evaluation=evaluation)
         assert caught.value.key == "judge.prompt"
         with pytest.raises(RecipeError, match="never reads `response`"):
@@ -106,9 +106,9 @@ class TestItsModelAndQuestion:
             prepare(f"judge.path={tmp_path}/nowhere")
 
     def test_a_context_that_the_judge_does_not_have(self, prepare) -> None:
-        """The tiny model was made for 512 tokens: 448 + 64 are these."""
+        """The tiny model has a context of 512 tokens = 448 + 64."""
         with pytest.raises(
-            RecipeError, match=r"judge\.max_tokens = 65 that is 513 tokens, and the judge was made for 512"
+            RecipeError, match=r"judge\.max_tokens = 65 the judge needs 513 tokens, and its context is 512"
         ):
             prepare("judge.max_tokens=65")
         prepare("judge.max_tokens=65", "judge.engine_args.hf_overrides={max_position_embeddings: 1024}")
