@@ -1,4 +1,4 @@
-"""The recipe's section on what is optimised."""
+"""The recipe's section `algorithm`: advantage, loss, KL, rollout correction and dynamic sampling."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from megarl.registry import nearest
 
 @dataclass
 class DynamicSamplingConfig:
-    """DAPO's dynamic sampling: groups whose samples all score the same carry no gradient and are sampled anew."""
+    """DAPO's dynamic sampling: a group with equal scores has no gradient, so a new group replaces it."""
 
-    enabled: bool = key(False, "Filter groups without spread and sample others in their place.")
+    enabled: bool = key(False, "Filter groups with equal scores and sample replacements.")
     metric: str = key(
-        "reward", "What must differ within a group: `reward`, or the name of a reward part such as `accuracy`."
+        "reward", "Score that must differ within a group: `reward`, or the name of a reward part such as `accuracy`."
     )
     max_attempts: int = key(
         3,
-        "Bound on sampling, in batches: at most this many times `data.prompts_per_step` prompts are tried a step.",
+        "Limit on sampling per step, in batches: at most this many times `data.prompts_per_step` prompts.",
         at_least=1,
     )
     when_exhausted: Literal["smaller", "fail"] = key(
         "smaller",
-        "At the bound: train on the groups that were found (counted in `rollout/groups_missing`), or stop the run.",
+        "At the limit: train on the groups that passed (`rollout/groups_missing` counts the missing ones), or stop the run.",
     )
 
 
@@ -33,40 +33,43 @@ class OverlongConfig:
     """DAPO's treatment of responses that reach the length limit."""
 
     filter: bool = key(
-        False, "Leave truncated samples out of the loss (their reward still counts in their group's, but for `opo`)."
+        False,
+        "Leave truncated samples out of the loss. Their rewards still count in the group's statistics, except with `opo`.",
     )
     penalty_buffer: int = key(
         0,
-        "Soft punishment: over the last so many tokens before `rollout.max_response_length` the reward falls linearly. 0 switches it off.",
+        "Soft punishment: the reward falls linearly over this many tokens before `rollout.max_response_length`. 0: off.",
         at_least=0,
     )
-    penalty_factor: float = key(1.0, "What is taken from the reward at the full length.", at_least=0)
+    penalty_factor: float = key(1.0, "Amount subtracted from the reward at the full length.", at_least=0)
 
 
 @dataclass
 class CorrectionConfig:
-    """Rollout correction: what is done where the trainer's policy is not quite the one that the engine sampled from.
+    """Rollout correction, for the mismatch between the trainer's policy and the policy that the engine sampled from.
 
-    The mismatch of a token is rho = p(trainer) / p(engine): of the policy before the step's updates, or, where no such
-    pass is run, of the current one. Its diagnostics (`rollout/mismatch_*`) are measured in any case: before the step's updates, or, without that pass, in the first mini batch."""
+    The mismatch of a token is rho = p(trainer) / p(engine). p(trainer) is the policy before the step's updates, or the
+    current policy if that pass is not run. The metrics `rollout/mismatch_*` are always measured: before the step's
+    updates or, without that pass, in the first mini batch.
+    """
 
     weights: Literal["none", "token", "sequence", "geometric"] = key(
         "none",
-        "Importance weights on the loss: each token's rho, the product of its sequence's, or their geometric mean (truncated importance sampling).",
+        "Importance weights of the loss (truncated importance sampling). token: each token's rho. sequence: the product of rho over the sequence. geometric: the geometric mean of rho over the sequence.",
     )
-    truncate: float = key(2.0, "Largest weight.", above=0)
+    truncate: float = key(2.0, "Maximum weight.", above=0)
     normalize: bool = key(
         False, "Divide the weights by their mean over the mini batch: over its tokens, or its sequences."
     )
     mask: Literal["none", "token", "sequence", "geometric"] = key(
         "none",
-        "Tokens left out where rho, taken as for `weights`, is outside of [mask_low, mask_high] (masked importance sampling; IcePop: `mask` and `weights` by token, with `truncate` at mask_high). They still count in the loss's normaliser.",
+        "Leave out tokens with rho outside [mask_low, mask_high], computed as for `weights` (masked importance sampling). IcePop: `mask` and `weights` by token, with `truncate` at mask_high. Masked tokens still count in the loss's normaliser.",
     )
-    mask_low: float = key(0.5, "Lower bound.", at_least=0)
-    mask_high: float = key(5.0, "Upper bound.", above=0)
+    mask_low: float = key(0.5, "Lower bound of rho.", at_least=0)
+    mask_high: float = key(5.0, "Upper bound of rho.", above=0)
     veto: Optional[float] = key(
         None,
-        "Leave out the whole sequence where any token's rho is below this, e.g. 1e-4: the engine all but could not have sampled it. Unset: off.",
+        "Leave out the whole sequence if any token's rho is below this, e.g. 1e-4: the trainer's policy would almost never sample that token. Unset: off.",
         above=0,
         at_most=1,
     )
@@ -74,17 +77,17 @@ class CorrectionConfig:
 
 @dataclass
 class AlgorithmConfig:
-    """What is optimised. Names are those of the registries in megarl/algorithms. A setting that the chosen advantage
-    and loss do not read is refused."""
+    """The training algorithm. Names refer to the registries in megarl/algorithms. A setting that the chosen
+    advantage and loss do not read is rejected."""
 
     advantage: str = key("grpo", "Advantage estimator; see docs/algorithms.md. `gae` trains a critic: see `critic`.")
     normalize_by_std: bool = key(
         True,
-        "grpo, grpo_passk, grpo_process: divide by the group's standard deviation (grpo with it off: Dr.GRPO).",
+        "grpo, grpo_passk, grpo_process: divide by the group's standard deviation. Without it, grpo is Dr.GRPO.",
     )
-    pass_k: int = key(4, "pass_at_k: the k of the pass rate that is optimised.", at_least=1)
-    gamma: float = key(1.0, "gae, reinforce_plus_plus: discount of what the next token earns.", at_least=0, at_most=1)
-    lam: float = key(0.95, "gae: lambda, from one-step estimates (0) to whole outcomes (1).", at_least=0, at_most=1)
+    pass_k: int = key(4, "pass_at_k: k of the pass rate that is optimised.", at_least=1)
+    gamma: float = key(1.0, "gae, reinforce_plus_plus: discount factor per token.", at_least=0, at_most=1)
+    lam: float = key(0.95, "gae: lambda, from one-step estimates (0) to full returns (1).", at_least=0, at_most=1)
     whiten_advantages: bool = key(
         True,
         "gae, reinforce_plus_plus, on_policy_distillation: shift and scale the advantages of a batch's tokens to mean 0 and variance 1.",
@@ -95,82 +98,94 @@ class AlgorithmConfig:
     )
     clip_low: float = key(
         0.2,
-        "Lower clip bound of the importance ratio: 1 - clip_low. gmpo: of the log-ratio; dppo_*: of the divergence.",
+        "Lower clip bound of the importance ratio: 1 - clip_low. gmpo: bound of the log-ratio; dppo_*: of the divergence.",
         at_least=0,
         at_most=1,
     )
     clip_high: float = key(
-        0.2, "Upper clip bound: 1 + clip_high. DAPO's clip-higher: 0.28. gmpo, dppo_*: as for `clip_low`.", at_least=0
+        0.2,
+        "Upper clip bound of the importance ratio: 1 + clip_high. DAPO's clip-higher: 0.28. gmpo, dppo_*: as for `clip_low`.",
+        at_least=0,
     )
     dual_clip: Optional[float] = key(
-        None, "Dual clip's c: with negative advantages the loss is at most c times -advantage. Unset: off.", above=1
+        None,
+        "Constant c of the dual clip: with a negative advantage the loss is at most c times -advantage. Unset: off.",
+        above=1,
     )
-    tau_positive: float = key(1.0, "sapo: how fast the gate closes for tokens with a positive advantage.", above=0)
-    tau_negative: float = key(1.05, "sapo: and for the others.", above=0)
-    ratio_cap: float = key(20.0, "dppo_*: largest weight of a token.", above=0)
+    tau_positive: float = key(
+        1.0,
+        "sapo: temperature of the gate for tokens with a positive advantage. A higher value closes it faster.",
+        above=0,
+    )
+    tau_negative: float = key(1.05, "sapo: temperature of the gate for all other tokens.", above=0)
+    ratio_cap: float = key(20.0, "dppo_*: maximum weight of a token.", above=0)
     cov_share: float = key(
-        2e-4, "clip_cov, kl_cov: tokens that are held back, as a share of the mini batch's.", above=0, at_most=1
+        2e-4, "clip_cov, kl_cov: tokens that are restricted, as a share of the mini batch's tokens.", above=0, at_most=1
     )
-    cov_low: float = key(1.0, "clip_cov: lowest covariance of a token that may be held back.")
-    cov_high: float = key(5.0, "clip_cov: and the highest.")
-    cov_kl_coef: float = key(1.0, "kl_cov: weight of |log ratio| in the loss of tokens that are held back.", at_least=0)
-    dpo_beta: float = key(0.1, "dpo: how strongly the policy is held to the starting one.", above=0)
+    cov_low: float = key(1.0, "clip_cov: lowest covariance of a restricted token.")
+    cov_high: float = key(5.0, "clip_cov: highest covariance of a restricted token.")
+    cov_kl_coef: float = key(1.0, "kl_cov: weight of |log ratio| in the loss of restricted tokens.", at_least=0)
+    dpo_beta: float = key(0.1, "dpo: beta. A higher value keeps the policy closer to the starting policy.", above=0)
     dpo_label_smoothing: float = key(
-        0.0, "dpo: the chance that a preference is the wrong way round.", at_least=0, at_most=0.5
+        0.0, "dpo: probability that a preference label is reversed.", at_least=0, at_most=0.5
     )
     old_log_probs: Literal["computed", "current", "rollout"] = key(
         "computed",
-        "The proximal policy that losses compare with. computed: a pass before the step's updates. current: the policy itself, without a pass: the same numbers, with `actor.mini_batches: 1`. rollout: the engine's own log-probs (bypass mode).",
+        "The proximal policy of the losses. computed: a forward pass before the step's updates. current: the current policy, without that pass; the same numbers, and requires `actor.mini_batches: 1`. rollout: the engine's log-probs (bypass mode).",
     )
     aggregation: str = key(
-        "token_mean", "How per-token losses become one number; normalisers are counted over the whole mini batch."
+        "token_mean", "Reduction of per-token losses to a number. Normalisers are counted over the whole mini batch."
     )
     reference: Literal["start", "teacher"] = key(
         "start",
-        "The reference policy, which the KL and `gkd` compare with: the starting weights, or a teacher (section `teacher`).",
+        "The reference policy of the KL and `gkd`: the starting weights (`start`), or a teacher (section `teacher`).",
     )
     distill_top_k: int = key(
-        64, "gkd: tokens in each place that the teacher tells its log-probs of, the likeliest ones.", at_least=1
+        64, "gkd: most likely tokens per position for which the teacher returns log-probs.", at_least=1
     )
     distill_beta: float = key(
         0.0,
-        "gkd: 0 is KL(teacher || policy), 1 KL(policy || teacher), between lie Jensen-Shannon divergences.",
+        "gkd: 0 is KL(teacher || policy), 1 is KL(policy || teacher), values between are Jensen-Shannon divergences.",
         at_least=0,
         at_most=1,
     )
-    kl_coef: float = key(0.0, "Weight of the KL to the reference policy. 0: none.", at_least=0)
-    kl_estimator: str = key("low_var_kl", "Estimator of that KL: kl (k1), abs, mse (k2), low_var_kl (k3).")
+    kl_coef: float = key(0.0, "Weight of the KL to the reference policy. 0: no KL.", at_least=0)
+    kl_estimator: str = key("low_var_kl", "Estimator of the KL: kl (k1), abs, mse (k2), low_var_kl (k3).")
     kl_in_reward: bool = key(
         False,
-        "Take the KL of each token, before the step's updates, from what it earns, instead of adding it to the loss. Advantages of whole samples then see its sum over the sample.",
+        "Subtract each token's KL from its reward, before the step's updates, instead of adding the KL to the loss. Advantages of whole samples use the sum over the sample.",
     )
     kl_straight_through: bool = key(
-        False, "That KL's value with the gradient of mse (k2), which is the unbiased one of the KL on fresh samples."
+        False,
+        "Combine the value of the KL estimator with the gradient of mse (k2), which is the unbiased gradient of the KL on fresh samples.",
     )
     kl_target: Optional[float] = key(
         None,
-        "Adapt the weight, which starts at kl_coef, so that the mean KL of a token tends to this (arXiv 1909.08593, section 2.2). Unset: it stays.",
+        "Target of the mean KL per token. The weight starts at `algorithm.kl_coef` and adapts to reach the target (arXiv 1909.08593, section 2.2). Unset: constant weight.",
         above=0,
     )
     kl_horizon: int = key(
-        10000, "Samples in which the adapted weight moves by a fifth at most; no fewer than a step's.", at_least=1
+        10000,
+        "Samples over which the adapted weight changes by at most a fifth. At least the samples of a step.",
+        at_least=1,
     )
-    entropy_coef: float = key(0.0, "Entropy bonus.", at_least=0)
+    entropy_coef: float = key(0.0, "Weight of the entropy bonus. 0: no bonus.", at_least=0)
     modules: list[str] = key(
         [],
-        "Python modules of your own, from the current directory or PYTHONPATH, imported in every process, whose decorated functions `advantage`, `loss`, `aggregation` and `kl_estimator` may name.",
+        "Your Python modules, from the current directory or PYTHONPATH. Every process imports them. `advantage`, `loss`, `aggregation` and `kl_estimator` may name their decorated functions.",
     )
-    options: dict[str, Any] = key({}, "Settings of such functions of your own: they read them as `settings.options`.")
+    options: dict[str, Any] = key({}, "Settings of your functions, which read them as `settings.options`.")
     correction: CorrectionConfig = key(CorrectionConfig, "")
     dynamic_sampling: DynamicSamplingConfig = key(DynamicSamplingConfig, "")
     overlong: OverlongConfig = key(OverlongConfig, "")
 
 
 def check_settings(names: tuple[str, ...]) -> None:
-    """Raise ValueError for what is no field of `AlgorithmConfig`: a function that registers itself says what it reads."""
-    known = [field.name for field in fields(AlgorithmConfig)]
+    """Raise ValueError for a name that is not a field of `AlgorithmConfig`. A registered function declares the
+    settings that it reads."""
+    settings = [field.name for field in fields(AlgorithmConfig)]
     for name in names:
-        if name not in known:
-            close = nearest(name, known)
-            hint = f"; did you mean '{close}'?" if close else "; settings of your own go into algorithm.options."
-            raise ValueError(f"'{name}' is no setting of algorithm{hint}")
+        if name not in settings:
+            close = nearest(name, settings)
+            hint = f"; did you mean '{close}'?" if close else "; put your settings into algorithm.options."
+            raise ValueError(f"'{name}' is not a setting of algorithm{hint}")
