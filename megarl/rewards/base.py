@@ -159,7 +159,7 @@ def resolve(
 
 
 def demands_ground_truth(name: str) -> bool:
-    """Return True if the registered scorer `name` rejects rows without a ground truth; False for ``module:function``."""
+    """Return True if the scorer `name` rejects rows without a ground truth; False for ``module:function``."""
     return name in _scorers and _scorers[name].needs_ground_truth
 
 

@@ -10,7 +10,7 @@ from megarl.rewards.latex_boxed import last_boxed
 ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 TAIL = 300  # characters at the end of the response in which an answer counts
 
-# The normalisation of Minerva's authors (Lewkowycz et al. 2022, arXiv 2206.14858, appendix D.1): replaced in this order,
+# Minerva's normalisation (Lewkowycz et al. 2022, arXiv 2206.14858, appendix D.1): replaced in this order,
 _REPLACED = (
     ("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), (r"\ ", ""), (" ", ""), ("mbox", "text"),
     (r",\text{and}", ","), (r"\text{and}", ","), (r"\text{m}", r"\text{}"),

@@ -1,4 +1,4 @@
-r"""ReTool's reward (Feng et al. 2025, arXiv 2504.11536, as in verl's recipe): a strict ``\boxed``, plus a bonus for tools."""
+r"""ReTool's reward (Feng et al. 2025, arXiv 2504.11536, as in verl's recipe): strict ``\boxed`` plus a tool bonus."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BEST_WRONG = -0.6
 
 @scorer("retool", in_process=True)
 def retool(request: ScoreRequest) -> dict[str, float | str | None]:
-    r"""Return 1 if the tail's last ``\boxed`` equals the ground truth as text; else -1 plus a bonus for each tool turn."""
+    r"""Return 1 if the tail's last ``\boxed`` equals the ground truth as text; else -1 plus a bonus per tool turn."""
     truth = request.ground_truth
     if isinstance(truth, bool) or not isinstance(truth, (str, int)) or not str(truth).strip():
         raise TypeError(f"ground_truth is {truth!r}, not text or a whole number")

@@ -15,7 +15,7 @@ _NOTHING = "unscored"  # scorer of the rollout process if the judge is the only 
 
 @dataclass(frozen=True)
 class Term:
-    """A scorer of a row. `label` prefixes its parts in metrics; None: it is the only scorer, its parts keep their names."""
+    """Scorer of a row with its weight. `label` prefixes its parts in metrics; None, for an only scorer: no prefix."""
 
     scorer: Scorer
     weight: float = 1.0
@@ -28,9 +28,9 @@ def label_of(name: str) -> str:
 
 
 def needed_columns(function: str | None, functions: Mapping[str, float]) -> tuple[str, ...]:
-    """Return the columns that rows must have besides the prompt, with the recipe's reward.function and reward.functions.
+    """Return the columns that rows need besides the prompt, for the recipe's reward.function and reward.functions.
 
-    Without either, `data_source` chooses a scorer. `reward_model` holds the ground truth. Most of megarl's scorers need
+    Without both, `data_source` chooses a scorer. `reward_model` holds the ground truth. Most of megarl's scorers need
     it; user functions, a remote service and a judge do not.
     """
     names = [*functions] or ([function] if function else [])

@@ -12,7 +12,7 @@ FINDER = f"{__name__}:scorer_job"
 
 
 def scorer_job(name: str, settings: dict[str, Any]) -> Job:
-    """Return the job of the scorer `name` (registered, or ``module:function``). `settings`: from `ScorerSettings.as_json`.
+    """Return the job of the scorer `name`, registered or ``module:function``. `settings`: `ScorerSettings.as_json()`.
 
     Raises ValueError if the scorer does not exist.
     """

@@ -106,7 +106,7 @@ def _start_of_turn(trajectory: Trajectory, number: int) -> int:
 def vectors(
     request: GenerationRequest, trajectory: Trajectory, text: str, reason: str, with_tools: bool
 ) -> SampleTokens:
-    """Return the vectors of prompt plus response with the sampled tokens (no re-tokenization). `text`: the whole response."""
+    """Return the vectors of prompt plus response, without re-tokenization. `text`: the whole response."""
     prompt = request.prompt.tokens
     blank = np.zeros(len(prompt), dtype=np.float32)
     return SampleTokens(

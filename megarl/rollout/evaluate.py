@@ -111,8 +111,8 @@ def evaluate(
     """Sample every problem and score it. The engines must be idle, so that batches are repeatable.
 
     `check_processes` is called every second and raises if a process of the run has died. Raises RuntimeError if no
-    problem finishes within `rollout.timeout` or too many cannot be scored (`reward.max_failed_share`). A problem with an
-    answer that could not be scored is counted and excluded from the means.
+    problem finishes within `rollout.timeout` or too many cannot be scored (`reward.max_failed_share`). A problem with
+    an answer that could not be scored is counted and excluded from the means.
     """
     settings = recipe.evaluation
     problems = list(prompts)[: settings.limit]

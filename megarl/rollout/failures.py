@@ -42,7 +42,8 @@ def _too_many(count: str, most: float, failure: SampleFailure) -> str:
     remedy = (
         "Fix the scorer or the row; raise reward.timeout if the scorer is slow" if scored else "Fix the named cause"
     )
-    return f"{count} could not be finished or scored (reward.max_failed_share = {most:g}). The last cause: {failure}. {remedy}."
+    limit = f"reward.max_failed_share = {most:g}"
+    return f"{count} could not be finished or scored ({limit}). The last cause: {failure}. {remedy}."
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,12 @@ class ScoringCounts:
 
 
 def scoring_notice(groups: Sequence[Group], noun: str, consequence: str) -> str | None:
-    """Return a notice with the first distinct failures; None if nothing failed. `noun`: word for `groups` in the notice."""
+    """Return a notice with the first distinct failures; None if nothing failed. `noun`: the notice's word for groups."""
     failed = [group for group in groups if group.failures]
     if not failed:
         return None
     causes = list(dict.fromkeys(str(failure) for group in failed for failure in group.failures))
     more = f"; and {len(causes) - _NAMED} more" if len(causes) > _NAMED else ""
     samples = sum(len(group.failures) for group in failed)
-    return f"{samples} samples of {len(failed)} {noun} could not be scored: {'; '.join(causes[:_NAMED])}{more}. {consequence}"
+    first = "; ".join(causes[:_NAMED])
+    return f"{samples} samples of {len(failed)} {noun} could not be scored: {first}{more}. {consequence}"

@@ -46,8 +46,8 @@ class RolloutServer:
         agent: AgentSetup | None = None,
         judged: bool = False,
     ):
-        """`sources`: data sources to score. `images`: reader of the prompts' images, if any. `agent`: settings of the agent
-        loop, if any. `judged`: keep each group's responses until `collect_responses` is called, once per group."""
+        """`sources`: data sources to score. `images`: reader of the prompts' images, if any. `agent`: settings of the
+        agent loop, if any. `judged`: keep each group's responses until `collect_responses` is called, once per group."""
         self.images = images
         self.engine = engines.create(engine, spec)
         self.tokenizer = load_tokenizer(tokenizer)  # only for text: stop tokens come with each request
@@ -82,7 +82,8 @@ class RolloutServer:
         return description
 
     async def submit(self, requests: list[GenerationRequest]) -> None:
-        """Sample `requests`, all at once and in their order; returns when all are sampled. The caller must collect each group."""
+        """Sample `requests`, all at once and in their order; return when all are sampled. The caller must collect each
+        group."""
         ready: list[GenerationRequest] = []
         for request, failure in await asyncio.gather(*map(self._with_images, requests)):
             if failure is None:
@@ -227,7 +228,7 @@ class RolloutServer:
         self.calls.shutdown(wait=False)
 
     def _settle(self, request: GenerationRequest, sampled: Awaitable[list[Trajectory]]) -> None:
-        """Start a task that awaits the samples of a group (a greedy sample comes last), scores them and sets the group's
+        """Start a task that awaits the samples of a group (a greedy sample is last), scores them and sets the group's
         result."""
 
         async def settle() -> None:

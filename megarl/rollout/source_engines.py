@@ -35,8 +35,8 @@ def group_seed(run_seed: int, number: int) -> int:
 class EnginesSource:
     """A `SampleSource` over rollout engines.
 
-    `take` and `drain` raise the first error of an engine. A group that could not be scored is replaced by another group;
-    more than `reward.max_failed_share` of them are an error.
+    `take` and `drain` raise the first error of an engine. A group that could not be scored is replaced by another
+    group; more than `reward.max_failed_share` of them are an error.
     """
 
     def __init__(
@@ -127,7 +127,8 @@ class EnginesSource:
             self.admission.closed.extend(closed)
 
     def _wait(self, condition: Callable[[], bool]) -> None:
-        """Wait for `condition`. Raises an engine's error, a process's death, and `rollout.timeout` without a finished group."""
+        """Wait for `condition`. Raises an engine's error, or if a process has died or no group finishes within
+        `rollout.timeout`."""
         while not self._change.wait_for(lambda: self._error is not None or condition(), timeout=1.0):
             self._change.release()
             try:

@@ -32,8 +32,9 @@ def start_engines(
 ) -> list[EngineHandle]:
     """Start the policy's engines; they load in the background.
 
-    sources: data sources of the rows that the engines score. traces: folder for the traces of `observe.profile_engines`;
-    None: no engine is traced. load_weights: read the weights of `model.path`; otherwise the first weight sync brings them.
+    sources: data sources of the rows that the engines score.
+    traces: folder for the traces of `observe.profile_engines`; None: no traces.
+    load_weights: read the weights of `model.path`; otherwise the first weight sync loads them.
     """
     rollout = recipe.rollout
     tokenizer = recipe.model.tokenizer or recipe.model.path

@@ -15,8 +15,8 @@ _JUMP = 64  # tokens decoded at once in parts without a step's end
 
 
 def tokens_at(ends: Sequence[int], tokens: Sequence[int], text: str, decode: Decode) -> list[int]:
-    """Return, for each of `ends` (increasing numbers of characters of `text`), the index of the token that completes these
-    characters. `text` equals `decode(tokens)`.
+    """Return, for each of `ends` (increasing numbers of characters of `text`), the index of the token that completes
+    these characters. `text` equals `decode(tokens)`.
 
     Decodes each token a few times, independent of the number of steps. Exception: for ends within invalid bytes, it
     decodes and compares whole prefixes of the response.
@@ -39,7 +39,7 @@ class _Reader:
         self._before = 0  # characters of the previous piece's text
 
     def find(self, end: int) -> int:
-        """Return the index of the token that completes the first `end` characters; `end` must increase between calls."""
+        """Return the index of the token that completes the first `end` characters. `end` must increase in each call."""
         stop = next_jump = self._read
         while stop < len(self._tokens):
             if stop == self._read >= next_jump:

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Teacher:
-    """Engines of a fixed model. `timeout`: seconds that an engine may take for its part of a step (`teacher.timeout`)."""
+    """Engines of a fixed model. `timeout`: seconds for an engine's part of a step (`teacher.timeout`)."""
 
     def __init__(self, engines: Sequence[TeacherHandle], timeout: float):
         self.engines, self.timeout = list(engines), timeout

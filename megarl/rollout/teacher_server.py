@@ -30,8 +30,8 @@ class TeacherServer:
         return await self._in_thread(self.engine.start)
 
     async def read(self, groups: list[Group]) -> None:
-        """Score every token of `groups`. All samples enter the engine in a single call and in their order, so equal calls
-        make equal batches."""
+        """Score every token of `groups`. All samples enter the engine in a single call and in their order, so equal
+        calls make equal batches."""
         await self._in_thread(self._read_all, groups)
 
     async def collect(self, number: int) -> tuple[None, list[SampleTokens]]:

@@ -23,9 +23,9 @@ OPEN_FILES = 64  # descriptors of a process
 EPHEMERAL = range(61184, 65520)  # user ids that systemd uses for temporary users; they own no files
 STACK = 8 << 20  # bytes; a program may raise its stack limit up to the memory limit
 
-# The namespace's first process. It waits for the program and exits with its status; the kernel then kills the rest of the
-# namespace. bubblewrap waits for this init, unlike for its built-in one, so the CPU time is accounted. The init runs as
-# bubblewrap's user: as another user it would not receive the signal that bubblewrap has died.
+# The namespace's first process. It waits for the program and exits with its status; the kernel then kills the rest of
+# the namespace. bubblewrap waits for this init, unlike for its built-in init, so the CPU time is accounted. The init
+# runs as bubblewrap's user: as another user it would not receive the signal that bubblewrap has died.
 INIT = ("/bin/sh", "-c", '"$@"; exit', "init")
 
 ENVIRONMENT = {
@@ -111,7 +111,8 @@ def _become(user: int) -> list[str]:
 
 def _limited(limits: Limits, processes: int) -> list[str]:
     memory, cpu = limits.memory_mb << 20, math.ceil(limits.cpu_seconds)
-    # If the machine pipes core dumps to a program (systemd-coredump, apport), limit 0 does not prevent it, but 1 does: core(5).
+    # A core limit of 0 does not disable core dumps that are piped to a program (systemd-coredump, apport), but 1 does:
+    # core(5).
     return [
         *("/bin/prlimit", f"--as={memory}:{memory}", f"--cpu={cpu}:{cpu + 1}", "--core=1:1"),
         *(f"--fsize={limits.scratch_mb << 20}", f"--nproc={processes}:{processes}"),

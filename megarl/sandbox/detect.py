@@ -97,8 +97,8 @@ def _user() -> list[str]:
     lacking = []
     if tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) < COUNTS_BY_NAMESPACE:
         lacking.append(
-            f"Linux {os.uname().release} cannot limit the processes of a sandbox, because it counts all processes of a user "
-            "together: use Linux 5.14 or later, or run as root"
+            f"Linux {os.uname().release} cannot limit the processes of a sandbox, because it counts all processes of a "
+            "user together: use Linux 5.14 or later, or run as root"
         )
     for path, wrong, remedy in (
         ("/proc/sys/user/max_user_namespaces", "0", "sysctl -w user.max_user_namespaces=10000"),

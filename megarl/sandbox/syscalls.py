@@ -76,7 +76,7 @@ def filter_program() -> bytes:
     for name in " ".join((FILES, MEMORY, PROCESSES, IDENTITY, SIGNALS, TIME, PAIRS)).split():
         rules.add_rule(seccomp.ALLOW, name)
     rules.add_rule(seccomp.ALLOW, "clone", seccomp.Arg(0, seccomp.MASKED_EQ, NEW_NAMESPACES, 0))
-    # The kernel reads only the low 32 bits of these arguments; compare only these, or other values could pass the filter.
+    # The kernel reads only the low 32 bits of these arguments; compare only these, or other values could pass.
     for option in PRCTLS.values():
         rules.add_rule(seccomp.ALLOW, "prctl", seccomp.Arg(0, seccomp.MASKED_EQ, LOW, option))
     for request in IOCTLS.values():

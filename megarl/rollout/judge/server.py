@@ -40,8 +40,8 @@ class JudgeCodec:
         self.template, self.pattern = JudgeTemplate(settings.prompt), re.compile(settings.pattern)
 
     def tokens(self, prompt: Prompt, response: str) -> tuple[int, ...]:
-        """Return the tokens of the judge's prompt for a sample, of any length. Raises ValueError if the template cannot be
-        rendered with the row."""
+        """Return the tokens of the judge's prompt for a sample, of any length. Raises ValueError if the template cannot
+        be rendered with the row."""
         content = self.tokenizer.break_added_tokens(self.template.render(prompt, response))
         messages = [{"role": "user", "content": content}]
         return tuple(
@@ -49,12 +49,13 @@ class JudgeCodec:
         )
 
     def fitting_tokens(self, prompt: Prompt, response: str) -> tuple[int, ...]:
-        """Like `tokens`, but raise ValueError if they exceed judge.max_prompt_length. A response is never truncated: the
-        verdict would not be valid for the whole response."""
+        """Like `tokens`, but raise ValueError if they exceed judge.max_prompt_length. A response is never truncated:
+        the verdict would not be valid for the whole response."""
         tokens, limit = self.tokens(prompt, response), self.settings.max_prompt_length
         if len(tokens) > limit:
             raise ValueError(
-                f"the judge's prompt for it has {len(tokens)} of the judge's tokens, and judge.max_prompt_length is {limit}"
+                f"the judge's prompt for it has {len(tokens)} of the judge's tokens, "
+                f"and judge.max_prompt_length is {limit}"
             )
         return tokens
 

@@ -24,8 +24,8 @@ from megarl.types import DataRef, GenerationRequest, Group, Prompt, SampleFailur
 
 @dataclass(frozen=True)
 class JudgedData:
-    """DataRef to a group's vectors with the judge's verdicts in their reasons. `get` fetches both; until then, the vectors
-    stay in the process that sampled them."""
+    """DataRef to a group's vectors with the judge's verdicts in their reasons. `get` fetches both; until then, the
+    vectors stay in the process that sampled them."""
 
     vectors: DataRef
     verdicts: DataRef
