@@ -180,10 +180,10 @@ def test_what_a_tool_answers_is_held_to_its_contract(python_tools: tuple[Toolbox
     """A reward of NaN would be trained on; numpy's numbers cannot be saved. Neither is the policy's doing."""
     box, _ = python_tools
     with pytest.raises(ToolUnavailable, match="the reward of its answer is nan, not a finite number"):
-        call(box, "odd", what="nan")
+        call(box, "odd", kind="nan")
     with pytest.raises(ToolUnavailable, match="the text of its answer is None"):
-        call(box, "odd", what="text")
-    reward = call(box, "odd", what="numpy").reward
+        call(box, "odd", kind="text")
+    reward = call(box, "odd", kind="numpy").reward
     assert reward == 0.5 and type(reward) is float
 
 

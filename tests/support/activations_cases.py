@@ -1,4 +1,4 @@
-"""What tests/commands/plan/test_activations.py and its worker run: published models, made small."""
+"""Cases of tests/commands/plan/test_activations.py and its worker: published models with few, small layers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def recipe_of(case: dict[str, Any]) -> Recipe:
     recipe.cluster.trainers = case["processes"]
     if "Qwen3-30B" in case["model"] or "DeepSeek" in case["model"]:
         recipe.megatron.routing_replay = "rollout"  # what a real run is given, so that its experts are balanced, too
-    recipe.data.max_prompt_length = 256  # so large an image stands at the head of each sequence
+    recipe.data.max_prompt_length = 256  # each sequence begins with an image of this size
     for name, value in case["megatron"].items():
         setattr(recipe.megatron, name, value)
     return recipe

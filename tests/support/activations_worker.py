@@ -1,7 +1,7 @@
 """The process of tests/commands/plan/test_activations.py: what a trainer on the CPU allocates in each phase, as torch's allocator
 reports it.
 
-It computes with real tensors, as one rank of a layout whose other ranks do not exist: collectives have their buffers and
+It computes with real tensors, as the only existing rank of a layout: collectives have their buffers and
 move nothing. With gloo, its threads' own copies would be among what the allocator reports, and some of the trainer's
 memory would be given back by them.
 
@@ -68,7 +68,7 @@ def run(case: dict[str, Any], output: Path) -> None:
 
 
 def balanced(trainer: Any, work: Workload) -> list[MicroBatch]:
-    """As the planner's micro batches, with every token's experts prescribed: each has as many tokens as any other."""
+    """Equal micro batches, as in the planner: every expert receives the same number of tokens."""
     batches, config = original(trainer, work), trainer.model.config
     if config.num_moe_experts:
         tokens, layers, topk = len(batches[0].tokens), config.num_layers, config.moe_router_topk

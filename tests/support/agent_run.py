@@ -17,7 +17,7 @@ from megarl.types import Group, InlineData, Sample, SampleFailure, SampleTokens,
 
 
 class Words:
-    """A tokenizer as far as records need one."""
+    """The part of a tokenizer that records need."""
 
     def __init__(self, prompt: str) -> None:
         self.prompt = prompt

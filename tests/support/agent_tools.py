@@ -1,4 +1,4 @@
-"""Tools that tests let a policy call, in processes of their own."""
+"""Tools that tests offer to a policy, in separate processes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def rewarded(text: str) -> Answer:
 
 @tool
 def misbehave(how: str) -> str:
-    """Fails as it is told."""
+    """Fail in the way that the argument names."""
     if how == "hang":
         time.sleep(60)
     if how == "exit":
@@ -62,7 +62,7 @@ def misbehave(how: str) -> str:
 
 @tool
 def odd(kind: str) -> Answer:
-    """Answers what is no answer."""
+    """Return an invalid answer."""
     answers = {"nan": ("a", float("nan")), "text": (None, 0.0), "numpy": ("a", np.float32(0.5))}
     return Answer(*answers[kind])  # type: ignore[arg-type]
 

@@ -54,7 +54,7 @@ def state(*gathered: list[TriedGroup]) -> dict[str, Any]:
 
 
 class Trainers:
-    """Two ranks. What they write carries `contents`; in the background they write when `work` is called."""
+    """Two ranks that write `contents`; a background save writes when `work` is called."""
 
     def __init__(self) -> None:
         self.contents = b"weights"

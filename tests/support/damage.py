@@ -1,4 +1,4 @@
-"""What can be wrong with the files of the quickstart: each function breaks one thing in its folder (data/*.parquet, model/)."""
+"""Damage to the quickstart's files: each function breaks one part of its folder (data/*.parquet, model/)."""
 
 from __future__ import annotations
 

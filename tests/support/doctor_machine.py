@@ -71,7 +71,7 @@ MEMINFO = "MemTotal:       {} kB\nMemFree:        1000 kB\nMemAvailable:   {} kB
 
 @dataclass
 class FakeMachine(Machine):
-    """Everything that is asked of a machine is written down here; nothing is asked of the real one but its clocks."""
+    """A machine whose answers are the fields below; only the clocks are those of the real machine."""
 
     packages: dict[str, str] = field(default_factory=dict)
     programs: dict[str, Output] = field(default_factory=dict)  # by the command's first word
@@ -182,7 +182,7 @@ def cuda_machine(root: Path) -> FakeMachine:
 
 
 def cpu_machine(root: Path) -> FakeMachine:
-    """As launch/install_cpu.sh leaves one."""
+    """A machine after launch/install_cpu.sh."""
     machine = _base(root)
     machine.arch = "x86_64"
     machine.packages = {

@@ -1,5 +1,5 @@
-"""What each worker of a real vLLM holds, in the layout that weights are loaded into: `python -m tests.support.engine_counts` reads an
-EngineSpec as JSON and prints a line a worker, [parameters, bytes, bytes of the KV cache of a token]."""
+"""Memory of each worker of a real vLLM, in the layout that weights are loaded into: `python -m tests.support.engine_counts` reads an
+EngineSpec as JSON and prints a line per worker, [parameters, bytes, bytes of the KV cache of a token]."""
 
 from __future__ import annotations
 

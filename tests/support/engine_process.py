@@ -1,4 +1,4 @@
-"""A vLLM engine in a process of its own, and the Hugging Face models that its tests hold it to.
+"""A vLLM engine in a separate process, and the Hugging Face models that its tests compare with.
 
 The test's process plays the trainer: it holds the Hugging Face model, changes its weights and sends them through the
 exchange.
@@ -57,7 +57,7 @@ def serve(connection):
         setattr(owner, name, former if function is None else globals()[function])
 
     def rpc(method, *arguments):
-        """What each of the engine's workers answers."""
+        """Return the answer of each worker of the engine."""
         engine = state["engine"]
         return engine.call(lambda: engine._weights._engine.collective_rpc(method, args=arguments))
 
@@ -93,7 +93,7 @@ def with_digests(spec, device):
 
 
 def some_whole(model, tensors):
-    """For `replace`: needed slices of an engine whose loader does not copy slices of the first layer's attention and the second's experts."""
+    """Return the needed slices of an engine without the first layer's attention and the second's experts, for `replace`."""
     from megarl.engines.vllm.needed_slices import needed_slices
     from megarl.weight_sync.sharded.slices import SLICE_COLUMNS, SliceTableBuilder
 
@@ -149,10 +149,10 @@ def topk_method_alone(*_):
 
 
 def copy_of(error):
-    """The error without what it holds on to, so that it can be sent."""
+    """Copy the error without its references, so that it can be pickled."""
     try:
         return type(error)(str(error))
-    except TypeError:  # a class with a constructor of its own
+    except TypeError:  # the class has a different constructor
         return RuntimeError(f"{type(error).__name__}: {error}")
 
 
@@ -296,7 +296,7 @@ def reference(model, prompt, tokens, temperature=1.0):
 
 
 def gaps(model, request, sample):
-    """How far the engine's log-probs are from the Hugging Face model's, a token."""
+    """Absolute differences of the engine's and the Hugging Face model's log-probs, per token."""
     expected = reference(model, request.prompt.tokens, sample.tokens.tolist(), request.sampling.temperature)
     expected = expected.gather(1, torch.from_numpy(sample.tokens).long()[:, None])[:, 0]
     return np.abs(expected.numpy() - sample.log_probs)

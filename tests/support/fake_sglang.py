@@ -1,6 +1,6 @@
-"""A stand-in for SGLang's offline engine: its methods and what they answer, on a model of one table of logits.
+"""A stand-in for SGLang's offline engine: its methods and their results, with a table of logits as the model.
 
-`tests/engines/test_sglang_sources.py` holds names and parameters to SGLang's own source where MEGARL_SGLANG names an unpacked wheel."""
+`tests/engines/test_sglang_sources.py` compares names and parameters with SGLang's source if MEGARL_SGLANG names an unpacked wheel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VOCABULARY, END = 16, 15
 
 
 class Model(torch.nn.Module):
-    """The logits of the next token are those of the last, a row of the table."""
+    """A model whose logits of the next token are the last token's row of a table."""
 
     def __init__(self) -> None:
         super().__init__()

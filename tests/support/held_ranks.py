@@ -1,4 +1,4 @@
-"""What ranks of layout tests hold: recorded by trainer processes, and held to what the planner says of them."""
+"""Memory held by ranks of layout tests: recorded by trainer processes, and compared with the planner's counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each trainer process says that it holds, held to what mbridge exports."""
+"""Held slices of each trainer process, compared with mbridge's export."""
 
 from __future__ import annotations
 

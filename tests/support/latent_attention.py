@@ -1,6 +1,6 @@
-"""Latent attention in torch for vLLM versions whose CPU backend has none, so that their engines run tiny DeepSeek-V3 models.
+"""Latent attention in torch for vLLM versions without it in the CPU backend, so that their engines run tiny DeepSeek-V3 models.
 
-vLLM's layers, loader and reload stay in place; the kernel of attention is all that this file replaces. Imported in vLLM's workers.
+vLLM's layers, loader and reload stay in place; this file replaces only the attention kernel. Imported in vLLM's workers.
 """
 
 from __future__ import annotations

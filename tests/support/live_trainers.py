@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class TrainersFailed(RuntimeError):
-    """What each rank said; None of one that died, whose log's end is among `logs`."""
+    """Results of all ranks: None for a rank that died, with the end of its log in `logs`."""
 
     def __init__(self, errors: list[str | None], logs: list[str]) -> None:
         super().__init__("\n".join([str(errors), *logs]))

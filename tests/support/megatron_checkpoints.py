@@ -28,7 +28,7 @@ def assembled(directory: Path) -> dict[str, torch.Tensor]:
     for file in sorted(directory.glob("*.safetensors")):
         with safe_open(file, framework="pt") as reader:
             shapes = {name: json.loads(shape) for name, shape in reader.metadata().items()}
-            for key in reader.keys():  # noqa: SIM118 -- it is no mapping
+            for key in reader.keys():  # noqa: SIM118 -- the reader is not a mapping
                 name, offset = key.split("@")
                 box = reader.get_tensor(key)
                 tensor = whole.setdefault(name, torch.zeros(shapes[name], dtype=box.dtype))
@@ -75,7 +75,7 @@ def check_failed_write(trainer: Any, directory: Path) -> None:
 
 
 def check_reshard(worker: Any, case: dict[str, Any], output: Path) -> None:
-    """Read what another layout wrote: everything is the same to the last bit, and training goes on as it did there."""
+    """Read another layout's checkpoint: the tensors are equal bit for bit, and training continues with equal results."""
     source, target = output / f"{case['from']}.checkpoint", output / f"{case['name']}.checkpoint"
     trainer = worker.build(case)
     held_ranks.record(trainer, worker.bytes_of(trainer), case, output)

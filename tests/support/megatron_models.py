@@ -155,9 +155,9 @@ def write_model(name: str, directory: Path) -> Path:
 
 
 def _add_mtp_layer(file: Path, number: int) -> None:
-    """What transformers does not write: DeepSeek-V3's multi-token-prediction layer, behind the last one.
+    """Add DeepSeek-V3's multi-token-prediction layer, which transformers does not write, after the last layer.
 
-    A decoder layer like the last, two norms and the projection of what they give, the shared head's norm, and
+    A decoder layer like the last, two norms and the projection of their outputs, the shared head's norm, and
     copies of embedding and output layer.
     """
     tensors = load_file(file)

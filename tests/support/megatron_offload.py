@@ -8,8 +8,8 @@ import torch
 
 
 def check_offload(trainer: Any, platform: Any, before: dict[str, torch.Tensor]) -> None:
-    """Offloading on a CPU, which gains nothing but moves what it moves elsewhere. Training on from here must
-    be what it would have been, to the last bit. `platform`: the worker's; `before`: the trainer's weights, by name."""
+    """Check offloading on a CPU, where it only copies storages. Training afterwards must be equal bit for bit.
+    `platform`: the worker's; `before`: the trainer's weights, by name."""
     held = bytes_of(trainer)
     assert all(held.values()), held
     trainer.offload_optimizer()

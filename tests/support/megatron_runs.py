@@ -34,7 +34,7 @@ def cases(*lists: list[dict[str, Any]]) -> pytest.MarkDecorator:
 
 
 def selected(request: pytest.FixtureRequest, some: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of `some` that the selected tests are about, and those that they are compared with: `-k moonlight-TP2`
+    """Select the cases of `some` that the selected tests use, and their reference cases: `-k moonlight-TP2`
     runs two."""
     items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     requested = [value for item in items for value in item.callspec.params.values() if isinstance(value, dict)]
@@ -66,7 +66,7 @@ def checkpoint_tensors(directory: Path) -> dict[str, torch.Tensor]:
 
 @functools.lru_cache
 def of_transformers(model: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What transformers computes of the model in a directory; see `rows_of`."""
+    """Compute the results of transformers for the model in a directory; see `rows_of`."""
     return rows_of(
         transformers.AutoModelForCausalLM.from_pretrained(
             model, dtype=torch.float32, attn_implementation="eager"
@@ -95,9 +95,9 @@ def check_weights(
 
 
 def check_gradient(results: Path, name: str, model: Any, inputs: list[dict[str, torch.Tensor]]) -> None:
-    """The gradient that the case `name` trained with is that of transformers' autograd, tensor by tensor.
+    """The gradient of case `name` equals that of transformers' autograd, tensor by tensor.
 
-    `model`: a transformers model of the case's weights; `inputs`: what it is given for each sequence.
+    `model`: a transformers model of the case's weights; `inputs`: its arguments for each sequence.
     """
     trained = torch.load(results / f"{name}.pt", weights_only=True)
     for sample, advantages in zip(inputs, global_batch()[1], strict=True):

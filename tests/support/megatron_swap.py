@@ -1,4 +1,4 @@
-"""Checkpoints of an optimizer whose states are on the host between steps, in trainer processes of the layout tests.
+"""Checkpoints of an optimizer with states on the host between steps, in trainer processes of the layout tests.
 
 `case["swap"]`: "mindspeed" turns MindSpeed's own on (`tests.support.mindspeed_ranks`); "stand-in" uses `swap_out` on Megatron's
 optimizer, which keeps states where MindSpeed keeps them, by the names that are recorded of it.
@@ -16,8 +16,8 @@ from tests.support.megatron_checkpoints import assert_same, save
 
 
 def run_case(worker: Any, case: dict[str, Any], output: Path) -> None:
-    """A run that is saved, and resumed in fresh trainers with and without the swap, goes on to the last bit; so does one
-    whose weights and gradients leave the device between steps."""
+    """A saved run, resumed in fresh trainers with and without the swap, is equal bit for bit; so is a run with weights
+    and gradients off the device between steps."""
     trainer = build(worker, case)
     batches, _ = worker.micro_batches(trainer, 3)
     directory = output / f"{case['name']}.checkpoint"
@@ -35,7 +35,7 @@ def run_case(worker: Any, case: dict[str, Any], output: Path) -> None:
         torch.save({"metrics": went_on, "weights": weights}, output / f"{case['name']}.went_on.pt")
 
     resumed = build(worker, case)
-    assert resumed.load(directory) is None, "the same layout goes on to the last bit"
+    assert resumed.load(directory) is None, "the same layout continues bit for bit"
     offload(worker, resumed)
     check(worker, resumed, batches, went_on, weights)
     plain = build(worker, case, swap=False)
@@ -52,7 +52,7 @@ def run_case(worker: Any, case: dict[str, Any], output: Path) -> None:
 
 
 def run_reshard(worker: Any, case: dict[str, Any], output: Path) -> None:
-    """Read what another layout wrote, write it again: the same to the last bit. Training goes on as it did there."""
+    """Read another layout's checkpoint and write it again: equal bit for bit. Training continues with equal results."""
     source, target = output / f"{case['from']}.checkpoint", output / f"{case['name']}.checkpoint"
     trainer = build(worker, case)
     notice = trainer.load(source)
@@ -84,7 +84,7 @@ def build(worker: Any, case: dict[str, Any], swap: bool = True) -> Any:
 
 
 def check(worker: Any, trainer: Any, batches: Any, went_on: Any, weights: dict[str, torch.Tensor]) -> None:
-    """Two more steps give what they gave in the run that was not interrupted."""
+    """Two more steps give the results of the uninterrupted run."""
     assert worker.train(trainer, batches, 2) == went_on
     for name, weight in trainer.export_weights():
         assert torch.equal(weights[name], weight), name
@@ -101,7 +101,7 @@ def offload(worker: Any, trainer: Any) -> None:
 
 def swap_out(optimizer: Any) -> None:
     """Keep states on the host between steps, as MindSpeed's swap_optimizer does: storages of moments, and of master
-    weights that are no model weights, are empty; counts of steps are tensors, and a step refuses an int."""
+    weights other than model weights, are empty; counts of steps are tensors, and a step refuses an int."""
     from megarl.megatron.optimizer import members
     from megarl.platform import swapped
 

@@ -1,4 +1,4 @@
-"""megarl's models compared with what is recorded of MindSpeed (`megarl/platform/mindspeed_tables`), where it is not installed."""
+"""megarl's models compared with the record of MindSpeed (`megarl/platform/mindspeed_tables`), without MindSpeed installed."""
 
 from __future__ import annotations
 

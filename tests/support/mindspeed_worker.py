@@ -1,6 +1,6 @@
 """MindSpeed's own code on a CPU, told of models' settings: `mindspeed_worker SOURCE`, with cases as JSON on stdin.
 
-What it imports beside Megatron (torch_npu, triton, ...) is nothing but names here: its features register and apply their
+Its imports other than Megatron (torch_npu, triton, ...) are empty modules here: its features register and apply their
 patches to the installed Megatron, and check a configuration; kernels are never called. Answers with a JSON object:
 `options`, the names of its argument parser with their choices, and `errors`, of each case what was raised, or null. For
 `{"build": [settings]}` instead of cases: what `build` says of the model that it made.
@@ -30,7 +30,7 @@ def options() -> dict[str, list[Any] | None]:
 
 
 def attempt(settings: dict[str, Any], latent: bool) -> str | None:
-    """What is raised when MindSpeed is told of `settings` and Megatron's configuration is made of them, as mbridge does."""
+    """Return the error of MindSpeed and of the Megatron configuration for `settings`, made as mbridge makes it."""
     import torch
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -71,7 +71,7 @@ def apart(settings: dict[str, Any], latent: bool) -> str | None:
 
 
 def build(options: list[str]) -> dict[str, Any]:
-    """The tiny recipe's model, built as a trainer on NPUs does. `compared`: tensors that are held to those of the files."""
+    """Build the tiny recipe's model as a trainer on NPUs does. `compared`: tensors compared with those of the files."""
     import torch
 
     from megarl import load_recipe

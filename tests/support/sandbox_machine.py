@@ -1,4 +1,4 @@
-"""Whether this machine has what the sandbox is made of, for the tests that need it."""
+"""Availability of the sandbox on this machine, for the tests that need it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from megarl.sandbox import detect
 
-# As root all that it takes is known without a trial run: where that alone fails, the sandbox is broken, and tests that were
-# skipped would hide it. What keeps other users from namespaces (AppArmor, a container's filter) only a trial run shows.
+# For root, all requirements are known without a trial run. If only the trial run fails, the sandbox is broken, and skipped
+# tests would hide it. Limits on other users' namespaces (AppArmor, a container's filter) appear only in a trial run.
 LACKING = detect.lacking_parts() if os.geteuid() == 0 else detect.missing()
 needs_sandbox = pytest.mark.skipif(bool(LACKING), reason=f"this machine has no sandbox: {LACKING}")

@@ -26,8 +26,8 @@ def mostly_letters(request: ScoreRequest) -> float:
 
 
 def pieces(request: ScoreRequest) -> dict[str, object]:
-    """As `letters`, of each piece of six characters by itself (the last may be shorter); and half a point for a whole
-    response of letters."""
+    """Step rewards: the score of `letters` for each piece of six characters (the last may be shorter). The response gets
+    half a point if it has only letters."""
     text = request.response
     ends = [*range(6, len(text), 6), len(text)] if text else []
     steps = [
@@ -59,7 +59,7 @@ def faulty(request: ScoreRequest) -> float:
         sys.exit(4)
     elif fault == "nan":
         return math.nan
-    elif fault == "child":  # and hangs, with a process of its own, whose id it leaves in a file
+    elif fault == "child":  # hangs, after writing the id of a child process to a file
         child = subprocess.Popen(["sleep", "1000"])
         Path(request.extra_info["file"]).write_text(str(child.pid))
         time.sleep(1000)
@@ -86,7 +86,7 @@ _crowd = 0
 
 
 async def crowd(request: ScoreRequest) -> float:
-    """How many samples are with it in its process."""
+    """Count the samples that this process scores at the moment."""
     global _crowd
     _crowd += 1
     await asyncio.sleep(0.2)
@@ -97,7 +97,7 @@ async def crowd(request: ScoreRequest) -> float:
 
 
 def modules(request: ScoreRequest) -> dict[str, object]:
-    """Which heavy packages the process that scores has imported."""
+    """List the heavy packages that the scoring process has imported."""
     heavy = {"torch", "vllm", "ray", "transformers", "megatron", "pyarrow"} & set(sys.modules)
     return {"score": float(len(heavy)), "answer": " ".join(sorted(heavy))}
 
@@ -108,7 +108,7 @@ def brevity(request: ScoreRequest) -> dict[str, float]:
 
 
 def last_turn(request: ScoreRequest) -> dict[str, float | str]:
-    """Whether the policy's last turn is the ground truth."""
+    """Score 1 if the policy's last turn is the ground truth."""
     text = [turn.text for turn in request.turns if turn.role == "assistant"][-1]
     right = float(text == request.ground_truth)
     return {"score": right, "accuracy": right, "reason": f"it said {text!r}"}

@@ -1,8 +1,8 @@
-"""Ranks of tests/weight_sync/test_deaths.py in a process of their own, which dies or is stopped in the middle of an update.
+"""Ranks of tests/weight_sync/test_deaths.py in a separate process, which dies or is stopped during an update.
 
 Usage: python -m tests.support.sharded_member CASE, as JSON: trainers, engines (which are here), session (null where trainer 0 is
-here: it is told on stdout), shapes, and, of the second update: place (an attribute of megarl.weight_sync, as
-"outbox.OutgoingBuckets.send"), signal, before (that, or after it). Does the updates whose versions it is told on stdin.
+here: it prints it), shapes, and, of the second update: place (an attribute of megarl.weight_sync, as
+"outbox.OutgoingBuckets.send"), signal, before (that, or after it). Reads versions from stdin and performs their updates.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def met(shm_dir: Any, places: list[str] | None = None, **options: Any) -> tuple[
 
 class Exchange:
     def __init__(self, session: ShardedSession, store: Any, trainers_here: list[int], engines_here: list[int]) -> None:
-        """`trainers_here`, `engines_here`: of the four of each, those that are threads of this process."""
+        """`trainers_here`, `engines_here`: the ranks, of four each, that are threads of this process."""
         self.session, self.store = session, store
         self.trainers = [rank for number, rank in enumerate(trainers()) if number in trainers_here]
         self.engines = [rank for number, rank in enumerate(engines()) if number in engines_here]

@@ -1,8 +1,8 @@
-"""What is wrong in the packages that megarl stands on, shown with their own code, unmended.
+"""Defects of packages that megarl depends on, shown with the packages' code, unpatched.
 
 Each function below asserts that one defect is still there; docs/upstream.md names the mend that it calls for.
-Run as a module, in a process of its own (megarl's mends must not be installed): prints, as JSON, the name of each
-defect with null, or with what was found instead; and which models mbridge knows.
+Run as a module, in a separate process (megarl's fixes must not be installed): prints, as JSON, the name of each
+defect with null, or with the observed behavior; and which models mbridge knows.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def checkpoint_index_is_a_pickle() -> None:
     with tempfile.TemporaryDirectory() as directory:
         folder = os.path.join(directory, "made")
         Path(directory, ".metadata").write_bytes(pickle.dumps(Order(folder)))
-        with contextlib.suppress(Exception):  # what it makes of the result is not the point
+        with contextlib.suppress(Exception):  # only the unpickling matters here
             FileSystemReader(directory).read_metadata()
         assert os.path.isdir(folder), "the index was not executed"
 
@@ -213,7 +213,7 @@ def main() -> None:
         try:
             function()
             defects[name] = None
-        except Exception:  # noqa: BLE001 - what is found instead of a defect may be anything
+        except Exception:  # noqa: BLE001 - any error may replace a defect
             defects[name] = traceback.format_exc()
     from mbridge import AutoBridge
 

@@ -23,5 +23,5 @@ def torch_npu() -> Path | None:
 
 
 def missing(name: str) -> str:
-    """Why tests that read the wheel `name` are skipped."""
+    """Return the reason to skip tests that read the wheel `name`, or None."""
     return f"{name} {_MISSING}"
