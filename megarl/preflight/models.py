@@ -27,15 +27,15 @@ from megarl.recipe.uses import uses_judge
 Config = dict[str, Any]
 POLICY, CRITIC, TEACHER, JUDGE = "model.path", "critic.model_path", "teacher.path", "judge.path"
 _MAKE_DATA = "megarl data quickstart --out data/quickstart"
-_MAKERS = {  # by the end of the directory's path
-    "data/quickstart/model": f"run `{_MAKE_DATA}`, which makes it",
-    "runs/quickstart-sft/hf": f"run `{_MAKE_DATA}`, then `megarl train recipes/quickstart_sft.yaml`, which leaves it there; "
-    "or launch/quickstart.sh, which does all",
+_REMEDIES = {  # for a missing model directory, by the last parts of its path
+    "data/quickstart/model": f"run `{_MAKE_DATA}` to make it",
+    "runs/quickstart-sft/hf": f"run `{_MAKE_DATA}`, then `megarl train recipes/quickstart_sft.yaml` to train it; "
+    "or run launch/quickstart.sh, which does both",
 }
 
 
 def models_of(recipe: Recipe) -> dict[str, str]:
-    """Return the directory of each model that the run reads, by its setting. The policy is the first."""
+    """Return the directory of each model that the run reads, by its setting. The policy comes first."""
     directories = {POLICY: recipe.model.path}
     if uses_critic(recipe.algorithm) and recipe.critic.model_path:
         directories[CRITIC] = recipe.critic.model_path
@@ -52,10 +52,10 @@ def models_of(recipe: Recipe) -> dict[str, str]:
 def config_of(path: str, recipe: Path, key: str = POLICY, name: str | None = None) -> Config:
     """Return the config.json of the model at `path`, the value of the setting `key` in the recipe file `recipe`.
 
-    Sources in order: `name` (a published model or a folder), `path`, the published model with the directory's name, and the
-    published model in the recipe's head.
+    The first source that exists is used: `name` (a published model or a folder), `path`, the published model with the
+    directory's name, the published model in the recipe's head.
 
-    Raises NotHereError if none of them exists, and RecipeError for a file that cannot be read.
+    Raises NotHereError if no source exists, and RecipeError for a file that cannot be read.
     """
     if name is not None and Path(name).is_dir():
         return read_hf_config(name, key)
@@ -65,40 +65,44 @@ def config_of(path: str, recipe: Path, key: str = POLICY, name: str | None = Non
     if shape is None:
         raise NotHereError(
             key,
-            f"there is no such directory (seen from {Path.cwd()}), and neither its name nor the recipe's head says which "
-            "published model has its config.json",
-            f"make the model first; or name one: an option of the command, or a line `# Shape{'' if key == POLICY else f' of {key}'}: "
-            f"NAME` in the recipe, of {', '.join(published.names())}",
+            f"the directory does not exist (working directory: {Path.cwd()}), and neither its name nor the recipe's head names "
+            "a published model",
+            "make the model first; or name a published model in an option of the command or in a line "
+            f"`# Shape{'' if key == POLICY else f' of {key}'}: NAME` of the recipe: {', '.join(published.names())}",
             value=path,
         )
     try:
         return published.read(shape)
     except ValueError as error:
-        raise RecipeError(key, str(error), "name one that is", value=path) from error
+        raise RecipeError(key, str(error), "name a published model", value=path) from error
 
 
-def _maker(path: str) -> str:
+def _missing_remedy(path: str) -> str:
     """Return the remedy for the missing model directory `path`."""
     end = "/".join(Path(path).parts[-3:])
-    return _MAKERS.get(end, "give the model's Hugging Face directory, with its config.json; megarl downloads none")
+    return _REMEDIES.get(
+        end, "give the model's Hugging Face directory, with its config.json; megarl downloads no models"
+    )
 
 
 def read_hf_config(path: str, key: str = POLICY) -> Config:
     """Return config.json of the Hugging Face directory `path`, the value of the setting `key`. Raises RecipeError."""
     directory = Path(path)
     if not directory.is_dir():
-        raise RecipeError(key, f"there is no such directory (seen from {Path.cwd()})", _maker(path), value=path)
+        problem = f"the directory does not exist (working directory: {Path.cwd()})"
+        raise RecipeError(key, problem, _missing_remedy(path), value=path)
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         remedy = "give a Hugging Face directory: config.json, *.safetensors and a tokenizer"
-        raise RecipeError(key, "it holds no config.json", remedy, value=path) from None
+        raise RecipeError(key, "it contains no config.json", remedy, value=path) from None
     except ValueError as error:
-        raise RecipeError(key, f"its config.json is no JSON: {error}", "mend the file", value=path) from error
+        raise RecipeError(key, f"its config.json is not valid JSON: {error}", "correct the file", value=path) from error
     except OSError as error:
-        raise RecipeError(key, f"its config.json cannot be read: {error.strerror}", "mend it", value=path) from error
+        problem = f"its config.json cannot be read: {error.strerror}"
+        raise RecipeError(key, problem, "make it readable", value=path) from error
     if not isinstance(config, dict):
-        raise RecipeError(key, "its config.json is no JSON object", "give the model's own file", value=path)
+        raise RecipeError(key, "its config.json is not a JSON object", "give the model's own file", value=path)
     return config
 
 
@@ -107,7 +111,7 @@ def read_weights_config(path: str, key: str) -> Config:
     config = read_hf_config(path, key)
     if not any(Path(path).glob("*.safetensors")):
         remedy = "convert the weights to safetensors (save_pretrained does)"
-        raise RecipeError(key, "it holds no *.safetensors", remedy, value=path)
+        raise RecipeError(key, "it contains no *.safetensors", remedy, value=path)
     fault = weights.find_fault(Path(path), int(text_fields(config).get("num_hidden_layers") or 0))
     if fault is not None:
         raise RecipeError(key, fault, "download or convert the model again", value=path)
@@ -118,7 +122,7 @@ def read_tokenizer(recipe: Recipe, config: Config) -> Tokenizer:
     """Return the policy's tokenizer, checked against the vocabulary of `config`, its config.json. Raises RecipeError."""
     key, path = ("model.tokenizer", recipe.model.tokenizer) if recipe.model.tokenizer else (POLICY, recipe.model.path)
     with as_recipe_error(
-        key, "give a directory with the model's own tokenizer (model.tokenizer, where it is another)", path
+        key, "give a directory with the model's own tokenizer (in model.tokenizer if it is separate)", path
     ):
         tokenizer = load_tokenizer(path, recipe.model.path)
         check_vocabulary(tokenizer, config)
@@ -129,7 +133,7 @@ def read_tokenizer(recipe: Recipe, config: Config) -> Tokenizer:
 
 
 def policy_errors(recipe: Recipe, config: Config) -> Iterator[ValueError]:
-    """Yield errors of a policy that cannot be trained, or sampled from. `config`: its config.json."""
+    """Yield errors of a policy that cannot be trained or sampled from. `config`: its config.json."""
     unknown = list(errors_of(check_known_model, config, POLICY, recipe.model.path))
     yield from unknown
     if unknown:  # the checks below read fields that may be missing
@@ -164,7 +168,7 @@ def critic_errors(recipe: Recipe, config: Config) -> Iterator[ValueError]:
         return
     if "vision_config" in config:
         remedy = "name a language model in critic.model_path, or use another algorithm.advantage"
-        yield RecipeError(key, "a critic cannot be made of a vision-language model yet", remedy, value=view.model.path)
+        yield RecipeError(key, "a vision-language model cannot be a critic yet", remedy, value=view.model.path)
         return
     for error in errors_of(check_layout, config, view.megatron, view.cluster.trainers):
         text = str(error).replace("megatron.", "critic.megatron.").replace("cluster.trainers", "critic.trainers")
@@ -176,21 +180,21 @@ def check_teacher(recipe: Recipe, config: Config) -> None:
     """Raise RecipeError for a teacher that cannot read the policy's samples. `config`: its config.json."""
     with as_recipe_error(TEACHER, "give the teacher's own config.json", recipe.teacher.path):
         check_sizes(config)
-    teacher, known = recipe.teacher, context_length(config)
+    teacher, context = recipe.teacher, context_length(config)
     check_heads("teacher", teacher, config)
-    longest = longest_sample(recipe) + 1  # an engine that reads a whole sample samples one token more
-    if known is not None and longest > known and "hf_overrides" not in teacher.engine_args:
+    longest = longest_sample(recipe) + 1  # an engine must sample at least one token after the sample that it reads
+    if context is not None and longest > context and "hf_overrides" not in teacher.engine_args:
         raise RecipeError(
             TEACHER,
-            f"it reads samples of data.max_prompt_length + rollout.max_response_length + 1 = {longest} tokens, and was made "
-            f"for {known} (max_position_embeddings of its config.json)",
+            f"it reads samples of data.max_prompt_length + rollout.max_response_length + 1 = {longest} tokens, and its context "
+            f"is {context} (max_position_embeddings of its config.json)",
             "lower the two, or name a teacher with a longer context",
             value=teacher.path,
         )
 
 
 def check_teacher_tokens(recipe: Recipe, tokenizer: Tokenizer, config: Config) -> None:
-    """Raise RecipeError for a teacher with another vocabulary than the policy. Reads its tokenizer."""
+    """Raise RecipeError if the teacher's vocabulary differs from the policy's. Loads the teacher's tokenizer."""
     path = str(recipe.teacher.path)
     with as_recipe_error(TEACHER, "name a teacher of the policy's family, with its own tokenizer", path):
         check_same_tokens(tokenizer, load_tokenizer(path))
@@ -198,27 +202,27 @@ def check_teacher_tokens(recipe: Recipe, tokenizer: Tokenizer, config: Config) -
     top_k = teacher_top_k(recipe.algorithm)
     if top_k > tokenizer.vocab_size:
         problem = f"the tokenizer in {tokenizer.directory} has {tokenizer.vocab_size} tokens"
-        raise RecipeError("algorithm.distill_top_k", problem, "ask for no more", value=top_k)
+        raise RecipeError("algorithm.distill_top_k", problem, f"set it to at most {tokenizer.vocab_size}", value=top_k)
 
 
 def check_known_model(config: Config, key: str, path: str) -> None:
-    """Raise RecipeError for a model that the trainer does not implement as the engine does."""
-    with as_recipe_error(key, "name a model that megarl trains, or change its config.json as said", path):
+    """Raise RecipeError for a model that the trainer would compute differently from the engine, or not at all."""
+    with as_recipe_error(key, "name a model that megarl trains, or change its config.json accordingly", path):
         check_model(config)
         check_sizes(config)
 
 
 def _check_context(recipe: Recipe, config: Config) -> None:
     """Raise RecipeError for samples longer than the policy's context. Engines would refuse them when they load."""
-    known, data, rollout = context_length(config), recipe.data, recipe.rollout
+    context, data, rollout = context_length(config), recipe.data, recipe.rollout
     longest = longest_sample(recipe)
-    if known is None or "hf_overrides" in rollout.engine_args or longest <= known:
+    if context is None or "hf_overrides" in rollout.engine_args or longest <= context:
         return
     raise RecipeError(
         "rollout.max_response_length",
-        f"with data.max_prompt_length = {data.max_prompt_length} a sample may have {longest} tokens, and the model was made "
-        f"for {known} (max_position_embeddings of its config.json)",
-        "lower the two together to that",
+        f"with data.max_prompt_length = {data.max_prompt_length} a sample may have {longest} tokens, and the model's context "
+        f"is {context} (max_position_embeddings of its config.json)",
+        f"lower the two to a sum of at most {context}",
         value=rollout.max_response_length,
     )
 

@@ -12,7 +12,7 @@ from megarl.recipe.schema import Recipe
 
 
 def prepare_training(recipe: Recipe) -> Prepared:
-    """Return the tokenizer and data of `train`. Raises all errors together: ValueError, RecipeError if a key is to blame."""
+    """Return the tokenizer and data of `train`. Raises all errors together: RecipeError if a key causes them, else ValueError."""
     return _prepare(recipe, Available(run=True))
 
 

@@ -1,4 +1,4 @@
-"""The run's directory: whether the run may write there, and the checkpoint it resumes from."""
+"""Checks of the run's directory, and the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _SHOWN = 8  # changed settings in a notice
 
 @dataclass
 class RunPlace:
-    """The run's directory and the step it starts with."""
+    """The run's directory, checkpoint and first step."""
 
     directory: RunDirectory
     checkpoint: Path | None  # resolved from train.resume
     first_step: int  # the first step without a line in the metrics
-    identity: dict[str, Any]  # of the run's checkpoints; see megarl/checkpoint/identity.py
+    identity: dict[str, Any]  # identity of the run's checkpoints; see megarl/checkpoint/identity.py
     notices: list[str]  # checkpoints that were skipped, with the reason, and changed settings
 
 
 def open_run_directory(recipe: Recipe, identity: dict[str, Any]) -> RunPlace:
-    """Make the run's directory if it is missing, and find the checkpoint to resume from. Raises as `find_place` does."""
+    """Create the run's directory if it is missing, and find the checkpoint to resume from. Raises as `find_place` does."""
     place = find_place(recipe, identity)
     path = place.directory.path
     try:
@@ -57,9 +57,9 @@ def _make_weights_directory(recipe: Recipe) -> None:
 
 
 def find_place(recipe: Recipe, identity: dict[str, Any]) -> RunPlace:
-    """Return where the run would write and start, without making anything.
+    """Return the run's directory, checkpoint and first step, without creating anything.
 
-    Raises RecipeError as `run_directory_errors` yields it, and ValueError for a checkpoint of another run or other data.
+    Raises the first error of `run_directory_errors`, and ValueError for a checkpoint of another run or of other data.
     """
     directory = RunDirectory(Path(recipe.runs_dir) / recipe.name)
     notices: list[str] = []
@@ -78,7 +78,7 @@ def find_place(recipe: Recipe, identity: dict[str, Any]) -> RunPlace:
 
 
 def run_directory_errors(recipe: Recipe) -> Iterator[RecipeError]:
-    """Yield an error if the run's directory holds another run, cannot be written, or is on a full disk."""
+    """Yield an error if the run's directory contains another run, is not writable, or is on a full disk."""
     directory = RunDirectory(Path(recipe.runs_dir) / recipe.name)
     if recipe.train.resume == "never" and directory.holds_a_run():
         problem = f"{directory.path} already holds a run"
@@ -90,10 +90,10 @@ def run_directory_errors(recipe: Recipe) -> Iterator[RecipeError]:
         yield _not_writable(recipe, f"{existing} is not a directory")
         return
     if not os.access(existing, os.W_OK | os.X_OK):
-        yield _not_writable(recipe, f"{existing} cannot be written")
+        yield _not_writable(recipe, f"{existing} is not writable")
     free = shutil.disk_usage(existing).free
     if free < LEAST_FREE_BYTES:
-        problem = f"{existing} has {free >> 20} MiB free, and even a small run needs {LEAST_FREE_BYTES >> 20}"
+        problem = f"{existing} has {free >> 20} MiB free, and a run needs at least {LEAST_FREE_BYTES >> 20} MiB"
         yield RecipeError("runs_dir", problem, "free some space, or set runs_dir to another disk", value=str(path))
 
 
@@ -102,7 +102,7 @@ def _not_writable(recipe: Recipe, problem: str) -> RecipeError:
 
 
 def _changed_settings(directory: RunDirectory, recipe: Recipe) -> list[str]:
-    """Return a notice of the settings that differ from those of the run's last start."""
+    """Return a notice of the settings that changed since the run's last start; an empty list if no setting changed."""
     if not directory.recipe.is_file():
         return []
     before, now = (flat_settings(text) for text in (directory.recipe.read_text(), to_yaml(recipe)))

@@ -18,7 +18,7 @@ from megarl.megatron.config_fields import check_extra_names
 from megarl.platform.kinds import kind_of
 from megarl.preflight.engines import check_adapters, check_engine, check_engines
 from megarl.preflight.recipe.observe import check_traces
-from megarl.preflight.user_functions import try_own_functions
+from megarl.preflight.user_functions import try_user_functions
 from megarl.recipe.critic import critic_view
 from megarl.recipe.judge import JUDGE
 from megarl.recipe.schema import Recipe
@@ -32,7 +32,7 @@ def only_evaluates(recipe: Recipe) -> bool:
 
 
 def demand_of(recipe: Recipe) -> Demand:
-    """Return the devices that `train` places, or `eval` if there is no training data."""
+    """Return the devices that `train` needs, or `eval` if the recipe has no training data."""
     trains, samples = not only_evaluates(recipe), recipe.train.source == "rollout"
     fixed = [section for section in fixed_models(recipe) if trains or section == JUDGE]
     critic = trains and uses_critic(recipe.algorithm)
@@ -42,7 +42,7 @@ def demand_of(recipe: Recipe) -> Demand:
 def training_setting_errors(recipe: Recipe) -> Iterator[ValueError]:
     """Yield errors of engines, Megatron's settings, user functions and devices, for `train`."""
     if not recipe.data.train_files and not recipe.data.mix:
-        problem = "there is no training data"
+        problem = "the recipe has no training data"
         yield RecipeError("data.train_files", problem, "name .parquet or .jsonl files", value=[])
     yield from errors_of(check_engines, recipe.rollout)
     if needs_teacher(recipe.algorithm):
@@ -52,7 +52,7 @@ def training_setting_errors(recipe: Recipe) -> Iterator[ValueError]:
     yield from errors_of(check_extra_names, recipe, "megatron")
     if uses_critic(recipe.algorithm):
         yield from errors_of(check_extra_names, critic_view(recipe), "critic.megatron")
-    yield from errors_of(try_own_functions, recipe.algorithm)
+    yield from errors_of(try_user_functions, recipe.algorithm)
     if kind_of(platforms.kind(recipe.cluster.device)).ray_resource is not None:  # CPU processes share cores
         yield from errors_of(check_demand, recipe)
 
@@ -62,13 +62,13 @@ def evaluation_setting_errors(recipe: Recipe) -> Iterator[ValueError]:
     if recipe.train.source != "rollout":
         yield RecipeError(
             "train.source",
-            "`megarl eval` samples answers and scores them, and these rows only have a loss",
-            "set evaluation.at_start or at_end, and the run computes the loss; or use an RL recipe",
+            "`megarl eval` samples responses and scores them, but rows of this source only have a loss",
+            "set evaluation.at_start or at_end to compute the loss during training, or use an RL recipe",
             value=recipe.train.source,
         )
         return
     if not recipe.data.eval_files:
-        problem = "there is no evaluation data"
+        problem = "the recipe has no evaluation data"
         yield RecipeError("data.eval_files", problem, "name .parquet or .jsonl files", value=[])
     yield from errors_of(check_engines, recipe.rollout)
     if uses_judge(recipe):
@@ -97,7 +97,7 @@ def check_device(recipe: Recipe, device: str, *, training: bool = True) -> None:
 
 
 def route_notices(recipe: Recipe, config: dict[str, Any]) -> list[str]:
-    """Return a notice if `exchange.route=auto` means export, with the bytes that moves. `config`: the policy's config.json.
+    """Return a notice if `exchange.route=auto` selects export, with the bytes sent. `config`: the policy's config.json.
 
     Raises RecipeError for a route that the engines of this environment do not support.
     """

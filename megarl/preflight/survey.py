@@ -1,7 +1,7 @@
-"""Walk every check that needs more than the recipe's values, and report all findings.
+"""Run every check that needs more than the recipe's values, and collect the findings.
 
-`train` and `eval` raise the errors together, `plan` prints them with what it could not check, and `doctor` adds findings of
-the machine.
+`train` and `eval` raise the errors together, `plan` prints them with the checks that it could not run, and `doctor` adds
+findings about the machine.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def survey(recipe: Recipe, available: Available | None = None) -> Survey:
 def findings(survey: Survey) -> Iterator[RecipeFinding]:
     """Run the checks stage by stage, and yield the findings of each stage.
 
-    Data is read only if settings and models have no errors: its checks would report them again, and it takes long.
+    Data is read only if settings and models have no errors: reading takes long, and its checks would repeat these errors.
     """
     yield from survey.stage("settings", _check_settings)
     yield from survey.stage("model", check_models)
@@ -64,7 +64,7 @@ def _check_settings(survey: Survey) -> None:
     survey.add(training_setting_errors(recipe), "megatron.extra")
     if not survey.is_partial:
         return
-    if recipe.cluster.device == "auto":  # the plan is for devices, which this machine may lack
+    if recipe.cluster.device == "auto":  # `plan` plans for devices that this machine may lack
         with survey.part("megatron.extra"):
             check_demand(recipe)
     with survey.part("rollout.tensor_parallel"):
@@ -83,7 +83,7 @@ def _check_machines(survey: Survey) -> None:
 
 
 def _report_packages(survey: Survey) -> None:
-    """Report settings of packages that are not installed here: their names cannot be checked."""
+    """Report settings of packages that are not installed: their names cannot be checked."""
     recipe = survey.recipe
     samples = recipe.train.source == "rollout"
     for section in [*(["rollout"] if samples else []), *fixed_models(recipe)]:

@@ -31,7 +31,7 @@ from megarl.recipe.uses import uses_judge
 from megarl.rewards.weighted import needed_columns
 from megarl.text import pluralize
 
-ROWS = 256  # read of each file if not all are
+ROWS = 256  # rows to read from each file for a sample
 _KINDS: dict[str, type[RowDataset[Any]]] = {"sft": SFTDataset, "preferences": PreferenceDataset}
 
 
@@ -83,14 +83,14 @@ def check_sample(survey: Survey) -> None:
                 survey.rows += _sample(survey, Path(file))
     if survey.tokenizer is None:
         if survey.rows:
-            survey.unavailable("data.max_prompt_length: there is no tokenizer here to count the rows' tokens with")
+            survey.unavailable("data.max_prompt_length: the rows' tokens cannot be counted without a tokenizer")
     elif not survey.errors:
         with survey.part("data.train_files"):
             _read_sample(survey, survey.tokenizer, files)
 
 
 def _file_is_here(survey: Survey, key: str, file: str) -> bool:
-    """Return False for a missing file, unless its folder has others of its format: then its name is wrong."""
+    """Return False for a missing file. A file whose folder has files of the same format is misspelt, not missing: True."""
     path = Path(file)
     if path.is_file() or (path.parent.is_dir() and any(path.parent.glob(f"*{path.suffix}"))):
         return True

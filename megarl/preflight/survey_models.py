@@ -42,7 +42,7 @@ def check_models(survey: Survey) -> None:
                 survey.configs[key] = _config_of(survey, key, directory)
     _check_configs(survey)
     if survey.is_partial and survey.errors:
-        return  # checks of the files would report the same again
+        return  # checks of the files would repeat these errors
     device = recipe.cluster.device
     if survey.is_partial and device != "auto" and Path(recipe.model.path).is_dir():
         with survey.part("cluster.device"):
@@ -61,7 +61,7 @@ def _config_of(survey: Survey, key: str, directory: str) -> Config:
 
 
 def _check_configs(survey: Survey) -> None:
-    """Check what each config.json determines: layout, adapters, context length, parallel sizes of engines."""
+    """Check settings against each config.json: layout, adapters, context length, parallel sizes of engines."""
     recipe, policy = survey.recipe, survey.configs.get(POLICY)
     if policy is not None:
         if not survey.available.training:
@@ -98,7 +98,7 @@ def _check_policy_files(survey: Survey) -> None:
 
 
 def _check_other_files(survey: Survey, key: str) -> None:
-    """Check weights and tokenizer of critic, teacher or judge. The judge's question is checked with the data."""
+    """Check weights and tokenizer of critic, teacher or judge. `check_judge` checks the judge's question, with the data."""
     directory = models_of(survey.recipe)[key]
     if not _is_here(survey, directory, key, "its weights and tokenizer"):
         return
@@ -129,13 +129,13 @@ def _is_here(survey: Survey, directory: str, key: str, files: str) -> bool:
         survey.unavailable(f"{key}: {directory} is not on this machine: {files}")
         return False
     if _holds_only_config(Path(directory)):
-        survey.unavailable(f"{key}: {directory} holds a config.json alone: {files}")
+        survey.unavailable(f"{key}: {directory} has only a config.json: {files}")
         return False
     return True
 
 
 def _holds_only_config(directory: Path) -> bool:
-    """Return whether a folder has a config.json and neither weights nor a tokenizer: enough to plan, but not to run."""
+    """Return whether a folder has a config.json but no weights and no tokenizer, which is enough for `plan` alone."""
     names = {file.name for file in directory.iterdir()}
     return "config.json" in names and not any(
         name.endswith((".safetensors", ".bin", ".safetensors.index.json")) or name.startswith("tokenizer")

@@ -1,4 +1,4 @@
-"""Call user-registered losses and advantages once on a small batch, so that their errors show before the run starts."""
+"""Call user-registered losses and advantages once on a small batch, to raise their errors before the run starts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from megarl.errors import RecipeError
 if TYPE_CHECKING:
     from megarl.recipe.algorithm import AlgorithmConfig
 
-_LENGTHS = [5, 4, 5, 4]  # tokens of four samples, two of each of two prompts
+_LENGTHS = [5, 4, 5, 4]  # tokens of four samples: two prompts with two samples each
 _MASK = np.array([0, 1, 1, 1, 1, 0, 1, 1, 1] * 2, dtype=bool)
 
 
-def try_own_functions(settings: AlgorithmConfig) -> None:
+def try_user_functions(settings: AlgorithmConfig) -> None:
     """Call the recipe's advantage and loss if they come from `algorithm.modules`.
 
     Raises RecipeError with the function, its file and line, and the problem.
@@ -30,18 +30,18 @@ def try_own_functions(settings: AlgorithmConfig) -> None:
         return
     estimator, loss = ADVANTAGES[settings.advantage], LOSSES[settings.loss]
     of_samples, of_tokens = estimator.function, estimator.of_tokens
-    if _is_own(of_samples):
+    if _is_user_function(of_samples):
         assert of_samples is not None
         values = _call("advantage", settings, of_samples, _outcomes())
         _expect("advantage", settings, of_samples, values, len(_LENGTHS), "samples")
-    if _is_own(of_tokens):
+    if _is_user_function(of_tokens):
         values = _call("advantage", settings, of_tokens, _token_outcomes())
         _expect("advantage", settings, of_tokens, values, len(_MASK), "tokens")
-    if _is_own(loss.function):
+    if _is_user_function(loss.function):
         _try_loss(settings, loss.function)
 
 
-def _is_own(function: Any) -> bool:
+def _is_user_function(function: Any) -> bool:
     return function is not None and not str(function.__module__).startswith("megarl.")
 
 
@@ -86,12 +86,12 @@ def _try_loss(settings: AlgorithmConfig, function: Callable[..., Any]) -> None:
             "loss",
             settings,
             function,
-            f"returned {type(result).__name__}: the loss of each token and a dict of metrics are wanted",
+            f"returned {type(result).__name__}, expected a tuple (loss of each token, dict of metrics)",
         )
     _expect("loss", settings, function, result[0], len(_MASK), "tokens")
     if not result[0].requires_grad:
         _refuse(
-            "loss", settings, function, "returned a loss that does not depend on log_probs, so nothing would be learned"
+            "loss", settings, function, "returned a loss that does not depend on log_probs, so its gradient is zero"
         )
     for name, values in result[1].items():
         _expect("loss", settings, function, values, len(_MASK), "tokens", f"as the metric {name!r} ")
@@ -100,7 +100,7 @@ def _try_loss(settings: AlgorithmConfig, function: Callable[..., Any]) -> None:
 def _call(key: str, settings: AlgorithmConfig, function: Callable[..., Any], argument: Any) -> Any:
     try:
         return function(argument, settings)
-    except Exception as error:  # noqa: BLE001 -- whatever a user's function raises
+    except Exception as error:  # noqa: BLE001 -- a user's function may raise anything
         frames = [
             frame
             for frame in traceback.extract_tb(error.__traceback__)
@@ -122,14 +122,14 @@ def _expect(
     shape = tuple(getattr(values, "shape", ()))
     if shape != (count,):
         text = f"an array of shape {list(shape)}" if hasattr(values, "shape") else type(values).__name__
-        _refuse(key, settings, function, f"returned {label}{text}: one number for each of {count} {unit} is wanted")
+        _refuse(key, settings, function, f"returned {label}{text}, expected one number for each of {count} {unit}")
 
 
 def _refuse(key: str, settings: AlgorithmConfig, function: Callable[..., Any], problem: str) -> NoReturn:
     name, place = getattr(settings, key), f"{inspect.getsourcefile(function)}:{function.__code__.co_firstlineno}"
     raise RecipeError(
         f"algorithm.{key}",
-        f"on a small made-up batch {name} ({place}) {problem}",
-        "mend it; docs/algorithms.md, 'Functions of your own', says what it is given and what it returns",
+        f"on a small test batch, {name} ({place}) {problem}",
+        "correct the function; docs/algorithms.md, 'Functions of your own', describes its arguments and its result",
         value=name,
     )

@@ -11,7 +11,7 @@ import pytest
 
 from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
 from megarl.preflight.load import load_recipe
-from megarl.preflight.user_functions import try_own_functions
+from megarl.preflight.user_functions import try_user_functions
 from megarl.recipe import RecipeError
 from megarl.recipe.algorithm import AlgorithmConfig
 from tests.support.loss_cases import inputs, outcomes
@@ -203,7 +203,7 @@ def test_the_pages_example(recipe: Path, tmp_path: Path, monkeypatch: pytest.Mon
         0,
         0,
     ]
-    try_own_functions(algorithm)
+    try_user_functions(algorithm)
 
 
 @pytest.mark.usefixtures("own_registries")
@@ -214,9 +214,9 @@ def test_the_pages_example(recipe: Path, tmp_path: Path, monkeypatch: pytest.Mon
         (("-inputs.advantages * ratio", "ratio.detach()"), "loss", "does not depend on log_probs"),
         (("-inputs.advantages * ratio.clamp", "(-inputs.advantages * ratio).mean().clamp"), "loss", "an array of shape []"),
         (('"actor/ratio": ratio.detach()', '"actor/ratio": ratio.mean()'), "loss", "as the metric 'actor/ratio' an array"),
-        ((", {\"actor/ratio\": ratio.detach()}", ""), "loss", "returned Tensor: the loss of each token and a dict"),
+        ((", {\"actor/ratio\": ratio.detach()}", ""), "loss", "returned Tensor, expected a tuple (loss of each token, dict"),
         (("np.sign(outcomes.rewards -", "np.sign(outcomes.rewards[1:] -"), "advantage", "failed in line 20: ValueError"),
-        (("return np.sign", "return list(medians) or np.sign"), "advantage", "returned list: one number for each of 4 samples"),
+        (("return np.sign", "return list(medians) or np.sign"), "advantage", "returned list, expected one number for each of 4 samples"),
     ],
 )  # fmt: skip
 def test_a_slip_in_a_function_of_ones_own_shows_before_anything_starts(
@@ -232,13 +232,13 @@ def test_a_slip_in_a_function_of_ones_own_shows_before_anything_starts(
     recipe.write_text(recipe.read_text() + section)
     algorithm = load_recipe(recipe).algorithm
     with pytest.raises(RecipeError) as caught:
-        try_own_functions(algorithm)
+        try_user_functions(algorithm)
     assert caught.value.key == f"algorithm.{key}" and words in str(caught.value), str(caught.value)
     assert str(tmp_path / "my_ideas.py") in str(caught.value)
 
 
 def test_functions_of_megarl_are_not_tried() -> None:
-    try_own_functions(AlgorithmConfig(loss="ppo_clip", modules=["json"]))
+    try_user_functions(AlgorithmConfig(loss="ppo_clip", modules=["json"]))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ ASKED = ["reward.functions={gsm8k: 1.0, judge: 0.5}", "judge.path=some/model", "
 @pytest.mark.parametrize(
     ("overrides", "key", "words"),
     [
-        (ASKED[:1], "judge.path", "whose model is unset"),
+        (ASKED[:1], "judge.path", "but its model is unset"),
         (ASKED[:2], "judge.prompt", "the judge has no question"),
         (["reward.function=judge", *ASKED[1:2]], "judge.prompt", "the judge has no question"),
         (ASKED[1:], "judge", "this section has no effect"),
@@ -102,7 +102,7 @@ class TestItsModelAndQuestion:
         file.write_text(json.dumps(settings))
         with pytest.raises(RecipeError, match="its tokenizer has no chat template"):
             prepare(f"judge.path={plain}")
-        with pytest.raises(RecipeError, match="there is no such directory"):
+        with pytest.raises(RecipeError, match="the directory does not exist"):
             prepare(f"judge.path={tmp_path}/nowhere")
 
     def test_a_context_that_the_judge_does_not_have(self, prepare) -> None:

@@ -109,10 +109,10 @@ def test_a_missing_model_of_the_quickstart_names_the_command_that_makes_it(
     monkeypatch.chdir(tmp_path)
     advice = {}
     for path in ("data/quickstart/model", "runs/quickstart-sft/hf", "models/Qwen3-8B"):
-        with pytest.raises(RecipeError, match="there is no such directory") as error:
+        with pytest.raises(RecipeError, match="the directory does not exist") as error:
             read_hf_config(str(tmp_path / path))
         advice[path] = error.value.remedy
-    assert advice["data/quickstart/model"] == "run `megarl data quickstart --out data/quickstart`, which makes it"
+    assert advice["data/quickstart/model"] == "run `megarl data quickstart --out data/quickstart` to make it"
     assert "megarl train recipes/quickstart_sft.yaml" in advice["runs/quickstart-sft/hf"]
     assert "quickstart" not in advice["models/Qwen3-8B"]
     assert load_recipe(str(ROOT / SFT_RECIPE)).model.path.endswith("data/quickstart/model")

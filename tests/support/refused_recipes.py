@@ -113,7 +113,7 @@ ENGINES = [
     bad(DENSE, "rollout.engine_args.max_num_batched_tokens=16 rollout.engine_args.max_num_seqs=64", "max_num_batched_tokens", "max_num_seqs"),
     bad(DENSE, "rollout.engine_args.enforce_eager=yess", "rollout.engine_args.enforce_eager", "true or false"),
     bad("grpo_qwen3_8b_sglang", "", "rollout.engine_args", "is not installed here", None, "--strict"),
-    bad(DENSE, "rollout.max_response_length=65536", "rollout.max_response_length", "made for 40960"),
+    bad(DENSE, "rollout.max_response_length=65536", "rollout.max_response_length", "context is 40960"),
     bad(DENSE, "data.max_prompt_length=40000 rollout.max_response_length=1000", "rollout.max_response_length", "lower the two"),
     bad(OFF, "rollout.max_staleness=1 cluster.placement=colocated", "rollout.max_staleness", "disaggregated"),
     bad(DENSE, "rollout.dtype=fp8", "rollout.dtype", "bfloat16"),
@@ -221,7 +221,7 @@ ALGORITHMS = [
     bad(GKD, "rollout.temperature=0.7", "rollout.temperature", "set it to 1"),
     bad(GKD, "algorithm.reference=start", "algorithm.reference", "teacher"),
     bad(GKD, "teacher.engine=vllmm", "teacher.engine", "did you mean 'vllm'"),
-    bad(GKD, "rollout.max_response_length=448", "teacher.path", "made for 512"),
+    bad(GKD, "rollout.max_response_length=448", "teacher.path", "context is 512"),
     bad(DENSE, "agent.max_turns=3", "agent", "name one in agent.tools"),
     bad("retool", "data.chat_template=false", "data.chat_template", "true"),
 ]  # fmt: skip
@@ -245,7 +245,7 @@ OWN = "reward.function=own_scorer:score"
 
 FILES = [
     bad(QUICK, "", "model.path", "config.json", no_config),
-    bad(QUICK, "", "model.path", "mend the file", config_cut_short),
+    bad(QUICK, "", "model.path", "correct the file", config_cut_short),
     bad(QUICK, "", "model.path", "own file", config_is_a_list),
     bad(QUICK, "", "model.path", "megarl trains", configured(model_type="gpt2")),
     bad(QUICK, "", "model.path", "model_type", without_field("model_type")),

@@ -26,7 +26,7 @@ def judge_errors(recipe: Recipe) -> Iterator[RecipeError]:
         yield RecipeError("reward", problem, "set train.source=rollout, or leave judge out of the reward")
         return
     if not judge.path:
-        problem = "the reward uses the judge, whose model is unset"
+        problem = "the reward uses the judge, but its model is unset"
         yield RecipeError("judge.path", problem, "give the judge's Hugging Face directory", value=judge.path)
     if not judge.prompt:
         problem = "the judge has no question"

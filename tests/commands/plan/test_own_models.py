@@ -36,7 +36,7 @@ def test_a_folder_with_a_config_alone_is_planned(tmp_path: Path) -> None:
     recipe = load_recipe(QUICKSTART, [f"model.path={folder(tmp_path)}", "megatron.expert_parallel=1"])
     report = checked(recipe, QUICKSTART)
     assert report.refusals == [] and report.models["model.path"]["num_hidden_layers"] == 2
-    assert f"model.path: {tmp_path} holds a config.json alone: its weights and tokenizer" in report.unchecked
+    assert f"model.path: {tmp_path} has only a config.json: its weights and tokenizer" in report.unchecked
     (tmp_path / "model.safetensors").write_bytes(b"")
     assert checked(recipe, QUICKSTART).refusals, "weights that are there are read"
 

@@ -57,7 +57,7 @@ def test_what_is_here_is_looked_at(quickstart_data: Path, tmp_path: Path) -> Non
 def test_columns_are_looked_at_without_a_tokenizer(quickstart_data: Path, tmp_path: Path) -> None:
     report = look("grpo_qwen3_8b", *here(quickstart_data)[1:], f"runs_dir={tmp_path}")
     assert not report.refusals
-    assert any("no tokenizer here" in line for line in report.unchecked)
+    assert any("without a tokenizer" in line for line in report.unchecked)
 
 
 def test_a_run_that_is_there_stands_in_the_way_here_alone(quickstart_data: Path, tmp_path: Path) -> None:
