@@ -190,14 +190,14 @@ def check_target(option: str, path: Path) -> None:
         raise ValueError(f"{option} {path} is a folder. Name a file in it, as in {path / 'page.html'}.")
     if not path.parent.is_dir():
         problem = "is a file" if path.parent.exists() else "does not exist"
-        raise ValueError(f"{option} {path}: the folder {path.parent} {problem}. Make it, or name another place.")
+        raise ValueError(f"{option} {path}: the folder {path.parent} {problem}. Create it, or choose another path.")
     part = _part(path)
     try:
         AppendFile(part, fresh=True).close()
         part.unlink()
     except OSError as error:
         raise ValueError(
-            f"{option} {path}: nothing can be written to the folder {path.parent} ({error.strerror}). Name another place."
+            f"{option} {path}: nothing can be written to the folder {path.parent} ({error.strerror}). Choose another path."
         ) from error
 
 
@@ -205,7 +205,7 @@ def check_new(option: str, path: Path) -> None:
     """Run `check_target`, and raise ValueError if the file exists: it would be overwritten."""
     check_target(option, path)
     if path.exists():
-        raise ValueError(f"{option} {path} is there already, and would be lost. Name another file, or move this one.")
+        raise ValueError(f"{option} {path} exists and would be overwritten. Choose another file, or move this one.")
 
 
 def _part(path: Path) -> Path:

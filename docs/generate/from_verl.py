@@ -26,7 +26,7 @@ The command may run main_ppo, main_dapo, one-step-off's main_ppo, fsdp_sft_train
 have no counterpart are listed with their lines, as comments at the top of the recipe and on stderr. An option that the command
 does not set has verl's default where it differs from megarl's. `--rows` is the number of rows of the training data, which
 converts epochs to steps. The recipe is loaded before it is written, and an invalid one is an error with its remedy. For models
-whose config.json is in `megarl/model_configs/`, a note reports a layout that does not divide the model.
+with a config.json in `megarl/model_configs/`, a note reports a layout that does not divide the model.
 
 Check three settings yourself. A script with FSDP has no Megatron layout: choose `megatron.tensor_parallel` if the script has no
 sequence parallelism. `model.path` must be a folder, not a name on the hub. Rows must have [verl's columns](data.md).

@@ -97,7 +97,7 @@ def find_checkpoint(resume: str, folder: Path, *, checksums: bool, notice: Calla
     return None
 
 
-def how_to_go_on(folder: Path, resume: str) -> str:
+def resume_hint(folder: Path, resume: str) -> str:
     """Line at the end of a failed run: the last intact checkpoint and how to resume from it.
 
     Checks only the presence and size of files. `resume`: the run's `train.resume`.

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from megarl.checkpoint.folder import how_to_go_on, list_checkpoints
+from megarl.checkpoint.folder import list_checkpoints, resume_hint
 from megarl.errors import InputError, RecipeError
 from megarl.observe.run_dir import RunDirectory
 from megarl.recipe.schema import Recipe
@@ -51,7 +51,7 @@ def after_interruption(recipe: Recipe, run: RunDirectory) -> list[str]:
     """Return the last lines of a run that Ctrl-C or SIGTERM ended: its folder and how to resume."""
     return [
         f"{recipe.name}: stopped; its files are in {shown(run.path)}",
-        how_to_go_on(run.checkpoints, recipe.train.resume),
+        resume_hint(run.checkpoints, recipe.train.resume),
     ]
 
 
@@ -75,7 +75,7 @@ def naming_checkpoint(recipe: Recipe, directory: RunDirectory) -> Iterator[None]
             print("", *after_interruption(recipe, directory), sep="\n", file=sys.stderr, flush=True)
             raise
         try:
-            note = how_to_go_on(directory.checkpoints.absolute(), recipe.train.resume)
+            note = resume_hint(directory.checkpoints.absolute(), recipe.train.resume)
         except OSError as problem:  # e.g. the disk failed
             note = f"The checkpoints could not be listed: {problem}"
         error.__notes__ = [*getattr(error, "__notes__", ()), note]  # add_note needs Python 3.11

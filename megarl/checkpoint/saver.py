@@ -186,5 +186,5 @@ def read_receipts(receipts: list[Path], folder: Path) -> Written:
             elements[place, name] = (elements.get((place, name), (0, whole))[0] + here, whole)
         seconds = max(seconds, receipt["seconds"])
     wrong = {name: counts for (_, name), counts in elements.items() if counts[0] != counts[1]}
-    assert not wrong, f"elements written, and of how many: {wrong}"
+    assert not wrong, f"written and expected elements differ: {wrong}"
     return Written(files, seconds)

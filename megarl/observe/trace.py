@@ -79,7 +79,7 @@ def _naming(kind: str, name: str, pid: int, tid: int) -> dict[str, Any]:
 
 
 def _prepare_to_append(path: Path) -> bool:
-    """Prepare an earlier session's file for more events. Returns False if there is no file to continue."""
+    """Prepare an earlier session's file for more events. Returns False without an earlier file."""
     if not path.exists() or path.stat().st_size < 2:
         path.unlink(missing_ok=True)
         return False

@@ -16,7 +16,7 @@ MEMORY = "perf/max_memory_allocated_gb"
 def log_update(
     log: RunLog, skipped: SkippedSteps, step: int, role: str, per_rank: Sequence[list[Metrics] | None]
 ) -> None:
-    """Log the metrics of an update and count a step whose updates were all skipped.
+    """Log the metrics of an update, and count the step if all its updates were skipped.
 
     The step's memory is the maximum over actor and critic. per_rank, role: see `combine_updates`.
     """

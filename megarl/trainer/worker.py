@@ -282,7 +282,7 @@ def _seed_everything(seed: int) -> None:
 
 
 def kernel_notices(ranks: Sequence[dict[str, Any]]) -> list[str]:
-    """Return notices of trainers whose native layers use other kernels than trainer 0's. Each rank tests its kernels.
+    """Return notices of trainers with other kernels in native layers than trainer 0. Each rank tests its kernels.
 
     ranks: results of `describe`.
     """
@@ -292,7 +292,7 @@ def kernel_notices(ranks: Sequence[dict[str, Any]]) -> list[str]:
         if rank["kernels"] != first:
             deviating.setdefault(rank["kernels"], []).append(number)
     return [
-        f"trainers {numbers} compute with other kernels than trainer 0, so their sums are rounded otherwise. "
-        f"Theirs: {text}. Trainer 0's: {first}"
+        f"trainers {numbers} compute with other kernels than trainer 0, so their sums are rounded differently. "
+        f"Their kernels: {text}. Trainer 0's kernels: {first}"
         for text, numbers in deviating.items()
     ]

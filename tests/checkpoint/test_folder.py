@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.checkpoint.folder import find_checkpoint, how_to_go_on, list_checkpoints, load_state, set_aside_later
+from megarl.checkpoint.folder import find_checkpoint, list_checkpoints, load_state, resume_hint, set_aside_later
 from megarl.checkpoint.identity import check_base, identity_of, weights_digest
 from megarl.checkpoint.manifest import MANIFEST, find_damage
 from megarl.errors import RecipeError
@@ -285,9 +285,9 @@ def test_images_and_experts_of_waiting_groups_survive(tmp_path: Path) -> None:
 def test_the_end_of_a_failed_run_names_what_is_left(tmp_path: Path) -> None:
     """Never what a resume would pass over."""
     none = f"No checkpoint was written to {tmp_path}: the same command"
-    assert how_to_go_on(tmp_path, "never").startswith(f"{none} with train.resume=auto starts over")
-    assert how_to_go_on(tmp_path, "auto").startswith(f"{none} starts over")
-    assert how_to_go_on(tmp_path, "/old/step_000001").startswith(
+    assert resume_hint(tmp_path, "never").startswith(f"{none} with train.resume=auto starts over")
+    assert resume_hint(tmp_path, "auto").startswith(f"{none} starts over")
+    assert resume_hint(tmp_path, "/old/step_000001").startswith(
         f"No checkpoint was written to {tmp_path} after /old/step_000001; the same command resumes"
     )
     run_saver = saver(tmp_path)
@@ -295,6 +295,6 @@ def test_the_end_of_a_failed_run_names_what_is_left(tmp_path: Path) -> None:
     run_saver.save(5, state())
     (tmp_path / "step_000005" / "trainer" / "tensors_1").unlink()
     left = f"Last intact checkpoint: step 4, {tmp_path}/step_000004. Resume from it: the same command"
-    assert how_to_go_on(tmp_path, "never") == f"{left} with train.resume=auto."
-    assert how_to_go_on(tmp_path, "auto") == f"{left}."
-    assert how_to_go_on(tmp_path, "/old/step_000001") == f"{left} with train.resume=auto."
+    assert resume_hint(tmp_path, "never") == f"{left} with train.resume=auto."
+    assert resume_hint(tmp_path, "auto") == f"{left}."
+    assert resume_hint(tmp_path, "/old/step_000001") == f"{left} with train.resume=auto."

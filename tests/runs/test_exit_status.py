@@ -67,7 +67,7 @@ def test_a_disk_that_cannot_be_read_hides_no_cause(failing: Any, monkeypatch: py
         raise OSError(5, "Input/output error")
 
     status, stderr = failing(
-        [], RuntimeError("the disk burns"), lambda: monkeypatch.setattr(next_commands, "how_to_go_on", unreadable)
+        [], RuntimeError("the disk burns"), lambda: monkeypatch.setattr(next_commands, "resume_hint", unreadable)
     )
     assert status == 1 and "RuntimeError: the disk burns" in stderr
     assert "The checkpoints could not be listed: [Errno 5] Input/output error" in stderr
@@ -92,7 +92,7 @@ def test_what_was_refused_says_no_more_than_that(failing: Any) -> None:
 
 
 @pytest.mark.parametrize("error, status, end", [(KeyboardInterrupt(), 130, "Ctrl-C"), (Terminated(), 143, "SIGTERM")])
-def test_a_stopped_run_says_how_to_go_on(failing: Any, error: BaseException, status: int, end: str) -> None:
+def test_a_stopped_run_says_how_to_resume(failing: Any, error: BaseException, status: int, end: str) -> None:
     returned, printed = failing([3], error)
     assert returned == status and printed.splitlines()[-1] == f"stopped by {end}"
     assert "runs/failing" in printed and "Last intact checkpoint: step 3" in printed

@@ -19,7 +19,7 @@ def write_report(run_dir: Path) -> Path:
     """Write ``report.html`` into the run directory. Returns its path.
 
     Works for live and crashed runs: the page lists missing data. The page includes plotly.js. Its content security policy
-    blocks requests and all scripts except those of the page, for any text in a response.
+    blocks requests and foreign scripts, whatever text a response contains.
     """
     run = RunDirectory(run_dir)
     page = render(collect(run))

@@ -196,7 +196,7 @@ def test_a_killed_conversion_goes_on(
         assert (out / name).read_bytes() == (whole / name).read_bytes(), name
 
 
-def test_ctrl_c_says_how_to_go_on(
+def test_ctrl_c_says_how_to_resume(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The second file is not begun; neither the lock nor half a model stays."""

@@ -170,7 +170,7 @@ def test_a_table_that_is_there_is_kept(tmp_path: Path) -> None:
     run_recipe = recipe(**ORDINARY)
     run = write_run(tmp_path / "run", run_recipe, of(run_recipe, TRUE))
     (tmp_path / "own.yaml").write_text("other: 1")
-    with pytest.raises(InputError, match=r"--out .*own.yaml is there already"):
+    with pytest.raises(InputError, match=r"--out .*own.yaml exists"):
         calibrate_run(run_recipe, MODELS, H100, run, tmp_path / "own.yaml")
     assert (tmp_path / "own.yaml").read_text() == "other: 1"
 
