@@ -393,3 +393,10 @@ def test_two_tools_of_one_name_are_refused() -> None:
     setup = AgentSetup(AgentConfig(tools=[f"{OWN}:add"], mcp={"mine": stdio()}), {}, {})
     with pytest.raises(ValueError, match=r"agent.mcp.mine and agent.tools both have a tool 'add'"):
         check_tools(setup, qwen3())
+
+
+def test_the_code_interpreter_is_described_to_the_policy_as_before() -> None:
+    """Its description is part of every prompt with tools: another text would change what a model samples."""
+    tool = find("code_interpreter")
+    assert tool.description == "Runs Python code and returns what it prints."
+    assert tool.parameters["properties"] == {"code": {"type": "string", "description": "The code to run."}}

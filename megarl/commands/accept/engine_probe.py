@@ -130,7 +130,7 @@ class ExchangeRank(ActorWorker):
         """Send weights, but let the last rank exit after packing its first bucket."""
         if self.rank == self.world_size - 1:
             assert self.planned, "only ranks of a planned exchange are watched"
-            self.sender._outbox.send = lambda *_: os._exit(9)
+            self.sender._outgoing.send = lambda *_: os._exit(9)
         return self.send_weights(version)
 
 
