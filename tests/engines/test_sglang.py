@@ -50,7 +50,7 @@ def fake(monkeypatch):
 def engine(fake, spec):
     engine = create("sglang", spec)
     engine.info = engine.start()
-    engine.real = fake.made[0]
+    engine.real = fake.instances[0]
     yield engine
     engine.shutdown()
 

@@ -1,4 +1,4 @@
-"""Cases of tests/commands/plan/test_activations.py and its worker: published models with few, small layers."""
+"""Cases of tests/commands/plan/test_activations.py and its worker: published models, scaled down."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def recipe_of(case: dict[str, Any]) -> Recipe:
     recipe.model.path, recipe.model.dtype = str(Path(case["directory"]) / case["model"]), "float32"
     recipe.cluster.trainers = case["processes"]
     if "Qwen3-30B" in case["model"] or "DeepSeek" in case["model"]:
-        recipe.megatron.routing_replay = "rollout"  # what a real run is given, so that its experts are balanced, too
-    recipe.data.max_prompt_length = 256  # each sequence begins with an image of this size
+        recipe.megatron.routing_replay = "rollout"  # also in a real run, so that the experts are balanced in both
+    recipe.data.max_prompt_length = 256  # an image of up to 256 tokens starts each sequence
     for name, value in case["megatron"].items():
         setattr(recipe.megatron, name, value)
     return recipe

@@ -1,9 +1,8 @@
 """The process of tests/commands/plan/test_activations.py: what a trainer on the CPU allocates in each phase, as torch's allocator
 reports it.
 
-It computes with real tensors, as the only existing rank of a layout: collectives have their buffers and
-move nothing. With gloo, its threads' own copies would be among what the allocator reports, and some of the trainer's
-memory would be given back by them.
+It computes with real tensors, as one rank of a layout without the other ranks: collectives allocate their buffers and
+move nothing. gloo's threads would allocate copies that the allocator reports, and free some of the trainer's memory.
 
 Usage, with the environment of torchrun: python -m tests.support.activations_worker CASES.json OUTPUT_DIRECTORY
 """
@@ -68,7 +67,7 @@ def run(case: dict[str, Any], output: Path) -> None:
 
 
 def balanced(trainer: Any, work: Workload) -> list[MicroBatch]:
-    """Equal micro batches, as in the planner: every expert receives the same number of tokens."""
+    """The planner's micro batches with balanced routing: each expert gets the same number of tokens."""
     batches, config = original(trainer, work), trainer.model.config
     if config.num_moe_experts:
         tokens, layers, topk = len(batches[0].tokens), config.num_layers, config.moe_router_topk
@@ -76,13 +75,13 @@ def balanced(trainer: Any, work: Workload) -> list[MicroBatch]:
         for batch in batches:
             batch.routing = Routing(tokens=chosen.expand(-1, layers, -1).to(torch.int16))
     images = batches[0].images
-    if images is not None:  # the same of all of them
+    if images is not None:  # all micro batches share it
         images.pixels = OnHost(images.pixels)  # type: ignore[assignment]
     return batches
 
 
 class OnHost:
-    """Pixels that take memory where they are sent to the device, which here is the host."""
+    """Pixels that allocate memory in `to(device)`, although the device is the host."""
 
     def __init__(self, pixels: torch.Tensor) -> None:
         self.pixels, self.shape = pixels, pixels.shape

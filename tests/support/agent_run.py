@@ -17,7 +17,7 @@ from megarl.types import Group, InlineData, Sample, SampleFailure, SampleTokens,
 
 
 class Words:
-    """The part of a tokenizer that records need."""
+    """A tokenizer with the methods that sample records use."""
 
     def __init__(self, prompt: str) -> None:
         self.prompt = prompt

@@ -10,7 +10,7 @@ from tempfile import mkdtemp
 from megarl.commands.data.tiny_tokenizer import make_tiny_tokenizer
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 
-# Qwen3's tokenizer has one token for each tag, which is not a special token.
+# As in Qwen3's tokenizer: each tag is one token, but not a special token.
 QWEN_TAGS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
 QWEN3 = """{%- if tools %}<|im_start|>system
 # Tools

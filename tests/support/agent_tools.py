@@ -1,4 +1,4 @@
-"""Tools that tests offer to a policy, in separate processes."""
+"""Tools that a test's policy calls; they run in separate processes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def rewarded(text: str) -> Answer:
 
 @tool
 def misbehave(how: str) -> str:
-    """Fail in the way that the argument names."""
+    """Fail in the way that `how` names."""
     if how == "hang":
         time.sleep(60)
     if how == "exit":
@@ -68,7 +68,7 @@ def odd(kind: str) -> Answer:
 
 
 def not_a_tool(a: int) -> int:
-    """Looks like one."""
+    """A function without the `tool` decorator."""
     return a
 
 

@@ -1,4 +1,4 @@
-"""Damage to the quickstart's files: each function breaks one part of its folder (data/*.parquet, model/)."""
+"""Faults in the quickstart's files: each function damages one thing in its folder (data/*.parquet, model/)."""
 
 from __future__ import annotations
 

@@ -71,13 +71,13 @@ MEMINFO = "MemTotal:       {} kB\nMemFree:        1000 kB\nMemAvailable:   {} kB
 
 @dataclass
 class FakeMachine(Machine):
-    """A machine whose answers are the fields below; only the clocks are those of the real machine."""
+    """A machine that answers every query from these fields; only the clocks are real."""
 
     packages: dict[str, str] = field(default_factory=dict)
     programs: dict[str, Output] = field(default_factory=dict)  # by the command's first word
     torch: dict[str, object] = field(default_factory=lambda: {"kind": "cpu", "names": [], "version": "2", "cuda": None})
-    broken: dict[str, str] = field(default_factory=dict)  # part of Python code -> the error it ends in
-    engine: str = "cpu"  # what vLLM says it runs on
+    broken: dict[str, str] = field(default_factory=dict)  # part of Python code -> the error that it raises
+    engine: str = "cpu"  # the platform that vLLM reports
     taken: set[int] = field(default_factory=set)  # ports
     limits: tuple[int, int] = (65536, 65536)
     disks: dict[str, tuple[int, int]] = field(default_factory=dict)

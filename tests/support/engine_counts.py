@@ -1,5 +1,8 @@
-"""Memory of each worker of a real vLLM, in the layout that weights are loaded into: `python -m tests.support.engine_counts` reads an
-EngineSpec as JSON and prints a line per worker, [parameters, bytes, bytes of the KV cache of a token]."""
+"""Weights of each worker of a real vLLM, in the layout that the loader writes.
+
+`python -m tests.support.engine_counts` reads an EngineSpec as JSON and prints a line for each worker: [parameters, bytes,
+KV cache bytes per token].
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ class Counting(WorkerExtension):
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
         from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
-        held, as_they_are = [], {}  # a reload lays out the former anew, and leaves the latter, which layers may share
+        held, as_they_are = (
+            [],
+            {},
+        )  # a reload restores the layout of `held`, and keeps `as_they_are`, which layers may share
         for module in self.model_runner.model.modules():
             parameters = dict(module.named_parameters(recurse=False))
             laid_out = get_layerwise_info(module).restore_metadata[0]

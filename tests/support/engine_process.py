@@ -1,4 +1,4 @@
-"""A vLLM engine in a separate process, and the Hugging Face models that its tests compare with.
+"""A vLLM engine in a separate process, and the Hugging Face models that its tests compare it with.
 
 The test's process plays the trainer: it holds the Hugging Face model, changes its weights and sends them through the
 exchange.
@@ -57,7 +57,7 @@ def serve(connection):
         setattr(owner, name, former if function is None else globals()[function])
 
     def rpc(method, *arguments):
-        """Return the answer of each worker of the engine."""
+        """Call a method in each of the engine's workers; returns their results."""
         engine = state["engine"]
         return engine.call(lambda: engine._weights._engine.collective_rpc(method, args=arguments))
 
@@ -93,7 +93,7 @@ def with_digests(spec, device):
 
 
 def some_whole(model, tensors):
-    """Return the needed slices of an engine without the first layer's attention and the second's experts, for `replace`."""
+    """For `replace`: needed slices of an engine that loads layer 0's attention and layer 1's experts as whole tensors."""
     from megarl.engines.vllm.needed_slices import needed_slices
     from megarl.weight_sync.sharded.slices import SLICE_COLUMNS, SliceTableBuilder
 
@@ -149,10 +149,10 @@ def topk_method_alone(*_):
 
 
 def copy_of(error):
-    """Copy the error without its references, so that it can be pickled."""
+    """A copy of the error without references to other objects, so that it can be pickled."""
     try:
         return type(error)(str(error))
-    except TypeError:  # the class has a different constructor
+    except TypeError:  # the class has another constructor
         return RuntimeError(f"{type(error).__name__}: {error}")
 
 
@@ -296,7 +296,7 @@ def reference(model, prompt, tokens, temperature=1.0):
 
 
 def gaps(model, request, sample):
-    """Absolute differences of the engine's and the Hugging Face model's log-probs, per token."""
+    """Absolute difference of the engine's and the Hugging Face model's log-probs, for each token."""
     expected = reference(model, request.prompt.tokens, sample.tokens.tolist(), request.sampling.temperature)
     expected = expected.gather(1, torch.from_numpy(sample.tokens).long()[:, None])[:, 0]
     return np.abs(expected.numpy() - sample.log_probs)

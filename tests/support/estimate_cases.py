@@ -68,12 +68,12 @@ QWEN: dict[str, Any] = {
 
 
 def rank(cache: int) -> EngineRank:
-    """1,000 bytes of it a token."""
+    """An engine rank with a KV cache of `cache` bytes, 1,000 bytes per token."""
     return EngineRank(**{entry.name: 1 for entry in fields(EngineRank)} | {"cache_per_token": 1000.0, "cache": cache})
 
 
 def recipe(**settings: Any) -> Recipe:
-    """Keys with __ in the place of dots."""
+    """A recipe with these settings; __ in a keyword stands for a dot."""
     recipe = Recipe()
     for name, value in settings.items():
         section, _, key = name.rpartition("__")

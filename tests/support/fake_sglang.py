@@ -1,4 +1,4 @@
-"""A stand-in for SGLang's offline engine: its methods and their results, with a table of logits as the model.
+"""A stand-in for SGLang's offline engine: its methods and their results, with one table of logits as the model.
 
 `tests/engines/test_sglang_sources.py` compares names and parameters with SGLang's source if MEGARL_SGLANG names an unpacked wheel."""
 
@@ -20,7 +20,7 @@ VOCABULARY, END = 16, 15
 
 
 class Model(torch.nn.Module):
-    """A model whose logits of the next token are the last token's row of a table."""
+    """A model of one table: the last token's row gives the logits of the next token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Model(torch.nn.Module):
     def load_weights(self, weights: Any) -> None:
         parameters = dict(self.named_parameters())
         for name, value in weights:
-            if name in parameters:  # as SGLang does, unknown ones are passed over
+            if name in parameters:  # SGLang skips unknown names, too
                 parameters[name].data[: len(value)].copy_(value) if value.dim() else parameters[name].data.copy_(value)
 
 
@@ -54,9 +54,9 @@ class TokenizerManager:
 
 
 class Engine:
-    """Built with ServerArgs' fields. `calls` are what changes it, in order."""
+    """An engine built with ServerArgs' fields. `calls` lists the state-changing calls in order."""
 
-    made: ClassVar[list[Engine]] = []
+    instances: ClassVar[list[Engine]] = []
 
     def __init__(self, **kwargs: Any) -> None:
         self.arguments, self.calls = kwargs, []
@@ -69,7 +69,7 @@ class Engine:
         self.session = False
         self.longest = 10**9
         self.seconds = 0.0  # a token takes
-        Engine.made.append(self)
+        Engine.instances.append(self)
 
     async def async_generate(
         self, *, input_ids: list[int], sampling_params: dict, return_logprob: bool, rid: str
@@ -160,5 +160,5 @@ def install(monkeypatch: pytest.MonkeyPatch) -> type[Engine]:
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr("megarl.platform.select", lambda: SimpleNamespace(name="cuda"))
     monkeypatch.setattr(worker, "_receivers", {})
-    Engine.made.clear()
+    Engine.instances.clear()
     return Engine

@@ -43,17 +43,17 @@ class Ranks:
 
 
 def run_case(case: dict[str, Any], directory: Path) -> None:
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     if not case.get("steps"):
         ranks = start(case)
-        found["before"] = held_out(case, ranks).evaluate().metrics
+        results["before"] = held_out(case, ranks).evaluate().metrics
     else:
         for evaluates in (True, False):
             ranks = start(case)
-            train(case, ranks, evaluates, found)
+            train(case, ranks, evaluates, results)
             ranks.worker.save_hf(str(directory / f"{case['name']}.{'evaluated' if evaluates else 'plain'}"))
     if dist.get_rank() == 0:
-        (directory / f"{case['name']}.json").write_text(json.dumps(found))
+        (directory / f"{case['name']}.json").write_text(json.dumps(results))
 
 
 def start(case: dict[str, Any]) -> Ranks:
@@ -67,11 +67,11 @@ def held_out(case: dict[str, Any], ranks: Ranks) -> HeldOut:
     return HeldOut(ranks.worker.recipe, rows(case), actor)
 
 
-def train(case: dict[str, Any], ranks: Ranks, evaluates: bool, found: dict[str, Any]) -> None:
+def train(case: dict[str, Any], ranks: Ranks, evaluates: bool, results: dict[str, Any]) -> None:
     recipe, source, steps = ranks.worker.recipe, DatasetSource(ranks.worker.recipe, rows(case)), []
     evaluation = held_out(case, ranks)
     if evaluates:
-        found["before"] = evaluation.evaluate().metrics
+        results["before"] = evaluation.evaluate().metrics
     for _ in range(STEPS):
         plan = evaluation.actor.plan(source.take(4).groups)
         evaluation.actor.load_shards(plan.shards)
@@ -80,11 +80,11 @@ def train(case: dict[str, Any], ranks: Ranks, evaluates: bool, found: dict[str, 
         steps += next(metrics for metrics in ranks.call("update_actor") if metrics)
         if evaluates:
             state = torch.get_rng_state()
-            found["after"] = evaluation.evaluate().metrics
+            results["after"] = evaluation.evaluate().metrics
             assert torch.equal(torch.get_rng_state(), state), "an evaluation draws random numbers"
             assert not ranks.worker.batches, "the rows are still held"
     kept = [{name: value for name, value in step.items() if not name.startswith("perf/")} for step in steps]
-    found["evaluated" if evaluates else "plain"] = kept
+    results["evaluated" if evaluates else "plain"] = kept
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Memory held by ranks of layout tests: recorded by trainer processes, and compared with the planner's counts."""
+"""Memory of the ranks of layout tests: trainer processes record it, and the test compares it with the planner's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Held slices of each trainer process, compared with mbridge's export."""
+"""Check each trainer process's slice table against mbridge's export."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from tests.support import held_ranks
 
 
 def check(trainer: Any, exported: dict[str, torch.Tensor], record: Path) -> None:
-    """Every box holds what the export has there; all ranks' boxes together are the whole export, as the plan says that
-    gives it to one engine rank. Collective. `record`: where rank 0 writes who held what, for `check_planned`."""
+    """Assert that every held slice equals the export's elements, and that all ranks' slices cover the export: a plan for one
+    engine rank sends every element once.
+
+    Collective. `record`: the file in which rank 0 writes the ranks' digests, for `check_planned`.
+    """
     held = held_slices(trainer.model)
     weights = dict(parameters(trainer.model))
     assert set(held.parameters) == set(weights)
@@ -43,7 +46,7 @@ def check(trainer: Any, exported: dict[str, torch.Tensor], record: Path) -> None
 
 
 def check_planned(results: Path, case: dict[str, Any], directory: Path) -> None:
-    """In the test: without memory and other ranks, the planner says of every rank what that rank said."""
+    """In the test: the planner computes every rank's slice table without its memory or the other ranks."""
     from megarl.commands.plan.count.rank_client import RankClient
     from megarl.commands.plan.count.stages import holdings
 
@@ -54,7 +57,7 @@ def check_planned(results: Path, case: dict[str, Any], directory: Path) -> None:
 
 
 def whole_model(exported: dict[str, torch.Tensor]) -> SliceTable:
-    """An engine rank that needs all of it."""
+    """The slice table of an engine rank that needs every tensor."""
     from megarl.weight_sync.sharded.slices import SliceTableBuilder
 
     describer = SliceTableBuilder()

@@ -1,4 +1,4 @@
-"""One batch, the ways to split it, and the gaps between the results, for the invariance tests and
+"""One batch, the ways to split it, and the differences of their results, for the invariance tests and
 benchmarks/numerics.
 
 Everything goes the way a run takes: groups -> `plan_step` -> `ActorWorker` -> the metrics of a step. The gradient
@@ -25,7 +25,7 @@ from tests.support.megatron_models import write_model
 from tests.support.trainer_processes import CASES, run_ranks
 
 PROMPTS = [47, 98, 31, 71]
-"""Prompt lengths of the groups, in tokens; with the spread of GSM8K's questions and answers."""
+"""Prompt lengths of the groups, in tokens; lengths vary as in GSM8K's questions and answers."""
 RESPONSES = [[88, 121, 35], [64, 9, 143], [52, 77, 29], [118, 60]]
 """Eleven samples: a number that two ranks cannot share evenly, one sample a micro batch."""
 TRUNCATED = (3, 0)
@@ -58,7 +58,7 @@ WHOLE = 100_000  # tokens: a micro batch that holds everything
 
 @dataclass(frozen=True)
 class Split:
-    """Partition and weights of one layout's batch."""
+    """Split and loss weights of one layout's batch."""
 
     max_tokens: int = 400
     aggregation: str = "token_mean"
@@ -151,7 +151,7 @@ def batch() -> list[Group]:
 
 
 def teacher(length: int) -> TokenScores:
-    """Teacher tokens that differ between positions; together they have nine tenths of the probability."""
+    """Teacher scores of TOP_K tokens at each position, with nine tenths of the probability in total."""
     random = np.random.default_rng(length)
     tokens = np.stack([random.choice(250, TOP_K, replace=False) for _ in range(length)]).astype(np.int32)
     shares = 0.9 * random.dirichlet(np.ones(TOP_K), length)
@@ -261,7 +261,7 @@ def _norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def other_algorithms() -> list[Layout]:
-    """Algorithms that combine several tokens, which the layout distributes over ranks."""
+    """Layouts for algorithms that combine several tokens, with splits that separate these tokens."""
     splits, alone = (tuple(Split(size, algorithm=name) for name in OTHERS) for size in (400, 1))
     return [
         Layout("qwen3", 1, {}, tuple(Split(WHOLE, algorithm=name) for name in OTHERS)),

@@ -75,7 +75,7 @@ def compute(worker: ActorWorker, case: Case, before: dict[str, torch.Tensor], ou
 
 
 def of_reporters(value: Any) -> list[Any]:
-    """Gather the values of all reporting ranks, as the controller receives them."""
+    """Gather the results of the reporting ranks, as the controller does."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, value)
     return [report for report in everyone if report is not None]

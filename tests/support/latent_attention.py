@@ -1,6 +1,6 @@
-"""Latent attention in torch for vLLM versions without it in the CPU backend, so that their engines run tiny DeepSeek-V3 models.
+"""Latent attention in torch for vLLM versions without it on the CPU, so that their engines run tiny DeepSeek-V3 models.
 
-vLLM's layers, loader and reload stay in place; this file replaces only the attention kernel. Imported in vLLM's workers.
+Only the attention kernel is replaced; vLLM's layers, loader and reload are used. Imported in vLLM's workers.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class Trainer:
         save_file(tensors, file)
 
     def mix_up(self) -> None:
-        """Simulate a wrong cut of a fused linear: k's matrices are sent as v's, and the other way round."""
+        """Simulate a wrong split of a fused linear: swap k's and v's matrices."""
         lora, original = self.trainer.model.lora, attach.matrices
 
         def mixed(request: Any) -> Any:
@@ -121,7 +121,7 @@ class Trainer:
         peft.matrices = mixed
 
     def break_one(self) -> None:
-        """Simulate a wrong plan: the export reads other values than are sent."""
+        """Simulate a wrong plan: the export returns other values than are sent."""
         export = self.trainer.export_weights
 
         def wrong() -> Any:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class TrainersFailed(RuntimeError):
-    """Results of all ranks: None for a rank that died, with the end of its log in `logs`."""
+    """Errors of each rank, None for a rank that died; `logs` has the end of its log."""
 
     def __init__(self, errors: list[str | None], logs: list[str]) -> None:
         super().__init__("\n".join([str(errors), *logs]))
@@ -76,7 +76,7 @@ class Trainers:
         while True:
             present = [self._store.check([key]) for key in keys]
             dead = [process.poll() is not None for process in self.processes]
-            if all(present) or any(dead):  # of which the others might never hear
+            if all(present) or any(dead):  # after a death the other ranks may never answer
                 break
             time.sleep(0.01)
         pairs = zip(keys, present, strict=True)

@@ -29,7 +29,7 @@ def outcomes(rewards: list[float], groups: list[int], tokens: list[int] | None =
 def inputs(
     ratios: list[float], advantages: list[float], mask: list[float] | None = None, lengths: list[int] | None = None
 ) -> LossInputs:
-    """Build tokens with old probability 1 and new probability `ratios`, each of weight 1 / masked tokens."""
+    """Tokens with old probability 1 and current probability `ratios`, each with weight 1 / number of unmasked tokens."""
     count = len(ratios)
     loss_mask = torch.tensor(mask or [1.0] * count, dtype=torch.float64)
     tokens = loss_mask.sum().clamp(min=1)
@@ -84,7 +84,7 @@ def sequences_of(batch: LossInputs) -> torch.Tensor:
 
 
 def part_of(batch: LossInputs, sequences: list[int]) -> LossInputs:
-    """Select sequences of `batch` in this order, as new leaf tensors."""
+    """The `sequences` of `batch`, in this order, with new leaf tensors."""
     keep = torch.cat([torch.nonzero(sequences_of(batch) == number).squeeze(1) for number in sequences])
     vectors = {
         field.name: getattr(batch, field.name).detach()[keep]

@@ -71,7 +71,7 @@ def first(output: Any) -> torch.Tensor:
 
 
 def log_probs_of(model: Any, family: str) -> list[torch.Tensor]:
-    """Log-probs of each sequence [L]; 0 for its first token."""
+    """Log-probs [L] of each sequence, 0 for its first token."""
     rows = []
     for sequence in batch(family):
         tokens = torch.from_numpy(sequence.tokens)

@@ -19,7 +19,7 @@ def add(a: int, b: int) -> int:
 
 @server.tool()
 def fail(how: str) -> str:
-    """Fail in the way that the argument names."""
+    """Fail in the way that `how` names."""
     if how == "hang":
         time.sleep(30)
     if how == "exit":

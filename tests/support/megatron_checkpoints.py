@@ -28,7 +28,7 @@ def assembled(directory: Path) -> dict[str, torch.Tensor]:
     for file in sorted(directory.glob("*.safetensors")):
         with safe_open(file, framework="pt") as reader:
             shapes = {name: json.loads(shape) for name, shape in reader.metadata().items()}
-            for key in reader.keys():  # noqa: SIM118 -- the reader is not a mapping
+            for key in reader.keys():  # noqa: SIM118 -- not a mapping
                 name, offset = key.split("@")
                 box = reader.get_tensor(key)
                 tensor = whole.setdefault(name, torch.zeros(shapes[name], dtype=box.dtype))
@@ -75,13 +75,13 @@ def check_failed_write(trainer: Any, directory: Path) -> None:
 
 
 def check_reshard(worker: Any, case: dict[str, Any], output: Path) -> None:
-    """Read another layout's checkpoint: the tensors are equal bit for bit, and training continues with equal results."""
+    """Load another layout's checkpoint: all states are bit-identical, and training continues with the same numbers."""
     source, target = output / f"{case['from']}.checkpoint", output / f"{case['name']}.checkpoint"
     trainer = worker.build(case)
     held_ranks.record(trainer, worker.bytes_of(trainer), case, output)
     torch.rand(3)
     notice = trainer.load(source)
-    if case.get("same_ranks"):  # their random states are their own again
+    if case.get("same_ranks"):  # each rank has its random state back
         assert notice is None, notice
     else:
         assert notice is not None and "another layout" in notice, notice

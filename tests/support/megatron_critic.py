@@ -74,7 +74,7 @@ def run_case(case: dict[str, Any], output: Path) -> None:
 
 
 def check_resume(case: dict[str, Any], output: Path, trainer: Any, batches: list[Any]) -> None:
-    """Training from a loaded checkpoint is equal bit for bit, with the head; an exported critic loads with its head."""
+    """Training from a loaded checkpoint is bit-identical, including the head; an exported critic keeps its head."""
     from tests.support.megatron_checkpoints import save
     from tests.support.megatron_worker import weights_of
 

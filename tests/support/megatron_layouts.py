@@ -1,9 +1,9 @@
-"""Table of tiny models and layouts, and the cases that follow from it.
+"""Table of tiny models and layouts, and its test cases.
 
 `ci` runs in every test run, `slow` with `launch/test.sh --all`, `-` not at all: experts of a dense model, sizes that do
-not divide, or what other rows contain. CI has each model, each kind of parallelism alone and with each other, and each
-pair with a separate path through Megatron, mbridge or megarl: tied embeddings over TP (a padded vocabulary), PP
-and VPP (the embedding is on two stages); experts in every expert layout; MLA, shared experts and leading dense
+not divide, or combinations in other rows. CI has each model, each kind of parallelism alone and with each other, and each
+pair with separate code in Megatron, mbridge or megarl: tied embeddings over TP (a padded vocabulary), PP and VPP (the
+embedding is on two stages); experts in every expert layout; MLA, shared experts and leading dense
 layers over TP, CP, EP and PP.
 """
 
@@ -77,9 +77,9 @@ TP2xCP2xEP4       -      -      -           -      slow       -              slo
 
 
 def case(model: str, layout: str, *, slow: bool = False, **more: Any) -> dict[str, Any]:
-    """Describe a case for a layout's trainer processes; `more` are keys of the recipe's megatron section.
+    """Case of a model in a layout for the trainer processes; `more` are keys of the recipe's megatron section.
 
-    `reference` names the case with equal training results: the model on one process.
+    `reference` names the case with the same training results: the model on one process.
     """
     where = LAYOUTS[layout]
     per_micro = more.pop("per_micro", where.per_micro)

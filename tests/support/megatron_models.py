@@ -155,10 +155,10 @@ def write_model(name: str, directory: Path) -> Path:
 
 
 def _add_mtp_layer(file: Path, number: int) -> None:
-    """Add DeepSeek-V3's multi-token-prediction layer, which transformers does not write, after the last layer.
+    """Add DeepSeek-V3's multi-token-prediction layer after the last layer; transformers does not write it.
 
-    A decoder layer like the last, two norms and the projection of their outputs, the shared head's norm, and
-    copies of embedding and output layer.
+    A decoder layer like the last, two norms and the projection of their outputs, the shared head's norm, and copies of
+    embedding and output layer.
     """
     tensors = load_file(file)
     last, prefix = f"model.layers.{number - 1}.", f"model.layers.{number}."

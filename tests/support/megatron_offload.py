@@ -8,8 +8,10 @@ import torch
 
 
 def check_offload(trainer: Any, platform: Any, before: dict[str, torch.Tensor]) -> None:
-    """Check offloading on a CPU, where it only copies storages. Training afterwards must be equal bit for bit.
-    `platform`: the worker's; `before`: the trainer's weights, by name."""
+    """Offload and onload on a CPU, which saves no memory but moves the same tensors as on a device.
+
+    Later training must be bit-identical. `platform`: the worker's; `before`: the trainer's weights, by name.
+    """
     held = bytes_of(trainer)
     assert all(held.values()), held
     trainer.offload_optimizer()

@@ -16,15 +16,15 @@ from tests.support.trainer_processes import run_cases
 
 WORKER = "tests.support.megatron_worker"
 SAME_GRADIENT = 1e-5
-"""Of a tensor's largest element; up to 2e-6 is seen."""
+"""Tolerance relative to a tensor's largest element; gaps up to 2e-6 occur."""
 SAME_CHANGE = 1e-5
 LAST_BITS = 2 * torch.finfo(torch.float32).eps  # two steps, each of which rounds
 UNTRAINED = ("e_score_correction_bias", "score.bias")
-"""Weights without gradient: experts' routing biases, and what a critic's export has beyond the trained."""
+"""Weights without gradient: experts' routing biases, and the untrained weights of a critic's export."""
 
 
 def cases(*lists: list[dict[str, Any]]) -> pytest.MarkDecorator:
-    """Run a test for each case; the slow ones with --all alone."""
+    """Run a test for each case; slow cases only with --all."""
     marked = [
         pytest.param(case, id=case["name"], marks=[pytest.mark.slow] if case.get("slow") else [])
         for some in lists
@@ -34,8 +34,7 @@ def cases(*lists: list[dict[str, Any]]) -> pytest.MarkDecorator:
 
 
 def selected(request: pytest.FixtureRequest, some: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Select the cases of `some` that the selected tests use, and their reference cases: `-k moonlight-TP2`
-    runs two."""
+    """Cases of the selected tests and their references: `-k moonlight-TP2` runs two cases."""
     items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     requested = [value for item in items for value in item.callspec.params.values() if isinstance(value, dict)]
     names = {case[key] for case in requested for key in ("name", "reference") if case.get(key)}
@@ -66,7 +65,7 @@ def checkpoint_tensors(directory: Path) -> dict[str, torch.Tensor]:
 
 @functools.lru_cache
 def of_transformers(model: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Compute the results of transformers for the model in a directory; see `rows_of`."""
+    """Log-probs and entropies of a model directory with transformers; see `rows_of`."""
     return rows_of(
         transformers.AutoModelForCausalLM.from_pretrained(
             model, dtype=torch.float32, attn_implementation="eager"
@@ -95,9 +94,9 @@ def check_weights(
 
 
 def check_gradient(results: Path, name: str, model: Any, inputs: list[dict[str, torch.Tensor]]) -> None:
-    """The gradient of case `name` equals that of transformers' autograd, tensor by tensor.
+    """Assert that the gradient of the case `name` equals transformers' autograd, tensor by tensor.
 
-    `model`: a transformers model of the case's weights; `inputs`: its arguments for each sequence.
+    `model`: a transformers model with the case's weights; `inputs`: its arguments for each sequence.
     """
     trained = torch.load(results / f"{name}.pt", weights_only=True)
     for sample, advantages in zip(inputs, global_batch()[1], strict=True):
@@ -115,7 +114,7 @@ def check_gradient(results: Path, name: str, model: Any, inputs: list[dict[str, 
 
 
 def gradient_of_transformers(model: Any, directory: Path) -> dict[str, torch.Tensor]:
-    """The gradients of a transformers model by the names of its checkpoint, in which it holds experts one by one."""
+    """The gradients of a transformers model by checkpoint name; a checkpoint has each expert separately."""
     for parameter in model.parameters():
         parameter.data = parameter.grad
     model.save_pretrained(directory)

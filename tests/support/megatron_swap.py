@@ -1,7 +1,7 @@
-"""Checkpoints of an optimizer with states on the host between steps, in trainer processes of the layout tests.
+"""Checkpoints of an optimizer with its states on the host between steps, in trainer processes of the layout tests.
 
-`case["swap"]`: "mindspeed" turns MindSpeed's own on (`tests.support.mindspeed_ranks`); "stand-in" uses `swap_out` on Megatron's
-optimizer, which keeps states where MindSpeed keeps them, by the names that are recorded of it.
+`case["swap"]`: "mindspeed" enables MindSpeed's swap (`tests.support.mindspeed_ranks`); "stand-in" uses `swap_out` on Megatron's
+optimizer, with the states in the places and under the names recorded from MindSpeed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from tests.support.megatron_checkpoints import assert_same, save
 
 
 def run_case(worker: Any, case: dict[str, Any], output: Path) -> None:
-    """A saved run, resumed in fresh trainers with and without the swap, is equal bit for bit; so is a run with weights
-    and gradients off the device between steps."""
+    """Runs resumed from a checkpoint in fresh trainers, with and without the swap, are bit-identical; also with weights and
+    gradients offloaded between steps."""
     trainer = build(worker, case)
     batches, _ = worker.micro_batches(trainer, 3)
     directory = output / f"{case['name']}.checkpoint"
@@ -27,7 +27,7 @@ def run_case(worker: Any, case: dict[str, Any], output: Path) -> None:
     save(trainer, directory)
     staged = trainer.stage_save(output / f"{case['name']}.beside", copy=True)
     went_on, weights = worker.train(trainer, batches, 2), worker.weights_of(trainer)
-    staged.start()  # steps since then must not be in it
+    staged.start()  # the checkpoint must not include later steps
     staged.wait()
     dist.barrier()
     if dist.get_rank() == 0:
@@ -35,7 +35,7 @@ def run_case(worker: Any, case: dict[str, Any], output: Path) -> None:
         torch.save({"metrics": went_on, "weights": weights}, output / f"{case['name']}.went_on.pt")
 
     resumed = build(worker, case)
-    assert resumed.load(directory) is None, "the same layout continues bit for bit"
+    assert resumed.load(directory) is None, "the same layout resumes without a notice"
     offload(worker, resumed)
     check(worker, resumed, batches, went_on, weights)
     plain = build(worker, case, swap=False)
@@ -52,7 +52,7 @@ def run_case(worker: Any, case: dict[str, Any], output: Path) -> None:
 
 
 def run_reshard(worker: Any, case: dict[str, Any], output: Path) -> None:
-    """Read another layout's checkpoint and write it again: equal bit for bit. Training continues with equal results."""
+    """Load another layout's checkpoint and save it again: bit-identical. Training continues with the same numbers."""
     source, target = output / f"{case['from']}.checkpoint", output / f"{case['name']}.checkpoint"
     trainer = build(worker, case)
     notice = trainer.load(source)
@@ -84,7 +84,7 @@ def build(worker: Any, case: dict[str, Any], swap: bool = True) -> Any:
 
 
 def check(worker: Any, trainer: Any, batches: Any, went_on: Any, weights: dict[str, torch.Tensor]) -> None:
-    """Two more steps give the results of the uninterrupted run."""
+    """Assert that two more steps equal the uninterrupted run's."""
     assert worker.train(trainer, batches, 2) == went_on
     for name, weight in trainer.export_weights():
         assert torch.equal(weights[name], weight), name
@@ -100,8 +100,10 @@ def offload(worker: Any, trainer: Any) -> None:
 
 
 def swap_out(optimizer: Any) -> None:
-    """Keep states on the host between steps, as MindSpeed's swap_optimizer does: storages of moments, and of master
-    weights other than model weights, are empty; counts of steps are tensors, and a step refuses an int."""
+    """Keep states on the host between steps, as MindSpeed's swap_optimizer does.
+
+    Storages of moments and of separate master weights are empty; step counts are tensors, and a step rejects an int.
+    """
     from megarl.megatron.optimizer import members
     from megarl.platform import swapped
 

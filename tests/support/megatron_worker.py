@@ -113,7 +113,7 @@ def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def gradient_of(trainer: Any) -> dict[str, torch.Tensor]:
-    """Return the gradient buffers after the last step, clipped, under Hugging Face names."""
+    """The last step's clipped gradients from the gradient buffers, by Hugging Face name."""
     parameters = [parameter for chunk in trainer.model.chunks for parameter in chunk.parameters()]
     weights = [parameter.data for parameter in parameters]
     for parameter in parameters:
@@ -155,7 +155,7 @@ def run_case(case: dict[str, Any], output: Path) -> None:
 
 
 def check_adapters(trainer: Any, batches: list[Any], start: Any, case: dict[str, Any], output: Path) -> None:
-    """Check the behavior of adapters. `start`: log-probs before training."""
+    """Checks for models with adapters only. `start`: the log-probs before training."""
     trained = trainer.log_probs(batches, temperature=1.0)
     trainer.keep_reference()
     reference = trainer.log_probs(batches, temperature=1.0, reference=True)
@@ -194,7 +194,7 @@ def check_timeout() -> None:
 
 
 def check_weights_only(case: dict[str, Any], directory: Path, expected: dict[str, torch.Tensor]) -> None:
-    """Export loads only the weights of a checkpoint."""
+    """Assert that a trainer for export loads a checkpoint's weights and nothing else."""
     trainer = build(case, weights_only=True)
     assert trainer.load(directory) is None
     weights = weights_of(trainer)
@@ -207,7 +207,7 @@ def check_weights_only(case: dict[str, Any], directory: Path, expected: dict[str
 
 
 def run_resume(case: dict[str, Any], output: Path) -> None:
-    """Save and continue; load into a fresh trainer and continue: equal bit for bit. Includes the checks of a live trainer."""
+    """Save and continue; load into a fresh trainer and continue: bit-identical. Also checks that need a live trainer."""
     check_decay(case)
     trainer = build(case)
     check_timeout()
@@ -227,7 +227,7 @@ def run_resume(case: dict[str, Any], output: Path) -> None:
     held_ranks.check_saved(trainer, staged)
     noise = torch.rand(3)
     went_on, weights = train(trainer, batches, 2), weights_of(trainer)
-    staged.start()  # what training has changed since must not be in it
+    staged.start()  # the checkpoint must not include later training
 
     current = trainer.log_probs(batches, temperature=1.0)
     reference = trainer.log_probs(batches, temperature=1.0, reference=True)
@@ -251,7 +251,7 @@ def run_resume(case: dict[str, Any], output: Path) -> None:
         torch.save({"metrics": went_on, "weights": weights}, output / f"{case['name']}.went_on.pt")
 
     resumed = build(case)
-    assert resumed.load(staged.directory) is None, "the same layout continues bit for bit"
+    assert resumed.load(staged.directory) is None, "the same layout resumes without a notice"
     check_offload(resumed, platform, weights_of(resumed))
     assert torch.equal(noise, torch.rand(3)), "random states were not restored"
     assert train(resumed, batches, 2) == went_on
@@ -274,7 +274,7 @@ def check_decay(case: dict[str, Any]) -> None:
 
 
 def run_upstream(case: dict[str, Any], output: Path) -> None:
-    """Check, before any model is built, that the defects of mbridge's Qwen2.5-VL that megarl fixes still exist."""
+    """Check, before any model is built, that mbridge still has the Qwen2.5-VL defects that megarl fixes."""
     from tests.support.vl_model import check_upstream
 
     assert "mbridge" not in sys.modules, "mends may be in place already"

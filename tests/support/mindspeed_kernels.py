@@ -122,7 +122,7 @@ def _is_causal(sparse_mode: int, atten_mask: Tensor | None) -> bool:
 def _sequences(
     q_ends: Sequence[int], kv_ends: Sequence[int], query: Tensor, *tensors: Tensor
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Cut tensors into sequences: `query` by its ends, the keys (the first two of `tensors`) by theirs."""
+    """Yield each sequence's rows of `query` and `tensors`; the first two of `tensors` have one row per key."""
     assert q_ends[-1] == len(query) and kv_ends[-1] == len(tensors[0]), (q_ends, kv_ends, len(query), len(tensors[0]))
     q_begin, kv_begin = 0, 0
     for q_end, kv_end in zip(q_ends, kv_ends, strict=True):
@@ -153,8 +153,8 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: 
 
 
 def _statistics(parts: list[Tensor], head_num: int) -> Tensor:
-    """Softmax statistics in the kernel's layout TND: [heads, tokens] of each sequence in turn, eight times, viewed as
-    [all tokens, heads, 8]."""
+    """Softmax statistics as the kernel writes them in layout TND: [heads, tokens] of each sequence in turn, repeated eight
+    times, viewed as [all tokens, heads, 8]."""
     return torch.cat([part.reshape(-1) for part in parts])[:, None].repeat(1, 8).view(-1, head_num, 8)
 
 

@@ -1,4 +1,4 @@
-"""megarl's models compared with the record of MindSpeed (`megarl/platform/mindspeed_tables`), without MindSpeed installed."""
+"""Compare megarl's models with the recorded tables of MindSpeed (`megarl/platform/mindspeed_tables`) without MindSpeed."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""MindSpeed's own code on a CPU, told of models' settings: `mindspeed_worker SOURCE`, with cases as JSON on stdin.
+"""MindSpeed's code on a CPU with models' settings: `mindspeed_worker SOURCE`, with cases as JSON on stdin.
 
-Its imports other than Megatron (torch_npu, triton, ...) are empty modules here: its features register and apply their
-patches to the installed Megatron, and check a configuration; kernels are never called. Answers with a JSON object:
-`options`, the names of its argument parser with their choices, and `errors`, of each case what was raised, or null. For
-`{"build": [settings]}` instead of cases: what `build` says of the model that it made.
+Its imports other than Megatron (torch_npu, triton, ...) are stand-ins with names only: its features register, patch the
+installed Megatron and check a configuration; kernels are never called. Prints a JSON object: `options`, the names of its
+argument parser with their choices, and `errors`, each case's exception or null. With `{"build": [settings]}` instead of
+cases it prints the result of `build`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def options() -> dict[str, list[Any] | None]:
 
 
 def attempt(settings: dict[str, Any], latent: bool) -> str | None:
-    """Return the error of MindSpeed and of the Megatron configuration for `settings`, made as mbridge makes it."""
+    """Apply `settings` to MindSpeed and build Megatron's configuration as mbridge does; returns the error, or None."""
     import torch
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -71,7 +71,7 @@ def apart(settings: dict[str, Any], latent: bool) -> str | None:
 
 
 def build(options: list[str]) -> dict[str, Any]:
-    """Build the tiny recipe's model as a trainer on NPUs does. `compared`: tensors compared with those of the files."""
+    """Build the tiny recipe's model as a trainer on NPUs does. `compared`: number of tensors compared with the files."""
     import torch
 
     from megarl import load_recipe

@@ -1,4 +1,4 @@
-"""Plans made by hand, for tests of their display: figures of a large model on many devices, and the free memory."""
+"""Hand-written plans for the code that prints plans: a large model on many devices."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def stage(number: int, role: str = "actor", chunks: int = 1) -> PipelineStage:
 
 
 def place(number: int) -> DeviceUses:
-    """A time-shared device of a pipeline stage and an engine; each stage has fewer micro batches in flight than the last."""
+    """Memory use of a time-shared pipeline stage and engine; later stages have fewer micro batches in flight."""
     weights, gradients, waiting = (5 + number % 4) * GIB, 12 * GIB, (8 - number) * GIB
     computing = {"weights": weights, "gradients": gradients}
     uses = [

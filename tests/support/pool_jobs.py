@@ -19,7 +19,7 @@ def find(name: str, settings: dict[str, Any]) -> Job:
     prepared: list[int] = []
 
     def told(request: Any) -> Any:
-        """Return the job's settings, and the process that prepared it."""
+        """Return the function's settings and the id of the process that prepared it."""
         return {"name": name, "settings": settings, "request": request, "prepared": prepared, "own": os.getpid()}
 
     functions = {"told": told, "refuses": refuses, "size": len, "sleeps": time.sleep, "unreadable": unreadable}

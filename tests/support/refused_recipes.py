@@ -303,7 +303,7 @@ FILES = [
     bad(DENSE, "model.path=models/Qwen9-8B name=x", "model.path", "not on this machine", None, "--strict"),
 ]  # fmt: skip
 
-SCORED = [  # in separate processes, which take a second
+SCORED = [  # in separate processes, which take a second to start
     bad(QUICK, OWN, "reward", "ZeroDivisionError", own_scorer("def score(request): return 1 / 0")),
     bad(QUICK, OWN, "reward", "not a number", own_scorer("def score(request): return 'good'")),
     bad(QUICK, f"{OWN} reward.timeout=1", "reward", "1", own_scorer("import time\ndef score(request): time.sleep(99)")),

@@ -1,8 +1,8 @@
 """Programs that try to get out of the sandbox, to take more than they may, or to stay.
 
-Each runs after PREAMBLE and knows, as T, what surrounds it: a secret file, a port and sockets that listen on this machine,
-processes that it may want to kill. It prints BREACH if it succeeds, and nothing else. It must end by itself or by the limit
-that `limit` names: an attack that fails through a mistake of the attack proves nothing.
+Each attack runs after PREAMBLE with its targets in T: a secret file, a port and sockets that listen on this machine, and
+processes to kill. A successful attack prints BREACH; a blocked attack prints nothing. It must run to its end or be stopped
+by the limit that `limit` names: an attack that fails by a bug in it proves nothing.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Attack(NamedTuple):
 # Limits of every attack (tests/sandbox/test_attacks.py): 200 MiB, 8 processes, 8 MiB of scratch, 300 files, 64 KiB of
 # output; 0.3 CPU seconds or 1 s where that is what should end it.
 ATTACKS = [
-    # Files that must be unreadable
+    # Reads outside the sandbox
     Attack("read_etc_passwd", "refused(read, '/etc/passwd'); refused(os.listdir, '/etc')"),
     Attack("read_etc_shadow", "refused(read, '/etc/shadow')"),
     Attack("read_secret_file", "refused(read, T['secret_file'])"),
@@ -70,7 +70,7 @@ ATTACKS = [
     Attack(
         "list_homes",
         "refused(os.listdir, '/home'); refused(os.listdir, '/srv')\n"
-        "python = sys.base_prefix.split('/')  # may be in a home, of which only this path is visible\n"
+        "python = sys.base_prefix.split('/')  # may be in a home directory: its siblings are hidden\n"
         "for depth in range(2, len(python)):\n    seen = os.listdir('/'.join(python[:depth]))\n    python[1] == 'usr' or seen == [python[depth]] or breach(seen)",
     ),
     Attack(
@@ -122,7 +122,7 @@ ATTACKS = [
         "import fcntl\nfor fd in (0, 1, 2): refused(fcntl.ioctl, fd, 0x5412, b'x'); refused(fcntl.ioctl, fd, 0x541C, b'x')\n"
         "refused(fcntl.ioctl, 0, (1 << 32) + 0x5412 & 0xFFFFFFFF, b'x')",
     ),
-    # Files that must not be writable
+    # Writes outside the sandbox
     Attack(
         "write_the_interpreter",
         "for path in (os.__file__, sys.executable, sys.prefix + '/lib/x.py', '/usr/lib/x'): refused(write, path)",

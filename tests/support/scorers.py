@@ -26,8 +26,8 @@ def mostly_letters(request: ScoreRequest) -> float:
 
 
 def pieces(request: ScoreRequest) -> dict[str, object]:
-    """Step rewards: the score of `letters` for each piece of six characters (the last may be shorter). The response gets
-    half a point if it has only letters."""
+    """Score each piece of six characters (the last may be shorter) as `letters` does, plus half a point if the complete
+    response is letters."""
     text = request.response
     ends = [*range(6, len(text), 6), len(text)] if text else []
     steps = [
@@ -45,7 +45,7 @@ def not_a_number(request: ScoreRequest) -> float:
 
 
 def faulty(request: ScoreRequest) -> float:
-    """Does what the row's extra_info says: hangs, ends its process, is killed, raises, or scores."""
+    """Fail as the row's extra_info["what"] names: hang, exit, be killed or raise; otherwise score."""
     fault = request.extra_info["what"]
     if fault == "hang":
         time.sleep(1000)
@@ -59,7 +59,7 @@ def faulty(request: ScoreRequest) -> float:
         sys.exit(4)
     elif fault == "nan":
         return math.nan
-    elif fault == "child":  # hangs, after writing the id of a child process to a file
+    elif fault == "child":  # hang with a child process, and write its pid to a file
         child = subprocess.Popen(["sleep", "1000"])
         Path(request.extra_info["file"]).write_text(str(child.pid))
         time.sleep(1000)
@@ -86,7 +86,7 @@ _crowd = 0
 
 
 async def crowd(request: ScoreRequest) -> float:
-    """Count the samples that this process scores at the moment."""
+    """Return the number of samples scored concurrently in this process."""
     global _crowd
     _crowd += 1
     await asyncio.sleep(0.2)
@@ -97,7 +97,7 @@ async def crowd(request: ScoreRequest) -> float:
 
 
 def modules(request: ScoreRequest) -> dict[str, object]:
-    """List the heavy packages that the scoring process has imported."""
+    """Return the heavy packages that the scoring process has imported."""
     heavy = {"torch", "vllm", "ray", "transformers", "megatron", "pyarrow"} & set(sys.modules)
     return {"score": float(len(heavy)), "answer": " ".join(sorted(heavy))}
 

@@ -92,7 +92,7 @@ def requests(temperature: float) -> list[GenerationRequest]:
 
 
 def largest_gap(model: Any, batch: list[GenerationRequest], done: dict[int, list[Completion]]) -> float:
-    """Between the engine's log-probs and transformers'."""
+    """Largest absolute difference between the engine's and transformers' log-probs."""
     worst = 0.0
     for request in batch:
         for sample in done[request.group]:
@@ -149,29 +149,31 @@ def main(kind: str, folder: str) -> None:
         thread.join()
         compare_full_reports(box[0], {"e0/0": report})
         say("gap", [largest_gap(model, batch, generate(batch)) for batch in (requests(1.0), requests(0.7))])
-    asked = requests(1.0)
-    done = generate(asked)
-    again = generate(asked)
+    sampled_requests = requests(1.0)
+    done = generate(sampled_requests)
+    again = generate(sampled_requests)
     say("repeats", all(same(a, b) for group in done for a, b in zip(done[group], again[group], strict=True)))
     say("differ", all(not same(samples[0], samples[1]) for samples in done.values()))
-    alone = GenerationRequest(9, asked[2].prompt, Sampling(1, 20, stop_token_ids=STOPS), seed=asked[2].seed + 1)
+    alone = GenerationRequest(
+        9, sampled_requests[2].prompt, Sampling(1, 20, stop_token_ids=STOPS), seed=sampled_requests[2].seed + 1
+    )
     say("seed_plus_1", same(generate([alone])[9][0], done[2][1]))
     say("ends", sorted({s.finish_reason for samples in done.values() for s in samples}))
     say("stops", all(s.tokens[-1] in STOPS for ss in done.values() for s in ss if s.finish_reason == "stop"))
     engine.pause()
-    thread, box = in_thread(lambda: list(generate([asked[0]])))
+    thread, box = in_thread(lambda: list(generate([sampled_requests[0]])))
     thread.join(1.0)
     say("paused", box)
     engine.resume()
     thread.join(30)
     say("resumed", box)
-    long = GenerationRequest(7, asked[0].prompt, Sampling(2, 190), seed=1)
+    long = GenerationRequest(7, sampled_requests[0].prompt, Sampling(2, 190), seed=1)
     thread, box = in_thread(lambda: error_of(lambda: generate([long])))
     time.sleep(0.3)
     engine.abort()
     thread.join(30)
     say("aborted", box)
-    say("after_abort", list(generate([asked[1]])))
+    say("after_abort", list(generate([sampled_requests[1]])))
     thread, box = in_thread(lambda: error_of(lambda: sender.send(3, list(exported(model))[:-1])))
     say("weight_left_out", error_of(lambda: engine.update_weights(3)))
     thread.join()

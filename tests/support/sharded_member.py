@@ -1,8 +1,9 @@
-"""Ranks of tests/weight_sync/test_deaths.py in a separate process, which dies or is stopped during an update.
+"""Ranks of tests/weight_sync/test_deaths.py in a separate process that dies or is stopped in the middle of an update.
 
-Usage: python -m tests.support.sharded_member CASE, as JSON: trainers, engines (which are here), session (null where trainer 0 is
-here: it prints it), shapes, and, of the second update: place (an attribute of megarl.weight_sync, as
-"outbox.OutgoingBuckets.send"), signal, before (that, or after it). Reads versions from stdin and performs their updates.
+Usage: python -m tests.support.sharded_member CASE. CASE is JSON: trainers and engines (the ranks in this process), session
+(null if trainer 0 is here: the process prints it on stdout), shapes, and for the second update: place (an attribute of
+megarl.weight_sync, for example "sharded.buckets.OutgoingBuckets.send"), signal, before (strike before or after the call).
+Reads the versions to update to from stdin.
 """
 
 from __future__ import annotations

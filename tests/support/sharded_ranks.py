@@ -79,9 +79,9 @@ def trainers() -> list[Rank]:
     """TP2 by rows, twice over; an expert each; the rest everywhere."""
     ranks = []
     for rank in range(4):
-        columns = slice(32 * (rank % 2), 32 * (rank % 2 + 1))
+        half = slice(32 * (rank % 2), 32 * (rank % 2 + 1))
         ranks.append(
-            Rank([("embed", columns, ALL), ("norm", ALL, ALL), (f"experts.{rank // 2}", ALL, ALL), ("odd", ALL, ALL)])
+            Rank([("embed", half, ALL), ("norm", ALL, ALL), (f"experts.{rank // 2}", ALL, ALL), ("odd", ALL, ALL)])
         )
     return ranks
 
@@ -90,8 +90,8 @@ def engines() -> list[Rank]:
     """Two replicas of TP2 by columns, one of them in bfloat16."""
     ranks = []
     for rank in range(4):
-        columns = slice(24 * (rank % 2), 24 * (rank % 2 + 1))
-        boxes = [("embed", own_rows, columns) for own_rows in (slice(0, 20), slice(20, 64))]
+        half = slice(24 * (rank % 2), 24 * (rank % 2 + 1))
+        boxes = [("embed", rows, half) for rows in (slice(0, 20), slice(20, 64))]
         rest = [(name, ALL, ALL) for name in ("norm", "experts.0", "experts.1", "odd")]
         ranks.append(Rank([*boxes, *rest], torch.bfloat16 if rank >= 2 else torch.float32))
     return ranks
@@ -117,7 +117,7 @@ def met(shm_dir: Any, places: list[str] | None = None, **options: Any) -> tuple[
 
 class Exchange:
     def __init__(self, session: ShardedSession, store: Any, trainers_here: list[int], engines_here: list[int]) -> None:
-        """`trainers_here`, `engines_here`: the ranks, of four each, that are threads of this process."""
+        """`trainers_here`, `engines_here`: numbers of the ranks (0 to 3) that run as threads of this process."""
         self.session, self.store = session, store
         self.trainers = [rank for number, rank in enumerate(trainers()) if number in trainers_here]
         self.engines = [rank for number, rank in enumerate(engines()) if number in engines_here]
@@ -132,8 +132,8 @@ class Exchange:
 
     def connect(self) -> None:
         for receiver, rank in zip(self.receivers, self.engines, strict=True):
-            assert [description.digest for description in receiver.collect_held()] == [
-                description.description.digest for description in trainers()
+            assert [table.digest for table in receiver.collect_held()] == [
+                trainer.description.digest for trainer in trainers()
             ]
             receiver.publish_needed(rank.description)
 
@@ -176,11 +176,11 @@ class Exchange:
 
 @contextlib.contextmanager
 def exchange(shm_dir: Any, places: list[str] | None = None, **options: Any) -> Iterator[Exchange]:
-    created = Exchange(*met(shm_dir, places, **options), list(range(4)), list(range(4)))
+    cluster = Exchange(*met(shm_dir, places, **options), list(range(4)), list(range(4)))
     try:
-        yield created
+        yield cluster
     finally:
-        created.close()
+        cluster.close()
 
 
 def replaced(report: ShardedReport, **changes: Any) -> ShardedReport:

@@ -1,4 +1,4 @@
-"""The command line in a separate process, and the files of its run, for tests of the whole stack."""
+"""Helpers of the tests on the real stack: run the command line in a separate process and read its files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def command(*arguments: str, torchrun: int = 0, module: str = "megarl") -> list[str]:
-    """The command line of ``megarl ARGUMENTS``, under torchrun with `torchrun` processes if it is not 0."""
+    """The command line of ``megarl ARGUMENTS``, under torchrun with `torchrun` processes if not 0."""
     if not torchrun:
         return [sys.executable, "-m", module, *arguments]
     ranks, port = f"--nproc-per-node={torchrun}", f"--master-port={free_port()}"
@@ -50,5 +50,5 @@ TIMES = (
 
 
 def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Values that must repeat bit for bit: all except times, rates and memory."""
+    """The metrics that must repeat bit-identically: all except times, rates and memory."""
     return [{name: value for name, value in line.items() if not name.startswith(TIMES)} for line in lines]

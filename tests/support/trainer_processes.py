@@ -38,9 +38,9 @@ def run_cases(module: str, processes: int, cases: list[dict[str, Any]], director
 
 
 def run_ranks(module: str, processes: int, arguments: list[Path], log: Path, timeout: float) -> None:
-    """Run `python -m module ARGUMENTS` in `processes` processes, with logs in `log`-RANK.log.
+    """Run `python -m module ARGUMENTS` in `processes` processes with logs `log`-RANK.log.
 
-    As soon as one fails, AssertionError shows the end of its log; the others, which wait for it, are killed.
+    When a process fails, AssertionError shows the end of its log, and the others, which wait for it, are killed.
     """
     environment = {
         **os.environ,

@@ -1,5 +1,5 @@
-"""One trainer process of tests/megatron/test_transformer_engine.py: the cases of `megatron_worker`, through Megatron's modules of
-Transformer Engine, with the classes of stand_ins/nvidia/transformer_engine.
+"""One trainer process of tests/megatron/test_transformer_engine.py: the cases of `megatron_worker`, with Megatron's modules for
+Transformer Engine over the stand-in classes of stand_ins/nvidia/transformer_engine.
 
 Usage, with the environment of torchrun: python -m tests.support.transformer_engine_ranks CASES.json OUTPUT_DIRECTORY
 """
@@ -30,7 +30,7 @@ megatron_worker.platform = devices
 
 
 def check_attention() -> None:
-    """Check the arguments for packed sequences, and that Transformer Engine reads no offsets from the device."""
+    """Assert Transformer Engine's requirements on packed sequences, and that it need not read offsets from the device."""
     assert CALLS
     for call in CALLS:
         offsets = call["cu_seqlens_q"]

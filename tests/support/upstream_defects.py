@@ -1,8 +1,8 @@
-"""Defects of packages that megarl depends on, shown with the packages' code, unpatched.
+"""Defects in megarl's dependencies, shown with their unpatched code.
 
-Each function below asserts that one defect is still there; docs/upstream.md names the mend that it calls for.
-Run as a module, in a separate process (megarl's fixes must not be installed): prints, as JSON, the name of each
-defect with null, or with the observed behavior; and which models mbridge knows.
+Each function below asserts that one defect exists; docs/upstream.md names megarl's fix.
+Run as a module in a separate process (megarl's fixes must not be installed). Prints JSON: for each defect's name null, or
+the traceback of the failed check; and the models that mbridge supports.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def checkpoint_index_is_a_pickle() -> None:
     with tempfile.TemporaryDirectory() as directory:
         folder = os.path.join(directory, "made")
         Path(directory, ".metadata").write_bytes(pickle.dumps(Order(folder)))
-        with contextlib.suppress(Exception):  # only the unpickling matters here
+        with contextlib.suppress(Exception):  # only the pickle's side effect counts
             FileSystemReader(directory).read_metadata()
         assert os.path.isdir(folder), "the index was not executed"
 
@@ -213,7 +213,7 @@ def main() -> None:
         try:
             function()
             defects[name] = None
-        except Exception:  # noqa: BLE001 - any error may replace a defect
+        except Exception:  # noqa: BLE001 - a changed dependency may raise anything
             defects[name] = traceback.format_exc()
     from mbridge import AutoBridge
 

@@ -1,4 +1,4 @@
-"""Defects of mbridge; see `upstream_defects`."""
+"""Defects in mbridge; see `upstream_defects`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def qwen3_moe(**config: Any) -> Any:
 
 
 def deepseek_settings(**config: Any) -> dict[str, Any]:
-    """Megatron settings that mbridge's bridge for DeepSeek-V3 requests."""
+    """Megatron settings of mbridge's bridge for DeepSeek-V3."""
     import transformers
     from mbridge.models.deepseek_v3 import DeepseekV3Bridge
 
@@ -60,7 +60,7 @@ def rotary_scaling_is_left_out() -> None:
 
 
 def asked_of_megatron(bridge: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Convert a configuration with a bridge: the model's arguments and its settings."""
+    """A bridge's model arguments and settings from a configuration."""
     callables = [name for name, value in vars(bridge.config).items() if callable(value) and name != "activation_func"]
     return bridge._get_gptmodel_args(), {k: v for k, v in vars(bridge.config).items() if k not in callables}
 

@@ -23,5 +23,5 @@ def torch_npu() -> Path | None:
 
 
 def missing(name: str) -> str:
-    """Return the reason to skip tests that read the wheel `name`, or None."""
+    """The skip reason of tests that read the wheel `name`."""
     return f"{name} {_MISSING}"

@@ -14,9 +14,9 @@ IMAGE, START, END = 250, 252, 253
 GRIDS = {1: [(2, (4, 6))], 2: [(3, (8, 4)), (14, (6, 10))], 5: [(8, (4, 4))]}
 """By number of the sequence: (index of the first token, (rows, columns) of patches) of each of its images."""
 VL_MODELS: dict[str, dict[str, Any]] = {"vl": {}, "vl_tied": {"tie_word_embeddings": True}}
-"""Tiny models, and what differs in their configuration."""
+"""Tiny models and the differences of their configurations."""
 MERGE, WINDOW, PATCH_VALUES = 2, 56, 3 * 2 * 14 * 14
-CHAT_TEMPLATE = (  # Qwen2.5-VL's, with words of the tiny tokenizer
+CHAT_TEMPLATE = (  # Qwen2.5-VL's template with words of the tiny tokenizer
     "{% for message in messages %}w3 {% if message.content is string %}{{ message.content }}{% else %}"
     "{% for part in message.content %}{% if part.type == 'image' or 'image' in part %}"
     "<|vision_start|><|image_pad|><|vision_end|>{% elif 'text' in part %}{{ part.text }}{% endif %}{% endfor %}"
@@ -25,7 +25,7 @@ CHAT_TEMPLATE = (  # Qwen2.5-VL's, with words of the tiny tokenizer
 
 
 def config(**fields: Any) -> Any:
-    """Head sizes have CPU kernels in vLLM; windows are 2 x 2 tokens, which do not divide the grids."""
+    """Configuration with head sizes that vLLM's CPU kernels support; the grids are not multiples of the 2 x 2 windows."""
     import transformers
 
     text = {
@@ -118,7 +118,7 @@ def transformers_model(path: Path) -> Any:
 
 
 def transformers_inputs() -> list[dict[str, torch.Tensor]]:
-    """Build the arguments of transformers' model for each single sequence."""
+    """Arguments of transformers' model for each sequence alone."""
     every = []
     for tokens, images in sequences():
         inputs: dict[str, torch.Tensor] = {"input_ids": tokens[None]}
@@ -133,13 +133,13 @@ def transformers_inputs() -> list[dict[str, torch.Tensor]]:
 @functools.cache
 @torch.no_grad()
 def vl_of_transformers(path: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Compute (log-probs, entropy) [length] of each sequence with transformers."""
+    """Transformers' (log-probs, entropy) of each sequence alone, [length] each."""
     model = transformers_model(path)
     return [rows_of_logits(model(**inputs).logits[0], inputs["input_ids"][0]) for inputs in transformers_inputs()]
 
 
 def check_upstream(path: str) -> None:
-    """Each check fails once mbridge or transformers fixes a defect that megarl/megatron/qwen2_5_vl.py fixes."""
+    """Each assertion fails when mbridge or transformers fixes a defect that megarl/megatron/qwen2_5_vl.py works around."""
     import inspect
     from types import SimpleNamespace
 
@@ -169,7 +169,7 @@ def check_upstream(path: str) -> None:
 
 
 def write_processor(path: Path) -> None:
-    """Write the tokenizer and image processor next to the model: vLLM needs them, though nothing is tokenised or processed."""
+    """Write tokenizer and image processor files, which vLLM requires, although nothing is tokenized or processed."""
     import json
 
     import transformers

@@ -22,5 +22,5 @@ _REAL = module.fingerprint, module.StreamingFingerprint
 
 
 def set_fingerprints(on: bool) -> None:
-    """Switch the fingerprints of this process's buckets on or off."""
+    """Turn the fingerprints of this process's buckets on or off."""
     module.fingerprint, module.StreamingFingerprint = _REAL if on else (lambda data: str(len(data)), _Length)  # type: ignore[misc, assignment]
