@@ -173,9 +173,17 @@ def test_a_mix_in_a_recipe() -> None:
     [
         ([MIX], "data.train_files", "data.mix names the training sets"),
         (["data.train_files=[]", "data.mix={a: {files: []}}"], "data.mix", "a has no files"),
-        (["data.train_files=[]", "data.mix={a: {files: [x.jsonl], weight: 0}}"], "data.mix", "not above 0"),
-        (["data.train_files=[]", "data.mix={a: {files: [x.jsonl], weight: .nan}}"], "data.mix", "not above 0"),
-        (["data.train_files=[]", "data.mix={a/b: {files: [x.jsonl]}}"], "data.mix", "part of metric names"),
+        (
+            ["data.train_files=[]", "data.mix={a: {files: [x.jsonl], weight: 0}}"],
+            "data.mix",
+            "must be finite and above 0",
+        ),
+        (
+            ["data.train_files=[]", "data.mix={a: {files: [x.jsonl], weight: .nan}}"],
+            "data.mix",
+            "must be finite and above 0",
+        ),
+        (["data.train_files=[]", "data.mix={a/b: {files: [x.jsonl]}}"], "data.mix", "part of a metric name"),
         (["data.train_files=[]", "data.mix={a: {file: [x.jsonl]}}"], "data.mix", "file"),
         (["data.train_files=[]", "data.mix={a: {files: [x.csv]}}"], "data.mix.a.files", "neither .parquet nor .jsonl"),
         (["data.train_files=[x.csv]"], "data.train_files", "as docs/data.md shows"),

@@ -39,11 +39,11 @@ def refused(recipe: Path, overrides: list[str], key: str, words: str) -> None:
     [
         (["advantage=rloo", "normalize_by_std=false"], "normalize_by_std", "only grpo, grpo_passk or grpo_process reads it"),
         (["pass_k=2"], "pass_k", "only pass_at_k reads it"),
-        (["loss=sapo", "clip_high=0.3"], "clip_high", "algorithm.loss 'sapo', and only cispo, clip_cov, dppo_kl"),
+        (["loss=sapo", "clip_high=0.3"], "clip_high", "algorithm.loss 'sapo'; only cispo, clip_cov, dppo_kl"),
         (["loss=gmpo", "dual_clip=3"], "dual_clip", "only gspo, gspo_token or ppo_clip"),
         (["tau_negative=2"], "tau_negative", "only sapo reads it"),
         (["loss=cispo", "ratio_cap=2"], "ratio_cap", "only dppo_kl or dppo_tv"),
-        (["loss=reinforce", "old_log_probs=current"], "old_log_probs", "does not compare with an older policy"),
+        (["loss=reinforce", "old_log_probs=current"], "old_log_probs", "which reads no old log-probs"),
         (["kl_estimator=kl"], "kl_estimator", "algorithm.kl_coef is 0"),
         (["kl_straight_through=true"], "kl_straight_through", "algorithm.kl_coef is 0"),
         (["kl_in_reward=true"], "kl_in_reward", "algorithm.kl_coef is 0"),
@@ -66,27 +66,27 @@ def test_a_setting_that_nobody_reads(recipe: Path, overrides: list[str], setting
         (["old_log_probs=current", "actor.mini_batches=2"], "old_log_probs", "the policy changes within a step"),
         (["advantage=pass_at_k", "pass_k=9"], "pass_k", "a group has 8 samples"),
         (["correction.mask=token", "correction.mask_low=5"], "correction.mask_high", "is empty"),
-        (["correction.weights=token", "old_log_probs=rollout"], "correction.weights", "would be applied twice"),
+        (["correction.weights=token", "old_log_probs=rollout"], "correction.weights", "would apply it twice"),
         (
             ["loss=reinforce", "correction.weights=token", "correction.normalize=true"],
             "correction.normalize",
-            "runs no such pass",
+            "has no such pass",
         ),
         (["kl_coef=0.1", "kl_in_reward=true", "old_log_probs=rollout"], "kl_in_reward", "skips the pass"),
         (["advantage=pass_at_k", "kl_coef=0.1", "kl_in_reward=true"], "kl_in_reward", "which must contain no KL"),
-        (["advantage=grpo_process", "kl_coef=0.1", "kl_in_reward=true"], "kl_in_reward", "compares rewards of steps"),
+        (["advantage=grpo_process", "kl_coef=0.1", "kl_in_reward=true"], "kl_in_reward", "reads rewards of steps"),
         (["kl_coef=0.1", "kl_target=0.1", "kl_horizon=255"], "kl_horizon", "a step has 256 samples"),
         (["train.source=sft", "loss=sft", "advantage=remax"], "advantage", "no rewards"),
-        (["train.source=sft", "loss=sft", "entropy_coef=0.1"], "entropy_coef", "samples and rewards nothing"),
+        (["train.source=sft", "loss=sft", "entropy_coef=0.1"], "entropy_coef", "has no samples and no rewards"),
         (
             ["train.source=sft", "loss=sft", "dynamic_sampling.enabled=true"],
             "dynamic_sampling",
-            "samples and rewards nothing",
+            "has no samples and no rewards",
         ),
         (["train.source=preferences", "loss=dpo"], "aggregation", "a mean over pairs"),
-        (["train.source=preferences", "loss=sft"], "loss", "it learns from train.source=sft"),
-        (["loss=dpo", "aggregation=seq_mean_token_mean"], "loss", "it learns from train.source=preferences"),
-        (["options.share=1"], "options", "algorithm.modules names none"),
+        (["train.source=preferences", "loss=sft"], "loss", "the loss needs train.source=sft"),
+        (["loss=dpo", "aggregation=seq_mean_token_mean"], "loss", "the loss needs train.source=preferences"),
+        (["options.share=1"], "options", "algorithm.modules is empty"),
         (["correction.veto=2"], "correction.veto", "at most 1"),
         (["modules=[no.such.module]"], "modules", "No module named 'no'"),
     ],
@@ -97,7 +97,7 @@ def test_a_combination_that_cannot_be_had(recipe: Path, overrides: list[str], ke
 
 def test_demonstrations_have_no_mismatch_to_correct(recipe: Path) -> None:
     sft = ["train.source=sft", "loss=sft", "advantage=none", "correction.veto=0.1"]
-    refused(recipe, sft, "correction", "samples and rewards nothing")
+    refused(recipe, sft, "correction", "has no samples and no rewards")
 
 
 @pytest.mark.parametrize(
@@ -172,14 +172,14 @@ def test_a_function_of_the_users_own_may_read_any_setting(
 def test_one_sample_a_prompt_is_refused_where_siblings_are_compared(recipe: Path, advantage: str) -> None:
     overrides = [f"algorithm.advantage={advantage}", "rollout.samples_per_prompt=1", "algorithm.pass_k=1"]
     overrides = overrides if advantage == "pass_at_k" else overrides[:2]
-    with pytest.raises(RecipeError, match="a single sample has advantage 0"):
+    with pytest.raises(RecipeError, match="a single sample always has advantage 0"):
         load_recipe(recipe, overrides)
 
 
 def test_one_sample_a_prompt_has_no_spread(recipe: Path) -> None:
     overrides = ["algorithm.advantage=remax", "rollout.samples_per_prompt=1"]
     load_recipe(recipe, overrides)
-    with pytest.raises(RecipeError, match="a group of one sample never does"):
+    with pytest.raises(RecipeError, match="a group with a single sample is always dropped"):
         load_recipe(recipe, [*overrides, "algorithm.dynamic_sampling.enabled=true"])
 
 
@@ -252,7 +252,7 @@ def test_functions_of_megarl_are_not_tried() -> None:
         ),
         ("x = 1\ny = x.z", "slipped", ["slipped.py:2", "AttributeError", "correct the module"]),
         ("x = 1", "elsewhere", ["No module named", "directory where megarl starts"]),
-        ("x = 1", "named.py", ["name the module, not its file: named"]),
+        ("x = 1", "named.py", ["name the module, not the file: named"]),
     ],
 )
 def test_a_module_that_cannot_be_imported(

@@ -21,8 +21,8 @@ ASKED = ["reward.functions={gsm8k: 1.0, judge: 0.5}", "judge.path=some/model", "
     ("overrides", "key", "words"),
     [
         (ASKED[:1], "judge.path", "but its model is unset"),
-        (ASKED[:2], "judge.prompt", "the judge has no question"),
-        (["reward.function=judge", *ASKED[1:2]], "judge.prompt", "the judge has no question"),
+        (ASKED[:2], "judge.prompt", "its question is unset"),
+        (["reward.function=judge", *ASKED[1:2]], "judge.prompt", "its question is unset"),
         (ASKED[1:], "judge", "this section has no effect"),
         ([*ASKED, "judge.pattern='Score: [0-9'"], "judge.pattern", "it is not a regular expression: unterminated"),
         ([*ASKED, "judge.pattern='Score: [0-9]'"], "judge.pattern", "it has no group"),
@@ -30,7 +30,7 @@ ASKED = ["reward.functions={gsm8k: 1.0, judge: 0.5}", "judge.path=some/model", "
         ([*ASKED, "judge.scale=0"], "judge.scale", "must be above 0"),
         ([*ASKED, "reward.functions.judge=0"], "reward.functions.judge", "a weight must be finite"),
         ([*ASKED, "reward.functions={judge: 1, 'mine:judge': 1}"], "reward.functions", "which is the metric of 'judge'"),
-        ([*ASKED, "algorithm.advantage=remax"], "algorithm.advantage", "not kept for a judge to read"),
+        ([*ASKED, "algorithm.advantage=remax"], "algorithm.advantage", "cannot read the text of greedy samples"),
     ],
 )  # fmt: skip
 def test_refusals(overrides: list[str], key: str, words: str) -> None:

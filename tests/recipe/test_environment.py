@@ -82,9 +82,9 @@ def test_roles_have_their_own_variables() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("all.A=true", "a variable must be a text or a whole number"),
-        ("all.A=1.5", "a variable must be a text or a whole number"),
-        ("all.A-B=1", "this is not the name of an environment variable"),
+        ("all.A=true", "a variable must be text or an integer"),
+        ("all.A=1.5", "a variable must be text or an integer"),
+        ("all.A-B=1", "an environment variable cannot have this name"),
         ("engines.HF_TOKEN=x", "the name suggests a secret"),
         ("engines.OPENAI_API_KEY=x", "the name suggests a secret"),
         ("trainers.OMP_NUM_THREADS=8", "set cluster.threads"),

@@ -143,7 +143,7 @@ VALUES = [
     bad(DENSE, "rollout.top_k=0", "rollout.top_k", "use -1"),
     bad(DENSE, "rollout.temperature=0.7 rollout.top_p=0.9", "rollout.temperature", "rollout.temperature=1"),
     bad(DENSE, "actor.optimizer.lr=-1e-6", "actor.optimizer.lr", "at least 0"),
-    bad(DENSE, "actor.optimizer.lr=.nan", "actor.optimizer.lr", "no number"),
+    bad(DENSE, "actor.optimizer.lr=.nan", "actor.optimizer.lr", "the value is NaN"),
     bad(DENSE, "actor.optimizer.lr=.inf", "actor.optimizer.lr", "finite"),
     bad(DENSE, "actor.optimizer.betas=[0.9,1.5]", "actor.optimizer.betas", "e.g."),
     bad(DENSE, "actor.optimizer.decay=exponential", "actor.optimizer.decay", "cosine"),
@@ -196,7 +196,7 @@ ALGORITHMS = [
     bad(OFF, "megatron.offload=true", "megatron.offload", "megatron.offload=false"),
     bad(DENSE, "evaluation.ks=[4]", "evaluation.ks", "raise evaluation.samples"),
     bad(DENSE, "evaluation.samples=4", "evaluation.temperature", "evaluation.samples=1"),
-    bad(DENSE, "data.eval_files=[]", "data.eval_files", "switch evaluation off"),
+    bad(DENSE, "data.eval_files=[]", "data.eval_files", "disable evaluation"),
     bad(LORA, "evaluation.samples=4", "evaluation.samples", "leave it out"),
     bad(LORA, "lora.targets=[]", "lora.targets", "all-linear"),
     bad(LORA, "lora.targets=[q_projj]", "lora.targets", "Did you mean q_proj"),
@@ -222,7 +222,7 @@ ALGORITHMS = [
     bad(GKD, "algorithm.reference=start", "algorithm.reference", "teacher"),
     bad(GKD, "teacher.engine=vllmm", "teacher.engine", "did you mean 'vllm'"),
     bad(GKD, "rollout.max_response_length=448", "teacher.path", "context is 512"),
-    bad(DENSE, "agent.max_turns=3", "agent", "name one in agent.tools"),
+    bad(DENSE, "agent.max_turns=3", "agent", "name a tool in agent.tools"),
     bad("retool", "data.chat_template=false", "data.chat_template", "true"),
 ]  # fmt: skip
 

@@ -16,10 +16,12 @@ def agent_errors(recipe: Recipe) -> Iterator[ValueError]:
     if not uses_tools(recipe):
         if agent != AgentConfig():
             problem = "no tool is named, so this section has no effect"
-            yield RecipeError("agent", problem, "name one in agent.tools or agent.mcp, or leave the section out")
+            yield RecipeError(
+                "agent", problem, "name a tool in agent.tools or a server in agent.mcp, or leave the section out"
+            )
         return
     if recipe.train.source != "rollout":
-        problem = f"train.source={recipe.train.source} samples nothing, so no tool is called"
+        problem = f"train.source={recipe.train.source} samples nothing, so tools are never called"
         remedy = "leave the section out: demonstrations name tools in their column `tools`"
         yield RecipeError("agent", problem, remedy)
         return
@@ -34,8 +36,8 @@ def agent_errors(recipe: Recipe) -> Iterator[ValueError]:
 
 def _server_errors(section: str, server: McpServer) -> Iterator[ValueError]:
     if bool(server.command) == bool(server.url):
-        problem = "an MCP server is either started by `command` or reached at `url`"
-        yield RecipeError(section, problem, "set one of the two")
+        problem = "an MCP server needs either `command` to start it or `url` to connect to it"
+        yield RecipeError(section, problem, "set exactly one of the two")
         return
     if server.command and server.headers:
         yield RecipeError(f"{section}.headers", "headers are sent to a `url`, which is unset", "leave them out")

@@ -44,7 +44,7 @@ def source_errors(recipe: Recipe) -> Errors:
         fitting = ", ".join(name for name in LOSSES.names() if LOSSES[name].source == source)
         yield RecipeError(
             "algorithm.loss",
-            f"it learns from train.source={LOSSES[loss].source}, and train.source is '{source}'",
+            f"the loss needs train.source={LOSSES[loss].source}, and train.source is '{source}'",
             f"set train.source={LOSSES[loss].source}, or algorithm.loss to one of: {fitting}",
             value=loss,
         )
@@ -82,7 +82,7 @@ def _import_error(algorithm: AlgorithmConfig) -> RecipeError | None:
 
 
 def _user_line(error: Exception) -> str:
-    """Format the last line of the traceback that is in neither a library nor megarl; "" if there is none."""
+    """Return " at FILE:LINE" for the last traceback line outside libraries and megarl; "" if every line is inside them."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_library(frame.filename)]
     return f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
@@ -97,8 +97,8 @@ def _import_remedy(error: Exception, modules: list[str]) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name in {part for name in modules for part in _packages(name)}:
         files = [name for name in modules if name.endswith(".py")]
         if files:
-            return f"name the module, not its file: {files[0].removesuffix('.py')}"
-        return "modules are searched in the directory where megarl starts, and in PYTHONPATH"
+            return f"name the module, not the file: {files[0].removesuffix('.py')}"
+        return "put the module into the directory where megarl starts, or add its folder to PYTHONPATH"
     return "correct the module"
 
 
@@ -112,7 +112,7 @@ def _packages(module: str) -> list[str]:
 
 
 def _unread_errors(algorithm: AlgorithmConfig) -> Errors:
-    """Yield an error for each setting that the chosen advantage, loss and KL do not read and that is not its default."""
+    """Yield an error for each setting that is not at its default and that the chosen advantage, loss and KL ignore."""
     advantage, loss = ADVANTAGES[algorithm.advantage], LOSSES[algorithm.loss]
     readers: dict[str, list[str]] = {}
     for registry in (ADVANTAGES, LOSSES):
@@ -121,18 +121,18 @@ def _unread_errors(algorithm: AlgorithmConfig) -> Errors:
                 readers.setdefault(setting, []).append(name)
     for setting in sorted(readers.keys() - {*advantage.settings, *loss.settings}):
         chosen = f"algorithm.advantage is '{algorithm.advantage}' and algorithm.loss '{algorithm.loss}'"
-        problem = f"{chosen}, and only {_alternatives(readers[setting])} reads it"
+        problem = f"{chosen}; only {_alternatives(readers[setting])} reads it"
         yield from _unless_default(algorithm, setting, problem, f"choose {_alternatives(readers[setting])}")
     if algorithm.options and not algorithm.modules:
-        problem = "only user functions read it, and algorithm.modules names none"
+        problem = "only user functions read it, and algorithm.modules is empty"
         remedy = "name their module, or leave it out"
         yield RecipeError("algorithm.options", problem, remedy, value=dict(algorithm.options))
     if not (loss.needs_old_log_probs or algorithm.kl_in_reward):
-        problem = f"algorithm.loss is '{algorithm.loss}', which does not compare with an older policy"
+        problem = f"algorithm.loss is '{algorithm.loss}', which reads no old log-probs"
         yield from _unless_default(algorithm, "old_log_probs", problem, "set another algorithm.loss")
     if not algorithm.kl_coef:
         for setting in ("kl_estimator", "kl_in_reward", "kl_straight_through", "kl_target"):
-            problem = "algorithm.kl_coef is 0, so there is no KL to the reference policy"
+            problem = "algorithm.kl_coef is 0, which disables the KL to the reference policy"
             yield from _unless_default(algorithm, setting, problem, "set algorithm.kl_coef")
     if algorithm.kl_target is None:
         problem = "algorithm.kl_target is unset, so the weight of the KL is constant"
@@ -162,7 +162,7 @@ def _data_set_errors(recipe: Recipe) -> Errors:
     if LOSSES[algorithm.loss].whole_groups and algorithm.aggregation != "seq_mean_token_mean":
         yield RecipeError(
             "algorithm.aggregation",
-            f"algorithm.loss={algorithm.loss} is a mean over pairs, which only seq_mean_token_mean computes",
+            f"algorithm.loss={algorithm.loss} is a mean over pairs; only seq_mean_token_mean computes it",
             "set algorithm.aggregation=seq_mean_token_mean",
             value=algorithm.aggregation,
         )
@@ -174,12 +174,12 @@ def _data_set_errors(recipe: Recipe) -> Errors:
         yield RecipeError("algorithm.advantage", problem, "set algorithm.advantage=none", value=algorithm.advantage)
     for setting in ("entropy_coef", "kl_in_reward", "correction", "dynamic_sampling", "overlong"):
         if getattr(algorithm, setting) != getattr(default, setting):
-            problem = f"train.source={source} samples and rewards nothing, so this has no effect"
+            problem = f"train.source={source} has no samples and no rewards, so this has no effect"
             yield RecipeError(f"algorithm.{setting}", problem, "leave it out")
 
 
 def _reward_errors(recipe: Recipe) -> Errors:
-    """Yield errors of settings that filter or shape rewards if neither advantage nor loss reads rewards."""
+    """Yield an error for each setting that filters or shapes rewards if neither advantage nor loss reads rewards."""
     algorithm = recipe.algorithm
     if recipe.train.source != "rollout":
         return
@@ -199,8 +199,8 @@ def _old_log_prob_errors(recipe: Recipe) -> Errors:
     if algorithm.old_log_probs == "current" and mini_batches > 1:
         yield RecipeError(
             "algorithm.old_log_probs",
-            f"with actor.mini_batches={mini_batches} the policy changes within a step, so its current log-probs are not "
-            "those from before the step",
+            f"with actor.mini_batches={mini_batches} the policy changes within a step, so its current log-probs differ from "
+            "its log-probs at the start of the step",
             "set it to computed, or actor.mini_batches=1",
             value="current",
         )
@@ -222,13 +222,13 @@ def _kl_in_reward_errors(recipe: Recipe) -> Errors:
     if algorithm.kl_in_reward and algorithm.old_log_probs != "computed":
         yield RecipeError(
             "algorithm.kl_in_reward",
-            "rewards of tokens are computed before the step's updates and need the policy's log-probs, and "
+            "token rewards need the policy's log-probs before the step's updates, and "
             f"algorithm.old_log_probs={algorithm.old_log_probs} skips the pass that computes them",
             "set algorithm.old_log_probs=computed, or algorithm.kl_in_reward=false",
             value=True,
         )
     if algorithm.kl_in_reward and advantage.of_steps is not None:
-        problem = f"algorithm.advantage={name} compares rewards of steps, which contain no KL"
+        problem = f"algorithm.advantage={name} reads rewards of steps, which contain no KL"
         yield RecipeError("algorithm.kl_in_reward", problem, in_loss, value=True)
     if algorithm.kl_in_reward and advantage.reads_scores:
         problem = f"algorithm.advantage={name} reads the scorers' rewards, which must contain no KL"
@@ -236,13 +236,13 @@ def _kl_in_reward_errors(recipe: Recipe) -> Errors:
     if not advantage.needs_kl_in_reward:
         return
     if not algorithm.kl_in_reward:
-        problem = f"algorithm.advantage={name} is computed from the KL of each token"
+        problem = f"algorithm.advantage={name} needs the KL of each token in the reward"
         yield RecipeError("algorithm.kl_in_reward", problem, "set it to true, and algorithm.kl_coef", value=False)
     if algorithm.kl_estimator != "kl":
-        problem = f"as an advantage ({name}) only `kl` has the gradient of the KL; low_var_kl's is near 0 where policies are close"
+        problem = f"as an advantage ({name}) only `kl` gives the gradient of the KL; the gradient of low_var_kl is near 0 for close policies"
         yield RecipeError("algorithm.kl_estimator", problem, "set it to kl", value=algorithm.kl_estimator)
     if algorithm.kl_target is not None:
-        problem = f"algorithm.advantage={name} learns only from the KL, whose weight must then be constant"
+        problem = f"algorithm.advantage={name} learns only from the KL, so the weight of the KL must be constant"
         yield RecipeError("algorithm.kl_target", problem, "leave it out", value=algorithm.kl_target)
 
 
@@ -255,8 +255,8 @@ def _correction_errors(recipe: Recipe) -> Errors:
     elif algorithm.old_log_probs == "rollout":
         yield RecipeError(
             f"{key}.weights",
-            "with algorithm.old_log_probs=rollout the importance ratio of the loss is already p(trainer) / p(engine), which "
-            "would be applied twice",
+            "with algorithm.old_log_probs=rollout the importance ratio of the loss is already p(trainer) / p(engine), so this "
+            "weight would apply it twice",
             "set algorithm.old_log_probs=computed, algorithm.loss=reinforce (without old_log_probs), or "
             f"{key}.weights=none",
             value=correction.weights,
@@ -270,8 +270,8 @@ def _correction_errors(recipe: Recipe) -> Errors:
     if correction.normalize and not runs_old_log_prob_pass(algorithm):
         yield RecipeError(
             f"{key}.normalize",
-            "the mean weight of a mini batch must be computed before its update, and "
-            f"algorithm.loss={algorithm.loss} with algorithm.old_log_probs={algorithm.old_log_probs} runs no such pass",
-            "set a loss that compares with old log-probs and algorithm.old_log_probs=computed, or leave it off",
+            "it needs a pass that computes the mean weight of a mini batch before its update, and "
+            f"algorithm.loss={algorithm.loss} with algorithm.old_log_probs={algorithm.old_log_probs} has no such pass",
+            "set a loss that reads old log-probs and algorithm.old_log_probs=computed, or leave it off",
             value=True,
         )

@@ -11,8 +11,8 @@ from megarl.recipe.schema import Recipe
 from megarl.recipe.training import CriticConfig, MegatronConfig
 
 ONE_LAYOUT = (
-    "under torchrun every process is a trainer of the actor, in Megatron's only layout; the critic needs processes that only "
-    "Ray can start"
+    "under torchrun every process is an actor trainer in a single Megatron layout; the critic needs additional processes, "
+    "which only Ray can start"
 )
 
 

@@ -13,7 +13,7 @@ from megarl.recipe.schema import Recipe
 def data_errors(recipe: Recipe) -> Iterator[RecipeError]:
     data = recipe.data
     if data.mix and data.train_files:
-        problem = "data.mix names the training sets, so these files would not be read"
+        problem = "data.mix names the training sets, so these files would be ignored"
         yield RecipeError("data.train_files", problem, "make them a set of data.mix", value=data.train_files)
     if data.min_pixels is not None and data.max_pixels is not None and data.min_pixels > data.max_pixels:
         problem = f"it is above data.max_pixels={data.max_pixels}"
@@ -24,12 +24,12 @@ def data_errors(recipe: Recipe) -> Iterator[RecipeError]:
     for name, part in data.mix.items():
         if not re.fullmatch(r"[\w.-]+", name):
             remedy = "use letters, digits, _, - and ."
-            yield RecipeError("data.mix", f"the name {name!r} is part of metric names", remedy, value=name)
+            yield RecipeError("data.mix", f"the name {name!r} cannot be part of a metric name", remedy, value=name)
         if not part.files:
             yield RecipeError("data.mix", f"the set {name} has no files", "name .parquet or .jsonl files", value=name)
         if not 0 < part.weight < float("inf"):
             remedy = "give a finite number above 0, or leave the set out"
-            yield RecipeError("data.mix", f"the weight of {name} is not above 0", remedy, value=part.weight)
+            yield RecipeError("data.mix", f"the weight of {name} must be finite and above 0", remedy, value=part.weight)
     for name, file in files_of(data):
         if not file.endswith((".parquet", ".jsonl")):
             problem = f"{file} is neither .parquet nor .jsonl"

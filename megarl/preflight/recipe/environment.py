@@ -14,7 +14,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SECRET = re.compile(
     r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|ACCESS_KEY|PRIVATE_KEY)(_|$)", re.IGNORECASE
 )
-# Variables that megarl sets for each process, with the key that decides them ("": no key does).
+# Variables that megarl sets for each process, with the key that determines them ("" without a key).
 _OWNED = {
     "OMP_NUM_THREADS": "cluster.threads",
     "RANK": "", "WORLD_SIZE": "cluster.trainers", "LOCAL_RANK": "", "LOCAL_WORLD_SIZE": "", "MASTER_ADDR": "", "MASTER_PORT": "",
@@ -34,7 +34,7 @@ def _variable_errors(path: str, name: str, value: Any) -> Iterator[RecipeError]:
     """Yield an error for a variable that megarl cannot or must not set."""
     owner = {**_OWNED, **_VISIBLE}.get(name)
     if not _NAME.fullmatch(name):
-        problem = "this is not the name of an environment variable"
+        problem = "an environment variable cannot have this name"
         yield RecipeError(path, problem, "use letters, digits and _", value=value)
     elif _SECRET.search(name):  # the message does not show the value
         problem = "the name suggests a secret, and the recipe is written to the run's directory"
@@ -44,7 +44,7 @@ def _variable_errors(path: str, name: str, value: Any) -> Iterator[RecipeError]:
         remedy = f"set {owner}" if owner else "leave it out"
         yield RecipeError(path, "megarl sets it for each process", remedy, value=value)
     elif isinstance(value, bool) or not isinstance(value, (str, int)):
-        problem = "a variable must be a text or a whole number"
+        problem = "a variable must be text or an integer"
         yield RecipeError(path, problem, f"quote it: '{value}'", value=value)
     elif "\0" in str(value) or "\n" in str(value):
         yield RecipeError(path, "a variable must be a single line", "remove the line break", value=value)

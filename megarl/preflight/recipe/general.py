@@ -1,4 +1,4 @@
-"""Every check that needs only the recipe: bounds of values and settings that contradict each other.
+"""Every check that needs only the recipe: bounds of values, and contradictions between settings.
 
 Checks that read models, data or the machine are in megarl/preflight/survey.py. They also run before any process starts.
 """
@@ -43,9 +43,9 @@ def validate(recipe: Recipe) -> None:
 def recipe_errors(recipe: Recipe) -> Iterator[ValueError]:
     """Yield the errors that the recipe alone shows.
 
-    The first checks look at one setting each: bounds, and names of algorithms. In the checks of combinations that follow, a
-    setting that they refuse has its default, and `train.source` is that of the loss. `megarl.errors.independent` drops
-    errors that may be consequences.
+    The first checks examine single settings: bounds, and names of algorithms. For the checks of combinations, a setting with
+    such an error is reset to its default, and `train.source` is set to the source that the loss needs.
+    `megarl.errors.independent` drops errors that may follow from earlier ones.
     """
     single = [*bound_errors(recipe), *name_errors(recipe.algorithm)]
     yield from single
@@ -71,7 +71,7 @@ def bound_errors(section: Any, prefix: str = "") -> Errors:
 
 def _bound_errors(name: str, value: float, metadata: Any) -> Errors:
     if math.isnan(value):
-        yield RecipeError(name, "NaN is no number", "give a number", value=value)
+        yield RecipeError(name, "the value is NaN", "give a number", value=value)
         return
     for bound, holds, words in (
         ("at_least", lambda value, limit: value >= limit, "at least"),
@@ -115,7 +115,7 @@ def routing_replay_errors(recipe: Recipe) -> Errors:
     if replay == "none":
         return
     if recipe.train.source != "rollout":
-        problem = f"train.source={recipe.train.source} routes each token only once, so there is no routing to replay"
+        problem = f"train.source={recipe.train.source} routes each token only once, so routing is never replayed"
         yield RecipeError("megatron.routing_replay", problem, "set it to none", value=replay)
     elif replay == "old_log_probs" and not runs_old_log_prob_pass(recipe.algorithm):
         yield RecipeError(
@@ -147,10 +147,10 @@ def group_size_errors(recipe: Recipe) -> Errors:
         return
     key, remedy = "rollout.samples_per_prompt", "set rollout.samples_per_prompt to 2 or more"
     if ADVANTAGES[advantage].needs_siblings:
-        problem = f"algorithm.advantage={advantage} compares the samples of a prompt; a single sample has advantage 0"
+        problem = f"algorithm.advantage={advantage} compares the samples of a prompt, and a single sample always has advantage 0"
         yield RecipeError(key, problem, remedy, value=1)
     elif recipe.algorithm.dynamic_sampling.enabled:
-        problem = "algorithm.dynamic_sampling keeps groups whose rewards differ; a group of one sample never does"
+        problem = "algorithm.dynamic_sampling drops groups with equal rewards, and a group with a single sample is always dropped"
         yield RecipeError(key, problem, remedy, value=1)
 
 
@@ -161,7 +161,7 @@ def lora_errors(recipe: Recipe) -> Errors:
         yield RecipeError("lora.targets", "no linear would have an adapter", remedy, value=[])
     elif not lora.rank and lora != LoraConfig():
         remedy = "set lora.rank, e.g. to 32, or leave out the other keys of lora"
-        yield RecipeError("lora.rank", "rank 0 makes no adapters, and other keys of lora are set", remedy, value=0)
+        yield RecipeError("lora.rank", "rank 0 makes no adapters, but other keys of lora are set", remedy, value=0)
 
 
 def sampling_errors(recipe: Recipe) -> Errors:
@@ -188,7 +188,7 @@ def overlong_errors(recipe: Recipe) -> Errors:
 def evaluation_errors(recipe: Recipe) -> Errors:
     evaluation = recipe.evaluation
     if _evaluates(recipe) and not recipe.data.eval_files:
-        problem, remedy = "evaluation is on and has no data", "name held-out files, or switch evaluation off"
+        problem, remedy = "evaluation is on but has no data", "name held-out files, or disable evaluation"
         yield RecipeError("data.eval_files", problem, remedy, value=[])
     if recipe.train.source != "rollout":
         yield from _held_out_loss_errors(recipe)
@@ -196,7 +196,7 @@ def evaluation_errors(recipe: Recipe) -> Errors:
     if evaluation.temperature == 0 and evaluation.samples > 1:
         yield RecipeError(
             "evaluation.temperature",
-            f"evaluation.samples is {evaluation.samples}, and greedy answers to a problem are identical",
+            f"evaluation.samples is {evaluation.samples}, and greedy samples of a prompt are identical",
             "set evaluation.samples=1 and ks=[1], or use evaluation.greedy=true with a temperature above 0",
             value=0.0,
         )
@@ -223,7 +223,7 @@ def _held_out_loss_errors(recipe: Recipe) -> Errors:
         yield RecipeError(
             "algorithm.loss",
             "it treats the highest-scored tokens of a mini batch specially, and held-out rows form no mini batch",
-            "switch evaluation off, or set another algorithm.loss",
+            "disable evaluation, or set another algorithm.loss",
             value=loss,
         )
 

@@ -29,7 +29,7 @@ def judge_errors(recipe: Recipe) -> Iterator[RecipeError]:
         problem = "the reward uses the judge, but its model is unset"
         yield RecipeError("judge.path", problem, "give the judge's Hugging Face directory", value=judge.path)
     if not judge.prompt:
-        problem = "the judge has no question"
+        problem = "the reward uses the judge, but its question is unset"
         yield RecipeError(
             "judge.prompt", problem, "write a question (recipes/base/judge.yaml has one)", value=judge.prompt
         )
@@ -38,7 +38,7 @@ def judge_errors(recipe: Recipe) -> Iterator[RecipeError]:
         problem = "with judge.temperature = 0 every attempt returns the same verdict"
         yield RecipeError("judge.attempts", problem, "set it to 1, or judge.temperature above 0", value=judge.attempts)
     if ADVANTAGES[recipe.algorithm.advantage].needs_greedy:
-        problem = "its baseline is the reward of a greedy sample, whose text is not kept for a judge to read"
+        problem = "its baseline is the reward of a greedy sample, and the judge cannot read the text of greedy samples"
         remedy = "choose another advantage (rloo, grpo), or leave judge out of the reward"
         yield RecipeError("algorithm.advantage", problem, remedy, value=recipe.algorithm.advantage)
 
@@ -51,7 +51,7 @@ def _pattern_errors(pattern: str) -> Iterator[RecipeError]:
         yield RecipeError("judge.pattern", problem, "correct it", value=pattern)
         return
     if not groups:
-        problem = "it has no group, which must match the number"
+        problem = "it has no group to match the number"
         yield RecipeError(
             "judge.pattern", problem, r"put the number into brackets, as in 'Score: *(\d+)'", value=pattern
         )
