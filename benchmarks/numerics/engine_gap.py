@@ -177,7 +177,7 @@ def engine_gap(quick: bool) -> str:
 vLLM on a CPU samples tiny random models, and the trainer computes the log-probs of the same tokens. The table shows
 |difference| over all sampled tokens, after the start and after optimizer steps. Each step moves every weight by about 0.01,
 and weight sync sends the result to the engine. In float32 tests/weight_sync/test_engine_gap.py requires at most 5e-5 for each
-token. In bfloat16 engine and trainer round in different orders, so there is no bound. Mixtures of experts have larger maxima
+token. In bfloat16 engine and trainer round in different orders, so the test sets no limit. Mixtures of experts have larger maxima
 in bfloat16, as expected if rounding routes tokens to other experts; the routing was not recorded.
 
 `python -m benchmarks.numerics engine_gap{" --quick" if quick else ""}`

@@ -1,4 +1,4 @@
-"""Writes the generated part of docs/planner.md: ``python -m docs.generate.planner``. The rest of the page is by hand."""
+"""Write the generated part of docs/planner.md: ``python -m docs.generate.planner``. The rest is written by hand."""
 
 from __future__ import annotations
 

@@ -72,7 +72,8 @@ def set_aside_later(folder: Path, step: int) -> list[Path]:
 def find_checkpoint(resume: str, folder: Path, *, checksums: bool, notice: Callable[[str], None]) -> Path | None:
     """Resolve `train.resume`: a path, `auto` (the newest intact checkpoint) or `never` (None).
 
-    Returns None for `auto` if there is no checkpoint. `notice` receives a message for each damaged checkpoint that `auto` skips.
+    Returns None for `auto` in a folder without checkpoints. `notice` receives a message for each damaged checkpoint that `auto`
+    skips.
     Raises ValueError if the path is not an intact checkpoint, or if `auto` finds only damaged ones.
     """
     if resume == "never":
@@ -98,7 +99,7 @@ def find_checkpoint(resume: str, folder: Path, *, checksums: bool, notice: Calla
 
 
 def resume_hint(folder: Path, resume: str) -> str:
-    """Line at the end of a failed run: the last intact checkpoint and how to resume from it.
+    """Return the last line of a failed run: its last intact checkpoint and how to resume from it.
 
     Checks only the presence and size of files. `resume`: the run's `train.resume`.
     """
