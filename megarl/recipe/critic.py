@@ -1,4 +1,4 @@
-"""The critic's section: the recipe as the critic's processes read it, and what is refused."""
+"""The recipe as the critic's processes read it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from megarl.recipe.training import LoraConfig
 
 
 def critic_view(recipe: Recipe) -> Recipe:
-    """`recipe` with the critic's model, layout, micro batches and optimizer where the actor's stand.
+    """Return `recipe` with the critic's model, layout, micro batches and optimizer in place of the actor's.
 
-    So what plans micro batches, lays processes out and trains is one for both. The value loss is a mean over
-    tokens, whatever the policy's aggregation is.
+    The code that plans micro batches, lays out processes and trains then serves both. The value loss is always a mean over
+    tokens; the policy's aggregation does not apply.
     """
     critic = recipe.critic
     return replace(
@@ -27,5 +27,5 @@ def critic_view(recipe: Recipe) -> Recipe:
         ),
         algorithm=replace(recipe.algorithm, aggregation="token_mean"),
         cluster=replace(recipe.cluster, trainers=critic.trainers),
-        lora=LoraConfig(),  # adapters are the policy's: all of the critic learns
+        lora=LoraConfig(),  # only the policy has adapters; all of the critic's weights are trained
     )

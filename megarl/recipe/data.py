@@ -1,86 +1,85 @@
-"""Settings of the data, and what is refused of them."""
+"""The recipe's section `data`: files, prompts and tokenisation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Optional
+from typing import Any, Literal, Optional
 
 from megarl.recipe.key import key
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass
 class MixedSet:
-    """One of the sets of `data.mix`."""
+    """An entry of `data.mix`."""
 
-    files: list[str] = key([], "Its rows: .parquet or .jsonl files.")
-    weight: float = key(1.0, "Its share of the rows drawn is this over the sum of all sets' weights.", above=0)
+    files: list[str] = key([], "Rows of the set: .parquet or .jsonl files.")
+    weight: float = key(1.0, "Weight of the set. Its share of the rows is this over the sum of all weights.", above=0)
 
 
 @dataclass
 class DataConfig:
-    """Prompts: parquet or JSONL rows in verl's columns. docs/data.md says what the columns are, and how to make them."""
+    """Prompts: parquet or JSONL rows in verl's columns. docs/data.md describes the columns and how to make them."""
 
     train_files: list[str] = key(
-        [], "Training rows: .parquet or .jsonl files. `train` requires them, or `data.mix` instead."
+        [], "Training rows: .parquet or .jsonl files. `train` requires this key or `data.mix`."
     )
     mix: dict[str, MixedSet] = key(
         {},
-        "Several training sets drawn from by weight, instead of `train_files`: by name `files` and `weight` (1), e.g. {gsm8k: {files: [a.parquet]}, math: {files: [b.parquet], weight: 3}}. Rows of a set are drawn at its rate, whatever its size; each has epochs of its own.",
+        "Several training sets drawn by weight, instead of `train_files`: a name with `files` and `weight` (1), e.g. {gsm8k: {files: [a.parquet]}, math: {files: [b.parquet], weight: 3}}. The weight alone sets the share of a set, not its size. Each set has separate epochs.",
     )
     eval_files: list[str] = key([], "Held-out rows for evaluation, in the columns of the training rows.")
-    prompts_per_step: int = key(32, "Prompts a controller step (for SFT: examples).", at_least=1)
-    max_prompt_length: int = key(1024, "Longest prompt, in tokens.", at_least=1)
+    prompts_per_step: int = key(32, "Prompts per controller step (for SFT: examples).", at_least=1)
+    max_prompt_length: int = key(1024, "Maximum length of a prompt, in tokens.", at_least=1)
     overlong_prompts: Literal["error", "filter"] = key(
-        "error", "Prompts past that length: refuse the data set, or leave them out and say how many of which file."
+        "error",
+        "Longer prompts. error: reject the data set. filter: leave the prompts out, with a notice of their number per file.",
     )
-    shuffle: bool = key(True, "Draw rows in a new random order each epoch.")
+    shuffle: bool = key(True, "Draw rows in a new random order in each epoch.")
     curriculum: Optional[str] = key(
         None,
-        "Draw rows by this number of their `extra_info`, the smallest first, e.g. level; rows of the same number as `data.shuffle` says, rows without one last. Unset: no such order.",
+        "Name of a number in the rows' `extra_info`, e.g. level. Rows are drawn in ascending order of it; rows with equal numbers as `data.shuffle` sets, rows without a number last. Unset: no such order.",
     )
     curriculum_epochs: Optional[int] = key(
         None,
-        "Epochs (of each set) that are drawn by `data.curriculum`; those after them as `data.shuffle` says. Unset: all.",
+        "Epochs (of each set) drawn by `data.curriculum`. Later epochs are drawn as `data.shuffle` sets. Unset: all epochs.",
         at_least=1,
     )
     chat_template: bool = key(
         True,
-        "Apply the tokenizer's chat template to `prompt`'s messages. Off: their contents are joined as they stand.",
+        "Apply the tokenizer's chat template to the messages of `prompt`. false: the messages' contents are concatenated.",
     )
     prompt_suffix: str = key(
-        "", "Text behind the last user message of every prompt (not of demonstrations), e.g. the form of the answer."
+        "",
+        "Text appended to the last user message of every prompt (not of demonstrations), e.g. the form of the answer.",
     )
     chat_template_args: dict[str, Any] = key({}, "Arguments of the chat template, e.g. {enable_thinking: false}.")
     min_pixels: Optional[int] = key(
-        None, "Smaller images are enlarged to so many pixels. Unset: what the model's image processor says.", at_least=1
+        None, "Smaller images are enlarged to this many pixels. Unset: the image processor's setting.", at_least=1
     )
     max_pixels: Optional[int] = key(
         None,
-        "Larger images are shrunk to so many pixels; of Qwen2.5-VL a token shows 28 x 28 of them. Unset: what the model's image processor says.",
+        "Larger images are shrunk to this many pixels. A Qwen2.5-VL token covers 28 x 28 pixels. Unset: the image processor's setting.",
         at_least=1,
     )
     workers: Optional[int] = key(
         None,
-        "Processes that render and tokenise rows. Unset: one for every 20,000 rows that are not in the cache, at most one a core.",
+        "Processes that render and tokenise rows. Unset: one per 20,000 rows that are not in the cache, at most one per core.",
         at_least=1,
     )
     cache: Optional[str] = key(
         "~/.cache/megarl",
-        "Where tokenised rows are kept, of files of 1,000 rows and more, by the contents of file, tokenizer and template. It may be deleted at any time. null: nowhere.",
+        "Directory for tokenised rows of files with at least 1,000 rows, by the contents of file, tokenizer and template. You may delete it at any time. null: no cache.",
     )
 
 
 def training_sets(data: DataConfig) -> dict[str, list[str]]:
-    """Training files by the name of their set: `train` where nothing is mixed."""
+    """Return the training files by the name of their set; `train` without `data.mix`."""
     return {name: part.files for name, part in data.mix.items()} if data.mix else {"train": data.train_files}
 
 
 def files_of(data: DataConfig) -> Iterator[tuple[str, str]]:
-    """(the setting that names it, file) of every file; those to learn from first."""
+    """Yield (setting, file) for every file, training files first."""
     yield from (("data.train_files", file) for file in data.train_files)
     yield from ((f"data.mix.{name}.files", file) for name, part in data.mix.items() for file in part.files)
     yield from (("data.eval_files", file) for file in data.eval_files)

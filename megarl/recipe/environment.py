@@ -15,12 +15,13 @@ Role = Literal["trainers", "engines"]
 
 @dataclass
 class EnvironmentConfig:
-    """Environment variables of the run's processes. They replace megarl's defaults; the shell of the command comes before
-    both. A value with which a process would be wrong is refused, one of the shell overruled with a notice."""
+    """Environment variables of the run's processes. They override megarl's defaults; variables of the command's
+    shell override both. If a process needs another value, a value here is an error, and a value of the shell is
+    overridden with a notice."""
 
     all: dict[str, Any] = key({}, "Variables of trainers and engines, e.g. {NAME: value}.")
-    trainers: dict[str, Any] = key({}, "Variables of trainers (actor and critic) alone, before those of `all`.")
-    engines: dict[str, Any] = key({}, "Variables of engines alone, before those of `all`.")
+    trainers: dict[str, Any] = key({}, "Variables of trainers only (actor and critic). They override `all`.")
+    engines: dict[str, Any] = key({}, "Variables of engines only. They override `all`.")
 
 
 def variables(recipe: Recipe, role: Role) -> dict[str, str]:

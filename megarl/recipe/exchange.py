@@ -1,4 +1,4 @@
-"""How a recipe's weights go to the engines: sharded, full, or adapters alone."""
+"""Kind of weight sync that a recipe selects: sharded, full, or adapters only."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from pathlib import Path
 
 from megarl.recipe.schema import Recipe
 
-_ARGUMENTS = {  # of vLLM
-    "quantization": "weights that are quantised as they are loaded are no copies of the trainers'",
-    "enable_eplb": "experts that move between devices are not where a plan puts them",
+_ARGUMENTS = {  # vLLM arguments that exclude sharded sync, with the reason
+    "quantization": "weights that are quantised on load are not copies of the trainers'",
+    "enable_eplb": "experts that move between devices do not stay where the plan expects them",
 }
 
 
 def why_not_sharded(recipe: Recipe) -> str | None:
     """Return why the recipe rules out sharded weight sync; None if only trainers and engines can."""
     if recipe.lora.rank:
-        return f"lora.rank={recipe.lora.rank}: adapters go whole, and merged weights are made when all are exported"
+        return f"lora.rank={recipe.lora.rank}: adapters are sent whole, and merged weights require a full export"
     if recipe.rollout.engine != "vllm":
-        return f"rollout.engine={recipe.rollout.engine} takes whole tensors alone"
+        return f"rollout.engine={recipe.rollout.engine} accepts only whole tensors"
     if recipe.exchange.transport == "files":
-        return "exchange.transport=files: files have whole tensors"
+        return "exchange.transport=files: files contain whole tensors"
     for name, why in _ARGUMENTS.items():
         if value := recipe.rollout.engine_args.get(name):
             return f"rollout.engine_args.{name}={value}: {why}"
@@ -32,7 +32,7 @@ def is_sharded(recipe: Recipe) -> bool:
 
 
 def wants_adapters(recipe: Recipe) -> bool:
-    """Return True if the recipe sends adapters alone. Engines may still refuse them."""
+    """Return True if the recipe sends only adapters. Engines may still refuse them."""
     return recipe.lora.rank > 0 and recipe.exchange.adapters != "merged" and recipe.train.source == "rollout"
 
 

@@ -1,4 +1,4 @@
-"""The recipe's section `judge`. The model and the question are checked with the data (megarl/preflight/judge.py)."""
+"""The recipe's section `judge`. megarl/preflight/judge.py checks its model and its prompt together with the data."""
 
 from __future__ import annotations
 
@@ -13,44 +13,48 @@ JUDGE = "judge"
 
 @dataclass
 class JudgeConfig:
-    """A fixed language model that reads question and response and writes a verdict, of which a number is a term of the reward, in engines on devices of its own; see docs/rewards.md. There is one where `reward.function` or `reward.functions` names `judge`."""
+    """A fixed language model that reads question and response and writes a verdict with a number, which is a term of
+    the reward. It runs in separate engines on separate devices; see docs/rewards.md. Active if `reward.function`
+    or `reward.functions` names `judge`."""
 
     path: Optional[str] = key(
-        None, "Hugging Face directory of the judge, with a tokenizer and chat template of its own."
+        None, "Hugging Face directory of the judge, with its tokenizer and chat template. Required with a judge."
     )
-    engine: str = key("vllm", "Engine.")
-    engines: int = key(1, "Engines, each a replica of the judge.", at_least=1)
-    tensor_parallel: int = key(1, "Tensor-parallel size inside an engine.", at_least=1)
+    engine: str = key("vllm", "Engine, as `rollout.engine`.")
+    engines: int = key(1, "Number of engines. Each is a replica of the judge.", at_least=1)
+    tensor_parallel: int = key(1, "Tensor-parallel size within an engine.", at_least=1)
     dtype: Optional[Literal["float32", "bfloat16", "float16"]] = key(None, "Data type. Unset: `model.dtype`.")
     engine_args: dict[str, Any] = key({}, "Further arguments of the engine, as `rollout.engine_args`.")
     prompt: Optional[str] = key(
         None,
-        "What the judge is asked of a sample: a Jinja template that reads `response`, and `prompt`, `ground_truth` and `extra_info` as it likes. It becomes the one user message of a chat.",
+        "The judge's user message for a sample: a Jinja template that reads `response`, and may read `prompt`, `ground_truth` and `extra_info`.",
     )
     chat_template_args: dict[str, Any] = key(
         {}, "Arguments of the judge's chat template, e.g. {enable_thinking: false}."
     )
     pattern: str = key(
         r"Score: *(10|[0-9])\b",
-        "Regular expression of the score in a verdict: its first group is the number. The last match counts.",
+        "Regular expression of the score in a verdict. Its first group is the number. The last match counts.",
     )
-    scale: float = key(10.0, "The number is divided by it.", above=0)
+    scale: float = key(10.0, "Divisor of the number.", above=0)
     right_from: Optional[float] = key(
         None,
-        "A score, after the division, of at least this counts as right in evaluation (part `accuracy`), unless another scorer says what is right. Unset: whatever the whole reward says.",
+        "Minimum score, after the division, that counts as right in evaluation (part `accuracy`), unless another scorer decides. Unset: the whole reward decides.",
     )
     max_prompt_length: int = key(
-        8192, "Longest question to the judge, in its tokens. A sample for which it is longer has no reward.", at_least=1
+        8192,
+        "Maximum length of the judge's prompt, in the judge's tokens. A sample with a longer prompt has no reward.",
+        at_least=1,
     )
-    max_tokens: int = key(512, "Longest verdict, in tokens.", at_least=1)
-    temperature: float = key(0.6, "Sampling temperature of verdicts; 0 is greedy.", at_least=0)
+    max_tokens: int = key(512, "Maximum length of a verdict, in tokens.", at_least=1)
+    temperature: float = key(0.6, "Sampling temperature of verdicts. 0: greedy.", at_least=0)
     attempts: int = key(
         3,
-        "Verdicts that are sampled, each with another seed, until one has a number. A sample without any has no reward: its group is left out and counted, as where a scorer fails.",
+        "Maximum verdicts per sample, each with another seed, until a verdict has a number. A sample without a number has no reward: its group is left out and counted, as after a scorer failure.",
         at_least=1,
     )
     timeout: float = key(
         1800.0,
-        "Seconds in which an engine of the judge finishes no group although some wait for it: the run then fails, naming it.",
+        "Seconds without a finished group in an engine of the judge, while groups wait, after which the run fails and names the engine.",
         above=0,
     )

@@ -1,4 +1,4 @@
-"""How the schema declares a recipe key."""
+"""Declaration of a recipe key in the schema."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 def key(
     default: Any, doc: str, *, at_least: float | None = None, above: float | None = None, at_most: float | None = None
 ) -> Any:
-    """One recipe key: its default, its text, and the bounds that `validate` holds it to."""
+    """Declare a recipe key: its default, its text for docs/recipes.md, and the bounds that the recipe check enforces."""
     bounds = {"at_least": at_least, "above": above, "at_most": at_most}
     metadata = {"doc": doc, **{name: bound for name, bound in bounds.items() if bound is not None}}
     if isinstance(default, (list, dict)):

@@ -73,7 +73,7 @@ def to_yaml(recipe: Recipe) -> str:
 
 
 def flat_settings(text: str) -> dict[str, Any]:
-    """Return the settings of a resolved recipe by dotted key. A mapping whose keys the user chooses is a single setting."""
+    """Return the settings of a resolved recipe by dotted key. A mapping with keys that the user chooses is a single setting."""
     flat: dict[str, Any] = {}
 
     def walk(content: dict[str, Any], section: type, prefix: str) -> None:
@@ -116,7 +116,7 @@ def _read_yaml(path: Path, named_by: str) -> dict[str, Any]:
         folder = path.parent if path.parent.is_dir() else Path(".")
         close = nearest(path.name, [file.name for file in folder.glob("*.yaml")])
         remedy = f"did you mean {folder / close}?" if close else f"{folder}/ holds no such file"
-        raise RecipeError("recipe", f"there is no file {path}", remedy, origin=named_by)
+        raise RecipeError("recipe", f"the file {path} does not exist", remedy, origin=named_by)
     try:
         loaded = OmegaConf.load(path)
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
@@ -144,14 +144,14 @@ def _parse_overrides(overrides: Sequence[str]) -> tuple[DictConfig, list[RecipeE
     for override in overrides:
         name, equals, value = override.partition("=")
         if not equals or not name or name.startswith("-"):
-            what = "an override must be key=value"
-            errors.append(RecipeError(override, what, "write e.g. train.steps=10", origin=COMMAND_LINE))
+            problem = "an override must be key=value"
+            errors.append(RecipeError(override, problem, "write e.g. train.steps=10", origin=COMMAND_LINE))
             continue
         try:
             OmegaConf.update(layer, name, OmegaConf.create(f"value: {value}" if value else "value: ''").value)
         except (yaml.YAMLError, OmegaConfBaseException) as error:
-            what = f"the value does not parse: {' '.join(str(error).split())}"
-            errors.append(RecipeError(name, what, "quote it", value=value, origin=COMMAND_LINE))
+            problem = f"the value does not parse: {' '.join(str(error).split())}"
+            errors.append(RecipeError(name, problem, "quote it", value=value, origin=COMMAND_LINE))
     return layer, errors
 
 
@@ -174,8 +174,8 @@ def _merge(merged: DictConfig, layer: DictConfig, origin: str) -> Iterator[Recip
     yield from _key_errors(content, Recipe, "", origin)
     for name, value in _settings(content, Recipe, ""):
         if isinstance(value, (int, float)) and not isinstance(value, bool) and _type_name(name).split()[0] == "bool":
-            what = "this is a switch, not a number"
-            yield RecipeError(name, what, "give true or false", value=value, origin=origin)
+            problem = "this is a switch, not a number"
+            yield RecipeError(name, problem, "give true or false", value=value, origin=origin)
             continue
         value = _as_list_if_declared(value, _type_of(name))
         try:
@@ -232,14 +232,14 @@ def _key_errors(content: Mapping[Any, Any], section: type, prefix: str, origin: 
         dotted = f"{prefix}{name}"
         if name not in types:
             remedy = _suggestion(str(name), prefix, types)
-            yield RecipeError(dotted, "there is no such key", remedy, value=value, origin=origin)
+            yield RecipeError(dotted, "unknown key", remedy, value=value, origin=origin)
         elif dataclasses.is_dataclass(types[name]):
             if isinstance(value, Mapping):
                 yield from _key_errors(value, typing.cast("type", types[name]), f"{dotted}.", origin)
             else:
-                what = "this is a section, not a value"
+                problem = "this is a section, not a value"
                 remedy = f"set one of its keys: {', '.join(section_types(types[name]))}"
-                yield RecipeError(dotted, what, remedy, value=value, origin=origin)
+                yield RecipeError(dotted, problem, remedy, value=value, origin=origin)
 
 
 def _suggestion(name: str, prefix: str, types: Mapping[str, Any]) -> str:

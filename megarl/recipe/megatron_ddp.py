@@ -13,12 +13,10 @@ from megarl.registry import nearest
 if TYPE_CHECKING:
     from megarl.recipe.schema import Recipe
 
-_SUMS = (
-    "gradients are summed in float32 over micro batches and ranks; in another way the update would depend on the split"
-)
+_SUMS = "gradients are summed in float32 over micro batches and ranks; otherwise the update would depend on the split"
 _FSDP = "it belongs to Megatron's FSDP, and megarl shards the optimizer alone (megatron.distributed_optimizer)"
 _FP8 = "it belongs to FP8 weights, and megarl trains in bfloat16 or float32"
-_CHECKS = "it ends the run, and megarl skips an update whose gradient norm is not finite (train.stop_after_skipped)"
+_CHECKS = "it ends the run, and megarl skips an update with a non-finite gradient norm (train.stop_after_skipped)"
 _BUFFERS = "it registers buffers with NCCL, and megarl frees and refills them (megatron.offload)"
 # Fields that megarl's step does not drive, with the reason.
 _REFUSED = {
@@ -29,7 +27,7 @@ _REFUSED = {
     "num_distributed_optimizer_instances": "it needs process groups that megarl does not make",
     "check_for_nan_in_grad": _CHECKS,
     "check_for_large_grads": _CHECKS,
-    "delay_wgrad_compute": "it needs a pipeline schedule of its own, which megarl does not run",
+    "delay_wgrad_compute": "it needs a separate pipeline schedule, which megarl does not run",
     **dict.fromkeys(("fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag", "keep_fp8_transpose_cache"), _FP8),
     **dict.fromkeys(("nccl_ub", "disable_symmetric_registration"), _BUFFERS),
     **dict.fromkeys(
@@ -54,19 +52,19 @@ DRIVEN = (
 
 
 def refusal_of_ddp(name: str) -> tuple[str, str] | None:
-    """Return (the problem, the remedy) for a field of Megatron's that a recipe may not set; None for one that it may."""
+    """Return (the problem, the remedy) for a Megatron field that a recipe may not set; else None."""
     if name in DRIVEN:
         return None
     if name in _REFUSED:
         return _REFUSED[name], "leave it out"
     close = nearest(name, (*DRIVEN, *_REFUSED))
-    remedy = f"did you mean {close}?" if close else f"leave it out; those that megarl drives: {', '.join(DRIVEN)}"
+    remedy = f"did you mean {close}?" if close else f"leave it out; megarl supports: {', '.join(DRIVEN)}"
     return "megarl has no such field of Megatron's DistributedDataParallelConfig", remedy
 
 
 def ddp_settings(recipe: Recipe, *, with_images: bool) -> dict[str, Any]:
     """Return the fields of DistributedDataParallelConfig of the model that `recipe` lays out: `megatron.ddp` over the
-    defaults of its device (`DeviceKind.ddp`). Raises RecipeError for a field whose condition they do not meet.
+    defaults of its device (`DeviceKind.ddp`). Raises RecipeError if a field lacks the field that it depends on.
 
     Models that read images and adapters have no defaults: a micro batch may leave some of their weights without a gradient.
     """
@@ -77,15 +75,15 @@ def ddp_settings(recipe: Recipe, *, with_images: bool) -> dict[str, Any]:
     if not can_overlap_param_gather(megatron.distributed_optimizer, {**defaults, **megatron.ddp}):
         defaults.pop("overlap_param_gather", None)
     settings = {**defaults, **megatron.ddp}
-    for name, wanted in (("overlap_param_gather", "overlap_grad_reduce"), ("align_param_gather", "overlap_param_gather"), ("bucket_size", "overlap_grad_reduce")):  # fmt: skip
-        if megatron.ddp.get(name) and not settings.get(wanted):
-            what = f"it has no effect without {wanted}, which is off"
-            raise RecipeError(f"megatron.ddp.{name}", what, f"set {wanted}: true", value=megatron.ddp[name])
+    for name, required in (("overlap_param_gather", "overlap_grad_reduce"), ("align_param_gather", "overlap_param_gather"), ("bucket_size", "overlap_grad_reduce")):  # fmt: skip
+        if megatron.ddp.get(name) and not settings.get(required):
+            problem = f"it has no effect without {required}, which is off"
+            raise RecipeError(f"megatron.ddp.{name}", problem, f"set {required}: true", value=megatron.ddp[name])
     if with_images and settings.get("overlap_grad_reduce"):
-        what = (
+        problem = (
             "a micro batch without images leaves the image encoder without gradients, and Megatron then waits for them"
         )
-        raise RecipeError("megatron.ddp.overlap_grad_reduce", what, "leave it out", value=True)
+        raise RecipeError("megatron.ddp.overlap_grad_reduce", problem, "leave it out", value=True)
     return settings
 
 
@@ -95,11 +93,11 @@ def can_overlap_param_gather(distributed_optimizer: bool, settings: Mapping[str,
 
 
 def ddp_notice(recipe: Recipe, *, with_images: bool) -> str | None:
-    """Return the communication that runs beside computation, and the origin of that setting; None without any."""
+    """Return a notice of overlapped communication and the origin of the setting; None without overlap."""
     settings = ddp_settings(recipe, with_images=with_images)
     on = [name for name in ("overlap_grad_reduce", "overlap_param_gather") if settings.get(name)]
     if not on:
         return None
     device = platform.kind(recipe.cluster.device)
     origin = "set by the recipe" if all(name in recipe.megatron.ddp for name in on) else f"the default on {device}"
-    return f"Trainers communicate beside computation: megatron.ddp {' and '.join(on)} ({origin})"
+    return f"Trainers overlap communication and computation: megatron.ddp {' and '.join(on)} ({origin})"

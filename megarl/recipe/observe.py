@@ -14,53 +14,54 @@ if TYPE_CHECKING:
 
 @dataclass
 class ObserveConfig:
-    """What a person sees. metrics.jsonl is always written."""
+    """Output of a run: console, trackers, samples, report and profiler traces. metrics.jsonl is always written."""
 
     console: Literal["auto", "live", "plain"] = key(
         "auto",
-        "A live display, or lines for a log: parts of the start, steps (docs/metrics.md). auto: live on a terminal.",
+        "live: a live display. plain: log lines, for the parts of the start and for steps (docs/metrics.md). auto: live on a terminal, else plain.",
     )
     tensorboard: bool = key(True, "Write TensorBoard events.")
     trackers: list[str] = key([], "Any of wandb, swanlab, mlflow; each must be installed and logged in.")
-    project: str = key("megarl", "Project name in these trackers.")
+    project: str = key("megarl", "Project name in the trackers.")
     samples_per_step: int = key(
-        32, "Samples written to samples/ a step, in whole groups spread over the batch.", at_least=0
+        32, "Samples per step that are written to samples/, in whole groups spread over the batch.", at_least=0
     )
     report: bool = key(True, "Write report.html at the end.")
     profile_steps: list[int] = key(
         [],
-        "Steps that are traced with the profiler of the device, to the run's `profile/`: what it costs and how to read it is in docs/profiling.md.",
+        "Steps to trace with the device's profiler, to the run's `profile/`. docs/profiling.md describes the cost and how to read a trace.",
     )
     profile_ranks: list[int] = key(
-        [0], "Trainers, by rank, that are traced in `observe.profile_steps`, from their shard to their update."
+        [0], "Ranks of the trainers to trace in `observe.profile_steps`, from receiving their shard to the update."
     )
     profile_engines: list[int] = key(
         [],
-        "Engines of the policy, by number, that are traced in `observe.profile_steps` while they sample for the step.",
+        "Numbers of the policy's engines to trace in `observe.profile_steps`, while they sample for the step.",
     )
     profile_discrete: bool = key(
         False,
-        "A trace for each phase of a trainer (old_log_prob, reference, update_actor) instead of one for the step.",
+        "Write a trace per phase of a trainer (old_log_prob, reference, update_actor) instead of a trace per step.",
     )
     profile_contents: list[str] = key(
         [],
-        "What a trace holds, of device (kernels), cpu (operators), memory, shapes, modules, stack. Empty: device, cpu and shapes, as far as the device has them. Each of the others makes traces larger and steps slower.",
+        "Contents of a trace: device (kernels), cpu (operators), memory, shapes, modules, stack. Empty: device, cpu and shapes, if the device supports them. The others make traces larger and steps slower.",
     )
     profile_level: str = key(
         "",
-        "How much the device's profiler records, where it has levels: level0 (its default), level1, level2, level_none.",
+        "Level of detail, if the device's profiler has levels: level0 (its default), level1, level2, level_none.",
     )
     profile_metrics: str = key(
         "",
-        "Counters of the device's cores, where its profiler has them, at level1 and level2: such as PipeUtilization. Empty: none.",
+        "Counters of the device's cores, if its profiler has them, at level1 and level2, e.g. PipeUtilization. Empty: none.",
     )
     profile_mstx: bool = key(
         False,
-        "Record the marks that libraries set in the device's streams (communication, data loading), where its profiler can.",
+        "Record the marks that libraries set in the device's streams (communication, data loading), if its profiler supports them.",
     )
-    profile_export: str = key("", "Format of the tables, where the profiler has several: text (its default) or db.")
+    profile_export: str = key("", "Format of the tables, if the profiler has several: text (its default) or db.")
     profile_analysis: bool = key(
-        True, "false: write raw data alone, to be analysed later, where the profiler can: the step ends sooner."
+        True,
+        "Analyse the trace at the end of the step. false: write raw data only, if the profiler supports it, for a later analysis; the step ends sooner.",
     )
 
 

@@ -19,16 +19,16 @@ def offloads(recipe: Recipe, device: str | None = None) -> bool:
 
 
 def learners_take_turns(recipe: Recipe, device: str | None = None) -> bool:
-    """Return whether actor and critic of a recipe with a critic each come to the devices before they are saved. `device`: as
-    in `offloads`."""
-    return any(offloads(one, device) for one in (recipe, critic_view(recipe)))
+    """Return whether actor and critic time-share their devices, so that each is loaded before it is saved. The recipe has a
+    critic. `device`: as in `offloads`."""
+    return any(offloads(learner, device) for learner in (recipe, critic_view(recipe)))
 
 
 def copies_checkpoints(recipe: Recipe, device: str | None = None, *, critic: bool) -> bool:
     """Return whether trainers copy their part of a checkpoint to host memory before they write it.
 
-    They do for `train.save_in_background`, since training changes the tensors meanwhile, and where actor and critic take
-    turns, since the tensors of the first have left the devices when it writes. `critic`: the recipe has one. `device`: as in
-    `offloads`.
+    They do so with `train.save_in_background`, because training changes the tensors meanwhile, and if actor and critic
+    time-share devices, because the first one's tensors have left the devices when it writes. `critic`: the recipe has a
+    critic. `device`: as in `offloads`.
     """
     return recipe.train.save_in_background or (critic and learners_take_turns(recipe, device))

@@ -1,4 +1,4 @@
-"""`actor.optimizer.extra` and `critic.optimizer.extra`: an AdamW whose states and update are on the host."""
+"""`actor.optimizer.extra` and `critic.optimizer.extra`: an AdamW with states and update on the host."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 _SET = "{section}.{key} decides it"
 _REDUCED = (
-    "states of lower precision are Transformer Engine's FusedAdam's, which keeps them in forms that megarl's checkpoints do "
+    "states of lower precision need Transformer Engine's FusedAdam, in formats that megarl's checkpoints do "
     "not read or write"
 )
 # Fields of Megatron's OptimizerConfig that other keys decide, with the key.
@@ -29,7 +29,7 @@ SHARE = "optimizer_offload_fraction"
 
 
 def optimizer_settings(config: OptimizerConfig) -> dict[str, Any]:
-    """Return the fields of Megatron's OptimizerConfig beyond those that have keys of their own.
+    """Return the fields of Megatron's OptimizerConfig that have no separate recipe key.
 
     Megatron's HybridDeviceOptimizer runs on the path of the precision-aware optimizer, with float32 states
     (Megatron-LM core_v0.16.1, megatron/training/arguments.py: `--optimizer-cpu-offload`).

@@ -10,20 +10,24 @@ from megarl.recipe.key import key
 
 @dataclass
 class RemoteConfig:
-    """The service that the scorer `remote` asks, over HTTP; see docs/rewards.md."""
+    """The HTTP service of the scorer `remote`; see docs/rewards.md."""
 
-    url: Optional[str] = key(None, "Where samples are posted to, e.g. https://judge.example.com/score.")
+    url: Optional[str] = key(None, "URL that samples are posted to, e.g. https://judge.example.com/score.")
     headers: dict[str, str] = key(
         {},
-        "Headers of each request, each with the name of the environment variable that holds its value, e.g. {Authorization: MY_TOKEN}: no secret stands in a recipe.",
+        "Headers of each request, each with the name of the environment variable that contains its value, e.g. {Authorization: MY_TOKEN}. A recipe contains no secret.",
     )
-    timeout: float = key(20.0, "Seconds that one request may take.", above=0)
+    timeout: float = key(20.0, "Time limit of a request, in seconds.", above=0)
     attempts: int = key(
-        3, "Requests for a sample: the first, and others after lost connections, 429 and 5xx.", at_least=1
+        3, "Maximum requests per sample: the first, and repeats after lost connections, 429 and 5xx.", at_least=1
     )
     first_wait: float = key(
-        0.5, "Seconds before the second request; twice as many before each further one, at random up to that.", above=0
+        0.5,
+        "Maximum wait before the second request, in seconds. It doubles before each further request; the actual wait is random up to it.",
+        above=0,
     )
     longest_wait: float = key(
-        10.0, "Longest wait between two requests, in seconds. A service that asks for a longer one has failed.", above=0
+        10.0,
+        "Maximum wait between two requests, in seconds. A service that requests a longer wait counts as failed.",
+        above=0,
     )

@@ -10,21 +10,23 @@ from megarl.sandbox.base import Limits
 
 @dataclass
 class SandboxConfig:
-    """What a program that the policy wrote may use in one run: a test of the scorers `code` and `code_all`, a call of the
-    tool `code_interpreter`; see docs/sandbox.md."""
+    """Limits of a run of a program that the policy wrote: a test of the scorers `code` and `code_all`, or a call of
+    the tool `code_interpreter`; see docs/sandbox.md."""
 
-    cpu_seconds: float = key(Limits.cpu_seconds, "CPU seconds of all its processes together.", above=0)
-    wall_seconds: float = key(Limits.wall_seconds, "Seconds.", above=0)
+    cpu_seconds: float = key(
+        Limits.cpu_seconds, "CPU time limit of all processes of the program together, in seconds.", above=0
+    )
+    wall_seconds: float = key(Limits.wall_seconds, "Time limit of the run, in seconds.", above=0)
     memory_mb: int = key(
         Limits.memory_mb,
-        "MiB resident, of all its processes together; and of address space, of each.",
+        "Limit in MiB of the resident memory of all processes together, and of the address space of each process.",
         at_least=1,
     )
-    output_kb: int = key(Limits.output_kb, "KiB on standard output, and on standard error.", at_least=1)
-    processes: int = key(Limits.processes, "Processes and threads.", at_least=1)
+    output_kb: int = key(Limits.output_kb, "Limit in KiB of standard output, and of standard error.", at_least=1)
+    processes: int = key(Limits.processes, "Maximum number of processes and threads.", at_least=1)
     packages: list[str] = key(
         [],
-        "Installed packages that it may import, with what they need, e.g. [numpy, sympy]. Empty: the standard library.",
+        "Installed packages that the program may import, with their dependencies, e.g. [numpy, sympy]. Empty: only the standard library.",
     )
 
     def limits(self) -> Limits:

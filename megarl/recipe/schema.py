@@ -25,8 +25,8 @@ from megarl.recipe.training import ActorConfig, CriticConfig, LoraConfig, Megatr
 
 @dataclass
 class RewardConfig:
-    """Scoring of samples; see docs/rewards.md. Scorers run in separate processes, except scorers declared cheap, to
-    which `processes` and `timeout` do not apply."""
+    """Scoring of samples; see docs/rewards.md. Scorers run in separate processes; `processes` and `timeout` do not
+    apply to scorers declared as cheap."""
 
     function: Optional[str] = key(
         None,
@@ -233,7 +233,7 @@ class ExchangeConfig:
     )
     check_every: int = key(
         0,
-        "Sharded and adapter-only sync: verify the first update, and then one update per this many, against mbridge's export, tensor by tensor. 0: only the first.",
+        "Sharded and adapter-only sync: verify the first update, and each update that follows it by a multiple of this number, against mbridge's export, tensor by tensor. 0: only the first.",
         at_least=0,
     )
     adapters: Literal["auto", "only", "merged"] = key(

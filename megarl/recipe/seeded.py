@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def samples_are_seeded(recipe: Recipe) -> bool:
-    """Return whether each sample, and each verdict of a judge, has a random generator with a seed of its own.
+    """Return whether each sample, and each verdict of a judge, has a separate random generator and seed.
 
     `auto` is true on devices where such generators are cheap (`DeviceKind.cheap_seeds`) and with `train.deterministic`.
     """
@@ -22,7 +22,7 @@ def samples_are_seeded(recipe: Recipe) -> bool:
 
 
 def seeds_notice(recipe: Recipe) -> str | None:
-    """Return the cost of seeds, or the repeatability that is lost without them; None where there is neither."""
+    """Return a notice of the cost of seeds, or of the lost repeatability without them; None if neither applies."""
     if recipe.train.source != "rollout":
         return None
     device, seeded = platform.kind(recipe.cluster.device), samples_are_seeded(recipe)
@@ -34,11 +34,11 @@ def seeds_notice(recipe: Recipe) -> str | None:
         origin = "auto with train.deterministic"
     if seeded:
         return (
-            f"rollout.seeded is true ({origin}): engines draw for one request after the other in every decode step, in a "
+            f"rollout.seeded is true ({origin}): engines draw for each request in turn in every decode step, in a "
             "Python loop, which slows sampling of many sequences; rollout.seeded=false draws for all at once"
         )
     return (
         f"rollout.seeded is false ({origin}): an engine draws all samples of a weight version from one random generator, so "
-        "a repeated or resumed run samples other responses; rollout.seeded=true gives each sample its own, at the cost "
-        "of a Python loop over requests in every decode step"
+        "a repeated or resumed run samples other responses; rollout.seeded=true gives each sample a separate generator, at "
+        "the cost of a Python loop over requests in every decode step"
     )

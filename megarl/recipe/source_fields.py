@@ -29,10 +29,10 @@ def fields_of(file: Path, *classes: str) -> Fields:
     }
 
 
-def problem(who: str, declared: ast.expr, value: Any) -> tuple[str, str] | None:
+def problem(owner: str, declared: ast.expr, value: Any) -> tuple[str, str] | None:
     """Return (problem, remedy) if `value` does not fit the annotation of a field; None if it fits or the type is not checked.
 
-    Checked are bool, int, float and Literal. `who`: the owner of the field in the message.
+    Only bool, int, float and Literal are checked. `owner`: the owner of the field in the message.
     """
     kinds = _alternatives(declared)
     if value is None and "None" in map(ast.unparse, kinds):
@@ -41,16 +41,16 @@ def problem(who: str, declared: ast.expr, value: Any) -> tuple[str, str] | None:
     if len(kinds) != 1:
         return None
     (kind,) = kinds
-    if known := _WORDS.get(ast.unparse(kind)):
-        types, words = known
+    if checked := _WORDS.get(ast.unparse(kind)):
+        types, words = checked
         fits = isinstance(value, types) and (bool in types or not isinstance(value, bool))
-        return None if fits else (f"{who} expects {words}", f"give {words}")
+        return None if fits else (f"{owner} expects {words}", f"give {words}")
     if isinstance(kind, ast.Subscript) and ast.unparse(kind.value) == "Literal":
         choices = ast.literal_eval(kind.slice)
         choices = choices if isinstance(choices, tuple) else (choices,)
         if value not in choices:
             near = nearest(str(value), map(str, choices))
-            return f"{who} knows {', '.join(map(str, choices))}", f"write {near}" if near else "write one of these"
+            return f"{owner} accepts {', '.join(map(str, choices))}", f"write {near}" if near else "write one of these"
     return None
 
 
@@ -61,5 +61,5 @@ def _alternatives(declared: ast.expr) -> list[ast.expr]:
     if isinstance(declared, ast.Subscript) and ast.unparse(declared.value) in ("Optional", "Union"):
         parts = declared.slice.elts if isinstance(declared.slice, ast.Tuple) else [declared.slice]
         none = [ast.Constant(None)] if ast.unparse(declared.value) == "Optional" else []
-        return [*(one for part in parts for one in _alternatives(part)), *none]
+        return [*(kind for part in parts for kind in _alternatives(part)), *none]
     return [declared]

@@ -15,19 +15,22 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 def check_url(section: str, text: str) -> None:
     """Raise RecipeError for a setting `section`.url that is not an HTTP URL, or that contains a secret."""
 
-    def refuse(what: str, remedy: str) -> RecipeError:
-        return RecipeError(f"{section}.url", what, remedy)
+    def refusal(problem: str, remedy: str) -> RecipeError:
+        return RecipeError(f"{section}.url", problem, remedy)
 
     try:
         url = urlsplit(text)
         host, _ = url.hostname, url.port
     except ValueError as error:
-        raise refuse(f"this is no URL: {error}", "give e.g. https://judge.example.com/score") from error
+        raise refusal(f"this is not a URL: {error}", "give e.g. https://judge.example.com/score") from error
     if url.username is not None or url.password is not None:  # the message does not repeat it
-        raise refuse("it holds a name or a password", f"put them into {section}.headers, as Authorization")
+        raise refusal("it contains a name or a password", f"put them into {section}.headers, as Authorization")
     if url.scheme not in ("http", "https") or not host:
         raise RecipeError(
-            f"{section}.url", "a service is asked over http or https", "give e.g. https://host/path", value=text
+            f"{section}.url",
+            "a service needs an http or https URL with a host",
+            "give e.g. https://host/path",
+            value=text,
         )
 
 
@@ -35,8 +38,8 @@ def check_headers(section: str, headers: Mapping[str, str]) -> None:
     """Raise RecipeError for headers that cannot be set, and for values that are not names of environment variables."""
     for name, variable in headers.items():
         if not _HEADER.fullmatch(name) or name.lower() in ("content-length", "content-type", "host"):
-            what = "this is no header that can be set"
-            raise RecipeError(f"{section}.headers", what, "name e.g. Authorization", value=name)
+            problem = "this header cannot be set"
+            raise RecipeError(f"{section}.headers", problem, "name e.g. Authorization", value=name)
         if not _VARIABLE.fullmatch(variable):  # perhaps the secret itself, which is not shown
-            what = f"{name} is to name an environment variable, and this is no name of one"
-            raise RecipeError(f"{section}.headers", what, f"write e.g. {{{name}: MY_TOKEN}}, and export MY_TOKEN")
+            problem = f"{name} must name an environment variable, and its value is not a valid name"
+            raise RecipeError(f"{section}.headers", problem, f"write e.g. {{{name}: MY_TOKEN}}, and export MY_TOKEN")

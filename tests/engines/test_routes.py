@@ -31,9 +31,9 @@ UNKNOWN = RouteSupport("9.9.9", "installed", None, "vLLM 9.9.9 finishes a layer 
         ({}, UNKNOWN, "export", "vLLM 9.9.9 finishes"),
         ({}, support_of("0.11.0"), "none", "no layerwise reload"),
         ({"exchange__route": "export"}, support_of("0.23.0"), "export", "the recipe says so"),
-        ({"rollout__engine": "sglang"}, None, "export", "takes whole tensors alone"),
+        ({"rollout__engine": "sglang"}, None, "export", "accepts only whole tensors"),
         ({"lora__rank": 8}, support_of("0.23.0"), "adapters", "where engines can hold them"),
-        ({"lora__rank": 8, "exchange__adapters": "merged"}, support_of("0.23.0"), "export", "adapters go whole"),
+        ({"lora__rank": 8, "exchange__adapters": "merged"}, support_of("0.23.0"), "export", "adapters are sent whole"),
     ],
 )
 def test_a_route_follows_from_recipe_and_version(

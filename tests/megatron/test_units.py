@@ -345,8 +345,8 @@ def test_names_in_extra_are_checked_against_megatrons_source() -> None:
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        ({"moe_token_dispatcher_type": "alltol"}, r"Megatron knows allgather, alltoall, flex[\s\S]*write alltoall"),
-        ({"recompute_granularity": "some"}, "Megatron knows full, selective"),
+        ({"moe_token_dispatcher_type": "alltol"}, r"Megatron accepts allgather, alltoall, flex[\s\S]*write alltoall"),
+        ({"recompute_granularity": "some"}, "Megatron accepts full, selective"),
         ({"moe_grouped_gemm": "no"}, "expects true or false"),
     ],
 )

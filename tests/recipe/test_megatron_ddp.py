@@ -125,7 +125,9 @@ def test_defaults_follow_the_device() -> None:
 
 def test_a_plan_says_it() -> None:
     assert ddp_notice(recipe_of({}, "npu"), with_images=False) is None
-    message = "Trainers communicate beside computation: megatron.ddp overlap_grad_reduce and overlap_param_gather"
+    message = (
+        "Trainers overlap communication and computation: megatron.ddp overlap_grad_reduce and overlap_param_gather"
+    )
     assert ddp_notice(recipe_of({}, "cuda"), with_images=False) == f"{message} (the default on cuda)"
     assert ddp_notice(recipe_of(BOTH, "npu"), with_images=False) == f"{message} (set by the recipe)"
 

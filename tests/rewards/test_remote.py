@@ -330,10 +330,14 @@ URL = "reward.remote.url=https://judge.example.com/score"
         ((URL,), "reward.remote", "this section has no effect"),
         ((*NAMED, "reward.remote.url=ftp://judge/score"), "reward.remote.url", "http or https"),
         ((*NAMED, "reward.remote.url=judge.example.com/score"), "reward.remote.url", "http or https"),
-        ((*NAMED, "reward.remote.url='http://judge:port/'"), "reward.remote.url", "no URL"),
+        ((*NAMED, "reward.remote.url='http://judge:port/'"), "reward.remote.url", "not a URL"),
         ((*NAMED, "reward.remote.url='https://me:s3cr3t@judge/'"), "reward.remote.url", "a name or a password"),
-        ((*NAMED, URL, "reward.remote.headers={'X Y': MY_TOKEN}"), "reward.remote.headers", "no header"),
-        ((*NAMED, URL, "reward.remote.headers={Authorization: Bearer s3cr3t}"), "reward.remote.headers", "no name of"),
+        ((*NAMED, URL, "reward.remote.headers={'X Y': MY_TOKEN}"), "reward.remote.headers", "header cannot be set"),
+        (
+            (*NAMED, URL, "reward.remote.headers={Authorization: Bearer s3cr3t}"),
+            "reward.remote.headers",
+            "not a valid name",
+        ),
         # 3 requests of 20 s and 2 waits of 10 s.
         ((*NAMED, URL, "reward.timeout=79"), "reward.timeout", "80 s: 3 requests x 20 s + 2 waits x 10 s"),
     ],

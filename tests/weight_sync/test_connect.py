@@ -78,7 +78,7 @@ def test_auto_takes_the_planned_way_where_it_can() -> None:
     [
         ({"trainers": "trainer rank 1: odd"}, ["planned", "export"], "because trainer rank 1: odd"),
         ({"engine": "its weights are quantised"}, ["planned", "export"], "because e1: its weights are quantised"),
-        ({"rank": 4}, ["export"], "because lora.rank=4: adapters go whole, and merged weights"),
+        ({"rank": 4}, ["export"], "because lora.rank=4: adapters are sent whole, and merged weights"),
         ({"rank": 4, "check_every": 5}, ["export"], "exchange.check_every=5 has no effect"),
         (
             {"engine": "odd", "check_every": 5, "silence": 60.0},

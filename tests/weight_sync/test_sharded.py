@@ -305,9 +305,9 @@ def test_a_full_shared_memory_is_said(tmp_path, monkeypatch):
     ("settings", "words"),
     [
         ({"exchange.route": "planned", "lora.rank": 4}, "exchange.route.*merged weights"),
-        ({"exchange.route": "planned", "rollout.engine": "sglang"}, "rollout.engine=sglang takes whole tensors alone"),
-        ({"exchange.route": "planned", "exchange.transport": "files"}, "exchange.route.*files have whole tensors"),
-        ({"exchange.route": "planned", "rollout.engine_args.quantization": "fp8"}, "quantization=fp8: .* no copies"),
+        ({"exchange.route": "planned", "rollout.engine": "sglang"}, "rollout.engine=sglang accepts only whole tensors"),
+        ({"exchange.route": "planned", "exchange.transport": "files"}, "exchange.route.*files contain whole tensors"),
+        ({"exchange.route": "planned", "rollout.engine_args.quantization": "fp8"}, "quantization=fp8: .* not copies"),
         (
             {"exchange.route": "planned", "rollout.engine_args.enable_eplb": "true"},
             "enable_eplb=True: experts that move",
@@ -330,7 +330,7 @@ def test_a_full_shared_memory_is_said(tmp_path, monkeypatch):
         ),
         (
             {"exchange.transport": "device", "lora.rank": 4},
-            "exchange.transport.*adapters go whole.*do +set exchange.transport=auto",
+            "exchange.transport.*adapters are sent whole.*do +set exchange.transport=auto",
         ),
         ({"exchange.timeout": ".inf"}, "exchange.timeout.*the timeout must be finite"),
         ({"exchange.timeout": 5}, "exchange.timeout = 5.*the wait would end before .*exchange.silence = 8 s"),

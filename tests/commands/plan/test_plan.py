@@ -277,7 +277,7 @@ _DAPO = "recipes/dapo_qwen3_30b.yaml"
     ("arguments", "words"),
     [
         (["recipes/dapo_qwen3_30b.yaml", "--device", "H10O"], "Nearest: H100"),
-        (["recipes/tiny/TINY", "--device", "H100"], "there is no file"),
+        (["recipes/tiny/TINY", "--device", "H100"], "does not exist"),
         (["recipes/dapo_qwen3_30b.yaml", "--model", "Qwen3-30B"], "config.json of 'Qwen3-30B' is not kept"),
         (["recipes/dapo_qwen3_30b.yaml", "cluster.trainers=12"], "12 processes do not divide by"),
         (["recipes/dapo_qwen3_30b.yaml", "cluster.trainers=12"], "divides   megarl.instead=1"),
