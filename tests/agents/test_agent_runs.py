@@ -1,4 +1,4 @@
-"""An agent loop on the real stack: a policy that was taught by demonstrations of mixed quality learns to ask its tool."""
+"""An agent loop on the real stack: after demonstrations of mixed quality, a policy learns to call its tool."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def tools() -> list[Any]:
 
 
 class Script:
-    """A policy that says one text after the other, each sample from the beginning."""
+    """A policy that returns the texts in order, from the first for each sample."""
 
     def __init__(self, tokenizer: Tokenizer, texts: Sequence[str], cut: bool = False) -> None:
         self.tokenizer, self.texts, self.cut = tokenizer, list(texts), cut
@@ -168,7 +168,7 @@ def test_wrong_calls_are_told_and_may_be_mended() -> None:
 
 
 def test_a_schema_that_cannot_be_applied_refuses_the_call() -> None:
-    """Whatever a server's schema or a policy's number does to the validator, the run goes on."""
+    """A schema or a value that breaks the validator fails the call, not the run."""
     schema = {"type": "object", "properties": {"a": {"type": "number", "multipleOf": 0.1}, "b": {"$ref": "#/none"}}}
     pattern = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^(a+)+$"}}}
     odd = [
@@ -177,12 +177,14 @@ def test_a_schema_that_cannot_be_applied_refuses_the_call() -> None:
     ]
     box = Toolbox(odd, dict.fromkeys(("odd", "slow"), Calculator()), 1.0, 0)
 
-    def told(name: str, **arguments: Any) -> str:
+    def answer_to(name: str, **arguments: Any) -> str:
         return asyncio.run(box.call(ToolCall(name, arguments), Context("row"), 1.0)).text
 
-    assert told("odd", a=10**400).startswith("Error: its arguments cannot be held to the tool's schema: OverflowError")
-    assert told("odd", b=1).startswith("Error: its arguments cannot be held to the tool's schema: ")
-    assert "stopped" in told("slow", a="a" * 40 + "!")  # it was called: a pattern is the tool's own to look at
+    assert answer_to("odd", a=10**400).startswith(
+        "Error: its arguments cannot be held to the tool's schema: OverflowError"
+    )
+    assert answer_to("odd", b=1).startswith("Error: its arguments cannot be held to the tool's schema: ")
+    assert "stopped" in answer_to("slow", a="a" * 40 + "!")  # it was called: a pattern is the tool's own to look at
 
 
 def test_several_calls_of_a_turn() -> None:
@@ -295,7 +297,7 @@ def test_a_plain_sample_has_no_turns() -> None:
 
 
 def test_steps_of_a_turn_without_text() -> None:
-    """A policy that ends its turn at once has said nothing, and may be scored for that."""
+    """A turn without text may have a step reward."""
     turns = (Turn("assistant", "ab", 3), Turn("tool", "x", 1), Turn("assistant", "", 1))
     done = Trajectory(
         np.array([1, 2, 0, 9, 0], np.int32),
@@ -314,7 +316,7 @@ def test_steps_of_a_turn_without_text() -> None:
 
 
 def test_experts_of_earlier_turns_stay_as_they_were() -> None:
-    """A later request reads earlier tokens anew, and may route them otherwise: what chose the token counts."""
+    """A later request computes earlier tokens again and may route them differently; the first routing is kept."""
     from megarl.agents.trajectory import _with_experts
 
     first = np.array([1, 2, -1], np.int16).reshape(3, 1, 1)

@@ -1,4 +1,4 @@
-"""A rollout process with an agent loop: samples go their own ways, groups come back whole, failures are somebody's."""
+"""A rollout process with an agent loop: samples of a group progress separately, groups return whole, failures are named."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SETUP = AgentSetup(
 
 
 class Engine:
-    """Says what `policy` answers to (turn, seed); a call is answered whole, as an engine does."""
+    """Answer `policy` of (turn, seed); a call returns all its samples together, as an engine does."""
 
     def __init__(self, policy: Callable[[int, int], str]) -> None:
         self.policy, self.asked = policy, list[GenerationRequest]()
@@ -96,7 +96,7 @@ def run(server: RolloutServer, requests: list[GenerationRequest]) -> list[tuple[
 
 
 def test_groups_of_two_turns(serve: Callable[..., RolloutServer]) -> None:
-    """The even seeds ask the tool and are right; the odd ones guess at once."""
+    """Samples with even seeds call the tool and are right; those with odd seeds guess at once."""
     engine = Engine(lambda turn, seed: ("7" if turn else ASK) if seed % 2 == 0 or turn else "3")
     server = serve(engine)
     groups = run(server, [request(3, with_greedy=True), request(4)])

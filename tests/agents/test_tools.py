@@ -282,7 +282,7 @@ def test_an_mcp_server_that_we_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_time_counts_from_when_a_call_is_sent() -> None:
-    """A server that answers one call at a time is not asked for more: none times out because others wait before it."""
+    """A server that serves one call at a time receives one at a time: none times out behind others."""
 
     async def used() -> list[str]:
         server = McpTools("mine", stdio(at_once=1))
@@ -327,7 +327,7 @@ def test_ctrl_c_while_a_server_does_not_answer() -> None:
 
 
 def test_one_bad_call_does_not_end_the_others() -> None:
-    """Several samples share a connection: what one of them sends is its own affair."""
+    """Samples share a connection; an invalid call fails only its sample."""
 
     async def used() -> list[Any]:
         server = McpTools("mine", stdio())

@@ -38,7 +38,7 @@ def names_in(node: ast.AST) -> set[str]:
 
 
 def test_from_the_command_to_the_loss() -> None:
-    """At most 8 calls over 5 files; each function exists and uses the next."""
+    """The page names at most 8 calls over 5 files; each function exists and uses the next."""
     chain = calls()
     assert chain[0] == ("train", "megarl/train.py") and chain[-1][0] == "objective"
     assert len(chain) <= 8 and len({file for _, file in chain}) <= 5

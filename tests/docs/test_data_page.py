@@ -32,7 +32,7 @@ def copy_recipes(folder: Path) -> None:
 
 
 def test_the_worked_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quickstart_data: Path) -> None:
-    """From a .csv to the first batch's rows, by the page's own words."""
+    """Run the page's steps from a .csv file to the rows of the first batch."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "problems.csv").write_text('question,answer,steps\n"2, and 2?",4,1\n"2*3+1?",7,2\n', encoding="utf-8")
     exec(compile(block("python", "Other formats"), "docs/data.md", "exec"), {})

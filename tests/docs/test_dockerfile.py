@@ -55,7 +55,7 @@ def versions(file: Path) -> dict[str, str]:
 
 
 def base_image(**values: str) -> subprocess.CompletedProcess[str]:
-    """The image that FROM names: what stands before it is also bash's, except that an argument given wins."""
+    """Return the image of FROM; bash evaluates the arguments before it, and `values` override them."""
     before = INSTRUCTIONS[: [name for name, _ in INSTRUCTIONS].index("FROM")]
     sets = [f"{name}={value}" for name, value in (arguments.split("=", 1) for _, arguments in before)]
     sets = [line for line in sets if line.split("=")[0] not in values]

@@ -58,7 +58,7 @@ def test_where_a_run_begins() -> None:
 
 
 def test_a_live_console_names_the_step_that_is_under_way(capsys: pytest.CaptureFixture[str]) -> None:
-    """And of the figures below it, after which step they are."""
+    """The console names the current step, and the step of the figures below it."""
     stream = io.StringIO()
     live = LiveConsole("run", 0, 2, stream)
 

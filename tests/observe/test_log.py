@@ -1,4 +1,4 @@
-"""RunLog and its sinks: what the controller says is what people read."""
+"""RunLog and its sinks: the controller's metrics and notices reach the files and trackers."""
 
 from __future__ import annotations
 
@@ -276,7 +276,7 @@ def test_a_tracker_that_fails_warns_once_and_the_run_goes_on(tmp_path: Path, mon
 
 
 def test_a_full_disk_is_no_trackers_failure(tmp_path: Path) -> None:
-    """Only trackers are guarded: TensorBoard's files are the run's own."""
+    """Only trackers are guarded: errors of the run's TensorBoard files are raised."""
     sinks = make_sinks(make_recipe(tensorboard=True), RunDirectory(tmp_path), 1, print)
     assert not any(isinstance(sink, Guarded) for sink in sinks)
 

@@ -125,7 +125,7 @@ class _Service:
 
 
 def test_traces_of_engines_that_sample_ahead_are_explained_before_the_start() -> None:
-    """By `train` and by `plan`; engines that sample one step at a time have nothing to explain."""
+    """`train` and `plan` explain traces of engines that sample ahead; other engines need no explanation."""
     recipe = load_recipe(GRPO, ["cluster.device=cpu", "observe.profile_steps=[2]", "observe.profile_engines=[0]"])
     assert traces_notice(recipe) is None
     recipe.rollout.max_staleness = 2

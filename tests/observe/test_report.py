@@ -26,7 +26,7 @@ EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)><!-- </pre
 
 
 class Page(HTMLParser):
-    """Elements and texts of a page, as a browser would tell them apart."""
+    """Elements and texts of a page, as a browser parses them."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(convert_charrefs=True)
@@ -117,7 +117,7 @@ def test_the_page_says_what_the_run_did(tmp_path: Path) -> None:
 
 
 def test_a_loss_is_not_drawn_as_an_accuracy(tmp_path: Path) -> None:
-    """Also where it lies between 0 and 1, as a share would."""
+    """A loss between 0 and 1 is not drawn as a share."""
     recipe = Recipe(name="dpo")
     recipe.observe.console, recipe.observe.tensorboard, recipe.observe.report = "plain", False, False
     with RunLog(recipe, tmp_path, 1, 1) as log:

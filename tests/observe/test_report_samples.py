@@ -93,7 +93,7 @@ def long_turns(count: int, text: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("text", ["x" * 50_000, "数" * 50_000, "a" * 20_000 + "😀" * 20_000, "\ud800" * 9_000])
 def test_long_turns_have_a_budget_in_bytes(text: str) -> None:
-    """Also of characters that take four bytes: 120 such steps would make a page that no browser opens."""
+    """The budget counts bytes, also of four-byte characters: 120 such steps would make a page too large for a browser."""
     record = shortened(long_turns(6, text))
     assert len(json_line(record)) < 1.3 * TURNS_BYTES  # JSON escapes some characters
     assert [turn["text"] for turn in record["turns"][1::2]] == ["So 42."] * 3, "short turns are whole"

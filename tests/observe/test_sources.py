@@ -126,7 +126,7 @@ def test_one_source_has_no_chart_of_its_own() -> None:
 
 
 def test_a_runs_tables(tmp_path: Path) -> None:
-    """Through every part: groups to metrics.jsonl to the page's data, with a step that could not all be scored."""
+    """Groups reach metrics.jsonl and the page's data, including a step with unscored samples."""
     make_agent_run(tmp_path, ["openai/gsm8k", "tools/search"])
     second = read_metrics(tmp_path / "metrics.jsonl")[1]
     assert second["source/tools/search/scoring_timeouts"] == 2 and second["agent/tool_timeouts"] == 4

@@ -99,7 +99,7 @@ def other_temperature(module: Any) -> None:
 
 
 def corrupted_bucket(module: Any) -> None:
-    """One bit of every bucket flips on its way into the engine's process; trainers are as they should be."""
+    """Flip one bit of every bucket on its way into the engine's process; trainers are unchanged."""
     if "RANK" in os.environ:
         return
     original = module.Fingerprinter.streaming

@@ -162,7 +162,7 @@ def test_functions_of_the_users_own(recipe: Path, tmp_path: Path, monkeypatch: p
 def test_a_function_of_the_users_own_may_read_any_setting(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also one that only advantages of megarl's read."""
+    """A user's loss may read a setting that only megarl's advantages read."""
     text = MODULE.replace("needs_old_log_probs=False", "needs_old_log_probs=False, settings=('gamma',)")
     overrides = [own_module(text, tmp_path, monkeypatch), "algorithm.loss=squared", "algorithm.gamma=0.5"]
     assert load_recipe(recipe, overrides).algorithm.gamma == 0.5

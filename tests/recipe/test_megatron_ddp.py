@@ -86,7 +86,7 @@ def test_a_critics_own() -> None:
 
 
 def test_every_field_of_megatrons_is_driven_or_refused_with_its_reason() -> None:
-    """A later Megatron's field would be called unknown: this test asks for a look at it."""
+    """A new field of Megatron fails here until megarl supports or refuses it."""
     from megatron.core.distributed import DistributedDataParallelConfig
 
     names = {field.name for field in dataclasses.fields(DistributedDataParallelConfig)}
@@ -137,7 +137,7 @@ FUSED = ("moe_permute_fusion", "moe_router_fusion", "apply_rope_fusion")
 
 @pytest.mark.parametrize("name", FUSED)
 def test_fused_kernels_are_refused_where_they_cannot_be(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else Megatron raises it in every trainer process."""
+    """Without this check, Megatron raises the error in every trainer process."""
 
     def check_on(device: str, value: bool = True) -> None:
         recipe = recipe_of({}, device)

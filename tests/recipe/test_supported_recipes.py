@@ -173,7 +173,7 @@ def expert_parameters(config: dict[str, int]) -> float:
 
 
 def test_flops_are_known_of_each() -> None:
-    """A model of which perf/mfu could not be told."""
+    """perf/mfu needs the FLOPs of every recipe's model."""
     assert all(model_flops(published.read(name)) is not None for name in published.names())
 
 

@@ -110,7 +110,7 @@ def test_after_three_timeouts_the_rest_is_not_run() -> None:
 
 @needs_sandbox
 def test_the_recipes_limits_and_packages_hold_in_a_run() -> None:
-    """From the recipe's section to the program, through the processes that score."""
+    """Limits and packages pass from the recipe's section through the scoring processes to the program."""
     settings = RewardConfig(function="code", processes=1, timeout=60)
     limited = SandboxConfig(cpu_seconds=0.2, output_kb=1, packages=["packaging"])
     scoring = Scoring(terms_of("code", {}, ["apps"]), settings, limited)
@@ -139,7 +139,7 @@ def test_a_package_that_is_not_there_is_refused_before_a_run_starts() -> None:
 
 
 def test_the_recipes_limits_are_the_sandboxs() -> None:
-    """Each reaches its own, and a recipe that says nothing means the sandbox's defaults."""
+    """Each setting reaches its limit, and an empty section means the sandbox's defaults."""
     assert SandboxConfig().limits() == sandbox.Limits()
     limits = SandboxConfig(cpu_seconds=1, wall_seconds=2, memory_mb=3, output_kb=4, processes=5)
     assert limits.limits() == sandbox.Limits(1, 2, 3, output_kb=4, processes=5)

@@ -1,4 +1,4 @@
-"""The GSM8K scorer, on hand-made strings and on all of the data set's own solutions."""
+"""The GSM8K scorer, on hand-made strings and on all solutions of the data set."""
 
 import os
 from pathlib import Path

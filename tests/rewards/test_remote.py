@@ -214,7 +214,7 @@ def test_answers_are_held_to_a_scorers_contract(service: Service, said: Any, cau
 
 
 def test_an_answer_without_end_is_not_read(service: Service) -> None:
-    """1 GiB announced: what has come past the limit is enough to know."""
+    """A response that announces 1 GiB is cut off at the limit."""
     service.answers = [Answer(b" " * (4 << 20), headers={"content-length": str(1 << 30)})]
     with pytest.raises(RewardError, match="more than 1 MiB"):
         asked(service)

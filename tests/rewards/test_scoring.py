@@ -147,7 +147,7 @@ time.sleep(1000)
 
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_nothing_is_left_when_the_owner_ends(ending: signal.Signals) -> None:
-    """While a scorer hangs. Ctrl-C reaches the whole group of the terminal: the pool ends with its owner, not before."""
+    """A scorer hangs. Ctrl-C reaches the terminal's process group: the pool ends with its owner, not before."""
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )

@@ -102,7 +102,7 @@ def test_nothing_starts_beyond_the_last_batch() -> None:
 def test_staleness_order_and_conservation(
     seed: int, prompts: int, staleness: int, attempts: int | None, continuous: bool
 ) -> None:
-    """Whatever finishes when: no sample older than allowed, batches in admission order, no group lost or used twice."""
+    """In any order of completion, no sample is too old, batches keep admission order, and no group is lost or repeated."""
     rng = random.Random(seed)
     admission = Admission(prompts, staleness, attempts, continuous)
     under_way: list[Group] = []

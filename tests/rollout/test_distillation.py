@@ -238,7 +238,7 @@ def test_both_forms_of_vllms_prompt_log_probs() -> None:
 
 
 class Engine:
-    """Says of each token its own number, finishing the last request first."""
+    """Return each token's number as its log-prob, finishing the last request first."""
 
     def __init__(self) -> None:
         self.calls: list[list[GenerationRequest]] = []

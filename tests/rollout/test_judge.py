@@ -162,7 +162,7 @@ class TestTerm:
 
 
 class Engine:
-    """Says what `says` of (request, its attempt), as the letters of the tokenizer; the last request first."""
+    """Answer `says` of (request, its attempt), as the letters of the tokenizer, the last request first."""
 
     def __init__(self, tokenizer: Any, says: Callable[[GenerationRequest, int], str]):
         self.tokenizer, self.says, self.calls = tokenizer, says, list[list[GenerationRequest]]()

@@ -25,7 +25,7 @@ from tests.support.vl_model import PATCH_VALUES, write_processor, write_vl_model
 
 
 class Engine:
-    """Answers the requests of a wave from the last to the first, or as `order` says."""
+    """Answer the requests of a wave from the last to the first, or in the order of `order`."""
 
     def __init__(self, order: Callable[[list[GenerationRequest]], list[GenerationRequest]] = lambda wave: wave[::-1]):
         self.order, self.asked = order, list[GenerationRequest]()

@@ -119,7 +119,7 @@ def test_bytes_that_make_no_text(tokenizers: dict[str, Tokenizer]) -> None:
 
 
 def test_a_run_of_bytes_that_makes_no_text_until_it_is_whole(tokenizers: dict[str, Tokenizer]) -> None:
-    """With byte fallback, the first byte of a second emoji undoes the first one until the second is complete."""
+    """With byte fallback, the first byte of a second emoji invalidates the first emoji until the second is complete."""
     tokenizer = tokenizers["byte_fallback"]
     tokens = [2, *(7 + byte for byte in "😀😀".encode()), 3]  # the first word's space is dropped
     assert tokenizer.decode(tokens) == "a😀😀 b"
@@ -155,7 +155,7 @@ def test_every_place_is_the_first_whose_text_is_the_wholes(
 def test_a_long_response_is_not_decoded_from_its_beginning_for_every_step(
     tokenizers: dict[str, Tokenizer], name: str
 ) -> None:
-    """Also where the tokenizer drops the spaces that a piece begins with."""
+    """The test includes a tokenizer that drops the spaces at the start of a piece."""
     tokenizer, decoded = tokenizers[name], 0
 
     def decode(tokens: Sequence[int]) -> str:

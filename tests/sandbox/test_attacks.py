@@ -133,7 +133,7 @@ def test_a_system_call_is_not_to_be_had(call: str, answers: dict[str, int]) -> N
 
 
 def test_runs_at_the_same_time_do_not_see_each_other() -> None:
-    """One leaves a file, processes and a socket while the other looks for them."""
+    """One run leaves a file, processes and a socket while the other looks for them."""
     from concurrent.futures import ThreadPoolExecutor
 
     leave = "import os, time; open('/tmp/mine', 'w').write('x'); os.fork(); print(os.getpid()); time.sleep(1)"

@@ -106,7 +106,7 @@ def test_packages_are_shown_by_name_with_what_they_need() -> None:
 
 @needs_sandbox
 def test_many_at_once() -> None:
-    """Ends, descriptors and results are each run's own."""
+    """Parallel runs have separate exit codes and results, and leave no descriptor open."""
     before = len(os.listdir("/proc/self/fd"))
     with ThreadPoolExecutor(8) as threads:
         results = list(threads.map(lambda n: sandbox.run(f"print({n}); raise SystemExit({n % 3})"), range(40)))
@@ -131,7 +131,7 @@ def test_limits_are_more_than_nothing(name: str) -> None:
 @needs_sandbox
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become an ordinary user; as one, all tests are this test")
 def test_an_ordinary_user_has_the_sandbox_too(tmp_path: Path) -> None:
-    """Through a user namespace, where root needs none: other arguments, the same guarantees."""
+    """An ordinary user's sandbox uses a user namespace, with other arguments and the same guarantees as root's."""
     python = f"/usr/bin/python3.{sys.version_info.minor}"
     if not os.path.exists(python):
         pytest.skip("other users may be unable to read the tests' interpreter, and no other interpreter was found")
@@ -167,7 +167,7 @@ print(result.limit, result.stdout)
 
 
 def test_a_machine_without_bubblewrap_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """And refuses, rather than to run unprotected."""
+    """The error says how to install it; no program runs unprotected."""
     monkeypatch.setenv("PATH", str(tmp_path))
     assert [line for line in detect.missing() if line.startswith("bwrap is not installed: apt-get install bubblewrap")]
     detect.require.cache_clear()

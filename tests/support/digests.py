@@ -17,7 +17,7 @@ latent_attention.install()
 
 class Extension(WorkerExtension):
     def watch_layers(self) -> None:
-        """From now on, note each layer's parameters as vLLM is about to repack them: some of them vanish in kernels."""
+        """Record each layer's parameters from now on before vLLM repacks them: kernels replace some of them."""
         self._before: dict[str, str] = {}
         for name, module in self.model_runner.model.named_modules():
             method = getattr(module, "quant_method", None)
@@ -42,7 +42,7 @@ class Extension(WorkerExtension):
         set_fingerprints(on)
 
     def digests(self) -> dict[str, str]:
-        """After `watch_layers`."""
+        """Return the digests; call `watch_layers` first."""
         model = self.model_runner.model
         tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
         absorbed = [

@@ -86,7 +86,7 @@ def serve(connection):
 
 
 def with_digests(spec, device):
-    """For `replace`: the engine's arguments, with workers that tell what their parameters are."""
+    """For `replace`: the engine's arguments, with workers that report digests of their parameters."""
     from megarl.engines.vllm.args import build_engine_args
 
     return build_engine_args(spec, device) | {"worker_extension_cls": "tests.support.digests.Extension"}
@@ -115,7 +115,7 @@ def some_whole(model, tensors):
 
 
 class SwappingKeyAndValue:
-    """For `replace`: a vLLM that joins the adapters of one linear in another order than it says."""
+    """For `replace`: a vLLM that joins the adapters of one linear in an order other than the declared order."""
 
     @staticmethod
     def pack(loras):
@@ -125,7 +125,7 @@ class SwappingKeyAndValue:
 
 
 def flipping(_, memory):
-    """For `replace`: a fingerprint, of bytes of which one bit flipped on its way."""
+    """For `replace`: a fingerprint of bytes with one flipped bit."""
     from megarl.weight_sync.fingerprint import StreamingFingerprint
 
     changed = memory.clone()
@@ -134,17 +134,17 @@ def flipping(_, memory):
 
 
 def dying(_, memory):
-    """For `replace`: an engine that dies when it has got a bucket."""
+    """For `replace`: an engine that dies after it has received a bucket."""
     os._exit(9)
 
 
 def nothing(*_):
-    """For `replace`: a mend left out."""
+    """For `replace`: a missing fix."""
     return {}
 
 
 def topk_method_alone(*_):
-    """For `replace`: half of what `_missing_routing` mends."""
+    """For `replace`: half of the fix `_missing_routing`."""
     return {"topk_method": "noaux_tc"}
 
 

@@ -28,7 +28,7 @@ from tests.support.trainer_processes import forget_last_model  # noqa: E402
 
 
 class Ranks:
-    """A WorkerGroup of processes that are all the controller: each calls its own worker, and hears what all answer."""
+    """A WorkerGroup of processes that are all the controller: each calls its worker and gathers all answers."""
 
     def __init__(self, worker: ActorWorker):
         self.worker, self.size = worker, dist.get_world_size()

@@ -12,7 +12,7 @@ from megarl.recipe.schema import Recipe
 
 
 def record(trainer: Any, held_by_kind: dict[str, int], case: dict[str, Any], output: Path) -> None:
-    """In a trainer process: write what `held` counts of `trainer`. `held_by_kind`: the test's own count."""
+    """Write the counts of `held` for `trainer`, in a trainer process. `held_by_kind`: the test's count."""
     import torch.distributed as dist
 
     from megarl.commands.plan.count.parameters import held
@@ -29,8 +29,8 @@ def record(trainer: Any, held_by_kind: dict[str, int], case: dict[str, Any], out
 
 
 def check_saved(trainer: Any, part: Any) -> None:
-    """In a trainer process: a rank's part of a checkpoint takes what `held` says, but for what other ranks write of the
-    tensors that they hold as well. Buffers, which have no moments, come on top."""
+    """Compare a rank's part of a checkpoint with `held`, in a trainer process, except tensors that other ranks write.
+    Buffers, which have no moments, are counted in addition."""
     from megarl.commands.plan.count.parameters import held
 
     memory, megatron = held(trainer), trainer.recipe.megatron
@@ -40,8 +40,8 @@ def check_saved(trainer: Any, part: Any) -> None:
 
 
 def check(results: Path, cases: list[dict[str, Any]]) -> None:
-    """In the test: the planner says of every rank of `cases` what the rank recorded, to the byte, and which rank of its
-    stage holds the most."""
+    """Compare the planner's counts with the record of every rank of `cases`, to the byte, and its choice of the largest
+    rank of each stage."""
     questions, recorded, names, by_stage = [], [], [], {}
     for case in cases:
         files = sorted(results.glob(f"{case['name']}.held.*.json"))

@@ -25,7 +25,7 @@ from tests.support.megatron_checkpoints import save
 
 @contextlib.contextmanager
 def a_device() -> Iterator[None]:
-    """While Megatron divides parameters, bfloat16 ones are on the device and copies of higher precision on the host."""
+    """While Megatron divides parameters, bfloat16 parameters count as on the device, and float32 copies as on the host."""
     divide = HybridDeviceOptimizer._get_sub_optimizer_param_groups
 
     def divided(self: Any, share: float) -> Any:

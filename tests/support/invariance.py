@@ -114,7 +114,7 @@ def cases_of(layouts: Iterable[Layout]) -> list[Case]:
 
 
 def splits_of(layouts: Iterable[Layout]) -> list[Case]:
-    """The cases that are not their own reference."""
+    """Cases other than reference cases."""
     return [case for case in cases_of(layouts) if case.name != case.reference.name]
 
 
@@ -159,7 +159,7 @@ def teacher(length: int) -> TokenScores:
 
 
 def recipe_of(layout: Layout, model: Path) -> Recipe:
-    """One optimizer step; `apply` says of what."""
+    """Settings of one optimizer step; see `apply` for its size."""
     recipe = Recipe()
     recipe.model.path, recipe.model.dtype = str(model), "float32"
     recipe.algorithm = algorithm_of(layout.splits[0])
@@ -181,7 +181,7 @@ def apply(split: Split, recipe: Recipe) -> None:
 
 
 def algorithm_of(split: Split) -> AlgorithmConfig:
-    """With entropy bonus and KL."""
+    """Algorithm settings with an entropy bonus and KL."""
     return AlgorithmConfig(
         entropy_coef=0.01,
         kl_coef=0.1,
@@ -192,7 +192,7 @@ def algorithm_of(split: Split) -> AlgorithmConfig:
 
 
 def launch(layouts: Sequence[Layout], models: Path, output: Path, timeout: float = 600) -> None:
-    """Compute all splits of `layouts`, which want the same number of processes."""
+    """Compute all splits of `layouts`, which need the same number of processes."""
     processes = layouts[0].processes
     assert {layout.processes for layout in layouts} == {processes}
     file = output / f"layouts-{processes}.json"

@@ -16,7 +16,7 @@ _REFUSAL = "MLA is not supported on CPU"
 
 
 def install() -> None:
-    """Use `latent_kernel.Backend` where vLLM's own platform for CPUs refuses latent attention. Call before the model is built."""
+    """Use `latent_kernel.Backend` where vLLM's CPU platform refuses latent attention. Call before the model is built."""
     if _REFUSAL not in inspect.getsource(CpuPlatform.get_attn_backend_cls):
         return
     from vllm.model_executor.layers.attention import mla_attention

@@ -74,13 +74,13 @@ class Trainer:
         set_fingerprints(on)
 
     def change(self, seed: int) -> None:
-        """Weights that no two versions have in common, and that all ranks change alike."""
+        """Change all weights by version, equally on all ranks."""
         with torch.no_grad():
             for weight in self.trainer._weights():
                 weight.mul_(1.0 + 0.01 * seed).add_(0.001 * seed)
 
     def learn(self, seed: int, size: float) -> None:
-        """Adapters that no two versions have in common; what ranks hold of the same whole is the same."""
+        """Change all adapters by version; ranks with slices of the same tensor stay consistent."""
         for number, adapter in enumerate(self.trainer.model.lora.adapters):
             cut = {"rows": "B", "columns": "A"}.get(adapter.site.cut)
             for kind, matrices in (("A", adapter.A), ("B", adapter.B)):

@@ -13,7 +13,7 @@ from tests.support.megatron_models import LENGTHS, global_batch
 
 
 def case(model: str, *words: str, per_micro: int = 3, resume: bool = False, **megatron: Any) -> dict[str, Any]:
-    """`words` tell its name from others' where no setting does."""
+    """Describe a case; `words` distinguish names of cases with equal settings."""
     name = "-".join(["critic", model, *words, *(f"{key}={value}" for key, value in megatron.items())])
     return {
         "name": name,
@@ -41,7 +41,7 @@ TWO = [
 
 
 def run_case(case: dict[str, Any], output: Path) -> None:
-    """Values, metrics and weights of two steps; the exported critic; a checkpoint, where the case asks for one."""
+    """Compute values, metrics and weights of two steps; write the exported critic, and a checkpoint if the case sets it."""
     from tests.support import held_ranks
     from tests.support.megatron_worker import bytes_of, weights_of
 
@@ -131,7 +131,7 @@ def values_of(results: Path, name: str) -> dict[int, list[torch.Tensor]]:
 
 
 def check_against_transformers(results: Path, name: str) -> None:
-    """The exported critic is a token classification model, and says what the trainer's says."""
+    """The exported critic is a token classification model with the trainer's values."""
     import transformers
 
     directory = results / f"{name}.hf"

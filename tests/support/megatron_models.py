@@ -79,7 +79,7 @@ LATENT = {
 
 
 def _deepseek_v3() -> transformers.PreTrainedModel:
-    """With what DeepSeek-V3 has: YaRN, low-rank queries, experts chosen within groups, and an MTP layer."""
+    """Config with features of DeepSeek-V3: YaRN, low-rank queries, expert groups, and an MTP layer."""
     yarn = {
         "rope_type": "yarn",
         "rope_theta": 10000.0,
@@ -105,7 +105,7 @@ def _moonlight() -> transformers.PreTrainedModel:
 
 
 def _glm4_moe() -> transformers.PreTrainedModel:
-    """With what GLM-4.5 has: partly rotated heads, biases of queries, keys and values, and an MTP layer."""
+    """Config with features of GLM-4.5: partial rotation, biases of queries, keys and values, and an MTP layer."""
     config = transformers.Glm4MoeConfig(
         **COMMON,
         **EXPERTS,

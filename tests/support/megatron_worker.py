@@ -59,7 +59,7 @@ def build(case: dict[str, Any], *, weights_only: bool = False) -> Any:
 
 
 def micro_batches(trainer: Any, per_micro: int) -> tuple[list[Any], list[list[int]]]:
-    """This data-parallel rank's share of the same global batch, and the numbers of its sequences."""
+    """Return this data-parallel rank's share of the same global batch, and the numbers of its sequences."""
     from megarl.megatron.batch import MicroBatch
 
     tokens, advantages = global_batch()
@@ -92,7 +92,7 @@ def vectors_of(advantages: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def objective(x: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Not a function of any rank's own counts: a sum with a global scale, an entropy bonus included."""
+    """A sum with a global scale and an entropy bonus, independent of a rank's counts."""
     loss = ((-x.log_probs * x.advantages - ENTROPY_COEF * x.entropy) * x.loss_weights).sum()
     return loss, {"loss": loss.detach(), "tokens": torch.tensor(float(len(x.log_probs)))}
 
@@ -263,7 +263,7 @@ def run_resume(case: dict[str, Any], output: Path) -> None:
 
 
 def check_decay(case: dict[str, Any]) -> None:
-    """Without a gradient, an update takes lr x decay from every matrix, and nothing from norms and biases."""
+    """Without gradients, an update subtracts lr x decay from every matrix, and nothing from norms and biases."""
     trainer = build({**case, "dtype": "float32", "weight_decay": 0.1})
     batches, _ = micro_batches(trainer, 3)
     before, kept = weights_of(trainer), 1 - 0.1 * trainer.recipe.actor.optimizer.lr

@@ -27,7 +27,7 @@ def groups_of(trainer: Any) -> list[Any]:
 
 
 def reduced_in_backward(trainer: Any, batches: list[Any]) -> tuple[list[Any], int]:
-    """One update: its metrics, and the gradient reductions that began before Megatron waited for the first of them."""
+    """Return an update's metrics and the gradient reductions that began before Megatron waited for the first."""
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
 
     start, finish, events = Group.start_grad_sync, Group.finish_grad_sync, []
@@ -54,7 +54,7 @@ def buckets_of(trainer: Any) -> list[torch.Tensor]:
 
 
 def run_case(case: dict[str, Any], output: Path) -> None:
-    """Whatever reads weights comes right after an update, where shards are not gathered yet."""
+    """Run each reader of weights directly after an update, before shards are gathered."""
     trainer = worker.build(case)
     trainer.recipe.actor.optimizer.clip_grad = case.get("clip_grad", 0.0)
     batches, _ = worker.micro_batches(trainer, case["per_micro"])

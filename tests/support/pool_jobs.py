@@ -32,7 +32,7 @@ def refuses(request: str) -> None:
 
 
 def lock(request: object) -> object:
-    """Nothing that pickle takes."""
+    """Return a result that pickle refuses."""
     return threading.Lock()
 
 
@@ -60,7 +60,7 @@ under_way = 0
 
 
 async def awaits(request: dict[str, Any]) -> dict[str, Any]:
-    """Waits, and then does what the request says. Returns how many were under way in its process when it ended."""
+    """Wait and then act as the request describes. Returns the largest number of concurrent jobs in its process."""
     global under_way
     under_way += 1
     most = under_way
@@ -105,5 +105,5 @@ async def _leave() -> None:
 
 
 def _count(numbers: int) -> int:
-    """In C, where nothing else of the process runs."""
+    """Count in C, where no other thread of the process runs."""
     return sum(range(numbers))

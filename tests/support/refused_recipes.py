@@ -1,4 +1,4 @@
-"""Recipes with one thing wrong in each, and what `plan` must say of it: the setting to blame, and words of the advice."""
+"""Recipes with one error each, the setting that `plan` must name, and words of its advice."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def kill(*_: Any) -> None:
 
 
 def before(module: Any, name: str, action: Any, when: Any) -> None:
-    """Do `action` before ``module.name`` is called with what `when` says True of."""
+    """Do `action` before calls of ``module.name`` for which `when` returns True."""
     function = getattr(module, name)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:

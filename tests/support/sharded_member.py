@@ -20,7 +20,7 @@ from tests.support.sharded_ranks import SHAPES, Exchange, met
 
 
 def arm(place: str, signal: int, before: bool) -> None:
-    """The process gets `signal`, once, where it comes to `place`."""
+    """Send `signal` to this process once, at `place`."""
     module, owner, name = place.rsplit(".", 2)
     cls = getattr(importlib.import_module(f"megarl.weight_sync.{module}"), owner)
     original = getattr(cls, name)

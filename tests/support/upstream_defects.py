@@ -185,7 +185,7 @@ def gloo_refuses_parts_of_different_sizes() -> None:
 
 @defect
 def checkpoint_index_is_a_pickle() -> None:
-    """Reading the index of a distributed checkpoint does what the index says: here, it makes a folder."""
+    """Reading the index of a distributed checkpoint executes it: here, it makes a folder."""
     from torch.distributed.checkpoint import FileSystemReader
 
     class Order:

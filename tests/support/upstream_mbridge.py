@@ -18,7 +18,7 @@ def places(**sizes: int) -> Any:
 
 
 def qwen3_moe(**config: Any) -> Any:
-    """mbridge's own bridge for a tiny model. The name that transformers 5 dropped is put back."""
+    """Build mbridge's bridge for a tiny model, with the name that transformers 5 dropped."""
     import transformers
     from mbridge.models.qwen3moe import Qwen3MoEBridge
 
@@ -67,7 +67,7 @@ def asked_of_megatron(bridge: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @defect
 def fields_are_left_out() -> None:
-    """A configuration with them and one without come to the same model."""
+    """A configuration with these fields and one without give the same model."""
     import transformers
     from mbridge.models.glm4moe import GLM4MoEBridge
     from mbridge.models.llama import LLaMABridge

@@ -104,7 +104,7 @@ class TestRunner:
         assert len(from_json((tmp_path / runner.RESULTS).read_text())) == 2
 
     def test_an_interrupt_ends_the_stages_that_run(self, monkeypatch, tmp_path):
-        """Neither their processes nor later stages outlive it."""
+        """After an interrupt, neither a stage's processes nor later stages remain."""
         plant(monkeypatch, "megarl.commands.accept.stages.environment", "faults_of_stages:hangs")
         write_settings(tmp_path, Settings("cpu", 2))
         child = runner.stage_folder(tmp_path, ENVIRONMENT) / "child.txt"

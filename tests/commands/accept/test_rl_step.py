@@ -106,7 +106,7 @@ class TestEngineOfTheRecipe:
 
 
 class TestExchange:
-    """One way of the stage, with what joining and an update do put in its place."""
+    """The exchange stage with stand-ins for joining and for an update."""
 
     def of(self, monkeypatch: pytest.MonkeyPatch, context: Context, joins: Exception | None, sends: Any) -> None:
         def joining(*_: Any) -> str:

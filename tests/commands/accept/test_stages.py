@@ -57,7 +57,7 @@ class TestEnvironment:
         assert {"version", "device", "no_sharded"} <= set(Capabilities.__dataclass_fields__)
 
     def test_recipe_is_checked_too(self, context, tmp_path):
-        """Its settings; but an acceptance needs neither its files nor its devices."""
+        """The recipe's settings are checked; an acceptance needs neither its files nor its devices."""
         path = tmp_path / "r.yaml"
         path.write_text("model: {path: absent}\ndata: {train_files: [absent.parquet]}\ncluster: {device: npu}\n")
         context.settings = replace(context.settings, recipe=str(path), overrides=("rollout.engine_args.nonsense=1",))

@@ -42,7 +42,7 @@ class TestMathematics:
         assert (result.steps, result.first, result.last, result.only_a, result.only_b) == (2, 1, 2, 1, 1)
 
     def test_at_the_bound_is_within(self) -> None:
-        """0.54 - 0.5 is more than 0.04 in binary, and the rule says at most."""
+        """A difference equal to the bound passes, although 0.54 - 0.5 is above 0.04 in binary."""
         assert 0.54 - 0.5 > 0.04
         assert accuracy({1: 0.54}, {1: 0.5}).within(0.04)
         assert not accuracy({1: 0.5401}, {1: 0.5}).within(0.04)
@@ -64,7 +64,7 @@ class TestMathematics:
             accuracy({1: 0.0, 2: 0.0}, {7: 0.0})
 
     def test_throughput_by_hand(self) -> None:
-        """Only the first steps count, whatever order they were written in; A over B, not B over A."""
+        """Only the first steps count, in any order in the file; the ratio is A over B."""
         result = throughput({5: 9000, 1: 100, 2: 200, 3: 300, 4: 200}, dict.fromkeys(range(1, 9), 400), 4)
         assert (result.mean_a, result.mean_b, result.ratio) == (200, 400, 0.5)
         assert result.within(0.5) and not result.within(0.51)

@@ -1,4 +1,4 @@
-"""A verl script becomes the recipe that does the same, or an error that says what cannot be known."""
+"""A verl script becomes a recipe with the same meaning, or an error that names the unknown part."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ VALUES = ["1=run-7", "HOME=/h"]
 
 
 def settings(text: str, *overrides: str, rows: int | None = None) -> dict[str, Any]:
-    """The recipe's own settings, by dotted key."""
+    """Settings of the converted recipe, by dotted key."""
     flat: dict[str, Any] = {}
 
     def walk(content: dict[str, Any], prefix: str) -> None:
@@ -49,7 +49,7 @@ def arguments(text: str, **options: str) -> list[str]:
 
 class TestScript:
     def test_every_setting_by_hand(self) -> None:
-        """One of them taken for another, or at another scale."""
+        """Each setting has its own option and scale."""
         assert settings(SCRIPT, *VALUES, rows=100) == {
             "name": "run-7",
             "model.path": "/h/models/Qwen3-30B-A3B",
@@ -127,7 +127,7 @@ class TestScript:
     def test_experts_spread_over_engines(
         self, options: dict[str, Any], groups: int | None, spread: bool | None
     ) -> None:
-        """They would each be held by every engine, which they may not fit."""
+        """Experts are spread over engines, since a whole copy might not fit into each engine."""
         added = "".join(f"    actor_rollout_ref.rollout.{name}={value} \\\n" for name, value in options.items())
         place = "    actor_rollout_ref.rollout.tensor_model_parallel_size=4 \\\n"
         assert place in SCRIPT
@@ -144,7 +144,7 @@ class TestScript:
 class TestPublishedScripts:
     @staticmethod
     def scripts() -> list[str]:
-        """From each `set -x` to the end of the command that trains."""
+        """Cut scripts from each `set -x` to the end of the training command."""
         scripts = []
         for path in sorted(DOCUMENTS.glob("*.txt")):
             for text in path.read_text().split("set -x\n")[1:]:

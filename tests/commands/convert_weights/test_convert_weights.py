@@ -245,7 +245,7 @@ def test_two_at_once_never_write_to_one_folder(tmp_path: Path, monkeypatch: pyte
 def test_what_another_call_finished_meanwhile_is_kept(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It held the lock when this one looked for an earlier conversion, and there was none yet."""
+    """The other call held the lock while this call looked for an earlier conversion and found none."""
     real, out = convert_weights._locked, tmp_path / "out"
 
     def other_first(folder: Path) -> Any:
@@ -372,7 +372,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_processes_end_with_the_command(model: Path, tmp_path: Path) -> None:
-    """SIGKILL of the command leaves no process behind; the same command then goes on."""
+    """SIGKILL of the command leaves no process; the same command then continues."""
     fifo = tmp_path / "out" / ".model-00001-of-00003.safetensors.partial"
     fifo.parent.mkdir()
     command = [
@@ -408,7 +408,7 @@ def test_the_processes_end_with_the_command(model: Path, tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_ctrl_c_ends_the_processes_first(model: Path, tmp_path: Path) -> None:
-    """While one writes a file that takes for ever. The lock is free, and no process writes, when the command has ended."""
+    """One process is writing a file. When the command has ended, the lock is free and no process writes."""
     fifo = tmp_path / "out" / ".model-00001-of-00003.safetensors.partial"
     fifo.parent.mkdir()
     (tmp_path / "out" / "conversion.megarl.json").write_text('{"files": {}}')

@@ -227,7 +227,7 @@ TOOL_TEMPLATE = (
 
 
 def test_retool_becomes_turns_of_which_the_loss_counts_the_models(tmp_path: Path) -> None:
-    """In one text the loss would count what the interpreter printed, and the model learn to make it up."""
+    """The loss skips the interpreter's output; otherwise the model would learn to invent it."""
     rows = [
         {"messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": answer}]}
         for answer in (RETOOL, "It is <answer>5</answer>", "never ends", "<interpreter>4</interpreter>")

@@ -204,7 +204,7 @@ class TestRecipe:
         assert ("not reached" in failure.text) == (stage != "rewards")
 
     def test_what_it_needs(self, quickstart_data: Path, tmp_path: Path) -> None:
-        """The quickstart's: two trainers and an engine; float32 weights want 4 + 8 bytes each in a checkpoint."""
+        """The quickstart needs two trainers and an engine; float32 weights take 4 + 8 bytes each in a checkpoint."""
         from safetensors import safe_open
 
         recipe = self.recipe(quickstart_data, tmp_path, "exchange.bucket_mb=1")
@@ -226,7 +226,7 @@ class TestRecipe:
         assert device_demand(recipe, "cpu", [("a", 0)]).status == "ok"
 
     def test_a_recipe_without_training_data_is_evaluated(self, quickstart_data: Path, tmp_path: Path) -> None:
-        """One engine, and no trainer that it would wait for."""
+        """An evaluation needs one engine and no trainer."""
         recipe = self.recipe(quickstart_data, tmp_path, "data.train_files=[]")
         assert needs_of(recipe, {}).processes == 1 and not needs_of(recipe, {}).trains
         assert device_demand(recipe, "cuda", [("a", 1)]).status == "ok"
@@ -261,7 +261,7 @@ class TestThisMachine:
         assert machine.python_code("raise ImportError('libx.so')", 30).last_error == "ImportError: libx.so"
 
     def test_the_hub_is_asked_for_no_longer_than_it_may_take(self) -> None:
-        """Something listens and never answers; and a server that says no is a server that is there."""
+        """A server that never answers is given up in time; a server that refuses counts as reachable."""
         with socket.create_server(("127.0.0.1", 0)) as server:
             before = time.monotonic()
             assert Machine().fetch(f"http://127.0.0.1:{server.getsockname()[1]}", 0.3)

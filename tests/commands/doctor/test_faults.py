@@ -124,7 +124,7 @@ FAULTS: dict[str, Fault] = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
-    """By its own check, with its remedy. (That nothing is found without the fault, the test above says.)"""
+    """The fault's check reports it with a remedy; the test above shows that the machine has no other findings."""
     kind, plant, check_name, status, words, needs = FAULTS[name]
     machine = MACHINES[kind](tmp_path)
     plant(machine)
@@ -186,7 +186,7 @@ def test_where_cann_says_its_version(tmp_path: Path) -> None:
     [("26.1.0", "CANN 9.1.0"), ("25.5.2", "CANN 9.1.0"), ("25.2.0", "CANN 9.1.0"), ("25.0.rc1.1", "CANN 9.0.0"), ("24.1.rc3", None)],
 )  # fmt: skip
 def test_the_newest_set_for_a_driver(tmp_path: Path, driver: str, name: str | None) -> None:
-    """On a host with nothing but a driver, its line names the set to build; CANN is in the image."""
+    """On a host with only a driver, the line names the set to build; CANN is in the image."""
     from megarl.commands.doctor.npu_checks import newest_set_for, set_of
 
     chosen = newest_set_for(driver)

@@ -240,7 +240,7 @@ def _run(arguments, cwd, **environ):
 
 
 def _install(venv):
-    """In the repository, where `import megarl` works without any installation."""
+    """Run in the repository, where `import megarl` works without installation."""
     return _run([BASH, LAUNCH / "install_cpu.sh"], ROOT, MEGARL_VENV=str(venv), PYTHONPATH=str(ROOT))
 
 

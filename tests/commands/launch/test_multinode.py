@@ -1,4 +1,4 @@
-"""launch/multinode.sh: where a node stands, how the launchers keep together, and two nodes on loopback."""
+"""launch/multinode.sh: the rank of a node, the agreement of the launchers, and two nodes on loopback."""
 
 import os
 import shutil

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, int], dict[str, Any]]]:
-    """By case: the peaks that torch's allocator reports, and the planner's answer."""
+    """The peaks of torch's allocator and the planner's counts, by case."""
     directory = tmp_path_factory.mktemp("activations")
     for model in MODELS:
         (directory / model).mkdir()

@@ -1,4 +1,4 @@
-"""The process that is any rank: answers come as they are found, failures reach who asked, and leaving ends it."""
+"""The process that plays ranks: answers arrive as they are ready, failures reach the caller, and leaving ends it."""
 
 from __future__ import annotations
 

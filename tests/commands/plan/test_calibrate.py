@@ -133,7 +133,7 @@ def test_filtered_groups_were_sampled(tmp_path: Path) -> None:
 
 
 def test_a_run_is_held_against_what_plan_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what was counted of engines and of the exchange, and the teacher's own model."""
+    """The run is compared with an estimate that has counted engines, the counted exchange and the teacher's model."""
     run_recipe = recipe(**ORDINARY, exchange__route="planned", algorithm__reference="teacher", teacher__path="t")
     run_recipe.rollout.engine_args = {"max_num_seqs": 64}
     plan = replace(COUNTED, engine=rank(cache=4 * 1000 * 280), exchange=Links("planned", 10**9, 10**9, 10**9, 0))

@@ -203,7 +203,7 @@ def test_engine_ranks_receive_what_they_hold(name: str, model: str, settings: li
 
 
 def test_what_a_run_refuses_is_not_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    """In a second, as `plan` says it, and not what vLLM says of it after half a minute."""
+    """`explain` refuses within a second, with the message of `plan`, before vLLM starts."""
     assert run("exchange", str(RECIPES / "dapo_qwen3_30b.yaml"), "rollout.engines=5") == 2
     assert "rollout.engines x rollout.tensor_parallel = 5 x 4" in capsys.readouterr().err
 

@@ -65,7 +65,7 @@ def test_deepseek_v3_on_256_devices() -> None:
 
 
 def test_libraries_lie_on_a_device_in_every_phase() -> None:
-    """A trainer and an engine rank: two contexts, both ones' groups, graphs, and weights made anew."""
+    """A trainer and an engine rank share a device: two contexts, the groups of both, graphs, and allocated weights."""
     libraries = Libraries({"actor": 7, "rollout": 5}, context=3, graphs=11)
     engine = replace(ENGINE, remade=2)
     stage = PipelineStage("actor", 0, 0, HELD, None, None, {})

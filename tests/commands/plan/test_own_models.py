@@ -1,4 +1,4 @@
-"""Plans of models that are described by a config.json alone, and of losses of the user's own."""
+"""Plans of models with only a config.json, and of user-defined losses."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def test_verdicts() -> None:
 
 
 def test_bars_are_the_plans(tmp_path: Path) -> None:
-    """Every part of every phase of every place, one behind the other, to the scale on which the device's line stands."""
+    """Bars show every part of every phase of every place in sequence, at the scale of the device's memory line."""
     charts, parts = drawing.memory(plans.LARGE, Unit("GiB", GIB)), drawing.parts_of(plans.LARGE.places)
     assert len(charts) == 8
     for place, chart in zip(plans.LARGE.places, charts, strict=True):

@@ -35,7 +35,7 @@ def test_the_order_is_megatrons(stages: int, chunks: int, micro_batches: int, mo
 def order_of_megatron(
     stage: int, stages: int, chunks: int, micro_batches: int, patch: pytest.MonkeyPatch
 ) -> list[Pass]:
-    """Megatron's own schedule is run as the stage, over passes and neighbours that compute and send nothing."""
+    """Record the passes of Megatron's schedule for a stage, with passes and neighbours that neither compute nor send."""
     from megatron.core.pipeline_parallel import schedules
 
     done: list[Pass] = []

@@ -133,7 +133,7 @@ def test_values_that_the_host_sent_are_followed() -> None:
 
 
 def test_what_runs_on_devices_alone_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With DeepEP's dispatcher a rank is built with another one, which holds as much; its activations are not counted."""
+    """A rank with DeepEP's dispatcher is built with another dispatcher of equal size; its activations are not counted."""
     requests: list[RankRequest] = []
 
     class Answers:
@@ -253,7 +253,7 @@ def test_what_was_not_counted_is_not_said_to_fit(
 
 
 def test_a_machine_has_as_many_devices_as_the_head_says(tmp_path: Path) -> None:
-    """16 a machine: a tenth of a step's seconds hangs on it. A user's own number wins."""
+    """A machine has 16 devices, which affects a tenth of a step's seconds. A user's number has precedence."""
     path = ROOT / "recipes" / "grpo_deepseek_v3.yaml"
     for name in (None, "910B", "910b"):
         device, notes = device_of(path, name, None)

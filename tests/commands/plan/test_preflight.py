@@ -44,7 +44,7 @@ def test_every_recipe_passes_without_its_model_and_data(
 
 
 def test_what_is_here_is_looked_at(quickstart_data: Path, tmp_path: Path) -> None:
-    """A sample of the rows, and how many that are; the scorer's verdict on their own ground truth."""
+    """Local files are checked: a sample of the rows, their number, and the scorer's verdict on their ground truth."""
     report = look("quickstart", *here(quickstart_data), f"runs_dir={tmp_path}")
     assert not report.refusals and not report.unchecked
     notes = "\n".join(report.notes)
@@ -61,7 +61,7 @@ def test_columns_are_looked_at_without_a_tokenizer(quickstart_data: Path, tmp_pa
 
 
 def test_a_run_that_is_there_stands_in_the_way_here_alone(quickstart_data: Path, tmp_path: Path) -> None:
-    """A planner is not asked to rename a recipe that has been run."""
+    """A recipe that has been run can be planned without a new name."""
     (tmp_path / "quickstart").mkdir()
     (tmp_path / "quickstart" / "metrics.jsonl").write_text('{"step": 1}\n')
     report = look("quickstart", *here(quickstart_data), f"runs_dir={tmp_path}")
@@ -171,7 +171,7 @@ def test_a_shape_is_a_bases_up_to_the_file_that_names_the_model(tmp_path: Path) 
 
 
 def test_each_recipe_has_a_row_of_its_own_that_is_not_an_earlier_ones() -> None:
-    """An outcome of a recipe that has changed since says nothing of it."""
+    """The outcome of a recipe that has changed since is out of date."""
     record = rehearsed.read_record()
     now = {rehearsed.name_of(path): rehearsed.digest_of(path) for path in rehearsed.recipes()}
     assert {name: outcome.digest for name, outcome in record.items()} == now, (

@@ -47,7 +47,7 @@ def subject(trainers: int = 4, model: dict[str, Any] = SPARSE, **megatron: Any) 
 
 
 class Judges:
-    """In the place of `FitChecker`: layouts without recomputation are too large, one shape is refused, and one is
+    """A replacement of `FitChecker`: layouts without recomputation are too large, one shape is refused, and one is
     forecast to be too large."""
 
     def __init__(
@@ -164,7 +164,7 @@ class Hosts(FitChecker):
 
 
 def test_a_layout_that_fits_is_counted_on_its_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is too large for the devices is not: there is nothing to propose."""
+    """Hosts of a layout that is too large for the devices are not counted."""
     judge, beyond = Hosts(23.0), Activations(1, 1, 1, 1)
     chosen, critic = Future[Any](), Future[Any]()
     chosen.set_result((EngineLayout(1, 1, 1, None), None))
@@ -235,7 +235,7 @@ def test_the_recipes_own_is_found_however_little_time_there_is() -> None:
 
 
 def test_trainers_that_stay_leave_room_for_engines() -> None:
-    """By arithmetic: engines take 0.9 of the device, so no trainer has a fifth of it as they sample."""
+    """Engines take 0.9 of the device, and the trainers need a fifth, so they must offload."""
     task = subject()
     choice = replace(choice_of(task.recipe), recompute="full")
     resident = max(min_held_bytes(task.recipe, task.shape, part) for part in largest_parts(task.recipe, task.shape))
@@ -246,7 +246,7 @@ def test_trainers_that_stay_leave_room_for_engines() -> None:
 
 
 def test_a_setting_is_counted_once(tmp_path: Path) -> None:
-    """For all context-parallel sizes above one, and by whichever thread asks first."""
+    """A setting is counted once for all context-parallel sizes above one, by the first thread that requests it."""
 
     class Asked:
         def __init__(self) -> None:
@@ -353,8 +353,8 @@ def test_proposals_change_as_little_as_they_can(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_what_is_proposed_is_more_than_one_way_of_the_same_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A smaller micro batch, or recomputation, of the recipe's own layout are two; with both, which is slower than with
-    one of them, it is none, and neither is another cut of the same layers."""
+    """A smaller micro batch and recomputation of the recipe's layout are two proposals. Both together are slower than one
+    of them and are not proposed, nor is another partition of the same layers."""
 
     class Small(Judges):
         def peak(self, choice: Choice) -> int:
@@ -429,7 +429,7 @@ def test_no_layout_that_fits_is_pruned(model: dict[str, Any], tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.stack
 def test_the_best_fits(tmp_path: Path) -> None:
-    """`plan` says of the best that it fits, and of the recipe's own that it does not, with the same memory."""
+    """`plan` accepts the best candidate and refuses the recipe's layout, with the same memory."""
     task = subject(4, DENSE)
     task.recipe.rollout.max_response_length = 8160
     task = replace(task, device=replace(H100, memory=0.1))

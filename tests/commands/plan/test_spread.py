@@ -39,7 +39,7 @@ def test_a_run_published_by_its_step_stands_for_each_phase() -> None:
 
 
 def test_a_step_of_phases_one_after_the_other() -> None:
-    """gen x 4 (2, 8, 4) and the update x sqrt(6) (1.5, 4); the hand-over, of which nothing is known, stays."""
+    """gen x 4 (2, 8, 4) and the update x sqrt(6) (1.5, 4); hand_over has the ratio of the run that published its step."""
     gen, hand_over, update, step = spreads(
         of(("gen", 10, None), ("hand_over", 1, None), ("update_actor", 10, None)), experts=True, ratios=KNOWN[:3]
     )
@@ -58,7 +58,7 @@ def test_phases_beside_each_other_do_not_add_up() -> None:
 
 
 def test_the_package_has_the_ratios_of_the_published_runs() -> None:
-    """`python -m docs.generate.planner` writes them anew."""
+    """`python -m docs.generate.planner` regenerates them."""
     assert yaml.safe_load(RATIOS.read_text()) == ratios()
     (deepseek,) = [run for run in published_ratios() if "910C" in run.run]
     assert deepseek.experts and deepseek.of["gen"] == pytest.approx(482.2 / 94.1, rel=0.01)

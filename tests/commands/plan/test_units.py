@@ -15,7 +15,7 @@ from tests.support import plans
 
 
 def test_a_tiny_model_is_told_in_mib(capsys: pytest.CaptureFixture[str]) -> None:
-    """In tables and in the sentences below them; a large device's memory, of which nearly all is left, in GiB."""
+    """A tiny model's memory is in MiB in tables and sentences; a large device's memory, nearly all free, is in GiB."""
     tiny = replace(
         plans.SMALL,
         memory=64.0,
@@ -65,7 +65,7 @@ def test_one_is_not_many() -> None:
 
 
 def test_what_is_short_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
-    """Eight phases are one too many for columns: a cell that is cut says nothing."""
+    """Columns hold seven phases; no cell is truncated."""
     show(plans.TOO_LARGE)
     printed = capsys.readouterr().out
     assert "11.0 short" in printed and "…" not in printed

@@ -76,7 +76,7 @@ def test_train_accepts_a_tiny_copy_and_every_change_is_listed(row: Row, tmp_path
 
 @EACH
 def test_what_a_layout_cuts_is_still_cut(row: Row) -> None:
-    """With processes enough; and with two, in at least one way."""
+    """With enough processes each parallel dimension stays above 1; with two processes, at least one does."""
     recipe = recipe_of(row)
     parts = [(recipe.megatron, recipe.cluster.trainers)]
     parts += [(recipe.critic.megatron, recipe.critic.trainers)] if uses_critic(recipe.algorithm) else []
@@ -145,7 +145,7 @@ def test_weights_have_the_names_and_shapes_that_transformers_writes(name: str, t
     "kind", ["LlamaConfig", "Qwen2Config", "Qwen3Config", "Qwen3MoeConfig", "DeepseekV3Config", "Glm4MoeConfig"]
 )
 def test_a_config_that_transformers_5_writes_is_shrunk(kind: str, tmp_path: Path) -> None:
-    """It has a kind for each layer and sizes that follow from others: transformers refuses it where they disagree."""
+    """The config has a kind per layer and derived sizes, which transformers refuses if they disagree."""
     import transformers
 
     config = getattr(transformers, kind)(num_hidden_layers=6, dtype="bfloat16")
@@ -160,7 +160,7 @@ def test_a_config_that_transformers_5_writes_is_shrunk(kind: str, tmp_path: Path
 
 
 def test_a_vision_model_that_transformers_5_writes_is_shrunk(tmp_path: Path) -> None:
-    """Its text part in a section, the parts of its heads in `rope_parameters`, its colours under their new name."""
+    """The config has a text section, the sections of its heads in `rope_parameters`, and colours under the new name."""
     import transformers
 
     rotary = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
@@ -176,7 +176,7 @@ def test_a_vision_model_that_transformers_5_writes_is_shrunk(tmp_path: Path) -> 
 
 
 def test_rows_are_those_of_the_file_where_it_is_there(tmp_path: Path) -> None:
-    """Else of the folder's name; of neither, the recipe is refused: what scores them is not known."""
+    """The source is read from the file, else from the folder's name; a recipe without both is refused: no scorer is chosen."""
     recipe = load_recipe(ROOT / "recipes" / "grpo_qwen3_8b.yaml")
     (tmp_path / "gsm8k").mkdir()
     file = tmp_path / "gsm8k" / "train.jsonl"
@@ -303,7 +303,7 @@ def test_bad_input_is_told_before_anything_starts(arguments: list[str], says: st
 def test_a_rehearsal_that_fails_ends_with_its_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its cause was printed first, and sixty lines of settings after it."""
+    """The command ends with the cause of the failure, not with the list of settings."""
     monkeypatch.setattr(command, "train_copy", lambda tiny, resume: 1)
     out = tmp_path / "tiny"
     recipe = ROOT / "recipes" / "dapo_qwen3_30b.yaml"
