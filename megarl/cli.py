@@ -114,12 +114,12 @@ def compare(
     """Compare the reward or loss and the throughput of two runs. Exit status 0 within limits, 1 outside, 2 bad input."""
     from megarl.commands.compare.command import compare as run_compare
     from megarl.commands.compare.command import percentage, step_range
-    from megarl.commands.compare.rules import Options
+    from megarl.commands.compare.rules import CompareOptions
 
     with as_input_error():
         first, last = step_range(steps)
         error = None if max_error is None else percentage(max_error)
-        options = Options(metric, metric_b, error, first, last, throughput_steps, min_throughput_ratio)
+        options = CompareOptions(metric, metric_b, error, first, last, throughput_steps, min_throughput_ratio)
         within = run_compare(run_a, run_b, options, html=html, as_json=as_json)
     if not within:
         raise typer.Exit(1)
@@ -167,10 +167,10 @@ def accept(
     debug: Debug = False,
 ) -> int:
     """Test a machine or cluster before the first run: kernels, models, collectives, engine, weight sync, one step. Exit status 1 if a stage fails."""
-    from megarl.commands.accept.command import Options
+    from megarl.commands.accept.command import AcceptOptions
     from megarl.commands.accept.command import accept as run_stages
 
-    options = Options(device, nodes, minutes, stages, resume, out, expect)
+    options = AcceptOptions(device, nodes, minutes, stages, resume, out, expect)
     return run_stages(Path(recipe) if recipe else None, overrides or [], options)
 
 

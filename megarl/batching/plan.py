@@ -303,14 +303,14 @@ def spread(name: str, values: Sequence[float] | np.ndarray) -> Metrics:
 
 
 @dataclass(frozen=True)
-class Route:
+class VectorRoute:
     """Samples that two shards of the same batch share: their indices in the source and the target shard, pairwise."""
 
     source: list[int]
     target: list[int]
 
 
-def routes(sources: Sequence[Shard], targets: Sequence[Shard]) -> list[list[Route]]:
+def routes(sources: Sequence[Shard], targets: Sequence[Shard]) -> list[list[VectorRoute]]:
     """Return the routes [source][target] of the samples that count in the loss.
 
     Both sides are plans of one batch. Exactly one route leads to each such sample of a target.
@@ -321,7 +321,7 @@ def routes(sources: Sequence[Shard], targets: Sequence[Shard]) -> list[list[Rout
         for index, sample in enumerate(shard.samples)
         if sample.loss_weight > 0
     }
-    table = [[Route([], []) for _ in targets] for _ in sources]
+    table = [[VectorRoute([], []) for _ in targets] for _ in sources]
     for rank, shard in enumerate(targets):
         for index, sample in enumerate(shard.samples):
             if sample.loss_weight > 0:

@@ -15,7 +15,7 @@ _ENGINE = "vllm"
 
 
 @dataclass(frozen=True)
-class Route:
+class WeightRoute:
     """A route with its reason. Trainers and engines may still reject a planned (sharded) route after their start."""
 
     name: str  # "planned", "export", "adapters" or "none"
@@ -29,24 +29,24 @@ class Route:
         return f"{self.name}{on}: {self.why}{remark}"
 
 
-def route_of(recipe: Recipe, support: RouteSupport | None, on: str = "") -> Route:
+def route_of(recipe: Recipe, support: RouteSupport | None, on: str = "") -> WeightRoute:
     """Return the route of `recipe` for a vLLM with `support` (None: version unknown). `on`: description of the version."""
     exchange = recipe.exchange
     if support is not None and support.no_updates is not None and recipe.rollout.engine == _ENGINE:
-        return Route("none", support.no_updates, on)
+        return WeightRoute("none", support.no_updates, on)
     if wants_adapters(recipe):
-        return Route("adapters", f"exchange.adapters={exchange.adapters}, where engines can hold them", on)
+        return WeightRoute("adapters", f"exchange.adapters={exchange.adapters}, where engines can hold them", on)
     if not is_sharded(recipe):
         reason = "the recipe says so" if exchange.route == "export" else why_not_sharded(recipe) or ""
-        return Route("export", f"exchange.route={exchange.route}: {reason}", on)
+        return WeightRoute("export", f"exchange.route={exchange.route}: {reason}", on)
     if support is None:
-        return Route("planned", f"exchange.route={exchange.route}; the version of vLLM is not known here", on)
+        return WeightRoute("planned", f"exchange.route={exchange.route}; the version of vLLM is not known here", on)
     if support.no_sharded is not None:
-        return Route("export", support.no_sharded, on)
-    return Route("planned", f"exchange.route={exchange.route}", on, support.remark)
+        return WeightRoute("export", support.no_sharded, on)
+    return WeightRoute("planned", f"exchange.route={exchange.route}", on, support.remark)
 
 
-def routes_of_sets(recipe: Recipe, sets: Iterable[VersionSet]) -> list[Route]:
+def routes_of_sets(recipe: Recipe, sets: Iterable[VersionSet]) -> list[WeightRoute]:
     """Return the route for each version set that pins a vLLM version, in order."""
     routes = []
     for version_set in sets:
@@ -57,13 +57,13 @@ def routes_of_sets(recipe: Recipe, sets: Iterable[VersionSet]) -> list[Route]:
     return routes
 
 
-def route_here(recipe: Recipe) -> Route:
+def route_here(recipe: Recipe) -> WeightRoute:
     """Return the route with the vLLM of this environment."""
     support = installed_support() if recipe.rollout.engine == _ENGINE else None
     return route_of(recipe, support, f"vLLM {support.version}, installed here" if support else "")
 
 
-def check_route(recipe: Recipe, route: Route) -> None:
+def check_route(recipe: Recipe, route: WeightRoute) -> None:
     """Raise RecipeError if the recipe requires a route that its engines do not support."""
     if recipe.train.source != "rollout":
         return

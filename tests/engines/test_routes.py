@@ -11,7 +11,7 @@ from megarl.commands.plan.count.types import Links
 from megarl.commands.plan.routes import as_expected, expected_routes
 from megarl.commands.plan.show.console import route_lines
 from megarl.commands.plan.time.estimate import estimate
-from megarl.engines.routes import Route, check_route, route_of, routes_of_sets
+from megarl.engines.routes import WeightRoute, check_route, route_of, routes_of_sets
 from megarl.engines.vllm.reload import RouteSupport, support_of
 from megarl.errors import RecipeError
 from megarl.hf.published import read
@@ -100,9 +100,9 @@ def test_the_console_names_the_route_and_both_costs() -> None:
     exchanged = next(phase for phase in times.phases if phase.name == "weight_exchange")
     assert times.weights["planned"] == pytest.approx(exchanged.seconds)
     routes = [
-        Route("planned", "exchange.route=auto", "one"),
-        Route("none", "too old", "two"),
-        Route("planned", "x", "three"),
+        WeightRoute("planned", "exchange.route=auto", "one"),
+        WeightRoute("none", "too old", "two"),
+        WeightRoute("planned", "x", "three"),
     ]
     lines = route_lines(replace(plans.BARE, routes=routes, estimate=times, device=DEVICE))
     assert lines[0].startswith("weight route: planned on one: exchange.route=auto; no route was measured")

@@ -17,7 +17,7 @@ os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR":
 
 from megarl.cluster.process import free_port
 from megarl.commands.accept import references
-from megarl.commands.accept.context import Context
+from megarl.commands.accept.context import StageContext
 from megarl.commands.accept.families import LENGTHS, write_family
 from megarl.commands.accept.kernel_rank import KernelRank
 from megarl.commands.accept.parity_rank import Case
@@ -193,9 +193,9 @@ PARITY: dict[str, Fault] = {
 }
 
 
-def context(folder: Path) -> Context:
+def context(folder: Path) -> StageContext:
     folder.mkdir(exist_ok=True)
-    return Context(Settings("cpu", 1), folder, folder, 1e9)
+    return StageContext(Settings("cpu", 1), folder, folder, 1e9)
 
 
 def failed(checks: Any) -> list[str]:

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.weight_sync.full import receiver as receiver_module
-from megarl.weight_sync.full.buckets import Entry
+from megarl.weight_sync.full.buckets import BucketEntry
 from megarl.weight_sync.full.files import BucketFiles
 from megarl.weight_sync.full.receiver import FullReceiver
 from megarl.weight_sync.full.sender import FullSender
@@ -130,7 +130,7 @@ def test_files_can_be_looked_at(tmp_path):
 
 def test_files_of_earlier_runs_go(tmp_path):
     """Also files of an earlier run with higher versions; the previous version is kept."""
-    entries, memory = [Entry("a", "float32", (2,), 0)], torch.zeros(64, dtype=torch.uint8)
+    entries, memory = [BucketEntry("a", "float32", (2,), 0)], torch.zeros(64, dtype=torch.uint8)
     for versions in ((7, 8, 9), (8, 9)):
         files = BucketFiles(str(tmp_path))
         for version in versions:

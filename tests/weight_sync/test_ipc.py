@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from megarl.cluster.failures import CallFailed
-from megarl.commands.accept.context import Context
+from megarl.commands.accept.context import StageContext
 from megarl.commands.accept.settings import Settings
 from megarl.commands.accept.stages import exchange as exchange_stage
 from megarl.platform import select
@@ -197,7 +197,7 @@ def test_accept_tells_memory_of_other_bytes_from_memory_that_cannot_be_mapped(
         exchange_stage, "LocalService", lambda *arguments, env, **options: started.append(env) or service
     )
     monkeypatch.setattr(exchange_stage, "visible", lambda context, devices: {"VISIBLE": str(devices)})
-    context = Context(Settings("cpu", 4), tmp_path, tmp_path, 1e9)
+    context = StageContext(Settings("cpu", 4), tmp_path, tmp_path, 1e9)
     mapped = exchange_stage._maps_memory(context, "dense: planned by ipc", SimpleNamespace(services=[service]))  # type: ignore[arg-type]
     assert mapped == (verdict is None)
     assert [env["VISIBLE"] for env in started] == ["[3]"], "the device of an engine, not the trainer's"

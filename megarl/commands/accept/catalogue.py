@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megarl.commands.accept.context import Context
+    from megarl.commands.accept.context import StageContext
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,10 @@ class Stage:
     runs: str
     passes: str
 
-    def function(self) -> Callable[[Context], None]:
+    def function(self) -> Callable[[StageContext], None]:
         """Import the stage's module and return its `run`."""
         module = f"megarl.commands.accept.stages.{self.name.replace(' ', '_')}"
-        run: Callable[[Context], None] = importlib.import_module(module).run
+        run: Callable[[StageContext], None] = importlib.import_module(module).run
         return run
 
 

@@ -27,7 +27,7 @@ _WIDTH = 12
 
 
 @dataclass(frozen=True)
-class Options:
+class AcceptOptions:
     """Command line options. `out`: the directory for the folder and the archive of the acceptance."""
 
     device: str = "auto"
@@ -39,7 +39,7 @@ class Options:
     expect: bool = False
 
 
-def accept(recipe: Path | None, overrides: Sequence[str], options: Options) -> int:
+def accept(recipe: Path | None, overrides: Sequence[str], options: AcceptOptions) -> int:
     """Run the selected stages, print one line for each, and write the archive.
 
     Returns the exit status: 0 if no stage failed and at least one passed, else 1.
@@ -71,7 +71,7 @@ def accept(recipe: Path | None, overrides: Sequence[str], options: Options) -> i
     return 0 if verdict == PASS or (not stages and verdict != FAIL) else 1
 
 
-def _prepare(recipe: Path | None, overrides: Sequence[str], options: Options) -> tuple[Settings, Path]:
+def _prepare(recipe: Path | None, overrides: Sequence[str], options: AcceptOptions) -> tuple[Settings, Path]:
     if options.resume is not None:
         if recipe is not None:
             raise InputError(f"--resume {options.resume} uses that acceptance's recipe: omit {recipe}.")
@@ -108,13 +108,13 @@ def _prepare(recipe: Path | None, overrides: Sequence[str], options: Options) ->
     return settings, (options.out / name).absolute()
 
 
-def _resumed(options: Options) -> Settings:
+def _resumed(options: AcceptOptions) -> Settings:
     """Read the settings in the folder of `--resume`. Stages named by `--stages` lose their results and run again.
 
     Raises InputError for an option that cannot be changed by `--resume`.
     """
     assert options.resume is not None
-    settings, fresh = read_settings(options.resume), Options()
+    settings, fresh = read_settings(options.resume), AcceptOptions()
     for name in ("device", "nodes", "minutes", "out"):
         if getattr(options, name) != getattr(fresh, name):
             raise InputError(

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from megarl.commands.accept import result
-from megarl.commands.accept.result import Check, Value
+from megarl.commands.accept.result import RecordedCheck, Value
 from megarl.commands.accept.settings import Settings
 from megarl.recipe.schema import Recipe
 
@@ -17,14 +17,14 @@ CHECKS, DOING = "checks.jsonl", "doing.txt"
 
 
 @dataclass
-class Context:
-    """Context of one stage. `shared` is a folder of all stages; `deadline` is its time limit by time.monotonic()."""
+class StageContext:
+    """The context of one stage. `shared` is a folder of all stages; `deadline` is its time limit by time.monotonic()."""
 
     settings: Settings
     folder: Path
     shared: Path
     deadline: float
-    checks: list[Check] = field(default_factory=list)
+    checks: list[RecordedCheck] = field(default_factory=list)
 
     @property
     def tiny(self) -> bool:
@@ -60,7 +60,7 @@ class Context:
         (self.folder / DOING).write_text(text, encoding="utf-8")
         print(f"-- {text}", flush=True)
 
-    def record(self, *checks: Check) -> None:
+    def record(self, *checks: RecordedCheck) -> None:
         """Append checks, and write them to disk before returning."""
         with (self.folder / CHECKS).open("a", encoding="utf-8") as stream:
             for check in checks:

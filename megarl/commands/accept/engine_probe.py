@@ -14,7 +14,7 @@ from typing import Any
 from megarl import engines
 from megarl import platform as platforms
 from megarl.cluster.torchrun.local_service import LocalService
-from megarl.commands.accept.context import Context
+from megarl.commands.accept.context import StageContext
 from megarl.commands.accept.families import batch
 from megarl.engines.base import EngineSpec, GroupRank
 from megarl.recipe.schema import Recipe
@@ -145,7 +145,7 @@ class MemoryReader:
         return self.platform.open_shared(handle).cpu().tolist()
 
 
-def tiny_recipe(context: Context, family: str, trainers: int, **megatron: Any) -> Recipe:
+def tiny_recipe(context: StageContext, family: str, trainers: int, **megatron: Any) -> Recipe:
     """Return a recipe for the family's tiny model. Trainers and engine share devices if there are too few."""
     recipe = Recipe()
     recipe.name, recipe.runs_dir = f"tiny-{family}", str(context.folder)
@@ -161,13 +161,13 @@ def tiny_recipe(context: Context, family: str, trainers: int, **megatron: Any) -
     return recipe
 
 
-def shares_devices(context: Context) -> bool:
+def shares_devices(context: StageContext) -> bool:
     """Return True if engine and trainers share devices: with one device, but never on a CPU."""
     return not context.tiny and context.settings.devices < 2
 
 
 def start_engine(
-    context: Context, recipe: Recipe, *, load_weights: bool, number: int = 0, group: int = 1, **engine_args: Any
+    context: StageContext, recipe: Recipe, *, load_weights: bool, number: int = 0, group: int = 1, **engine_args: Any
 ) -> LocalService:
     """Start the process of an engine of the recipe's model on the last device of this machine.
 
@@ -192,7 +192,7 @@ def start_engine(
     return LocalService(PROBE, ("vllm", spec), name=f"engine {number}", log=log, env=env)
 
 
-def visible(context: Context, devices: Sequence[int]) -> dict[str, str]:
+def visible(context: StageContext, devices: Sequence[int]) -> dict[str, str]:
     """Return the variable that restricts a process to these devices; empty on a CPU.
 
     devices: indices among the devices that this process sees.
@@ -214,7 +214,7 @@ def start_all(group: Sequence[LocalService]) -> tuple[list[dict[str, Any]], floa
     return [call.result(START_SECONDS) for call in calls], time.monotonic() - began
 
 
-def _arguments(context: Context) -> dict[str, Any]:
+def _arguments(context: StageContext) -> dict[str, Any]:
     if context.tiny:
         return {"kv_cache_memory_bytes": 1 << 26, "max_num_seqs": 16}
     share = 0.3 if shares_devices(context) else 0.6

@@ -12,7 +12,7 @@ from megarl import platform as platforms
 from megarl.cluster.base import WorkerGroup
 from megarl.cluster.process import free_port
 from megarl.cluster.torchrun.local_service import LocalService
-from megarl.commands.accept.context import Context
+from megarl.commands.accept.context import StageContext
 from megarl.platform.environment import users_first
 
 COLLECTIVE_SECONDS = 120.0  # time limit of a collective
@@ -113,7 +113,7 @@ class ClusterRanks:
         return self._group.scatter(method, arguments)
 
 
-def rank_environment(context: Context, *, deterministic: bool = False) -> dict[str, str]:
+def rank_environment(context: StageContext, *, deterministic: bool = False) -> dict[str, str]:
     """Return the environment of a trainer process, as in a run."""
     platform = platforms.select(context.device)
     variables = platform.trainer_env(COLLECTIVE_SECONDS) | (platform.deterministic_env() if deterministic else {})
@@ -122,7 +122,7 @@ def rank_environment(context: Context, *, deterministic: bool = False) -> dict[s
 
 @contextlib.contextmanager
 def local_ranks(
-    context: Context, class_path: str, size: int, *args: Any, name: str = "ranks", deterministic: bool = False
+    context: StageContext, class_path: str, size: int, *args: Any, name: str = "ranks", deterministic: bool = False
 ) -> Iterator[LocalRanks]:
     """Start `size` processes on this machine that each construct `class_path(device, *args)`, with logs in `name`."""
     env = rank_environment(context, deterministic=deterministic)
@@ -134,7 +134,7 @@ def local_ranks(
 
 
 @contextlib.contextmanager
-def all_ranks(context: Context, class_path: str, *args: Any, name: str = "ranks") -> Iterator[Ranks]:
+def all_ranks(context: StageContext, class_path: str, *args: Any, name: str = "ranks") -> Iterator[Ranks]:
     """Start a process on every device of every node."""
     if context.settings.nodes == 1:
         with local_ranks(context, class_path, context.devices, *args, name=name) as ranks:

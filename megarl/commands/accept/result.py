@@ -17,7 +17,7 @@ Value = float | int | str | None
 
 
 @dataclass(frozen=True)
-class Check:
+class RecordedCheck:
     """One measured value with its limit.
 
     relation: the condition `value relation limit` ("<=", ">=", "=="), or "" for a figure without a limit. cause: the
@@ -51,7 +51,7 @@ class StageResult:
     verdict: Verdict
     reason: str = ""
     seconds: float = 0.0
-    checks: tuple[Check, ...] = ()
+    checks: tuple[RecordedCheck, ...] = ()
     files: tuple[str, ...] = field(default=())  # within the stage's folder: stacks and logs of a failure
 
     def line(self) -> str:
@@ -67,35 +67,35 @@ def shown(value: Value) -> str:
     return f"{value:.4g}"
 
 
-def at_most(name: str, value: float, *, limit: float, unit: str = "", cause: str = "") -> Check:
+def at_most(name: str, value: float, *, limit: float, unit: str = "", cause: str = "") -> RecordedCheck:
     """Return a check that passes if `value` <= `limit`. A value that is not finite fails."""
     good = math.isfinite(value) and value <= limit
-    return Check(name, PASS if good else FAIL, value, limit, "<=", unit, "" if good else cause)
+    return RecordedCheck(name, PASS if good else FAIL, value, limit, "<=", unit, "" if good else cause)
 
 
-def at_least(name: str, value: float, *, limit: float, unit: str = "", cause: str = "") -> Check:
+def at_least(name: str, value: float, *, limit: float, unit: str = "", cause: str = "") -> RecordedCheck:
     """Return a check that passes if `value` >= `limit`. A value that is not finite fails."""
     good = math.isfinite(value) and value >= limit
-    return Check(name, PASS if good else FAIL, value, limit, ">=", unit, "" if good else cause)
+    return RecordedCheck(name, PASS if good else FAIL, value, limit, ">=", unit, "" if good else cause)
 
 
-def equal(name: str, value: Value, expected: Value, *, unit: str = "", cause: str = "") -> Check:
+def equal(name: str, value: Value, expected: Value, *, unit: str = "", cause: str = "") -> RecordedCheck:
     """Return a check that passes if `value` equals `expected` exactly."""
     good = value == expected
-    return Check(name, PASS if good else FAIL, value, expected, "==", unit, "" if good else cause)
+    return RecordedCheck(name, PASS if good else FAIL, value, expected, "==", unit, "" if good else cause)
 
 
-def figure(name: str, value: Value, *, unit: str = "") -> Check:
+def figure(name: str, value: Value, *, unit: str = "") -> RecordedCheck:
     """Return a check that reports a value and has no limit."""
-    return Check(name, REPORT, value, unit=unit)
+    return RecordedCheck(name, REPORT, value, unit=unit)
 
 
-def not_run(name: str, reason: str) -> Check:
+def not_run(name: str, reason: str) -> RecordedCheck:
     """Return a check that was not run, with the reason."""
-    return Check(name, NOT_RUN, cause=reason)
+    return RecordedCheck(name, NOT_RUN, cause=reason)
 
 
-def judge(number: int, name: str, checks: Sequence[Check], seconds: float, *, error: str = "") -> StageResult:
+def judge(number: int, name: str, checks: Sequence[RecordedCheck], seconds: float, *, error: str = "") -> StageResult:
     """Return the result of a finished stage. `error`: the exception or the end of its process; "" if `run` returned.
 
     The reason starts with the first failed check, which explains more than an error that follows from it.
@@ -139,17 +139,17 @@ def from_json(text: str) -> list[StageResult]:
     """Parse the text of `to_json`."""
     results = []
     for entry in json.loads(text):
-        checks = tuple(Check(**check) for check in entry.pop("checks"))
+        checks = tuple(RecordedCheck(**check) for check in entry.pop("checks"))
         results.append(StageResult(**{**entry, "files": tuple(entry["files"])}, checks=checks))
     return results
 
 
-def check_from_line(line: str) -> Check:
+def check_from_line(line: str) -> RecordedCheck:
     """Parse the text of `check_line`."""
-    return Check(**json.loads(line))
+    return RecordedCheck(**json.loads(line))
 
 
-def check_line(check: Check) -> str:
+def check_line(check: RecordedCheck) -> str:
     """Format a check as a line of checks.jsonl."""
     return json.dumps(_finite(asdict(check)))
 

@@ -19,7 +19,7 @@ from megarl.cluster.orphan_reaper import OrphanReaper
 from megarl.commands.accept.catalogue import Stage
 from megarl.commands.accept.context import CHECKS, DOING
 from megarl.commands.accept.result import (
-    Check,
+    RecordedCheck,
     StageResult,
     check_from_line,
     from_json,
@@ -161,7 +161,7 @@ def _error(folder: Path, status: int, in_time: bool, seconds: float) -> str:
     return f"exit status {status}{last}" if status else ""
 
 
-def read_checks(folder: Path) -> list[Check]:
+def read_checks(folder: Path) -> list[RecordedCheck]:
     """Return the checks that the stage in `folder` has recorded so far."""
     path = folder / CHECKS
     if not path.exists():

@@ -12,7 +12,7 @@ import traceback
 from pathlib import Path
 
 from megarl.commands.accept.catalogue import STAGES
-from megarl.commands.accept.context import Context
+from megarl.commands.accept.context import StageContext
 from megarl.commands.accept.settings import read_settings
 
 ERROR = "error.txt"
@@ -26,7 +26,7 @@ def main() -> None:
     folder = directory / f"{number}-{stage.name.replace(' ', '_')}"
     shared = directory / "shared"
     shared.mkdir(exist_ok=True)
-    context = Context(read_settings(directory), folder, shared, time.monotonic() + seconds)
+    context = StageContext(read_settings(directory), folder, shared, time.monotonic() + seconds)
     status = 0
     try:
         stage.function()(context)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from megarl.atomic_files import check_target, disk_errors, write_atomically
 from megarl.commands.compare.logs import read_log
-from megarl.commands.compare.rules import Options, compare_logs
+from megarl.commands.compare.rules import CompareOptions, compare_logs
 from megarl.observe.json_lines import strict
 
 
-def compare(run_a: Path, run_b: Path, options: Options, *, html: Path | None, as_json: bool) -> bool:
+def compare(run_a: Path, run_b: Path, options: CompareOptions, *, html: Path | None, as_json: bool) -> bool:
     """Print the comparison of A with B, write the page to `html`, and return True if A is within the rules.
 
     Raises ValueError if a log or an option cannot be used.

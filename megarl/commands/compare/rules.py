@@ -24,7 +24,7 @@ FILTERED = "rollout/groups_filtered"
 
 
 @dataclass(frozen=True)
-class Rule:
+class CompareRule:
     """A bound on the mean absolute error of a metric, in the metric's unit: 0.04 is 4 % in verl's documents."""
 
     name: str
@@ -33,13 +33,13 @@ class Rule:
     also: tuple[str, ...]  # further metrics that the bound applies to if --metric names them
 
 
-REWARD = Rule("reward", 0.04, ("critic/rewards/mean",), also=("rollout/rewards/mean",))
+REWARD = CompareRule("reward", 0.04, ("critic/rewards/mean",), also=("rollout/rewards/mean",))
 # The SFT loss of verl and of megarl. No rule bounds any other loss.
-LOSS = Rule("loss", 0.02, ("train/loss", "actor/loss"), also=("actor/pg_loss", "val/loss", "eval/loss"))
+LOSS = CompareRule("loss", 0.02, ("train/loss", "actor/loss"), also=("actor/pg_loss", "val/loss", "eval/loss"))
 
 
 @dataclass(frozen=True)
-class Options:
+class CompareOptions:
     """Command line options. ``max_error`` is in the metric's unit; None: the rule's bound."""
 
     metric: str | None = None
@@ -104,7 +104,7 @@ class Comparison:
         }
 
 
-def compare_logs(a: Log, b: Log, options: Options) -> Comparison:
+def compare_logs(a: Log, b: Log, options: CompareOptions) -> Comparison:
     """Compare `a` with `b`. Raises ValueError if a metric is missing or the runs share no step."""
     metric_a, metric_b, rule = _metrics(a, b, options)
     sides = [_side(log, metric, name, options) for log, metric, name in ((a, metric_a, "A"), (b, metric_b, "B"))]
@@ -137,7 +137,7 @@ def compare_logs(a: Log, b: Log, options: Options) -> Comparison:
     )
 
 
-def _metrics(a: Log, b: Log, options: Options) -> tuple[str, str, Rule | None]:
+def _metrics(a: Log, b: Log, options: CompareOptions) -> tuple[str, str, CompareRule | None]:
     """Return A's metric, B's metric, and the rule for them or None. Options take precedence over the logs' metrics."""
     rewarded = any(_first(REWARD, log) for log in (a, b))  # the loss is then a policy loss, which has no rule
     rule = REWARD if rewarded else LOSS
@@ -156,7 +156,7 @@ def _metrics(a: Log, b: Log, options: Options) -> tuple[str, str, Rule | None]:
     return metric_a, metric_b, rule
 
 
-def _first(rule: Rule, log: Log) -> str | None:
+def _first(rule: CompareRule, log: Log) -> str | None:
     return next((metric for metric in rule.metrics if metric in log.metrics), None)
 
 
@@ -165,13 +165,13 @@ def _some(log: Log) -> str:
     return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
 
 
-def _side(log: Log, metric: str, name: str, options: Options) -> Side:
+def _side(log: Log, metric: str, name: str, options: CompareOptions) -> Side:
     curve = between(log.curve(metric, name), options.first, options.last)
     rate = between(log.metrics.get(THROUGHPUT, {}), options.first, options.last)
     return Side(str(log.path), log.kind, metric, curve, rate, log)
 
 
-def _notes(sides: list[Side], result: Accuracy, rate: Throughput, options: Options) -> list[str]:
+def _notes(sides: list[Side], result: Accuracy, rate: Throughput, options: CompareOptions) -> list[str]:
     """Return notes on the figures, one sentence each."""
     notes = []
     for name, side, only in (("A", sides[0], result.only_a), ("B", sides[1], result.only_b)):
@@ -203,7 +203,7 @@ def _filtered(name: str, side: Side) -> str | None:
     )
 
 
-def _throughput_notes(rate: Throughput, options: Options) -> list[str]:
+def _throughput_notes(rate: Throughput, options: CompareOptions) -> list[str]:
     lacking = [name for name, steps in (("A", rate.steps_a), ("B", rate.steps_b)) if not steps]
     if lacking:
         return [f"Throughput was not compared: {' and '.join(lacking)} did not log {THROUGHPUT}."]

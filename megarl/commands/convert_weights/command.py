@@ -36,7 +36,7 @@ from megarl.commands.convert_weights.fp8_shards import (
     fingerprint,
     partial_path,
 )
-from megarl.commands.convert_weights.layout import Entry, Layout, read_layout
+from megarl.commands.convert_weights.layout import Layout, TensorEntry, read_layout
 from megarl.errors import InputError
 from megarl.hf.weights import CONVERSION, INDEX, read_index
 from megarl.observe.console import clock
@@ -104,7 +104,7 @@ def read_source(folder: Path) -> Source:
     try:
         source = Source(folder, config, block, {name: read_layout(folder / name) for name in names})
         _check_index(source)
-        scales: dict[str, Entry] = {}
+        scales: dict[str, TensorEntry] = {}
         for name, layout in source.layouts.items():
             tensors = {entry.name: entry for entry in layout.entries.values() if entry.name.endswith(SCALE)}
             scales |= tensors

@@ -19,7 +19,7 @@ from typing import BinaryIO
 import numpy as np
 
 from megarl.atomic_files import sync
-from megarl.commands.convert_weights.layout import Entry, Layout, lay_out, read_layout
+from megarl.commands.convert_weights.layout import Layout, TensorEntry, lay_out, read_layout
 
 FP8 = "F8_E4M3"
 SCALE = "_scale_inv"
@@ -57,7 +57,7 @@ def converted_layout(source: Layout) -> tuple[bytes, Layout]:
     return lay_out((entry.name, "BF16" if entry.dtype == FP8 else entry.dtype, entry.shape) for entry in kept)
 
 
-def check_source(name: str, layout: Layout, block: tuple[int, int], scales: Mapping[str, Entry]) -> None:
+def check_source(name: str, layout: Layout, block: tuple[int, int], scales: Mapping[str, TensorEntry]) -> None:
     """Check that all tensors belong to this format. `scales`: the scales of all files, by name.
 
     Raises ValueError with the file and the tensor.

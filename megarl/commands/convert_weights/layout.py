@@ -16,7 +16,7 @@ from megarl.hf.weights import tensors_of
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor of a file. `begin`: its first byte, counted from the start of the file's data."""
 
     name: str
@@ -33,7 +33,7 @@ class Entry:
 class Layout:
     """The header of a file. `data`: byte where its data starts; `size`: bytes of the file."""
 
-    entries: dict[str, Entry]
+    entries: dict[str, TensorEntry]
     data: int
     size: int
 
@@ -50,7 +50,7 @@ def read_layout(path: Path) -> Layout:
         if entry["dtype"] not in BYTES:
             raise ValueError(f"{path.name}: {name} has the unsupported dtype {entry['dtype']}")
         begin, end = entry["data_offsets"]
-        entries[name] = Entry(name, entry["dtype"], tuple(entry["shape"]), begin)
+        entries[name] = TensorEntry(name, entry["dtype"], tuple(entry["shape"]), begin)
         if entries[name].size != end - begin:
             raise ValueError(f"{path.name}: {name} has {end - begin} bytes, and its shape needs {entries[name].size}")
     return Layout(entries, 8 + length, path.stat().st_size)
@@ -63,6 +63,6 @@ def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes,
     """
     specs = {name: (dtype, shape) for name, dtype, shape in tensors}
     header, places = safetensors_header.lay_out(((name, *spec) for name, spec in specs.items()), {"format": "pt"})
-    entries = {name: Entry(name, *specs[name], begin) for name, (begin, _) in places.items()}
+    entries = {name: TensorEntry(name, *specs[name], begin) for name, (begin, _) in places.items()}
     end = max((end for _, end in places.values()), default=0)
     return header, Layout(entries, len(header), len(header) + end)

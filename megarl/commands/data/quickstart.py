@@ -16,7 +16,7 @@ FORMAT = 2  # increase it when the content of the files changes, so that older f
 
 
 @dataclass(frozen=True)
-class Prepared:
+class QuickstartFiles:
     """Files of the folder. `reason` is why they were written, or "" if existing files were kept."""
 
     files: dict[Path, int]  # path -> bytes
@@ -24,7 +24,7 @@ class Prepared:
     reason: str
 
 
-def prepare_quickstart(out: Path | str, seed: int) -> Prepared:
+def prepare_quickstart(out: Path | str, seed: int) -> QuickstartFiles:
     """Write out/data (see `word_problems.prepare`) and out/model (a Qwen3-MoE with 0.2 M parameters).
 
     Existing files are kept if they have the same settings and the SHA-256 digests in out/quickstart.json, which is
@@ -51,7 +51,7 @@ def prepare_quickstart(out: Path | str, seed: int) -> Prepared:
         }
         manifest.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     recorded = json.loads(manifest.read_text(encoding="utf-8"))
-    return Prepared(
+    return QuickstartFiles(
         files={out / name: (out / name).stat().st_size for name in recorded["sha256"]},
         rows={out / name: count for name, count in recorded["rows"].items()},
         reason=reason or "",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megarl.commands.plan.environment import device_kind
-from megarl.engines.routes import Route, route_here, route_of, routes_of_sets
+from megarl.engines.routes import WeightRoute, route_here, route_of, routes_of_sets
 from megarl.engines.vllm.reload import installed_support
 from megarl.platform.devices import Device
 from megarl.platform.kinds import kind_of
@@ -13,7 +13,7 @@ from megarl.recipe.exchange import is_sharded
 from megarl.recipe.schema import Recipe
 
 
-def expected_routes(recipe: Recipe, device: Device | None) -> list[Route]:
+def expected_routes(recipe: Recipe, device: Device | None) -> list[WeightRoute]:
     """Return the expected route first, then the routes with the device's other version sets. If this machine has such a device and
     a vLLM, its version comes first. Empty for a recipe without engines."""
     if recipe.train.source != "rollout":
@@ -26,7 +26,7 @@ def expected_routes(recipe: Recipe, device: Device | None) -> list[Route]:
     return [*here, *routes_of_sets(recipe, kind.sets)] or [route_of(recipe, None)]
 
 
-def as_expected(recipe: Recipe, routes: list[Route]) -> Recipe:
+def as_expected(recipe: Recipe, routes: list[WeightRoute]) -> Recipe:
     """Return `recipe` with exchange.route=export if that is the expected route and the recipe leaves it open."""
     if not routes or routes[0].name != "export" or not is_sharded(recipe) or recipe.exchange.route != "auto":
         return recipe

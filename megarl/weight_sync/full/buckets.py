@@ -13,7 +13,7 @@ _ALIGNMENT = 64  # bytes; every data type's alignment, and a cache line
 
 
 @dataclass(frozen=True)
-class Entry:
+class BucketEntry:
     """One tensor of a bucket and its location there."""
 
     name: str
@@ -26,7 +26,7 @@ class Entry:
 class Bucket:
     """Tensors to be packed together. `nbytes` includes alignment."""
 
-    entries: list[Entry]
+    entries: list[BucketEntry]
     tensors: list[torch.Tensor]
     nbytes: int
     last: bool  # of its version
@@ -38,7 +38,7 @@ def fill_buckets(weights: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int)
     Tensors are not copied before their bucket is full: the iterator must not reuse their memory until then. Raises
     ValueError for an empty export and for a duplicate name.
     """
-    entries: list[Entry] = []
+    entries: list[BucketEntry] = []
     tensors: list[torch.Tensor] = []
     used = 0
     names: set[str] = set()
@@ -50,7 +50,7 @@ def fill_buckets(weights: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int)
         if entries and used + size > bucket_bytes:
             yield Bucket(entries, tensors, used, last=False)
             entries, tensors, used = [], [], 0
-        entries.append(Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), used))
+        entries.append(BucketEntry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), used))
         tensors.append(tensor)
         used += size
     if not entries:
@@ -68,7 +68,7 @@ def pack(bucket: Bucket, memory: torch.Tensor) -> None:
             memory[entry.offset + view.numel() * view.element_size() : end].zero_()
 
 
-def tensor_in(memory: torch.Tensor, entry: Entry) -> torch.Tensor:
+def tensor_in(memory: torch.Tensor, entry: BucketEntry) -> torch.Tensor:
     """Return the tensor of `entry` as a view of `memory` (uint8)."""
     dtype = getattr(torch, entry.dtype)
     size = dtype.itemsize
@@ -77,15 +77,15 @@ def tensor_in(memory: torch.Tensor, entry: Entry) -> torch.Tensor:
     return memory[entry.offset : entry.offset + size].view(dtype).view(entry.shape)
 
 
-def describe(entries: list[Entry]) -> str:
+def describe(entries: list[BucketEntry]) -> str:
     """Return canonical text of a bucket's entries, for `parse`."""
     return json.dumps([[e.name, e.dtype, list(e.shape), e.offset] for e in entries], separators=(",", ":"))
 
 
-def parse(text: str) -> list[Entry]:
+def parse(text: str) -> list[BucketEntry]:
     """Read the entries that `describe` wrote."""
     rows: list[Any] = json.loads(text)
-    return [Entry(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in rows]
+    return [BucketEntry(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in rows]
 
 
 def _aligned(size: int) -> int:

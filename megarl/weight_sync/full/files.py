@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megarl.atomic_files import give_default_mode
-from megarl.weight_sync.full.buckets import Entry, tensor_in
+from megarl.weight_sync.full.buckets import BucketEntry, tensor_in
 from megarl.weight_sync.session import WeightSyncError
 
 _KEPT = 2  # versions: the engines' current one and the previous one
@@ -24,7 +24,7 @@ class BucketFiles:
         self._directory = Path(directory)
         self._version, self._buckets = -1, 0
 
-    def write(self, version: int, entries: list[Entry], memory: torch.Tensor) -> str:
+    def write(self, version: int, entries: list[BucketEntry], memory: torch.Tensor) -> str:
         """Write a packed bucket to a file and return its path. Deletes all but the last two versions, of earlier runs too."""
         folder = self._directory / _VERSION.format(version)
         try:
@@ -52,7 +52,7 @@ class BucketFiles:
             shutil.rmtree(path, ignore_errors=True)  # users may delete them, too
 
 
-def read(path: str, entries: list[Entry], memory: torch.Tensor) -> torch.Tensor:
+def read(path: str, entries: list[BucketEntry], memory: torch.Tensor) -> torch.Tensor:
     """Read a bucket into `memory` (uint8), as it was packed, and return it.
 
     Raises WeightSyncError if the file cannot be read or lacks a tensor. The bucket's fingerprint detects changed bytes.

@@ -12,7 +12,7 @@ import torch
 from megarl.platform import select
 from megarl.weight_sync.fingerprint import VersionFingerprint, fingerprint
 from megarl.weight_sync.full import files
-from megarl.weight_sync.full.buckets import Entry, parse, tensor_in
+from megarl.weight_sync.full.buckets import BucketEntry, parse, tensor_in
 from megarl.weight_sync.full.relay import RelaySender, ack_key, group_name, mismatch, slot_key
 from megarl.weight_sync.process_group import BroadcastGroup
 from megarl.weight_sync.relay import Relay, full_relays
@@ -95,7 +95,7 @@ class FullReceiver:
             self._onward.connect()
         return incoming
 
-    def _take(self, number: int, header: dict, entries: list[Entry], relay: Relay) -> torch.Tensor:
+    def _take(self, number: int, header: dict, entries: list[BucketEntry], relay: Relay) -> torch.Tensor:
         """Return a private copy of the bucket's bytes."""
         memory = self._copies.reserve(header["nbytes"])
         if self._session.directory is not None:

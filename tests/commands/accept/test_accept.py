@@ -294,7 +294,7 @@ class TestCommand:
             read_settings(tmp_path / "none")
 
     def test_expect_names_every_stage_and_starts_nothing(self, capsys, tmp_path):
-        options = command.Options(device="cpu", out=tmp_path, expect=True)
+        options = command.AcceptOptions(device="cpu", out=tmp_path, expect=True)
         assert command.accept(ROOT / "recipes" / "quickstart.yaml", [], options) == 0
         text = capsys.readouterr().out
         for stage in STAGES:
@@ -303,22 +303,24 @@ class TestCommand:
 
     def test_bad_input_is_refused_before_anything_starts(self, tmp_path):
         with pytest.raises(InputError, match="RAY_ADDRESS"):
-            command.accept(None, [], command.Options(device="cpu", nodes=2, out=tmp_path))
+            command.accept(None, [], command.AcceptOptions(device="cpu", nodes=2, out=tmp_path))
         with pytest.raises(InputError, match=r"cluster\.device"):
-            command.accept(None, [], command.Options(device="tpu", out=tmp_path))
+            command.accept(None, [], command.AcceptOptions(device="tpu", out=tmp_path))
         assert not list(tmp_path.iterdir())
 
     def test_exit_status_and_archive(self, monkeypatch, tmp_path, capsys):
-        options = command.Options(device="cpu", stages="0,8", out=tmp_path)
+        options = command.AcceptOptions(device="cpu", stages="0,8", out=tmp_path)
         plant(monkeypatch, "megarl.commands.accept.stages.environment", "faults_of_stages:fails")
         assert command.accept(None, [], options) == 1
         (archive,) = tmp_path.glob("accept-*.tar.gz")
         assert "FAIL: stage 0, environment: attention backward" in capsys.readouterr().out
         directory = archive.with_name(archive.name.removesuffix(".tar.gz"))
-        assert command.accept(None, [], command.Options(resume=directory)) == 1, "the failure is kept"
+        assert command.accept(None, [], command.AcceptOptions(resume=directory)) == 1, "the failure is kept"
         monkeypatch.setenv("PLANTED_FAULT", "faults_of_stages:passes")
-        assert command.accept(None, [], command.Options(resume=directory)) == 1, "a stage that has ended does not run"
-        assert command.accept(None, [], command.Options(resume=directory, stages="0")) == 0, (
+        assert command.accept(None, [], command.AcceptOptions(resume=directory)) == 1, (
+            "a stage that has ended does not run"
+        )
+        assert command.accept(None, [], command.AcceptOptions(resume=directory, stages="0")) == 0, (
             "it is named, and runs again"
         )
 
@@ -326,10 +328,10 @@ class TestCommand:
     def test_resume_refuses_what_it_would_ignore(self, tmp_path, options):
         write_settings(tmp_path, Settings("cpu", 2, stages=(0,)))
         with pytest.raises(InputError, match=f"omit --{next(iter(options))}"):
-            command.accept(None, [], command.Options(resume=tmp_path, **options))
+            command.accept(None, [], command.AcceptOptions(resume=tmp_path, **options))
 
     def test_broken_results_are_input(self, tmp_path):
         write_settings(tmp_path, Settings("cpu", 2, stages=(0,)))
         (tmp_path / runner.RESULTS).write_text('[{"number": 0}')
         with pytest.raises(InputError, match="Delete it"):
-            command.accept(None, [], command.Options(resume=tmp_path))
+            command.accept(None, [], command.AcceptOptions(resume=tmp_path))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megarl.commands.accept import goldens
-from megarl.commands.accept.context import Context
+from megarl.commands.accept.context import StageContext
 from megarl.commands.accept.families import FAMILIES, LENGTHS, batch, exact_values, weights, write_family
 from megarl.commands.accept.parity_rank import Case
 from megarl.commands.accept.settings import Settings
@@ -115,7 +115,7 @@ class TestComparison:
 
     def test_optimizer_on_the_host_is_tried_where_the_device_has_it(self, tmp_path):
         def names(device: str) -> list[str]:
-            context = Context(Settings(device, 2), tmp_path, tmp_path, 1e9)
+            context = StageContext(Settings(device, 2), tmp_path, tmp_path, 1e9)
             return [case.name for case in model_parity.cases(context, 1, ["dense"])]
 
         with_adaptor = [kind.name for kind in KINDS if model_parity.SWAPPED in adaptor(kind.name).settings]

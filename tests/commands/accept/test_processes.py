@@ -12,7 +12,7 @@ import pytest
 
 from megarl.commands.accept import command, cut, runner
 from megarl.commands.accept.catalogue import STAGES
-from megarl.commands.accept.context import Context
+from megarl.commands.accept.context import StageContext
 from megarl.commands.accept.result import StageResult
 from megarl.commands.accept.settings import Settings, write_settings
 from megarl.commands.accept.stages import collectives, rl_step
@@ -31,7 +31,7 @@ def run(tmp_path: Path, number: int, seconds: float = 400.0) -> StageResult:
 def accepted(tmp_path: Path, recipe: Path | None = None, stages: str | None = None) -> dict[str, dict[str, Any]]:
     """Accept a CPU; returns the results of the stages by name, each of which passed."""
     minutes = 240.0  # which no stage takes: limits of time are tested in tests/commands/accept/test_accept.py
-    options = command.Options(device="cpu", out=tmp_path, minutes=minutes, stages=stages)
+    options = command.AcceptOptions(device="cpu", out=tmp_path, minutes=minutes, stages=stages)
     assert command.accept(recipe, [], options) == 0
     (results,) = tmp_path.glob("*/results.json")
     entries = {entry["name"]: entry for entry in json.loads(results.read_text())}
@@ -169,7 +169,7 @@ def test_recipe_with_few_layers_trains(tmp_path):
     folder.mkdir()
     tiny = cut.make_cut(recipe, [], folder, "cpu", 2)
     assert tiny.layout == "TP2 EP2 on 2 trainers (the recipe: 16), 1 engines of TP2, 2 layers"
-    context = Context(Settings("cpu", 2), tmp_path, tmp_path, 1e9)
+    context = StageContext(Settings("cpu", 2), tmp_path, tmp_path, 1e9)
     lines = rl_step._train(context, "few layers", tiny.path, tiny.recipe.train.steps, compares=False)
     assert [check.line() for check in context.checks if check.verdict == "FAIL"] == []
     assert len(lines) == 2 and list((folder / "runs" / "cut" / "checkpoints").iterdir())
@@ -179,6 +179,6 @@ def test_recipe_with_few_layers_trains(tmp_path):
 @pytest.mark.slow
 def test_collectives_over_ray(tmp_path):
     """Two nodes' worth of ranks as Ray places them, here both on this machine."""
-    context = Context(Settings("cpu", 1, nodes=2), tmp_path, tmp_path, 1e9)
+    context = StageContext(Settings("cpu", 1, nodes=2), tmp_path, tmp_path, 1e9)
     collectives.run(context)
     assert not [check for check in context.checks if check.verdict == "FAIL"] and len(context.checks) > 10

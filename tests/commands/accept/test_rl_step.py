@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 
 from megarl.commands.accept import cut
-from megarl.commands.accept.context import Context
+from megarl.commands.accept.context import StageContext
 from megarl.commands.accept.settings import Settings
 from megarl.commands.accept.stages import engine, exchange, rl_step
 from megarl.commands.data.tiny_model import make_tiny_model
@@ -28,11 +28,11 @@ from megarl.weight_sync.connect import RouteRefused
 
 
 @pytest.fixture
-def context(tmp_path: Path) -> Context:
-    return Context(Settings("cpu", 2), tmp_path, tmp_path, 1e9)
+def context(tmp_path: Path) -> StageContext:
+    return StageContext(Settings("cpu", 2), tmp_path, tmp_path, 1e9)
 
 
-def failed(context: Context) -> list[str]:
+def failed(context: StageContext) -> list[str]:
     return [check.line() for check in context.checks if check.verdict == "FAIL"]
 
 
@@ -62,7 +62,7 @@ class StubEngine:
 
 
 class TestEngine:
-    def of(self, context: Context, stub: StubEngine) -> list[str]:
+    def of(self, context: StageContext, stub: StubEngine) -> list[str]:
         engine._memory(context, "dense", stub, 30.0, {"can_sleep": True})
         return failed(context)
 
@@ -108,7 +108,7 @@ class TestEngineOfTheRecipe:
 class TestExchange:
     """The exchange stage with stand-ins for joining and for an update."""
 
-    def of(self, monkeypatch: pytest.MonkeyPatch, context: Context, joins: Exception | None, sends: Any) -> None:
+    def of(self, monkeypatch: pytest.MonkeyPatch, context: StageContext, joins: Exception | None, sends: Any) -> None:
         def joining(*_: Any) -> str:
             if joins:
                 raise joins
@@ -153,7 +153,7 @@ class TestStep:
         "actor/skipped_updates": 0.0,
     }
 
-    def of(self, context: Context, *changes: dict[str, Any]) -> list[str]:
+    def of(self, context: StageContext, *changes: dict[str, Any]) -> list[str]:
         rl_step.judge_metrics(
             context, "x", [{**self.line, **{"step": n}, **values} for n, values in enumerate(changes, 1)], 2
         )

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megarl.commands.accept.collective_rank import Timing
-from megarl.commands.accept.context import Context
+from megarl.commands.accept.context import StageContext
 from megarl.commands.accept.kernel_rank import Outcome
 from megarl.commands.accept.settings import Settings
 from megarl.commands.accept.stages import collectives, environment, kernels
@@ -22,11 +22,11 @@ from megarl.recipe.schema import Recipe
 
 
 @pytest.fixture
-def context(tmp_path: Path) -> Context:
-    return Context(Settings("cpu", 2), tmp_path, tmp_path, 1e9)
+def context(tmp_path: Path) -> StageContext:
+    return StageContext(Settings("cpu", 2), tmp_path, tmp_path, 1e9)
 
 
-def failed(context: Context) -> list[str]:
+def failed(context: StageContext) -> list[str]:
     return [check.line() for check in context.checks if check.verdict == "FAIL"]
 
 
@@ -132,7 +132,7 @@ class TestCollectives:
     def of(
         self,
         monkeypatch: pytest.MonkeyPatch,
-        context: Context,
+        context: StageContext,
         hosts: str = "aaaa",
         memory: tuple[float, float] = (10.0, 9.9),
         **changes: Any,

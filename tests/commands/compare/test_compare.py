@@ -12,7 +12,7 @@ from megarl import cli
 from megarl.commands.compare.command import percentage, step_range
 from megarl.commands.compare.logs import Log, console_line, read_log
 from megarl.commands.compare.measures import NothingInCommon, accuracy, between, errors, spark, throughput
-from megarl.commands.compare.rules import Options, compare_logs
+from megarl.commands.compare.rules import CompareOptions, compare_logs
 from megarl.exit_status import guarded
 from megarl.observe.run_dir import RunDirectory
 from megarl.observe.sinks import TensorBoardSink
@@ -189,52 +189,56 @@ class TestRules:
     def test_the_reward_comes_first_and_the_loss_has_half_its_bound(self) -> None:
         curves = {1: 0.5}
         reward = compare_logs(
-            log(curves, **{"actor/loss": {1: 9.0}}), log(curves, **{"actor/loss": {1: 0.0}}), Options()
+            log(curves, **{"actor/loss": {1: 9.0}}), log(curves, **{"actor/loss": {1: 0.0}}), CompareOptions()
         )
         assert (reward.rule, reward.bound, reward.within) == ("reward", 0.04, True)
         a, b = log({}, **{"actor/loss": {1: 0.52}}), log({}, **{"train/loss": {1: 0.5}})
-        loss = compare_logs(a, b, Options())
+        loss = compare_logs(a, b, CompareOptions())
         assert (loss.rule, loss.bound, loss.a.metric, loss.b.metric) == ("loss", 0.02, "actor/loss", "train/loss")
         assert loss.within
-        assert not compare_logs(log({}, **{"actor/loss": {1: 0.521}}), b, Options()).within
+        assert not compare_logs(log({}, **{"actor/loss": {1: 0.521}}), b, CompareOptions()).within
 
     def test_a_policy_loss_is_not_bounded_by_the_rule_for_sft(self) -> None:
         base = log({1: 0.5}, **{"actor/loss": {1: 0.1}})
         with pytest.raises(ValueError, match="--max-error"):
-            compare_logs(base, base, Options(metric="actor/loss"))
-        assert compare_logs(base, base, Options(metric="actor/loss", max_error=0.01)).within
+            compare_logs(base, base, CompareOptions(metric="actor/loss"))
+        assert compare_logs(base, base, CompareOptions(metric="actor/loss", max_error=0.01)).within
 
     def test_rl_against_sft_is_refused(self) -> None:
         with pytest.raises(ValueError, match="neither a reward"):
-            compare_logs(log({1: 0.5}, **{"actor/loss": {1: 1.0}}), log({}, **{"train/loss": {1: 1.0}}), Options())
+            compare_logs(
+                log({1: 0.5}, **{"actor/loss": {1: 1.0}}), log({}, **{"train/loss": {1: 1.0}}), CompareOptions()
+            )
 
     def test_a_missing_metric_names_its_likes(self) -> None:
         with pytest.raises(ValueError, match=r"A .* has no metric critic/reward/mean\. Nearest: critic/rewards/mean"):
-            compare_logs(log({1: 0.5}), log({1: 0.5}), Options(metric="critic/reward/mean"))
+            compare_logs(log({1: 0.5}), log({1: 0.5}), CompareOptions(metric="critic/reward/mean"))
         with pytest.raises(ValueError, match=r"B .*--metric-b"):
-            compare_logs(log({1: 0.5}), log({1: 0.5}), Options(metric_b="zzz"))
+            compare_logs(log({1: 0.5}), log({1: 0.5}), CompareOptions(metric_b="zzz"))
 
     def test_steps_bound_everything(self) -> None:
         a, b = log({1: 0.9, 2: 0.5, 3: 0.5}, {1: 1.0, 2: 50.0}), log({1: 0.1, 2: 0.5, 3: 0.5}, {1: 100.0, 2: 100.0})
-        assert not compare_logs(a, b, Options()).within
-        comparison = compare_logs(a, b, Options(first=2))
+        assert not compare_logs(a, b, CompareOptions()).within
+        comparison = compare_logs(a, b, CompareOptions(first=2))
         assert comparison.within and comparison.throughput is not None and comparison.throughput.ratio == 0.5
         with pytest.raises(ValueError, match=r"none.*--steps.*In all, A has steps 1 to 3"):
-            compare_logs(a, b, Options(first=50))
+            compare_logs(a, b, CompareOptions(first=50))
 
     def test_throughput_is_held_to_a_ratio_only_where_one_is_given(self) -> None:
         a, b = log({1: 0.5}, {1: 50.0}), log({1: 0.5}, {1: 100.0})
-        assert compare_logs(a, b, Options()).fast is None and compare_logs(a, b, Options()).within
-        assert compare_logs(a, b, Options(min_throughput_ratio=0.5)).within
-        assert not compare_logs(a, b, Options(min_throughput_ratio=0.6)).within
+        assert compare_logs(a, b, CompareOptions()).fast is None and compare_logs(a, b, CompareOptions()).within
+        assert compare_logs(a, b, CompareOptions(min_throughput_ratio=0.5)).within
+        assert not compare_logs(a, b, CompareOptions(min_throughput_ratio=0.6)).within
         with pytest.raises(ValueError, match="B did not log it"):
-            compare_logs(a, log({1: 0.5}), Options(min_throughput_ratio=0.5))
-        assert any("B did not log perf/throughput" in note for note in compare_logs(a, log({1: 0.5}), Options()).notes)
+            compare_logs(a, log({1: 0.5}), CompareOptions(min_throughput_ratio=0.5))
+        assert any(
+            "B did not log perf/throughput" in note for note in compare_logs(a, log({1: 0.5}), CompareOptions()).notes
+        )
 
     def test_notes_tell_what_the_figures_rest_on(self) -> None:
         a = log({1: 0.5, 2: 0.6}, {3: 1.0}, **{"rollout/groups_filtered": {1: 0.0, 2: 5.0}})
         a.add(2, {REWARD: NAN})
-        notes = "\n".join(compare_logs(a, log({2: 0.6}, {1: 1.0, 2: 1.0}), Options()).notes)
+        notes = "\n".join(compare_logs(a, log({2: 0.6}, {1: 1.0, 2: 1.0}), CompareOptions()).notes)
         for words in (
             "A: 1 step omitted: not in the other run; A has steps 1 to 2.",
             "A: 1 step written more than once (step 2)",

@@ -25,7 +25,7 @@ from megarl.commands.plan.show.estimate_table import remarks, seconds_columns
 from megarl.commands.plan.show.page import render, verdict, write_page
 from megarl.commands.plan.show.units import GIB, Unit
 from megarl.commands.plan.time.spread import Ratios, spreads
-from megarl.engines.routes import Route
+from megarl.engines.routes import WeightRoute
 from tests.observe.test_report import EVIL, Page
 from tests.support import plans
 
@@ -257,9 +257,9 @@ def test_hosts_routes_and_ranges_are_there_as_on_the_console(tmp_path: Path) -> 
         HostUse("nodes 1-15", 15, {"offloaded": 700 * GIB, "asleep": 459 * GIB}),
     ]
     routes = [
-        Route("planned", "exchange.route=auto", "CANN 9", "slow at first"),
-        Route("none", "too old", "CANN 8"),
-        Route("planned", "x", "CANN 10"),
+        WeightRoute("planned", "exchange.route=auto", "CANN 9", "slow at first"),
+        WeightRoute("none", "too old", "CANN 8"),
+        WeightRoute("planned", "x", "CANN 10"),
     ]
     ratios = [Ratios("run of A", True, {"gen": 2.0, "step": 1.0}), Ratios("run of B", True, {"gen": 8.0})]
     plan = replace(

@@ -9,7 +9,7 @@ from itertools import combinations, pairwise
 from typing import Any
 
 from megarl.commands.accept.collective_rank import Timing
-from megarl.commands.accept.context import Context
+from megarl.commands.accept.context import StageContext
 from megarl.commands.accept.ranks import COLLECTIVE_SECONDS, Ranks, all_ranks, local_ranks
 from megarl.platform.devices import Device, device_of
 from megarl.recipe.training import MegatronConfig
@@ -23,7 +23,7 @@ _TINY_RATE, _TINY_LATE = 1e5, 0.5  # limits in bytes/s and seconds if processes 
 PAIRS = 64  # largest number of measured pairs of each kind; `pairs_of` selects them
 
 
-def run(context: Context) -> None:
+def run(context: StageContext) -> None:
     """Check the collectives of the recipe's layout if it has one trainer per device, else of a default layout."""
     megatron, why = layout(context)
     context.figure("layout", why)
@@ -47,7 +47,7 @@ def run(context: Context) -> None:
         _two_on_a_device(context)
 
 
-def layout(context: Context) -> tuple[MegatronConfig, str]:
+def layout(context: StageContext) -> tuple[MegatronConfig, str]:
     """Return a layout (the recipe's, or one with tensor, pipeline and expert parallel) and its description."""
     recipe, devices = context.recipe, context.devices
     if recipe is not None and recipe.cluster.trainers == devices:
@@ -85,7 +85,7 @@ def pairs_of(hosts: Sequence[str]) -> list[tuple[int, int]]:
     return [pair for kind in (within, between) for pair in kind[:: -(-len(kind) // PAIRS) or 1]]  # type: ignore[misc]
 
 
-def slow_pairs(context: Context, ranks: Ranks, elements: int, hosts: Sequence[str]) -> str:
+def slow_pairs(context: StageContext, ranks: Ranks, elements: int, hosts: Sequence[str]) -> str:
     """Measure pairs of ranks one at a time. Return a text that names the slow pairs, or "".
 
     Pairs within a host and pairs between hosts are compared separately, since a network is slower than a machine's links.
@@ -104,7 +104,7 @@ def slow_pairs(context: Context, ranks: Ranks, elements: int, hosts: Sequence[st
     return ", ".join(named[:8])
 
 
-def _pairs(context: Context, kind: str, rates: dict[tuple[int, int], float]) -> list[str]:
+def _pairs(context: StageContext, kind: str, rates: dict[tuple[int, int], float]) -> list[str]:
     """Compare the slowest pair of one kind with the median. Return texts that name the slow pairs."""
     middle = statistics.median(rates.values())
     context.figure(f"pairs of ranks {kind}, median", middle / 1e9, unit="GB/s")
@@ -124,7 +124,7 @@ def _pairs(context: Context, kind: str, rates: dict[tuple[int, int], float]) -> 
 
 
 def _group(
-    context: Context, ranks: Ranks, name: str, elements: int, hosts: list[str], device: Device | None, pairs: str,
+    context: StageContext, ranks: Ranks, name: str, elements: int, hosts: list[str], device: Device | None, pairs: str,
     before: list[float | None],
 ) -> None:  # fmt: skip
     """Check every collective of one group. `before`: free GiB of each rank's device before the group's communicator."""
@@ -147,7 +147,7 @@ def _group(
         context.at_most(f"{name}: memory of the communicator", max(used), limit=COMMUNICATOR, unit="GiB", cause=cause)
 
 
-def _late(context: Context, label: str, timings: dict[int, Timing]) -> None:
+def _late(context: StageContext, label: str, timings: dict[int, Timing]) -> None:
     """Compare the last rank's launch with the median of the other ranks, so that an early rank does not fail the check."""
     last = max(timings, key=lambda rank: timings[rank].launch)
     launches = [timing.launch for rank, timing in timings.items() if rank != last]
@@ -157,7 +157,7 @@ def _late(context: Context, label: str, timings: dict[int, Timing]) -> None:
 
 
 def limit_of(
-    context: Context, timings: dict[int, Timing], hosts: list[str], device: Device | None
+    context: StageContext, timings: dict[int, Timing], hosts: list[str], device: Device | None
 ) -> tuple[float, str]:
     """Return the required rate in bytes/s and its source: links within a machine, or the network between machines."""
     if context.tiny or device is None:
@@ -167,7 +167,7 @@ def limit_of(
     return SHARE * rate, f"{rate / 1e9:.3g} GB/s ({'link' if within else 'network'} of {device.name})"
 
 
-def _two_on_a_device(context: Context) -> None:
+def _two_on_a_device(context: StageContext) -> None:
     """Start a second set of processes on the same devices, like colocated engines: ports and memory must suffice."""
     from megarl.platform.kinds import kind_of
 

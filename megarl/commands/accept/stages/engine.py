@@ -15,7 +15,7 @@ from megarl import engines
 from megarl import platform as platforms
 from megarl.cluster.failures import CallFailed
 from megarl.cluster.torchrun.local_service import LocalService
-from megarl.commands.accept.context import Context
+from megarl.commands.accept.context import StageContext
 from megarl.commands.accept.cut import fewer_experts, fit
 from megarl.commands.accept.engine_probe import (
     CALL_SECONDS,
@@ -50,7 +50,7 @@ SAME = 0.8  # share of tokens that must be equal with and without graphs; roundi
 GROUP, LAYERS = 2, 4  # engines in a group of a tiny model; layers of the recipe's model
 
 
-def run(context: Context) -> None:
+def run(context: StageContext) -> None:
     """Test engines of tiny models: on a CPU the dense one, on devices also MoE and MLA, graphs and an engine group.
 
     Then test the recipe's engine.
@@ -74,7 +74,7 @@ def run(context: Context) -> None:
     _of_recipe(context)
 
 
-def _trainer(context: Context, family: str) -> tuple[Recipe, LocalRanks]:
+def _trainer(context: StageContext, family: str) -> tuple[Recipe, LocalRanks]:
     """Return a recipe for the family's tiny model, and its trainer, which starts to load."""
     write_family(family, context.shared)
     recipe = tiny_recipe(context, family, 1)
@@ -83,14 +83,14 @@ def _trainer(context: Context, family: str) -> tuple[Recipe, LocalRanks]:
     return recipe, LocalRanks(folder, TRAINER, (recipe, 10), 1, env)
 
 
-def _leave(context: Context, trainers: LocalRanks) -> None:
+def _leave(context: StageContext, trainers: LocalRanks) -> None:
     """Offload trainers that share the device, before an engine measures its free memory."""
     if shares_devices(context):
         trainers.call("offload_optimizer")
         trainers.call("offload_weights")
 
 
-def _of_family(context: Context, family: str, engine: LocalService, trainers: LocalRanks) -> list[Completion]:
+def _of_family(context: StageContext, family: str, engine: LocalService, trainers: LocalRanks) -> list[Completion]:
     """Test one engine. Return its samples of `replay_requests`."""
     free = timed(engine.call("free_memory"))[0]
     info, seconds = timed(engine.call("start"), START_SECONDS)
@@ -124,7 +124,7 @@ def replay_requests(family: str) -> list[GenerationRequest]:
 
 
 def _without_graphs(
-    context: Context, family: str, recipe: Recipe, trainers: LocalRanks, replayed: list[Completion]
+    context: StageContext, family: str, recipe: Recipe, trainers: LocalRanks, replayed: list[Completion]
 ) -> None:
     """Restart the engine without graphs, and compare its samples with the ones that used graphs."""
     name = f"{family}: graphs against none"
@@ -142,7 +142,7 @@ def _without_graphs(
     judge_replay(context, name, replayed, eager)
 
 
-def judge_replay(context: Context, name: str, replayed: list[Completion], eager: list[Completion]) -> None:
+def judge_replay(context: StageContext, name: str, replayed: list[Completion], eager: list[Completion]) -> None:
     """Check that both have the same tokens, and the same log-probs up to the first different token of each pair."""
     share, difference = agreement(replayed, eager)
     cause = "a graph was replayed with the inputs of another step, or captured other kernels"
@@ -167,7 +167,7 @@ def agreement(first: list[Completion], second: list[Completion]) -> tuple[float,
     return agreed / max(tokens, 1), float(apart.mean()) if len(apart) else math.nan
 
 
-def _group(context: Context) -> None:
+def _group(context: StageContext) -> None:
     """Test a group of two engines with expert parallelism and unequal loads.
 
     On a CPU it only runs for a recipe that has engine groups.
@@ -218,7 +218,7 @@ def _stop(group: list[LocalService]) -> None:
         engine.stop()
 
 
-def _is_latent(context: Context) -> bool:
+def _is_latent(context: StageContext) -> bool:
     """Return True if the recipe's model has latent attention; False if its config.json is unknown."""
     assert context.recipe is not None
     try:
@@ -228,7 +228,7 @@ def _is_latent(context: Context) -> bool:
     return bool(text_fields(config).get("kv_lora_rank"))
 
 
-def _memory(context: Context, family: str, engine: LocalService, free: float | None, info: dict[str, Any]) -> None:
+def _memory(context: StageContext, family: str, engine: LocalService, free: float | None, info: dict[str, Any]) -> None:
     """Check how much memory sleep frees, and how much memory every cycle of sleep and wake leaks."""
     if not info["can_sleep"]:
         context.not_run(f"{family}: sleep and wake", "the engine uses host memory, which sleep does not free")
@@ -266,7 +266,7 @@ def slope(values: np.ndarray) -> float:
     return float(np.median((values[columns] - values[rows]) / (columns - rows)))
 
 
-def _abort(context: Context, family: str, engine: LocalService) -> None:
+def _abort(context: StageContext, family: str, engine: LocalService) -> None:
     """Check that an aborted request ends soon, and that the engine then samples again."""
     context.doing(f"{family}: abort of a request in flight")
     running = engine.call("generate", requests(family, 4, 180))
@@ -289,7 +289,7 @@ def _abort(context: Context, family: str, engine: LocalService) -> None:
     context.equal(f"{family}: samples after an abort", len(again), 2)
 
 
-def _of_recipe(context: Context) -> None:
+def _of_recipe(context: StageContext) -> None:
     """Test the recipe's engine or engine group with dummy weights and few layers."""
     recipe = context.recipe
     name = "the recipe's engine"
@@ -334,7 +334,7 @@ def few_layers(recipe: Recipe, config: dict[str, Any], size: int) -> dict[str, A
 
 
 def _recipes_engine(
-    context: Context, recipe: Recipe, overrides: dict[str, Any], number: int, size: int
+    context: StageContext, recipe: Recipe, overrides: dict[str, Any], number: int, size: int
 ) -> LocalService:
     """Start the recipe's engine `number` in a group of `size` like `start_engines`, except for layers and weights."""
     platform, rollout = platforms.select(context.device), recipe.rollout

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megarl import platform as platforms
-from megarl.commands.accept.context import Context
-from megarl.commands.accept.result import FAIL, PASS, REPORT, Check
+from megarl.commands.accept.context import StageContext
+from megarl.commands.accept.result import FAIL, PASS, REPORT, RecordedCheck
 from megarl.commands.doctor.catalogue import CHECKS
 from megarl.commands.doctor.check import AT_LIMIT, run_check, within
 from megarl.commands.doctor.finding import Finding, Needs
@@ -38,7 +38,7 @@ _TRAINER = (
 )
 
 
-def run(context: Context) -> None:
+def run(context: StageContext) -> None:
     """Run the doctor's checks, also for the recipe; then check imports, route and memory."""
     machine = Machine()
     needs = on_these_devices(
@@ -56,7 +56,7 @@ def run(context: Context) -> None:
     _memory(context, machine)
 
 
-def on_these_devices(context: Context, needs: Needs) -> Needs:
+def on_these_devices(context: StageContext, needs: Needs) -> Needs:
     """Scale the number of weight-sync buckets to these nodes, for a recipe that needs more devices."""
     if context.recipe is None:
         return needs
@@ -65,7 +65,7 @@ def on_these_devices(context: Context, needs: Needs) -> Needs:
     return dataclasses.replace(needs, buckets=buckets)
 
 
-def _doctor(context: Context, machine: Machine, needs: Needs) -> list[tuple[str, int]]:
+def _doctor(context: StageContext, machine: Machine, needs: Needs) -> list[tuple[str, int]]:
     """Record every finding as a check. Return (host, devices) of each node.
 
     On one node the doctor's check `imports` is skipped, since this stage tests the imports itself.
@@ -84,7 +84,7 @@ def _doctor(context: Context, machine: Machine, needs: Needs) -> list[tuple[str,
     return [(report.host, report.devices) for report in reports]
 
 
-def _of_recipe(context: Context, machines: list[tuple[str, int]]) -> None:
+def _of_recipe(context: StageContext, machines: list[tuple[str, int]]) -> None:
     """Run the doctor's checks of the recipe. `machines`: (host, devices) of each node.
 
     Missing files and devices are NOT RUN, since an acceptance does not need them.
@@ -116,7 +116,7 @@ def _of_recipe(context: Context, machines: list[tuple[str, int]]) -> None:
     _named(context, "environment", environment(recipe, context.device))
 
 
-def _named(context: Context, name: str, findings: list[Finding]) -> None:
+def _named(context: StageContext, name: str, findings: list[Finding]) -> None:
     context.record(*(check_of(dataclasses.replace(finding, check=f"recipe: {name}")) for finding in findings))
 
 
@@ -139,14 +139,14 @@ def not_here(recipe: Recipe, finding: Finding, seconds: float) -> str:
     return f"not fetched yet: {', '.join(absent[:3])}" if absent else ""
 
 
-def check_of(finding: Finding) -> Check:
+def check_of(finding: Finding) -> RecordedCheck:
     """Convert a finding of the doctor to a check. A warning is only reported."""
     where = f" on {finding.host}" if finding.rank is not None else ""
     cause = f"{finding.text} -> {finding.remedy}" if finding.status == "FAIL" else finding.remedy
-    return Check(f"doctor: {finding.check}{where}", _VERDICTS[finding.status], finding.text, cause=cause)  # type: ignore[arg-type]
+    return RecordedCheck(f"doctor: {finding.check}{where}", _VERDICTS[finding.status], finding.text, cause=cause)  # type: ignore[arg-type]
 
 
-def _layers(context: Context, output: Output) -> None:
+def _layers(context: StageContext, output: Output) -> None:
     """Report which implementation computes the trainer's layers."""
     context.equal("trainer's modules import", output.good, True, cause=output.last_error)
     if not output.good:
@@ -161,7 +161,7 @@ def _layers(context: Context, output: Output) -> None:
     context.figure("trainer's layers", layers)
 
 
-def _engine(context: Context, output: Output) -> dict[str, object] | None:
+def _engine(context: StageContext, output: Output) -> dict[str, object] | None:
     """Return the capabilities of the installed engine, or None if it is not needed or cannot be imported."""
     if context.recipe is not None and context.recipe.train.source != "rollout":
         context.not_run("engine's modules import", "the recipe samples nothing")
@@ -179,7 +179,7 @@ def _engine(context: Context, output: Output) -> dict[str, object] | None:
     return capabilities
 
 
-def _route(context: Context, capabilities: dict[str, object] | None) -> None:
+def _route(context: StageContext, capabilities: dict[str, object] | None) -> None:
     """Report route and transport of the weight sync. Fail if the recipe requires an impossible route."""
     recipe = context.recipe or Recipe()
     if capabilities is None:
@@ -214,7 +214,7 @@ def why_exported(recipe: Recipe, capabilities: dict[str, object]) -> str | None:
     return None if why is None else str(why)
 
 
-def _memory(context: Context, machine: Machine) -> None:
+def _memory(context: StageContext, machine: Machine) -> None:
     """Report the free memory of the host, and the free space of /dev/shm and /tmp."""
     for line in (machine.read("/proc/meminfo") or "").splitlines():
         if line.startswith("MemAvailable"):

@@ -8,7 +8,7 @@ from typing import Any
 
 from megarl.cluster.failures import CallFailed
 from megarl.cluster.torchrun.local_service import LocalService
-from megarl.commands.accept.context import Context
+from megarl.commands.accept.context import StageContext
 from megarl.commands.accept.engine_probe import (
     START_SECONDS,
     TRAINER,
@@ -42,7 +42,7 @@ WAYS = (
 )
 
 
-def run(context: Context) -> None:
+def run(context: StageContext) -> None:
     """Test the weight sync with tiny models: the dense one, on devices also MoE and MLA.
 
     The trainers have a different layout than the engine.
@@ -68,14 +68,14 @@ def run(context: Context) -> None:
             engine.stop()
 
 
-def ways(context: Context) -> list[tuple[str, str]]:
+def ways(context: StageContext) -> list[tuple[str, str]]:
     """Return the (route, transport) pairs to test; transport "device" needs separate devices."""
     device = [("planned", "device")] if not context.tiny and not shares_devices(context) else []
     return [*WAYS, *device]
 
 
 def _ways(
-    context: Context, family: str, recipe: Recipe, trainers: LocalRanks, engine: LocalService, info: dict[str, Any]
+    context: StageContext, family: str, recipe: Recipe, trainers: LocalRanks, engine: LocalService, info: dict[str, Any]
 ) -> None:
     actor, receiver = ActorGroup(trainers, recipe), EngineHandle(engine)  # type: ignore[arg-type]
     version = 0
@@ -106,7 +106,7 @@ def _ways(
 
 
 def _judge(
-    context: Context,
+    context: StageContext,
     family: str,
     name: str,
     update: tuple[float, float],
@@ -125,7 +125,7 @@ def _judge(
     )  # fmt: skip
 
 
-def _maps_memory(context: Context, name: str, trainers: LocalRanks) -> bool:
+def _maps_memory(context: StageContext, name: str, trainers: LocalRanks) -> bool:
     """Return True if another process can map a trainer's memory, as engines do with `exchange.transport: ipc`.
 
     Otherwise add a check: NOT RUN if the memory cannot be mapped (a container may forbid it), FAIL if it has wrong bytes.
@@ -155,7 +155,7 @@ def _maps_memory(context: Context, name: str, trainers: LocalRanks) -> bool:
 
 
 def _death(
-    context: Context, family: str, recipe: Recipe, trainers: LocalRanks, engine: LocalService, info: dict[str, Any]
+    context: StageContext, family: str, recipe: Recipe, trainers: LocalRanks, engine: LocalService, info: dict[str, Any]
 ) -> None:
     """Let the last trainer die in an update. The engine and the other trainers must notice it and name the rank."""
     if trainers.size < 2:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megarl.commands.accept.context import Context
+from megarl.commands.accept.context import StageContext
 from megarl.commands.accept.families import write_family
 from megarl.commands.accept.kernel_rank import Error, Outcome
 from megarl.commands.accept.ranks import local_ranks
@@ -14,7 +14,7 @@ LIMITS = {"float32": 1e-5, "bfloat16": 2e-2}  # relative to the largest value of
 _FAMILIES = ("dense", "moe", "mla")
 
 
-def run(context: Context) -> None:
+def run(context: StageContext) -> None:
     """Check layers in float32 and bfloat16, with deterministic kernels. Each layer is called twice."""
     for family in _FAMILIES:
         write_family(family, context.shared)
@@ -27,7 +27,7 @@ def run(context: Context) -> None:
                 record(context, errors, outcomes, dtype)
 
 
-def record(context: Context, errors: list[Error], outcomes: list[Outcome], dtype: str) -> None:
+def record(context: StageContext, errors: list[Error], outcomes: list[Outcome], dtype: str) -> None:
     """Record a check for every layer and every condition."""
     for error in errors:
         _record(context, error, dtype)
@@ -35,7 +35,7 @@ def record(context: Context, errors: list[Error], outcomes: list[Outcome], dtype
         context.equal(f"{dtype} {outcome.name}", outcome.good, True, cause=outcome.cause)
 
 
-def _record(context: Context, error: Error, dtype: str) -> None:
+def _record(context: StageContext, error: Error, dtype: str) -> None:
     """Record one error. On devices a missing float32 kernel is NOT RUN, since trainers use bfloat16 there."""
     name = f"{dtype} {error.check or error.kernel}"
     if error.problem and dtype == "float32" and not context.tiny:

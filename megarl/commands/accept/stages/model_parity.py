@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.commands.accept.context import Context
+from megarl.commands.accept.context import StageContext
 from megarl.commands.accept.families import FAMILIES, LENGTHS, SKETCHES, write_family
 from megarl.commands.accept.goldens import Golden, read_golden
 from megarl.commands.accept.parity_rank import Case
@@ -55,7 +55,7 @@ def layouts(size: int, family: str, tiny: bool = False) -> list[dict[str, Any]]:
     return [*four, {TP: 2, EP: 2, "expert_tensor_parallel": 1}] if experts else four
 
 
-def run(context: Context) -> None:
+def run(context: StageContext) -> None:
     """Check every family in every layout that fits on one node."""
     for family in FAMILIES:
         write_family(family, context.shared)
@@ -72,7 +72,7 @@ def run(context: Context) -> None:
         context.not_run("layouts of 4 processes", f"{context.settings.devices} devices")
 
 
-def _try(context: Context, case: Case, ranks: LocalRanks) -> None:
+def _try(context: StageContext, case: Case, ranks: LocalRanks) -> None:
     """Run one case. On devices an error in float32 is NOT RUN, since trainers use bfloat16 there."""
     try:
         answers = ranks.call("run", case)
@@ -84,7 +84,7 @@ def _try(context: Context, case: Case, ranks: LocalRanks) -> None:
     judge_case(context, case, answers, resumed=0.0 if context.tiny else RESUMED)
 
 
-def cases(context: Context, size: int, families: list[str]) -> Iterator[Case]:
+def cases(context: StageContext, size: int, families: list[str]) -> Iterator[Case]:
     """Yield the cases of one group of processes. The first layout of each family also tests a checkpoint."""
     for family in families:
         for number, megatron in enumerate(layouts(size, family, context.tiny)):
@@ -100,7 +100,7 @@ def cases(context: Context, size: int, families: list[str]) -> Iterator[Case]:
                 yield Case(family, model, "bfloat16", swapped, f"{folder}-swapped")
 
 
-def judge_case(context: Context, case: Case, answers: list[dict[str, Any]], resumed: float = 0.0) -> None:
+def judge_case(context: StageContext, case: Case, answers: list[dict[str, Any]], resumed: float = 0.0) -> None:
     """Record the checks of one case. `answers`: results of its ranks; `resumed`: limit of the difference after a resume."""
     golden, dtype = read_golden(case.family), case.dtype
     layer, difference = first_layer_apart(golden, answers[0]["sketches"], LAYER[dtype])

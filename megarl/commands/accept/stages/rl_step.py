@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from megarl.commands.accept.context import Context
+from megarl.commands.accept.context import StageContext
 from megarl.commands.accept.cut import CannotCut, Cut, make_cut
 from megarl.commands.accept.families import write_family
 from megarl.commands.data import word_problems
@@ -32,7 +32,7 @@ TENSORS = ("weights", "gradients", "optimizer", "activations", "logits", "Adam's
 _LINES = 3  # last lines of a failed run's output in its cause
 
 
-def run(context: Context) -> None:
+def run(context: StageContext) -> None:
     """Train a tiny model colocated and one step off, with a checkpoint and a resume; then train the recipe.
 
     Each run has three steps. On a CPU each has two, and the run that resumes is the one that samples one step ahead.
@@ -59,7 +59,7 @@ def run(context: Context) -> None:
     _of_recipe(context)
 
 
-def recipe_of(context: Context, model: Path, data: Path, placement: str) -> dict[str, Any]:
+def recipe_of(context: StageContext, model: Path, data: Path, placement: str) -> dict[str, Any]:
     """Return a recipe for a tiny model, as a YAML mapping. A coin as scorer gives random answers different rewards."""
     apart, steps = placement == "disaggregated", TINY_STEPS if context.tiny else STEPS
     trainers = 1 if context.tiny else max(1, min(context.settings.devices // (2 if apart else 1), 8))
@@ -94,7 +94,7 @@ def recipe_of(context: Context, model: Path, data: Path, placement: str) -> dict
     }
 
 
-def traces(context: Context) -> dict[str, Any]:
+def traces(context: StageContext) -> dict[str, Any]:
     """Return the keys of `observe` that trace one step of trainer 0, and on devices of engine 0 with its counters."""
     tracing = kind_of(context.device).tracing
     keys: dict[str, Any] = {"profile_steps": [TRACED], "profile_engines": [] if context.tiny else [0]}
@@ -103,14 +103,14 @@ def traces(context: Context) -> dict[str, Any]:
     return keys
 
 
-def write(context: Context, recipe: dict[str, Any]) -> Path:
+def write(context: StageContext, recipe: dict[str, Any]) -> Path:
     path = context.folder / f"{recipe['name']}.yaml"
     path.write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
     return path
 
 
 def _train(
-    context: Context,
+    context: StageContext,
     name: str,
     recipe: Path,
     steps: int,
@@ -141,7 +141,7 @@ def _train(
 
 
 def judge_metrics(
-    context: Context,
+    context: StageContext,
     name: str,
     lines: list[dict[str, Any]],
     steps: int,
@@ -186,7 +186,7 @@ def judge_metrics(
     context.figure(f"{name}: peak memory of a trainer", peak_of(lines), unit="GiB")
 
 
-def _ratios(context: Context, name: str, line: dict[str, Any]) -> None:
+def _ratios(context: StageContext, name: str, line: dict[str, Any]) -> None:
     """Check two mean importance ratios of step 1: update to old log-probs, and old log-probs to the engine's."""
     missing = math.nan  # fails every limit
     context.at_most(
@@ -209,7 +209,7 @@ def behaviour_ratio(line: dict[str, Any]) -> float:
     return float(1 + k3 - k1)
 
 
-def _of_recipe(context: Context) -> None:
+def _of_recipe(context: StageContext) -> None:
     """Train the recipe: on devices with full widths and few layers, on a CPU as a tiny copy."""
     if not context.settings.recipe:
         context.not_run("the recipe's steps", "no recipe was named")
@@ -241,7 +241,7 @@ def _of_recipe(context: Context) -> None:
             shutil.rmtree(folder / name, ignore_errors=True)
 
 
-def _against_the_plan(context: Context, cut: Cut, lines: list[dict[str, Any]]) -> None:
+def _against_the_plan(context: StageContext, cut: Cut, lines: list[dict[str, Any]]) -> None:
     """Compare the peak of torch's allocator in a trainer with the tensors that `megarl plan` counts."""
     name = "the recipe with few layers: peak memory of a trainer"
     peak = peak_of(lines)
@@ -281,7 +281,7 @@ def planned_peak(places: Sequence[DeviceUses]) -> tuple[str, float]:
     return f"{phase} of {place}", sums[phase, place]
 
 
-def _tiny_copy(context: Context) -> None:
+def _tiny_copy(context: StageContext) -> None:
     """Train a tiny copy of the recipe, with a layout for these devices."""
     from megarl.commands.rehearse.tiny_copy import make_tiny_copy
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from megarl.commands.accept.context import Context
+from megarl.commands.accept.context import StageContext
 from megarl.commands.accept.engine_probe import (
     START_SECONDS,
     TRAINER,
@@ -31,7 +31,7 @@ FILE = "calibration.yaml"
 TRAIN_SIZE, TRAIN_REPEATS = 8, 10
 
 
-def run(context: Context) -> None:
+def run(context: StageContext) -> None:
     """Report the rate of each operation and its share of the rate in the table of devices. Only a crash fails the stage."""
     rates: dict[str, CalibrationEntry] = {}
     observations: list[Observation] = []
@@ -63,7 +63,7 @@ def run(context: Context) -> None:
     context.figure("calibration", f"megarl plan RECIPE --device {device.name} --calibration {path}")
 
 
-def _rates(context: Context, ranks: LocalRanks, rates: dict[str, CalibrationEntry], device: Device | None) -> None:
+def _rates(context: StageContext, ranks: LocalRanks, rates: dict[str, CalibrationEntry], device: Device | None) -> None:
     """Measure rates. The result for several devices is the slowest one, since all wait for it."""
     tiny = context.tiny
     side, elements = (512, 1 << 20) if tiny else (8192, 1 << 28)
@@ -92,7 +92,7 @@ def _rates(context: Context, ranks: LocalRanks, rates: dict[str, CalibrationEntr
         measure("link", 4.0 * elements, "send", elements, how="rank 0 to rank 1")
 
 
-def _training(context: Context, observations: list[Observation]) -> None:
+def _training(context: StageContext, observations: list[Observation]) -> None:
     """Measure the tokens per second of one trainer of the tiny dense model."""
     context.doing("timing a trainer")
     write_family("dense", context.shared)
@@ -111,7 +111,7 @@ def _training(context: Context, observations: list[Observation]) -> None:
     observations.append(Observation("log-probs of a trainer", TRAIN_SIZE * 64 / seconds, "tokens/s", how))
 
 
-def _decoding(context: Context, observations: list[Observation]) -> None:
+def _decoding(context: StageContext, observations: list[Observation]) -> None:
     """Measure the tokens per second of an engine: decoding with several numbers of sequences, and prefill."""
     context.doing("timing an engine")
     recipe = tiny_recipe(context, "dense", 1)

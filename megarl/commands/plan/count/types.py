@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from megarl.engines.routes import Route
+from megarl.engines.routes import WeightRoute
 from megarl.platform.devices import Device
 
 
@@ -231,7 +231,7 @@ class RecipePlan:
     unchecked: list[str] = field(default_factory=list)  # checks that were impossible here, with reasons
     notes: list[str] = field(default_factory=list)
     hosts: list[HostUse] = field(default_factory=list)  # empty without a device, and on a CPU
-    routes: list[Route] = field(default_factory=list)  # of the weights, the expected one first
+    routes: list[WeightRoute] = field(default_factory=list)  # of the weights, the expected one first
     spread: list[Spread] = field(default_factory=list)  # per phase and for the step; empty with a calibration
     compared: list[str] = field(default_factory=list)  # names of the published runs behind `spread`
     own_runs: list[str] = field(default_factory=list)  # those in `compared` with the recipe's model
