@@ -90,7 +90,7 @@ def check_sample(survey: Survey) -> None:
 
 
 def _file_is_here(survey: Survey, key: str, file: str) -> bool:
-    """Return False for a missing file. A file whose folder has files of the same format is misspelt, not missing: True."""
+    """Return whether to read `file`: it exists, or its folder has files of the same format, so the name must be wrong."""
     path = Path(file)
     if path.is_file() or (path.parent.is_dir() and any(path.parent.glob(f"*{path.suffix}"))):
         return True

@@ -35,12 +35,12 @@ SFT = stack.ROOT / "recipes" / "tiny" / "sft.yaml"
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ("observe.profile_steps=[2,31]", r"go from 1 to 30, and 31 is outside"),
-        ("observe.profile_steps=[0]", r"0 is outside"),
-        ("observe.profile_ranks=[2]", r"\(cluster\.trainers\) go from 0 to 1, and 2 is outside"),
+        ("observe.profile_steps=[2,31]", r"go from 1 to 30, and 31 is out of range"),
+        ("observe.profile_steps=[0]", r"0 is out of range"),
+        ("observe.profile_ranks=[2]", r"\(cluster\.trainers\) go from 0 to 1, and 2 is out of range"),
         ("observe.profile_ranks=[]", "nothing would be traced"),
         ("observe.profile_engines=[0]", "train.source=sft has no engines"),
-        ("observe.trackers=[wand]", "no tracker 'wand'"),
+        ("observe.trackers=[wand]", "unknown tracker 'wand'"),
     ],
 )
 def test_steps_and_ranks_that_there_are_not(setting: str, words: str) -> None:
@@ -65,7 +65,7 @@ GRPO = stack.ROOT / "recipes" / "tiny" / "grpo.yaml"
         (["cluster.device=cpu", "observe.profile_analysis=false"], "no such setting"),
         (["cluster.device=cpu", "observe.profile_contents=[device]"], "'device' is unknown"),
         (["observe.profile_engines=[9]"], r"engines \(rollout\.engines\) go from 0"),
-        (["observe.profile_engines=[0]", "observe.profile_steps=[]"], "no step is traced"),
+        (["observe.profile_engines=[0]", "observe.profile_steps=[]"], "no step would be traced"),
     ],
 )
 def test_what_a_profiler_does_not_know_is_refused(given: list[str], words: str) -> None:

@@ -37,7 +37,7 @@ GKD = ROOT / "recipes" / "tiny" / "gkd.yaml"
         (ROOT / "recipes/tiny/rloo.yaml", ["teacher.engines=2"], "teacher", "this section has no effect"),
         (
             ROOT / "recipes/tiny/gspo.yaml", ["algorithm.reference=teacher", "teacher.path=x"], "algorithm.reference",
-            "compares with no reference policy",
+            "does not use a reference policy",
         ),
         (
             ROOT / "recipes/quickstart_sft.yaml", ["algorithm.kl_coef=1", "algorithm.reference=teacher", "teacher.path=x"],

@@ -47,9 +47,9 @@ def check(recipe: Recipe, model: dict[str, Any] | None = None) -> None:
         ({**BOTH, "overlap_grad_reduce": False}, {}, "divides weights into buckets"),
         ({"align_param_gather": True}, {}, "without overlap_param_gather"),
         ({"bucket_size": 1000}, {}, "without overlap_grad_reduce"),
-        ({**BOTH, "bucket_size": 0}, {}, "whole number of at least 1"),
-        ({**BOTH, "bucket_size": "40M"}, {}, "whole number of at least 1"),
-        ({**BOTH, "bucket_size": True}, {}, "whole number of at least 1"),
+        ({**BOTH, "bucket_size": 0}, {}, "integer of at least 1"),
+        ({**BOTH, "bucket_size": "40M"}, {}, "integer of at least 1"),
+        ({**BOTH, "bucket_size": True}, {}, "integer of at least 1"),
         (
             {"pad_buckets_for_high_nccl_busbw": True},
             {"distributed_optimizer": False},

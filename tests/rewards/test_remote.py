@@ -325,8 +325,8 @@ URL = "reward.remote.url=https://judge.example.com/score"
 @pytest.mark.parametrize(
     ("overrides", "key", "words"),
     [
-        (NAMED, "reward.remote.url", "which has no URL"),
-        (("reward.functions={gsm8k: 1.0, remote: 0.5}",), "reward.remote.url", "which has no URL"),
+        (NAMED, "reward.remote.url", "but its URL is unset"),
+        (("reward.functions={gsm8k: 1.0, remote: 0.5}",), "reward.remote.url", "but its URL is unset"),
         ((URL,), "reward.remote", "this section has no effect"),
         ((*NAMED, "reward.remote.url=ftp://judge/score"), "reward.remote.url", "http or https"),
         ((*NAMED, "reward.remote.url=judge.example.com/score"), "reward.remote.url", "http or https"),
@@ -357,7 +357,7 @@ def test_what_is_taken_with_a_notice(tmp_path: Path) -> None:
         assert remote_notices(reward) == []
     reward.remote.url = "http://judge.example.com/score"
     assert remote_notices(reward) == [
-        "reward.remote.url is plain http to judge.example.com: samples can be read on the way"
+        "reward.remote.url is plain http to judge.example.com: samples are sent unencrypted"
     ]
     reward.remote.headers = {"Authorization": "MY_TOKEN"}
-    assert remote_notices(reward)[0].endswith("samples and the headers' values can be read on the way")
+    assert remote_notices(reward)[0].endswith("samples and the headers' values are sent unencrypted")

@@ -58,7 +58,7 @@ def test_what_scores_each_source() -> None:
 @pytest.mark.parametrize(
     ("overrides", "key", "words"),
     [
-        (["reward.function=gsm8k", "reward.functions={math: 1.0}"], "reward.functions", "set one of the two"),
+        (["reward.function=gsm8k", "reward.functions={math: 1.0}"], "reward.functions", "set only one of the two"),
         (["reward.functions={gsm8k: 0}"], "reward.functions.gsm8k", "a weight must be finite"),
         (["reward.functions={gsm8k: .nan}"], "reward.functions.gsm8k", "a weight must be finite"),
         (["reward.functions={'a:length': 1, 'b:length': 1}"], "reward.functions", "which is the metric of 'a:length'"),

@@ -90,7 +90,7 @@ def test_the_recipe_decides(tmp_path: Path) -> None:
 
 def test_what_cannot_be_is_said_before_anything_starts(tmp_path: Path) -> None:
     for choice in ("only", "merged"):
-        with pytest.raises(RecipeError, match="there are no adapters"):
+        with pytest.raises(RecipeError, match="no adapters are trained"):
             load_recipe("recipes/quickstart.yaml", [f"exchange.adapters={choice}"])
     recipe = Recipe()
     recipe.lora.rank, recipe.exchange.adapters, recipe.model.path = 8, "only", str(tmp_path)

@@ -319,7 +319,7 @@ def test_a_full_shared_memory_is_said(tmp_path, monkeypatch):
         ),
         ({"exchange.transport": "ipc"}, "exchange.transport.*exchange.route=auto may send whole tensors"),
         ({"exchange.directory": "x"}, "exchange.directory.*transport=auto writes no files"),
-        ({"exchange.route": "export", "exchange.check_every": 5}, "exchange.check_every.*no other update to compare"),
+        ({"exchange.route": "export", "exchange.check_every": 5}, "exchange.check_every.*no sharded update to compare"),
         (
             {"exchange.route": "export", "exchange.silence": 20},
             "exchange.silence.*weights are sent whole: exchange.route=export",

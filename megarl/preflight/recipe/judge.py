@@ -22,7 +22,7 @@ def judge_errors(recipe: Recipe) -> Iterator[RecipeError]:
             )
         return
     if recipe.train.source != "rollout":
-        problem = f"a judge reads samples of the policy, and train.source is '{recipe.train.source}'"
+        problem = f"a judge scores samples of the policy, and train.source is '{recipe.train.source}'"
         yield RecipeError("reward", problem, "set train.source=rollout, or leave judge out of the reward")
         return
     if not judge.path:

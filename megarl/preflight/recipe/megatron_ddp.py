@@ -1,4 +1,4 @@
-"""Checks of `megatron.ddp`: fields that Megatron would refuse in a trainer process, or ignore."""
+"""Checks of `megatron.ddp`: fields that Megatron would reject in a trainer process, or ignore."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def _contradictions(section: str, megatron: MegatronConfig, *, adapters: bool) -
     reduces, gathers = (bool(ddp.get(name)) for name in ("overlap_grad_reduce", "overlap_param_gather"))
     with_optimizer = f"set {section}.distributed_optimizer=true, or leave it out"
     if adapters:
-        problem = "with lora.rank only adapters have gradients: there is little to overlap, and this is untested"
+        problem = (
+            "with lora.rank only adapters have gradients, so overlap gains little, and the combination is untested"
+        )
         for name, on in (("overlap_grad_reduce", reduces), ("overlap_param_gather", gathers)):
             if on:
                 yield name, problem, "leave it out"
@@ -46,7 +48,7 @@ def _contradictions(section: str, megatron: MegatronConfig, *, adapters: bool) -
         problem = "without overlap_grad_reduce Megatron has one bucket and ignores the size"
         yield "bucket_size", problem, "leave it out"
     if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-        problem = "the size of a bucket is a number of parameters, a whole number of at least 1"
+        problem = "a bucket's size must be an integer of at least 1, in parameters"
         yield "bucket_size", problem, "give a number of parameters, or leave it out"
     if ddp.get("pad_buckets_for_high_nccl_busbw") and not megatron.distributed_optimizer:
         problem = "Megatron pads buckets only for the distributed optimizer"

@@ -1,4 +1,4 @@
-"""Fields of `megatron.extra` that are refused for every model and device: other settings, or the model, decide them."""
+"""Checks of `megatron.extra`: fields that another setting or the model determines, for every model and device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megarl.errors import RecipeError
 from megarl.recipe.schema import Recipe
 
-# Fields of Megatron's TransformerConfig that other settings decide, with the setting; None: megarl itself does.
+# Fields of Megatron's TransformerConfig, with the setting that determines each; None if megarl sets it to a constant.
 _OWNED_BY_MEGATRON_KEYS = {
     "tensor_model_parallel_size": "tensor_parallel",
     "sequence_parallel": "sequence_parallel",
@@ -37,9 +37,9 @@ _DROPS_TOKENS = ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity
 
 
 def extra_errors(recipe: Recipe) -> Iterator[RecipeError]:
-    """Yield errors of fields in `megatron.extra` that another setting or the model decides.
+    """Yield an error for each field of `megatron.extra` that another setting or the model determines.
 
-    megarl's own settings keep the loss independent of micro batches and layout. Megatron's router losses depend on both.
+    megarl's router losses do not depend on micro batches and layout; Megatron's depend on both.
     """
     for section, megatron in (("megatron", recipe.megatron), ("critic.megatron", recipe.critic.megatron)):
         for name, value in megatron.extra.items():
@@ -52,17 +52,15 @@ def extra_errors(recipe: Recipe) -> Iterator[RecipeError]:
 
 
 def refusal_of_extra(name: str, section: str) -> tuple[str, str] | None:
-    """Return (the problem, the remedy) for a field that a recipe may not set; None for one that it may."""
+    """Return (problem, remedy) for a field that a recipe must not set, and None for any other field."""
     if instead := _OWNED_BY_MEGATRON_KEYS.get(name):
-        return f"{section}.{instead} decides it", f"set {section}.{instead}"
+        return f"{section}.{instead} determines it", f"set {section}.{instead}"
     if name in _OWNED_BY_MEGATRON_KEYS:
         return "losses are correct only with megarl's setting", "leave it out"
     if name in _OWNED_BY_MODEL:
-        problem = "the model (its config.json, model.dtype) decides it; otherwise trainer and engine would compute different models"
+        problem = "the model (config.json, model.dtype) determines it; with another value trainer and engine would compute different models"
         return problem, "leave it out"
     if name in _DROPS_TOKENS:
-        problem = (
-            "which tokens are dropped depends on the rest of their micro batch, so the loss would depend on the split"
-        )
+        problem = "it drops tokens depending on the rest of their micro batch, so the loss would depend on the split into micro batches"
         return problem, f"leave it out; {section}.moe_aux_loss_coef balances experts"
     return None

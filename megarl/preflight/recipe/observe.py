@@ -16,7 +16,7 @@ def observe_errors(recipe: Recipe) -> Iterator[RecipeError]:
         if tracker not in ("wandb", "swanlab", "mlflow"):
             yield RecipeError(
                 "observe.trackers",
-                f"there is no tracker '{tracker}'",
+                f"unknown tracker '{tracker}'",
                 "choose from wandb, swanlab, mlflow",
                 value=list(observe.trackers),
             )
@@ -26,8 +26,8 @@ def observe_errors(recipe: Recipe) -> Iterator[RecipeError]:
         ("profile_engines", observe.profile_engines, 0, recipe.rollout.engines - 1, "engines (rollout.engines)"),
     ):
         if wrong := [number for number in numbers if not first <= number <= last]:
-            problem = f"{counted} go from {first} to {last}, and {wrong[0]} is outside"
-            yield RecipeError(f"observe.{name}", problem, "name others", value=list(numbers))
+            problem = f"{counted} go from {first} to {last}, and {wrong[0]} is out of range"
+            yield RecipeError(f"observe.{name}", problem, f"use numbers from {first} to {last}", value=list(numbers))
     if observe.profile_steps and not (observe.profile_ranks or observe.profile_engines):
         yield RecipeError(
             "observe.profile_ranks", "nothing would be traced", "name a rank, or an engine in profile_engines", value=[]
@@ -39,26 +39,29 @@ def observe_errors(recipe: Recipe) -> Iterator[RecipeError]:
 
 
 def _engine_errors(recipe: Recipe) -> Iterator[RecipeError]:
-    """Yield an error if no engine of the policy could be traced."""
+    """Yield an error if `observe.profile_engines` cannot trace any engine of the policy."""
     engines = list(recipe.observe.profile_engines)
     if recipe.train.source != "rollout":
         problem, remedy = f"train.source={recipe.train.source} has no engines", "leave it out"
     elif recipe.rollout.engine != "vllm":
-        problem, remedy = f"only engines of rollout.engine=vllm are traced, not {recipe.rollout.engine}", "leave it out"
+        problem, remedy = (
+            f"only engines of rollout.engine=vllm can be traced, not {recipe.rollout.engine}",
+            "leave it out",
+        )
     elif not recipe.observe.profile_steps:
-        problem, remedy = "no step is traced", "name steps in observe.profile_steps"
+        problem, remedy = "no step would be traced", "name steps in observe.profile_steps"
     else:
         return
     yield RecipeError("observe.profile_engines", problem, remedy, value=engines)
 
 
 def check_traces(recipe: Recipe, kind: DeviceKind) -> None:
-    """Raise a RecipeError for settings that the profiler of `kind` does not have."""
+    """Raise RecipeError for settings that the profiler of `kind` does not support."""
     raise_all(trace_errors(recipe, kind))
 
 
 def trace_errors(recipe: Recipe, kind: DeviceKind) -> Iterator[RecipeError]:
-    """Yield errors of settings that the profiler of `kind` does not have."""
+    """Yield an error for each setting that the profiler of `kind` does not support."""
     observe, can = recipe.observe, kind.tracing
     for name, value, choices in (
         ("profile_contents", observe.profile_contents, can.contents),
@@ -81,7 +84,7 @@ def trace_errors(recipe: Recipe, kind: DeviceKind) -> Iterator[RecipeError]:
     if observe.profile_contents and not {"cpu", "device"} & set(observe.profile_contents):
         yield RecipeError(
             "observe.profile_contents",
-            "the other contents are recorded with operators (cpu) or kernels (device), and neither is named",
+            "these contents are only recorded together with operators (cpu) or kernels (device)",
             "add cpu or device",
             value=list(observe.profile_contents),
         )

@@ -14,7 +14,7 @@ from megarl.recipe.schema import Recipe
 
 
 def optimizer_extra_errors(recipe: Recipe, section: str) -> Iterator[RecipeError]:
-    """Yield errors of settings in `section`.extra that Megatron would refuse in a trainer process, or ignore.
+    """Yield an error for each setting in `section`.extra that Megatron would reject in a trainer process, or ignore.
 
     `recipe`: for a critic, the result of `critic_view`.
     """
@@ -32,7 +32,7 @@ def _problems(recipe: Recipe, section: str, extra: Mapping[str, Any]) -> Iterato
             wrong.append((name, *refusal))
         elif isinstance(value, bool) == number or not isinstance(value, (int, float) if number else bool):
             words = "a number" if number else "true or false"
-            wrong.append((name, f"Megatron takes {words}, without quotes", "change the value"))
+            wrong.append((name, f"it must be {words}, without quotes", "change the value"))
     yield from wrong
     if wrong:  # the checks below compare values
         return
@@ -43,7 +43,7 @@ def _problems(recipe: Recipe, section: str, extra: Mapping[str, Any]) -> Iterato
         return
     share = extra.get(SHARE)
     if share is None or not 0 < share <= 1:
-        problem = "it is unset or not in (0, 1], and Megatron would then keep all states on the device"
+        problem = "it is unset or outside (0, 1], so Megatron would keep all states on the device"
         yield SHARE, problem, f"set {SHARE}: 1.0"
     for problem, remedy in _offload_problems(recipe, section):
         yield "optimizer_cpu_offload", problem, remedy
@@ -59,20 +59,20 @@ def _offload_problems(recipe: Recipe, section: str) -> Iterator[tuple[str, str]]
         problem = "Megatron implements it in the distributed optimizer, which is off"
         yield problem, f"set {megatron}.distributed_optimizer=true"
     if recipe.model.dtype != "bfloat16":
-        problem = "it keeps the float32 master weights and moments of bfloat16 weights on the host"
+        problem = "it only offloads the float32 master weights and moments of bfloat16 weights"
         yield problem, "set model.dtype=bfloat16, or leave it out"
     if recipe.lora.rank:
-        yield "with lora.rank only the adapters have optimizer states, and they are small", "leave it out"
+        yield "with lora.rank only the adapters have optimizer states, which are small", "leave it out"
 
 
 def optimizer_notices(recipe: Recipe) -> list[str]:
-    """Return a notice for each optimizer, the actor's and the critic's, with states on the host."""
+    """Return a notice for each optimizer (actor, critic) with states on the host."""
     optimizers = {"actor": recipe.actor.optimizer}
     if uses_critic(recipe.algorithm):
         optimizers["critic"] = recipe.critic.optimizer
     return [
         f"{role}.optimizer.extra: {share:.0%} of master weights and moments are on the host, which updates them. The estimate "
-        "includes the copies of gradients and weights, but not the seconds of the host's update"
+        "includes the copies of gradients and weights, but not the duration of the host's update"
         for role, config in optimizers.items()
         if (share := host_share(config))
     ]

@@ -22,8 +22,8 @@ def reward_errors(recipe: Recipe) -> Iterator[ValueError]:
     if reward.function is not None:
         yield RecipeError(
             "reward.functions",
-            f"reward.function ('{reward.function}') names a scorer for every row as well",
-            "set one of the two",
+            f"reward.function ('{reward.function}') already names a scorer for every row",
+            "set only one of the two",
             value=dict(reward.functions),
         )
     labels: dict[str, str] = {}
@@ -51,7 +51,7 @@ def _remote_errors(recipe: Recipe) -> Iterator[ValueError]:
             yield RecipeError("reward.remote", problem, "set reward.function=remote, or leave the section out")
         return
     if not remote.url:
-        problem = "the reward uses the scorer `remote`, which has no URL"
+        problem = "the reward uses the scorer `remote`, but its URL is unset"
         yield RecipeError("reward.remote.url", problem, "give its URL, or use another scorer", value=remote.url)
     else:
         yield from errors_of(check_url, "reward.remote", remote.url)
@@ -59,7 +59,7 @@ def _remote_errors(recipe: Recipe) -> Iterator[ValueError]:
     longest = remote.attempts * remote.timeout + (remote.attempts - 1) * remote.longest_wait
     if recipe.reward.timeout < longest:
         problem = (
-            f"scoring a sample ends after {recipe.reward.timeout:g} s, and the scorer `remote` may take {longest:g} s: "
+            f"the timeout of a sample is {recipe.reward.timeout:g} s, and the scorer `remote` may take {longest:g} s: "
             f"{remote.attempts} requests x {remote.timeout:g} s + {remote.attempts - 1} waits x {remote.longest_wait:g} s"
         )
         remedy = (
@@ -76,7 +76,7 @@ def remote_notices(reward: RewardConfig) -> list[str]:
     if url.scheme == "https" or _is_this_machine(url):
         return []
     exposed = "samples" if not reward.remote.headers else "samples and the headers' values"
-    return [f"reward.remote.url is plain http to {url.hostname}: {exposed} can be read on the way"]
+    return [f"reward.remote.url is plain http to {url.hostname}: {exposed} are sent unencrypted"]
 
 
 def _is_this_machine(url: SplitResult) -> bool:

@@ -18,7 +18,7 @@ def optimizer_errors(section: str, optimizer: OptimizerConfig) -> Iterator[Recip
             yield RecipeError(f"{section}.optimizer.{name}", problem, "give a finite number", value=value)
     if any(beta < 0 or beta >= 1 for beta in optimizer.betas):
         key, betas = f"{section}.optimizer.betas", list(optimizer.betas)
-        yield RecipeError(key, "each beta must be in [0, 1)", "e.g. [0.9, 0.98]", value=betas)
+        yield RecipeError(key, "each beta must be in [0, 1)", "set betas in this range, e.g. [0.9, 0.98]", value=betas)
 
 
 def mini_batch_errors(section: str, mini_batches: int, recipe: Recipe) -> Iterator[RecipeError]:
@@ -31,7 +31,7 @@ def mini_batch_errors(section: str, mini_batches: int, recipe: Recipe) -> Iterat
 
 
 def parallel_size_errors(key: str, processes: int, section: str, megatron: MegatronConfig) -> Iterator[RecipeError]:
-    """Yield errors of a layout that no model fits. `key`: the setting of the number of `processes`."""
+    """Yield errors of parallel sizes that are invalid for every model. `key`: the setting of the number of `processes`."""
     model_parallel = megatron.tensor_parallel * megatron.pipeline_parallel * megatron.context_parallel
     if processes % model_parallel:
         yield RecipeError(
@@ -44,7 +44,7 @@ def parallel_size_errors(key: str, processes: int, section: str, megatron: Megat
     if megatron.sequence_parallel and megatron.tensor_parallel == 1:
         yield RecipeError(
             f"{section}.sequence_parallel",
-            "sequence parallelism divides sequences over tensor-parallel ranks, and there is one rank",
+            "sequence parallelism divides sequences over tensor-parallel ranks, and tensor_parallel is 1",
             f"set {section}.tensor_parallel > 1, or leave it out",
             value=True,
         )

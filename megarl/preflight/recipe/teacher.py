@@ -13,10 +13,10 @@ from megarl.recipe.schema import Recipe, TeacherConfig
 def teacher_errors(recipe: Recipe) -> Iterator[RecipeError]:
     algorithm = recipe.algorithm
     if LOSSES[algorithm.loss].needs_top and algorithm.reference != "teacher":
-        problem = f"algorithm.loss={algorithm.loss} compares with the likeliest tokens of a teacher"
+        problem = f"algorithm.loss={algorithm.loss} needs the likeliest tokens of a teacher"
         yield RecipeError("algorithm.reference", problem, "set it to teacher", value=algorithm.reference)
     if algorithm.reference == "teacher" and not needs_reference(algorithm):
-        problem = f"algorithm.kl_coef is 0 and algorithm.loss={algorithm.loss} compares with no reference policy"
+        problem = f"algorithm.kl_coef is 0 and algorithm.loss={algorithm.loss} does not use a reference policy"
         remedy = "set algorithm.kl_coef (recipes/base/on_policy_distillation.yaml), or algorithm.loss=gkd"
         yield RecipeError("algorithm.reference", problem, remedy, value="teacher")
     if not needs_teacher(algorithm):
@@ -25,12 +25,12 @@ def teacher_errors(recipe: Recipe) -> Iterator[RecipeError]:
             yield RecipeError("teacher", problem, "set algorithm.reference=teacher, or leave the section out")
         return
     if not recipe.teacher.path:
-        problem = "algorithm.reference is teacher, and the teacher's model is unset"
+        problem = "algorithm.reference is teacher, but the teacher's model is unset"
         yield RecipeError(
             "teacher.path", problem, "give the teacher's Hugging Face directory", value=recipe.teacher.path
         )
     if recipe.train.source != "rollout":
-        problem = f"a teacher reads samples of the policy, and train.source is '{recipe.train.source}'"
+        problem = f"a teacher scores samples of the policy, and train.source is '{recipe.train.source}'"
         yield RecipeError("algorithm.reference", problem, "set train.source=rollout", value="teacher")
     if recipe.rollout.temperature != 1:
         problem = "the teacher's log-probs are computed at temperature 1, and the policy's at this temperature"

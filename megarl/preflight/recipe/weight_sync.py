@@ -13,7 +13,7 @@ from megarl.recipe.schema import ExchangeConfig, Recipe
 def exchange_errors(recipe: Recipe) -> Iterator[RecipeError]:
     exchange = recipe.exchange
     if not recipe.lora.rank and exchange.adapters != "auto":
-        problem = "lora.rank is 0, so there are no adapters"
+        problem = "lora.rank is 0, so no adapters are trained"
         yield RecipeError("exchange.adapters", problem, "leave it out, or set lora.rank", value=exchange.adapters)
     reason = why_not_sharded(recipe)
     if exchange.route == "planned" and reason is not None:
@@ -29,7 +29,7 @@ def exchange_errors(recipe: Recipe) -> Iterator[RecipeError]:
         yield RecipeError("exchange.timeout", "the timeout must be finite", remedy, value=exchange.timeout)
     yield from _heartbeat_errors(recipe)
     if exchange.route == "export" and exchange.check_every and not wants_adapters(recipe):
-        problem = "with exchange.route=export there is no other update to compare with the export"
+        problem = "exchange.route=export has no sharded update to compare with the export"
         remedy = "leave it out, or set exchange.route=planned"
         yield RecipeError("exchange.check_every", problem, remedy, value=exchange.check_every)
 
@@ -46,9 +46,7 @@ def _device_memory_errors(recipe: Recipe) -> Iterator[RecipeError]:
         remedy = "set exchange.route=planned, or exchange.transport=auto"
         yield RecipeError(key, problem, remedy, value=transport)
     if transport == "device" and recipe.cluster.placement == "colocated":
-        problem = (
-            "trainers and engines share devices, and the collective library cannot connect two processes on a device"
-        )
+        problem = "trainers and engines share devices, and the collective library cannot connect two processes on the same device"
         remedy = "set cluster.placement=disaggregated, or exchange.transport=ipc, or auto"
         yield RecipeError(key, problem, remedy, value=transport)
 

@@ -95,7 +95,9 @@ def test_a_judge_of_which_nothing_is_known_is_named(tmp_path: Path) -> None:
         f"runs_dir={tmp_path}",
     ]
     report = look("grpo_qwen3_8b", *overrides)
-    assert not report.refusals and any(line.startswith("judge.path: there is no such") for line in report.unchecked)
+    assert not report.refusals and any(
+        line.startswith("judge.path: the directory does not exist") for line in report.unchecked
+    )
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:
