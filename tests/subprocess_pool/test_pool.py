@@ -1,4 +1,4 @@
-"""Processes for whatever may hang or crash, not only scorers (which tests/rewards/test_scoring.py looks at)."""
+"""The process pool for calls that may hang or crash; tests/rewards/test_scoring.py tests it with scorers."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ NAMES = ["told", "refuses", "size", "sleeps", "unreadable", "lock", "big", "fill
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., ProcessPool]]:
-    made: list[ProcessPool] = []
+    pools: list[ProcessPool] = []
 
     def start(names: list[str] = NAMES, **options: Any) -> ProcessPool:
         options = {"processes": 1, "timeout": 5.0, "retries": 0, "timeout_key": "agent.tool_timeout", **options}
-        made.append(ProcessPool("tests.support.pool_jobs:find", names, {"depth": [1, 2]}, **options))
-        made[-1].start()
-        return made[-1]
+        pools.append(ProcessPool("tests.support.pool_jobs:find", names, {"depth": [1, 2]}, **options))
+        pools[-1].start()
+        return pools[-1]
 
     yield start
-    for pool in made:
+    for pool in pools:
         pool.close()
 
 
 def test_names_and_settings_reach_the_work(make: Callable[..., ProcessPool]) -> None:
-    """And it is prepared once, in the process that the others are forked from."""
+    """The job is prepared once, in the fork server."""
     pool = make(processes=2)
-    found = [pool.submit("told", {"x": number}).result(10) for number in range(8)]
-    for number, outcome in enumerate(found):
+    outcomes = [pool.submit("told", {"x": number}).result(10) for number in range(8)]
+    for number, outcome in enumerate(outcomes):
         assert isinstance(outcome, Answered) and outcome.retries == 0
         assert outcome.value.pop("own") != pool._fork_server.pid
         expected = {"name": "told", "settings": {"depth": [1, 2]}, "request": {"x": number}}
@@ -43,7 +43,7 @@ def test_names_and_settings_reach_the_work(make: Callable[..., ProcessPool]) -> 
 @pytest.mark.parametrize(
     ("name", "cause"),
     [
-        ("refuses", "no cake here"),  # CallError's cause is all that is said
+        ("refuses", "no cake here"),  # the message of a CallError has only its cause
         ("lock", "its answer cannot be pickled: TypeError: cannot pickle '_thread.lock' object"),
         ("unreadable", "its answer cannot be read: ValueError: invalid literal for int() with base 10: 'nothing'"),
     ],
@@ -58,7 +58,7 @@ def test_what_cannot_be_answered_costs_its_own_call(make: Callable[..., ProcessP
 
 
 def test_a_call_may_have_less_time_than_the_pool(make: Callable[..., ProcessPool]) -> None:
-    """The key is named where it is the key's limit that was reached. A call's own limit is never past the pool's."""
+    """The message names the recipe key if the pool's limit was reached. A call's limit cannot exceed the pool's."""
     pool = make(processes=3, timeout=0.6)
     waiting = [pool.submit("sleeps", 100.0, timeout) for timeout in (0.2, None, 50.0)]
     short, *rest = [future.result(10) for future in waiting]
@@ -72,25 +72,25 @@ def test_a_call_may_have_less_time_than_the_pool(make: Callable[..., ProcessPool
 
 
 def test_messages_larger_than_a_socket_takes(make: Callable[..., ProcessPool]) -> None:
-    """Both ways, and behind a call that hangs: what the process does not read holds up nobody."""
+    """Large requests and answers arrive, also while another call hangs: a process that does not read blocks no other call."""
     pool, megabytes = make(processes=2, timeout=2.0), 3 << 20
-    there = [pool.submit("size", bytes(megabytes)) for _ in range(20)]
+    requests = [pool.submit("size", bytes(megabytes)) for _ in range(20)]
     back = [pool.submit("big", megabytes) for _ in range(20)]
-    for future in there:
+    for future in requests:
         outcome = future.result(20)
         assert isinstance(outcome, Answered) and outcome.value == megabytes
     for future in back:
         outcome = future.result(20)
         assert isinstance(outcome, Answered) and len(outcome.value) == megabytes
     hanging = pool.submit("sleeps", 100.0)
-    others = [pool.submit("size", bytes(megabytes)).result(1.5) for _ in range(5)]
-    assert all(isinstance(outcome, Answered) for outcome in others)
+    later = [pool.submit("size", bytes(megabytes)).result(1.5) for _ in range(5)]
+    assert all(isinstance(outcome, Answered) for outcome in later)
     assert isinstance(hanging.result(10), Failed)
 
 
 def test_memory_is_limited_in_each_process(make: Callable[..., ProcessPool]) -> None:
-    """Past the limit a call fails alone; below it all is as before. What reserves address space without using it, as a
-    limit of that would not let pass, is no harm."""
+    """A call above the limit fails, and calls below it succeed before and after. Reserved but unused address space does not
+    count."""
     pool = make(memory_mb=600)
     less, more, after = (pool.submit("fills", megabytes).result(10) for megabytes in (300, 700, 300))
     assert isinstance(less, Answered) and isinstance(after, Answered) and less.value == after.value == 300
@@ -100,11 +100,10 @@ def test_memory_is_limited_in_each_process(make: Callable[..., ProcessPool]) -> 
 
 
 def test_async_functions_many_at_a_time(make: Callable[..., ProcessPool]) -> None:
-    """200 calls that wait for 0.2 s each, in two processes with 64 at a time: shared out evenly, and 20 s of waiting in
-    four turns of 0.2 s."""
+    """200 calls of 0.2 s each, in two processes with 64 at a time: distributed evenly."""
     pool = make(["awaits"], processes=2, concurrent=64)
-    found = [future.result(20) for future in [pool.submit("awaits", {}) for _ in range(200)]]
-    values = [outcome.value for outcome in found if isinstance(outcome, Answered)]
+    outcomes = [future.result(20) for future in [pool.submit("awaits", {}) for _ in range(200)]]
+    values = [outcome.value for outcome in outcomes if isinstance(outcome, Answered)]
     assert len(values) == 200
     most: dict[int, int] = {}
     for value in values:
@@ -113,21 +112,21 @@ def test_async_functions_many_at_a_time(make: Callable[..., ProcessPool]) -> Non
 
 
 def test_an_async_call_has_its_time_from_when_it_begins(make: Callable[..., ProcessPool]) -> None:
-    """Twelve calls of 0.3 s, three at a time, with a limit of 0.8 s: the last waits for 0.9 s."""
+    """Twelve calls of 0.3 s, three at a time, with a limit of 0.8 s: 0.9 s in the queue do not count."""
     pool = make(["awaits"], processes=1, concurrent=3, timeout=0.8)
-    found = [future.result(20) for future in [pool.submit("awaits", {"seconds": 0.3}) for _ in range(12)]]
-    assert all(isinstance(outcome, Answered) and outcome.value["most"] <= 3 for outcome in found), found
+    outcomes = [future.result(20) for future in [pool.submit("awaits", {"seconds": 0.3}) for _ in range(12)]]
+    assert all(isinstance(outcome, Answered) and outcome.value["most"] <= 3 for outcome in outcomes), outcomes
 
 
 def test_an_async_call_past_its_time_is_cancelled_alone(make: Callable[..., ProcessPool]) -> None:
-    """The process goes on, with what else it has under way."""
+    """The process continues with its other calls."""
     pool = make(["awaits"], processes=1, concurrent=8, timeout=1.0, retries=1)
-    hanging, short, *others = [
+    hanging, short, *concurrent = [
         pool.submit("awaits", {"seconds": 1000.0}),
         pool.submit("awaits", {"seconds": 1000.0}, 0.2),
         *(pool.submit("awaits", {"seconds": 0.8}) for _ in range(6)),
     ]
-    values = [outcome.value for other in others if isinstance(outcome := other.result(10), Answered)]
+    values = [outcome.value for other in concurrent if isinstance(outcome := other.result(10), Answered)]
     first, second = hanging.result(10), short.result(10)
     assert isinstance(first, Failed) and isinstance(second, Failed)
     assert (first.kind, first.cause, first.attempts) == (
@@ -141,35 +140,34 @@ def test_an_async_call_past_its_time_is_cancelled_alone(make: Callable[..., Proc
     assert {value["own"] for value in values} == {after.value["own"]} and len(values) == 6
 
 
-@pytest.mark.parametrize("what", ["block", "compute", "child blocks"])
-def test_an_async_call_that_blocks_is_blamed_alone(make: Callable[..., ProcessPool], what: str) -> None:
-    """Its process answers no more and is killed; the calls beside it, whose time is up as well, have another chance that
-    does not count."""
+@pytest.mark.parametrize("action", ["block", "compute", "child blocks"])
+def test_an_async_call_that_blocks_is_blamed_alone(make: Callable[..., ProcessPool], action: str) -> None:
+    """The blocked process is killed. Concurrent calls in it, also past their limit, run again without counting a retry."""
     pool = make(["awaits"], processes=1, concurrent=8, timeout=1.0)
-    beside = [pool.submit("awaits", {"seconds": 0.9}) for _ in range(3)]
-    blocks = pool.submit("awaits", {"seconds": 0.1, "what": what})
+    concurrent = [pool.submit("awaits", {"seconds": 0.9}) for _ in range(3)]
+    blocks = pool.submit("awaits", {"seconds": 0.1, "what": action})
     behind = [pool.submit("awaits", {"seconds": 0.1}) for _ in range(20)]
     outcome = blocks.result(20)
     assert isinstance(outcome, Failed) and outcome.kind == "timeout" and outcome.seconds >= 1
     assert outcome.cause == "it ran for longer than 1 s (agent.tool_timeout)"
-    for other in (*beside, *behind):
-        found = other.result(20)
-        assert isinstance(found, Answered) and found.retries == 0, found
+    for other in (*concurrent, *behind):
+        answer = other.result(20)
+        assert isinstance(answer, Answered) and answer.retries == 0, answer
 
 
 def test_who_blocks_others_before_its_own_time_is_up_is_told_so(make: Callable[..., ProcessPool]) -> None:
-    """The call beside it began earlier: its time is up first, and it is not to blame."""
+    """The concurrent call began earlier and reaches its limit first, but did not block the process."""
     pool = make(["awaits"], processes=1, concurrent=8, timeout=4.0)
-    beside = pool.submit("awaits", {"seconds": 0.4}, 0.5)
+    concurrent = pool.submit("awaits", {"seconds": 0.4}, 0.5)
     blocks = pool.submit("awaits", {"seconds": 0.1, "what": "block"})
-    outcome, other = blocks.result(20), beside.result(20)
+    outcome, other = blocks.result(20), concurrent.result(20)
     assert isinstance(other, Answered) and other.retries == 0
     assert isinstance(outcome, Failed) and outcome.kind == "timeout" and 1.5 <= outcome.seconds < 4
     assert outcome.cause.startswith("it blocked its process for 1.")
 
 
 @pytest.mark.parametrize(
-    ("what", "kind", "cause"),
+    ("action", "kind", "cause"),
     [
         ("cancelled", "error", "it raised CancelledError: "),
         ("leave", "error", "it raised SystemExit: 4"),
@@ -178,12 +176,12 @@ def test_who_blocks_others_before_its_own_time_is_up_is_told_so(make: Callable[.
         ("stubborn", "timeout", "it ran for longer than 1 s (agent.tool_timeout)"),
     ],
 )
-def test_how_an_async_call_fails(make: Callable[..., ProcessPool], what: str, kind: str, cause: str) -> None:
-    """With others under way in its process, whose outcome is their own."""
+def test_how_an_async_call_fails(make: Callable[..., ProcessPool], action: str, kind: str, cause: str) -> None:
+    """Concurrent calls in the same process succeed."""
     pool = make(["awaits"], processes=1, concurrent=8, timeout=1.0)
-    beside = [pool.submit("awaits", {"seconds": 0.3}) for _ in range(3)]
-    outcome = pool.submit("awaits", {"seconds": 0.1, "what": what}).result(20)
+    concurrent = [pool.submit("awaits", {"seconds": 0.3}) for _ in range(3)]
+    outcome = pool.submit("awaits", {"seconds": 0.1, "what": action}).result(20)
     assert isinstance(outcome, Failed) and (outcome.kind, outcome.cause) == (kind, cause)
-    for other in beside:
-        found = other.result(20)
-        assert isinstance(found, Answered) and found.retries == 0
+    for other in concurrent:
+        answer = other.result(20)
+        assert isinstance(answer, Answered) and answer.retries == 0
