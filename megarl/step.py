@@ -11,7 +11,7 @@ from megarl.algorithms.shaping import subtract_kl
 from megarl.assembly import Run
 from megarl.batching.flops import FORWARD
 from megarl.batching.plan import StepPlan, spread
-from megarl.observe.samples import records_of
+from megarl.observe.samples import sample_records
 from megarl.rollout.source import Batch
 from megarl.trainer.group import KLPenalty, VectorPart
 from megarl.trainer.passes import CriticPass, StepPasses, passes_of
@@ -141,4 +141,4 @@ def log_batch(run: Run, batch: Batch, plan: StepPlan, step: int) -> None:
     if run.recipe.train.source == "rollout":
         run.log.add(staleness(batch.groups, step - 1))
         groups = -(-run.recipe.observe.samples_per_step // run.recipe.rollout.samples_per_prompt)
-        run.log.samples(step, records_of(batch.groups, step, groups, run.tokenizer))
+        run.log.samples(step, sample_records(batch.groups, step, groups, run.tokenizer))

@@ -25,7 +25,7 @@ def export(run_path: Path, out: Path, step: int | None = None, *, critic: bool =
     """
     with as_input_error():
         run_dir = RunDirectory(run_path)
-        if not run_dir.is_a_run():
+        if not run_dir.is_run_directory():
             raise ValueError(f"{run_path} is not a run's directory: recipe.resolved.yaml is missing")
         recipe = with_absolute_paths(load_recipe(run_dir.recipe))
         if critic and not uses_critic(recipe.algorithm):

@@ -14,8 +14,8 @@ def report(run: Path) -> Path:
         raise ValueError(f"{run} does not exist. Give the directory of a run, as in: megarl report runs/my-run")
     if not run.is_dir():
         raise ValueError(f"{run} is a file. Give the directory of a run: {run.parent}?")
-    if not RunDirectory(run).is_a_run():
-        inside = sorted(path.name for path in run.iterdir() if path.is_dir() and RunDirectory(path).is_a_run())
+    if not RunDirectory(run).is_run_directory():
+        inside = sorted(path.name for path in run.iterdir() if path.is_dir() and RunDirectory(path).is_run_directory())
         hint = f" Runs inside it: {', '.join(inside[:5])}." if inside else ""
         raise ValueError(f"{run} is not a run directory: it has no recipe.resolved.yaml and no metrics.jsonl.{hint}")
     return write_report(run)

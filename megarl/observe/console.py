@@ -19,7 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from megarl.observe.sources import brief_table, deserves_lines, has_trouble
+from megarl.observe.sources import brief_table, has_trouble, needs_source_lines
 from megarl.recipe.schema import Recipe
 from megarl.rollout.metrics import source_of
 from megarl.text import pluralize
@@ -231,7 +231,7 @@ class PlainConsole:
         parts.append(f"{short_seconds(seconds)} s" + (f" ({phases})" if phases else ""))
         parts.append(f"left {clock(self._pace.left())}")
         self._say(" | ".join(parts))
-        if deserves_lines(metrics):
+        if needs_source_lines(metrics):
             for line in source_lines(metrics):
                 self._say(line)
 

@@ -107,11 +107,11 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
             record["step"]
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{path}, line {number} is not a line of metrics ({error}): {line[:80]!r}") from error
-        metrics.append(numbers_again(record))
+        metrics.append(restore_non_finite(record))
     return metrics
 
 
-def numbers_again(record: Mapping[str, Any]) -> dict[str, float]:
+def restore_non_finite(record: Mapping[str, Any]) -> dict[str, float]:
     """Return a line read from JSON with its NaN and infinities as numbers; see `json_line`."""
     return {
         name: float(value) if isinstance(value, str) and value in _NON_FINITE else value

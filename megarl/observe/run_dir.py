@@ -50,13 +50,13 @@ class RunDirectory:
         self._lock_path = self.path / "run.lock"
         self._lock: int | None = None
 
-    def holds_a_run(self) -> bool:
+    def has_results(self) -> bool:
         """Return True if the directory has metrics or checkpoints, which a fresh run would mix with its files."""
         if self.metrics.exists() and self.metrics.stat().st_size > 0:
             return True
         return self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
 
-    def is_a_run(self) -> bool:
+    def is_run_directory(self) -> bool:
         """Return True if this is the directory of a run, even without a finished step."""
         return any(path.exists() for path in (self.recipe, self.metrics, self.summary))
 

@@ -53,7 +53,7 @@ class SampleRecord(TypedDict, total=False):
     index: int  # within the group
 
 
-def records_of(groups: Sequence[Group], step: int, count: int, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+def sample_records(groups: Sequence[Group], step: int, count: int, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """Return the records of `count` whole groups, spread evenly over the batch that `step` trained on.
 
     Only the vectors of these groups are fetched.

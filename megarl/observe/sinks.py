@@ -137,7 +137,7 @@ def mlflow_name(name: str) -> str:
     return re.sub(r"[^\w\-. /]", "_", name.replace("@", "_at_"))
 
 
-class Guarded:
+class GuardedTracker:
     """Wrapper of a tracker: the first failure is a warning, and the tracker gets no more calls."""
 
     def __init__(self, name: str, sink: Sink, warn: Callable[[str], None]) -> None:
@@ -180,7 +180,7 @@ def make_sinks(recipe: Recipe, run_dir: RunDirectory, first_step: int, warn: Cal
     if unknown:
         raise ValueError(f"observe.trackers: {unknown[0]!r} is an unknown tracker. Choose from {', '.join(TRACKERS)}.")
     sinks: list[Sink] = [TensorBoardSink(run_dir, first_step)] if recipe.observe.tensorboard else []
-    sinks += [Guarded(name, TRACKERS[name](recipe, run_dir), warn) for name in recipe.observe.trackers]
+    sinks += [GuardedTracker(name, TRACKERS[name](recipe, run_dir), warn) for name in recipe.observe.trackers]
     return sinks
 
 

@@ -92,7 +92,7 @@ def brief_table(metrics: Figures, limit: int) -> SourceTable:
     return _table(of_sampled(metrics), columns, limit)
 
 
-def deserves_lines(metrics: Figures) -> bool:
+def needs_source_lines(metrics: Figures) -> bool:
     """Return True if a log prints lines of the data sources: several sources, or failures."""
     return len(of_sampled(metrics)) > 1 or has_trouble(metrics)
 
@@ -133,7 +133,7 @@ def report_tables(lines: Sequence[Figures]) -> dict[str, Any]:
     return {"steps": steps, "of": len(steps_with_sources)}
 
 
-def drawn_curves(lines: Sequence[Figures]) -> tuple[list[dict[str, float]], str]:
+def limit_curves(lines: Sequence[Figures]) -> tuple[list[dict[str, float]], str]:
     """Return `lines` with the metrics of at most `MAX_CURVES` data sources, and a note about the sources left out.
 
     The sources with the most samples over all steps are kept; ties are broken by the number of evaluation problems.

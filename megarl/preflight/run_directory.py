@@ -80,7 +80,7 @@ def find_place(recipe: Recipe, identity: dict[str, Any]) -> RunPlace:
 def run_directory_errors(recipe: Recipe) -> Iterator[RecipeError]:
     """Yield an error if the run's directory contains another run, is not writable, or is on a full disk."""
     directory = RunDirectory(Path(recipe.runs_dir) / recipe.name)
-    if recipe.train.resume == "never" and directory.holds_a_run():
+    if recipe.train.resume == "never" and directory.has_results():
         problem = f"{directory.path} already holds a run"
         remedy = "set train.resume=auto to resume it, name=... for another directory, or move it away"
         yield NotHereError("train.resume", problem, remedy, value="never")

@@ -270,12 +270,12 @@ def test_a_second_run_is_refused_with_the_first_ones_process(tmp_path: Path) -> 
 
 def test_holds_a_run(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "new")
-    assert not run.holds_a_run() and not run.is_a_run()
+    assert not run.has_results() and not run.is_run_directory()
     run.lock()
     run.checkpoints.mkdir()
-    assert not run.holds_a_run(), "an empty folder is not a run"
+    assert not run.has_results(), "an empty folder is not a run"
     (run.checkpoints / "step_000001").mkdir()
-    assert run.holds_a_run()
+    assert run.has_results()
 
 
 def test_an_older_recipe_is_kept(run_dir: RunDirectory) -> None:

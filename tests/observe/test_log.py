@@ -17,7 +17,7 @@ from megarl.observe.json_lines import read_lines
 from megarl.observe.log import RunLog
 from megarl.observe.metrics import read_metrics
 from megarl.observe.run_dir import RunDirectory
-from megarl.observe.sinks import Guarded, make_sinks
+from megarl.observe.sinks import GuardedTracker, make_sinks
 from megarl.observe.trace import read_trace_tail
 from megarl.recipe.schema import Recipe
 
@@ -278,7 +278,7 @@ def test_a_tracker_that_fails_warns_once_and_the_run_goes_on(tmp_path: Path, mon
 def test_a_full_disk_is_no_trackers_failure(tmp_path: Path) -> None:
     """Only trackers are guarded: errors of the run's TensorBoard files are raised."""
     sinks = make_sinks(make_recipe(tensorboard=True), RunDirectory(tmp_path), 1, print)
-    assert not any(isinstance(sink, Guarded) for sink in sinks)
+    assert not any(isinstance(sink, GuardedTracker) for sink in sinks)
 
 
 def test_what_comes_after_the_last_step_belongs_to_no_step(tmp_path: Path) -> None:

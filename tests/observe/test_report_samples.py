@@ -14,14 +14,14 @@ from megarl.observe.json_lines import json_line
 from megarl.observe.report.page import write_report
 from megarl.observe.report.samples import MAX_TURNS, TURNS_BYTES, _fair_length, shortened
 from megarl.observe.run_dir import RunDirectory
-from megarl.observe.samples import read_samples, records_of
+from megarl.observe.samples import read_samples, sample_records
 from megarl.types import Group, InlineData, Sample, SampleTokens
 from tests.observe.test_report import EVIL, Page
 from tests.support.agent_run import Words, make_agent_run, tool_group
 
 
 def test_a_record_says_what_there_is_and_no_defaults() -> None:
-    record, *_ = records_of([tool_group(7, "openai/gsm8k", 3, "x")], 3, 1, Words("What is 6 times 7?"))  # type: ignore[arg-type]
+    record, *_ = sample_records([tool_group(7, "openai/gsm8k", 3, "x")], 3, 1, Words("What is 6 times 7?"))  # type: ignore[arg-type]
     assert record["reason"] == "the last box holds nothing x"
     assert record["tool_use"] == {"turns": 3, "calls": 2, "failures": 1, "timeouts": 1, "seconds": 30.127}
     assert (record["row"], record["group"], record["index"]) == ("openai/gsm8k/7", 7, 0)
@@ -38,7 +38,7 @@ def test_a_record_says_what_there_is_and_no_defaults() -> None:
     }
     assert (failed["failure"], failed["seconds"]) == ("timeout", 30.0)
     plain = Sample(0, 0, InlineData([SampleTokens(np.zeros(3), np.zeros(3), np.zeros(3), "so")]), 1, 2, 2)
-    (record,) = records_of([Group(0, "row", "mine", 0, [plain])], 1, 1, Words("why"))  # type: ignore[arg-type]
+    (record,) = sample_records([Group(0, "row", "mine", 0, [plain])], 1, 1, Words("why"))  # type: ignore[arg-type]
     assert not {"turns", "reason", "tool_use"} & set(record) and record["response"] == "so"
 
 

@@ -17,7 +17,7 @@ from megarl.observe.report.charts import present
 from megarl.observe.report.data import collect
 from megarl.observe.run_dir import RunDirectory
 from megarl.observe.sinks import mlflow_name
-from megarl.observe.sources import brief_table, drawn_curves, report_tables
+from megarl.observe.sources import brief_table, limit_curves, report_tables
 from tests.support.agent_run import make_agent_run
 
 QUIET = {"samples": 4, "rewards/mean": 0.5, "response_length/mean": 1234, "truncated": 0.25, "scoring_failed": 0}
@@ -106,11 +106,11 @@ def test_steps_with_trouble_are_among_those_shown(monkeypatch: pytest.MonkeyPatc
 
 def test_curves_are_of_the_largest_sources_and_lines_keep_all() -> None:
     lines = [line(step, **{f"set{i}": {**QUIET, "samples": float(i)} for i in range(12)}) for step in (1, 2)]
-    drawn, note = drawn_curves(lines)
+    drawn, note = limit_curves(lines)
     kept = {name.split("/")[1] for name in drawn[0] if name.startswith("source/")}
     assert kept == {f"set{i}" for i in range(4, 12)}
     assert note == "Curves show the 8 largest of 12 data sources; metrics.jsonl has all."
-    assert drawn_curves(lines[:1]) != (lines[:1], "") and drawn_curves([line(1, a=QUIET)]) == ([line(1, a=QUIET)], "")
+    assert limit_curves(lines[:1]) != (lines[:1], "") and limit_curves([line(1, a=QUIET)]) == ([line(1, a=QUIET)], "")
 
 
 def test_one_source_has_no_chart_of_its_own() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from megarl.observe.log import RunLog
-from megarl.observe.samples import records_of
+from megarl.observe.samples import sample_records
 from megarl.recipe.schema import Recipe
 from megarl.rollout.admission import TriedGroup
 from megarl.rollout.evaluate import by_source, evaluation_metrics
@@ -91,7 +91,7 @@ def make_agent_run(path: Path, sources: list[str], text: str = "", steps: int = 
             samples = [sample for group in groups for sample in group.samples]
             log.add({"rollout/rewards/mean": float(np.mean([sample.reward for sample in samples]))})
             log.add({**agent_figures(samples), **sampled_figures(tried)})
-            log.samples(step, records_of(groups, step, len(groups), Words(f"What is 6 times 7? {text}")))
+            log.samples(step, sample_records(groups, step, len(groups), Words(f"What is 6 times 7? {text}")))
             if step in (1, steps):
                 log.evaluation(step, {**evaluation_metrics(groups, [], [1, 4]), **by_source(groups, [], [1, 4])})
             log.step(step)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.observe.json_lines import read_lines
-from megarl.observe.metrics import numbers_again
+from megarl.observe.metrics import restore_non_finite
 from megarl.observe.run_dir import RunDirectory
 from megarl.text import pluralize
 
@@ -146,7 +146,7 @@ def _read_json_lines(path: Path, log: Log) -> Log:
 
 
 def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    for name, value in numbers_again(values).items():
+    for name, value in restore_non_finite(values).items():
         if value is None:  # some JSON writers replace NaN by null
             yield name, math.nan
         elif isinstance(value, (int, float)) and not isinstance(value, bool):

@@ -128,10 +128,10 @@ def run_name(recipe: Recipe) -> Finding:
     directory = RunDirectory(Path(recipe.runs_dir) / recipe.name)
     place = os.path.relpath(directory.path)
     place = str(directory.path) if place.startswith("..") else place
-    if recipe.train.resume == "never" and directory.holds_a_run():
+    if recipe.train.resume == "never" and directory.has_results():
         remedy = "train.resume=auto goes on with it, name=... makes another"
         return warning(f"{place} already holds a run, which `train` would refuse", remedy)
-    return ok(f"{place} ({'the run there is resumed' if directory.holds_a_run() else 'free'})")
+    return ok(f"{place} ({'the run there is resumed' if directory.has_results() else 'free'})")
 
 
 def device_demand(recipe: Recipe, device: str, machines: Sequence[tuple[str, int]]) -> Finding:

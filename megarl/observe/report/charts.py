@@ -148,7 +148,7 @@ def present(metrics: Iterable[str]) -> list[dict[str, object]]:
         if chart.needs and chart.needs not in names:
             continue
         curves = [
-            (name, _short((label or "*").replace("*", _star(name, pattern))))
+            (name, _short((label or "*").replace("*", _matched_text(name, pattern))))
             for pattern, label in chart.series
             for name in _match(names, pattern)
         ]
@@ -175,7 +175,7 @@ def _short(label: str) -> str:
     return label if len(label) <= MAX_LABEL else label[: MAX_LABEL - 1] + "…"
 
 
-def _star(name: str, pattern: str) -> str:
+def _matched_text(name: str, pattern: str) -> str:
     """Return the part of `name` from the pattern's first star to its last."""
     before, after = pattern.partition("*")[0], pattern.rpartition("*")[2]
     return name[len(before) : len(name) - len(after)]

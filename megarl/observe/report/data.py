@@ -13,11 +13,11 @@ import yaml
 
 from megarl.observe.console import clock, short
 from megarl.observe.json_lines import read_lines
-from megarl.observe.metrics import numbers_again
+from megarl.observe.metrics import restore_non_finite
 from megarl.observe.report.curves import MAX_POINTS, rounded, series
 from megarl.observe.report.samples import embedded_samples
 from megarl.observe.run_dir import RunDirectory
-from megarl.observe.sources import drawn_curves, report_tables
+from megarl.observe.sources import limit_curves, report_tables
 from megarl.observe.trace import read_trace_tail
 from megarl.text import pluralize
 
@@ -77,7 +77,7 @@ def collect(run_dir: RunDirectory) -> ReportData:
     kind, text = _STATUS[status]
     spans = read_trace_tail(run_dir.trace)
     samples, samples_note = embedded_samples(run_dir)
-    curves, curves_note = drawn_curves(lines)
+    curves, curves_note = limit_curves(lines)
     notices, _ = read_lines(run_dir.notices)
     sessions = summary.get("sessions") or []
     return ReportData(
@@ -110,7 +110,7 @@ def _read_metrics(run_dir: RunDirectory, gaps: list[str]) -> list[dict[str, floa
         gaps.append(f"{pluralize(bad, 'line')} of metrics.jsonl could not be read (a crash cuts the last one short).")
     lines = []
     for record in records:
-        numbers = {name: value for name, value in numbers_again(record).items() if isinstance(value, (int, float))}
+        numbers = {name: value for name, value in restore_non_finite(record).items() if isinstance(value, (int, float))}
         if "step" in numbers:
             lines.append(numbers)
     if not lines:
@@ -153,7 +153,7 @@ def _facts(
     last = int(lines[-1]["step"]) if lines else 0
     total = summary.get("total_steps") or (settings.get("train") or {}).get("steps")
     seconds = sum(line.get("timing_s/step", 0.0) for line in lines)
-    model = summary.get("model") or (settings.get("model") or {}).get("path") or "not known"
+    model = summary.get("model") or (settings.get("model") or {}).get("path") or "unknown"
     facts = [("Model", str(model)), ("Steps", f"{last:,} of {total:,}" if total else f"{last:,}")]
     facts.append(("Time in steps", clock(seconds)))
     if start := sessions[-1].get("start") if sessions else None:

@@ -66,8 +66,8 @@ def _turns(record: dict[str, Any]) -> list[dict[str, Any]]:
     Of many turns only the first and the last are kept. Their texts have at most `TURNS_BYTES` in total: the longest texts
     are cut.
     """
-    turns = record.get("turns")
-    turns = [turn for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
+    recorded = record.get("turns")
+    turns = [turn for turn in recorded if isinstance(turn, dict)] if isinstance(recorded, list) else []
     half = MAX_TURNS // 2
     left_out = len(turns) - 2 * half
     if left_out > 0:
