@@ -42,7 +42,7 @@ class Engine:
     """Answer `policy` of (turn, seed); a call returns all its samples together, as an engine does."""
 
     def __init__(self, policy: Callable[[int, int], str]) -> None:
-        self.policy, self.asked = policy, list[GenerationRequest]()
+        self.policy, self.requests = policy, list[GenerationRequest]()
         self.encode: Callable[[str], list[int]] = lambda text: []
         self.lock = threading.Lock()
 
@@ -54,7 +54,7 @@ class Engine:
 
     def generate(self, requests: list[GenerationRequest], finished: Callable[[int, list[Completion]], None]) -> None:
         with self.lock:
-            self.asked += requests
+            self.requests += requests
         for request in requests:
             turn = 0 if len(request.prompt.tokens) == 2 else 1
             ids = np.array([*self.encode(self.policy(turn, request.seed)), 2], np.int32)
@@ -63,7 +63,7 @@ class Engine:
 
 @pytest.fixture
 def serve(quickstart_data: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RolloutServer]]:
-    def made(engine: Engine) -> RolloutServer:
+    def make_server(engine: Engine) -> RolloutServer:
         monkeypatch.setattr(module.engines, "create", lambda name, spec: engine)
         server = RolloutServer(
             "fake", None, str(quickstart_data / "model"), RewardConfig(), [], SandboxConfig(), agent=SETUP
@@ -73,7 +73,7 @@ def serve(quickstart_data: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ca
         server.scoring.terms = {"test": (Term(score),)}
         return server
 
-    yield made
+    yield make_server
 
 
 def request(group: int, count: int = 2, **more: Any) -> GenerationRequest:
@@ -110,10 +110,10 @@ def test_groups_of_two_turns(serve: Callable[..., RolloutServer]) -> None:
     greedy = groups[0][0].greedy
     assert greedy is not None and greedy.reward == 1.0 and groups[1][0].greedy is None
     # First turns are one message to the engine, each sample a request with the seed that it has within its group.
-    first = [(item.seed, item.sampling.n, item.sampling.temperature) for item in engine.asked[:5]]
+    first = [(item.seed, item.sampling.n, item.sampling.temperature) for item in engine.requests[:5]]
     assert first == [(300, 1, 1.0), (301, 1, 1.0), (300, 1, 0.0), (400, 1, 1.0), (401, 1, 1.0)]
     assert (
-        len(engine.asked) == 8 and len({item.seed for item in engine.asked[5:]}) == 2
+        len(engine.requests) == 8 and len({item.seed for item in engine.requests[5:]}) == 2
     )  # the greedy one shares its sibling's
 
 

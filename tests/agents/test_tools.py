@@ -193,11 +193,11 @@ def test_a_slow_tool_holds_back_its_own_sample_alone(python_tools: tuple[Toolbox
     async def together() -> list[str]:
         order: list[str] = []
 
-        async def one(name: str, **arguments: Any) -> None:
+        async def call_tool(name: str, **arguments: Any) -> None:
             await box.call(ToolCall(name, arguments), Context("row"), 20.0)
             order.append(name)
 
-        await asyncio.gather(one("wait", seconds=1.0), *(one("add", a=number) for number in range(40)))
+        await asyncio.gather(call_tool("wait", seconds=1.0), *(call_tool("add", a=number) for number in range(40)))
         return order
 
     assert asyncio.run(together()) == ["add"] * 40 + ["wait"]

@@ -115,10 +115,10 @@ class _Service:
     """An engine's process that records its calls."""
 
     def __init__(self, name: str, calls: list[str]) -> None:
-        self.name, self.said = name, calls
+        self.name, self.calls = name, calls
 
     def call(self, method: str, *args: str) -> Future[None]:
-        self.said.append(" ".join([self.name, method, *args]))
+        self.calls.append(" ".join([self.name, method, *args]))
         done: Future[None] = Future()
         done.set_result(None)
         return done

@@ -28,7 +28,7 @@ def line(step: int, **of_source: dict[str, float]) -> dict[str, float]:
     return {"step": step, **named}
 
 
-def said(metrics: dict[str, float]) -> list[str]:
+def source_lines(metrics: dict[str, float]) -> list[str]:
     stream = io.StringIO()
     console = PlainConsole("run", 0, 9, stream)
     console.step(1, metrics)
@@ -36,23 +36,23 @@ def said(metrics: dict[str, float]) -> list[str]:
 
 
 def test_a_log_is_quiet_about_one_source_without_trouble() -> None:
-    assert said(line(1, gsm8k=QUIET)) == []
-    assert said({"step": 1, "rollout/rewards/mean": 0.5}) == []
-    assert said(line(1, gsm8k={**QUIET, "scoring_failed": 2, "scoring_timeouts": 2})) == [
+    assert source_lines(line(1, gsm8k=QUIET)) == []
+    assert source_lines({"step": 1, "rollout/rewards/mean": 0.5}) == []
+    assert source_lines(line(1, gsm8k={**QUIET, "scoring_failed": 2, "scoring_timeouts": 2})) == [
         "  gsm8k: samples 4 | reward 0.500 | length 1,234 | cut 25.0% | not scored 2 | time-outs 2"
     ]
-    assert said(line(1, gsm8k={**QUIET, "agent/tool_timeouts": 3})) == [
+    assert source_lines(line(1, gsm8k={**QUIET, "agent/tool_timeouts": 3})) == [
         "  gsm8k: samples 4 | reward 0.500 | length 1,234 | cut 25.0% | tool time-outs 3"
     ]
 
 
 def test_a_log_has_a_line_for_each_of_several_sources_and_not_for_fifty() -> None:
     quiet = "samples 4 | reward 0.500 | length 1,234 | cut 25.0%"
-    assert said(line(1, a=QUIET, b=QUIET)) == [f"  a: {quiet}", f"  b: {quiet}"]
+    assert source_lines(line(1, a=QUIET, b=QUIET)) == [f"  a: {quiet}", f"  b: {quiet}"]
     # of fifty, those with trouble and the largest
     many = {f"set{i:02d}": {**QUIET, "samples": 100.0 - i} for i in range(50)}
     many["set49"]["scoring_failed"] = 1
-    lines = said(line(1, **many))
+    lines = source_lines(line(1, **many))
     assert len(lines) == 9 and lines[-1] == "  and 42 more sources, in metrics.jsonl"
     assert [text.split(":")[0].strip() for text in lines[:-1]] == [f"set{i:02d}" for i in (0, 1, 2, 3, 4, 5, 6, 49)]
 

@@ -57,7 +57,7 @@ class Service(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.answers: list[Answer] = [Answer()]
-        self.asked: list[tuple[float, tuple[str, int], dict[str, str], Any]] = []
+        self.calls: list[tuple[float, tuple[str, int], dict[str, str], Any]] = []
         self.lock, self.under_way, self.most = threading.Lock(), 0, 0
 
     @property
@@ -66,7 +66,7 @@ class Service(ThreadingHTTPServer):
 
     def waits(self) -> list[float]:
         """Seconds from each request to the next."""
-        times = [call[0] for call in self.asked]
+        times = [call[0] for call in self.calls]
         return [after - before for before, after in itertools.pairwise(times)]
 
 
@@ -78,7 +78,7 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {name.lower(): value for name, value in self.headers.items()}
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         with self.server.lock:
-            self.server.asked.append((time.monotonic(), self.client_address, headers, body))
+            self.server.calls.append((time.monotonic(), self.client_address, headers, body))
             answer = self.server.answers.pop(0) if len(self.server.answers) > 1 else self.server.answers[0]
             self.server.under_way += 1
             self.server.most = max(self.server.most, self.server.under_way)
@@ -119,7 +119,7 @@ def service() -> Iterator[Service]:
 REQUEST = ScoreRequest("It is 4", "4", "mine", {"level": 2}, "2 + 2?", "row/7", (Turn("assistant", "It is 4"),))
 
 
-def asked(service: Service, request: ScoreRequest = REQUEST, **settings: Any) -> Score:
+def score_of(service: Service, request: ScoreRequest = REQUEST, **settings: Any) -> Score:
     remote = RemoteConfig(**{"url": service.url, "timeout": 2.0, "first_wait": 0.01, "longest_wait": 1.5, **settings})
     return asyncio.run(score_awaited(find("remote", ScorerSettings(remote)), request))
 
@@ -128,9 +128,9 @@ def test_what_is_sent_and_what_comes_back(service: Service, monkeypatch: pytest.
     monkeypatch.setenv("MY_TOKEN", SECRET)
     answer = {"score": 1, "accuracy": True, "answer": "4", "reason": "right", "steps": [[2, 0.25]]}
     service.answers = [Answer(answer), Answer(0.75)]
-    got = asked(service, headers={"Authorization": "MY_TOKEN"})
+    got = score_of(service, headers={"Authorization": "MY_TOKEN"})
     assert got == Score(1.25, {"accuracy": 1.0, "steps": 0.25}, "4", ((2, 0.25),), "right")
-    _, _, headers, body = service.asked[0]
+    _, _, headers, body = service.calls[0]
     assert headers["authorization"] == SECRET and headers["content-type"] == "application/json"
     turn = body.pop("turns")
     assert len(turn) == 1 and turn[0]["text"] == "It is 4"
@@ -143,10 +143,10 @@ def test_what_is_sent_and_what_comes_back(service: Service, monkeypatch: pytest.
         "uid": "row/7",
     }
     extra = {"counts": np.array([1, 2]), "share": np.float32(0.5)}
-    assert asked(service, ScoreRequest("\ud83d \x00", None, "mine", extra)) == Score(0.75)
-    assert service.asked[1][3]["extra_info"] == {"counts": [1, 2], "share": 0.5}
+    assert score_of(service, ScoreRequest("\ud83d \x00", None, "mine", extra)) == Score(0.75)
+    assert service.calls[1][3]["extra_info"] == {"counts": [1, 2], "share": 0.5}
     with pytest.raises(RewardError, match="Out of range float values are not JSON compliant"):
-        asked(service, ScoreRequest("", float("nan"), "mine"))
+        score_of(service, ScoreRequest("", float("nan"), "mine"))
 
 
 @pytest.mark.parametrize(
@@ -154,8 +154,8 @@ def test_what_is_sent_and_what_comes_back(service: Service, monkeypatch: pytest.
 )
 def test_what_passes_is_asked_again(service: Service, bad: Answer) -> None:
     service.answers = [bad, bad, Answer(0.25)]
-    assert asked(service, timeout=0.4) == Score(0.25)
-    assert len(service.asked) == 3
+    assert score_of(service, timeout=0.4) == Score(0.25)
+    assert len(service.calls) == 3
 
 
 @pytest.mark.parametrize(
@@ -170,9 +170,9 @@ def test_what_passes_is_asked_again(service: Service, bad: Answer) -> None:
 def test_what_does_not_pass_fails_after_all_requests(service: Service, bad: Answer, cause: str) -> None:
     service.answers = [bad]
     with pytest.raises(RewardError) as raised:
-        asked(service, timeout=0.4, attempts=2)
+        score_of(service, timeout=0.4, attempts=2)
     assert raised.value.cause == f"it raised ServiceError: {cause} (2 requests)"
-    assert len(service.asked) == 2
+    assert len(service.calls) == 2
 
 
 @pytest.mark.parametrize(
@@ -192,9 +192,9 @@ def test_what_does_not_pass_fails_after_all_requests(service: Service, bad: Answ
 def test_what_asking_again_would_not_mend_is_asked_once(service: Service, bad: Answer, cause: str) -> None:
     service.answers = [bad]
     with pytest.raises(RewardError) as raised:
-        asked(service)
+        score_of(service)
     assert raised.value.cause.startswith(f"it raised ServiceError: {cause}"), raised.value.cause
-    assert len(service.asked) == 1 and len(raised.value.cause) < 600
+    assert len(service.calls) == 1 and len(raised.value.cause) < 600
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_what_asking_again_would_not_mend_is_asked_once(service: Service, bad: A
 def test_answers_are_held_to_a_scorers_contract(service: Service, said: Any, cause: str) -> None:
     service.answers = [Answer(said)]
     with pytest.raises(RewardError) as raised:
-        asked(service)
+        score_of(service)
     assert raised.value.cause == cause
 
 
@@ -217,7 +217,7 @@ def test_an_answer_without_end_is_not_read(service: Service) -> None:
     """A response that announces 1 GiB is cut off at the limit."""
     service.answers = [Answer(b" " * (4 << 20), headers={"content-length": str(1 << 30)})]
     with pytest.raises(RewardError, match="more than 1 MiB"):
-        asked(service)
+        score_of(service)
 
 
 def test_the_wait_that_is_asked_for_is_kept(service: Service) -> None:
@@ -228,13 +228,13 @@ def test_the_wait_that_is_asked_for_is_kept(service: Service) -> None:
         Answer(status=429, headers={"retry-after": "1"}),
         Answer(1.0),
     ]
-    assert asked(service, longest_wait=3.0) == Score(1.0)
+    assert score_of(service, longest_wait=3.0) == Score(1.0)
     first, second = service.waits()
     assert 0.5 <= first < 2.5 and 1.0 <= second < 1.5
     service.answers = [Answer(status=429, headers={"retry-after": "120"})]
     began = time.monotonic()
     with pytest.raises(RewardError, match=r"it asks for 120 s of waiting, and reward.remote.longest_wait is 1.5"):
-        asked(service)
+        score_of(service)
     assert time.monotonic() - began < 1
 
 
@@ -243,7 +243,7 @@ def test_waits_grow_up_to_the_longest(service: Service, monkeypatch: pytest.Monk
     monkeypatch.setattr("megarl.rewards.remote.random.uniform", lambda least, most: most)
     service.answers = [Answer(status=500)]
     with pytest.raises(RewardError, match="4 requests"):
-        asked(service, attempts=4, first_wait=0.1, longest_wait=0.3)
+        score_of(service, attempts=4, first_wait=0.1, longest_wait=0.3)
     for wait, expected in zip(service.waits(), (0.1, 0.2, 0.3), strict=True):
         assert expected <= wait < expected + 0.1
 
@@ -262,7 +262,7 @@ def test_connections_stay_open_and_samples_wait_together(service: Service) -> No
     finally:
         scoring.close()
     assert outcomes == [(Score(0.5), 0)] * 32
-    assert 12 <= service.most <= 16 and len({connection for _, connection, _, _ in service.asked}) <= 16
+    assert 12 <= service.most <= 16 and len({connection for _, connection, _, _ in service.calls}) <= 16
     assert isinstance(failed, SampleFailure) and (failed.uid, retries) == ("row/7", 1)
     assert failed.cause == "it raised ServiceError: it answered 403: 'never'"
 
@@ -303,7 +303,7 @@ def test_no_value_is_logged(
     monkeypatch.setenv("MY_TOKEN", SECRET)
     service.answers = [Answer(status=500), Answer(b"no", status=400)]
     with caplog.at_level(logging.INFO), pytest.raises(RewardError) as raised:
-        asked(service, headers={"Authorization": "MY_TOKEN"})
+        score_of(service, headers={"Authorization": "MY_TOKEN"})
     assert "s3cr3t" not in caplog.text + str(raised.value)
 
 

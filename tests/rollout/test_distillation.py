@@ -255,10 +255,10 @@ class Service:
     """A TeacherServer in this process."""
 
     def __init__(self, name: str, server: TeacherServer):
-        self.name, self.server, self.asked = name, server, list[str]()
+        self.name, self.server, self.calls = name, server, list[str]()
 
     def call(self, method: str, *args: Any) -> Future[Any]:
-        self.asked.append(method)
+        self.calls.append(method)
         answer: Future[Any] = Future()
         answer.set_result(asyncio.run(getattr(self.server, method)(*args)))
         return answer

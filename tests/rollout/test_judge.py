@@ -186,13 +186,13 @@ class TestServer:
     ) -> Callable[..., tuple[JudgeServer, Engine]]:
         path = quickstart_data / "model"
 
-        def made(says: Callable[[GenerationRequest, int], str], **settings: Any) -> tuple[JudgeServer, Engine]:
+        def make_server(says: Callable[[GenerationRequest, int], str], **settings: Any) -> tuple[JudgeServer, Engine]:
             engine = Engine(load_tokenizer(path), says)
             monkeypatch.setattr(judge_server.engines, "create", lambda name, spec: engine)
             judge = JudgeConfig(path=str(path), prompt="{{ response }} {{ extra_info.level }}", **settings)
             return JudgeServer("fake", None, judge, run_seed=5), engine  # type: ignore[arg-type]
 
-        return made
+        return make_server
 
     async def _ask(self, server: JudgeServer, prompt: Prompt, data: InlineData) -> Any:
         outcome: Any = await answer(server, "judge", (11, prompt, data))
@@ -244,15 +244,15 @@ class Later:
     """A service that answers when the test sets the result."""
 
     def __init__(self, name: str):
-        self.name, self.asked = name, list[tuple[str, tuple[Any, ...], Future[Any]]]()
+        self.name, self.calls = name, list[tuple[str, tuple[Any, ...], Future[Any]]]()
 
     def call(self, method: str, *args: Any) -> Future[Any]:
         if method == "collect_responses":
             answer: Future[Any] = Future()
             answer.set_result((None, SAID))
             return answer
-        self.asked.append((method, args, Future()))
-        return self.asked[-1][2]
+        self.calls.append((method, args, Future()))
+        return self.calls[-1][2]
 
     call_with_data = call
 
@@ -286,11 +286,11 @@ class TestService:
     def test_a_group_comes_once_it_has_been_judged(self) -> None:
         engine, (judge,), service, _ = self.around()
         (result,) = self.submit(service, 3)
-        assert service.name == "engine0" and not judge.asked
+        assert service.name == "engine0" and not judge.calls
         data = vectors("a", "b")
-        engine.asked[1][2].set_result((group(3, 1.0, 0.0), data))
+        engine.calls[1][2].set_result((group(3, 1.0, 0.0), data))
         assert not result.done(), "its verdicts are not there"
-        method, (number, prompt, conversation), future = judge.asked[0]
+        method, (number, prompt, conversation), future = judge.calls[0]
         assert (method, number, conversation) == ("judge", 3, SAID), "vectors do not travel to the judge"
         assert prompt.question == "2 + 2?" and prompt.tokens == (), "what the judge has no use for does not travel"
         future.set_result(([Verdict(0.2, 1), Verdict(0.6)], InlineData(["so so", "fine"])))
@@ -303,19 +303,19 @@ class TestService:
     def test_groups_are_judged_as_they_come_by_the_engine_with_the_fewest(self) -> None:
         engine, (first, second), service, _ = self.around(judges=2)
         results = self.submit(service, 1, 2, 3)
-        collects = {args[0]: future for method, args, future in engine.asked if method == "collect"}
+        collects = {args[0]: future for method, args, future in engine.calls if method == "collect"}
         for number in (3, 1, 2):
             collects[number].set_result((group(number, 1.0), vectors("a")))
-        assert [args[0] for _, args, _ in first.asked] == [3, 2] and [args[0] for _, args, _ in second.asked] == [1]
-        first.asked[1][2].set_result(([Verdict(1.0)], InlineData(["x"])))
+        assert [args[0] for _, args, _ in first.calls] == [3, 2] and [args[0] for _, args, _ in second.calls] == [1]
+        first.calls[1][2].set_result(([Verdict(1.0)], InlineData(["x"])))
         assert [result.done() for result in results] == [False, True, False], "none waits for another"
 
     def test_a_sample_without_a_verdict_has_no_number(self) -> None:
         engine, (judge,), service, _ = self.around()
         (result,) = self.submit(service, 3)
-        engine.asked[1][2].set_result((group(3, 1.0, 1.0), vectors("a", "b")))
+        engine.calls[1][2].set_result((group(3, 1.0, 1.0), vectors("a", "b")))
         failure = SampleFailure("judge", ROW.uid, "error", "no number", 3)
-        judge.asked[0][2].set_result(([Verdict(0.5), Verdict(failure, 2)], InlineData(["x", "y"])))
+        judge.calls[0][2].set_result(([Verdict(0.5), Verdict(failure, 2)], InlineData(["x", "y"])))
         judged, _ = result.result(timeout=0)
         assert judged.failures == (failure,) and judged.scoring_retries == 2
         assert judged.samples[0].reward == 1.25 and math.isnan(judged.samples[1].reward)
@@ -324,9 +324,9 @@ class TestService:
         engine, (judge,), service, _ = self.around()
         (result,) = self.submit(service, 3)
         failure = SampleFailure("scorer 'gsm8k'", ROW.uid, "timeout", "too slow")
-        engine.asked[1][2].set_result((group(3, 1.0, math.nan, failures=(failure,)), vectors("a", "b")))
+        engine.calls[1][2].set_result((group(3, 1.0, math.nan, failures=(failure,)), vectors("a", "b")))
         judged, _ = result.result(timeout=0)
-        assert judged.failures == (failure,) and not judge.asked
+        assert judged.failures == (failure,) and not judge.calls
         assert all(math.isnan(sample.reward) for sample in judged.samples), (
             "half a reward would be counted as a whole one"
         )
@@ -336,13 +336,13 @@ class TestService:
         engine, (judge,), service, _ = self.around()
         (result,) = self.submit(service, 3)
         if whose == "engine":
-            engine.asked[1][2].set_exception(RuntimeError("engine0 died"))
+            engine.calls[1][2].set_exception(RuntimeError("engine0 died"))
         else:
-            engine.asked[1][2].set_result((group(3, 1.0), vectors("a")))
+            engine.calls[1][2].set_result((group(3, 1.0), vectors("a")))
         if whose == "judge":
-            judge.asked[0][2].set_exception(RuntimeError("judge0 died"))
+            judge.calls[0][2].set_exception(RuntimeError("judge0 died"))
         if whose == "answer":  # one verdict too many
-            judge.asked[0][2].set_result(([Verdict(1.0)] * 2, InlineData(["x"])))
+            judge.calls[0][2].set_result(([Verdict(1.0)] * 2, InlineData(["x"])))
         with pytest.raises((RuntimeError, ValueError), match=f"{whose}0 died" if whose != "answer" else "longer"):
             result.result(timeout=0)
 
@@ -354,10 +354,10 @@ class TestService:
         now[0] += 100
         check()
         self.submit(service, 3, 4)
-        for _, _, future in [call for call in engine.asked if call[0] == "collect"]:
-            future.set_result((group(3 if not judge.asked else 4, 1.0), vectors("a")))
+        for _, _, future in [call for call in engine.calls if call[0] == "collect"]:
+            future.set_result((group(3 if not judge.calls else 4, 1.0), vectors("a")))
         now[0] += 4
-        judge.asked[0][2].set_result(([Verdict(1.0)], InlineData(["x"])))
+        judge.calls[0][2].set_result(([Verdict(1.0)], InlineData(["x"])))
         now[0] += 4
         check()
         now[0] += 2
@@ -374,7 +374,7 @@ class TestService:
         """Prompts are let go with their groups: a long run would keep all rows otherwise."""
         engine, _, service, _ = self.around()
         service.engine.sleep()
-        assert engine.asked.pop(0)[0] == "sleep"
+        assert engine.calls.pop(0)[0] == "sleep"
         self.submit(service, 1)
-        engine.asked[1][2].set_result((group(1, 1.0), vectors("a")))
+        engine.calls[1][2].set_result((group(1, 1.0), vectors("a")))
         assert not service._prompts

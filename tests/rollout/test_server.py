@@ -28,10 +28,10 @@ class Engine:
     """Answer the requests of a wave from the last to the first, or in the order of `order`."""
 
     def __init__(self, order: Callable[[list[GenerationRequest]], list[GenerationRequest]] = lambda wave: wave[::-1]):
-        self.order, self.asked = order, list[GenerationRequest]()
+        self.order, self.requests = order, list[GenerationRequest]()
 
     def generate(self, requests: list[GenerationRequest], finished: Callable[[int, list[Completion]], None]) -> None:
-        self.asked += requests
+        self.requests += requests
         for request in self.order(requests):
             tokens = np.full(3 if request.sampling.temperature else 5, 7, dtype=np.int32)
             completion = Completion(tokens, np.zeros(len(tokens), dtype=np.float32), "stop")
@@ -40,13 +40,13 @@ class Engine:
 
 @pytest.fixture
 def serve(quickstart_data: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], RolloutServer]:
-    def made(engine: Engine) -> RolloutServer:
+    def make_server(engine: Engine) -> RolloutServer:
         monkeypatch.setattr(module.engines, "create", lambda name, spec: engine)
         server = RolloutServer("fake", None, str(quickstart_data / "model"), RewardConfig(), [], SandboxConfig())  # type: ignore[arg-type]
         score_with(server, lambda request: float(len(request.response)))
         return server
 
-    return made
+    return make_server
 
 
 def score_with(server: RolloutServer, function: Callable[[module.rewards.ScoreRequest], Any]) -> None:
@@ -153,7 +153,7 @@ def test_images_are_prepared_here(quickstart_data: Path, monkeypatch: pytest.Mon
         [1, 4, 4]
     ]
     assert all(sample.images is None for group in rest for sample in group)
-    images = {request.group: request.images for request in engine.asked}
+    images = {request.group: request.images for request in engine.requests}
     assert images[0] is first_vectors.images and images[-1] is first_vectors.images and images[1] is None
 
 
@@ -176,13 +176,13 @@ def test_an_image_that_cannot_be_decoded_fails_its_group_alone(
     bad, *good = run(server, [replace(first, prompt=damaged), *rest])
     assert "row 7, image 0 cannot be decoded" in str(bad.failures[0])
     assert all(math.isnan(sample.reward) for sample in [*bad.samples, bad.greedy] if sample)
-    assert not any(group.failures for group in good) and 0 not in {request.group for request in engine.asked}
+    assert not any(group.failures for group in good) and 0 not in {request.group for request in engine.requests}
 
 
 def test_groups_come_back_scored(serve: Callable[[Engine], RolloutServer]) -> None:
     engine = Engine()
     groups = run(serve(engine), requests(with_greedy=False))
-    assert [request.group for request in engine.asked] == [0, 1, 2]
+    assert [request.group for request in engine.requests] == [0, 1, 2]
     assert [group.number for group in groups] == [0, 1, 2]
     assert all(len(group.samples) == 2 and group.greedy is None for group in groups)
     assert all(sample.response_length == 3 and sample.reward > 0 for group in groups for sample in group.samples)
@@ -197,6 +197,6 @@ def test_a_group_waits_for_its_greedy_sample(serve: Callable[[Engine], RolloutSe
         assert group.greedy is not None
         assert (group.greedy.response_length, group.samples[0].response_length) == (5, 3)
         assert group.greedy.reward > group.samples[0].reward
-    greedy = [request.sampling for request in engine.asked if request.sampling.temperature == 0]
+    greedy = [request.sampling for request in engine.requests if request.sampling.temperature == 0]
     assert greedy == [Sampling(1, 16, temperature=0.0, top_p=1.0, top_k=-1, stop_token_ids=(1,))] * 3
-    assert len({request.group for request in engine.asked}) == 6, "no number is used twice"
+    assert len({request.group for request in engine.requests}) == 6, "no number is used twice"

@@ -49,13 +49,13 @@ def test_norms_and_biases_differ_unless_a_plain_start_is_wanted(tmp_path):
 def test_the_seed_decides_the_bytes(tmp_path):
     from safetensors.numpy import load_file
 
-    def made(seed):
+    def model_files(seed):
         make_tiny_model("qwen3_moe", tmp_path, seed)
         return {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
-    first, other = made(1), made(0)
+    first, other = model_files(1), model_files(0)
     assert {name for name in first if first[name] != other[name]} == {"model.safetensors"}
-    assert first == made(1)
+    assert first == model_files(1)
     # Weights as they were first published; a change of these needs a new quickstart format.
     make_tiny_model("qwen3_moe", tmp_path, seed=0)
     head = load_file(tmp_path / "model.safetensors")["lm_head.weight"]

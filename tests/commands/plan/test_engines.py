@@ -30,7 +30,7 @@ PUBLISHED: list[tuple[str, int, int, bool, float, float]] = [
 ]
 
 
-def asked(name: str, directory: Path, spec: EngineSpec, **changes: Any) -> EngineRequest:
+def engine_request(name: str, directory: Path, spec: EngineSpec, **changes: Any) -> EngineRequest:
     return EngineRequest(name, replace(spec, model_path=str(directory), **changes))
 
 
@@ -49,7 +49,7 @@ def test_published_models(tmp_path: Path) -> None:
         directory.mkdir(exist_ok=True)
         (directory / "config.json").write_text(json.dumps(published.read(name)))
         engine_spec = spec(directory, tensor_parallel=tensor, data_parallel=data, expert_parallel=experts)
-        questions.append(asked("vllm", directory, engine_spec))
+        questions.append(engine_request("vllm", directory, engine_spec))
     answers = count_ranks(questions, ENGINES)
     assert [answer.get("error") for answer in answers] == [None] * len(questions)
     figures = [(answer["parameters"] / 1e9, answer["cache_per_token"] / 1024) for answer in answers]
@@ -69,7 +69,7 @@ def test_a_real_engines_worker_holds_it(name: str, experts: bool, tmp_path: Path
     engine_spec = spec(directory, dtype="float32", **settings)
     (tmp_path / "alone").mkdir()
     (tmp_path / "alone" / "config.json").write_text(json.dumps(config))
-    (answer,) = count_ranks([asked("vllm", tmp_path / "alone", engine_spec)], ENGINES)
+    (answer,) = count_ranks([engine_request("vllm", tmp_path / "alone", engine_spec)], ENGINES)
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.engine_counts"],
         input=json.dumps(asdict(engine_spec)),

@@ -14,7 +14,7 @@ EVERY += [
 ]
 
 
-def told(tensors: list[Tensor], odd: int | None = None, *, whole: str = "") -> SliceTable:
+def described(tensors: list[Tensor], odd: int | None = None, *, whole: str = "") -> SliceTable:
     """Simulate the loader of rank 1 of two: its half of each tensor, q and k fused. Layer `odd` has the other half."""
     describer = SliceTableBuilder()
     for name, shape, dtype in tensors:
@@ -33,11 +33,11 @@ def test_the_first_and_the_last_tell_of_those_between() -> None:
     sampled = SampledLayers.of(EVERY)
     names = [name for name, *_ in sampled.tensors]
     assert names == [name for name, *_ in EVERY if name.split(".")[2] in ("weight", "0", "1", str(LAYERS - 1))]
-    expanded = sampled.expand(told(sampled.tensors))
-    assert expanded is not None and expanded.digest == told(EVERY).digest
+    expanded = sampled.expand(described(sampled.tensors))
+    assert expanded is not None and expanded.digest == described(EVERY).digest
 
 
 def test_layers_that_are_not_alike_tell_nothing() -> None:
     sampled = SampledLayers.of(EVERY)
-    assert sampled.expand(told(sampled.tensors, odd=LAYERS - 1)) is None
-    assert sampled.expand(told(sampled.tensors, whole="layers.1.q")) is None
+    assert sampled.expand(described(sampled.tensors, odd=LAYERS - 1)) is None
+    assert sampled.expand(described(sampled.tensors, whole="layers.1.q")) is None

@@ -45,7 +45,7 @@ class _ExperimentalConfig:
         sys_io=False,
         sys_interconnection=False,
     ):
-        self.given = profiler_level, aic_metrics, export_type, mstx
+        self.settings = profiler_level, aic_metrics, export_type, mstx
 
 
 def tensorboard_trace_handler(dir_name=None, worker_name=None, analyse_flag=True, async_mode=False):
@@ -68,10 +68,10 @@ class profile:
         use_cuda=None,
     ):
         contents = [name for name, enabled in (("shapes", record_shapes), ("memory", profile_memory), ("stack", with_stack), ("modules", with_modules)) if enabled]  # fmt: skip
-        self.given = activities, contents, experimental_config.given, on_trace_ready
+        self.settings = activities, contents, experimental_config.settings, on_trace_ready
 
     def start(self):
-        called.append(f"profile {self.given}")
+        called.append(f"profile {self.settings}")
 
     def stop(self):
         called.append("profiled")
