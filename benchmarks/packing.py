@@ -137,8 +137,8 @@ def compare_methods(flops: ModelFlops, samples: int = 2048, ranks: int = 8) -> N
         lengths = draw(name, samples, cap, seed=0)
         costs = flops.of(lengths)
         plan = plan_micro_batches(lengths, ranks, limit, 1, costs)
-        megarl = [[slot.sample for slot in batch if not slot.filler] for rank in plan for batch in rank]
-        columns = [megarl, first_fit_decreasing(lengths, limit), largest_differencing(costs, len(megarl))]
+        ours = [[slot.sample for slot in batch if not slot.filler] for rank in plan for batch in rank]
+        columns = [ours, first_fit_decreasing(lengths, limit), largest_differencing(costs, len(ours))]
         cells = (" / ".join(f"{value:.3f}" for value in figures(bins, lengths, costs, limit)) for bins in columns)
         print(f"| {name} | {cap} | {limit} | {' | '.join(cells)} |")
 

@@ -21,12 +21,12 @@ from megarl.subprocess_pool.job import Answered, Outcome
 from megarl.subprocess_pool.pool import ProcessPool
 
 GROUP = 8  # samples scored together
-ENDLESS = "9^{9^{9^{9}}}"  # sympy computes it without end and ignores signals
+ENDLESS = "9^{9^{9^{9}}}"  # sympy computes this practically forever, and Python handles no signal meanwhile
 
 
 def gsm8k_rows(count: int) -> list[ScoreRequest]:
     """Return answers of about 600 characters; every second answer is right."""
-    working = "Natalia sold 48 / 2 = <<48/2=24>>24 clips in May, and as many again in June.\n" * 8
+    working = "Natalia sold 48 / 2 = <<48/2=24>>24 clips in May, and a dozen more in June.\n" * 8
     return [ScoreRequest(f"{working}#### {72 + i % 2}", "72", "openai/gsm8k", uid=str(i)) for i in range(count)]
 
 
