@@ -268,7 +268,7 @@ def test_a_second_run_is_refused_with_the_first_ones_process(tmp_path: Path) -> 
     assert RunDirectory(tmp_path).lock() is None
 
 
-def test_holds_a_run(tmp_path: Path) -> None:
+def test_has_results(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "new")
     assert not run.has_results() and not run.is_run_directory()
     run.lock()
