@@ -184,7 +184,9 @@ def test_a_schema_that_cannot_be_applied_refuses_the_call() -> None:
         "Error: its arguments cannot be held to the tool's schema: OverflowError"
     )
     assert answer_to("odd", b=1).startswith("Error: its arguments cannot be held to the tool's schema: ")
-    assert "stopped" in answer_to("slow", a="a" * 40 + "!")  # it was called: a pattern is the tool's own to look at
+    assert "stopped" in answer_to(
+        "slow", a="a" * 40 + "!"
+    )  # the call reached the tool: patterns are not checked before
 
 
 def test_several_calls_of_a_turn() -> None:
@@ -198,7 +200,7 @@ def test_several_calls_of_a_turn() -> None:
     ("settings", "reason", "turns", "calls"),
     [
         ({"max_turns": 2}, "turns", 2, 1),
-        ({"max_tool_seconds": 3.0}, "tool_time", 3, 2),  # 1.5 s a call: nothing is left after two
+        ({"max_tool_seconds": 3.0}, "tool_time", 3, 2),  # 1.5 s a call: the budget ends after two
         ({"room": 60}, "length", 1, 1),  # the call takes 46 tokens, and the answer does not fit
     ],
 )

@@ -56,7 +56,7 @@ def test_qwen_calls(text: str, expected: list[ToolCall]) -> None:
         ('<tool_call>{"name": "add", "arguments": "a=1"}</tool_call>', "add", "arguments are not valid JSON"),
         (f"<tool_call>{'[' * 100_000}</tool_call>", "", "not valid JSON"),
         (hermes('{"name": "add", "arguments": {"a": ' + "[" * 32 + "]" * 32 + "}}"), "add", "nested more than 32 deep"),
-        # What no message between processes, no record and no service could take.
+        # Values that cannot be sent between processes, recorded or sent to a service.
         (hermes('{"name": "add", "arguments": {"a": NaN}}'), "add", "a number that is not finite"),
         (hermes('{"name": "add", "arguments": {"a": [1e999]}}'), "add", "a number that is not finite"),
         (hermes('{"name": "add", "arguments": {"a": "\\ud83d"}}'), "add", "text that is not Unicode"),
@@ -96,7 +96,7 @@ def test_the_format_is_known_by_the_template() -> None:
     assert format_of("<tool_call>\n<function=example>") is None  # Qwen3-Coder's is another one
 
 
-# ---- what stands between turns
+# ---- text between turns
 
 
 def between(tokenizer: Tokenizer, answers: Sequence[tuple[str, str]], **args: Any) -> str:

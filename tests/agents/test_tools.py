@@ -269,7 +269,7 @@ def test_an_mcp_server_that_we_start(monkeypatch: pytest.MonkeyPatch) -> None:
             assert (await server.call("mood", {}, context, 20)).answer.text == "fine"
             wrong = await server.call("fail", {"how": "so"}, context, 20)
             assert (wrong.failure, wrong.answer.text) == ("error", "Error executing tool fail")  # the server's words
-            # The server ends: the call is given up, and the next one has a new server.
+            # The server ends: the call fails, and the next call starts a new server.
             with pytest.raises(ToolUnavailable, match="'mine'"):
                 await server.call("fail", {"how": "exit"}, context, 20)
             assert (await server.call("add", {"a": 2, "b": 4}, context, 20)).answer.text == "6"

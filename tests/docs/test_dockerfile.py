@@ -18,7 +18,7 @@ BASH = shutil.which("bash")
 TEXT = Path(ROOT, "Dockerfile.npu").read_text()
 FILES = sorted(Path(ROOT, "launch/npu_versions").glob("cann-*.env"))
 NPU_SETS = {chosen.system["CANN"].lower(): chosen for chosen in SETS if chosen.device == "npu"}
-# What a file's names are called in the doctor's table.
+# Names of a file's variables in the doctor's table.
 PACKAGES = {
     "TORCH": "torch",
     "TORCH_NPU": "torch-npu",

@@ -92,11 +92,11 @@ def test_live_console_shows_the_run_and_restores_the_terminal() -> None:
             raise RuntimeError
         finally:
             live.close()
-    live.close()  # a second time does nothing
+    live.close()  # a second call has no effect
     assert sys.stdout is stdout, "prints go where they went before"
     patience = time.monotonic() + 5
     while set(threading.enumerate()) - before and time.monotonic() < patience:
-        time.sleep(0.01)  # rich tells its thread to stop and does not wait for it
+        time.sleep(0.01)  # rich stops its thread without waiting for it
     assert set(threading.enumerate()) <= before, "the console's threads have ended"
     shown = stream.getvalue()
     for part in (

@@ -116,7 +116,7 @@ def test_truncate_keeps_earlier_lines_and_moves_the_later_ones(run_dir: RunDirec
     assert log.truncate_after(3) == 2
     assert run_dir.metrics.read_bytes() == b"".join(before[:4])
     assert run_dir.discarded_metrics.read_bytes() == b"".join(before[4:])
-    log.write(4, {"a": 7.0})  # into the new file, not the one that was replaced
+    log.write(4, {"a": 7.0})  # into the new file, not into the replaced file
     assert read_metrics(run_dir.metrics)[-1] == {"step": 4, "a": 7.0}
     log.truncate_after(2)
     assert [line["step"] for line in read_metrics(run_dir.discarded_metrics)] == [4, 5, 3, 4]
@@ -154,7 +154,7 @@ def test_full_disk_leaves_whole_lines_and_says_what_to_do(tmp_path: Path) -> Non
         steps = [line["step"] for line in read_metrics(run_dir.metrics)]
         assert steps == list(range(len(steps))) and len(steps) > 5
         (disk / "other").unlink()
-        log.write(len(steps), metrics)  # once there is space again, the same log goes on
+        log.write(len(steps), metrics)  # with free space, the same log continues
         assert len(read_metrics(run_dir.metrics)) == len(steps) + 1
 
 

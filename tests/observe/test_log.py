@@ -114,7 +114,7 @@ def test_resume_takes_back_later_steps_and_says_so(tmp_path: Path) -> None:
     for step in range(1, 6):
         log.samples(step, [{"response": "x"}])
         log.step(step)
-    log.run_dir.unlock()  # as a kill would: nothing is closed
+    log.run_dir.unlock()  # like a kill: no file is closed
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 6')
     with RunLog(recipe, tmp_path, 4, 10) as log:

@@ -101,7 +101,7 @@ def test_what_vllm_is_told(tmp_path: Path) -> None:
         spec = EngineSpec(**common, tensor_parallel=tensor, data_parallel=data, expert_parallel=spread)
         arguments = build_engine_args(spec, "cuda")
         assert arguments.get("enable_expert_parallel", False) is spread
-        # In the engine's own process where there is one worker: requests enter whole, and weights need no second copy.
+        # A single worker runs in the engine's process: requests enter whole, and weights need no second copy.
         assert arguments.get("distributed_executor_backend") == ("uni" if (tensor, data) == (1, 2) else None)
 
 
@@ -167,7 +167,7 @@ def test_an_engine_that_fails_while_it_steps_for_others_is_noticed() -> None:
     services: Any = [Service(0, {}), Service(1, {"watch": RuntimeError("engine 'engine1' died")})]
     with pytest.raises(RuntimeError, match="'engine1' died"):
         check_engines_too(handles(services), lambda: calls.append(None))()
-    assert len(calls) == 2  # a process that is gone says more, and comes first
+    assert len(calls) == 2  # a dead process is reported first
 
 
 def test_a_group_may_span_machines_and_an_engine_may_not() -> None:

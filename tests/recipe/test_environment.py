@@ -27,7 +27,7 @@ DEEPSEEK = RECIPES / "grpo_deepseek_v3.yaml"
 FORTY = {"SIZE": at_least(40, "tables are large")}
 
 
-# --- who decides ----------------------------------------------------------------------------------
+# --- precedence -----------------------------------------------------------------------------------
 
 
 def settings(recipe: dict[str, str], required: dict[str, Requirement] | None = None) -> RoleSettings:

@@ -28,7 +28,7 @@ CASES = [
     (r"<think>x</think> \boxed{}", 0, 1),
     (r"<think>a<think>b</think> c</think> \boxed{5}", 1, 1),
     (r"\boxed{5}", 1, 0),
-    (r" <think>x</think>\boxed{5}", 1, 0),  # the whole response: nothing may stand before the tag
+    (r" <think>x</think>\boxed{5}", 1, 0),  # the whole response: no text before the tag
     (r"x<think>x</think>\boxed{5}", 1, 0),
     (r"<THINK>x</THINK>\boxed{5}", 1, 0),
     (r"<think>x \boxed{5}", 1, 0),  # never closed

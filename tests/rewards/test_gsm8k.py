@@ -29,7 +29,7 @@ def value(response, ground_truth):
         ("#### 3", "-3", 0),
         ("#### 1,080", "1080", 1),
         ("#### 1080", "1,080", 1),
-        ("#### 10,80", "1080", 1),  # separators do not matter, wherever they stand
+        ("#### 10,80", "1080", 1),  # separators at any place are ignored
         ("#### 12", "$12", 1),
         ("#### 0.5", "0.5", 1),
         ("#### 72.0", "72", 0),

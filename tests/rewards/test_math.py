@@ -172,7 +172,7 @@ DAPO = [
     (r"\sqrt{2}", r"Answer: \sqrt2", 1, r"\sqrt{2}"),
     ("(1,2)", "Answer: (1, 2)", 1, "(1,2)"),
     ("[1,2)", "Answer: (1, 2)", 0, "(1,2)"),
-    ("34", "Answer:\n34", 1, "34"),  # white space may lie between, lines included
+    ("34", "Answer:\n34", 1, "34"),  # white space and line breaks between them are allowed
     ("34", r"so it is \boxed{34}", 1, "34"),
     ("34", r"so it is \boxed{33}, or \boxed{34}", 1, "34"),
     ("34", r"\boxed{34} Answer: 33", 0, "33"),  # a box counts only where no answer is named

@@ -36,7 +36,7 @@ def scored(result):
             Score(0.75, {"steps": -0.25}, steps=((2, 0.25), (6, -0.5))),
         ),
         ({"score": 1, "steps": []}, Score(1.0, {"steps": 0.0})),
-        # What the sum is announced to be does not depend on the order: of floats, (0.1 + 0.2) + 0.3 is not 0.6.
+        # The sum of the steps is exact, unlike (0.1 + 0.2) + 0.3 in floats.
         (
             {"score": 0, "steps": [(1, 0.1), (2, 0.2), (3, 0.3)]},
             Score(0.6, {"steps": 0.6}, steps=((1, 0.1), (2, 0.2), (3, 0.3))),

@@ -64,7 +64,7 @@ def test_every_sample_is_accounted_for(make: Callable[..., ProcessPool]) -> None
     kinds = {"hang": "timeout", "exit": "crash", "kill": "crash", "raise": "error", "": "score"}
     for behavior, (result, retries) in zip(whats, results, strict=True):
         if not behavior:
-            assert (result, retries) == (Score(1.0), 0)  # no blame for what waited behind one that failed
+            assert (result, retries) == (Score(1.0), 0)  # no retries for requests that waited behind a failed one
             continue
         assert isinstance(result, Failed)
         assert (result.kind, result.attempts, retries) == (kinds[behavior], 2, 1)

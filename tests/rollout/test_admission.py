@@ -77,7 +77,7 @@ def test_exhausted_batch_closes_short_and_the_next_is_whole() -> None:
             admission.finish(group(number), accepted=number == 5)
     batch = admission.closed.popleft()
     assert len(batch) == 8 and [accepted.number for accepted in accepted_groups(batch)] == [5]
-    assert admission.idle()  # nothing more may start for it
+    assert admission.idle()  # no further request may start for it
     admission.version = 1
     assert admission.capacity() == 4
 

@@ -83,7 +83,7 @@ class TestDivergence:
         together, _ = gkd(batch, settings(loss="gkd", distill_beta=beta))
         (slope,) = torch.autograd.grad(together.sum(), batch.top_log_probs)
         assert together.abs().max() < 1e-12
-        # Moving log-probs apart from each other is a first-order nothing: the divergence has its minimum here.
+        # The divergence has its minimum here, so its gradient is zero.
         assert slope.abs().max() < 1e-12
 
     def test_what_a_model_does_not_have_changes_nothing(self) -> None:

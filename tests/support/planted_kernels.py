@@ -30,7 +30,7 @@ Fault = Callable[[Any], None]
 
 
 class Planted(KernelRank):
-    """A check rank whose models have a fault. `undo` removes it when the model is gone."""
+    """A check rank with a fault in its models. `undo` removes it when the model is gone."""
 
     def __init__(self) -> None:
         super().__init__("cpu")

@@ -51,7 +51,7 @@ def test_gsm8k_rows_have_verls_columns(tmp_path):
     assert row["prompt"] == [{"role": "user", "content": f"{question}\n{gsm8k.INSTRUCTION}"}]
     assert row["extra_info"]["question"] == question and row["extra_info"]["answer"].endswith("#### 1,080")
     assert (row["extra_info"]["split"], row["extra_info"]["index"]) == ("train", 2)
-    (learned,) = read_rows([tmp_path / "train.parquet"], ("prompt", "response"))[2:3]  # what SFT reads
+    (learned,) = read_rows([tmp_path / "train.parquet"], ("prompt", "response"))[2:3]  # columns that SFT reads
     assert learned.values["response"] == row["extra_info"]["answer"]
 
 
@@ -185,7 +185,7 @@ def test_the_quickstart_folder_is_what_its_recipes_read(quickstart):
     for row, example in zip(rows, SFTDataset([path], tokenizer, config, 128), strict=True):
         response = example.tokens[example.loss_mask]
         assert response[-1] == tokenizer.eos_id and tokenizer.decode(response) == row["response"]
-        assert len(response) <= 48  # what the recipe lets a response have
+        assert len(response) <= 48  # the recipe's limit of a response
 
 
 @pytest.fixture

@@ -299,7 +299,7 @@ def test_sources_that_cannot_be_read(tmp_path: Path, command: str) -> None:
     assert "neither a file, nor a folder, nor a hub name" in message(tmp_path / "no" / "such")
     (tmp_path / "empty").mkdir()
     assert "has neither train.jsonl nor train.parquet, but nothing" in message(tmp_path / "empty")
-    if command not in ("math", "geo3k"):  # which have two splits, so they take no single file
+    if command not in ("math", "geo3k"):  # which have two splits and accept no single file
         assert "no column" in message(write_jsonl(tmp_path / "rows.jsonl", [{"a": 1}]))
         (tmp_path / "rows.csv").write_text("question,answer\n1,2\n")
         assert "docs/data.md" in message(tmp_path / "rows.csv")

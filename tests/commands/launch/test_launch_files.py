@@ -91,7 +91,7 @@ def test_slurm_hands_the_signal_of_a_preemption_to_the_run(sbatch):
     assert job.stdout.readline() == "up\n"
     ours = descendants(job.pid)
     job.send_signal(signal.SIGTERM)
-    assert job.wait(20) == 128 + signal.SIGTERM  # what the launcher says of itself
+    assert job.wait(20) == 128 + signal.SIGTERM  # the launcher's description
     assert wait_until(lambda: not [pid for pid in ours if alive(pid)], 10)
 
 

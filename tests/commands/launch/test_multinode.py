@@ -158,7 +158,7 @@ def test_a_single_node_runs_the_command_as_it_is(node):
 @pytest.mark.stack
 def test_two_nodes_join_run_and_return_one_exit_status(node):
     head = node(0, sys.executable, "-c", NODES)
-    time.sleep(2)  # the other one is late
+    time.sleep(2)  # the other node is late
     member = node(1, "true")
     output, _ = head.communicate(timeout=120)
     assert "NODES ['127.0.0.2', '127.0.0.3'] 2.0" in output

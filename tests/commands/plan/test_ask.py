@@ -12,7 +12,7 @@ from megarl.commands.plan.count import rank_client as module
 from megarl.commands.plan.count.rank_client import RankClient, RankRequest
 from megarl.recipe.schema import Recipe
 
-# A stand-in for child.py whose answer repeats the request; rank 7 fails, rank 8 ends it, rank 9 takes long.
+# A stand-in for child.py that repeats the request as its answer; rank 7 fails, rank 8 ends it, rank 9 takes long.
 CHILD = """
 import json, sys, time
 for line in sys.stdin:

@@ -41,12 +41,12 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
         ({"train_flops": 5e11}, {"train_share": 0.25}),
         ({"prefill_flops": 5e11}, {"prefill_share": 0.25}),
         ({"decode_bandwidth": 5e8}, {"decode_share": 0.25}),
-        # A bound lowers what was assumed, and never raises it; a rate measured for this link has precedence.
+        # A bound lowers an assumed rate and never raises it; a rate measured for this link has precedence.
         ({"matmul_flops": 8e11}, {"train_share": 0.4, "prefill_share": 0.4}),
         ({"matmul_flops": 1.9e12}, {}),
         ({"matmul_flops": 8e11, "train_flops": 1.2e12}, {"train_share": 0.6, "prefill_share": 0.4}),
         ({"memory_bandwidth": 4e8}, {"decode_share": 0.2}),
-        # More than the data sheet says: the peak is raised, and other shares remain the same rates.
+        # A rate above the data sheet's: the peak is raised, and other shares remain the same rates.
         ({"train_flops": 4e12}, {"flops": 4e12, "train_share": 1.0, "prefill_share": 0.25}),
         ({"link": 1.5e9}, {"link": 3e9}),
         ({"host_link": 2e8}, {"host_link": 4e8}),

@@ -198,7 +198,7 @@ SAME = Lengths(prompt=10, shortest=100, longest=100, assumed="")
 
 
 def test_responses_are_written_step_by_step() -> None:
-    """All sequences begin and end together: 100 steps of 5 sequences, whose caches grow from 10 to 110 tokens."""
+    """All sequences begin and end together: 100 steps of 5 sequences with caches of 10 to 110 tokens."""
     phase = generate(engines(), SAME, prompts=1, samples=5)
     step = 2 * (4 * 400 + 1000) + 5 * 60 * (4 * 8 * 2)  # weights but the embedding; caches of 60 tokens in the mean
     assert phase.memory == pytest.approx(100 * step / 1e9)

@@ -1,4 +1,4 @@
-"""Layouts of a search: exactly those that the checks of a run accept."""
+"""Layouts of a search: exactly the layouts that the checks of a run accept."""
 
 from __future__ import annotations
 

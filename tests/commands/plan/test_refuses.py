@@ -70,7 +70,7 @@ def test_what_cannot_work_is_refused_with_advice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)  # where a recipe's own scorer lies
+    monkeypatch.syspath_prepend(tmp_path)  # folder of a recipe's scorer
     check(bad, *refusal_of(bad, quickstart_data, tmp_path, capsys))
 
 

@@ -61,7 +61,7 @@ class Judges:
         return choice.layout.pipeline_parallel == 4
 
     def is_forecast(self, choice: Choice) -> bool:
-        return choice.recompute == "none"  # others are left to who counts
+        return choice.recompute == "none"  # only layouts without recomputation
 
     def excess(self, choice: Choice, near: float = 1.01) -> float:
         return float(choice.layout.shape == self.doubts)
