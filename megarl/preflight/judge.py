@@ -37,7 +37,7 @@ def check_judge(recipe: Recipe, config: dict[str, Any], sets: Sequence[PromptDat
         )
     try:
         codec = JudgeCodec(tokenizer, judge)
-        template = max(len(codec.tokens(replace(data[0], question=""), "")) for data in sets)
+        template_tokens = max(len(codec.tokens(replace(data[0], question=""), "")) for data in sets)
     except ValueError as error:
         raise RecipeError("judge.prompt", str(error), "correct the template, or the rows' columns") from error
     if "ground_truth" in codec.template.reads:
@@ -46,12 +46,13 @@ def check_judge(recipe: Recipe, config: dict[str, Any], sets: Sequence[PromptDat
             if row is not None:
                 problem = f"the template reads ground_truth, and row {row} has no reward_model.ground_truth"
                 raise RecipeError("judge.prompt", problem, "add it to the rows, or leave it out of the template")
-    read = recipe.data.max_prompt_length if "prompt" in codec.template.reads else 0
-    longest = template + read + recipe.rollout.max_response_length
+    prompt_tokens = recipe.data.max_prompt_length if "prompt" in codec.template.reads else 0
+    longest = template_tokens + prompt_tokens + recipe.rollout.max_response_length
     if longest > judge.max_prompt_length:
+        prompt_text = f"data.max_prompt_length is {prompt_tokens} and " if prompt_tokens else ""
         raise RecipeError(
             "judge.max_prompt_length",
-            f"the template and a row's other columns take {template} tokens, {f'data.max_prompt_length is {read} and ' if read else ''}"
+            f"the template and a row's other columns take {template_tokens} tokens, {prompt_text}"
             f"rollout.max_response_length {recipe.rollout.max_response_length}: {longest}. Long responses would have no reward",
             f"set it to {longest} or more (the judge may need more tokens for a text than the policy)",
             value=judge.max_prompt_length,

@@ -134,9 +134,9 @@ def read_tokenizer(recipe: Recipe, config: Config) -> Tokenizer:
 
 def policy_errors(recipe: Recipe, config: Config) -> Iterator[ValueError]:
     """Yield errors of a policy that cannot be trained or sampled from. `config`: its config.json."""
-    unknown = list(errors_of(check_known_model, config, POLICY, recipe.model.path))
-    yield from unknown
-    if unknown:  # the checks below read fields that may be missing
+    model_errors = list(errors_of(check_known_model, config, POLICY, recipe.model.path))
+    yield from model_errors
+    if model_errors:  # the checks below read fields that may be missing
         return
     yield from errors_of(check_layout, config, recipe.megatron, recipe.cluster.trainers)
     yield from errors_of(check_lora, config, recipe.lora, recipe.megatron)
@@ -162,9 +162,9 @@ def critic_errors(recipe: Recipe, config: Config) -> Iterator[ValueError]:
     """Yield errors of the critic's model and its layout. `config`: its config.json."""
     view = critic_view(recipe)
     key = CRITIC if recipe.critic.model_path else POLICY
-    unknown = list(errors_of(check_known_model, config, key, view.model.path))
-    yield from unknown
-    if unknown:
+    model_errors = list(errors_of(check_known_model, config, key, view.model.path))
+    yield from model_errors
+    if model_errors:
         return
     if "vision_config" in config:
         remedy = "name a language model in critic.model_path, or use another algorithm.advantage"

@@ -65,8 +65,8 @@ def find_place(recipe: Recipe, identity: dict[str, Any]) -> RunPlace:
     notices: list[str] = []
     checksums = recipe.train.verify_checkpoints == "checksums"
     checkpoint = find_checkpoint(recipe.train.resume, directory.checkpoints, checksums=checksums, notice=notices.append)
-    for refusal in run_directory_errors(recipe):
-        raise refusal
+    for error in run_directory_errors(recipe):
+        raise error
     if checkpoint is None:
         return RunPlace(directory, None, 1, identity, notices)
     check_identity(checkpoint, identity)

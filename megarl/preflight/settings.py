@@ -33,10 +33,10 @@ def only_evaluates(recipe: Recipe) -> bool:
 
 def demand_of(recipe: Recipe) -> Demand:
     """Return the devices that `train` needs, or `eval` if the recipe has no training data."""
-    trains, samples = not only_evaluates(recipe), recipe.train.source == "rollout"
+    trains, uses_rollout = not only_evaluates(recipe), recipe.train.source == "rollout"
     fixed = [section for section in fixed_models(recipe) if trains or section == JUDGE]
     critic = trains and uses_critic(recipe.algorithm)
-    return Demand.of(recipe, trainers=trains, engines=samples, critic=critic, fixed=fixed)
+    return Demand.of(recipe, trainers=trains, engines=uses_rollout, critic=critic, fixed=fixed)
 
 
 def training_setting_errors(recipe: Recipe) -> Iterator[ValueError]:
@@ -77,8 +77,8 @@ def evaluation_setting_errors(recipe: Recipe) -> Iterator[ValueError]:
 
 def check_demand(recipe: Recipe) -> None:
     """Raise ValueError if colocated engines or the critic need more devices than the trainers have."""
-    samples, critic = recipe.train.source == "rollout", uses_critic(recipe.algorithm)
-    demand = Demand.of(recipe, trainers=True, engines=samples, critic=critic, fixed=fixed_models(recipe))
+    uses_rollout, critic = recipe.train.source == "rollout", uses_critic(recipe.algorithm)
+    demand = Demand.of(recipe, trainers=True, engines=uses_rollout, critic=critic, fixed=fixed_models(recipe))
     demand.require_trainers_devices_suffice()
 
 

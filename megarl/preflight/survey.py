@@ -14,9 +14,7 @@ from megarl.cluster.device_map import place
 from megarl.engines.specs import fixed_models
 from megarl.megatron.config_fields import fields_of_megatron
 from megarl.preflight.findings import Available, RecipeFinding, Survey
-from megarl.preflight.models import (
-    POLICY,
-)
+from megarl.preflight.models import POLICY
 from megarl.preflight.run_directory import run_directory_errors
 from megarl.preflight.settings import (
     check_demand,
@@ -85,8 +83,8 @@ def _check_machines(survey: Survey) -> None:
 def _report_packages(survey: Survey) -> None:
     """Report settings of packages that are not installed: their names cannot be checked."""
     recipe = survey.recipe
-    samples = recipe.train.source == "rollout"
-    for section in [*(["rollout"] if samples else []), *fixed_models(recipe)]:
+    uses_rollout = recipe.train.source == "rollout"
+    for section in [*(["rollout"] if uses_rollout else []), *fixed_models(recipe)]:
         settings = getattr(recipe, section)
         with survey.part(f"{section}.engine"):
             if settings.engine_args and not engines.can_check_args(settings.engine):

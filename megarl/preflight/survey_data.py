@@ -18,14 +18,8 @@ from megarl.data.tokenizer import Tokenizer
 from megarl.preflight.data import Prepared, check_rewards, file_errors, prepare_rewards, read_data
 from megarl.preflight.findings import Survey
 from megarl.preflight.judge import check_judge
-from megarl.preflight.models import (
-    CRITIC,
-    JUDGE,
-    POLICY,
-)
-from megarl.preflight.settings import (
-    route_notices,
-)
+from megarl.preflight.models import CRITIC, JUDGE, POLICY
+from megarl.preflight.settings import route_notices
 from megarl.recipe.data import MixedSet, files_of
 from megarl.recipe.uses import uses_judge
 from megarl.rewards.weighted import needed_columns
@@ -127,9 +121,9 @@ def _read_sample(survey: Survey, tokenizer: Tokenizer, files: Mapping[str, list[
 
 def _report_lengths(survey: Survey, prepared: Prepared) -> None:
     recipe = survey.recipe
-    samples = recipe.train.source == "rollout"
-    limit = recipe.data.max_prompt_length + (0 if samples else recipe.rollout.max_response_length)
-    name_of_limit = "data.max_prompt_length" if samples else "data.max_prompt_length + rollout.max_response_length"
+    uses_rollout = recipe.train.source == "rollout"
+    limit = recipe.data.max_prompt_length + (0 if uses_rollout else recipe.rollout.max_response_length)
+    name_of_limit = "data.max_prompt_length" if uses_rollout else "data.max_prompt_length + rollout.max_response_length"
     for name, rows in (
         ("training", prepared.prompts or prepared.examples),
         ("evaluation", prepared.evaluation or prepared.held_out),

@@ -28,9 +28,7 @@ from megarl.preflight.models import (
     sampled_errors,
 )
 from megarl.preflight.recipe.critic import ONE_LAYOUT
-from megarl.preflight.settings import (
-    check_device,
-)
+from megarl.preflight.settings import check_device
 
 
 def check_models(survey: Survey) -> None:

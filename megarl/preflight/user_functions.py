@@ -82,7 +82,7 @@ def _try_loss(settings: AlgorithmConfig, function: Callable[..., Any]) -> None:
     )
     result = _call("loss", settings, function, inputs)
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
-        _refuse(
+        _raise_error(
             "loss",
             settings,
             function,
@@ -90,7 +90,7 @@ def _try_loss(settings: AlgorithmConfig, function: Callable[..., Any]) -> None:
         )
     _expect("loss", settings, function, result[0], len(_MASK), "tokens")
     if not result[0].requires_grad:
-        _refuse(
+        _raise_error(
             "loss", settings, function, "returned a loss that does not depend on log_probs, so its gradient is zero"
         )
     for name, values in result[1].items():
@@ -107,7 +107,7 @@ def _call(key: str, settings: AlgorithmConfig, function: Callable[..., Any], arg
             if frame.filename == inspect.getsourcefile(function)
         ]
         line = f" in line {frames[-1].lineno}" if frames else ""
-        _refuse(key, settings, function, f"failed{line}: {type(error).__name__}: {error}")
+        _raise_error(key, settings, function, f"failed{line}: {type(error).__name__}: {error}")
 
 
 def _expect(
@@ -122,10 +122,10 @@ def _expect(
     shape = tuple(getattr(values, "shape", ()))
     if shape != (count,):
         text = f"an array of shape {list(shape)}" if hasattr(values, "shape") else type(values).__name__
-        _refuse(key, settings, function, f"returned {label}{text}, expected one number for each of {count} {unit}")
+        _raise_error(key, settings, function, f"returned {label}{text}, expected one number for each of {count} {unit}")
 
 
-def _refuse(key: str, settings: AlgorithmConfig, function: Callable[..., Any], problem: str) -> NoReturn:
+def _raise_error(key: str, settings: AlgorithmConfig, function: Callable[..., Any], problem: str) -> NoReturn:
     name, place = getattr(settings, key), f"{inspect.getsourcefile(function)}:{function.__code__.co_firstlineno}"
     raise RecipeError(
         f"algorithm.{key}",

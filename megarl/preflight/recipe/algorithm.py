@@ -70,14 +70,14 @@ def _import_error(algorithm: AlgorithmConfig) -> RecipeError | None:
     try:
         import_modules(algorithm)
     except Exception as error:  # noqa: BLE001 - a user's module may raise anything
-        refusal = RecipeError(
+        failure = RecipeError(
             "algorithm.modules",
             f"the import failed{_user_line(error)}: {type(error).__name__}: {error}",
             _import_remedy(error, algorithm.modules),
             value=list(algorithm.modules),
         )
-        refusal.__cause__ = error
-        return refusal
+        failure.__cause__ = error
+        return failure
     return None
 
 

@@ -257,8 +257,8 @@ def engine_group_errors(recipe: Recipe) -> Errors:
 
 
 def offload_errors(recipe: Recipe) -> Errors:
-    sole = recipe.cluster.placement == "disaggregated" or recipe.train.source != "rollout"
-    if recipe.megatron.offload and sole:
+    unshared = recipe.cluster.placement == "disaggregated" or recipe.train.source != "rollout"
+    if recipe.megatron.offload and unshared:
         yield RecipeError(
             "megatron.offload",
             "the trainers share their devices with no engine, so nothing would be offloaded",

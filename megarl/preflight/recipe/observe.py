@@ -62,12 +62,12 @@ def check_traces(recipe: Recipe, kind: DeviceKind) -> None:
 
 def trace_errors(recipe: Recipe, kind: DeviceKind) -> Iterator[RecipeError]:
     """Yield an error for each setting that the profiler of `kind` does not support."""
-    observe, can = recipe.observe, kind.tracing
+    observe, tracing = recipe.observe, kind.tracing
     for name, value, choices in (
-        ("profile_contents", observe.profile_contents, can.contents),
-        ("profile_level", [observe.profile_level] if observe.profile_level else [], can.levels),
-        ("profile_metrics", [observe.profile_metrics] if observe.profile_metrics else [], can.metrics),
-        ("profile_export", [observe.profile_export] if observe.profile_export else [], can.exports),
+        ("profile_contents", observe.profile_contents, tracing.contents),
+        ("profile_level", [observe.profile_level] if observe.profile_level else [], tracing.levels),
+        ("profile_metrics", [observe.profile_metrics] if observe.profile_metrics else [], tracing.metrics),
+        ("profile_export", [observe.profile_export] if observe.profile_export else [], tracing.exports),
     ):
         if unknown := [entry for entry in value if entry not in choices]:
             has = (
@@ -89,8 +89,8 @@ def trace_errors(recipe: Recipe, kind: DeviceKind) -> Iterator[RecipeError]:
             value=list(observe.profile_contents),
         )
     settings = {
-        "profile_mstx": (observe.profile_mstx, can.marks),
-        "profile_analysis": (not observe.profile_analysis, can.analysis),
+        "profile_mstx": (observe.profile_mstx, tracing.marks),
+        "profile_analysis": (not observe.profile_analysis, tracing.analysis),
     }
     for name, (is_set, supported) in settings.items():
         if is_set and not supported:
@@ -100,14 +100,14 @@ def trace_errors(recipe: Recipe, kind: DeviceKind) -> Iterator[RecipeError]:
                 "leave it out",
                 value=getattr(observe, name),
             )
-    if observe.profile_metrics in can.metrics and observe.profile_level not in can.levels_of_metrics:
+    if observe.profile_metrics in tracing.metrics and observe.profile_level not in tracing.levels_of_metrics:
         yield RecipeError(
             "observe.profile_metrics",
-            f"counters are recorded only at {' and '.join(can.levels_of_metrics)}",
-            f"set observe.profile_level={can.levels_of_metrics[0]}",
+            f"counters are recorded only at {' and '.join(tracing.levels_of_metrics)}",
+            f"set observe.profile_level={tracing.levels_of_metrics[0]}",
             value=observe.profile_metrics,
         )
-    if observe.profile_level and observe.profile_level == can.level_of_marks and not observe.profile_mstx:
+    if observe.profile_level and observe.profile_level == tracing.level_of_marks and not observe.profile_mstx:
         yield RecipeError(
             "observe.profile_level",
             "this level records only marks",

@@ -27,11 +27,11 @@ def _problems(recipe: Recipe, section: str, extra: Mapping[str, Any]) -> Iterato
     """Yield (field, problem, remedy)."""
     wrong = []
     for name, value in extra.items():
-        number = name == SHARE
+        is_number = name == SHARE
         if refusal := refusal_of_optimizer_field(name, section):
             wrong.append((name, *refusal))
-        elif isinstance(value, bool) == number or not isinstance(value, (int, float) if number else bool):
-            words = "a number" if number else "true or false"
+        elif isinstance(value, bool) == is_number or not isinstance(value, (int, float) if is_number else bool):
+            words = "a number" if is_number else "true or false"
             wrong.append((name, f"it must be {words}, without quotes", "change the value"))
     yield from wrong
     if wrong:  # the checks below compare values
