@@ -1,4 +1,4 @@
-"""Fixtures that more than one file of tests needs."""
+"""Fixtures shared by several test files."""
 
 from __future__ import annotations
 

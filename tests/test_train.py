@@ -95,7 +95,7 @@ class Source:
 
 
 class Saver:
-    """Saves a folder with nothing in it, and keeps two."""
+    """Stand-in saver: writes empty folders and keeps two."""
 
     pending = False
 

@@ -80,7 +80,7 @@ def test_ctrl_c_ends_everything_within_ten_seconds(started) -> None:
 
 
 def assert_names_the_run(lines: list[str], directory: Path) -> None:
-    """The lines before the last name the run's folder and how to go on, and nothing else is printed."""
+    """Assert that `lines` name the run's folder and how to resume, and nothing else."""
     folder, remedy = lines
     assert folder == f"{directory.name}: stopped; its files are in {directory}" and "train.resume=auto" in remedy
 

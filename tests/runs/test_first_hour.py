@@ -1,4 +1,4 @@
-"""The words that a new user meets: how a run ends, how to go on, and what a machine that is too busy says."""
+"""Messages for a new user: the end of a run, how to resume, and a machine that is too busy."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_machine_that_is_too_busy_for_ray_is_named(
 
 
 def test_the_quickstart_takes_debug() -> None:
-    """Its errors offer it."""
+    """The quickstart's errors suggest --debug."""
     command = [sys.executable, "-m", "megarl.commands.quickstart", "--debug", "train.step=3"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "train.steps" in done.stderr and "Traceback" in done.stderr
@@ -105,7 +105,7 @@ def test_the_quickstart_takes_debug() -> None:
 def test_a_missing_model_of_the_quickstart_names_the_command_that_makes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a fresh clone no recipe may be sent to itself for its model."""
+    """On a fresh clone, the remedy must not name the recipe that needs the model."""
     monkeypatch.chdir(tmp_path)
     advice = {}
     for path in ("data/quickstart/model", "runs/quickstart-sft/hf", "models/Qwen3-8B"):
@@ -138,7 +138,7 @@ leave(guarded(command, debug=False))
 
 @pytest.mark.parametrize(("name", "status", "words"), [("SIGINT", 130, "Ctrl-C"), ("SIGTERM", 143, "SIGTERM")])
 def test_an_interruption_in_a_finalizer_is_not_lost(name: str, status: int, words: str) -> None:
-    """Python drops exceptions of finalizers, and of functions that run around a fork: Ray's start has some of these."""
+    """Python drops exceptions in finalizers and fork hooks, and Ray's start runs some of these."""
     command = [sys.executable, "-c", LOST, name]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr.strip()) == (status, f"stopped by {words}")

@@ -1,6 +1,6 @@
 """Bad input through the command line: exit status 2, one block, no traceback, and before any process starts.
 
-The command line runs in this process, where starting anything is made to fail; `test_as_a_process` runs it as a user does.
+The command line runs in this process, in which starting a cluster fails; `test_as_a_process` runs it as a user does.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class CommandLine:
         self.data, self.runs, self.output = data, runs, output
 
     def refuses(self, *arguments: str, words: tuple[str, ...]) -> None:
-        """It ends with status 2 and one block on stderr with these words."""
+        """Assert that the command ends with status 2 and one block on stderr with these words."""
         status = guarded(lambda: cli.app(args=list(arguments), prog_name="megarl", standalone_mode=False), debug=False)
         printed = self.output.readouterr()
         assert status == 2, printed.err + printed.out
@@ -43,7 +43,7 @@ class CommandLine:
             assert word in printed.err, printed.err
 
     def refuses_training(self, *overrides: str, words: tuple[str, ...], data: Path | None = None) -> None:
-        """The quickstart with these settings is refused, and leaves no run."""
+        """Assert that the quickstart with these settings is rejected and leaves no run."""
         arguments = settings(data or self.data, self.runs, "bad", *overrides)
         self.refuses("train", str(ROOT / "recipes/quickstart.yaml"), *arguments, words=words)
         assert not (self.runs / "bad" / "metrics.jsonl").exists()

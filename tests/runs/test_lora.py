@@ -1,4 +1,4 @@
-"""Adapters through the whole stack, as a person uses them: SFT, RL from the merged model, resume and export."""
+"""Adapters on the real stack, as a user runs them: SFT, RL from the merged model, resume and export."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def adapters(directory: Path) -> dict[str, torch.Tensor]:
-    """By Hugging Face module and matrix: "model.layers.0.self_attn.q_proj.lora_A"."""
+    """Adapter matrices by Hugging Face module and matrix: "model.layers.0.self_attn.q_proj.lora_A"."""
     named = load_file(directory / "adapter_model.safetensors")
     return {name.removeprefix("base_model.model.").removesuffix(".weight"): matrix for name, matrix in named.items()}
 
@@ -62,7 +62,7 @@ def learned(start: Path, adapter: Path, merged: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def sft(quickstart_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eight steps of SFT with adapters on attention alone."""
+    """Eight steps of SFT with adapters on attention only."""
     runs = tmp_path_factory.mktemp("sft")
     done = run(
         "train",
@@ -84,7 +84,7 @@ def sft(quickstart_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture(scope="module")
 def rl(sft: Path, quickstart_data: Path) -> Path:
-    """Three steps of RL with adapters on all linears of the model that SFT made."""
+    """Three steps of RL with adapters on all linears, from the merged SFT model."""
     done = train(quickstart_data, sft.parent, "rl", f"model.path={sft / 'hf'}", *RL, "train.export_at_end=true")
     assert done.returncode == 0, done.stderr + done.stdout
     return sft.parent / "rl"
@@ -105,7 +105,7 @@ def test_engines_sample_merged_weights(rl: Path) -> None:
 
 @pytest.fixture(scope="module")
 def dense(quickstart_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three steps of a model without experts, once with adapters alone going to the engines and once with merged weights."""
+    """Three steps of a dense model, once with adapter-only weight sync and once with merged weights."""
     runs = tmp_path_factory.mktemp("dense")
     make_tiny_model("qwen3", runs / "model", seed=3)
     for way in ("auto", "merged"):
@@ -148,7 +148,7 @@ def test_rl_trains_adapters_of_all_linears_alone(rl: Path, sft: Path) -> None:
 
 
 def test_export_of_a_checkpoint_is_what_the_run_exported(rl: Path, tmp_path: Path) -> None:
-    """From a checkpoint, which holds adapters alone, and the starting model."""
+    """The export reads a checkpoint, which has only the adapters, and the starting model."""
     tensors = {
         key.split("@")[0]
         for file in (rl / "checkpoints" / "step_000003" / "trainer").glob("*.safetensors")

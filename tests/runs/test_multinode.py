@@ -86,14 +86,14 @@ def trained(data: Path, runs: Path, name: str, *more: str) -> list[str]:
 
 
 def machines(run: Path) -> set[str]:
-    """The addresses of the nodes that trainers and engines say they ran on."""
+    """Return the node addresses in the log headers of trainers and engines."""
     heads = [log.read_text().split("\n", 1)[0] for log in (run / "logs").glob("*.log")]
     return {match[1] for head in heads if (match := re.search(r"pid \d+ on (\S+)", head))}
 
 
 @pytest.mark.parametrize(("count", "late"), [(2, 0.0), (3, 15.0)], ids=["two", "three, one of them late"])
 def test_nodes_train_together(cluster, quickstart_data: Path, tmp_path: Path, count: int, late: float) -> None:
-    """A trainer on each node but the last, which has the engine: groups, weights and samples go between nodes."""
+    """Each node has a trainer except the last, which has the engine: groups, weights and samples cross nodes."""
     more = [f"cluster.trainers={count - 1}", "cluster.placement=disaggregated", "train.steps=2"]
     nodes = cluster(count, trained(quickstart_data, tmp_path, "together", *more))
     for rank in range(count - 1):
@@ -183,7 +183,7 @@ def test_a_second_signal_ends_all_at_once(cluster, tmp_path: Path) -> None:
 
 
 def test_nodes_that_start_in_the_same_moment_join(cluster) -> None:
-    """On one machine their Rays take each other's sockets, and one of them has to be started again."""
+    """On one machine, Ray nodes that start together take each other's sockets, and one must restart."""
     nodes = cluster(3, ["--", "true"])
     for rank in range(3):
         nodes.start(rank)

@@ -161,7 +161,7 @@ class TestReference:
 def test_killed_and_resumed_is_as_if_nothing_had_happened(
     reference: Path, quickstart_data: Path, tmp_path: Path
 ) -> None:
-    """SIGKILL after step 2, over Ray: nothing stays alive, and the resumed run writes the same metrics, bit for bit."""
+    """SIGKILL after step 2, over Ray: no process survives, and the resumed run writes bit-identical metrics."""
     more = ["train.steps=4", "algorithm.kl_coef=0.01", "algorithm.entropy_coef=0.001"]
     arguments = ["train", "recipes/quickstart.yaml", *settings(quickstart_data, tmp_path, "killed", *more)]
     process = subprocess.Popen(command(*arguments), cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
@@ -217,7 +217,7 @@ def test_torchrun_gives_the_same_run(reference: Path, quickstart_data: Path, tmp
 
 
 def test_one_step_off_and_two_engines(quickstart_data: Path, tmp_path: Path) -> None:
-    """Engines sample ahead; the version and staleness of samples are recorded; a resume goes on with what was waiting."""
+    """Engines sample ahead; metrics have the samples' version and staleness; a resumed run uses the waiting samples."""
     more = [
         "rollout.max_staleness=1",
         "cluster.placement=disaggregated",
@@ -237,7 +237,7 @@ def test_one_step_off_and_two_engines(quickstart_data: Path, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_the_real_gsm8k_runs(quickstart_data: Path, tmp_path: Path) -> None:
-    """The real files where they are (MEGARL_GSM8K names their folder), else the sample in tests/fixtures."""
+    """Uses GSM8K's files if MEGARL_GSM8K names their folder, else the sample in tests/fixtures."""
     source = Path(os.environ.get("MEGARL_GSM8K", ROOT.parent / "shared" / "data" / "gsm8k"))
     real = (source / "train.jsonl").exists()
     source = source if real else ROOT / "tests" / "fixtures" / "gsm8k"

@@ -19,7 +19,7 @@ BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(s
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the files of the wheel, to stand before the checkout on sys.path."""
+    """A folder with the wheel's files, to put before the checkout on sys.path."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     shutil.copytree(ROOT / "megarl", source / "megarl", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
@@ -32,7 +32,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def megarl(site: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a command of the wheel in `folder`, which holds no checkout."""
+    """Run a command of the wheel in `folder`, which has no checkout."""
     environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "megarl", *arguments]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400)
@@ -53,7 +53,7 @@ def test_the_package_is_the_wheels(site: Path, folder: Path) -> None:
 
 
 def test_plan(site: Path, folder: Path) -> None:
-    """It reads a published config.json, devices.yaml, templates and the spread of published runs."""
+    """`plan` reads package data: a published config.json, devices.yaml, templates and the statistics of published runs."""
     page = folder / "plan.html"
     done = megarl(site, folder, "plan", "mine/grpo_qwen2.5_0.5b.yaml", "--html", str(page))
     assert done.returncode in (0, 1) and "Traceback" not in done.stderr, done.stderr + done.stdout

@@ -46,7 +46,7 @@ def inputs(
 
 
 def random_inputs(seed: int, lengths: list[int], spread: float = 0.4) -> LossInputs:
-    """Sequences with a prompt of 0 to 2 masked tokens and a hole now and then, one advantage a token, in float64."""
+    """Random sequences in float64: 0 to 2 masked prompt tokens, some masked response tokens, one advantage per token."""
     random = np.random.default_rng(seed)
     count = sum(lengths)
     mask = random.random(count) < 0.8
@@ -71,7 +71,7 @@ def random_inputs(seed: int, lengths: list[int], spread: float = 0.4) -> LossInp
 
 
 def assert_gradient(actual: torch.Tensor, function: Callable[[np.ndarray], float], at: np.ndarray) -> None:
-    """`found` [T] is the gradient of `function` at log-probs `at` [T], by central differences."""
+    """Assert that `actual` [T] is the gradient of `function` at log-probs `at` [T], by central differences."""
     step = 1e-6
     for token, shift in enumerate(step * np.eye(len(at))):
         slope = (function(at + shift) - function(at - shift)) / (2 * step)

@@ -1,4 +1,4 @@
-"""Advantages find their way from the critic's shards to the actor's, and the device from one to the other."""
+"""Routing of advantages from the critic's shards to the actor's, and time-sharing of the devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PPO with a critic through the whole stack: real Megatron, vLLM, mbridge and Ray, at tiny size."""
+"""PPO with a critic on the real stack: Megatron, vLLM, mbridge and Ray, at tiny size."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def export(run_dir: Path, out: Path, *more: str, step: int, processes: int = 1) 
 
 @pytest.mark.slow
 def test_a_resumed_run_goes_on_to_the_last_bit(ppo: Path, quickstart_data: Path, tmp_path: Path) -> None:
-    """Both models, both optimizers: from the checkpoint after the first update of the policy."""
+    """Both models and optimizers resume from the checkpoint after the first policy update."""
     resume = f"train.resume={ppo / 'checkpoints' / 'step_000002'}"
     rest = train(quickstart_data, tmp_path, "rest", *TWO_CRITICS, resume)
     # The resumed run's first line has the exchange that it began with.
@@ -87,7 +87,7 @@ def test_a_resumed_run_goes_on_to_the_last_bit(ppo: Path, quickstart_data: Path,
 
 @pytest.mark.slow
 def test_layouts_of_actor_and_critic_change_nothing(ppo: Path, quickstart_data: Path, tmp_path: Path) -> None:
-    """Two actors and two critics, data parallel, other micro batches: advantages go from each to each."""
+    """Two data-parallel actors and critics with different micro batches: each critic sends advantages to each actor."""
     more = [
         "cluster.trainers=2", "megatron.expert_parallel=2", "critic.trainers=2", "critic.megatron.expert_parallel=2",
         "critic.max_tokens_per_micro_batch=200", "actor.max_tokens_per_micro_batch=300", "train.steps=2",

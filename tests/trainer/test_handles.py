@@ -1,4 +1,4 @@
-"""Handles on processes call methods that the processes have, with the arguments that these take."""
+"""Handles call only methods that their processes have, with matching arguments."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_every_handle_is_covered() -> None:
 
 
 def test_no_other_file_calls_by_name() -> None:
-    """Outside the handles no process is called: no string names a method."""
+    """Only the handles call processes by method name."""
     for path in PACKAGE.rglob("*.py"):
         if str(path.relative_to(PACKAGE)).startswith(BY_NAME):
             continue

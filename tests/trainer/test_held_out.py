@@ -1,4 +1,4 @@
-"""The loss on held-out rows: exact, whatever the split and the layout, and without a trace in training."""
+"""The loss on held-out rows: exact for any split and layout, without an effect on training."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ SAME = 1e-6
 
 
 def row(number: int, answer: int) -> Example:
-    """Two tokens of prompt, then `answer` ones that count."""
+    """A row with two prompt tokens and `answer` unmasked tokens."""
     mask = np.array([False] * 2 + [True] * answer)
     return Example(f"row/{number}", "test", np.full(len(mask), number, np.int32), mask, "")
 
 
 class Trainers:
-    """Says that each token of row n has the loss n, and each of its samples the metric n."""
+    """Stand-in trainers: each token of row n has loss n, and each of its samples metric n."""
 
     def __init__(self) -> None:
         self.pieces: list[list[Shard]] = []
@@ -80,8 +80,8 @@ def held_out(examples: Any, source: str = "sft", **recipe_settings: Any) -> tupl
 
 
 def test_a_loss_is_the_mean_over_all_tokens_however_many_pieces() -> None:
-    """Tokens 1, 2, 4, 3 and 10 of losses 0, 1, 2, 3 and 4: (0 + 2 + 8 + 9 + 40) / 20, in pieces of 1, 2 and 2 rows. A
-    mean of pieces' means, of rows' means, or a filler that counts would be another number."""
+    """1, 2, 4, 3 and 10 tokens with losses 0, 1, 2, 3 and 4 give (0 + 2 + 8 + 9 + 40) / 20, in pieces of 1, 2 and 2 rows. A
+    mean over pieces, a mean over rows, or an unmasked filler row would give another number."""
     rows = [row(number, answer) for number, answer in enumerate([1, 2, 4, 3, 10])]
     evaluation, trainers = held_out(rows)
     assert evaluation.evaluate().metrics["eval/loss"] == pytest.approx(59 / 20)
@@ -246,7 +246,7 @@ def test_training_goes_on_as_if_nobody_had_looked(results: Path, case: dict[str,
 
 @pytest.mark.stack
 def test_a_run_shows_its_loss(quickstart_data: Path, tmp_path: Path) -> None:
-    """Through the command line: in the steps' lines, on the console, in summary and report."""
+    """The command line writes the loss to metrics, console, summary and report."""
     data = quickstart_data / "data"
     done = run(
         "train", "recipes/tiny/dpo.yaml", f"model.path={quickstart_data}/model", f"runs_dir={tmp_path}", "name=dpo",

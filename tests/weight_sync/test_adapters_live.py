@@ -56,7 +56,7 @@ class Run:
             assert engine.connect_weight_sync(self.trainers.call(opening, info["receivers"])[0]) is None
 
     def update(self, size: float = 0.1) -> list[Any]:
-        """All engines to new adapters. Returns what was sent to each."""
+        """Train new adapters and update all engines. Returns the sender's report for each."""
         self.version += 1
         self.trainers.call("learn", self.version, size)
         sent = []
@@ -139,7 +139,7 @@ def test_bfloat16(processes: Any, tmp_path: Path) -> None:
 
 
 def test_adapters_that_are_not_what_weights_are_merged_of(processes: Any, tmp_path: Path) -> None:
-    """A trainer that would send another's rows as its own: the check against the export sees it before engines sample."""
+    """A trainer sends another linear's rows: the check against the export fails before the engines sample."""
     run = Run(processes, tmp_path, "qwen3-all", engines=1)
     try:
         run.update()

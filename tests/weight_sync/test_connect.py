@@ -1,4 +1,4 @@
-"""`exchange.route`: what was asked for, or with `auto` the way that everyone can take, and one notice of which and why."""
+"""`exchange.route`: the requested route, or with `auto` a route that all processes support, with one notice of the reason."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def opened(route: str, *, trainers: str | None = None, engine: str | None = None
     actor, engines = ActorGroup(group, recipe), [EngineHandle(service) for service in services]  # type: ignore[arg-type]
     session = open_exchange(recipe, actor, engines, infos, notices.append)
     assert all(service.joined[-1:] == [session.decode()] for service in services), (
-        "everyone is in the session that counts"
+        "every engine has joined the returned session"
     )
     return group.asked, notices
 

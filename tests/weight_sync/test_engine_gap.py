@@ -47,7 +47,7 @@ def test_after_several_updates_and_every_tensor_counts(case: Case, tmp_path: Pat
 @pytest.mark.timeout(1600)
 @pytest.mark.parametrize("model", MODELS)
 def test_bfloat16_is_near(model: str, tmp_path: Path) -> None:
-    """Its mean is bounded, and loosely: both sides round, each in its own order."""
+    """In bfloat16 only the mean gap has a bound, and a loose one: both sides round in different orders."""
     result = measure(Case(model, "bfloat16", updates=1), tmp_path)
     assert all(gap.mean < 0.1 < result.stale.mean for gap in result.gaps), result
 

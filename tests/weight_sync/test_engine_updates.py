@@ -1,6 +1,6 @@
-"""A real vLLM takes planned slices: three updates in a row, each bit for bit the full export's, sampled with exact log-probs.
+"""Sharded updates of a real vLLM: three in a row, each bit-identical to the full export, with exact log-probs.
 
-`tests/engines/test_older_vllm.py` runs this file on older vLLM versions. `tests/weight_sync/test_sharded_live.py` has Megatron's trainers instead of slices.
+`tests/engines/test_older_vllm.py` runs this file on older vLLM versions. `tests/weight_sync/test_sharded_live.py` uses Megatron trainers.
 """
 
 from __future__ import annotations

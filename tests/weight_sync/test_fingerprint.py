@@ -31,7 +31,7 @@ def test_flipped_bit(size, seed, data):
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), sign_only=st.booleans())
 def test_two_values_swapped(data, sign_only):
-    """Also x and -x, which differ in a word's top bit alone: sums with weights would miss half of them."""
+    """Also x and -x, which differ only in a word's top bit: weighted sums would miss half of these swaps."""
     words = random_bytes(3 * BLOCK).view(np.int64)
     first = data.draw(st.integers(0, len(words) - 2))
     second = data.draw(st.integers(first + 1, len(words) - 1))
@@ -80,7 +80,7 @@ def test_version_counts_headers_and_order():
 @settings(max_examples=60, deadline=None)
 @given(size=st.integers(1, 3 * CHUNK_BYTES), data=st.data())
 def test_taken_in_passing_it_is_the_same(size, data):
-    """Whatever pieces memory is gone through in, and also where its end is never told."""
+    """A streaming fingerprint equals the direct one for any pieces, also without a last `advance` to the end."""
     memory = random_bytes(size)
     ends = sorted(data.draw(st.lists(st.integers(0, size), max_size=8)))
     passing = StreamingFingerprint(torch.from_numpy(memory))

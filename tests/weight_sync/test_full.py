@@ -1,4 +1,4 @@
-"""Weights go from a sender to receivers, whole and proven, or everyone learns why not."""
+"""Full weight sync: every tensor arrives with a verified fingerprint, or every process raises the cause."""
 
 import json
 import os
@@ -27,7 +27,7 @@ KIB = 1024
 
 
 def make_weights(seed):
-    """Odd shapes and types, one tensor larger than the bucket, one not contiguous, one empty."""
+    """Weights with odd shapes and types: one tensor larger than the bucket, one not contiguous, one empty."""
     generator = torch.Generator().manual_seed(seed)
     weights = {
         "embed": torch.randn(30, 17, generator=generator),
@@ -106,7 +106,7 @@ def test_versions_arrive(tmp_path, transport):
 
 
 def test_files_can_be_looked_at(tmp_path):
-    """The last two versions, as safetensors: what was sent, in the order of the buckets. Nothing in shared memory."""
+    """The last two versions are on disk as safetensors, one file per bucket, and nothing is in shared memory."""
     shm_dir, directory = tmp_path / "shm", tmp_path / "weights"
     shm_dir.mkdir()
     endpoints = [("e0/0", host_id(str(shm_dir))), ("e1/0", "elsewhere")]
@@ -312,7 +312,7 @@ def test_sweep_takes_dead_owners_files_only(tmp_path):
 
 
 def test_killed_sender(tmp_path):
-    """The sender's process is killed mid-version: the receiver notices at once, the next sender tidies up."""
+    """The sender's process is killed mid-version: the receiver fails at once, and the next sender removes the files."""
     script = textwrap.dedent("""
         import sys, time, torch
         from megarl.weight_sync.full.sender import FullSender

@@ -1,4 +1,4 @@
-"""An engine that does not answer ends the run, and is named, whatever it was asked for."""
+"""An engine that does not answer any call of the handover ends the run, with its name in the error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megarl.weight_sync.publish import publish
 
 
 class Engine:
-    """Answers every method but the one that it hangs in."""
+    """A stand-in engine that answers every method except one, in which it hangs."""
 
     def __init__(self, name: str, hangs_in: str | None = None) -> None:
         self.name, self.hangs_in = name, hangs_in

@@ -1,5 +1,5 @@
-"""Exported weights to several hosts, which names of hosts simulate: each host gets a version once and all links carry buckets
-at the same time; what arrives is what arrives on one host; a dead or silent relay is found."""
+"""Full weight sync over several simulated hosts: each host receives a version once, all links carry buckets at the same
+time, the weights equal those on a single host, and a dead or silent relay is detected."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def endpoints_of(shm_dir: Any, hosts: dict[str, str]) -> list[tuple[str, str]]:
 
 @pytest.fixture
 def network(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Bytes into each receiver over gloo, by its number in the session, and out of each holder."""
+    """Count the bytes over gloo into each receiver, by its number in the session, and out of each holder."""
     moved: Counter[str] = Counter()
     form, start = BroadcastGroup.__init__, BroadcastGroup.start
 
@@ -107,7 +107,7 @@ def test_hops_visit_each_host_once(tmp_path: Any) -> None:
 
 
 def test_links_carry_buckets_at_the_same_time(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each transfer takes a while. One link after the other would take buckets x links of them."""
+    """Each transfer has a fixed duration. Sequential links would need buckets x links transfer times."""
     each, finish = 0.02, BroadcastGroup.finish
 
     def slow(self: Any, work: Any, awaited: str) -> None:
@@ -136,7 +136,7 @@ def test_links_carry_buckets_at_the_same_time(tmp_path: Any, monkeypatch: pytest
 
 @pytest.mark.parametrize("reader", ["of its host", "behind it"])
 def test_other_bytes_are_found(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, reader: str) -> None:
-    """A relay's memory that changes after it was checked: readers there and hosts behind it say so."""
+    """A relay's memory changes after its check: its readers and the next hosts report other bytes."""
     from megarl.weight_sync.full.relay import RelaySender
 
     offer = RelaySender.offer
@@ -192,7 +192,7 @@ for count, _ in enumerate(receiver.weights(1)):
 
 
 def test_a_relay_that_is_killed_ends_the_update_everywhere(tmp_path: Any) -> None:
-    """The connection of the host before it breaks; readers of its host and hosts behind it hear of the abort."""
+    """The previous host's connection breaks; readers on the relay's host and the next hosts receive the abort."""
     hosts = {"a0": "here", "b0": "b", "b1": "b", "c0": "c"}
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(

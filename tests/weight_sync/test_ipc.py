@@ -1,4 +1,4 @@
-"""Buckets in a sender's device memory, which engine ranks of its machine map: handles, and who may write when."""
+"""Buckets in a sender's device memory, mapped by engine ranks on the same machine: handles and the order of writes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ RELAYED = ["here", "b", "b", "c"]
 
 
 def descriptors() -> int:
-    """Files without a name that this process holds or maps."""
+    """Count the unlinked files that this process has open or mapped."""
     held = 0
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
@@ -68,7 +68,7 @@ def test_every_element_arrives_and_no_file_has_a_name(tmp_path, places):
 
 @pytest.mark.parametrize("places", [HERE, RELAYED])
 def test_slots_are_made_where_devices_are_whatever_the_default_device(tmp_path, monkeypatch, places):
-    """Around a receiver vLLM has its device as the default one."""
+    """vLLM sets its device as torch's default around a receiver."""
     begin = ShardedReceiver.begin
 
     def elsewhere(self, version):
@@ -83,7 +83,7 @@ def test_slots_are_made_where_devices_are_whatever_the_default_device(tmp_path, 
 
 @pytest.mark.parametrize("transport", ["ipc", "auto"])
 def test_buckets_that_stay_on_devices_are_read_there(tmp_path, monkeypatch, transport):
-    """By sums of words, at both ends and on the way: XXH3 would bring all of them into the host's memory."""
+    """Sender, relay and receiver use sums of words: XXH3 would copy every bucket to host memory."""
     read: list[int] = []
     monkeypatch.setattr(fingerprint, "word_sums", lambda memory: read.append(len(memory)) or word_sums(memory))
     with exchange(tmp_path, RELAYED, transport=transport) as cluster:
@@ -136,7 +136,7 @@ def test_a_changed_word_is_found(tmp_path, monkeypatch):
 
 
 def test_an_answer_comes_after_the_devices_copies(tmp_path, monkeypatch):
-    """The holder packs the next bucket into the slot once it has the answer."""
+    """The sender packs the next bucket into the slot after the acknowledgement."""
     order: list[str] = []
     tell = AckWriter.publish
 
@@ -239,7 +239,7 @@ def test_no_memory_left_is_said(monkeypatch):
 
 
 class _Storage:
-    """torch's calls for device memory, over a CPU's file without a name. Eight values, as reductions.py unpacks them."""
+    """torch's calls for device memory over an unlinked file. A handle has eight values, as reductions.py unpacks them."""
 
     def __init__(self) -> None:
         self.host = HostMemory(64)
@@ -289,7 +289,7 @@ EIGHT = [
 
 
 def described(source: Path, share: str, rebuild: str) -> None:
-    """The order of the eight values, on both sides."""
+    """Assert the order of the eight values in torch's code for both sides."""
     tree = ast.parse(source.read_text())
     for node in ast.walk(tree):
         value = getattr(node, "value", None)

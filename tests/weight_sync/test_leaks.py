@@ -43,7 +43,7 @@ def connections(port: int) -> int:
 
 
 def settled(port: int) -> int:
-    """`connections` once the sender's own is accepted: the socket that listens and both ends."""
+    """Return `connections` after the sender's connection is accepted: the listening socket and both ends."""
     deadline = time.monotonic() + 10
     while connections(port) < 3 and time.monotonic() < deadline:
         time.sleep(0.01)

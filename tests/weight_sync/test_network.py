@@ -22,7 +22,7 @@ SECONDS = (
 
 
 class Cable:
-    """A network of two: this process's, and a namespace (`inside`: what starts a command there) at the other end."""
+    """A link between this process's network and a new namespace. `inside`: the prefix that runs a command there."""
 
     def __init__(self) -> None:
         name = f"mgl{os.getpid() % 1000000}"
@@ -45,7 +45,9 @@ class Cable:
         self._ip("-n", self.namespace, "link", "set", self.there, "down")
 
     def remove(self) -> None:
-        subprocess.run(["ip", "link", "del", self.here], check=False, capture_output=True)  # what there is of them
+        subprocess.run(
+            ["ip", "link", "del", self.here], check=False, capture_output=True
+        )  # may be missing after a failed `lay`
         subprocess.run(["ip", "netns", "del", self.namespace], check=False, capture_output=True)
 
     def _ip(self, *arguments: str) -> None:

@@ -1,4 +1,4 @@
-"""The plan of a weight exchange: carried out on arrays, every needed element arrives once, whatever the layouts."""
+"""Transfer plans executed on arrays: every needed element arrives once, for any layouts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def part_of(memory: np.ndarray, offset: int, stride: int, rows: int, columns: in
 
 
 def carry_out(plan: TransferPlan, trainers: list[Rank], engines: list[Rank]) -> np.ndarray:
-    """Bytes that each engine rank received."""
+    """Execute the plan; returns the bytes that each engine rank received."""
     sent: dict[tuple[int, int], list[np.ndarray]] = {}
     for number, rank in enumerate(trainers):
         for stream in plan.streams_from(number):
@@ -86,7 +86,7 @@ def receive(stream: Stream, number: int, sent: dict, rank: Rank) -> int:
 
 
 def cuts(draw, size: int) -> list[tuple[int, int]]:
-    """`size` cut into runs (start, length)."""
+    """Draw a partition of `size` into runs (start, length)."""
     inner = draw(st.lists(st.integers(1, size - 1), max_size=3, unique=True)) if size > 1 else []
     bounds = [0, *sorted(inner), size]
     return [(a, b - a) for a, b in pairwise(bounds)]
@@ -94,7 +94,7 @@ def cuts(draw, size: int) -> list[tuple[int, int]]:
 
 @st.composite
 def exchanges(draw):
-    """Tensors, cut one way over trainer ranks and another way over engine ranks; some ranks alike."""
+    """Draw tensors with one partition over trainer ranks and another over engine ranks; some ranks are replicas."""
     shapes = draw(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=5))
     trainers = [Rank() for _ in range(draw(st.integers(1, 5)))]
     engines = [Rank() for _ in range(draw(st.integers(1, 5)))]

@@ -108,7 +108,7 @@ def test_descriptions_survive_their_journey() -> None:
 
 
 def test_digests_do_not_depend_on_who_compresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trainers and engines may have different zlibs, and then other bytes of the same description."""
+    """Different zlib versions of trainers and engines compress the same slice table to different bytes."""
     table, same = whole("w"), whole("w")
     monkeypatch.setattr("zlib.compress", lambda data, level: data)
     assert table.to_bytes() and table.digest == same.digest
@@ -132,6 +132,6 @@ def halves(*rows: tuple[int, int]) -> list[SliceTable]:
     ],
 )
 def test_holes_and_overlaps_are_refused(haves: list[SliceTable], message: str) -> None:
-    """A hole and an overlap of the same size would pass a check of sizes alone: the third overlaps by a row."""
+    """A check of sizes alone would accept a hole and an overlap of the same size."""
     with pytest.raises(ValueError, match=message):
         plan_transfers(haves, halves((0, 8)) * 2, Hosts(["a"] * len(haves), ["b"] * 2), MIB)

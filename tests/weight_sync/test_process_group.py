@@ -91,7 +91,7 @@ def test_one_that_does_not_connect(channel, first, words):
 
 
 def test_what_is_under_way_is_called_off(channel):
-    """Else NCCL's kernel would go on on the device, and its watchdog end the process."""
+    """Without the abort, NCCL's kernel would keep running on the device, and its watchdog would end the process."""
     library = _Library([_Work(True), _Work(True), _Work(False)])
     group = BroadcastGroup(channel, 0, 2, library)
     group.start(torch.zeros(4, dtype=torch.uint8))
@@ -101,7 +101,7 @@ def test_what_is_under_way_is_called_off(channel):
 
 
 def test_nccl_as_torch_has_it(monkeypatch):
-    """Signatures of torch/_C/_distributed_c10d.pyi; the library itself is in CUDA builds of torch alone."""
+    """Checks signatures in torch/_C/_distributed_c10d.pyi; only CUDA builds of torch have the library."""
 
     class Options:
         def __init__(self) -> None:

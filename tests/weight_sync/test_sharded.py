@@ -119,7 +119,7 @@ def test_rows_that_are_longer_than_a_cache_are_cut(monkeypatch):
 
 @pytest.mark.parametrize("places", [HERE, RELAYED])
 def test_few_requests_and_no_key_for_each_bucket(tmp_path, monkeypatch, places):
-    """Store requests per bucket and reader: one number, one notice, one acknowledgement, and the two reads of these."""
+    """Store requests per bucket and reader: one number, one notice, one acknowledgement, and their two reads."""
     counts: Counter[str] = Counter()
     call = StoreChannel._call
 
@@ -347,7 +347,7 @@ def test_recipes_that_cannot_be_planned(settings, words):
 
 
 def test_boxes_are_converted_once():
-    """A bucket of what engines need in bfloat16, out of float32."""
+    """A bucket in bfloat16 is packed from float32 parameters with one conversion."""
     import numpy as np
 
     stream = Stream(0, 0, (0,), "bfloat16", np.array([6]), np.array([[0, 0, 0, 1, 4, 2, 3]]), np.array([0]))

@@ -1,4 +1,4 @@
-"""Real trainers to real vLLM workers: after a planned update an engine is, bit by bit, what an exported one would be."""
+"""Real trainers and real vLLM workers: after a sharded update an engine is bit-identical to one after a full update."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def process():
 
 @pytest.mark.parametrize("case", CASES)
 def test_bit_equality(process: EngineProcess, tmp_path: Path, case: str) -> None:
-    """Three updates in a row with generation between; after each, the same weights once more through the export."""
+    """Three updates with generation between; after each, the same weights again through full weight sync."""
     model, layout, loaded, sources = CASES[case]
     path = build_model(tmp_path / "model", model)
     starting = process.begin("start", spec(path, load_weights=False, dtype=loaded, **layout))
@@ -76,7 +76,7 @@ def test_bit_equality(process: EngineProcess, tmp_path: Path, case: str) -> None
 
 
 def three_updates(process: EngineProcess, trainers: Trainers, info: dict[str, Any], *, exact: bool) -> None:
-    """`exact`: the engine samples the same again (on a CPU a batch of DeepSeek-V3 does not)."""
+    """`exact`: the engine repeats its samples (not DeepSeek-V3 in a batch on a CPU)."""
     former: list[dict[str, str]] = []
     for version in (1, 2, 3):
         trainers.call("change", version)
@@ -138,7 +138,7 @@ def test_what_gives_no_box_goes_through_the_loader(process: EngineProcess, tmp_p
 
 
 class Engine:
-    """An engine's process as the controller sees it."""
+    """An engine's process with the interface that the controller uses."""
 
     name = "e0"
 
@@ -159,7 +159,7 @@ def receiving(process: EngineProcess) -> EngineHandle:
 
 @pytest.mark.parametrize("fault", ["flipped bit", "other values", "trainer dies", "engine dies"])
 def test_faults(tmp_path: Path, fault: str) -> None:
-    """Through the controller's own `publish`: found within seconds, with the cause; and nothing samples half a version."""
+    """The controller's `publish` reports a fault within seconds, with its cause, and no engine samples a partial version."""
     path = build_model(tmp_path / "model", "qwen3_moe")
     process, trainers = EngineProcess(), Trainers(tmp_path, path, {"expert_parallel": 2}, 2)
     try:
@@ -203,7 +203,7 @@ def test_faults(tmp_path: Path, fault: str) -> None:
 
 
 class _Sending:
-    """Trainers as the controller calls them."""
+    """Trainers with the interface that the controller calls."""
 
     def __init__(self, trainers: Trainers, method: str = "send_planned") -> None:
         self.trainers, self.method = trainers, method

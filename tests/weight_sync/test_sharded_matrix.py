@@ -1,7 +1,6 @@
-"""Every layout of the training core's matrix to every layout of an engine, through planned copies: bit by bit what the
-export gives.
+"""Sharded weight sync from every trainer layout of the matrix to every engine layout, bit-identical to full weight sync.
 
-The engines of a model take part in one session together, cut and typed in different ways.
+All engines of a model, with different layouts and types, are in one session.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fingerprints that devices compute: sums of words, what changes them, and where they are taken."""
+"""Word-sum fingerprints, which devices compute: their sensitivity, and the device that computes them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_what_is_asked_of_memory_that_is_not_filled_yet_is_taken_at_the_end():
 
 @pytest.mark.parametrize("on_device", [True, False])
 def test_sums_of_what_came_over_a_network_are_taken_on_the_device(monkeypatch, on_device):
-    """A host takes them a hundred times slower than XXH3."""
+    """On a host, word sums are a hundred times slower than XXH3."""
     copies = np.array([[0] * COPY_COLUMNS.index("bucket") + [0, 0, 0, 0, 4, 2, 2]])
     stream = SimpleNamespace(dtype="float32", buckets=[4], copies=copies)
     read: list[str] = []
