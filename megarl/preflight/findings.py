@@ -21,7 +21,7 @@ STAGES = {
     "data": "every row, tokenized; tools",
     "rewards": "scorers, prepared; the judge and its question",
 }
-"""The stages of a survey in order, and what each one reads."""
+"""The stages of a survey in order, and the inputs of each stage."""
 Severity = Literal["error", "unavailable", "notice"]
 
 
