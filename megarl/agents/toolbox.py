@@ -101,7 +101,7 @@ class Toolbox:
         try:
             error = best_match(self._checks[call.name].iter_errors(call.arguments))
         except Exception as failure:  # noqa: BLE001 -- a server's schema, or a number that cannot be compared
-            return f"its arguments cannot be held to the tool's schema: {type(failure).__name__}: {failure}"
+            return f"its arguments cannot be checked against the tool's schema: {type(failure).__name__}: {failure}"
         if error is None:
             return ""
         place = ".".join(str(part) for part in error.absolute_path)

@@ -181,9 +181,9 @@ def test_a_schema_that_cannot_be_applied_refuses_the_call() -> None:
         return asyncio.run(box.call(ToolCall(name, arguments), Context("row"), 1.0)).text
 
     assert answer_to("odd", a=10**400).startswith(
-        "Error: its arguments cannot be held to the tool's schema: OverflowError"
+        "Error: its arguments cannot be checked against the tool's schema: OverflowError"
     )
-    assert answer_to("odd", b=1).startswith("Error: its arguments cannot be held to the tool's schema: ")
+    assert answer_to("odd", b=1).startswith("Error: its arguments cannot be checked against the tool's schema: ")
     assert "stopped" in answer_to(
         "slow", a="a" * 40 + "!"
     )  # the call reached the tool: patterns are not checked before
