@@ -73,7 +73,7 @@ class RolloutConfig:
     tensor_parallel: int = key(1, "Tensor-parallel size within an engine.", at_least=1)
     data_parallel: int = key(
         1,
-        "Engines per group (DP). The engines of a group share the experts of an MoE model; each has a copy of the other weights, and separate requests and devices. A group is this many consecutive engines of `rollout.engines` and may span machines.",
+        "Engines per group (DP). The experts of an MoE model are spread over the engines of a group; each engine has a copy of the other weights, and separate requests and devices. A group is this many consecutive engines of `rollout.engines` and may span machines.",
         at_least=1,
     )
     expert_parallel: Optional[bool] = key(
@@ -108,7 +108,7 @@ class RolloutConfig:
     )
     timeout: float = key(
         3600.0,
-        "Seconds without a finished group, in training or evaluation, after which the run fails and names the groups in progress.",
+        "Seconds without a finished group, while groups are in progress, after which the run fails and names these groups. Applies to training and evaluation.",
         above=0,
     )
     start_timeout: float = key(1800.0, "Time limit for an engine to load, sleep or wake, in seconds.", above=0)
@@ -148,7 +148,9 @@ class EvaluationConfig:
     temperature: float = key(1.0, "Sampling temperature.", at_least=0)
     top_p: float = key(1.0, "Nucleus sampling.", above=0, at_most=1)
     greedy: bool = key(False, "Also sample a greedy answer per problem.")
-    limit: Optional[int] = key(None, "Evaluate only the first rows, this many. Unset: all rows.", at_least=1)
+    limit: Optional[int] = key(
+        None, "Number of rows to evaluate, starting with the first. Unset: all rows.", at_least=1
+    )
 
 
 @dataclass

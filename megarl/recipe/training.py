@@ -34,11 +34,9 @@ class MegatronConfig:
         None, "Model chunks per pipeline stage (VPP, interleaved 1F1B). Requires PP > 1. Unset: off.", at_least=2
     )
     first_stage_layers: Optional[int] = key(
-        None, "Layers on the first pipeline stage. Unset: the layers are split evenly.", at_least=1
+        None, "Layers on the first pipeline stage. Unset: an even share.", at_least=1
     )
-    last_stage_layers: Optional[int] = key(
-        None, "Layers on the last pipeline stage. Unset: the layers are split evenly.", at_least=1
-    )
+    last_stage_layers: Optional[int] = key(None, "Layers on the last pipeline stage. Unset: an even share.", at_least=1)
     context_parallel: int = key(
         1, "Context-parallel size (CP): each sequence is split over this many devices.", at_least=1
     )
@@ -79,7 +77,7 @@ class MegatronConfig:
     )
     ddp: dict[str, Any] = key(
         {},
-        "Fields of Megatron's DistributedDataParallelConfig, under Megatron's names: overlap_grad_reduce (reduce gradients during the last backward pass), overlap_param_gather (gather updated weights during the next forward pass), align_param_gather, bucket_size (parameters), pad_buckets_for_high_nccl_busbw. Defaults depend on the device: both overlaps on with cuda, off elsewhere; `megarl plan` shows them.",
+        "Fields of Megatron's DistributedDataParallelConfig, under Megatron's names: overlap_grad_reduce (reduce gradients during the last backward pass), overlap_param_gather (gather updated weights during the next forward pass), align_param_gather, bucket_size (parameters), pad_buckets_for_high_nccl_busbw. Defaults depend on the device: both overlaps are on with cuda, except for models with images or adapters, and off elsewhere; `megarl plan` shows them.",
     )
     extra: dict[str, Any] = key(
         {},

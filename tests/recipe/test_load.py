@@ -156,7 +156,7 @@ def test_how_to_sample_says_nothing_where_an_evaluation_is_a_loss(folder: Path, 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("base: nowhere.yaml\n", "no file"),
+        ("base: nowhere.yaml\n", "does not exist"),
         ("base: recipe.yaml\n", "among its own base files"),
         ("model: [unclosed\n", "not YAML"),
         ("- a\n", "mapping"),
