@@ -1,4 +1,4 @@
-"""A trainer's forward and backward pass must not read values of the device: the host would wait for it at every layer."""
+"""A trainer's forward and backward pass must not read device values: the host would wait for the device at every layer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CASES = [
 
 
 def test_a_pass_reads_nothing_of_the_device(tmp_path: Path) -> None:
-    """Counts of tokens that go to experts are on the host, where Megatron's all-to-all needs them."""
+    """Token counts per expert are already on the host, where Megatron's all-to-all needs them."""
     for reads_case in CASES:
         (tmp_path / reads_case["model"]).mkdir()
         (tmp_path / reads_case["model"] / "config.json").write_text(json.dumps(config_of(reads_case["model"])))

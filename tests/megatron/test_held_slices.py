@@ -1,5 +1,5 @@
-"""Boxes that numbers of rows, columns and ranks find: of exports that join and cut as mbridge's do. Real ones are tried in
-tests/megatron/test_layouts.py."""
+"""Held slices inferred from numbered rows, columns and ranks, with stand-in bridges that join and split as mbridge does.
+tests/megatron/test_layouts.py tests the real bridges."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Places:
 
 
 class Bridge:
-    """Joins along rows, or along columns where the name says so; `cut` makes the checkpoint's tensors."""
+    """A stand-in bridge: joins along rows, or along columns if the name says so; `cut` returns the checkpoint's tensors."""
 
     def __init__(self, mpu: Places, cut: Any) -> None:
         self.mpu, self._cut = mpu, cut
@@ -75,7 +75,7 @@ def test_experts_are_joined_over_ranks_of_their_own() -> None:
 
 
 def test_an_embeddings_numbers_are_not_written_out() -> None:
-    """They would be 64 GB."""
+    """Numbers for a large embedding would need 64 GB."""
     start = time.process_time()
     bridge = Bridge(Places(tp_size=16, tp_rank=15), lambda w: [w[:1_999_000]])
     assert held(bridge, "rows", 125_000, 8192) == [((1_999_000, 8192), [(1_875_000, 0, 124_000, 8192, 0, 0)])]

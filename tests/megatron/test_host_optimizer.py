@@ -1,5 +1,5 @@
-"""`actor.optimizer.extra.optimizer_cpu_offload`: refusals, and Megatron's HybridDeviceOptimizer in real trainer processes, where
-bfloat16 tensors of the CPU play the device's part: updates, clipping, checkpoints and resumes."""
+"""`actor.optimizer.extra.optimizer_cpu_offload`: rejected recipes, and Megatron's HybridDeviceOptimizer in real trainer processes
+with bfloat16 CPU tensors in the device's role: updates, clipping, checkpoints and resumes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_what_it_needs_of_other_keys(key: str, value: Any, words: str) -> None:
 
 
 def test_both_optimizers_say_that_they_are_on_the_host() -> None:
-    """A critic's that no algorithm uses says nothing."""
+    """The optimizer of an unused critic gives no notice."""
     recipe = recipe_of(OFFLOAD)
     recipe.critic.optimizer.extra = {**OFFLOAD, "optimizer_offload_fraction": 0.5}
     assert [notice.partition(" of master")[0] for notice in optimizer_notices(recipe)] == [
@@ -124,7 +124,7 @@ def test_settings_for_megatron() -> None:
     "megatron", [{}, {"ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 4000}}]
 )
 def test_on_two_data_parallel_ranks(tmp_path: Path, megatron: dict[str, Any]) -> None:
-    """The same checkpoints as with states on the device, up to rounding; and each continues from the other's."""
+    """Checkpoints equal those with states on the device up to rounding, and each run continues from the other's."""
     write_model("qwen3_moe", tmp_path / "models")
     model = {"model": str(tmp_path / "models" / "qwen3_moe"), "dtype": "bfloat16", "megatron": megatron}
     on_device = {**model, "name": "device", "optimizer": {}}

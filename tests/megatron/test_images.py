@@ -18,7 +18,7 @@ IMAGE = 9
 
 
 def test_positions_worked_by_hand() -> None:
-    """Two words, an image of 2 x 3 tokens, two words: these go on behind the longer side."""
+    """Two words, an image of 2 x 3 tokens, two words: the last two continue after the longer side."""
     assert positions_of(10, [2], [[1, 4, 6]], merge=2).tolist() == [
         [0, 1, 2, 2, 2, 2, 2, 2, 5, 6],
         [0, 1, 2, 2, 2, 3, 3, 3, 5, 6],
@@ -49,7 +49,7 @@ def test_positions_are_those_of_transformers() -> None:
 
 
 def batch() -> MicroBatch:
-    """Text; then text around an image of 2 x 1 tokens, and one of 1 x 1. The last image token was sampled: text."""
+    """One text sequence, and one with images of 2 x 1 and 1 x 1 tokens. Its last image token was sampled, so it is text."""
     tokens = torch.tensor([1, IMAGE, 2, 3, IMAGE, IMAGE, 4, IMAGE, 5, IMAGE])
     pixels = torch.arange(12 * 3, dtype=torch.float32).view(12, 3)
     images = Images(pixels, torch.tensor([[1, 4, 2], [1, 2, 2]]), sequences=[1, 1], starts=[1, 4])

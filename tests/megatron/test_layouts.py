@@ -1,4 +1,4 @@
-"""Every layout computes what one process computes, and what transformers computes."""
+"""Every layout gives the results of one process and of transformers."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_trainers_on_a_cpu_warn_of_nothing(results: Path, case: dict[str, Any]) 
 
 @pytest.mark.slow
 def test_the_planner_counts_what_ranks_hold(request: pytest.FixtureRequest, results: Path) -> None:
-    """To the byte, on every rank of every case that ran: weights, gradients, master weights, moments."""
+    """The planner's bytes of weights, gradients, master weights and moments are exact on every rank of every case."""
     critics = [*megatron_critic.ONE, *megatron_critic.TWO]
     held_ranks.check(results, [*selected(request, [*PARITY, *OPTIONS]), *RESUME, *critics])
 
@@ -98,7 +98,7 @@ def test_log_probs_are_those_of_transformers(results: Path, case: dict[str, Any]
 
 @cases(PARITY, OPTIONS)
 def test_export_is_the_original_bit_for_bit(results: Path, case: dict[str, Any]) -> None:
-    """Loaded, exported and written: every tensor that the original has, untrained ones too, and no other."""
+    """Load, export and write keep every tensor of the original, also untrained ones, and add none."""
     original = checkpoint_tensors(results / "models" / case["model"])
     exported = checkpoint_tensors(results / f"{case['name']}.hf")
     assert exported.keys() == original.keys()
@@ -142,7 +142,7 @@ def test_saved_hf_directory_is_what_was_exported(results: Path, case: dict[str, 
 
 
 def test_a_swapped_optimizer_resumes_to_the_last_bit(results: Path) -> None:
-    """Equality is asserted in the worker: with and without the swap, and after weights and gradients left the device."""
+    """The worker asserts equality with and without the swap, and after offloading weights and gradients."""
     went_on = torch.load(results / f"{SWAP['name']}.went_on.pt", weights_only=True)
     assert len(went_on["metrics"]) == 2 and went_on["weights"]
 

@@ -1,4 +1,4 @@
-"""Adapters: every layout trains what one process trains, and PEFT and transformers compute what the trainer does."""
+"""Adapters: every layout trains as one process does, and PEFT and transformers give the trainer's log-probs."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ MORE = [
 
 
 def resharded(layout: str, *, slow: bool = False) -> dict[str, Any]:
-    """Goes on from what one process wrote; everything is asserted in the worker."""
+    """A case that resumes from the checkpoint of one process; the worker has the assertions."""
     case, source = lora("qwen3_moe", layout, slow=slow), "lora-all-qwen3_moe-TP1"
     return {**case, "name": f"{case['name']}-reshard", "kind": "reshard", "from": source, "root": source}
 
@@ -106,7 +106,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @cases(IN_WORKERS)
 def test_what_workers_assert(results: Path, case: dict[str, Any]) -> None:
-    """Checkpoints of other layouts, and resuming in bfloat16."""
+    """The workers assert loading other layouts' checkpoints, and resuming in bfloat16."""
     assert (results / f"{case['name']}.checkpoint").is_dir()
 
 
@@ -148,7 +148,7 @@ def test_targets_alone_are_trained(results: Path, case: dict[str, Any]) -> None:
 
 @cases(ONE)
 def test_exports_compute_what_the_trainer_does(results: Path, case: dict[str, Any]) -> None:
-    """The merged model through transformers, and the starting model with the adapter through PEFT."""
+    """Exports tested: the merged model with transformers, and the starting model with the adapter with PEFT."""
     import peft
 
     trained = torch.load(results / f"{case['name']}.trained.pt", weights_only=True)

@@ -26,7 +26,7 @@ NONE = Kernel(None, "", "switched off")
 
 
 def product(counts: list[int], shape: tuple[int, int], dtype: torch.dtype, *, side_by_side: bool) -> list[torch.Tensor]:
-    """Output, gradient of the input and of each expert's weight [out, in] = `shape`."""
+    """Return the output and the gradients of the input and of each expert's weight [out, in] = `shape`."""
     torch.manual_seed(0)
     block = torch.randn(len(counts), *shape).to(dtype)
     parts = list(block) if side_by_side else [weight.clone() for weight in block]

@@ -1,4 +1,4 @@
-"""Routing replay: tokens go where they were sent before, at every layout, and that narrows the mismatch."""
+"""Routing replay: tokens go to the recorded experts at every layout, which reduces the train/rollout mismatch."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def hf_log_probs(path: Path, tokens: torch.Tensor, choose: Callable[..., torch.T
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model, a routing that no router would choose (`inputs.pt`), and what the workers found."""
+    """The model, a routing that no router would choose (`inputs.pt`), and the workers' results."""
     directory = tmp_path_factory.mktemp("routing")
     model = write_model("qwen3_moe", directory)
     generator = torch.Generator().manual_seed(5)
@@ -114,7 +114,7 @@ def test_given_routing_is_followed_at_every_layout(results: Path) -> None:
 @pytest.mark.stack
 @pytest.mark.parametrize("name", ["recorded", "recorded-tp2-ep2"])
 def test_recorded_routing_narrows_the_importance_ratio(results: Path, name: str) -> None:
-    """After an update that moves the weights, ratios are nearer to 1 with the recorded routing than without it."""
+    """After an update, importance ratios are nearer to 1 with the recorded routing than without it."""
     result = read(results, name)
     torch.testing.assert_close(result["reference"], result["before"], atol=1e-6, rtol=0)
     with_replay = (result["replayed"] - result["before"]).abs()
@@ -185,7 +185,7 @@ def test_engine_is_asked_for_experts_and_what_it_says_is_matched_with_tokens(tmp
 
 
 def test_engines_on_a_cpu_are_not_asked_for_their_experts() -> None:
-    """They could not tell, and would say so minutes later, from a process that has started."""
+    """Engines on a CPU cannot return expert ids, and would fail only minutes later, after their start."""
     recipe = Recipe()
     recipe.megatron.routing_replay = "rollout"
     with pytest.raises(RecipeError, match="routing_replay=old_log_probs"):

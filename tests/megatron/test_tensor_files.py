@@ -1,4 +1,4 @@
-"""Slices of flat ranges, and files that any reader of safetensors reads."""
+"""Slices of flat ranges, and files that any safetensors reader can read."""
 
 from __future__ import annotations
 

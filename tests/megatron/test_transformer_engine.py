@@ -1,6 +1,6 @@
-"""Models built of Megatron's modules of Transformer Engine compute the same as of megarl's native layers.
+"""Models of Megatron's Transformer Engine modules give the same results as models of megarl's native layers.
 
-Its classes are stand-ins that take what the real ones take (transformer-engine 2.11.0) and compute with torch on a CPU.
+Stand-ins replace Transformer Engine's classes: same arguments as transformer-engine 2.11.0, computed with torch on a CPU.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ def test_models_that_megatron_computes_pass() -> None:
 
 
 def test_every_model_that_is_trained_is_held_to_transformers() -> None:
-    """The models of the layout tests are of these families."""
+    """The layout tests compare every trained model family with transformers."""
     tried = {MODELS[name]().config.model_type for name in MODELS}
     assert {*tried, vl_config().model_type} == set(PROVEN) <= set(COUNTED), "and their FLOPs are counted"
 
@@ -194,7 +194,7 @@ def test_learning_rates_worked_by_hand() -> None:
 
 
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """2 rows a block."""
+    """Use blocks of two rows."""
     monkeypatch.setattr("megarl.megatron.vocab._BLOCK_ELEMENTS_CPU", 22)
     monkeypatch.setattr("megarl.megatron.vocab._LEAST_ROWS", 1)
 
@@ -351,7 +351,7 @@ def test_names_in_extra_are_checked_against_megatrons_source() -> None:
     ],
 )
 def test_values_in_extra_are_those_that_megatron_declares(extra: dict[str, Any], words: str) -> None:
-    """Else a trainer says it, half a minute later."""
+    """Without the check, a trainer would report the value half a minute later."""
     recipe = Recipe()
     recipe.cluster.device, recipe.megatron.extra = "cpu", extra
     with pytest.raises(RecipeError, match=words):

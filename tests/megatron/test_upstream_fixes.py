@@ -1,6 +1,6 @@
-"""Mends of other packages are still needed, and docs/upstream.md lists each of them.
+"""megarl's fixes for other packages are still needed, and docs/upstream.md lists each of them.
 
-A failure of `test_defect_is_still_there` after a version was raised is good news: see docs/upstream.md.
+If `test_defect_is_still_there` fails after an upgrade, a fix may be removed: see docs/upstream.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: every layout computes what transformers computes, with packed images and text."""
+"""Qwen2.5-VL: every layout gives the results of transformers, with packed images and text."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_layout_changes_nothing(results: Path, case: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SLOW, ids=lambda case: case["name"])
 def test_more_layouts_change_nothing(slow_results: Path, case: dict[str, Any]) -> None:
-    """A resumed run's equality is asserted in the worker of the same launch."""
+    """The workers of the same launch assert that a resumed run is bit-identical."""
     check(slow_results, case)
 
 

@@ -1,6 +1,6 @@
 """Every algorithm's recipe on the real stack: trainers, engines, critic and teacher run it, and it learns.
 
-The task suits a random model: write letters. docs/algorithms.md has the learning curves on the quickstart's word
+The task suits a random model: write letters. docs/algorithms.md has the results on the quickstart's word
 problems (benchmarks/learning.py)."""
 
 from __future__ import annotations

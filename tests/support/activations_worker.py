@@ -1,5 +1,5 @@
-"""The process of tests/commands/plan/test_activations.py: what a trainer on the CPU allocates in each phase, as torch's allocator
-reports it.
+"""The process of tests/commands/plan/test_activations.py: memory that a trainer on the CPU allocates in each phase, from torch's
+allocator.
 
 It computes with real tensors, as one rank of a layout without the other ranks: collectives allocate their buffers and
 move nothing. gloo's threads would allocate copies that the allocator reports, and free some of the trainer's memory.
@@ -40,7 +40,7 @@ vocab._BLOCK_ELEMENTS_CPU = vocab._BLOCK_ELEMENTS  # as many logits at a time as
 
 
 def peak(of: Callable[[], Any]) -> int:
-    """The most bytes at a time that `of` allocates, kernels' own included."""
+    """Peak bytes that `of` allocates, including kernels' buffers."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         of()
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]

@@ -1,4 +1,4 @@
-"""A run directory with several data sources and an agent loop's samples, written by the parts that write one."""
+"""A run directory with several data sources and an agent loop's samples, written by megarl's writers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def turns(text: str) -> tuple[Turn, ...]:
 
 
 def tool_group(number: int, source: str, step: int, text: str) -> Group:
-    """Two samples of an agent loop, and two without one call."""
+    """A group with two samples that call tools and two that do not."""
     vectors, samples = [], []
     for index in range(4):
         right, looped = (index + step) % 2 == 0, index < 2
@@ -79,7 +79,7 @@ def unscored_group(number: int, source: str) -> Group:
 
 
 def make_agent_run(path: Path, sources: list[str], text: str = "", steps: int = 4) -> None:
-    """Four steps and two evaluations; in step 2 the last source could not be scored. `text` is in whatever is not ours."""
+    """Four steps and two evaluations; in step 2 the last source could not be scored. `text` is part of every user-supplied string."""
     recipe = Recipe(name="tools")
     recipe.observe.console, recipe.observe.tensorboard, recipe.observe.report = "plain", False, False
     with RunLog(recipe, path, 1, steps) as log:

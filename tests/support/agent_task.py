@@ -1,7 +1,7 @@
 """A task in two turns that a tiny model can learn: each row has a table of digits that only the tool `find_digit` can see.
 
-Demonstrations ask the tool in half of the rows, and guess in the others; a policy that was taught by them is right in
-little more than half of its samples, and learns from rewards to ask always."""
+Demonstrations call the tool in half of the rows and guess in the others. A policy trained on them is right in little
+more than half of its samples, and learns from rewards to call the tool always."""
 
 from __future__ import annotations
 

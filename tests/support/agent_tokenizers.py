@@ -1,4 +1,4 @@
-"""Tokenizers with the chat templates of models that call tools, in those models' own ways: few words, the same structure."""
+"""Small tokenizers with chat templates in the tool-calling formats of several models: few words, the same structure."""
 
 from __future__ import annotations
 

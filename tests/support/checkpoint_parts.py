@@ -1,4 +1,4 @@
-"""Stand-ins for what writes a checkpoint: states of groups, and trainers that write as real ones do."""
+"""Stand-ins for the parts that write a checkpoint: group states, and trainers that write as real trainers do."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def names(folder: Path) -> list[str]:
 
 
 def spoil(path: Path, how: str) -> None:
-    """Do to a file what disks and people do."""
+    """Damage a file as disks and users do."""
     if how == "missing":
         path.unlink()
     elif how == "short":

@@ -1,6 +1,6 @@
-"""The process of tests/megatron/test_device_reads.py: which code reads values of the device while a trainer computes.
+"""The process of tests/megatron/test_device_reads.py: finds code that reads device values while a trainer computes.
 
-The device is torch's "meta", so nothing has a value, and a read that a real device would wait for is seen by its call.
+The device is torch's "meta", which has no values, so that every read is detected at its call.
 
 Usage: python -m tests.support.device_reads_worker CASES.json; prints {name of the case: [file:function, ...]}.
 """
@@ -34,7 +34,7 @@ _ROOTS = ("/megarl/megatron/", "/megatron/core/", "/mbridge/")
 
 
 class Reads:
-    """Records where tensors on the device are read, between `begin` and `end`."""
+    """Records the code that reads device tensors between `begin` and `end`."""
 
     def __init__(self) -> None:
         self.places: set[str] = set()

@@ -1,4 +1,4 @@
-"""Inside vLLM's workers, in tests: what a worker's parameters are, bit by bit."""
+"""Digests of the parameters in vLLM's workers, for tests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Extension(WorkerExtension):
         method.process_weights_after_loading = process
 
     def forget_names(self) -> None:
-        """Other trainers may export in another order."""
+        """Forget the recorded names: other trainers may export in another order."""
         self._megarl_names = None
 
     def set_fingerprints(self, on: bool) -> None:

@@ -1,4 +1,4 @@
-"""Machines for the doctor's tests: files below a folder, and answers that real programs gave."""
+"""Machines for the doctor's tests: files below a folder, and recorded output of real programs."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def _base(root: Path, **options) -> FakeMachine:
 
 
 def npu_machine(root: Path) -> FakeMachine:
-    """An A3 card, two chips, with the newest set: nothing is wrong."""
+    """An A3 card with two chips and the newest software set, without faults."""
     machine = _base(root, engine="npu", torch={"kind": "npu", "names": ["Ascend910_9391"] * 2, "version": "2.10.0", "cuda": None})  # fmt: skip
     machine.packages = {
         "torch": "2.10.0+cpu", "torch-npu": "2.10.0.post4", "transformers": "5.10.4", "vllm": "0.23.0+empty",
@@ -167,7 +167,7 @@ def npu_machine(root: Path) -> FakeMachine:
 
 
 def cuda_machine(root: Path) -> FakeMachine:
-    """Two GPUs; nothing is wrong."""
+    """Two GPUs, without faults."""
     machine = _base(root, engine="cuda", torch={"kind": "cuda", "names": ["NVIDIA H100"] * 2, "version": "2.13.0", "cuda": "13.0"})  # fmt: skip
     machine.packages = {
         "torch": "2.13.0", "transformers": "5.19.0", "vllm": "0.32.0", "megatron-core": "0.16.1", "mbridge": "0.15.1",

@@ -27,7 +27,7 @@ PATIENCE = 300  # seconds, for any call of an engine: starts compile, on a machi
 
 
 def serve(connection):
-    """The engine's process: runs (number, method, arguments) in threads, answers (number, error, value)."""
+    """Main loop of the engine's process: runs (number, method, arguments) in threads, answers (number, error, value)."""
     state = {}
 
     def start(spec, *group_rank):
@@ -50,8 +50,8 @@ def serve(connection):
         return state["finished"]
 
     def replace(module, name, function):
-        """Put ``function``, of this file, in the place of a function of `module`, or of a class there ("module:Class");
-        None puts the old one back."""
+        """Replace a function of `module`, or of a class in it ("module:Class"), by ``function`` of this file.
+        None restores the original."""
         owner = pkgutil.resolve_name(module)
         former = state.setdefault((module, name), getattr(owner, name))
         setattr(owner, name, former if function is None else globals()[function])

@@ -1,4 +1,4 @@
-"""A device, a model and recipes with round numbers, for what estimates are worked out from by hand."""
+"""A device, a model and recipes with round numbers, for estimates checked by hand."""
 
 from __future__ import annotations
 

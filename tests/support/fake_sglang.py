@@ -141,7 +141,7 @@ class Engine:
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> type[Engine]:
-    """Makes this the installed SGLang, on one GPU, until the test's end."""
+    """Install this module as SGLang, on one GPU, until the end of the test."""
     modules = {
         "sglang": {"__version__": "0.5.23"},
         "sglang.srt": {},

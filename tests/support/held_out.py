@@ -1,4 +1,4 @@
-"""The cases of tests/trainer/test_held_out.py, for the processes that compute them too."""
+"""The cases of tests/trainer/test_held_out.py, shared with its worker processes."""
 
 from __future__ import annotations
 

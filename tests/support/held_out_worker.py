@@ -1,4 +1,4 @@
-"""One trainer process of tests/trainer/test_held_out.py: evaluates held-out rows, trains in between, and writes what came out.
+"""One trainer process of tests/trainer/test_held_out.py: evaluates held-out rows, trains in between, and writes the results.
 
 Usage, with the environment of torchrun: python -m tests.support.held_out_worker CASES.json DIRECTORY
 """

@@ -1,9 +1,9 @@
 """One batch, the ways to split it, and the differences of their results, for the invariance tests and
 benchmarks/numerics.
 
-Everything goes the way a run takes: groups -> `plan_step` -> `ActorWorker` -> the metrics of a step. The gradient
-is read off the weights: Adam without memory and with an epsilon far above every gradient is plain descent, so the
-change of each exported weight is its gradient times a constant.
+The batch takes a run's path: groups -> `plan_step` -> `ActorWorker` -> the metrics of a step. The gradient
+follows from the weights: Adam with betas of 0 and an epsilon far above every gradient is plain gradient descent, so
+the change of each exported weight is its gradient times a constant.
 """
 
 from __future__ import annotations
@@ -296,7 +296,7 @@ def quick() -> list[Layout]:
 
 
 def some_on_four() -> list[Layout]:
-    """Four processes, each way to split along with others."""
+    """Layouts on four processes that combine several ways to split."""
     both = (Split(), Split(packing=False))
     three = {"tensor_parallel": 2, "context_parallel": 2, "expert_parallel": 4}
     return [

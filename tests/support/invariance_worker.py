@@ -1,4 +1,4 @@
-"""One trainer process of the invariance tests: computes every split of its layouts and writes what came out.
+"""One trainer process of the invariance tests: computes every split of its layouts and writes the results.
 
 Usage, with the environment of torchrun: python -m tests.support.invariance_worker LAYOUTS.json MODELS_DIRECTORY OUTPUT_DIRECTORY
 """

@@ -1,4 +1,4 @@
-"""One trainer rank of tests/weight_sync/test_sharded_live.py: does what the test says, over a store, until it says "end".
+"""One trainer rank of tests/weight_sync/test_sharded_live.py: executes the test's commands from a store until "end".
 
 Usage, with the environment of torchrun: python -m tests.support.live_trainer_rank CASE.json STORE_PORT
 """
@@ -91,13 +91,13 @@ class Trainer:
                     matrix.data.copy_(torch.from_numpy(values))
 
     def write(self, file: str) -> None:
-        """The merged weights."""
+        """Write the merged weights."""
         tensors = {name: weight.detach().clone().contiguous() for name, weight in self.trainer.export_weights()}
         if self.rank == 0:
             save_file(tensors, file)
 
     def write_exact(self, file: str) -> None:
-        """The same of one process, in float32, without rounding what adapters add to a type of the weights."""
+        """Write the merged weights of one process in float32, without rounding to the weights' type."""
         tensors = {name: weight.detach().float() for name, weight in self.trainer.export_adapters(with_base=True)}
         scale = self.trainer.recipe.lora.alpha / self.trainer.recipe.lora.rank
         for name in [name for name in tensors if name.endswith(".lora_A.weight")]:
@@ -137,7 +137,7 @@ class Trainer:
         return self._send(self.exporting, version, self.trainer.export_weights())
 
     def send_adapters(self, version: int, based: bool | None = None, check: bool = True) -> Any:
-        """`based`: what a trainer would believe that is wrong."""
+        """Send adapters. `based`: simulate a trainer that wrongly assumes that the engine has the base weights."""
         weights = self.trainer.export_adapters(with_base=not (self.based if based is None else based), check=check)
         self.based = True
         return self._send(self.adapting, version, weights)
@@ -150,7 +150,7 @@ class Trainer:
         return None
 
     def send_and_die(self, version: int) -> Any:
-        """The last rank dies when it has packed its first bucket."""
+        """Send an update in which the last rank dies after it packed its first bucket."""
         if self.rank == dist.get_world_size() - 1:
             self.planned._outgoing.send = lambda *_: os._exit(9)
         return self.send_planned(version)

@@ -1,4 +1,4 @@
-"""Real trainers, as processes, for real engines to take planned weights from."""
+"""Real trainer processes that send weights to real engines."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TrainersFailed(RuntimeError):
 
 
 class Trainers:
-    """Processes of `tests.support.live_trainer_rank` that do the same thing at the same time."""
+    """Processes of `tests.support.live_trainer_rank` that all execute the same commands."""
 
     def __init__(
         self,

@@ -312,7 +312,7 @@ def test_sweep_takes_dead_owners_files_only(tmp_path):
 
 
 def test_killed_sender(tmp_path):
-    """The sender's process is killed mid-version: the receiver fails at once, and the next sender removes the files."""
+    """The sender's process is killed mid-version: the receiver fails at once, and the next sender removes its file."""
     script = textwrap.dedent("""
         import sys, time, torch
         from megarl.weight_sync.full.sender import FullSender
