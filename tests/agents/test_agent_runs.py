@@ -102,7 +102,7 @@ def test_a_run_with_tools_goes_on_where_it_was_killed(taught: Path, tmp_path: Pa
 
 
 def test_evaluation_with_tools_under_torchrun(taught: Path, tmp_path: Path) -> None:
-    """The rollout process is another kind of child there."""
+    """The rollout process is another kind of child under torchrun."""
     overrides = settings(taught, tmp_path, "evaluation.limit=32")
     done = run("eval", "recipes/tiny/grpo.yaml", *overrides, torchrun=1)
     assert done.returncode == 0, done.stderr + done.stdout

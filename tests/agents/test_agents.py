@@ -207,7 +207,7 @@ def test_several_calls_of_a_turn() -> None:
 def test_limits_end_a_sample_behind_what_the_policy_said(
     settings: dict[str, Any], reason: str, turns: int, calls: int
 ) -> None:
-    """The last token of a sample is one that was sampled: it carries the reward."""
+    """The last token of a sample is a sampled token, since it carries the reward."""
     done, _, _ = play([ADD] * 9, **settings)
     assert (done.finish_reason, len(done.ends), done.tool_use.calls) == (reason, turns, calls)
     assert done.sampled[-1] and done.ends[-1] == len(done.tokens) == len(done.log_probs)
@@ -243,8 +243,8 @@ words = st.text(alphabet=st.characters(blacklist_categories=("Cs",)), max_size=1
 @given(st.lists(words, min_size=1, max_size=4), words)
 @settings(max_examples=60, deadline=None)
 def test_the_masked_tokens_say_exactly_what_the_model_said(earlier: list[str], last: str) -> None:
-    """Token in, token out: whatever was sampled and whatever tools answered, decoding what the loss counts gives the
-    policy's turns, and the rest is what the template wrote."""
+    """Decoding the tokens in the loss gives the policy's turns, for any sampled text and any tool answer, and the
+    other tokens give the template's text."""
     tokenizer = qwen3()
     texts = [*(text + ADD for text in earlier), last]
     done, script, _ = play(texts)

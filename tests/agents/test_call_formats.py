@@ -165,7 +165,7 @@ def test_nobody_speaks_for_somebody_else() -> None:
 
 
 def test_a_name_cannot_speak_either() -> None:
-    """The policy chooses the name that it calls, and some templates write it."""
+    """The policy chooses the name in a call, and some templates write it into the conversation."""
     tokenizer = _with_template(
         qwen3(), QWEN3.replace("'\\n<tool_response>\\n'", "'\\n<tool_response>\\n' + message.name")
     )

@@ -177,7 +177,7 @@ def test_failures_are_told_to_the_policy(python_tools: tuple[Toolbox, PythonTool
 
 
 def test_what_a_tool_answers_is_held_to_its_contract(python_tools: tuple[Toolbox, PythonTools]) -> None:
-    """A reward of NaN would be trained on; numpy's numbers cannot be saved. Neither is the policy's doing."""
+    """A reward of NaN would be trained on, and numpy's numbers cannot be saved; both are errors of the tool."""
     box, _ = python_tools
     with pytest.raises(ToolUnavailable, match="the reward of its answer is nan, not a finite number"):
         call(box, "odd", kind="nan")
@@ -223,7 +223,7 @@ def test_the_code_interpreter() -> None:
 
 @needs_sandbox
 def test_the_code_interpreter_as_recipes_name_it() -> None:
-    """The recipe's limits hold, and its packages are there."""
+    """The tool has the recipe's limits and packages."""
     settings = {"sandbox": asdict(SandboxConfig(wall_seconds=1.0, packages=["packaging"]))}
     setup = AgentSetup(AgentConfig(tools=["code_interpreter"], processes=1, tool_timeout=20.0), {}, settings)
     (schema,) = check_tools(setup, qwen3())

@@ -38,7 +38,7 @@ def commands(page: str) -> list[list[str]]:
 
 @cache
 def loads(recipe: str, settings: tuple[str, ...]) -> None:
-    """Once for all pages: some recipes take most of a second."""
+    """Load all recipes once for all pages: some take most of a second."""
     load_recipe(recipe, list(settings))
 
 
@@ -47,7 +47,7 @@ def section(page: str, heading: str) -> str:
 
 
 def rows(text: str) -> list[list[str]]:
-    """The cells of a table, below its head."""
+    """Cells of a table, below its heading."""
     lines = [line for line in text.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
 

@@ -19,7 +19,7 @@ PAGE = (ROOT / "docs" / "data.md").read_text()
 
 
 def block(language: str, section: str) -> str:
-    """The only one of a language in a section."""
+    """Return the only block of a language in a section."""
     text = PAGE.split(f"\n## {section}\n")[1].split("\n## ")[0]
     (content,) = re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
     return content
@@ -61,7 +61,7 @@ def test_the_worked_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, qui
 
 
 def test_the_example_with_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawings, rows, the recipe and its numbers of tokens, and what a rollout process makes of one."""
+    """Run the example: images, rows, the recipe and its token counts, and the inputs of a rollout process."""
     monkeypatch.chdir(tmp_path)
     exec(compile(block("python", "Images"), "docs/data.md", "exec"), {})
     copy_recipes(tmp_path)

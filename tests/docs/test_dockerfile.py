@@ -1,4 +1,4 @@
-"""Dockerfile.npu without building it: its arguments, its sets of versions, and every step's shell."""
+"""Dockerfile.npu without building it: its arguments, its sets of versions, and the shell of every step."""
 
 import json
 import os
@@ -33,7 +33,7 @@ FOR_THE_READER = {"PYTHON", "VLLM_ASCEND", "MEGATRON"}  # no step needs them: a 
 
 
 def instructions() -> list[tuple[str, str]]:
-    """Name and arguments of each, comments left out and lines joined as Docker joins them."""
+    """Name and arguments of each instruction, without comments and with lines joined as Docker joins them."""
     lines = [line for line in TEXT.splitlines() if not line.lstrip().startswith("#")]
     joined = re.sub(r"\\\n", "", "\n".join(lines))
     return [tuple(line.split(maxsplit=1)) for line in joined.splitlines() if line.strip()]

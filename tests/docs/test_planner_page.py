@@ -29,7 +29,7 @@ def test_counted_parameters_are_those_published(size: object) -> None:
 
 @pytest.mark.parametrize("published", STEPS, ids=lambda step: step.name)
 def test_estimates_are_of_the_order_of_what_was_timed(published: Published) -> None:
-    """A rate in the wrong unit, or a phase counted twice, is off by more than that."""
+    """A rate in the wrong unit, or a phase counted twice, would exceed the bound."""
     step = estimated(published)
     of = {phase.name: phase.seconds for phase in step.phases} | {"step": step.seconds}
     for name in published.compared or ("step",):

@@ -28,7 +28,7 @@ METRICS = (ROOT / "docs" / "metrics.md").read_text()
 
 
 def modules_named(text: str) -> list[tuple[str, bool]]:
-    """Modules and folders in backticks, and whether each is there."""
+    """Modules and folders in backticks, and whether each exists."""
     parts = text.split("\n\n")
     blocks = [block for part in parts for block in (part.splitlines() if part.startswith("|") else [part])]
     named = []
@@ -158,7 +158,7 @@ class TestMetrics:
 
 
 def metrics_in_the_code() -> set[str]:
-    """Metrics as the modules that report them name them, what varies in angle brackets."""
+    """Metrics under the names in the reporting modules, with variable parts in angle brackets."""
     areas = r"(?:actor|critic|data/rows|data/epochs|source|agent|rollout|eval|exchange|checkpoint|perf|response_length|prompt_length)"
     names, stems = {"timing_s/step"}, set()  # the only time that is not of a phase
     for path in (ROOT / "megarl").rglob("*.py"):
@@ -177,7 +177,7 @@ def metrics_in_the_code() -> set[str]:
 
 
 def text_of(node: ast.AST) -> str | None:
-    """A string; of an f-string, its text with <variable> where something varies."""
+    """Text of a string or an f-string, with <variable> for each replacement field."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):

@@ -96,7 +96,7 @@ def test_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def blocks(heading: str) -> tuple[str, str]:
-    """The Python and the recipe of a section."""
+    """Return the Python and the recipe of a section."""
     section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
     code, recipe = (re.search(rf"```{kind}\n(.*?)```", section, re.DOTALL) for kind in ("python", "yaml"))
     assert code is not None and recipe is not None

@@ -1,4 +1,4 @@
-"""The consoles of a run: what a person, or a log, reads of it."""
+"""The console of a run, for a terminal and for a log file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run directory, metrics.jsonl, samples and trace: what a crash, a full disk or a second run must not break."""
+"""Run directory, metrics.jsonl, samples and trace after a crash, on a full disk, and with a second run."""
 
 from __future__ import annotations
 

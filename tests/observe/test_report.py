@@ -1,4 +1,4 @@
-"""report.html: self-contained, safe with untrusted text, and there for any run, whatever state it is in."""
+"""report.html: self-contained, safe with untrusted text, and valid for a run in any state."""
 
 from __future__ import annotations
 

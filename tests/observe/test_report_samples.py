@@ -1,4 +1,4 @@
-"""Samples in samples/ and in the report: turns, reasons, and texts that are long or mean harm."""
+"""Samples in samples/ and in the report: turns, reasons, and texts that are long or hostile."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_what_tools_and_scorers_say_cannot_become_markup(tmp_path: Path) -> None
 
 
 def test_the_pages_script_makes_text_only() -> None:
-    """The one way from a sample's text to markup would be a script that writes HTML."""
+    """The page's script must not write HTML, which would make markup of a sample's text."""
     folder = Path(__file__).parents[2] / "megarl/observe/templates"
     for path in folder.glob("*.js.j2"):
         assert not re.search(
@@ -111,7 +111,7 @@ def test_of_many_turns_the_first_and_the_last_are_shown() -> None:
 
 
 def test_odd_turns_are_shown_as_far_as_they_go() -> None:
-    """samples/ may have been written by somebody else; and names and arguments are whatever a policy came up with."""
+    """samples/ may come from another program, and a policy may write any names and arguments."""
     odd = {"role": "tool", "name": "n" * 999, "arguments": {f"a{i}": [i, {"b": None}] for i in range(999)}}
     record = shortened({"response": "r", "turns": [odd, "no turn", {"arguments": "none"}]})
     assert len(record["turns"]) == 2 and len(record["turns"][0]["name"]) < 200

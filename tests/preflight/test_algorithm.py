@@ -25,7 +25,7 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def refused(recipe: Path, overrides: list[str], key: str, words: str) -> None:
-    """Overrides are settings of `algorithm`, or whole ones of another section."""
+    """Assert an error; overrides without a section are settings of `algorithm`."""
     base_overrides = [
         override if override.startswith(("actor.", "train.")) else f"algorithm.{override}" for override in overrides
     ]

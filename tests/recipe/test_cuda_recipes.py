@@ -1,4 +1,4 @@
-"""Recipes for NVIDIA GPUs: what can be held of them without one."""
+"""Recipes for NVIDIA GPUs: properties that need no GPU."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_there_is_one_for_each_size() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS, ids=IDS)
 def test_it_fits_its_hardware(path: Path) -> None:
-    """Five GiB stay for what a plan does not count: contexts, communicators and graphs."""
+    """Five GiB remain for memory that a plan does not count: contexts, communicators and graphs."""
     memory = device_named(DEVICES_OF[row_of(path).hardware]).memory - 5
     command = [sys.executable, "-m", "megarl", "plan", str(path), "--memory", str(memory), "--json"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -197,7 +197,7 @@ def test_shipped_recipes_load(path: Path) -> None:
 
 
 def test_a_switch_is_no_number(folder: Path) -> None:
-    """verl's expert_parallel_size is one: 8 would be taken for true, and give another layout than was meant."""
+    """A number is not a switch: with verl's expert_parallel_size, 8 would be read as true and give another layout."""
     with pytest.raises(
         RecipeError, match=r"rollout\.expert_parallel = 8[\s\S]*a switch, not a number[\s\S]*true or false"
     ):

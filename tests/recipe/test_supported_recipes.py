@@ -112,7 +112,7 @@ def test_processes_fill_the_devices_of_the_head(row: Row) -> None:
 
 @EACH
 def test_batches_divide(row: Row) -> None:
-    """A mini batch with fewer samples than data-parallel ranks, of which some then compute nothing."""
+    """A mini batch must not have fewer samples than data-parallel ranks, of which some would idle."""
     recipe = load_recipe(row.path)
     megatron, actor = recipe.megatron, recipe.actor
     samples = recipe.rollout.samples_per_prompt if recipe.train.source == "rollout" else 1
@@ -127,7 +127,7 @@ def test_batches_divide(row: Row) -> None:
 
 @EACH
 def test_extra_names_real_settings(row: Row) -> None:
-    """A field of neither Megatron nor MindSpeed, which MindSpeed would take silently; settings that exclude each other."""
+    """A field must belong to Megatron or MindSpeed, which accepts any silently; exclusive settings are refused."""
     recipe, model = load_recipe(row.path), published.read(row.shape)
     check_extra(recipe, model, "megatron")
     if uses_critic(recipe.algorithm):
@@ -136,12 +136,12 @@ def test_extra_names_real_settings(row: Row) -> None:
 
 @pytest.mark.parametrize("name", sorted({*published.names()} - {"quickstart"}))
 def test_config_has_the_published_size(name: str) -> None:
-    """A field copied wrongly: the parameters that follow from it are then not the published ones."""
+    """Parameters computed from the config equal the published number, which detects a wrong field."""
     assert parameters(published.read(name)) / 1e9 == pytest.approx(PUBLISHED[name], rel=0.02)
 
 
 def test_the_quickstarts_model_is_the_one_that_is_made(quickstart_data: Path) -> None:
-    """Recipes that begin with it are planned and rehearsed by the copy."""
+    """The copy of the quickstart's config equals the generated one; plans and rehearsals use the copy."""
     config = json.loads((quickstart_data / "model" / "config.json").read_text())
     assert published.read("quickstart") == config
 

@@ -1,4 +1,4 @@
-"""Programs are scored by the tests they pass, and by nothing that they do to the tests."""
+"""The score of a program depends only on the tests it passes, and not on changes it makes to the tests."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_statements(program: str, passed: int) -> None:
 
 @needs_sandbox
 def test_tests_do_not_touch_each_other() -> None:
-    """A program that leaves a note for its next test finds none."""
+    """A program finds no files of its previous test."""
     program = "import os\nprint(os.path.exists('/tmp/note'))\nopen('/tmp/note', 'w').write('x')"
     assert score(program, {"inputs": [""] * 6, "outputs": ["False"] * 6}).value == 1
 

@@ -69,7 +69,7 @@ def test_a_row_without_a_usable_answer_is_an_error_not_a_zero(ground_truth):
 
 
 def check_references(source, out):
-    """Every reference solution scores 1, and 0 once its answer is altered. Returns how many."""
+    """Assert that every reference solution scores 1, and 0 with an altered answer. Returns the number of solutions."""
     files = list(prepare(str(source), out))
     rows = read_rows(files, ("reward_model", "extra_info"))
     for row in rows:

@@ -239,7 +239,7 @@ def test_the_wait_that_is_asked_for_is_kept(service: Service) -> None:
 
 
 def test_waits_grow_up_to_the_longest(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawn at their highest here: 0.1, 0.2 and 0.4, cut at 0.3."""
+    """Random waits are at their maximum here: 0.1, 0.2 and 0.4, limited to 0.3."""
     monkeypatch.setattr("megarl.rewards.remote.random.uniform", lambda least, most: most)
     service.answers = [Answer(status=500)]
     with pytest.raises(RewardError, match="4 requests"):

@@ -1,4 +1,4 @@
-"""Scoring processes: whatever a scorer does, every sample is accounted for, in time, and no process is left."""
+"""Scoring processes: every sample gets a result in time, for any fault of a scorer, and no process remains."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ class TestTerm:
             assert terms_of(function, functions, ["x"])["x"] == (Term(find("unscored")),)
 
     def test_it_is_added_as_any_last_term(self) -> None:
-        """0.7 + 0.5 x 0.8 = 1.1, as `combine` has it of both together."""
+        """0.7 + 0.5 x 0.8 = 1.1, the sum that `combine` gives for both terms together."""
         combined = combine([Term(find("gsm8k"), 1.0, "gsm8k")], [Score(0.7, {"accuracy": 1.0})])
         reward, parts = with_judgement(combined.value, combined.parts, 0.8, 0.5, right_from=0.9)
         whole = combine(
@@ -347,7 +347,7 @@ class TestService:
             result.result(timeout=0)
 
     def test_a_silent_judge_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Waiting counts only while there are groups, and from the last one that was finished."""
+        """The timeout counts only while groups wait, from the last finished group."""
         now = [1000.0]
         monkeypatch.setattr(judged.time, "monotonic", lambda: now[0])
         engine, (judge,), service, check = self.around()
@@ -371,7 +371,7 @@ class TestService:
         assert with_judge(recipe().judge, recipe(gsm8k=1.0).reward, services, [], print) == (services, print)
 
     def test_other_calls_pass_and_nothing_is_kept(self) -> None:
-        """Prompts are let go with their groups: a long run would keep all rows otherwise."""
+        """Prompts are dropped with their groups; otherwise a long run would keep all rows."""
         engine, _, service, _ = self.around()
         service.engine.sleep()
         assert engine.calls.pop(0)[0] == "sleep"

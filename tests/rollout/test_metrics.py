@@ -1,4 +1,4 @@
-"""Figures by data source, against numbers worked by hand, and their names' way to metrics.jsonl and back."""
+"""Figures by data source, against numbers worked by hand, and their names in metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_source_has_the_figures_of_its_own_loops() -> None:
 
 @pytest.mark.parametrize("source", ["gsm8k", "openai/gsm8k", "a/agent", "rewards/mean", "", "two\nlines", "samples"])
 def test_names_are_told_apart_whatever_a_source_is_called(source: str) -> None:
-    """A source's name has slashes, as metrics' have: a figure must not land with a source that does not exist."""
+    """Names of sources and of metrics contain slashes; each figure must be read back for its source."""
     metrics = sampled_figures([TriedGroup(group(source, *USES), True)])
     assert set(of_sampled({**metrics, "step": 1, "rollout/rewards/mean": 0.5, "agent/turns/mean": 1.0})) == {source}
     assert {source_of(name) for name in metrics} == {source}

@@ -75,7 +75,7 @@ def test_a_step_that_ends_nowhere_fails_its_sample(serve: Callable[[Engine], Rol
 
 
 def test_a_sample_without_a_score_has_no_number_and_is_named(serve: Callable[[Engine], RolloutServer]) -> None:
-    """A zero in its place would be learned from. The greedy sample (5 tokens) alone fails, twice, and the group with it."""
+    """The score is not replaced by zero, which would be learned. The greedy sample (5 tokens) fails twice, with its group."""
     server = serve(Engine())
 
     def greedy_fails(request: module.rewards.ScoreRequest) -> float:

@@ -1,4 +1,4 @@
-"""Ends of steps, given in characters, find the tokens that were sampled."""
+"""Ends of steps, in characters, are mapped to the sampled tokens."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_special_tokens_are_not_where_a_step_ends(tokenizers: dict[str, Tokenize
 
 
 def test_bytes_that_make_no_text(tokenizers: dict[str, Tokenizer]) -> None:
-    """A response that was cut off within an emoji ends in a replacement character, which its first byte shows."""
+    """A response cut off within an emoji ends in a replacement character at its first byte."""
     tokenizer = tokenizers["byte_pairs"]
     tokens = [ord("x"), *"😀".encode()[:3]]
     assert tokenizer.decode(tokens) == "x�" and places(tokenizer, tokens, [1, 2]) == [0, 1]

@@ -149,7 +149,7 @@ def test_runs_at_the_same_time_do_not_see_each_other() -> None:
 
 
 def test_nothing_outlives_the_caller(tmp_path: Path) -> None:
-    """A caller that is killed takes its sandbox along, daemons in it included."""
+    """A killed caller ends its sandbox, including daemons in it."""
     before = process_namespaces()
     program = "import os, time\nif os.fork() == 0: os.setsid()\ntime.sleep(600)"
     caller = subprocess.Popen([sys.executable, "-c", f"from megarl import sandbox; sandbox.run({program!r})"])

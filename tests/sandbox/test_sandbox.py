@@ -41,7 +41,7 @@ def test_a_traceback_names_lines_of_the_program() -> None:
 
 @needs_sandbox
 def test_input_of_some_megabytes_and_output_in_turn() -> None:
-    """Pipes hold 64 KiB: a caller that writes all before it reads waits for ever."""
+    """Pipes hold 64 KiB: a caller that writes everything before it reads would wait forever."""
     result = sandbox.run("import sys\nfor line in sys.stdin: print(line, end='')", "x" * 99 + "\n" * 30_000)
     assert result.ok and len(result.stdout) == 30_099
     assert sandbox.run("print(1)", "x" * 10_000_000).stdout == "1\n"  # the program does not read its input
@@ -66,7 +66,7 @@ def test_memory_past_the_limit_is_a_memory_error() -> None:
 
 @needs_sandbox
 def test_what_programs_need_works() -> None:
-    """Threads, processes, subprocesses, deep recursion, files, asyncio: a list of allowed calls forgets something."""
+    """Threads, processes, deep recursion, files and asyncio work, since no list of allowed calls restricts them."""
     program = """
     import asyncio, multiprocessing, os, random, shutil, sqlite3, subprocess, sys, tempfile, threading, time
     threading.stack_size(64 << 20)
@@ -187,7 +187,7 @@ def test_a_bubblewrap_that_cannot_limit_the_scratch_folder_is_too_old(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes a capability from root")
 def test_root_of_an_ordinary_container_is_told_what_to_grant() -> None:
-    """Docker's default root may not mount."""
+    """Root in a Docker container may not mount by default."""
     look = "from megarl.sandbox import missing; print(missing())"
     prefix = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-all", "--"]
     done = subprocess.run([*prefix, sys.executable, "-c", look], capture_output=True, text=True, cwd=ROOT, check=False)

@@ -39,14 +39,14 @@ ENVIRONMENT = STAGES[0]
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, module: str, fault: str) -> None:
-    """Let processes that start from now on have `fault`, "module:function" of tests/planted, in `module`."""
+    """Load `fault`, "module:function" of tests/planted, in `module` of all processes that start from now on."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(PLANTED), str(ROOT)]))
     monkeypatch.setenv("PLANTED_IN", module)
     monkeypatch.setenv("PLANTED_FAULT", fault)
 
 
 def stage_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fault: str, seconds: float = 60.0) -> StageResult:
-    """The result of the stage of environment with its `run` replaced by a function of faults_of_stages."""
+    """Result of the environment stage with its `run` replaced by a function of faults_of_stages."""
     plant(monkeypatch, "megarl.commands.accept.stages.environment", f"faults_of_stages:{fault}")
     write_settings(tmp_path, Settings("cpu", 2, recipe=str(ROOT / "recipes" / "quickstart.yaml")))
     return runner.run_stage(tmp_path, ENVIRONMENT, seconds)
@@ -72,7 +72,7 @@ class TestRunner:
         child_file = runner.stage_folder(tmp_path, ENVIRONMENT) / "child.txt"
 
         def time_is_over(process, deadline, stop=None):
-            """When the stage hangs, however long this machine took to start it."""
+            """The time limit begins when the stage hangs, after a start of any length."""
             end = time.monotonic() + 60
             while not (child_file.exists() and child_file.read_text()) and time.monotonic() < end:
                 time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Planted faults: each must be reported by the stage that is there for it, with its cause."""
+"""Planted faults: the responsible stage must report each, with its cause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The acceptance with its processes: whole on a CPU, and with faults in its processes."""
+"""The acceptance with its processes: all stages on a CPU, and faults in its processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(tmp_path: Path, number: int, seconds: float = 400.0) -> StageResult:
 
 
 def accepted(tmp_path: Path, recipe: Path | None = None, stages: str | None = None) -> dict[str, dict[str, Any]]:
-    """Accept a CPU; returns the results of the stages by name, each of which passed."""
+    """Accept a CPU; return the results of the stages by name, all of which passed."""
     minutes = 240.0  # which no stage takes: limits of time are tested in tests/commands/accept/test_accept.py
     options = command.AcceptOptions(device="cpu", out=tmp_path, minutes=minutes, stages=stages)
     assert command.accept(recipe, [], options) == 0
@@ -74,7 +74,7 @@ def test_stages_without_a_run(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_all_stages(tmp_path):
-    """`megarl accept` on a CPU, whole."""
+    """All stages of `megarl accept` on a CPU."""
     stages = accepted(tmp_path)
     assert list(stages) == [stage.name for stage in STAGES]
     look_at(stages, tmp_path)
@@ -155,7 +155,7 @@ def test_every_stage_has_its_module():
 @pytest.mark.stack
 @pytest.mark.slow
 def test_recipe_with_few_layers_trains(tmp_path):
-    """Devices' part of stage 6, here on two CPU processes: the copy of a recipe that is laid out on 16 trainers."""
+    """Stage 6 on two CPU processes instead of devices: the tiny copy of a recipe for 16 trainers."""
     source = make_tiny_model("qwen3_moe", tmp_path / "source", 0, num_hidden_layers=6, max_position_embeddings=1280)
     recipe = tmp_path / "r.yaml"
     recipe.write_text(
@@ -178,7 +178,7 @@ def test_recipe_with_few_layers_trains(tmp_path):
 @pytest.mark.stack
 @pytest.mark.slow
 def test_collectives_over_ray(tmp_path):
-    """Two nodes' worth of ranks as Ray places them, here both on this machine."""
+    """Ray places the ranks of two nodes, here both on this machine."""
     context = StageContext(Settings("cpu", 1, nodes=2), tmp_path, tmp_path, 1e9)
     collectives.run(context)
     assert not [check for check in context.checks if check.verdict == "FAIL"] and len(context.checks) > 10

@@ -182,7 +182,7 @@ class TestStep:
         assert not failed(context) and any(check.verdict == "NOT RUN" for check in context.checks)
 
     def test_importance_ratio_of_the_first_update(self, context):
-        """d is the trainer's log-prob less the engine's: here 0.1 for each token."""
+        """The difference is the trainer's log-prob minus the engine's: here 0.1 for each token."""
         line = {**self.line, "actor/ratio": 1.05, "rollout/logprob_gap_k1": -0.1}
         line["rollout/logprob_gap_k3"] = math.exp(0.1) - 1.1
         assert rl_step.behaviour_ratio(line) == pytest.approx(math.exp(0.1))
@@ -289,7 +289,7 @@ class TestFewLayers:
             cut.split(recipe, 1)
 
     def test_copy_of_a_recipe(self, tmp_path):
-        """Real widths, the layout of two devices, dummy weights that transformers' names and shapes fit."""
+        """The copy has real widths, a layout for two devices, and dummy weights with transformers' names and shapes."""
         source = make_tiny_model("qwen3_moe", tmp_path / "source", 0, num_hidden_layers=6)
         (tmp_path / "rows").mkdir()
         recipe = tmp_path / "r.yaml"

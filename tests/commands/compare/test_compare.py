@@ -1,4 +1,4 @@
-"""compare: the rules' mathematics against figures worked by hand, and every kind of log read as it was written."""
+"""compare: the rules against figures worked by hand, and every kind of log."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def log(rewards: dict[int, float], rates: dict[int, float] | None = None, **more
 
 class TestMathematics:
     def test_error_by_hand(self) -> None:
-        """A relative error, a root of squares or a mean that lets signs cancel gives other figures."""
+        """The expected error is absolute: neither relative, nor a root mean square, nor a mean of signed errors."""
         result = accuracy({1: 0.5, 2: 0.2, 3: 0.9}, {1: 0.4, 2: 0.4, 4: 0.9})
         # |0.1| and |-0.2| over two steps; their mean is 0.15, of the differences -0.05; mean |B| is 0.4
         assert result.error == pytest.approx(0.15)
@@ -49,7 +49,7 @@ class TestMathematics:
 
     @pytest.mark.parametrize(("a", "b"), [(NAN, 0.5), (0.5, math.inf), (NAN, NAN)])
     def test_not_finite_is_never_within(self, a: float, b: float) -> None:
-        """A run that breaks would pass by its good steps, or by NaN comparing false."""
+        """A diverged run must not pass by its finite steps or because comparisons with NaN are false."""
         result = accuracy({1: 0.5, 2: a}, {1: 0.5, 2: b})
         assert result.error == 0 and result.steps == 1
         assert (result.not_finite_a, result.not_finite_b) == (not math.isfinite(a), not math.isfinite(b))
@@ -115,7 +115,7 @@ class TestConsoleLines:
         assert math.isnan(values["c"]) and math.isnan(values["e"])
 
     def test_a_line_that_was_cut_loses_its_last_number(self) -> None:
-        """perf/throughput:81 may have been 812.25."""
+        """A cut line drops its last value: perf/throughput:81 may have been 812.25."""
         assert console_line("step:2 - a:0.5 - perf/throughput:81") == (2, {"a": 0.5}, "perf/throughput")
 
     @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ class TestConsoleLines:
 
 class TestLogs:
     def test_verl_json_lines(self, tmp_path: Path) -> None:
-        """Metrics under data; null is what its writer makes of NaN; a validation comes as a second line of the step."""
+        """Metrics are under `data`; null stands for NaN; a validation is a second line of the step."""
         path = tmp_path / "verl.jsonl"
         path.write_text(
             '{"step": 1, "data": {"train/loss": 0.5, "text": "x", "flag": true}}\n'
@@ -154,7 +154,7 @@ class TestLogs:
         assert log.metrics[REWARD] == {1: 0.1, 2: 0.2} and log.rewritten == {REWARD: {2}}
 
     def test_events_as_verl_writes_them(self, tmp_path: Path) -> None:
-        """All steps, not a sample of 10,000; two sessions in one folder; the only folder inside the one given."""
+        """All steps are read, not a sample of 10,000, from two sessions in one folder, or in a single subfolder."""
         from torch.utils.tensorboard import SummaryWriter
 
         folder = tmp_path / "project" / "experiment"
@@ -179,7 +179,7 @@ class TestLogs:
             assert curve[1] == 0.5 and math.isnan(curve[2])
 
     def test_a_dictionary_at_the_head_is_no_json(self, tmp_path: Path) -> None:
-        """verl's trainer for SFT prints its settings first."""
+        """The settings that verl's SFT trainer prints first are skipped."""
         path = tmp_path / "log"
         path.write_text("{'data': {'train_batch_size': 512}}\nstep:1 - train/loss:0.5\n")
         assert read_log(path).kind == "verl console"
@@ -284,7 +284,7 @@ class TestCommand:
         assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["accuracy"]["error"] == "NaN"
 
     def test_page(self, logs: tuple[str, str], tmp_path: Path) -> None:
-        """Self-contained, and a path is text, whatever it holds."""
+        """The page is self-contained and escapes paths."""
         evil = tmp_path / "<script>alert(1)<"
         evil.write_bytes(Path(logs[0]).read_bytes())
         page = tmp_path / "page.html"

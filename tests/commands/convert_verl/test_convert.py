@@ -93,7 +93,7 @@ class TestScript:
         }
 
     def test_notes_name_line_and_reason(self) -> None:
-        """An option that silently goes missing."""
+        """Every dropped option has a note with its line and the reason."""
         notes = "\n".join(convert(SCRIPT, VALUES).notes)
         assert "data.truncation=left: no truncation" in notes
         assert re.search(r"line \d+: actor_rollout_ref\.actor\.not_an_option=1: unknown option", notes)
@@ -103,7 +103,7 @@ class TestScript:
         assert f"line {line}: actor_rollout_ref.actor.megatron.override_transformer_config.yarn_scaling_factor" in notes
 
     def test_every_option_is_taken_over_or_named(self) -> None:
-        """A value that is neither in the recipe nor in a note: the table forgot a word."""
+        """Every value of the script is in the recipe or in a note."""
         notes = "\n".join(convert(SCRIPT, VALUES).notes)
         table = [*RL, *TRAINER]
         for argument in read_command(SCRIPT, {"1": "x", "HOME": "/h"}).arguments:
@@ -135,7 +135,7 @@ class TestScript:
         assert converted.get("rollout.data_parallel") == groups and converted.get("rollout.expert_parallel") == spread
 
     def test_a_layout_that_does_not_divide_is_noted(self) -> None:
-        """Qwen3-30B-A3B has 4 key/value heads."""
+        """The layout is noted: Qwen3-30B-A3B has 4 key/value heads."""
         notes = convert(SCRIPT, [*VALUES, "megatron.tensor_parallel=8", "megatron.expert_tensor_parallel=8"]).notes
         assert any("megatron.tensor_parallel=8 does not divide the model's 4 key/value heads" in note for note in notes)
 
@@ -263,7 +263,7 @@ class TestMeaning:
         assert "critic.megatron.ddp.grad_reduce_in_fp32=True: omitted" in convert(text).text
 
     def test_every_key_of_the_table_is_a_key_of_recipes(self) -> None:
-        """A key that was renamed here and not there."""
+        """A renamed key of a recipe must be renamed in the table."""
         keys = flat_settings(to_yaml(Recipe())).keys()
 
         def exists(key: str) -> bool:
@@ -340,7 +340,7 @@ class TestShell:
         ],
     )
     def test_what_may_not_happen_is_not_known(self, before: str) -> None:
-        """Taking the one or the other branch would be a guess."""
+        """The converter does not guess which branch is taken."""
         with pytest.raises(InputError, match=r"the value of \$X is unknown: line \d|the script does not set \$X"):
             arguments(f"{before}\n{self.MAIN} a=$X")
         assert arguments(f"{before}\n{self.MAIN} a=$X", X="7") == ["a=7"]
@@ -370,7 +370,7 @@ class TestShell:
         ],
     )
     def test_values(self, text: str, value: Any) -> None:
-        """1e-6 is a word to YAML."""
+        """YAML reads 1e-6 as a string."""
         assert value_of(text, 1) == value and type(value_of(text, 1)) is type(value)
 
 

@@ -35,7 +35,7 @@ ATTENTION = {
 
 
 def quantised(weight: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise as DeepSeek describes it: each block divided by its largest absolute value over 448, rounded to e4m3."""
+    """Quantise by DeepSeek's description: each block divided by its largest absolute value over 448, rounded to e4m3."""
     rows, columns = weight.shape
     scales = torch.zeros(-(-rows // block), -(-columns // block))
     codes = torch.zeros_like(weight)
@@ -199,7 +199,7 @@ def test_a_killed_conversion_goes_on(
 def test_ctrl_c_says_how_to_resume(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The second file is not begun; neither the lock nor half a model stays."""
+    """The second file is not begun; neither the lock nor an incomplete model remains."""
     real, calls = convert_shard, []
 
     def stop_at_the_second(job: ShardJob) -> ShardResult:
@@ -219,8 +219,8 @@ def test_ctrl_c_says_how_to_resume(
 
 
 def test_two_at_once_never_write_to_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first ends, and removes its lock, just when the second has opened the same file: the second must hold a lock that a
-    third meets."""
+    """The first call ends and removes its lock after the second has opened the same file: the second must hold a lock that
+    blocks a third."""
     real, out = fcntl.flock, tmp_path / "out"
     first = convert_weights._locked(out)
     first.__enter__()
@@ -297,7 +297,7 @@ def test_other_formats_are_refused(model: Path, tmp_path: Path, settings: dict[s
 
 
 def rewrite(model: Path, number: int, **tensors: torch.Tensor | None) -> None:
-    """Change tensors of a file, given as a_b__c for a.b_c; None: take it out. The index follows."""
+    """Change tensors of a file, by names a_b__c for a.b_c; None removes a tensor. The index is updated."""
     file = model / f"model-0000{number}-of-00003.safetensors"
     named = {name.replace("__", "\0").replace("_", ".").replace("\0", "_"): tensor for name, tensor in tensors.items()}
     kept = {name: tensor for name, tensor in {**load_file(file), **named}.items() if tensor is not None}

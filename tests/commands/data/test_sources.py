@@ -1,4 +1,4 @@
-"""Published data sets in the columns they have on the hub, made into verl's."""
+"""Published data sets with the columns of the hub, converted to verl's columns."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_answer_of_a_solution_is_in_its_last_box(solution: str, answer: str 
 
 
 def test_math_keeps_levels_as_numbers(tmp_path: Path) -> None:
-    """A level that stays text, or "Level ?" that ends the command, would leave no curriculum."""
+    """A curriculum needs numeric levels: text is converted, and "Level ?" does not end the command."""
     problem = {"problem": "1+1?", "level": "Level 3", "type": "Algebra", "solution": r"$\boxed{2}$"}
     for split in ("train", "test"):  # as the hub keeps them
         rows = [problem, {**problem, "level": "Level ?"}]
@@ -134,7 +134,7 @@ def dapo(prompt: str, truth: str, index: str) -> dict[str, Any]:
 
 
 def test_dapo_math_has_each_row_once_and_says_so(tmp_path: Path) -> None:
-    """Repetitions would make an epoch a hundred; contradictions would reward a wrong answer."""
+    """Repetitions would make an epoch a hundred epochs; contradictions would reward a wrong answer."""
     rows = [dapo("2+2?", "4", "a"), dapo("3+3?", "6", "b"), dapo("odd?", "1", "c"), dapo("odd?", "3", "d")]
     write_parquet(tmp_path / "hub" / "data" / "dapo-math-17k.parquet", rows * 100)
     result = CliRunner().invoke(app, ["dapo_math", "--source", str(tmp_path / "hub"), "--out", str(tmp_path / "out")])

@@ -1,4 +1,4 @@
-"""Tiny models: transformers finds every tensor it expects, and the bytes are decided by the seed."""
+"""Tiny models: transformers finds every tensor it expects, and the seed determines the bytes."""
 
 import hashlib
 import json

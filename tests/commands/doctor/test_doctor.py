@@ -1,4 +1,4 @@
-"""`megarl doctor` as a whole: its versions, its lines, a recipe's needs, and every node of a real Ray."""
+"""`megarl doctor`: versions, output, a recipe's needs, and all nodes of a real Ray cluster."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[3]
 
 class TestVersions:
     def test_the_cpus_set_is_the_lock(self) -> None:
-        """A lock that moves on without the table makes every fresh installation a warning."""
+        """If the lock changed without the table, every new installation would get a warning."""
         lock = dict(re.findall(r"^([\w.-]+)==([^\s]+)$", (ROOT / "launch/requirements-cpu.txt").read_text(), re.M))
         (cpu,) = (packages for packages in SETS if packages.device == "cpu")
         assert not {name: lock.get(name) for name, bounds in cpu.packages.items() if lock.get(name) not in SpecifierSet(bounds)}  # fmt: skip
@@ -319,7 +319,7 @@ class TestCommand:
 @pytest.mark.stack
 @pytest.mark.slow
 def test_every_node_of_a_real_cluster(node, tmp_path: Path) -> None:  # noqa: F811 - the fixture
-    """Two nodes of this machine, by the launcher: both are looked at, each by its rank."""
+    """Two nodes of this machine, started by the launcher, are both examined, each under its rank."""
     out = tmp_path / "found.json"
     code = f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-m', 'megarl', 'doctor', '--json'], stdout=open({str(out)!r}, 'w')).returncode)"  # fmt: skip
     head, member = node(0, sys.executable, "-c", code), node(1, "true")

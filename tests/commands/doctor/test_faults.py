@@ -1,4 +1,4 @@
-"""`megarl doctor` against faults planted one at a time into machines that are well."""
+"""`megarl doctor` with faults planted one at a time into healthy machines."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
 
 
 def test_what_a_recipe_does_without_is_not_missed(tmp_path: Path) -> None:
-    """SFT under torchrun: no engine, no Ray."""
+    """SFT under torchrun needs neither an engine nor Ray."""
     machine = MACHINES["cuda"](tmp_path)
     del machine.packages["ray"], machine.packages["vllm"]
     findings = examine(machine, Needs(recipe=True, engines=False, ray=False))

@@ -1,4 +1,4 @@
-"""launch/slurm.sh with an srun that starts processes of this machine, and the Kubernetes manifests' structure."""
+"""launch/slurm.sh with an srun that starts local processes, and the structure of the Kubernetes manifests."""
 
 import json
 import os
@@ -197,7 +197,7 @@ def test_the_plain_job_tells_each_pod_which_node_it_is():
 
 
 def test_the_rayjob_passes_kuberays_own_schema():
-    """Strictly: the API server drops unknown fields, and the job then runs without them."""
+    """The schema is checked strictly: the API server drops unknown fields, and the job would run without them."""
     import jsonschema
 
     if not os.environ.get("MEGARL_KUBERAY_CRD"):

@@ -35,7 +35,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[st
 
 @pytest.mark.parametrize("name", [case["name"] for case in CASES])
 def test_peaks_are_those_of_the_allocator(counted: dict[str, Any], name: str) -> None:
-    """Within 3 %: kernels take some memory for themselves."""
+    """The bound is 3 %, because kernels allocate some memory."""
     real, answer = counted[name]
     planned = answer["activations"]
     assert {phase: planned[phase] for phase in real} == pytest.approx(real, rel=0.03)

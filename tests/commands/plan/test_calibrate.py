@@ -1,4 +1,4 @@
-"""`plan --calibrate RUN`: what was put into a run's measurements is found again, and runs of something else are refused."""
+"""`plan --calibrate RUN`: it recovers the factors in a run's measurements, and refuses runs of other recipes."""
 
 from __future__ import annotations
 

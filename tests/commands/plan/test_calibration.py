@@ -23,7 +23,7 @@ def measured(value: float) -> CalibrationEntry:
 
 
 def applied(**rates: float) -> Device:
-    """DEVICE: 2e12 FLOP/s, 2e9 bytes/s of memory, links and the host; shares of 0.5."""
+    """Apply a calibration to DEVICE: 2e12 FLOP/s, 2e9 bytes/s of memory, links and the host; shares of 0.5."""
     return Calibration("round", "a test", {name: measured(value) for name, value in rates.items()}).apply(DEVICE)
 
 
@@ -65,7 +65,7 @@ def test_rates_become_shares_and_links(rates: dict[str, float], changed: dict[st
 
 
 def test_every_rate_changes_seconds() -> None:
-    """A rate that no estimate reads would be an option that is ignored."""
+    """Each rate affects the estimate; an unread rate would be an ignored option."""
     planned = recipe(
         megatron__tensor_parallel=2,
         cluster__trainers=8,

@@ -258,7 +258,7 @@ def test_an_engine_beside_trainers_that_stay_is_refused_for_offload() -> None:
 
 
 def test_many_phases_become_rows(capsys: pytest.CaptureFixture[str]) -> None:
-    """A number that is cut is worse than none: the console's table keeps within 100 columns, and whole."""
+    """The console's table keeps within 100 columns without truncated numbers."""
     phases = ["gen", "values", "update_critic", "update_critic, Adam", "old_log_prob", "reference", "update_actor"]
     uses = [Use(phase, {"weights": (number + 50) << 30}) for number, phase in enumerate(phases)]
     few = [DeviceUses("actor 0 + engine", 8, uses[:2])]

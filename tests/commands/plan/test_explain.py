@@ -1,4 +1,4 @@
-"""The weight exchange of a recipe before anything has started: bytes by link, from config.json and the layouts."""
+"""The weight sync of a recipe before a run: bytes by link, from config.json and the layouts."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_training_without_engines_sends_nothing(capsys: pytest.CaptureFixture[st
     ],
 )
 def test_engine_ranks_receive_what_they_hold(name: str, model: str, settings: list[str], received: float) -> None:
-    """Figures of a trace of vLLM's loader with another script, and of the sizes of the tensors."""
+    """The expected figures come from a trace of vLLM's loader by another script, and from the sizes of the tensors."""
     recipe = load_recipe(RECIPES / f"{name}.yaml", settings)
     plan = explain.planned(recipe, published.read(model), 16)
     assert totals(plan).received_by_rank == pytest.approx(received, rel=1e-4)

@@ -182,7 +182,7 @@ def test_the_console_shows_each_machine() -> None:
 
 @pytest.mark.parametrize("width", [60, 80, 100, 120])
 def test_a_table_of_hosts_is_never_clipped(width: int) -> None:
-    """Every head and number is there whole, whatever the console's width."""
+    """Every heading and number is complete at any width of the console."""
     names = ("offloaded", "swapped", "reference", "/dev/shm", "processes", "asleep", "samples", "checkpoint")
     hosts = [
         HostUse(f"nodes {number}-{number + 9}", 10, {name: (1000 + number) * GIB for name in names})

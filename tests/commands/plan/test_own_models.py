@@ -26,7 +26,7 @@ def of_a_plan(inputs, settings):
 
 
 def folder(tmp_path: Path) -> Path:
-    """A model that no published one is: its config.json, and nothing else."""
+    """A model without a published counterpart: only a config.json."""
     config = read("Qwen2.5-0.5B-Instruct") | {"num_hidden_layers": 2, "vocab_size": 512}
     (tmp_path / "config.json").write_text(json.dumps(config))
     return tmp_path

@@ -1,4 +1,4 @@
-"""The page of a plan: self-contained, true to the plan, and there for any plan, whatever it lacks."""
+"""The page of a plan: self-contained, equal to the plan, and valid for plans with missing parts."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ def test_engines_stand_in_a_table(tmp_path: Path) -> None:
 
 
 def test_hosts_routes_and_ranges_are_there_as_on_the_console(tmp_path: Path) -> None:
-    """Every figure that the console prints of them, and the machine with too little marked."""
+    """The page has every figure of the console, and marks a machine with too little memory."""
     hosts = [
         HostUse("node 0", 1, {"offloaded": 160 * GIB, "asleep": 459 * GIB}),
         HostUse("nodes 1-15", 15, {"offloaded": 700 * GIB, "asleep": 459 * GIB}),

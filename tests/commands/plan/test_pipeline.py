@@ -1,4 +1,4 @@
-"""The pipeline's schedule is the one that Megatron runs, and its bubble the published one."""
+"""The pipeline's schedule equals Megatron's, and its bubble the published formula."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Chunk(torch.nn.Module):
 
 
 class Neighbours:
-    """Megatron's P2PCommunicator, without anybody there."""
+    """Megatron's P2PCommunicator without peers."""
 
     def __init__(self, pp_group: Group, config: Settings, virtual: int | None) -> None:
         self.pp_group, self.config, self.virtual_pipeline_model_parallel_size = pp_group, config, virtual

@@ -53,7 +53,7 @@ def recipe(tokens: int, prompt: int, response: int, **megatron: object) -> Recip
 
 
 def test_where_vllm_is_not_installed_nothing_is_said_of_the_route(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run elsewhere may well send planned copies."""
+    """The route of a run elsewhere is unknown, since vLLM there may allow sharded updates."""
     planned = recipe(1000, 100, 300)
     counts = Counted([PipelineStage("actor", 0, 0, HELD, BEYOND, None, {})], [])
     monkeypatch.setattr("megarl.commands.plan.explain.importlib.util.find_spec", lambda _: None)
@@ -339,7 +339,7 @@ def test_stages_that_hold_the_same_lie_on_a_line() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["Qwen3-30B-A3B", "DeepSeek-V3"])
 def test_what_lies_between_two_stages_is_what_they_would_count(model: str, tmp_path: Path) -> None:
-    """DeepSeek-V3's second stage has a dense layer, which the others have not."""
+    """DeepSeek-V3's second stage has a dense layer, which the later stages do not have."""
     planned = recipe(4096, 1024, 3072, pipeline_parallel=7, expert_parallel=2, recompute="selective")
     planned.cluster.trainers = 14
     layers = {"num_hidden_layers": 14} | ({"first_k_dense_replace": 3} if model == "DeepSeek-V3" else {})

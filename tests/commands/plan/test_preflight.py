@@ -161,7 +161,7 @@ def test_what_a_declaration_says(tmp_path: Path) -> None:
 
 
 def test_a_shape_is_a_bases_up_to_the_file_that_names_the_model(tmp_path: Path) -> None:
-    """A recipe of another model on a base with a shape would be planned as that one."""
+    """A recipe of another model on a base with a `shape` must not be planned as the base's model."""
     (tmp_path / "base.yaml").write_text("# Shape: Qwen3-8B\nmodel:\n  path: somewhere\n")
     (tmp_path / "same.yaml").write_text("base: base.yaml\n")
     (tmp_path / "other.yaml").write_text("base: base.yaml\nmodel:\n  path: models/mine\n")

@@ -148,7 +148,7 @@ def test_a_layout_that_hosts_cannot_hold_is_not_proposed(monkeypatch: pytest.Mon
 
 
 class Hosts(FitChecker):
-    """Hosts of two machines of four devices for 8 trainers in 4 stages; offloaded parts alone."""
+    """Hosts of two machines of four devices for 8 trainers in 4 stages, with offloaded parts only."""
 
     def __init__(self, memory: float) -> None:
         task = subject(8, pipeline_parallel=4, offload=True)
@@ -157,7 +157,7 @@ class Hosts(FitChecker):
         self._subject, self._client = replace(task, device=device), NO_ASKER
 
     def check(self, sizes: list[int], counted: int) -> None:
-        """`sizes`: GiB of page-locked weights by stage, of which the first `counted` are counted."""
+        """`sizes`: GiB of page-locked weights by stage; only the first `counted` stages are counted."""
         stages = [PipelineStage("actor", number, 0, held(size), None, None, {}) for number, size in enumerate(sizes)]
         tenants = Tenants(self._subject.recipe, stages[:counted], {}, {}, 1, keeps_weights=True)
         self._check_hosts(tenants, stages[:counted], [])

@@ -87,7 +87,7 @@ def test_factor_expected_seconds_and_range_stand_beside_the_raw_ones() -> None:
 
 
 def test_one_run_gives_no_range_and_runs_of_the_model_itself_are_left_out_once() -> None:
-    """The 32 billion of Qwen3-32B are the one dense run; DeepSeek-V3 was published twice."""
+    """Qwen3-32B is the only dense run; DeepSeek-V3 was published twice."""
     planned = recipe()
     dense = with_estimate(plans.BARE, planned, {"rollout": QWEN}, DEVICE, DEVICE, None)
     assert table(dense)["gen"]["range"] == "–" and table(dense)["gen"]["runs"] == "1" and dense.without_own is None

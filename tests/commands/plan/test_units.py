@@ -1,4 +1,4 @@
-"""Sizes and numbers of things, as they are read."""
+"""Units and plurals in messages."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ RESUMED = ("grpo_deepseek_v3.yaml", "ppo_qwen3_8b.yaml", "sft_peft_qwen3_8b.yaml
 
 @pytest.fixture(autouse=True)
 def torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM imports it for models that read images; where there is none, names are enough."""
+    """vLLM imports torchvision for vision models; without it, names are sufficient."""
     if importlib.util.find_spec("torchvision") is None:
         stand_ins = str(Path(__file__).parents[2] / "stand_ins")
         monkeypatch.setenv("PYTHONPATH", f"{stand_ins}:{os.environ.get('PYTHONPATH', '')}")
@@ -56,8 +56,8 @@ def torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @EACH
 def test_train_accepts_a_tiny_copy_and_every_change_is_listed(row: Row, tmp_path: Path) -> None:
-    """Model, layout, data and scorers are read as `train` reads them. A setting of the recipe that is in no line of the
-    table, or that the tiny copy changes without a line, would look as if it had been rehearsed."""
+    """Model, layout, data and scorers are read as `train` reads them. The table must list every setting of the recipe and
+    every change, since a setting without a line would seem to have been rehearsed."""
     tiny = make_tiny_copy(row.path, [], tmp_path)
     prepare_training(tiny.recipe)
     original, now = dict(settings_of(recipe_of(row))), dict(settings_of(tiny.recipe))
@@ -344,7 +344,7 @@ def test_what_is_wrong_with_the_recipe_itself_is_found(tmp_path: Path, override:
 @pytest.mark.slow
 @EACH
 def test_every_row_is_rehearsed(row: Row, tmp_path: Path) -> None:
-    """Real Megatron, vLLM, mbridge and Ray: two steps, and of some a third after a resume."""
+    """Real Megatron, vLLM, mbridge and Ray run two steps, and some recipes a third after a resume."""
     resume = "--resume" if row.path.name in RESUMED else "--no-resume"
     done = run("rehearse", str(row.path), "--out", str(tmp_path / "tiny"), resume, timeout=900)
     assert done.returncode == 0, done.stderr + done.stdout
