@@ -115,7 +115,7 @@ def _read_yaml(path: Path, named_by: str) -> dict[str, Any]:
     if not path.is_file():
         folder = path.parent if path.parent.is_dir() else Path(".")
         close = nearest(path.name, [file.name for file in folder.glob("*.yaml")])
-        remedy = f"did you mean {folder / close}?" if close else f"{folder}/ holds no such file"
+        remedy = f"did you mean {folder / close}?" if close else f"{folder}/ contains no such file"
         raise RecipeError("recipe", f"the file {path} does not exist", remedy, origin=named_by)
     try:
         loaded = OmegaConf.load(path)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megarl.recipe.schema import Recipe
 
 _SUMS = "gradients are summed in float32 over micro batches and ranks; otherwise the update would depend on the split"
-_FSDP = "it belongs to Megatron's FSDP, and megarl shards the optimizer alone (megatron.distributed_optimizer)"
+_FSDP = "it belongs to Megatron's FSDP, and megarl shards only the optimizer (megatron.distributed_optimizer)"
 _FP8 = "it belongs to FP8 weights, and megarl trains in bfloat16 or float32"
 _CHECKS = "it ends the run, and megarl skips an update with a non-finite gradient norm (train.stop_after_skipped)"
 _BUFFERS = "it registers buffers with NCCL, and megarl frees and refills them (megatron.offload)"

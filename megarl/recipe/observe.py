@@ -84,6 +84,6 @@ def traces_notice(recipe: Recipe) -> str | None:
         return None
     return (
         f"observe.profile_engines with rollout.max_staleness={ahead}: engines sample up to {ahead + 1} steps at a time, so the "
-        "trace called step_N begins after the first samples of step N, and holds requests of later steps too; "
+        "trace called step_N begins after the first samples of step N, and contains requests of later steps too; "
         "rollout.max_staleness=0 in a run of some steps gives traces of one step each"
     )

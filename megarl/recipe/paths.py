@@ -14,7 +14,7 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
     def absolute(path: str) -> str:
         return os.path.abspath(os.path.expanduser(path))
 
-    def given(path: str | None) -> str | None:
+    def absolute_or_none(path: str | None) -> str | None:
         return absolute(path) if path else None
 
     data, model, critic, teacher, judge = recipe.data, recipe.model, recipe.critic, recipe.teacher, recipe.judge
@@ -22,11 +22,11 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
     return dataclasses.replace(
         recipe,
         runs_dir=absolute(recipe.runs_dir),
-        exchange=dataclasses.replace(exchange, directory=given(exchange.directory)),
-        model=dataclasses.replace(model, path=absolute(model.path), tokenizer=given(model.tokenizer)),
-        critic=dataclasses.replace(critic, model_path=given(critic.model_path)),
-        teacher=dataclasses.replace(teacher, path=given(teacher.path)),
-        judge=dataclasses.replace(judge, path=given(judge.path)),
+        exchange=dataclasses.replace(exchange, directory=absolute_or_none(exchange.directory)),
+        model=dataclasses.replace(model, path=absolute(model.path), tokenizer=absolute_or_none(model.tokenizer)),
+        critic=dataclasses.replace(critic, model_path=absolute_or_none(critic.model_path)),
+        teacher=dataclasses.replace(teacher, path=absolute_or_none(teacher.path)),
+        judge=dataclasses.replace(judge, path=absolute_or_none(judge.path)),
         data=dataclasses.replace(
             data,
             train_files=[absolute(file) for file in data.train_files],
