@@ -78,7 +78,7 @@ class FakeMachine(Machine):
     torch: dict[str, object] = field(default_factory=lambda: {"kind": "cpu", "names": [], "version": "2", "cuda": None})
     broken: dict[str, str] = field(default_factory=dict)  # part of Python code -> the error that it raises
     engine: str = "cpu"  # the platform that vLLM reports
-    taken: set[int] = field(default_factory=set)  # ports
+    used_ports: set[int] = field(default_factory=set)
     limits: tuple[int, int] = (65536, 65536)
     disks: dict[str, tuple[int, int]] = field(default_factory=dict)
     unreachable: str = ""
@@ -108,7 +108,7 @@ class FakeMachine(Machine):
         return Output(0, json.dumps(self.torch) if "json" in code else self.engine)
 
     def cannot_bind(self, port: int) -> str:
-        return "Address already in use" if port in self.taken else ""
+        return "Address already in use" if port in self.used_ports else ""
 
     def fetch(self, url: str, seconds: float) -> str:
         return self.unreachable

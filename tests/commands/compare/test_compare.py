@@ -32,7 +32,7 @@ def log(rewards: dict[int, float], rates: dict[int, float] | None = None, **more
 
 class TestMathematics:
     def test_error_by_hand(self) -> None:
-        """The expected error is absolute: neither relative, nor a root mean square, nor a mean of signed errors."""
+        """The error is a mean of absolute differences: neither relative, nor a root mean square, nor a mean of signed ones."""
         result = accuracy({1: 0.5, 2: 0.2, 3: 0.9}, {1: 0.4, 2: 0.4, 4: 0.9})
         # |0.1| and |-0.2| over two steps; their mean is 0.15, of the differences -0.05; mean |B| is 0.4
         assert result.error == pytest.approx(0.15)

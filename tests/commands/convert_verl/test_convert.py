@@ -135,7 +135,7 @@ class TestScript:
         assert converted.get("rollout.data_parallel") == groups and converted.get("rollout.expert_parallel") == spread
 
     def test_a_layout_that_does_not_divide_is_noted(self) -> None:
-        """The layout is noted: Qwen3-30B-A3B has 4 key/value heads."""
+        """A note names the 4 key/value heads of Qwen3-30B-A3B."""
         notes = convert(SCRIPT, [*VALUES, "megatron.tensor_parallel=8", "megatron.expert_tensor_parallel=8"]).notes
         assert any("megatron.tensor_parallel=8 does not divide the model's 4 key/value heads" in note for note in notes)
 
