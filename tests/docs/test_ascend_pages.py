@@ -150,9 +150,9 @@ def test_the_table_of_the_environment() -> None:
         | dict.fromkeys(["HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT"], "`cluster.timeout`"),
         platform.rollout_env(),
     )
-    table = {
-        row[0].strip("`"): row[1:3] for row in rows(section("ascend.md", "Environment").partition("\nWhat of these")[0])
-    }
+    table_text, after, _ = section("ascend.md", "Environment").partition("\nIf the command's environment")
+    assert after
+    table = {row[0].strip("`"): row[1:3] for row in rows(table_text)}
     assert table.pop(platform.visible_devices_env) == ["its device", "its devices"]
     for column, environ in enumerate(roles):
         shown = {name: cells[column] for name, cells in table.items() if cells[column] != "-"}
@@ -161,7 +161,7 @@ def test_the_table_of_the_environment() -> None:
 
 def test_what_is_overruled_is_said_below_the_table() -> None:
     platform = NPUPlatform()
-    below = section("ascend.md", "Environment").partition("Overruled")[2].partition("\n\n")[0]
+    below = section("ascend.md", "Environment").partition("overrides only")[2].partition("`HCCL_BUFFSIZE`")[0]
     for name, value in NEEDED:
         if platform.rollout_env().get(name) == value or platform.deterministic_env().get(name) == value:
             assert re.search(rf"`({name}\b|{value.replace('False', 'True')}`)", below), name
