@@ -62,7 +62,7 @@ def golden_of(family: str, folder: Path) -> goldens.Golden:
 
 
 def published(name: str) -> str:
-    """The name in the checkpoint's files."""
+    """Return the parameter's name in the checkpoint's files."""
     return name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
 
 

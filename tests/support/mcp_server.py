@@ -1,4 +1,4 @@
-"""An MCP server for tests: ``python -m tests.support.mcp_server`` speaks on standard input and output, with a port over HTTP."""
+"""An MCP server for tests: ``python -m tests.support.mcp_server`` serves on standard input and output, or over HTTP if a port follows."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def save(trainer: Any, directory: Path) -> None:
 
 
 def assembled(directory: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, whole; each element must be there exactly once."""
+    """Return every tensor of a checkpoint, assembled from its parts; each element must be stored exactly once."""
     whole: dict[str, torch.Tensor] = {}
     seen: dict[str, torch.Tensor] = {}
     for file in sorted(directory.glob("*.safetensors")):
@@ -42,7 +42,7 @@ def assembled(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same(directory: Path, other: Path) -> None:
-    """Two checkpoints hold the same, bit for bit; where one pads the vocabulary, the other's pad is left out."""
+    """Assert that two checkpoints are bit-identical, except for padding of the vocabulary."""
     left, right = assembled(directory), assembled(other)
     assert left.keys() == right.keys(), left.keys() ^ right.keys()
     assert any(name.startswith("exp_avg_sq.") for name in left) and any(name.startswith("weight.") for name in left)
@@ -53,7 +53,7 @@ def assert_same(directory: Path, other: Path) -> None:
 
 
 def check_failed_write(trainer: Any, directory: Path) -> None:
-    """A file that the system refuses to write: the message has what a person needs, and nothing large stays."""
+    """A failed write gives a message with its cause and remedy, and leaves no large file."""
     part = trainer.stage_save(directory, copy=False)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
@@ -69,7 +69,7 @@ def check_failed_write(trainer: Any, directory: Path) -> None:
             assert words in str(error), (words, error)
         assert json.loads(part.receipt.read_text()) == {"error": str(error)}
     else:
-        raise AssertionError("a write that failed was taken for done")
+        raise AssertionError("a failed write was reported as done")
     assert not list(directory.glob(f"*{dist.get_rank():05d}.safetensors"))
     dist.barrier()
 

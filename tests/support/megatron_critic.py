@@ -1,4 +1,4 @@
-"""The critic's cases of tests/megatron/test_layouts.py: what a worker runs, and what came out of it."""
+"""The critic's cases of tests/megatron/test_layouts.py: the worker's part and the checks of its results."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def train(trainer: Any, batches: list[Any], steps: int) -> list[dict[str, float]
 
 
 def micro_batches(trainer: Any, per_micro: int) -> tuple[list[Any], list[list[int]]]:
-    """The global batch of the other cases, with returns in the place of advantages."""
+    """The global batch of the other cases, with returns instead of advantages."""
     from tests.support.megatron_worker import micro_batches
 
     batches, numbers = micro_batches(trainer, per_micro)

@@ -3,8 +3,8 @@
 `ci` runs in every test run, `slow` with `launch/test.sh --all`, `-` not at all: experts of a dense model, sizes that do
 not divide, or combinations in other rows. CI has each model, each kind of parallelism alone and with each other, and each
 pair with separate code in Megatron, mbridge or megarl: tied embeddings over TP (a padded vocabulary), PP and VPP (the
-embedding is on two stages); experts in every expert layout; MLA, shared experts and leading dense
-layers over TP, CP, EP and PP.
+embedding is on two stages); experts in every expert layout; MLA, shared experts and leading dense layers over TP, CP, EP
+and PP.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ SWAP = {
 
 
 def reshard(name: str, source: str, **megatron: Any) -> dict[str, Any]:
-    """Read the checkpoint that the case `source` wrote, in another layout, and write it again; see
+    """Case that loads the checkpoint of the case `source` in another layout and saves it again; see
     `tests.support.megatron_checkpoints`. `resume` wrote the first one."""
     bf16 = source.endswith("bf16")
     model = {"model": "qwen2_tied", "dtype": "bfloat16"} if bf16 else {"model": "qwen3_moe"}

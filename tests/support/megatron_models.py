@@ -52,7 +52,7 @@ def _qwen3_moe() -> transformers.PreTrainedModel:
 
 
 def _qwen3_moe_raw() -> transformers.PreTrainedModel:
-    """Experts' weights as the softmax over all of them gives them, not normalised over those chosen."""
+    """Qwen3-MoE with routing weights from the softmax over all experts, not normalised over the chosen experts."""
     experts = {**EXPERTS, "norm_topk_prob": False}
     return transformers.Qwen3MoeForCausalLM(
         transformers.Qwen3MoeConfig(**COMMON, **experts, head_dim=16, num_experts=4, mlp_only_layers=[])
@@ -97,7 +97,7 @@ def _deepseek_v3() -> transformers.PreTrainedModel:
 
 
 def _moonlight() -> transformers.PreTrainedModel:
-    """DeepSeek-V3's architecture without those: whole queries, one group, two leading dense layers."""
+    """DeepSeek-V3's architecture with full-rank queries, one group and two leading dense layers."""
     config = {**LATENT, "first_k_dense_replace": 2, "n_shared_experts": 2}
     return transformers.DeepseekV3ForCausalLM(
         transformers.DeepseekV3Config(**config, n_group=1, topk_group=1, q_lora_rank=None)

@@ -1,4 +1,4 @@
-"""A trainer's states offloaded and taken back, inside a process of tests/support/megatron_worker.py."""
+"""Offload and onload of a trainer's states, in a process of tests/support/megatron_worker.py."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_offload(trainer: Any, platform: Any, before: dict[str, torch.Tensor]) 
 
 
 def bytes_of(trainer: Any) -> dict[str, int]:
-    """Memory by kind."""
+    """Bytes of device memory by kind."""
     from megarl.megatron.optimizer import members
 
     def count(tensors: Any) -> int:

@@ -1,4 +1,4 @@
-"""Runs the cases of layout tests in trainer processes, reads what these wrote, and computes what transformers does."""
+"""Run the cases of layout tests in trainer processes, read their results, and compute transformers' results."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def rows_of(model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
 def check_weights(
     got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], before: dict[str, torch.Tensor]
 ) -> None:
-    """Training has moved every weight, and to where it was expected: to within a share of how far it has moved, and
-    the last bits of the weight itself. `before` may lack names under which a tensor is exported once more."""
+    """Assert that training has changed every weight, and to the expected value: within a share of the change plus the
+    weight's last bits. `before` may lack the second name of a tensor that is exported twice."""
     assert got.keys() == expected.keys()
     for name in expected.keys() & before.keys():
         moved = (expected[name] - before[name]).abs().max()

@@ -1,4 +1,4 @@
-"""One trainer process of tests/megatron/test_layouts.py: runs its cases one after the other, writes what came out.
+"""One trainer process of tests/megatron/test_layouts.py: runs its cases one after the other and writes the results.
 
 Usage, with the environment of torchrun: python -m tests.support.megatron_worker CASES.json OUTPUT_DIRECTORY
 """
@@ -125,8 +125,8 @@ def gradient_of(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def run_case(case: dict[str, Any], output: Path) -> None:
-    """Log-probs, the weights as they were loaded, and metrics and weights of two steps. On one process, the first
-    step's gradient too."""
+    """Write log-probs, the loaded weights, and metrics and weights of two steps. On one process, also the first step's
+    gradient."""
     trainer = build(case)
     if platform.uses_native_layers:
         mindspeed_record.check_config(trainer.model.chunks)
@@ -185,7 +185,7 @@ def check_adapters(trainer: Any, batches: list[Any], start: Any, case: dict[str,
 
 
 def check_timeout() -> None:
-    """Megatron takes minutes: of its groups, too, the recipe's seconds are what holds."""
+    """The recipe's timeout in seconds applies to Megatron's process groups, although Megatron's option is in minutes."""
     from megatron.core import parallel_state
 
     for group in (parallel_state.get_tensor_model_parallel_group(), parallel_state.get_data_parallel_group()):
@@ -282,7 +282,7 @@ def run_upstream(case: dict[str, Any], output: Path) -> None:
 
 
 def run_samples(case: dict[str, Any], output: Path) -> None:
-    """Log-probs of an engine's samples after some steps of training, and the weights after one more."""
+    """Write log-probs of an engine's samples after some training steps, and the weights after one more step."""
     from megarl.megatron.batch import MicroBatch
     from megarl.megatron.images import Images
 
@@ -306,7 +306,7 @@ def run_samples(case: dict[str, Any], output: Path) -> None:
 
 
 def synced_files() -> list[str]:
-    """Paths of the files that are forced to the disk from here on."""
+    """Record the paths of files that are synced to disk from now on."""
     fsync, paths = os.fsync, []
 
     def record(descriptor: int) -> None:

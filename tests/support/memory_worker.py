@@ -73,7 +73,7 @@ def run(case: dict[str, Any], output: Path) -> None:
 
 
 class Held:
-    """Counts the bytes that autograd has kept for backward passes so far (a storage once, parameters not)."""
+    """Counts the bytes that autograd has saved for backward passes (each storage once, without parameters)."""
 
     def __init__(self) -> None:
         self.bytes = 0

@@ -16,7 +16,7 @@ WITH_SOURCES = pytest.mark.skipif(not SOURCES, reason="MEGARL_MINDSPEED names no
 
 
 def source_of(version: str, into: Path) -> Path:
-    """Unpack the commit that the table of `version` was made from into the folder `into`, which is returned."""
+    """Unpack the commit recorded in the table of `version` into the folder `into`; returns the folder."""
     return checkout(json.loads((TABLES / f"{version}.json").read_text())["source"], into)
 
 

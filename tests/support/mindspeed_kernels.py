@@ -1,6 +1,6 @@
 """CPU implementations of the Ascend kernels that MindSpeed calls in a training step.
 
-Each has the arguments of its kernel in torch_npu or MindSpeed, and asserts what the kernel demands of them.
+Each has the arguments of its kernel in torch_npu or MindSpeed, and asserts the kernel's requirements.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def install() -> None:
-    """Put the implementations in the kernels' places. After MindSpeed has been imported."""
+    """Replace the kernels by the implementations. Call after MindSpeed has been imported."""
     import torch_npu
     from mindspeed.ops import npu_apply_fused_adamw_v2 as fused
 
@@ -87,7 +87,7 @@ def npu_fusion_attention_grad(
     sparse_mode: int = 0,
     **_: Any,
 ) -> tuple[Tensor, ...]:
-    """Gradients of query, key and value, from the statistics of a softmax that may span more keys than these."""
+    """Gradients of query, key and value, from softmax statistics that may cover more keys."""
     assert input_layout == "TND" and pse is padding_mask is softmax_in is prefix is None and keep_prob == 1.0
     assert softmax_max is not None and softmax_sum is not None and attention_in is not None
     assert actual_seq_qlen is not None and actual_seq_kvlen is not None
@@ -178,7 +178,7 @@ def npu_grouped_matmul(
     group_type: int = -1,
     group_list_type: int = 0,
 ) -> list[Tensor]:
-    """Products of groups of tokens with their own weights: `group_type` 0 splits rows, 2 splits the inner dimension.
+    """Product of each group of tokens with its weight: `group_type` 0 splits rows, 2 splits the inner dimension.
     `group_list` has ends of groups (type 0) or their sizes (type 1)."""
     assert group_list is not None and not bias and len(x) == 1
     sizes = group_list.tolist()

@@ -14,7 +14,7 @@ def newest() -> Table:
 
 
 def check_config(chunks: list[Any]) -> None:
-    """The model's configuration has every field that MindSpeed's modules read in the place of Megatron's."""
+    """Assert that the model's configuration has every field that MindSpeed's replacement modules read."""
     config = chunks[0].config
     if config.multi_latent_attention:
         (read,) = (newest().calls[r.key] for r in RELIED if r.reads and r.name == "multi_latent_attention_init_impl")

@@ -1,5 +1,5 @@
-"""MindSpeed's Python sources in a process on a CPU: modules that they import and this machine lacks are mocks, and the
-kernels that training calls compute on the CPU (`mindspeed_kernels`)."""
+"""MindSpeed's Python sources in a process on a CPU: missing imports are mocks, and the kernels of a training step compute
+on the CPU (`mindspeed_kernels`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOCKED = ("torch_npu", "triton", "torchair", "scipy", "acl")
 
 
 class MockModule(types.ModuleType):
-    """A module with every attribute that is read from it."""
+    """A module that has any attribute."""
 
     __version__ = "3.4.0"
 
@@ -41,7 +41,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def make_importable(source: str | Path) -> None:
-    """Let this process import MindSpeed from the checkout `source`. Before Megatron is imported."""
+    """Let this process import MindSpeed from the checkout `source`. Call before Megatron is imported."""
     sys.path.insert(0, str(source))
     sys.meta_path.insert(0, Finder())
     from megarl.platform import cpu

@@ -54,7 +54,7 @@ def attempt(settings: dict[str, Any], latent: bool) -> str | None:
 
 
 def apart(settings: dict[str, Any], latent: bool) -> str | None:
-    """`attempt` in a copy of this process: what MindSpeed patches stays patched."""
+    """Run `attempt` in a forked process, because MindSpeed's patches cannot be undone."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

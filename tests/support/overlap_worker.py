@@ -49,7 +49,7 @@ def reduced_in_backward(trainer: Any, batches: list[Any]) -> tuple[list[Any], in
 
 
 def buckets_of(trainer: Any) -> list[torch.Tensor]:
-    """The gradient that the last update left, as this rank's parts of the weights."""
+    """The last update's gradient, as this rank's shards."""
     return [p.main_grad.clone() for chunk in trainer.model.chunks for p in chunk.parameters() if p.requires_grad]
 
 

@@ -1,4 +1,4 @@
-"""Faults in layers, optimizer, offload and checkpoint of the tiny models, and what the stages' ranks say of each.
+"""Faults in layers, optimizer, offload and checkpoint of the tiny models, and the failed checks of the stages' ranks.
 
 Usage: python -m tests.support.planted_kernels MODELS, the folder of the families. Prints a JSON object: fault -> failed checks.
 """

@@ -37,7 +37,7 @@ def lock(request: object) -> object:
 
 
 class Unreadable:
-    """Can be pickled, and not unpickled."""
+    """An object that can be pickled but not unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return int, ("nothing",)
@@ -52,7 +52,7 @@ def big(request: int) -> bytes:
 
 
 def fills(megabytes: int) -> int:
-    """Takes so much memory, as numpy does: reserved first, then written to. Returns how much."""
+    """Allocate `megabytes` as numpy does: reserve, then write. Returns the size."""
     return int(np.ones(megabytes << 20, dtype=np.uint8).sum()) >> 20
 
 

@@ -41,7 +41,7 @@ def build(case: dict[str, Any]) -> Any:
 
 
 def batches(case: dict[str, Any], tokens: torch.Tensor, experts: torch.Tensor | None) -> list[MicroBatch]:
-    """Two micro batches of this data-parallel rank (every rank is given the same)."""
+    """Two micro batches of this data-parallel rank; all ranks have the same."""
     cuts = [sum(LENGTHS[:4]), sum(LENGTHS[4:])]
     parts = zip(
         tokens.split(cuts),
@@ -75,7 +75,7 @@ def current_log_probs(trainer: Any, micro_batches: list[MicroBatch]) -> tuple[li
 
 
 def run_given(case: dict[str, Any], output: Path) -> None:
-    """Log-probs and the update's, with the engine's routing given."""
+    """Write log-probs before and in an update that replays the engine's routing."""
     trainer = build(case)
     inputs = torch.load(output / "inputs.pt", weights_only=True)
     micro_batches = batches(case, inputs["tokens"], inputs["experts"])
@@ -87,7 +87,7 @@ def run_given(case: dict[str, Any], output: Path) -> None:
 
 
 def run_recorded(case: dict[str, Any], output: Path) -> None:
-    """Record, move the weights, and look again: with the recorded routing and without it."""
+    """Record routing, change the weights, and write log-probs with and without the recorded routing."""
     trainer = build(case)
     inputs = torch.load(output / "inputs.pt", weights_only=True)
     trainer.keep_reference()
@@ -111,7 +111,7 @@ def run_recorded(case: dict[str, Any], output: Path) -> None:
 
 
 def run_mismatch(case: dict[str, Any], output: Path) -> None:
-    """Log-probs with the engine's routing and without it."""
+    """Write log-probs with and without the engine's routing."""
     trainer = build(case)
     tokens = torch.load(output / "inputs.pt", weights_only=True)["tokens"]
     experts = torch.load(output / "engine.pt", weights_only=True)["experts"]

@@ -1,4 +1,4 @@
-"""Programs that try to get out of the sandbox, to take more than they may, or to stay.
+"""Programs that try to escape from the sandbox, to exceed its limits, or to survive it.
 
 Each attack runs after PREAMBLE with its targets in T: a secret file, a port and sockets that listen on this machine, and
 processes to kill. A successful attack prints BREACH; a blocked attack prints nothing. It must run to its end or be stopped

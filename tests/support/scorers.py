@@ -1,4 +1,4 @@
-"""Rewards of the user's own, as a recipe names them: reward.function=tests.support.scorers:letters."""
+"""User-defined rewards, named in a recipe as reward.function=tests.support.scorers:letters."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from megarl.rewards import ScoreRequest
 
 
 def letters(request: ScoreRequest) -> dict[str, float]:
-    """The share of letters: something that even a random model's samples differ in, and that can be learned."""
+    """The share of letters: it differs between samples even of a random model, and can be learned."""
     share = sum(character.isalpha() for character in request.response) / max(len(request.response), 1)
     return {"score": share, "accuracy": float(share > 0.5)}
 
 
 def mostly_letters(request: ScoreRequest) -> float:
-    """1 for what has more letters than most of a random model's samples, else 0."""
+    """1 if the response has more letters than most samples of a random model, else 0."""
     return float(letters(request)["score"] > 0.7)
 
 
@@ -69,7 +69,7 @@ def faulty(request: ScoreRequest) -> float:
 
 
 def fails_once(request: ScoreRequest) -> float:
-    """Raises, but for a second time."""
+    """Raise in the first call for a sample, and score in the second."""
     place = Path(request.extra_info["file"])
     if not place.exists():
         place.touch()
@@ -103,7 +103,7 @@ def modules(request: ScoreRequest) -> dict[str, object]:
 
 
 def brevity(request: ScoreRequest) -> dict[str, float]:
-    """1 for nothing, falling to 0 at 100 characters."""
+    """1 for an empty response, falling to 0 at 100 characters."""
     return {"score": max(0.0, 1 - len(request.response) / 100)}
 
 

@@ -2,9 +2,9 @@
 
     python -m tests.support.sglang_cpu qwen3|qwen3_moe FOLDER
 
-SGLang knows its kernels' stand-in (tests/stand_ins/sgl_kernel) and computes in torch. Two things are other than on a device:
-which attention goes with deterministic inference is not looked at, and operators are not replaced by batch-invariant ones,
-of which there are none for the CPU. Prints a line of JSON a figure.
+SGLang imports a stand-in for its kernels (tests/stand_ins/sgl_kernel) and computes in torch. Two things differ from a
+device: the attention backend is not checked for deterministic inference, and operators are not replaced by batch-invariant
+versions, which do not exist for the CPU. Prints one line of JSON per figure.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def make_model(kind: str, folder: str) -> Any:
 
 
 def exported(model: Any):
-    """The weights as a checkpoint has them: experts one by one."""
+    """The weights with a checkpoint's names: each expert separately."""
     for name, value in model.state_dict().items():
         if name.endswith("experts.gate_up_proj"):
             for expert in range(len(value)):

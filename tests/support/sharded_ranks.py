@@ -1,4 +1,4 @@
-"""Trainer and engine ranks of a planned exchange, as threads of one process, with parameters that anyone can compare."""
+"""Trainer and engine ranks of a sharded weight sync, as threads of one process, whose parameters a test can compare."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def checkpoint(version: int) -> dict[str, torch.Tensor]:
 
 
 class Rank:
-    """Parameters, and which boxes of the checkpoint they are: (name, rows, columns) a parameter."""
+    """A rank's parameters and the checkpoint slice of each: (name, rows, columns)."""
 
     def __init__(self, boxes: list[tuple[str, slice, slice]], dtype: torch.dtype = torch.float32) -> None:
         self.boxes, self.memory = boxes, []
@@ -76,7 +76,7 @@ ALL = slice(None)
 
 
 def trainers() -> list[Rank]:
-    """TP2 by rows, twice over; an expert each; the rest everywhere."""
+    """Two replicas of TP2 by rows; each replica has one expert; other tensors are on all ranks."""
     ranks = []
     for rank in range(4):
         half = slice(32 * (rank % 2), 32 * (rank % 2 + 1))
@@ -98,7 +98,7 @@ def engines() -> list[Rank]:
 
 
 def met(shm_dir: Any, places: list[str] | None = None, **options: Any) -> tuple[ShardedSession, Any]:
-    """`places`: host of each of the four engine ranks; "here" is the trainers'."""
+    """Open a session; returns it and its store. `places`: the four engine ranks' hosts ("here": the trainers' host)."""
     here = host_id(str(shm_dir))
     hosts = [here if place == "here" else place for place in places or ["here"] * 4]
     settings = {

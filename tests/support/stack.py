@@ -28,7 +28,7 @@ def environment() -> dict[str, str]:
 
 
 def run(*arguments: str, torchrun: int = 0, timeout: float = 400) -> subprocess.CompletedProcess[str]:
-    """Run it to its end from the repository's root."""
+    """Run the command line in the repository's root and wait for its end."""
     return subprocess.run(
         command(*arguments, torchrun=torchrun),
         cwd=ROOT,

@@ -19,8 +19,8 @@ times a second: after thirty cases they take more time than the cases."""
 
 
 def forget_last_model() -> None:
-    """Let a process build another model: Megatron keeps the layout, and notes the last model's attention in the
-    environment, where it would contradict the next one's."""
+    """Let a process build another model: Megatron keeps the layout, and stores the last model's attention backend in the
+    environment, which would conflict with the next model's."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()

@@ -45,7 +45,7 @@ def transformer_config(**settings: Any) -> Any:
 
 
 def two_ranks(**sizes: int) -> None:
-    """Lay out two ranks, of which this process is the first and the other does not exist."""
+    """Set up a layout of two ranks without a second process; this process is the first rank."""
     import torch.distributed as dist
     from megatron.core import parallel_state, tensor_parallel
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -58,7 +58,7 @@ def two_ranks(**sizes: int) -> None:
 
 
 def expert_on_both_ranks() -> Any:
-    """A linear of an expert that both tensor-parallel ranks hold."""
+    """A linear of an expert with a copy on both tensor-parallel ranks."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     two_ranks(tensor_model_parallel_size=2, expert_tensor_parallel_size=1)

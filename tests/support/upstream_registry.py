@@ -1,4 +1,4 @@
-"""The defects of other packages that `upstream_defects` shows, by name."""
+"""Registry of the defects in `upstream_defects`, by name."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def sequences() -> list[tuple[torch.Tensor, list[tuple[int, torch.Tensor, torch.
 
 
 def images_of(numbers: list[int]) -> Any:
-    """The Images of a micro batch of the sequences `numbers`; None where they have none."""
+    """The images of a micro batch of the sequences `numbers`; None if it has no images."""
     from megarl.megatron.images import Images
 
     every = sequences()

@@ -1,4 +1,4 @@
-"""Planned updates without fingerprints of buckets: what these cost is measured against it."""
+"""Sharded updates without bucket fingerprints, to measure the cost of the fingerprints."""
 
 from __future__ import annotations
 
