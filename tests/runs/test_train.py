@@ -174,7 +174,7 @@ def test_killed_and_resumed_is_as_if_nothing_had_happened(
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert_ended(started)
-    # As if the kill had come between the save and the step's line: the checkpoint alone must bring the line back.
+    # As after a kill between the save and the step's line: the checkpoint must restore the line.
     lines = (run_dir / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     newest = max((run_dir / "checkpoints").glob("step_*"))
     kept = [line for line in lines if json.loads(line)["step"] < int(newest.name.removeprefix("step_"))]

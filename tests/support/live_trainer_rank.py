@@ -171,7 +171,7 @@ def main() -> None:
             break
         try:
             answer = (None, getattr(trainer, method)(*arguments))
-        except BaseException as error:  # noqa: BLE001 -- told to the test
+        except BaseException as error:  # noqa: BLE001 -- reported to the test
             traceback.print_exc()
             answer = (f"{type(error).__name__}: {error}", None)
         store.set(f"answer/{number}/{rank}", pickle.dumps(answer))

@@ -89,7 +89,7 @@ async def _act(action: str) -> None:
         await asyncio.gather(_leave(), asyncio.sleep(1000))
     elif action == "exit":
         os._exit(3)
-    elif action == "stubborn":  # cancelled, it goes on
+    elif action == "stubborn":  # it ignores cancellation
         while True:
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(1000)

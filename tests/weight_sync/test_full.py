@@ -101,7 +101,7 @@ def test_versions_arrive(tmp_path, transport):
             assert sent.tensors == len(weights)
             assert sent.buckets > 4
             seen.append(sent.fingerprint)
-            assert os.listdir(tmp_path) == []  # mapped by everyone: no name is left to leak
+            assert os.listdir(tmp_path) == []  # every receiver has mapped the files, so they are unlinked
         assert len(set(seen)) == 3
 
 

@@ -16,9 +16,7 @@ from megarl.weight_sync.process_group import BroadcastGroup
 from tests.support.sharded_ranks import SHAPES
 from tests.weight_sync.test_deaths import LARGE, TIMEOUT, split
 
-SECONDS = (
-    12.0  # until a lost network is found by everyone: eight missing beats, and a second or two to count and to tell
-)
+SECONDS = 12.0  # eight missing heartbeats, and a second or two to count them and to report
 
 
 class Cable:
