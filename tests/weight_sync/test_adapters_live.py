@@ -100,7 +100,7 @@ def test_requests_in_flight_go_on_with_the_new_adapters(processes: Any, tmp_path
         process.generate(make_requests(count=2, n=1, max_tokens=2))
         requests = make_requests(count=3, n=4, max_tokens=110)[1:]
         flying = process.begin("generate", make_requests(count=1, n=1, max_tokens=5) + requests)
-        while len(process.finished()) != 1:  # only the short request has finished
+        while len(process.finished()) != 1:  # until the short request has finished
             time.sleep(0.001)
         process.pause()
         run.update()
