@@ -89,7 +89,7 @@ class TestFactsOfOthers:
         for kind in KINDS:
             for env in (kind.platform().trainer_env(60), kind.platform().rollout_env()):
                 assert {ports.variable: env[ports.variable] for ports in kind.port_ranges} == {
-                    finding.variable: finding.default for finding in kind.port_ranges
+                    ports.variable: ports.default for ports in kind.port_ranges
                 }
 
     @pytest.mark.parametrize(("npu", "cuda"), [(True, True), (True, False), (False, True), (False, False)])

@@ -66,7 +66,7 @@ def test_rates_become_shares_and_links(rates: dict[str, float], changed: dict[st
 
 def test_every_rate_changes_seconds() -> None:
     """Each rate affects the estimate; an unread rate would be an ignored option."""
-    planned = recipe(
+    run_recipe = recipe(
         megatron__tensor_parallel=2,
         cluster__trainers=8,
         megatron__offload=True,
@@ -78,7 +78,7 @@ def test_every_rate_changes_seconds() -> None:
     slow = {"matmul_flops": 1e10, "memory_bandwidth": 1e7, "layer_seconds": 1.0}
 
     def seconds(device: Device) -> float:
-        return estimate(planned, QWEN, None, device).seconds
+        return estimate(run_recipe, QWEN, None, device).seconds
 
     plain = seconds(DEVICE)
     for name in RATES:
@@ -86,11 +86,11 @@ def test_every_rate_changes_seconds() -> None:
 
 
 def test_factors_multiply_phases_and_replace_the_devices_own() -> None:
-    planned = recipe(algorithm__kl_coef=0.1)
+    run_recipe = recipe(algorithm__kl_coef=0.1)
     device = replace(DEVICE, factors={"reference": 7.0})
     calibrated = Calibration("Round", "a test", factors={"update_actor": measured(2.0)}).apply(device)
-    before = {phase.name: phase.seconds for phase in estimate(planned, QWEN, None, DEVICE).phases}
-    after = {phase.name: phase.seconds for phase in estimate(planned, QWEN, None, calibrated).phases}
+    before = {phase.name: phase.seconds for phase in estimate(run_recipe, QWEN, None, DEVICE).phases}
+    after = {phase.name: phase.seconds for phase in estimate(run_recipe, QWEN, None, calibrated).phases}
     assert after == before | {"update_actor": pytest.approx(2 * before["update_actor"])}
 
 

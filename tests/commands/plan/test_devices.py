@@ -48,9 +48,9 @@ def totals(place: DeviceUses) -> dict[str, int]:
 
 
 def test_trainers_that_offload_are_away_while_engines_sample() -> None:
-    planned = recipe()
-    planned.megatron.offload = True
-    uses = of(planned, [stage()])["actor 0 + engine"]
+    run_recipe = recipe()
+    run_recipe.megatron.offload = True
+    uses = of(run_recipe, [stage()])["actor 0 + engine"]
     sending, loading, resident = 2**20, ENGINE.largest, 21 + 40 + 90
     assert totals(uses) == {
         "gen": 20 + 100 + 5 + HELD.buffers,
@@ -63,25 +63,25 @@ def test_trainers_that_offload_are_away_while_engines_sample() -> None:
 
 
 def test_trainers_that_do_not_offload_stay() -> None:
-    planned = recipe()
-    planned.megatron.offload = False
-    memory = totals(of(planned, [stage()])["actor 0 + engine"])
+    run_recipe = recipe()
+    run_recipe.megatron.offload = False
+    memory = totals(of(run_recipe, [stage()])["actor 0 + engine"])
     assert memory["gen"] == 20 + 100 + 5 + 151
     assert memory["update_actor"] == 151 + 9, "engines sleep all the same"
 
 
 def test_on_a_cpu_nobody_leaves() -> None:
-    planned = recipe(device="cpu")
-    planned.megatron.offload = True
-    assert totals(of(planned, [stage()])["actor 0 + engine"])["update_actor"] == 151 + 9 + 20 + 100
+    run_recipe = recipe(device="cpu")
+    run_recipe.megatron.offload = True
+    assert totals(of(run_recipe, [stage()])["actor 0 + engine"])["update_actor"] == 151 + 9 + 20 + 100
 
 
 def test_unset_offload_follows_the_placement() -> None:
-    planned = recipe()
-    assert planned.megatron.offload is None
-    offloaded = totals(of(planned, [stage()])["actor 0 + engine"])
-    planned.megatron.offload = True
-    assert offloaded == totals(of(planned, [stage()])["actor 0 + engine"])
+    run_recipe = recipe()
+    assert run_recipe.megatron.offload is None
+    offloaded = totals(of(run_recipe, [stage()])["actor 0 + engine"])
+    run_recipe.megatron.offload = True
+    assert offloaded == totals(of(run_recipe, [stage()])["actor 0 + engine"])
 
 
 def test_apart_each_has_devices_of_its_own() -> None:
@@ -93,34 +93,34 @@ def test_apart_each_has_devices_of_its_own() -> None:
 def test_buffers_are_those_of_the_route() -> None:
     """A bucket is 1 MiB and the model's largest tensor is 3 MiB. A full update gathers twice that, and so does a verified
     sharded update. On a CPU the pack buffers of the buckets count as well."""
-    planned, mib = recipe(), 2**20
-    assert exchange_buffers(planned, 3 * mib) == (1 + 6) * mib
-    planned.cluster.device = "cpu"
-    assert exchange_buffers(planned, 3 * mib) == (1 + 6 + 2 * 3) * mib
-    planned.exchange.route = "planned"
-    assert exchange_buffers(planned, 3 * mib) == (6 + 4) * mib
-    planned = recipe(placement="disaggregated")
-    planned.exchange.route = "planned"
-    assert totals(of(planned, [stage()])["engine"])["weight_exchange"] == 120 + ENGINE.largest + mib
-    planned.megatron.pipeline_parallel = 3
-    assert totals(of(planned, [stage()])["engine"])["weight_exchange"] == 120 + 3 * ENGINE.largest + mib
-    planned.exchange.transport = "device"
-    assert exchange_buffers(planned, 3 * mib) == (6 + 4) * mib
-    assert totals(of(planned, [stage()])["engine"])["weight_exchange"] == 120 + 3 * ENGINE.largest + (2 + 4) * mib
+    run_recipe, mib = recipe(), 2**20
+    assert exchange_buffers(run_recipe, 3 * mib) == (1 + 6) * mib
+    run_recipe.cluster.device = "cpu"
+    assert exchange_buffers(run_recipe, 3 * mib) == (1 + 6 + 2 * 3) * mib
+    run_recipe.exchange.route = "planned"
+    assert exchange_buffers(run_recipe, 3 * mib) == (6 + 4) * mib
+    run_recipe = recipe(placement="disaggregated")
+    run_recipe.exchange.route = "planned"
+    assert totals(of(run_recipe, [stage()])["engine"])["weight_exchange"] == 120 + ENGINE.largest + mib
+    run_recipe.megatron.pipeline_parallel = 3
+    assert totals(of(run_recipe, [stage()])["engine"])["weight_exchange"] == 120 + 3 * ENGINE.largest + mib
+    run_recipe.exchange.transport = "device"
+    assert exchange_buffers(run_recipe, 3 * mib) == (6 + 4) * mib
+    assert totals(of(run_recipe, [stage()])["engine"])["weight_exchange"] == 120 + 3 * ENGINE.largest + (2 + 4) * mib
 
 
 def test_slots_on_devices_lie_there_in_every_phase() -> None:
     """A trainer's four, and the four of an engine rank that passes buckets on."""
-    planned, mib = recipe(), 2**20
-    before = totals(of(planned, [stage()])["actor 0 + engine"])
-    planned.exchange.route, planned.exchange.transport = "planned", "ipc"
-    assert exchange_buffers(planned, 3 * mib) == (6 + 4 + 32) * mib, "and sums of words"
-    after = totals(of(planned, [stage()])["actor 0 + engine"])
+    run_recipe, mib = recipe(), 2**20
+    before = totals(of(run_recipe, [stage()])["actor 0 + engine"])
+    run_recipe.exchange.route, run_recipe.exchange.transport = "planned", "ipc"
+    assert exchange_buffers(run_recipe, 3 * mib) == (6 + 4 + 32) * mib, "and sums of words"
+    after = totals(of(run_recipe, [stage()])["actor 0 + engine"])
     phases = before.keys() - {"weight_exchange"}
     assert phases and {phase: after[phase] - before[phase] for phase in phases} == dict.fromkeys(phases, 8 * mib)
-    planned = recipe(placement="disaggregated")
-    planned.exchange.route, planned.exchange.transport = "planned", "ipc"
-    apart = of(planned, [stage()])
+    run_recipe = recipe(placement="disaggregated")
+    run_recipe.exchange.route, run_recipe.exchange.transport = "planned", "ipc"
+    apart = of(run_recipe, [stage()])
     assert totals(apart["engine"]) == {
         "gen": 125 + 4 * mib,
         "weight_exchange": 120 + ENGINE.largest + (4 + 32) * mib,
@@ -128,11 +128,11 @@ def test_slots_on_devices_lie_there_in_every_phase() -> None:
 
 
 def test_a_critic_lies_beside_the_stages_whose_devices_it_has() -> None:
-    planned = recipe()
-    planned.megatron.offload, planned.critic.megatron.offload = False, True
-    planned.algorithm.advantage, planned.critic.trainers = "gae", 3
+    run_recipe = recipe()
+    run_recipe.megatron.offload, run_recipe.critic.megatron.offload = False, True
+    run_recipe.algorithm.advantage, run_recipe.critic.trainers = "gae", 3
     engine = EngineRank(10, 20, 2.0, 5, cache=100, sequences=3.0, devices=2)
-    devices = of(planned, [stage(number=0), stage(number=1), stage("critic")], engine)
+    devices = of(run_recipe, [stage(number=0), stage(number=1), stage("critic")], engine)
     assert {name: place.devices for name, place in devices.items()} == {
         "actor 0 + critic 0 + engine": 2,
         "actor 1 + critic 0": 1,
@@ -247,13 +247,13 @@ def test_a_phase_above_the_devices_memory_is_refused_with_its_arithmetic() -> No
 
 
 def test_an_engine_beside_trainers_that_stay_is_refused_for_offload() -> None:
-    planned = recipe()
-    planned.actor.max_tokens_per_micro_batch, planned.megatron.offload = 1, False
+    run_recipe = recipe()
+    run_recipe.actor.max_tokens_per_micro_batch, run_recipe.megatron.offload = 1, False
     held = RankMemory(1, 1, 20 * GIB, 0, 40 * GIB, 30 * GIB, 60 * GIB, 0)
     rank = EngineRank(10, 20 * GIB, 2.0, 5 * GIB, cache=100 * GIB, sequences=3.0, devices=4)
     lying = [PipelineStage("actor", 0, 0, held, Activations(1, 1, 1, 1), None, {})]
     swaps: dict[str, int | None] = {"actor": None, "critic": None}
-    (refusal,) = too_large(places(planned, lying, {"rollout": rank}, swaps=swaps, largest=0), 200)
+    (refusal,) = too_large(places(run_recipe, lying, {"rollout": rank}, swaps=swaps, largest=0), 200)
     assert refusal.key == "megatron.offload" and "in gen: KV cache 100.0" in refusal.problem
 
 

@@ -66,8 +66,8 @@ def test_engines_that_run_ahead_write_beside_the_trainers() -> None:
 def test_greedy_samples_and_filtered_groups_are_written_too() -> None:
     plain, greedy = (of(algorithm__advantage=name).phases[0].seconds for name in ("grpo", "remax"))
     assert greedy > plain
-    planned = recipe(algorithm__dynamic_sampling__enabled=True)
-    tried = estimate(planned, QWEN, None, device_named("H100"), tried=4.0).phases[0]
+    run_recipe = recipe(algorithm__dynamic_sampling__enabled=True)
+    tried = estimate(run_recipe, QWEN, None, device_named("H100"), tried=4.0).phases[0]
     assert tried.seconds > plain and "75% of groups are filtered" in tried.assumed
 
 
@@ -112,8 +112,8 @@ def test_what_must_be_faster(slower: dict[str, Any], faster: dict[str, Any]) -> 
 @pytest.mark.parametrize("name", ["train_share", "prefill_share", "decode_share", "link_share"])
 def test_a_better_share_is_faster(name: str) -> None:
     device = device_named("910C")
-    planned = recipe(cluster__trainers=8, megatron__tensor_parallel=2, megatron__offload=True)
-    worse, better = (estimate(planned, QWEN, None, replace(device, **{name: share})) for share in (0.2, 0.4))
+    run_recipe = recipe(cluster__trainers=8, megatron__tensor_parallel=2, megatron__offload=True)
+    worse, better = (estimate(run_recipe, QWEN, None, replace(device, **{name: share})) for share in (0.2, 0.4))
     assert better.seconds < worse.seconds
 
 

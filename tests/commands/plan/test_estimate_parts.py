@@ -53,13 +53,13 @@ def test_a_mean_that_cannot_be_is_refused() -> None:
 
 def test_micro_batches_are_those_of_the_schedule() -> None:
     equal = Lengths(prompt=100, shortest=300, longest=300, assumed="")
-    planned = recipe(actor__max_tokens_per_micro_batch=1000)
+    run_recipe = recipe(actor__max_tokens_per_micro_batch=1000)
     result = micro_batches(
-        planned, DENSE, equal, samples=20, data_parallel=2
+        run_recipe, DENSE, equal, samples=20, data_parallel=2
     )  # 10 of 400 tokens each, two to a micro batch
     assert result == MicroBatches(5, 800, 2 * 400 * 401 / 2)
-    planned.megatron.virtual_pipeline, planned.megatron.pipeline_parallel = 2, 4
-    assert micro_batches(planned, DENSE, equal, 20, 2).count == 8, "a multiple of the stages"
+    run_recipe.megatron.virtual_pipeline, run_recipe.megatron.pipeline_parallel = 2, 4
+    assert micro_batches(run_recipe, DENSE, equal, 20, 2).count == 8, "a multiple of the stages"
     many = micro_batches(recipe(actor__max_tokens_per_micro_batch=1000), DENSE, equal, 6000, 2)
     assert (many.count, many.tokens) == (1500, 800), "3,000 samples as 256 are laid out"
 
@@ -277,8 +277,8 @@ def test_the_cache_bounds_how_many_are_written_at_a_time() -> None:
     ],
 )
 def test_an_engines_own_names_and_defaults_decide(engine: str, arguments: dict[str, Any], sequences: int) -> None:
-    planned = recipe(rollout__engine=engine, rollout__engine_args=arguments)
-    phase = estimate(planned, QWEN, None, device_named("H100")).phases[0]
+    run_recipe = recipe(rollout__engine=engine, rollout__engine_args=arguments)
+    phase = estimate(run_recipe, QWEN, None, device_named("H100")).phases[0]
     assert f"; {sequences} sequences at a time" in phase.assumed
 
 

@@ -107,9 +107,9 @@ def test_apart_engines_lie_on_machines_of_their_own_and_do_not_sleep() -> None:
 
 
 def test_alike_machines_are_one_entry() -> None:
-    planned = recipe(cluster__trainers=16, rollout__engines=8)
+    run_recipe = recipe(cluster__trainers=16, rollout__engines=8)
     stages = [stage(0)]
-    hosts = host_uses(Tenants(planned, stages, {"rollout": ENGINE}, {}, GIB, True), DEVICE)
+    hosts = host_uses(Tenants(run_recipe, stages, {"rollout": ENGINE}, {}, GIB, True), DEVICE)
     assert [(host.name, host.nodes) for host in hosts] == [("node 0", 1), ("nodes 1-3", 3)]
 
 
@@ -128,19 +128,19 @@ SAVES = replace(HELD, saved=5 * GIB)
 )
 def test_a_checkpoint_that_is_copied_takes_its_size_on_the_host(settings: dict[str, Any], copies: int) -> None:
     """The copy adds to the states that swapping or offloading keeps on the host."""
-    planned = recipe(megatron__tensor_parallel=2, **settings)
-    tenants = Tenants(planned, [stage(0, SAVES)], {"rollout": ENGINE}, {"actor": 16}, GIB, True)
+    run_recipe = recipe(megatron__tensor_parallel=2, **settings)
+    tenants = Tenants(run_recipe, [stage(0, SAVES)], {"rollout": ENGINE}, {"actor": 16}, GIB, True)
     memory = gib(host_uses(tenants, DEVICE)[0])
     assert memory.get("checkpoint", 0) == copies * 5 and memory["swapped"] == 4 * 8
 
 
 def test_actor_and_critic_that_take_turns_copy_what_they_save() -> None:
     """Actor and critic share four devices; the host keeps a copy of each until both are written, unless they stay."""
-    planned = recipe(algorithm__advantage="gae", cluster__trainers=4, rollout__engines=2)
-    planned.critic.trainers, planned.critic.megatron.offload = 4, True
-    tenants = Tenants(planned, [stage(0, SAVES), stage(0, SAVES, "critic")], {"rollout": ENGINE}, {}, GIB, True)
+    run_recipe = recipe(algorithm__advantage="gae", cluster__trainers=4, rollout__engines=2)
+    run_recipe.critic.trainers, run_recipe.critic.megatron.offload = 4, True
+    tenants = Tenants(run_recipe, [stage(0, SAVES), stage(0, SAVES, "critic")], {"rollout": ENGINE}, {}, GIB, True)
     assert gib(host_uses(tenants, DEVICE)[0])["checkpoint"] == 4 * (5 + 5)
-    planned.megatron.offload = planned.critic.megatron.offload = False
+    run_recipe.megatron.offload = run_recipe.critic.megatron.offload = False
     assert "checkpoint" not in gib(host_uses(tenants, DEVICE)[0])
 
 

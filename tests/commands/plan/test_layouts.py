@@ -69,11 +69,11 @@ def brute_force(recipe: Recipe, model: dict[str, Any], per_node: int) -> set[Tra
 
 @pytest.mark.parametrize(("model", "trainers"), [(DENSE, 4), (DENSE, 6), (SPARSE, 4), (SPARSE, 6), (SPARSE, 5)])
 def test_every_layout_that_divides_is_there(model: dict[str, Any], trainers: int) -> None:
-    planned = recipe(trainers)
-    listed = list(layouts(planned, model, 2))
+    run_recipe = recipe(trainers)
+    listed = list(layouts(run_recipe, model, 2))
     assert len(set(listed)) == len(listed)
     even = {layout for layout in listed if layout.first_stage_layers is None}
-    assert even == brute_force(planned, model, 2)
+    assert even == brute_force(run_recipe, model, 2)
 
 
 @pytest.mark.parametrize(
@@ -87,8 +87,8 @@ def test_stages_are_as_even_as_they_can_be(stages: int, first_and_last: set[Any]
 
 
 def test_uneven_stages_of_deepseek_v3_are_those_of_the_published_layout() -> None:
-    planned, model = load_recipe(ROOT / "recipes" / "grpo_deepseek_v3.yaml"), published.read("DeepSeek-V3")
-    matching = [layout for layout in layouts(planned, model, 16) if layout.pipeline_parallel == 8]
+    run_recipe, model = load_recipe(ROOT / "recipes" / "grpo_deepseek_v3.yaml"), published.read("DeepSeek-V3")
+    matching = [layout for layout in layouts(run_recipe, model, 16) if layout.pipeline_parallel == 8]
     assert {(layout.first_stage_layers, layout.last_stage_layers) for layout in matching} == {(6, 7), (7, 6)}
 
 
@@ -111,8 +111,8 @@ def test_two_uneven_stages_are_not_interleaved() -> None:
 
 
 def test_the_recipes_own_layout_is_among_them() -> None:
-    planned = recipe(8, pipeline_parallel=4, first_stage_layers=3, last_stage_layers=1, tensor_parallel=2)
-    assert choice_of(planned).layout in set(layouts(planned, DENSE, 8))
+    run_recipe = recipe(8, pipeline_parallel=4, first_stage_layers=3, last_stage_layers=1, tensor_parallel=2)
+    assert choice_of(run_recipe).layout in set(layouts(run_recipe, DENSE, 8))
 
 
 def test_a_tensor_parallel_group_lies_in_one_machine() -> None:
@@ -135,12 +135,12 @@ def test_what_was_chosen_is_what_the_command_line_makes(tmp_path: Path) -> None:
 
 
 def test_micro_batches_hold_a_whole_sequence() -> None:
-    planned = recipe(4)
-    planned.data.max_prompt_length, planned.rollout.max_response_length = 100, 300
-    planned.actor.max_tokens_per_micro_batch = 1000
-    assert sizes_of_micro_batches(planned, TrainerLayout(1, 1, 1, 1, 1)) == [400, 800, 1000, 1600, 3200]
-    planned.actor.max_tokens_per_micro_batch = 50
-    assert sizes_of_micro_batches(planned, TrainerLayout(1, 1, 2, 1, 1)) == [200, 400, 800, 1600]
+    run_recipe = recipe(4)
+    run_recipe.data.max_prompt_length, run_recipe.rollout.max_response_length = 100, 300
+    run_recipe.actor.max_tokens_per_micro_batch = 1000
+    assert sizes_of_micro_batches(run_recipe, TrainerLayout(1, 1, 1, 1, 1)) == [400, 800, 1000, 1600, 3200]
+    run_recipe.actor.max_tokens_per_micro_batch = 50
+    assert sizes_of_micro_batches(run_recipe, TrainerLayout(1, 1, 2, 1, 1)) == [200, 400, 800, 1600]
 
 
 def test_engines_take_the_devices_that_they_have() -> None:
@@ -157,23 +157,23 @@ def test_engines_take_the_devices_that_they_have() -> None:
 def test_no_engine_is_proposed_that_its_model_cannot_be_cut_over() -> None:
     """28 attention heads divide by 7, and 4 key/value heads neither divide over 7 devices nor are repeated on them."""
     model = {**DENSE, "num_attention_heads": 28, "num_key_value_heads": 4, "intermediate_size": 7 * 64}
-    planned = recipe(7)
-    assert {engine.tensor_parallel for engine in engine_layouts(planned, model, 8)} == {1}
-    planned.rollout.engines, planned.rollout.tensor_parallel = 1, 7
-    assert "key/value heads" in str(refusal(planned, model))
+    run_recipe = recipe(7)
+    assert {engine.tensor_parallel for engine in engine_layouts(run_recipe, model, 8)} == {1}
+    run_recipe.rollout.engines, run_recipe.rollout.tensor_parallel = 1, 7
+    assert "key/value heads" in str(refusal(run_recipe, model))
 
 
 def test_demonstrations_need_no_engines() -> None:
-    planned = recipe(4)
-    planned.train.source = "sft"
-    assert list(engine_layouts(planned, DENSE, 8)) == [choice_of(planned).engines]
+    run_recipe = recipe(4)
+    run_recipe.train.source = "sft"
+    assert list(engine_layouts(run_recipe, DENSE, 8)) == [choice_of(run_recipe).engines]
 
 
 def test_a_run_would_refuse() -> None:
-    planned = load_recipe(ROOT / "recipes" / "dapo_qwen3_30b.yaml")
+    run_recipe = load_recipe(ROOT / "recipes" / "dapo_qwen3_30b.yaml")
     model = published.read("Qwen3-30B-A3B")
-    assert refusal(planned, model) is None
-    many = replace(planned, rollout=replace(planned.rollout, engines=5))
+    assert refusal(run_recipe, model) is None
+    many = replace(run_recipe, rollout=replace(run_recipe.rollout, engines=5))
     assert "colocated engines can use only the trainers' devices" in str(refusal(many, model))
 
 

@@ -43,25 +43,25 @@ NPU = device_named("910C")
     ],
 )
 def test_groups_of_a_layout(layout: dict[str, int], world: int, groups: int) -> None:
-    planned = recipe().megatron
+    run_recipe = recipe().megatron
     for name, value in layout.items():
-        setattr(planned, name, value)
-    assert trainer_groups(planned, world) == groups
+        setattr(run_recipe, name, value)
+    assert trainer_groups(run_recipe, world) == groups
 
 
 def test_deepseek_v3_on_256_devices() -> None:
     """Engines: everyone, TP 2, DP 128 and the experts' 256 ranks have 2 x 200 MiB, their dispatch 2 x 240."""
-    planned = load_recipe(RECIPES / "grpo_deepseek_v3.yaml", [])
+    run_recipe = load_recipe(RECIPES / "grpo_deepseek_v3.yaml", [])
     variables = [Variable("engines", "HCCL_BUFFSIZE", "240", "computed")]
-    buffers = libraries_of(planned, NPU, variables, "HCCL_BUFFSIZE")
+    buffers = libraries_of(run_recipe, NPU, variables, "HCCL_BUFFSIZE")
     assert buffers.communicators["actor"] == 6 * 400 * MIB
     assert buffers.communicators["rollout"] == (4 * 400 + 480) * MIB
     assert (buffers.context, buffers.graphs) == (GIB // 2, GIB)
     trainers = [Variable("trainers", "HCCL_BUFFSIZE", "300", "cluster.environment")]
-    assert libraries_of(planned, NPU, trainers, "HCCL_BUFFSIZE").communicators["actor"] == 6 * 600 * MIB
-    planned.rollout.engine_args["enforce_eager"] = True
-    assert libraries_of(planned, NPU).graphs == 0
-    assert libraries_of(planned, None) == Libraries()
+    assert libraries_of(run_recipe, NPU, trainers, "HCCL_BUFFSIZE").communicators["actor"] == 6 * 600 * MIB
+    run_recipe.rollout.engine_args["enforce_eager"] = True
+    assert libraries_of(run_recipe, NPU).graphs == 0
+    assert libraries_of(run_recipe, None) == Libraries()
 
 
 def test_libraries_lie_on_a_device_in_every_phase() -> None:
@@ -82,8 +82,8 @@ def test_libraries_lie_on_a_device_in_every_phase() -> None:
 
 
 def test_an_engines_groups_come_out_of_its_share() -> None:
-    planned = load_recipe(RECIPES / "grpo_qwen3_8b.yaml", [])
-    spec = policy_spec(planned, "engine0", load_weights=False)
+    run_recipe = load_recipe(RECIPES / "grpo_qwen3_8b.yaml", [])
+    spec = policy_spec(run_recipe, "engine0", load_weights=False)
     counts = {"weights": GIB, "tables": 0, "cache_per_token": 1.0, "working": GIB, "parameters": 1, "largest": 1}
     limits = EngineLimits(tokens=1, sequences=1, share=0.5, share_key="x", covers_step=True)
     engine = Engine("rollout", "vllm", 1, spec, limits, {**counts, "asleep": 1, "remade": 0})

@@ -54,12 +54,12 @@ def recipe(tokens: int, prompt: int, response: int, **megatron: object) -> Recip
 
 def test_where_vllm_is_not_installed_nothing_is_said_of_the_route(monkeypatch: pytest.MonkeyPatch) -> None:
     """The route of a run elsewhere is unknown, since vLLM there may allow sharded updates."""
-    planned = recipe(1000, 100, 300)
+    run_recipe = recipe(1000, 100, 300)
     counts = Counted([PipelineStage("actor", 0, 0, HELD, BEYOND, None, {})], [])
     monkeypatch.setattr("megarl.commands.plan.explain.importlib.util.find_spec", lambda _: None)
     monkeypatch.setattr(build, "counted", lambda *_, **__: counts)
     monkeypatch.setattr(build, "engines", lambda *_: [])
-    plan = build.make_plan(planned, {"rollout": published.read("Qwen3-8B")}, None)
+    plan = build.make_plan(run_recipe, {"rollout": published.read("Qwen3-8B")}, None)
     assert plan.exchange is None and any("not known here: vLLM is not installed" in note for note in plan.notes)
 
 
@@ -70,13 +70,13 @@ def test_what_cannot_be_planned_goes_by_export_if_it_may(monkeypatch: pytest.Mon
     def refused(*_: Any) -> Any:
         raise ValueError("layer 0 is not a box")
 
-    planned = recipe(1000, 100, 300)
-    planned.exchange.route = route
+    run_recipe = recipe(1000, 100, 300)
+    run_recipe.exchange.route = route
     counts = Counted([PipelineStage("actor", 0, 0, HELD, BEYOND, None, {})], [])
     monkeypatch.setattr(build, "planned_from", refused)
     monkeypatch.setattr(build, "counted", lambda *_, **__: counts)
     monkeypatch.setattr(build, "engines", lambda *_: [])
-    plan = build.make_plan(planned, {"rollout": published.read("Qwen3-8B")}, None)
+    plan = build.make_plan(run_recipe, {"rollout": published.read("Qwen3-8B")}, None)
     (note,) = (note for note in plan.notes if "layer 0 is not a box" in note)
     if route == "auto":
         assert plan.exchange is not None and plan.exchange.route == "export" and "go by export" in note
@@ -108,10 +108,10 @@ def test_earlier_stages_have_more_under_way() -> None:
 
 def test_the_largest_image() -> None:
     """The largest image fills the prompt or the pixel limit (28 x 28 a token), nearly square, in whole tokens."""
-    planned = recipe(1000, 100, 300)
-    assert image_tokens(planned, 28 * 28) == 100
-    planned.data.max_pixels = 28 * 28 * 30 + 1
-    assert image_tokens(planned, 28 * 28) == 30
+    run_recipe = recipe(1000, 100, 300)
+    assert image_tokens(run_recipe, 28 * 28) == 100
+    run_recipe.data.max_pixels = 28 * 28 * 30 + 1
+    assert image_tokens(run_recipe, 28 * 28) == 30
     assert image_grid(30, 2) == (10, 12) and image_grid(1, 2) == (2, 2) and image_grid(7, 1) == (2, 3)
 
 
@@ -314,11 +314,11 @@ def test_bad_input_is_said(
 @pytest.mark.stack
 def test_all_of_deepseek_v3_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     """Summed over pipeline stages and expert-parallel ranks, the ranks hold the published 671 billion parameters."""
-    planned, model = load_recipe(ROOT / "recipes" / "grpo_deepseek_v3.yaml"), published.read("DeepSeek-V3")
-    listed = stages(planned, model, model)
+    run_recipe, model = load_recipe(ROOT / "recipes" / "grpo_deepseek_v3.yaml"), published.read("DeepSeek-V3")
+    listed = stages(run_recipe, model, model)
     experts = 3 * model["hidden_size"] * model["moe_intermediate_size"] * model["n_routed_experts"]
     layers = model["num_hidden_layers"] - model["first_k_dense_replace"]
-    local = layers * experts // planned.megatron.expert_parallel
+    local = layers * experts // run_recipe.megatron.expert_parallel
     total = sum(stage.held.parameters for stage in listed) - local + layers * experts
     assert total == pytest.approx(671e9, rel=0.001)
     assert all(stage.activations is not None for stage in listed)
@@ -330,23 +330,23 @@ def test_stages_that_hold_the_same_lie_on_a_line() -> None:
     assert ends(held) == (2, 4)
     first, last = Activations(3, 90, 50, 7, 1, 2), Activations(3, 50, 10, 7, 1, 2)
     assert interpolated(3, (2, 4), first, last) == Activations(3, 70, 30, 7, 1, 2)
-    planned = recipe(10, 5, 5, pipeline_parallel=5)
-    assert inner_stages(planned.megatron) == [1, 2, 3]
-    planned.megatron.virtual_pipeline = 2
-    assert inner_stages(planned.megatron) == []
+    run_recipe = recipe(10, 5, 5, pipeline_parallel=5)
+    assert inner_stages(run_recipe.megatron) == [1, 2, 3]
+    run_recipe.megatron.virtual_pipeline = 2
+    assert inner_stages(run_recipe.megatron) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["Qwen3-30B-A3B", "DeepSeek-V3"])
 def test_what_lies_between_two_stages_is_what_they_would_count(model: str, tmp_path: Path) -> None:
     """DeepSeek-V3's second stage has a dense layer, which the later stages do not have."""
-    planned = recipe(4096, 1024, 3072, pipeline_parallel=7, expert_parallel=2, recompute="selective")
-    planned.cluster.trainers = 14
+    run_recipe = recipe(4096, 1024, 3072, pipeline_parallel=7, expert_parallel=2, recompute="selective")
+    run_recipe.cluster.trainers = 14
     layers = {"num_hidden_layers": 14} | ({"first_k_dense_replace": 3} if model == "DeepSeek-V3" else {})
     config = published.read(model) | layers
-    built = built_from(planned, config, tmp_path / "model")
+    built = built_from(run_recipe, config, tmp_path / "model")
     with RankClient() as client:
-        short = stages_of("actor", built, planned.megatron, client)
-        full = stages_of("actor", built, planned.megatron, client, numbers=list(range(7)))
+        short = stages_of("actor", built, run_recipe.megatron, client)
+        full = stages_of("actor", built, run_recipe.megatron, client, numbers=list(range(7)))
     assert [stage.activations for stage in short] == [stage.activations for stage in full]
     assert len({stage.activations for stage in short[1:6]}) > 3

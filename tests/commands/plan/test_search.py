@@ -40,10 +40,10 @@ NO_ASKER: Any = None  # never called
 
 
 def subject(trainers: int = 4, model: dict[str, Any] = SPARSE, **megatron: Any) -> Subject:
-    planned = recipe(trainers, **megatron)
-    planned.data.max_prompt_length, planned.rollout.max_response_length = 32, 32
-    planned.actor.max_tokens_per_micro_batch = 64
-    return Subject(planned, {**model, "head_dim": 8, "max_position_embeddings": 512}, None, H100)
+    run_recipe = recipe(trainers, **megatron)
+    run_recipe.data.max_prompt_length, run_recipe.rollout.max_response_length = 32, 32
+    run_recipe.actor.max_tokens_per_micro_batch = 64
+    return Subject(run_recipe, {**model, "head_dim": 8, "max_position_embeddings": 512}, None, H100)
 
 
 class Judges:

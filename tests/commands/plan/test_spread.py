@@ -88,11 +88,11 @@ def test_factor_expected_seconds_and_range_stand_beside_the_raw_ones() -> None:
 
 def test_one_run_gives_no_range_and_runs_of_the_model_itself_are_left_out_once() -> None:
     """Qwen3-32B is the only dense run; DeepSeek-V3 was published twice."""
-    planned = recipe()
-    dense = with_estimate(plans.BARE, planned, {"rollout": QWEN}, DEVICE, DEVICE, None)
+    run_recipe = recipe()
+    dense = with_estimate(plans.BARE, run_recipe, {"rollout": QWEN}, DEVICE, DEVICE, None)
     assert table(dense)["gen"]["range"] == "–" and table(dense)["gen"]["runs"] == "1" and dense.without_own is None
     deepseek = published.read("DeepSeek-V3")
-    plan = with_estimate(plans.BARE, planned, {"rollout": deepseek}, DEVICE, DEVICE, None)
+    plan = with_estimate(plans.BARE, run_recipe, {"rollout": deepseek}, DEVICE, DEVICE, None)
     assert plan.own_runs == [run for run in plan.compared if run.startswith("DeepSeek-V3")] and len(plan.own_runs) == 2
     assert plan.without_own is not None and plan.without_own.high < plan.spread[-1].high
     (line,) = (line for line in remarks(plan) if "From the other runs (2 runs or more per phase)" in line)
@@ -100,13 +100,15 @@ def test_one_run_gives_no_range_and_runs_of_the_model_itself_are_left_out_once()
 
 
 def test_a_calibration_stands_beside_the_raw_seconds() -> None:
-    planned = recipe()
-    plan = with_estimate(plans.BARE, planned, {"rollout": QWEN}, DEVICE, DEVICE, None)
+    run_recipe = recipe()
+    plan = with_estimate(plans.BARE, run_recipe, {"rollout": QWEN}, DEVICE, DEVICE, None)
     assert plan.estimate is not None and plan.spread[-1].name == "step"
     fast = replace(DEVICE, factors={"update_actor": 2.0})
-    calibrated = with_estimate(plans.BARE, planned, {"rollout": QWEN}, fast, DEVICE, None)
+    calibrated = with_estimate(plans.BARE, run_recipe, {"rollout": QWEN}, fast, DEVICE, None)
     assert calibrated.estimate is not None and calibrated.estimate.uncalibrated == plan.estimate
-    raw = next(phase.seconds for phase in estimate(planned, QWEN, None, DEVICE).phases if phase.name == "update_actor")
+    raw = next(
+        phase.seconds for phase in estimate(run_recipe, QWEN, None, DEVICE).phases if phase.name == "update_actor"
+    )
     cells = table(calibrated)["update_actor"]
     assert (cells["raw"], cells["calibrated"]) == (seconds(raw), seconds(2 * raw)) and "factor" not in cells
     assert calibrated.spread == [] and "was measured" not in " ".join(remarks(calibrated))
