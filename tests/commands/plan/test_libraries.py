@@ -43,10 +43,10 @@ NPU = device_named("910C")
     ],
 )
 def test_groups_of_a_layout(layout: dict[str, int], world: int, groups: int) -> None:
-    run_recipe = recipe().megatron
+    settings = recipe().megatron
     for name, value in layout.items():
-        setattr(run_recipe, name, value)
-    assert trainer_groups(run_recipe, world) == groups
+        setattr(settings, name, value)
+    assert trainer_groups(settings, world) == groups
 
 
 def test_deepseek_v3_on_256_devices() -> None:
