@@ -62,15 +62,15 @@ def test_a_route_that_engines_cannot_take_is_refused_before_the_start() -> None:
 
 
 def test_train_says_a_fallback_with_what_it_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megarl.preflight import run
+    from megarl.preflight import settings
 
     monkeypatch.setattr("megarl.engines.routes.installed_support", lambda: UNKNOWN)
     changed = recipe(rollout__engines=4, rollout__tensor_parallel=2, model__dtype="bfloat16")
-    (notice,) = run.route_notices(changed, read("Qwen3-8B"))
+    (notice,) = settings.route_notices(changed, read("Qwen3-8B"))
     assert "export on vLLM 9.9.9, installed here" in notice and "each of 8 engine ranks receives" in notice
     assert "15.3 GiB an update" in notice
     monkeypatch.setattr("megarl.engines.routes.installed_support", lambda: support_of("0.23.0"))
-    assert run.route_notices(changed, read("Qwen3-8B")) == []
+    assert settings.route_notices(changed, read("Qwen3-8B")) == []
 
 
 def test_doctor_warns_of_a_fallback(monkeypatch: pytest.MonkeyPatch) -> None:

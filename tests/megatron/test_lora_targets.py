@@ -96,7 +96,7 @@ def test_layers_of_each_chunk() -> None:
 def test_settings_that_nothing_would_read_are_refused(tmp_path: Path, setting: str) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("model: {path: model}\n")
-    with pytest.raises(RecipeError, match="none are made at rank 0"):
+    with pytest.raises(RecipeError, match="rank 0 makes no adapters"):
         load_recipe(recipe, [setting])
     assert load_recipe(recipe, [setting, "lora.rank=4"]).lora.rank == 4
     with pytest.raises(RecipeError, match="no linear would have an adapter"):
