@@ -21,7 +21,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-8B": {**SMALL, "num_key_value_heads": 2, "head_dim": 64},
     "Qwen2.5-7B-Instruct": {**SMALL, "num_key_value_heads": 2},
     "Qwen3-30B-A3B": {**SMALL, **EXPERTS, "num_key_value_heads": 2, "head_dim": 64, "num_experts": 16},
-    "DeepSeek-V3": {  # heads as wide for values as for keys: the CPU's fused attention wants that
+    "DeepSeek-V3": {  # equal head widths of values and keys, which the CPU's fused attention needs
         **SMALL,
         **EXPERTS,
         "num_key_value_heads": 4,

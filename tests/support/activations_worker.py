@@ -23,7 +23,7 @@ from megarl.platform import select
 platform = select("cpu")
 platform.prepare()
 meta_device.fake_collectives()
-platform.holds_values = False  # a config.json is all there is of the models: weights stay as they are made
+platform.holds_values = False  # the models have only a config.json: weights keep their initial values
 
 import torch  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402

@@ -64,7 +64,7 @@ class Reads:
 
 
 def run(case: dict[str, Any]) -> list[str]:
-    reads = READS  # the one that the patched methods record into, which a fork has too
+    reads = READS  # the patched methods record into it, also in a forked process
     join(case["rank"], case["processes"])
     with platform.device():
         trainer = PolicyTrainer(recipe_of(case), platform, 1)

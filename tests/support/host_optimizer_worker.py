@@ -34,7 +34,7 @@ def a_device() -> Iterator[None]:
         with mock.patch.object(torch.Tensor, "is_cuda", on_device, create=True), pinned:
             return divide(self, share)
 
-    # Megatron compares versions of Transformer Engine, of which there is none here, though this path does not use it.
+    # Megatron compares versions of Transformer Engine, which is not installed and which this path does not use.
     no_engine = mock.patch("megatron.core.optimizer.optimizer_config.is_te_min_version", lambda version: False)
     with mock.patch.object(HybridDeviceOptimizer, "_get_sub_optimizer_param_groups", divided), no_engine:
         yield
@@ -68,7 +68,7 @@ def run_case(case: dict[str, Any], output: Path) -> None:
     assert worker.train(resumed, batches, 2) == went_on
     for name, weight in worker.weights_of(resumed).items():
         assert torch.equal(weight, last[name]), name
-    if other := case.get("continues"):  # what the other kind of optimizer wrote
+    if other := case.get("continues"):  # checkpoint of the other kind of optimizer
         resumed.load(output / f"{other}.checkpoint")
         save(resumed, output / f"{case['name']}.copied.checkpoint")
         crossed = worker.train(resumed, batches, 2)

@@ -37,7 +37,7 @@ EPSILON = 1e3  # gradients are below 1, so Adam's denominator is this number to 
 EXPERTS_AGAIN = {"extra": {"recompute_granularity": "selective", "recompute_modules": ["moe"]}}
 AUX = {"moe_aux_loss_coef": 0.3, "moe_z_loss_coef": 0.01}
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
-TOP_K = 8  # tokens in each place that a teacher tells
+TOP_K = 8  # teacher tokens per position
 PRODUCTS = "rollout/mismatch_chi2_sequence"
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "ppo_clip": {},

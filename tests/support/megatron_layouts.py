@@ -17,7 +17,7 @@ from typing import Any
 class Layout:
     processes: int
     megatron: dict[str, Any] = field(default_factory=dict)  # keys of the recipe's section; TP brings sequence parallel
-    per_micro: int = 3  # sequences in a micro batch; interleaving wants a multiple of the stages of micro batches
+    per_micro: int = 3  # sequences in a micro batch; interleaving needs a multiple of the stages of micro batches
 
 
 def _layout(processes: int, per_micro: int = 3, **megatron: Any) -> Layout:

@@ -32,7 +32,7 @@ class Rank:
         for number, (name, rows, columns) in enumerate(boxes):
             shape = SHAPES[name]
             high, wide = len(range(shape[0])[rows]) if len(shape) > 1 else 1, len(range(shape[-1])[columns])
-            stride = wide + number % 2  # every other parameter has a gap behind each row
+            stride = wide + number % 2  # every second parameter has a gap after each row
             self.memory.append(
                 torch.full((3 + high * stride,), torch.nan, dtype=dtype)[3:]
             )  # not at its storage's start
