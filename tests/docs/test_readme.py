@@ -21,7 +21,6 @@ ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md"]
 INSIDE = [
     "docs/architecture.md",
-    "docs/exchange.md",
     "docs/weight_sync_reference.md",
 ]  # how it works, by names of files
 METRICS = (ROOT / "docs" / "metrics.md").read_text()

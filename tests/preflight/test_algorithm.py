@@ -269,5 +269,5 @@ def test_a_module_that_cannot_be_imported(
 @pytest.mark.usefixtures("own_registries")
 def test_a_setting_that_is_no_setting(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = MODULE.replace("needs_old_log_probs=False", "needs_old_log_probs=False, settings=('clip_hi',)")
-    with pytest.raises(RecipeError, match=r"'clip_hi' is no setting.*did you mean 'clip_high'"):
+    with pytest.raises(RecipeError, match=r"'clip_hi' is not a setting.*did you mean 'clip_high'"):
         load_recipe(recipe, [own_module(text, tmp_path, monkeypatch), "algorithm.loss=squared"])

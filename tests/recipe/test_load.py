@@ -87,7 +87,11 @@ def test_two_recipes_share_no_mutable_default() -> None:
             "megatron.extra.moe_token_dispatcher_type",
             "use alltoall",
         ),
-        ("megatron.extra={moe_expert_capacity_factor: 1.0}", "megatron.extra.moe_expert_capacity_factor", "dropped"),
+        (
+            "megatron.extra={moe_expert_capacity_factor: 1.0}",
+            "megatron.extra.moe_expert_capacity_factor",
+            "drops tokens",
+        ),
         ("megatron.extra={moe_z_loss_coeff: 0.1}", "megatron.extra.moe_z_loss_coeff", "megatron.moe_z_loss_coef"),
         ("evaluation.every=5", "data.eval_files", "held-out"),
         ("evaluation.ks=[4]", "evaluation.ks", "evaluation.samples"),
