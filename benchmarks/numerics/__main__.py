@@ -1,7 +1,6 @@
 """Write docs/numerics.md from real runs: ``python -m benchmarks.numerics [SECTION ...] [--quick]``
 
-Each section of the page is between two marks, and one function in SECTIONS returns its Markdown. Sections that the command
-does not name keep their text.
+Each section is between two marks, and one function in SECTIONS returns its Markdown. All other text of the page is kept.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ SECTIONS: dict[str, Callable[[bool], str]] = {"parity": parity, "engine_gap": en
 
 
 def write(page: Path, sections: dict[str, str]) -> None:
-    """Replace the sections of `page` that `sections` has, by name."""
-    text = page.read_text() if page.exists() else ""
-    kept = dict(re.findall(r"<!-- begin (\w+) -->\n(.*?)<!-- end \1 -->", text, re.DOTALL))
-    parts = [
-        f"<!-- begin {name} -->\n{body}<!-- end {name} -->\n"
-        for name in SECTIONS
-        if (body := sections.get(name, kept.get(name)))
-    ]
-    page.write_text("\n".join([HEAD, *parts]))
+    """Replace the sections of `page` that `sections` has, by name. Text outside them stays; a new section goes to the end."""
+    text = page.read_text() if page.exists() else HEAD
+    for name, body in sections.items():
+        section = f"<!-- begin {name} -->\n{body}<!-- end {name} -->\n"
+        pattern = rf"<!-- begin {name} -->\n.*?<!-- end {name} -->\n"
+        text, replaced = re.subn(pattern, lambda _, section=section: section, text, flags=re.DOTALL)
+        if not replaced:
+            text += f"\n{section}"
+    page.write_text(text)
 
 
 def main() -> None:
