@@ -1,4 +1,4 @@
-"""ToolCall a run's tools: Python tools in worker processes, MCP tools at their servers.
+"""Call a run's tools: Python tools in worker processes, MCP tools at their servers.
 
 Every result of a call is text for the policy, except `ToolUnavailable`.
 """
@@ -43,7 +43,7 @@ class Caller(Protocol):
     """Runs tools: in worker processes, or at a server."""
 
     async def call(self, name: str, arguments: dict[str, Any], context: Context, timeout: float) -> CallOutcome:
-        """ToolCall a tool, for at most `timeout` seconds. Raises ToolUnavailable."""
+        """Call a tool, for at most `timeout` seconds. Raises ToolUnavailable."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Aggregation of per-token losses into a scalar.
+"""Aggregation of per-token losses into a scalar (`token_mean`: DAPO). `batching/plan.py` applies the weights.
 
 An aggregation gives the weight of each sample's masked tokens; the loss is the weighted sum over all of them. Weights
 derive from lengths counted over the whole mini batch before it is split, so the loss does not depend on micro batches,

@@ -1,4 +1,4 @@
-"""Registry of policy losses, and parts that several losses share.
+"""Registry of policy losses, and their shared parts: the clipped surrogate of PPO and DAPO, ratios, advantages.
 
 A loss takes `LossInputs` and the recipe's `AlgorithmConfig` and returns the loss of each token [T] and metrics: per-token
 vectors [T], reported as means over the masked tokens. It declares the passes it needs, so that unused passes do not

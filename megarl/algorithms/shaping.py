@@ -1,4 +1,4 @@
-"""Outcome rewards before advantages: DAPO's overlong penalty, overlong filter and group filter (arXiv 2503.14476)."""
+"""Rewards before advantages: overlong penalty and filter, group filter (DAPO, arXiv 2503.14476), KL penalty."""
 
 from __future__ import annotations
 

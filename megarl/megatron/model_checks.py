@@ -1,4 +1,8 @@
-"""Check that the trainer can compute the model that a config.json describes. Pure functions."""
+"""Model families that the trainer supports (`PROVEN`), and settings of config.json that it refuses. Pure functions.
+
+A new family starts here; its sizes are in `hf/shape.py`, its adapters in `megatron/lora/targets.py`, its layout rules in
+`megatron/layout.py`, mends of its bridge in `megatron/upstream_fixes.py`, its engine arguments in `engines/vllm/args.py`.
+"""
 
 from __future__ import annotations
 

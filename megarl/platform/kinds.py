@@ -1,6 +1,6 @@
 """All device kinds, in order of preference. A new kind needs an entry here and a pair of files like cuda.py, cuda_kind.py.
 
-Code outside this package and the engines reads the fields of a `DeviceKind` and never compares the kind's name.
+Code outside this package and the engines reads the fields of a `DeviceKind`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every setting of a recipe, as typed dataclasses. The section files in this directory declare the other sections.
+"""The root `Recipe`, with the sections rollout, train, cluster, evaluation, exchange and others; larger ones have files.
 
 These dataclasses hold the only defaults. Each field is declared with ``key(default, doc)``;
 ``python -m docs.generate.recipes`` writes the text to ``docs/recipes.md``, so it addresses the author of a recipe.

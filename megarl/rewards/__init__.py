@@ -1,4 +1,4 @@
-"""Rewards: score responses. Each file of this folder registers a scorer.
+"""Rewards: score responses. A file with `@scorer` registers a scorer; the others call scorers or help them.
 
 To add a scorer, write a decorated function in a new file of this folder::
 

@@ -1,4 +1,4 @@
-"""Handle groups that could not be scored: count and report them, and stop the run if there are too many."""
+"""Groups that could not be scored: count and report them, and stop the run if there are too many."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Sample from engines ahead of the policy. Groups arrive in background threads, so training can continue meanwhile."""
+"""The source of RL batches: submit groups to engines, filter them (dynamic sampling), and fail if an engine dies.
+
+Groups arrive in background threads, so training can continue meanwhile.
+"""
 
 from __future__ import annotations
 

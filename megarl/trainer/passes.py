@@ -1,4 +1,4 @@
-"""Passes of a training step, and their order."""
+"""The passes that a training step runs, and their order."""
 
 from __future__ import annotations
 

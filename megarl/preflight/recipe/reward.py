@@ -1,4 +1,4 @@
-"""Checks of the section `reward`. Names of scorers are checked with the data, in megarl/preflight/survey.py."""
+"""Checks of the section `reward`. Names of scorers are checked with the data, in megarl/preflight/data.py."""
 
 from __future__ import annotations
 
