@@ -159,7 +159,7 @@ def test_full_disk(megarl: CommandLine, tmp_path: Path) -> None:
     [
         (["train"], "RECIPE"),
         (["trian", "x.yaml"], "trian"),
-        (["train", "nowhere.yaml"], "no file nowhere.yaml"),
+        (["train", "nowhere.yaml"], "the file nowhere.yaml does not exist"),
         (["report", "nowhere"], "nowhere"),
         (["export", "nowhere", "--out", "x"], "not a run's directory"),
         (["data", "gsm8k", "--source", "nowhere", "--out", "x"], "nowhere"),
