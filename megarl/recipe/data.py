@@ -38,7 +38,7 @@ class DataConfig:
     shuffle: bool = key(True, "Draw rows in a new random order in each epoch.")
     curriculum: Optional[str] = key(
         None,
-        "Name of a number in the rows' `extra_info`, e.g. level. Rows are drawn in ascending order of it; rows with equal numbers as `data.shuffle` sets, rows without a number last. Unset: no such order.",
+        "Name of a number in the rows' `extra_info`, e.g. level. Rows are drawn in ascending order of it. Rows with equal numbers keep the order that `data.shuffle` sets; rows without a number come last. Unset: no such order.",
     )
     curriculum_epochs: Optional[int] = key(
         None,

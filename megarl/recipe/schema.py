@@ -26,7 +26,7 @@ from megarl.recipe.training import ActorConfig, CriticConfig, LoraConfig, Megatr
 @dataclass
 class RewardConfig:
     """Scoring of samples; see docs/rewards.md. Scorers run in separate processes; `processes` and `timeout` do not
-    apply to scorers declared as cheap."""
+    apply to scorers registered with `in_process=True`."""
 
     function: Optional[str] = key(
         None,

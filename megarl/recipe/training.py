@@ -73,7 +73,7 @@ class MegatronConfig:
     )
     offload: Optional[bool] = key(
         None,
-        "Colocated: move gradients, optimizer states and weights to host memory while the engines run. Costs host memory for a copy and a transfer in each direction per step. Unset: true if engines share the trainers' devices and the devices have separate memory, else false.",
+        "Colocated: move gradients, optimizer states and weights to host memory while the engines run. Costs one copy in host memory, and one transfer in each direction per step. Unset: true if engines share the trainers' devices and the devices have separate memory, else false.",
     )
     ddp: dict[str, Any] = key(
         {},
@@ -167,7 +167,7 @@ class CriticConfig:
     )
     value_clip: Optional[float] = key(
         0.5,
-        "PPO's value clip: a value that moved further than this from its value before the step has no further gain. Unset: plain squared error.",
+        "PPO's value clip: the loss is the larger of two squared errors, of the value and of the value clipped to this distance from its value before the step. Unset: plain squared error.",
         above=0,
     )
     warmup_steps: int = key(0, "Controller steps at the start that train only the critic.", at_least=0)

@@ -1,7 +1,7 @@
 """Admission of groups for a given staleness, and their assignment to batches: a pure state machine.
 
 With weights of version v and staleness S, a group may start if its batch is at most batch v + S (batches
-count from 0, and batch b trains version b). A group's batch depends on how many earlier groups are accepted, so the
+count from 0, and batch b updates the policy from version b to b + 1). A group's batch depends on how many earlier groups are accepted, so the
 capacity assumes that every running group will be accepted. A group that dynamic sampling filters frees its place in
 the batch, so another group may start; resampling needs no other rule. Without filtering, the capacity is
 (S + v + 1) P - accepted - running for P prompts per step.

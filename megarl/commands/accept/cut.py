@@ -109,7 +109,7 @@ def fit(size: int, most: int) -> int:
 def fit_layout(megatron: MegatronConfig, trainers: int, devices: int) -> tuple[MegatronConfig, int]:
     """Return a layout for `devices` devices and its number of trainers. It is unchanged if all trainers fit.
 
-    Otherwise tensor parallel is kept as far as possible, pipeline and context parallel become 2, and data parallel uses the
+    Otherwise tensor parallel is kept as far as possible, pipeline and context parallel are reduced to at most 2, and data parallel uses the
     other devices. Expert parallel uses all ranks of a pipeline stage, so it is as large as possible.
     """
     if trainers <= devices:

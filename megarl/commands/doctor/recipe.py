@@ -64,14 +64,16 @@ def needs_of(recipe: Recipe | None, environ: dict[str, str]) -> Needs:
 
 
 def checkpoint_bytes(recipe: Recipe, parameters: int) -> int:
-    """Of one, of a model with so many parameters: weights, and of bfloat16 ones their float32 masters; the optimizer's two
-    moments. 0 with adapters, which are small."""
+    """Return the bytes of one checkpoint of a model with `parameters` parameters.
+
+    It holds weights, float32 masters of bfloat16 weights and two moments of the optimizer. 0 with adapters, which are small.
+    """
     each = _BYTES[recipe.model.dtype]
     return 0 if recipe.lora.rank else parameters * (each + 8 + (4 if each == 2 else 0))
 
 
 def checkpoints_at_a_time(recipe: Recipe) -> int:
-    """The one being written included."""
+    """Return the largest number of checkpoints on disk, including the one being written."""
     return (recipe.train.keep_checkpoints + 1) if recipe.train.save_every else int(recipe.train.save_at_end)
 
 
@@ -124,7 +126,7 @@ def _failure(error: ValueError) -> Finding:
 
 
 def run_name(recipe: Recipe) -> Finding:
-    """Whether `train` would begin in the run's directory, or go on."""
+    """Check that `train` can start in the run's directory, or resume there."""
     directory = RunDirectory(Path(recipe.runs_dir) / recipe.name)
     place = os.path.relpath(directory.path)
     place = str(directory.path) if place.startswith("..") else place

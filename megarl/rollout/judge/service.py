@@ -24,7 +24,7 @@ from megarl.types import DataRef, GenerationRequest, Group, Prompt, SampleFailur
 
 @dataclass(frozen=True)
 class JudgedData:
-    """DataRef to a group's vectors with the judge's verdicts in their reasons. `get` fetches both; until then, the
+    """A reference that fetches a group's vectors and adds the judge's verdicts to their reasons. `get` fetches both; until then, the
     vectors stay in the process that sampled them."""
 
     vectors: DataRef

@@ -1,4 +1,4 @@
-"""Full buckets in the memory of one holder: rank 0, or the first receiver of another host, which passes them on.
+"""Buckets of the full route in the memory of one rank: rank 0, or the first receiver of another host, which passes them on.
 
 Rank 0 packs a bucket once. Receivers of its host map the memory. The first receiver of the next host gets the bucket over
 gloo into memory that the others of that host map, and sends it to the host after that (`megarl.weight_sync.relay.full_relays`).
