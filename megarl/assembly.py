@@ -163,7 +163,7 @@ def build_run(setup: RunSetup, cluster: Cluster, log: RunLog) -> Run:
     source = _source(recipe, prepared, samplers, check)
     skipped = SkippedSteps(recipe.train.stop_after_skipped, folder.checkpoints)
     kl_weight = KLWeight(recipe.algorithm.kl_coef, recipe.algorithm.kl_target, recipe.algorithm.kl_horizon)
-    saver = _saver(setup, actor, critic, devices, cluster)
+    saver = _saver(setup, started, devices, cluster.check, log.notice)
     load_weights = _checkpoint_loader(actor, critic, devices)
     trace_note = kind_of(setup.platform.name).tracing.engines
     by_hand = recipe.cluster.device_peak_tflops
@@ -325,14 +325,18 @@ def _evaluation(
 
 
 def _saver(
-    setup: RunSetup, actor: ActorGroup, critic: CriticGroup | None, devices: Handover, cluster: Cluster
+    setup: RunSetup,
+    started: Started,
+    devices: Handover,
+    check: Callable[[], None],
+    notice: Callable[[str], None],
 ) -> Saver:
-    recipe, folder = setup.recipe, setup.place.directory.checkpoints
+    recipe, folder, actor, critic = setup.recipe, setup.place.directory.checkpoints, started.actor, started.critic
     if critic is None:
-        return Saver(folder, {"trainer": actor}, recipe.train, cluster.check)
+        return Saver(folder, {"trainer": actor}, recipe.train, check, notice)
     give = {"critic": devices.give_to_critic, "trainer": devices.give_to_actor}
     onload = (lambda name: give[name]()) if learners_take_turns(recipe, setup.platform.name) else None
-    return Saver(folder, {"critic": critic, "trainer": actor}, recipe.train, cluster.check, onload)
+    return Saver(folder, {"critic": critic, "trainer": actor}, recipe.train, check, notice, onload)
 
 
 def _checkpoint_loader(

@@ -1,33 +1,25 @@
 """Checkpoint folders of a run: atomic commit, search for the newest intact one, and retention.
 
 A checkpoint is a folder `step_000123` with the trainers' files (`trainer/`), the critic's if the run has one
-(`critic/`), the controller's state (`controller.json`, and `waiting.npz` for groups that were sampled but not yet trained
-on), and `manifest.json`, which lists every file with size and checksum and is written last. The folder is written as
-`.step_000123.partial` and renamed when complete; it is also renamed before it is deleted. A folder named `step_...` is
-therefore complete even if the run was killed at any moment, and later damage is detected through the manifest.
+(`critic/`), the controller's state (see controller_state.py), and `manifest.json`, which lists every file with size and
+checksum and is written last. The folder is written as `.step_000123.partial` and renamed when complete; it is also
+renamed before it is deleted. A folder named `step_...` is therefore complete even if the run was killed at any moment,
+and later damage is detected through the manifest.
 """
 
 from __future__ import annotations
 
-import io
-import json
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from megarl.atomic_files import sync, write_synced
+from megarl.atomic_files import sync
+from megarl.checkpoint.controller_state import write_state
 from megarl.checkpoint.manifest import FileSum, find_damage, write_manifest
-from megarl.rollout.admission import TriedGroup
-from megarl.types import Group, InlineData, Sample, SampleFailure, SampleImages, SampleTokens, ToolUse, Turn
 
 _NAME = re.compile(r"step_(\d{6,})$")
-_VECTORS = ("tokens", "loss_mask", "rollout_log_probs", "routed_experts")
-_IMAGES = ("pixels", "grids", "starts")
 
 
 def checkpoint_name(step: int) -> str:
@@ -131,18 +123,19 @@ def check_whole(path: Path, *, checksums: bool = True) -> None:
         raise ValueError(f"the checkpoint {path} is damaged: {damage}. Use another one.")
 
 
-def begin(folder: Path, step: int, state: dict[str, Any]) -> Path:
+def begin(folder: Path, step: int, state: dict[str, Any], notice: Callable[[str], None]) -> Path:
     """Create the partial folder of `step`, write the controller's `state` into it and return its path.
 
-    `state`: plain values and a SampleSource's state. Deletes partial folders of killed runs.
+    `state`: plain values and a SampleSource's state. Deletes partial folders of killed runs and completes deletions;
+    `notice` receives the failures.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in [*folder.glob(".step_*.partial"), *folder.glob(".step_*.deleted")]:
-        shutil.rmtree(leftover)
+        _delete(leftover, notice)
     partial = partial_path(folder, step)
     partial.mkdir()
     try:
-        _write_state(partial, state)
+        write_state(partial, state)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -172,99 +165,23 @@ def commit(folder: Path, step: int, files: dict[str, FileSum]) -> Path:
     return final
 
 
-def retain(folder: Path, keep: int, keep_every: int) -> None:
-    """Delete all checkpoints except the newest `keep` and each `keep_every`-th step's (0: none)."""
+def retain(folder: Path, keep: int, keep_every: int, notice: Callable[[str], None]) -> None:
+    """Delete all checkpoints except the newest `keep` and each `keep_every`-th step's (0: none).
+
+    `notice` receives a message for each checkpoint that could not be deleted; the next save tries again.
+    """
     for old in list_checkpoints(folder)[:-keep]:
         if not (keep_every and checkpoint_step(old) % keep_every == 0):
-            _delete(old)
+            _delete(old, notice)
 
 
-def _delete(path: Path) -> None:
-    """Rename and delete a checkpoint, so that a kill during deletion leaves no incomplete `step_...` folder."""
-    shutil.rmtree(path.rename(path.parent / f".{path.name}.deleted"))
+def _delete(path: Path, notice: Callable[[str], None]) -> None:
+    """Delete a checkpoint or a leftover of one, or give a notice.
 
-
-def load_state(checkpoint: Path) -> dict[str, Any]:
-    """Read the controller's state from a checkpoint, as passed to `begin`."""
-    state: dict[str, Any] = json.loads((checkpoint / "controller.json").read_text())
-    with np.load(checkpoint / "waiting.npz", allow_pickle=False) as vectors:
-        state["source"]["gathered"] = [
-            [_read_group(item, vectors) for item in batch] for batch in state["source"]["gathered"]
-        ]
-    return state
-
-
-def _write_state(folder: Path, state: dict[str, Any]) -> None:
-    vectors: dict[str, np.ndarray] = {}
-    gathered = [[_write_group(item, vectors) for item in batch] for batch in state["source"]["gathered"]]
-    plain = {**state, "source": {**state["source"], "gathered": gathered}}
-    file = io.BytesIO()
-    np.savez(file, **vectors)  # type: ignore[arg-type]
-    write_synced(folder / "waiting.npz", file.getvalue())
-    write_synced(folder / "controller.json", json.dumps(plain).encode())
-
-
-def _write_group(item: TriedGroup, vectors: dict[str, np.ndarray]) -> dict[str, Any]:
-    group = item.group
-    texts = []
-    for index, sample in enumerate(group.samples[0].data.get()):
-        texts.append({"text": sample.text, "reason": sample.reason, "turns": [asdict(turn) for turn in sample.turns]})
-        for name in _VECTORS:
-            if (vector := getattr(sample, name)) is not None:
-                vectors[f"{group.number}.{index}.{name}"] = vector
-        if sample.images is not None:  # shared by all samples of the group
-            vectors.update({f"{group.number}.images.{name}": getattr(sample.images, name) for name in _IMAGES})
-    samples = [{**asdict(_without_data(sample)), "data": None} for sample in group.samples]
-    return {
-        "accepted": item.accepted,
-        "words": texts,  # empty if the vectors of a filtered group were freed
-        "number": group.number,
-        "prompt_uid": group.prompt_uid,
-        "data_source": group.data_source,
-        "version": group.version,
-        "samples": samples,
-        "greedy": {**asdict(_without_data(group.greedy)), "data": None} if group.greedy is not None else None,
-        "failures": [asdict(failure) for failure in group.failures],
-        "scoring_retries": group.scoring_retries,
-        "judge_seconds": group.judge_seconds,
-    }
-
-
-def _read_group(item: dict[str, Any], vectors: Any) -> TriedGroup:
-    number, images = item["number"], None
-    if "words" not in item:
-        raise ValueError(
-            "waiting groups in this checkpoint were written by an earlier megarl with another text format: resume with that "
-            "version, or start a new run from its exported weights"
-        )
-    if f"{number}.images.{_IMAGES[0]}" in vectors:
-        images = SampleImages(**{name: vectors[f"{number}.images.{name}"] for name in _IMAGES})
-    data = InlineData(
-        [
-            SampleTokens(
-                text=texts["text"],
-                reason=texts["reason"],
-                turns=tuple(Turn(**turn) for turn in texts["turns"]),
-                images=images,
-                **{name: vectors[key] for name in _VECTORS if (key := f"{number}.{index}.{name}") in vectors},
-            )
-            for index, texts in enumerate(item["words"])
-        ]
-    )
-    samples = [_read_sample(values, data) for values in item["samples"]]
-    greedy = _read_sample(item["greedy"], InlineData([])) if item.get("greedy") else None
-    failures = tuple(SampleFailure(**failure) for failure in item.get("failures", ()))
-    row = item["prompt_uid"], item["data_source"], item["version"]
-    counts = item.get("scoring_retries", 0), item.get("judge_seconds", 0.0)
-    group = Group(number, *row, samples, greedy, failures, *counts)
-    return TriedGroup(group, item["accepted"])
-
-
-def _read_sample(values: dict[str, Any], data: InlineData) -> Sample:
-    steps = tuple((token, reward) for token, reward in values.get("steps", ()))  # JSON has no tuples
-    tool_use = ToolUse(**values["tool_use"]) if values.get("tool_use") else None
-    return Sample(**{**values, "data": data, "steps": steps, "tool_use": tool_use})
-
-
-def _without_data(sample: Sample) -> Sample:
-    return Sample(**{**sample.__dict__, "data": InlineData([])})
+    The folder is renamed first, so that a kill during deletion leaves no incomplete `step_...` folder.
+    """
+    name = path.name.removeprefix(".").partition(".")[0]
+    try:
+        shutil.rmtree(path.rename(path.parent / f".{name}.deleted") if path.name == name else path)
+    except OSError as error:
+        notice(f"{name} could not be deleted ({error}): it occupies disk space, and the next save tries again")

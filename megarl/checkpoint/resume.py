@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.algorithms.kl import KLWeight
-from megarl.checkpoint.folder import load_state, set_aside_later
+from megarl.checkpoint.controller_state import load_state
+from megarl.checkpoint.folder import set_aside_later
 from megarl.checkpoint.saver import Saver
 from megarl.checkpoint.skipped_steps import SkippedSteps
 from megarl.cluster.failures import ClusterError

@@ -45,6 +45,7 @@ class Saver:
 
     groups: the processes, by the name of their folder in a checkpoint.
     check: raises if a process of the run has died; called while the saver waits for receipts.
+    notice: called with a message for each old checkpoint that could not be deleted.
     onload: called with a group's name before it stages its part; None: all groups stay on their devices.
     """
 
@@ -54,9 +55,11 @@ class Saver:
         groups: Mapping[str, SavingGroup],
         config: TrainConfig,
         check: Callable[[], None],
+        notice: Callable[[str], None],
         onload: Callable[[str], None] | None = None,
     ) -> None:
-        self.folder, self.groups, self.config, self._check, self._onload = folder, groups, config, check, onload
+        self.folder, self.groups, self.config = folder, groups, config
+        self._check, self._notice, self._onload = check, notice, onload
         self._step: int | None = None  # of the save in progress
         self._receipts: list[Path] = []
         self._written: Written | None = None  # contents of the receipts, once read
@@ -67,7 +70,7 @@ class Saver:
         Returns the metrics of `poll`. On failure the partial checkpoint is deleted and older checkpoints stay.
         """
         metrics = self.finish()
-        partial = checkpoint.begin(self.folder, step, state)
+        partial = checkpoint.begin(self.folder, step, state, self._notice)
         try:
             background = self.config.save_in_background
             checkpoint.check_room(self.folder, step, self._stage(partial))
@@ -141,16 +144,18 @@ class Saver:
         return path
 
     def _or_remove(self, action: Callable[[], Metrics]) -> Metrics:
+        """Return the result of `action`. If it raises, delete the partial checkpoint and end the save in progress."""
         step = self._step
         assert step is not None
         try:
             return action()
         except Exception:
-            self._step = None
+            self._step, self._written = None, None
             shutil.rmtree(checkpoint.partial_path(self.folder, step), ignore_errors=True)
             raise
 
     def _commit(self) -> Metrics:
+        """Commit the save in progress and delete old checkpoints. A failed deletion is a notice, not an error."""
         assert self._step is not None
         if self._written is None:
             self._written = read_receipts(self._receipts, checkpoint.partial_path(self.folder, self._step))
@@ -158,7 +163,7 @@ class Saver:
             receipt.unlink(missing_ok=True)
         checkpoint.commit(self.folder, self._step, self._written.files)
         written, self._written, self._step = self._written, None, None
-        checkpoint.retain(self.folder, self.config.keep_checkpoints, self.config.keep_every)
+        checkpoint.retain(self.folder, self.config.keep_checkpoints, self.config.keep_every, self._notice)
         size = sum(size for size, _ in written.files.values())
         return {"checkpoint/write_seconds": written.seconds, "checkpoint/bytes": float(size)}
 

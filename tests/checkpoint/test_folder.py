@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.checkpoint.folder import find_checkpoint, list_checkpoints, load_state, resume_hint, set_aside_later
+from megarl.checkpoint.controller_state import load_state
+from megarl.checkpoint.folder import find_checkpoint, list_checkpoints, resume_hint, set_aside_later
 from megarl.checkpoint.identity import check_base, identity_of, weights_digest
 from megarl.checkpoint.manifest import MANIFEST, find_damage
 from megarl.errors import RecipeError

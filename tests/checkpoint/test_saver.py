@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -16,7 +17,7 @@ from megarl.checkpoint.folder import check_whole, find_checkpoint, list_checkpoi
 from megarl.checkpoint.manifest import find_damage
 from megarl.checkpoint.saver import Saver
 from megarl.recipe.schema import TrainConfig
-from tests.support.checkpoint_parts import Trainers, names, saver, state
+from tests.support.checkpoint_parts import Trainers, names, saver, state, unexpected
 
 
 def test_beside_training_a_checkpoint_appears_when_it_is_written(tmp_path: Path) -> None:
@@ -47,6 +48,62 @@ def test_a_write_that_fails_beside_training_is_raised_at_the_next_step(tmp_path:
         run_saver.poll()
     assert names(tmp_path) == ["step_000001"]
     assert run_saver.rescue(wait=True) is None, "there is nothing left to wait for"
+
+
+def test_the_save_after_a_failed_commit_lists_its_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainers = Trainers()
+    run_saver = saver(tmp_path, trainers)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(checkpoint, "write_manifest", raise_error(OSError(errno.ENOSPC, "No space left on device")))
+        run_saver.save(1, state())
+    assert names(tmp_path) == []
+    trainers.contents = b"later weights"
+    run_saver.save(2, state())
+    assert names(tmp_path) == ["step_000002"]
+    check_whole(tmp_path / "step_000002")
+
+
+@pytest.mark.parametrize("operation", ["rename", "rmdir"])
+@pytest.mark.parametrize("background", [False, True])
+def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str, background: bool
+) -> None:
+    """A file server may refuse to rename a folder with open files, or to remove it: the next save tries again."""
+    trainers, notices = Trainers(), list[str]()
+    run_saver = saver(tmp_path, trainers, notices.append, save_in_background=background, keep_checkpoints=1)
+    refuse = True
+    original = getattr(os, operation)
+
+    def refused(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if refuse and "step_000001" in str(path) and ".partial" not in str(path):
+            raise PermissionError(errno.EBUSY, "Device or resource busy", str(path))
+        return original(path, *args, **kwargs)
+
+    def save(step: int) -> None:
+        run_saver.save(step, state())
+        assert run_saver.finish() or not background
+        check_whole(tmp_path / f"step_{step:06d}")
+
+    monkeypatch.setattr(os, operation, refused)
+    save(1)
+    assert notices == []
+    left = "step_000001" if operation == "rename" else ".step_000001.deleted"
+    for step in (2, 3):
+        save(step)
+        assert names(tmp_path) == sorted([left, f"step_{step:06d}"])
+        assert notices and all("step_000001 could not be deleted" in notice and "busy" in notice for notice in notices)
+    assert not run_saver.pending and run_saver.rescue(wait=True) is None
+    refuse = False
+    notices.clear()
+    save(4)
+    assert names(tmp_path) == ["step_000004"] and notices == []
+
+
+def raise_error(error: Exception) -> Callable[..., None]:
+    def raise_it(*_: Any) -> None:
+        raise error
+
+    return raise_it
 
 
 def test_the_end_of_a_run_waits_for_receipts_and_calls_nobody(tmp_path: Path) -> None:
@@ -190,7 +247,7 @@ def test_groups_that_take_turns_are_saved_as_one(tmp_path: Path) -> None:
     for name, group in groups.items():
         stage = group.stage_save
         group.stage_save = lambda *args, name=name, stage=stage: events.append((name, args[1])) or stage(*args)
-    both = Saver(tmp_path, groups, TrainConfig(), lambda: None, onload=events.append)
+    both = Saver(tmp_path, groups, TrainConfig(), lambda: None, unexpected, onload=events.append)
     both.save(1, state())
     assert events == ["critic", ("critic", True), "trainer", ("trainer", True)]
     written = tmp_path / "step_000001"

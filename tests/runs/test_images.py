@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.checkpoint.folder import load_state
+from megarl.checkpoint.controller_state import load_state
 from megarl.data.rows import write_parquet
 from megarl.types import SampleImages
 from tests.support.stack import metrics, run, without_times

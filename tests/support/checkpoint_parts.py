@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,17 @@ class Trainers:
         self._wrote = True
 
 
-def saver(folder: Path, trainers: Trainers | None = None, **config: Any) -> Saver:
+def saver(
+    folder: Path, trainers: Trainers | None = None, notice: Callable[[str], None] | None = None, **config: Any
+) -> Saver:
+    """Return a saver of `trainers`. `notice` receives its notices; None: it must have none."""
     groups: Any = {"trainer": trainers or Trainers()}
-    return Saver(folder, groups, TrainConfig(**{"keep_checkpoints": 2, **config}), lambda: None)
+    config = {"keep_checkpoints": 2, **config}
+    return Saver(folder, groups, TrainConfig(**config), lambda: None, notice or unexpected)
+
+
+def unexpected(text: str) -> None:
+    raise AssertionError(f"an unexpected notice: {text}")
 
 
 def names(folder: Path) -> list[str]:

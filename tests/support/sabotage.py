@@ -35,7 +35,7 @@ def before(module: Any, name: str, action: Any, when: Any) -> None:
 def sabotage(fault: str, step: str) -> None:
     name = checkpoint.checkpoint_name(int(step))
     if fault == "kill-before-state":
-        before(checkpoint, "_write_state", kill, lambda folder, *_: name in str(folder))
+        before(checkpoint, "write_state", kill, lambda folder, *_: name in str(folder))
     elif fault == "kill-before-rename":
         before(checkpoint, "sync", kill, lambda path: path.name == f".{name}.partial")
     elif fault == "kill-before-retention":

@@ -1,0 +1,113 @@
+"""The controller's state in a checkpoint: plain values, and groups that were sampled but not yet trained on.
+
+`controller.json` holds the values and the groups' scalars and texts, `waiting.npz` the groups' vectors.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megarl.atomic_files import write_synced
+from megarl.rollout.admission import TriedGroup
+from megarl.types import Group, InlineData, Sample, SampleFailure, SampleImages, SampleTokens, ToolUse, Turn
+
+_VECTORS = ("tokens", "loss_mask", "rollout_log_probs", "routed_experts")
+_IMAGES = ("pixels", "grids", "starts")
+
+
+def write_state(folder: Path, state: dict[str, Any]) -> None:
+    """Write the controller's `state` (plain values and a SampleSource's state) into `folder`, and sync it."""
+    vectors: dict[str, np.ndarray] = {}
+    gathered = [[_write_group(item, vectors) for item in batch] for batch in state["source"]["gathered"]]
+    plain = {**state, "source": {**state["source"], "gathered": gathered}}
+    file = io.BytesIO()
+    np.savez(file, **vectors)  # type: ignore[arg-type]
+    write_synced(folder / "waiting.npz", file.getvalue())
+    write_synced(folder / "controller.json", json.dumps(plain).encode())
+
+
+def load_state(checkpoint: Path) -> dict[str, Any]:
+    """Read the controller's state from a checkpoint, as passed to `write_state`."""
+    state: dict[str, Any] = json.loads((checkpoint / "controller.json").read_text())
+    with np.load(checkpoint / "waiting.npz", allow_pickle=False) as vectors:
+        state["source"]["gathered"] = [
+            [_read_group(item, vectors) for item in batch] for batch in state["source"]["gathered"]
+        ]
+    return state
+
+
+def _write_group(item: TriedGroup, vectors: dict[str, np.ndarray]) -> dict[str, Any]:
+    group = item.group
+    texts = []
+    for index, sample in enumerate(group.samples[0].data.get()):
+        texts.append({"text": sample.text, "reason": sample.reason, "turns": [asdict(turn) for turn in sample.turns]})
+        for name in _VECTORS:
+            if (vector := getattr(sample, name)) is not None:
+                vectors[f"{group.number}.{index}.{name}"] = vector
+        if sample.images is not None:  # shared by all samples of the group
+            vectors.update({f"{group.number}.images.{name}": getattr(sample.images, name) for name in _IMAGES})
+    samples = [{**asdict(_without_data(sample)), "data": None} for sample in group.samples]
+    return {
+        "accepted": item.accepted,
+        "words": texts,  # empty if the vectors of a filtered group were freed
+        "number": group.number,
+        "prompt_uid": group.prompt_uid,
+        "data_source": group.data_source,
+        "version": group.version,
+        "samples": samples,
+        "greedy": {**asdict(_without_data(group.greedy)), "data": None} if group.greedy is not None else None,
+        "failures": [asdict(failure) for failure in group.failures],
+        "scoring_retries": group.scoring_retries,
+        "judge_seconds": group.judge_seconds,
+    }
+
+
+def _read_group(item: dict[str, Any], vectors: Any) -> TriedGroup:
+    number, images = item["number"], None
+    if "words" not in item:
+        raise ValueError(
+            "waiting groups in this checkpoint were written by an earlier megarl with another text format: resume with that "
+            "version, or start a new run from its exported weights"
+        )
+    if f"{number}.images.{_IMAGES[0]}" in vectors:
+        images = SampleImages(**{name: vectors[f"{number}.images.{name}"] for name in _IMAGES})
+    data = InlineData(
+        [
+            SampleTokens(
+                text=texts["text"],
+                reason=texts["reason"],
+                turns=tuple(Turn(**turn) for turn in texts["turns"]),
+                images=images,
+                **{name: vectors[key] for name in _VECTORS if (key := f"{number}.{index}.{name}") in vectors},
+            )
+            for index, texts in enumerate(item["words"])
+        ]
+    )
+    group = Group(
+        number=number,
+        prompt_uid=item["prompt_uid"],
+        data_source=item["data_source"],
+        version=item["version"],
+        samples=[_read_sample(values, data) for values in item["samples"]],
+        greedy=_read_sample(item["greedy"], InlineData([])) if item.get("greedy") else None,
+        failures=tuple(SampleFailure(**failure) for failure in item.get("failures", ())),
+        scoring_retries=item.get("scoring_retries", 0),
+        judge_seconds=item.get("judge_seconds", 0.0),
+    )
+    return TriedGroup(group, item["accepted"])
+
+
+def _read_sample(values: dict[str, Any], data: InlineData) -> Sample:
+    steps = tuple((token, reward) for token, reward in values.get("steps", ()))  # JSON has no tuples
+    tool_use = ToolUse(**values["tool_use"]) if values.get("tool_use") else None
+    return Sample(**{**values, "data": data, "steps": steps, "tool_use": tool_use})
+
+
+def _without_data(sample: Sample) -> Sample:
+    return Sample(**{**sample.__dict__, "data": InlineData([])})
