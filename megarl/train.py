@@ -26,7 +26,7 @@ def train(recipe: Recipe) -> Path:
     Raises RecipeError or InputError before any process starts, and later the error of a failed worker or engine.
     Under torchrun every rank calls this function: rank 0 is the controller, the others serve it until it is done.
     """
-    if not is_controller(recipe):
+    if not is_controller(recipe.cluster):
         serve(recipe)
         return Path(recipe.runs_dir) / recipe.name
     with as_input_error():

@@ -133,6 +133,30 @@ def test_sizes(path: Path) -> None:
             assert length <= LONGEST_FUNCTION, f"{node.name} has {length} lines: split it"
 
 
+@EACH_FILE
+def test_a_function_that_reads_one_section_takes_it(path: Path) -> None:
+    """A function takes a `Recipe` to read two sections of it or to pass it on; commands/ is not checked."""
+    if room_of(path) == "commands":
+        return
+    for function in ast.walk(tree_of(path)):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+        for argument in arguments:
+            if argument.annotation is None or ast.unparse(argument.annotation).strip("'\"") != "Recipe":
+                continue
+            uses = [node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id == argument.arg]
+            reads = [
+                node
+                for node in ast.walk(function)
+                if isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id == argument.arg
+            ]
+            sections = {node.attr for node in reads}
+            assert len(uses) > len(reads) or len(sections) > 1, f"{function.name} needs only {sections}, not the recipe"
+
+
 def test_folders_are_small() -> None:
     top = [path for path in PACKAGE.iterdir() if path.name != "__pycache__"]
     assert len([path for path in top if path.suffix == ".py"]) <= FILES_AT_THE_TOP

@@ -32,7 +32,7 @@ class AgentSetup:
     @classmethod
     def of(cls, recipe: Recipe) -> AgentSetup | None:
         """Return the setup of a recipe, or None if it names no tool."""
-        if not uses_tools(recipe):
+        if not uses_tools(recipe.agent):
             return None
         return cls(recipe.agent, dict(recipe.data.chat_template_args), {"sandbox": asdict(recipe.sandbox)})
 

@@ -1,6 +1,6 @@
 """Start and reach trainers and engines from the controller: over Ray, or inside one torchrun.
 
->>> if cluster.is_controller(recipe):
+>>> if cluster.is_controller(recipe.cluster):
 ...     with cluster.connect(recipe, platform) as processes:
 ...         trainers = processes.start_trainers("megarl.trainer.actor:ActorWorker", 2, (recipe, 100), env={})
 ... else:
@@ -22,7 +22,7 @@ from megarl.cluster.device_map import Demand
 from megarl.cluster.failures import CallFailed, ClusterError, ServiceDied, WorkerFailed
 from megarl.platform.environment import RoleSettings
 from megarl.recipe.environment import variables
-from megarl.recipe.schema import Recipe
+from megarl.recipe.schema import ClusterConfig, Recipe
 
 if TYPE_CHECKING:
     from megarl.platform.base import Platform
@@ -45,24 +45,24 @@ __all__ = [
 ]
 
 
-def transport(recipe: Recipe) -> str:
+def transport(cluster: ClusterConfig) -> str:
     """Return "ray" or "torchrun": ``cluster.transport``, with auto resolved by whether torchrun started this process."""
     under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    if recipe.cluster.transport == "torchrun" and not under_torchrun:
+    if cluster.transport == "torchrun" and not under_torchrun:
         raise ValueError(
             "cluster.transport is torchrun, but torchrun did not start this process (RANK and WORLD_SIZE are not set): "
-            f"run torchrun --nproc-per-node {recipe.cluster.trainers} -m megarl train ..., or set cluster.transport=ray."
+            f"run torchrun --nproc-per-node {cluster.trainers} -m megarl train ..., or set cluster.transport=ray."
         )
-    if recipe.cluster.transport == "auto":
+    if cluster.transport == "auto":
         return "torchrun" if under_torchrun else "ray"
-    return recipe.cluster.transport
+    return cluster.transport
 
 
-def is_controller(recipe: Recipe) -> bool:
+def is_controller(cluster: ClusterConfig) -> bool:
     """Return False in torchrun ranks other than 0, which call `serve`."""
     from megarl.cluster.torchrun import rank
 
-    return transport(recipe) == "ray" or rank.is_controller()
+    return transport(cluster) == "ray" or rank.is_controller()
 
 
 def log_dir(recipe: Recipe) -> Path:
@@ -81,7 +81,7 @@ def trainer_settings(recipe: Recipe, platform: Platform) -> RoleSettings:
     """Environment variables of the trainers, with the source of each (platform or recipe)."""
     defaults = platform.trainer_env(recipe.cluster.timeout)
     defaults |= platform.deterministic_env() if recipe.train.deterministic else {}
-    return RoleSettings("trainers", defaults, variables(recipe, "trainers"))
+    return RoleSettings("trainers", defaults, variables(recipe.cluster.environment, "trainers"))
 
 
 def trainer_notices(recipe: Recipe, platform: Platform) -> list[str]:
@@ -124,10 +124,12 @@ def connect(
         "trainer_env": threads | trainer_settings(recipe, platform).environment(),
         "service_env": threads
         | RoleSettings(
-            "engines", platform.engines_env(recipe.train.deterministic), variables(recipe, "engines")
+            "engines",
+            platform.engines_env(recipe.train.deterministic),
+            variables(recipe.cluster.environment, "engines"),
         ).environment(),
     }
-    if transport(recipe) == "torchrun":
+    if transport(recipe.cluster) == "torchrun":
         from megarl.cluster.devices import LocalDevices
         from megarl.cluster.torchrun.cluster import TorchrunCluster
 

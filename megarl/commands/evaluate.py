@@ -23,7 +23,7 @@ from megarl.rollout.start_engines import load_engines, start_engines, start_judg
 
 def evaluate_model(recipe: Recipe) -> EvaluationResult:
     """Evaluate `model.path` on `data.eval_files` and print the metrics as one JSON object."""
-    if not is_controller(recipe):
+    if not is_controller(recipe.cluster):
         serve(recipe)
         return EvaluationResult({})
     with as_input_error():

@@ -37,7 +37,7 @@ def export(run_path: Path, out: Path, step: int | None = None, *, critic: bool =
             if folder.exists() and any(folder.iterdir()):
                 raise ValueError(f"{folder} exists and is not empty: choose another --out, or move it away")
         platform = platforms.select(recipe.cluster.device)
-    if not is_controller(recipe):
+    if not is_controller(recipe.cluster):
         serve(recipe)
         return out
     if critic:

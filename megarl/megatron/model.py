@@ -95,7 +95,7 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weigh
                 **ddp_settings(recipe, with_images=hasattr(hf_config, "vision_config")),
             },
         )
-    _install_hooks(chunks, recipe)
+    _install_hooks(chunks, replays_routing=recipe.megatron.routing_replay != "none")
     if value_head:
         critic.name_head(bridge)
     if platform.holds_values and value_head:
@@ -116,15 +116,15 @@ def _install_native_layers(dtype: str, platform: Platform, hf_config: Any) -> No
         logger.info(description(platform.device(), DTYPES[dtype], experts=experts))
 
 
-def _install_hooks(chunks: list[Any], recipe: Recipe) -> None:
-    """Make chunks track their packed stream, replay routing if the recipe sets it, and return hidden states."""
+def _install_hooks(chunks: list[Any], *, replays_routing: bool) -> None:
+    """Make chunks track their packed stream, replay routing if `replays_routing`, and return hidden states."""
     from megarl.megatron import routing_replay
     from megarl.megatron.current_batch import track_current
     from megarl.megatron.output_heads import hidden_states_out, language_model
 
     for chunk in chunks:
         track_current(chunk)
-        if recipe.megatron.routing_replay != "none":
+        if replays_routing:
             routing_replay.install(chunk)
         if language_model(chunk).post_process:
             hidden_states_out(language_model(chunk))

@@ -18,7 +18,7 @@ from megarl.data.tokenizer import Tokenizer
 from megarl.engines.specs import longest_sample
 from megarl.errors import NotHereError, RecipeError, errors_of
 from megarl.preflight.recipe.reward import remote_notices
-from megarl.recipe.data import files_of, training_sets
+from megarl.recipe.data import DataConfig, files_of, training_sets
 from megarl.recipe.schema import Recipe
 from megarl.rewards import ScorerSettings
 from megarl.rewards.weighted import Term, needed_columns, terms_of
@@ -54,9 +54,9 @@ class Prepared:
         return sorted({source for data in self.prompt_sets for source in data.data_sources})
 
 
-def file_errors(recipe: Recipe, *, training: bool) -> Iterator[ValueError]:
+def file_errors(data: DataConfig, *, training: bool) -> Iterator[ValueError]:
     """Yield an error for each data file that is missing or has an unknown format. Reads no rows."""
-    for key, file in files_of(recipe.data):
+    for key, file in files_of(data):
         if training or key == "data.eval_files":
             yield from errors_of(check_file, Path(file))
 
@@ -78,7 +78,7 @@ def read_data(recipe: Recipe, tokenizer: Tokenizer, *, training: bool, sample: i
         if data.eval_files:
             prepared.held_out = kind(data.eval_files, tokenizer, data, longest, sample=sample)
             _add_notices(prepared, "evaluation examples", prepared.held_out)
-        _check_pixel_limits(recipe, has_images=False)
+        _check_pixel_limits(data, has_images=False)
         return prepared
     setup = AgentSetup.of(recipe)
     tools = check_tools(setup, tokenizer) if setup is not None else []
@@ -91,13 +91,13 @@ def read_data(recipe: Recipe, tokenizer: Tokenizer, *, training: bool, sample: i
         prepared.evaluation = PromptDataset(data.eval_files, tokenizer, data, **rows)
         _add_notices(prepared, "evaluation prompts", prepared.evaluation)
     if sample is None:  # a sample may miss the rows with images
-        _check_pixel_limits(recipe, has_images=any(prompts.has_images for prompts in prepared.prompt_sets))
+        _check_pixel_limits(data, has_images=any(prompts.has_images for prompts in prepared.prompt_sets))
     return prepared
 
 
-def _check_pixel_limits(recipe: Recipe, *, has_images: bool) -> None:
+def _check_pixel_limits(data: DataConfig, *, has_images: bool) -> None:
     """Raise RecipeError if the recipe limits image sizes and no row has an image."""
-    for key, value in (("data.min_pixels", recipe.data.min_pixels), ("data.max_pixels", recipe.data.max_pixels)):
+    for key, value in (("data.min_pixels", data.min_pixels), ("data.max_pixels", data.max_pixels)):
         if value is not None and not has_images:
             raise RecipeError(key, "no row has an image", "leave it out", value=value)
 

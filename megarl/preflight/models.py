@@ -20,8 +20,10 @@ from megarl.megatron.lora.targets import check_lora
 from megarl.megatron.model_checks import check_model, check_sizes
 from megarl.preflight.engines import check_experts, check_heads
 from megarl.recipe.critic import critic_view
+from megarl.recipe.data import DataConfig
 from megarl.recipe.header import shape_of
 from megarl.recipe.schema import Recipe
+from megarl.recipe.training import ModelConfig
 from megarl.recipe.uses import uses_judge
 
 Config = dict[str, Any]
@@ -41,7 +43,7 @@ def models_of(recipe: Recipe) -> dict[str, str]:
         directories[CRITIC] = recipe.critic.model_path
     if needs_teacher(recipe.algorithm):
         directories[TEACHER] = str(recipe.teacher.path)
-    if uses_judge(recipe):
+    if uses_judge(recipe.reward):
         directories[JUDGE] = str(recipe.judge.path)
     return directories
 
@@ -118,13 +120,13 @@ def read_weights_config(path: str, key: str) -> Config:
     return config
 
 
-def read_tokenizer(recipe: Recipe, config: Config) -> Tokenizer:
+def read_tokenizer(model: ModelConfig, config: Config) -> Tokenizer:
     """Return the policy's tokenizer, checked against the vocabulary of `config`, its config.json. Raises RecipeError."""
-    key, path = ("model.tokenizer", recipe.model.tokenizer) if recipe.model.tokenizer else (POLICY, recipe.model.path)
+    key, path = ("model.tokenizer", model.tokenizer) if model.tokenizer else (POLICY, model.path)
     with as_recipe_error(
         key, "give a directory with the model's own tokenizer (in model.tokenizer if it is separate)", path
     ):
-        tokenizer = load_tokenizer(path, recipe.model.path)
+        tokenizer = load_tokenizer(path, model.path)
         check_vocabulary(tokenizer, config)
     return tokenizer
 
@@ -153,7 +155,7 @@ def check_policy(recipe: Recipe, config: Config) -> None:
 def sampled_errors(recipe: Recipe, config: Config) -> Iterator[ValueError]:
     """Yield errors of a model that its engines cannot sample from."""
     yield from errors_of(_check_context, recipe, config)
-    yield from errors_of(_check_pixels, recipe, config)
+    yield from errors_of(_check_pixels, recipe.data, config)
     yield from errors_of(check_experts, recipe.rollout, config)
     yield from errors_of(check_heads, "rollout", recipe.rollout, config, spread=recipe.rollout.spreads_experts)
 
@@ -227,8 +229,8 @@ def _check_context(recipe: Recipe, config: Config) -> None:
     )
 
 
-def _check_pixels(recipe: Recipe, config: Config) -> None:
+def _check_pixels(data: DataConfig, config: Config) -> None:
     """Raise RecipeError for limits of image sizes if the model reads no images."""
     for name in ("min_pixels", "max_pixels"):
-        if (value := getattr(recipe.data, name)) is not None and "vision_config" not in config:
+        if (value := getattr(data, name)) is not None and "vision_config" not in config:
             raise RecipeError(f"data.{name}", "the model reads no images", "leave it out", value=value)

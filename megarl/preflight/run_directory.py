@@ -40,7 +40,7 @@ def open_run_directory(recipe: Recipe, identity: dict[str, Any]) -> RunPlace:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _not_writable(recipe, f"{path}: {error.strerror}") from error
+        raise _not_writable(recipe.runs_dir, f"{path}: {error.strerror}") from error
     if recipe.exchange.transport == "files":
         _make_weights_directory(recipe)
     return place
@@ -87,18 +87,18 @@ def run_directory_errors(recipe: Recipe) -> Iterator[RecipeError]:
     path = directory.path
     existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     if not existing.is_dir():
-        yield _not_writable(recipe, f"{existing} is not a directory")
+        yield _not_writable(recipe.runs_dir, f"{existing} is not a directory")
         return
     if not os.access(existing, os.W_OK | os.X_OK):
-        yield _not_writable(recipe, f"{existing} is not writable")
+        yield _not_writable(recipe.runs_dir, f"{existing} is not writable")
     free = shutil.disk_usage(existing).free
     if free < LEAST_FREE_BYTES:
         problem = f"{existing} has {free >> 20} MiB free, and a run needs at least {LEAST_FREE_BYTES >> 20} MiB"
         yield RecipeError("runs_dir", problem, "free some space, or set runs_dir to another disk", value=str(path))
 
 
-def _not_writable(recipe: Recipe, problem: str) -> RecipeError:
-    return RecipeError("runs_dir", problem, "name a directory that can be written to", value=recipe.runs_dir)
+def _not_writable(runs_dir: str, problem: str) -> RecipeError:
+    return RecipeError("runs_dir", problem, "name a directory that can be written to", value=runs_dir)
 
 
 def _changed_settings(directory: RunDirectory, recipe: Recipe) -> list[str]:

@@ -20,20 +20,21 @@ from megarl.preflight.engines import check_adapters, check_engine, check_engines
 from megarl.preflight.recipe.observe import check_traces
 from megarl.preflight.user_functions import try_user_functions
 from megarl.recipe.critic import critic_view
+from megarl.recipe.data import DataConfig
 from megarl.recipe.judge import JUDGE
 from megarl.recipe.schema import Recipe
 from megarl.recipe.uses import uses_judge
 from megarl.text import pluralize
 
 
-def only_evaluates(recipe: Recipe) -> bool:
+def only_evaluates(data: DataConfig) -> bool:
     """Return whether the recipe has evaluation data and no training data."""
-    return not recipe.data.train_files and not recipe.data.mix and bool(recipe.data.eval_files)
+    return not data.train_files and not data.mix and bool(data.eval_files)
 
 
 def demand_of(recipe: Recipe) -> Demand:
     """Return the devices that `train` needs, or `eval` if the recipe has no training data."""
-    trains, uses_rollout = not only_evaluates(recipe), recipe.train.source == "rollout"
+    trains, uses_rollout = not only_evaluates(recipe.data), recipe.train.source == "rollout"
     fixed = [section for section in fixed_models(recipe) if trains or section == JUDGE]
     critic = trains and uses_critic(recipe.algorithm)
     return Demand.of(recipe, trainers=trains, engines=uses_rollout, critic=critic, fixed=fixed)
@@ -47,7 +48,7 @@ def training_setting_errors(recipe: Recipe) -> Iterator[ValueError]:
     yield from errors_of(check_engines, recipe.rollout)
     if needs_teacher(recipe.algorithm):
         yield from errors_of(check_engine, "teacher", recipe.teacher)
-    if uses_judge(recipe):
+    if uses_judge(recipe.reward):
         yield from errors_of(check_engine, "judge", recipe.judge)
     yield from errors_of(check_extra_names, recipe, "megatron")
     if uses_critic(recipe.algorithm):
@@ -71,7 +72,7 @@ def evaluation_setting_errors(recipe: Recipe) -> Iterator[ValueError]:
         problem = "the recipe has no evaluation data"
         yield RecipeError("data.eval_files", problem, "name .parquet or .jsonl files", value=[])
     yield from errors_of(check_engines, recipe.rollout)
-    if uses_judge(recipe):
+    if uses_judge(recipe.reward):
         yield from errors_of(check_engine, "judge", recipe.judge)
 
 
@@ -88,7 +89,7 @@ def check_device(recipe: Recipe, device: str, *, training: bool = True) -> None:
     `training`: False for `megarl eval`.
     """
     if training:
-        check_traces(recipe, kind_of(device))
+        check_traces(recipe.observe, kind_of(device))
     if recipe.train.source == "rollout":
         for engine, spec in first_specs(recipe, training=training):
             engines.check_plan(engine, spec, device)

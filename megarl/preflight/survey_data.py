@@ -31,7 +31,7 @@ _KINDS: dict[str, type[RowDataset[Any]]] = {"sft": SFTDataset, "preferences": Pr
 
 def check_without_rows(survey: Survey) -> None:
     """Check file names and the scorers that the recipe names, without reading rows."""
-    survey.add(file_errors(survey.recipe, training=survey.available.training), "data.train_files")
+    survey.add(file_errors(survey.recipe.data, training=survey.available.training), "data.train_files")
     if survey.recipe.reward.function or survey.recipe.reward.functions:
         with survey.part("reward"):
             check_rewards(survey.recipe, [])
@@ -56,7 +56,7 @@ def check_scorers(survey: Survey) -> None:
     assert prepared is not None
     with survey.part("reward"):
         prepare_rewards(recipe, prepared)
-    if uses_judge(recipe):
+    if uses_judge(recipe.reward):
         with survey.part(JUDGE):
             check_judge(recipe, survey.configs[JUDGE], prepared.prompt_sets)
     if survey.available.training:

@@ -92,7 +92,7 @@ def _check_policy_files(survey: Survey) -> None:
         if separate is not None and not _is_here(survey, separate, "model.tokenizer", "the tokenizer"):
             return
     with survey.part(POLICY):
-        survey.tokenizer = read_tokenizer(recipe, survey.configs[POLICY])
+        survey.tokenizer = read_tokenizer(recipe.model, survey.configs[POLICY])
 
 
 def _check_other_files(survey: Survey, key: str) -> None:
@@ -112,7 +112,7 @@ def _check_critic_tokens(survey: Survey) -> None:
     recipe = survey.recipe
     key = CRITIC if recipe.critic.model_path else POLICY
     with survey.part(key):
-        if transport(recipe) == "torchrun":
+        if transport(recipe.cluster) == "torchrun":
             remedy = "start it without torchrun"
             raise RecipeError("cluster.transport", ONE_LAYOUT, remedy, value=recipe.cluster.transport)
         if key in survey.configs and survey.tokenizer is not None:

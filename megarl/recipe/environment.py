@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from megarl.recipe.key import key
-
-if TYPE_CHECKING:
-    from megarl.recipe.schema import Recipe
 
 Role = Literal["trainers", "engines"]
 
@@ -24,7 +21,6 @@ class EnvironmentConfig:
     engines: dict[str, Any] = key({}, "Variables of engines only. They override `all`.")
 
 
-def variables(recipe: Recipe, role: Role) -> dict[str, str]:
+def variables(environment: EnvironmentConfig, role: Role) -> dict[str, str]:
     """Return the recipe's variables for the processes of `role`, as text."""
-    section = recipe.cluster.environment
-    return {name: str(value) for name, value in {**section.all, **getattr(section, role)}.items()}
+    return {name: str(value) for name, value in {**environment.all, **getattr(environment, role)}.items()}

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from megarl.recipe.agent import AgentConfig
 from megarl.recipe.judge import JUDGE
-from megarl.recipe.schema import Recipe, RewardConfig
+from megarl.recipe.schema import RewardConfig
 
 
-def uses_tools(recipe: Recipe) -> bool:
+def uses_tools(agent: AgentConfig) -> bool:
     """Return whether an agent loop with tools makes the samples."""
-    return bool(recipe.agent.tools or recipe.agent.mcp)
+    return bool(agent.tools or agent.mcp)
 
 
-def uses_judge(recipe: Recipe) -> bool:
+def uses_judge(reward: RewardConfig) -> bool:
     """Return whether the judge is a term of the reward."""
-    return recipe.reward.function == JUDGE or JUDGE in recipe.reward.functions
+    return reward.function == JUDGE or JUDGE in reward.functions
 
 
 def uses_remote(reward: RewardConfig) -> bool:

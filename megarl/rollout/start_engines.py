@@ -45,7 +45,7 @@ def start_engines(
         spec = replace(policy_spec(recipe, f"engine{number}", load_weights=load_weights), device=platform.name)
         if traces is not None and number in recipe.observe.profile_engines:
             spec = replace(spec, traces=EngineTraces(str(traces / f"engine{number}"), trace_options(recipe.observe)))
-        args = (rollout.engine, spec, tokenizer, *scoring, images, AgentSetup.of(recipe), uses_judge(recipe))
+        args = (rollout.engine, spec, tokenizer, *scoring, images, AgentSetup.of(recipe), uses_judge(recipe.reward))
         engines.append(EngineHandle(_start(ROLLOUT_SERVER, rollout.engine, spec, args, recipe, platform, cluster)))
     return engines
 
@@ -95,7 +95,7 @@ def start_judge(recipe: Recipe, platform: Any, cluster: Cluster) -> list[JudgeHa
     """Start the judge's engines; none if no reward uses the judge."""
     judge = recipe.judge
     engines = []
-    for number in range(judge.engines if uses_judge(recipe) else 0):
+    for number in range(judge.engines if uses_judge(recipe.reward) else 0):
         spec = replace(judge_spec(recipe, f"judge{number}"), device=platform.name)
         args = (judge.engine, spec, judge, recipe.train.seed if spec.seeded else None)
         engines.append(JudgeHandle(_start(JUDGE_SERVER, judge.engine, spec, args, recipe, platform, cluster)))
@@ -118,4 +118,4 @@ def _start(
 def engine_environment(recipe: Recipe, platform: Any, engine: str, spec: EngineSpec) -> RoleSettings:
     """Return the environment variables of an engine's process."""
     defaults = platform.engines_env(recipe.train.deterministic)
-    return engine_settings(engine, spec, defaults, platform.name, variables(recipe, "engines"))
+    return engine_settings(engine, spec, defaults, platform.name, variables(recipe.cluster.environment, "engines"))

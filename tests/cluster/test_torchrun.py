@@ -101,14 +101,14 @@ def test_what_cannot_work_is_refused(monkeypatch, tmp_path):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     recipe = Recipe()
-    assert transport(recipe) == "ray"
+    assert transport(recipe.cluster) == "ray"
     recipe.cluster.transport = "torchrun"
     with pytest.raises(ValueError, match=r"torchrun --nproc-per-node 1"):
-        transport(recipe)
+        transport(recipe.cluster)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "16")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert transport(recipe) == "torchrun"
+    assert transport(recipe.cluster) == "torchrun"
     with pytest.raises(ValueError, match=r"launch/multinode\.sh"):
         connect(recipe, select("cpu"))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")

@@ -75,8 +75,8 @@ def of(*overrides: str) -> Any:
 
 def test_roles_have_their_own_variables() -> None:
     recipe = of("all.A=1", "all.B=b", "trainers.A=2", "engines.C=3")
-    assert variables(recipe, "trainers") == {"A": "2", "B": "b"}
-    assert variables(recipe, "engines") == {"A": "1", "B": "b", "C": "3"}
+    assert variables(recipe.cluster.environment, "trainers") == {"A": "2", "B": "b"}
+    assert variables(recipe.cluster.environment, "engines") == {"A": "1", "B": "b", "C": "3"}
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,9 @@ def test_names_and_values_are_checked(override: str, message: str | None) -> Non
 
 
 def test_names_that_merely_contain_a_word_for_secrets_are_taken() -> None:
-    assert variables(of("all.TOKENIZERS_PARALLELISM=0"), "engines") == {"TOKENIZERS_PARALLELISM": "0"}
+    assert variables(of("all.TOKENIZERS_PARALLELISM=0").cluster.environment, "engines") == {
+        "TOKENIZERS_PARALLELISM": "0"
+    }
 
 
 def test_processes_start_with_the_recipes_variables(monkeypatch: pytest.MonkeyPatch) -> None:

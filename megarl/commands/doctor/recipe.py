@@ -47,7 +47,7 @@ def needs_of(recipe: Recipe | None, environ: dict[str, str]) -> Needs:
     return Needs(
         device=recipe.cluster.device,
         recipe=True,
-        trains=not only_evaluates(recipe),
+        trains=not only_evaluates(recipe.data),
         nodes=nodes,
         engines=rl,
         ray=recipe.cluster.transport != "torchrun",
@@ -82,7 +82,7 @@ def stages(recipe: Recipe) -> Iterator[Finding]:
 
     The last error names the stages that the preflight did not reach.
     """
-    result = survey(recipe, Available(training=not only_evaluates(recipe)))
+    result = survey(recipe, Available(training=not only_evaluates(recipe.data)))
     skipped = ", ".join(stage for stage in STAGES if stage not in result.stages)
     errors = result.errors
     for stage in STAGES:
@@ -159,7 +159,7 @@ def device_demand(recipe: Recipe, device: str, machines: Sequence[tuple[str, int
 
 def weights(recipe: Recipe) -> list[Finding]:
     """The route that weights will take with the engines of this environment."""
-    if recipe.train.source != "rollout" or only_evaluates(recipe):
+    if recipe.train.source != "rollout" or only_evaluates(recipe.data):
         return [ok("engines are given no weights")]
     route = route_here(recipe)
     try:

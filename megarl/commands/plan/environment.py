@@ -46,7 +46,9 @@ def environment_of(
         if spec.recipe_section != "rollout" or recipe.train.source == "rollout":
             config = models.get(spec.recipe_section)
             defaults = platform.engines_env(recipe.train.deterministic)
-            settings.append(engine_settings(engine, spec, defaults, kind, variables(recipe, "engines"), config))
+            settings.append(
+                engine_settings(engine, spec, defaults, kind, variables(recipe.cluster.environment, "engines"), config)
+            )
     return list(dict.fromkeys(variable for role in settings for variable in _of_role(role, inherited)))
 
 

@@ -26,7 +26,7 @@ WRONG = "I do not know."
 
 def score_once(recipe: Recipe, rows: Sequence[Row], result: Survey) -> None:
     """Add the findings to `result`. Judges, services and other scorers that wait for an answer are reported, not called."""
-    for name, used in ((JUDGE, uses_judge(recipe)), ("remote", uses_remote(recipe.reward))):
+    for name, used in ((JUDGE, uses_judge(recipe.reward)), ("remote", uses_remote(recipe.reward))):
         if used:
             result.unavailable(f"reward: {name} is not asked here")
     requests: dict[str, ScoreRequest] = {}
@@ -63,7 +63,7 @@ def _score(recipe: Recipe, term: Term, request: ScoreRequest, result: Survey) ->
     """Score a wrong answer, and right answers in the formats that scorers read."""
     responses = [WRONG, *_right_responses(request.ground_truth)]
     outcomes = _outcomes(
-        recipe, term, [_with_response(request, response, uses_tools(recipe)) for response in responses]
+        recipe, term, [_with_response(request, response, uses_tools(recipe.agent)) for response in responses]
     )
     name, source = term.scorer.name, f"rows of {request.data_source}"
     failures = [outcome for outcome, _ in outcomes if isinstance(outcome, SampleFailure)]

@@ -13,7 +13,7 @@ from megarl.recipe.uses import uses_tools
 
 def agent_errors(recipe: Recipe) -> Iterator[ValueError]:
     agent = recipe.agent
-    if not uses_tools(recipe):
+    if not uses_tools(recipe.agent):
         if agent != AgentConfig():
             problem = "no tool is named, so this section has no effect"
             yield RecipeError(

@@ -56,8 +56,8 @@ def algorithm_errors(recipe: Recipe) -> Errors:
     yield from _data_set_errors(recipe)
     yield from _reward_errors(recipe)
     yield from _old_log_prob_errors(recipe)
-    yield from _kl_in_reward_errors(recipe)
-    yield from _correction_errors(recipe)
+    yield from _kl_in_reward_errors(recipe.algorithm)
+    yield from _correction_errors(recipe.algorithm)
     if recipe.algorithm.pass_k > recipe.rollout.samples_per_prompt and recipe.algorithm.advantage == "pass_at_k":
         problem = f"a group has {recipe.rollout.samples_per_prompt} samples (rollout.samples_per_prompt)"
         yield RecipeError("algorithm.pass_k", problem, "make it smaller, or sample more", value=recipe.algorithm.pass_k)
@@ -215,8 +215,7 @@ def _old_log_prob_errors(recipe: Recipe) -> Errors:
         )
 
 
-def _kl_in_reward_errors(recipe: Recipe) -> Errors:
-    algorithm = recipe.algorithm
+def _kl_in_reward_errors(algorithm: AlgorithmConfig) -> Errors:
     name, advantage = algorithm.advantage, ADVANTAGES[algorithm.advantage]
     in_loss = "set it to false: the KL is then a term of the loss"
     if algorithm.kl_in_reward and algorithm.old_log_probs != "computed":
@@ -246,9 +245,8 @@ def _kl_in_reward_errors(recipe: Recipe) -> Errors:
         yield RecipeError("algorithm.kl_target", problem, "leave it out", value=algorithm.kl_target)
 
 
-def _correction_errors(recipe: Recipe) -> Errors:
-    algorithm, correction = recipe.algorithm, recipe.algorithm.correction
-    key = "algorithm.correction"
+def _correction_errors(algorithm: AlgorithmConfig) -> Errors:
+    key, correction = "algorithm.correction", algorithm.correction
     if correction.weights == "none":
         for setting in ("truncate", "normalize"):
             yield from _unless_default(correction, setting, f"{key}.weights is none", f"set {key}.weights", key)

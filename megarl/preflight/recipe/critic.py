@@ -39,7 +39,7 @@ def critic_errors(recipe: Recipe) -> Iterator[RecipeError]:
             value=critic.warmup_steps,
         )
     yield from optimizer_errors("critic", critic.optimizer)
-    yield from mini_batch_errors("critic", critic.mini_batches, recipe)
+    yield from mini_batch_errors("critic", critic.mini_batches, recipe.data.prompts_per_step)
     yield from parallel_size_errors("critic.trainers", critic.trainers, "critic.megatron", critic.megatron)
     yield from _megatron_errors(recipe)
 

@@ -6,12 +6,10 @@ import re
 from collections.abc import Iterator
 
 from megarl.errors import RecipeError
-from megarl.recipe.data import files_of
-from megarl.recipe.schema import Recipe
+from megarl.recipe.data import DataConfig, files_of
 
 
-def data_errors(recipe: Recipe) -> Iterator[RecipeError]:
-    data = recipe.data
+def data_errors(data: DataConfig) -> Iterator[RecipeError]:
     if data.mix and data.train_files:
         problem = "data.mix names the training sets, so these files would be ignored"
         yield RecipeError("data.train_files", problem, "make them a set of data.mix", value=data.train_files)

@@ -8,7 +8,7 @@ from typing import Any
 
 from megarl.errors import RecipeError
 from megarl.platform.kinds import KINDS
-from megarl.recipe.schema import Recipe
+from megarl.recipe.environment import EnvironmentConfig
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SECRET = re.compile(
@@ -24,9 +24,9 @@ _OWNED = {
 _VISIBLE = {kind.visible: "" for kind in KINDS if kind.visible}
 
 
-def environment_errors(recipe: Recipe) -> Iterator[RecipeError]:
+def environment_errors(environment: EnvironmentConfig) -> Iterator[RecipeError]:
     for section in ("all", "trainers", "engines"):
-        for name, value in getattr(recipe.cluster.environment, section).items():
+        for name, value in getattr(environment, section).items():
             yield from _variable_errors(f"cluster.environment.{section}.{name}", str(name), value)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
@@ -29,7 +29,7 @@ from megarl.preflight.recipe.shared import mini_batch_errors, optimizer_errors, 
 from megarl.preflight.recipe.teacher import teacher_errors
 from megarl.preflight.recipe.weight_sync import exchange_errors
 from megarl.recipe.critic import critic_view
-from megarl.recipe.schema import Recipe
+from megarl.recipe.schema import EvaluationConfig, Recipe, RolloutConfig
 from megarl.recipe.training import LoraConfig
 
 Errors = Iterator[RecipeError]
@@ -55,8 +55,36 @@ def recipe_errors(recipe: Recipe) -> Iterator[ValueError]:
     if contradictions:
         source: Any = LOSSES[combined.algorithm.loss].source
         combined.train.source = source
-    for check in COMBINATIONS:
-        yield from check(combined)
+    yield from combination_errors(combined)
+
+
+def combination_errors(recipe: Recipe) -> Iterator[ValueError]:
+    """Yield the contradictions between settings."""
+    yield from algorithm_errors(recipe)
+    yield from environment_errors(recipe.cluster.environment)
+    yield from required_key_errors(recipe)
+    yield from critic_errors(recipe)
+    yield from teacher_errors(recipe)
+    yield from reward_errors(recipe.reward)
+    yield from judge_errors(recipe)
+    yield from agent_errors(recipe)
+    yield from exchange_errors(recipe)
+    yield from routing_replay_errors(recipe)
+    yield from advantage_errors(recipe)
+    yield from group_size_errors(recipe)
+    yield from lora_errors(recipe.lora)
+    yield from actor_errors(recipe)
+    yield from sampling_errors(recipe.rollout)
+    yield from overlong_errors(recipe)
+    yield from evaluation_errors(recipe)
+    yield from staleness_errors(recipe)
+    yield from engine_group_errors(recipe.rollout)
+    yield from offload_errors(recipe)
+    yield from extra_errors(recipe)
+    yield from optimizer_offload_errors(recipe)
+    yield from ddp_errors(recipe)
+    yield from data_errors(recipe.data)
+    yield from observe_errors(recipe)
 
 
 def bound_errors(section: Any, prefix: str = "") -> Errors:
@@ -106,7 +134,7 @@ def required_key_errors(recipe: Recipe) -> Errors:
 
 def actor_errors(recipe: Recipe) -> Errors:
     yield from optimizer_errors("actor", recipe.actor.optimizer)
-    yield from mini_batch_errors("actor", recipe.actor.mini_batches, recipe)
+    yield from mini_batch_errors("actor", recipe.actor.mini_batches, recipe.data.prompts_per_step)
     yield from parallel_size_errors("cluster.trainers", recipe.cluster.trainers, "megatron", recipe.megatron)
 
 
@@ -154,8 +182,7 @@ def group_size_errors(recipe: Recipe) -> Errors:
         yield RecipeError(key, problem, remedy, value=1)
 
 
-def lora_errors(recipe: Recipe) -> Errors:
-    lora = recipe.lora
+def lora_errors(lora: LoraConfig) -> Errors:
     if not lora.targets:
         remedy = "name linears, or all-linear; set lora.rank=0 to train all weights"
         yield RecipeError("lora.targets", "no linear would have an adapter", remedy, value=[])
@@ -164,8 +191,7 @@ def lora_errors(recipe: Recipe) -> Errors:
         yield RecipeError("lora.rank", "rank 0 makes no adapters, but other keys of lora are set", remedy, value=0)
 
 
-def sampling_errors(recipe: Recipe) -> Errors:
-    rollout = recipe.rollout
+def sampling_errors(rollout: RolloutConfig) -> Errors:
     if rollout.top_k == 0:
         yield RecipeError("rollout.top_k", "0 would keep no token", "use -1 for the whole distribution", value=0)
     if (rollout.top_p < 1 or rollout.top_k > 0) and rollout.temperature != 1:
@@ -187,7 +213,7 @@ def overlong_errors(recipe: Recipe) -> Errors:
 
 def evaluation_errors(recipe: Recipe) -> Errors:
     evaluation = recipe.evaluation
-    if _evaluates(recipe) and not recipe.data.eval_files:
+    if _evaluates(evaluation) and not recipe.data.eval_files:
         problem, remedy = "evaluation is on but has no data", "name held-out files, or disable evaluation"
         yield RecipeError("data.eval_files", problem, remedy, value=[])
     if recipe.train.source != "rollout":
@@ -207,8 +233,7 @@ def evaluation_errors(recipe: Recipe) -> Errors:
             yield RecipeError("evaluation.ks", problem, remedy, value=list(evaluation.ks))
 
 
-def _evaluates(recipe: Recipe) -> bool:
-    evaluation = recipe.evaluation
+def _evaluates(evaluation: EvaluationConfig) -> bool:
     return evaluation.every > 0 or evaluation.at_start or evaluation.at_end
 
 
@@ -219,7 +244,7 @@ def _held_out_loss_errors(recipe: Recipe) -> Errors:
         if getattr(evaluation, name) != getattr(default, name):
             problem = f"with train.source={recipe.train.source} an evaluation computes the loss of held-out rows and samples nothing"
             yield RecipeError(f"evaluation.{name}", problem, "leave it out", value=getattr(evaluation, name))
-    if LOSSES[loss].scores is not None and _evaluates(recipe):
+    if LOSSES[loss].scores is not None and _evaluates(evaluation):
         yield RecipeError(
             "algorithm.loss",
             "it treats the highest-scored tokens of a mini batch specially, and held-out rows form no mini batch",
@@ -238,8 +263,7 @@ def staleness_errors(recipe: Recipe) -> Errors:
         )
 
 
-def engine_group_errors(recipe: Recipe) -> Errors:
-    rollout = recipe.rollout
+def engine_group_errors(rollout: RolloutConfig) -> Errors:
     if rollout.engines % rollout.data_parallel:
         yield RecipeError(
             "rollout.data_parallel",
@@ -270,32 +294,3 @@ def offload_errors(recipe: Recipe) -> Errors:
 def optimizer_offload_errors(recipe: Recipe) -> Errors:
     yield from optimizer_extra_errors(recipe, "actor.optimizer")
     yield from optimizer_extra_errors(critic_view(recipe), "critic.optimizer")
-
-
-COMBINATIONS: tuple[Callable[[Recipe], Iterator[ValueError]], ...] = (
-    algorithm_errors,
-    environment_errors,
-    required_key_errors,
-    critic_errors,
-    teacher_errors,
-    reward_errors,
-    judge_errors,
-    agent_errors,
-    exchange_errors,
-    routing_replay_errors,
-    advantage_errors,
-    group_size_errors,
-    lora_errors,
-    actor_errors,
-    sampling_errors,
-    overlong_errors,
-    evaluation_errors,
-    staleness_errors,
-    engine_group_errors,
-    offload_errors,
-    extra_errors,
-    optimizer_offload_errors,
-    ddp_errors,
-    data_errors,
-    observe_errors,
-)

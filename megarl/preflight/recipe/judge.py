@@ -14,7 +14,7 @@ from megarl.recipe.uses import uses_judge
 
 def judge_errors(recipe: Recipe) -> Iterator[RecipeError]:
     judge = recipe.judge
-    if not uses_judge(recipe):
+    if not uses_judge(recipe.reward):
         if judge != JudgeConfig():
             problem = "the reward does not use the judge, so this section has no effect"
             yield RecipeError(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megarl.errors import RecipeError, raise_all
 from megarl.platform.device_kind import DeviceKind
 from megarl.platform.kinds import kind_of
+from megarl.recipe.observe import ObserveConfig
 from megarl.recipe.schema import Recipe
 
 
@@ -35,7 +36,7 @@ def observe_errors(recipe: Recipe) -> Iterator[RecipeError]:
     if observe.profile_engines:
         yield from _engine_errors(recipe)
     if recipe.cluster.device != "auto":
-        yield from trace_errors(recipe, kind_of(recipe.cluster.device))
+        yield from trace_errors(recipe.observe, kind_of(recipe.cluster.device))
 
 
 def _engine_errors(recipe: Recipe) -> Iterator[RecipeError]:
@@ -55,14 +56,14 @@ def _engine_errors(recipe: Recipe) -> Iterator[RecipeError]:
     yield RecipeError("observe.profile_engines", problem, remedy, value=engines)
 
 
-def check_traces(recipe: Recipe, kind: DeviceKind) -> None:
+def check_traces(observe: ObserveConfig, kind: DeviceKind) -> None:
     """Raise RecipeError for settings that the profiler of `kind` does not support."""
-    raise_all(trace_errors(recipe, kind))
+    raise_all(trace_errors(observe, kind))
 
 
-def trace_errors(recipe: Recipe, kind: DeviceKind) -> Iterator[RecipeError]:
+def trace_errors(observe: ObserveConfig, kind: DeviceKind) -> Iterator[RecipeError]:
     """Yield an error for each setting that the profiler of `kind` does not support."""
-    observe, tracing = recipe.observe, kind.tracing
+    tracing = kind.tracing
     for name, value, choices in (
         ("profile_contents", observe.profile_contents, tracing.contents),
         ("profile_level", [observe.profile_level] if observe.profile_level else [], tracing.levels),

@@ -9,14 +9,13 @@ from urllib.parse import SplitResult, urlsplit
 
 from megarl.errors import RecipeError, errors_of
 from megarl.recipe.remote import RemoteConfig
-from megarl.recipe.schema import Recipe, RewardConfig
+from megarl.recipe.schema import RewardConfig
 from megarl.recipe.urls import check_headers, check_url
 from megarl.recipe.uses import uses_remote
 
 
-def reward_errors(recipe: Recipe) -> Iterator[ValueError]:
-    reward = recipe.reward
-    yield from _remote_errors(recipe)
+def reward_errors(reward: RewardConfig) -> Iterator[ValueError]:
+    yield from _remote_errors(reward)
     if not reward.functions:
         return
     if reward.function is not None:
@@ -43,9 +42,9 @@ def reward_errors(recipe: Recipe) -> Iterator[ValueError]:
         labels[label] = name
 
 
-def _remote_errors(recipe: Recipe) -> Iterator[ValueError]:
-    remote = recipe.reward.remote
-    if not uses_remote(recipe.reward):
+def _remote_errors(reward: RewardConfig) -> Iterator[ValueError]:
+    remote = reward.remote
+    if not uses_remote(reward):
         if remote != RemoteConfig():
             problem = "the reward does not use the scorer `remote`, so this section has no effect"
             yield RecipeError("reward.remote", problem, "set reward.function=remote, or leave the section out")
@@ -57,15 +56,15 @@ def _remote_errors(recipe: Recipe) -> Iterator[ValueError]:
         yield from errors_of(check_url, "reward.remote", remote.url)
     yield from errors_of(check_headers, "reward.remote", remote.headers)
     longest = remote.attempts * remote.timeout + (remote.attempts - 1) * remote.longest_wait
-    if recipe.reward.timeout < longest:
+    if reward.timeout < longest:
         problem = (
-            f"the timeout of a sample is {recipe.reward.timeout:g} s, and the scorer `remote` may take {longest:g} s: "
+            f"the timeout of a sample is {reward.timeout:g} s, and the scorer `remote` may take {longest:g} s: "
             f"{remote.attempts} requests x {remote.timeout:g} s + {remote.attempts - 1} waits x {remote.longest_wait:g} s"
         )
         remedy = (
             f"set reward.timeout to {longest:g} or more, or lower reward.remote's attempts, timeout or longest_wait"
         )
-        yield RecipeError("reward.timeout", problem, remedy, value=recipe.reward.timeout)
+        yield RecipeError("reward.timeout", problem, remedy, value=reward.timeout)
 
 
 def remote_notices(reward: RewardConfig) -> list[str]:

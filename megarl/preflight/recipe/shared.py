@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 
 from megarl.errors import RecipeError
-from megarl.recipe.schema import Recipe
 from megarl.recipe.training import MegatronConfig, OptimizerConfig
 
 
@@ -21,9 +20,8 @@ def optimizer_errors(section: str, optimizer: OptimizerConfig) -> Iterator[Recip
         yield RecipeError(key, "each beta must be in [0, 1)", "set betas in this range, e.g. [0.9, 0.98]", value=betas)
 
 
-def mini_batch_errors(section: str, mini_batches: int, recipe: Recipe) -> Iterator[RecipeError]:
-    """Yield an error if the prompts of a step do not divide into `section`.mini_batches."""
-    prompts = recipe.data.prompts_per_step
+def mini_batch_errors(section: str, mini_batches: int, prompts: int) -> Iterator[RecipeError]:
+    """Yield an error if the `prompts` of a step do not divide into `section`.mini_batches."""
     if prompts % mini_batches:
         problem = f"data.prompts_per_step = {prompts} does not divide into {mini_batches} mini batches"
         remedy = "choose a divisor of data.prompts_per_step"

@@ -345,7 +345,9 @@ def _recipes_engine(
         expert_parallel=size > 1 or bool(rollout.expert_parallel),
     )  # fmt: skip
     defaults = platform.engines_env(recipe.train.deterministic)
-    settings = engines.engine_settings(rollout.engine, spec, defaults, platform.name, variables(recipe, "engines"))
+    settings = engines.engine_settings(
+        rollout.engine, spec, defaults, platform.name, variables(recipe.cluster.environment, "engines")
+    )
     first = number * rollout.tensor_parallel
     env = engines.process_env(rollout.engine, recipe.cluster.threads) | settings.environment()
     env |= visible(context, range(first, first + rollout.tensor_parallel))
