@@ -48,7 +48,7 @@ def as_they_come(lengths: np.ndarray) -> list[list[int]]:
 def micro_batches(
     plan: Iterable[Iterable[int]], lengths: np.ndarray, tokens: list[Any], padded_to: int | None = None
 ) -> list[Any]:
-    """Return the micro batches of `plan`. `padded_to`: pad every sample to this length, with masked tokens."""
+    """Return the micro batches of `plan`. `padded_to`: pad every sample to this length, with tokens outside the loss."""
     import torch
     from torch.nn.functional import pad
 

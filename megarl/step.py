@@ -132,7 +132,7 @@ def adapt_kl_weight(run: Run, *, samples: int, updated: bool) -> None:
     name = "actor/reward_kl_penalty" if run.recipe.algorithm.kl_in_reward else "actor/kl"
     run.log.add({"actor/kl_weight": run.kl_weight.value})
     if updated:
-        run.kl_weight.learn(run.log.pending()[name], samples)
+        run.kl_weight.adapt(run.log.pending()[name], samples)
 
 
 def log_batch(run: Run, batch: Batch, plan: StepPlan, step: int) -> None:

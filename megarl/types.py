@@ -137,7 +137,7 @@ class SampleTokens:
     """The token vectors of one sample, prompt and response concatenated (all of length L)."""
 
     tokens: np.ndarray  # int32 [L]
-    loss_mask: np.ndarray  # bool [L]: tokens that the policy chose and that the loss counts
+    loss_mask: np.ndarray  # bool [L]: loss tokens, which the policy chose and the loss counts
     rollout_log_probs: np.ndarray  # float32 [L]: from the engine; 0 for tokens that were not sampled
     text: str = ""  # the response as text, for logs
     routed_experts: np.ndarray | None = None  # int16 [L, layers, topk]: see `Completion`
@@ -255,8 +255,8 @@ class Group:
 class ShardSample:
     """One sample as a trainer needs it: a reference to its vectors, and its scalars.
 
-    ``loss_weight`` is the weight of each of its masked tokens in the loss. The controller counts normalisers over the
-    whole mini batch, so workers only sum over tokens.
+    ``loss_weight`` is the weight of each of its loss tokens in the loss. The controller counts normalizers over the whole
+    mini batch, so workers only sum over tokens.
     """
 
     data: DataRef
@@ -275,8 +275,8 @@ class Shard:
     """The samples of one data-parallel rank in one controller step.
 
     ``mini_batches[m]`` lists the micro batches of optimizer step m; a micro batch is a list of indices into ``samples``.
-    Every data-parallel rank has the same number of micro batches. ``loss_tokens[m]`` counts the masked tokens of mini
-    batch m over all ranks: the normaliser of token-mean metrics.
+    Every data-parallel rank has the same number of micro batches. ``loss_tokens[m]`` counts the loss tokens of mini batch
+    m over all ranks: the normalizer of token-mean metrics.
     """
 
     samples: list[ShardSample]

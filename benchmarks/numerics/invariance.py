@@ -28,7 +28,7 @@ PACKAGES = ("torch", "megatron-core", "mbridge", "transformers")
 
 INVARIANCE = """## The loss does not depend on the split
 
-One batch of {samples} samples of {shortest} to {longest} tokens (prompts masked, one sample truncated and left out of
+One batch of {samples} samples of {shortest} to {longest} tokens (prompts excluded, one sample truncated and left out of
 the loss) goes through a run's step: plan, trainer processes, `ppo_clip` with entropy bonus and KL, one optimizer
 step in float32, tiny models. Each case is compared with the same batch in one process and one micro batch. `whole`: one micro
 batch per rank; `packed 400` and `padded 400`: micro batches of at most 400 tokens; `packed 1`: one sequence per micro batch.

@@ -30,18 +30,18 @@ Estimator = Callable[[Outcomes, "AlgorithmConfig"], np.ndarray]
 class AdvantageEstimator:
     """A registered estimator. `settings`: the fields of `AlgorithmConfig` that it reads.
 
-    It estimates advantages of samples (`function`) or of tokens (`of_tokens`: see token_advantages.py); if both are None,
-    a critic does. With `of_steps`, the result [S] for each step is added to the advantages of the sample's tokens up to
-    the step's end.
+    `function` returns an advantage per sample, `of_tokens` one per token (see token_advantages.py); if both are None, a
+    critic estimates advantages. `of_steps` returns an advantage per step [S], which is added to the advantages of the
+    sample's tokens up to the step's end.
     """
 
     function: Estimator | None
     settings: tuple[str, ...]
     of_tokens: Any = None
     of_steps: Estimator | None = None
-    needs_greedy: bool = False  # a greedy sample of each prompt is sampled and scored, too
+    needs_greedy: bool = False  # each prompt also gets a greedy sample, scored as a baseline
     needs_siblings: bool = False  # a group of one always has advantage 0
-    reads_scores: bool = False  # reads rewards as scores, which a KL penalty in the reward would invalidate
+    reads_scores: bool = False  # compares rewards for equality or with 0, which a KL penalty in the reward would break
     needs_kl_in_reward: bool = False
 
 
@@ -128,8 +128,8 @@ def reinforce_plus_plus_baseline(outcomes: Outcomes, settings: AlgorithmConfig) 
 
 @advantage("opo", needs_siblings=True)
 def opo(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
-    """On-policy with the optimal baseline (OPO, arXiv 2505.23585): r - the group's mean weighted by length, the
-    minimum-variance baseline if a gradient's square grows with the sample's length."""
+    """On-policy RL with the optimal baseline (OPO, arXiv 2505.23585): r - the group's length-weighted mean reward. It
+    minimizes the gradient's variance if a sample's squared gradient norm is proportional to its length."""
     rewards, segment = _segments(outcomes)
     tokens = np.bincount(segment, weights=outcomes.loss_tokens)
     weighted = np.bincount(segment, weights=rewards * outcomes.loss_tokens)
@@ -159,9 +159,9 @@ def grpo_passk(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
     order = np.lexsort((rewards, segment))  # by group, then reward
     last = np.append(segment[order][1:] != segment[order][:-1], True)
     has_second = np.append(False, segment[order][1:] == segment[order][:-1])
-    ahead = rewards[order] - np.append(0.0, rewards[order][:-1])
+    margin = rewards[order] - np.append(0.0, rewards[order][:-1])
     advantages = np.zeros(len(rewards))
-    advantages[order] = np.where(last & has_second, ahead, 0.0)
+    advantages[order] = np.where(last & has_second, margin, 0.0)
     return advantages / (GroupStatistics.of(outcomes).std + STD_EPS) if settings.normalize_by_std else advantages
 
 
@@ -169,8 +169,9 @@ def grpo_passk(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
 def pass_at_k(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
     """Pass@k training, the analytic form (arXiv 2508.10751). A sample is right if its reward, shaping included, is above 0.
 
-    Of n samples, m wrong: p = 1 - C(m, k) / C(n, k) is the pass rate of a random k of them, s = sqrt(p (1 - p)).
-    Right: (1 - p) / s. Wrong: (1 - p - C(m-1, k-1) / C(n-1, k-1)) / s. If s is 0, so is the advantage.
+    If m of n samples are wrong, k random samples include a right one with probability p = 1 - C(m, k) / C(n, k). With
+    s = sqrt(p (1 - p)), the advantage of a right sample is (1 - p) / s, and of a wrong one
+    (1 - p - C(m-1, k-1) / C(n-1, k-1)) / s; both are 0 if s is 0.
     """
     rewards, segment = _segments(outcomes)
     wrong = rewards <= 0
@@ -178,16 +179,19 @@ def pass_at_k(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
     m = np.bincount(segment, weights=wrong)
     k = settings.pass_k
     if n.min() < k:
-        raise ValueError(f"algorithm.pass_k is {k}, and a group has {int(n.min())} samples: make k smaller")
+        raise ValueError(
+            f"algorithm.pass_k is {k}, and a group has {int(n.min())} samples: set it to at most {int(n.min())}"
+        )
     fails = _chance_all_from(m, n, k)
     spread = np.sqrt(fails * (1 - fails))
-    of_right = np.divide(fails, spread, out=np.zeros_like(n), where=spread > 0)
-    of_wrong = np.divide(fails - _chance_all_from(m - 1, n - 1, k - 1), spread, out=np.zeros_like(n), where=spread > 0)
-    return np.where(wrong, of_wrong[segment], of_right[segment])
+    right_advantage = np.divide(fails, spread, out=np.zeros_like(n), where=spread > 0)
+    excess = fails - _chance_all_from(m - 1, n - 1, k - 1)
+    wrong_advantage = np.divide(excess, spread, out=np.zeros_like(n), where=spread > 0)
+    return np.where(wrong, wrong_advantage[segment], right_advantage[segment])
 
 
 def _chance_all_from(part: np.ndarray, whole: np.ndarray, k: int) -> np.ndarray:
-    """Return C(part, k) / C(whole, k): the probability that k draws without replacement from `whole` are all in `part`."""
+    """Return C(part, k) / C(whole, k): the probability that k of `whole` items, drawn at random, all belong to `part`."""
     chance = np.ones_like(whole)
     for drawn in range(k):
         chance *= np.maximum(part - drawn, 0.0) / (whole - drawn)

@@ -28,9 +28,9 @@ def corrects(settings: CorrectionConfig) -> bool:
 
 
 def log_mismatch(inputs: LossInputs, policy: Tensor) -> Tensor:
-    """Return log rho [T] for the trainer's log-probs `policy` [T]; 0 where masked. Carries no gradient."""
+    """Return log rho [T] for the trainer's log-probs `policy` [T]; 0 for excluded tokens. Carries no gradient."""
     assert inputs.rollout_log_probs is not None
-    return inputs.masked(policy.detach() - inputs.rollout_log_probs)
+    return inputs.zero_excluded(policy.detach() - inputs.rollout_log_probs)
 
 
 def ratios(inputs: LossInputs, mismatch: Tensor, level: str) -> Tensor:
@@ -47,7 +47,7 @@ def corrections(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the factor of each token's loss [T], and per-token metrics as a loss returns them.
 
-    `scale` normalises the weights' mean over the mini batch to 1 if `normalize` is on: see `weight_totals`.
+    With `normalize`, `scale` makes the weights' mean over the mini batch 1: see `correction_scales`. Otherwise it is 1.
     """
     mismatch = log_mismatch(inputs, policy)
     weights, metrics = mismatch.new_ones(mismatch.shape), {}
@@ -76,20 +76,20 @@ def _kept(inputs: LossInputs, mismatch: Tensor, settings: CorrectionConfig) -> T
 
 
 def weight_totals(inputs: LossInputs, policy: Tensor, settings: CorrectionConfig) -> np.ndarray:
-    """Return sum and number [2] of the truncated weights of one micro batch, over its masked tokens or, for sequence
-    weights, over its sequences. Summed over a mini batch, their quotient is the mean that `normalize` divides by."""
+    """Return sum and number [2] of the truncated weights of one micro batch: per loss token, or per sequence unless
+    `weights` is "token". Summed over a mini batch, their quotient is the mean that `normalize` divides by."""
     weights = ratios(inputs, log_mismatch(inputs, policy), settings.weights).clamp(max=settings.truncate)
     count = inputs.loss_mask
     if settings.weights != "token":
         weights, count = inputs.sequence_means(weights), (inputs.sequence_sums(count) > 0).to(weights.dtype)
     else:
-        weights = inputs.masked(weights)
+        weights = inputs.zero_excluded(weights)
     return np.array([weights.double().sum().item(), count.double().sum().item()])
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Sums over the masked tokens of a batch or a part of it, with d = log rho; parts add up."""
+    """Sums over the loss tokens of a batch or a part of it, with d = log rho; parts add up."""
 
     tokens: float = 0.0
     sequences: float = 0.0
@@ -109,10 +109,10 @@ class Mismatch:
             return cls()
         d = log_mismatch(inputs, policy).double()
         token, sequence = (ratios(inputs, d, level) for level in ("token", "sequence"))
-        means = inputs.sequence_means(sequence)  # 0 for a sequence without masked tokens
+        means = inputs.sequence_means(sequence)  # 0 for a sequence without loss tokens
 
         def total(values: Tensor) -> float:
-            return float(inputs.masked(values).sum().item())
+            return float(inputs.zero_excluded(values).sum().item())
 
         return cls(
             tokens=tokens,

@@ -43,26 +43,30 @@ def _eligible(inputs: LossInputs) -> np.ndarray:
     return inputs.loss_mask.cpu().numpy() > 0
 
 
-def high_covariances(inputs: LossInputs, sums: TokenSums, lots: np.ndarray, settings: AlgorithmConfig) -> np.ndarray:
-    """Return KL-Cov's scores [T]: the covariances."""
+def kl_cov_scores(
+    inputs: LossInputs, sums: TokenSums, random_draws: np.ndarray, settings: AlgorithmConfig
+) -> np.ndarray:
+    """Return KL-Cov's scores [T]: the covariance of a loss token, -inf for an excluded token."""
     return np.where(_eligible(inputs), covariances(inputs, sums), -np.inf)
 
 
-def drawn_covariances(inputs: LossInputs, sums: TokenSums, lots: np.ndarray, settings: AlgorithmConfig) -> np.ndarray:
-    """Return Clip-Cov's scores [T]: the random `lots` [T] of tokens with a covariance between `cov_low` and `cov_high`
-    and which PPO does not clip; else -inf."""
+def clip_cov_scores(
+    inputs: LossInputs, sums: TokenSums, random_draws: np.ndarray, settings: AlgorithmConfig
+) -> np.ndarray:
+    """Return Clip-Cov's scores [T]: `random_draws` [T] for loss tokens that PPO does not clip and whose covariance is
+    between `cov_low` and `cov_high`, -inf for all others."""
     covariance = covariances(inputs, sums)
     _, metrics = clipped_surrogate(log_ratio(inputs).detach().exp(), inputs, settings)
     inside = (covariance > settings.cov_low) & (covariance < settings.cov_high)
     unclipped = metrics["actor/pg_clipfrac"].cpu().numpy() == 0
-    return np.where(_eligible(inputs) & inside & unclipped, lots, -np.inf)
+    return np.where(_eligible(inputs) & inside & unclipped, random_draws, -np.inf)
 
 
 @policy_loss(
     "clip_cov",
     needs_old_log_probs=True,
     settings=(*CLIP, "cov_share", "cov_low", "cov_high"),
-    scores=drawn_covariances,
+    scores=clip_cov_scores,
 )
 def clip_cov(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
     """Clip-Cov (arXiv 2505.22617): PPO's clipped surrogate, without the gradient of a random `cov_share` of all tokens,
@@ -78,7 +82,7 @@ def clip_cov(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Met
     }
 
 
-@policy_loss("kl_cov", needs_old_log_probs=True, settings=("cov_share", "cov_kl_coef"), scores=high_covariances)
+@policy_loss("kl_cov", needs_old_log_probs=True, settings=("cov_share", "cov_kl_coef"), scores=kl_cov_scores)
 def kl_cov(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
     """KL-Cov (arXiv 2505.22617): -A ratio, plus `cov_kl_coef` |log ratio| for the `cov_share` of all tokens with the
     highest covariance (log p - mean)(A - mean)."""

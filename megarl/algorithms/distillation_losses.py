@@ -25,15 +25,13 @@ _LEAST_REST = 1e-6  # probability of all other tokens together: the precision of
     needs_top=True,
 )
 def gkd(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """On-policy generalised knowledge distillation (GKD, arXiv 2306.13649): the divergence of the policy from the teacher
-    at each token that the policy sampled, with `distill_beta` b
+    """On-policy generalized knowledge distillation (GKD, arXiv 2306.13649): the divergence of the policy from the teacher
+    at each token that the policy sampled. With b = `distill_beta`: if b = 0, KL(teacher || policy); if b = 1,
+    KL(policy || teacher); otherwise b KL(teacher || m) + (1 - b) KL(policy || m) with m = b teacher + (1 - b) policy.
 
-    b = 0: KL(teacher || policy)    b = 1: KL(policy || teacher)
-    else: b KL(teacher || m) + (1 - b) KL(policy || m), m = b teacher + (1 - b) policy
-
-    over `distill_top_k` + 1 outcomes: the teacher's most likely tokens, and "any other token". It is a true divergence:
-    non-negative, and 0 where the two distributions over these outcomes agree. If the policy leaves less than 1e-6 to the
-    rest, no gradient pulls it back; with a `distill_top_k` of 1 or 2 it may get there.
+    The distributions have `distill_top_k` + 1 outcomes: the teacher's most likely tokens, and "any other token". The
+    divergence is non-negative, and 0 where the two distributions over these outcomes agree. If the policy leaves less than
+    1e-6 to "any other token", the loss has no gradient that raises it; this can happen with a `distill_top_k` of 1 or 2.
     """
     teacher, policy = inputs.reference_top_log_probs, inputs.top_log_probs
     assert teacher is not None and policy is not None

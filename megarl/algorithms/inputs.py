@@ -21,7 +21,7 @@ class Outcomes:
 
     rewards: np.ndarray  # float64: total reward of the sample, step rewards included
     groups: np.ndarray  # integers: samples of one prompt share a number
-    loss_tokens: np.ndarray  # integers: tokens that the policy chose and the loss counts; 0 for a filtered sample
+    loss_tokens: np.ndarray  # integers: number of loss tokens (the policy chose them and the loss counts them)
     greedy_rewards: np.ndarray | None = None  # float64: of a greedy sample of the same prompt, if requested
     # Steps of the batch, sample by sample: float64 [S], their rewards; int64 [S], the sample's index in the vectors above.
     step_rewards: np.ndarray = field(default_factory=lambda: np.zeros(0))
@@ -33,13 +33,14 @@ class LossInputs:
     """Per-token vectors [T] of one micro batch, its sequences concatenated (top-k tensors: [T, K]).
 
     Sequences are complete, also under context parallelism: every rank of the group has the same T tokens. Only
-    `log_probs`, `entropy` and `top_log_probs` carry gradients. Entries with `loss_mask` 0 are undefined.
+    `log_probs`, `entropy` and `top_log_probs` carry gradients. Loss tokens have `loss_mask` 1. The others are excluded
+    (prompts, tool output, filtered samples): their entries in the other vectors are undefined.
     """
 
     log_probs: Tensor  # of the current weights
-    loss_mask: Tensor  # 1.0 where the loss counts the token, else 0.0
-    loss_weights: Tensor  # weight of each token in the aggregated loss; 0 where masked
-    token_share: Tensor  # loss_mask / masked tokens of the mini batch: sums to 1 over the mini batch
+    loss_mask: Tensor  # 1.0 for a loss token, 0.0 for an excluded token
+    loss_weights: Tensor  # weight of each token in the aggregated loss; 0 for excluded tokens
+    token_share: Tensor  # loss_mask / number of loss tokens of the mini batch: sums to 1 over the mini batch
     lengths: list[int]  # [S]: sequence lengths; they sum to T
     advantages: Tensor | None = None
     old_log_probs: Tensor | None = None  # before this step's updates (proximal policy)
@@ -48,38 +49,39 @@ class LossInputs:
     reference_top_log_probs: Tensor | None = None  # [T, K]: of the teacher's K most likely tokens at each position
     top_log_probs: Tensor | None = None  # [T, K]: of the current weights, for the same tokens
     entropy: Tensor | None = None
-    chosen: Tensor | None = None  # bool: by the policy, also in filtered samples; for the KL in the reward
+    chosen: Tensor | None = None  # bool: tokens that the policy chose, filtered samples included; for kl_in_reward
     selected: Tensor | None = None  # bool: by score over the whole mini batch, for losses with `scores`
 
-    def masked(self, values: Tensor) -> Tensor:
-        """Return `values` [T], with 0 where the loss does not count the token, even for inf and nan."""
+    def zero_excluded(self, values: Tensor) -> Tensor:
+        """Return `values` [T] with 0 for excluded tokens, even if their value is inf or nan."""
         return kept(values, self.loss_mask)
 
     def total(self, values: Tensor, weights: Tensor) -> Tensor:
-        """Return the sum of `values` [T] times `weights` [T] over the tokens that the loss counts."""
-        return self.masked(values).mul_(weights).sum()
+        """Return the sum of `values` [T] times `weights` [T] over the loss tokens."""
+        return self.zero_excluded(values).mul_(weights).sum()
 
     def as_in_loss(self, values: Tensor) -> Tensor:
-        """Convert a metric [T] so that its mean over masked tokens becomes a mean with the loss's weights."""
+        """Convert a metric [T] so that its mean over loss tokens becomes a mean with the loss's weights."""
         share = self.token_share.where(self.loss_mask > 0, self.token_share.new_ones(()))
-        return self.masked(values * self.loss_weights / share)
+        return self.zero_excluded(values * self.loss_weights / share)
 
     def sequence_sums(self, values: Tensor) -> Tensor:
-        """Sum `values` [T] over each sequence's masked tokens: [S]."""
+        """Sum `values` [T] over each sequence's loss tokens: [S]."""
         import torch
 
-        return torch.stack([part.sum() for part in self.masked(values).split(self.lengths)])
+        return torch.stack([part.sum() for part in self.zero_excluded(values).split(self.lengths)])
 
     def sequence_means(self, values: Tensor) -> Tensor:
-        """Average `values` [T] over each sequence's masked tokens: [S]; 0 for a sequence without any."""
+        """Average `values` [T] over each sequence's loss tokens: [S]; 0 for a sequence without any."""
         counts = self.sequence_sums(self.loss_mask)
         return self.sequence_sums(values) / counts.to(values.dtype).clamp(min=1.0)
 
     def on_tokens(self, per_sequence: Tensor) -> Tensor:
-        """Broadcast values of sequences [S] to their tokens [T]; 0 where masked."""
+        """Broadcast values of sequences [S] to their tokens [T]; 0 for excluded tokens."""
         import torch
 
-        return self.masked(torch.cat([part.expand(n) for part, n in zip(per_sequence, self.lengths, strict=True)]))
+        expanded = [part.expand(n) for part, n in zip(per_sequence, self.lengths, strict=True)]
+        return self.zero_excluded(torch.cat(expanded))
 
 
 def advantages_of(inputs: LossInputs) -> Tensor:
@@ -91,8 +93,8 @@ def advantages_of(inputs: LossInputs) -> Tensor:
 def kept(values: Tensor, where: Tensor) -> Tensor:
     """Return `values` [T] where `where` [T] is above 0, else 0, even for inf and nan; the same for the gradient.
 
-    Equals `values.where(where > 0, 0)`, through the kernel of ReLU's gradient: a fourth of the time on a CPU, a twentieth
-    where masked and unmasked tokens alternate.
+    Equals `values.where(where > 0, 0)`, through the kernel of ReLU's gradient. On a CPU it takes a fourth of the time, or
+    a twentieth if positive and other entries of `where` alternate.
     """
     import torch
 

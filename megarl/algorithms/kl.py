@@ -54,8 +54,8 @@ def low_var_kl(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
     return log_ratio.exp() - log_ratio - 1.0
 
 
-MOST_ERROR = 0.2
-"""Bound of the proportional error in `KLWeight.learn`."""
+MAX_ERROR = 0.2
+"""Bound of the proportional error in `KLWeight.adapt`."""
 
 
 @dataclass
@@ -66,11 +66,11 @@ class KLWeight:
     target: float | None  # None: fixed
     horizon: int  # in samples
 
-    def learn(self, kl: float, samples: int) -> None:
+    def adapt(self, kl: float, samples: int) -> None:
         """Update after a step of `samples` samples with mean token KL `kl` to the reference policy.
 
         value *= 1 + clip(kl / target - 1, -0.2, 0.2) samples / horizon. A non-finite KL is ignored.
         """
         if self.target is not None and math.isfinite(kl):
-            error = min(max(kl / self.target - 1.0, -MOST_ERROR), MOST_ERROR)
+            error = min(max(kl / self.target - 1.0, -MAX_ERROR), MAX_ERROR)
             self.value *= 1.0 + error * samples / self.horizon

@@ -1,8 +1,8 @@
 """Registry of policy losses, and their shared parts: the clipped surrogate of PPO and DAPO, ratios, advantages.
 
 A loss takes `LossInputs` and the recipe's `AlgorithmConfig` and returns the loss of each token [T] and metrics: per-token
-vectors [T], reported as means over the masked tokens. It declares the passes it needs, so that unused passes do not
-run, and the settings it reads, so that a recipe with an unused setting is refused. `objective` aggregates.
+vectors [T], reported as means over the loss tokens. It declares the passes it needs, so that unused passes do not run,
+and the settings it reads, so that a recipe with an unused setting is refused. `objective` weights and sums the losses.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class PolicyLoss:
     source: str = "rollout"  # the `train.source` that it learns from
     needs_advantages: bool = True
     needs_reference: bool = False  # the reference policy's log-probs, even if `kl_coef` is 0
-    needs_top: bool = False  # log-probs of a teacher's most likely tokens, too
-    whole_groups: bool = False  # it compares siblings: a group's samples are adjacent in one micro batch
+    needs_top: bool = False  # log-probs of the teacher's most likely tokens
+    whole_groups: bool = False  # it compares samples of a group, which are then adjacent in one micro batch
 
 
 LOSSES: Registry[PolicyLoss] = Registry("policy loss")
@@ -79,13 +79,13 @@ def positive_advantage(inputs: LossInputs) -> Tensor:
 
 def clipped_surrogate(ratio: Tensor, inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
     """Return max(-A ratio, -A clip(ratio, 1 - low, 1 + high)) [T]; with dual clip c and A < 0 at most -A c."""
-    downhill, fixed = -advantages_of(inputs), ratio.detach()
-    unclipped = downhill * fixed
-    loss = unclipped.maximum(fixed.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high).mul_(downhill))
-    metrics = {"actor/pg_clipfrac": (loss - unclipped).gt_(0), "actor/ratio": fixed}
+    negated, detached = -advantages_of(inputs), ratio.detach()
+    unclipped = negated * detached
+    loss = unclipped.maximum(detached.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high).mul_(negated))
+    metrics = {"actor/pg_clipfrac": (loss - unclipped).gt_(0), "actor/ratio": detached}
     if settings.dual_clip is not None:
-        bounded = loss.minimum(downhill.abs() * settings.dual_clip)  # above every loss where A > 0
+        bounded = loss.minimum(negated.abs() * settings.dual_clip)  # no effect where A > 0: the loss is negative there
         metrics["actor/pg_clipfrac_lower"] = (loss - bounded).gt_(0)
         loss = bounded
-    passing = (loss - unclipped).eq_(0)
-    return with_slope(loss, downhill * passing, ratio), metrics
+    has_gradient = (loss - unclipped).eq_(0)
+    return with_slope(loss, negated * has_gradient, ratio), metrics

@@ -72,7 +72,7 @@ def dppo_tv(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metr
     assert inputs.old_log_probs is not None
     moved = inputs.log_probs.detach().exp() - inputs.old_log_probs.exp()
     room = (moved + settings.clip_low).lerp(settings.clip_high - moved, positive_advantage(inputs))
-    return _trusted(room.ge_(0), inputs, settings)
+    return _trust_region_loss(room.ge_(0), inputs, settings)
 
 
 @policy_loss("dppo_kl", needs_old_log_probs=True, settings=(*CLIP, "ratio_cap"))
@@ -82,7 +82,7 @@ def dppo_kl(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metr
 
     KL = q log(q / p) + (1 - q) log((1 - q) / (1 - p)), with q the old probability.
     """
-    return _trusted(_within_divergence(inputs, settings), inputs, settings)
+    return _trust_region_loss(_within_divergence(inputs, settings), inputs, settings)
 
 
 _PROBABILITY_EPS = 1e-8  # keeps the logarithm of a probability that rounds to 1 finite
@@ -101,8 +101,8 @@ def _within_divergence(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
     return near.maximum(opposite)
 
 
-def _trusted(inside: Tensor, inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """Return DPPO's loss [T] of tokens with `inside` 1.0 (in the trust region), and 0 for tokens with 0.0."""
+def _trust_region_loss(inside: Tensor, inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
+    """Return DPPO's loss [T]: 0 for tokens outside the trust region. inside [T]: 1.0 or 0.0."""
     change = log_ratio(inputs).detach()
     ratio = change.exp()
     loss = -ratio.clamp(max=settings.ratio_cap) * advantages_of(inputs) * inputs.log_probs
@@ -121,5 +121,5 @@ def reinforce(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Me
 
 @policy_loss("sft", needs_old_log_probs=False, needs_advantages=False, source="sft")
 def sft(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """Negative log-likelihood of the masked tokens."""
+    """Negative log-likelihood of the loss tokens: the assistant's turns."""
     return -inputs.log_probs, {}

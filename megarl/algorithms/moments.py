@@ -20,7 +20,7 @@ class Moments:
 
     @classmethod
     def of(cls, numbers: np.ndarray, counts: np.ndarray | None = None) -> Moments:
-        """Summarize `numbers`, each counted once, or as often as `counts` says (0 allowed)."""
+        """Summarize `numbers`, each counted once, or `counts` times (0 allowed)."""
         if counts is not None:
             numbers, counts = numbers[counts > 0], counts[counts > 0]
         if not numbers.size:

@@ -62,15 +62,15 @@ def trainers_policy(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
 def objective(
     inputs: LossInputs, settings: AlgorithmConfig, *, correction_scale: float = 1.0, kl_weight: float | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return one micro batch's summand of the mini batch's loss (scalar), and of each metric.
+    """Return one micro batch's contribution to the mini batch's loss (scalar), and to each metric.
 
-    Both are already normalised over the whole mini batch (through `loss_weights` and `token_share`): summed over micro
+    Both are already normalized over the whole mini batch (through `loss_weights` and `token_share`): summed over micro
     batches and over data- and context-parallel ranks they give the mini batch's loss and the metrics' means over its
-    masked tokens. `correction_scale`: see `correction.corrections`. `kl_weight`: of the KL loss; None: `kl_coef`.
+    loss tokens. `correction_scale`: see `correction.corrections`. `kl_weight`: of the KL loss; None: `kl_coef`.
     """
     inputs = with_proximal_policy(inputs, settings)
-    # Sums skip masked entries. Gradients must not see them either: in the backward pass 0 x nan is nan.
-    inputs = replace(inputs, log_probs=inputs.masked(inputs.log_probs))
+    # Sums skip excluded tokens. Gradients must not see them either: in the backward pass 0 x nan is nan.
+    inputs = replace(inputs, log_probs=inputs.zero_excluded(inputs.log_probs))
     if inputs.top_log_probs is not None and inputs.reference_top_log_probs is not None:
         where = inputs.loss_mask[:, None] > 0
         tops = (
@@ -102,10 +102,10 @@ def objective(
 
 
 def held_out_metrics(inputs: LossInputs, settings: AlgorithmConfig) -> dict[str, Tensor]:
-    """Return one micro batch's summand of each metric of a held-out evaluation: the loss, without KL and entropy, and its
-    metrics. Summed over all held-out rows as in `objective`.
+    """Return one micro batch's contribution to the metrics of a held-out evaluation: the loss, without KL and entropy,
+    and the loss's metrics. As in `objective`, the sum over all micro batches of all ranks is the metric.
 
-    No update happens in between, so the policy equals its proximal policy.
+    Nothing updates the policy here, so the current policy is also the proximal policy.
     """
     inputs = replace(inputs, old_log_probs=inputs.log_probs)
     token_loss, token_metrics = LOSSES[settings.loss].function(inputs, settings)

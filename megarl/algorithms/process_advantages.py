@@ -1,7 +1,7 @@
 """Process rewards (rewards of steps within a response): their position in token vectors, and advantages from them.
 
-A token that the policy did not choose (tool output) gets no reward: a step that ends there moves to the last chosen token
-before its end, or to the first chosen token if none precedes it.
+Excluded tokens (tool output) get no reward: a step that ends at such a token counts at the last loss token before it, or
+at the first loss token if none precedes it.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
     from megarl.types import Steps
 
 
-def placed(steps: Steps, mask: np.ndarray) -> np.ndarray:
-    """Return each step's number at the token that ends the step, summed per token: float64 [L].
+def step_rewards_per_token(steps: Steps, mask: np.ndarray) -> np.ndarray:
+    """Return, for each token, the sum of the rewards (or advantages) of the steps that end there: float64 [L].
 
-    mask [L]: tokens that the policy chose.
+    mask [L]: the loss tokens.
     """
-    vector, chosen = np.zeros(len(mask)), np.flatnonzero(mask)
-    if steps and len(chosen):
+    vector, indices = np.zeros(len(mask)), np.flatnonzero(mask)
+    if steps and len(indices):
         ends, numbers = zip(*steps, strict=True)
-        np.add.at(vector, chosen[np.maximum(np.searchsorted(chosen, ends, side="right") - 1, 0)], numbers)
+        np.add.at(vector, indices[np.maximum(np.searchsorted(indices, ends, side="right") - 1, 0)], numbers)
     return vector
 
 
-def up_to(steps: Steps, mask: np.ndarray) -> np.ndarray:
-    """Return, at each token, the sum of the numbers of steps that end there or later: float64 [L]; see `placed`."""
-    return np.cumsum(placed(steps, mask)[::-1])[::-1]
+def step_returns(steps: Steps, mask: np.ndarray) -> np.ndarray:
+    """Return, for each token, the sum over the steps that end there or later: float64 [L]. See `step_rewards_per_token`."""
+    return np.cumsum(step_rewards_per_token(steps, mask)[::-1])[::-1]
 
 
-def normalised_steps(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
+def normalized_steps(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
     """Return (step reward - group mean) / (group std + 1e-6), over all steps of the group: float64 [S].
 
     Without ``normalize_by_std`` no division. 0 in a group of one sample.
@@ -49,11 +49,11 @@ def normalised_steps(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarra
     return np.where(GroupStatistics.of(outcomes).size[outcomes.step_samples] > 1, centred, 0.0)
 
 
-@advantage("grpo_process", settings=("normalize_by_std",), needs_siblings=True, of_steps=normalised_steps)
+@advantage("grpo_process", settings=("normalize_by_std",), needs_siblings=True, of_steps=normalized_steps)
 def grpo_process(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
     """GRPO with process supervision (DeepSeekMath, arXiv 2402.03300, section 4.1.3): (r - mean) / (std + 1e-6) of each
     step's reward over all steps of the group; a token's advantage is the sum over the steps that end at it or later. The
-    reward of the whole response (`score`, and shaping) is separate: its `grpo` advantage is added at every token, and is 0
-    if it is equal within the group, as without outcomes in the paper."""
+    rest of the reward (`score`, and shaping) has a `grpo` advantage of its own, which is added at every token; it is 0 if
+    that reward is equal within the group, and the estimator is then the paper's."""
     step_totals = np.bincount(outcomes.step_samples, weights=outcomes.step_rewards, minlength=len(outcomes.rewards))
     return grpo(replace(outcomes, rewards=outcomes.rewards - step_totals), settings)

@@ -1,4 +1,4 @@
-"""Returns-to-go and generalised advantage estimation, without a loop over tokens. Pure functions."""
+"""Returns-to-go and generalized advantage estimation, without a loop over tokens. Pure functions."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ def gae(
     lam: float,
     token_rewards: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Generalised advantage estimation (arXiv 1506.02438) over concatenated sequences.
+    """Generalized advantage estimation (arXiv 1506.02438) over concatenated sequences.
 
-    rewards [B]: outcome of each sequence, received at its last masked token. values [T]: of the state in which token t
-    was chosen. mask [T]: tokens that the policy chose. lengths [B] sum to T. token_rewards [T]: further rewards of each
-    token, such as step rewards. Returns advantages and returns (advantages + values), float64 [T], 0 where masked out.
+    rewards [B]: outcome of each sequence, received at its last loss token. values [T]: of the state in which token t was
+    chosen. mask [T]: true for loss tokens. lengths [B] sum to T. token_rewards [T]: further rewards of each token, such
+    as step rewards. Returns advantages and returns (advantages + values), float64 [T], 0 for excluded tokens.
 
-    Over the masked tokens of a sequence, in order: delta_t = r_t + gamma V_next - V_t and
-    A_t = delta_t + gamma lam A_next; unmasked tokens in between (tool output) are skipped and not discounted. After the
-    last token both V and A are 0, also if the response was cut at the length limit. The return G = A + V then follows
+    Over the loss tokens of a sequence, in order: delta_t = r_t + gamma V_next - V_t and A_t = delta_t + gamma lam A_next.
+    Excluded tokens in between (tool output) are skipped and not discounted. After the last loss token both V and A are 0,
+    also if the response was cut at the length limit. The return G = A + V then satisfies
     G_t = r_t + gamma (1 - lam) V_next + gamma lam G_next, which is the recursion computed here.
     """
     advantages, returns = np.zeros(len(values)), np.zeros(len(values))
-    for number, chosen in _sequences(mask, lengths):
-        chosen_values = values[chosen].astype(np.float64)
-        rewards_of_tokens = _token_rewards(rewards[number], chosen, token_rewards)
-        rewards_of_tokens[:-1] += gamma * (1.0 - lam) * chosen_values[1:]
-        chosen_returns = _discounted_sums(rewards_of_tokens, gamma * lam)
-        returns[chosen] = chosen_returns
-        advantages[chosen] = chosen_returns - chosen_values
+    for number, index in _sequences(mask, lengths):
+        sequence_values = values[index].astype(np.float64)
+        sequence_rewards = _token_rewards(rewards[number], index, token_rewards)
+        sequence_rewards[:-1] += gamma * (1.0 - lam) * sequence_values[1:]
+        sequence_returns = _discounted_sums(sequence_rewards, gamma * lam)
+        returns[index] = sequence_returns
+        advantages[index] = sequence_returns - sequence_values
     return advantages, returns
 
 
@@ -48,22 +48,22 @@ def returns_to_go(
     gamma: float,
     token_rewards: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Return the discounted return of each chosen token, sum over j >= t of gamma^(j - t) r_j: float64 [T].
+    """Return the discounted return of each loss token, sum over j >= t of gamma^(j - t) r_j: float64 [T].
 
-    0 where masked out; j counts chosen tokens only. Arguments as for `gae`.
+    0 for excluded tokens; j counts loss tokens only. Arguments as for `gae`.
     """
     returns = np.zeros(len(mask))
-    for number, chosen in _sequences(mask, lengths):
-        returns[chosen] = _discounted_sums(_token_rewards(rewards[number], chosen, token_rewards), gamma)
+    for number, index in _sequences(mask, lengths):
+        returns[index] = _discounted_sums(_token_rewards(rewards[number], index, token_rewards), gamma)
     return returns
 
 
-Chosen = slice | np.ndarray
-"""Index of a sequence's masked tokens: a slice if they are contiguous (no copy), else an array."""
+TokenIndex = slice | np.ndarray
+"""Index of a sequence's loss tokens: a slice if they are contiguous (no copy), else an array."""
 
 
-def _sequences(mask: np.ndarray, lengths: Sequence[int]) -> Iterator[tuple[int, Chosen]]:
-    """Yield (sequence number, index of its masked tokens) for each sequence with masked tokens."""
+def _sequences(mask: np.ndarray, lengths: Sequence[int]) -> Iterator[tuple[int, TokenIndex]]:
+    """Yield (sequence number, index of its loss tokens) for each sequence with loss tokens."""
     start = 0
     for number, length in enumerate(lengths):
         sequence_mask = mask[start : start + length]
@@ -75,24 +75,25 @@ def _sequences(mask: np.ndarray, lengths: Sequence[int]) -> Iterator[tuple[int, 
         start += length
 
 
-def _token_rewards(reward: float, chosen: Chosen, token_rewards: np.ndarray | None) -> np.ndarray:
-    """Return the reward of each chosen token of a sequence, with the outcome at the last one: float64."""
+def _token_rewards(reward: float, index: TokenIndex, token_rewards: np.ndarray | None) -> np.ndarray:
+    """Return the reward of each loss token of a sequence, with the outcome at the last one: float64."""
     if token_rewards is not None:
-        total = token_rewards[chosen].astype(np.float64)
+        total = token_rewards[index].astype(np.float64)
     else:
-        total = np.zeros(chosen.stop - chosen.start if isinstance(chosen, slice) else len(chosen))
+        total = np.zeros(index.stop - index.start if isinstance(index, slice) else len(index))
     total[-1] += reward
     return total
 
 
-_BLOCK = 16  # tokens: larger blocks multiply more, smaller ones leave more blocks
+_BLOCK = 16  # tokens: larger blocks cost more multiplications, smaller blocks a deeper recursion
 
 
 def _discounted_sums(x: np.ndarray, c: float) -> np.ndarray:
     """Return y[k] = x[k] + c y[k + 1]; [n] -> [n], for c in [0, 1].
 
-    A blocked scan. Within a block, y is a triangular matrix of powers of c times x. The values of y at block starts
-    follow the same recursion with c^block, and carry all that a block needs from later blocks.
+    A blocked scan. If nothing followed a block, its y would be x times a triangular matrix of powers of c. The values of
+    y at the block starts satisfy the same recursion with factor c^16 and are computed first; adding c times the next
+    block's start to a block's last x then accounts for all later blocks.
     """
     blocks = np.zeros((-(-len(x) // _BLOCK), _BLOCK))
     blocks.reshape(-1)[: len(x)] = x

@@ -25,10 +25,10 @@ class TokenOutcomes:
     """The concatenated samples of one micro batch: B samples with T tokens in total."""
 
     rewards: np.ndarray  # float64 [B]: outcomes, without step rewards
-    mask: np.ndarray  # bool [T]: tokens that the policy chose and the loss counts
+    mask: np.ndarray  # bool [T]: loss tokens
     lengths: Sequence[int]  # [B]: they sum to T
     step_rewards: np.ndarray | None = None  # float64 [T]: at the token that ends each step; None: no sample has steps
-    penalties: np.ndarray | None = None  # float64 [T]: KL penalty, negative sign included; None: no KL in the reward
+    penalties: np.ndarray | None = None  # float64 [T]: -weight x KL, added to rewards; None: no KL in the reward
 
     @property
     def token_rewards(self) -> np.ndarray | None:
@@ -67,7 +67,7 @@ def token_advantage(
 @token_advantage("reinforce_plus_plus", settings=("gamma",))
 def reinforce_plus_plus(outcomes: TokenOutcomes, settings: AlgorithmConfig) -> np.ndarray:
     """REINFORCE++ (arXiv 2501.03262): the discounted return-to-go of each token, step rewards and KL penalty included, with
-    the batch mean as the only baseline (`whiten_advantages`). Tokens between turns are skipped and not discounted."""
+    the batch mean as the only baseline (`whiten_advantages`). Tool output is skipped and not discounted."""
     return returns_to_go(
         outcomes.rewards, outcomes.mask, outcomes.lengths, gamma=settings.gamma, token_rewards=outcomes.token_rewards
     )

@@ -1,4 +1,4 @@
-"""Sums over the masked tokens of a mini batch, for losses that select tokens by score (covariance.py)."""
+"""Sums over the loss tokens of a mini batch, for losses that select tokens by score (covariance.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenSums:
-    """Sums over the masked tokens of a part of the mini batch; parts add up."""
+    """Sums over the loss tokens of a part of the mini batch; parts add up."""
 
     tokens: float = 0.0
     log_probs: float = 0.0
@@ -22,7 +22,7 @@ class TokenSums:
     @classmethod
     def of(cls, inputs: LossInputs) -> TokenSums:
         def total(values: Tensor) -> float:
-            return float(inputs.masked(values.detach()).double().sum().item())
+            return float(inputs.zero_excluded(values.detach()).double().sum().item())
 
         return cls(total(inputs.loss_mask), total(inputs.log_probs), total(advantages_of(inputs)))
 

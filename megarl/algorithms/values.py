@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ValueMoments:
-    """Moments over the masked tokens of a batch or a part of it; parts add up."""
+    """Moments over the loss tokens of a batch or a part of it; parts add up."""
 
     values: Moments = Moments()
     returns: Moments = Moments()
@@ -33,9 +33,9 @@ class ValueInputs:
     values: Tensor  # of the current weights
     old_values: Tensor  # before this step's updates
     returns: Tensor
-    loss_mask: Tensor  # 1.0 where the loss counts the token, else 0.0
-    loss_weights: Tensor  # weight of each token in the aggregated loss; 0 where masked
-    token_share: Tensor  # loss_mask / masked tokens of the mini batch: sums to 1 over the mini batch
+    loss_mask: Tensor  # 1.0 for a loss token, 0.0 for an excluded token
+    loss_weights: Tensor  # weight of each token in the aggregated loss; 0 for excluded tokens
+    token_share: Tensor  # loss_mask / number of loss tokens of the mini batch: sums to 1 over the mini batch
 
 
 def value_loss(inputs: ValueInputs, clip: float | None) -> tuple[Tensor, dict[str, Tensor]]:
@@ -56,7 +56,7 @@ def value_loss(inputs: ValueInputs, clip: float | None) -> tuple[Tensor, dict[st
 
 
 def value_objective(inputs: ValueInputs, clip: float | None) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return one micro batch's summand of the mini batch's value loss and of each metric; see `objective.objective`."""
+    """Return one micro batch's contribution to the mini batch's value loss and to each metric; see `objective.objective`."""
     inputs = replace(inputs, values=kept(inputs.values, inputs.loss_mask))  # as `objective` does with log-probs
     token_loss, metrics = value_loss(inputs, clip)
 
@@ -81,6 +81,6 @@ def value_metrics(moments: ValueMoments, whitening: Whitening) -> dict[str, floa
         **advantages.metrics("critic/advantages", whitening),
     }
     if moments.returns.variance:
-        # Returns less values are the advantages before whitening.
+        # The advantages before whitening are returns - values.
         metrics["critic/vf_explained_var"] = 1.0 - advantages.variance / moments.returns.variance
     return metrics

@@ -35,7 +35,7 @@ class ModelFlops:
     per_pair: int
 
     def of(self, lengths: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the FLOPs of each sequence's forward pass: lengths in tokens [B] -> float64 [B], a l + b l^2."""
+        """Return the FLOPs of each sequence's forward pass: lengths in tokens [B] -> float64 [B]."""
         tokens = np.asarray(lengths, dtype=np.float64)
         return self.per_token * tokens + self.per_pair * (tokens * (tokens + 1) / 2)
 
@@ -52,7 +52,7 @@ class ModelFlops:
 def model_flops(hf_config: dict[str, Any]) -> ModelFlops:
     """Count the language model of a config.json.
 
-    Raises ValueError for a `model_type` that is not in `COUNTED`: an unchecked count would be a guess.
+    Raises ValueError for a `model_type` that is not in `megarl.hf.shape.COUNTED`: an unchecked count would be a guess.
     """
     shape = model_shape(hf_config)
     return ModelFlops(per_token=2 * shape.active, per_pair=2 * shape.layers * shape.attention.per_pair)

@@ -7,21 +7,22 @@ Invariants, checked by property tests:
 - the same input gives the same plan.
 
 Goals, in order of priority, and their guarantees:
-1. Full: `share` is at least 0.97, if the batch's tokens fill some whole number of rounds (one micro batch on each
-   rank) to between 0.97 and 0.99. Rounds are equally full, so a batch of 3.1 rounds takes 4 rounds at 0.78 each; a batch
-   of 50 or more rounds always has such a number.
-2. Even: `imbalance` is at most 1.03, measured in costs (FLOPs, with attention's square). Then pipeline stages do not
-   wait for each other, nor do ranks that communicate within a forward pass (expert parallel) or at its end.
+1. Full: `share` is at least 0.97 if some whole number of rounds (one micro batch on each rank) would be 0.97 to 0.99 full
+   with the batch's tokens. All rounds are equally full, so a batch of 3.1 rounds takes 4 rounds at 0.78 each; a batch of
+   50 or more rounds always has such a number.
+2. Even: `imbalance` is at most 1.03, measured in costs (FLOPs, quadratic attention included). Then pipeline stages do
+   not wait for each other, nor do ranks that communicate within a forward pass (expert parallel) or at its end.
 Both hold for spread-out lengths (GSM8K-like, log-normal, Pareto, uniform: tests/batching/test_packing.py) with at least
 8 samples per micro batch on average and no sample above half the cost of an average micro batch. Otherwise micro batches
 are as even as swaps make them, which may be far from even: long samples cost more per token than short ones, and a full
 micro batch has no room to compensate. A larger `max_tokens` helps.
 
-Method: longest first, into the micro batch of least cost (Graham's LPT rule, 1969) with room left. If that does not fit
-or is uneven, micro batches are added within goal 1, then samples are swapped between large and small ones. If nothing
-else fits, best fit decreasing (Johnson, 1974) determines the number. verl and slime first determine a number (from the
-tokens, or by first fit) and then split into that many nearly equal parts with the largest differencing method (Karmarkar
-and Karp, 1982), which ignores the limit: a part may exceed it. benchmarks/packing.py compares the methods.
+Method: assign samples, longest first, to the cheapest micro batch with room for them (Graham's LPT rule, 1969), then swap
+samples between large and small micro batches. If the samples do not fit or remain uneven, try again with more micro
+batches, as long as goal 1 holds. If they still do not fit, best fit decreasing (Johnson, 1974) determines the number.
+verl and slime first determine a number (from the tokens, or by first fit) and then split the batch into that many nearly
+equal parts with the largest differencing method (Karmarkar and Karp, 1982), which may exceed the limit.
+benchmarks/packing.py compares the methods.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-FULL = 0.97  # smallest share for which micro batches are added to improve balance
-EVEN = 1.03  # imbalance that needs no more micro batches
+FULL = 0.97  # micro batches are added for better balance only down to this share
+EVEN = 1.03  # imbalance at which no micro batches are added
 
-_NEAR_ENOUGH = 1.01  # times the mean: smaller bins are not swapped
-_IDLE_ROUNDS = 4  # rounds of swaps without a smaller largest micro batch before the search stops
+_NEAR_ENOUGH = 1.01  # times the mean: bins below this load are not reduced further
+_IDLE_ROUNDS = 4  # rounds of swaps that do not shrink the largest micro batch, before the search stops
 _PAIRS = 500_000  # sample pairs per round of swaps
 
 Bins = list[list[int]]
@@ -57,7 +58,7 @@ Plan = list[list[list[Slot]]]
 
 
 def expand(plan: Plan, sizes: Sequence[int]) -> Plan:
-    """Expand a plan of bundles (the b-th has `sizes[b]` neighbouring samples) to a plan of samples, bundles kept together."""
+    """Expand a plan of bundles to a plan of samples. Bundle b is a run of `sizes[b]` adjacent samples, kept together."""
     firsts = np.cumsum([0, *sizes]).tolist()
 
     def samples(bundle: Slot) -> list[Slot]:
@@ -154,9 +155,8 @@ def _spread(length: np.ndarray, cost: np.ndarray, count: int, max_tokens: int) -
     bins: Bins = [[] for _ in range(count)]
     room = [max_tokens] * count
     least = [(0.0, index) for index in range(count)]  # (cost, bin)
-    waiting: list[
-        tuple[int, int, float]
-    ] = []  # (-room, bin, cost): too full for the current sample, not for shorter ones
+    # Bins without room for the current sample, which may have room for shorter ones: (-room, bin, cost).
+    waiting: list[tuple[int, int, float]] = []
     for sample, tokens in _longest_first(length):
         while waiting and -waiting[0][0] >= tokens:
             _, index, load = heapq.heappop(waiting)
@@ -191,7 +191,10 @@ def _fill(length: np.ndarray, max_tokens: int) -> Bins:
 
 
 def _divide(bins: Bins, count: int) -> Bins:
-    """Extend to `count` bins by moving the shortest sample out of the most crowded bin; none is empty if samples suffice."""
+    """Extend to `count` bins: each new bin takes the shortest sample of the bin with the most samples.
+
+    A new bin is empty only if no bin has two samples left.
+    """
     crowded = [(-len(members), index) for index, members in enumerate(bins)]
     heapq.heapify(crowded)
     for _ in range(count - len(bins)):
@@ -231,7 +234,7 @@ def _swap(
     *,
     turn: int,
 ) -> None:
-    """Swap a sample for a cheaper one, or for none, in each pair of bins large[p], small[p], to bring their loads closest.
+    """Bring the loads of each pair of bins large[p], small[p] closer: swap a sample for a cheaper one, or move a sample.
 
     Updates `load` and `room`. `turn` selects which samples of a crowded bin are tried.
     """
@@ -246,9 +249,8 @@ def _swap(
     carried = cost[out][:, :, None] - cost[back][:, None]
     gap = (load[large] - load[small])[:, None, None]
     fits = (tokens <= room[small][:, None, None]) & (-tokens <= room[large][:, None, None])
-    fits &= (carried > 0.02 * gap) & (
-        carried < 0.98 * gap
-    )  # a bin's only sample never moves: it carries at least the gap
+    # A bin's only sample never moves, since its cost is at least the gap.
+    fits &= (carried > 0.02 * gap) & (carried < 0.98 * gap)
     miss = np.where(fits, np.abs(carried - gap / 2), np.inf).reshape(len(large), -1)
     for pair, best in enumerate(miss.argmin(axis=1).tolist()):
         if miss[pair, best] == np.inf:
@@ -274,9 +276,9 @@ def _some(members: list[int], width: int, turn: int, none: int) -> list[int]:
 
 
 def _deal(bins: Bins, length: np.ndarray, cost: np.ndarray, ranks: int) -> Plan:
-    """Assign bins of similar load to ranks at the same time; the largest goes to the rank with the least load so far.
+    """Distribute bins over ranks in rounds of similar load: the largest of a round goes to the rank with the least load.
 
-    The smallest run first and last: stages wait for them while a pipeline fills and drains.
+    A rank runs its smallest bins first and last, since pipeline stages wait for these while the pipeline fills and drains.
     """
     load = _totals(bins, cost)
     order = np.argsort(load, kind="stable")[::-1].tolist()

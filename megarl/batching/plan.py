@@ -21,7 +21,7 @@ from megarl.types import Group, Metrics, Sample, Shard, ShardSample, Steps
 
 @dataclass
 class StepPlan:
-    """The shards of all data-parallel ranks, and facts of the batch that need no forward pass."""
+    """The shards of all data-parallel ranks, and the batch's outcomes, metrics and FLOPs, which need no forward pass."""
 
     shards: list[Shard]
     metrics: Metrics
@@ -48,12 +48,14 @@ def plan_step(
         [sample.loss_tokens if counts_in_loss(sample, recipe.algorithm.overlong.filter) else 0 for sample in samples]
     )
     rewards = np.array([sample.reward for sample in samples], dtype=np.float64)
-    outcomes = Outcomes(rewards, group_numbers(groups), loss_tokens, _greedy_rewards(groups), *_steps_of(samples))
+    outcomes = Outcomes(
+        rewards, group_numbers(groups), loss_tokens, _greedy_rewards(groups), *_step_rewards_of(samples)
+    )
     estimator = ADVANTAGES[recipe.algorithm.advantage]
-    of_samples = None if recipe.algorithm.kl_in_reward else estimator.function
-    advantages = of_samples(outcomes, recipe.algorithm) if of_samples else np.zeros(len(samples))
-    of_steps = _of_steps(estimator, outcomes, recipe.algorithm, samples)
-    scored = _ScoredSamples(samples, advantages, of_steps)
+    estimate = None if recipe.algorithm.kl_in_reward else estimator.function
+    advantages = estimate(outcomes, recipe.algorithm) if estimate else np.zeros(len(samples))
+    step_advantages = _step_advantages(estimator, outcomes, recipe.algorithm, samples)
+    scored = _ScoredSamples(samples, advantages, step_advantages)
     lengths, costs = _lengths_and_costs(samples, model_flops)
     packing = _Packing()
     firsts = np.cumsum([0] + [len(group.samples) for group in groups])
@@ -72,8 +74,8 @@ def plan_step(
         metrics.update(_reward_metrics(samples))
         if outcomes.greedy_rewards is not None:
             metrics["critic/rewards/greedy"] = float(np.mean(outcomes.greedy_rewards))
-        if of_samples:  # otherwise advantages are computed later
-            metrics.update(spread("critic/advantages", advantages + _sums(of_steps)))
+        if estimate:  # otherwise advantages are computed later
+            metrics.update(spread("critic/advantages", advantages + _sums(step_advantages)))
     if model_flops is None:
         return StepPlan(shards, metrics, outcomes, 0.0, 0.0)
     update = model_flops.of_update(lengths, frozen=recipe.lora.rank > 0)
@@ -83,7 +85,7 @@ def plan_step(
 def held_out_weights(loss_tokens: np.ndarray, recipe: Recipe) -> np.ndarray:
     """Return the weight of each sample's tokens in eval/loss: loss_tokens [B] of all held-out samples -> weights [B].
 
-    A mean over tokens, or over groups for a loss that compares siblings, independent of `algorithm.aggregation`.
+    eval/loss is a mean over tokens, or over groups for a loss that compares siblings, whatever `algorithm.aggregation` is.
     """
     name = "seq_mean_token_mean" if LOSSES[recipe.algorithm.loss].whole_groups else "token_mean"
     return AGGREGATIONS[name](loss_tokens, recipe.rollout.max_response_length)
@@ -121,19 +123,19 @@ def _lengths_and_costs(samples: Sequence[Sample], model_flops: ModelFlops | None
 
 
 def _bundles(groups: Sequence[Group], algorithm: AlgorithmConfig) -> list[int]:
-    """Return the sizes of runs of neighbouring samples that stay together: groups, for a loss that compares siblings."""
+    """Return the sizes of runs of adjacent samples that stay together: groups if the loss compares siblings, else 1."""
     sizes = [len(group.samples) for group in groups]
     return sizes if LOSSES[algorithm.loss].whole_groups else [1] * sum(sizes)
 
 
-def _steps_of(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
+def _step_rewards_of(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
     """Return the rewards [S] of all steps of the batch, and the sample index of each [S]."""
     rewards = [reward for sample in samples for _, reward in sample.steps]
     counts = [len(sample.steps) for sample in samples]
     return np.array(rewards, dtype=np.float64), np.repeat(np.arange(len(samples)), counts)
 
 
-def _of_steps(
+def _step_advantages(
     estimator: AdvantageEstimator, outcomes: Outcomes, algorithm: AlgorithmConfig, samples: Sequence[Sample]
 ) -> list[Steps]:
     """Return the step advantages of each sample; empty for an estimator without step advantages.
@@ -144,8 +146,8 @@ def _of_steps(
         return [()] * len(samples)
     if not any("steps" in sample.reward_parts for sample in samples):
         raise ValueError(
-            f"algorithm.advantage is '{algorithm.advantage}', which needs rewards of steps, and the scorer gave "
-            "none of the batch's samples any. Have it return `steps` (an empty list for a response without one), or "
+            f"algorithm.advantage is '{algorithm.advantage}', which needs rewards of steps, and the scorer returned "
+            "no steps for any sample of the batch. Return `steps` (an empty list for a response without steps), or "
             "choose another algorithm.advantage"
         )
     advantages = iter(estimator.of_steps(outcomes, algorithm).tolist())
@@ -153,22 +155,25 @@ def _of_steps(
 
 
 def _sums(steps: Sequence[Steps]) -> np.ndarray:
-    """Return the sum over each sample's steps [B]."""
+    """Return the sum of each sample's step advantages [B]."""
     return np.array([sum(number for _, number in sample_steps) for sample_steps in steps])
 
 
 def sums_of(values: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
-    """Return sums over runs of neighbours: of the first `sizes[0]` values, of the next `sizes[1]`, ..."""
+    """Return the sum of each run of adjacent values: the first `sizes[0]` values, the next `sizes[1]`, ..."""
     return np.add.reduceat(values, np.cumsum([0, *sizes[:-1]]))
 
 
 def largest_of(values: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
-    """Return maxima over runs of neighbours: of the first `sizes[0]` values, of the next `sizes[1]`, ..."""
+    """Return the maximum of each run of adjacent values: the first `sizes[0]` values, the next `sizes[1]`, ..."""
     return np.maximum.reduceat(values, np.cumsum([0, *sizes[:-1]]))
 
 
 def _greedy_rewards(groups: Sequence[Group]) -> np.ndarray | None:
-    """Return the greedy reward of each sample's group [B]; None without greedy samples. ValueError if only some have one."""
+    """Return the greedy reward of each sample's group [B]; None without greedy samples.
+
+    Raises ValueError if only some groups have a greedy sample.
+    """
     rewards = [group.greedy.reward for group in groups if group.greedy is not None]
     if rewards and len(rewards) < len(groups):
         raise ValueError(
@@ -181,7 +186,7 @@ def _greedy_rewards(groups: Sequence[Group]) -> np.ndarray | None:
 def plan_mini_batch(
     lengths: np.ndarray, costs: np.ndarray, sizes: Sequence[int], recipe: Recipe, data_parallel: int, multiple_of: int
 ) -> Plan:
-    """Return the micro batches of one mini batch; runs of `sizes` neighbouring samples stay together."""
+    """Return the micro batches of one mini batch; runs of adjacent samples, with lengths `sizes`, stay together."""
     limit = _limit(recipe)
     if recipe.megatron.packing:
         bundles = sums_of(lengths, sizes), data_parallel, limit, multiple_of, sums_of(costs, sizes)
@@ -192,7 +197,7 @@ def plan_mini_batch(
 
 
 def _limit(recipe: Recipe) -> int:
-    """Return the token limit of a micro batch. Context-parallel ranks share one, with a part of each sequence each."""
+    """Return the token limit of a micro batch: per rank, times the context-parallel ranks that share its sequences."""
     return recipe.actor.max_tokens_per_micro_batch * recipe.megatron.context_parallel
 
 
@@ -219,11 +224,11 @@ class _Packing:
 
 @dataclass(frozen=True)
 class _ScoredSamples:
-    """The samples of a batch with the advantages that are known before any forward pass."""
+    """The samples of a batch, with the advantages that need no forward pass."""
 
     samples: Sequence[Sample]
     advantages: np.ndarray  # [B]
-    of_steps: Sequence[Steps]  # step advantages of each sample
+    step_advantages: Sequence[Steps]  # of each sample
 
 
 def _add_mini_batch(
@@ -237,7 +242,7 @@ def _add_mini_batch(
 ) -> None:
     """Append the micro batches of `plan` to each shard.
 
-    `plan`, `tokens` and `weights` count the `members` of the batch from 0.
+    Indices in `plan`, `tokens` and `weights` are positions in `members`, the batch indices of the mini batch's samples.
     """
     for shard, micro_batches in zip(shards, plan, strict=True):
         shard.loss_tokens.append(loss_tokens)
@@ -266,7 +271,7 @@ def _place(
             advantage=float(scored.advantages[number]),
             loss_weight=float(weights[slot.sample]) if counts else 0.0,
             steps=sample.steps,
-            step_advantages=scored.of_steps[number],
+            step_advantages=scored.step_advantages[number],
         )
     )
     return len(shard.samples) - 1
@@ -304,16 +309,16 @@ def spread(name: str, values: Sequence[float] | np.ndarray) -> Metrics:
 
 @dataclass(frozen=True)
 class VectorRoute:
-    """Samples that two shards of the same batch share: their indices in the source and the target shard, pairwise."""
+    """Samples that are in two shards of the same batch: their indices in the source and in the target shard, pairwise."""
 
     source: list[int]
     target: list[int]
 
 
 def routes(sources: Sequence[Shard], targets: Sequence[Shard]) -> list[list[VectorRoute]]:
-    """Return the routes [source][target] of the samples that count in the loss.
+    """Return the routes [source shard][target shard] of the samples that count in the loss.
 
-    Both sides are plans of one batch. Exactly one route leads to each such sample of a target.
+    Sources and targets hold the same batch in different layouts. Each such sample of a target is in exactly one route.
     """
     source_of = {
         sample.number: (rank, index)

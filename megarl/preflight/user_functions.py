@@ -130,6 +130,6 @@ def _raise_error(key: str, settings: AlgorithmConfig, function: Callable[..., An
     raise RecipeError(
         f"algorithm.{key}",
         f"on a small test batch, {name} ({place}) {problem}",
-        "correct the function; docs/algorithms.md, 'Functions of your own', describes its arguments and its result",
+        "correct the function; docs/algorithms.md, 'Write your own loss or advantage', describes its arguments and its result",
         value=name,
     )

@@ -34,7 +34,7 @@ class OverlongConfig:
 
     filter: bool = key(
         False,
-        "Leave truncated samples out of the loss. Their rewards still count in the group's statistics, except with `opo`.",
+        "Exclude truncated samples from the loss. Their rewards still count in the group's statistics, except with `opo`.",
     )
     penalty_buffer: int = key(
         0,
@@ -63,13 +63,13 @@ class CorrectionConfig:
     )
     mask: Literal["none", "token", "sequence", "geometric"] = key(
         "none",
-        "Leave out tokens with rho outside [mask_low, mask_high], computed as for `weights` (masked importance sampling). IcePop: `mask` and `weights` by token, with `truncate` at mask_high. Masked tokens still count in the loss's normaliser.",
+        "Mask tokens with rho outside [mask_low, mask_high], computed as for `weights` (masked importance sampling). IcePop: `mask` and `weights` by token, with `truncate` at mask_high. The policy loss of a masked token is 0; the token still counts in the loss's normalizer.",
     )
     mask_low: float = key(0.5, "Lower bound of rho.", at_least=0)
     mask_high: float = key(5.0, "Upper bound of rho.", above=0)
     veto: Optional[float] = key(
         None,
-        "Leave out the whole sequence if any token's rho is below this, e.g. 1e-4: the trainer's policy would almost never sample that token. Unset: off.",
+        "Mask the whole sequence if any token's rho is below this, e.g. 1e-4: the trainer's policy would almost never sample that token. Unset: off.",
         above=0,
         at_most=1,
     )
@@ -85,7 +85,7 @@ class AlgorithmConfig:
         True,
         "grpo, grpo_passk, grpo_process: divide by the group's standard deviation. Without it, grpo is Dr.GRPO.",
     )
-    pass_k: int = key(4, "pass_at_k: k of the pass rate that is optimised.", at_least=1)
+    pass_k: int = key(4, "pass_at_k: k of the pass@k rate that training optimizes.", at_least=1)
     gamma: float = key(1.0, "gae, reinforce_plus_plus: discount factor per token.", at_least=0, at_most=1)
     lam: float = key(0.95, "gae: lambda, from one-step estimates (0) to full returns (1).", at_least=0, at_most=1)
     whiten_advantages: bool = key(
@@ -94,7 +94,7 @@ class AlgorithmConfig:
     )
     loss: str = key(
         "ppo_clip",
-        "Policy loss; see docs/algorithms.md. `sft` is the negative log-likelihood of the masked tokens.",
+        "Policy loss; see docs/algorithms.md. `sft` is the negative log-likelihood of the assistant's turns.",
     )
     clip_low: float = key(
         0.2,
@@ -134,7 +134,7 @@ class AlgorithmConfig:
         "The proximal policy of the losses. computed: a forward pass before the step's updates. current: the current policy, without that pass; requires `actor.mini_batches: 1`, with which the numbers are equal. rollout: the engine's log-probs (bypass mode).",
     )
     aggregation: str = key(
-        "token_mean", "Reduction of per-token losses to a number. Normalisers are counted over the whole mini batch."
+        "token_mean", "Reduction of per-token losses to a number. Normalizers are counted over the whole mini batch."
     )
     reference: Literal["start", "teacher"] = key(
         "start",

@@ -150,8 +150,8 @@ class ActorWorker(Worker):
         """Estimate each token's KL to the reference policy before the updates, for `algorithm.kl_in_reward`.
 
         The vectors stay here for `collect_kl` and `estimate_advantages`. Returns, on reporting ranks, the sum over each
-        sample's chosen tokens, by index in the batch. It covers samples that the loss leaves out too, since the other
-        samples of their group are compared with their rewards.
+        sample's chosen tokens, by index in the batch. It includes samples that the loss excludes, because estimators
+        compare the other samples of the group with their rewards.
         """
         if not self.trainer.coordinates.is_last_stage:
             return None

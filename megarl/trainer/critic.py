@@ -20,7 +20,7 @@ class CriticWorker(Worker):
 
     def __init__(self, recipe: Recipe, total_optimizer_steps: int, weights_only: bool = False):
         super().__init__(recipe, total_optimizer_steps, weights_only)
-        self.advantages: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by shard index: advantages, mask
+        self.advantages: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by shard index: advantages, loss mask
 
     def _make_trainer(self, total_optimizer_steps: int, weights_only: bool) -> Any:
         from megarl.megatron.critic import CriticTrainer

@@ -20,7 +20,7 @@ import numpy as np
 
 from megarl import platform as platforms
 from megarl.algorithms.catalogue import import_modules
-from megarl.algorithms.process_advantages import placed, up_to
+from megarl.algorithms.process_advantages import step_returns, step_rewards_per_token
 from megarl.algorithms.shaping import kl_penalties
 from megarl.platform.base import Profiler
 from megarl.recipe.observe import trace_options
@@ -142,12 +142,14 @@ class Worker:
     def _step_rewards(self, members: list[int], lengths: list[int], mask: np.ndarray) -> np.ndarray | None:
         """Return the reward of the steps that end at each token of a micro batch, float64 [T]; None: no sample has steps.
 
-        mask [T]: tokens that the loss counts.
+        mask [T]: loss tokens.
         """
         if not any(self.steps[member] for member in members):
             return None
         parts = np.split(mask, np.cumsum(lengths)[:-1])
-        return np.concatenate([placed(self.steps[member], part) for member, part in zip(members, parts, strict=True)])
+        return np.concatenate(
+            [step_rewards_per_token(self.steps[member], part) for member, part in zip(members, parts, strict=True)]
+        )
 
     def _penalties(
         self, members: list[int], lengths: list[int], kl: dict[int, np.ndarray], kl_weight: float
@@ -265,7 +267,7 @@ def _advantages(sample: ShardSample, vectors: SampleTokens) -> np.ndarray:
     advantages = np.full(len(vectors.tokens), sample.advantage)
     if not sample.step_advantages:
         return advantages
-    return advantages + up_to(sample.step_advantages, vectors.loss_mask)
+    return advantages + step_returns(sample.step_advantages, vectors.loss_mask)
 
 
 def collect_parts(parts: list[tuple[DataRef, list[int]]]) -> dict[int, np.ndarray]:

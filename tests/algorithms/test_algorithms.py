@@ -17,12 +17,12 @@ from tests.support.loss_cases import inputs, random_inputs, settings
 
 
 class TestAggregation:
-    lengths = np.array([2, 0, 6])  # the second sample is masked throughout
+    lengths = np.array([2, 0, 6])  # the second sample is excluded
 
     @pytest.mark.parametrize(
         ("name", "weights"),
         [
-            ("token_mean", [1 / 8, 1 / 8, 1 / 8]),  # 8 tokens; the masked sample has none to weigh
+            ("token_mean", [1 / 8, 1 / 8, 1 / 8]),  # 8 loss tokens; the excluded sample has none
             ("seq_mean_token_mean", [1 / 4, 0, 1 / 12]),  # 2 samples count: 1/2 * 1/2 and 1/2 * 1/6
             ("seq_mean_token_sum", [1 / 2, 0, 1 / 2]),
             ("seq_mean_token_sum_norm", [1 / 20, 0, 1 / 20]),  # over max_response_length 10
@@ -53,20 +53,20 @@ class TestKLWeight:
         # Error 0.3 / 0.25 - 1 = 0.2, then 0.9 / 0.25 - 1 = 2.6, held at 0.2; then 0 - 1, held at -0.2.
         weight = KLWeight(0.1, target=0.25, horizon=100)
         for kl, expected in ((0.3, 0.1 * 1.1), (0.9, 0.1 * 1.1 * 1.1), (0.0, 0.1 * 1.1 * 1.1 * 0.9)):
-            weight.learn(kl, samples=50)
+            weight.adapt(kl, samples=50)
             assert weight.value == pytest.approx(expected)
-        weight.learn(0.25, samples=50)
+        weight.adapt(0.25, samples=50)
         assert weight.value == pytest.approx(expected), "at the target it stays"
 
     def test_a_kl_that_is_no_number_teaches_nothing(self) -> None:
         weight = KLWeight(0.1, target=0.25, horizon=100)
         for kl in (math.nan, math.inf):
-            weight.learn(kl, samples=50)
+            weight.adapt(kl, samples=50)
         assert weight.value == 0.1
 
     def test_fixed(self) -> None:
         weight = KLWeight(0.1, target=None, horizon=100)
-        weight.learn(5.0, samples=50)
+        weight.adapt(5.0, samples=50)
         assert weight.value == 0.1
 
 

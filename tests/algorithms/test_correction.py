@@ -38,7 +38,7 @@ def weights(batch: LossInputs, policy: torch.Tensor, scale: float = 1.0, **value
 
 
 class TestByHand:
-    """Sequences of rho 2 and 0.5 and 3 (one masked token between), and of 0.5 and 0.5."""
+    """Sequences of rho 2 and 0.5 and 3 (one excluded token between), and of 0.5 and 0.5."""
 
     batch, policy = mismatched([2.0, 0.5, 99.0, 3.0, 0.5, 0.5], [4, 2], mask=[1, 1, 0, 1, 1, 1])
     counted = (0, 1, 3, 4, 5)
@@ -163,7 +163,7 @@ class TestInTheObjective:
 
 class TestMismatch:
     def test_by_hand(self) -> None:
-        """rho 2, 1/2 and a masked one; then 4: d = ln 2, -ln 2, 2 ln 2. Squares 4, 1/4, 16; of sequences 1 and 16."""
+        """rho 2, 1/2 and an excluded token; then 4: d = ln 2, -ln 2, 2 ln 2. Squares 4, 1/4, 16; of sequences 1 and 16."""
         batch, policy = mismatched([2.0, 0.5, 77.0, 4.0], [3, 1], mask=[1, 1, 0, 1])
         two = log(2)
         assert Mismatch.of(batch, policy).metrics() == {

@@ -14,19 +14,19 @@ from megarl.recipe.algorithm import AlgorithmConfig
 from tests.support.loss_cases import inputs, part_of, random_inputs, sequences_of, settings
 
 
-def selected(parts: list[LossInputs], lots: list[np.ndarray], config: AlgorithmConfig) -> list[np.ndarray]:
+def selected(parts: list[LossInputs], draws: list[np.ndarray], config: AlgorithmConfig) -> list[np.ndarray]:
     """Select tokens as processes do that hold one part of the mini batch each."""
     sums = sum((TokenSums.of(part) for part in parts), TokenSums())
     scores_of = LOSSES[config.loss].scores
     assert scores_of is not None
-    scores = [scores_of(part, sums, lot, config) for part, lot in zip(parts, lots, strict=True)]
+    scores = [scores_of(part, sums, draw, config) for part, draw in zip(parts, draws, strict=True)]
     count = sums.count(config.cov_share)
     limit = threshold([np.sort(part)[-count:] for part in scores], count)
     return [part >= limit for part in scores]
 
 
 def test_covariances_by_hand() -> None:
-    """log p: 0, -1, -2 (and a masked one); A: 1, 3, 2. Means -1 and 2: (1)(-1), (0)(1), (-1)(0)."""
+    """log p: 0, -1, -2 (and an excluded token); A: 1, 3, 2. Means -1 and 2: (1)(-1), (0)(1), (-1)(0)."""
     batch = inputs([1.0, np.exp(-1), 0.5, np.exp(-2)], [1, 3, 99, 2], mask=[1, 1, 0, 1])
     computed = covariances(batch, TokenSums.of(batch))
     np.testing.assert_allclose(computed[[0, 1, 3]], [-1, 0, 0], atol=1e-12)
@@ -65,12 +65,12 @@ def test_clip_cov_draws_among_those_between_its_bounds_that_are_not_clipped() ->
 @pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
 def test_the_choice_does_not_depend_on_the_split(loss: str) -> None:
     batch = random_inputs(0, [30, 7, 50, 13])
-    lots = np.random.default_rng(1).random(100)
+    draws = np.random.default_rng(1).random(100)
     config = settings(loss=loss, cov_share=0.1, cov_low=0.1, cov_high=3.0)
-    (whole,) = selected([batch], [lots], config)
+    (whole,) = selected([batch], [draws], config)
     sequence = sequences_of(batch).numpy()
     parts = [[2], [3, 0], [1]]
-    of_parts = [np.concatenate([lots[sequence == number] for number in part]) for part in parts]
+    of_parts = [np.concatenate([draws[sequence == number] for number in part]) for part in parts]
     chosen = selected([part_of(batch, part) for part in parts], of_parts, config)
     expected = [np.concatenate([whole[sequence == number] for number in part]) for part in parts]
     for got, expected_part in zip(chosen, expected, strict=True):

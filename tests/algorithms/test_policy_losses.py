@@ -97,7 +97,7 @@ def test_dppo_kl_by_hand() -> None:
 
 
 def test_gspo_by_hand() -> None:
-    # Sequence of ratios 1.2 and 0.9 (and a masked 7): s = sqrt(1.08); another of 2 and 2: s = 2, clipped to 1.28.
+    # Sequence of ratios 1.2 and 0.9 (and an excluded 7): s = sqrt(1.08); another of 2 and 2: s = 2, clipped to 1.28.
     batch = inputs([1.2, 7.0, 0.9, 2.0, 2.0], [1, 1, 1, 3, 3], mask=[1, 0, 1, 1, 1], lengths=[3, 2])
     loss, metrics = token_loss(batch, "gspo", clip_high=0.28)
     s = math.sqrt(1.08)
@@ -254,7 +254,7 @@ SETTINGS: dict[str, dict[str, object]] = {
 
 
 def slow_objective(batch: LossInputs, name: str, config: AlgorithmConfig, p: np.ndarray) -> float:
-    """The weighted sum of the reference's losses of masked tokens, at log-probs `p`."""
+    """The weighted sum of the reference's losses over the loss tokens, at log-probs `p`."""
     assert batch.old_log_probs is not None and batch.advantages is not None
     total = 0.0
     for number in range(len(batch.lengths)):

@@ -12,7 +12,7 @@ import torch
 from megarl.algorithms.catalogue import ADVANTAGES
 from megarl.algorithms.inputs import Outcomes
 from megarl.algorithms.moments import Whitening
-from megarl.algorithms.process_advantages import placed, up_to
+from megarl.algorithms.process_advantages import step_returns, step_rewards_per_token
 from megarl.algorithms.returns import gae, returns_to_go
 from megarl.batching.plan import plan_step
 from megarl.recipe.schema import Recipe
@@ -30,12 +30,13 @@ class TestPlaces:
         """A step that ends in the tool's answer belongs to the last token before it, one in the prompt to the first; of
         two that one token ends, both count."""
         steps = ((0, 1.0), (2, 2.0), (3, 4.0), (5, 8.0), (7, 16.0), (7, 32.0))
-        assert placed(steps, TURNS).tolist() == [0, 1, 6, 0, 0, 8, 0, 48]
-        assert up_to(steps, TURNS)[TURNS].tolist() == [63, 62, 56, 48, 48]
+        assert step_rewards_per_token(steps, TURNS).tolist() == [0, 1, 6, 0, 0, 8, 0, 48]
+        assert step_returns(steps, TURNS)[TURNS].tolist() == [63, 62, 56, 48, 48]
 
     def test_nothing(self) -> None:
-        assert placed((), TURNS).tolist() == [0] * 8
-        assert placed(((3, 1.0),), np.zeros(8, dtype=bool)).tolist() == [0] * 8, "a sample that does not count"
+        assert step_rewards_per_token((), TURNS).tolist() == [0] * 8
+        excluded = step_rewards_per_token(((3, 1.0),), np.zeros(8, dtype=bool))
+        assert excluded.tolist() == [0] * 8, "a sample that does not count"
 
 
 class TestReturns:
@@ -48,7 +49,8 @@ class TestReturns:
 
     def test_returns_to_go(self) -> None:
         """gamma 1/2, chosen tokens earn 0, 6, 0, 8, 16: from the end 16, 8 + 16/2 = 16, 8, 6 + 8/2 = 10, 5."""
-        got = returns_to_go(self.outcome, TURNS, [8], gamma=0.5, token_rewards=placed(self.steps, TURNS))
+        token_rewards = step_rewards_per_token(self.steps, TURNS)
+        got = returns_to_go(self.outcome, TURNS, [8], gamma=0.5, token_rewards=token_rewards)
         assert got.tolist() == [0, 5, 10, 0, 0, 8, 16, 16]
 
     def test_gae(self) -> None:
@@ -56,7 +58,13 @@ class TestReturns:
         6 + 2 - 2 = 6, 0 + 1 - 4 = -3, 8 + 4 - 2 = 10, 16 - 8 = 8. A = delta + A'/4: 8, 12, 0, 6, 1.5."""
         values = np.array([9.0, 1, 2, 9, 9, 4, 2, 8])
         advantages, returns = gae(
-            self.outcome, values, TURNS, [8], gamma=0.5, lam=0.5, token_rewards=placed(self.steps, TURNS)
+            self.outcome,
+            values,
+            TURNS,
+            [8],
+            gamma=0.5,
+            lam=0.5,
+            token_rewards=step_rewards_per_token(self.steps, TURNS),
         )
         assert advantages.tolist() == [0, 1.5, 6, 0, 0, 0, 12, 8]
         assert returns.tolist() == [0, 2.5, 8, 0, 0, 4, 14, 16]
@@ -244,7 +252,9 @@ class TestGrpoProcess:
         )
         for sample in groups[0].samples:
             sample.reward_parts = {}
-        with pytest.raises(ValueError, match="'grpo_process', which needs rewards of steps, and the scorer gave none"):
+        with pytest.raises(
+            ValueError, match="'grpo_process', which needs rewards of steps, and the scorer returned no"
+        ):
             computed_advantages(recipe, groups)
 
 

@@ -119,7 +119,7 @@ def splits_of(layouts: Iterable[Layout]) -> list[Case]:
 
 
 def batch() -> list[Group]:
-    """Four groups: tokens of different lengths, prompts and a tool's output masked."""
+    """Four groups: tokens of different lengths, prompts and a tool's output excluded."""
     random = np.random.default_rng(11)
     groups = []
     for number, (prompt, responses) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):

@@ -29,7 +29,7 @@ def outcomes(rewards: list[float], groups: list[int], tokens: list[int] | None =
 def inputs(
     ratios: list[float], advantages: list[float], mask: list[float] | None = None, lengths: list[int] | None = None
 ) -> LossInputs:
-    """Tokens with old probability 1 and current probability `ratios`, each with weight 1 / number of unmasked tokens."""
+    """Tokens with old probability 1 and current probability `ratios`, each with weight 1 / number of loss tokens."""
     count = len(ratios)
     loss_mask = torch.tensor(mask or [1.0] * count, dtype=torch.float64)
     tokens = loss_mask.sum().clamp(min=1)
@@ -46,7 +46,7 @@ def inputs(
 
 
 def random_inputs(seed: int, lengths: list[int], spread: float = 0.4) -> LossInputs:
-    """Random sequences in float64: 0 to 2 masked prompt tokens, some masked response tokens, one advantage per token."""
+    """Random sequences in float64: 0 to 2 excluded prompt tokens, some excluded response tokens, one advantage per token."""
     random = np.random.default_rng(seed)
     count = sum(lengths)
     mask = random.random(count) < 0.8

@@ -36,7 +36,7 @@ SAME = 1e-6
 
 
 def row(number: int, answer: int) -> Example:
-    """A row with two prompt tokens and `answer` unmasked tokens."""
+    """A row with two prompt tokens and `answer` loss tokens."""
     mask = np.array([False] * 2 + [True] * answer)
     return Example(f"row/{number}", "test", np.full(len(mask), number, np.int32), mask, "")
 
@@ -81,7 +81,7 @@ def held_out(examples: Any, source: str = "sft", **recipe_settings: Any) -> tupl
 
 def test_a_loss_is_the_mean_over_all_tokens_however_many_pieces() -> None:
     """1, 2, 4, 3 and 10 tokens with losses 0, 1, 2, 3 and 4 give (0 + 2 + 8 + 9 + 40) / 20, in pieces of 1, 2 and 2 rows. A
-    mean over pieces, a mean over rows, or an unmasked filler row would give another number."""
+    mean over pieces, a mean over rows, or a filler row that counts would give another number."""
     rows = [row(number, answer) for number, answer in enumerate([1, 2, 4, 3, 10])]
     evaluation, trainers = held_out(rows)
     assert evaluation.evaluate().metrics["eval/loss"] == pytest.approx(59 / 20)
