@@ -63,7 +63,7 @@ def settings(taught: Path, runs: Path, *more: str) -> list[str]:
     ]
 
 
-def test_learns_to_ask_its_tool(taught: Path, tmp_path: Path) -> None:
+def test_training_raises_rewards_and_tool_calls(taught: Path, tmp_path: Path) -> None:
     """Only the tool knows the answer; a guess is right one time in ten."""
     done = run("train", "recipes/tiny/grpo.yaml", *settings(taught, tmp_path, f"train.steps={STEPS}"))
     assert done.returncode == 0, done.stderr + done.stdout
@@ -86,7 +86,7 @@ def test_learns_to_ask_its_tool(taught: Path, tmp_path: Path) -> None:
     assert "find_digit" in (tmp_path / "agent" / "report.html").read_text()
 
 
-def test_a_run_with_tools_goes_on_where_it_was_killed(taught: Path, tmp_path: Path) -> None:
+def test_a_run_with_tools_resumes_with_the_waiting_groups(taught: Path, tmp_path: Path) -> None:
     """With staleness 1, groups with turns wait in the checkpoint. Their batches depend on the tool's time, so losses may
     differ from an uninterrupted run; counts are equal."""
     ahead = ["rollout.max_staleness=1", "train.save_every=1", "train.keep_checkpoints=9", "train.steps=2"]

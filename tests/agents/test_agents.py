@@ -147,7 +147,7 @@ def test_deepseek_two_turns() -> None:
     assert [turn.text for turn in done.turns] == [call, "2", "2"] and done.finish_reason == "stop"
 
 
-def test_wrong_calls_are_told_and_may_be_mended() -> None:
+def test_invalid_calls_get_an_error_message_and_the_sample_continues() -> None:
     texts = [
         '<tool_call>{"name": "sub", "arguments": {}}</tool_call>',
         '<tool_call>{"name": "add", "arguments": {"a": "1"}}</tool_call>',
@@ -167,7 +167,7 @@ def test_wrong_calls_are_told_and_may_be_mended() -> None:
     assert len(caller.contexts) == 1  # no tool was called with invalid arguments
 
 
-def test_a_schema_that_cannot_be_applied_refuses_the_call() -> None:
+def test_a_schema_that_breaks_the_validator_fails_only_the_call() -> None:
     """A schema or a value that breaks the validator fails the call, not the run."""
     schema = {"type": "object", "properties": {"a": {"type": "number", "multipleOf": 0.1}, "b": {"$ref": "#/none"}}}
     pattern = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^(a+)+$"}}}
@@ -204,7 +204,7 @@ def test_several_calls_of_a_turn() -> None:
         ({"room": 60}, "length", 1, 1),  # the call takes 46 tokens, and the answer does not fit
     ],
 )
-def test_limits_end_a_sample_behind_what_the_policy_said(
+def test_limits_end_a_sample_after_a_sampled_token(
     settings: dict[str, Any], reason: str, turns: int, calls: int
 ) -> None:
     """The last token of a sample is a sampled token, since it carries the reward."""
@@ -213,18 +213,18 @@ def test_limits_end_a_sample_behind_what_the_policy_said(
     assert done.sampled[-1] and done.ends[-1] == len(done.tokens) == len(done.log_probs)
 
 
-def test_a_turn_that_is_cut_off_calls_nothing() -> None:
+def test_a_truncated_turn_calls_no_tool() -> None:
     done, _, caller = play([ADD], cut=True)
     assert done.finish_reason == "length" and not caller.contexts and len(done.turns) == 1
 
 
-def test_a_call_runs_for_no_longer_than_the_sample_may() -> None:
+def test_the_samples_tool_time_limits_each_call() -> None:
     slow = '<tool_call>{"name": "slow", "arguments": {"a": 1}}</tool_call>'
     done, _, caller = play([slow, slow, "4"], tool_timeout=30.0, max_tool_seconds=40.0)
     assert caller.timeouts == [30.0, 10.0] and done.tool_use.timeouts == 2
 
 
-def test_a_tool_that_is_not_to_be_had_gives_up_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unavailable_tool_fails_the_sample_after_its_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     async def at_once(_: float) -> None:
         return None
 
@@ -242,7 +242,7 @@ words = st.text(alphabet=st.characters(blacklist_categories=("Cs",)), max_size=1
 
 @given(st.lists(words, min_size=1, max_size=4), words)
 @settings(max_examples=60, deadline=None)
-def test_the_masked_tokens_say_exactly_what_the_model_said(earlier: list[str], last: str) -> None:
+def test_loss_tokens_are_exactly_the_sampled_tokens(earlier: list[str], last: str) -> None:
     """Decoding the tokens in the loss gives the policy's turns, for any sampled text and any tool answer, and the
     other tokens give the template's text."""
     tokenizer = qwen3()
@@ -259,7 +259,7 @@ def test_the_masked_tokens_say_exactly_what_the_model_said(earlier: list[str], l
 # ---- vectors and control data
 
 
-def test_rewards_of_tools_and_of_scorers_are_on_the_turns_that_earned_them() -> None:
+def test_rewards_of_tools_and_scorers_are_steps_at_the_end_of_their_text() -> None:
     done, _, _ = play(["Well. " + ADD, "It is 4"])
     request = GenerationRequest(3, PROMPT, Sampling(n=1, max_tokens=2000), seed=11)
     tokenizer = qwen3()
@@ -298,7 +298,7 @@ def test_a_plain_sample_has_no_turns() -> None:
     assert sample.tool_use is None and sample.truncated and sample.steps == () and sample.loss_tokens == 2
 
 
-def test_steps_of_a_turn_without_text() -> None:
+def test_a_turn_without_text_can_have_a_step_reward() -> None:
     """A turn without text may have a step reward."""
     turns = (Turn("assistant", "ab", 3), Turn("tool", "x", 1), Turn("assistant", "", 1))
     done = Trajectory(
@@ -317,7 +317,7 @@ def test_steps_of_a_turn_without_text() -> None:
     assert steps == ((0, 1.0), (2, 2.0)) and given_by_tools == 0
 
 
-def test_experts_of_earlier_turns_stay_as_they_were() -> None:
+def test_experts_of_earlier_turns_do_not_change() -> None:
     """A later request computes earlier tokens again and may route them differently; the first routing is kept."""
     from megarl.agents.trajectory import _with_experts
 

@@ -62,12 +62,12 @@ def test_qwen_calls(text: str, expected: list[ToolCall]) -> None:
         (hermes('{"name": "add", "arguments": {"a": "\\ud83d"}}'), "add", "text that is not Unicode"),
     ],
 )
-def test_a_call_that_cannot_be_read_says_why(text: str, name: str, problem: str) -> None:
+def test_an_unreadable_call_names_the_problem(text: str, name: str, problem: str) -> None:
     (call,) = calls_in(text, HERMES)
     assert call.name == name and problem in call.problem
 
 
-def test_a_thought_that_began_before_the_turn_calls_nothing() -> None:
+def test_calls_inside_a_thought_opened_by_the_template_are_ignored() -> None:
     """Templates of reasoning models open the thought themselves."""
     call = '<tool_call>{"name": "add"}</tool_call>'
     assert calls_in(f"I could {call}", HERMES, "<|im_start|>assistant\n<think>\n") == []
@@ -91,7 +91,7 @@ def test_deepseek_calls() -> None:
     assert "tool▁sep" in broken.problem
 
 
-def test_the_format_is_known_by_the_template() -> None:
+def test_the_template_determines_the_call_format() -> None:
     assert format_of(QWEN3) == HERMES and format_of(DEEPSEEK_V3) == DEEPSEEK and format_of("{{ messages }}") is None
     assert format_of("<tool_call>\n<function=example>") is None  # Qwen3-Coder's is another one
 
@@ -103,7 +103,7 @@ def between(tokenizer: Tokenizer, answers: Sequence[tuple[str, str]], **args: An
     return tokenizer.decode(AnswerTokens(tokenizer, args, 64).tokens(answers), special=True)
 
 
-def test_answers_stand_as_the_template_writes_them() -> None:
+def test_answers_are_formatted_by_the_template() -> None:
     """After the end token of the policy's turn, Qwen's template has a line break, and DeepSeek's has nothing."""
     first, two = ("add", "4"), ("add", "5")
     assert between(qwen3(), [first]) == (
@@ -117,7 +117,7 @@ def test_answers_stand_as_the_template_writes_them() -> None:
     )
 
 
-def test_answers_are_tokenised_as_in_the_whole_conversation() -> None:
+def test_answers_have_the_tokens_of_the_whole_conversation() -> None:
     """Training on demonstrations tokenises whole conversations; sampling must produce the same tokens."""
     tokenizer = qwen3()
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
@@ -152,7 +152,7 @@ def _with_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
     return changed
 
 
-def test_nobody_speaks_for_somebody_else() -> None:
+def test_template_tokens_in_an_answer_are_escaped() -> None:
     """Template tokens in an answer must neither end its turn nor begin the policy's."""
     tokenizer = qwen3()
     answers = AnswerTokens(tokenizer, {}, 200)
@@ -164,7 +164,7 @@ def test_nobody_speaks_for_somebody_else() -> None:
     assert tokenizer.decode(tokens, special=True).count("</tool_response>") == 1
 
 
-def test_a_name_cannot_speak_either() -> None:
+def test_template_tokens_in_a_tool_name_are_escaped() -> None:
     """The policy chooses the name in a call, and some templates write it into the conversation."""
     tokenizer = _with_template(
         qwen3(), QWEN3.replace("'\\n<tool_response>\\n'", "'\\n<tool_response>\\n' + message.name")
@@ -175,7 +175,7 @@ def test_a_name_cannot_speak_either() -> None:
     assert answers.shown("half \ud83d of it") == "half ? of it"
 
 
-def test_a_long_answer_loses_its_middle_and_says_so() -> None:
+def test_a_long_answer_is_cut_in_the_middle_with_a_note() -> None:
     tokenizer = qwen3()
     answers = AnswerTokens(tokenizer, {}, 16)
     text = " ".join(map(str, range(100)))

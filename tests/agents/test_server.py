@@ -117,7 +117,7 @@ def test_groups_of_two_turns(serve: Callable[..., RolloutServer]) -> None:
     )  # the greedy one shares its sibling's
 
 
-def test_a_slow_tool_does_not_hold_back_other_groups(serve: Callable[..., RolloutServer]) -> None:
+def test_a_slow_tool_does_not_delay_other_groups(serve: Callable[..., RolloutServer]) -> None:
     slow = '<tool_call>{"name": "wait", "arguments": {"seconds": 1.5}}</tool_call>'
     server = serve(Engine(lambda turn, seed: "7" if turn else (slow if seed == 100 else ASK)))
 
@@ -138,7 +138,7 @@ def test_a_slow_tool_does_not_hold_back_other_groups(serve: Callable[..., Rollou
     assert asyncio.run(order())[-1] == 1
 
 
-def test_a_tool_that_is_not_to_be_had_fails_its_group(serve: Callable[..., RolloutServer]) -> None:
+def test_an_unavailable_tool_fails_only_its_group(serve: Callable[..., RolloutServer]) -> None:
     absent = '<tool_call>{"name": "misbehave", "arguments": {"how": "absent"}}</tool_call>'
     server = serve(Engine(lambda turn, seed: "7" if turn else (absent if seed == 101 else ASK)))
     (bad, _), (good, _) = run(server, [request(1), request(2)])
@@ -147,7 +147,7 @@ def test_a_tool_that_is_not_to_be_had_fails_its_group(serve: Callable[..., Rollo
     assert not good.failures and [sample.reward for sample in good.samples] == [1.0, 1.0]
 
 
-def test_an_engine_that_dies_in_a_later_turn_fails_the_message(serve: Callable[..., RolloutServer]) -> None:
+def test_an_engine_death_in_a_later_turn_fails_all_groups_of_the_message(serve: Callable[..., RolloutServer]) -> None:
     def policy(turn: int, seed: int) -> str:
         if turn:
             raise EngineDead("engine 'fake' died")

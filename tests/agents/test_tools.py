@@ -109,7 +109,7 @@ def _told_too_much(a: int) -> int:
         (_told_too_much, "describes b, and it has no such parameter"),
     ],
 )
-def test_what_cannot_be_told_to_a_policy_is_refused(function: Callable[..., Any], words: str) -> None:
+def test_functions_without_a_complete_schema_are_refused(function: Callable[..., Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         tool(function)
 
@@ -123,7 +123,7 @@ def test_what_cannot_be_told_to_a_policy_is_refused(function: Callable[..., Any]
         ("no_such_module:add", "importing 'no_such_module' failed with ModuleNotFoundError"),
     ],
 )
-def test_a_tool_that_is_not_there(name: str, words: str) -> None:
+def test_an_unknown_tool_is_refused(name: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         find(name)
 
@@ -162,7 +162,7 @@ def test_calls_in_processes(python_tools: tuple[Toolbox, PythonTools]) -> None:
     ) and arguments.seconds < 20
 
 
-def test_failures_are_told_to_the_policy(python_tools: tuple[Toolbox, PythonTools]) -> None:
+def test_tool_failures_become_answers_to_the_policy(python_tools: tuple[Toolbox, PythonTools]) -> None:
     box, _ = python_tools
     assert call(box, "misbehave", how="so").text == "Error: ValueError: so"
     hung = call(box, "misbehave", limit=0.3, how="hang")
@@ -176,7 +176,7 @@ def test_failures_are_told_to_the_policy(python_tools: tuple[Toolbox, PythonTool
     assert call(box, "add", a=1, b=1).text == "2"  # other calls go on
 
 
-def test_what_a_tool_answers_is_held_to_its_contract(python_tools: tuple[Toolbox, PythonTools]) -> None:
+def test_answers_with_an_invalid_reward_or_text_are_refused(python_tools: tuple[Toolbox, PythonTools]) -> None:
     """A reward of NaN would be trained on, and numpy's numbers cannot be saved; both are errors of the tool."""
     box, _ = python_tools
     with pytest.raises(ToolUnavailable, match="the reward of its answer is nan, not a finite number"):
@@ -187,7 +187,7 @@ def test_what_a_tool_answers_is_held_to_its_contract(python_tools: tuple[Toolbox
     assert reward == 0.5 and type(reward) is float
 
 
-def test_a_slow_tool_holds_back_its_own_sample_alone(python_tools: tuple[Toolbox, PythonTools]) -> None:
+def test_a_slow_tool_does_not_delay_other_samples(python_tools: tuple[Toolbox, PythonTools]) -> None:
     box, _ = python_tools
 
     async def together() -> list[str]:
@@ -222,7 +222,7 @@ def test_the_code_interpreter() -> None:
 
 
 @needs_sandbox
-def test_the_code_interpreter_as_recipes_name_it() -> None:
+def test_the_code_interpreter_has_the_recipes_limits_and_packages() -> None:
     """The tool has the recipe's limits and packages."""
     settings = {"sandbox": asdict(SandboxConfig(wall_seconds=1.0, packages=["packaging"]))}
     setup = AgentSetup(AgentConfig(tools=["code_interpreter"], processes=1, tool_timeout=20.0), {}, settings)
@@ -255,7 +255,7 @@ def stdio(**more: Any) -> McpServer:
     return McpServer(command=[sys.executable, "-m", "tests.support.mcp_server"], **more)
 
 
-def test_an_mcp_server_that_we_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_mcp_server_over_stdio(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOOD", "fine")
 
     async def used() -> None:
@@ -281,7 +281,7 @@ def test_an_mcp_server_that_we_start(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(used())
 
 
-def test_time_counts_from_when_a_call_is_sent() -> None:
+def test_a_calls_timeout_starts_when_it_is_sent() -> None:
     """A server that serves one call at a time receives one at a time: none times out behind others."""
 
     async def used() -> list[str]:
@@ -295,7 +295,7 @@ def test_time_counts_from_when_a_call_is_sent() -> None:
     assert asyncio.run(used()) == [""] * 6
 
 
-def test_an_mcp_server_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_mcp_server_that_never_answers_fails_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call returns an error, and nothing else is cancelled."""
     monkeypatch.setattr("megarl.agents.mcp_tools.CONNECT_SECONDS", 0.5)
 
@@ -309,7 +309,7 @@ def test_an_mcp_server_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> No
     asyncio.run(used())
 
 
-def test_ctrl_c_while_a_server_does_not_answer() -> None:
+def test_ctrl_c_does_not_wait_for_a_silent_mcp_server() -> None:
     """A connection being opened ends with the caller, which does not wait for it."""
 
     async def interrupted() -> None:
@@ -326,7 +326,7 @@ def test_ctrl_c_while_a_server_does_not_answer() -> None:
     assert time.monotonic() - began < 25
 
 
-def test_one_bad_call_does_not_end_the_others() -> None:
+def test_an_invalid_call_does_not_fail_concurrent_calls() -> None:
     """Samples share a connection; an invalid call fails only its sample."""
 
     async def used() -> list[Any]:
@@ -350,7 +350,7 @@ def test_one_bad_call_does_not_end_the_others() -> None:
     assert wrong.failure == absent.failure == "error"
 
 
-def test_an_mcp_server_that_listens() -> None:
+def test_an_mcp_server_over_http() -> None:
     port = free_port()
     process = subprocess.Popen([sys.executable, "-m", "tests.support.mcp_server", str(port)], stderr=subprocess.DEVNULL)
     try:
@@ -379,7 +379,7 @@ def test_an_mcp_server_that_listens() -> None:
         process.wait()
 
 
-def test_an_mcp_server_that_is_not_there() -> None:
+def test_an_unreachable_or_incomplete_mcp_server_is_refused() -> None:
     for server in (McpServer(command=["/no/such/program"]), McpServer(url=f"http://127.0.0.1:{free_port()}/mcp")):
         with pytest.raises(ValueError, match=r"(?s)agent\.mcp\b.*MCP server 'mine' cannot be reached"):
             check_tools(AgentSetup(AgentConfig(mcp={"mine": server}), {}, {}), qwen3())
@@ -389,13 +389,13 @@ def test_an_mcp_server_that_is_not_there() -> None:
         check_tools(AgentSetup(AgentConfig(mcp={"mine": stdio(tools=["sub"])}), {}, {}), qwen3())
 
 
-def test_two_tools_of_one_name_are_refused() -> None:
+def test_duplicate_tool_names_are_refused() -> None:
     setup = AgentSetup(AgentConfig(tools=[f"{OWN}:add"], mcp={"mine": stdio()}), {}, {})
     with pytest.raises(ValueError, match=r"agent.mcp.mine and agent.tools both have a tool 'add'"):
         check_tools(setup, qwen3())
 
 
-def test_the_code_interpreter_is_described_to_the_policy_as_before() -> None:
+def test_the_code_interpreters_schema_has_not_changed() -> None:
     """Its description is part of every prompt with tools: another text would change what a model samples."""
     tool = find("code_interpreter")
     assert tool.description == "Runs Python code and returns what it prints."
