@@ -90,7 +90,7 @@ class TestByHand:
         np.testing.assert_array_equal(advantages("remax", batch), [0.5, -0.5, 1.0])
         assert ADVANTAGES["remax"].needs_greedy and not ADVANTAGES["grpo"].needs_greedy
 
-    def test_left_to_others(self) -> None:
+    def test_none_gives_zeros_and_gae_has_no_estimator_here(self) -> None:
         np.testing.assert_array_equal(advantages("none", outcomes([1, 2.0], [0, 0])), [0, 0])
         assert ADVANTAGES["gae"].function is None and ADVANTAGES["gae"].of_tokens is None
 
@@ -211,7 +211,7 @@ class TestProperties:
         shuffled = Outcomes(self.batch.rewards[order], self.batch.groups[order], self.batch.loss_tokens[order])
         np.testing.assert_allclose(self.of(name, shuffled), self.of(name, self.batch)[order], atol=1e-12)
 
-    def test_names_of_groups_do_not_matter(self, name: str) -> None:
+    def test_group_numbers_do_not_matter(self, name: str) -> None:
         renamed = Outcomes(self.batch.rewards, 1000 - 3 * self.batch.groups, self.batch.loss_tokens)
         np.testing.assert_allclose(self.of(name, renamed), self.of(name, self.batch), atol=1e-12)
 
@@ -231,7 +231,7 @@ class TestProperties:
         else:
             assert advantages(name, outcomes([5.0], [0], [3])).tolist() == [0.0]
 
-    def test_all_are_finite_where_no_token_counts(self, name: str) -> None:
+    def test_advantages_are_finite_without_loss_tokens(self, name: str) -> None:
         nothing = Outcomes(self.batch.rewards, self.batch.groups, np.zeros(20, dtype=int))
         assert np.isfinite(self.of(name, nothing)).all()
 
@@ -244,7 +244,7 @@ def test_scale_of_rewards(name: str, power: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_passk"])
-def test_what_all_of_a_group_earn_does_not_matter(name: str) -> None:
+def test_a_constant_added_to_a_groups_rewards_changes_nothing(name: str) -> None:
     batch = random_outcomes(6, [4, 6, 3])
     shifted = Outcomes(batch.rewards + 0.5 * batch.groups, batch.groups, batch.loss_tokens)
     np.testing.assert_allclose(advantages(name, shifted), advantages(name, batch), atol=1e-9)

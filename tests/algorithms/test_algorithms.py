@@ -32,7 +32,7 @@ class TestAggregation:
         np.testing.assert_allclose(AGGREGATIONS[name](self.lengths, 10), weights)
 
     @pytest.mark.parametrize("name", AGGREGATIONS.names())
-    def test_nothing_masked_in_weighs_nothing(self, name: str) -> None:
+    def test_samples_without_loss_tokens_have_finite_weights(self, name: str) -> None:
         tokens = np.zeros(3)
         assert np.isfinite(AGGREGATIONS[name](tokens, 10)).all()
 
@@ -58,7 +58,7 @@ class TestKLWeight:
         weight.adapt(0.25, samples=50)
         assert weight.value == pytest.approx(expected), "at the target it stays"
 
-    def test_a_kl_that_is_no_number_teaches_nothing(self) -> None:
+    def test_a_nonfinite_kl_does_not_change_the_weight(self) -> None:
         weight = KLWeight(0.1, target=0.25, horizon=100)
         for kl in (math.nan, math.inf):
             weight.adapt(kl, samples=50)
@@ -71,7 +71,7 @@ class TestKLWeight:
 
 
 class TestObjective:
-    def test_masked_tokens_count_nowhere_even_if_they_are_nan(self) -> None:
+    def test_excluded_tokens_have_no_effect_even_if_nan(self) -> None:
         batch = inputs([1.1, 1.1, 1.1], [1.0, 1.0, 3.0], mask=[1, 0, 1])
         batch.advantages[1] = math.nan  # type: ignore[index]
         loss, metrics = objective(batch, settings())
@@ -105,19 +105,19 @@ class TestObjective:
         torch.testing.assert_close(through[0], kl(name, straight=False)[0])
         torch.testing.assert_close(through[1], kl("mse", straight=False)[1])
 
-    def test_the_weight_of_the_kl_may_be_another_than_the_recipes(self) -> None:
+    def test_kl_weight_overrides_the_recipes_kl_coef(self) -> None:
         batch = random_inputs(3, [6])
         config = settings(kl_coef=0.1)
         (loss, metrics), (adapted, same) = objective(batch, config), objective(batch, config, kl_weight=0.3)
         assert adapted.item() - loss.item() == pytest.approx(0.2 * metrics["actor/kl_loss"].item())
         assert same["actor/kl_loss"] == metrics["actor/kl_loss"]
 
-    def test_a_kl_that_is_in_the_reward_is_not_in_the_loss(self) -> None:
+    def test_a_kl_in_the_reward_is_not_in_the_loss(self) -> None:
         batch = random_inputs(3, [6])
         loss, metrics = objective(batch, settings(kl_coef=0.1, kl_in_reward=True))
         assert loss == objective(batch, settings())[0] and "actor/kl_loss" not in metrics
 
-    def test_the_proximal_policy_is_the_one_that_the_recipe_says(self) -> None:
+    def test_old_log_probs_selects_the_proximal_policy(self) -> None:
         batch = random_inputs(1, [6])
         now, engines = batch.log_probs.detach(), batch.rollout_log_probs
         before, batch.old_log_probs = batch.old_log_probs, None
@@ -131,7 +131,7 @@ class TestObjective:
         batch.old_log_probs = before
         assert objective(batch, settings())[1] not in (current, bypass)
 
-    def test_which_losses_need_the_pass_before_the_update(self) -> None:
+    def test_losses_that_need_the_old_log_prob_pass(self) -> None:
         assert runs_old_log_prob_pass(settings(loss="ppo_clip"))
         assert runs_old_log_prob_pass(settings(loss="reinforce", kl_coef=0.1, kl_in_reward=True))
         assert not runs_old_log_prob_pass(settings(loss="ppo_clip", old_log_probs="current"))
@@ -161,7 +161,7 @@ class TestShaping:
         np.testing.assert_allclose(penalties, [0, 0, -0.5, -1.5, -2, -2])
         assert overlong_penalty(np.array([9]), 10, 1, 2.0).tolist() == [0.0]
 
-    def test_group_numbers_are_those_of_each_groups_samples(self) -> None:
+    def test_group_numbers_has_one_entry_per_sample(self) -> None:
         groups = [Group(number, "", "", 0, [sample(0.0)] * size) for number, size in ((7, 2), (3, 1), (9, 3))]
         assert group_numbers(groups).tolist() == [7, 7, 3, 9, 9, 9]
 

@@ -67,7 +67,7 @@ class TestByHand:
         assert self.of(mask="sequence", mask_low=0.2, mask_high=2.9) == [0, 0, 0, 1, 1]
         assert self.of(mask="geometric", mask_low=0.6, mask_high=2.9) == [1, 1, 1, 0, 0]
 
-    def test_ice_pop_weighs_what_it_keeps(self) -> None:
+    def test_ice_pop_weights_the_tokens_that_it_keeps(self) -> None:
         assert self.of(weights="token", truncate=5, mask="token", mask_low=0.6) == pytest.approx([2, 0, 3, 0, 0])
 
     def test_veto_drops_the_whole_sequence(self) -> None:
@@ -91,7 +91,7 @@ def test_bounds_of_a_mask_are_inside() -> None:
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-def test_normalised_weights_have_mean_1_over_the_mini_batch_however_it_is_split(level: str) -> None:
+def test_normalized_weights_have_mean_1_over_any_split_of_the_mini_batch(level: str) -> None:
     """Over tokens; or, where a weight is a sequence's, over the sequences that have any."""
     batch = random_inputs(0, [6, 3, 9, 4, 1])
     batch.loss_mask[sequences_of(batch) == 3] = 0.0
@@ -111,7 +111,7 @@ def test_normalised_weights_have_mean_1_over_the_mini_batch_however_it_is_split(
         assert np.mean([values[0].item() for values in by_sequence if len(values)]) == pytest.approx(1)
 
 
-def test_a_mini_batch_without_a_token_keeps_its_weights() -> None:
+def test_a_mini_batch_without_loss_tokens_has_scale_1() -> None:
     assert correction_scales([np.array([[0.0, 0.0], [4.0, 2.0]])]) == [1.0, 0.5]
 
 
@@ -129,7 +129,7 @@ class TestInTheObjective:
         torch.testing.assert_close(got, expected)
         assert objective(batch, corrected)[1]["actor/kl_loss"] == objective(batch, plain)[1]["actor/kl_loss"]
 
-    def test_the_mismatch_is_that_of_the_policy_before_the_update(self) -> None:
+    def test_correction_uses_the_policy_before_the_update(self) -> None:
         batch = random_inputs(2, [5, 6])
         config = correcting(weights="token")
         _, metrics = objective(batch, config)
@@ -147,14 +147,14 @@ class TestInTheObjective:
         (gradient,) = torch.autograd.grad(loss, batch.log_probs)
         torch.testing.assert_close(gradient, torch.tensor([-1 / 3, 0, -1 / 3], dtype=torch.float64))
 
-    def test_masking_alone_in_bypass_mode_looks_at_the_current_policy(self) -> None:
+    def test_masking_without_weights_in_bypass_mode_uses_the_current_policy(self) -> None:
         batch, policy = mismatched([1.0, 9.0], [2])
         batch.old_log_probs, batch.log_probs = None, policy.clone().requires_grad_()
         config = correcting(mask="token")
         config.old_log_probs = "rollout"
         assert objective(batch, config)[1]["rollout/correction_masked"].item() == 0.5
 
-    def test_nothing_asked_for_changes_nothing(self) -> None:
+    def test_correction_is_off_by_default(self) -> None:
         assert not corrects(CorrectionConfig())
         assert corrects(CorrectionConfig(veto=1e-4)) and corrects(CorrectionConfig(mask="token"))
         _, metrics = objective(random_inputs(3, [4]), settings())
@@ -183,19 +183,19 @@ class TestMismatch:
         together = total_mismatch([None, *(Mismatch.of(part, part.log_probs) for part in parts)])
         assert together.metrics() == pytest.approx(whole)
 
-    def test_equal_policies_have_none(self) -> None:
+    def test_equal_policies_have_no_mismatch(self) -> None:
         batch, policy = mismatched([1.0] * 5, [3, 2])
         metrics = Mismatch.of(batch, policy).metrics()
         assert metrics.pop("rollout/mismatch_ess") == 1
         assert set(metrics.values()) == {0}
 
-    def test_no_token_has_no_metrics(self) -> None:
+    def test_a_batch_without_loss_tokens_has_no_metrics(self) -> None:
         batch, policy = mismatched([2.0, 3.0], [2])
         batch.loss_mask.zero_()
         assert total_mismatch([None, Mismatch.of(batch, policy)]).metrics() == {}
 
     @pytest.mark.parametrize("broken", [0, 1, 2])
-    def test_one_token_that_is_nan_shows_in_every_figure(self, broken: int) -> None:
+    def test_a_nan_token_makes_every_metric_nan(self, broken: int) -> None:
         batch, policy = mismatched([2.0, 0.5, 4.0], [2, 1])
         policy[broken] = math.nan
         whole = Mismatch.of(batch, policy)

@@ -32,7 +32,7 @@ def test_covariances_by_hand() -> None:
     np.testing.assert_allclose(computed[[0, 1, 3]], [-1, 0, 0], atol=1e-12)
 
 
-def test_kl_cov_holds_the_highest_back() -> None:
+def test_kl_cov_selects_the_highest_covariances() -> None:
     """Covariances: log p - mean = 1.5, 0.5, -0.5, -1.5 and A - mean = 1, -1, 1, -1: 1.5, -0.5, -0.5, 1.5."""
     batch = inputs([np.exp(-n) for n in (1, 2, 3, 4)], [2, 0, 2, 0])
     (chosen,) = selected([batch], [np.zeros(4)], settings(loss="kl_cov", cov_share=0.5))
@@ -44,7 +44,7 @@ def test_kl_cov_holds_the_highest_back() -> None:
     assert metrics["actor/cov_selected"].tolist() == [1, 0, 0, 1]
 
 
-def test_clip_cov_draws_among_those_between_its_bounds_that_are_not_clipped() -> None:
+def test_clip_cov_draws_unclipped_tokens_within_its_bounds() -> None:
     """Covariances 4.5, -0.5, -0.5, 4.5 with A of 6, 0, 6, 0: of the last and first the first is clipped (ratio e)."""
     batch = inputs([np.exp(-n) for n in (1, 2, 3, 4)], [6, 0, 6, 0])
     batch.old_log_probs = batch.log_probs.detach() - torch.tensor([1.0, 0, 0, 0])
@@ -63,7 +63,7 @@ def test_clip_cov_draws_among_those_between_its_bounds_that_are_not_clipped() ->
 
 
 @pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
-def test_the_choice_does_not_depend_on_the_split(loss: str) -> None:
+def test_the_selection_does_not_depend_on_the_split(loss: str) -> None:
     batch = random_inputs(0, [30, 7, 50, 13])
     draws = np.random.default_rng(1).random(100)
     config = settings(loss=loss, cov_share=0.1, cov_low=0.1, cov_high=3.0)
@@ -86,7 +86,7 @@ def test_threshold() -> None:
     assert TokenSums(tokens=10).count(0.01) == 1 and TokenSums(tokens=1000).count(0.01) == 10
 
 
-def test_a_mini_batch_without_a_token_selects_none() -> None:
+def test_a_mini_batch_without_loss_tokens_selects_none() -> None:
     batch = random_inputs(1, [4])
     batch.loss_mask.zero_()
     (chosen,) = selected([batch], [np.zeros(4)], settings(loss="kl_cov"))

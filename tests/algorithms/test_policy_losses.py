@@ -106,7 +106,7 @@ def test_gspo_by_hand() -> None:
     close(gradient(batch, loss[[0, 2]]), [-s, 0, -s, 0, 0])  # two tokens of -s, each with half of each one's gradient
 
 
-def test_gspo_token_gives_each_token_its_own_advantage() -> None:
+def test_gspo_token_uses_each_tokens_advantage() -> None:
     batch = inputs([1.2, 0.9], [1.0, -2.0], lengths=[2])
     loss, _ = token_loss(batch, "gspo_token")
     s = math.sqrt(1.08)
@@ -131,7 +131,7 @@ def test_reinforce_and_sft_by_hand() -> None:
     close(token_loss(batch, "sft")[0], [log(2), log(4)])
 
 
-def test_what_needs_a_pass_before_the_update() -> None:
+def test_losses_without_an_old_log_prob_pass() -> None:
     assert {name for name in LOSSES.names() if not LOSSES[name].needs_old_log_probs} == {
         "reinforce", "sft", "dpo", "gkd",
     }  # fmt: skip
@@ -275,7 +275,7 @@ def slow_objective(batch: LossInputs, name: str, config: AlgorithmConfig, p: np.
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("name", OF_TOKENS)
-def test_value_and_gradient_are_the_slow_references(name: str, seed: int) -> None:
+def test_value_and_gradient_equal_the_slow_reference(name: str, seed: int) -> None:
     """The gradient by central differences of the reference, at points that no bound is within 1e-6 of."""
     batch = random_inputs(seed, [9, 1, 14, 3, 6])
     config = settings(loss=name, **SETTINGS.get(name, {}))
@@ -311,7 +311,7 @@ class TestProperties:
             torch.testing.assert_close(result[2], expected)
 
     @pytest.mark.parametrize("junk", [-50.0, math.inf, math.nan])
-    def test_masked_tokens_count_nowhere_whatever_they_hold(self, name: str, junk: float) -> None:
+    def test_excluded_tokens_have_no_effect_for_any_value(self, name: str, junk: float) -> None:
         """Not in gradients, either: a nan that is left out of a sum can come back through 0 x nan on the way back."""
         batch = random_inputs(3, [6, 8])
         expected, metrics, grad = self.of(batch, name)
@@ -327,7 +327,7 @@ class TestProperties:
         torch.testing.assert_close(gradients, grad)
         assert not gradients[masked].any()
 
-    def test_nothing_masked_in_is_no_loss(self, name: str) -> None:
+    def test_a_batch_without_loss_tokens_has_loss_zero(self, name: str) -> None:
         batch = random_inputs(4, [4, 3])
         for vector in (batch.loss_mask, batch.loss_weights, batch.token_share):
             vector.zero_()
@@ -370,7 +370,7 @@ def test_a_token_on_its_bound_is_not_clipped(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["ppo_clip", "sapo", "dppo_tv", "gspo", "gmpo", "reinforce"])
-def test_a_nan_that_counts_shows(name: str) -> None:
+def test_a_nan_in_a_loss_token_makes_the_loss_nan(name: str) -> None:
     """Masking by arithmetic must not hide NaN in tokens that the loss counts."""
     batch = inputs([1.0, 1.0], [1.0, -2.0])
     assert batch.advantages is not None
@@ -378,6 +378,6 @@ def test_a_nan_that_counts_shows(name: str) -> None:
     assert objective(batch, settings(loss=name))[0].isnan()
 
 
-def test_unknown_names_point_to_the_nearest() -> None:
+def test_unknown_names_suggest_the_nearest() -> None:
     with pytest.raises(ValueError, match="did you mean 'ppo_clip'"):
         LOSSES["ppoclip"]

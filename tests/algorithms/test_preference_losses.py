@@ -40,7 +40,7 @@ def slow(batch: LossInputs, beta: float, smoothing: float, p: np.ndarray) -> flo
 
 
 @pytest.mark.parametrize(("beta", "smoothing"), [(0.1, 0.0), (0.5, 0.2)])
-def test_value_and_gradient_are_the_slow_references(beta: float, smoothing: float) -> None:
+def test_value_and_gradient_equal_the_slow_reference(beta: float, smoothing: float) -> None:
     batch = pairs(0, [5, 9, 4, 6, 12, 7])
     config = settings(loss="dpo", dpo_beta=beta, dpo_label_smoothing=smoothing)
     loss, _ = objective(batch, config)
@@ -85,7 +85,7 @@ def test_splits_by_pairs_add_up() -> None:
         torch.testing.assert_close(sum(part[1][name] for part in parts), value)
 
 
-def test_far_apart_answers_stay_finite() -> None:
+def test_a_large_margin_gives_a_finite_loss_and_gradient() -> None:
     batch = pairs(3, [4, 4])
     with torch.no_grad():
         batch.log_probs[:4] -= 1e5
@@ -94,6 +94,6 @@ def test_far_apart_answers_stay_finite() -> None:
     assert torch.isfinite(loss) and torch.isfinite(grad).all()
 
 
-def test_it_keeps_the_starting_policy() -> None:
+def test_dpo_needs_the_reference_policy() -> None:
     assert needs_reference(settings(loss="dpo")) and not needs_reference(settings(loss="sft"))
     assert needs_reference(settings(loss="sft", kl_coef=0.1))

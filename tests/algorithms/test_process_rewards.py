@@ -33,7 +33,7 @@ class TestPlaces:
         assert step_rewards_per_token(steps, TURNS).tolist() == [0, 1, 6, 0, 0, 8, 0, 48]
         assert step_returns(steps, TURNS)[TURNS].tolist() == [63, 62, 56, 48, 48]
 
-    def test_nothing(self) -> None:
+    def test_samples_without_steps_or_loss_tokens_have_no_step_rewards(self) -> None:
         assert step_rewards_per_token((), TURNS).tolist() == [0] * 8
         excluded = step_rewards_per_token(((3, 1.0),), np.zeros(8, dtype=bool))
         assert excluded.tolist() == [0] * 8, "a sample that does not count"
@@ -126,7 +126,7 @@ OUTCOMES = [[4.0, 0.0, 2.0], [1.0, 1.0, 1.0]]
 
 
 class TestReinforcePlusPlus:
-    def test_steps_are_earned_where_they_end_and_once(self, recipe: Recipe) -> None:
+    def test_a_step_reward_counts_once_at_the_token_that_ends_the_step(self, recipe: Recipe) -> None:
         """Without a discount: the return-to-go, with the outcome at every token."""
         recipe.algorithm.advantage = "reinforce_plus_plus"
         got = computed_advantages(recipe, batch(STEPS, OUTCOMES, {(0, 0): TURNS}))
@@ -149,7 +149,7 @@ class TestReinforcePlusPlus:
             [-3.5, -3, -2.5, -2, -1.5, -1, -0.5], [1.5, 2, 1.5, 2, 2.5, 3, 3.5],
         ]  # fmt: skip
 
-    def test_what_is_taken_from_the_whole_reward_is_taken_at_the_end(self, recipe: Recipe) -> None:
+    def test_the_overlong_penalty_applies_to_the_last_token(self, recipe: Recipe) -> None:
         """The punishment of long responses changes a sample's reward after it was scored: gamma 1/2, step 1, outcome 4 - 2."""
         groups = batch([[((6, 1.0),), ()]], [[4.0, 0.0]], {})
         groups[0].samples[0].reward -= 2.0
@@ -157,7 +157,7 @@ class TestReinforcePlusPlus:
         assert computed_advantages(recipe, groups)[0][-2:] == [2.0, 2.0]
 
 
-def test_the_critic_learns_of_steps(recipe: Recipe) -> None:
+def test_the_critic_includes_step_rewards(recipe: Recipe) -> None:
     """With lambda 1 and values of 0 advantages are returns-to-go, as in REINFORCE++."""
     recipe.algorithm.advantage, recipe.algorithm.lam = "gae", 1.0
     groups = batch(STEPS, OUTCOMES, {(0, 0): TURNS})
@@ -171,7 +171,7 @@ def test_the_critic_learns_of_steps(recipe: Recipe) -> None:
     assert {number: values.tolist() for number, values in got.items()} == computed_advantages(recipe, groups)
 
 
-def test_the_critic_is_given_no_kl_of_samples_that_count_nowhere(recipe: Recipe) -> None:
+def test_the_critic_subtracts_no_kl_for_samples_outside_the_loss(recipe: Recipe) -> None:
     """The actor sends no KL of fillers and of samples outside the loss."""
     recipe.algorithm.advantage, recipe.algorithm.lam = "gae", 1.0
     shard = plan_step(batch([[(), ()]], [[4.0, 0.0]], {}), recipe, 1, 1).shards[0]
@@ -198,7 +198,7 @@ class TestGrpoProcess:
         assert got[3] == pytest.approx([-3 * unit] * 3 + [0] * 4)
         assert got[4] == pytest.approx([2.5 * unit] + [0] * 6) and got[5] == pytest.approx([0.5 * unit] * 7)
 
-    def test_outcomes_are_normalised_apart(self, recipe: Recipe) -> None:
+    def test_outcomes_are_normalized_separately_from_steps(self, recipe: Recipe) -> None:
         """4, 0 and 2: mean 2, standard deviation 2: 1, -1 and 0 at every token, plus the steps' advantages."""
         recipe.algorithm.advantage = "grpo_process"
         got = computed_advantages(recipe, batch(STEPS, OUTCOMES, {(0, 0): TURNS}))
@@ -244,7 +244,7 @@ class TestGrpoProcess:
             for sample, advantages in expected.items():
                 assert got[sample] == pytest.approx(advantages, rel=1e-5, abs=1e-5)
 
-    def test_a_scorer_without_steps_is_named(self, recipe: Recipe) -> None:
+    def test_a_scorer_without_step_rewards_is_refused(self, recipe: Recipe) -> None:
         recipe.algorithm.advantage = "grpo_process"
         groups = batch([[(), ()]], [[1.0, 0.0]], {})
         assert computed_advantages(recipe, groups)[0] == pytest.approx([np.sqrt(0.5)] * 7, rel=1e-5), (
@@ -266,7 +266,7 @@ def test_steps_of_zero_change_nothing(recipe: Recipe, advantage: str) -> None:
     assert got[0] == got[1]
 
 
-def test_estimators_of_whole_samples_see_the_sum(recipe: Recipe) -> None:
+def test_sample_level_estimators_use_outcome_plus_steps(recipe: Recipe) -> None:
     """4 + 1 + 3, 0 + 5 and 2: mean 5."""
     recipe.algorithm.normalize_by_std = False
     got = computed_advantages(recipe, batch(STEPS[:1], OUTCOMES[:1], {}))
@@ -290,6 +290,6 @@ def test_metrics(recipe: Recipe) -> None:
     assert not [name for name in plan_step(groups, recipe, 1, 1).metrics if "step" in name]
 
 
-def test_estimators_take_a_batch_without_any_step() -> None:
+def test_step_estimators_accept_a_batch_without_steps() -> None:
     outcomes = Outcomes(np.array([1.0, 0.0]), np.array([3, 3]), np.ones(2))
     assert ADVANTAGES["grpo_process"].of_steps(outcomes, settings()).tolist() == []

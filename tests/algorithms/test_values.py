@@ -47,7 +47,7 @@ def test_gae_by_hand() -> None:
     assert returns.tolist() == [0, 1.25, 3, 0, 0, 8]
 
 
-def test_lam_one_gives_reward_minus_value_and_lam_zero_one_step() -> None:
+def test_lam_1_gives_reward_minus_value_and_lam_0_the_td_error() -> None:
     values, mask = np.array([0.5, -1.0, 2.0]), np.ones(3, dtype=bool)
     advantages, returns = gae(np.array([3.0]), values, mask, [3], gamma=1.0, lam=1.0)
     assert returns == pytest.approx([3, 3, 3]) and advantages == pytest.approx([2.5, 4, 1])
@@ -56,7 +56,7 @@ def test_lam_one_gives_reward_minus_value_and_lam_zero_one_step() -> None:
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (1.0, 0.9), (0.9, 0.0)])
-def test_gae_of_many_sequences_is_the_slow_one_of_each(gamma: float, lam: float) -> None:
+def test_gae_equals_the_slow_reference_of_each_sequence(gamma: float, lam: float) -> None:
     random = np.random.default_rng(0)
     lengths = [1, 2, 7, 33, 64, 5, 1, 400]
     values = random.normal(size=sum(lengths)).astype(np.float32)
@@ -74,7 +74,7 @@ def test_gae_of_many_sequences_is_the_slow_one_of_each(gamma: float, lam: float)
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.97])
-def test_tokens_earn_rewards_of_their_own(gamma: float) -> None:
+def test_gae_and_returns_include_token_rewards(gamma: float) -> None:
     """GAE of many sequences with them is the slow one of each; and with no values and lambda 1 it is the return to go."""
     random = np.random.default_rng(2)
     lengths = [1, 9, 40, 3]
@@ -95,7 +95,7 @@ def test_tokens_earn_rewards_of_their_own(gamma: float) -> None:
 
 @pytest.mark.parametrize("gamma", [0.0, 1e-5, 0.3, 0.95, 0.999, 1.0])
 @pytest.mark.parametrize("length", [1, 2, 511, 512, 513, 1500])
-def test_returns_of_any_length_and_discount_are_the_slow_ones(length: int, gamma: float) -> None:
+def test_returns_equal_the_slow_reference_at_any_length_and_discount(length: int, gamma: float) -> None:
     """Longer and shorter than the blocks that are summed at once."""
     rewards = np.random.default_rng(length).normal(size=length)
     slow, following = np.zeros(length), 3.0
@@ -105,13 +105,13 @@ def test_returns_of_any_length_and_discount_are_the_slow_ones(length: int, gamma
     np.testing.assert_allclose(got, slow, rtol=1e-10, atol=1e-10)
 
 
-def test_nothing_chosen() -> None:
+def test_returns_and_advantages_are_zero_without_loss_tokens() -> None:
     assert not returns_to_go(np.array([1.0]), np.zeros(4, dtype=bool), [4], gamma=1.0).any()
     advantages, returns = gae(np.array([1.0]), np.ones(4), np.zeros(4, dtype=bool), [4], gamma=1.0, lam=1.0)
     assert not advantages.any() and not returns.any()
 
 
-def test_moments_add_up_wherever_the_numbers_lie() -> None:
+def test_moments_add_up_without_cancellation() -> None:
     numbers = 1e6 + np.random.default_rng(1).normal(size=1000)  # sums of squares would cancel here
     parts = np.split(numbers, [0, 1, 10, 700])
     whole = sum((Moments.of(part) for part in parts), Moments())
@@ -153,7 +153,7 @@ def test_value_loss_by_hand() -> None:
     assert x.values.grad is not None and x.values.grad.tolist() == [-1, 0, 4], "beyond the clip nothing is gained"
 
 
-def test_values_that_stay_within_the_clip_are_not_counted_as_clipped() -> None:
+def test_values_within_the_clip_range_are_not_counted_as_clipped() -> None:
     """Not even by rounding: old + (new - old) is not always new."""
     generator = torch.Generator().manual_seed(0)
     new, old, returns = torch.randn(3, 1000, generator=generator)
@@ -176,7 +176,7 @@ def test_value_objective_weighs_and_masks() -> None:
     }  # fmt: skip
 
 
-def test_moments_as_metrics_are_those_after_whitening() -> None:
+def test_metrics_of_moments_are_computed_after_whitening() -> None:
     whitening = Whitening(mean=1.0, scale=2.0)
     metrics = Moments.of(np.array([0.0, 3.0])).metrics("critic/advantages", whitening)
     assert metrics == {"critic/advantages/mean": 1.0, "critic/advantages/max": 4.0, "critic/advantages/min": -2.0}
@@ -193,7 +193,7 @@ def test_value_moments_add_up_part_by_part() -> None:
     assert (both.values.least, both.returns.largest, both.advantages.least) == (1, 6, 0)
 
 
-def test_only_chosen_tokens_that_are_no_neighbours() -> None:
+def test_returns_skip_excluded_tokens() -> None:
     """A hole in each of two sequences, of which the second starts where the first ends."""
     mask = np.array([1, 0, 1, 0, 1, 0, 0, 1], dtype=bool)
     got = returns_to_go(np.array([8.0, 2.0]), mask, [4, 4], gamma=0.5)

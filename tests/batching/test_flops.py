@@ -75,7 +75,7 @@ def full_square(flops: ModelFlops, length: int) -> float:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_equal_to_what_torch_counts(name: str) -> None:
+def test_flops_equal_torchs_counter(name: str) -> None:
     """Forward, and forward with backward, to the last FLOP, attention counted over its full square."""
     model = build(name)
     flops = model_flops(model.config.to_dict())
@@ -102,7 +102,7 @@ def test_causal_attention_needs_each_pair_once() -> None:
     assert np.allclose(flops.of([40_000]), full_square(flops, 40_000) / 2, rtol=1e-4)  # far past the linear part
 
 
-def test_billions_of_known_models() -> None:
+def test_flops_of_published_models() -> None:
     """Half of the linear part is the parameters that a token meets: 6.5 G of Qwen2.5-7B's 7.6 G (its input embedding
     is a look-up), 37 G of DeepSeek-V3's 671 G."""
     qwen = {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28}
@@ -115,7 +115,7 @@ def test_billions_of_known_models() -> None:
     assert model_flops(deepseek | {"v_head_dim": 128}).per_token / 2 == pytest.approx(36.6e9, rel=0.001)
 
 
-def test_what_nobody_checked_is_refused() -> None:
+def test_an_unsupported_model_type_is_refused() -> None:
     with pytest.raises(ValueError, match="'mamba' model are not counted"):
         model_flops({"model_type": "mamba"})
 

@@ -50,7 +50,7 @@ def check_invariants(
         assert not any(slot.filler for slot in slots)
 
 
-def test_invariants_where_swaps_are_many() -> None:
+def test_invariants_with_many_swaps() -> None:
     """A few samples a micro batch, costs that tokens do not tell, little room left."""
     rng = np.random.default_rng(0)
     for _ in range(40):
@@ -98,7 +98,7 @@ def filling(lengths: np.ndarray, tokens: int) -> np.ndarray:
     ],
 )
 @pytest.mark.parametrize(("ranks", "multiple_of"), [(1, 1), (8, 1), (4, 4)])
-def test_full_and_even_where_promised(
+def test_micro_batches_are_full_and_even_in_the_documented_range(
     model: ModelFlops, name: str, longest: int, max_tokens: int, ranks: int, multiple_of: int
 ) -> None:
     for seed in range(3):
@@ -114,7 +114,7 @@ def test_full_and_even_where_promised(
 
 
 @pytest.mark.parametrize(("fill", "added"), [(0.98, False), (0.9995, True)])
-def test_micro_batches_are_added_only_where_that_evens_them_out(fill: float, added: bool) -> None:
+def test_micro_batches_are_added_only_if_that_evens_their_costs(fill: float, added: bool) -> None:
     lengths = filling(draw("gsm8k", 20_000, 2048, np.random.default_rng(0)), int(60 * 4096 * fill))
     costs = QWEN3_30B_A3B.of(lengths)
     plan = plan_micro_batches(lengths, 1, 4096, costs=costs)
@@ -122,7 +122,7 @@ def test_micro_batches_are_added_only_where_that_evens_them_out(fill: float, add
     assert share(plan, lengths, 4096) >= FULL and imbalance(plan, costs) <= EVEN
 
 
-def test_few_long_samples_are_as_even_as_they_can_be() -> None:
+def test_few_long_samples_are_as_even_as_the_longest_allows() -> None:
     """Past the promise: the longest sample costs more than the mean, and nothing is larger than it has to be."""
     lengths = draw("lognormal", 4000, 16384, np.random.default_rng(0))
     costs = QWEN3_30B_A3B.of(lengths)
@@ -132,7 +132,7 @@ def test_few_long_samples_are_as_even_as_they_can_be() -> None:
     assert imbalance(plan, costs) <= EVEN * costs.max() / (costs.sum() / bins)
 
 
-def test_costs_decide_where_tokens_do_not() -> None:
+def test_micro_batches_are_balanced_by_cost_not_by_tokens() -> None:
     """Two long samples, many short ones, attention's square: the long ones share their micro batch with fewer tokens."""
     lengths = [8000, 8000, *[500] * 64]
     costs = [length**2 for length in lengths]
@@ -142,7 +142,7 @@ def test_costs_decide_where_tokens_do_not() -> None:
     assert sorted(tokens) == [8000, 8000, 16000, 16000]
 
 
-def test_ranks_compute_alike_at_the_same_time() -> None:
+def test_micro_batches_at_one_position_have_similar_costs_on_all_ranks() -> None:
     """Ranks are even as a whole; at each place their micro batches are neighbours in cost, the least ones at both ends."""
     lengths = draw("lognormal", 200, 16384, np.random.default_rng(1))  # few samples, so micro batches differ
     costs = QWEN3_30B_A3B.of(lengths)
@@ -158,11 +158,11 @@ def test_ranks_compute_alike_at_the_same_time() -> None:
     assert 0 < peak < loads.shape[1] - 1 and (np.diff(rise) >= 0).all() and (np.diff(fall) <= 0).all()
 
 
-def test_a_sample_past_the_limit_takes_no_room_of_others() -> None:
+def test_a_sample_over_the_limit_is_packed_alone() -> None:
     assert [len(rank) for rank in plan_micro_batches([1000, 10, 10], 1, 20)] == [2]
 
 
-def test_best_fit_where_the_least_bin_has_no_room() -> None:
+def test_best_fit_is_used_if_the_lightest_bin_is_full() -> None:
     """LPT puts a 5 into each bin, then a 4 into each, and 2 has no room; best fit finds 5 + 5 and 4 + 4 + 2."""
     plan = plan_micro_batches([5, 5, 4, 4, 2], 1, 10)
     assert sorted([slot.sample for slot in batch] for batch in plan[0]) == [[0, 1], [2, 3, 4]]
@@ -194,7 +194,7 @@ def recipe(**algorithm: object) -> Recipe:
     return config
 
 
-def test_shards_carry_globally_counted_normalisers() -> None:
+def test_shards_have_global_normalizers() -> None:
     # Two mini batches of one group: 4 + 6 = 10 tokens and 2 + 3 = 5; token-mean weighs 1/10 and 1/5.
     batch = groups([(4, 1.0), (6, 0.0)], [(2, 0.0), (3, 1.0)])
     plan = plan_step(batch, recipe(), data_parallel=2, micro_batches_multiple_of=1)
@@ -207,13 +207,13 @@ def test_shards_carry_globally_counted_normalisers() -> None:
     assert plan.metrics["critic/rewards/mean"] == pytest.approx(0.5)
 
 
-def test_a_filler_weighs_nothing() -> None:
+def test_a_filler_has_loss_weight_zero() -> None:
     plan = plan_step(groups([(4, 1.0)], [(2, 0.0)]), recipe(), data_parallel=3, micro_batches_multiple_of=1)
     per_rank = [shard.samples[shard.mini_batches[0][0][0]].loss_weight for shard in plan.shards]
     assert sorted(per_rank) == pytest.approx([0, 0, 1 / 4])
 
 
-def test_overlong_samples_leave_the_normaliser() -> None:
+def test_overlong_samples_do_not_count_in_the_normalizer() -> None:
     config = recipe()
     config.algorithm.overlong.filter = True
     batch = groups([(4, 1.0), (6, 0.0)], [(2, 0.0), (3, 1.0)])
@@ -224,7 +224,7 @@ def test_overlong_samples_leave_the_normaliser() -> None:
     assert weights == pytest.approx({4: 1 / 4, 6: 0, 2: 1 / 5, 3: 1 / 5})
 
 
-def test_a_step_is_balanced_by_the_models_flops_and_says_so() -> None:
+def test_the_plan_reports_flops_share_and_imbalance() -> None:
     batch = groups([(10, 1.0)], [(5, 0.0), (1, 0.0), (1, 1.0)])  # mini batches of lengths 13, and 8, 4, 4
     config = recipe()
     config.actor.max_tokens_per_micro_batch = 16
@@ -265,7 +265,7 @@ def test_a_step_is_planned_by_the_models_flops() -> None:
     assert sizes(None) == [2, 2]  # by tokens: 20 and 16
 
 
-def test_held_out_rows_keep_the_weights_of_all_of_them() -> None:
+def test_a_piece_of_held_out_rows_has_the_weights_of_the_whole_set() -> None:
     """A piece of two rows, 4 and 6 tokens, of a set with 20: 1/20 a token, for each of two ranks in two micro batches."""
     config = recipe(loss="sft", advantage="none", aggregation="seq_mean_token_mean")
     config.train.source = "sft"
@@ -281,7 +281,7 @@ def test_held_out_rows_keep_the_weights_of_all_of_them() -> None:
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_a_loss_over_pairs_finds_them_together(packing: bool) -> None:
+def test_the_samples_of_a_pair_share_a_micro_batch(packing: bool) -> None:
     """Chosen and rejected stand one after the other, whatever the limit; a filler is a whole pair."""
     random = np.random.default_rng(0)
     batch = groups(*([(int(a), 0.0), (int(b), 0.0)] for a, b in random.integers(1, 40, (7, 2))))

@@ -24,6 +24,6 @@ def test_every_sample_is_computed_once_within_the_limit(seed: int) -> None:
     assert plan == plan_padded_micro_batches(lengths, ranks, limit, multiple)
 
 
-def test_like_lengths_go_together() -> None:
+def test_similar_lengths_share_a_micro_batch() -> None:
     plan = plan_padded_micro_batches([10, 90, 11, 88, 9, 92], ranks=1, max_tokens=276)
     assert [sorted(slot.sample for slot in micro_batch) for micro_batch in plan[0]] == [[1, 3, 5], [0, 2, 4]]
