@@ -67,7 +67,7 @@ def test_round_trip_is_exact(tmp_path: Path) -> None:
             assert (before.text, before.reason, before.turns) == (after.text, after.reason, after.turns)
 
 
-def test_a_failed_save_leaves_the_older_one_and_no_rest(tmp_path: Path) -> None:
+def test_a_failed_save_leaves_only_the_older_checkpoint(tmp_path: Path) -> None:
     trainers = Trainers()
     run_saver = saver(tmp_path, trainers)
     run_saver.save(2, state())
@@ -77,7 +77,7 @@ def test_a_failed_save_leaves_the_older_one_and_no_rest(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step_000002"]
 
 
-def test_a_save_that_does_not_fit_is_refused_before_it_is_written(tmp_path: Path) -> None:
+def test_a_save_larger_than_the_free_space_is_refused_before_writing(tmp_path: Path) -> None:
     trainers = Trainers()
     run_saver = saver(tmp_path, trainers)
     run_saver.save(2, state())
@@ -88,7 +88,7 @@ def test_a_save_that_does_not_fit_is_refused_before_it_is_written(tmp_path: Path
     assert names(tmp_path) == ["step_000002"] and find("auto", tmp_path)[0] == tmp_path / "step_000002"
 
 
-def test_going_on_from_an_older_one_sets_the_newer_aside(tmp_path: Path) -> None:
+def test_resuming_from_an_older_checkpoint_sets_newer_ones_aside(tmp_path: Path) -> None:
     run_saver = saver(tmp_path, keep_checkpoints=9)
     for step in (5, 9, 10):
         run_saver.save(step, state())
@@ -99,7 +99,7 @@ def test_going_on_from_an_older_one_sets_the_newer_aside(tmp_path: Path) -> None
     assert (tmp_path / "discarded" / "step_000010" / "controller.json").exists()
 
 
-def test_what_is_found_and_what_is_kept(tmp_path: Path) -> None:
+def test_resume_finds_the_newest_of_the_kept_checkpoints(tmp_path: Path) -> None:
     assert find("auto", tmp_path / "none") == (None, [])
     (tmp_path / ".step_000001.partial").mkdir()  # killed in its very first save
     newest, notices = find("auto", tmp_path)
@@ -117,7 +117,7 @@ def test_what_is_found_and_what_is_kept(tmp_path: Path) -> None:
         find(str(tmp_path / "step_000099"), tmp_path)
 
 
-def test_every_nth_is_kept_for_good(tmp_path: Path) -> None:
+def test_keep_every_keeps_every_nth_checkpoint(tmp_path: Path) -> None:
     run_saver = saver(tmp_path, keep_checkpoints=1, keep_every=4)
     for step in (2, 4, 6, 8, 9):
         run_saver.save(step, state())
@@ -126,7 +126,7 @@ def test_every_nth_is_kept_for_good(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["missing", "short", "flipped"])
 @pytest.mark.parametrize("file", ["trainer/tensors_1", "controller.json", "waiting.npz", MANIFEST])
-def test_damage_is_passed_over_and_said(tmp_path: Path, file: str, how: str) -> None:
+def test_auto_skips_a_damaged_checkpoint_with_a_notice(tmp_path: Path, file: str, how: str) -> None:
     run_saver = saver(tmp_path)
     for step in (1, 2):
         run_saver.save(step, state())
@@ -166,7 +166,7 @@ def opened(tmp_path: Path, config: dict[str, Any], critic: dict[str, Any] | None
     return open_run_directory(recipe, identity).checkpoint
 
 
-def test_another_models_checkpoint_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     assert opened(tmp_path, CONFIG) == tmp_path / "run" / "checkpoints" / "step_000003"
     assert opened(tmp_path, {**CONFIG, "use_cache": True}, path="/elsewhere/one") is not None
     layers, width = {**CONFIG, "num_hidden_layers": 6}, {**CONFIG, "hidden_size": 96, "head_dim": 16}
@@ -179,7 +179,7 @@ def test_another_models_checkpoint_is_refused_before_anything_starts(tmp_path: P
             opened(tmp_path, config, **model)
 
 
-def test_other_weights_are_refused_and_their_place_does_not_matter(tmp_path: Path) -> None:
+def test_other_base_weights_are_refused_and_their_path_does_not_matter(tmp_path: Path) -> None:
     """Adapters and the reference policy belong to weights, whatever the folder is called."""
     for name, byte in (("one", b"a"), ("copy", b"a"), ("other", b"b")):
         (tmp_path / name).mkdir()
@@ -199,7 +199,7 @@ def test_other_weights_are_refused_and_their_place_does_not_matter(tmp_path: Pat
         check_base(checkpoint, recipe.model)
 
 
-def test_samples_of_large_files_tell_weights_apart(tmp_path: Path) -> None:
+def test_the_digest_of_a_large_file_covers_both_ends_and_the_size(tmp_path: Path) -> None:
     file, size = tmp_path / "model.safetensors", (16 << 20) + 5
     digests = set()
     for start in (None, 0, size - 1):  # nothing, and either end
@@ -213,7 +213,7 @@ def test_samples_of_large_files_tell_weights_apart(tmp_path: Path) -> None:
     assert len(digests) == 4
 
 
-def test_a_checkpoint_that_does_not_say_what_it_belongs_to_is_refused_with_a_way_on(tmp_path: Path) -> None:
+def test_a_checkpoint_without_identity_is_refused_with_a_remedy(tmp_path: Path) -> None:
     before = {"model": {"name": "one", "dtype": "float32"}, "lora": None}
     saver(tmp_path / "run" / "checkpoints").save(3, {**state(), "identity": before})
     with pytest.raises(RecipeError, match=r"(?s)train\.resume.*written by an earlier megarl.*export it"):
@@ -229,7 +229,7 @@ def test_a_refused_resume_leaves_no_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "another").exists()
 
 
-def test_where_weights_go_as_files_can_be_written_to_before_anything_starts(tmp_path: Path) -> None:
+def test_an_unwritable_folder_for_weight_files_is_refused(tmp_path: Path) -> None:
     recipe = Recipe(name="run", runs_dir=str(tmp_path))
     identity = identity_of(recipe, CONFIG, None, rows=4)
     recipe.exchange.transport = "files"
@@ -241,7 +241,7 @@ def test_where_weights_go_as_files_can_be_written_to_before_anything_starts(tmp_
         open_run_directory(recipe, identity)
 
 
-def test_settings_that_were_changed_before_a_resume_are_said(tmp_path: Path) -> None:
+def test_a_resume_lists_changed_settings(tmp_path: Path) -> None:
     opened(tmp_path, CONFIG)
     recipe = Recipe(name="run", runs_dir=str(tmp_path))
     recipe.model = ModelConfig(path="/models/one", dtype="float32")
@@ -258,7 +258,7 @@ def test_settings_that_were_changed_before_a_resume_are_said(tmp_path: Path) -> 
     )
 
 
-def test_another_critics_checkpoint_is_refused_too(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_critic_is_refused(tmp_path: Path) -> None:
     assert opened(tmp_path, CONFIG, critic=CONFIG) is not None
     with pytest.raises(RecipeError, match=r"(?s)critic\.model_path.*hidden_size 64 there and 32 here"):
         opened(tmp_path, CONFIG, critic={**CONFIG, "hidden_size": 32})
@@ -283,7 +283,7 @@ def test_images_and_experts_of_waiting_groups_survive(tmp_path: Path) -> None:
     assert all(vectors.images is vectors.routed_experts is None for vectors in without.group.samples[0].data.get())
 
 
-def test_the_end_of_a_failed_run_names_what_is_left(tmp_path: Path) -> None:
+def test_the_resume_hint_names_the_last_intact_checkpoint(tmp_path: Path) -> None:
     """Never what a resume would pass over."""
     none = f"No checkpoint was written to {tmp_path}: the same command"
     assert resume_hint(tmp_path, "never").startswith(f"{none} with train.resume=auto starts over")

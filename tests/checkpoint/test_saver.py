@@ -20,7 +20,7 @@ from megarl.recipe.schema import TrainConfig
 from tests.support.checkpoint_parts import Trainers, names, saver, state, unexpected
 
 
-def test_beside_training_a_checkpoint_appears_when_it_is_written(tmp_path: Path) -> None:
+def test_a_background_checkpoint_is_listed_after_it_is_written(tmp_path: Path) -> None:
     trainers = Trainers()
     run_saver = saver(tmp_path, trainers, save_in_background=True, keep_checkpoints=1)
     assert run_saver.save(1, state()) == {}
@@ -38,7 +38,7 @@ def test_beside_training_a_checkpoint_appears_when_it_is_written(tmp_path: Path)
     assert names(tmp_path) == ["step_000003"] and find_damage(tmp_path / "step_000003") is None
 
 
-def test_a_write_that_fails_beside_training_is_raised_at_the_next_step(tmp_path: Path) -> None:
+def test_a_failed_background_write_is_raised_at_the_next_step(tmp_path: Path) -> None:
     trainers = Trainers()
     run_saver = saver(tmp_path, trainers, save_in_background=True)
     run_saver.save(1, state())
@@ -106,7 +106,7 @@ def raise_error(error: Exception) -> Callable[..., None]:
     return raise_it
 
 
-def test_the_end_of_a_run_waits_for_receipts_and_calls_nobody(tmp_path: Path) -> None:
+def test_rescue_waits_for_receipts_without_calling_the_trainers(tmp_path: Path) -> None:
     trainers = Trainers()
     run_saver = saver(tmp_path, trainers, save_in_background=True)
     run_saver.save(1, state())
@@ -124,7 +124,9 @@ def test_the_end_of_a_run_waits_for_receipts_and_calls_nobody(tmp_path: Path) ->
     assert looks == [1] and names(tmp_path) == ["step_000001"]
 
 
-def test_the_end_may_come_while_a_checkpoint_is_made_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_during_commit_loses_no_written_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ctrl-C at each call that `commit` makes: what had been written is visible afterwards."""
     calls = Operations(monkeypatch)
     for moment in range(1, 40):
@@ -174,7 +176,7 @@ class Operations:
         return counted
 
 
-def test_everything_is_on_the_disk_before_it_is_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_and_folders_are_synced_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every file, every folder that names one, and, after the rename, the folder of checkpoints."""
     fsync, rename = os.fsync, os.rename
     events: list[str] = []
@@ -238,7 +240,7 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_groups_that_take_turns_are_saved_as_one(tmp_path: Path) -> None:
+def test_time_shared_groups_are_saved_as_one_checkpoint(tmp_path: Path) -> None:
     """Actor and critic time-share devices: each is onloaded before its files are copied, and both form one checkpoint."""
     critic, trainers = Trainers(), Trainers()
     events: list[Any] = []

@@ -46,7 +46,7 @@ def machines_of(free, demand):
         ([8], Demand(8, 1, 2, shared=True), [0] * 8, [0]),
     ],
 )
-def test_what_fits_is_placed(free, demand, trainers, engines):
+def test_a_demand_that_fits_is_placed(free, demand, trainers, engines):
     assert machines_of(free, demand) == (trainers, engines)
 
 
@@ -61,7 +61,7 @@ def test_what_fits_is_placed(free, demand, trainers, engines):
         ([], Demand(1, 0), r"need 1 of NPU.*: none"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_arithmetic(free, demand, says):
+def test_a_demand_that_does_not_fit_is_refused_with_the_arithmetic(free, demand, says):
     with pytest.raises(ValueError, match=says):
         machines_of(free, demand)
 
@@ -75,7 +75,7 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic(free, demand, says):
         ([4], Demand(4, 1, 2, shared=True, critics=2), [(0, 0), (0, 1)]),  # on the first of the trainers' devices
     ],
 )
-def test_the_critic_is_placed_too(free, demand, critics):
+def test_the_critic_is_placed(free, demand, critics):
     plan = place([(f"10.0.0.{i}", count) for i, count in enumerate(free)], demand, "NPU")
     assert plan.critics == critics
     used = [*plan.trainers, *plan.critics, *(slot for engine in plan.engines for slot in engine)]
@@ -123,13 +123,13 @@ def test_engines_of_several_fixed_models_are_separate_and_in_order():
         place([("a", 4), ("b", 5)], Demand(2, 1, 2, fixed=both), "NPU")
 
 
-def test_devices_that_a_teacher_lacks_are_named():
+def test_a_teacher_without_enough_devices_is_refused():
     says = r"teacher\.engines x teacher\.tensor_parallel = 1 x 2 .* need 6 of NPU.*: 5 on a"
     with pytest.raises(ValueError, match=says):
         place([("a", 5)], Demand(4, 1, shared=True, fixed=(FixedEngines("teacher", 1, 2),)), "NPU")
 
 
-def test_processes_without_devices_always_find_a_place():
+def test_processes_without_devices_are_always_placed():
     colocated = place_on_cpus([1, 1], Demand(2, 1, shared=True, critics=3))
     assert [machine for machine, _ in colocated.critics] == [0, 1, 0]
     assert [machine for machine, _ in place_on_cpus([1, 1], Demand(2, 0)).trainers] == [0, 1]
@@ -167,7 +167,7 @@ def test_engines_beyond_the_trainers_devices_are_refused_on_every_transport(reci
         connect(recipe, npus())
 
 
-def test_what_a_command_does_not_start_takes_no_device(recipe):
+def test_processes_that_a_command_does_not_start_need_no_devices(recipe):
     recipe.cluster.trainers, recipe.rollout.engines, recipe.rollout.tensor_parallel = 4, 2, 2
     assert Demand.of(recipe, trainers=True, engines=True).devices == 4
     assert Demand.of(recipe, trainers=False, engines=True) == Demand(0, 2, 2)
@@ -176,7 +176,7 @@ def test_what_a_command_does_not_start_takes_no_device(recipe):
     assert Demand.of(recipe, trainers=True, engines=True).devices == 8
 
 
-def test_a_missing_ray_is_told_with_the_remedy(recipe, monkeypatch):
+def test_a_missing_ray_is_refused_with_the_remedy(recipe, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"Ray is not installed: pip install ray, or start with torchrun"):
         connect(recipe, npus())
@@ -198,7 +198,7 @@ def ray_of_the_tests():
         ("head", r"host:port"),
     ],
 )
-def test_a_ray_that_does_not_answer_is_told_with_the_remedy(recipe, tmp_path, address, says):
+def test_an_unreachable_ray_is_refused_with_the_remedy(recipe, tmp_path, address, says):
     from megarl.platform import select
 
     assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()

@@ -30,13 +30,13 @@ def replay(events, size):
     return collect(size, poll, lambda: None)
 
 
-def test_results_are_in_rank_order_whatever_comes_first():
+def test_results_are_in_rank_order_for_any_order_of_arrival():
     events = [(0.05, 0, Returned("a")), (0.0, 1, Returned("b")), (0.02, 2, Returned("c"))]
     assert replay(events, 3) == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("consequence", [BROKEN, TIMED_OUT])
-def test_the_cause_is_told_though_its_consequence_came_first(consequence):
+def test_the_cause_is_raised_even_if_its_consequence_arrives_first(consequence):
     events = [(0.0, 0, Failure.raised(place(0), consequence)), (0.5, 1, Failure.raised(place(1), OWN))]
     with pytest.raises(
         WorkerFailed, match=r"trainer rank 1 on node7 \(pid 101\) failed: ValueError: the loss is nan"
@@ -45,14 +45,14 @@ def test_the_cause_is_told_though_its_consequence_came_first(consequence):
     assert e.value.failure.traceback == "Traceback ..."
 
 
-def test_a_death_counts_before_broken_connections():
+def test_a_death_takes_precedence_over_a_broken_connection():
     death = Failure.death(place(1), "its process was killed by signal 9 (SIGKILL)")
     events = [(0.0, 0, Failure.raised(place(0), BROKEN)), (0.3, 1, death)]
     with pytest.raises(WorkerFailed, match=r"trainer rank 1 .* died: .*SIGKILL"):
         replay(events, 2)
 
 
-def test_a_broken_connection_is_told_where_there_is_no_other_cause(monkeypatch):
+def test_a_broken_connection_is_raised_if_no_other_cause_arrives(monkeypatch):
     monkeypatch.setattr(failures, "COMMUNICATION_GRACE", 0.1)
     began = time.monotonic()
     with pytest.raises(WorkerFailed, match=r"trainer rank 0 .* Connection closed by peer"):
@@ -60,12 +60,12 @@ def test_a_broken_connection_is_told_where_there_is_no_other_cause(monkeypatch):
     assert time.monotonic() - began < 2
 
 
-def test_ranks_that_fail_alike_are_counted():
+def test_ranks_with_the_same_failure_are_counted():
     with pytest.raises(WorkerFailed, match="2 other ranks failed alike"):
         replay([(0.0, rank, Failure.raised(place(rank), OWN)) for rank in range(3)], 3)
 
 
-def test_what_else_fails_is_raised_while_ranks_are_waited_for():
+def test_an_error_of_the_check_is_raised_while_waiting():
     def check():
         raise KeyError("engine")
 
@@ -91,7 +91,7 @@ def test_log_tail_is_of_the_newest_process(tmp_path):
     assert log_tail(str(tmp_path / "on another machine")) == ""
 
 
-def test_load_class_says_what_is_wrong_with_a_name():
+def test_load_class_refuses_an_invalid_name():
     assert load_class("os:stat_result") is os.stat_result
     for name, says in [
         ("os.stat_result", "package.module:Class"),

@@ -31,7 +31,7 @@ def start(tmp_path):
         service.stop()
 
 
-def test_calls_run_at_once_and_come_back_to_their_callers(start):
+def test_calls_run_concurrently_and_return_to_their_callers(start):
     engine = start()
     futures = [engine.call("slow", i) for i in range(300)]
     assert [future.result(timeout=30) for future in futures] == list(range(300))
@@ -40,7 +40,7 @@ def test_calls_run_at_once_and_come_back_to_their_callers(start):
     assert engine.host == host_name()
 
 
-def test_token_data_comes_behind_a_reference(start):
+def test_token_data_is_returned_as_a_reference(start):
     control, data = start().call_with_data("generate", 4).result(timeout=30)
     assert control == {"lengths": [4, 4]}
     assert [sample.tokens.tolist() for sample in data.get()] == [[0, 1, 2, 3], [1, 2, 3, 4]]
@@ -59,7 +59,7 @@ def test_a_call_that_raises_leaves_the_service_alive(start):
     assert engine.alive()
 
 
-def test_a_killed_service_fails_every_caller_and_takes_its_children_along(start):
+def test_a_killed_service_fails_every_call_and_its_children_end(start):
     engine = start()
     _, child = engine.call("child_pid").result(timeout=30)
     waiting = [engine.call("slow", i) for i in range(3)]
@@ -82,7 +82,7 @@ def test_a_constructor_that_raises_is_the_cause_of_death(start):
     assert "scale is negative" in caught.value.failure.traceback
 
 
-def test_stop_lets_the_object_close_and_ends_its_children(start, tmp_path):
+def test_stop_closes_the_object_and_ends_its_children(start, tmp_path):
     engine = start()
     _, child = engine.call("child_pid").result(timeout=30)
     engine.stop()
@@ -90,7 +90,7 @@ def test_stop_lets_the_object_close_and_ends_its_children(start, tmp_path):
     assert "closed in order" in (tmp_path / "engine0.log").read_text()
 
 
-def test_the_environment_is_the_roles_own(start, monkeypatch):
+def test_a_service_has_its_roles_environment(start, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     engine = start(ROLE="engine")

@@ -77,7 +77,7 @@ def test_calls_scatters_and_collectives(connect, tmp_path):
         ("raise_in_collective", r"trainer rank 1 on .* \(pid \d+\) failed: ValueError: this rank has had enough"),
     ],
 )
-def test_the_first_cause_is_told_within_seconds(connect, method, says):
+def test_the_first_cause_is_raised_within_seconds(connect, method, says):
     cluster = connect(2, 1)
     engine = cluster.start_service("tests.support.cluster_workers:Engine", (3,), name="engine0", devices=1, env={})
     pids = [*engine.call("child_pid").result(timeout=60)]
@@ -91,7 +91,7 @@ def test_the_first_cause_is_told_within_seconds(connect, method, says):
     assert wait_until(lambda: not any(map(alive, pids)), 5)  # an engine's own child too
 
 
-def test_a_trainer_that_is_stopped_is_named(connect, monkeypatch):
+def test_a_stopped_trainer_is_named(connect, monkeypatch):
     """A stopped trainer keeps its connections open; a collective of the others times out after half an hour."""
     from megarl.cluster import sigstop_watch
     from megarl.cluster.ray import watch
@@ -108,7 +108,7 @@ def test_a_trainer_that_is_stopped_is_named(connect, monkeypatch):
     assert wait_until(lambda: not any(map(alive, pids)), 5)
 
 
-def test_a_constructor_that_raises_is_told(connect):
+def test_an_error_in_a_constructor_is_raised(connect):
     with pytest.raises(WorkerFailed, match="TypeError"):
         connect(1).start_trainers("tests.support.cluster_workers:Engine", 1, (), {})
     engine = connect(0, 1, shared=False).start_service(
@@ -133,7 +133,7 @@ def test_a_critic_shares_the_trainers_device(connect, one_ray, tmp_path):
     assert "critic rank 0" in (tmp_path / "critic-0.log").read_text()
 
 
-def test_a_service_answers_many_calls_at_once(connect, one_ray, tmp_path):
+def test_a_service_runs_many_calls_concurrently(connect, one_ray, tmp_path):
     cluster = connect(1, 1)
     engine = cluster.start_service("tests.support.cluster_workers:Engine", (3,), name="engine0", devices=1, env={})
     futures = [engine.call("slow", i) for i in range(300)]
@@ -161,7 +161,7 @@ def test_a_service_answers_many_calls_at_once(connect, one_ray, tmp_path):
     assert wait_until(lambda: not alive(child), 5)
 
 
-def test_a_killed_service_ends_the_call_that_trainers_are_in(connect):
+def test_a_killed_service_ends_the_trainers_call(connect):
     cluster = connect(1, 1)
     engine = cluster.start_service("tests.support.cluster_workers:Engine", (3,), name="engine0", devices=1, env={})
     group = cluster.start_trainers("tests.support.cluster_workers:Echo", 1, (), {})
@@ -204,7 +204,7 @@ def test_engines_on_separate_devices(connect):
         connect(1, npus=True)
 
 
-def test_processes_without_devices_never_wait_for_room(connect):
+def test_processes_without_devices_start_beyond_the_number_of_cpus(connect):
     cluster = connect(20, 40)  # of 16 CPUs
     assert len(cluster._devices.trainers) == 20
     assert connect(1, 1, npus=False)._devices.next_engine(1)
@@ -253,7 +253,7 @@ def test_an_idle_trainer_that_dies_is_named(connect):
     assert wait_until(lambda: not any(map(alive, pids)), 5)
 
 
-def test_a_service_that_dies_is_named_and_one_that_was_stopped_is_not(connect):
+def test_a_dead_service_is_named_and_a_stopped_service_is_not(connect):
     cluster = connect(0, 2, shared=False)
     first, second = (
         cluster.start_service("tests.support.cluster_workers:Engine", (3,), name=f"engine{i}", devices=1, env={})

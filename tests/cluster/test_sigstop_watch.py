@@ -24,7 +24,7 @@ def busy():
     process.wait()
 
 
-def test_a_stopped_process_is_told_from_a_busy_one_and_from_none(busy):
+def test_stopped_pids_lists_only_stopped_processes(busy):
     assert stopped_pids([busy.pid, 1 << 30]) == []
     busy.send_signal(signal.SIGSTOP)
     assert wait_until(lambda: stopped_pids([1 << 30, busy.pid]) == [busy.pid], 5)
@@ -32,7 +32,7 @@ def test_a_stopped_process_is_told_from_a_busy_one_and_from_none(busy):
     assert wait_until(lambda: stopped_pids([busy.pid]) == [], 5)
 
 
-def test_looks_in_a_row_count():
+def test_only_consecutive_looks_count():
     detector = StopDetector(PLACES, "update_actor")
     for _ in range(3):  # a pause that ended, again and again
         for _ in range(LOOKS - 1):
@@ -47,7 +47,7 @@ def test_looks_in_a_row_count():
     assert not caught.value.failure.is_communication, "a cause, not the consequence of another failure"
 
 
-def test_a_pause_of_whoever_looks_is_one_look(busy, monkeypatch):
+def test_a_pause_of_the_controller_counts_as_one_look(busy, monkeypatch):
     """A controller that was stopped together with the others finds that its clock has moved on."""
     busy.send_signal(signal.SIGSTOP)
     assert wait_until(lambda: stopped_pids([busy.pid]) == [busy.pid], 5)

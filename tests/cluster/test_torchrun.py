@@ -72,7 +72,7 @@ def test_a_good_run(launch, tmp_path):
         ("engine_dies", r"ServiceDied service engine0 on .* died: .*SIGKILL"),
     ],
 )
-def test_the_first_cause_is_told_within_seconds(launch, scenario, says):
+def test_the_first_cause_is_reported_within_seconds(launch, scenario, says):
     process = launch(scenario)
     pids = pids_of(process)
     output, _ = process.communicate(timeout=60)
@@ -94,7 +94,7 @@ def test_nothing_outlives_torchrun(launch, how):
     assert wait_until(lambda: not any(map(alive, pids)), 10)
 
 
-def test_what_cannot_work_is_refused(monkeypatch, tmp_path):
+def test_a_wrong_launch_is_refused_with_the_command(monkeypatch, tmp_path):
     from megarl.cluster import connect, transport
     from megarl.platform import select
 

@@ -29,7 +29,7 @@ def make() -> Iterator[Callable[..., ProcessPool]]:
         pool.close()
 
 
-def test_names_and_settings_reach_the_work(make: Callable[..., ProcessPool]) -> None:
+def test_names_and_settings_reach_the_job(make: Callable[..., ProcessPool]) -> None:
     """The job is prepared once, in the fork server."""
     pool = make(processes=2)
     outcomes = [pool.submit("told", {"x": number}).result(10) for number in range(8)]
@@ -48,7 +48,9 @@ def test_names_and_settings_reach_the_work(make: Callable[..., ProcessPool]) -> 
         ("unreadable", "its answer cannot be read: ValueError: invalid literal for int() with base 10: 'nothing'"),
     ],
 )
-def test_what_cannot_be_answered_costs_its_own_call(make: Callable[..., ProcessPool], name: str, cause: str) -> None:
+def test_an_answer_that_cannot_be_sent_fails_only_its_call(
+    make: Callable[..., ProcessPool], name: str, cause: str
+) -> None:
     pool = make(retries=1)
     outcome, after = (pool.submit(*call).result(10) for call in ((name, "cake"), ("size", b"four")))
     assert isinstance(outcome, Failed) and (outcome.kind, outcome.cause, outcome.attempts) == ("error", cause, 2)
@@ -57,7 +59,7 @@ def test_what_cannot_be_answered_costs_its_own_call(make: Callable[..., ProcessP
         pool.submit("size", threading.Lock())
 
 
-def test_a_call_may_have_less_time_than_the_pool(make: Callable[..., ProcessPool]) -> None:
+def test_a_calls_limit_can_be_shorter_than_the_pools(make: Callable[..., ProcessPool]) -> None:
     """The message names the recipe key if the pool's limit was reached. A call's limit cannot exceed the pool's."""
     pool = make(processes=3, timeout=0.6)
     waiting = [pool.submit("sleeps", 100.0, timeout) for timeout in (0.2, None, 50.0)]
@@ -71,7 +73,7 @@ def test_a_call_may_have_less_time_than_the_pool(make: Callable[..., ProcessPool
     assert isinstance(answered, Answered) and 0.1 <= answered.seconds < 0.6
 
 
-def test_messages_larger_than_a_socket_takes(make: Callable[..., ProcessPool]) -> None:
+def test_large_messages_arrive_and_block_no_other_call(make: Callable[..., ProcessPool]) -> None:
     """Large requests and answers arrive, also while another call hangs: a process that does not read blocks no other call."""
     pool, megabytes = make(processes=2, timeout=2.0), 3 << 20
     requests = [pool.submit("size", bytes(megabytes)) for _ in range(20)]
@@ -99,7 +101,7 @@ def test_memory_is_limited_in_each_process(make: Callable[..., ProcessPool]) -> 
         make(memory_mb=5)
 
 
-def test_async_functions_many_at_a_time(make: Callable[..., ProcessPool]) -> None:
+def test_async_calls_run_concurrently_in_all_processes(make: Callable[..., ProcessPool]) -> None:
     """200 calls of 0.2 s each, in two processes with 64 at a time: distributed evenly."""
     pool = make(["awaits"], processes=2, concurrent=64)
     outcomes = [future.result(20) for future in [pool.submit("awaits", {}) for _ in range(200)]]
@@ -111,14 +113,14 @@ def test_async_functions_many_at_a_time(make: Callable[..., ProcessPool]) -> Non
     assert len(most) == 2 and all(60 <= number <= 64 for number in most.values()), most
 
 
-def test_an_async_call_has_its_time_from_when_it_begins(make: Callable[..., ProcessPool]) -> None:
+def test_an_async_calls_limit_starts_when_it_begins(make: Callable[..., ProcessPool]) -> None:
     """Twelve calls of 0.3 s, three at a time, with a limit of 0.8 s: 0.9 s in the queue do not count."""
     pool = make(["awaits"], processes=1, concurrent=3, timeout=0.8)
     outcomes = [future.result(20) for future in [pool.submit("awaits", {"seconds": 0.3}) for _ in range(12)]]
     assert all(isinstance(outcome, Answered) and outcome.value["most"] <= 3 for outcome in outcomes), outcomes
 
 
-def test_an_async_call_past_its_time_is_cancelled_alone(make: Callable[..., ProcessPool]) -> None:
+def test_only_the_async_call_past_its_limit_is_cancelled(make: Callable[..., ProcessPool]) -> None:
     """The process continues with its other calls."""
     pool = make(["awaits"], processes=1, concurrent=8, timeout=1.0, retries=1)
     hanging, short, *concurrent = [
@@ -141,7 +143,7 @@ def test_an_async_call_past_its_time_is_cancelled_alone(make: Callable[..., Proc
 
 
 @pytest.mark.parametrize("action", ["block", "compute", "child blocks"])
-def test_an_async_call_that_blocks_is_blamed_alone(make: Callable[..., ProcessPool], action: str) -> None:
+def test_only_the_blocking_async_call_fails(make: Callable[..., ProcessPool], action: str) -> None:
     """The blocked process is killed. Concurrent calls in it, also past their limit, run again without counting a retry."""
     pool = make(["awaits"], processes=1, concurrent=8, timeout=1.0)
     concurrent = [pool.submit("awaits", {"seconds": 0.9}) for _ in range(3)]
@@ -155,7 +157,7 @@ def test_an_async_call_that_blocks_is_blamed_alone(make: Callable[..., ProcessPo
         assert isinstance(answer, Answered) and answer.retries == 0, answer
 
 
-def test_who_blocks_others_before_its_own_time_is_up_is_told_so(make: Callable[..., ProcessPool]) -> None:
+def test_a_blocking_call_within_its_limit_fails_with_the_blocked_time(make: Callable[..., ProcessPool]) -> None:
     """The concurrent call began earlier and reaches its limit first, but did not block the process."""
     pool = make(["awaits"], processes=1, concurrent=8, timeout=4.0)
     concurrent = pool.submit("awaits", {"seconds": 0.4}, 0.5)
