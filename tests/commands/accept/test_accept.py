@@ -63,7 +63,7 @@ class TestRunner:
         assert result.verdict == "FAIL"
         assert result.reason == "attention backward: 0.5 (<= 0.01): the kernel is wrong at [3, 1] (and 1 more)"
 
-    def test_an_exception_names_what_was_under_way(self, monkeypatch, tmp_path):
+    def test_an_exception_names_the_progress_mark(self, monkeypatch, tmp_path):
         result = stage_with(monkeypatch, tmp_path, "raises")
         assert result.verdict == "FAIL"
         assert result.reason == "RuntimeError: no such engine at: opening the engine"
@@ -103,7 +103,7 @@ class TestRunner:
         assert [result.number for result in results] == [0, 1]
         assert len(from_json((tmp_path / runner.RESULTS).read_text())) == 2
 
-    def test_an_interrupt_ends_the_stages_that_run(self, monkeypatch, tmp_path):
+    def test_an_interrupt_ends_the_running_stage_and_starts_no_other(self, monkeypatch, tmp_path):
         """After an interrupt, neither a stage's processes nor later stages remain."""
         plant(monkeypatch, "megarl.commands.accept.stages.environment", "faults_of_stages:hangs")
         write_settings(tmp_path, Settings("cpu", 2))
@@ -140,7 +140,7 @@ class TestRunner:
         result = stage_with(monkeypatch, tmp_path, "reads_settings")
         assert result.verdict == "PASS", result.reason
 
-    def test_resume_keeps_ended_stages_and_runs_the_others(self, monkeypatch, tmp_path):
+    def test_resume_keeps_finished_stages_and_runs_the_rest(self, monkeypatch, tmp_path):
         write_settings(tmp_path, Settings("cpu", 2))
         earlier = judge(0, "environment", [at_most("x", 1.0, limit=2.0)], 3.0)
         (tmp_path / runner.RESULTS).write_text(to_json([earlier]))
@@ -192,7 +192,7 @@ class TestBundle:
         checks = [at_most("fine", 0.001, limit=0.01), at_most("attention", 0.3, limit=0.01, cause="wrong | kernel")]
         return [judge(1, "kernels", checks, 12.3), judge(2, "model parity", [not_run("x", "no time")], 0.0)]
 
-    def test_verdict_page_says_the_failure_first(self):
+    def test_verdict_page_begins_with_the_failure(self):
         page = bundle.verdict_page(Settings("cpu", 2), self.results())
         lines = page.splitlines()
         assert lines[0] == "# FAIL: stage 1, kernels: attention: 0.3 (<= 0.01): wrong | kernel"
@@ -281,7 +281,7 @@ class TestCommand:
             with pytest.raises(InputError, match="names no stages"):
                 parse_stages(wrong, tuple(range(9)))
 
-    def test_time_is_divided_and_left_to_later_stages(self):
+    def test_stage_deadlines_increase_within_the_total_time(self):
         ends = shares(STAGES, 60.0)
         assert list(ends) == [stage.number for stage in STAGES]
         assert sorted(ends.values()) == list(ends.values()) and max(ends.values()) < 3600
@@ -301,7 +301,7 @@ class TestCommand:
             assert f"{stage.number} {stage.name}, " in text and stage.passes in text
         assert "8 bundle" in text and not list(tmp_path.iterdir())
 
-    def test_bad_input_is_refused_before_anything_starts(self, tmp_path):
+    def test_bad_input_is_refused_before_files_are_written(self, tmp_path):
         with pytest.raises(InputError, match="RAY_ADDRESS"):
             command.accept(None, [], command.AcceptOptions(device="cpu", nodes=2, out=tmp_path))
         with pytest.raises(InputError, match=r"cluster\.device"):
@@ -325,7 +325,7 @@ class TestCommand:
         )
 
     @pytest.mark.parametrize("options", [{"minutes": 5.0}, {"nodes": 2}, {"device": "cpu"}, {"out": Path("x")}])
-    def test_resume_refuses_what_it_would_ignore(self, tmp_path, options):
+    def test_resume_refuses_options_that_it_would_ignore(self, tmp_path, options):
         write_settings(tmp_path, Settings("cpu", 2, stages=(0,)))
         with pytest.raises(InputError, match=f"omit --{next(iter(options))}"):
             command.accept(None, [], command.AcceptOptions(resume=tmp_path, **options))

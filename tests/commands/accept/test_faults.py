@@ -46,7 +46,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["none dense", "none moe", "parity none"])
-def test_nothing_is_reported_without_a_fault(results: dict[str, Any], name: str) -> None:
+def test_no_failure_is_reported_without_a_fault(results: dict[str, Any], name: str) -> None:
     assert results[name] == []
 
 

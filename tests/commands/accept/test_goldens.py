@@ -49,7 +49,7 @@ def test_bfloat16_holds_the_same_weights(family):
         assert len(np.unique(tensor)) > min(tensor.size, 64) // 2, f"{name} hardly varies"
 
 
-def test_a_family_is_written_once_and_whole(tmp_path):
+def test_a_family_is_written_once(tmp_path):
     path = write_family("mla", tmp_path)
     assert json.loads((path / "config.json").read_text())["rope_scaling"]["factor"] == 40
     before = (path / "model.safetensors").stat().st_mtime_ns
@@ -59,7 +59,7 @@ def test_a_family_is_written_once_and_whole(tmp_path):
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=[] if name == "dense" else [pytest.mark.slow]) for name in FAMILIES]
 )
-def test_references_are_those_of_transformers(family, tmp_path):
+def test_golden_references_equal_transformers(family, tmp_path):
     from tests.support.make_goldens import golden_of
 
     computed, kept = golden_of(family, tmp_path), goldens.read_golden(family)
@@ -69,7 +69,7 @@ def test_references_are_those_of_transformers(family, tmp_path):
     assert computed.tensor_norms.keys() == kept.tensor_norms.keys() and len(kept.tensor_norms) > 20
 
 
-def test_golden_files_are_small_and_whole():
+def test_golden_files_are_small_and_complete():
     sizes = [path.stat().st_size for path in goldens.FOLDER.iterdir()]
     assert len(sizes) == len(FAMILIES) and sum(sizes) < 100_000
     for family in FAMILIES:
@@ -113,7 +113,7 @@ class TestComparison:
             cuts = {key for family in FAMILIES for layout in model_parity.layouts(2, family, tiny) for key in layout}
             assert {"tensor_parallel", "pipeline_parallel", "expert_parallel", "context_parallel"} <= cuts
 
-    def test_optimizer_on_the_host_is_tried_where_the_device_has_it(self, tmp_path):
+    def test_a_host_optimizer_case_runs_on_devices_that_support_it(self, tmp_path):
         def names(device: str) -> list[str]:
             context = StageContext(Settings(device, 2), tmp_path, tmp_path, 1e9)
             return [case.name for case in model_parity.cases(context, 1, ["dense"])]

@@ -87,7 +87,7 @@ def test_all_stages(tmp_path):
 
 
 @pytest.mark.stack
-def test_late_rank_is_found_among_processes(tmp_path, monkeypatch):
+def test_late_rank_is_named_across_processes(tmp_path, monkeypatch):
     plant(monkeypatch, "megarl.commands.accept.collective_rank", "faults_of_processes:late_collective")
     result = run(tmp_path, 3)
     assert (
@@ -107,7 +107,7 @@ def test_late_rank_is_found_among_processes(tmp_path, monkeypatch):
         (5, "engine_probe", "old_weights", "the engine's weights differ from the trainers'", 400),
     ],
 )
-def test_fault_among_processes_is_named(tmp_path, monkeypatch, stage, module, fault, words, seconds):
+def test_fault_is_named_across_processes(tmp_path, monkeypatch, stage, module, fault, words, seconds):
     plant(monkeypatch, f"megarl.commands.accept.{module}", f"faults_of_processes:{fault}")
     result = run(tmp_path, stage, seconds)
     assert result.verdict == "FAIL" and words in result.reason, result.reason
@@ -124,7 +124,7 @@ def test_corrupted_bucket_is_named(tmp_path, monkeypatch):
 
 @pytest.mark.stack
 @pytest.mark.slow
-def test_memory_that_cannot_be_mapped_leaves_the_other_ways(tmp_path, monkeypatch):
+def test_other_transports_run_if_memory_cannot_be_mapped(tmp_path, monkeypatch):
     plant(monkeypatch, "megarl.platform.cpu", "faults_of_processes:unmappable_memory")
     result = run(tmp_path, 5)
     assert result.verdict == "PASS", result.reason

@@ -66,14 +66,14 @@ class TestEngine:
         engine._memory(context, "dense", stub, 30.0, {"can_sleep": True})
         return failed(context)
 
-    def test_sleep_that_frees_everything(self, context):
+    def test_sleep_that_frees_all_memory_passes(self, context):
         assert self.of(context, StubEngine(0.0)) == []
 
     def test_leak_is_measured(self, context):
         (line,) = self.of(context, StubEngine(0.03))
         assert "host memory kept by a cycle of sleep: 30.72 MiB a cycle (<= 10 MiB a cycle)" in line
 
-    def test_memory_that_stays(self, context):
+    def test_memory_that_sleep_does_not_free_fails(self, context):
         (line,) = self.of(context, StubEngine(0.0, freed=4.0))
         assert "memory freed by sleep: 0.4 of what the engine took (>= 0.9" in line
 
@@ -81,7 +81,7 @@ class TestEngine:
         assert engine.slope(np.array([0.0, 1, 2, 100, 4, 5])) == pytest.approx(1.0, abs=0.5)
         assert engine.slope(np.zeros(4)) == 0
 
-    def test_request_that_cannot_be_aborted(self, context, monkeypatch):
+    def test_request_that_ignores_its_abort_fails(self, context, monkeypatch):
         monkeypatch.setattr(engine, "ABORT_SECONDS", 0.2)
         stub = SimpleNamespace(
             call=lambda method, *args: Future() if method == "generate" and len(args[0]) == 4 else done([1, 2])
@@ -89,7 +89,7 @@ class TestEngine:
         engine._abort(context, "dense", stub)
         assert any("the request is still running" in line for line in failed(context))
 
-    def test_request_that_ends_before_its_abort_proves_nothing(self, context):
+    def test_request_that_ends_before_its_abort_is_not_run(self, context):
         engine._abort(context, "dense", SimpleNamespace(call=lambda *_: done([1, 2])))
         assert [check.verdict for check in context.checks][:1] == ["NOT RUN"]
 
@@ -126,7 +126,7 @@ class TestExchange:
         trainers = SimpleNamespace(call=lambda *_: None)
         exchange._ways(context, "dense", Recipe(), trainers, SimpleNamespace(call=lambda *_: done([])), {})  # type: ignore[arg-type]
 
-    def test_way_that_is_refused_is_not_run(self, monkeypatch, context):
+    def test_refused_route_is_not_run(self, monkeypatch, context):
         self.of(monkeypatch, context, RouteRefused("exchange.route=planned: too old"), {})
         assert [check.verdict for check in context.checks] == ["NOT RUN"]
 
@@ -134,7 +134,7 @@ class TestExchange:
         with pytest.raises(RuntimeError, match="no route to host"):
             self.of(monkeypatch, context, RuntimeError("no route to host"), {})
 
-    def test_update_that_differs_is_a_failed_check(self, monkeypatch, context):
+    def test_differing_update_is_a_failed_check(self, monkeypatch, context):
         with pytest.raises(RuntimeError, match="other bytes"):
             self.of(monkeypatch, context, None, RuntimeError("got other bytes than trainer 0 sent"))
         assert "both sides agree on an update" in failed(context)[0] and "other bytes" in failed(context)[0]
@@ -173,7 +173,7 @@ class TestStep:
     def test_bad_metrics(self, context, change, words):
         assert any(words in line for line in self.of(context, {}, change))
 
-    def test_engine_that_is_never_compared(self, context):
+    def test_missing_comparison_with_the_engine_fails(self, context):
         lines = [{key: value for key, value in self.line.items() if "gap" not in key} | {"step": n} for n in (1, 2)]
         rl_step.judge_metrics(context, "x", lines, 2)
         assert "no rollout/logprob_gap_mean of fresh samples" in failed(context)[0]
@@ -208,7 +208,7 @@ class TestStep:
             assert len(failed(context)) == wrong
         assert "3.4 GiB were allocated, and the plan has 3 in update_actor" in failed(context)[0]
 
-    def test_missing_steps_and_nothing_learnt(self, context):
+    def test_missing_steps_and_zero_gradients_fail(self, context):
         assert "steps: [1] (== [1, 2])" in self.of(context, {"actor/grad_norm": 0.0})[0]
         assert any("nothing is learnt" in line for line in failed(context))
 
@@ -218,7 +218,7 @@ def completion(tokens: list[int], log_probs: list[float]) -> Any:
 
 
 class TestGraphs:
-    def test_agreement_ends_at_the_first_other_token(self):
+    def test_agreement_ends_at_the_first_differing_token(self):
         first = [completion([1, 2, 3, 4], [0.1, 0.2, 0.3, 0.4]), completion([5, 6], [0.0, 0.0])]
         second = [completion([1, 2, 9, 4], [0.1, 0.4, 9.0, 9.0]), completion([5, 6], [0.0, 0.1])]
         share, difference = engine.agreement(first, second)
@@ -317,7 +317,7 @@ class TestFewLayers:
         )
         assert bool((norm == 1).all())
 
-    def test_recipe_without_its_model_is_not_copied(self, tmp_path):
+    def test_recipe_without_model_files_cannot_be_cut(self, tmp_path):
         recipe = tmp_path / "r.yaml"
         recipe.write_text("model: {path: absent}\ndata: {train_files: [data/gsm8k/train.parquet]}\n")
         with pytest.raises(cut.CannotCut, match=r"absent has no config\.json"):

@@ -37,7 +37,7 @@ class TestEnvironment:
         assert environment.check_of(Finding("warning", "old", "new", check="x")).verdict == "REPORT"
         assert environment.check_of(Finding("ok", "fine", check="x", host="b", rank=2)).name == "doctor: x on b"
 
-    def test_a_route_that_cannot_be_taken(self, context):
+    def test_a_refused_route_fails_only_if_the_recipe_requires_it(self, context):
         capabilities = {"version": "0.11.0", "no_sharded": "vLLM 0.11.0 cannot reload its layers"}
         recipe = Recipe()
         context.__dict__["recipe"] = recipe
@@ -51,12 +51,12 @@ class TestEnvironment:
         environment._route(context, capabilities | {"no_sharded": None})
         assert not failed(context)
 
-    def test_capabilities_have_the_fields_that_are_read(self):
+    def test_capabilities_have_the_fields_that_accept_reads(self):
         from megarl.engines.vllm.compat import Capabilities
 
         assert {"version", "device", "no_sharded"} <= set(Capabilities.__dataclass_fields__)
 
-    def test_recipe_is_checked_too(self, context, tmp_path):
+    def test_recipe_settings_are_checked_without_its_files_and_devices(self, context, tmp_path):
         """The recipe's settings are checked; an acceptance needs neither its files nor its devices."""
         path = tmp_path / "r.yaml"
         path.write_text("model: {path: absent}\ndata: {train_files: [absent.parquet]}\ncluster: {device: npu}\n")
@@ -73,7 +73,7 @@ class TestEnvironment:
         assert verdicts["model"].verdict == "NOT RUN" and "absent/config.json" in verdicts["model"].cause
         assert "cluster.device=npu" in verdicts["devices"].cause
 
-    def test_data_that_is_here_and_wrong_is_a_failure(self, tmp_path):
+    def test_invalid_data_on_this_machine_is_a_failure(self, tmp_path):
         recipe = Recipe()
         file = tmp_path / "rows.jsonl"
         file.write_text("{}")
@@ -150,7 +150,7 @@ class TestCollectives:
         lines = self.of(monkeypatch, context, r0=seconds, r1=seconds, r2=seconds | {"launch": 0.3}, r3=seconds)
         assert len(lines) == 1 and "rank 2 enters 0.3 s after the others" in lines[0]
 
-    def test_early_rank_makes_nobody_late(self, monkeypatch, context):
+    def test_early_rank_makes_no_other_rank_late(self, monkeypatch, context):
         late = {"seconds": 0.003, "launch": 0.3}
         assert self.of(monkeypatch, context, r0={"seconds": 0.003}, r1=late, r2=late, r3=late) == []
 
@@ -167,12 +167,12 @@ class TestCollectives:
         (line,) = self.of(monkeypatch, context, hosts="aabb", r1={"seconds": 1.0})
         assert f"{network / 1e9:.3g} GB/s (network of H100)" in line
 
-    def test_communicator_that_keeps_memory(self, monkeypatch, context):
+    def test_memory_of_a_communicator_above_the_limit_fails(self, monkeypatch, context):
         seconds = {f"r{rank}": {"seconds": 0.003} for rank in range(4)}
         (line,) = self.of(monkeypatch, context, memory=(10.0, 8.0), **seconds)
         assert "memory of the communicator: 2 GiB (<= 1 GiB)" in line
 
-    def test_memory_of_the_first_communicator_is_measured_before_anything_is_sent(self, monkeypatch, context):
+    def test_memory_of_the_first_communicator_is_measured_before_the_first_transfer(self, monkeypatch, context):
         """Pairs of ranks and barriers already use the communicator of all ranks."""
 
         class Ranks(StubRanks):
@@ -202,7 +202,7 @@ class TestCollectives:
         context.checks.clear()
         assert collectives.slow_pairs(context, StubRanks([]), 1000, "aaaa") == "" and not failed(context)
 
-    def test_pairs_over_the_network_are_compared_with_each_other(self, context):
+    def test_network_pairs_are_compared_with_other_network_pairs(self, context):
         """A network at a fifth of the links' rate passes if all pairs agree; a pair slower than the others fails."""
         context.settings = replace(context.settings, device="cuda")
         hosts = ["a"] * 8 + ["b"] * 8
@@ -219,7 +219,7 @@ class TestCollectives:
         assert collectives.slow_pairs(context, ranks, 1000, hosts).startswith("3-11 ")
         assert "slowest pair of ranks between hosts, 3-11" in failed(context)[0]
 
-    def test_one_pair_proves_nothing(self, context):
+    def test_one_pair_gives_no_pass(self, context):
         context.settings = replace(context.settings, device="cuda")
         collectives.slow_pairs(context, StubRanks([]), 1000, "aa")
         assert not any(check.verdict == "PASS" for check in context.checks)

@@ -48,18 +48,18 @@ class TestMathematics:
         assert not accuracy({1: 0.5401}, {1: 0.5}).within(0.04)
 
     @pytest.mark.parametrize(("a", "b"), [(NAN, 0.5), (0.5, math.inf), (NAN, NAN)])
-    def test_not_finite_is_never_within(self, a: float, b: float) -> None:
+    def test_a_nonfinite_value_is_never_within_the_bound(self, a: float, b: float) -> None:
         """A diverged run must not pass by its finite steps or because comparisons with NaN are false."""
         result = accuracy({1: 0.5, 2: a}, {1: 0.5, 2: b})
         assert result.error == 0 and result.steps == 1
         assert (result.not_finite_a, result.not_finite_b) == (not math.isfinite(a), not math.isfinite(b))
         assert not result.within(1.0)
 
-    def test_no_finite_step_at_all(self) -> None:
+    def test_no_finite_step_gives_a_nan_error(self) -> None:
         result = accuracy({1: NAN}, {1: 0.5})
         assert math.isnan(result.error) and math.isnan(result.relative) and result.largest_step is None
 
-    def test_nothing_in_common_names_both_ranges(self) -> None:
+    def test_runs_without_common_steps_name_both_ranges(self) -> None:
         with pytest.raises(NothingInCommon, match="A has steps 1 to 2, B has step 7"):
             accuracy({1: 0.0, 2: 0.0}, {7: 0.0})
 
@@ -70,16 +70,16 @@ class TestMathematics:
         assert result.within(0.5) and not result.within(0.51)
 
     @pytest.mark.parametrize("rates", [{1: NAN}, {1: 0.0}, {}])
-    def test_no_ratio_where_there_is_none(self, rates: dict[int, float]) -> None:
+    def test_throughput_ratio_is_nan_without_common_steps(self, rates: dict[int, float]) -> None:
         result = throughput({1: 5.0}, rates, 4)
         assert math.isnan(result.ratio) and not result.within(0.0)
 
-    def test_errors_and_their_mean_so_far(self) -> None:
+    def test_errors_and_their_running_mean(self) -> None:
         gaps, means = errors({1: 1.0, 2: NAN, 3: 2.0}, {1: 0.0, 2: 0.0, 3: 5.0})
         assert gaps[1] == 1 and math.isnan(gaps[2]) and gaps[3] == 3
         assert means == {1: 1.0, 2: 1.0, 3: 2.0}
 
-    def test_between_includes_both_ends(self) -> None:
+    def test_slice_of_steps_includes_both_ends(self) -> None:
         series = {step: float(step) for step in range(1, 6)}
         assert list(between(series, 2, 4)) == [2, 3, 4]
         assert list(between(series, None, 2)) == [1, 2] and list(between(series, 4, None)) == [4, 5]
@@ -107,21 +107,21 @@ class TestConsoleLines:
     def test_every_form(self, line: str) -> None:
         assert console_line(line) == (12, {REWARD: 0.5, "perf/throughput": 812.25}, "")
 
-    def test_signs_exponents_and_what_is_not_finite(self) -> None:
+    def test_signs_exponents_and_nonfinite_values_are_parsed(self) -> None:
         parsed = console_line("step:3 - a/b:-1.5e-05 - c:nan - d:-inf - e:np.float64(nan) - f:.5 - train/time(s):2.\n")
         assert parsed is not None
         values = parsed[1]
         assert (values["a/b"], values["d"], values["f"], values["train/time(s)"]) == (-1.5e-05, -math.inf, 0.5, 2.0)
         assert math.isnan(values["c"]) and math.isnan(values["e"])
 
-    def test_a_line_that_was_cut_loses_its_last_number(self) -> None:
+    def test_a_truncated_line_drops_its_last_value(self) -> None:
         """A cut line drops its last value: perf/throughput:81 may have been 812.25."""
         assert console_line("step:2 - a:0.5 - perf/throughput:81") == (2, {"a": 0.5}, "perf/throughput")
 
     @pytest.mark.parametrize(
         "line", ["training/global_step:7 - a:1\n", "global/step:7 - a:1\n", "epoch 0, step 7\n", "\n"]
     )
-    def test_other_lines_are_none(self, line: str) -> None:
+    def test_lines_without_metrics_give_none(self, line: str) -> None:
         assert console_line(line) is None
 
 
@@ -147,13 +147,13 @@ class TestLogs:
         assert log.kind == "megarl" and list(log.metrics) == ["actor/loss"]
         assert math.isnan(log.metrics["actor/loss"][2])
 
-    def test_after_a_resume_the_last_counts(self, tmp_path: Path) -> None:
+    def test_after_a_resume_the_last_value_of_a_step_counts(self, tmp_path: Path) -> None:
         path = tmp_path / "log.txt"
         path.write_text("".join(f"step:{step} - {REWARD}:{value}\n" for step, value in [(1, 0.1), (2, 0.9), (2, 0.2)]))
         log = read_log(path)
         assert log.metrics[REWARD] == {1: 0.1, 2: 0.2} and log.rewritten == {REWARD: {2}}
 
-    def test_events_as_verl_writes_them(self, tmp_path: Path) -> None:
+    def test_tensorboard_events_of_verl(self, tmp_path: Path) -> None:
         """All steps are read, not a sample of 10,000, from two sessions in one folder, or in a single subfolder."""
         from torch.utils.tensorboard import SummaryWriter
 
@@ -169,7 +169,7 @@ class TestLogs:
             assert [log.metrics[REWARD][step] for step in (2, 3, 10_050)] == [0.25, 0.75, 0.75]
             assert log.rewritten[REWARD] == {3}
 
-    def test_events_as_megarl_writes_them(self, tmp_path: Path) -> None:
+    def test_tensorboard_events_of_megarl(self, tmp_path: Path) -> None:
         sink = TensorBoardSink(RunDirectory(tmp_path), 1)
         sink.write(1, {REWARD: 0.5})
         sink.write(2, {REWARD: NAN})
@@ -178,7 +178,7 @@ class TestLogs:
             curve = read_log(path).metrics[REWARD]
             assert curve[1] == 0.5 and math.isnan(curve[2])
 
-    def test_a_dictionary_at_the_head_is_no_json(self, tmp_path: Path) -> None:
+    def test_a_dictionary_in_the_first_line_is_not_json(self, tmp_path: Path) -> None:
         """The settings that verl's SFT trainer prints first are skipped."""
         path = tmp_path / "log"
         path.write_text("{'data': {'train_batch_size': 512}}\nstep:1 - train/loss:0.5\n")
@@ -186,7 +186,7 @@ class TestLogs:
 
 
 class TestRules:
-    def test_the_reward_comes_first_and_the_loss_has_half_its_bound(self) -> None:
+    def test_the_reward_is_preferred_and_a_loss_has_half_its_bound(self) -> None:
         curves = {1: 0.5}
         reward = compare_logs(
             log(curves, **{"actor/loss": {1: 9.0}}), log(curves, **{"actor/loss": {1: 0.0}}), CompareOptions()
@@ -210,13 +210,13 @@ class TestRules:
                 log({1: 0.5}, **{"actor/loss": {1: 1.0}}), log({}, **{"train/loss": {1: 1.0}}), CompareOptions()
             )
 
-    def test_a_missing_metric_names_its_likes(self) -> None:
+    def test_a_missing_metric_suggests_the_nearest(self) -> None:
         with pytest.raises(ValueError, match=r"A .* has no metric critic/reward/mean\. Nearest: critic/rewards/mean"):
             compare_logs(log({1: 0.5}), log({1: 0.5}), CompareOptions(metric="critic/reward/mean"))
         with pytest.raises(ValueError, match=r"B .*--metric-b"):
             compare_logs(log({1: 0.5}), log({1: 0.5}), CompareOptions(metric_b="zzz"))
 
-    def test_steps_bound_everything(self) -> None:
+    def test_the_step_range_applies_to_all_figures(self) -> None:
         a, b = log({1: 0.9, 2: 0.5, 3: 0.5}, {1: 1.0, 2: 50.0}), log({1: 0.1, 2: 0.5, 3: 0.5}, {1: 100.0, 2: 100.0})
         assert not compare_logs(a, b, CompareOptions()).within
         comparison = compare_logs(a, b, CompareOptions(first=2))
@@ -224,7 +224,7 @@ class TestRules:
         with pytest.raises(ValueError, match=r"none.*--steps.*In all, A has steps 1 to 3"):
             compare_logs(a, b, CompareOptions(first=50))
 
-    def test_throughput_is_held_to_a_ratio_only_where_one_is_given(self) -> None:
+    def test_throughput_is_checked_only_against_a_given_ratio(self) -> None:
         a, b = log({1: 0.5}, {1: 50.0}), log({1: 0.5}, {1: 100.0})
         assert compare_logs(a, b, CompareOptions()).fast is None and compare_logs(a, b, CompareOptions()).within
         assert compare_logs(a, b, CompareOptions(min_throughput_ratio=0.5)).within
@@ -235,7 +235,7 @@ class TestRules:
             "B did not log perf/throughput" in note for note in compare_logs(a, log({1: 0.5}), CompareOptions()).notes
         )
 
-    def test_notes_tell_what_the_figures_rest_on(self) -> None:
+    def test_notes_list_omitted_steps_and_filters(self) -> None:
         a = log({1: 0.5, 2: 0.6}, {3: 1.0}, **{"rollout/groups_filtered": {1: 0.0, 2: 5.0}})
         a.add(2, {REWARD: NAN})
         notes = "\n".join(compare_logs(a, log({2: 0.6}, {1: 1.0, 2: 1.0}), CompareOptions()).notes)

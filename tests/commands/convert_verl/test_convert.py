@@ -102,7 +102,7 @@ class TestScript:
         line = SCRIPT.splitlines().index(next(text for text in SCRIPT.splitlines() if "yarn_" in text)) + 1
         assert f"line {line}: actor_rollout_ref.actor.megatron.override_transformer_config.yarn_scaling_factor" in notes
 
-    def test_every_option_is_taken_over_or_named(self) -> None:
+    def test_every_option_is_converted_or_noted(self) -> None:
         """Every value of the script is in the recipe or in a note."""
         notes = "\n".join(convert(SCRIPT, VALUES).notes)
         table = [*RL, *TRAINER]
@@ -111,7 +111,7 @@ class TestScript:
             matched = any(option.to and re.fullmatch(option.verl.replace("*", ".*"), name) for option in table)
             assert matched or name in notes or name.startswith("--"), name
 
-    def test_settings_behind_the_file_win(self) -> None:
+    def test_settings_after_the_file_override_it(self) -> None:
         converted = settings(SCRIPT, *VALUES, "megatron.expert_parallel=4", "NNODES=1")
         assert converted["megatron.expert_parallel"] == 4 and converted["cluster.trainers"] == 16
 
@@ -156,7 +156,7 @@ class TestPublishedScripts:
                 scripts.append("\n".join(script))
         return scripts
 
-    def test_each_becomes_a_recipe_that_loads(self, tmp_path: Path) -> None:
+    def test_each_script_becomes_a_recipe_that_loads(self, tmp_path: Path) -> None:
         scripts = self.scripts()
         assert len(scripts) == 5
         recipes = []
@@ -175,7 +175,7 @@ class TestPublishedScripts:
 
 
 class TestMeaning:
-    def test_gae_takes_verls_lambda_and_the_actors_mini_batches(self) -> None:
+    def test_gae_has_verls_lambda_and_the_actors_mini_batches(self) -> None:
         text = GRPO.replace("grpo", "gae") + " actor_rollout_ref.actor.ppo_mini_batch_size=512 critic.optim.lr=2e-5"
         converted = settings(text)
         assert (
@@ -185,7 +185,7 @@ class TestMeaning:
         )
         assert converted["critic.trainers"] == 8
 
-    def test_a_critic_that_nobody_asks_for_is_left_out_and_named(self) -> None:
+    def test_settings_of_an_unused_critic_are_omitted_with_a_note(self) -> None:
         done = convert(f"{GRPO} critic.optim.lr=2e-5")
         assert "critic.optimizer.lr=2e-05: omitted, no critic" in "\n".join(done.notes)
 
@@ -200,7 +200,7 @@ class TestMeaning:
         )
         assert converted["actor.max_tokens_per_micro_batch"] == 12800
 
-    def test_sequence_parallel_holds_that_many_tokens_more(self) -> None:
+    def test_sequence_parallel_multiplies_the_tokens_per_micro_batch(self) -> None:
         extra = "use_dynamic_bsz=True ppo_max_token_len_per_gpu=5632 ulysses_sequence_parallel_size=4"
         converted = settings(GRPO + "".join(f" actor_rollout_ref.actor.{option}" for option in extra.split()))
         assert converted["actor.max_tokens_per_micro_batch"] == 22528 and converted["megatron.tensor_parallel"] == 4
@@ -215,7 +215,7 @@ class TestMeaning:
             and converted["algorithm.kl_estimator"] == "kl"
         )
 
-    def test_one_step_off_has_devices_of_its_own(self) -> None:
+    def test_one_step_off_becomes_disaggregated_placement(self) -> None:
         text = GRPO.replace("verl.trainer", "verl.experimental.one_step_off_policy")
         converted = settings(f"{text} trainer.n_gpus_per_node=8 rollout.n_gpus_per_node=4 rollout.nnodes=1")
         assert converted["cluster.placement"] == "disaggregated" and converted["rollout.max_staleness"] == 1
@@ -243,7 +243,7 @@ class TestMeaning:
             ("words", "is not an override of the form key=value"),
         ],
     )
-    def test_what_cannot_be_had_is_refused(self, extra: str, message: str) -> None:
+    def test_unsupported_options_are_refused(self, extra: str, message: str) -> None:
         with pytest.raises(InputError, match=re.escape(message)):
             convert(f"{GRPO} {extra}")
 
@@ -295,7 +295,7 @@ class TestShell:
             ('a=\\"q\\" $@ "$@"', ['a="q"']),
         ],
     )
-    def test_words_are_the_shells(self, text: str, expected: list[str]) -> None:
+    def test_words_are_split_as_in_bash(self, text: str, expected: list[str]) -> None:
         """Words are split as bash splits them; the test runs bash to compare."""
         script = f"V='1 2'\nN=10\nE=\nNONE_=\nL=(k=1 'm=a b')\n{self.MAIN} {text}\n"
         assert arguments(script) == expected
@@ -324,7 +324,7 @@ class TestShell:
             ("<<EOF", "a here-document"),
         ],
     )
-    def test_what_a_shell_alone_knows_is_an_error(self, text: str, message: str) -> None:
+    def test_values_that_only_a_shell_can_compute_are_an_error(self, text: str, message: str) -> None:
         with pytest.raises(InputError, match=re.escape(message)):
             arguments(f"{self.MAIN} {text}")
 
@@ -339,16 +339,16 @@ class TestShell:
             "case a in a) X=1;; esac",
         ],
     )
-    def test_what_may_not_happen_is_not_known(self, before: str) -> None:
+    def test_a_variable_set_in_a_branch_is_unknown(self, before: str) -> None:
         """The converter does not guess which branch is taken."""
         with pytest.raises(InputError, match=r"the value of \$X is unknown: line \d|the script does not set \$X"):
             arguments(f"{before}\n{self.MAIN} a=$X")
         assert arguments(f"{before}\n{self.MAIN} a=$X", X="7") == ["a=7"]
 
-    def test_a_value_that_is_not_needed_may_be_unknown(self) -> None:
+    def test_unknown_values_outside_the_training_command_are_accepted(self) -> None:
         assert arguments(f"NOW=$(date)\nLOG=logs/$NOW\nmkdir -p $LOG\n{self.MAIN} a=1 | tee $LOG") == ["a=1"]
 
-    def test_one_command_trains(self) -> None:
+    def test_a_script_must_have_exactly_one_training_command(self) -> None:
         with pytest.raises(InputError, match="no training command"):
             arguments("python -m other a=1")
         with pytest.raises(InputError, match="several training commands, in lines 1, 2"):
@@ -394,6 +394,6 @@ class TestCommandLine:
         assert self.run("-") == 0
         assert yaml.safe_load(capsys.readouterr().out)["model"]["path"] == "m"
 
-    def test_errors_are_one_block(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_errors_are_printed_as_one_block(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert self.run("no/such.sh") == 2
         assert "input error: no/such.sh cannot be read" in capsys.readouterr().err

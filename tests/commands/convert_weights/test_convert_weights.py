@@ -174,7 +174,7 @@ def interrupted(job: ShardJob) -> ShardResult:
     return convert_shard(job)
 
 
-def test_a_killed_conversion_goes_on(
+def test_a_killed_conversion_resumes(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, whole = tmp_path / "out", tmp_path / "whole"
@@ -196,7 +196,7 @@ def test_a_killed_conversion_goes_on(
         assert (out / name).read_bytes() == (whole / name).read_bytes(), name
 
 
-def test_ctrl_c_says_how_to_resume(
+def test_ctrl_c_prints_how_to_resume(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The second file is not begun; neither the lock nor an incomplete model remains."""
@@ -218,7 +218,7 @@ def test_ctrl_c_says_how_to_resume(
     assert "1 file of them is already complete in" in capsys.readouterr().out and (out / "config.json").exists()
 
 
-def test_two_at_once_never_write_to_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_conversions_never_write_to_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first call ends and removes its lock after the second has opened the same file: the second must hold a lock that
     blocks a third."""
     real, out = fcntl.flock, tmp_path / "out"
@@ -242,7 +242,7 @@ def test_two_at_once_never_write_to_one_folder(tmp_path: Path, monkeypatch: pyte
     assert list(out.iterdir()) == []
 
 
-def test_what_another_call_finished_meanwhile_is_kept(
+def test_files_that_a_concurrent_call_completed_are_kept(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other call held the lock while this call looked for an earlier conversion and found none."""
@@ -258,7 +258,7 @@ def test_what_another_call_finished_meanwhile_is_kept(
     convert(model, out, workers=1)
 
 
-def test_a_file_that_was_cut_after_the_conversion_is_made_again(model: Path, tmp_path: Path) -> None:
+def test_a_file_truncated_after_the_conversion_is_converted_again(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     convert(model, out, workers=1)
     file = out / "model-00003-of-00003.safetensors"
@@ -307,7 +307,7 @@ def rewrite(model: Path, number: int, **tensors: torch.Tensor | None) -> None:
     (model / INDEX).write_text(json.dumps({"weight_map": remaining | dict.fromkeys(kept, file.name)}))
 
 
-def test_tensors_that_do_not_belong_are_refused(model: Path, tmp_path: Path) -> None:
+def test_unpaired_and_unsupported_tensors_are_refused(model: Path, tmp_path: Path) -> None:
     scales = load_file(model / "model-00003-of-00003.safetensors")["model.layers.0.kv.weight_scale_inv"]
     rewrite(model, 3, model_layers_0_kv_weight__scale__inv=None)
     with pytest.raises(InputError, match=r"model\.layers\.0\.kv\.weight is in float8, and no file has its scales"):
@@ -321,7 +321,7 @@ def test_tensors_that_do_not_belong_are_refused(model: Path, tmp_path: Path) -> 
         convert(model, tmp_path / "out")
 
 
-def test_a_value_that_is_not_finite_is_named(model: Path, tmp_path: Path) -> None:
+def test_a_nonfinite_value_is_named(model: Path, tmp_path: Path) -> None:
     rewrite(model, 1, model_embed__tokens_weight=torch.tensor([[1.0, float("nan")]]).to(torch.bfloat16))
     with pytest.raises(ValueError, match=r"model-00001.*model\.embed_tokens\.weight has a value that is not finite"):
         convert(model, tmp_path / "out", workers=1)
@@ -343,7 +343,7 @@ def test_folders_in_use_and_full_disks_are_refused(
         convert(model, tmp_path / "out")
 
 
-def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+def test_memory_use_is_independent_of_the_file_size(tmp_path: Path) -> None:
     """A file of 384 MiB, 512 MiB when converted, with 200 MiB of address space beyond what the imports take."""
     folder = tmp_path / "large"
     folder.mkdir()

@@ -65,7 +65,7 @@ def test_gsm8k_from_parquet_is_the_same(tmp_path):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
-def test_gsm8k_sources_that_cannot_be_used(tmp_path, monkeypatch):
+def test_invalid_gsm8k_sources_are_refused(tmp_path, monkeypatch):
     (tmp_path / "train.jsonl").write_text('{"question": "2+2?", "answer": "It is 4."}\n')
     with pytest.raises(ValueError, match=r"train.jsonl, line 1: the answer has no number after '####': ...'It is 4.'"):
         gsm8k.prepare(str(tmp_path), tmp_path / "out")
@@ -97,7 +97,7 @@ def test_held_out_numbers_never_appear_in_training(problems):
     assert {len(numbers) for numbers in test} == {2, 3}  # the sum of two people has two numbers, all others three
 
 
-def test_word_problems_are_right(problems):
+def test_word_problems_have_correct_answers(problems):
     out, _ = problems
     scorer = resolve(None, ["megarl/word_problems"])["megarl/word_problems"]
     for row in read_rows([out / "test.parquet"], ("prompt", "reward_model", "extra_info")):
@@ -110,7 +110,7 @@ def test_word_problems_are_right(problems):
         assert score(scorer, ScoreRequest(info["answer"], truth, "megarl/word_problems")).value == 1
 
 
-def test_the_chosen_answer_is_the_one_that_scores(problems):
+def test_only_the_chosen_answer_scores(problems):
     out, _ = problems
     scorer = resolve(None, ["megarl/word_problems"])["megarl/word_problems"]
     rejected = 0
@@ -133,7 +133,7 @@ def test_the_chosen_answer_is_the_one_that_scores(problems):
         ("X has 10 eggs. Y has 6 eggs more than X. How many eggs do they", (10, 6, 9, 26)),
     ],
 )
-def test_each_template_asks_what_its_steps_solve(question, answer):
+def test_each_templates_steps_solve_its_question(question, answer):
     a, b, c, result = answer
     matching = [
         template
@@ -170,7 +170,7 @@ def test_the_seed_decides_the_problems(tmp_path):
         assert a == b != c
 
 
-def test_the_quickstart_folder_is_what_its_recipes_read(quickstart):
+def test_the_quickstart_folder_fits_its_recipes(quickstart):
     out, prepared = quickstart
     tokenizer = load_tokenizer(out / "model")
     config = DataConfig(chat_template=False, max_prompt_length=64)
@@ -195,7 +195,7 @@ def few_rows(monkeypatch):
     monkeypatch.setattr(word_problems, "prepare", few)
 
 
-def test_the_quickstart_is_kept_while_it_is_whole(few_rows, tmp_path):
+def test_an_intact_quickstart_is_kept_and_a_changed_one_rewritten(few_rows, tmp_path):
     out = tmp_path / "quickstart"
     prepared = prepare_quickstart(out, seed=0)
     assert prepared.reason

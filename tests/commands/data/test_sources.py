@@ -67,7 +67,7 @@ def test_math_keeps_levels_as_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["hub", "jsonl", "decoded"])
-def test_geo3k_keeps_drawings_as_they_are(tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_geo3k_keeps_the_images_bytes(tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Images arrive in the hub's files, in files next to JSONL, or decoded by the package `datasets`."""
     from PIL import Image
 
@@ -115,7 +115,7 @@ def test_geo3k_keeps_drawings_as_they_are(tmp_path: Path, form: str, monkeypatch
         ({"problem": "<image>", "answer": "2", "images": [7]}, "neither bytes nor a file in .*: '7'"),
     ],
 )
-def test_geo3k_rows_that_lack_something(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+def test_incomplete_geo3k_rows_are_refused(tmp_path: Path, row: dict[str, Any], message: str) -> None:
     (tmp_path / "a.png").write_bytes(b"a drawing")
     write_jsonl(tmp_path / "train.jsonl", [row])
     with pytest.raises(ValueError, match=message):
@@ -133,7 +133,7 @@ def dapo(prompt: str, truth: str, index: str) -> dict[str, Any]:
     }
 
 
-def test_dapo_math_has_each_row_once_and_says_so(tmp_path: Path) -> None:
+def test_dapo_math_omits_duplicates_and_contradictions_with_counts(tmp_path: Path) -> None:
     """Repetitions would make an epoch a hundred epochs; contradictions would reward a wrong answer."""
     rows = [dapo("2+2?", "4", "a"), dapo("3+3?", "6", "b"), dapo("odd?", "1", "c"), dapo("odd?", "3", "d")]
     write_parquet(tmp_path / "hub" / "data" / "dapo-math-17k.parquet", rows * 100)
@@ -174,7 +174,7 @@ def test_aime_in_the_columns_of_the_hub(tmp_path: Path, row: dict[str, Any]) -> 
     assert prepared["prompt"][0]["content"] == f"{aime.BEFORE}2+23?{aime.AFTER}"
 
 
-def test_deepscaler_has_each_problem_once_for_the_scorer_of_mathematics(tmp_path: Path) -> None:
+def test_deepscaler_has_each_problem_once_with_the_math_scorer(tmp_path: Path) -> None:
     rows = [
         {"problem": "Half of 1?", "answer": "\\frac{1}{2}", "solution": "It is."},
         {"problem": "Half of 1?", "answer": "\\frac{1}{2}", "solution": "So it is."},
@@ -198,7 +198,7 @@ def test_deepscaler_refuses_a_problem_without_an_answer(tmp_path: Path) -> None:
         deepscaler.prepare(str(source), tmp_path)
 
 
-def test_aime_in_verls_columns_stays_as_it_is(tmp_path: Path) -> None:
+def test_aime_in_verls_columns_is_kept(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "aime-2024.jsonl", [dapo("Solve.", "33", "7")] * 32)
     summary, _ = aime.prepare(str(source), tmp_path)
     assert summary == {tmp_path / "test.parquet": 1}
@@ -206,7 +206,7 @@ def test_aime_in_verls_columns_stays_as_it_is(tmp_path: Path) -> None:
     assert prepared["data_source"] == "math_dapo" and prepared["prompt"][0]["content"] == "Solve."
 
 
-def test_an_answer_that_aime_cannot_have(tmp_path: Path) -> None:
+def test_an_aime_answer_above_999_is_refused(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [{"problem": "x", "answer": "1000"}])
     with pytest.raises(ValueError, match=r"line 1: the answer '1000' is not an integer from 0 to 999"):
         aime.prepare(str(source), tmp_path)
@@ -226,7 +226,7 @@ TOOL_TEMPLATE = (
 )
 
 
-def test_retool_becomes_turns_of_which_the_loss_counts_the_models(tmp_path: Path) -> None:
+def test_retool_becomes_turns_and_the_loss_counts_only_the_models_turns(tmp_path: Path) -> None:
     """The loss skips the interpreter's output; otherwise the model would learn to invent it."""
     rows = [
         {"messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": answer}]}
@@ -290,7 +290,7 @@ def test_a_hub_name_is_read_through_datasets(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("command", ["math", "dapo_math", "deepscaler", "aime", "geo3k", "retool_sft"])
-def test_sources_that_cannot_be_read(tmp_path: Path, command: str) -> None:
+def test_unreadable_sources_are_refused(tmp_path: Path, command: str) -> None:
     def message(source: Path) -> str:
         failed = CliRunner().invoke(app, [command, "--source", str(source), "--out", str(tmp_path / "out")])
         assert isinstance(failed.exception, ValueError)

@@ -62,7 +62,7 @@ def test_the_seed_decides_the_bytes(tmp_path):
     assert hashlib.sha256(head.tobytes()).hexdigest()[:16] == "098369a468d72603"
 
 
-def test_what_cannot_be_made(tmp_path):
+def test_unsupported_tiny_models_are_refused(tmp_path):
     with pytest.raises(ValueError, match="no tiny 'llama' model, only qwen3_moe"):
         make_tiny_model("llama", tmp_path, seed=0)
     with pytest.raises(ValueError, match="qwen3 has no size num_experts"):

@@ -36,14 +36,14 @@ ROOT = Path(__file__).parents[3]
 
 
 class TestVersions:
-    def test_the_cpus_set_is_the_lock(self) -> None:
+    def test_the_cpu_set_equals_the_lock(self) -> None:
         """If the lock changed without the table, every new installation would get a warning."""
         lock = dict(re.findall(r"^([\w.-]+)==([^\s]+)$", (ROOT / "launch/requirements-cpu.txt").read_text(), re.M))
         (cpu,) = (packages for packages in SETS if packages.device == "cpu")
         assert not {name: lock.get(name) for name, bounds in cpu.packages.items() if lock.get(name) not in SpecifierSet(bounds)}  # fmt: skip
 
     @pytest.mark.parametrize("extra", ["cpu", "cuda", "npu"])
-    def test_what_the_extras_pin_is_in_the_sets(self, extra: str) -> None:
+    def test_pins_of_the_extras_are_within_the_sets(self, extra: str) -> None:
         text = (ROOT / "setup.cfg").read_text()
         part = re.search(rf"^{extra} =\n((?:    .*\n)+)", text, re.M)
         assert part is not None
@@ -51,7 +51,7 @@ class TestVersions:
         newest = next(packages for packages in SETS if packages.device == extra)
         assert pins and all(version in SpecifierSet(newest.packages[name]) for name, version in pins.items())
 
-    def test_the_cuda_lock_is_of_the_set_and_of_the_extras(self) -> None:
+    def test_the_cuda_lock_agrees_with_the_set_and_the_extras(self) -> None:
         (cuda,) = (packages for packages in SETS if packages.device == "cuda")
         files = ("requirements-cuda.txt", "requirements-cuda-te.txt")
         lock, engine = (
@@ -70,10 +70,10 @@ class TestVersions:
         assert not [name for name in names if name not in lock], "megarl's own requirements are in the lock"
         assert lock["torch"].startswith("2.13.") and lock["nvidia-cuda-runtime"].startswith("13.0.")
 
-    def test_python_is_that_of_setup_cfg(self) -> None:
+    def test_the_python_range_equals_setup_cfg(self) -> None:
         assert f"python_requires = >={PYTHON[0]},<{PYTHON[1]}" in (ROOT / "setup.cfg").read_text()
 
-    def test_a_machine_is_held_to_the_set_that_it_is_nearest_to(self, tmp_path: Path) -> None:
+    def test_a_machine_is_compared_with_the_nearest_set(self, tmp_path: Path) -> None:
         machine = npu_machine(tmp_path)
         assert nearest_set(machine, NPU.sets).system["CANN"] == "9.1.0"
         machine.packages |= {"torch": "2.7.1", "torch-npu": "2.7.1", "transformers": "4.57.6", "vllm": "0.11.0"}
@@ -84,7 +84,7 @@ class TestVersions:
 class TestFactsOfOthers:
     """The doctor repeats facts of other modules without importing them; these tests compare both."""
 
-    def test_of_the_platforms(self) -> None:
+    def test_settings_equal_those_of_the_platforms(self) -> None:
         """The port ranges that the doctor assigns to megarl are the platforms' defaults."""
         for kind in KINDS:
             for env in (kind.platform().trainer_env(60), kind.platform().rollout_env()):
@@ -93,7 +93,7 @@ class TestFactsOfOthers:
                 }
 
     @pytest.mark.parametrize(("npu", "cuda"), [(True, True), (True, False), (False, True), (False, False)])
-    def test_the_platform_is_the_one_that_select_takes(self, npu: bool, cuda: bool, monkeypatch, tmp_path) -> None:
+    def test_the_platform_is_the_one_that_select_chooses(self, npu: bool, cuda: bool, monkeypatch, tmp_path) -> None:
         selected = []
         here = {"npu": npu, "cuda": cuda, "cpu": True}
         monkeypatch.setattr(DeviceKind, "is_here", lambda kind: here[kind.name])
@@ -105,7 +105,7 @@ class TestFactsOfOthers:
         machine.torch["kind"] = "cuda" if cuda else "cpu"
         assert [platform_of(machine, Needs()).kind.name] == selected
 
-    def test_of_the_exchange_and_of_ray(self) -> None:
+    def test_bucket_and_store_sizes_equal_those_of_the_run(self) -> None:
         from megarl.cluster.ray import start
         from megarl.weight_sync import session
 
@@ -114,7 +114,7 @@ class TestFactsOfOthers:
         assert Needs().bucket_bytes == ExchangeConfig().bucket_mb << 20
         assert DEFAULT_PORT == 6379
 
-    def test_what_runs_programs_is_registered(self) -> None:
+    def test_scorers_and_tools_that_run_programs_are_registered(self) -> None:
         from megarl import agents, rewards
 
         registered = {agents.find(name).name if name == "code_interpreter" else rewards.find(name).name for name in _RUNS_PROGRAMS}  # fmt: skip
@@ -127,7 +127,7 @@ class TestLines:
             host, int(host[-1]), [dataclasses.replace(finding, check="c", host=host) for finding in findings]
         )
 
-    def test_failing_nodes_come_first_and_say_only_what_is_wrong(self) -> None:
+    def test_failing_nodes_come_first_and_list_only_problems(self) -> None:
         reports = [
             self.report("node0", ok("fine"), warning("so so", "look")),
             self.report("node1", ok("fine")),
@@ -139,7 +139,7 @@ class TestLines:
         assert head == "node rank 2 (node2): 1 of 3 ok"
         assert first.split() == ["FAIL", "c", "bad", "->", "mend"] and second.split()[0] == "warning"
 
-    def test_a_rank_is_told_where_there_is_one(self) -> None:
+    def test_the_json_has_a_rank_if_the_finding_has_one(self) -> None:
         finding = Finding("FAIL", "bad", "mend", "ports", "node3")
         assert command.as_object(finding) == {
             "check": "ports", "status": "FAIL", "text": "bad", "remedy": "mend", "host": "node3",
@@ -159,7 +159,7 @@ class Answer:
     clock_error: float = 0.01
 
 
-def test_a_node_that_is_unlike_the_others_is_named() -> None:
+def test_a_node_that_differs_from_the_majority_is_named() -> None:
     same, other = {"torch": "2.10.0", "ray": "2.60.0"}, {"torch": "2.9.0"}
     answers = [
         Answer("10.0.0.1", 0, NodeReport("a", None, [], versions=same)),
@@ -181,7 +181,7 @@ class TestRecipe:
         overrides = [f"model.path={data / 'model'}", *files, f"runs_dir={tmp_path / 'runs'}", *settings]
         return with_absolute_paths(load_recipe(ROOT / "recipes/quickstart.yaml", overrides))
 
-    def test_all_is_there(self, quickstart_data: Path, tmp_path: Path) -> None:
+    def test_a_complete_recipe_passes_all_stages(self, quickstart_data: Path, tmp_path: Path) -> None:
         findings = list(stages(self.recipe(quickstart_data, tmp_path)))
         assert [(finding.check, finding.status) for finding in findings] == [
             (f"recipe: {stage}", "ok") for stage in ("settings", "model", "data", "rewards")
@@ -196,14 +196,14 @@ class TestRecipe:
             ("reward.function=gsm9k", "rewards", "gsm9k"),
         ],
     )
-    def test_what_is_missing_fails_its_stage(self, setting, stage, says, quickstart_data, tmp_path) -> None:
+    def test_a_missing_file_or_setting_fails_its_stage(self, setting, stage, says, quickstart_data, tmp_path) -> None:
         findings = list(stages(self.recipe(quickstart_data, tmp_path, setting)))
         (failure,) = (finding for finding in findings if finding.status != "ok")
         assert (failure.check, failure.status) == (f"recipe: {stage}", "FAIL") and says in failure.text
         assert "\n" not in failure.text + failure.remedy
         assert ("not reached" in failure.text) == (stage != "rewards")
 
-    def test_what_it_needs(self, quickstart_data: Path, tmp_path: Path) -> None:
+    def test_needs_of_the_quickstart(self, quickstart_data: Path, tmp_path: Path) -> None:
         """The quickstart needs two trainers and an engine; float32 weights take 4 + 8 bytes each in a checkpoint."""
         from safetensors import safe_open
 
@@ -216,7 +216,7 @@ class TestRecipe:
         recipe.exchange.route = "export"
         assert needs_of(recipe, {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "m"}).buckets == 2
 
-    def test_devices_are_counted_where_they_lie(self, quickstart_data: Path, tmp_path: Path) -> None:
+    def test_devices_are_counted_per_machine(self, quickstart_data: Path, tmp_path: Path) -> None:
         """Two trainers of one tensor-parallel group fit two machines with a device each; an engine of two does not."""
         recipe = self.recipe(quickstart_data, tmp_path)
         assert device_demand(recipe, "npu", [("a", 1), ("b", 1)]).status == "ok"
@@ -225,14 +225,14 @@ class TestRecipe:
         assert demand.status == "FAIL" and "1 on a, 1 on b" in demand.text
         assert device_demand(recipe, "cpu", [("a", 0)]).status == "ok"
 
-    def test_a_recipe_without_training_data_is_evaluated(self, quickstart_data: Path, tmp_path: Path) -> None:
+    def test_a_recipe_without_training_data_needs_one_engine(self, quickstart_data: Path, tmp_path: Path) -> None:
         """An evaluation needs one engine and no trainer."""
         recipe = self.recipe(quickstart_data, tmp_path, "data.train_files=[]")
         assert needs_of(recipe, {}).processes == 1 and not needs_of(recipe, {}).trains
         assert device_demand(recipe, "cuda", [("a", 1)]).status == "ok"
         assert [finding.status for finding in stages(recipe)] == ["ok"] * 4
 
-    def test_a_directory_with_a_run_is_told(self, quickstart_data: Path, tmp_path: Path) -> None:
+    def test_a_run_directory_with_metrics_is_a_warning(self, quickstart_data: Path, tmp_path: Path) -> None:
         recipe = self.recipe(quickstart_data, tmp_path)
         assert run_name(recipe).status == "ok"
         metrics = tmp_path / "runs" / recipe.name / "metrics.jsonl"
@@ -245,13 +245,13 @@ class TestRecipe:
 class TestThisMachine:
     """Queries of a real machine, which the fakes of the other tests replace."""
 
-    def test_a_port_that_somebody_listens_on(self) -> None:
+    def test_a_port_in_use_is_reported(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
             assert "in use" in Machine().cannot_bind(port)
         assert Machine().cannot_bind(port) == ""
 
-    def test_commands_that_end_hang_crash_and_are_not_there(self) -> None:
+    def test_commands_that_hang_crash_or_do_not_exist(self) -> None:
         machine = Machine()
         assert machine.run(["no-such-program"]) is None
         hanging = machine.run(["sleep", "60"], 0.2)
@@ -260,7 +260,7 @@ class TestThisMachine:
         assert not crashed.good and "-11" in crashed.last_error
         assert machine.python_code("raise ImportError('libx.so')", 30).last_error == "ImportError: libx.so"
 
-    def test_the_hub_is_asked_for_no_longer_than_it_may_take(self) -> None:
+    def test_the_request_to_the_hub_has_a_time_limit(self) -> None:
         """A server that never answers is given up in time; a server that refuses counts as reachable."""
         with socket.create_server(("127.0.0.1", 0)) as server:
             before = time.monotonic()
@@ -279,7 +279,7 @@ class TestCommand:
         monkeypatch.setattr(command, "Machine", lambda: machine)
         return machine
 
-    def test_a_machine_that_is_well(self, here: FakeMachine, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_healthy_machine_exits_with_0(self, here: FakeMachine, capsys: pytest.CaptureFixture[str]) -> None:
         assert command.doctor(None, [], as_json=False, nodes=None) == 0
         *lines, last = capsys.readouterr().out.splitlines()
         assert all(line.startswith("ok ") for line in lines) and last == f"0 failed, 0 warnings, {len(lines)} ok"
@@ -292,7 +292,7 @@ class TestCommand:
         assert [finding["check"] for finding in findings if finding["status"] == "FAIL"] == ["packages"]
         assert set(findings[0]) == {"check", "status", "text", "remedy", "host"}
 
-    def test_a_cluster_that_is_not_there(self, here: FakeMachine, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_an_unreachable_cluster_is_a_finding(self, here: FakeMachine, capsys: pytest.CaptureFixture[str]) -> None:
         """The failure is reported, and this machine is examined all the same."""
         here.environ["RAY_ADDRESS"] = "ray://10.0.0.1:10001"
         assert command.doctor(None, [], as_json=True, nodes=None) == 1
@@ -304,7 +304,7 @@ class TestCommand:
         )
         assert "packages" in {finding["check"] for finding in findings}
 
-    def test_one_node_of_several_says_that_the_others_were_not_looked_at(self, here, capsys) -> None:
+    def test_one_node_of_several_reports_that_only_it_was_checked(self, here, capsys) -> None:
         here.environ |= {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "10.0.0.1"}
         assert command.doctor(None, [], as_json=False, nodes=None) == 0
         assert "only this one is checked -> start launch/multinode.sh" in capsys.readouterr().out

@@ -34,7 +34,7 @@ def examine(machine: FakeMachine, needs: Needs = RECIPE) -> list[Finding]:
 
 @pytest.mark.parametrize("kind", MACHINES)
 @pytest.mark.parametrize("needs", [Needs(), RECIPE, CLUSTER], ids=["no recipe", "recipe", "two nodes"])
-def test_a_machine_that_is_well_has_nothing_to_be_told(kind: str, needs: Needs, tmp_path: Path) -> None:
+def test_a_healthy_machine_has_only_ok_findings(kind: str, needs: Needs, tmp_path: Path) -> None:
     """A healthy machine has no findings other than `ok`."""
     findings = examine(MACHINES[kind](tmp_path), needs)
     assert [finding for finding in findings if finding.status != "ok"] == []
@@ -123,7 +123,7 @@ FAULTS: dict[str, Fault] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
+def test_a_planted_fault_is_reported_by_its_check(name: str, tmp_path: Path) -> None:
     """The fault's check reports it with a remedy; the test above shows that the machine has no other findings."""
     kind, plant, check_name, status, words, needs = FAULTS[name]
     machine = MACHINES[kind](tmp_path)
@@ -137,7 +137,7 @@ def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
     assert all(finding.remedy and finding.host == "node0" for finding in matching)
 
 
-def test_what_a_recipe_does_without_is_not_missed(tmp_path: Path) -> None:
+def test_packages_that_the_recipe_does_not_need_are_not_required(tmp_path: Path) -> None:
     """SFT under torchrun needs neither an engine nor Ray."""
     machine = MACHINES["cuda"](tmp_path)
     del machine.packages["ray"], machine.packages["vllm"]
@@ -145,7 +145,7 @@ def test_what_a_recipe_does_without_is_not_missed(tmp_path: Path) -> None:
     assert [finding for finding in findings if finding.check == "packages" and finding.status != "ok"] == []
 
 
-def test_a_check_that_raises_or_hangs_is_a_failure_and_not_the_end(tmp_path: Path) -> None:
+def test_a_check_that_raises_or_hangs_is_a_failed_finding(tmp_path: Path) -> None:
     @check("raises", "")
     def raises(machine, needs):
         yield ok("first")
@@ -169,7 +169,7 @@ def test_rows_of_npu_smi() -> None:
     assert chips(A2) == [Chip(0, 0, "910B4-1", "OK", 3394, 65536), Chip(1, 1, "910B4-1", "Warning", 27547, 65536)]
 
 
-def test_where_cann_says_its_version(tmp_path: Path) -> None:
+def test_the_version_of_cann_is_read_from_its_files(tmp_path: Path) -> None:
     """version.cfg lists the runtime's number first: 7.6.0.1.220 is not the CANN version."""
     from megarl.commands.doctor.npu_checks import cann_version
 
@@ -202,7 +202,7 @@ def test_the_newest_set_for_a_driver(tmp_path: Path, driver: str, name: str | No
     assert name is None or f"the newest set for this driver is {name}" in texts[0]
 
 
-def test_a_set_whose_least_driver_is_not_documented(tmp_path: Path) -> None:
+def test_a_set_without_a_documented_oldest_driver_omits_it(tmp_path: Path) -> None:
     """CANN 8.3.RC1's release notes name no oldest driver: the line leaves it out."""
     machine = npu_machine(tmp_path)
     machine.packages |= {"torch": "2.7.1", "torch-npu": "2.7.1", "transformers": "4.57.6", "vllm": "0.11.0"}

@@ -75,7 +75,7 @@ def sbatch(tmp_path):
         process.wait(30)
 
 
-def test_slurm_starts_the_launcher_once_a_node_and_returns_its_status(sbatch, tmp_path):
+def test_slurm_starts_one_launcher_per_node_and_returns_its_status(sbatch, tmp_path):
     job = sbatch("--", sys.executable, "-c", "import os; print(os.environ['HCCL_SOCKET_IFNAME']); raise SystemExit(5)",
                  MEGARL_INTERFACE="bond0")  # fmt: skip
     output, _ = job.communicate(timeout=60)
@@ -85,7 +85,7 @@ def test_slurm_starts_the_launcher_once_a_node_and_returns_its_status(sbatch, tm
     assert "bash launch/multinode.sh -- " in " ".join(called)
 
 
-def test_slurm_hands_the_signal_of_a_preemption_to_the_run(sbatch):
+def test_slurm_forwards_the_preemption_signal_to_the_run(sbatch):
     code = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(9)); print('up', flush=True); time.sleep(60)"
     job = sbatch("--", sys.executable, "-c", code)
     assert job.stdout.readline() == "up\n"
@@ -109,7 +109,7 @@ def test_slurm_joins_two_nodes(sbatch):
     ("environ", "says"),
     [({"SLURM_JOB_ID": ""}, "runs in a Slurm job"), ({"SLURM_SUBMIT_DIR": "/usr"}, "no launch/multinode.sh in /usr")],
 )
-def test_slurm_says_what_is_wrong_with_how_it_was_called(sbatch, environ, says):
+def test_slurm_refuses_a_wrong_call(sbatch, environ, says):
     job = sbatch("recipe.yaml", **environ)
     output, _ = job.communicate(timeout=20)
     assert says in output
@@ -146,7 +146,7 @@ def nodes_and_devices(recipe):
     return int(nodes), int(devices)
 
 
-def test_the_rayjob_has_fields_that_kuberay_knows():
+def test_the_rayjob_has_only_fields_of_kuberay():
     (job,) = manifest("kuberay.yaml")
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     assert problems(job["spec"], RAYJOB) == []
@@ -154,7 +154,7 @@ def test_the_rayjob_has_fields_that_kuberay_knows():
     assert problems(wrong, RAYJOB) == ["spec.ttl is not a field", "spec.backoffLimit is a integer"]
 
 
-def test_the_rayjob_is_closed_in_itself():
+def test_the_rayjob_is_self_contained():
     (job,) = manifest("kuberay.yaml")
     cluster = job["spec"]["rayClusterSpec"]
     assert f"ray == {cluster['rayVersion']}" in Path(ROOT, "setup.cfg").read_text()
@@ -181,7 +181,7 @@ def check_pod(pod, devices):
     assert {"/dev/shm", "/usr/local/Ascend/driver"} <= {mount["mountPath"] for mount in container["volumeMounts"]}
 
 
-def test_the_plain_job_tells_each_pod_which_node_it_is():
+def test_the_plain_job_gives_each_pod_its_node_rank():
     service, job = manifest("kubernetes.yaml")
     spec, pod = job["spec"], job["spec"]["template"]["spec"]
     environ = {entry["name"]: entry["value"] for entry in pod["containers"][0]["env"] if "value" in entry}
@@ -196,7 +196,7 @@ def test_the_plain_job_tells_each_pod_which_node_it_is():
     check_pod(pod, topology.devices_per_node)
 
 
-def test_the_rayjob_passes_kuberays_own_schema():
+def test_the_rayjob_passes_kuberays_schema():
     """The schema is checked strictly: the API server drops unknown fields, and the job would run without them."""
     import jsonschema
 
@@ -256,7 +256,7 @@ def test_the_installer_installs_megarl_itself(bare_environment, tmp_path):
     assert again.returncode == 0 and "megarl" not in again.stdout, "nothing is left to do"
 
 
-def test_the_installer_leaves_an_installation_of_another_checkout(bare_environment, tmp_path):
+def test_the_installer_keeps_an_installation_of_another_checkout(bare_environment, tmp_path):
     venv, other = bare_environment, tmp_path / "other"
     (other / "megarl").mkdir(parents=True)
     (other / "megarl/__init__.py").touch()

@@ -52,7 +52,7 @@ def test_topology(environ, rank, nodes, master, devices):
         ({"DEVICES_PER_NODE": "0"}, "a node without devices"),
     ],
 )
-def test_topology_that_does_not_add_up(environ, says):
+def test_inconsistent_topologies_are_refused(environ, says):
     with pytest.raises(ValueError, match=says):
         read_topology(environ)
 
@@ -62,7 +62,7 @@ def test_first_host_of_a_slurm_list():
     assert {text: first_host(text) for text in lists} == lists
 
 
-def test_each_kind_of_device_is_announced_to_ray():
+def test_the_devices_of_each_kind_are_registered_with_ray():
     topology = read_topology({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "DEVICES_PER_NODE": "8"})
     assert "--num-gpus=8" in ray_command(topology, "cuda")
     assert '--resources={"megarl_node_1": 1, "NPU": 8}' in ray_command(topology, "npu")
@@ -70,7 +70,7 @@ def test_each_kind_of_device_is_announced_to_ray():
     assert "--address=10.0.0.1:6379" in ray_command(topology, "cpu")
 
 
-def test_a_cluster_of_ours_has_a_token_of_its_own_unless_the_user_has_chosen():
+def test_each_cluster_has_a_new_token_unless_the_user_sets_authentication():
     first, second = ray_env.authentication({}), ray_env.authentication({})
     assert first["RAY_AUTH_MODE"] == "token"
     assert first["RAY_AUTH_TOKEN"] != second["RAY_AUTH_TOKEN"]
@@ -107,7 +107,7 @@ def test_rendezvous():
     assert first.status == 7
 
 
-def test_a_head_that_is_not_there_is_named():
+def test_an_unreachable_head_is_named():
     with pytest.raises(TimeoutError, match=r"127\.0\.0\.1:\d+ within 0 s"):
         RendezvousClient("127.0.0.1", free_port(), 1, 2, timeout=0)
 
@@ -150,7 +150,7 @@ def node():
         process.wait(30)
 
 
-def test_a_single_node_runs_the_command_as_it_is(node):
+def test_a_single_node_runs_the_command_directly(node):
     process = node(0, sys.executable, "-c", "raise SystemExit(5)", nodes=1)
     assert process.wait(30) == 5
 
@@ -168,7 +168,7 @@ def test_two_nodes_join_run_and_return_one_exit_status(node):
 
 @pytest.mark.slow
 @pytest.mark.stack
-def test_a_node_that_does_not_come_is_named(node):
+def test_a_node_that_does_not_join_is_named(node):
     head, member = node(0, "true", nodes=3, timeout=25), node(1, "true", nodes=3, timeout=25)
     output, _ = head.communicate(timeout=120)
     assert "node rank 2 of 3 did not join within 25 s" in output

@@ -75,7 +75,7 @@ def test_train_accepts_a_tiny_copy_and_every_change_is_listed(row: Row, tmp_path
 
 
 @EACH
-def test_what_a_layout_cuts_is_still_cut(row: Row) -> None:
+def test_the_tiny_copy_keeps_parallel_dimensions_above_1(row: Row) -> None:
     """With enough processes each parallel dimension stays above 1; with two processes, at least one does."""
     recipe = recipe_of(row)
     parts = [(recipe.megatron, recipe.cluster.trainers)]
@@ -127,13 +127,13 @@ def test_a_models_structure_is_kept(name: str) -> None:
         assert small["hidden_size"] < config["hidden_size"] and small["num_hidden_layers"] < config["num_hidden_layers"]
 
 
-def test_the_tensors_of_every_kind_that_is_trained_are_known() -> None:
+def test_every_supported_model_type_has_tensor_shapes() -> None:
     """Otherwise a model type would be rejected after part of its tiny copy was written."""
     assert set(KINDS) == set(PROVEN)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_weights_have_the_names_and_shapes_that_transformers_writes(name: str, tmp_path: Path) -> None:
+def test_weights_have_transformers_names_and_shapes(name: str, tmp_path: Path) -> None:
     path = write_hf_model(name, tmp_path)
     config = json.loads((path / "config.json").read_text())
     write_weights(tmp_path / "model.safetensors", {**config, "initializer_range": 0.05}, 0, 0.1)
@@ -144,7 +144,7 @@ def test_weights_have_the_names_and_shapes_that_transformers_writes(name: str, t
 @pytest.mark.parametrize(
     "kind", ["LlamaConfig", "Qwen2Config", "Qwen3Config", "Qwen3MoeConfig", "DeepseekV3Config", "Glm4MoeConfig"]
 )
-def test_a_config_that_transformers_5_writes_is_shrunk(kind: str, tmp_path: Path) -> None:
+def test_a_config_written_by_transformers_5_is_shrunk(kind: str, tmp_path: Path) -> None:
     """The config has a kind per layer and derived sizes, which transformers refuses if they disagree."""
     import transformers
 
@@ -159,7 +159,7 @@ def test_a_config_that_transformers_5_writes_is_shrunk(kind: str, tmp_path: Path
     assert small["dtype"] == "float32" and "torch_dtype" not in small
 
 
-def test_a_vision_model_that_transformers_5_writes_is_shrunk(tmp_path: Path) -> None:
+def test_a_vision_config_written_by_transformers_5_is_shrunk(tmp_path: Path) -> None:
     """The config has a text section, the sections of its heads in `rope_parameters`, and colours under the new name."""
     import transformers
 
@@ -175,7 +175,7 @@ def test_a_vision_model_that_transformers_5_writes_is_shrunk(tmp_path: Path) -> 
     assert (read.num_hidden_layers, read.rope_parameters["mrope_section"]) == (2, [4, 6, 6])
 
 
-def test_rows_are_those_of_the_file_where_it_is_there(tmp_path: Path) -> None:
+def test_rows_have_the_columns_of_the_file_if_it_exists(tmp_path: Path) -> None:
     """The source is read from the file, else from the folder's name; a recipe without both is refused: no scorer is chosen."""
     recipe = load_recipe(ROOT / "recipes" / "grpo_qwen3_8b.yaml")
     (tmp_path / "gsm8k").mkdir()
@@ -205,7 +205,7 @@ def test_an_incomplete_copy_is_removed_and_the_setting_is_named(written: str, ke
     assert not list(tmp_path.iterdir())
 
 
-def test_nothing_is_made_larger() -> None:
+def test_small_settings_are_not_enlarged() -> None:
     """A recipe that is as small as a tiny copy keeps its sizes."""
     recipe = load_recipe(ROOT / "recipes" / "ppo_qwen3_8b.yaml")
     recipe.data.prompts_per_step, recipe.evaluation.limit = 2, 1
@@ -230,7 +230,7 @@ def test_profiled_steps_ranks_and_mini_batches_fit_the_tiny_copy(tmp_path: Path)
     assert (tiny.recipe.data.prompts_per_step, tiny.recipe.actor.mini_batches) == (2, 2)
 
 
-def test_an_interrupt_is_not_lost_where_the_training_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_kills_a_training_that_ignores_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "_STOP_SECONDS", 0.01)
     waiting, waits = subprocess.Popen.wait, []
 
@@ -253,9 +253,7 @@ def test_an_interrupt_is_not_lost_where_the_training_does_not_end(monkeypatch: p
 
 
 @pytest.mark.parametrize(("says", "raised"), [(130, SystemExit), (1, KeyboardInterrupt)])
-def test_one_of_both_says_that_it_was_stopped(
-    says: int, raised: type[BaseException], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_stop_is_reported_once(says: int, raised: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
     """The training reports the stop if the signal reached it, else the rehearsal does."""
     waiting, messages = subprocess.Popen.wait, []
 
@@ -273,7 +271,7 @@ def test_one_of_both_says_that_it_was_stopped(
     assert messages != [os.getpgid(0)], "Ctrl-C at a terminal would reach both"
 
 
-def test_what_the_metrics_show_to_be_wrong(tmp_path: Path) -> None:
+def test_faults_in_the_metrics_are_reported(tmp_path: Path) -> None:
     """Refused: a loss that is not finite, an update without effect, an engine with other weights, a missing step."""
     recipe = replace(load_recipe(ROOT / "recipes" / "grpo_qwen3_8b.yaml"), runs_dir=str(tmp_path), name="run")
     tiny = TinyCopy(tmp_path / "tiny_copy.yaml", recipe, {}, [])
@@ -294,13 +292,13 @@ def test_what_the_metrics_show_to_be_wrong(tmp_path: Path) -> None:
         (["recipes/grpo_qwen3_8b.yaml", "--out", "recipes"], "is not empty"),
     ],
 )
-def test_bad_input_is_told_before_anything_starts(arguments: list[str], says: str) -> None:
+def test_bad_input_is_reported_before_the_start(arguments: list[str], says: str) -> None:
     done = run("rehearse", *arguments)
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.stack
-def test_a_rehearsal_that_fails_ends_with_its_cause(
+def test_a_failed_rehearsal_ends_with_its_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The command ends with the cause of the failure, not with the list of settings."""
@@ -335,7 +333,7 @@ def test_an_unusable_folder_is_rejected_first(
         ("megatron.expert_parallel=48", "expert_parallel=48 does not divide"),
     ],
 )
-def test_what_is_wrong_with_the_recipe_itself_is_found(tmp_path: Path, override: str, words: str) -> None:
+def test_errors_of_the_full_recipe_are_found(tmp_path: Path, override: str, words: str) -> None:
     """The tiny copy drops device settings and shrinks the layout, so it would run."""
     with pytest.raises(ValueError, match=words):
         make_tiny_copy(ROOT / "recipes" / "grpo_deepseek_v3.yaml", [override], tmp_path)
