@@ -34,14 +34,14 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[st
 
 
 @pytest.mark.parametrize("name", [case["name"] for case in CASES])
-def test_peaks_are_those_of_the_allocator(counted: dict[str, Any], name: str) -> None:
+def test_counted_peaks_equal_the_allocators(counted: dict[str, Any], name: str) -> None:
     """The bound is 3 %, because kernels allocate some memory."""
     real, answer = counted[name]
     planned = answer["activations"]
     assert {phase: planned[phase] for phase in real} == pytest.approx(real, rel=0.03)
 
 
-def test_recompute_keeps_less(counted: dict[str, Any]) -> None:
+def test_recompute_reduces_kept_activations(counted: dict[str, Any]) -> None:
     none, full = (
         counted[f"Qwen3-30B-A3B-recompute={how}-rank=0"][1]["activations"]["kept"] for how in ("none", "full")
     )

@@ -34,7 +34,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_a_recipe_is_written_once() -> None:
+def test_a_recipe_is_sent_once() -> None:
     recipe, other = Recipe(), Recipe()
     with RankClient() as client:
         futures = [client.submit(RankRequest(planned, 3, True)) for planned in (recipe, recipe, other)]
@@ -43,7 +43,7 @@ def test_a_recipe_is_written_once() -> None:
     assert (first["rank"], first["critic"], first["work"]) == (3, True, None)
 
 
-def test_a_failure_is_of_its_question_alone() -> None:
+def test_a_failed_request_does_not_fail_others() -> None:
     with RankClient() as client:
         bad, good = client.submit(RankRequest(Recipe(), 7)), client.submit(RankRequest(Recipe(), 0))
         assert good.result()["rank"] == 0
@@ -51,7 +51,7 @@ def test_a_failure_is_of_its_question_alone() -> None:
             bad.result()
 
 
-def test_a_process_that_ends_says_why_to_all_who_wait() -> None:
+def test_the_end_of_the_process_fails_all_pending_requests_with_its_cause() -> None:
     with RankClient() as client:
         waiting, deadly = client.submit(RankRequest(Recipe(), 9)), client.submit(RankRequest(Recipe(), 8))
         for future in (waiting, deadly):
@@ -61,7 +61,7 @@ def test_a_process_that_ends_says_why_to_all_who_wait() -> None:
             client.submit(RankRequest(Recipe(), 0)).result(timeout=10)
 
 
-def test_leaving_waits_for_nothing() -> None:
+def test_leaving_does_not_wait_for_pending_requests() -> None:
     began = time.monotonic()
     with RankClient() as client:
         late = client.submit(RankRequest(Recipe(), 9))

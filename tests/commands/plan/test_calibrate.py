@@ -81,7 +81,7 @@ def assert_rates(device: Device, true: Device) -> None:
         assert reached == pytest.approx(getattr(true, name) * true.link_share, rel=0.02), name
 
 
-def test_shares_are_found_again(tmp_path: Path) -> None:
+def test_fitting_recovers_the_shares_of_the_device(tmp_path: Path) -> None:
     run_recipe = recipe(**ORDINARY)
     run = write_run(tmp_path / "run", run_recipe, of(run_recipe, TRUE))
     device, printed = fitted(run_recipe, run, tmp_path)
@@ -92,7 +92,7 @@ def test_shares_are_found_again(tmp_path: Path) -> None:
     assert of(wider, device).seconds == pytest.approx(of(wider, TRUE).seconds, rel=0.02), "another batch is foretold"
 
 
-def test_what_shares_cannot_say_becomes_a_factor(tmp_path: Path) -> None:
+def test_a_deviation_that_no_share_explains_becomes_a_factor(tmp_path: Path) -> None:
     run_recipe = recipe(**ORDINARY)
 
     def odd(line: dict[str, float]) -> dict[str, float]:
@@ -108,7 +108,7 @@ def test_what_shares_cannot_say_becomes_a_factor(tmp_path: Path) -> None:
     assert device.link_share == H100.link_share and "the links are not its bottleneck" in " ".join(printed.split())
 
 
-def test_sampling_beside_the_trainers_is_known_where_they_waited(tmp_path: Path) -> None:
+def test_decode_share_of_async_sampling_is_fitted_if_trainers_waited(tmp_path: Path) -> None:
     run_recipe = recipe(rollout__max_staleness=1, cluster__placement="disaggregated", cluster__trainers=8)
     times = of(run_recipe, TRUE)
     seconds = {phase.name: phase.seconds for phase in times.phases}
@@ -132,7 +132,7 @@ def test_filtered_groups_were_sampled(tmp_path: Path) -> None:
     assert fitted(run_recipe, run, tmp_path)[0].decode_share == pytest.approx(TRUE.decode_share, rel=0.02)
 
 
-def test_a_run_is_held_against_what_plan_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_compared_with_the_estimate_of_its_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run is compared with an estimate that has counted engines, the counted exchange and the teacher's model."""
     run_recipe = recipe(**ORDINARY, exchange__route="planned", algorithm__reference="teacher", teacher__path="t")
     run_recipe.rollout.engine_args = {"max_num_seqs": 64}
@@ -166,7 +166,7 @@ def test_a_users_device_is_calibrated_by_its_name(tmp_path: Path) -> None:
         read_calibration(tmp_path / "own.yaml").apply(H100)
 
 
-def test_a_table_that_is_there_is_kept(tmp_path: Path) -> None:
+def test_an_existing_output_file_is_kept(tmp_path: Path) -> None:
     run_recipe = recipe(**ORDINARY)
     run = write_run(tmp_path / "run", run_recipe, of(run_recipe, TRUE))
     (tmp_path / "own.yaml").write_text("other: 1")
@@ -189,7 +189,7 @@ def test_a_run_of_another_recipe_is_refused(settings: dict[str, Any], message: s
         calibrate_run(recipe(**ORDINARY, **settings), MODELS, H100, run, None)
 
 
-def test_what_changes_no_seconds_may_differ(tmp_path: Path) -> None:
+def test_settings_without_effect_on_time_may_differ(tmp_path: Path) -> None:
     run_recipe = recipe(**ORDINARY)
     run = write_run(tmp_path / "run", run_recipe, of(run_recipe, TRUE))
     other = recipe(**ORDINARY, train__steps=99, actor__optimizer__lr=1.0, evaluation__every=3, name="other")
@@ -203,7 +203,7 @@ def test_a_run_of_another_model_is_refused(tmp_path: Path) -> None:
         calibrate_run(run_recipe, {"rollout": {**QWEN, "num_hidden_layers": 16}}, H100, run, None)
 
 
-def test_what_is_no_run_or_too_short_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_and_a_short_run_are_refused(tmp_path: Path) -> None:
     run_recipe = recipe(**ORDINARY)
     with pytest.raises(InputError, match=r"is not a training run: it lacks metrics.jsonl"):
         calibrate_run(run_recipe, MODELS, H100, tmp_path, None)
@@ -212,6 +212,6 @@ def test_what_is_no_run_or_too_short_is_refused(tmp_path: Path) -> None:
         calibrate_run(run_recipe, MODELS, H100, run, None)
 
 
-def test_missing_calibration_is_said_to_be_missing(tmp_path: Path) -> None:
+def test_a_missing_calibration_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such file"):
         read_calibration(tmp_path / "none.yaml")

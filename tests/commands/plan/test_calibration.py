@@ -27,7 +27,7 @@ def applied(**rates: float) -> Device:
     return Calibration("round", "a test", {name: measured(value) for name, value in rates.items()}).apply(DEVICE)
 
 
-def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_a_calibration_file_round_trips(tmp_path: Path) -> None:
     entry = CalibrationEntry(2.5, "fitted", "steps of a run", low=2.0, high=3.0)
     observed = (Observation("decode, 32 sequences", 1850.0, "tokens/s", "TP 1"),)
     written = Calibration("910C", "a test", {"link": measured(1e11)}, {"gen": entry}, observed, {"torch": "2.10"})
@@ -85,7 +85,7 @@ def test_every_rate_changes_seconds() -> None:
         assert seconds(applied(**{name: slow.get(name, 1e7)})) > plain * 1.0001, name
 
 
-def test_factors_multiply_phases_and_replace_the_devices_own() -> None:
+def test_factors_multiply_phases_and_replace_the_devices_factors() -> None:
     run_recipe = recipe(algorithm__kl_coef=0.1)
     device = replace(DEVICE, factors={"reference": 7.0})
     calibrated = Calibration("Round", "a test", factors={"update_actor": measured(2.0)}).apply(device)

@@ -47,7 +47,7 @@ def totals(place: DeviceUses) -> dict[str, int]:
     return {use.phase: use.total for use in place.uses}
 
 
-def test_trainers_that_offload_are_away_while_engines_sample() -> None:
+def test_offloaded_trainers_use_no_device_memory_during_sampling() -> None:
     run_recipe = recipe()
     run_recipe.megatron.offload = True
     uses = of(run_recipe, [stage()])["actor 0 + engine"]
@@ -62,7 +62,7 @@ def test_trainers_that_offload_are_away_while_engines_sample() -> None:
     assert next(use.parts["logits"] for use in uses.uses if use.phase == "update_actor") == 2
 
 
-def test_trainers_that_do_not_offload_stay() -> None:
+def test_trainers_without_offload_stay_on_the_device() -> None:
     run_recipe = recipe()
     run_recipe.megatron.offload = False
     memory = totals(of(run_recipe, [stage()])["actor 0 + engine"])
@@ -70,7 +70,7 @@ def test_trainers_that_do_not_offload_stay() -> None:
     assert memory["update_actor"] == 151 + 9, "engines sleep all the same"
 
 
-def test_on_a_cpu_nobody_leaves() -> None:
+def test_on_a_cpu_nothing_is_offloaded() -> None:
     run_recipe = recipe(device="cpu")
     run_recipe.megatron.offload = True
     assert totals(of(run_recipe, [stage()])["actor 0 + engine"])["update_actor"] == 151 + 9 + 20 + 100
@@ -84,13 +84,13 @@ def test_unset_offload_follows_the_placement() -> None:
     assert offloaded == totals(of(run_recipe, [stage()])["actor 0 + engine"])
 
 
-def test_apart_each_has_devices_of_its_own() -> None:
+def test_disaggregated_trainers_and_engines_have_separate_devices() -> None:
     devices = of(recipe(placement="disaggregated"), [stage(number=0), stage(number=1)])
     assert {name: place.devices for name, place in devices.items()} == {"actor 0": 2, "actor 1": 2, "engine": 4}
     assert totals(devices["engine"]) == {"gen": 125, "weight_exchange": 120 + ENGINE.largest}
 
 
-def test_buffers_are_those_of_the_route() -> None:
+def test_buffers_follow_the_route() -> None:
     """A bucket is 1 MiB and the model's largest tensor is 3 MiB. A full update gathers twice that, and so does a verified
     sharded update. On a CPU the pack buffers of the buckets count as well."""
     run_recipe, mib = recipe(), 2**20
@@ -109,7 +109,7 @@ def test_buffers_are_those_of_the_route() -> None:
     assert totals(of(run_recipe, [stage()])["engine"])["weight_exchange"] == 120 + 3 * ENGINE.largest + (2 + 4) * mib
 
 
-def test_slots_on_devices_lie_there_in_every_phase() -> None:
+def test_bucket_slots_on_devices_count_in_every_phase() -> None:
     """A trainer's four, and the four of an engine rank that passes buckets on."""
     run_recipe, mib = recipe(), 2**20
     before = totals(of(run_recipe, [stage()])["actor 0 + engine"])
@@ -127,7 +127,7 @@ def test_slots_on_devices_lie_there_in_every_phase() -> None:
     }
 
 
-def test_a_critic_lies_beside_the_stages_whose_devices_it_has() -> None:
+def test_a_critic_shares_the_devices_of_actor_stages() -> None:
     run_recipe = recipe()
     run_recipe.megatron.offload, run_recipe.critic.megatron.offload = False, True
     run_recipe.algorithm.advantage, run_recipe.critic.trainers = "gae", 3
@@ -142,7 +142,7 @@ def test_a_critic_lies_beside_the_stages_whose_devices_it_has() -> None:
     assert totals(devices["actor 1 + critic 0"])["update_actor"] == 151 + 9 + 1, "the critic does"
 
 
-def test_where_engines_are_not_known_nothing_is_said_to_be_left(capsys: pytest.CaptureFixture[str]) -> None:
+def test_uncounted_engines_make_the_remaining_memory_unknown(capsys: pytest.CaptureFixture[str]) -> None:
     unknown = {"rollout": "rollout: vLLM is not installed here", "judge": "judge: neither"}
     none: dict[str, int | None] = {"actor": None, "critic": None}
     kept: dict[str, Any] = {"swaps": none, "largest": 0, "unknown": unknown}
@@ -158,7 +158,7 @@ def test_where_engines_are_not_known_nothing_is_said_to_be_left(capsys: pytest.C
     assert ["not known" in row for row in rows] == [True, False] and "1.0 left" in rows[1]
 
 
-def test_an_engine_that_finds_its_share_out_is_not_known() -> None:
+def test_an_engine_that_determines_its_share_at_run_time_is_not_counted() -> None:
     finds_out = engine(spec(40), share=None, share_key="mem_fraction_static")
     assert "rollout.engine_args.mem_fraction_static is not set" in str(not_counted(finds_out, 20))
     assert not_counted(finds_out, None) is None, "without a device no engine is examined"
@@ -187,7 +187,7 @@ def spec(longest: int) -> EngineSpec:
     return policy_spec(recipe, "engine0", load_weights=False)
 
 
-def test_what_is_left_is_the_cache() -> None:
+def test_the_cache_is_the_rest_of_the_engines_share() -> None:
     rank = rank_of(engine(spec(40)), memory=20)
     assert rank is not None and rank.cache == (10 - 4 - 2) * GIB and rank.sequences == 1 and rank.devices == 8
     outside = rank_of(engine(spec(40), covers_step=False), memory=20)
@@ -216,7 +216,7 @@ def test_a_cache_without_room_for_one_sequence_is_refused(longest: int, limits: 
     assert refusal is not None and all(word in f"{refusal.problem}. {refusal.remedy}" for word in words), refusal
 
 
-def test_a_cache_with_room_for_one_is_not() -> None:
+def test_a_cache_with_room_for_one_sequence_is_accepted() -> None:
     kind = engine(spec(40))
     rank = rank_of(kind, memory=20)
     assert rank is not None and too_small(kind, rank, 20) is None
@@ -246,7 +246,7 @@ def test_a_phase_above_the_devices_memory_is_refused_with_its_arithmetic() -> No
     assert large(recipe(), 350) == []
 
 
-def test_an_engine_beside_trainers_that_stay_is_refused_for_offload() -> None:
+def test_an_engine_next_to_resident_trainers_is_refused_with_the_key_offload() -> None:
     run_recipe = recipe()
     run_recipe.actor.max_tokens_per_micro_batch, run_recipe.megatron.offload = 1, False
     held = RankMemory(1, 1, 20 * GIB, 0, 40 * GIB, 30 * GIB, 60 * GIB, 0)
@@ -257,7 +257,7 @@ def test_an_engine_beside_trainers_that_stay_is_refused_for_offload() -> None:
     assert refusal.key == "megatron.offload" and "in gen: KV cache 100.0" in refusal.problem
 
 
-def test_many_phases_become_rows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_many_phases_are_printed_as_rows(capsys: pytest.CaptureFixture[str]) -> None:
     """The console's table keeps within 100 columns without truncated numbers."""
     phases = ["gen", "values", "update_critic", "update_critic, Adam", "old_log_prob", "reference", "update_actor"]
     uses = [Use(phase, {"weights": (number + 50) << 30}) for number, phase in enumerate(phases)]

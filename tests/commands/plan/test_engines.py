@@ -62,7 +62,7 @@ def test_published_models(tmp_path: Path) -> None:
 @pytest.mark.stack
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
 @pytest.mark.parametrize("experts", [False, True])
-def test_a_real_engines_worker_holds_it(name: str, experts: bool, tmp_path: Path) -> None:
+def test_counted_bytes_equal_those_of_a_real_vllm_worker(name: str, experts: bool, tmp_path: Path) -> None:
     directory = write_model(name, tmp_path)
     config = json.loads((directory / "config.json").read_text())
     settings: dict[str, Any] = {"tensor_parallel": 2, "expert_parallel": experts, "max_model_len": 128}
@@ -83,7 +83,7 @@ def test_a_real_engines_worker_holds_it(name: str, experts: bool, tmp_path: Path
     assert [answer["parameters"], answer["weights"], answer["cache_per_token"]] == first
 
 
-def test_what_arguments_say_of_steps_and_memory() -> None:
+def test_limits_follow_the_engine_arguments() -> None:
     vllm = limits_of("vllm", spec(Path("m")))
     assert (vllm.tokens, vllm.sequences, vllm.share, vllm.covers_step) == (2048, 128, 0.92, True)
     whole = limits_of("vllm", spec(Path("m"), engine_args={"enable_chunked_prefill": False, "max_num_seqs": 7}))

@@ -29,7 +29,7 @@ def described(tensors: list[Tensor], odd: int | None = None, *, whole: str = "")
     return describer.build()
 
 
-def test_the_first_and_the_last_tell_of_those_between() -> None:
+def test_sampled_layers_expand_to_the_whole_model() -> None:
     sampled = SampledLayers.of(EVERY)
     names = [name for name, *_ in sampled.tensors]
     assert names == [name for name, *_ in EVERY if name.split(".")[2] in ("weight", "0", "1", str(LAYERS - 1))]
@@ -37,7 +37,7 @@ def test_the_first_and_the_last_tell_of_those_between() -> None:
     assert expanded is not None and expanded.digest == described(EVERY).digest
 
 
-def test_layers_that_are_not_alike_tell_nothing() -> None:
+def test_unequal_layers_are_not_expanded() -> None:
     sampled = SampledLayers.of(EVERY)
     assert sampled.expand(described(sampled.tensors, odd=LAYERS - 1)) is None
     assert sampled.expand(described(sampled.tensors, whole="layers.1.q")) is None

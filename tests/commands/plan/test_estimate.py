@@ -46,13 +46,13 @@ def test_phases_follow_the_recipe() -> None:
     assert names(**demonstrations) == ["update_actor"]
 
 
-def test_a_step_is_its_phases_one_after_the_other() -> None:
+def test_a_step_is_the_sum_of_its_phases() -> None:
     result = of()
     assert result.seconds == pytest.approx(sum(phase.seconds for phase in result.phases))
     assert result.tokens == 32 * 8 * (512 + 512) and result.tokens_per_second == result.tokens / result.seconds
 
 
-def test_engines_that_run_ahead_write_beside_the_trainers() -> None:
+def test_async_sampling_overlaps_training() -> None:
     disaggregated = {"rollout__max_staleness": 1, "cluster__placement": "disaggregated"}
     result = of(**disaggregated)
     seconds = {phase.name: phase.seconds for phase in result.phases}
@@ -63,7 +63,7 @@ def test_engines_that_run_ahead_write_beside_the_trainers() -> None:
     assert few.seconds < result.seconds, "with more engines, the trainers are the bottleneck"
 
 
-def test_greedy_samples_and_filtered_groups_are_written_too() -> None:
+def test_greedy_samples_and_filtered_groups_add_sampling_time() -> None:
     plain, greedy = (of(algorithm__advantage=name).phases[0].seconds for name in ("grpo", "remax"))
     assert greedy > plain
     run_recipe = recipe(algorithm__dynamic_sampling__enabled=True)
@@ -71,7 +71,7 @@ def test_greedy_samples_and_filtered_groups_are_written_too() -> None:
     assert tried.seconds > plain and "75% of groups are filtered" in tried.assumed
 
 
-def test_what_was_counted_takes_the_place_of_formulas() -> None:
+def test_counted_engines_and_links_replace_formulas() -> None:
     counted, device = recipe(rollout__engine_args={"max_num_seqs": 64}, megatron__offload=False), device_named("H100")
     free, narrow = (
         estimate(counted, QWEN, None, device, engine=engine).phases[0] for engine in (None, rank(cache=2 * 1000 * 1024))
@@ -103,7 +103,7 @@ def test_factors_multiply_their_phase() -> None:
         ({}, {"lora__rank": 8}),
     ],
 )
-def test_what_must_be_faster(slower: dict[str, Any], faster: dict[str, Any]) -> None:
+def test_settings_that_must_be_faster(slower: dict[str, Any], faster: dict[str, Any]) -> None:
     common: dict[str, Any] = {"cluster__trainers": 8, "rollout__engines": 8, "data__prompts_per_step": 256}
     common |= {"rollout__max_response_length": 4096}
     assert of(**(common | slower)).seconds > of(**(common | faster)).seconds

@@ -46,12 +46,12 @@ def test_responses_are_spread_around_their_mean() -> None:
     assert lengths.samples(4).tolist() == [28, 32, 38, 42] and lengths.samples(4).mean() == 35
 
 
-def test_a_mean_that_cannot_be_is_refused() -> None:
+def test_an_impossible_mean_length_is_refused() -> None:
     with pytest.raises(ValueError, match=r"a mean response of 2000 tokens is not between 1 and rollout.max_response_l"):
         Lengths.of(Recipe(), 2000)
 
 
-def test_micro_batches_are_those_of_the_schedule() -> None:
+def test_micro_batches_equal_the_schedulers() -> None:
     equal = Lengths(prompt=100, shortest=300, longest=300, assumed="")
     run_recipe = recipe(actor__max_tokens_per_micro_batch=1000)
     result = micro_batches(
@@ -84,7 +84,7 @@ def test_padding_is_computed_and_groups_stay_together() -> None:
 # --- links ---------------------------------------------------------------------------------------------------------
 
 
-def test_rings_and_all_to_alls() -> None:
+def test_seconds_of_rings_all_to_alls_and_sends() -> None:
     assert ring_seconds(DEVICE, 1e9, 1) == 0
     assert ring_seconds(DEVICE, 1e9, 4) == pytest.approx(0.75), "three quarters of it, at 1e9"
     assert ring_seconds(DEVICE, 1e9, 4, stride=4) == pytest.approx(7.5), "one member a node: one port"
@@ -94,7 +94,7 @@ def test_rings_and_all_to_alls() -> None:
     assert send_seconds(DEVICE, 1e9, 1) == 1 and send_seconds(DEVICE, 1e9, 4) == 10 and host_seconds(DEVICE, 1e9) == 1
 
 
-def test_what_takes_the_most_is_the_bound() -> None:
+def test_the_bound_is_the_largest_part() -> None:
     cost = Cost(compute=1, links=2) * 2 + Cost(host=3)
     assert (cost.seconds, cost.bound, cost.parts) == (9, "links between devices", {"compute": 2, "links": 4, "host": 3})
 
@@ -131,11 +131,11 @@ def test_a_pipeline_waits_while_it_fills_and_drains() -> None:
         ({"lora__rank": 8, "megatron__keep_logits": True}, Passes(2, 3, 2, 2, 3, 2)),
     ],
 )
-def test_what_an_update_computes(settings: dict[str, Any], expected: Passes) -> None:
+def test_passes_of_an_update(settings: dict[str, Any], expected: Passes) -> None:
     assert update_passes(recipe(**settings)) == expected
 
 
-def test_an_update_with_its_optimizer_step() -> None:
+def test_an_update_includes_its_optimizer_step() -> None:
     alone = training.update(trainers(), BATCH, mini_batches=2)
     assert alone.compute == pytest.approx(6 * (3 * WEIGHTS + 3 * PAIRS + 4 * OUTPUT) / 1e12)
     parameters = 4 * 400 + 2 * 1000
@@ -153,14 +153,14 @@ def test_tensor_parallel_ranks_exchange_activations() -> None:
     assert cut.links == pytest.approx(3 * 4 * 4 * (1000 * 10 * 2 / 2) / 1e9), "four halves a layer, of 20,000 bytes"
 
 
-def test_tokens_go_to_their_experts_and_back() -> None:
+def test_tokens_are_sent_to_their_experts_and_back() -> None:
     spread = training.forward(trainers(4, SPARSE, megatron__expert_parallel=4), BATCH, 1)
     sent = 1000 * 10 * 2 * 2  # to two experts each
     assert spread.links == pytest.approx(3 * 4 * 2 * sent * 3 / 4 / 1e9)
     assert spread.compute == pytest.approx(3 * (2 * 1000 * (4 * (100 + 20 + 100) + 1000) + PAIRS) / 1e12)
 
 
-def test_sparse_layers_exchange_activations_around_attention_alone() -> None:
+def test_sparse_layers_exchange_activations_only_around_attention() -> None:
     cut = training.forward(trainers(2, SPARSE, megatron__tensor_parallel=2), BATCH, 1)
     assert cut.links == pytest.approx(3 * 4 * 2 * (1000 * 10 * 2 / 2) / 1e9)
     within = training.forward(trainers(2, SPARSE, megatron__expert_tensor_parallel=2), BATCH, 1)
@@ -175,7 +175,7 @@ def test_context_parallel_ranks_exchange_keys_and_values() -> None:
     assert cut.compute == pytest.approx(3 * (WEIGHTS + PAIRS + OUTPUT) / 2 / 1e12)
 
 
-def test_without_a_distributed_optimizer_every_rank_updates_all() -> None:
+def test_without_a_distributed_optimizer_every_rank_updates_all_parameters() -> None:
     parameters = 4 * 400 + 2 * 1000
     phase = training.update(trainers(2, megatron__distributed_optimizer=False), BATCH, 1)
     assert phase.memory == pytest.approx(parameters * 30 / 1e9)
@@ -197,7 +197,7 @@ def engines(shape: Any = DENSE, **fields: Any) -> Engines:
 SAME = Lengths(prompt=10, shortest=100, longest=100, assumed="")
 
 
-def test_responses_are_written_step_by_step() -> None:
+def test_decoding_reads_weights_and_cache_in_every_step() -> None:
     """All sequences begin and end together: 100 steps of 5 sequences with caches of 10 to 110 tokens."""
     phase = generate(engines(), SAME, prompts=1, samples=5)
     step = 2 * (4 * 400 + 1000) + 5 * 60 * (4 * 8 * 2)  # weights but the embedding; caches of 60 tokens in the mean
@@ -209,7 +209,7 @@ def test_responses_are_written_step_by_step() -> None:
     assert apart.compute == pytest.approx(5 * phase.compute)
 
 
-def test_more_than_an_engine_writes_at_a_time_goes_in_waves() -> None:
+def test_sequences_above_the_engines_limit_run_in_waves() -> None:
     single, three = (generate(engines(sequences=5), SAME, 1, count) for count in (5, 15))
     assert three.memory == pytest.approx(3 * single.memory)
 
@@ -223,7 +223,7 @@ def test_the_longest_response_sets_the_end() -> None:
     assert longer.memory - same.memory == pytest.approx((weights + cached) / 1e9, rel=0.01)
 
 
-def test_experts_that_no_token_is_sent_to_are_not_read() -> None:
+def test_experts_without_tokens_are_not_read() -> None:
     single, many = (generate(engines(SPARSE), SAME, 1, count) for count in (1, 60))
     cache = 100 * 60 * 4 * 8 * 2
     rest = 2 * (4 * 120 + 1000)
@@ -233,7 +233,7 @@ def test_experts_that_no_token_is_sent_to_are_not_read() -> None:
     assert many.memory == pytest.approx((100 * (rest + 2 * 4 * 8 * 50) + 60 * cache) / 1e9, rel=1e-4), "all of them"
 
 
-def test_experts_of_a_group_meet_the_tokens_of_all_its_engines() -> None:
+def test_experts_of_an_engine_group_serve_the_tokens_of_all_its_engines() -> None:
     alone, group = (generate(engines(SPARSE, count=4, group=n, spread=n > 1), SAME, 4, 1) for n in (1, 4))
     saved = alone.memory - group.memory
     assert saved == pytest.approx(100 * 2 * 1600 * (0.25 - (1 - 0.75**4) / 4) / 1e9)
@@ -251,7 +251,7 @@ def test_a_wide_batch_is_bound_by_compute() -> None:
     assert generate(slow, SAME, 1, 100).bound == "compute"
 
 
-def test_the_cache_bounds_how_many_are_written_at_a_time() -> None:
+def test_the_cache_limits_concurrent_sequences() -> None:
     small = engines()
     memory = 1.0 * 2**30 * 64  # of a device with 64 GiB
     big = replace(small, device=replace(DEVICE, memory=64))
@@ -276,7 +276,9 @@ def test_the_cache_bounds_how_many_are_written_at_a_time() -> None:
         ("sglang", {"max_running_requests": 5, "max_num_seqs": 7}, 5),
     ],
 )
-def test_an_engines_own_names_and_defaults_decide(engine: str, arguments: dict[str, Any], sequences: int) -> None:
+def test_the_limit_of_sequences_follows_each_engines_argument_and_default(
+    engine: str, arguments: dict[str, Any], sequences: int
+) -> None:
     run_recipe = recipe(rollout__engine=engine, rollout__engine_args=arguments)
     phase = estimate(run_recipe, QWEN, None, device_named("H100")).phases[0]
     assert f"; {sequences} sequences at a time" in phase.assumed
@@ -310,7 +312,7 @@ def test_an_exchange_sends_what_is_planned() -> None:
     assert whole.parts == pytest.approx({"links": size / 2 / 1e9, "host": 2 * size / 1e9})
 
 
-def test_before_a_plan_is_made_an_engine_rank_receives_what_it_holds() -> None:
+def test_without_a_plan_an_engine_rank_receives_its_share() -> None:
     """Two engines of two devices: each device has half of the dense weights; a node has four devices."""
     size = 2 * (1600 + 2000)
     near = uncounted(trainers(4), engines(count=2, tensor=2))
@@ -325,7 +327,7 @@ def exported(**settings: Any) -> float:
     return exchange(layout, engines(count=2), None).links
 
 
-def test_engines_beside_the_trainers_may_be_on_another_node() -> None:
+def test_disaggregated_engines_can_be_on_another_node() -> None:
     """A node has four devices. Its host receives a model once, however many engine ranks it has."""
     size = 2 * (1600 + 2000)
     near = exported(cluster__placement="disaggregated")
@@ -342,7 +344,7 @@ def test_engines_beside_the_trainers_may_be_on_another_node() -> None:
     assert two_nodes == pytest.approx((1e6 + 2**20) / 5e7), "the second begins a bucket later"
 
 
-def test_on_a_cpu_nothing_moves() -> None:
+def test_on_a_cpu_offloading_takes_no_time() -> None:
     assert moved(trainers(2, megatron__offload=True, cluster__device="cpu")) == Cost()
 
 

@@ -83,7 +83,7 @@ def test_relays_are_named_after_the_transport(transport, way) -> None:
     assert way in explain_command._relays(recipe)
 
 
-def test_buckets_of_rows_add_up_to_those_there_are() -> None:
+def test_buckets_of_rows_add_up_to_the_total() -> None:
     """Buckets of all rows add up to the total, except buckets that mix experts and other weights: both rows count them."""
     both = description("a", "b.experts.1")
     mixed = plan_transfers([both], [both, both], Hosts(["n0"], ["n0", "n0"]), 1 << 20)
@@ -105,7 +105,7 @@ def test_where_ranks_are() -> None:
     assert set(explain.hosts(recipe, None).engines) == {"node 0"}
 
 
-def test_a_plan_says_what_it_does_not_count_of_connections() -> None:
+def test_a_plan_with_device_transport_notes_uncounted_connections() -> None:
     recipe, model = Recipe(), published.read("Qwen3-8B")
     assert build.OF_CONNECTIONS not in build._notes(recipe, [], [], model)
     recipe.exchange.transport = "device"
@@ -131,14 +131,16 @@ def test_experts_of_later_ranks_have_later_numbers() -> None:
     assert later.tensors == ("model.layers.1.mlp.experts.8.up", "model.layers.1.mlp.experts.9.up", names[2])
 
 
-def test_tensors_are_asked_about_layer_by_layer() -> None:
+def test_tensors_are_sorted_by_layer() -> None:
     names = ["m.10.experts.2.w", "m.9.experts.10.w", "m.9.experts.2.w", "lm_head"]
     held = held_tensors([description(*names[:2]), description(*names[1:])])
     assert [name for name, *_ in held] == ["lm_head", *reversed(names[:3])]
     assert held[0][1:] == ((6, 4), "bfloat16")
 
 
-def test_the_command_says_who_sends_what(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_flows_between_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     bucket_sizes = []
     monkeypatch.setattr(
         explain_command, "planned", lambda *arguments: bucket_sizes.append(arguments[2]) or small_plan()
@@ -174,7 +176,7 @@ def test_without_a_recipe_the_usage_is_shown(capsys: pytest.CaptureFixture[str])
     assert "RECIPE" in capsys.readouterr().err
 
 
-def test_training_without_engines_sends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_without_engines_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("exchange", str(RECIPES / "quickstart_sft.yaml")) == 2
     assert "no engines" in capsys.readouterr().err
 
@@ -187,7 +189,7 @@ def test_training_without_engines_sends_nothing(capsys: pytest.CaptureFixture[st
         ("grpo_deepseek_v3", "DeepSeek-V3", [], 25.812e9),
     ],
 )
-def test_engine_ranks_receive_what_they_hold(name: str, model: str, settings: list[str], received: float) -> None:
+def test_engine_ranks_receive_the_bytes_they_hold(name: str, model: str, settings: list[str], received: float) -> None:
     """The expected figures come from a trace of vLLM's loader by another script, and from the sizes of the tensors."""
     recipe = load_recipe(RECIPES / f"{name}.yaml", settings)
     plan = explain.planned(recipe, published.read(model), 16)
@@ -202,7 +204,7 @@ def test_engine_ranks_receive_what_they_hold(name: str, model: str, settings: li
     assert sent.max() <= 1.2 * sent.mean()
 
 
-def test_what_a_run_refuses_is_not_explained(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_that_a_run_refuses_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """`explain` refuses within a second, with the message of `plan`, before vLLM starts."""
     assert run("exchange", str(RECIPES / "dapo_qwen3_30b.yaml"), "rollout.engines=5") == 2
     assert "rollout.engines x rollout.tensor_parallel = 5 x 4" in capsys.readouterr().err

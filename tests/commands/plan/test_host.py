@@ -50,7 +50,7 @@ def gib(host: HostUse) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("size", "allocated"), [(0, 0), (1, 1), (4096, 4096), (4097, 8192), (3 * GIB, 4 * GIB)])
-def test_page_locked_memory_comes_in_powers_of_two(size: int, allocated: int) -> None:
+def test_page_locked_memory_is_allocated_in_powers_of_two(size: int, allocated: int) -> None:
     assert pinned(size) == allocated
 
 
@@ -100,13 +100,13 @@ def test_settings_change_parts(
     assert {name: memory.get(name) for name in first} == first
 
 
-def test_apart_engines_lie_on_machines_of_their_own_and_do_not_sleep() -> None:
+def test_disaggregated_engines_have_separate_machines_and_do_not_sleep() -> None:
     hosts = uses(recipe(cluster__placement="disaggregated", megatron__offload=False))
     assert [host.name for host in hosts] == ["node 0", "nodes 1-2"], "trainers and engines take as much"
     assert gib(hosts[1]) == {"processes": 4, "/dev/shm": 1.0}
 
 
-def test_alike_machines_are_one_entry() -> None:
+def test_equal_machines_are_one_entry() -> None:
     run_recipe = recipe(cluster__trainers=16, rollout__engines=8)
     stages = [stage(0)]
     hosts = host_uses(Tenants(run_recipe, stages, {"rollout": ENGINE}, {}, GIB, True), DEVICE)
@@ -126,7 +126,7 @@ SAVES = replace(HELD, saved=5 * GIB)
         ({"train__save_in_background": True, "megatron__distributed_optimizer": False}, 2),  # of TP 2, one replica
     ],
 )
-def test_a_checkpoint_that_is_copied_takes_its_size_on_the_host(settings: dict[str, Any], copies: int) -> None:
+def test_a_checkpoint_copy_uses_host_memory(settings: dict[str, Any], copies: int) -> None:
     """The copy adds to the states that swapping or offloading keeps on the host."""
     run_recipe = recipe(megatron__tensor_parallel=2, **settings)
     tenants = Tenants(run_recipe, [stage(0, SAVES)], {"rollout": ENGINE}, {"actor": 16}, GIB, True)
@@ -134,7 +134,7 @@ def test_a_checkpoint_that_is_copied_takes_its_size_on_the_host(settings: dict[s
     assert memory.get("checkpoint", 0) == copies * 5 and memory["swapped"] == 4 * 8
 
 
-def test_actor_and_critic_that_take_turns_copy_what_they_save() -> None:
+def test_time_shared_actor_and_critic_copy_their_checkpoints() -> None:
     """Actor and critic share four devices; the host keeps a copy of each until both are written, unless they stay."""
     run_recipe = recipe(algorithm__advantage="gae", cluster__trainers=4, rollout__engines=2)
     run_recipe.critic.trainers, run_recipe.critic.megatron.offload = 4, True
@@ -144,7 +144,7 @@ def test_actor_and_critic_that_take_turns_copy_what_they_save() -> None:
     assert "checkpoint" not in gib(host_uses(tenants, DEVICE)[0])
 
 
-def test_a_machine_that_only_lacks_room_for_copies_of_a_checkpoint_names_the_key() -> None:
+def test_a_host_too_small_only_for_checkpoint_copies_names_save_in_background() -> None:
     hosts = [HostUse("node 0", 1, {"swapped": 40 * GIB, "checkpoint": 20 * GIB})]
     (refusal,) = host_refusals(hosts, 50.0)
     assert refusal.key == "train.save_in_background" and "checkpoint 20.0" in refusal.problem
@@ -152,7 +152,7 @@ def test_a_machine_that_only_lacks_room_for_copies_of_a_checkpoint_names_the_key
     assert refusal.key == "megatron.extra.swap_optimizer", "without the copies there is too little as well"
 
 
-def test_a_machine_that_has_too_little_is_refused_with_the_key() -> None:
+def test_a_host_with_too_little_memory_is_refused_with_the_key() -> None:
     hosts = [HostUse("node 0", 1, {"offloaded": 40 * GIB, "asleep": 50 * GIB, "processes": 9 * GIB})]
     assert host_refusals(hosts, 99.0) == [] == host_refusals([], 1.0)
     (refusal,) = host_refusals(hosts, 98.0)

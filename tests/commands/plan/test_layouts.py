@@ -68,7 +68,7 @@ def brute_force(recipe: Recipe, model: dict[str, Any], per_node: int) -> set[Tra
 
 
 @pytest.mark.parametrize(("model", "trainers"), [(DENSE, 4), (DENSE, 6), (SPARSE, 4), (SPARSE, 6), (SPARSE, 5)])
-def test_every_layout_that_divides_is_there(model: dict[str, Any], trainers: int) -> None:
+def test_every_layout_that_divides_is_listed(model: dict[str, Any], trainers: int) -> None:
     run_recipe = recipe(trainers)
     listed = list(layouts(run_recipe, model, 2))
     assert len(set(listed)) == len(listed)
@@ -80,13 +80,13 @@ def test_every_layout_that_divides_is_there(model: dict[str, Any], trainers: int
     ("stages", "first_and_last"),
     [(2, {(None, None)}), (4, {(1, 1), (2, 2)}), (5, {(1, 2), (2, 1)}), (6, {(None, None)})],
 )
-def test_stages_are_as_even_as_they_can_be(stages: int, first_and_last: set[Any]) -> None:
+def test_stages_are_as_even_as_possible(stages: int, first_and_last: set[Any]) -> None:
     matching = [layout for layout in layouts(recipe(stages), DENSE, 8) if layout.pipeline_parallel == stages]
     plain = [layout for layout in matching if layout.virtual_pipeline is None]
     assert {(layout.first_stage_layers, layout.last_stage_layers) for layout in plain} == first_and_last
 
 
-def test_uneven_stages_of_deepseek_v3_are_those_of_the_published_layout() -> None:
+def test_uneven_stages_of_deepseek_v3_equal_the_published_layout() -> None:
     run_recipe, model = load_recipe(ROOT / "recipes" / "grpo_deepseek_v3.yaml"), published.read("DeepSeek-V3")
     matching = [layout for layout in layouts(run_recipe, model, 16) if layout.pipeline_parallel == 8]
     assert {(layout.first_stage_layers, layout.last_stage_layers) for layout in matching} == {(6, 7), (7, 6)}
@@ -110,16 +110,16 @@ def test_two_uneven_stages_are_not_interleaved() -> None:
         )
 
 
-def test_the_recipes_own_layout_is_among_them() -> None:
+def test_the_recipes_layout_is_listed() -> None:
     run_recipe = recipe(8, pipeline_parallel=4, first_stage_layers=3, last_stage_layers=1, tensor_parallel=2)
     assert choice_of(run_recipe).layout in set(layouts(run_recipe, DENSE, 8))
 
 
-def test_a_tensor_parallel_group_lies_in_one_machine() -> None:
+def test_a_tensor_parallel_group_stays_within_one_machine() -> None:
     assert {layout.tensor_parallel for layout in layouts(recipe(4), DENSE, 1)} == {1}
 
 
-def test_what_was_chosen_is_what_the_command_line_makes(tmp_path: Path) -> None:
+def test_overrides_of_a_choice_reproduce_its_recipe(tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text(
         "model: {path: x}\nmegatron: {tensor_parallel: 2, sequence_parallel: true, virtual_pipeline: null}\n"
@@ -143,7 +143,7 @@ def test_micro_batches_hold_a_whole_sequence() -> None:
     assert sizes_of_micro_batches(run_recipe, TrainerLayout(1, 1, 2, 1, 1)) == [200, 400, 800, 1600]
 
 
-def test_engines_take_the_devices_that_they_have() -> None:
+def test_engine_layouts_use_all_devices() -> None:
     listed = set(engine_layouts(recipe(4), SPARSE, 2))
     assert EngineLayout(4, 1, 1, None) in listed and EngineLayout(2, 2, 1, True) in listed
     assert EngineLayout(2, 2, 2, None) not in listed, "6 experts do not divide over 4 devices"
@@ -154,7 +154,7 @@ def test_engines_take_the_devices_that_they_have() -> None:
     assert {engine.engines * engine.tensor_parallel for engine in engine_layouts(apart, DENSE, 8)} == {2}
 
 
-def test_no_engine_is_proposed_that_its_model_cannot_be_cut_over() -> None:
+def test_engine_layouts_that_do_not_divide_the_model_are_not_proposed() -> None:
     """28 attention heads divide by 7, and 4 key/value heads neither divide over 7 devices nor are repeated on them."""
     model = {**DENSE, "num_attention_heads": 28, "num_key_value_heads": 4, "intermediate_size": 7 * 64}
     run_recipe = recipe(7)
@@ -169,7 +169,7 @@ def test_demonstrations_need_no_engines() -> None:
     assert list(engine_layouts(run_recipe, DENSE, 8)) == [choice_of(run_recipe).engines]
 
 
-def test_a_run_would_refuse() -> None:
+def test_layouts_that_a_run_refuses_are_refused() -> None:
     run_recipe = load_recipe(ROOT / "recipes" / "dapo_qwen3_30b.yaml")
     model = published.read("Qwen3-30B-A3B")
     assert refusal(run_recipe, model) is None
@@ -180,7 +180,7 @@ def test_a_run_would_refuse() -> None:
 # --- the stage that has the peak -----------------------------------------------------------------
 
 
-def test_only_stages_that_no_earlier_one_covers_can_have_the_peak() -> None:
+def test_only_non_dominated_stages_can_have_the_peak() -> None:
     shape = model_shape(SPARSE)
     even = recipe(6, pipeline_parallel=6)
     assert [part.number for part in largest_parts(even, shape)] == [0, 5]
@@ -190,7 +190,7 @@ def test_only_stages_that_no_earlier_one_covers_can_have_the_peak() -> None:
     assert not StagePart(0, 2, 1, True, False).covers(StagePart(1, 1, 2, False, False)), "another kind of layers"
 
 
-def test_chunks_under_way() -> None:
+def test_chunks_in_flight() -> None:
     """Same warm-up as Megatron's schedules: of 4 stages with 2 chunks, the first runs 2 x 3 + 4 + 1 forward passes first."""
     assert [chunks_under_way(recipe(4, pipeline_parallel=4), stage) for stage in (0, 3)] == [(4, 1), (1, 1)]
     interleaved = recipe(4, pipeline_parallel=4, virtual_pipeline=2)

@@ -64,7 +64,7 @@ def test_deepseek_v3_on_256_devices() -> None:
     assert libraries_of(run_recipe, None) == Libraries()
 
 
-def test_libraries_lie_on_a_device_in_every_phase() -> None:
+def test_libraries_count_in_every_phase() -> None:
     """A trainer and an engine rank share a device: two contexts, the groups of both, graphs, and allocated weights."""
     libraries = Libraries({"actor": 7, "rollout": 5}, context=3, graphs=11)
     engine = replace(ENGINE, remade=2)
@@ -81,7 +81,7 @@ def test_libraries_lie_on_a_device_in_every_phase() -> None:
     )
 
 
-def test_an_engines_groups_come_out_of_its_share() -> None:
+def test_communicators_of_an_engine_reduce_its_cache() -> None:
     run_recipe = load_recipe(RECIPES / "grpo_qwen3_8b.yaml", [])
     spec = policy_spec(run_recipe, "engine0", load_weights=False)
     counts = {"weights": GIB, "tables": 0, "cache_per_token": 1.0, "working": GIB, "parameters": 1, "largest": 1}
@@ -92,7 +92,7 @@ def test_an_engines_groups_come_out_of_its_share() -> None:
     assert (plain.cache, less.cache) == (30 * GIB, 29 * GIB)
 
 
-def test_a_trainers_libraries_alone_can_make_a_device_too_small() -> None:
+def test_communicators_of_a_trainer_can_exceed_the_device() -> None:
     held = RankMemory(1, 1, 20 * GIB, 0, 40 * GIB, 0, 0, 0)
     stage = PipelineStage("actor", 0, 0, held, None, None, {})
     kept: dict[str, Any] = {"swaps": {"actor": None, "critic": None}, "largest": 0}

@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_folder_with_a_config_alone_is_planned(tmp_path: Path) -> None:
+def test_a_folder_with_only_a_config_is_planned(tmp_path: Path) -> None:
     recipe = load_recipe(QUICKSTART, [f"model.path={folder(tmp_path)}", "megatron.expert_parallel=1"])
     report = checked(recipe, QUICKSTART)
     assert report.refusals == [] and report.models["model.path"]["num_hidden_layers"] == 2
@@ -41,13 +41,13 @@ def test_a_folder_with_a_config_alone_is_planned(tmp_path: Path) -> None:
     assert checked(recipe, QUICKSTART).refusals, "weights that are there are read"
 
 
-def test_a_folder_can_stand_for_a_published_model(tmp_path: Path) -> None:
+def test_a_folder_can_replace_a_published_model(tmp_path: Path) -> None:
     config = config_of("models/of-nowhere", QUICKSTART, name=str(folder(tmp_path)))
     assert config["vocab_size"] == 512
 
 
 @pytest.mark.slow  # a rank is built in a separate process
-def test_a_loss_of_the_users_own_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_loss_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own_loss.py").write_text(LOSS)
     settings = [

@@ -62,7 +62,7 @@ def test_the_page_fetches_nothing(name: str, tmp_path: Path) -> None:
     assert "default-src 'none'" in (tmp_path / "plan.html").read_text()
 
 
-def test_words_of_a_plan_are_text(tmp_path: Path) -> None:
+def test_texts_of_a_plan_are_escaped(tmp_path: Path) -> None:
     evil = replace(
         plans.LARGE,
         recipe=EVIL,
@@ -83,7 +83,7 @@ def test_words_of_a_plan_are_text(tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_wrong_comes_first(tmp_path: Path) -> None:
+def test_errors_come_first(tmp_path: Path) -> None:
     text = words(read(plans.TOO_LARGE, tmp_path))
     order = [
         text.index(part)
@@ -111,7 +111,7 @@ def test_verdicts() -> None:
     assert verdict(unknown) == ("not known: activations are not counted", "warn")
 
 
-def test_bars_are_the_plans(tmp_path: Path) -> None:
+def test_bars_have_the_sizes_of_the_plan(tmp_path: Path) -> None:
     """Bars show every part of every phase of every place in sequence, at the scale of the device's memory line."""
     charts, parts = drawing.memory(plans.LARGE, Unit("GiB", GIB)), drawing.parts_of(plans.LARGE.places)
     assert len(charts) == 8
@@ -130,7 +130,7 @@ def test_bars_are_the_plans(tmp_path: Path) -> None:
     assert titles.count("gen: engine weights 22.0 GiB") == 8
 
 
-def test_a_device_that_is_far_larger_is_no_line(tmp_path: Path) -> None:
+def test_a_much_larger_device_is_not_drawn_as_a_line(tmp_path: Path) -> None:
     """The bars would be too small to be seen."""
     tiny = replace(plans.SMALL, memory=64.0)
     (chart,) = drawing.memory(tiny, Unit.of(tiny.most))
@@ -139,7 +139,7 @@ def test_a_device_that_is_far_larger_is_no_line(tmp_path: Path) -> None:
     assert "The dashed line is the device's memory" in words(read(plans.LARGE, tmp_path))
 
 
-def test_more_parts_than_colours_are_told_apart(tmp_path: Path) -> None:
+def test_more_parts_than_colours_are_hatched(tmp_path: Path) -> None:
     use = Use("gen", {f"part {number}": GIB for number in range(14)})
     (chart,) = drawing.memory(replace(plans.LARGE, places=[DeviceUses("actor", 1, [use])]), Unit.of(GIB))
     assert [(piece.colour, piece.hatched) for piece in chart.rows[0].pieces[-3:]] == [(11, False), (0, True), (1, True)]
@@ -149,7 +149,7 @@ def test_more_parts_than_colours_are_told_apart(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_what_does_not_fit_is_marked(tmp_path: Path) -> None:
+def test_phases_that_do_not_fit_are_marked(tmp_path: Path) -> None:
     plan = replace(plans.LARGE, memory=50.7, places=plans.LARGE.places[:1])
     write_page(plan, tmp_path / "plan.html")
     html = (tmp_path / "plan.html").read_text()
@@ -175,7 +175,7 @@ def test_a_tiny_model_is_shown_in_mib(tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_lacking_is_said(tmp_path: Path) -> None:
+def test_missing_parts_of_the_plan_are_noted(tmp_path: Path) -> None:
     text = words(read(plans.SMALL, tmp_path))
     for message in (
         "no device given",
@@ -188,7 +188,7 @@ def test_what_is_lacking_is_said(tmp_path: Path) -> None:
     assert "No device's memory was counted" in text and "No stage was counted" in text
 
 
-def test_the_pipeline_is_the_estimates(tmp_path: Path) -> None:
+def test_the_pipeline_has_the_estimates_times(tmp_path: Path) -> None:
     drawn = drawing.schedule(plans.INTERLEAVED, "actor")
     assert (len(drawn.stages), drawn.chunks, drawn.micro_batches, drawn.estimated) == (4, 2, 64, True)
     slots = [slot for stage in drawn.stages for slot in stage]
@@ -206,7 +206,7 @@ def test_the_pipeline_is_the_estimates(tmp_path: Path) -> None:
     assert len(titles) == len(slots) and "backward, chunk 2 of micro batch 64" in titles
 
 
-def test_a_plain_schedule_is_megatrons_own_times() -> None:
+def test_a_plain_schedule_has_megatrons_times() -> None:
     """Stage 0 of 8: eight forward passes, then it waits for the last stage's first backward pass to come back."""
     drawn = drawing.schedule(replace(plans.LARGE, estimate=None), "actor")
     first, last = drawn.stages[0], drawn.stages[7]
@@ -224,7 +224,7 @@ def test_without_an_estimate_a_pipeline_is_an_example(tmp_path: Path) -> None:
     assert "The number of micro batches is not estimated here; drawn with 16" in words(read(plan, tmp_path))
 
 
-def test_phases_stand_where_they_begin(tmp_path: Path) -> None:
+def test_phases_are_drawn_at_their_begin(tmp_path: Path) -> None:
     """Phases are drawn in sequence or in parallel, each divided into the parts of its seconds."""
     page = read(plans.LARGE, tmp_path)
     assert "nothing is measured" in words(page) and "assumed for update_actor: the bubble of 8 stages" in words(page)
@@ -244,13 +244,13 @@ def test_phases_stand_where_they_begin(tmp_path: Path) -> None:
     }
 
 
-def test_engines_stand_in_a_table(tmp_path: Path) -> None:
+def test_engines_are_listed_in_a_table(tmp_path: Path) -> None:
     teacher = replace(plans.LARGE.engine, parameters=7_615_616_512, devices=2, cache=None, sequences=None)
     text = words(read(replace(plans.LARGE, readers={"teacher": teacher}), tmp_path))
     assert "rollout1" + "11,000,000,000" in text.replace(" ", "") and "teacher27,615,616,512" in text.replace(" ", "")
 
 
-def test_hosts_routes_and_ranges_are_there_as_on_the_console(tmp_path: Path) -> None:
+def test_the_page_has_the_consoles_hosts_routes_and_ranges(tmp_path: Path) -> None:
     """The page has every figure of the console, and marks a machine with too little memory."""
     hosts = [
         HostUse("node 0", 1, {"offloaded": 160 * GIB, "asleep": 459 * GIB}),
@@ -290,7 +290,7 @@ def test_hosts_routes_and_ranges_are_there_as_on_the_console(tmp_path: Path) -> 
     assert re.search(r"export\s*223 s\s*planned\s*13.1 s", text) and "CANN 10" not in text
 
 
-def test_the_page_is_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_is_written_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "plan.html"
     path.write_text("the one of before")
     monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("no")))

@@ -26,7 +26,9 @@ LAYOUTS = [
 
 @pytest.mark.stack
 @pytest.mark.parametrize(("stages", "chunks", "micro_batches"), LAYOUTS)
-def test_the_order_is_megatrons(stages: int, chunks: int, micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_equals_megatrons(
+    stages: int, chunks: int, micro_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for stage in range(stages):
         megatrons = order_of_megatron(stage, stages, chunks, micro_batches, monkeypatch)
         assert order(stage, stages, chunks, micro_batches) == megatrons
@@ -110,7 +112,7 @@ class Neighbours:
 
 
 @pytest.mark.parametrize(("stages", "chunks", "micro_batches"), LAYOUTS)
-def test_every_pass_stands_once_and_after_what_it_reads(stages: int, chunks: int, micro_batches: int) -> None:
+def test_every_pass_runs_once_and_after_its_inputs(stages: int, chunks: int, micro_batches: int) -> None:
     slots = schedule(stages, chunks, micro_batches)
     ends = {slot[:4]: slot.end for slot in slots}
     assert len(slots) == len(ends) == 2 * stages * chunks * micro_batches
@@ -131,7 +133,7 @@ def test_every_pass_stands_once_and_after_what_it_reads(stages: int, chunks: int
 
 @pytest.mark.parametrize(("stages", "chunks", "micro_batches"), [*LAYOUTS, (16, 1, 64), (8, 4, 32)])
 @pytest.mark.parametrize("backward", [1.0, 2.0, 3.0])
-def test_the_bubble_is_the_published_one(stages: int, chunks: int, micro_batches: int, backward: float) -> None:
+def test_the_bubble_equals_the_published_formula(stages: int, chunks: int, micro_batches: int, backward: float) -> None:
     slots = schedule(stages, chunks, micro_batches, backward=backward)
     length = max(slot.end for slot in slots)
     for stage in range(stages):
@@ -154,7 +156,7 @@ def test_hand_worked() -> None:
     ]
 
 
-def test_a_short_schedule_is_whole() -> None:
+def test_a_short_schedule_is_not_folded() -> None:
     slots = schedule(2, 1, 2)
     window = folded(slots, 20)
     assert window.slots == slots and window.length == 9 and window.fold is None and window.hidden == 0

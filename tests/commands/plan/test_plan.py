@@ -52,7 +52,7 @@ def recipe(tokens: int, prompt: int, response: int, **megatron: object) -> Recip
     return recipe
 
 
-def test_where_vllm_is_not_installed_nothing_is_said_of_the_route(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_vllm_the_route_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     """The route of a run elsewhere is unknown, since vLLM there may allow sharded updates."""
     run_recipe = recipe(1000, 100, 300)
     counts = Counted([PipelineStage("actor", 0, 0, HELD, BEYOND, None, {})], [])
@@ -89,7 +89,7 @@ def test_the_largest_micro_batch_is_full() -> None:
     assert largest(recipe(1000, 100, 300, context_parallel=2), 0).lengths == [400] * 5
 
 
-def test_a_sequence_longer_than_a_micro_batch_goes_alone() -> None:
+def test_a_sequence_longer_than_a_micro_batch_is_alone() -> None:
     assert largest(recipe(1000, 500, 1500), 0).lengths == [2000]
     assert largest(recipe(1000, 500, 1500, packing=False), 0).lengths == [2000]
 
@@ -98,7 +98,7 @@ def test_padding_counts_as_tokens() -> None:
     assert largest(recipe(1000, 100, 300, packing=False), 0).lengths == [400, 400]
 
 
-def test_earlier_stages_have_more_under_way() -> None:
+def test_earlier_stages_have_more_micro_batches_in_flight() -> None:
     piped = recipe(10, 5, 5, pipeline_parallel=4)
     assert [largest(piped, stage).micro_batches for stage in range(4)] == [4, 3, 2, 2]
     interleaved = recipe(10, 5, 5, pipeline_parallel=4, virtual_pipeline=2)
@@ -115,7 +115,7 @@ def test_the_largest_image() -> None:
     assert image_grid(30, 2) == (10, 12) and image_grid(1, 2) == (2, 2) and image_grid(7, 1) == (2, 3)
 
 
-def test_values_that_the_host_sent_are_followed() -> None:
+def test_host_values_are_followed_through_meta_tensors() -> None:
     """The trace goes through views, sums, in-place operations and operations with data-dependent sizes, and no further."""
     meta = torch.device("meta")
     grids = torch.empty(2, 3, dtype=torch.int64, device=meta)
@@ -132,7 +132,7 @@ def test_values_that_the_host_sent_are_followed() -> None:
             int((sizes + unknown).sum())
 
 
-def test_what_runs_on_devices_alone_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_only_dispatchers_are_replaced_and_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank with DeepEP's dispatcher is built with another dispatcher of equal size; its activations are not counted."""
     requests: list[RankRequest] = []
 
@@ -178,7 +178,7 @@ def test_swapped_states_are_on_the_host() -> None:
     assert memory["optimizer"] == Phase(61 + 30, 90), "a third of the states at a time"
 
 
-def test_live_memory_counts_each_memory_once_while_it_is_there() -> None:
+def test_live_memory_counts_each_storage_once() -> None:
     meta = torch.device("meta")
     weight = torch.empty(100, 100, device=meta, requires_grad=True)
     with MemoryCounter(meta) as live:
@@ -224,7 +224,7 @@ def test_a_device_is_too_small(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert max(map(len, printed.splitlines())) <= 100
 
 
-def test_a_calibration_file_is_read_before_the_device_is_looked_for(tmp_path: Path) -> None:
+def test_an_invalid_calibration_file_is_reported_before_a_missing_device(tmp_path: Path) -> None:
     """Errors in the calibration file come first, then the missing device of a recipe without a machine."""
     path = ROOT / "recipes" / "retool.yaml"
     assert device_of(path, None, None)[0] is None
@@ -236,7 +236,7 @@ def test_a_calibration_file_is_read_before_the_device_is_looked_for(tmp_path: Pa
         plan(path, [], PlanOptions(calibration=good))
 
 
-def test_what_was_not_counted_is_not_said_to_fit(
+def test_a_plan_with_uncounted_activations_does_not_claim_to_fit(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stage = PipelineStage(
@@ -252,7 +252,7 @@ def test_what_was_not_counted_is_not_said_to_fit(
     assert "not known" in printed and " left" not in printed and "Activations are not counted: images." in printed
 
 
-def test_a_machine_has_as_many_devices_as_the_head_says(tmp_path: Path) -> None:
+def test_the_recipes_head_sets_the_devices_per_machine(tmp_path: Path) -> None:
     """A machine has 16 devices, which affects a tenth of a step's seconds. A user's number has precedence."""
     path = ROOT / "recipes" / "grpo_deepseek_v3.yaml"
     for name in (None, "910B", "910b"):
@@ -300,7 +300,7 @@ _DAPO = "recipes/dapo_qwen3_30b.yaml"
         (["recipes/quickstart.yaml", "--devices", "there/is/none.yaml"], "none.yaml: cannot be read as YAML"),
     ],
 )
-def test_bad_input_is_said(
+def test_bad_input_is_reported(
     arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -312,7 +312,7 @@ def test_bad_input_is_said(
 
 @pytest.mark.slow
 @pytest.mark.stack
-def test_all_of_deepseek_v3_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_of_deepseek_v3_hold_its_published_parameters(capsys: pytest.CaptureFixture[str]) -> None:
     """Summed over pipeline stages and expert-parallel ranks, the ranks hold the published 671 billion parameters."""
     run_recipe, model = load_recipe(ROOT / "recipes" / "grpo_deepseek_v3.yaml"), published.read("DeepSeek-V3")
     listed = stages(run_recipe, model, model)
@@ -325,7 +325,7 @@ def test_all_of_deepseek_v3_is_there(capsys: pytest.CaptureFixture[str]) -> None
     assert json.dumps([stage.rank for stage in listed]) == json.dumps([32 * number for number in range(8)])
 
 
-def test_stages_that_hold_the_same_lie_on_a_line() -> None:
+def test_stages_with_equal_layers_are_interpolated() -> None:
     held = {1: "dense", 2: "sparse", 3: "sparse", 4: "sparse"}
     assert ends(held) == (2, 4)
     first, last = Activations(3, 90, 50, 7, 1, 2), Activations(3, 50, 10, 7, 1, 2)
@@ -338,7 +338,7 @@ def test_stages_that_hold_the_same_lie_on_a_line() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["Qwen3-30B-A3B", "DeepSeek-V3"])
-def test_what_lies_between_two_stages_is_what_they_would_count(model: str, tmp_path: Path) -> None:
+def test_interpolated_stages_equal_counted_stages(model: str, tmp_path: Path) -> None:
     """DeepSeek-V3's second stage has a dense layer, which the later stages do not have."""
     run_recipe = recipe(4096, 1024, 3072, pipeline_parallel=7, expert_parallel=2, recompute="selective")
     run_recipe.cluster.trainers = 14

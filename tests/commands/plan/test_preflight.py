@@ -43,7 +43,7 @@ def test_every_recipe_passes_without_its_model_and_data(
     assert any(line.startswith("data.train_files: ") for line in report.unchecked)
 
 
-def test_what_is_here_is_looked_at(quickstart_data: Path, tmp_path: Path) -> None:
+def test_local_files_are_checked(quickstart_data: Path, tmp_path: Path) -> None:
     """Local files are checked: a sample of the rows, their number, and the scorer's verdict on their ground truth."""
     report = look("quickstart", *here(quickstart_data), f"runs_dir={tmp_path}")
     assert not report.refusals and not report.unchecked
@@ -54,13 +54,13 @@ def test_what_is_here_is_looked_at(quickstart_data: Path, tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir()), "the run's directory was made"
 
 
-def test_columns_are_looked_at_without_a_tokenizer(quickstart_data: Path, tmp_path: Path) -> None:
+def test_columns_are_checked_without_a_tokenizer(quickstart_data: Path, tmp_path: Path) -> None:
     report = look("grpo_qwen3_8b", *here(quickstart_data)[1:], f"runs_dir={tmp_path}")
     assert not report.refusals
     assert any("without a tokenizer" in line for line in report.unchecked)
 
 
-def test_a_run_that_is_there_stands_in_the_way_here_alone(quickstart_data: Path, tmp_path: Path) -> None:
+def test_an_existing_run_does_not_refuse_the_plan(quickstart_data: Path, tmp_path: Path) -> None:
     """A recipe that has been run can be planned without a new name."""
     (tmp_path / "quickstart").mkdir()
     (tmp_path / "quickstart" / "metrics.jsonl").write_text('{"step": 1}\n')
@@ -69,7 +69,7 @@ def test_a_run_that_is_there_stands_in_the_way_here_alone(quickstart_data: Path,
     assert any("already holds a run" in line and "train.resume=auto" in line for line in report.unchecked)
 
 
-def test_judges_services_and_servers_are_named_and_not_asked(quickstart_data: Path, tmp_path: Path) -> None:
+def test_judges_services_and_servers_are_listed_but_not_called(quickstart_data: Path, tmp_path: Path) -> None:
     overrides = [
         "reward.functions.gsm8k=1", "reward.functions.judge=1", "judge.path=models/Qwen3-8B", "judge.prompt='{{ response }}'",
         "data.chat_template=true", "agent.mcp.search.url=http://127.0.0.1:1/mcp", f"runs_dir={tmp_path}",
@@ -80,13 +80,13 @@ def test_judges_services_and_servers_are_named_and_not_asked(quickstart_data: Pa
     assert not any("127.0.0.1" in refusal.what for refusal in report.refusals)
 
 
-def test_checkpoints_that_this_disk_has_no_room_for_are_said(tmp_path: Path) -> None:
+def test_checkpoints_larger_than_this_disk_are_reported(tmp_path: Path) -> None:
     """671 B parameters of 14 bytes, in two checkpoints and a third being written, may go to another machine's disk."""
     report = look("grpo_deepseek_v3", "train.save_every=5", f"runs_dir={tmp_path}")
     assert any("3 checkpoints of about 9.39 TB are there" in line for line in report.unchecked), report.unchecked
 
 
-def test_a_judge_of_which_nothing_is_known_is_named(tmp_path: Path) -> None:
+def test_a_judge_with_an_unknown_model_is_reported(tmp_path: Path) -> None:
     """A judge is not counted with the trainers; a policy with an unknown model is refused."""
     overrides = [
         "reward.function=judge",
@@ -100,14 +100,14 @@ def test_a_judge_of_which_nothing_is_known_is_named(tmp_path: Path) -> None:
     )
 
 
-def test_all_that_is_wrong_is_said_at_once() -> None:
+def test_all_errors_are_reported_together() -> None:
     overrides = ["rollout.engine_args.max_sequences=4", "megatron.expert_parallel=2", "critic.model_path=null"]
     report = look("grpo_qwen3_8b", *overrides)
     assert {refusal.key for refusal in report.refusals} == {"rollout.engine_args", "megatron.expert_parallel"}
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
-def test_a_sample_is_spread_over_the_file_and_names_its_rows(tmp_path: Path, suffix: str) -> None:
+def test_sampled_rows_are_spread_over_the_file(tmp_path: Path, suffix: str) -> None:
     rows = [
         {"prompt": str(number), "data_source": "x", "reward_model": {"ground_truth": "1"}} for number in range(1000)
     ]
@@ -133,13 +133,13 @@ def test_a_large_file_is_sampled_in_seconds(tmp_path: Path) -> None:
     assert time.process_time() - began < 2
 
 
-def test_whole_weights_have_no_fault(quickstart_data: Path, tmp_path: Path) -> None:
+def test_missing_weights_are_found(quickstart_data: Path, tmp_path: Path) -> None:
     assert weights.find_fault(quickstart_data / "model", 2) is None
     assert weights.find_fault(quickstart_data / "model", 4) == "its files have no weights of layer 2 and 1 others of 4"
     assert sum(weights.sizes(quickstart_data / "model")) > 100_000
 
 
-def test_what_a_declaration_says(tmp_path: Path) -> None:
+def test_problems_follow_the_declared_type(tmp_path: Path) -> None:
     source = tmp_path / "source.py"
     source.write_text(
         "class A:\n  switch: bool = x\n  count: int | None = None\n  share: Optional[float] = None\n"
@@ -160,7 +160,7 @@ def test_what_a_declaration_says(tmp_path: Path) -> None:
     assert isinstance(fields["switch"], ast.expr)
 
 
-def test_a_shape_is_a_bases_up_to_the_file_that_names_the_model(tmp_path: Path) -> None:
+def test_a_base_recipes_shape_applies_until_the_model_changes(tmp_path: Path) -> None:
     """A recipe of another model on a base with a `shape` must not be planned as the base's model."""
     (tmp_path / "base.yaml").write_text("# Shape: Qwen3-8B\nmodel:\n  path: somewhere\n")
     (tmp_path / "same.yaml").write_text("base: base.yaml\n")
@@ -172,7 +172,7 @@ def test_a_shape_is_a_bases_up_to_the_file_that_names_the_model(tmp_path: Path) 
     assert shape_of(tmp_path / "teacher.yaml") == "Qwen3-8B"
 
 
-def test_each_recipe_has_a_row_of_its_own_that_is_not_an_earlier_ones() -> None:
+def test_each_recipe_has_an_up_to_date_rehearsal_row() -> None:
     """The outcome of a recipe that has changed since is out of date."""
     record = rehearsed.read_record()
     now = {rehearsed.name_of(path): rehearsed.digest_of(path) for path in rehearsed.recipes()}

@@ -61,7 +61,7 @@ CALLED = [pytest.param(bad, id=bad.name, marks=pytest.mark.slow) for bad in SCOR
 
 
 @pytest.mark.parametrize("bad", [*(pytest.param(bad, id=bad.name) for bad in REFUSED), *CALLED])
-def test_what_cannot_work_is_refused_with_advice(
+def test_an_impossible_recipe_is_refused_with_advice(
     bad: Bad,
     quickstart_data: Path,
     tmp_path: Path,
@@ -76,7 +76,7 @@ def test_what_cannot_work_is_refused_with_advice(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bad", TOO_LARGE, ids=lambda bad: bad.name)
-def test_memory_that_does_not_suffice_is_refused(
+def test_insufficient_memory_is_refused(
     bad: Bad, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The plan exits with status 1 after counting and names each excess."""

@@ -89,7 +89,7 @@ def everything(result: SearchResult) -> int:
     return len(result.best) + rejected + result.slower + result.not_reached
 
 
-def test_the_fastest_come_first_and_shapes_once() -> None:
+def test_candidates_are_sorted_by_time_with_one_per_shape() -> None:
     result = run(subject(), Judges(), count=1000)
     assert len(result.best) > 5 and result.not_reached == 0
     assert [candidate.seconds for candidate in result.best] == sorted(candidate.seconds for candidate in result.best)
@@ -102,7 +102,7 @@ def test_the_fastest_come_first_and_shapes_once() -> None:
     assert everything(result) == result.possible
 
 
-def test_nothing_faster_is_passed_over() -> None:
+def test_the_first_candidate_is_the_fastest_that_fits() -> None:
     """The first candidate is the fastest of all layouts that fit."""
     task = subject()
     first = run(task, Judges(), count=1).best[0]
@@ -116,7 +116,7 @@ def test_nothing_faster_is_passed_over() -> None:
     assert first.seconds == pytest.approx(min(fitting), rel=0.02)
 
 
-def test_what_is_refused_and_what_is_doubted_is_summary_lines() -> None:
+def test_refused_and_unlikely_layouts_are_counted_in_the_result() -> None:
     result = run(subject(), Judges(refuses=(1, 1, 1, 1, 1), doubts=(2, 1, 1, 1, 1)), count=1000)
     assert result.refused["not this one"] > 0
     fitting = {candidate.choice.layout.shape for candidate in result.best}
@@ -163,7 +163,7 @@ class Hosts(FitChecker):
         self._check_hosts(tenants, stages[:counted], [])
 
 
-def test_a_layout_that_fits_is_counted_on_its_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_of_a_layout_that_fits_the_devices_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hosts of a layout that is too large for the devices are not counted."""
     judge, beyond = Hosts(23.0), Activations(1, 1, 1, 1)
     chosen, critic = Future[Any](), Future[Any]()
@@ -186,7 +186,7 @@ def held(size: int) -> RankMemory:
     return RankMemory(1, 1, 1, 0, 1, 1, 1, 0, weights_pinned=size * 2**30)
 
 
-def test_hosts_of_a_searched_layout_are_those_of_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_of_a_searched_layout_equal_those_of_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks a stage, two stages a machine. Where hosts full of the largest stage fit, no other stage is counted."""
     choices = []
 
@@ -216,7 +216,7 @@ def test_time_ends_a_search() -> None:
     assert any("Not reached in" in line for line in summary_lines(result))
 
 
-def test_the_recipes_own_is_found_however_little_time_there_is() -> None:
+def test_the_recipes_layout_is_counted_even_with_little_time() -> None:
     """The recipe's layout is the slowest here; all faster ones take long to count and are too large."""
     task = subject(pipeline_parallel=2, recompute="full", offload=True)
     recipe_choice = choice_of(task.recipe)
@@ -234,7 +234,7 @@ def test_the_recipes_own_is_found_however_little_time_there_is() -> None:
     assert run(task, Slow(refuses=recipe_choice.layout.shape), seconds=1.0).best == []
 
 
-def test_trainers_that_stay_leave_room_for_engines() -> None:
+def test_resident_trainers_must_leave_memory_for_engines() -> None:
     """Engines take 0.9 of the device, and the trainers need a fifth, so they must offload."""
     task = subject()
     choice = replace(choice_of(task.recipe), recompute="full")
@@ -277,7 +277,7 @@ def test_engines_that_were_not_counted_are_named() -> None:
     assert not any("not counted in the memory" in line for line in summary_lines(SearchResult()))
 
 
-def test_a_clock_says_what_an_estimate_says() -> None:
+def test_step_times_equal_the_estimate() -> None:
     task = subject(pipeline_parallel=2, recompute="full")
     clock = StepTimes(task.device, task.shape, None, 20.0)
     for family in families(task)[::7]:
@@ -287,7 +287,7 @@ def test_a_clock_says_what_an_estimate_says() -> None:
         )
 
 
-def test_proposals_end_with_their_time_in_the_middle_of_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proposals_stop_at_their_time_limit_during_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
     class Slow(Judges):
         def peak(self, choice: Choice) -> int:
             time.sleep(1.5)
@@ -321,7 +321,7 @@ def test_three_proposals_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(proposals) == 3 and not stopped and time.monotonic() - began < 2.5
 
 
-def test_what_divides_is_found_without_counting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layouts_that_divide_are_proposed_without_counting(monkeypatch: pytest.MonkeyPatch) -> None:
     task = subject(tensor_parallel=4)  # two key/value heads do not divide
     lines = suggest.uncounted_layouts(task)
     assert len(lines) == 3 and all(line.count("=") <= 2 for line in lines), lines
@@ -335,7 +335,7 @@ def test_what_divides_is_found_without_counting(monkeypatch: pytest.MonkeyPatch)
     assert suggest.uncounted_layouts(small) == []
 
 
-def test_proposals_change_as_little_as_they_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_proposals_change_as_few_settings_as_possible(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     task = subject(tensor_parallel=4)  # two key/value heads do not divide
     monkeypatch.setattr(suggest, "FitChecker", Judges)
     proposals, stopped = suggest.proposals(task, NO_ASKER, seconds=60)
@@ -352,7 +352,7 @@ def test_proposals_change_as_little_as_they_can(monkeypatch: pytest.MonkeyPatch,
         assert proposal.times == pytest.approx(clock.seconds(loaded) / clock.seconds(task.recipe))
 
 
-def test_what_is_proposed_is_more_than_one_way_of_the_same_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proposals_of_one_shape_change_different_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """A smaller micro batch and recomputation of the recipe's layout are two proposals. Both together are slower than one
     of them and are not proposed, nor is another partition of the same layers."""
 
@@ -377,7 +377,7 @@ def test_what_is_proposed_is_more_than_one_way_of_the_same_shape(monkeypatch: py
     assert len(lines) == 3 and "actor.max_tokens_per_micro_batch=128" not in lines, "the same as 256, and slower"
 
 
-def test_without_a_device_nothing_fits() -> None:
+def test_a_search_without_a_device_is_refused() -> None:
     with pytest.raises(InputError, match="give --device"):
         require_device(None)
 
@@ -428,7 +428,7 @@ def test_no_layout_that_fits_is_pruned(model: dict[str, Any], tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.stack
-def test_the_best_fits(tmp_path: Path) -> None:
+def test_the_best_candidate_fits(tmp_path: Path) -> None:
     """`plan` accepts the best candidate and refuses the recipe's layout, with the same memory."""
     task = subject(4, DENSE)
     task.recipe.rollout.max_response_length = 8160

@@ -31,14 +31,14 @@ def of(*phases: tuple[str, float, float | None]) -> Estimate:
     return Estimate(times, 0.0, 1.0, 1, 1.0, 0.0, 1.0)
 
 
-def test_a_run_published_by_its_step_stands_for_each_phase() -> None:
+def test_a_run_published_only_by_its_step_counts_for_each_phase() -> None:
     assert ratios_of("gen", experts=True, ratios=KNOWN) == [2.0, 8.0, 4.0]
     assert ratios_of("update_actor", experts=True, ratios=KNOWN) == [1.5, 4.0]
     assert ratios_of("gen", experts=True, ratios=KNOWN, without="b") == [2.0, 4.0]
     assert ratios_of("gen", experts=False, ratios=KNOWN) == [1.0]
 
 
-def test_a_step_of_phases_one_after_the_other() -> None:
+def test_the_range_of_a_step_is_the_sum_of_its_phases() -> None:
     """gen x 4 (2, 8, 4) and the update x sqrt(6) (1.5, 4); hand_over has the ratio of the run that published its step."""
     gen, hand_over, update, step = spreads(
         of(("gen", 10, None), ("hand_over", 1, None), ("update_actor", 10, None)), experts=True, ratios=KNOWN[:3]
@@ -51,7 +51,7 @@ def test_a_step_of_phases_one_after_the_other() -> None:
     assert spreads(of(("gen", 10, None)), experts=False, ratios=KNOWN[:3]) == []
 
 
-def test_phases_beside_each_other_do_not_add_up() -> None:
+def test_overlapping_phases_do_not_add_up() -> None:
     overlapped = of(("gen", 10, None), ("update_actor", 6, 0.0), ("weight_exchange", 1, 10.0))
     step = spreads(overlapped, experts=True, ratios=[Ratios("one", True, {"update_actor": 5.0})])[-1]
     assert step.typical == pytest.approx(31), "30 of the update, behind which the exchange waits"
@@ -70,7 +70,7 @@ def table(plan: RecipePlan) -> dict[str, dict[str, str]]:
     return {row[0]: dict(zip(head, row, strict=True)) for row in rows}
 
 
-def test_factor_expected_seconds_and_range_stand_beside_the_raw_ones() -> None:
+def test_the_table_has_raw_and_expected_seconds_factor_and_range() -> None:
     """The expected seconds are raw x factor; the report names the runs of the factor."""
     estimate = replace(of(("gen", 10, None), ("update_actor", 10, None)), seconds=20.0)
     spread = spreads(estimate, experts=True, ratios=KNOWN[:3])
@@ -86,7 +86,7 @@ def test_factor_expected_seconds_and_range_stand_beside_the_raw_ones() -> None:
     assert "From the other runs" not in text
 
 
-def test_one_run_gives_no_range_and_runs_of_the_model_itself_are_left_out_once() -> None:
+def test_one_run_gives_no_range_and_the_models_runs_are_also_excluded() -> None:
     """Qwen3-32B is the only dense run; DeepSeek-V3 was published twice."""
     run_recipe = recipe()
     dense = with_estimate(plans.BARE, run_recipe, {"rollout": QWEN}, DEVICE, DEVICE, None)
@@ -99,7 +99,7 @@ def test_one_run_gives_no_range_and_runs_of_the_model_itself_are_left_out_once()
     assert seconds(plan.without_own.typical) in line and plan.own_runs[0] in line
 
 
-def test_a_calibration_stands_beside_the_raw_seconds() -> None:
+def test_a_calibrated_plan_shows_raw_and_calibrated_seconds() -> None:
     run_recipe = recipe()
     plan = with_estimate(plans.BARE, run_recipe, {"rollout": QWEN}, DEVICE, DEVICE, None)
     assert plan.estimate is not None and plan.spread[-1].name == "step"
@@ -114,7 +114,7 @@ def test_a_calibration_stands_beside_the_raw_seconds() -> None:
     assert calibrated.spread == [] and "was measured" not in " ".join(remarks(calibrated))
 
 
-def test_without_a_published_run_the_plan_says_so() -> None:
+def test_a_plan_without_a_published_run_has_a_remark() -> None:
     text = " ".join(remarks(replace(plans.LARGE, spread=[])))
     assert "no published run with such a model is available" in text and "--calibration FILE" in text
 

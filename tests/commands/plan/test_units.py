@@ -14,7 +14,7 @@ from megarl.text import pluralize
 from tests.support import plans
 
 
-def test_a_tiny_model_is_told_in_mib(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tiny_model_is_printed_in_mib(capsys: pytest.CaptureFixture[str]) -> None:
     """A tiny model's memory is in MiB in tables and sentences; a large device's memory, nearly all free, is in GiB."""
     tiny = replace(
         plans.SMALL,
@@ -32,14 +32,14 @@ def test_a_tiny_model_is_told_in_mib(capsys: pytest.CaptureFixture[str]) -> None
     assert max(map(len, printed.splitlines())) <= 100
 
 
-def test_a_large_model_is_told_in_gib(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_large_model_is_printed_in_gib(capsys: pytest.CaptureFixture[str]) -> None:
     show(plans.LARGE)
     words = " ".join(capsys.readouterr().out.split())
     assert "GiB of a rank" in words and "3.06 B" in words and "of 64 " in words and "MiB" not in words
     assert "5,600 GiB in all, 5,200 between nodes; a trainer sends up to 0.68" in words
 
 
-def test_a_refusal_is_in_the_unit_of_what_is_needed() -> None:
+def test_a_refusal_uses_the_unit_of_the_needed_memory() -> None:
     lying = [
         DeviceUses("actor 0", 1, [Use("update_actor", {"weights": 3 * MIB, "activations": 300 * MIB, "logits": 2000})])
     ]
@@ -59,12 +59,12 @@ def test_units() -> None:
     ]
 
 
-def test_one_is_not_many() -> None:
+def test_pluralize_uses_the_singular_for_one() -> None:
     assert [pluralize(count, "row") for count in (0, 1, 1200)] == ["0 rows", "1 row", "1,200 rows"]
     assert pluralize(2, "process", "processes") == "2 processes"
 
 
-def test_what_is_short_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_memory_is_printed_without_truncation(capsys: pytest.CaptureFixture[str]) -> None:
     """Columns hold seven phases; no cell is truncated."""
     show(plans.TOO_LARGE)
     printed = capsys.readouterr().out
