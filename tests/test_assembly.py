@@ -87,7 +87,7 @@ def build(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch, **prepa
         return build_run(setup, cluster, log), cluster  # type: ignore[arg-type]
 
 
-def test_sft_starts_trainers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sft_starts_only_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = Recipe()
     recipe.train.source, recipe.train.steps, recipe.actor.mini_batches = "sft", 3, 2
     recipe.algorithm.advantage, recipe.algorithm.loss, recipe.cluster.trainers = "none", "sft", 2

@@ -32,7 +32,7 @@ def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
 
 
-def test_old_paths_give_the_same_objects_and_name_the_new_path_once(tmp_path: Path) -> None:
+def test_old_paths_give_the_same_objects_with_one_warning(tmp_path: Path) -> None:
     done = run(CODE, tmp_path)
     assert done.returncode == 0, done.stderr
     for line, old, new in ((3, "tools", "agents"), (4, "config", "recipe")):

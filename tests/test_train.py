@@ -184,7 +184,7 @@ def build(
 NAN = math.nan
 
 
-def test_a_run_whose_updates_are_all_skipped_stops_and_names_the_way_back(recipe: Recipe, tmp_path: Path) -> None:
+def test_a_run_with_only_skipped_updates_stops_and_names_the_resume(recipe: Recipe, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError) as raised:
         fit(recipe, tmp_path, [1.0, 1.0, 1.0, NAN, NAN, math.inf, 1.0])
     text = str(raised.value)
@@ -199,11 +199,11 @@ def test_a_run_whose_updates_are_all_skipped_stops_and_names_the_way_back(recipe
     assert "no weight has changed" in (tmp_path / "notices.jsonl").read_text()
 
 
-def test_an_update_between_begins_the_count_anew(recipe: Recipe, tmp_path: Path) -> None:
+def test_a_successful_update_resets_the_count_of_skipped_steps(recipe: Recipe, tmp_path: Path) -> None:
     assert fit(recipe, tmp_path, [NAN, NAN, 1.0, NAN, NAN, 1.0, NAN, NAN]) == 8
 
 
-def test_steps_without_a_group_count_too(recipe: Recipe, tmp_path: Path) -> None:
+def test_steps_without_a_group_count_as_skipped(recipe: Recipe, tmp_path: Path) -> None:
     with pytest.raises(
         RuntimeError, match=r"2 to 4.*grad_norm was nan \(1 of them\), no group with spread.*\(2 of them"
     ):
@@ -211,20 +211,20 @@ def test_steps_without_a_group_count_too(recipe: Recipe, tmp_path: Path) -> None
     assert "The only earlier checkpoint" in (tmp_path / "summary.json").read_text(), "its weights are not known good"
 
 
-def test_a_step_that_cannot_be_traced_says_so(recipe: Recipe, tmp_path: Path) -> None:
+def test_a_step_that_is_not_traced_has_a_notice(recipe: Recipe, tmp_path: Path) -> None:
     recipe.observe.profile_steps = [2, 3]
     fit(recipe, tmp_path, [], without=(3, 4))
     notices = (tmp_path / "notices.jsonl").read_text()
     assert "step 2 was traced" in notices and "step 3 was not traced" in notices and "step 4 was not" not in notices
 
 
-def test_zero_never_stops(recipe: Recipe, tmp_path: Path) -> None:
+def test_stop_after_skipped_0_never_stops(recipe: Recipe, tmp_path: Path) -> None:
     recipe.train.stop_after_skipped = 0
     assert fit(recipe, tmp_path, [NAN] * 8) == 8
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_000007", "step_000008"]
 
 
-def test_a_critic_that_learns_nothing_stops_the_run(recipe: Recipe, tmp_path: Path) -> None:
+def test_skipped_critic_updates_stop_the_run(recipe: Recipe, tmp_path: Path) -> None:
     """Holds also in critic warm-up. `Source.admit` checks that the batch is freed before the next is sampled."""
     recipe.algorithm.advantage, recipe.critic.warmup_steps = "gae", 2
     with pytest.raises(RuntimeError, match=r"1 to 3: every update of the critic.*critic/grad_norm was nan"):
@@ -242,7 +242,9 @@ def names(calls: list[tuple[Any, ...]]) -> list[str]:
     return [name for name, *_ in calls]
 
 
-def test_the_first_weights_are_told(recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_console_reports_the_first_weights(
+    recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe.observe.console = "plain"
     calls_of_a_step(recipe, tmp_path)
     _, start, *_ = (line for line in capsys.readouterr().out.splitlines() if line.startswith(("run", "start", "step")))
@@ -255,7 +257,7 @@ def test_order_of_a_step(recipe: Recipe, tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_a_kl_loss_needs_the_reference_and_no_advantages_anew(recipe: Recipe, tmp_path: Path) -> None:
+def test_a_kl_loss_needs_the_reference_and_keeps_the_advantages(recipe: Recipe, tmp_path: Path) -> None:
     recipe.algorithm.kl_coef = 0.5
     calls = calls_of_a_step(recipe, tmp_path)
     assert names(calls)[1:] == [
@@ -264,7 +266,7 @@ def test_a_kl_loss_needs_the_reference_and_no_advantages_anew(recipe: Recipe, tm
     assert calls[-1][1:] == (0.5, None)
 
 
-def test_a_kl_in_the_reward_is_taken_from_it_before_advantages(recipe: Recipe, tmp_path: Path) -> None:
+def test_a_kl_in_the_reward_is_subtracted_before_advantages(recipe: Recipe, tmp_path: Path) -> None:
     """Rewards 0 and 1 minus 1/2 of KL 2 and 0 give -1 and 1, with mean 0."""
     recipe.algorithm.kl_coef, recipe.algorithm.kl_in_reward = 0.5, True
     recipe.algorithm.normalize_by_std = False
@@ -290,7 +292,7 @@ class Teacher:
             sample.data = InlineData([SampleTokens(None, None, None, text="read")] * 2)  # type: ignore[arg-type]
 
 
-def test_trainers_are_given_what_the_teacher_has_read(recipe: Recipe, tmp_path: Path) -> None:
+def test_trainers_receive_the_teachers_scores(recipe: Recipe, tmp_path: Path) -> None:
     with RunLog(recipe, tmp_path, 1, 1) as log:
         run = build(recipe, tmp_path, log, [])
         run.teacher = Teacher()  # type: ignore[assignment]
@@ -313,7 +315,7 @@ def test_the_critic_comes_first_unless_the_kl_is_in_the_reward(recipe: Recipe, t
 
 
 @pytest.mark.parametrize("target", [None, 0.1])
-def test_only_an_adapted_weight_of_the_kl_outlives_its_recipe(
+def test_only_an_adaptive_kl_weight_is_resumed(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: float | None
 ) -> None:
     recipe.algorithm.kl_coef, recipe.algorithm.kl_target, recipe.algorithm.kl_in_reward = 0.5, target, True

@@ -62,7 +62,7 @@ def entries(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "cache").rglob("*.bin"))
 
 
-def test_rows_come_from_the_cache_just_as_they_were(
+def test_cached_rows_equal_encoded_rows(
     tmp_path: Path, rows: Path, tokenizer: Tokenizer, encoded_rows: list[int]
 ) -> None:
     dataset = PromptDataset([rows], tokenizer, cached(tmp_path))
@@ -79,7 +79,7 @@ def test_rows_come_from_the_cache_just_as_they_were(
         assert same.loss_mask.dtype == bool and same.tokens.dtype == np.int32
 
 
-def test_whatever_decides_the_tokens_decides_the_entry(
+def test_the_cache_entry_depends_on_everything_that_changes_tokens(
     tmp_path: Path, rows: Path, tokenizer: Tokenizer, encoded_rows: list[int]
 ) -> None:
     """Stale tokens would train on another template, tokenizer or file than the recipe's, unseen."""
@@ -106,7 +106,7 @@ def test_whatever_decides_the_tokens_decides_the_entry(
     assert makes(by=other, chat_template_args={"enable_thinking": True})
 
 
-def test_a_template_that_writes_the_date_is_kept_for_a_day(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_the_date_belongs_to_the_cache_key_of_a_dated_template(tmp_path: Path, tokenizer: Tokenizer) -> None:
     assert tokenizer.today() == ""
     settings = tmp_path / "tokenizer" / "tokenizer_config.json"
     dated = "{{ strftime_now('%d %b %Y') }}" + CHAT_TEMPLATE
@@ -117,7 +117,7 @@ def test_a_template_that_writes_the_date_is_kept_for_a_day(tmp_path: Path, token
 @pytest.mark.parametrize(
     "damage", [lambda data: data[:-1], lambda data: data[:40] + b"?" + data[41:], lambda data: b""]
 )
-def test_a_damaged_entry_is_made_again_and_said(
+def test_a_damaged_entry_is_rewritten_with_a_notice(
     tmp_path: Path, rows: Path, tokenizer: Tokenizer, encoded_rows: list[int], damage: Any
 ) -> None:
     dataset = PromptDataset([rows], tokenizer, cached(tmp_path))
@@ -131,7 +131,7 @@ def test_a_damaged_entry_is_made_again_and_said(
     assert entry.read_bytes() == whole
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path, rows: Path, tokenizer: Tokenizer) -> None:
+def test_rows_are_read_without_a_writable_cache(tmp_path: Path, rows: Path, tokenizer: Tokenizer) -> None:
     (tmp_path / "cache").write_text("a file where the folder should be")
     data = PromptDataset([rows], tokenizer, cached(tmp_path))
     assert len(data) == ROWS and any("set data.cache" in notice for notice in data.notices)
@@ -145,7 +145,7 @@ def read_in_a_process(folder: str, rows: str, gate: Any) -> None:
     assert len(data) == ROWS and not data.notices, data.notices
 
 
-def test_processes_that_write_one_entry_at_once_do_not_meet(tmp_path: Path, rows: Path, tokenizer: Tokenizer) -> None:
+def test_concurrent_writes_of_one_entry_leave_it_intact(tmp_path: Path, rows: Path, tokenizer: Tokenizer) -> None:
     context = multiprocessing.get_context("spawn")
     gate = context.Barrier(2)
     both = [context.Process(target=read_in_a_process, args=(str(tmp_path), str(rows), gate)) for _ in range(2)]
@@ -158,13 +158,13 @@ def test_processes_that_write_one_entry_at_once_do_not_meet(tmp_path: Path, rows
     assert PromptDataset([rows], tokenizer, cached(tmp_path)).notices == []
 
 
-def test_processes_make_the_same_rows_in_the_same_order(rows: Path, tokenizer: Tokenizer) -> None:
+def test_worker_processes_give_the_same_rows_in_the_same_order(rows: Path, tokenizer: Tokenizer) -> None:
     alone = PromptDataset([rows], tokenizer, DataConfig(cache=None, workers=1))
     together = PromptDataset([rows], tokenizer, DataConfig(cache=None, workers=2))
     assert list(together) == list(alone) and not together.notices
 
 
-def test_a_wrong_row_is_named_by_whichever_process_finds_it(rows: Path, tokenizer: Tokenizer) -> None:
+def test_a_wrong_row_in_a_worker_process_is_named(rows: Path, tokenizer: Tokenizer) -> None:
     rows.write_text(rows.read_text() + json.dumps({"prompt": 3, "data_source": "x", "reward_model": {}}) + "\n")
     with pytest.raises(ValueError, match=f"line {ROWS + 1}: column 'prompt' is 3"):
         PromptDataset([rows], tokenizer, DataConfig(cache=None, workers=2))
@@ -176,13 +176,13 @@ def dies_in_a_child(rows: list[Row], tokenizer: Tokenizer, config: DataConfig) -
     return prompt_rows.encode_prompts(rows, tokenizer, config)
 
 
-def test_processes_that_die_are_replaced_by_this_one_and_said(rows: Path, tokenizer: Tokenizer) -> None:
+def test_dead_worker_processes_are_replaced_with_a_notice(rows: Path, tokenizer: Tokenizer) -> None:
     notices: list[str] = []
     files = [Row(f"row {n}", {"prompt": str(n)}) for n in range(ROWS)]
     encoded = encoding.encode_rows(files, dies_in_a_child, tokenizer, DataConfig(workers=2), notices.append)
     assert len(encoded) == ROWS and "data.workers=1" in notices[0]
 
 
-def test_processes_are_started_for_many_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_processes_start_only_for_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
     assert [encoding.automatic_workers(rows) for rows in (1, 39_999, 40_000, 10**7)] == [1, 1, 2, 8]

@@ -69,7 +69,7 @@ def dataset(file: Path, tokenizer: Tokenizer, reader: ImageReader, **settings: A
     return PromptDataset([file], tokenizer, DataConfig(cache=None, **settings), images=reader)
 
 
-def test_tokens_are_counted_from_the_size_as_the_processor_makes_them(model: Path) -> None:
+def test_the_counted_image_tokens_equal_the_processors(model: Path) -> None:
     """Counted from the header, made from the pixels: of any shape, and with limits that enlarge and shrink."""
     sizes = [(1, 1), (28, 28), (41, 43), (130, 90), (1, 150), (500, 30), (700, 900), (2000, 11)]
     for limits in ((None, None), (None, 6000), (50_000, None), (3136, 3136)):
@@ -133,7 +133,7 @@ def test_bytes_and_paths_are_the_same_images(
     np.testing.assert_array_equal(single.pixels, other.pixels)
 
 
-def test_contents_that_are_parts_already(tmp_path: Path, model: Path, tokenizer: Tokenizer) -> None:
+def test_contents_in_parts_equal_contents_with_placeholders(tmp_path: Path, model: Path, tokenizer: Tokenizer) -> None:
     """Parquet gives the text's part an `image` of None, and Qwen's template would write a second image for it."""
     parts = [{"type": "image", "text": None, "image": None}, {"type": "text", "text": "w7", "image": None}]
     reader = ImageReader(str(model))
@@ -142,7 +142,7 @@ def test_contents_that_are_parts_already(tmp_path: Path, model: Path, tokenizer:
     assert prompt.tokens == other.tokens
 
 
-def test_rows_without_images_are_text(tmp_path: Path, model: Path, tokenizer: Tokenizer) -> None:
+def test_rows_without_images_are_tokenized_as_text(tmp_path: Path, model: Path, tokenizer: Tokenizer) -> None:
     rows = [row("w7", None), row("w7", []), row("<image>", [picture(60, 60)])]
     data = dataset(parquet(tmp_path, *rows), tokenizer, ImageReader(str(model)))
     assert data[0].tokens == data[1].tokens == (3, 7, 4, 5) and not data[0].images
@@ -240,7 +240,7 @@ EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 60 60\n%%EndComments\nshowpa
     ids=lambda value: value[:20] if isinstance(value, str) else "",
 )
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
-def test_rows_that_are_refused(
+def test_invalid_image_rows_are_refused(
     tmp_path: Path, model: Path, tokenizer: Tokenizer, content: str, images: Any, message: str
 ) -> None:
     """Before training, with the row."""
@@ -250,7 +250,7 @@ def test_rows_that_are_refused(
     assert len(str(refused.value)) < 500 + len(str(tmp_path)), "no pages of bytes"
 
 
-def test_a_file_that_changed_or_cannot_be_decoded_is_named(tmp_path: Path, model: Path, tokenizer: Tokenizer) -> None:
+def test_a_changed_or_damaged_image_file_is_named(tmp_path: Path, model: Path, tokenizer: Tokenizer) -> None:
     reader = ImageReader(str(model))
     (tmp_path / "a.png").write_bytes(picture(130, 90))
     (prompt,) = dataset(jsonl(tmp_path, row("<image>", ["a.png"])), tokenizer, reader)
@@ -262,7 +262,7 @@ def test_a_file_that_changed_or_cannot_be_decoded_is_named(tmp_path: Path, model
         reader.prepare(prompt)
 
 
-def test_what_cannot_read_images_refuses_them(tmp_path: Path, model: Path, tokenizer: Tokenizer) -> None:
+def test_images_are_refused_without_template_or_processor(tmp_path: Path, model: Path, tokenizer: Tokenizer) -> None:
     file = parquet(tmp_path, row("<image>", [picture(60, 60)]))
     with pytest.raises(ValueError, match="row 0: images need a chat template"):
         dataset(file, tokenizer, ImageReader(str(model)), chat_template=False)
@@ -280,7 +280,7 @@ def test_what_cannot_read_images_refuses_them(tmp_path: Path, model: Path, token
         dataset(file.rename(tmp_path / "a.parquet"), tokenizer, ImageReader(str(other)))
 
 
-def test_the_recipe_and_its_model(tmp_path: Path, quickstart_data: Path) -> None:
+def test_images_and_pixel_limits_need_a_vision_model(tmp_path: Path, quickstart_data: Path) -> None:
     """A language model's recipe with images, and limits that would apply to none."""
     file = parquet(tmp_path, row("<image>", [picture(60, 60)]))
     settings = [f"model.path={quickstart_data}/model", "reward.function=unscored", "evaluation.at_end=false", "data.eval_files=[]",

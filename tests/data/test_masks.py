@@ -98,7 +98,7 @@ def said(talk: list[dict[str, str]]) -> list[str]:
 
 @settings(max_examples=150, deadline=None)
 @given(talk=conversations(), template=st.sampled_from(sorted(TEMPLATES)))
-def test_the_mask_covers_what_the_assistant_said(
+def test_the_mask_covers_exactly_the_assistants_turns(
     tokenizers: dict[str, Tokenizer], talk: list[dict[str, str]], template: str
 ) -> None:
     """A mask that is off by a token trains on the template's words, or leaves out the end that stops an answer."""
@@ -115,7 +115,7 @@ def test_the_mask_covers_what_the_assistant_said(
 
 @settings(max_examples=100, deadline=None)
 @given(talk=conversations(), template=st.sampled_from(sorted(TEMPLATES)))
-def test_a_demonstration_begins_with_the_prompt_that_is_sampled(
+def test_a_demonstration_begins_with_the_sampled_prompts_tokens(
     tokenizers: dict[str, Tokenizer], talk: list[dict[str, str]], template: str
 ) -> None:
     """Other ids in training than in sampling would teach the model to answer a prompt that it never sees."""
@@ -152,7 +152,7 @@ def split_after(ids: list[int], end: int) -> list[list[int]]:
     return parts[:-1]
 
 
-def test_a_sentencepiece_model_that_normalises_keeps_plain_answers(tmp_path: Path) -> None:
+def test_a_normalizing_sentencepiece_model_keeps_plain_answers(tmp_path: Path) -> None:
     """The usual training options add a space in front and fold widths; a plain answer comes back all the same."""
     import sentencepiece
 

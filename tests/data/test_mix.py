@@ -52,7 +52,7 @@ def test_each_stretch_has_the_sets_shares(weights: list[float], start: int, leng
 
 @settings(deadline=None)
 @given(weights_of_sets, st.integers(0, 400))
-def test_a_position_is_computed_without_those_before_it(weights: list[float], position: int) -> None:
+def test_a_position_is_computed_without_earlier_ones(weights: list[float], position: int) -> None:
     """A resumed run continues each set with the row after its last one."""
     drawn: Counter[int] = Counter()
     walk = mixed(*weights)
@@ -62,7 +62,7 @@ def test_a_position_is_computed_without_those_before_it(weights: list[float], po
     assert row == drawn[number] % 10
 
 
-def test_one_set_is_drawn_as_before_and_sets_have_orders_of_their_own() -> None:
+def test_one_set_has_the_samplers_order_and_each_set_a_different_order() -> None:
     plain = Sampler(10, 0, True)
     assert [mixed(2.5, shuffle=True).at(n) for n in range(30)] == [plain.at(n) for n in range(30)]
     first, second = ([Sampler(10, 0, True, stream).at(n) for n in range(10)] for stream in (0, 1))
@@ -83,7 +83,7 @@ def test_rows_and_epochs_of_a_step_are_counted() -> None:
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_a_curriculum_goes_from_easy_to_hard_and_then_as_told(shuffle: bool) -> None:
+def test_a_curriculum_goes_from_easy_to_hard_and_then_follows_shuffle(shuffle: bool) -> None:
     difficulty = np.array([3.0, 1.0, np.nan, 2.0, 1.0, 3.0])
     sampler = Sampler(6, 5, shuffle, difficulty=difficulty, curriculum_epochs=2)
     plain = Sampler(6, 5, shuffle)
@@ -113,7 +113,7 @@ def write(path: Path, prompts: list[str], levels: list[Any] | None = None) -> st
     return str(path)
 
 
-def test_a_run_draws_from_a_mix_and_goes_on_where_it_stopped(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_run_draws_from_a_mix_and_resumes_at_its_position(tmp_path: Path, tokenizer: Any) -> None:
     recipe = Recipe()
     recipe.data.mix = {
         "easy": MixedSet([write(tmp_path / "a.jsonl", ["1", "2"]), write(tmp_path / "b.jsonl", ["3"])], 1),
@@ -134,7 +134,7 @@ def test_a_run_draws_from_a_mix_and_goes_on_where_it_stopped(tmp_path: Path, tok
     assert [group.prompt_uid for group in resumed.take(8).groups] == [group.prompt_uid for group in batches[2].groups]
 
 
-def test_rows_that_are_too_long_are_counted_by_file(tmp_path: Path, tokenizer: Any) -> None:
+def test_overlong_rows_are_counted_by_file(tmp_path: Path, tokenizer: Any) -> None:
     a = write(tmp_path / "a.jsonl", ["1", "2" * 9, "3" * 8])
     b = write(tmp_path / "b.jsonl", ["1", "2"])
     c = write(tmp_path / "c.jsonl", ["1" * 6])
@@ -147,7 +147,7 @@ def test_rows_that_are_too_long_are_counted_by_file(tmp_path: Path, tokenizer: A
         PromptDataset({"one": [a], "two": [c]}, tokenizer, DataConfig(**limit, overlong_prompts="filter"))
 
 
-def test_the_difficulty_of_rows_is_read_and_what_is_missing_said(tmp_path: Path, tokenizer: Any) -> None:
+def test_missing_difficulties_are_reported(tmp_path: Path, tokenizer: Any) -> None:
     a = write(tmp_path / "a.jsonl", ["1", "2", "3"], [3, None, 1])
     config = DataConfig(chat_template=False, shuffle=False)
     data = PromptDataset([a], tokenizer, config, difficulty="level")
@@ -190,7 +190,7 @@ def test_a_mix_in_a_recipe() -> None:
         (["data.curriculum_epochs=2"], "data.curriculum_epochs", "set data.curriculum"),
     ],
 )
-def test_a_mix_or_order_that_cannot_be_had(overrides: list[str], key: str, words: str) -> None:
+def test_an_invalid_mix_or_order_is_refused(overrides: list[str], key: str, words: str) -> None:
     with pytest.raises(RecipeError) as raised:
         load_recipe(RECIPE, overrides)
     assert raised.value.key == key and words in str(raised.value)

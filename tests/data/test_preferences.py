@@ -36,7 +36,7 @@ def says(text: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("chat_template", [True, False])
-def test_only_the_last_answer_is_learned_however_a_row_is_written(
+def test_only_the_last_answer_is_in_the_loss_for_every_form_of_row(
     tmp_path: Path, tokenizer: Tokenizer, chat_template: bool
 ) -> None:
     rows = [
@@ -67,12 +67,14 @@ def test_only_the_last_answer_is_learned_however_a_row_is_written(
         ({"prompt": "a?", "chosen": "b"}, "no column 'rejected'"),
     ],
 )
-def test_rows_that_are_no_preference(tmp_path: Path, tokenizer: Tokenizer, row: dict[str, Any], words: str) -> None:
+def test_invalid_preference_rows_are_refused(
+    tmp_path: Path, tokenizer: Tokenizer, row: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ValueError, match=words):
         build(tmp_path, tokenizer, [row])
 
 
-def test_a_pair_is_left_out_whole(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_pair_with_one_overlong_answer_is_omitted(tmp_path: Path, tokenizer: Tokenizer) -> None:
     rows = [{"prompt": "a?", "chosen": "b", "rejected": "c" * 300}, {"prompt": "a?", "chosen": "b", "rejected": "c"}]
     pairs = build(tmp_path, tokenizer, rows, limit=40, overlong_prompts="filter")
     assert (len(pairs), pairs.filtered) == (1, 1)
@@ -80,7 +82,7 @@ def test_a_pair_is_left_out_whole(tmp_path: Path, tokenizer: Tokenizer) -> None:
         build(tmp_path, tokenizer, rows, limit=40)
 
 
-def test_a_pair_is_a_group_of_two_the_chosen_one_first(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_pair_is_a_group_with_the_chosen_answer_first(tmp_path: Path, tokenizer: Tokenizer) -> None:
     rows = [{"prompt": f"{n}?", "chosen": f"yes {n}", "rejected": f"no {n} no"} for n in range(3)]
     recipe = Recipe()
     recipe.data.shuffle = False

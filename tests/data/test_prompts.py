@@ -46,7 +46,7 @@ def test_messages_go_through_the_chat_template(dataset, tokenizer):
     assert prompt.extra_info == {"index": 17, "split": "train"}
 
 
-def test_plain_text_is_a_user_message_or_stands_as_it_is(dataset):
+def test_plain_text_is_a_user_message_or_unchanged(dataset):
     messages = [{"role": "user", "content": "2+2?"}]
     assert dataset([row("2+2?")])[0] == dataset([row(messages)])[0]
     assert dataset([row("2+2?")], chat_template=False)[0].text == "2+2?"
@@ -61,7 +61,7 @@ def test_many_rows_keep_their_order_and_their_names(dataset, tokenizer):
     assert [prompt.uid for prompt in prompts[:3]] == ["a/0", "b/1", "a/2"]
 
 
-def test_a_prompt_of_exactly_the_limit_stays_and_one_past_it_does_not(dataset, tokenizer):
+def test_a_prompt_at_the_limit_is_kept_and_a_longer_one_omitted(dataset, tokenizer):
     length = len(tokenizer.encode("1234"))
     rows = [row("1234"), row("12345"), row("12")]
     prompts = dataset(rows, chat_template=False, max_prompt_length=length, overlong_prompts="filter")
@@ -72,7 +72,7 @@ def test_a_prompt_of_exactly_the_limit_stays_and_one_past_it_does_not(dataset, t
         dataset(rows, chat_template=False, max_prompt_length=length)
 
 
-def test_a_filter_that_leaves_nothing_is_an_error(dataset):
+def test_a_filter_that_omits_all_prompts_is_an_error(dataset):
     with pytest.raises(ValueError, match="2 of 2 prompts are longer") as caught:
         dataset([row("12345"), row("123")], chat_template=False, max_prompt_length=2, overlong_prompts="filter")
     assert "overlong_prompts" not in str(caught.value)
@@ -99,7 +99,7 @@ def test_a_run_needs_data_files(tokenizer):
         PromptDataset([], tokenizer, DataConfig())
 
 
-def test_rows_need_what_the_scorers_need_and_no_more(tokenizer, tmp_path):
+def test_rows_need_only_the_columns_of_their_scorers(tokenizer, tmp_path):
     path = tmp_path / "my_rows.jsonl"
     path.write_text('{"prompt": "2+2?"}\n{"prompt": "3+3?", "reward_model": {"ground_truth": "6"}}\n')
 

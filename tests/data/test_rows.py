@@ -29,7 +29,7 @@ def write_jsonl(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def test_parquet_and_jsonl_give_back_what_was_written(tmp_path):
+def test_parquet_and_jsonl_round_trip(tmp_path):
     write_parquet(tmp_path / "a.parquet", ROWS)
     write_jsonl(tmp_path / "b.jsonl", ROWS)
     files = [tmp_path / "a.parquet", tmp_path / "b.jsonl"]
@@ -51,7 +51,7 @@ def test_the_same_rows_give_the_same_bytes(tmp_path):
     assert (tmp_path / "a.parquet").read_bytes() == (tmp_path / "b.parquet").read_bytes()
 
 
-def test_whatever_is_wrong_with_a_file_is_named(tmp_path):
+def test_an_invalid_file_is_named_with_its_problem(tmp_path):
     write_parquet(tmp_path / "good.parquet", ROWS)
     (tmp_path / "text.parquet").write_text("not parquet")
     (tmp_path / "empty.jsonl").write_text("\n\n")
@@ -75,7 +75,7 @@ def test_whatever_is_wrong_with_a_file_is_named(tmp_path):
             sample_rows(tmp_path / name, 10, ("prompt",))
 
 
-def test_missing_columns_are_named_with_those_that_are_there(tmp_path):
+def test_missing_columns_are_named_with_the_existing_columns(tmp_path):
     write_parquet(tmp_path / "a.parquet", [{"question": "q", "answer": "a"}])
     with pytest.raises(ValueError, match=r"a.parquet: no column 'prompt' and 'reward_model'; it has question, answer"):
         read_rows([tmp_path / "a.parquet"], ("prompt", "reward_model"))

@@ -13,7 +13,7 @@ def test_every_epoch_visits_each_row_once(size, seed, shuffle, epoch):
     assert sorted(sampler.at(epoch * size + i) for i in range(size)) == list(range(size))
 
 
-def test_a_resumed_walk_goes_on_where_it_stopped():
+def test_a_position_is_independent_of_earlier_calls():
     walk = [Sampler(100, 7, True).at(position) for position in range(350)]
     for cursor in (0, 1, 99, 100, 101, 349):
         assert Sampler(100, 7, True).at(cursor) == walk[cursor]
@@ -21,7 +21,7 @@ def test_a_resumed_walk_goes_on_where_it_stopped():
     assert [backwards.at(position) for position in reversed(range(350))] == walk[::-1]
 
 
-def test_epochs_and_seeds_have_orders_of_their_own():
+def test_epochs_and_seeds_have_different_orders():
     def epoch(seed, number):
         return tuple(Sampler(50, seed, True).at(number * 50 + i) for i in range(50))
 
@@ -37,10 +37,10 @@ def test_the_order_never_changes_between_releases():
     ]
 
 
-def test_without_shuffling_rows_come_as_they_lie():
+def test_without_shuffling_rows_keep_the_order_of_the_file():
     assert [Sampler(3, 0, False).at(position) for position in range(7)] == [0, 1, 2, 0, 1, 2, 0]
 
 
-def test_nothing_to_draw_from():
+def test_a_sampler_without_rows_is_refused():
     with pytest.raises(ValueError, match="no rows"):
         Sampler(0, 0, True)

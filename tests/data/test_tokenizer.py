@@ -51,18 +51,18 @@ def sentencepiece_directory(tmp_path_factory):
 @pytest.mark.parametrize(
     "text", ["", " 8*8=64. 4+64=68.\n#### 68", "naïve 四 🙂\t\r\n  x", "a <b> & 'c' .", " 1,080 ."]
 )
-def test_any_text_comes_back_exactly(directory, text):
+def test_any_text_round_trips(directory, text):
     tokenizer = load_tokenizer(directory)
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_the_tiny_tokenizer_keeps_digits_apart(directory):
+def test_the_tiny_tokenizer_has_one_token_per_digit(directory):
     tokenizer = load_tokenizer(directory)
     assert len(tokenizer.encode("68")) == 2 and len(tokenizer.encode("1080")) == 4
     assert 256 < tokenizer.vocab_size <= 512
 
 
-def test_special_tokens_are_ids_that_text_leaves_out(directory):
+def test_decoding_omits_special_tokens(directory):
     tokenizer = load_tokenizer(directory)
     assert (tokenizer.eos_id, tokenizer.stop_ids) == (2, (2,))
     assert tokenizer.decode([*tokenizer.encode("four"), tokenizer.eos_id]) == "four"
@@ -77,7 +77,7 @@ def test_special_tokens_are_ids_that_text_leaves_out(directory):
         ({"generation_config.json": {"temperature": 1}, "config.json": {"eos_token_id": 0}}, (2, 0)),
     ],
 )
-def test_the_models_own_stop_tokens_are_added(directory, tmp_path, files, stops):
+def test_the_models_stop_tokens_are_added(directory, tmp_path, files, stops):
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
     assert load_tokenizer(directory, model_directory=tmp_path).stop_ids == stops
@@ -103,7 +103,7 @@ def test_arguments_reach_the_template_and_unknown_ones_are_refused(changed):
         tokenizer.render_text(MESSAGES, False, {"enable_thinking": False})
 
 
-def test_a_template_that_is_missing_or_refuses(changed):
+def test_a_missing_template_and_a_templates_error_are_raised(changed):
     with pytest.raises(ValueError, match=r"no chat template: set data\.chat_template: false"):
         load_tokenizer(changed(chat_template=None)).render_text(MESSAGES, True)
     refusing = load_tokenizer(changed(chat_template="{{ raise_exception('roles must alternate') }}"))
@@ -113,7 +113,7 @@ def test_a_template_that_is_missing_or_refuses(changed):
         refusing.render_text([{"role": "user", "content": [{"type": "image"}]}], False)
 
 
-def test_plain_text_begins_with_the_bos_token_where_the_tokenizer_says_so(changed):
+def test_plain_text_begins_with_bos_if_the_tokenizer_adds_it(changed):
     directory = changed(bos_token="<|im_start|>")
     assert load_tokenizer(directory).bos_ids == ()  # a bos token that the tokenizer does not add
     tokenizer_json = json.loads((directory / "tokenizer.json").read_text())
@@ -152,7 +152,7 @@ def test_a_bare_sentencepiece_model(sentencepiece_directory):
         tokenizer.render_text(MESSAGES, True)
 
 
-def test_directories_without_a_usable_tokenizer(tmp_path, changed):
+def test_directories_without_a_usable_tokenizer_are_refused(tmp_path, changed):
     with pytest.raises(ValueError, match="nowhere is not a directory"):
         load_tokenizer(tmp_path / "nowhere")
     empty = tmp_path / "empty"

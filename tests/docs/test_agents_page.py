@@ -54,7 +54,7 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert wrong.failure == "refused" and wrong.text in " ".join(PAGE.split())
 
 
-def test_retool_is_as_told() -> None:
+def test_the_retool_scorer_has_the_documented_scores() -> None:
     def scored(response: str, turns: int) -> float:
         spoken = [Turn("assistant", "x")] * turns
         return score(find("retool"), ScoreRequest(response, "42", "math_dapo", turns=tuple(spoken))).value

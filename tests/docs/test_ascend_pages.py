@@ -159,7 +159,7 @@ def test_the_table_of_the_environment() -> None:
         assert shown == environ
 
 
-def test_what_is_overruled_is_said_below_the_table() -> None:
+def test_overridden_variables_are_named_below_the_table() -> None:
     platform = NPUPlatform()
     below = section("ascend.md", "Environment").partition("overrides only")[2].partition("`HCCL_BUFFSIZE`")[0]
     for name, value in NEEDED:
@@ -167,7 +167,7 @@ def test_what_is_overruled_is_said_below_the_table() -> None:
             assert re.search(rf"`({name}\b|{value.replace('False', 'True')}`)", below), name
 
 
-def test_both_languages_say_the_same() -> None:
+def test_both_languages_have_the_same_blocks_tables_and_links() -> None:
     english, chinese = "ascend_quickstart.md", "ascend_quickstart.zh.md"
     assert blocks(english) == blocks(chinese)
     ranks = [[len(marks) for marks in re.findall(r"^(#+) ", PAGES[page], re.M)] for page in (english, chinese)]
@@ -178,7 +178,7 @@ def test_both_languages_say_the_same() -> None:
     assert links[0] == links[1]
 
 
-def test_each_trouble_has_its_parts_and_is_in_the_list() -> None:
+def test_each_trouble_has_all_its_parts() -> None:
     text = PAGES["ascend_troubleshooting.md"]
     entries = re.findall(r"^### (.*?)\n(.*?)(?=^##|\Z)", text, re.M | re.S)
     assert len(entries) > 20

@@ -30,14 +30,14 @@ def test_the_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert printed.strip() == match[2].strip()
 
 
-def test_options_are_those_of_the_command() -> None:
+def test_options_equal_those_of_the_command() -> None:
     command = typer.main.get_command(cli.app).commands["compare"]
     options = {option for parameter in command.params for option in parameter.opts if option.startswith("--")}
     shown = set(re.findall(r"^\| `(--[a-z-]+)", PAGE, re.MULTILINE))
     assert shown == options - {"--debug"}
 
 
-def test_rules_are_those_of_the_code() -> None:
+def test_rules_equal_those_of_the_code() -> None:
     for rule in (REWARD, LOSS):
         row = next(line for line in PAGE.splitlines() if f"`{rule.metrics[0]}`" in line and line.startswith("|"))
         assert row.endswith(f"| {rule.bound:.0%} |".replace("%", " %"))

@@ -65,7 +65,7 @@ def base_image(**values: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("machine", ["a2", "a3"])
 @pytest.mark.parametrize("cann", sorted(NPU_SETS))
-def test_one_argument_chooses_the_machine_and_one_the_set(machine, cann):
+def test_the_arguments_choose_the_base_image(machine, cann):
     chip, python = {"a2": "910b", "a3": "a3"}[machine], versions(by_cann(cann))["PYTHON"]
     image = base_image(MACHINE=machine, CANN=cann).stdout.strip()
     assert image == f"quay.io/ascend/cann:{cann}-{chip}-ubuntu22.04-py{python}"
@@ -81,7 +81,7 @@ def test_one_argument_chooses_the_machine_and_one_the_set(machine, cann):
         ({"CANN": "1.0"}, "CANN is 9.1.0, 9.0.0, 8.5.1 or 8.3.rc1"),
     ],
 )
-def test_another_value_ends_the_build_in_words(given, says):
+def test_an_unknown_value_ends_the_build_with_a_message(given, says):
     done = base_image(**given)
     assert done.returncode != 0
     assert says in done.stderr
@@ -98,7 +98,7 @@ def by_cann(cann: str) -> Path:
     return Path(ROOT, f"launch/npu_versions/cann-{cann}.env")
 
 
-def test_there_is_a_file_for_each_set_of_the_doctor_and_each_has_the_same_names():
+def test_each_set_of_the_doctor_has_a_version_file_with_the_same_names():
     assert [by_cann(cann) for cann in sorted(NPU_SETS)] == FILES
     names = [list(versions(file)) for file in FILES]
     assert all(listed == names[0] for listed in names)
@@ -107,7 +107,7 @@ def test_there_is_a_file_for_each_set_of_the_doctor_and_each_has_the_same_names(
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_the_versions_are_those_of_the_doctor(file):
+def test_the_versions_are_within_the_doctors_sets(file):
     have, chosen = versions(file), NPU_SETS[file.stem.removeprefix("cann-")]
     assert have["PYTHON"] in chosen.python
     for name, package in PACKAGES.items():
@@ -149,7 +149,7 @@ def hadolint(*files: Path) -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize("file", sorted(Path(ROOT).glob("Dockerfile*")), ids=lambda file: file.name)
-def test_a_parser_reads_the_file_and_has_no_objection(file):
+def test_hadolint_reports_nothing(file):
     """Every rule that a line breaks on purpose is named there (`# hadolint ignore=`)."""
     assert hadolint(file) == []
 
@@ -166,14 +166,14 @@ def test_a_parser_reads_the_file_and_has_no_objection(file):
         ('--detach "${VLLM_ASCEND_COMMIT}"', "--detach ${VLLM_ASCEND_COMMIT}", "SC2086"),
     ],
 )
-def test_the_parser_finds_a_planted_fault(tmp_path, old, new, rule):
+def test_hadolint_reports_a_planted_fault(tmp_path, old, new, rule):
     assert old in TEXT
     file = tmp_path / "Dockerfile"
     file.write_text(TEXT.replace(old, new, 1))
     assert rule in {finding["code"] for finding in hadolint(file)}
 
 
-def test_later_steps_keep_numpy_where_vllm_ascend_put_it(tmp_path):
+def test_later_steps_keep_vllm_ascends_numpy(tmp_path):
     """MindSpeed caps numpy at 1.26.0, OpenCV 4.13 excludes it: the cap must not reach pip, and numpy must be pinned."""
     (step,) = [step for step in STEPS if "> numpy.txt" in step]
     write = re.search(r"printf .*? >> versions.txt", step)[0]
@@ -191,7 +191,7 @@ def test_later_steps_keep_numpy_where_vllm_ascend_put_it(tmp_path):
     assert re.search(r"pip install .*-r mindspeed.txt .*pip install .*--no-deps -e ./MindSpeed", step)
 
 
-def test_nothing_is_fetched_unpinned_or_unchecked():
+def test_all_downloads_are_pinned_and_verified():
     assert "--trusted-host" not in TEXT
     assert "http://" not in TEXT
     for step in STEPS:
@@ -211,7 +211,7 @@ def test_plain_triton_is_gone_in_the_end():
     assert bash(check + " <<< 'triton-ascend==3.2.2'").returncode == 0
 
 
-def test_what_is_copied_exists():
+def test_copied_files_exist():
     for name, arguments in INSTRUCTIONS:
         if name == "COPY":
             assert all(Path(ROOT, source).exists() for source in arguments.split()[:-1]), arguments
@@ -225,7 +225,7 @@ def test_what_is_copied_exists():
         ("MEGARL_MINDSPEED", "MINDSPEED_COMMIT", ["core_r0.16.0", "core_r0.16.0", "core_r0.16.0", "f2b0977e"]),
     ],
 )
-def test_each_commit_is_what_its_comment_says(variable, name, references):
+def test_each_pinned_commit_is_on_its_release_branch(variable, name, references):
     if not os.environ.get(variable):
         pytest.skip(f"{variable} names no git directory of the sources")
     for cann, reference in zip(("9.1.0", "9.0.0", "8.5.1", "8.3.rc1"), references, strict=True):

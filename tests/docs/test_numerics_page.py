@@ -18,7 +18,7 @@ def test_text_outside_a_section_is_kept(tmp_path: Path) -> None:
     assert page.read_text().endswith("## By hand\n\n<!-- begin invariance -->\nmore\n<!-- end invariance -->\n")
 
 
-def test_the_page_has_every_section_and_the_hand_written_ones_outside() -> None:
+def test_the_page_has_every_section_without_other_headings() -> None:
     text = (ROOT / "docs" / "numerics.md").read_text()
     for name in SECTIONS:
         _, _, rest = text.partition(f"<!-- begin {name} -->\n")

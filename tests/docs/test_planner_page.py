@@ -20,7 +20,7 @@ def test_the_page_is_up_to_date() -> None:
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: size.model)
-def test_counted_parameters_are_those_published(size: object) -> None:
+def test_counted_parameters_equal_published_ones(size: object) -> None:
     shape = model_shape(model_configs.read(size.model))
     assert shape.total / 1e9 == pytest.approx(size.total, rel=0.01)
     if size.active is not None:
@@ -28,7 +28,7 @@ def test_counted_parameters_are_those_published(size: object) -> None:
 
 
 @pytest.mark.parametrize("published", STEPS, ids=lambda step: step.name)
-def test_estimates_are_of_the_order_of_what_was_timed(published: Published) -> None:
+def test_estimates_are_within_a_factor_of_published_times(published: Published) -> None:
     """A rate in the wrong unit, or a phase counted twice, would exceed the bound."""
     step = estimated(published)
     of = {phase.name: phase.seconds for phase in step.phases} | {"step": step.seconds}
@@ -41,7 +41,7 @@ def test_estimates_are_of_the_order_of_what_was_timed(published: Published) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["Qwen3-4B", "Qwen3-30B-A3B"])
-def test_counted_parameters_are_those_that_stages_hold(model: str, tmp_path: Path) -> None:
+def test_counted_parameters_equal_those_of_the_stages(model: str, tmp_path: Path) -> None:
     config = model_configs.read(model)
     (tmp_path / "config.json").write_text(json.dumps(config))
     recipe = Recipe()

@@ -118,7 +118,7 @@ class TestFiles:
         modules = modules_named((ROOT / page).read_text())
         assert len(modules) > 3 and not [name for name, files in modules if not files]
 
-    def test_a_module_that_is_gone_is_missed(self) -> None:
+    def test_a_missing_module_is_detected(self) -> None:
         present = (
             "| `commands/plan/show/` | plans (`page.py`; `drawing.py`) |\n| `weight_sync/` | weights (`heartbeat.py`) |"
         )
@@ -131,7 +131,7 @@ class TestFiles:
         picture = (ROOT / "docs/report.png").read_bytes()
         assert picture.startswith(b"\x89PNG") and len(picture) < 300_000
 
-    def test_a_run_directory_holds_what_the_page_says(self, tmp_path: Path) -> None:
+    def test_a_run_directory_has_the_documented_files(self, tmp_path: Path) -> None:
         run_dir = RunDirectory(tmp_path)
         entries = {path.name for name, path in vars(run_dir).items() if isinstance(path, Path) and name != "path"}
         entries |= {"hf", "hf_adapter", "logs"}  # made by run.py and cluster/

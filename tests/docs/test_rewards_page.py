@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "rewards.md").read_text()
 
 
-def test_the_table_is_the_registry() -> None:
+def test_the_table_equals_the_registry() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", PAGE, re.MULTILINE)
     shown = {name: set(re.findall(r"`([^`]+)`", sources)) for name, sources in rows}
     listed_sources: dict[str, set[str]] = {name: set() for name in base._scorers}

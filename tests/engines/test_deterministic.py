@@ -28,13 +28,13 @@ NPU = {**INVARIANT, "HCCL_DETERMINISTIC": "strict", "LCCL_DETERMINISTIC": "1"}
 @pytest.mark.parametrize(
     ("platform", "expected"), [(NPUPlatform(), NPU), (CUDAPlatform(), INVARIANT), (CPUPlatform(), {})]
 )
-def test_what_engines_get(platform: Platform, expected: dict[str, str]) -> None:
+def test_deterministic_engines_get_the_platforms_variables(platform: Platform, expected: dict[str, str]) -> None:
     plain, fixed = (engine_env("vllm", platform.engines_env(deterministic), 1, {}) for deterministic in (False, True))
     assert {name: value for name, value in fixed.items() if name not in plain} == expected
     assert {name: fixed[name] for name in plain} == plain
 
 
-def test_a_user_cannot_take_it_back_unnoticed() -> None:
+def test_a_users_variable_is_overridden_with_a_notice() -> None:
     users = {"VLLM_BATCH_INVARIANT": "0", "HCCL_DETERMINISTIC": "false"}
     assert users_first(NPU, users) == NPU
     text = " ".join(RoleSettings("engines", NPU).notices(users))
@@ -45,7 +45,7 @@ def test_a_user_cannot_take_it_back_unnoticed() -> None:
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_the_run_says_so(deterministic: bool) -> None:
+def test_a_deterministic_run_has_a_notice(deterministic: bool) -> None:
     recipe = load_recipe(GRPO, [f"train.deterministic={deterministic}".lower()])
     matching = [notice for notice in environment_notices(recipe, NPUPlatform()) if "batch-invariant" in notice]
     assert bool(matching) is deterministic
@@ -64,7 +64,7 @@ def test_the_run_says_so(deterministic: bool) -> None:
         ({"compilation_config": 3}, "must be a mapping"),
     ],
 )
-def test_no_whole_graphs_on_an_npu(
+def test_full_graphs_are_refused_on_an_npu(
     engine_args: dict[str, Any], expected: Any, quickstart_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from packaging.version import Version

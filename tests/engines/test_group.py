@@ -86,7 +86,7 @@ def start():
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
-def test_samples_of_unequal_loads_and_of_each_version_are_the_models(start, tmp_path, kind):
+def test_samples_equal_the_models_under_unequal_loads_and_after_updates(start, tmp_path, kind):
     """Experts that a member does not have or has of another version, a step that one takes without the other."""
     path = build_model(tmp_path / "model", kind)
     group, model = start(path, load_weights=False), load_model(path)
@@ -120,7 +120,7 @@ def test_ranks_of_several_engines_share_the_experts_of_a_layer(start, path, tmp_
     group.close()
 
 
-def test_an_update_waits_for_all_and_goes_on_under_the_new_weights(start, path, tmp_path):
+def test_an_update_begins_when_all_engines_have_joined(start, path, tmp_path):
     """An update of one member while another steps would hang both: it begins when all have been told."""
     group, model = start(path), load_model(path)
     sender = group.exchange()
@@ -160,7 +160,7 @@ def test_a_death_ends_the_group(start, path, victim):
     assert 4 < time.monotonic() - began < 12  # the one that was killed is known of by then, and told first
 
 
-def test_an_unknown_name_is_found_though_no_engine_reads_all_experts(start, path, tmp_path):
+def test_an_unknown_name_is_refused_with_experts_spread_over_engines(start, path, tmp_path):
     group, model = start(path), load_model(path)
     sender = group.exchange()
     weights = change(model, 1, tmp_path)

@@ -108,7 +108,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engines]:
     engines_of_group.close()
 
 
-def test_who_failed_because_another_did_says_of_whom(engines: Engines) -> None:
+def test_a_consequent_failure_names_the_first_failed_engine(engines: Engines) -> None:
     """Otherwise the first engine to report would be blamed, although it only lost its connection to the failed one."""
 
     def run_out() -> None:
@@ -129,7 +129,7 @@ def test_who_failed_because_another_did_says_of_whom(engines: Engines) -> None:
         first.result(10)
 
 
-def test_who_has_no_requests_steps_with_the_others(engines: Engines) -> None:
+def test_an_engine_without_requests_steps_with_the_group(engines: Engines) -> None:
     long, short = engines.generate(0, 30), engines.generate(2, 5, count=4)
     short.result(10)
     assert not long.done()
@@ -142,7 +142,7 @@ def test_who_has_no_requests_steps_with_the_others(engines: Engines) -> None:
     assert steps == [backend.steps for backend in engines.backends]  # without requests no engine steps
 
 
-def test_what_all_do_together_waits_for_the_last_to_be_told_and_steps_go_on(engines: Engines) -> None:
+def test_a_collective_call_waits_for_all_engines_while_steps_continue(engines: Engines) -> None:
     running = engines.generate(0, 10**6)
     first, second = engines.update(0), engines.update(2)
     steps = engines.backends[0].steps
@@ -166,7 +166,7 @@ def test_many_updates_with_requests_in_between(engines: Engines) -> None:
     assert not engines.meet.broken
 
 
-def test_one_paused_engine_holds_all(engines: Engines) -> None:
+def test_one_paused_engine_pauses_the_group(engines: Engines) -> None:
     engines.loops[1].pause()
     running = engines.generate(0, 3)
     time.sleep(0.05)
@@ -177,7 +177,7 @@ def test_one_paused_engine_holds_all(engines: Engines) -> None:
     running.result(10)
 
 
-def test_requests_of_the_whole_group_count(engines: Engines) -> None:
+def test_sleep_counts_the_requests_of_the_whole_group(engines: Engines) -> None:
     """An engine without requests that slept alone would be stepped by the others, asleep."""
 
     def sleep(number: int) -> None:
@@ -202,7 +202,7 @@ def test_requests_of_the_whole_group_count(engines: Engines) -> None:
         call.result(10)
 
 
-def test_a_failure_ends_all_and_each_says_whose_it_was(engines: Engines) -> None:
+def test_a_failure_ends_all_engines_and_each_names_its_origin(engines: Engines) -> None:
     """The failing engine has no requests and steps for another. Its watchers still get the failure."""
     watching = [engines.pool.submit(loop.watch) for loop in engines.loops]
     engines.backends[2].explode = True
@@ -216,7 +216,7 @@ def test_a_failure_ends_all_and_each_says_whose_it_was(engines: Engines) -> None
     assert all(backend.down for backend in engines.backends)
 
 
-def test_idle_engines_hear_of_a_failure_and_its_cause(engines: Engines) -> None:
+def test_idle_engines_end_with_the_cause_of_a_failure(engines: Engines) -> None:
     def fail() -> None:
         raise ZeroDivisionError("half loaded")
 
@@ -229,7 +229,7 @@ def test_idle_engines_hear_of_a_failure_and_its_cause(engines: Engines) -> None:
     assert "Earlier failure in its group: engine 'e1' died: ZeroDivisionError" in str(watching[0].exception())
 
 
-def test_one_that_is_told_to_end_ends_all_without_a_failure(engines: Engines) -> None:
+def test_a_shutdown_of_one_engine_ends_all_without_a_failure(engines: Engines) -> None:
     watching = [engines.pool.submit(loop.watch) for loop in engines.loops]
     running = engines.generate(0, 10**6)
     engines.wait_for_steps(1)

@@ -69,7 +69,7 @@ def engine(backend):
     engine.shutdown()
 
 
-def test_a_list_enters_whole_and_in_order(engine, backend):
+def test_requests_of_one_call_enter_together_and_in_order(engine, backend):
     with ThreadPoolExecutor(4) as pool:
         calls = [pool.submit(engine.generate, [request(10 * c + i, 3) for i in range(5)], print) for c in range(4)]
         for call in calls:
@@ -90,7 +90,7 @@ def test_groups_stream_while_others_run(engine, backend):
     assert {name for *_, name in seen} == {threading.current_thread().name}
 
 
-def test_pause_holds_steps_not_admission(engine, backend):
+def test_pause_stops_steps_and_not_admission(engine, backend):
     engine.pause()
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(engine.generate, [request(0)], lambda *_: None)
@@ -118,7 +118,7 @@ def test_abort_ends_the_calls_and_frees_the_engine(engine, backend):
     engine.generate([request(7)], lambda *_: None)
 
 
-def test_a_failing_callback_cancels_its_own_call_only(engine, backend):
+def test_a_failing_callback_cancels_only_its_call(engine, backend):
     def fail(group, completions):
         raise KeyError("scorer")
 
@@ -135,7 +135,7 @@ def test_a_failing_callback_cancels_its_own_call_only(engine, backend):
     assert backend.queue == {}
 
 
-def test_a_failure_reaches_everyone_and_is_remembered(engine, backend):
+def test_a_failure_is_raised_in_all_current_and_later_calls(engine, backend):
     with ThreadPoolExecutor(3) as pool:
         backend.gate.clear()
         calls = [pool.submit(engine.generate, [request(0, 3)], lambda *_: None)]
@@ -155,7 +155,7 @@ def test_a_failure_reaches_everyone_and_is_remembered(engine, backend):
     assert backend.calls == ["shutdown"]
 
 
-def test_refusal_leaves_it_alive_other_errors_do_not(engine):
+def test_a_refusal_keeps_the_engine_alive_and_other_errors_end_it(engine):
     def refuse():
         raise EngineRefused("not now")
 

@@ -58,7 +58,7 @@ GIVEN = [
 ]
 
 
-def test_boxes_are_what_the_loader_copies() -> None:
+def test_needed_slices_equal_the_loaders_copies() -> None:
     """Carried out on values, they give what the loader gives."""
     expected, got = Model("cpu"), Model("cpu")
     values = {name: torch.randn(shape) for name, shape, _ in GIVEN}
@@ -80,7 +80,7 @@ def test_boxes_are_what_the_loader_copies() -> None:
 
 
 @pytest.mark.parametrize("odd", [("transposed", (6, 6), "float32"), ("scaled", (6,), "float32")])
-def test_what_is_no_copy_of_a_box_goes_through_the_loader_with_its_layer(odd: tuple) -> None:
+def test_layers_that_the_loader_transforms_are_sent_whole(odd: tuple) -> None:
     described = needed_slices(Model(), [*GIVEN, ("beside", (6,), "bfloat16"), odd])
     assert described.whole == {odd[0], "beside"}
     assert {"up", "down"} <= set(described.tensors)
@@ -88,11 +88,11 @@ def test_what_is_no_copy_of_a_box_goes_through_the_loader_with_its_layer(odd: tu
     assert described.dtypes[number] == "bfloat16", "the loader is given what the trainer has"
 
 
-def test_a_loader_that_reads_values_cannot_be_followed() -> None:
+def test_a_loader_that_reads_values_is_refused() -> None:
     with pytest.raises(ValueError, match="at read it needs tensor values"):
         needed_slices(Model(), [*GIVEN, ("read", (6,), "float32")])
 
 
-def test_a_name_that_the_model_lacks_is_said() -> None:
+def test_a_parameter_that_the_model_lacks_is_named() -> None:
     with pytest.raises(ValueError, match="has no parameter 'of another name', into which renamed is loaded"):
         needed_slices(Model(), [*GIVEN, ("renamed", (6,), "float32")])

@@ -37,7 +37,7 @@ def run(python: Path, tests: tuple[str, ...], timeout: int) -> str:
     return done.stdout.strip().splitlines()[-1]
 
 
-def test_the_default_sets_vllm_takes_planned_updates() -> None:
+def test_the_default_sets_vllm_accepts_planned_updates() -> None:
     older = Path(f"{os.environ.get('MEGARL_VENV') or sys.prefix}-vllm-{VERSION}")
     python = older / "bin" / "python"
     if not (older / "installed.txt").is_file():
@@ -60,7 +60,7 @@ def another_vllm() -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("recipe", ["dapo_qwen3_30b", "grpo_deepseek_v3"])
-def test_twins_of_large_recipes_run_on_another_vllm(recipe: str, tmp_path: Path) -> None:
+def test_tiny_copies_of_large_recipes_run_on_another_vllm(recipe: str, tmp_path: Path) -> None:
     """Megatron's trainers, Ray, and planned updates. DeepSeek-V3's attention is `latent_attention.py` in vLLM's layers."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}/tests/latent_site:{ROOT}"}
     command = [str(another_vllm()), "-m", "megarl", "rehearse", f"{ROOT}/recipes/{recipe}.yaml", "--no-resume"]

@@ -49,7 +49,7 @@ def test_every_set_of_versions_has_a_route() -> None:
     assert [route.name for route in routes if "vLLM 0.11.0" in route.on] == ["none"]
 
 
-def test_a_route_that_engines_cannot_take_is_refused_before_the_start() -> None:
+def test_an_unsupported_route_is_refused_before_the_start() -> None:
     insists = recipe(exchange__route="planned")
     with pytest.raises(
         RecipeError, match=r"(?s)exchange.route = 'planned'.*do not support it on here: vLLM 9.9.9 finishes"
@@ -61,7 +61,7 @@ def test_a_route_that_engines_cannot_take_is_refused_before_the_start() -> None:
     check_route(recipe(train__source="sft"), route_of(recipe(), support_of("0.11.0"), "here"))
 
 
-def test_train_says_a_fallback_with_what_it_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_has_a_notice_of_a_fallback_with_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     from megarl.preflight import settings
 
     monkeypatch.setattr("megarl.engines.routes.installed_support", lambda: UNKNOWN)
@@ -73,7 +73,7 @@ def test_train_says_a_fallback_with_what_it_moves(monkeypatch: pytest.MonkeyPatc
     assert settings.route_notices(changed, read("Qwen3-8B")) == []
 
 
-def test_doctor_warns_of_a_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_warns_about_a_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     from megarl.commands.doctor.recipe import weights
 
     changed = recipe(data__train_files=["x"])

@@ -92,7 +92,7 @@ def generate(engine, *requests: GenerationRequest) -> dict[int, list]:
 # --- the adapter --------------------------------------------------------------------------------
 
 
-def test_weights_arrive_and_samples_follow_them(engine, exchange) -> None:
+def test_samples_follow_the_updated_weights(engine, exchange) -> None:
     """Samples of old or no weights, a fingerprint that is not the sender's, prefixes that the old weights computed."""
     with pytest.raises(EngineRefused, match="has dummy weights; update its weights first"):
         generate(engine, request(0))
@@ -137,7 +137,7 @@ def test_greedy_and_stopping(engine, exchange) -> None:
         generate(engine, request(1, max_tokens=45))
 
 
-def test_a_response_that_is_cut_ends_the_engine(engine, exchange) -> None:
+def test_a_truncated_response_ends_the_engine(engine, exchange) -> None:
     """SGLang makes max_new_tokens smaller without a word where its cache is small: samples would be cut ones."""
     exchange(1, weights(1))[1].result(10)
     engine.real.longest = 5
@@ -152,7 +152,7 @@ def test_a_response_that_is_cut_ends_the_engine(engine, exchange) -> None:
         ({"table": torch.ones(VOCABULARY - 1, VOCABULARY), "scale": torch.ones(())}, "lack values: table"),
     ],
 )
-def test_weights_that_are_not_all_there(engine, exchange, values, message) -> None:
+def test_incomplete_weights_end_the_engine(engine, exchange, values, message) -> None:
     with pytest.raises(WeightSyncError, match=message):
         exchange(1, values)
     assert engine.real.calls == ["begin", "update, flush True", "shutdown"]
@@ -216,7 +216,7 @@ def test_sleep_and_wake(engine, exchange) -> None:
         generate(engine, request(1))
 
 
-def test_an_sglang_without_update_sessions_is_refused(fake, spec, monkeypatch) -> None:
+def test_an_sglang_without_begin_weight_update_is_refused(fake, spec, monkeypatch) -> None:
     monkeypatch.delattr(fake, "begin_weight_update")
     with pytest.raises(RuntimeError, match=r"no begin_weight_update.*0\.5\.23"):
         create("sglang", spec).start()
@@ -251,7 +251,7 @@ def test_arguments(spec, monkeypatch) -> None:
     assert "attention_backend" not in build_engine_args(spec, "cuda")
 
 
-def test_a_response_cut_short_names_the_section_of_its_engine() -> None:
+def test_a_truncated_response_names_its_engines_recipe_section() -> None:
     from megarl.engines.sglang.engine import _completion
 
     output = {"output_ids": [1], "meta_info": {"finish_reason": {"type": "length"}}}
@@ -293,7 +293,7 @@ def test_images_are_refused(spec) -> None:
         check_plan("sglang", spec, "npu")
 
 
-def test_the_recipe_is_refused_on_a_cpu_before_anything_starts() -> None:
+def test_the_sglang_recipe_is_refused_on_a_cpu() -> None:
     recipe = load_recipe(ROOT / "recipes" / "grpo_qwen3_8b_sglang.yaml")
     check_device(recipe, "npu")
     with pytest.raises(RecipeError, match="sglang"):

@@ -42,7 +42,7 @@ def parameters(file: str, owner: str, name: str) -> list[str]:
 
 
 @needs_sources
-def test_methods_of_the_stand_in_are_sglangs() -> None:
+def test_methods_of_the_stand_in_exist_in_sglang() -> None:
     """A method that SGLang does not have, or one with other parameters."""
     names = [name for name, value in vars(fake_sglang.Engine).items() if inspect.isfunction(value) and name[0] != "_"]
     assert {"async_generate", "begin_weight_update", "shutdown", "resume_memory_occupation"} <= set(names)
@@ -59,7 +59,7 @@ def test_methods_of_the_stand_in_are_sglangs() -> None:
 
 
 @needs_sources
-def test_arguments_are_sglangs(tmp_path: Path) -> None:
+def test_arguments_exist_in_sglang(tmp_path: Path) -> None:
     assert SOURCES is not None
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "eos_token_id": fake_sglang.END}))
     spec = EngineSpec("e0", str(tmp_path), "bfloat16", 40, load_weights=False, sleep_mode=True)
@@ -78,7 +78,7 @@ def test_arguments_are_sglangs(tmp_path: Path) -> None:
 
 
 @needs_sources
-def test_what_the_adapter_rests_on() -> None:
+def test_sglangs_sources_have_the_behaviour_that_the_adapter_needs() -> None:
     """Each of these, were it otherwise, would make samples, log-probs or weights wrong without an error."""
     updater = text("model_executor/model_runner_components/weight_updater.py")
     assert "custom_loader = dynamic_import(load_format) custom_loader(self.get_model(), named_tensors)" in updater

@@ -98,7 +98,7 @@ def test_greedy_for_evaluation(engine, path):
     assert all(np.isnan(s.log_probs).all() for s in warmer[0])  # vLLM's log-probs are for temperature 1
 
 
-def test_what_a_model_says_of_given_tokens(engine, path):
+def test_prompt_log_probs_equal_the_models_softmax(engine, path):
     """Log-probs of the prompt's tokens and of the likeliest tokens, as for a teacher, equal the checkpoint's softmax."""
     tokens = tuple(np.random.default_rng(0).integers(1, VOCABULARY, 30).tolist())
     requests = [
@@ -130,7 +130,7 @@ def test_what_a_model_says_of_given_tokens(engine, path):
         ({"n": 2, "temperature": 0.0}, "n is 2; ask for n=1"),
     ],
 )
-def test_requests_that_cannot_be_served(engine, changes, message):
+def test_invalid_requests_are_refused(engine, changes, message):
     good = make_requests(1)
     with pytest.raises(ValueError, match=message):
         engine.generate(good + make_requests(1, **changes))
@@ -140,7 +140,7 @@ def test_requests_that_cannot_be_served(engine, changes, message):
     engine.generate(good)
 
 
-def test_an_abort_ends_running_requests_alone(engine, path):
+def test_an_abort_ends_only_running_requests(engine, path):
     requests = make_requests(2, max_tokens=100)
     short = dataclasses.replace(requests[0], sampling=Sampling(1, 2))
     running = engine.begin("generate", [short, requests[1]])
@@ -263,7 +263,7 @@ def test_temperature_and_bad_arguments(process, info, path):
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "qwen2_tied"])
-def test_models_that_need_care(process, info, tmp_path, kind):
+def test_deepseek_and_tied_models_sample_their_weights(process, info, tmp_path, kind):
     """DeepSeek-V3: without our settings, vLLM's CPU operators compute wrong attention, and its defaults wrong routing if
     transformers wrote config.json; the expert bias is a buffer, not a parameter. Tied embeddings: the export has no output
     layer, and the engine has a packed copy of it."""

@@ -81,14 +81,14 @@ def method(text: str, name: str) -> str:
 
 
 @EACH
-def test_keys_are_those_that_the_version_reads(version: str) -> None:
+def test_keys_equal_those_that_the_version_reads(version: str) -> None:
     """A key refused that the version knows, or let through that it would ignore without a word."""
     texts = [text for text in files_of(version).values() if "additional_config" in text]
     assert ascend.keys_in(texts) == ascend.keys_of(Version(version))
 
 
 @EACH
-def test_features_are_those_of_the_version(version: str) -> None:
+def test_features_equal_those_of_the_version(version: str) -> None:
     """Weights left in NZ, graphs that read old weights of MLA, missing routed experts."""
     has = ascend.features(Version(version))
     assert "VLLM_ASCEND_ENABLE_NZ" in source(version, "envs.py")
@@ -103,7 +103,7 @@ def test_features_are_those_of_the_version(version: str) -> None:
 
 
 @EACH
-def test_waking_up_replaces_experts_as_put_back_says(version: str) -> None:
+def test_wake_up_replaces_experts_in_the_versions_of_put_back(version: str) -> None:
     """Otherwise put_back names wrong versions, or vllm-ascend no longer replaces parameters."""
     wake = method(source(version, "worker/worker_v1.py", "worker/worker.py"), "wake_up")
     turns = "w13_data = torch.nn.Parameter(w13_data, requires_grad=False)" in " ".join(wake.split())
@@ -112,7 +112,7 @@ def test_waking_up_replaces_experts_as_put_back_says(version: str) -> None:
 
 
 @EACH
-def test_experts_are_repacked_from_what_was_loaded_alone(version: str) -> None:
+def test_experts_are_repacked_only_from_loaded_weights(version: str) -> None:
     """If a method keeps copies of weights, or transposes weights twice, a layerwise reload would mix old and new ones."""
     if Version(version) < Version("0.13.0"):
         pytest.skip("no layerwise reload in its vLLM")
@@ -177,7 +177,7 @@ def test_keys_of_a_version(running) -> None:
     assert "must be a mapping" in refusal("{}")
 
 
-def test_without_vllm_ascend_here_only_what_no_version_knows_is_refused(running) -> None:
+def test_without_vllm_ascend_only_keys_unknown_to_all_versions_are_refused(running) -> None:
     running(None)
     check_args("vllm", {"additional_config": {"torchair_graph_config": {}, "scheduler_config": {}}}, "rollout")
     assert "no version of vllm-ascend reads such a key; did you mean 'scheduler_config'" in refusal(
@@ -226,7 +226,7 @@ def latent(spec: EngineSpec, **engine_args: object) -> EngineSpec:
     return EngineSpec("e0", spec.model_path, "bfloat16", 64, load_weights=False, engine_args=dict(engine_args))
 
 
-def test_weights_stay_out_of_nz_in_both_places(spec, running) -> None:
+def test_nz_is_disabled_in_environment_and_config(spec, running) -> None:
     platform = pytest.importorskip("megarl.platform.npu").NPUPlatform()
     assert engine_env("vllm", platform.rollout_env(), 1, {})["VLLM_ASCEND_ENABLE_NZ"] == "0"
     running("0.18.0")
@@ -256,7 +256,7 @@ def test_the_task_queue_follows_the_recipe() -> None:
     assert "TASK_QUEUE_ENABLE" not in engine_env("vllm", {}, 1, {"enforce_eager": True})
 
 
-def test_a_bad_compilation_config_is_said_of_its_section(spec) -> None:
+def test_a_wrong_compilation_config_names_its_recipe_section(spec) -> None:
     judge = replace(latent(spec, compilation_config=3), load_weights=True, recipe_section="judge")
     with pytest.raises(ValueError, match=r"judge\.engine_args\.compilation_config must be a mapping, not 3"):
         build_engine_args(judge, "cpu")
@@ -280,7 +280,7 @@ def test_torch_npu_refuses_graphs_at_queue_2() -> None:
         ({"multistream_overlap_shared_expert": True}, "multistream_overlap_shared_expert"),
     ],
 )
-def test_settings_that_updates_do_not_reach(spec, running, config, key) -> None:
+def test_settings_that_conflict_with_weight_updates_are_refused(spec, running, config, key) -> None:
     running("0.23.0")
     fixed_model = EngineSpec(
         "e0", spec.model_path, "bfloat16", 64, load_weights=False, engine_args={"additional_config": config}
@@ -293,7 +293,7 @@ def test_settings_that_updates_do_not_reach(spec, running, config, key) -> None:
     check_plan(fixed_model, "cuda")
 
 
-def test_fused_experts_may_also_come_from_the_environment(spec, running, monkeypatch) -> None:
+def test_fused_experts_are_also_refused_in_the_environment(spec, running, monkeypatch) -> None:
     running("0.18.0")
     for value in ("1", "true"):
         monkeypatch.setenv("VLLM_ASCEND_ENABLE_FUSED_MC2", value)
@@ -312,7 +312,7 @@ def test_graphs_of_latent_attention_need_updates_in_place(spec, running) -> None
     check_plan(latent(spec), "npu")
 
 
-def test_experts_that_a_version_cannot_tell(spec, running) -> None:
+def test_routing_replay_is_refused_before_version_0_15(spec, running) -> None:
     running("0.14.0rc1")
     routing = EngineSpec("e0", spec.model_path, "bfloat16", 64, return_routed_experts=True)
     with pytest.raises(RecipeError, match=r"routing_replay(.|\n)*0.15"):

@@ -40,7 +40,7 @@ def wake_up(model: torch.nn.Module, hidden: int = 4) -> None:
             setattr(model.get_submodule(owner), attribute, turned)
 
 
-def test_parameters_that_waking_up_replaced_are_put_back() -> None:
+def test_parameters_replaced_by_wake_up_are_restored() -> None:
     model = torch.nn.Sequential(Experts(), torch.nn.Linear(4, 4))
     before = {name: (parameter, parameter.clone()) for name, parameter in model.named_parameters()}
     held = ascend.hold_parameters(model)

@@ -62,7 +62,7 @@ def package(directory: Path, form: str) -> Path:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_known_forms_can_take_the_planned_route(tmp_path: Path, form: str) -> None:
+def test_known_forms_support_the_planned_route(tmp_path: Path, form: str) -> None:
     support = read_support(package(tmp_path, form), form)
     assert support.no_sharded is None and support.no_updates is None
 
@@ -113,14 +113,14 @@ def test_an_unknown_form_is_refused_with_its_difference(
         raise AssertionError(support.no_sharded)
 
 
-def test_a_version_without_reload_takes_no_updates(tmp_path: Path) -> None:
+def test_a_version_without_reload_supports_no_updates(tmp_path: Path) -> None:
     (tmp_path / "vllm").mkdir()
     for support in (read_support(tmp_path / "vllm", "0.11.0"), support_of("0.11.0")):
         assert support.no_updates == support.no_sharded
         assert support.no_sharded == "vLLM 0.11.0 has no layerwise reload: weights can be updated from vLLM 0.16.0 on"
 
 
-def test_the_table_says_what_it_leaves_open() -> None:
+def test_the_table_has_remarks_only_for_unverified_versions() -> None:
     assert (
         support_of("0.18.0").no_sharded is None
         and support_of("0.23.0").no_sharded is None
@@ -130,7 +130,7 @@ def test_the_table_says_what_it_leaves_open() -> None:
     assert "newer than 0.33.0" in support_of("0.34.0").remark
 
 
-def test_the_vllm_of_each_set_of_versions_takes_weights_as_its_remark_says() -> None:
+def test_the_vllm_of_each_version_set_supports_updates_as_remarked() -> None:
     for kind in KINDS:
         for versions in kind.sets:
             version = re.search(r"\d[\d.]*", versions.packages.get("vllm", ""))  # of a range the oldest
@@ -177,9 +177,7 @@ class Layerwise(SimpleNamespace):
 
 
 @pytest.mark.parametrize("takes_info", [False, True])
-def test_a_filled_layer_keeps_its_values_while_it_is_finished(
-    monkeypatch: pytest.MonkeyPatch, takes_info: bool
-) -> None:
+def test_process_layer_keeps_received_values(monkeypatch: pytest.MonkeyPatch, takes_info: bool) -> None:
     layerwise = Layerwise(takes_info)
     original = layerwise.materialize_layer
     monkeypatch.setattr(compat, "_layerwise", lambda: layerwise)
@@ -209,7 +207,7 @@ def test_deferred_attention_and_loading_of_each_form(monkeypatch: pytest.MonkeyP
             assert compat.is_loading(SimpleNamespace(**{name: lambda module=loading: module})) is loading
 
 
-def test_a_list_under_another_name_that_has_the_router_bias_is_enough(tmp_path: Path) -> None:
+def test_a_renamed_skip_list_with_the_router_bias_is_accepted(tmp_path: Path) -> None:
     vllm = package(tmp_path, "0.23")
     source = vllm / "model_executor/model_loader/reload/meta.py"
     source.write_text(source.read_text().replace("SKIP_TENSORS", "KEPT"))
@@ -223,7 +221,7 @@ class Biased(torch.nn.Module):
         self.gate.e_score_correction_bias = torch.nn.Parameter(torch.zeros(2))
 
 
-def test_whole_tensors_need_no_private_name_of_a_later_reload(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_updates_need_no_private_name_of_a_later_reload(monkeypatch: pytest.MonkeyPatch) -> None:
     """`read_support` promises updates to versions with other private names: full updates use this function, too."""
     started: list[Any] = []
     reload = SimpleNamespace(initialize_layerwise_reload=started.append, meta=SimpleNamespace())

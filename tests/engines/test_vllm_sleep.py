@@ -105,7 +105,7 @@ def test_weights_wake_before_the_cache(monkeypatch: pytest.MonkeyPatch, vllm: Fa
     sleeper.shutdown()
 
 
-def test_weights_that_no_update_brings_again_stay_on_the_host(
+def test_base_weights_stay_on_the_host_if_only_adapters_are_updated(
     monkeypatch: pytest.MonkeyPatch, vllm: FakeVllm, tmp_path: Path
 ) -> None:
     """With adapters alone: from the first update on, weights are not dropped in sleep."""
@@ -135,7 +135,7 @@ def test_weights_that_no_update_brings_again_stay_on_the_host(
         (None, None, None),
     ],
 )
-def test_an_engine_says_why_it_takes_no_sharded_weights(
+def test_an_engine_returns_why_it_refuses_sharded_updates(
     monkeypatch: pytest.MonkeyPatch, vllm: FakeVllm, no_sharded: str | None, quantization: str | None, words: str | None
 ) -> None:
     """And lives on: the export may take the plan's place. What a worker says of its model is passed on."""
@@ -165,7 +165,7 @@ def test_another_device_than_the_recipes_is_refused(monkeypatch: pytest.MonkeyPa
     engine(monkeypatch, on="cuda").start()
 
 
-def test_without_layerwise_reload_no_weights_are_taken(monkeypatch: pytest.MonkeyPatch, vllm: FakeVllm) -> None:
+def test_weight_updates_are_refused_without_layerwise_reload(monkeypatch: pytest.MonkeyPatch, vllm: FakeVllm) -> None:
     waiting = engine(monkeypatch, load_weights=False, layerwise_reload=False)
     with pytest.raises(
         RuntimeError, match=r"vLLM 0\.15\.1 cannot take new weights safely.*Install vLLM 0\.16 or later"
@@ -183,7 +183,7 @@ def test_without_layerwise_reload_no_weights_are_taken(monkeypatch: pytest.Monke
     fixed.shutdown()
 
 
-def test_an_engine_forgets_the_groups_and_embeddings_of_an_earlier_one(monkeypatch):
+def test_groups_and_embeddings_of_an_earlier_engine_are_cleared(monkeypatch):
     from megarl.engines.vllm.compat import forget_earlier_engine
 
     done: list[str] = []
