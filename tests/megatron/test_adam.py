@@ -28,7 +28,7 @@ def steps(optimizer: adam.Adam, params: list[torch.Tensor], count: int) -> None:
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
-def test_an_update_in_parts_is_the_update_of_the_whole(decoupled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_in_parts_equals_the_whole_update(decoupled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, optimizer = trained("cpu", adam_w_mode=decoupled)
     steps(optimizer, whole, 3)
     parted, optimizer = trained("cpu", adam_w_mode=decoupled)
@@ -37,7 +37,7 @@ def test_an_update_in_parts_is_the_update_of_the_whole(decoupled: bool, monkeypa
     assert all(torch.equal(a, b) for a, b in zip(whole, parted, strict=True))
 
 
-def test_an_update_is_torchs() -> None:
+def test_an_update_equals_torchs_adam() -> None:
     ours, optimizer = trained("cpu")
     steps(optimizer, ours, 3)
     theirs, _ = trained("cpu")
@@ -46,7 +46,7 @@ def test_an_update_is_torchs() -> None:
         torch.testing.assert_close(updated, other, rtol=1e-5, atol=1e-6)
 
 
-def test_a_step_holds_one_part_beside_the_states(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_allocates_only_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adam, "_AT_A_TIME", 1024)
     params, optimizer = trained("meta")
     steps(optimizer, params, 1)  # makes the moments

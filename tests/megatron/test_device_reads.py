@@ -16,7 +16,7 @@ CASES = [
 ]
 
 
-def test_a_pass_reads_nothing_of_the_device(tmp_path: Path) -> None:
+def test_a_pass_copies_nothing_from_the_device(tmp_path: Path) -> None:
     """Token counts per expert are already on the host, where Megatron's all-to-all needs them."""
     for reads_case in CASES:
         (tmp_path / reads_case["model"]).mkdir()

@@ -56,7 +56,7 @@ def test_untrained_layers_are_copied_and_counted(source: Path, tmp_path: Path) -
     assert compare_with_hf(out, trained(*TRAINED), source) == ExportComparison(equal=3, untrained=2)
 
 
-def test_a_tensor_that_was_not_exported_is_no_tensor_of_the_original(source: Path, tmp_path: Path) -> None:
+def test_a_trained_tensor_missing_from_the_export_is_refused(source: Path, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"1 tensors of .*not among the exported weights: model.layers.0.up.weight"):
         save_hf(tmp_path / "out", source, trained(TRAINED[0], TRAINED[2]))
     assert not (tmp_path / "out" / "model.safetensors").exists()
@@ -65,7 +65,7 @@ def test_a_tensor_that_was_not_exported_is_no_tensor_of_the_original(source: Pat
         save_hf(tmp_path / "out", source, trained(*TRAINED))
 
 
-def test_a_tied_output_layer_that_the_original_holds_twice_follows_the_embedding(source: Path, tmp_path: Path) -> None:
+def test_a_stored_copy_of_a_tied_output_layer_follows_the_embedding(source: Path, tmp_path: Path) -> None:
     save_file({"lm_head.weight": torch.zeros(2, 2)}, source / "c.safetensors")
     configure(source, num_nextn_predict_layers=1, tie_word_embeddings=True)
     weights = [item for item in trained(*TRAINED) if item[0] != "lm_head.weight"]
@@ -96,7 +96,7 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_a_process_that_is_killed_leaves_nothing_that_looks_like_a_model(
+def test_a_killed_export_leaves_only_a_partial_folder(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(export, "_SHARD_BYTES", 16)  # a tensor a file
@@ -118,7 +118,7 @@ def test_a_process_that_is_killed_leaves_nothing_that_looks_like_a_model(
     assert compare_with_hf(tmp_path / "out", trained(*TRAINED), source) == ExportComparison(equal=3, untrained=2)
 
 
-def test_an_export_that_fails_leaves_the_one_before_and_one_that_does_not_replaces_it(
+def test_a_failed_export_keeps_the_earlier_one_and_a_new_one_replaces_it(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
@@ -143,7 +143,7 @@ def test_an_export_that_fails_leaves_the_one_before_and_one_that_does_not_replac
     assert set(synced) == {partial / "config.json", partial / "model.safetensors", partial, tmp_path}
 
 
-def test_a_link_is_followed_and_a_mount_point_is_refused_before_anything_is_written(
+def test_a_link_is_followed_and_a_mount_point_is_refused(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = tmp_path / "disk" / "out"

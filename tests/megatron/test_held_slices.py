@@ -52,7 +52,7 @@ def test_rows_and_columns_of_ranks() -> None:
     assert held(Bridge(second, lambda w: [w]), "rows", 6) == [((12,), [(0, 6, 1, 6, 0, 0)])]
 
 
-def test_padding_is_left_out_and_fused_parts_fall_apart() -> None:
+def test_padding_is_omitted_and_fused_parts_are_split() -> None:
     """Each rank has three heads, each with two query rows and one key row."""
 
     def by_heads(whole: torch.Tensor) -> list[torch.Tensor]:
@@ -68,13 +68,13 @@ def test_padding_is_left_out_and_fused_parts_fall_apart() -> None:
     assert key == ((6, 2), [(3, 0, 1, 2, 2, 0), (4, 0, 1, 2, 5, 0), (5, 0, 1, 2, 8, 0)])
 
 
-def test_experts_are_joined_over_ranks_of_their_own() -> None:
+def test_experts_are_joined_over_expert_tensor_ranks() -> None:
     bridge = Bridge(Places(tp_size=4, tp_rank=3, etp_size=2, etp_rank=1), lambda w: [w])
     assert held(bridge, "decoder.layers.3.mlp.experts.linear_fc1.weight7", 4, 6) == [((8, 6), [(4, 0, 4, 6, 0, 0)])]
     assert bridge.mpu.tp_size == 4, "as it was"
 
 
-def test_an_embeddings_numbers_are_not_written_out() -> None:
+def test_held_slices_of_a_large_embedding_need_little_time() -> None:
     """Numbers for a large embedding would need 64 GB."""
     start = time.process_time()
     bridge = Bridge(Places(tp_size=16, tp_rank=15), lambda w: [w[:1_999_000]])
@@ -87,6 +87,6 @@ def test_an_embeddings_numbers_are_not_written_out() -> None:
     [lambda w: [w.t().contiguous()], lambda w: [w + 1], lambda w: [w * 2], lambda w: [w.reshape(-1, 2)]],
     ids=["transposed", "shifted", "scaled", "reshaped"],
 )
-def test_what_is_no_box_is_refused(cut: Any) -> None:
+def test_a_part_that_is_not_a_slice_is_refused(cut: Any) -> None:
     with pytest.raises(ValueError, match="cannot be planned: mbridge's export of rows"):
         held(Bridge(Places(), cut), "rows", 4, 6)

@@ -66,7 +66,7 @@ def test_refused_before_a_process_starts(extra: dict[str, Any], device: str, wor
         ("lora.rank", 8, "only the adapters have optimizer states"),
     ],
 )
-def test_what_it_needs_of_other_keys(key: str, value: Any, words: str) -> None:
+def test_conflicting_keys_are_refused(key: str, value: Any, words: str) -> None:
     recipe = recipe_of(OFFLOAD)
     section, name = key.split(".")
     setattr(getattr(recipe, section), name, value)
@@ -74,7 +74,7 @@ def test_what_it_needs_of_other_keys(key: str, value: Any, words: str) -> None:
         validate(recipe)
 
 
-def test_both_optimizers_say_that_they_are_on_the_host() -> None:
+def test_each_used_optimizer_on_the_host_has_a_notice() -> None:
     """The optimizer of an unused critic gives no notice."""
     recipe = recipe_of(OFFLOAD)
     recipe.critic.optimizer.extra = {**OFFLOAD, "optimizer_offload_fraction": 0.5}
@@ -88,7 +88,7 @@ def test_both_optimizers_say_that_they_are_on_the_host() -> None:
     ]
 
 
-def test_names_and_values_are_those_that_megatron_declares() -> None:
+def test_names_and_values_follow_megatrons_declaration() -> None:
     from megatron.core.optimizer import OptimizerConfig
 
     assert set(DRIVEN) <= {field.name for field in dataclasses.fields(OptimizerConfig)}
@@ -100,7 +100,7 @@ def test_names_and_values_are_those_that_megatron_declares() -> None:
     )
 
 
-def test_a_machine_with_gpus_and_without_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_with_gpus_needs_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     check_extra_names(recipe_of(OFFLOAD), "megatron")  # this machine has no GPU: the trainers' may have the package
     monkeypatch.setattr(DeviceKind, "is_here", lambda self: True)
     with pytest.raises(

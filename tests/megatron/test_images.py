@@ -26,7 +26,7 @@ def test_positions_worked_by_hand() -> None:
     ]
 
 
-def test_positions_are_those_of_transformers() -> None:
+def test_positions_equal_transformers() -> None:
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 
     from tests.support.vl_model import IMAGE, config
@@ -56,13 +56,13 @@ def batch() -> MicroBatch:
     return MicroBatch(tokens, [3, 7], images=images)
 
 
-def test_every_sequence_counts_from_zero_and_sampled_placeholders_are_text() -> None:
+def test_positions_start_at_zero_and_sampled_placeholders_are_text() -> None:
     samples = batch()
     assert batch_positions(samples.images, samples.lengths, LAYOUT)[1].tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_each_rank_places_the_rows_whose_tokens_it_holds(ranks: int) -> None:
+def test_each_rank_places_the_image_rows_of_its_tokens(ranks: int) -> None:
     """Together, the ranks place every row once, at its placeholder and with the placeholder's position."""
     seen = []
     for rank in range(ranks):
@@ -102,7 +102,7 @@ def test_micro_batches_gather_their_samples_images() -> None:
         ({"starts": [1, 2]}, "images before it end at 3"),
     ],
 )
-def test_images_that_do_not_fit_their_tokens_are_refused(change: dict[str, Any], words: str) -> None:
+def test_images_that_do_not_match_their_tokens_are_refused(change: dict[str, Any], words: str) -> None:
     samples = batch()
     assert samples.images is not None
     fields = {**vars(samples.images), **change}
@@ -113,7 +113,7 @@ def test_images_that_do_not_fit_their_tokens_are_refused(change: dict[str, Any],
         pack_plainly(broken, LAYOUT)
 
 
-def test_images_for_a_model_without_eyes_are_refused() -> None:
+def test_images_for_a_model_without_vision_tower_are_refused() -> None:
     with pytest.raises(ValueError, match="no vision tower"):
         pack_plainly(batch(), None)
 

@@ -65,30 +65,28 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @cases(PARITY[:1])
-def test_trainers_on_a_cpu_warn_of_nothing(results: Path, case: dict[str, Any]) -> None:
+def test_trainers_on_a_cpu_print_no_warning(results: Path, case: dict[str, Any]) -> None:
     """Warnings that are expected on a CPU are suppressed: a user could not act on them."""
     for log in results.glob(f"{WORKER}-*.log"):
         assert "Warning" not in log.read_text(), log.read_text()
 
 
 @pytest.mark.slow
-def test_the_planner_counts_what_ranks_hold(request: pytest.FixtureRequest, results: Path) -> None:
+def test_the_planners_bytes_equal_the_ranks(request: pytest.FixtureRequest, results: Path) -> None:
     """The planner's bytes of weights, gradients, master weights and moments are exact on every rank of every case."""
     critics = [*megatron_critic.ONE, *megatron_critic.TWO]
     held_ranks.check(results, [*selected(request, [*PARITY, *OPTIONS]), *RESUME, *critics])
 
 
 @pytest.mark.slow
-def test_the_planner_knows_which_boxes_ranks_hold(
-    request: pytest.FixtureRequest, results: Path, tmp_path: Path
-) -> None:
+def test_the_planners_slices_equal_the_ranks(request: pytest.FixtureRequest, results: Path, tmp_path: Path) -> None:
     """The planner's slice table of each rank equals the rank's, which the rank has checked against mbridge's export."""
     for case in selected(request, [*PARITY, *OPTIONS]):
         holdings_check.check_planned(results, case, tmp_path / case["name"])
 
 
 @cases(PARITY, OPTIONS)
-def test_log_probs_are_those_of_transformers(results: Path, case: dict[str, Any]) -> None:
+def test_log_probs_equal_transformers(results: Path, case: dict[str, Any]) -> None:
     rows = log_probs_of(results, case["name"])
     assert sorted(rows) == list(range(len(LENGTHS)))
     for number, expected in enumerate(of_transformers(results / "models" / case["model"])):
@@ -118,7 +116,7 @@ def test_training_does_not_depend_on_the_layout(results: Path, case: dict[str, A
 
 
 @cases([case for case in PARITY if case["processes"] == 1])
-def test_gradient_is_that_of_transformers(results: Path, case: dict[str, Any]) -> None:
+def test_gradient_equals_transformers(results: Path, case: dict[str, Any]) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         results / "models" / case["model"],
         dtype=torch.float32,
@@ -129,7 +127,7 @@ def test_gradient_is_that_of_transformers(results: Path, case: dict[str, Any]) -
 
 
 @cases(RESUME)
-def test_saved_hf_directory_is_what_was_exported(results: Path, case: dict[str, Any]) -> None:
+def test_saved_hf_directory_equals_the_export(results: Path, case: dict[str, Any]) -> None:
     """The worker asserts that the resumed run is bit-identical; this test checks the directory that it wrote."""
     saved = checkpoint_tensors(results / f"{case['name']}.hf")
     weights = torch.load(results / f"{case['name']}.weights.pt", weights_only=True)
@@ -153,5 +151,5 @@ def test_values_match_transformers(results: Path, case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("case", [*megatron_critic.ONE, *megatron_critic.TWO], ids=lambda case: case["name"])
-def test_layout_changes_nothing_of_the_critic(results: Path, case: dict[str, Any]) -> None:
+def test_critic_does_not_depend_on_the_layout(results: Path, case: dict[str, Any]) -> None:
     megatron_critic.check_against_one_process(results, case)

@@ -105,13 +105,13 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @cases(IN_WORKERS)
-def test_what_workers_assert(results: Path, case: dict[str, Any]) -> None:
+def test_workers_saved_a_checkpoint_after_their_checks(results: Path, case: dict[str, Any]) -> None:
     """The workers assert loading other layouts' checkpoints, and resuming in bfloat16."""
     assert (results / f"{case['name']}.checkpoint").is_dir()
 
 
 @cases(ONE, MORE)
-def test_layout_changes_nothing(results: Path, case: dict[str, Any]) -> None:
+def test_training_does_not_depend_on_the_layout(results: Path, case: dict[str, Any]) -> None:
     base, got = (torch.load(results / f"{name}.pt", weights_only=True) for name in (case["reference"], case["name"]))
     original = checkpoint_tensors(results / "models" / case["model"])
     before = checkpoint_tensors(results / f"{case['name']}.hf")
@@ -136,7 +136,7 @@ def test_layout_changes_nothing(results: Path, case: dict[str, Any]) -> None:
 
 
 @cases(ONE)
-def test_targets_alone_are_trained(results: Path, case: dict[str, Any]) -> None:
+def test_only_targets_are_trained(results: Path, case: dict[str, Any]) -> None:
     got = torch.load(results / f"{case['name']}.pt", weights_only=True)
     before = checkpoint_tensors(results / f"{case['name']}.hf")
     changed = {name for name, weight in got["after"].items() if not torch.equal(weight, before[name])}
@@ -147,7 +147,7 @@ def test_targets_alone_are_trained(results: Path, case: dict[str, Any]) -> None:
 
 
 @cases(ONE)
-def test_exports_compute_what_the_trainer_does(results: Path, case: dict[str, Any]) -> None:
+def test_exports_compute_the_trainers_log_probs(results: Path, case: dict[str, Any]) -> None:
     """Exports tested: the merged model with transformers, and the starting model with the adapter with PEFT."""
     import peft
 

@@ -33,7 +33,7 @@ def chosen(config: dict[str, Any], *targets: str) -> list[str]:
     return [name for name in linears_of(config) if matches(name, lora.targets)]
 
 
-def test_a_short_name_means_every_place_and_a_longer_one_its_own() -> None:
+def test_a_short_name_matches_all_layers_and_a_longer_one_fewer() -> None:
     assert chosen(MIXTURE, "q_proj", "o_proj") == ["self_attn.q_proj", "self_attn.o_proj"]
     everywhere = chosen(DEEPSEEK, "gate_proj", "up_proj", "down_proj")
     assert [name for name in everywhere if name.endswith("up_proj")] == [
@@ -62,14 +62,14 @@ def test_a_short_name_means_every_place_and_a_longer_one_its_own() -> None:
         ({"model_type": "mixtral"}, ["q_proj"], "this model is 'mixtral'"),
     ],
 )
-def test_what_the_model_does_not_have_is_refused(config: dict[str, Any], targets: list[str], message: str) -> None:
+def test_targets_that_the_model_lacks_are_refused(config: dict[str, Any], targets: list[str], message: str) -> None:
     with pytest.raises(RecipeError) as error:
         chosen(config, *targets)
     assert message in str(error.value)
     check_lora(config, LoraConfig(rank=0), MegatronConfig())
 
 
-def test_a_part_of_the_model_without_targets_is_refused() -> None:
+def test_a_pipeline_stage_without_targets_is_refused() -> None:
     """Without the check, only that stage's process would fail, while the other processes wait for it."""
     lora = LoraConfig(rank=8, targets=["mlp.down_proj"])  # only in the leading dense layer
     check_lora(DEEPSEEK, lora, MegatronConfig())
@@ -93,7 +93,7 @@ def test_layers_of_each_chunk() -> None:
 
 
 @pytest.mark.parametrize("setting", ["lora.alpha=8", "lora.targets=[q_proj]"])
-def test_settings_that_nothing_would_read_are_refused(tmp_path: Path, setting: str) -> None:
+def test_lora_settings_without_effect_are_refused(tmp_path: Path, setting: str) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("model: {path: model}\n")
     with pytest.raises(RecipeError, match="rank 0 makes no adapters"):

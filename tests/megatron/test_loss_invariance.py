@@ -55,17 +55,17 @@ def check(case: Case, results: Path) -> None:
 
 
 @pytest.mark.parametrize("case", splits_of(quick()), ids=lambda case: case.name)
-def test_a_split_changes_nothing(results: Path, case: Case) -> None:
+def test_loss_and_gradient_do_not_depend_on_the_split(results: Path, case: Case) -> None:
     check(case, results)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", splits_of(full()), ids=lambda case: case.name)
-def test_no_split_changes_anything(all_results: Path, case: Case) -> None:
+def test_loss_and_gradient_do_not_depend_on_any_split(all_results: Path, case: Case) -> None:
     check(case, all_results)
 
 
-def test_the_kl_in_the_reward_is_also_that_of_a_sample_that_the_loss_leaves_out(results: Path) -> None:
+def test_the_kl_in_the_reward_includes_samples_outside_the_loss(results: Path) -> None:
     """Other samples' advantages depend on its reward, so its KL counts. The worker's reference policy is log p + 0.6 step on
     every token, so a token's k3 is exp(0.6 step) - 0.6 step - 1."""
     got = load_case(Case(Layout("qwen3"), Split(WHOLE, algorithm="reinforce_plus_plus")), results)["penalties"]
@@ -77,7 +77,7 @@ def test_the_kl_in_the_reward_is_also_that_of_a_sample_that_the_loss_leaves_out(
         assert got[number] == pytest.approx((np.exp(change) - change - 1).sum(), rel=1e-5)
 
 
-def test_router_losses_are_what_they_say_they_are(results: Path) -> None:
+def test_router_losses_equal_their_equations(results: Path) -> None:
     """Equations 17-20 of arXiv 2412.19437 on transformers' own router logits, sequence by sequence, in float64."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         results / "models" / "qwen3_moe", dtype=torch.float64, experts_implementation="eager"
@@ -111,7 +111,7 @@ def test_router_losses_are_what_they_say_they_are(results: Path) -> None:
         torch.testing.assert_close(added, model.get_parameter(name).grad, rtol=1e-3, atol=1e-6)
 
 
-def test_each_algorithm_does_something_of_its_own(results: Path) -> None:
+def test_each_algorithm_has_a_different_gradient(results: Path) -> None:
     layout = Layout("qwen3")
     gradients = {name: load_case(Case(layout, Split(WHOLE, algorithm=name)), results) for name in OTHERS}
     metrics = {name: case["metrics"] for name, case in gradients.items()}
@@ -124,7 +124,7 @@ def test_each_algorithm_does_something_of_its_own(results: Path) -> None:
     assert len(norms) == len(OTHERS)
 
 
-def test_the_batch_asks_something_of_every_term(results: Path) -> None:
+def test_every_loss_term_is_nonzero_on_the_batch(results: Path) -> None:
     """A metric of 0 or a missing loss term would not depend on the split either."""
     for layout in quick():
         if layout.processes == 1:

@@ -50,7 +50,7 @@ def test_an_update_is_the_same_to_the_last_bit(results: Path, model: str, option
 
 @pytest.mark.stack
 @pytest.mark.parametrize("model", [model for model, _ in MODELS])
-def test_recompute_keeps_less(results: Path, model: str) -> None:
+def test_recompute_saves_activation_memory(results: Path, model: str) -> None:
     """Each recompute option must save memory; an unread option would pass the equality test."""
     saved = {
         option: torch.load(results / f"{model}-{option}.pt", weights_only=True)["saved"]

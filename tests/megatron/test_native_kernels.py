@@ -41,7 +41,7 @@ def product(counts: list[int], shape: tuple[int, int], dtype: torch.dtype, *, si
 @pytest.mark.parametrize("side_by_side", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("counts", [[3, 0, 5, 8], [4, 4, 4, 4], [0, 0, 1, 0], [0, 0, 0, 0]])
-def test_a_grouped_product_is_that_of_each_expert(
+def test_a_grouped_product_equals_one_product_per_expert(
     counts: list[int], dtype: torch.dtype, side_by_side: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called: list[Any] = []
@@ -62,7 +62,9 @@ def test_a_grouped_product_is_that_of_each_expert(
 
 
 @pytest.mark.parametrize("shape", [(24, 10), (10, 16)])
-def test_sizes_that_a_grouped_product_refuses_go_one_by_one(shape: tuple[int, int], monkeypatch: Any) -> None:
+def test_sizes_that_a_grouped_product_refuses_use_one_product_per_expert(
+    shape: tuple[int, int], monkeypatch: Any
+) -> None:
     """Rows of 10 numbers do not begin at multiples of 16 bytes."""
     got = product([3, 5], shape, torch.float32, side_by_side=True)
     monkeypatch.setattr(native_experts, "grouped_gemm", lambda *_: NONE)
@@ -70,12 +72,12 @@ def test_sizes_that_a_grouped_product_refuses_go_one_by_one(shape: tuple[int, in
         assert torch.equal(actual, other)
 
 
-def test_a_type_without_a_grouped_product_goes_one_by_one() -> None:
+def test_a_type_without_a_grouped_product_uses_one_product_per_expert() -> None:
     assert "Double" in grouped_gemm(CPU, torch.float64).reason
     assert product([3, 5], (24, 16), torch.float64, side_by_side=True)[0].dtype == torch.float64
 
 
-def test_a_product_of_tensors_without_memory_has_its_shapes() -> None:
+def test_a_product_of_meta_tensors_has_the_real_shapes() -> None:
     real, planned = ([], [])  # type: ignore[var-annotated]
     for device, shapes in ((CPU, real), (torch.device("meta"), planned)):
         x = torch.randn(8, 16, device=device, requires_grad=True)
@@ -85,7 +87,7 @@ def test_a_product_of_tensors_without_memory_has_its_shapes() -> None:
     assert real == planned
 
 
-def test_weights_that_lie_side_by_side_are_not_copied() -> None:
+def test_contiguous_weights_are_not_copied() -> None:
     block = torch.randn(4, 3, 2)
     assert stacked(list(block)).data_ptr() == block.data_ptr()
     assert torch.equal(stacked(list(block)), block)
@@ -157,7 +159,7 @@ def with_gradients(compute: Callable[..., torch.Tensor], tensors: list[torch.Ten
 
 @pytest.mark.parametrize("mask", [AttnMaskType.causal, AttnMaskType.no_mask])
 @pytest.mark.parametrize("value", [16, 12])
-def test_a_kernel_for_packed_sequences_computes_what_rectangles_do(
+def test_a_kernel_for_packed_sequences_equals_padded_rectangles(
     mask: AttnMaskType, value: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths = [5, 1, 9, 3]
@@ -173,7 +175,7 @@ def test_a_kernel_for_packed_sequences_computes_what_rectangles_do(
         torch.testing.assert_close(actual, other, rtol=1e-4, atol=1e-5)
 
 
-def test_dropout_keeps_the_kernel_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropout_disables_a_kernel_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_attention, "packed_attention", lambda *_: Kernel(reference_kernel, "reference"))
     layer = attention(AttnMaskType.causal)
     query = torch.empty(0)
@@ -185,7 +187,7 @@ def test_dropout_keeps_the_kernel_that_has_it(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("by_kernel", [True, False])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_chunks_of_a_sequence_see_what_is_before_them(
+def test_chunks_of_a_sequence_attend_to_earlier_chunks(
     ranks: int, by_kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths = [4 * ranks, 2 * ranks, 6 * ranks]
@@ -215,7 +217,7 @@ def test_chunks_of_a_sequence_see_what_is_before_them(
 # --- choice --------------------------------------------------------------------------------------------------------
 
 
-def test_the_choice_is_said_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_description_names_the_kernels_with_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "padded rectangles (no kernel for cpu)" in description(CPU, torch.float32, experts=False)
     assert "experts one by one (torch.nn.functional.grouped_mm: " in description(CPU, torch.float64, experts=True)
     monkeypatch.delattr(F, "grouped_mm", raising=False)
@@ -227,7 +229,7 @@ def test_the_choice_is_said_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> 
         kernels._grouped_gemm.cache_clear()
 
 
-def test_a_device_without_any_kernel_says_what_each_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_without_kernels_names_the_reason_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """The attempt runs on a CPU, which has neither kernel."""
     monkeypatch.setattr(kernels, "_try_attention", lambda function, _, dtype: _attempt(function, dtype))
     kernels._packed_attention.cache_clear()
@@ -258,7 +260,7 @@ def test_offsets_of_a_batch_are_not_read_from_the_device(monkeypatch: pytest.Mon
     assert len(reads) == 1
 
 
-def test_ranks_with_other_kernels_are_named() -> None:
+def test_ranks_with_different_kernels_are_named() -> None:
     """Each rank tries the kernels separately, and the attempt may fail on one of them."""
     fused, plain = "attention by flash_attn", "attention by padded rectangles (out of memory)"
     assert kernel_notices([{"kernels": fused}] * 3) == []

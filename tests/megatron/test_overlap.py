@@ -93,7 +93,7 @@ def test_more_layouts(
 
 
 @pytest.mark.slow
-def test_one_bucket_has_the_same_norm_and_clips_alike(tmp_path: Path) -> None:
+def test_overlap_with_one_bucket_keeps_norm_and_clipping(tmp_path: Path) -> None:
     off, on = (case("qwen3_moe", name, ddp, clip_grad=0.5) for name, ddp in (("off", {}), ("on", BOTH)))
     run(tmp_path, 2, [off, on])
     compare(tmp_path, off, on, 2, same_norm=True)

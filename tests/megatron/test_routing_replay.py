@@ -93,7 +93,7 @@ def read(results: Path, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.stack
-def test_given_routing_is_followed_at_every_layout(results: Path) -> None:
+def test_replayed_routing_is_followed_at_every_layout(results: Path) -> None:
     results_of_case, inputs = read(results, "given"), read(results, "inputs")
     experts, tokens = inputs["experts"].long().split(LENGTHS), inputs["tokens"]
     forced = hf_log_probs(results / "qwen3_moe", tokens, lambda layer, sequence, _: experts[sequence][:, layer])
@@ -156,12 +156,12 @@ def recipe(**changes: Any) -> Recipe:
         ({"replay": "old_log_probs", "megatron__extra": {"moe_router_fusion": True}}, "cannot replay"),
     ],
 )
-def test_replay_that_cannot_work_is_refused(changes: dict[str, Any], words: str) -> None:
+def test_unsupported_replay_is_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(RecipeError, match=words):
         validate(recipe(**changes))
 
 
-def test_engine_is_asked_for_experts_and_what_it_says_is_matched_with_tokens(tmp_path: Path) -> None:
+def test_routed_experts_of_the_engine_are_aligned_with_tokens(tmp_path: Path) -> None:
     import json
     from types import SimpleNamespace
 
@@ -184,7 +184,7 @@ def test_engine_is_asked_for_experts_and_what_it_says_is_matched_with_tokens(tmp
         completions(SimpleNamespace(prompt_token_ids=[4, 5, 6], outputs=[sample]), None)
 
 
-def test_engines_on_a_cpu_are_not_asked_for_their_experts() -> None:
+def test_replay_of_the_engines_routing_is_refused_on_a_cpu() -> None:
     """Engines on a CPU cannot return expert ids, and would fail only minutes later, after their start."""
     recipe = Recipe()
     recipe.megatron.routing_replay = "rollout"

@@ -48,7 +48,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.stack
 @cases(CASES)
-def test_it_computes_what_native_layers_do(results: Path, case: dict[str, Any]) -> None:
+def test_transformer_engine_equals_native_layers(results: Path, case: dict[str, Any]) -> None:
     output, native = results / ENGINE / case["name"], results / NATIVE / case["reference"]
     rows, expected = log_probs_of(output, case["name"]), log_probs_of(native, native.name)
     assert sorted(rows) == sorted(expected) == list(range(len(LENGTHS)))
@@ -62,7 +62,7 @@ def test_it_computes_what_native_layers_do(results: Path, case: dict[str, Any]) 
     check_weights(got["after"], native_values["after"], checkpoint_tensors(results / "models" / case["model"]))
 
 
-def test_recorded_signatures_are_those_of_the_source() -> None:
+def test_recorded_signatures_equal_the_source() -> None:
     """MEGARL_TRANSFORMER_ENGINE names the unpacked wheel of transformer-engine."""
     place = os.environ.get("MEGARL_TRANSFORMER_ENGINE")
     if place is None:

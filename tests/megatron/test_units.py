@@ -84,7 +84,7 @@ def test_layouts_that_do_not_divide_are_refused(
     assert any(f"megatron.{key}" in str(error.value) for key in settings), "the message names no key to change"
 
 
-def test_layouts_that_divide_pass() -> None:
+def test_layouts_that_divide_are_accepted() -> None:
     check_layout(DENSE, MegatronConfig(tensor_parallel=4, pipeline_parallel=2, context_parallel=2), 32)
     check_layout(DENSE, MegatronConfig(pipeline_parallel=4, first_stage_layers=2, last_stage_layers=4), 4)
     check_layout(SPARSE, MegatronConfig(tensor_parallel=2, expert_parallel=8, expert_tensor_parallel=1), 8)
@@ -149,12 +149,12 @@ YARN = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4
         ({**LATENT, "rope_parameters": {**YARN, "mscale": 1.0}}, "only one of mscale"),
     ],
 )
-def test_what_megatron_has_no_form_for_is_refused(model: dict[str, Any], words: str) -> None:
+def test_unsupported_models_are_refused(model: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         check_model(model)
 
 
-def test_models_that_megatron_computes_pass() -> None:
+def test_supported_models_are_accepted() -> None:
     for rotary in ({"rope_scaling": None}, {"rope_scaling": {**YARN, "type": "yarn"}}, {"rope_parameters": YARN}):
         check_model({**LATENT, **rotary})
     check_model({**LATENT, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 6})
@@ -165,13 +165,13 @@ def test_models_that_megatron_computes_pass() -> None:
     check_model({**VISION, "text_config": {**DENSE, "model_type": "qwen2_5_vl_text"}})
 
 
-def test_every_model_that_is_trained_is_held_to_transformers() -> None:
+def test_every_supported_model_is_compared_with_transformers() -> None:
     """The layout tests compare every trained model family with transformers."""
     tried = {MODELS[name]().config.model_type for name in MODELS}
     assert {*tried, vl_config().model_type} == set(PROVEN) <= set(COUNTED), "and their FLOPs are counted"
 
 
-def test_fields_of_the_text_part_count_and_the_whole_keeps_its_own() -> None:
+def test_text_config_fields_override_sizes_but_not_the_type() -> None:
     text = {"hidden_size": 64, "model_type": "text", "tie_word_embeddings": True, "num_local_experts": 4}
     whole = {"hidden_size": 32, "model_type": "whole", "tie_word_embeddings": False, "vision_config": {}}
     merged = text_fields({**whole, "text_config": text})
@@ -201,7 +201,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("blocked", [False, True])
-def test_log_probs_and_entropy_are_those_of_the_softmax(
+def test_log_probs_and_entropy_equal_the_softmax(
     temperature: float, blocked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if blocked:
@@ -237,7 +237,7 @@ def test_log_probs_without_entropy_have_the_same_gradient() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_kept_logits_change_memory_and_nothing_else(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_logits_do_not_change_values_or_gradients(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     small_blocks(monkeypatch)
     torch.manual_seed(0)
     start = torch.randn(7, 5).to(dtype), torch.randn(11, 5).to(dtype)
@@ -254,7 +254,7 @@ def test_kept_logits_change_memory_and_nothing_else(dtype: torch.dtype, monkeypa
         assert torch.equal(recomputed, kept)
 
 
-def test_norm_and_rotation_have_the_gradients_they_say() -> None:
+def test_norm_and_rotation_have_correct_values_and_gradients() -> None:
     torch.manual_seed(0)
     x = torch.randn(3, 2, 5, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(5, dtype=torch.float64, requires_grad=True)
@@ -277,7 +277,7 @@ def test_norm_and_rotation_have_the_gradients_they_say() -> None:
 
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize(("ranks", "sequence_parallel"), [(1, 1), (1, 4), (2, 1), (2, 4), (3, 2)])
-def test_packing_pairs_each_logit_with_the_token_it_predicts(ranks: int, sequence_parallel: int, packing: bool) -> None:
+def test_packing_pairs_each_logit_with_its_target_token(ranks: int, sequence_parallel: int, packing: bool) -> None:
     batch = MicroBatch(torch.arange(100, 113), [5, 1, 7], counted=[True, False, True])
     streams = [
         pack(
@@ -350,7 +350,7 @@ def test_names_in_extra_are_checked_against_megatrons_source() -> None:
         ({"moe_grouped_gemm": "no"}, "expects true or false"),
     ],
 )
-def test_values_in_extra_are_those_that_megatron_declares(extra: dict[str, Any], words: str) -> None:
+def test_values_in_extra_follow_megatrons_types(extra: dict[str, Any], words: str) -> None:
     """Without the check, a trainer would report the value half a minute later."""
     recipe = Recipe()
     recipe.cluster.device, recipe.megatron.extra = "cpu", extra
@@ -364,7 +364,7 @@ def test_values_in_extra_are_those_that_megatron_declares(extra: dict[str, Any],
     check_extra_names(recipe, "megatron")
 
 
-def test_fp8_with_block_scales_names_the_command_that_converts_it() -> None:
+def test_fp8_with_block_scales_is_refused_with_the_convert_command() -> None:
     blocks = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     with pytest.raises(ValueError, match=r"quantised.*megarl convert-weights"):
         check_model(published("DeepSeek-V3") | blocks)

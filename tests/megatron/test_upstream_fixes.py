@@ -48,7 +48,7 @@ def test_defect_is_still_there(upstream: dict[str, Any], name: str) -> None:
 
 
 @pytest.mark.stack
-def test_mbridge_knows_every_model_that_megarl_trains(upstream: dict[str, Any]) -> None:
+def test_mbridge_supports_every_model_of_megarl(upstream: dict[str, Any]) -> None:
     assert set(PROVEN) <= set(upstream["models"])
 
 

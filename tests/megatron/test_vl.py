@@ -46,19 +46,19 @@ def slow_results(results: Path) -> Path:
 
 
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: case["name"])
-def test_layout_changes_nothing(results: Path, case: dict[str, Any]) -> None:
+def test_training_does_not_depend_on_the_layout(results: Path, case: dict[str, Any]) -> None:
     check(results, case)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SLOW, ids=lambda case: case["name"])
-def test_more_layouts_change_nothing(slow_results: Path, case: dict[str, Any]) -> None:
+def test_training_does_not_depend_on_further_layouts(slow_results: Path, case: dict[str, Any]) -> None:
     """The workers of the same launch assert that a resumed run is bit-identical."""
     check(slow_results, case)
 
 
 @pytest.mark.parametrize("model", VL_MODELS)
-def test_gradient_is_that_of_transformers(results: Path, model: str) -> None:
+def test_gradient_equals_transformers(results: Path, model: str) -> None:
     """Includes the gradient of the vision tower."""
     check_gradient(results, f"{model}-TP1", transformers_model(results / "models" / model), transformers_inputs())
 

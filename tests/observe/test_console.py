@@ -28,7 +28,7 @@ STEP = {
 }
 
 
-def test_plain_console_says_one_line_a_step() -> None:
+def test_plain_console_prints_one_line_per_step() -> None:
     stream = io.StringIO()
     plain = PlainConsole("run", 0, 11, stream)
     plain.reached("trainers have the model", 14.2)
@@ -43,7 +43,7 @@ def test_plain_console_says_one_line_a_step() -> None:
     assert notice == "WARNING: look [bold]here[/bold]"
 
 
-def test_how_far_a_start_has_come_is_said_and_not_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_of_the_start_is_printed_and_not_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with RunLog(make_recipe(), tmp_path, 1, 2) as log:
         log.reached("trainers have the model")
     assert "start 0:00 | trainers have the model\n" in capsys.readouterr().out
@@ -57,7 +57,7 @@ def test_where_a_run_begins() -> None:
         assert stream.getvalue() == f"run: {line}\n"
 
 
-def test_a_live_console_names_the_step_that_is_under_way(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_live_console_names_the_current_step(capsys: pytest.CaptureFixture[str]) -> None:
     """The console names the current step, and the step of the figures below it."""
     stream = io.StringIO()
     live = LiveConsole("run", 0, 2, stream)
@@ -113,7 +113,7 @@ def test_live_console_shows_the_run_and_restores_the_terminal() -> None:
     assert shown.rfind("\x1b[?25h") > shown.rfind("\x1b[?25l"), "the cursor must be visible in the end"
 
 
-def test_a_killed_live_run_leaves_the_cursor(tmp_path: Path) -> None:
+def test_a_live_console_does_not_hide_the_cursor(tmp_path: Path) -> None:
     """SIGKILL runs no cleanup, so the cursor may not be hidden while the display is up."""
     stream = io.StringIO()
     live = LiveConsole("run", 0, 2, stream)
@@ -124,7 +124,7 @@ def test_a_killed_live_run_leaves_the_cursor(tmp_path: Path) -> None:
     assert shown.rfind("\x1b[?25h") >= shown.rfind("\x1b[?25l")
 
 
-def test_auto_is_plain_where_there_is_no_terminal() -> None:
+def test_auto_is_plain_without_a_terminal() -> None:
     recipe = make_recipe(console="auto")
     assert isinstance(console_module.make_console(recipe, 0, 1, io.StringIO()), PlainConsole)
 
@@ -143,14 +143,14 @@ def test_numbers_for_people() -> None:
     assert pace.left() == 24.0
 
 
-def test_the_reward_is_that_of_everything_sampled() -> None:
+def test_the_reward_covers_all_sampled_groups() -> None:
     sampled, trained = {"rollout/rewards/mean": 0.96}, {"critic/rewards/mean": 0.81}
     assert figures(sampled | trained) == [("reward", "0.960"), ("trained on", "0.810")]
     assert figures(sampled | {"critic/rewards/mean": 0.96}) == [("reward", "0.960")], "nothing was filtered"
     assert figures(trained) == [("reward", "0.810")]
 
 
-def test_sft_has_its_own_figures_and_phases() -> None:
+def test_sft_prints_loss_and_its_phases() -> None:
     line = {
         "actor/loss": 3.97,
         "actor/pg_loss": 3.97,

@@ -78,7 +78,7 @@ def test_floats_survive_to_the_last_bit(run_dir: RunDirectory) -> None:
             assert struct.pack("<d", line[name]) == struct.pack("<d", value)
 
 
-def test_lines_are_strict_json_and_say_which_number_is_not_finite(run_dir: RunDirectory) -> None:
+def test_lines_are_strict_json_with_nonfinite_numbers_as_text(run_dir: RunDirectory) -> None:
     MetricsLog(run_dir).write(1, {"a": math.nan, "b": -math.inf, "c": np.float32(0.5), "d": np.int64(3), "e": True})
 
     def refuse(name: str) -> float:
@@ -88,7 +88,7 @@ def test_lines_are_strict_json_and_say_which_number_is_not_finite(run_dir: RunDi
     assert line == {"step": 1, "a": "NaN", "b": "-Infinity", "c": 0.5, "d": 3, "e": 1}
 
 
-def test_torn_last_line_is_dropped_and_the_run_goes_on(run_dir: RunDirectory) -> None:
+def test_torn_last_line_is_dropped_and_writing_continues(run_dir: RunDirectory) -> None:
     log = MetricsLog(run_dir)
     log.write(1, {"a": 1.0})
     log.write(2, {"a": 2.0})
@@ -102,7 +102,7 @@ def test_torn_last_line_is_dropped_and_the_run_goes_on(run_dir: RunDirectory) ->
     assert read_metrics(run_dir.metrics) == [{"step": n, "a": float(n)} for n in (1, 2, 3)]
 
 
-def test_a_line_that_is_no_metrics_is_named(run_dir: RunDirectory) -> None:
+def test_an_invalid_line_of_metrics_is_named(run_dir: RunDirectory) -> None:
     run_dir.metrics.write_text('{"step": 1}\nhello\n{"step": 2}\n')
     with pytest.raises(ValueError, match=r"line 2 .*hello"):
         read_metrics(run_dir.metrics)
@@ -122,7 +122,7 @@ def test_truncate_keeps_earlier_lines_and_moves_the_later_ones(run_dir: RunDirec
     assert [line["step"] for line in read_metrics(run_dir.discarded_metrics)] == [4, 5, 3, 4]
 
 
-def test_merge_adds_to_the_last_line_alone(run_dir: RunDirectory) -> None:
+def test_merge_adds_only_to_the_last_line(run_dir: RunDirectory) -> None:
     log = MetricsLog(run_dir)
     log.write(1, {"a": 1.0})
     log.write(2, {"a": math.nan})
@@ -137,7 +137,7 @@ def test_merge_adds_to_the_last_line_alone(run_dir: RunDirectory) -> None:
 # ---- a full disk
 
 
-def test_full_disk_leaves_whole_lines_and_says_what_to_do(tmp_path: Path) -> None:
+def test_full_disk_leaves_whole_lines_and_an_error_with_the_remedy(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk") as disk:
         run_dir = RunDirectory(disk)
         (disk / "other").write_bytes(b"x" * 20_000)
@@ -172,7 +172,7 @@ def test_samples_on_a_full_disk_name_their_file(tmp_path: Path) -> None:
         write_samples(RunDirectory(disk), 1, [{"response": "x" * 200_000}], limit=1)
 
 
-def test_the_summary_of_a_run_on_a_full_disk_says_that_it_failed(tmp_path: Path) -> None:
+def test_the_summary_of_a_run_on_a_full_disk_has_status_failed(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "1m") as disk:
 
         def run() -> None:
@@ -191,9 +191,7 @@ def test_the_summary_of_a_run_on_a_full_disk_says_that_it_failed(tmp_path: Path)
         assert summary["steps"] == 1 and not (disk / "run" / ".reserve").exists()
 
 
-def test_a_run_whose_last_file_cannot_be_completed_has_not_finished(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_cannot_close_its_trace_has_status_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> NoReturn:
         raise DiskFullError(errno.ENOSPC, "no room for the trace")
 
@@ -229,7 +227,7 @@ def test_files_get_the_permissions_of_the_umask(tmp_path: Path, mask: int, mode:
     assert modes == dict.fromkeys(("whole", "model.safetensors", "tiny.safetensors"), mode)
 
 
-def test_other_errors_stay_themselves(tmp_path: Path) -> None:
+def test_other_errors_are_not_converted(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError):
         AppendFile(tmp_path)
 
@@ -246,7 +244,7 @@ def _python(code: str, path: Path) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def test_a_second_run_is_refused_with_the_first_ones_process(tmp_path: Path) -> None:
+def test_a_second_run_is_refused_with_the_first_runs_process(tmp_path: Path) -> None:
     first = _python(_SECOND.format(then="print('held', flush=True); sys.stdin.read()"), tmp_path)
     try:
         assert first.stdout is not None and first.stdout.readline() == "held\n"
@@ -278,7 +276,7 @@ def test_has_results(tmp_path: Path) -> None:
     assert run.has_results()
 
 
-def test_an_older_recipe_is_kept(run_dir: RunDirectory) -> None:
+def test_earlier_recipes_are_kept(run_dir: RunDirectory) -> None:
     for text in ("a: 1\n", "a: 1\n", "a: 2\n", "a: 3\n"):
         run_dir.write_recipe(text)
     assert run_dir.recipe.read_text() == "a: 3\n"
@@ -290,7 +288,7 @@ def test_an_older_recipe_is_kept(run_dir: RunDirectory) -> None:
 # ---- samples
 
 
-def test_samples_keep_odd_text_and_numbers(run_dir: RunDirectory) -> None:
+def test_samples_with_unusual_text_and_numbers_round_trip(run_dir: RunDirectory) -> None:
     odd = {
         "response": "line\u2028 \ud800 é\n\x00",
         "reward": np.float32(0.5),
@@ -326,7 +324,7 @@ def test_samples_of_discarded_steps_are_moved(run_dir: RunDirectory) -> None:
 # ---- trace.json
 
 
-def test_closed_trace_is_json_and_goes_on_after_a_resume(run_dir: RunDirectory) -> None:
+def test_closed_trace_is_json_and_is_extended_after_a_resume(run_dir: RunDirectory) -> None:
     trace = Trace(run_dir.trace)
     trace.add("gen", "controller", "main", 100.0, 2.5, step=1)
     trace.add("generate", "engine 0", "rank 0", 100.5, 1.0)
@@ -349,7 +347,7 @@ def test_closed_trace_is_json_and_goes_on_after_a_resume(run_dir: RunDirectory) 
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"name": "half'])
-def test_killed_trace_loads_and_goes_on(run_dir: RunDirectory, torn: bytes) -> None:
+def test_killed_trace_loads_and_is_extended(run_dir: RunDirectory, torn: bytes) -> None:
     trace = Trace(run_dir.trace)
     trace.add("gen", "controller", "main", 100.0, 2.5)
     with run_dir.trace.open("ab") as file:
@@ -369,5 +367,5 @@ def test_span_is_written_when_the_block_fails(run_dir: RunDirectory) -> None:
     assert [span["name"] for span in read_trace_tail(run_dir.trace)] == ["gen"]
 
 
-def test_json_line_is_one_line() -> None:
+def test_json_line_has_no_inner_line_break() -> None:
     assert json_line({"a": "x\ny\r\n"}).count(b"\n") == 1

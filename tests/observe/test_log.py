@@ -94,7 +94,7 @@ def test_samples_are_capped(tmp_path: Path) -> None:
     assert not (tmp_path / "none" / "samples").exists()
 
 
-def test_starting_up_is_not_the_first_steps_time(tmp_path: Path) -> None:
+def test_time_of_the_start_is_not_in_the_first_step(tmp_path: Path) -> None:
     with RunLog(make_recipe(), tmp_path, 1, 1) as log:
         with log.phase("start"):
             time.sleep(0.05)
@@ -108,7 +108,7 @@ def test_starting_up_is_not_the_first_steps_time(tmp_path: Path) -> None:
     assert session["start"]["seconds"] >= session["start"]["timing_s/start"] >= 0.05
 
 
-def test_resume_takes_back_later_steps_and_says_so(tmp_path: Path) -> None:
+def test_resume_moves_later_steps_aside_with_a_notice(tmp_path: Path) -> None:
     recipe = make_recipe()
     log = RunLog(recipe, tmp_path, 1, 10)
     for step in range(1, 6):
@@ -129,7 +129,7 @@ def test_resume_takes_back_later_steps_and_says_so(tmp_path: Path) -> None:
     assert [(session["first_step"], session["status"]) for session in sessions] == [(1, "killed"), (4, "finished")]
 
 
-def test_metrics_that_a_crash_lost_are_named(tmp_path: Path) -> None:
+def test_metrics_lost_in_a_crash_are_named(tmp_path: Path) -> None:
     log = RunLog(make_recipe(), tmp_path, 1, 10)
     log.step(1)
     log.run_dir.unlock()
@@ -138,7 +138,7 @@ def test_metrics_that_a_crash_lost_are_named(tmp_path: Path) -> None:
     assert "goes to step 1, the checkpoint to step 2" in notices(tmp_path)[0]
 
 
-def test_a_number_that_is_not_finite_is_said_aloud_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_nonfinite_metric_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with RunLog(make_recipe(), tmp_path, 1, 3) as log:
         for step in (1, 2, 3):
             log.add({"actor/grad_norm": math.nan if step > 1 else 1.0})
@@ -158,7 +158,7 @@ def test_an_exception_closes_the_run_as_failed(tmp_path: Path) -> None:
     json.loads((tmp_path / "trace.json").read_text())
 
 
-def test_a_failed_start_lets_go_of_the_directory(tmp_path: Path) -> None:
+def test_a_failed_start_unlocks_the_directory(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"observe\.trackers"):
         RunLog(make_recipe(trackers=["nonesuch"]), tmp_path, 1, 1)
     assert RunDirectory(tmp_path).holder() is None
@@ -178,7 +178,7 @@ def test_reading_a_recipe_and_logging_need_no_torch() -> None:
 # ---- sinks
 
 
-def test_tensorboard_reads_the_events_and_hides_steps_done_again(tmp_path: Path) -> None:
+def test_tensorboard_shows_repeated_steps_once(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for first, last, value in ((1, 5, 1.0), (4, 6, 2.0)):
@@ -196,7 +196,7 @@ def test_tensorboard_reads_the_events_and_hides_steps_done_again(tmp_path: Path)
 
 
 @pytest.mark.parametrize("tracker", ["wandb", "swanlab", "mlflow"])
-def test_an_absent_tracker_is_named_with_its_cure(
+def test_a_missing_tracker_is_named_with_its_install_command(
     tmp_path: Path, tracker: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Absent:
@@ -257,7 +257,7 @@ def test_trackers_get_every_step_and_continue_after_a_resume(
     assert len(fake.ended) == 2
 
 
-def test_a_tracker_that_fails_warns_once_and_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_tracker_warns_once_and_is_disabled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Failing(FakeRun):
         def log(self, metrics: dict[str, float], step: int | None = None) -> None:
             super().log(metrics, step)
@@ -275,13 +275,13 @@ def test_a_tracker_that_fails_warns_once_and_the_run_goes_on(tmp_path: Path, mon
     assert "wandb failed at step 2" in text and "no route to host" in text
 
 
-def test_a_full_disk_is_no_trackers_failure(tmp_path: Path) -> None:
+def test_a_full_disk_is_not_reported_as_a_trackers_failure(tmp_path: Path) -> None:
     """Only trackers are guarded: errors of the run's TensorBoard files are raised."""
     sinks = make_sinks(make_recipe(tensorboard=True), RunDirectory(tmp_path), 1, print)
     assert not any(isinstance(sink, GuardedTracker) for sink in sinks)
 
 
-def test_what_comes_after_the_last_step_belongs_to_no_step(tmp_path: Path) -> None:
+def test_phases_after_the_last_step_have_no_step(tmp_path: Path) -> None:
     with RunLog(make_recipe(report=True), tmp_path, 1, 2) as log:
         for step in (1, 2):
             with log.phase("gen"):

@@ -43,7 +43,7 @@ SFT = stack.ROOT / "recipes" / "tiny" / "sft.yaml"
         ("observe.trackers=[wand]", "unknown tracker 'wand'"),
     ],
 )
-def test_steps_and_ranks_that_there_are_not(setting: str, words: str) -> None:
+def test_nonexistent_steps_and_ranks_are_refused(setting: str, words: str) -> None:
     with pytest.raises(RecipeError, match=words):
         load_recipe(SFT, ["observe.profile_steps=[2]", setting])
 
@@ -68,12 +68,12 @@ GRPO = stack.ROOT / "recipes" / "tiny" / "grpo.yaml"
         (["observe.profile_engines=[0]", "observe.profile_steps=[]"], "no step would be traced"),
     ],
 )
-def test_what_a_profiler_does_not_know_is_refused(given: list[str], words: str) -> None:
+def test_settings_that_the_profiler_lacks_are_refused(given: list[str], words: str) -> None:
     with pytest.raises(RecipeError, match=words):
         load_recipe(GRPO, ["observe.profile_steps=[2]", *given])
 
 
-def test_what_every_profiler_of_a_kind_knows_is_taken() -> None:
+def test_settings_of_the_devices_profiler_are_accepted() -> None:
     overrides = ["observe.profile_steps=[2]", "observe.profile_ranks=[]", "observe.profile_engines=[0]"]
     npu = ["observe.profile_level=level2", "observe.profile_metrics=MemoryUB", "observe.profile_mstx=true"]
     npu += ["observe.profile_export=db", "observe.profile_analysis=false", "observe.profile_contents=[device,stack]"]
@@ -124,7 +124,7 @@ class _Service:
         return done
 
 
-def test_traces_of_engines_that_sample_ahead_are_explained_before_the_start() -> None:
+def test_traces_of_async_engines_have_a_notice_before_the_start() -> None:
     """`train` and `plan` explain traces of engines that sample ahead; other engines need no explanation."""
     recipe = load_recipe(GRPO, ["cluster.device=cpu", "observe.profile_steps=[2]", "observe.profile_engines=[0]"])
     assert traces_notice(recipe) is None
@@ -138,7 +138,7 @@ def test_traces_of_engines_that_sample_ahead_are_explained_before_the_start() ->
     assert traces_notice(recipe) is None
 
 
-def test_engines_are_traced_in_the_asked_steps_alone(tmp_path: Path) -> None:
+def test_engines_are_traced_only_in_the_chosen_steps(tmp_path: Path) -> None:
     recorded: list[str] = []
     recipe = load_recipe(GRPO, ["observe.profile_steps=[2]", "observe.profile_ranks=[]", "observe.profile_engines=[0]"])
     log = types.SimpleNamespace(notice=recorded.append, phase=lambda name: contextlib.nullcontext())
@@ -153,7 +153,7 @@ def test_engines_are_traced_in_the_asked_steps_alone(tmp_path: Path) -> None:
     assert "engines are fixed" in notice and last == "sample 3"
 
 
-def test_each_phase_has_a_trace_of_its_own_where_asked(tmp_path: Path) -> None:
+def test_discrete_profiling_writes_one_trace_per_phase(tmp_path: Path) -> None:
     """`traced` calls write under their phase's name while profiling is on, and only on the ranks that were named."""
     recipe = load_recipe(GRPO, ["observe.profile_steps=[2]", "observe.profile_discrete=true"])
     profiles: list[str] = []
@@ -185,7 +185,7 @@ def test_each_phase_has_a_trace_of_its_own_where_asked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_a_trainer_is_deterministic_where_asked(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_is_deterministic_if_the_recipe_sets_it(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     class Stop(Exception):

@@ -85,7 +85,7 @@ def test_the_page_fetches_nothing(tmp_path: Path) -> None:
     assert {attributes["nonce"] for tag, attributes in page.elements if tag == "script"} == {nonce[1]}
 
 
-def test_what_a_run_holds_cannot_become_markup(tmp_path: Path) -> None:
+def test_texts_of_a_run_are_escaped(tmp_path: Path) -> None:
     make_run(tmp_path / "plain")
     make_run(tmp_path / "evil", EVIL)
     plain, evil = Page(report(tmp_path / "plain")), Page(report(tmp_path / "evil"))
@@ -103,7 +103,7 @@ def test_script_json_has_no_markup_and_no_odd_numbers() -> None:
     assert json.loads(written) == {"a": "</script>&\u2028\ud800", "b": "NaN"}
 
 
-def test_the_page_says_what_the_run_did(tmp_path: Path) -> None:
+def test_the_page_has_the_runs_facts_and_figures(tmp_path: Path) -> None:
     make_run(tmp_path)
     data = collect(RunDirectory(tmp_path))
     assert (data.status, data.error, data.gaps) == ("finished", None, [])
@@ -116,7 +116,7 @@ def test_the_page_says_what_the_run_did(tmp_path: Path) -> None:
     assert data.phases["names"] == ["gen", "other"], "reward runs inside gen: stacking both would count it twice"
 
 
-def test_a_loss_is_not_drawn_as_an_accuracy(tmp_path: Path) -> None:
+def test_an_evaluation_loss_is_not_drawn_as_an_accuracy(tmp_path: Path) -> None:
     """A loss between 0 and 1 is not drawn as a share."""
     recipe = Recipe(name="dpo")
     recipe.observe.console, recipe.observe.tensorboard, recipe.observe.report = "plain", False, False
@@ -137,7 +137,7 @@ def test_a_loss_is_not_drawn_as_an_accuracy(tmp_path: Path) -> None:
     assert "Evaluation: loss" not in [chart["title"] for chart in present(["actor/pg_loss"])], "RL has no such loss"
 
 
-def test_steps_that_a_resume_repeats_are_drawn_once() -> None:
+def test_steps_repeated_after_a_resume_are_drawn_once() -> None:
     def span(step: int, second: float, process: str = "controller") -> dict[str, Any]:
         place = {"process": process, "thread": "calls", "name": "gen"}
         return {**place, "ts": second * 1e6, "dur": 5e5, "args": {"step": step}}
@@ -149,7 +149,7 @@ def test_steps_that_a_resume_repeats_are_drawn_once() -> None:
     assert timeline(killed)["steps"] == [1, 3]
 
 
-def test_figures_say_what_they_leave_out(tmp_path: Path) -> None:
+def test_figures_count_omitted_nonfinite_steps(tmp_path: Path) -> None:
     recipe = Recipe()
     recipe.observe.console = "plain"
     recipe.observe.tensorboard = recipe.observe.report = False
@@ -178,7 +178,7 @@ def test_a_partial_run_has_a_report(tmp_path: Path, kept: str) -> None:
     assert "No samples were written" in text
 
 
-def test_damaged_files_are_said_not_raised(tmp_path: Path) -> None:
+def test_damaged_files_are_reported_on_the_page(tmp_path: Path) -> None:
     make_run(tmp_path)
     (tmp_path / "summary.json").write_text('{"status": ')
     (tmp_path / "recipe.resolved.yaml").write_text("a: [")
@@ -189,7 +189,7 @@ def test_damaged_files_are_said_not_raised(tmp_path: Path) -> None:
     assert "of metrics.jsonl could not be read" in text and "summary.json could not be read" in text
 
 
-def test_status_of_a_run_that_lives_and_of_one_that_was_killed(tmp_path: Path) -> None:
+def test_status_is_running_or_killed_by_the_lock(tmp_path: Path) -> None:
     recipe = Recipe()
     recipe.observe.console = "plain"
     recipe.observe.tensorboard = False
@@ -201,7 +201,7 @@ def test_status_of_a_run_that_lives_and_of_one_that_was_killed(tmp_path: Path) -
     assert collect(RunDirectory(tmp_path)).status == "killed"
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     make_run(tmp_path / "runs" / "mine")
     (tmp_path / "empty").mkdir()

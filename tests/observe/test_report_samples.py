@@ -20,7 +20,7 @@ from tests.observe.test_report import EVIL, Page
 from tests.support.agent_run import Words, make_agent_run, tool_group
 
 
-def test_a_record_says_what_there_is_and_no_defaults() -> None:
+def test_a_record_omits_default_values() -> None:
     record, *_ = sample_records([tool_group(7, "openai/gsm8k", 3, "x")], 3, 1, Words("What is 6 times 7?"))  # type: ignore[arg-type]
     assert record["reason"] == "the last box holds nothing x"
     assert record["tool_use"] == {"turns": 3, "calls": 2, "failures": 1, "timeouts": 1, "seconds": 30.127}
@@ -53,7 +53,7 @@ def test_turns_become_the_response_of_the_page(tmp_path: Path) -> None:
     assert "all of it" in read_samples(RunDirectory(tmp_path), 4)[0]["response"], "samples/ has it as one text, too"
 
 
-def test_what_tools_and_scorers_say_cannot_become_markup(tmp_path: Path) -> None:
+def test_texts_of_tools_and_scorers_are_escaped(tmp_path: Path) -> None:
     """Texts, tool answers, arguments, tools' names, reasons and data sources with tags that would end the script."""
     make_agent_run(tmp_path / "plain", ["openai/gsm8k", "mine"])
     make_agent_run(tmp_path / "evil", ["openai/gsm8k", EVIL], EVIL)
@@ -81,7 +81,7 @@ def test_the_pages_script_makes_text_only() -> None:
     "lengths, budget, longest",
     [([10, 10, 100], 50, 30), ([10, 10], 50, 10), ([], 50, 0), ([100, 100], 50, 25), ([5, 40, 40], 25, 10)],
 )
-def test_long_texts_give_way_first(lengths: list[int], budget: int, longest: int) -> None:
+def test_the_longest_texts_are_shortened_first(lengths: list[int], budget: int, longest: int) -> None:
     assert _fair_length(lengths, budget) == longest
 
 
@@ -103,14 +103,14 @@ def test_long_turns_have_a_budget_in_bytes(text: str) -> None:
     )
 
 
-def test_of_many_turns_the_first_and_the_last_are_shown() -> None:
+def test_many_turns_are_cut_in_the_middle() -> None:
     record = shortened(long_turns(2_000, "x" * 100))
     assert len(record["turns"]) == MAX_TURNS + 1
     assert record["turns"][MAX_TURNS // 2]["text"] == f"{2_000 - MAX_TURNS:,} turns left out here"
     assert len(json_line(record)) < TURNS_BYTES + 20_000
 
 
-def test_odd_turns_are_shown_as_far_as_they_go() -> None:
+def test_invalid_turns_are_shown_as_far_as_possible() -> None:
     """samples/ may come from another program, and a policy may write any names and arguments."""
     odd = {"role": "tool", "name": "n" * 999, "arguments": {f"a{i}": [i, {"b": None}] for i in range(999)}}
     record = shortened({"response": "r", "turns": [odd, "no turn", {"arguments": "none"}]})

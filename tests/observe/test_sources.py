@@ -35,7 +35,7 @@ def source_lines(metrics: dict[str, float]) -> list[str]:
     return stream.getvalue().splitlines()[2:]
 
 
-def test_a_log_is_quiet_about_one_source_without_trouble() -> None:
+def test_one_source_without_failures_prints_no_line() -> None:
     assert source_lines(line(1, gsm8k=QUIET)) == []
     assert source_lines({"step": 1, "rollout/rewards/mean": 0.5}) == []
     assert source_lines(line(1, gsm8k={**QUIET, "scoring_failed": 2, "scoring_timeouts": 2})) == [
@@ -46,7 +46,7 @@ def test_a_log_is_quiet_about_one_source_without_trouble() -> None:
     ]
 
 
-def test_a_log_has_a_line_for_each_of_several_sources_and_not_for_fifty() -> None:
+def test_each_source_prints_a_line_up_to_a_limit() -> None:
     quiet = "samples 4 | reward 0.500 | length 1,234 | cut 25.0%"
     assert source_lines(line(1, a=QUIET, b=QUIET)) == [f"  a: {quiet}", f"  b: {quiet}"]
     # of fifty, those with trouble and the largest
@@ -80,11 +80,11 @@ def test_the_live_display_has_the_table() -> None:
     )
 
 
-def test_evaluations_of_sources_do_not_crowd_a_steps_line() -> None:
+def test_evaluations_of_sources_are_not_in_a_steps_line() -> None:
     assert figures({"eval/pass@1": 0.5, "eval/openai/gsm8k/pass@1": 0.25}) == [("eval/pass@1", "0.500")]
 
 
-def test_a_table_leaves_out_columns_of_what_did_not_happen() -> None:
+def test_a_table_omits_empty_columns() -> None:
     table = brief_table(line(1, a=QUIET, b={**QUIET, "scoring_failed": 1, "scoring_crashes": 1}), 8)
     assert table.head == ["samples", "reward", "length", "cut", "not scored", "crashes"]
     assert table.rows == [
@@ -95,7 +95,7 @@ def test_a_table_leaves_out_columns_of_what_did_not_happen() -> None:
     assert brief_table(line(1, a=QUIET, b=none_scored), 8).rows[1][1][1] == "–"
 
 
-def test_steps_with_trouble_are_among_those_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_with_failures_are_kept_in_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "MAX_STEPS", 10)
     lines = [line(step, a={**QUIET, "scoring_failed": float(step == 37)}) for step in range(1, 101)]
     tables = report_tables([{"step": 0, "eval/pass@1": 0.5}, *lines])
@@ -104,7 +104,7 @@ def test_steps_with_trouble_are_among_those_shown(monkeypatch: pytest.MonkeyPatc
     assert [entry["step"] for entry in tables["steps"] if entry["not_scored"]] == [37]
 
 
-def test_curves_are_of_the_largest_sources_and_lines_keep_all() -> None:
+def test_curves_show_only_the_largest_sources() -> None:
     lines = [line(step, **{f"set{i}": {**QUIET, "samples": float(i)} for i in range(12)}) for step in (1, 2)]
     drawn, note = limit_curves(lines)
     kept = {name.split("/")[1] for name in drawn[0] if name.startswith("source/")}
@@ -113,7 +113,7 @@ def test_curves_are_of_the_largest_sources_and_lines_keep_all() -> None:
     assert limit_curves(lines[:1]) != (lines[:1], "") and limit_curves([line(1, a=QUIET)]) == ([line(1, a=QUIET)], "")
 
 
-def test_one_source_has_no_chart_of_its_own() -> None:
+def test_one_source_has_no_separate_chart() -> None:
     def titles(*names: str) -> list[Any]:
         return [chart["title"] for chart in present([f"source/{name}/rewards/mean" for name in names])]
 
@@ -152,7 +152,7 @@ def test_a_runs_tables(tmp_path: Path) -> None:
     assert json.dumps(steps)
 
 
-def test_fifty_sources_are_written_and_not_all_drawn(tmp_path: Path) -> None:
+def test_all_sources_are_written_and_the_largest_drawn(tmp_path: Path) -> None:
     make_agent_run(tmp_path, [f"set{i}" for i in range(50)], steps=2)
     last = read_metrics(tmp_path / "metrics.jsonl")[-1]
     assert all(f"source/set{i}/rewards/mean" in last and f"eval/set{i}/pass@1" in last for i in range(50))
@@ -162,6 +162,6 @@ def test_fifty_sources_are_written_and_not_all_drawn(tmp_path: Path) -> None:
     assert len(data.sources["steps"][-1]["tables"][0]["rows"]) == 50
 
 
-def test_names_that_mlflow_takes() -> None:
+def test_names_are_converted_for_mlflow() -> None:
     assert mlflow_name("eval/pass@1") == "eval/pass_at_1"
     assert mlflow_name("source/a+b (c)/rewards/mean") == "source/a_b _c_/rewards/mean"

@@ -23,13 +23,13 @@ def test_figures_by_hand():
     assert summary["logprob_gap_max"] == 2e-6
 
 
-def test_a_loss_on_held_out_rows_is_no_accuracy():
+def test_a_loss_on_held_out_rows_is_not_an_accuracy():
     summary = summarise([{"step": 0, "eval/loss": 0.75}, {"step": 1}, {"step": 2, "eval/loss": 0.5}], {})
     assert (summary["eval_loss_before"], summary["eval_loss_after"]) == (0.75, 0.5)
     assert summary["accuracy_before"] is None and summary["accuracy_after"] is None
 
 
-def test_a_run_without_evaluation_or_steps():
+def test_a_run_without_evaluation_or_steps_has_no_figures():
     summary = summarise([], {})
     assert (
         summary["accuracy_before"] is None
@@ -39,6 +39,6 @@ def test_a_run_without_evaluation_or_steps():
 
 
 @pytest.mark.parametrize("gaps", [(0.1, math.nan), (math.nan, 0.1)])
-def test_a_gap_that_is_nan_is_the_largest(gaps):
+def test_a_nan_gap_is_the_largest(gaps):
     lines = [{"step": step, "rollout/logprob_gap_max": gap} for step, gap in enumerate(gaps, start=1)]
     assert math.isnan(summarise(lines, {})["logprob_gap_max"])

@@ -13,7 +13,7 @@ from megarl.errors import InputError
 from megarl.platform.devices import Device, device_named, devices, fields_of_file
 
 
-def test_every_device_of_the_table_is_whole_and_says_its_source() -> None:
+def test_every_device_of_the_table_is_complete_and_has_a_source() -> None:
     table = devices()
     assert {"910B", "910C", "A100", "H100", "H200"} <= set(table)
     for device in table.values():
@@ -24,7 +24,7 @@ def test_every_device_of_the_table_is_whole_and_says_its_source() -> None:
     assert len(words) == len(set(words)) and [name for name, device in table.items() if not device.torch] == ["CPU"]
 
 
-def test_an_entry_like_another_says_only_where_it_differs(tmp_path: Path) -> None:
+def test_an_entry_inherits_fields_from_the_entry_it_is_like(tmp_path: Path) -> None:
     user_file = tmp_path / "own.yaml"
     user_file.write_text("Mine: {like: Base, memory: 96}\nBase: {like: H100, flops: 1e14, factors: {gen: 1.5}}\n")
     mine, h100 = devices(user_file)["Mine"], devices()["H100"]
@@ -34,7 +34,7 @@ def test_an_entry_like_another_says_only_where_it_differs(tmp_path: Path) -> Non
     assert "Mine" not in devices()
 
 
-def test_an_entry_takes_the_place_of_one_of_the_table(tmp_path: Path) -> None:
+def test_a_users_entry_replaces_one_of_the_table(tmp_path: Path) -> None:
     user_file = tmp_path / "own.yaml"
     user_file.write_text("H100: {like: H100, train_share: 0.25}\n")
     assert devices(user_file)["H100"].train_share == 0.25 != devices()["H100"].train_share
@@ -62,14 +62,14 @@ def test_an_entry_takes_the_place_of_one_of_the_table(tmp_path: Path) -> None:
         ("a: [", "cannot be read as YAML"),
     ],
 )
-def test_a_file_that_is_no_such_table_is_refused(text: str, message: str, tmp_path: Path) -> None:
+def test_an_invalid_device_table_is_refused(text: str, message: str, tmp_path: Path) -> None:
     user_file = tmp_path / "own.yaml"
     user_file.write_text(text)
     with pytest.raises(InputError, match=message):
         devices(user_file)
 
 
-def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
+def test_all_errors_of_a_table_are_reported_together(tmp_path: Path) -> None:
     """Each once, whichever entries share it."""
     user_file = tmp_path / "own.yaml"
     user_file.write_text(
@@ -88,7 +88,7 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_every_field_says_what_it_is() -> None:
+def test_every_field_has_a_unit_and_a_description() -> None:
     listed = {key.name: key for key in fields_of_file()}
     assert set(listed) == {"like", *(key.name for key in fields(Device) if key.name != "name")}
     assert all(key.unit and key.about for key in listed.values())

@@ -64,19 +64,19 @@ def recipe(extra: dict[str, Any], device: str = "npu", **megatron: Any) -> Recip
         ({"npu_deterministic": True}, r"training loop[\s\S]*train\.deterministic"),
     ],
 )  # fmt: skip
-def test_what_mindspeed_would_take_silently_is_refused(extra: dict[str, Any], words: str) -> None:
+def test_settings_that_mindspeed_would_ignore_are_refused(extra: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         check_extra(recipe(extra), DENSE, "megatron")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_on_other_devices_nothing_reads_them(device: str) -> None:
+def test_mindspeed_settings_are_refused_on_other_devices(device: str) -> None:
     with pytest.raises(RecipeError, match=rf"critic\.megatron\.extra\.swap_optimizer[\s\S]*Ascend[\s\S]*on {device}"):
         check_extra(recipe({"swap_optimizer": True}, device), DENSE, "critic.megatron")
     check_extra(recipe({"moe_router_dtype": "fp32", "moe_grouped_gemm": True}, device), SPARSE, "megatron")
 
 
-def test_recipes_for_ascend_are_read_without_mindspeed() -> None:
+def test_recipes_for_ascend_are_checked_without_mindspeed() -> None:
     """MindSpeed settings in megarl's recipe for DeepSeek-V3 are valid."""
     path = ROOT / "recipes" / "grpo_deepseek_v3.yaml"
     check_extra(load_recipe(path), published.read("DeepSeek-V3"), "megatron")
@@ -140,7 +140,7 @@ def test_each_rule_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{n}-{case[0]}" for n, case in enumerate(CASES)])
-def test_what_mindspeed_would_refuse_late_is_refused(number: int) -> None:
+def test_contradictions_that_mindspeed_refuses_late_are_refused_early(number: int) -> None:
     """By its own rule and no earlier one, and not where it is mended."""
     _, extra, megatron, mended, _ = CASES[number]
     assert contradiction(mindspeed.arguments(told(extra, megatron))) is RULES[number]
@@ -164,7 +164,7 @@ def test_a_contradiction_names_the_key_and_mindspeeds_file() -> None:
         ({}, False),
     ],
 )
-def test_latent_attention_that_mindspeed_scales_otherwise_is_refused(fields: dict[str, float], fits: bool) -> None:
+def test_latent_attention_that_mindspeed_scales_differently_is_refused(fields: dict[str, float], fits: bool) -> None:
     """Before a run starts, and on Ascend alone; `test_mindspeed_scales_by_mscale` shows the difference."""
     scaling = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, **fields}
     latent = {**DENSE, "kv_lora_rank": 512, "rope_scaling": scaling}
@@ -177,7 +177,7 @@ def test_latent_attention_that_mindspeed_scales_otherwise_is_refused(fields: dic
             check_extra(recipe({}), latent, section)
 
 
-def test_context_parallel_with_images_is_refused_by_its_key() -> None:
+def test_context_parallel_with_images_is_refused() -> None:
     images = {"text_config": DENSE, "vision_config": {}}
     with pytest.raises(RecipeError, match=r"megatron\.context_parallel = 2[\s\S]*vision[\s\S]*context_parallel=1"):
         check_extra(recipe({}, context_parallel=2), images, "megatron")
@@ -234,7 +234,7 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_table_is_read_off_sources(tree: Path) -> None:
+def test_a_table_is_read_from_sources(tree: Path) -> None:
     table = read_source(tree)
     assert table.version == "0.99.0"
     assert table.options == {"cut_way": ["ring", "window", "both"], "use_gmm": "flag", "cut_size": "int"}
@@ -243,7 +243,7 @@ def test_a_table_is_read_off_sources(tree: Path) -> None:
         read_source(tree / "mindspeed")
 
 
-def test_sources_that_are_written_otherwise_are_named(tree: Path) -> None:
+def test_unreadable_sources_are_named_with_their_line(tree: Path) -> None:
     cut = tree / "mindspeed/features_manager/cut.py"
     cut.write_text("from elsewhere import FLAG\n" + cut.read_text().replace("'--cut-way', type", "FLAG, type"))
     with pytest.raises(
@@ -252,7 +252,7 @@ def test_sources_that_are_written_otherwise_are_named(tree: Path) -> None:
         read_source(tree)
 
 
-def test_the_table_is_that_of_what_is_installed(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_follows_the_installed_versions(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # the fixture's table
     of = mindspeed.table.__wrapped__
     for megatron, version in (("0.12.1", "0.12.1"), ("0.16.1", "0.16.0"), ("0.99.9", "0.16.0"), ("", "0.16.0")):
@@ -262,7 +262,7 @@ def test_the_table_is_that_of_what_is_installed(tree: Path, monkeypatch: pytest.
     assert of().version == "0.99.0" and "use_gmm" in of().options
 
 
-def test_calls_are_read_off_sources(tmp_path: Path) -> None:
+def test_calls_are_read_from_sources(tmp_path: Path) -> None:
     """Arguments in order, attributes of a class, reads of a configuration; absent entries are left out."""
     place = tmp_path / "mindspeed" / "core/optimizer/swap_optimizer/swap_optimizer.py"
     for file in ("megatron_adaptor.py", "core/transformer/multi_head_latent_attention/adaptor.py"):
@@ -288,7 +288,7 @@ def test_calls_are_read_off_sources(tmp_path: Path) -> None:
     }
 
 
-def test_megarl_relies_on_what_is_recorded() -> None:
+def test_every_relied_on_call_is_recorded() -> None:
     """Every place that RELIED lists is in the newest record, and the stand-in for MindSpeed's entry has its arguments."""
     calls = newest().calls
     assert calls.keys() == {relied.key for relied in RELIED}
@@ -300,7 +300,7 @@ def test_megarl_relies_on_what_is_recorded() -> None:
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 @WITH_SOURCES
-def test_tables_are_those_of_the_sources(path: Path, tmp_path: Path) -> None:
+def test_recorded_tables_equal_the_sources(path: Path, tmp_path: Path) -> None:
     """A new table equals the recorded one and the options of MindSpeed's argument parser."""
     shipped = Table(**json.loads(path.read_text()))
     source = checkout(shipped.source, tmp_path)
@@ -316,7 +316,7 @@ def test_tables_are_those_of_the_sources(path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @WITH_SOURCES
-def test_mindspeed_refuses_what_we_refuse(tmp_path: Path) -> None:
+def test_mindspeed_refuses_the_same_contradictions(tmp_path: Path) -> None:
     """Each case, and its mended one, in MindSpeed's own code. Of core_r0.16.0, which the installed Megatron is for."""
     tries = [
         (name, attempt, attempt is extra, refuses, {"settings": told(attempt, megatron), "latent": False})
@@ -337,7 +337,7 @@ def test_mindspeed_refuses_what_we_refuse(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @WITH_SOURCES
-def test_mindspeed_takes_our_recipes(tmp_path: Path) -> None:
+def test_mindspeed_accepts_the_published_recipes(tmp_path: Path) -> None:
     """MindSpeed's features and configuration checks accept the settings of each published recipe."""
     cases = []
     for row in rows():
@@ -350,7 +350,7 @@ def test_mindspeed_takes_our_recipes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @WITH_SOURCES
-def test_a_model_is_built_of_mindspeeds_modules(quickstart_data: Path, tmp_path: Path) -> None:
+def test_a_model_is_built_from_mindspeeds_modules(quickstart_data: Path, tmp_path: Path) -> None:
     """Megatron's model, mbridge's names and MindSpeed's modules fit each other: all weights find their place."""
     cases = {"build": [f"model.path={quickstart_data}/model", "model.dtype=bfloat16", "cluster.trainers=1"]}
     output = run_mindspeed(source_of("0.16.0", tmp_path), cases)

@@ -71,7 +71,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @cases(CASES)
-def test_mindspeed_computes_what_native_layers_do(results: Path, case: dict[str, Any]) -> None:
+def test_mindspeed_equals_native_layers(results: Path, case: dict[str, Any]) -> None:
     output, name = results / MINDSPEED / case["name"], case["reference"]
     native = results / NATIVE / name
     rows, expected = log_probs_of(output, case["name"]), log_probs_of(native, native.name)

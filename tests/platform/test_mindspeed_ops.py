@@ -43,7 +43,9 @@ def rank(log: Path, seconds: float) -> None:
     assert builder.load() == builder.load(verbose=False), "it is used many times, and loaded once"
 
 
-def test_ranks_build_in_turn_and_a_killed_one_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_build_one_at_a_time_and_a_killed_rank_blocks_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
     log, fork = tmp_path / "log", multiprocessing.get_context("fork")
     import torch.utils.cpp_extension  # noqa: F401 -- once, before the processes are forked
@@ -68,14 +70,14 @@ def test_ranks_build_in_turn_and_a_killed_one_holds_up_nobody(tmp_path: Path, mo
     assert [pid for _, pid in events[::2]] == [pid for _, pid in events[1::2]]
 
 
-def test_the_lock_is_no_file_that_mindspeed_takes_for_a_reason_to_remove_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_the_locks_name_does_not_make_mindspeed_remove_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """MindSpeed removes the folder of all extensions where a file in it has a name that ends in `lock`."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     rank(tmp_path / "log", 0)
     assert not [path for path in tmp_path.iterdir() if path.is_file() and path.name.endswith("lock")]
 
 
-def test_machines_with_one_home_build_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_with_a_shared_home_build_in_separate_folders(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lock of another node may not be seen, so the file of a process that compiles there would be taken for a dead one's."""
     folders = []
     for host in ("node1", "node2"):

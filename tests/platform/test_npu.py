@@ -92,7 +92,7 @@ else:
     assert done.returncode == 0, done.stderr
 
 
-def test_an_adaptor_is_told_before_model_parallel_is_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_adaptor_runs_before_model_parallel_is_initialized(monkeypatch: pytest.MonkeyPatch) -> None:
     """After it, MindSpeed's part of initialize_model_parallel would come too late, and context parallel have no groups."""
     recipe = load_recipe(ROOT / "recipes/grpo_qwen3_235b.yaml", ["megatron.extra.attention_backend=flash"])
     heads = {"num_attention_heads": 64, "num_experts": 128}
@@ -124,9 +124,7 @@ def test_an_adaptor_is_told_before_model_parallel_is_initialised(monkeypatch: py
 
 
 @pytest.mark.parametrize(("platform", "tensor", "overlaps"), [(NPUPlatform(), 2, False), (NPUPlatform(), 1, None), (CUDAPlatform(), 2, None)])  # fmt: skip
-def test_shared_experts_do_not_overlap_where_linears_would_gather_twice(
-    platform: Any, tensor: int, overlaps: Any
-) -> None:
+def test_shared_expert_overlap_is_off_under_tensor_parallel(platform: Any, tensor: int, overlaps: Any) -> None:
     """mbridge turns the overlap on; under MindSpeed with tensor parallel the model would be another one."""
     recipe, config = Recipe(), SimpleNamespace(model_type="deepseek_v3", to_dict=lambda: {"n_routed_experts": 8})
     recipe.megatron.tensor_parallel = tensor
@@ -135,7 +133,7 @@ def test_shared_experts_do_not_overlap_where_linears_would_gather_twice(
     assert models._transformer_settings(recipe, config, platform)["moe_shared_expert_overlap"]
 
 
-def test_whole_weights_count_once_in_the_gradient_norm() -> None:
+def test_duplicated_weights_count_once_in_the_gradient_norm() -> None:
     """MindSpeed marks latent attention's down projections as divided over tensor-parallel ranks, which hold them whole."""
     chunk = torch.nn.ModuleDict({"down": torch.nn.Linear(2, 2), "up": torch.nn.Linear(2, 2)})
     chunk["down"].parallel_mode, chunk["up"].parallel_mode = "duplicated", "column"
@@ -145,7 +143,7 @@ def test_whole_weights_count_once_in_the_gradient_norm() -> None:
     assert [p.tensor_model_parallel for p in chunk.parameters()] == [False, False, True, True]
 
 
-def test_other_devices_have_nothing_to_tell() -> None:
+def test_adapt_does_nothing_on_other_devices() -> None:
     for other_platform in (CPUPlatform(), CUDAPlatform()):
         other_platform.adapt({"context_parallel_size": 2})
 
@@ -154,12 +152,12 @@ def test_other_devices_have_nothing_to_tell() -> None:
 
 
 @pytest.mark.parametrize(("timeout", "connect", "run"), [(60, "120", "60"), (1800.5, "1801", "1801"), (9000, "7200", "9000")])  # fmt: skip
-def test_collectives_wait_as_long_as_the_recipe_says(timeout: float, connect: str, run: str) -> None:
+def test_collective_timeouts_follow_the_recipe(timeout: float, connect: str, run: str) -> None:
     env = NPUPlatform().trainer_env(timeout)
     assert (env["HCCL_CONNECT_TIMEOUT"], env["HCCL_EXEC_TIMEOUT"]) == (connect, run)
 
 
-def test_roles_differ_where_they_must() -> None:
+def test_task_queue_differs_between_roles() -> None:
     trainer, engine = NPUPlatform().trainer_env(60), NPUPlatform().rollout_env()
     assert (trainer["TASK_QUEUE_ENABLE"], engine["TASK_QUEUE_ENABLE"]) == ("2", "1")
     for name in ("PYTORCH_NPU_ALLOC_CONF", "HCCL_HOST_SOCKET_PORT_RANGE", "HCCL_NPU_SOCKET_PORT_RANGE"):
@@ -167,7 +165,7 @@ def test_roles_differ_where_they_must() -> None:
     assert not [name for name in trainer | engine if name.endswith("IFNAME")], "which interface is each node's own"
 
 
-def test_what_the_user_has_set_stays_and_is_said() -> None:
+def test_a_users_variable_is_kept_with_a_notice() -> None:
     defaults, users = (
         {"HCCL_CONNECT_TIMEOUT": "1800", "TASK_QUEUE_ENABLE": "2"},
         {"HCCL_CONNECT_TIMEOUT": "5400", "A": "1"},
@@ -196,7 +194,7 @@ def test_what_the_user_has_set_stays_and_is_said() -> None:
     ],
 )
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_an_engine_has_what_its_notice_says(engine, variable, value, engine_args, has, monkeypatch) -> None:
+def test_an_engines_variables_agree_with_its_notice(engine, variable, value, engine_args, has, monkeypatch) -> None:
     """The user's setting, but for one with which the engine would not be right."""
     monkeypatch.setitem(environment._SHELL, variable, value)
     recipe, platform = Recipe(), NPUPlatform()
@@ -213,7 +211,7 @@ def test_an_engine_has_what_its_notice_says(engine, variable, value, engine_args
     assert has == value or f"overridden: engines get {variable}={has}, since " in matching[0]
 
 
-def test_the_users_setting_does_not_end_determinism() -> None:
+def test_a_users_variable_does_not_disable_determinism() -> None:
     hccl, nccl = NPUPlatform().deterministic_env(), CUDAPlatform().deterministic_env()
     assert users_first(hccl, {"HCCL_DETERMINISTIC": "false", "LCCL_DETERMINISTIC": "0"}) == hccl
     assert users_first(nccl, {"NCCL_ALGO": "Tree"}) == nccl
@@ -222,7 +220,7 @@ def test_the_users_setting_does_not_end_determinism() -> None:
     assert users_first(hccl, stays[0]) == hccl | stays[0] and users_first(nccl, stays[1]) == nccl | stays[1]
 
 
-def test_what_is_needed_is_what_platforms_set() -> None:
+def test_needed_values_equal_those_that_platforms_set() -> None:
     """A value changed in a platform alone would no longer be held against the user's."""
     engines = [rollout_env(engine_name, NPUPlatform().rollout_env(), {}) for engine_name in ("vllm", "sglang")]
     roles = [*engines, NPUPlatform().deterministic_env(), CUDAPlatform().deterministic_env()]
@@ -232,7 +230,7 @@ def test_what_is_needed_is_what_platforms_set() -> None:
     assert deterministic <= NEEDED.keys()
 
 
-def test_a_deterministic_run_asks_the_devices_libraries_too() -> None:
+def test_a_deterministic_run_configures_the_devices_libraries() -> None:
     recipe = Recipe()
     recipe.cluster.timeout, recipe.train.source = 60, "sft"
     assert environment_notices(recipe, NPUPlatform()) == []
@@ -240,7 +238,7 @@ def test_a_deterministic_run_asks_the_devices_libraries_too() -> None:
         assert name in device_platform.deterministic_env() and name not in device_platform.trainer_env(60)
 
 
-def test_engines_are_told_which_device_they_are_to_run_on() -> None:
+def test_engine_specs_name_their_device() -> None:
     from megarl.rollout.start_engines import start_engines
 
     specs: list[Any] = []
@@ -293,7 +291,7 @@ def argument_names(source: str, name: str, owner: str = "") -> set[str]:
 
 @pytest.mark.skipif(not MINDSPEED, reason="MEGARL_MINDSPEED names no git directory of MindSpeed's")
 @pytest.mark.parametrize("commit", ["core_r0.16.0", "f2b0977e"])
-def test_mindspeeds_entry_is_as_the_stand_in_has_it(commit: str) -> None:
+def test_mindspeeds_entry_equals_the_stand_in(commit: str) -> None:
     show = ["git", "-C", MINDSPEED, "show", f"{commit}:mindspeed/megatron_adaptor.py"]
     source = subprocess.run(show, capture_output=True, text=True, check=True).stdout
     stand_in = (STAND_INS / "mindspeed" / "megatron_adaptor.py").read_text()
@@ -307,7 +305,7 @@ def test_mindspeeds_entry_is_as_the_stand_in_has_it(commit: str) -> None:
 @pytest.mark.parametrize(
     "name", ["set_device", "current_device", "get_device_name", "empty_cache", "max_memory_allocated"]
 )
-def test_torch_npus_functions_are_as_the_stand_in_has_them(name: str) -> None:
+def test_torch_npus_functions_equal_the_stand_in(name: str) -> None:
     assert TORCH_NPU is not None
     files = [*Path(TORCH_NPU, "torch_npu", "npu").glob("*.py")]
     defining = [text for text in (file.read_text() for file in files) if f"\ndef {name}(" in text]
@@ -317,7 +315,7 @@ def test_torch_npus_functions_are_as_the_stand_in_has_them(name: str) -> None:
 
 
 @pytest.mark.skipif(TORCH_NPU is None, reason=missing("torch_npu"))
-def test_torch_npus_profiler_is_as_the_stand_in_has_it() -> None:
+def test_torch_npus_profiler_equals_the_stand_in() -> None:
     assert TORCH_NPU is not None
     source = Path(TORCH_NPU, "torch_npu", "profiler", "profiler.py").read_text()
     stand_in = (STAND_INS / "torch_npu" / "profiler.py").read_text()
@@ -344,14 +342,14 @@ def names_in(source: str, owner: str) -> set[str]:
     }
 
 
-def test_the_values_of_recipes_are_torch_npus_names() -> None:
+def test_profiler_values_of_recipes_exist_in_torch_npu() -> None:
     stand_in, can = (STAND_INS / "torch_npu" / "profiler.py").read_text(), NPU.tracing
     assert {level.capitalize() for level in can.levels} == names_in(stand_in, "ProfilerLevel")
     assert {*can.metrics, "AiCoreNone"} == names_in(stand_in, "AiCMetrics")
     assert {export.capitalize() for export in can.exports} == names_in(stand_in, "ExportType")
 
 
-def test_npu_comes_before_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_npu_has_precedence_over_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """With torch_npu, `torch.cuda` answers for NPUs once MindSpeed is active."""
     monkeypatch.setattr(DeviceKind, "is_here", lambda kind: True)
     assert (platform.kind(), platform.kind("cuda")) == ("npu", "cuda")

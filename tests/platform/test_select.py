@@ -25,7 +25,7 @@ def _here(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     monkeypatch.setattr(DeviceKind, "is_here", lambda kind: kind.name in ("cpu", *names))
 
 
-def test_absent_devices_are_refused_with_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absent_devices_are_refused_with_the_missing_part(monkeypatch: pytest.MonkeyPatch) -> None:
     _here(monkeypatch)
     with pytest.raises(ValueError, match="torch_npu is not installed"):
         platform.select("npu")
@@ -47,7 +47,7 @@ def test_auto_prefers_npu_then_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     assert platform.select().name == "cuda"
 
 
-def test_the_recipe_takes_the_names_of_the_kinds() -> None:
+def test_the_recipe_accepts_the_names_of_all_device_kinds() -> None:
     assert set(get_args(DeviceName)) == {"auto", *(kind.name for kind in KINDS)}
     assert {kind.name for kind in KINDS} == {kind.platform().name for kind in KINDS}
 
@@ -75,7 +75,7 @@ assert 0.01 < cpu.peak_memory() < 100 and not cpu.can_offload and cpu.device().t
     assert done.returncode == 0, done.stderr
 
 
-def test_an_environment_without_transformer_engine_says_what_that_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_without_transformer_engine_has_a_notice_with_the_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"vllm": "0.34.1"}
 
     def version(name: str) -> str:
@@ -96,7 +96,7 @@ def test_an_environment_without_transformer_engine_says_what_that_costs(monkeypa
     assert engine.startswith("transformer-engine 2.12.0 is untested: megatron-core 0.16.1 requires >=2.9,<2.12")
 
 
-def test_a_start_on_gpus_says_what_the_installation_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_on_gpus_has_notices_of_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, lacking = Recipe(), ["Transformer Engine is not installed: ..."]
     monkeypatch.setattr("megarl.platform.cuda.installation_notices", lambda: lacking)
     assert environment_notices(recipe, CUDAPlatform())[:1] == lacking

@@ -34,7 +34,7 @@ def batch(lengths: list[int], truncated: set[int]) -> list[Group]:
     critics=st.integers(1, 4),
     actors=st.integers(1, 4),
 )
-def test_every_sample_that_counts_is_routed_once(lengths: list[int], critics: int, actors: int) -> None:
+def test_every_sample_in_the_loss_is_routed_once(lengths: list[int], critics: int, actors: int) -> None:
     recipe, view = Recipe(), Recipe()
     recipe.algorithm.advantage = view.algorithm.advantage = "gae"
     recipe.algorithm.overlong.filter = view.algorithm.overlong.filter = True
@@ -91,7 +91,7 @@ def colocated(calls: list[str], *, actor_leaves: bool, critic_leaves: bool) -> C
     return devices
 
 
-def test_one_at_a_time_holds_the_devices(calls: list[str]) -> None:
+def test_only_one_model_occupies_the_devices(calls: list[str]) -> None:
     turns = colocated(calls, actor_leaves=True, critic_leaves=True)
     turns.update_engines(0)
     assert calls == [
@@ -115,7 +115,7 @@ def test_one_at_a_time_holds_the_devices(calls: list[str]) -> None:
     assert calls == []
 
 
-def test_who_does_not_offload_stays(calls: list[str]) -> None:
+def test_models_without_offload_stay_on_the_devices(calls: list[str]) -> None:
     turns = colocated(calls, actor_leaves=False, critic_leaves=False)
     for turn in (turns.give_to_critic, turns.give_to_actor, lambda: turns.update_engines(1), turns.give_to_critic):
         turn()

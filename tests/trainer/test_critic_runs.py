@@ -42,7 +42,7 @@ def ppo(quickstart_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 @pytest.mark.slow  # PPO itself is in tests/runs/test_tiny_recipes.py
-def test_only_the_critic_learns_in_the_warm_up(ppo: Path, quickstart_data: Path, tmp_path: Path) -> None:
+def test_only_the_critic_is_updated_in_the_warm_up(ppo: Path, quickstart_data: Path, tmp_path: Path) -> None:
     first, second, third = metrics(ppo)
     for line in (first, second, third):
         for name in (
@@ -76,7 +76,7 @@ def export(run_dir: Path, out: Path, *more: str, step: int, processes: int = 1) 
 
 
 @pytest.mark.slow
-def test_a_resumed_run_goes_on_to_the_last_bit(ppo: Path, quickstart_data: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_is_bit_identical(ppo: Path, quickstart_data: Path, tmp_path: Path) -> None:
     """Both models and optimizers resume from the checkpoint after the first policy update."""
     resume = f"train.resume={ppo / 'checkpoints' / 'step_000002'}"
     rest = train(quickstart_data, tmp_path, "rest", *TWO_CRITICS, resume)
@@ -86,7 +86,9 @@ def test_a_resumed_run_goes_on_to_the_last_bit(ppo: Path, quickstart_data: Path,
 
 
 @pytest.mark.slow
-def test_layouts_of_actor_and_critic_change_nothing(ppo: Path, quickstart_data: Path, tmp_path: Path) -> None:
+def test_metrics_do_not_depend_on_the_layouts_of_actor_and_critic(
+    ppo: Path, quickstart_data: Path, tmp_path: Path
+) -> None:
     """Two data-parallel actors and critics with different micro batches: each critic sends advantages to each actor."""
     more = [
         "cluster.trainers=2", "megatron.expert_parallel=2", "critic.trainers=2", "critic.megatron.expert_parallel=2",

@@ -79,7 +79,7 @@ def held_out(examples: Any, source: str = "sft", **recipe_settings: Any) -> tupl
     return HeldOut(recipe, examples, actor), trainers
 
 
-def test_a_loss_is_the_mean_over_all_tokens_however_many_pieces() -> None:
+def test_a_loss_is_the_mean_over_all_tokens_for_any_number_of_pieces() -> None:
     """1, 2, 4, 3 and 10 tokens with losses 0, 1, 2, 3 and 4 give (0 + 2 + 8 + 9 + 40) / 20, in pieces of 1, 2 and 2 rows. A
     mean over pieces, a mean over rows, or a filler row that counts would give another number."""
     rows = [row(number, answer) for number, answer in enumerate([1, 2, 4, 3, 10])]
@@ -90,7 +90,7 @@ def test_a_loss_is_the_mean_over_all_tokens_however_many_pieces() -> None:
     assert all(shard.loss_tokens == [20] for piece in trainers.pieces for shard in piece)
 
 
-def test_a_limit_leaves_rows_out_of_the_normaliser() -> None:
+def test_rows_beyond_the_limit_do_not_count_in_the_normalizer() -> None:
     rows = [row(number, answer) for number, answer in enumerate([1, 2, 4, 3, 10])]
     evaluation, _ = held_out(rows, limit=3)
     assert evaluation.evaluate().metrics["eval/loss"] == pytest.approx(10 / 7)
@@ -203,7 +203,7 @@ def dpo_metrics(model: Path, reference: Path, results: Path) -> dict[str, float]
 
 @pytest.mark.stack
 @cases(SFT)
-def test_sft_is_what_transformers_computes(results: Path, quickstart_data: Path, case: dict[str, Any]) -> None:
+def test_sft_loss_equals_transformers(results: Path, quickstart_data: Path, case: dict[str, Any]) -> None:
     measured, limit = of(results, case["name"]), case.get("limit")
     assert set(measured["before"]) == {"eval/loss"}
     start = sft_loss(quickstart_data / "model", results, limit)
@@ -219,7 +219,7 @@ def test_sft_is_what_transformers_computes(results: Path, quickstart_data: Path,
 
 @pytest.mark.stack
 @cases(DPO)
-def test_dpo_is_what_transformers_computes(results: Path, quickstart_data: Path, case: dict[str, Any]) -> None:
+def test_dpo_metrics_equal_transformers(results: Path, quickstart_data: Path, case: dict[str, Any]) -> None:
     """Before training all margins are 0. Afterwards the reference is the starting model, with adapters too."""
     measured = of(results, case["name"])
     assert measured["before"] == pytest.approx(
@@ -233,7 +233,7 @@ def test_dpo_is_what_transformers_computes(results: Path, quickstart_data: Path,
 
 @pytest.mark.stack
 @cases([case for case in [*SFT, *DPO] if case.get("steps")])
-def test_training_goes_on_as_if_nobody_had_looked(results: Path, case: dict[str, Any]) -> None:
+def test_evaluations_do_not_change_training(results: Path, case: dict[str, Any]) -> None:
     """Two steps with three evaluations give bit-identical metrics and weights to two steps without."""
     measured = of(results, case["name"])
     assert len(measured["plain"]) == 2 and measured["evaluated"] == measured["plain"]
@@ -245,7 +245,7 @@ def test_training_goes_on_as_if_nobody_had_looked(results: Path, case: dict[str,
 
 
 @pytest.mark.stack
-def test_a_run_shows_its_loss(quickstart_data: Path, tmp_path: Path) -> None:
+def test_a_run_writes_its_evaluation_loss(quickstart_data: Path, tmp_path: Path) -> None:
     """The command line writes the loss to metrics, console, summary and report."""
     data = quickstart_data / "data"
     done = run(
