@@ -40,13 +40,13 @@ def load(tmp_path: Path, text: str) -> object:
         ("agent: {mcp: {s: {comand: [y]}}}", "agent.mcp", "Did you mean: 'command'"),
     ],
 )
-def test_what_cannot_be_had_is_refused(tmp_path: Path, text: str, key: str, words: str) -> None:
+def test_invalid_agent_settings_are_refused(tmp_path: Path, text: str, key: str, words: str) -> None:
     with pytest.raises(RecipeError) as caught:
         load(tmp_path, text)
     assert caught.value.key == key and words in str(caught.value), caught.value
 
 
-def test_what_can(tmp_path: Path) -> None:
+def test_valid_agent_settings_are_accepted(tmp_path: Path) -> None:
     text = (
         "agent: {tools: [code_interpreter], mcp: {s: {command: [python, -m, x], tools: [y]}, far: {url: 'http://x'}}}"
     )

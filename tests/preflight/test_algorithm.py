@@ -56,7 +56,7 @@ def refused(recipe: Path, overrides: list[str], key: str, words: str) -> None:
         (["correction.mask_low=0.1"], "correction.mask_low", "algorithm.correction.mask is none"),
     ],
 )  # fmt: skip
-def test_a_setting_that_nobody_reads(recipe: Path, overrides: list[str], setting: str, words: str) -> None:
+def test_a_setting_without_effect_is_refused(recipe: Path, overrides: list[str], setting: str, words: str) -> None:
     refused(recipe, overrides, setting, words)
 
 
@@ -91,7 +91,7 @@ def test_a_setting_that_nobody_reads(recipe: Path, overrides: list[str], setting
         (["modules=[no.such.module]"], "modules", "No module named 'no'"),
     ],
 )
-def test_a_combination_that_cannot_be_had(recipe: Path, overrides: list[str], key: str, words: str) -> None:
+def test_an_unsupported_combination_is_refused(recipe: Path, overrides: list[str], key: str, words: str) -> None:
     refused(recipe, overrides, key, words)
 
 
@@ -113,7 +113,7 @@ def test_demonstrations_have_no_mismatch_to_correct(recipe: Path) -> None:
         ["advantage=pass_at_k", "pass_k=8", "kl_coef=0.1", "kl_straight_through=true"],
     ],
 )
-def test_what_can_be_had(recipe: Path, overrides: list[str]) -> None:
+def test_supported_combinations_are_accepted(recipe: Path, overrides: list[str]) -> None:
     load_recipe(recipe, [f"algorithm.{override}" for override in overrides])
 
 
@@ -148,7 +148,7 @@ def own_module(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.usefixtures("own_registries")
-def test_functions_of_the_users_own(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_functions_are_registered_and_run(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = [own_module(MODULE, tmp_path, monkeypatch), "algorithm.advantage=twice", "algorithm.loss=squared"]
     algorithm = load_recipe(recipe, [*overrides, "algorithm.options.factor=2"]).algorithm
     load_recipe(recipe, overrides)  # a second time: it is imported once
@@ -159,9 +159,7 @@ def test_functions_of_the_users_own(recipe: Path, tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.usefixtures("own_registries")
-def test_a_function_of_the_users_own_may_read_any_setting(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_user_function_can_read_any_setting(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A user's loss may read a setting that only megarl's advantages read."""
     text = MODULE.replace("needs_old_log_probs=False", "needs_old_log_probs=False, settings=('gamma',)")
     overrides = [own_module(text, tmp_path, monkeypatch), "algorithm.loss=squared", "algorithm.gamma=0.5"]
@@ -169,14 +167,14 @@ def test_a_function_of_the_users_own_may_read_any_setting(
 
 
 @pytest.mark.parametrize("advantage", [name for name in ADVANTAGES.names() if ADVANTAGES[name].needs_siblings])
-def test_one_sample_a_prompt_is_refused_where_siblings_are_compared(recipe: Path, advantage: str) -> None:
+def test_one_sample_per_prompt_is_refused_for_group_advantages(recipe: Path, advantage: str) -> None:
     overrides = [f"algorithm.advantage={advantage}", "rollout.samples_per_prompt=1", "algorithm.pass_k=1"]
     overrides = overrides if advantage == "pass_at_k" else overrides[:2]
     with pytest.raises(RecipeError, match="a single sample always has advantage 0"):
         load_recipe(recipe, overrides)
 
 
-def test_one_sample_a_prompt_has_no_spread(recipe: Path) -> None:
+def test_one_sample_per_prompt_is_refused_with_dynamic_sampling(recipe: Path) -> None:
     overrides = ["algorithm.advantage=remax", "rollout.samples_per_prompt=1"]
     load_recipe(recipe, overrides)
     with pytest.raises(RecipeError, match="a group with a single sample is always dropped"):
@@ -184,7 +182,7 @@ def test_one_sample_a_prompt_has_no_spread(recipe: Path) -> None:
 
 
 @pytest.mark.usefixtures("own_registries")
-def test_the_pages_example(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_documented_example_runs(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
     (module,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (section,) = re.findall(r"```yaml\n(algorithm:.*?)```", page, re.DOTALL)
@@ -219,7 +217,7 @@ def test_the_pages_example(recipe: Path, tmp_path: Path, monkeypatch: pytest.Mon
         (("return np.sign", "return list(medians) or np.sign"), "advantage", "returned list, expected one number for each of 4 samples"),
     ],
 )  # fmt: skip
-def test_a_slip_in_a_function_of_ones_own_shows_before_anything_starts(
+def test_an_error_in_a_user_function_is_found_before_the_start(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slip: tuple[str, str], key: str, words: str
 ) -> None:
     page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
@@ -237,7 +235,7 @@ def test_a_slip_in_a_function_of_ones_own_shows_before_anything_starts(
     assert str(tmp_path / "my_ideas.py") in str(caught.value)
 
 
-def test_functions_of_megarl_are_not_tried() -> None:
+def test_built_in_functions_are_not_tried() -> None:
     try_user_functions(AlgorithmConfig(loss="ppo_clip", modules=["json"]))
 
 
@@ -255,7 +253,7 @@ def test_functions_of_megarl_are_not_tried() -> None:
         ("x = 1", "named.py", ["name the module, not the file: named"]),
     ],
 )
-def test_a_module_that_cannot_be_imported(
+def test_a_module_that_cannot_be_imported_is_refused(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, name: str, words: list[str]
 ) -> None:
     (tmp_path / (f"{name}.py" if name != "elsewhere" else "other.py")).write_text(text)
@@ -267,7 +265,9 @@ def test_a_module_that_cannot_be_imported(
 
 
 @pytest.mark.usefixtures("own_registries")
-def test_a_setting_that_is_no_setting(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_setting_of_a_user_function_is_refused(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = MODULE.replace("needs_old_log_probs=False", "needs_old_log_probs=False, settings=('clip_hi',)")
     with pytest.raises(RecipeError, match=r"'clip_hi' is not a setting.*did you mean 'clip_high'"):
         load_recipe(recipe, [own_module(text, tmp_path, monkeypatch), "algorithm.loss=squared"])

@@ -20,7 +20,7 @@ def recipe(tmp_path: Path) -> Path:
     return file
 
 
-def test_the_view_puts_the_critic_where_the_actor_stands(recipe: Path) -> None:
+def test_the_critic_view_has_the_critics_settings_as_the_actors(recipe: Path) -> None:
     settings = [
         "critic.trainers=2", "critic.mini_batches=4", "critic.megatron.pipeline_parallel=2", "critic.optimizer.lr=0.5",
         "critic.max_tokens_per_micro_batch=99", "actor.mini_batches=2", "algorithm.aggregation=seq_mean_token_mean",
@@ -65,7 +65,7 @@ def test_the_view_puts_the_critic_where_the_actor_stands(recipe: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_had_is_refused(recipe: Path, overrides: list[str], key: str, words: str) -> None:
+def test_unsupported_critic_settings_are_refused(recipe: Path, overrides: list[str], key: str, words: str) -> None:
     with pytest.raises(RecipeError) as caught:
         load_recipe(recipe, overrides)
     assert caught.value.key == key and words in str(caught.value)

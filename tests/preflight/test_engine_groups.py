@@ -56,20 +56,22 @@ MOE = {"num_experts": 8}
         ({"tensor_parallel": 3, "expert_parallel": True}, MOE, "expert_parallel", "1 x 3 = 3 devices"),
     ],
 )
-def test_experts_that_cannot_be_spread(rollout: dict[str, Any], config: dict[str, Any], key: str, words: str) -> None:
+def test_experts_that_cannot_be_spread_are_refused(
+    rollout: dict[str, Any], config: dict[str, Any], key: str, words: str
+) -> None:
     with pytest.raises(RecipeError, match=words) as caught:
         check_experts(RolloutConfig(**rollout), config)
     assert caught.value.key == f"rollout.{key}"
 
 
-def test_experts_that_can() -> None:
+def test_experts_that_can_be_spread_are_accepted() -> None:
     for rollout in ({}, {"tensor_parallel": 3}, {"expert_parallel": False}):
         check_experts(RolloutConfig(**rollout), {})
     for rollout in ({"data_parallel": 4, "tensor_parallel": 2}, {"tensor_parallel": 4, "expert_parallel": True}):
         check_experts(RolloutConfig(**rollout), {"text_config": MOE})
 
 
-def test_an_engine_that_forms_no_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_without_groups_is_refused_with_data_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "_GROUPS", ("other",))
     engines.check_groups("vllm", 1)
     with pytest.raises(ValueError, match=r"rollout.data_parallel is 2.*'vllm' form no groups.*rollout.engine to other"):
@@ -85,16 +87,16 @@ def test_an_engine_that_forms_no_groups(monkeypatch: pytest.MonkeyPatch) -> None
         ("data_parallel_size", "teacher", "megarl sets it"),
     ],
 )
-def test_engine_args_that_would_contradict(name: str, section: str, instead: str) -> None:
+def test_engine_args_that_contradict_the_recipe_are_refused(name: str, section: str, instead: str) -> None:
     with pytest.raises(ValueError, match=rf"{section}\.engine_args\.{name} cannot be set: {instead}"):
         check_engine_args({name: 2}, section)
 
 
-def test_a_teacher_may_spread_the_experts_of_each_engine() -> None:
+def test_a_teacher_can_spread_the_experts_of_each_engine() -> None:
     check_engine_args({"enable_expert_parallel": True}, "teacher")
 
 
-def test_what_vllm_is_told(tmp_path: Path) -> None:
+def test_vllm_receives_expert_parallel_and_executor_arguments(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"}))
     common = {"name": "e0", "model_path": str(tmp_path), "dtype": "float32", "max_model_len": 8}
     for tensor, data, spread in ((1, 1, False), (1, 2, True), (2, 2, True), (2, 1, True)):
@@ -131,7 +133,7 @@ def recipe_of(engines: int, data_parallel: int) -> Recipe:
     return recipe
 
 
-def test_each_group_meets_at_its_first_engine() -> None:
+def test_each_group_opens_its_rendezvous_at_its_first_engine() -> None:
     services: Any = [Service(n, {"open_rendezvous": GroupRank(f"10.0.0.{n}", 7000 + n)}) for n in range(4)]
     assert len(load_engines(recipe_of(4, 2).rollout, handles(services))) == 4
     assert [service.calls for service in services] == [
@@ -142,13 +144,13 @@ def test_each_group_meets_at_its_first_engine() -> None:
     ]
 
 
-def test_engines_alone_meet_nowhere() -> None:
+def test_single_engines_open_no_rendezvous() -> None:
     services: Any = [Service(n, {}) for n in range(2)]
     load_engines(recipe_of(2, 1).rollout, handles(services))
     assert [service.calls for service in services] == [[("start",)], [("start",)]]
 
 
-def test_who_fails_is_told_of_before_who_waits_for_it() -> None:
+def test_a_failed_engine_is_raised_before_the_engines_that_wait_for_it() -> None:
     """The first engine waits in its group for the second, which could not load: for start_timeout."""
     waiting: Future[Any] = Future()
     failed: Future[Any] = Future()
@@ -159,7 +161,7 @@ def test_who_fails_is_told_of_before_who_waits_for_it() -> None:
 
 
 @pytest.mark.timeout(10)
-def test_an_engine_that_fails_while_it_steps_for_others_is_noticed() -> None:
+def test_a_failure_without_requests_is_raised_by_the_check() -> None:
     calls: list[None] = []
     services: Any = [Service(0, {}), Service(1, {})]
     check = check_engines_too(handles(services), lambda: calls.append(None))
@@ -170,13 +172,13 @@ def test_an_engine_that_fails_while_it_steps_for_others_is_noticed() -> None:
     assert len(calls) == 2  # a dead process is reported first
 
 
-def test_a_group_may_span_machines_and_an_engine_may_not() -> None:
+def test_a_group_can_span_machines_and_an_engine_cannot() -> None:
     demand = Demand(trainers=0, engines=4, tensor_parallel=2)
     plan = place([("a", 4), ("b", 4)], demand, "devices")
     assert [[machine for machine, _ in engine] for engine in plan.engines] == [[0, 0], [0, 0], [1, 1], [1, 1]]
 
 
-def test_a_text_in_the_place_of_a_number_is_refused_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_instead_of_a_number_is_refused_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Argument types are checked by megarl where vLLM is not installed."""
     monkeypatch.setattr("megarl.engines.vllm.args.fields", dict)
     with pytest.raises(RecipeError, match="it must be a number"):

@@ -39,12 +39,12 @@ def test_refusals(overrides: list[str], key: str, words: str) -> None:
     assert caught.value.key == key and words in str(caught.value), str(caught.value)
 
 
-def test_demonstrations_are_not_judged() -> None:
+def test_a_judge_is_refused_with_demonstrations() -> None:
     with pytest.raises(RecipeError, match=r"train\.source is 'sft'"):
         load_recipe(ROOT / "recipes" / "quickstart_sft.yaml", ASKED)
 
 
-def test_the_base_recipe_lacks_a_model_alone() -> None:
+def test_the_base_recipe_lacks_only_a_model() -> None:
     from megarl.recipe.judge import JudgeConfig
     from megarl.rollout.judge.verdicts import JudgeTemplate
 
@@ -71,7 +71,7 @@ class TestItsModelAndQuestion:
         return prepared
 
     @pytest.mark.parametrize("evaluation", [False, True])
-    def test_what_can_be_asked_passes_and_what_cannot_is_named(self, prepare, evaluation: bool) -> None:
+    def test_valid_judge_prompts_are_accepted_and_invalid_ones_named(self, prepare, evaluation: bool) -> None:
         prepare("judge.engine_args.max_num_seqs=4", evaluation=evaluation)
         with pytest.raises(RecipeError, match=r"(?s)no attribute 'solution'.*correct the template") as caught:
             prepare("judge.prompt='{{ response }} {{ extra_info.solution }}'", evaluation=evaluation)
@@ -105,7 +105,7 @@ class TestItsModelAndQuestion:
         with pytest.raises(RecipeError, match="the directory does not exist"):
             prepare(f"judge.path={tmp_path}/nowhere")
 
-    def test_a_context_that_the_judge_does_not_have(self, prepare) -> None:
+    def test_prompts_longer_than_the_judges_context_are_refused(self, prepare) -> None:
         """The tiny model has a context of 512 tokens = 448 + 64."""
         with pytest.raises(
             RecipeError, match=r"judge\.max_tokens = 65 the judge needs 513 tokens, and its context is 512"
@@ -113,7 +113,7 @@ class TestItsModelAndQuestion:
             prepare("judge.max_tokens=65")
         prepare("judge.max_tokens=65", "judge.engine_args.hf_overrides={max_position_embeddings: 1024}")
 
-    def test_what_may_not_fit_is_refused_with_the_arithmetic(self, prepare) -> None:
+    def test_prompts_that_may_exceed_the_limit_are_refused_with_the_arithmetic(self, prepare) -> None:
         """The quickstart's prompts are 64 tokens at most, its responses 48."""
         both = "judge.prompt='{{ prompt }} {{ response }}'"
         with pytest.raises(RecipeError) as caught:

@@ -46,7 +46,7 @@ def test_all_errors_of_values_are_raised_together() -> None:
     assert caught.value.key == KEYS[0] and caught.value.origin == "command line"
 
 
-def test_a_single_error_keeps_its_block() -> None:
+def test_a_single_error_is_raised_unchanged() -> None:
     with pytest.raises(RecipeError) as caught:
         load_recipe(QUICKSTART, ["train.steps=0"])
     lines = [
@@ -60,14 +60,14 @@ def test_a_single_error_keeps_its_block() -> None:
 
 
 @pytest.mark.parametrize("command", ["train", "plan", "doctor"])
-def test_every_command_shows_all_errors_of_values(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_prints_all_errors_of_values(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, text = output_of(command, VALUES, capsys)
     assert status == 2 and text.count("\n  key    ") == 4 and text.rstrip().endswith("4 errors")
     assert all(f"\n  key    {key} = " in text for key in KEYS)
 
 
 @pytest.mark.parametrize("command", ["train", "plan", "doctor"])
-def test_every_command_shows_errors_of_settings_and_models(
+def test_every_command_prints_errors_of_settings_and_models(
     command: str, quickstart_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An unknown argument of the engine, and a context that the model does not have."""
@@ -107,13 +107,13 @@ def test_an_unreadable_model_is_the_only_error_of_the_model(quickstart_data: Pat
         (["algorithm.modules=[no_such_module_of_mine]", "algorithm.loss=theirs"], "algorithm.modules"),
     ],
 )
-def test_consequences_of_an_error_are_left_out(given: list[str], key: str) -> None:
+def test_consequences_of_an_error_are_omitted(given: list[str], key: str) -> None:
     with pytest.raises(RecipeError) as caught:
         load_recipe(QUICKSTART, given)
     assert caught.value.key == key and not isinstance(caught.value, RecipeErrors), str(caught.value)
 
 
-def test_plan_reports_what_is_not_on_this_machine(tmp_path: Path) -> None:
+def test_plan_reports_files_missing_on_this_machine(tmp_path: Path) -> None:
     recipe = load_recipe(ROOT / "recipes" / "grpo_qwen3_8b.yaml", [f"runs_dir={tmp_path}"])
     result = survey(recipe, Available(recipe_file=ROOT / "recipes" / "grpo_qwen3_8b.yaml"))
     assert not result.errors and result.stages == ["settings", "model", "data"]
@@ -128,7 +128,7 @@ class TestIndependent:
         second = RecipeError("actor.mini_batches", "data.prompts_per_step = 0 does not divide", "choose a divisor")
         assert independent([first, second]) == [first] and independent([second, first]) == [second]
 
-    def test_keys_are_compared_as_a_whole(self) -> None:
+    def test_keys_are_compared_by_whole_sections(self) -> None:
         first = RecipeError("train.save_every", "wrong", "change it")
         second = RecipeError("train.save", "wrong", "change it")
         section = RecipeError("train", "wrong", "change it")

@@ -76,13 +76,13 @@ def prepared(quickstart_data: Path, teacher: Path, *more: str) -> None:
     )  # fmt: skip
 
 
-def test_a_teacher_with_other_tokens_is_refused(quickstart_data: Path, other_family: Path) -> None:
+def test_a_teacher_with_a_different_tokenizer_is_refused(quickstart_data: Path, other_family: Path) -> None:
     prepared(quickstart_data, quickstart_data / "model")
     with pytest.raises(ValueError, match=r"'7' has id \d+ in the former and has id \d+ in the latter.*of one family"):
         prepared(quickstart_data, other_family)
 
 
-def test_a_teacher_may_have_more_tokens(quickstart_data: Path, tmp_path: Path) -> None:
+def test_a_teacher_can_have_more_tokens(quickstart_data: Path, tmp_path: Path) -> None:
     larger = tmp_path / "larger"
     shutil.copytree(quickstart_data / "model", larger)
     file = larger / "tokenizer.json"
@@ -95,7 +95,7 @@ def test_a_teacher_may_have_more_tokens(quickstart_data: Path, tmp_path: Path) -
         check_same_tokens(large, small)
 
 
-def test_what_is_wrong_with_its_files_names_the_teachers_key(quickstart_data: Path, tmp_path: Path) -> None:
+def test_errors_of_the_teachers_files_and_settings_name_its_keys(quickstart_data: Path, tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as caught:
         prepared(quickstart_data, tmp_path / "nowhere")
     assert caught.value.key == "teacher.path"

@@ -41,25 +41,25 @@ def row_of(path: Path) -> Row:
 
 @pytest.mark.parametrize("check", HELD, ids=lambda check: check.__name__.removeprefix("test_"))
 @pytest.mark.parametrize("path", PATHS, ids=IDS)
-def test_what_holds_of_every_recipe(path: Path, check: Callable[[Row], None]) -> None:
+def test_cuda_recipes_pass_the_checks_of_all_recipes(path: Path, check: Callable[[Row], None]) -> None:
     check(row_of(path))
 
 
 @pytest.mark.parametrize("path", PATHS, ids=IDS)
-def test_it_is_for_gpus_that_the_table_of_devices_knows(path: Path) -> None:
+def test_the_hardware_is_in_the_table_of_devices(path: Path) -> None:
     recipe = load_recipe(path)
     assert recipe.cluster.device == "cuda" and offloads(recipe)
     device = device_named(DEVICES_OF[row_of(path).hardware])
     assert device.kind == "cuda" and device.per_node == row_of(path).per_node
 
 
-def test_there_is_one_for_each_size() -> None:
+def test_each_model_size_has_a_recipe() -> None:
     assert {row_of(path).shape for path in PATHS} == {"Qwen3-8B", "Qwen3-30B-A3B", "DeepSeek-V3"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS, ids=IDS)
-def test_it_fits_its_hardware(path: Path) -> None:
+def test_the_recipe_fits_its_hardware(path: Path) -> None:
     """Five GiB remain for memory that a plan does not count: contexts, communicators and graphs."""
     memory = device_named(DEVICES_OF[row_of(path).hardware]).memory - 5
     command = [sys.executable, "-m", "megarl", "plan", str(path), "--memory", str(memory), "--json"]

@@ -34,7 +34,7 @@ def settings(recipe: dict[str, str], required: dict[str, Requirement] | None = N
     return RoleSettings("engines", {"A": "own", "B": "own"}, recipe, required or {})
 
 
-def test_the_shell_comes_before_the_recipe_and_the_recipe_before_defaults() -> None:
+def test_the_shell_overrides_the_recipe_and_the_recipe_defaults() -> None:
     environment = settings({"A": "recipe", "C": "recipe"}).environment({"C": "shell", "D": "shell"})
     assert environment == {"A": "recipe", "B": "own", "C": "shell"}
     notices = settings({"A": "recipe"}).notices({"A": "shell", "B": "own"})
@@ -73,7 +73,7 @@ def of(*overrides: str) -> Any:
     return load_recipe(RECIPES / "quickstart.yaml", [f"cluster.environment.{override}" for override in overrides])
 
 
-def test_roles_have_their_own_variables() -> None:
+def test_roles_have_separate_variables() -> None:
     recipe = of("all.A=1", "all.B=b", "trainers.A=2", "engines.C=3")
     assert variables(recipe.cluster.environment, "trainers") == {"A": "2", "B": "b"}
     assert variables(recipe.cluster.environment, "engines") == {"A": "1", "B": "b", "C": "3"}
@@ -102,7 +102,7 @@ def test_names_and_values_are_checked(override: str, message: str | None) -> Non
     assert "secret" not in message or "'x'" not in str(raised.value), "the secret's value is not printed"
 
 
-def test_names_that_merely_contain_a_word_for_secrets_are_taken() -> None:
+def test_names_that_contain_a_word_for_secrets_are_accepted() -> None:
     assert variables(of("all.TOKENIZERS_PARALLELISM=0").cluster.environment, "engines") == {
         "TOKENIZERS_PARALLELISM": "0"
     }
@@ -170,14 +170,14 @@ def test_tokens_of_a_rank(engine_args: dict[str, Any], tokens: int) -> None:
     assert buffer is not None and f" x {tokens} tokens x 256 ranks" in buffer.arithmetic
 
 
-def test_engines_that_spread_no_experts_need_no_buffer() -> None:
+def test_engines_without_spread_experts_need_no_buffer() -> None:
     assert dispatch_buffer(read("DeepSeek-V3"), spec_of(expert_parallel=False, data_parallel=1)) is None
     assert dispatch_buffer(read("Qwen3-8B"), spec_of()) is None
     small = required_environment(spec_of(engine_args={"max_num_seqs": 16}), "npu", read("DeepSeek-V3"))
     assert small == {}, "HCCL's default is enough"
 
 
-def test_a_run_says_and_sets_the_buffer(tmp_path: Path) -> None:
+def test_a_run_sets_the_buffer_with_a_notice(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(read("DeepSeek-V3")))
     recipe = load_recipe(DEEPSEEK, [f"model.path={tmp_path}"])
     (notice,) = (
@@ -212,7 +212,7 @@ def test_plan_and_doctor_show_the_buffer(tmp_path: Path) -> None:
     assert finding.status == "FAIL" and "240 MB" in finding.text
 
 
-def test_plan_counts_the_buffers_that_a_run_inherits_from_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_counts_buffers_inherited_from_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trainers have 400 MiB a communicator without the variable, 2 x 500 with it; engines that need 240 MB keep theirs if the
     shell has less."""
     from megarl.commands.plan.count.libraries import counted_libraries
@@ -252,7 +252,7 @@ def test_plan_refuses_the_same_variables_as_a_deterministic_run() -> None:
         environment_of(recipe, {"rollout": read("Qwen3-8B")}, device_named("910C"))
 
 
-def test_torch_reads_the_neutral_name_of_the_allocator_first() -> None:
+def test_the_neutral_allocator_variable_has_precedence() -> None:
     variables = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     shell = {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}
     role = RoleSettings("trainers", variables)

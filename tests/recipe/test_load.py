@@ -109,7 +109,7 @@ def test_refusals_name_key_and_remedy(folder: Path, override: str, key: str, wor
     assert "\n" in str(error) and "Traceback" not in str(error)
 
 
-def test_refusals_name_the_file_that_is_to_blame(folder: Path) -> None:
+def test_errors_name_the_file_of_the_wrong_value(folder: Path) -> None:
     (folder / "base" / "lr.yaml").write_text("rollout: {temperature: -2}\n")
     assert refused(folder).origin == str(folder / "base" / "lr.yaml")
     assert refused(folder, "rollout.temperature=-1").origin == "command line"
@@ -136,7 +136,7 @@ def test_trainers_offload_where_engines_share_their_devices(folder: Path, overri
     assert offloads(load_recipe(folder / "recipe.yaml", overrides)) is expected
 
 
-def test_offload_follows_the_device_that_auto_resolves_to(folder: Path) -> None:
+def test_offload_follows_the_device_chosen_by_auto(folder: Path) -> None:
     recipe = load_recipe(folder / "recipe.yaml")
     assert (offloads(recipe, "cuda"), offloads(recipe, "cpu")) == (True, False)
 
@@ -149,7 +149,7 @@ def test_combinations_that_would_be_ignored_are_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("override", ["samples=2", "ks=[]", "temperature=0.5", "top_p=0.9", "greedy=true"])
-def test_how_to_sample_says_nothing_where_an_evaluation_is_a_loss(folder: Path, override: str) -> None:
+def test_sampling_settings_are_refused_if_the_evaluation_is_a_loss(folder: Path, override: str) -> None:
     sft = ["train.source=sft", "algorithm.loss=sft", "data.eval_files=[x.jsonl]", "evaluation.every=5"]
     load_recipe(folder / "recipe.yaml", [*sft, "evaluation.limit=3", "evaluation.at_start=true"])
     error = refused(folder, *sft, f"evaluation.{override}")
@@ -200,7 +200,7 @@ def test_shipped_recipes_load(path: Path) -> None:
     load_recipe(path)
 
 
-def test_a_switch_is_no_number(folder: Path) -> None:
+def test_a_boolean_is_not_a_number(folder: Path) -> None:
     """A number is not a switch: with verl's expert_parallel_size, 8 would be read as true and give another layout."""
     with pytest.raises(
         RecipeError, match=r"rollout\.expert_parallel = 8[\s\S]*a switch, not a number[\s\S]*true or false"
@@ -222,7 +222,7 @@ def test_choices_are_spelled_as_in_a_recipe(folder: Path, override: str, choices
     assert "True" not in str(error) and choices.replace(", ", " | ") in error.remedy
 
 
-def test_a_list_of_one_needs_no_brackets(folder: Path) -> None:
+def test_a_single_value_becomes_a_list(folder: Path) -> None:
     (folder / "one.yaml").write_text(
         "data: {mix: {easy: {files: a.jsonl}}, eval_files: b.jsonl}\nlora: {targets: q_proj}\n"
     )

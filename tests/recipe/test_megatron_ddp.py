@@ -62,7 +62,7 @@ def test_refused_before_a_process_starts(ddp: dict[str, Any], megatron: dict[str
         check(recipe_of(ddp, **megatron))
 
 
-def test_adapters_and_images_have_weights_without_gradients() -> None:
+def test_overlap_is_refused_with_adapters_and_images() -> None:
     with pytest.raises(RecipeError, match=r"image encoder without gradients"):
         check(recipe_of(BOTH), VISION)
     recipe = recipe_of(BOTH)
@@ -71,11 +71,11 @@ def test_adapters_and_images_have_weights_without_gradients() -> None:
         check(recipe)
 
 
-def test_what_is_driven_is_taken() -> None:
+def test_supported_fields_are_accepted() -> None:
     check(recipe_of({**BOTH, "align_param_gather": True, "bucket_size": 1000, "pad_buckets_for_high_nccl_busbw": True}))
 
 
-def test_a_critics_own() -> None:
+def test_the_critics_ddp_fields_are_checked() -> None:
     recipe = recipe_of({})
     recipe.algorithm.advantage = "gae"
     recipe.critic.megatron.ddp = {"nccl_ub": True}
@@ -85,7 +85,7 @@ def test_a_critics_own() -> None:
         check_extra_names(recipe_of({"bucket_sise": 2}), "critic.megatron")
 
 
-def test_every_field_of_megatrons_is_driven_or_refused_with_its_reason() -> None:
+def test_every_field_of_megatron_is_supported_or_refused_with_a_reason() -> None:
     """A new field of Megatron fails here until megarl supports or refuses it."""
     from megatron.core.distributed import DistributedDataParallelConfig
 
@@ -99,7 +99,7 @@ def test_every_field_of_megatrons_is_driven_or_refused_with_its_reason() -> None
     }  # fmt: skip
 
 
-def test_misspelt_field_is_not_called_one_of_fsdp() -> None:
+def test_misspelled_field_gets_a_suggestion() -> None:
     with pytest.raises(RecipeError, match=r"no such field[\s\S]*did you mean overlap_grad_reduce\?"):
         validate(recipe_of({"overlap_grad_reduse": True}))
     assert "overlap_param_gather" in (refusal_of_ddp("zzz") or ("", ""))[1]
@@ -123,7 +123,7 @@ def test_defaults_follow_the_device() -> None:
     assert ddp_settings(adapters, with_images=False) == {}
 
 
-def test_a_plan_says_it() -> None:
+def test_a_plan_notes_overlap() -> None:
     assert ddp_notice(recipe_of({}, "npu"), with_images=False) is None
     message = (
         "Trainers overlap communication and computation: megatron.ddp overlap_grad_reduce and overlap_param_gather"
@@ -136,7 +136,7 @@ FUSED = ("moe_permute_fusion", "moe_router_fusion", "apply_rope_fusion")
 
 
 @pytest.mark.parametrize("name", FUSED)
-def test_fused_kernels_are_refused_where_they_cannot_be(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_kernels_are_refused_without_transformer_engine(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without this check, Megatron raises the error in every trainer process."""
 
     def check_on(device: str, value: bool = True) -> None:

@@ -6,7 +6,7 @@ from megarl.recipe.paths import with_absolute_paths
 from megarl.recipe.schema import Recipe
 
 
-def test_what_is_given_becomes_absolute_and_what_is_not_stays_away(monkeypatch, tmp_path: Path) -> None:
+def test_set_paths_become_absolute_and_unset_paths_stay_none(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/me")
     recipe = Recipe(runs_dir="runs")

@@ -50,12 +50,12 @@ def test_auto_follows_the_device_and_determinism(device, seeded, deterministic, 
     assert seeds_notice(recipe) is None, "nothing is sampled"
 
 
-def test_a_run_says_it_once() -> None:
+def test_a_run_has_one_notice() -> None:
     notices = environment_notices(recipe_of("cpu", False), CPUPlatform())
     assert len([notice for notice in notices if "rollout.seeded" in notice]) == 1
 
 
-def test_the_key_takes_a_word_or_a_switch(tmp_path) -> None:
+def test_the_key_accepts_auto_or_a_boolean(tmp_path) -> None:
     base = ["model.path=/m", "data.train_files=[a.parquet]"]
     file = tmp_path / "r.yaml"
     file.write_text("rollout: {seeded: false}\n")
@@ -66,7 +66,7 @@ def test_the_key_takes_a_word_or_a_switch(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("seeded", [True, False])
-def test_requests_carry_seeds_as_the_recipe_says(seeded: bool) -> None:
+def test_requests_have_seeds_if_the_recipe_sets_them(seeded: bool) -> None:
     recipe = recipe_of("cpu", seeded)
     recipe.data.prompts_per_step = recipe.train.steps = 2
     recipe.rollout.samples_per_prompt = 2
@@ -92,13 +92,13 @@ def test_requests_carry_seeds_as_the_recipe_says(seeded: bool) -> None:
     assert [request.seed is not None for request in submitted] == [seeded] * 2
 
 
-def test_no_seed_is_made_of_none() -> None:
+def test_seeds_derived_from_none_are_none() -> None:
     request = GenerationRequest(3, Prompt("p", (1,), "", "x"), Sampling(2, 4), seed=None, with_greedy=True)
     assert [part.seed for part in _single_requests(request)] == [None] * 3
     assert turn_seed(None, 2) is None
 
 
-def test_a_judge_without_seeds(monkeypatch) -> None:
+def test_a_judge_without_a_run_seed_sends_no_seeds(monkeypatch) -> None:
     calls: list[GenerationRequest] = []
 
     def generate(requests: list[GenerationRequest], finished: Any) -> None:

@@ -84,7 +84,7 @@ def test_engines_can_cut_the_model(row: Row) -> None:
 
 
 @EACH
-def test_weights_of_an_engines_rank_fit_its_device(row: Row) -> None:
+def test_weights_of_an_engine_rank_fit_its_device(row: Row) -> None:
     """671 billion parameters on 16 devices: the run would end when its engines load."""
     recipe, model = load_recipe(row.path), text_fields(published.read(row.shape))
     if recipe.train.source != "rollout":
@@ -140,7 +140,7 @@ def test_config_has_the_published_size(name: str) -> None:
     assert parameters(published.read(name)) / 1e9 == pytest.approx(PUBLISHED[name], rel=0.02)
 
 
-def test_the_quickstarts_model_is_the_one_that_is_made(quickstart_data: Path) -> None:
+def test_the_quickstarts_config_equals_the_generated_one(quickstart_data: Path) -> None:
     """The copy of the quickstart's config equals the generated one; plans and rehearsals use the copy."""
     config = json.loads((quickstart_data / "model" / "config.json").read_text())
     assert published.read("quickstart") == config
@@ -172,7 +172,7 @@ def expert_parameters(config: dict[str, int]) -> float:
     return layers * number_of_experts(config) * 3 * config["hidden_size"] * config.get("moe_intermediate_size", 0)
 
 
-def test_flops_are_known_of_each() -> None:
+def test_flops_of_each_model_can_be_counted() -> None:
     """perf/mfu needs the FLOPs of every recipe's model."""
     assert all(model_flops(published.read(name)) is not None for name in published.names())
 

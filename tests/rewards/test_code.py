@@ -71,7 +71,7 @@ def test_calls(program: str, passed: int) -> None:
 
 
 @needs_sandbox
-def test_results_that_some_data_sets_put_into_a_list_of_one() -> None:
+def test_results_in_a_list_of_one_are_unwrapped() -> None:
     raw = {"inputs": [[[3, 1]]], "outputs": [[[1, 3]]], "fn_name": "order"}
     assert score("def order(xs):\n    return tuple(sorted(xs))", raw).value == 1
     first = {"inputs": [[[3, 1]]], "outputs": [[1, 3]], "fn_name": "order"}
@@ -94,14 +94,14 @@ def test_statements(program: str, passed: int) -> None:
 
 
 @needs_sandbox
-def test_tests_do_not_touch_each_other() -> None:
+def test_tests_are_isolated_from_each_other() -> None:
     """A program finds no files of its previous test."""
     program = "import os\nprint(os.path.exists('/tmp/note'))\nopen('/tmp/note', 'w').write('x')"
     assert score(program, {"inputs": [""] * 6, "outputs": ["False"] * 6}).value == 1
 
 
 @needs_sandbox
-def test_after_three_timeouts_the_rest_is_not_run() -> None:
+def test_after_three_timeouts_the_remaining_tests_are_skipped() -> None:
     """Otherwise a hundred tests of an endless loop hold a scorer for minutes. Four run at a time."""
     limits = sandbox.Limits(cpu_seconds=0.2, wall_seconds=20)
     got = grade(request("while True: pass", {"inputs": [""] * 40, "outputs": [""] * 40}), False, limits)
@@ -131,7 +131,7 @@ def test_the_recipes_limits_and_packages_hold_in_a_run() -> None:
 
 
 @needs_sandbox
-def test_a_package_that_is_not_there_is_refused_before_a_run_starts() -> None:
+def test_a_missing_package_is_refused_before_a_run_starts() -> None:
     scorer = rewards.find("code_all", rewards.ScorerSettings(sandbox=SandboxConfig(packages=["no-such-package"])))
     assert scorer.prepare is not None
     with pytest.raises(ValueError, match="'no-such-package', which is not installed"):
@@ -146,13 +146,13 @@ def test_the_recipes_limits_are_the_sandboxs() -> None:
 
 
 @needs_sandbox
-def test_all_or_nothing_ends_at_the_first_failure() -> None:
+def test_all_or_nothing_scoring_stops_after_the_first_failure() -> None:
     got = grade(request("print(input())", {"inputs": ["1"] * 40, "outputs": ["2"] + ["1"] * 39}), True)
     assert got["score"] == 0 and got["passed"] == 3
 
 
 @needs_sandbox
-def test_the_last_block_counts_and_prose_is_no_program() -> None:
+def test_the_last_code_block_counts_and_prose_scores_zero() -> None:
     truth = {"inputs": [""], "outputs": ["2"]}
     two = "```python\nprint(1)\n```\nNo:\n```python\nprint(2)\n```"
     assert grade(ScoreRequest(two, truth, "apps"), False)["score"] == 1
@@ -164,7 +164,7 @@ def test_the_last_block_counts_and_prose_is_no_program() -> None:
 
 
 @pytest.mark.parametrize("truth", ["[]", "3", {}, {"inputs": [], "outputs": []}, {"inputs": ["1"], "outputs": []}, "{"])
-def test_a_broken_row_is_an_error_and_not_a_zero(truth: Any) -> None:
+def test_an_invalid_row_is_an_error_and_not_a_zero(truth: Any) -> None:
     with pytest.raises(rewards.RewardError, match="row 1"):
         score("print(1)", truth)
 

@@ -55,7 +55,7 @@ def test_nasty_cases(response: str, right: int, form: int) -> None:
 
 
 @pytest.mark.parametrize(("truth", "box", "right"), MATH, ids=lambda value: str(value)[:30])
-def test_the_answer_is_held_to_what_math_takes(truth: object, box: str, right: int) -> None:
+def test_answers_follow_the_rules_of_math(truth: object, box: str, right: int) -> None:
     """Units, percent, fractions, intervals, ...: the table of `math` holds here, too."""
     result = scored(rf"<think>x</think> so ${{}}\boxed{{{box}}}$.", truth)
     assert result.parts["accuracy"] == right and result.value == pytest.approx(0.9 * right + 0.1)
@@ -74,6 +74,6 @@ def test_a_million_characters(response: str) -> None:
 
 
 @pytest.mark.parametrize("truth", ["", "  ", None, True, ["5"]])
-def test_a_ground_truth_that_is_none_is_no_zero(truth: object) -> None:
+def test_an_invalid_ground_truth_is_an_error_and_not_a_zero(truth: object) -> None:
     with pytest.raises(RewardError, match="ground_truth"):
         scored(GOOD, truth)

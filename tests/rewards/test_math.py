@@ -50,7 +50,7 @@ def scored(name: str, response: str, truth: object) -> Score:
         (r"}}}\boxed{5}}}}", "5"),
     ],
 )
-def test_the_last_box(text: str, expected: str | None) -> None:
+def test_last_boxed_returns_the_last_box(text: str, expected: str | None) -> None:
     assert last_boxed(text) == expected
 
 
@@ -121,7 +121,7 @@ def test_math(truth: object, box: str, expected: int) -> None:
     ],
     ids=lambda response: f"{response[:8]!r} {len(response)}",
 )
-def test_no_answer_is_wrong_and_found_to_be_so_in_time_linear_in_the_text(name: str, response: str) -> None:
+def test_a_response_without_an_answer_scores_zero_in_linear_time(name: str, response: str) -> None:
     scored(name, r"\boxed{1}", "5")  # imports
     began = time.process_time()
     result = scored(name, response, "5")
@@ -135,7 +135,7 @@ def test_a_row_without_a_usable_answer_is_an_error_not_a_zero(name: str, truth: 
         scored(name, r"\boxed{5}", truth)
 
 
-def test_a_number_without_end_is_ended() -> None:
+def test_an_endless_computation_ends_at_the_timeout() -> None:
     """sympy would compute 9^9^9^9 in C, where no signal arrives, and freeze a job. The sample fails without a score,
     and not as a wrong answer."""
     pool = scorer_pool(["math"], RewardConfig(processes=1, timeout=1.0, retries=0))

@@ -83,7 +83,7 @@ def test_a_broken_scorer_names_itself_the_row_and_the_cause(result, cause):
     assert "'mine'" in str(caught.value) and "'openai/gsm8k/17'" in str(caught.value) and cause in str(caught.value)
 
 
-def test_the_error_survives_the_way_between_processes():
+def test_reward_errors_can_be_pickled():
     with pytest.raises(RewardError) as caught:
         scored(None)
     again = copy.copy(caught.value)  # by the protocol that pickle uses
@@ -99,14 +99,14 @@ def test_each_data_source_gets_its_scorer():
     assert resolve("gsm8k", ["anything"])["anything"].name == "gsm8k"
 
 
-def test_unknown_names_are_refused_with_the_nearest_known_one():
+def test_unknown_names_are_refused_with_the_nearest_name():
     with pytest.raises(ValueError, match="'openai/gms8k'; did you mean 'openai/gsm8k'"):
         resolve(None, ["openai/gsm8k", "openai/gms8k"])
     with pytest.raises(ValueError, match="'gsm8'; did you mean 'gsm8k'"):
         resolve("gsm8", ["openai/gsm8k"])
 
 
-def test_a_pattern_yields_to_a_source_that_is_spelled_out(monkeypatch):
+def test_an_exact_source_has_precedence_over_a_pattern(monkeypatch):
     monkeypatch.setattr(base, "_scorers", {})
     monkeypatch.setattr(base, "_sources", {})
     scorer("years", sources=("aime*",))(lambda request: 0.0)
@@ -120,7 +120,7 @@ def test_a_pattern_yields_to_a_source_that_is_spelled_out(monkeypatch):
         scorer("years")(lambda request: 0.0)
 
 
-def test_a_function_of_the_users_own(tmp_path, monkeypatch):
+def test_a_user_function_is_a_scorer(tmp_path, monkeypatch):
     (tmp_path / "my_own_scorers.py").write_text(
         "def half(request):\n    return {'score': 0.5, 'length': len(request.response)}\n\n\n"
         "def two(response, truth):\n    return 0\n\n\nhalve = 3\n"

@@ -124,7 +124,9 @@ def score_of(service: Service, request: ScoreRequest = REQUEST, **settings: Any)
     return asyncio.run(score_awaited(find("remote", ScorerSettings(remote)), request))
 
 
-def test_what_is_sent_and_what_comes_back(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_request_has_all_fields_and_the_answer_becomes_a_score(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MY_TOKEN", SECRET)
     answer = {"score": 1, "accuracy": True, "answer": "4", "reason": "right", "steps": [[2, 0.25]]}
     service.answers = [Answer(answer), Answer(0.75)]
@@ -152,7 +154,7 @@ def test_what_is_sent_and_what_comes_back(service: Service, monkeypatch: pytest.
 @pytest.mark.parametrize(
     "bad", [Answer(drop=True), Answer(status=500), Answer(status=503), Answer(status=429), Answer(delay=0.6)]
 )
-def test_what_passes_is_asked_again(service: Service, bad: Answer) -> None:
+def test_temporary_failures_are_retried(service: Service, bad: Answer) -> None:
     service.answers = [bad, bad, Answer(0.25)]
     assert score_of(service, timeout=0.4) == Score(0.25)
     assert len(service.calls) == 3
@@ -167,7 +169,7 @@ def test_what_passes_is_asked_again(service: Service, bad: Answer) -> None:
         (Answer(b" " * 100, trickle=0.05), "no answer within 0.4 s"),  # of each byte there is news in time
     ],
 )
-def test_what_does_not_pass_fails_after_all_requests(service: Service, bad: Answer, cause: str) -> None:
+def test_a_persistent_failure_is_raised_after_all_attempts(service: Service, bad: Answer, cause: str) -> None:
     service.answers = [bad]
     with pytest.raises(RewardError) as raised:
         score_of(service, timeout=0.4, attempts=2)
@@ -189,7 +191,7 @@ def test_what_does_not_pass_fails_after_all_requests(service: Service, bad: Answ
         (Answer(status=204, body=b""), "it answered 204"),
     ],
 )
-def test_what_asking_again_would_not_mend_is_asked_once(service: Service, bad: Answer, cause: str) -> None:
+def test_permanent_failures_are_not_retried(service: Service, bad: Answer, cause: str) -> None:
     service.answers = [bad]
     with pytest.raises(RewardError) as raised:
         score_of(service)
@@ -206,21 +208,21 @@ def test_what_asking_again_would_not_mend_is_asked_once(service: Service, bad: A
         (None, "the score is None (NoneType), not a number"),
     ],
 )
-def test_answers_are_held_to_a_scorers_contract(service: Service, said: Any, cause: str) -> None:
+def test_invalid_answers_are_refused(service: Service, said: Any, cause: str) -> None:
     service.answers = [Answer(said)]
     with pytest.raises(RewardError) as raised:
         score_of(service)
     assert raised.value.cause == cause
 
 
-def test_an_answer_without_end_is_not_read(service: Service) -> None:
+def test_an_oversized_answer_is_not_read(service: Service) -> None:
     """A response that announces 1 GiB is cut off at the limit."""
     service.answers = [Answer(b" " * (4 << 20), headers={"content-length": str(1 << 30)})]
     with pytest.raises(RewardError, match="more than 1 MiB"):
         score_of(service)
 
 
-def test_the_wait_that_is_asked_for_is_kept(service: Service) -> None:
+def test_retry_after_is_respected_up_to_a_limit(service: Service) -> None:
     """The wait is a number of seconds or a date in whole seconds; one above the limit fails at once."""
     until = email.utils.formatdate(time.time() + 2, usegmt=True)
     service.answers = [
@@ -238,7 +240,7 @@ def test_the_wait_that_is_asked_for_is_kept(service: Service) -> None:
     assert time.monotonic() - began < 1
 
 
-def test_waits_grow_up_to_the_longest(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_grow_up_to_longest_wait(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random waits are at their maximum here: 0.1, 0.2 and 0.4, limited to 0.3."""
     monkeypatch.setattr("megarl.rewards.remote.random.uniform", lambda least, most: most)
     service.answers = [Answer(status=500)]
@@ -268,7 +270,7 @@ def test_connections_stay_open_and_samples_wait_together(service: Service) -> No
 
 
 @pytest.mark.parametrize("value", [None, "", "Bearer s3cr3t\n", "Bearer s3cr3t\r\nX: 1", "Bearer s3cr3té"])
-def test_a_headers_value_is_there_and_never_shown(
+def test_an_invalid_header_value_is_refused_and_never_printed(
     value: str | None, service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MY_TOKEN", raising=False)
@@ -281,9 +283,7 @@ def test_a_headers_value_is_there_and_never_shown(
     assert "s3cr3t" not in str(raised.value)
 
 
-def test_a_run_is_refused_before_it_starts_where_a_value_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_header_value_is_refused_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run is refused, and an unencrypted address gets a notice."""
     monkeypatch.delenv("MY_TOKEN", raising=False)
     (tmp_path / "recipe.yaml").write_text("model: {path: some/model}\n")
@@ -342,13 +342,15 @@ URL = "reward.remote.url=https://judge.example.com/score"
         ((*NAMED, URL, "reward.timeout=79"), "reward.timeout", "80 s: 3 requests x 20 s + 2 waits x 10 s"),
     ],
 )
-def test_what_is_refused(refused: Callable[..., RecipeError], overrides: tuple[str, ...], key: str, words: str) -> None:
+def test_invalid_remote_settings_are_refused(
+    refused: Callable[..., RecipeError], overrides: tuple[str, ...], key: str, words: str
+) -> None:
     error = refused(*overrides)
     assert error.key == key and words in str(error)
     assert "s3cr3t" not in str(error)
 
 
-def test_what_is_taken_with_a_notice(tmp_path: Path) -> None:
+def test_unencrypted_addresses_have_a_notice(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("model: {path: some/model}\n")
     reward = load_recipe(tmp_path / "recipe.yaml", (*NAMED, URL, "reward.timeout=80")).reward
     assert remote_notices(reward) == []

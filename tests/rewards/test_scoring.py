@@ -96,7 +96,7 @@ def test_waiting_in_a_queue_is_no_time_of_the_scorer(make: Callable[..., Process
     assert outcomes(make(timeout=0.5), ["slow"] * 32) == [(Score(1.0), 0)] * 32
 
 
-def test_what_fails_once_is_scored_and_the_attempt_counted(make: Callable[..., ProcessPool], tmp_path: Path) -> None:
+def test_a_retried_score_counts_its_retry(make: Callable[..., ProcessPool], tmp_path: Path) -> None:
     pool = make(retries=1)
     assert plain(pool.submit(NAMES[1], request(file=str(tmp_path / "once"))).result(10)) == (Score(1.0), 1)
 
@@ -110,14 +110,14 @@ def test_async_scorers_and_light_processes(make: Callable[..., ProcessPool]) -> 
     assert isinstance(score, Score) and not score.answer, score.answer
 
 
-def test_what_a_scorer_started_ends_with_it(make: Callable[..., ProcessPool], tmp_path: Path) -> None:
+def test_child_processes_of_a_scorer_end_with_it(make: Callable[..., ProcessPool], tmp_path: Path) -> None:
     file = tmp_path / "pid"
     result = make(timeout=0.5).submit(NAMES[0], request("child", file=str(file))).result(10)
     assert isinstance(result, Failed) and result.kind == "timeout"
     assert_gone({int(file.read_text())})
 
 
-def test_nothing_is_left_after_close(make: Callable[..., ProcessPool]) -> None:
+def test_close_ends_all_processes_and_pending_calls(make: Callable[..., ProcessPool]) -> None:
     pool = make(processes=3)
     assert outcomes(pool, [""]) == [(Score(1.0), 0)]
     hanging = pool.submit(NAMES[0], request("hang"))
@@ -146,7 +146,7 @@ time.sleep(1000)
 
 
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_nothing_is_left_when_the_owner_ends(ending: signal.Signals) -> None:
+def test_all_processes_end_with_their_owner(ending: signal.Signals) -> None:
     """A scorer hangs. Ctrl-C reaches the terminal's process group: the pool ends with its owner, not before."""
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -163,7 +163,7 @@ def test_nothing_is_left_when_the_owner_ends(ending: signal.Signals) -> None:
     assert_gone(processes)
 
 
-def test_the_end_of_the_fork_server_is_said(make: Callable[..., ProcessPool]) -> None:
+def test_the_end_of_the_fork_server_fails_pending_calls(make: Callable[..., ProcessPool]) -> None:
     pool = make(timeout=100.0)
     assert outcomes(pool, [""]) == [(Score(1.0), 0)]
     hanging = pool.submit(NAMES[0], request("hang"))

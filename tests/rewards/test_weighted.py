@@ -18,12 +18,12 @@ def term(label: str | None, weight: float = 1.0) -> Term:
     return Term(Scorer(str(label), lambda request: 0.0), weight, label)
 
 
-def test_one_scorer_is_as_it_was() -> None:
+def test_a_single_scorers_score_is_unchanged() -> None:
     score = Score(0.75, {"accuracy": 1.0, "steps": -0.25}, "7", ((2, 0.25), (6, -0.5)))
     assert combine([term(None)], [score]) is score
 
 
-def test_the_sum_and_its_parts() -> None:
+def test_scores_are_summed_by_weight_with_their_parts() -> None:
     """1 x 0.5 + 0.2 x 3 = 1.1. Accuracy and answer come from the first scorer that reports them."""
     scores = [Score(0.5, {"length": 4.0}), Score(3.0, {"accuracy": 1.0}, "7"), Score(1.0, {"accuracy": 0.0}, "8")]
     result = combine([term("a"), term("b", 0.2), term("c", -1e-9)], scores)
@@ -32,7 +32,7 @@ def test_the_sum_and_its_parts() -> None:
     assert result.parts == {**named, "accuracy": 1.0}
 
 
-def test_steps_are_weighted_and_those_that_end_together_are_one() -> None:
+def test_step_rewards_are_weighted_and_merged_at_equal_ends() -> None:
     """0.5 x (1 + 0.25 - 0.5) + 2 x (0 + 0.1): steps at 2 and 6, and at 6."""
     first = Score(0.75, {"steps": -0.25}, steps=((2, 0.25), (6, -0.5)))
     second = Score(0.1, {"steps": 0.1}, steps=((6, 0.1),))
@@ -44,7 +44,7 @@ def test_steps_are_weighted_and_those_that_end_together_are_one() -> None:
     assert outcome == pytest.approx(0.5 * 1.0), "what the scores earn at the end"
 
 
-def test_what_scores_each_source() -> None:
+def test_terms_of_each_source() -> None:
     by_source = terms_of(None, {}, ["openai/gsm8k", "aime24"])
     assert [[term.scorer.name for term in row] for row in by_source.values()] == [["gsm8k"], ["math_dapo"]]
     (single,) = terms_of("math", {}, ["x"])["x"]
@@ -69,7 +69,7 @@ def test_what_scores_each_source() -> None:
         (["reward.max_failed_share=1.5"], "reward.max_failed_share", "at most 1"),
     ],
 )
-def test_what_a_recipe_may_not_ask_for(tmp_path: Path, overrides: list[str], key: str, words: str) -> None:
+def test_invalid_weights_and_functions_are_refused(tmp_path: Path, overrides: list[str], key: str, words: str) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text("model: {path: some/model}\n")
     with pytest.raises(RecipeError) as caught:
@@ -77,7 +77,7 @@ def test_what_a_recipe_may_not_ask_for(tmp_path: Path, overrides: list[str], key
     assert caught.value.key.startswith(key) and words in str(caught.value)
 
 
-def test_a_scorer_that_lacks_what_it_needs_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scorer_that_cannot_be_prepared_is_refused_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def prepare() -> None:
         raise ModuleNotFoundError("No module named 'checker'")
 

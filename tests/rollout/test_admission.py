@@ -15,7 +15,7 @@ def group(number: int, version: int = 0) -> Group:
     return Group(number, f"row/{number}", "test", version, [])
 
 
-def test_synchronous_is_one_batch_a_version() -> None:
+def test_synchronous_admission_starts_one_batch_per_version() -> None:
     admission = Admission(4, 0, None, continuous=False)
     assert admission.capacity() == 0  # closed until a version is announced
     admission.version = 0
@@ -69,7 +69,7 @@ def test_continuous_replaces_at_once() -> None:
     assert admission.capacity() == 1
 
 
-def test_exhausted_batch_closes_short_and_the_next_is_whole() -> None:
+def test_exhausted_batch_closes_short_and_the_next_is_full() -> None:
     admission = Admission(4, 0, 2, continuous=False)
     admission.version = 0
     while not admission.closed:

@@ -74,7 +74,7 @@ class TestDivergence:
         )
 
     @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-    def test_it_is_zero_where_they_agree_and_nowhere_below(self, beta: float) -> None:
+    def test_divergence_is_zero_only_for_equal_distributions(self, beta: float) -> None:
         batch = distilling(0, [40])
         assert batch.reference_top_log_probs is not None and batch.top_log_probs is not None
         apart, _ = gkd(batch, settings(loss="gkd", distill_beta=beta))
@@ -86,7 +86,7 @@ class TestDivergence:
         # The divergence has its minimum here, so its gradient is zero.
         assert slope.abs().max() < 1e-12
 
-    def test_what_a_model_does_not_have_changes_nothing(self) -> None:
+    def test_impossible_tokens_do_not_change_the_divergence(self) -> None:
         teacher, policy = logs([[0.5, 0.25]]), logs([[0.25, 0.25]])
         none = torch.full((1, 1), IMPOSSIBLE, dtype=torch.float64)
         for beta in (0.0, 0.3, 1.0):
@@ -95,7 +95,7 @@ class TestDivergence:
             )
             torch.testing.assert_close(with_none, divergence(with_rest(teacher), with_rest(policy), beta))
 
-    def test_in_float32_a_whole_vocabulary_leaves_a_rest_that_is_no_nan(self) -> None:
+    def test_the_rest_of_a_whole_vocabulary_is_finite_in_float32(self) -> None:
         policy = torch.randn(50, 8).log_softmax(1).requires_grad_()
         teacher = torch.randn(50, 8).log_softmax(1)
         for beta in (0.0, 0.3, 1.0):
@@ -144,7 +144,7 @@ class TestGKD:
         parts = [objective(part_of(batch, part), config)[0] for part in ([3], [1, 0], [2])]
         torch.testing.assert_close(sum(parts), whole)
 
-    def test_masked_tokens_count_nowhere(self) -> None:
+    def test_excluded_tokens_have_no_effect(self) -> None:
         batch = distilling(3, [6, 8])
         config = settings(loss="gkd", reference="teacher", advantage="none")
         expected, metrics = objective(batch, config)
@@ -173,7 +173,7 @@ class TestGKD:
         assert policy.exp()[0].tolist() == pytest.approx([0.6, 0.2, 0.1, 0.1], abs=1e-6)
 
 
-def test_sampled_tokens_advantage_is_what_the_kl_takes() -> None:
+def test_on_policy_distillation_uses_the_kl_penalties_as_advantages() -> None:
     # Two samples; the second's first token is a prompt's. Outcomes of 5 and 7, and steps' rewards of 9, are not looked at.
     outcomes = TokenOutcomes(
         np.array([5.0, 7.0]),
@@ -186,7 +186,7 @@ def test_sampled_tokens_advantage_is_what_the_kl_takes() -> None:
     assert estimate(outcomes, settings()).tolist() == [-0.5, 0.25, 0.0, -1.0]
 
 
-def test_what_is_asked_of_whom() -> None:
+def test_reference_pass_and_teacher_follow_the_settings() -> None:
     start, teacher = settings(kl_coef=0.1), settings(kl_coef=0.1, reference="teacher")
     assert runs_reference_pass(start) and not needs_teacher(start)
     assert needs_teacher(teacher) and not runs_reference_pass(teacher)
@@ -217,7 +217,7 @@ def output(prompt_logprobs: Any) -> Any:
     return SimpleNamespace(prompt_token_ids=[4, 9, 2], prompt_logprobs=prompt_logprobs, outputs=[sample])
 
 
-def test_both_forms_of_vllms_prompt_log_probs() -> None:
+def test_both_forms_of_vllms_prompt_log_probs_are_read() -> None:
     """Token 9 is the second likeliest in its place, 2 is none of the two likeliest in its."""
     flat = Flat(start_indices=[0, 0, 3], token_ids=[9, 7, 9, 2, 1, 5], logprobs=[-0.9, -0.4, -0.9, -3.0, -0.2, -1.5])
     dicts = [
@@ -280,7 +280,7 @@ def group(number: int, samples: int) -> Group:
 
 
 @pytest.mark.parametrize("engines", [1, 2, 5])
-def test_every_sample_comes_back_with_what_was_said_of_it(engines: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_sample_has_its_teachers_scores(engines: int, monkeypatch: pytest.MonkeyPatch) -> None:
     created: list[Engine] = []
     monkeypatch.setattr(teacher_server.engines, "create", lambda name, spec: created.append(Engine()) or created[-1])
     spec: Any = SimpleNamespace(prompt_top_k=2)

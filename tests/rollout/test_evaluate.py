@@ -90,18 +90,18 @@ def evaluation_on(*engines: Engine) -> Any:
     return evaluate(recipe, problems, [EngineHandle(engine) for engine in engines], [0], lambda: None)  # type: ignore[arg-type]
 
 
-def test_an_engine_that_finishes_nothing_ends_the_evaluation() -> None:
+def test_an_engine_without_progress_ends_the_evaluation() -> None:
     with pytest.raises(
         RuntimeError, match=r"rollout\.timeout\); 3 are running, the oldest is problem 1 .*, on engine1"
     ):
         evaluation_on(Engine("engine0", silent=False), Engine("engine1", silent=True))
 
 
-def test_an_evaluation_may_take_long_as_long_as_problems_are_finished() -> None:
+def test_an_evaluation_with_progress_does_not_time_out() -> None:
     assert len(evaluation_on(Engine("engine0", silent=False)).groups) == 6
 
 
-def test_a_problem_that_could_not_be_scored_is_no_wrong_answer() -> None:
+def test_an_unscored_problem_is_not_a_wrong_answer() -> None:
     """Five of six answers are right and the sixth could not be scored: accuracy is 1, not 5/6."""
     result = evaluation_on(Engine("engine0", silent=False, pause=0.01, unscored=1))
     assert result.metrics["eval/pass@1"] == result.metrics["eval/rewards/mean"] == 1.0
@@ -109,6 +109,6 @@ def test_a_problem_that_could_not_be_scored_is_no_wrong_answer() -> None:
     assert "1 samples of 1 problems" in result.notices[0] and "its process was killed" in result.notices[0]
 
 
-def test_an_evaluation_that_mostly_could_not_be_scored_ends_the_run() -> None:
+def test_a_mostly_unscored_evaluation_ends_the_run() -> None:
     with pytest.raises(RuntimeError, match=r"4 of 6 problems of the evaluation .*'mine' failed on row"):
         evaluation_on(Engine("engine0", silent=False, pause=0.01, unscored=4))

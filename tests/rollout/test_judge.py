@@ -73,7 +73,7 @@ class TestNumbers:
             (r"good|(\d)", "3, good", None),  # the last match has no such group
         ],
     )
-    def test_what_is_no_finite_number_is_none(self, pattern: str, verdict: str, number: float | None) -> None:
+    def test_verdicts_without_a_finite_number_give_none(self, pattern: str, verdict: str, number: float | None) -> None:
         assert number_in(verdict, re.compile(pattern)) == number
 
 
@@ -92,7 +92,7 @@ class TestQuestions:
             ("one\nGrade {{ response", "line 2 of the template"),
         ],
     )
-    def test_what_cannot_be_asked(self, template: str, words: str) -> None:
+    def test_invalid_templates_are_refused(self, template: str, words: str) -> None:
         with pytest.raises(ValueError, match=re.escape(words)):
             JudgeTemplate(template)
 
@@ -104,7 +104,7 @@ class TestQuestions:
             "{{ response }}{{ extra_info.update(level=4) }}",  # the row is not the template's to change
         ],
     )
-    def test_what_a_row_lacks_or_a_template_may_not_do(self, template: str) -> None:
+    def test_missing_fields_and_unsafe_operations_are_refused(self, template: str) -> None:
         with pytest.raises(ValueError, match=r"judge\.prompt cannot be rendered: \w+"):
             JudgeTemplate(template).render(ROW, "4")
         assert ROW.extra_info == {"level": 3}
@@ -117,7 +117,7 @@ class TestQuestions:
         assert tokens.count(tokenizer.eos_id) == codec.tokens(ROW, "4").count(tokenizer.eos_id)
         assert tokenizer.break_added_tokens(f"4{end}") == f"4{end[0]} {end[1:]}"
 
-    def test_a_question_that_is_too_long_is_not_cut(self, quickstart_data: Path) -> None:
+    def test_an_overlong_question_is_refused(self, quickstart_data: Path) -> None:
         codec = JudgeCodec(load_tokenizer(quickstart_data / "model"), JudgeConfig(prompt="{{ response }}"))
         length = len(codec.tokens(ROW, "7 7 7 7"))
         codec.settings.max_prompt_length = length
@@ -140,12 +140,12 @@ class TestQuestions:
 
 
 class TestTerm:
-    def test_it_is_not_among_the_scorers(self) -> None:
+    def test_the_judge_is_not_a_scorer(self) -> None:
         assert [term.label for term in terms_of(None, {"judge": 0.5, "gsm8k": 1.0}, ["x"])["x"]] == ["gsm8k"]
         for function, functions in (("judge", {}), (None, {"judge": 2.0})):
             assert terms_of(function, functions, ["x"])["x"] == (Term(find("unscored")),)
 
-    def test_it_is_added_as_any_last_term(self) -> None:
+    def test_the_judgement_is_added_like_a_last_term(self) -> None:
         """0.7 + 0.5 x 0.8 = 1.1, the sum that `combine` gives for both terms together."""
         combined = combine([Term(find("gsm8k"), 1.0, "gsm8k")], [Score(0.7, {"accuracy": 1.0})])
         reward, parts = with_judgement(combined.value, combined.parts, 0.8, 0.5, right_from=0.9)
@@ -155,7 +155,7 @@ class TestTerm:
         )
         assert reward == whole.value == pytest.approx(1.1) and parts == whole.parts
 
-    def test_alone_it_is_the_reward(self) -> None:
+    def test_a_judgement_alone_is_the_reward(self) -> None:
         assert with_judgement(0.0, {}, 0.8, None, None) == (0.8, {})
         assert with_judgement(0.0, {}, 0.8, None, 0.8) == (0.8, {"accuracy": 1.0})
         assert with_judgement(0.0, {}, 0.8, 2.0, None) == (1.6, {"judge": 0.8})
@@ -201,7 +201,7 @@ class TestServer:
     def ask(self, server: JudgeServer, data: InlineData, prompt: Prompt = ROW) -> tuple[list[Verdict], list[str]]:
         return asyncio.run(self._ask(server, prompt, data))
 
-    def test_a_verdict_without_a_number_is_asked_for_again(self, serve: Any) -> None:
+    def test_a_verdict_without_a_number_is_sampled_again(self, serve: Any) -> None:
         """The first sample at once, the second at the second attempt, the third never."""
         server, engine = serve(
             lambda request, attempt: "Score: 8" if request.group == attempt else "hm", attempts=2, temperature=0.5
@@ -222,7 +222,7 @@ class TestServer:
         assert (first.sampling.n, first.sampling.temperature, first.sampling.max_tokens) == (1, 0.5, 512)
         assert first.sampling.stop_token_ids == server.codec.tokenizer.stop_ids
 
-    def test_what_cannot_be_asked_is_that_samples_failure(self, serve: Any) -> None:
+    def test_a_question_that_cannot_be_rendered_fails_only_its_sample(self, serve: Any) -> None:
         server, engine = serve(lambda request, attempt: "Score: 1", max_prompt_length=60)
         verdicts, _ = self.ask(server, InlineData(["a", "7 " * 60]))
         assert verdicts[0] == Verdict(0.1)
@@ -283,7 +283,7 @@ class TestService:
         service.submit([GenerationRequest(number, ROW, Sampling(2, 8), 0) for number in numbers])
         return [service.collect(number) for number in numbers]
 
-    def test_a_group_comes_once_it_has_been_judged(self) -> None:
+    def test_a_group_is_returned_after_its_verdicts(self) -> None:
         engine, (judge,), service, _ = self.around()
         (result,) = self.submit(service, 3)
         assert service.name == "engine0" and not judge.calls
@@ -300,7 +300,7 @@ class TestService:
         assert not judged.failures and judged.scoring_retries == 1 and judged.judge_seconds > 0
         assert [sample.reason for sample in vectors_of_it.get()] == ["gsm8k: a\njudge: so so", "gsm8k: b\njudge: fine"]
 
-    def test_groups_are_judged_as_they_come_by_the_engine_with_the_fewest(self) -> None:
+    def test_groups_go_to_the_judge_with_the_fewest_in_order_of_arrival(self) -> None:
         engine, (first, second), service, _ = self.around(judges=2)
         results = self.submit(service, 1, 2, 3)
         collects = {args[0]: future for method, args, future in engine.calls if method == "collect"}
@@ -310,7 +310,7 @@ class TestService:
         first.calls[1][2].set_result(([Verdict(1.0)], InlineData(["x"])))
         assert [result.done() for result in results] == [False, True, False], "none waits for another"
 
-    def test_a_sample_without_a_verdict_has_no_number(self) -> None:
+    def test_a_sample_without_a_verdict_has_reward_nan(self) -> None:
         engine, (judge,), service, _ = self.around()
         (result,) = self.submit(service, 3)
         engine.calls[1][2].set_result((group(3, 1.0, 1.0), vectors("a", "b")))
@@ -320,7 +320,7 @@ class TestService:
         assert judged.failures == (failure,) and judged.scoring_retries == 2
         assert judged.samples[0].reward == 1.25 and math.isnan(judged.samples[1].reward)
 
-    def test_what_could_not_be_scored_is_not_judged(self) -> None:
+    def test_an_unscored_group_is_not_judged(self) -> None:
         engine, (judge,), service, _ = self.around()
         (result,) = self.submit(service, 3)
         failure = SampleFailure("scorer 'gsm8k'", ROW.uid, "timeout", "too slow")
@@ -332,7 +332,7 @@ class TestService:
         )
 
     @pytest.mark.parametrize("whose", ["engine", "judge", "answer"])
-    def test_no_failure_leaves_anyone_waiting(self, whose: str) -> None:
+    def test_every_failure_ends_the_pending_result(self, whose: str) -> None:
         engine, (judge,), service, _ = self.around()
         (result,) = self.submit(service, 3)
         if whose == "engine":
@@ -366,11 +366,11 @@ class TestService:
         ):
             check()
 
-    def test_without_a_judge_nothing_is_around(self) -> None:
+    def test_without_a_judge_services_are_unchanged(self) -> None:
         services = [Later("engine0")]
         assert with_judge(recipe().judge, recipe(gsm8k=1.0).reward, services, [], print) == (services, print)
 
-    def test_other_calls_pass_and_nothing_is_kept(self) -> None:
+    def test_other_calls_pass_and_prompts_are_dropped(self) -> None:
         """Prompts are dropped with their groups; otherwise a long run would keep all rows."""
         engine, _, service, _ = self.around()
         service.engine.sleep()

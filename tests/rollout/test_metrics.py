@@ -86,7 +86,7 @@ def test_agent_loops_by_hand() -> None:
     }
 
 
-def test_a_source_has_the_figures_of_its_own_loops() -> None:
+def test_agent_figures_are_separate_for_each_source() -> None:
     tried = [TriedGroup(group("tools", *USES[:2]), True), TriedGroup(group("more/tools", *USES[2:]), True), *TRIED]
     figures = of_sampled(sampled_figures(tried))
     assert (figures["tools"]["agent/turns/mean"], figures["more/tools"]["agent/turns/mean"]) == (5.5, 4.5)
@@ -94,7 +94,7 @@ def test_a_source_has_the_figures_of_its_own_loops() -> None:
 
 
 @pytest.mark.parametrize("source", ["gsm8k", "openai/gsm8k", "a/agent", "rewards/mean", "", "two\nlines", "samples"])
-def test_names_are_told_apart_whatever_a_source_is_called(source: str) -> None:
+def test_metric_names_are_attributed_to_any_source_name(source: str) -> None:
     """Names of sources and of metrics contain slashes; each figure must be read back for its source."""
     metrics = sampled_figures([TriedGroup(group(source, *USES), True)])
     assert set(of_sampled({**metrics, "step": 1, "rollout/rewards/mean": 0.5, "agent/turns/mean": 1.0})) == {source}
@@ -104,7 +104,7 @@ def test_names_are_told_apart_whatever_a_source_is_called(source: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["eval/rewards/mean", "eval/pass@1", "eval/response_length/clip_ratio", "eval/loss"])
-def test_what_is_said_of_all_sources_is_no_sources(name: str) -> None:
+def test_metrics_of_all_sources_have_no_source(name: str) -> None:
     assert source_of(name) is None
 
 
@@ -114,7 +114,7 @@ def test_the_report_has_a_column_for_every_figure() -> None:
     assert figures == {column.figure for column in (*SAMPLED, *TOOLS)}
 
 
-def test_an_evaluation_says_it_of_each_of_several_sources() -> None:
+def test_an_evaluation_has_figures_of_each_of_several_sources() -> None:
     problems = [
         group("a", sample(1.0, 10, accuracy=1.0), sample(0.0, 20, accuracy=0.0)),
         group("a", sample(0.0, 10, accuracy=0.0), sample(0.0, 20, accuracy=0.0)),

@@ -53,7 +53,7 @@ def score_with(server: RolloutServer, function: Callable[[module.rewards.ScoreRe
     server.scoring.terms = {"test": (Term(module.rewards.Scorer("mine", function, in_process=True)),)}
 
 
-def test_rewards_of_steps_are_on_the_tokens_that_end_them(serve: Callable[[Engine], RolloutServer]) -> None:
+def test_step_rewards_are_on_the_tokens_that_end_them(serve: Callable[[Engine], RolloutServer]) -> None:
     """Places count the prompt's two tokens. Token 7 is a character; a step ends at the first and at the third."""
     server = serve(Engine())
     text = server.tokenizer.decode([7, 7, 7])
@@ -67,14 +67,14 @@ def test_rewards_of_steps_are_on_the_tokens_that_end_them(serve: Callable[[Engin
         assert group.greedy is not None and group.greedy.steps == ((2, 0.25), (4, -0.5))
 
 
-def test_a_step_that_ends_nowhere_fails_its_sample(serve: Callable[[Engine], RolloutServer]) -> None:
+def test_a_step_beyond_the_response_fails_its_sample(serve: Callable[[Engine], RolloutServer]) -> None:
     server = serve(Engine())
     score_with(server, lambda request: {"score": 1, "steps": [(9, 1)]})
     for group in run(server, requests(with_greedy=False)):
         assert "ends at character 9, and the response has 3" in str(group.failures[0])
 
 
-def test_a_sample_without_a_score_has_no_number_and_is_named(serve: Callable[[Engine], RolloutServer]) -> None:
+def test_a_failed_score_is_nan_with_a_named_failure(serve: Callable[[Engine], RolloutServer]) -> None:
     """The score is not replaced by zero, which would be learned. The greedy sample (5 tokens) fails twice, with its group."""
     server = serve(Engine())
 
@@ -92,7 +92,7 @@ def test_a_sample_without_a_score_has_no_number_and_is_named(serve: Callable[[En
         assert "ZeroDivisionError: no such luck" in failure.cause and group.scoring_retries == 1
 
 
-def test_a_scorer_in_processes_of_its_own(quickstart_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scorer_in_separate_processes(quickstart_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The recipe names the scorer; other processes import it, and it ends with the server, as in a run."""
     engine = Engine()
     monkeypatch.setattr(module.engines, "create", lambda name, spec: engine)
@@ -123,7 +123,9 @@ def run(server: RolloutServer, wave: list[GenerationRequest]) -> list[Group]:
     return asyncio.run(asyncio.wait_for(all_of_it(), timeout=20))
 
 
-def test_images_are_prepared_here(quickstart_data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_images_are_prepared_by_the_server(
+    quickstart_data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A prompt comes with a file; the engine receives pixels, also for the greedy sample, and siblings share them."""
     write_vl_model(tmp_path)
     write_processor(tmp_path)
@@ -157,7 +159,7 @@ def test_images_are_prepared_here(quickstart_data: Path, monkeypatch: pytest.Mon
     assert images[0] is first_vectors.images and images[-1] is first_vectors.images and images[1] is None
 
 
-def test_an_image_that_cannot_be_decoded_fails_its_group_alone(
+def test_a_damaged_image_fails_only_its_group(
     quickstart_data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A truncated file has a readable header; the missing data is noticed when the group is sampled."""
@@ -179,7 +181,7 @@ def test_an_image_that_cannot_be_decoded_fails_its_group_alone(
     assert not any(group.failures for group in good) and 0 not in {request.group for request in engine.requests}
 
 
-def test_groups_come_back_scored(serve: Callable[[Engine], RolloutServer]) -> None:
+def test_groups_are_returned_with_scores(serve: Callable[[Engine], RolloutServer]) -> None:
     engine = Engine()
     groups = run(serve(engine), requests(with_greedy=False))
     assert [request.group for request in engine.requests] == [0, 1, 2]

@@ -84,7 +84,7 @@ def test_a_wave_is_one_message_and_a_batch_is_in_admission_order() -> None:
 
 
 @pytest.mark.parametrize(("advantage", "expected"), [("grpo", False), ("remax", True)])
-def test_a_greedy_sample_is_asked_for_where_the_advantage_needs_it(advantage: str, expected: bool) -> None:
+def test_a_greedy_sample_is_requested_if_the_advantage_needs_it(advantage: str, expected: bool) -> None:
     service = FakeService()
     engines_source = source(service)
     engines_source.recipe.algorithm.advantage = advantage
@@ -127,7 +127,7 @@ def test_a_scorer_that_fails_is_raised() -> None:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_groups_that_could_not_be_scored_are_replaced_counted_and_named(dynamic: bool) -> None:
+def test_unscored_groups_are_replaced_counted_and_named(dynamic: bool) -> None:
     """Four of eight groups (rewards 0 and 1) have a sample without a reward, which counts neither as 0 nor as filtered."""
     service = FakeService()
     service.unscored = lambda number: number in (0, 2, 5, 6)
@@ -153,7 +153,7 @@ def test_groups_that_could_not_be_scored_are_replaced_counted_and_named(dynamic:
     assert "longer than 5 s (2 attempts)" in notice
 
 
-def test_a_scorer_that_fails_on_everything_ends_the_run_soon() -> None:
+def test_a_scorer_that_always_fails_ends_the_run() -> None:
     """More than half of the last eight: after the fifth group, in the second wave of four."""
     service = FakeService()
     service.unscored = lambda number: True
@@ -180,7 +180,7 @@ def test_a_failure_while_starting_replacements_is_raised() -> None:
         engines_source.take(4)
 
 
-def test_a_process_that_dies_meanwhile_is_raised() -> None:
+def test_a_process_death_is_raised_while_waiting() -> None:
     service = FakeService()
     service.silent = True
 
@@ -193,7 +193,7 @@ def test_a_process_that_dies_meanwhile_is_raised() -> None:
         engines_source.take(4)
 
 
-def test_engines_that_finish_nothing_are_named() -> None:
+def test_engines_without_progress_are_named() -> None:
     service = FakeService()
     service.silent = True
     engines_source = source(service)
@@ -202,7 +202,7 @@ def test_engines_that_finish_nothing_are_named() -> None:
         engines_source.take(4)
 
 
-def test_state_goes_on_where_it_was() -> None:
+def test_a_restored_source_continues_at_its_position() -> None:
     first = source(FakeService())
     first.admit(0)
     first.take(4)

@@ -91,12 +91,12 @@ def places(tokenizer: Tokenizer, tokens: Sequence[int], ends: Sequence[int]) -> 
 END, SPACE_AND_HALF, HALF_AND_DOT, AB = 256, 257, 258, 259
 
 
-def test_an_end_in_the_middle_of_a_token_is_that_token(tokenizers: dict[str, Tokenizer]) -> None:
+def test_an_end_within_a_token_maps_to_that_token(tokenizers: dict[str, Tokenizer]) -> None:
     tokens = [AB, ord("c"), AB]  # abcab
     assert places(tokenizers["byte_pairs"], tokens, [1, 2, 3, 4, 5]) == [0, 0, 1, 2, 2]
 
 
-def test_a_character_is_whole_with_its_last_byte(tokenizers: dict[str, Tokenizer]) -> None:
+def test_a_character_maps_to_the_token_of_its_last_byte(tokenizers: dict[str, Tokenizer]) -> None:
     """The emoji of four tokens is complete with the fourth; the space before another one with the token that begins
     this one, which its "." comes with."""
     tokenizer = tokenizers["byte_pairs"]
@@ -106,19 +106,19 @@ def test_a_character_is_whole_with_its_last_byte(tokenizers: dict[str, Tokenizer
     assert places(tokenizer, tokens, [4]) == [6], "what comes before need not be asked for"
 
 
-def test_special_tokens_are_not_where_a_step_ends(tokenizers: dict[str, Tokenizer]) -> None:
+def test_a_step_never_ends_at_a_special_token(tokenizers: dict[str, Tokenizer]) -> None:
     tokens = [END, ord("x"), END, END, *"é".encode(), END]
     assert places(tokenizers["byte_pairs"], tokens, [1, 2]) == [1, 5]
 
 
-def test_bytes_that_make_no_text(tokenizers: dict[str, Tokenizer]) -> None:
+def test_an_incomplete_character_maps_to_its_first_byte(tokenizers: dict[str, Tokenizer]) -> None:
     """A response cut off within an emoji ends in a replacement character at its first byte."""
     tokenizer = tokenizers["byte_pairs"]
     tokens = [ord("x"), *"😀".encode()[:3]]
     assert tokenizer.decode(tokens) == "x�" and places(tokenizer, tokens, [1, 2]) == [0, 1]
 
 
-def test_a_run_of_bytes_that_makes_no_text_until_it_is_whole(tokenizers: dict[str, Tokenizer]) -> None:
+def test_incomplete_byte_runs_map_to_the_completing_token(tokenizers: dict[str, Tokenizer]) -> None:
     """With byte fallback, the first byte of a second emoji invalidates the first emoji until the second is complete."""
     tokenizer = tokenizers["byte_fallback"]
     tokens = [2, *(7 + byte for byte in "😀😀".encode()), 3]  # the first word's space is dropped
@@ -128,7 +128,7 @@ def test_a_run_of_bytes_that_makes_no_text_until_it_is_whole(tokenizers: dict[st
 
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 200])
 @pytest.mark.parametrize("name", KINDS)
-def test_every_place_is_the_first_whose_text_is_the_wholes(
+def test_positions_equal_those_of_decoding_every_prefix(
     tokenizers: dict[str, Tokenizer], name: str, count: int
 ) -> None:
     """Compare with decoding every prefix of the response, for tokens in any order, many of them parts of characters.
@@ -152,9 +152,7 @@ def test_every_place_is_the_first_whose_text_is_the_wholes(
 
 
 @pytest.mark.parametrize("name", ["tiny", "sentencepiece"])
-def test_a_long_response_is_not_decoded_from_its_beginning_for_every_step(
-    tokenizers: dict[str, Tokenizer], name: str
-) -> None:
+def test_decoding_work_is_linear_in_the_response(tokenizers: dict[str, Tokenizer], name: str) -> None:
     """The test includes a tokenizer that drops the spaces at the start of a piece."""
     tokenizer, decoded = tokenizers[name], 0
 
@@ -173,6 +171,6 @@ def test_a_long_response_is_not_decoded_from_its_beginning_for_every_step(
     assert decoded < 20 * len(tokens)
 
 
-def test_what_tokens_say_may_depend_on_all_before_them() -> None:
+def test_tokens_that_decode_only_together_are_handled() -> None:
     """With this tokenizer, tokens make text only together."""
     assert tokens_at([1, 3], [1, 2, 3], "xyz", lambda tokens: "xyz" if len(tokens) > 2 else "?") == [2, 2]

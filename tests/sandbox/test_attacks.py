@@ -97,7 +97,7 @@ def attack_once(attack: Attack, around: dict[str, Any]) -> sandbox.Result:
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
-def test_an_attack_gets_nothing_and_leaves_nothing(attack: Attack, around: dict[str, Any]) -> None:
+def test_an_attack_fails_and_leaves_nothing(attack: Attack, around: dict[str, Any]) -> None:
     namespaces, before = process_namespaces(), shared_things()
     result = attack_once(attack, around)
     assert "BREACH" not in result.stdout, result
@@ -111,7 +111,7 @@ def test_an_attack_gets_nothing_and_leaves_nothing(attack: Attack, around: dict[
     assert shared_things() == before
 
 
-def test_names_are_attacks_of_their_own() -> None:
+def test_attack_names_are_unique() -> None:
     names = [attack.name for attack in ATTACKS]
     assert len(set(names)) == len(names) >= 50
 
@@ -126,13 +126,13 @@ def answers() -> dict[str, int]:
 @pytest.mark.parametrize(
     "call", [*CALLS, *(f"clone_new_{kind}" for kind in ["ns", "cgroup", "uts", "ipc", "user", "pid", "net"])]
 )
-def test_a_system_call_is_not_to_be_had(call: str, answers: dict[str, int]) -> None:
+def test_a_forbidden_system_call_is_refused(call: str, answers: dict[str, int]) -> None:
     if call not in answers:
         pytest.skip(f"{os.uname().machine} has no {call}")
     assert answers[call] in REFUSED, errno.errorcode.get(answers[call], "it worked")
 
 
-def test_runs_at_the_same_time_do_not_see_each_other() -> None:
+def test_concurrent_runs_are_isolated() -> None:
     """One run leaves a file, processes and a socket while the other looks for them."""
     from concurrent.futures import ThreadPoolExecutor
 

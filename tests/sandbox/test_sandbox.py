@@ -28,7 +28,7 @@ def test_output_errors_and_exit() -> None:
 
 
 @needs_sandbox
-def test_a_signal_is_told() -> None:
+def test_the_signal_of_a_program_is_reported() -> None:
     result = sandbox.run("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
     assert result.signal == 11 and result.limit is None
 
@@ -48,7 +48,7 @@ def test_input_of_some_megabytes_and_output_in_turn() -> None:
 
 
 @needs_sandbox
-def test_cpu_time_is_that_of_all_processes() -> None:
+def test_cpu_time_sums_all_processes() -> None:
     spin = (
         "import os, time\ndef spin():\n    end = time.process_time() + 0.3\n    while time.process_time() < end: pass\n"
     )
@@ -65,7 +65,7 @@ def test_memory_past_the_limit_is_a_memory_error() -> None:
 
 
 @needs_sandbox
-def test_what_programs_need_works() -> None:
+def test_ordinary_programs_run() -> None:
     """Threads, processes, deep recursion, files and asyncio work, since no list of allowed calls restricts them."""
     program = """
     import asyncio, multiprocessing, os, random, shutil, sqlite3, subprocess, sys, tempfile, threading, time
@@ -89,13 +89,13 @@ def test_what_programs_need_works() -> None:
 
 
 @needs_sandbox
-def test_the_same_program_does_the_same_again() -> None:
+def test_runs_are_deterministic() -> None:
     program = "print(list({str(n) for n in range(50)}), hash('x'))"
     assert sandbox.run(program).stdout == sandbox.run(program).stdout
 
 
 @needs_sandbox
-def test_packages_are_shown_by_name_with_what_they_need() -> None:
+def test_named_packages_are_visible_with_their_dependencies() -> None:
     assert sandbox.run("import numpy; print(numpy.arange(4).sum())", packages=["numpy"]).stdout == "6\n"
     assert "ModuleNotFoundError" in sandbox.run("import numpy").stderr
     rich = sandbox.run("import rich, pygments; print(1)", packages=["rich"])  # rich needs pygments
@@ -105,7 +105,7 @@ def test_packages_are_shown_by_name_with_what_they_need() -> None:
 
 
 @needs_sandbox
-def test_many_at_once() -> None:
+def test_many_concurrent_runs_keep_their_results() -> None:
     """Parallel runs have separate exit codes and results, and leave no descriptor open."""
     before = len(os.listdir("/proc/self/fd"))
     with ThreadPoolExecutor(8) as threads:
@@ -123,14 +123,14 @@ def test_a_wall_limit_is_kept_within_a_second() -> None:
 
 
 @pytest.mark.parametrize("name", ["cpu_seconds", "wall_seconds", "memory_mb", "processes"])
-def test_limits_are_more_than_nothing(name: str) -> None:
+def test_a_limit_of_zero_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=name):
         sandbox.Limits(**{name: 0})
 
 
 @needs_sandbox
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become an ordinary user; as one, all tests are this test")
-def test_an_ordinary_user_has_the_sandbox_too(tmp_path: Path) -> None:
+def test_the_sandbox_works_for_an_ordinary_user(tmp_path: Path) -> None:
     """An ordinary user's sandbox uses a user namespace, with other arguments and the same guarantees as root's."""
     python = f"/usr/bin/python3.{sys.version_info.minor}"
     if not os.path.exists(python):
@@ -166,7 +166,9 @@ print(result.limit, result.stdout)
     assert done.stdout == "[]\nfiles 1000 [] False\n5\n\n", done
 
 
-def test_a_machine_without_bubblewrap_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_bubblewrap_is_refused_with_the_install_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The error says how to install it; no program runs unprotected."""
     monkeypatch.setenv("PATH", str(tmp_path))
     assert [line for line in detect.missing() if line.startswith("bwrap is not installed: apt-get install bubblewrap")]
@@ -186,7 +188,7 @@ def test_a_bubblewrap_that_cannot_limit_the_scratch_folder_is_too_old(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes a capability from root")
-def test_root_of_an_ordinary_container_is_told_what_to_grant() -> None:
+def test_root_without_mount_capability_gets_the_remedy() -> None:
     """Root in a Docker container may not mount by default."""
     look = "from megarl.sandbox import missing; print(missing())"
     prefix = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-all", "--"]
