@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 VERSION = "0.23"
 # Start, three planned updates, three exports and samples after each, of a model with experts.
-SHORT = ("tests/weight_sync/test_engine_updates.py::test_planned_updates_equal_the_export[moe]",)
+SHORT = ("tests/weight_sync/test_engine_updates.py::test_sharded_updates_equal_the_export[moe]",)
 ALL = (
     "tests/weight_sync/test_engine_updates.py",  # TP 2, experts spread over two ranks, latent attention
     "tests/engines/test_vllm.py",  # sampling, abort, updates in flight and their errors, seeds

@@ -25,7 +25,7 @@ IDS = [path.stem for path in PATHS]
 HELD = (
     held.test_the_layout_divides_the_real_model,
     held.test_engines_can_cut_the_model,
-    held.test_weights_of_an_engines_rank_fit_its_device,
+    held.test_weights_of_an_engine_rank_fit_its_device,
     held.test_processes_fill_the_devices_of_the_head,
     held.test_batches_divide,
     held.test_extra_names_real_settings,

@@ -58,7 +58,7 @@ def whole(quickstart_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return runs / "whole"
 
 
-def test_saved_beside_training_and_resumed_in_another_layout(whole: Path, quickstart_data: Path) -> None:
+def test_a_background_checkpoint_resumes_in_another_layout(whole: Path, quickstart_data: Path) -> None:
     """The newest checkpoint is damaged, the previous incomplete: the run resumes from step 2, on one trainer, with notices."""
     assert checkpoints(whole) == names(1, 2, 3, 4)
     before = metrics(whole)
@@ -129,7 +129,7 @@ def test_killed_while_it_saves(
 
 
 @pytest.mark.slow
-def test_sigterm_waits_for_a_checkpoint_that_is_being_written(quickstart_data: Path, tmp_path: Path) -> None:
+def test_sigterm_waits_for_the_checkpoint_in_progress(quickstart_data: Path, tmp_path: Path) -> None:
     process = start(settings(quickstart_data, tmp_path, "stopped", "train.save_every=3", "train.steps=500"), "slow:3")
     partial = tmp_path / "stopped" / "checkpoints" / ".step_000003.partial" / "trainer"
     deadline = time.monotonic() + 300
@@ -146,7 +146,7 @@ def test_sigterm_waits_for_a_checkpoint_that_is_being_written(quickstart_data: P
 
 
 @pytest.mark.slow
-def test_a_full_disk_stops_the_run_and_leaves_what_was_whole(quickstart_data: Path, tmp_path: Path) -> None:
+def test_a_full_disk_stops_the_run_and_leaves_whole_checkpoints(quickstart_data: Path, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=70m", "tmpfs", str(disk)], capture_output=True).returncode:

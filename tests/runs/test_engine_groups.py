@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.stack, pytest.mark.slow]
 GROUP = [*SMALL, "rollout.engines=2", "rollout.data_parallel=2"]
 
 
-def test_two_steps_learn_what_one_engine_has_them_learn(quickstart_data: Path, tmp_path: Path) -> None:
+def test_a_group_trains_like_a_single_engine(quickstart_data: Path, tmp_path: Path) -> None:
     """The log-prob gap detects weights that reach only half of the experts, and samples of mixed versions."""
     more = ["train.steps=2", "evaluation.at_end=true", "algorithm.dynamic_sampling.enabled=false"]
     for name, engines in (("alone", SMALL), ("group", GROUP)):
@@ -61,7 +61,7 @@ def test_engines_sample_ahead_and_are_evaluated(quickstart_data: Path, tmp_path:
 
 
 @pytest.mark.parametrize("name", ["engine0", "engine1"])
-def test_an_engine_that_is_killed_is_named_not_its_group(quickstart_data: Path, tmp_path: Path, name: str) -> None:
+def test_a_killed_engine_is_named_and_not_its_group(quickstart_data: Path, tmp_path: Path, name: str) -> None:
     """The error is not the other engine's broken connection, nor a collective's half-hour timeout."""
     training = Run(quickstart_data, tmp_path, "killed", *GROUP)
     try:

@@ -48,7 +48,7 @@ def failing(
     signal.signal(signal.SIGTERM, handler)
 
 
-def test_the_last_checkpoint_and_the_way_on_come_once_and_after_the_cause(failing: Any, tmp_path: Path) -> None:
+def test_the_last_checkpoint_and_the_resume_follow_the_cause_once(failing: Any, tmp_path: Path) -> None:
     status, stderr = failing([3, 7], RuntimeError("the machine burns"))
     where = tmp_path / "runs" / "failing" / "checkpoints" / "step_000007"
     cause, note, *rest = stderr.splitlines()[-3:]
@@ -57,12 +57,12 @@ def test_the_last_checkpoint_and_the_way_on_come_once_and_after_the_cause(failin
     assert stderr.count("checkpoint") == 1 + str(where).count("checkpoint")
 
 
-def test_without_one_that_is_said(failing: Any) -> None:
+def test_a_failure_without_a_checkpoint_has_a_message(failing: Any) -> None:
     status, stderr = failing([], RuntimeError("the machine burns again"))
     assert status == 1 and "No checkpoint was written to" in stderr and "train.resume=auto starts over" in stderr
 
 
-def test_a_disk_that_cannot_be_read_hides_no_cause(failing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_disk_does_not_hide_the_cause(failing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def unreadable(*_: object) -> NoReturn:
         raise OSError(5, "Input/output error")
 
@@ -73,7 +73,7 @@ def test_a_disk_that_cannot_be_read_hides_no_cause(failing: Any, monkeypatch: py
     assert "The checkpoints could not be listed: [Errno 5] Input/output error" in stderr
 
 
-def test_a_disk_that_is_full_as_the_log_closes(failing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_at_the_end_does_not_hide_the_checkpoint(failing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run writes its summary last, also after a failure."""
 
     def full(*_: object) -> NoReturn:
@@ -86,19 +86,19 @@ def test_a_disk_that_is_full_as_the_log_closes(failing: Any, monkeypatch: pytest
     )
 
 
-def test_what_was_refused_says_no_more_than_that(failing: Any) -> None:
+def test_a_refused_run_prints_no_checkpoint(failing: Any) -> None:
     status, stderr = failing([], InputError("no such device"))
     assert status == 2 and "checkpoint" not in stderr
 
 
 @pytest.mark.parametrize("error, status, end", [(KeyboardInterrupt(), 130, "Ctrl-C"), (Terminated(), 143, "SIGTERM")])
-def test_a_stopped_run_says_how_to_resume(failing: Any, error: BaseException, status: int, end: str) -> None:
+def test_a_stopped_run_prints_how_to_resume(failing: Any, error: BaseException, status: int, end: str) -> None:
     returned, printed = failing([3], error)
     assert returned == status and printed.splitlines()[-1] == f"stopped by {end}"
     assert "runs/failing" in printed and "Last intact checkpoint: step 3" in printed
     assert "Resume from it: the same command with train.resume=auto." in printed
 
 
-def test_a_run_stopped_before_its_first_checkpoint_says_so(failing: Any) -> None:
+def test_a_run_stopped_before_its_first_checkpoint_has_a_message(failing: Any) -> None:
     _, printed = failing([], KeyboardInterrupt())
     assert "No checkpoint was written" in printed and "train.save_every writes them" in printed

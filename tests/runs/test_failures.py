@@ -68,7 +68,7 @@ def started(quickstart_data: Path, tmp_path: Path):
             training.process.wait()
 
 
-def test_ctrl_c_ends_everything_within_ten_seconds(started) -> None:
+def test_ctrl_c_ends_all_processes_within_ten_seconds(started) -> None:
     training = started("interrupted")
     training.wait_for_steps(2)
     processes = descendants(training.process.pid)
@@ -87,7 +87,7 @@ def assert_names_the_run(lines: list[str], directory: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [8, 12, 16])
-def test_sigterm_ends_a_run_that_starts(started, seconds: int) -> None:
+def test_sigterm_ends_a_run_during_its_start(started, seconds: int) -> None:
     """SIGTERM ends the run while Ray, the engine or the trainers start.
 
     Early in its start, Ray's C++ part handles the signal: it prints its stack (`RAYS_OWN`) and calls our handler.
@@ -104,7 +104,7 @@ def test_sigterm_ends_a_run_that_starts(started, seconds: int) -> None:
 
 
 @pytest.mark.slow
-def test_sigterm_ends_everything_and_says_so(started) -> None:
+def test_sigterm_ends_all_processes_with_a_message(started) -> None:
     """Cluster managers send SIGTERM. Ray installs a handler that would end the process without a message."""
     training = started("terminated")
     training.wait_for_steps(1)

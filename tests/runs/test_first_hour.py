@@ -36,7 +36,7 @@ def run_with(folder: Path, *names: str, steps: tuple[int, ...] = ()) -> RunDirec
     return run
 
 
-def test_a_run_ends_with_its_paths_and_the_next_commands(
+def test_a_finished_run_prints_its_paths_and_the_next_commands(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = run_with(tmp_path, "hf", "report.html", steps=(5, 10))
@@ -52,7 +52,7 @@ def test_a_run_ends_with_its_paths_and_the_next_commands(
     ]
 
 
-def test_without_an_exported_model_the_export_comes_first(
+def test_a_run_without_an_exported_model_suggests_the_export(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = run_with(tmp_path, steps=(3,))
@@ -66,7 +66,7 @@ def test_without_an_exported_model_the_export_comes_first(
     )
 
 
-def test_a_run_that_kept_no_weights_says_so(recipe: Recipe, tmp_path: Path) -> None:
+def test_a_run_without_saved_weights_prints_that(recipe: Recipe, tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "runs" / "mine")
     lines = after_training(recipe, run)
     assert "no weights were saved" in lines[2] and not [line for line in lines if "export " in line]
@@ -80,9 +80,7 @@ def test_a_run_that_kept_no_weights_says_so(recipe: Recipe, tmp_path: Path) -> N
         (ValueError("the amount of memory on this node available (0.02 GB)"), r"has \d+\.\d GB of memory left"),
     ],
 )
-def test_a_machine_that_is_too_busy_for_ray_is_named(
-    error: Exception, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_too_busy_for_ray_is_reported(error: Exception, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from megarl.cluster.orphan_reaper import OrphanReaper
     from megarl.cluster.ray import start
 
@@ -95,14 +93,14 @@ def test_a_machine_that_is_too_busy_for_ray_is_named(
         start._start_private(OrphanReaper.__new__(OrphanReaper))
 
 
-def test_the_quickstart_takes_debug() -> None:
+def test_the_quickstart_accepts_debug() -> None:
     """The quickstart's errors suggest --debug."""
     command = [sys.executable, "-m", "megarl.commands.quickstart", "--debug", "train.step=3"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "train.steps" in done.stderr and "Traceback" in done.stderr
 
 
-def test_a_missing_model_of_the_quickstart_names_the_command_that_makes_it(
+def test_a_missing_quickstart_model_names_the_command_to_make_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a fresh clone, the remedy must not name the recipe that needs the model."""

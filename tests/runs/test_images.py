@@ -76,7 +76,7 @@ def torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PYTHONPATH", f"{stand_ins}:{os.environ.get('PYTHONPATH', '')}")
 
 
-def test_engine_and_trainer_see_the_same_images(folder: Path, tmp_path: Path) -> None:
+def test_engine_and_trainer_read_the_same_images(folder: Path, tmp_path: Path) -> None:
     """Log-probs agree before and after an update that includes the vision tower.
 
     An image that only one of the two reads, or two swapped images, would give a gap above 0.1.
@@ -90,7 +90,7 @@ def test_engine_and_trainer_see_the_same_images(folder: Path, tmp_path: Path) ->
     assert "eval/rewards/mean" in lines[-1]
 
 
-def test_groups_that_wait_keep_their_images_over_a_resume(folder: Path, tmp_path: Path) -> None:
+def test_waiting_groups_keep_their_images_after_a_resume(folder: Path, tmp_path: Path) -> None:
     """One-step-off: the engine has sampled the next batch when a checkpoint is saved. The resumed run trains on it with
     equal metrics."""
     train(folder, tmp_path, "whole", "rollout.max_staleness=1", "train.save_every=2")

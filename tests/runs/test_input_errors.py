@@ -83,7 +83,7 @@ def test_tokenizer_beyond_the_vocabulary(copy: Path, megarl: CommandLine) -> Non
     megarl.refuses_training(data=copy, words=("vocab_size is 300", "model.tokenizer"))
 
 
-def test_model_that_the_trainer_would_compute_otherwise(copy: Path, megarl: CommandLine) -> None:
+def test_model_with_unsupported_rotary_scaling(copy: Path, megarl: CommandLine) -> None:
     config = json.loads((copy / "model" / "config.json").read_text())
     yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
     (copy / "model" / "config.json").write_text(json.dumps({**config, "rope_parameters": yarn}))
@@ -126,7 +126,7 @@ def test_unknown_data_source(copy: Path, megarl: CommandLine) -> None:
         ({"messages": [{"role": "user", "content": "1+1?"}]}, "needs a prompt and then an answer"),
     ],
 )
-def test_held_out_rows_are_read_as_training_rows_are(
+def test_held_out_rows_are_checked_like_training_rows(
     copy: Path, megarl: CommandLine, row: dict[str, object], words: str
 ) -> None:
     (copy / "held_out.jsonl").write_text(json.dumps(row))
@@ -135,7 +135,7 @@ def test_held_out_rows_are_read_as_training_rows_are(
     megarl.refuses("train", str(ROOT / "recipes/tiny/sft.yaml"), *arguments, words=("held_out.jsonl, line 1", words))
 
 
-def test_megarl_eval_of_a_recipe_that_samples_nothing(megarl: CommandLine) -> None:
+def test_eval_of_a_recipe_without_sampling(megarl: CommandLine) -> None:
     megarl.refuses("eval", str(ROOT / "recipes/tiny/sft.yaml"), words=("train.source", "evaluation.at_start"))
 
 
@@ -169,7 +169,7 @@ def test_command_lines(megarl: CommandLine, arguments: list[str], words: str) ->
     megarl.refuses(*arguments, words=(words,))
 
 
-def test_samples_that_the_model_was_not_made_for(megarl: CommandLine) -> None:
+def test_samples_longer_than_the_models_context(megarl: CommandLine) -> None:
     megarl.refuses_training(
         "data.max_prompt_length=256",
         "rollout.max_response_length=512",
@@ -177,7 +177,7 @@ def test_samples_that_the_model_was_not_made_for(megarl: CommandLine) -> None:
     )
 
 
-def test_tools_that_cannot_be_had(megarl: CommandLine) -> None:
+def test_unavailable_tools(megarl: CommandLine) -> None:
     megarl.refuses_training(
         "data.chat_template=true", "agent.tools=[code_interpretr]", words=("did you mean 'code_interpreter'",)
     )

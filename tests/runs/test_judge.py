@@ -34,7 +34,7 @@ SMALL = [
 WITHOUT_EVALUATION = ["evaluation.at_start=false", "evaluation.at_end=false"]
 
 
-def test_groups_are_judged_and_learned_from(quickstart_data: Path, tmp_path: Path) -> None:
+def test_training_uses_judged_rewards(quickstart_data: Path, tmp_path: Path) -> None:
     arguments = settings(
         quickstart_data, tmp_path, "judged", *SMALL, *WITHOUT_EVALUATION, *judging(quickstart_data), *SUM
     )
@@ -52,7 +52,7 @@ def test_groups_are_judged_and_learned_from(quickstart_data: Path, tmp_path: Pat
     assert len({sample["parts"]["judge"] for sample in samples}) > 1
 
 
-def test_under_torchrun_and_alone(quickstart_data: Path, tmp_path: Path) -> None:
+def test_a_judge_alone_gives_the_reward_under_torchrun(quickstart_data: Path, tmp_path: Path) -> None:
     """A judge with two engines gives the complete reward, in training and in `megarl eval`."""
     alone = [*judging(quickstart_data), "reward.function=judge", "judge.engines=2", "judge.right_from=0.5"]
     arguments = settings(quickstart_data, tmp_path, "alone", *SMALL, *alone)
@@ -68,7 +68,7 @@ def test_under_torchrun_and_alone(quickstart_data: Path, tmp_path: Path) -> None
     assert 0 < json.loads(done.stdout.splitlines()[-1])["eval/rewards/mean"] < 1
 
 
-def test_a_judge_that_is_killed_ends_the_run_and_is_named(quickstart_data: Path, tmp_path: Path) -> None:
+def test_a_killed_judge_ends_the_run_and_is_named(quickstart_data: Path, tmp_path: Path) -> None:
     training = Run(quickstart_data, tmp_path, "killed", *judging(quickstart_data), *SUM)
     try:
         training.wait_for_steps(1)

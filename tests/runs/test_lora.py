@@ -90,7 +90,7 @@ def rl(sft: Path, quickstart_data: Path) -> Path:
     return sft.parent / "rl"
 
 
-def test_sft_trains_the_adapters_alone(sft: Path, quickstart_data: Path) -> None:
+def test_sft_trains_only_the_adapters(sft: Path, quickstart_data: Path) -> None:
     lines = metrics(sft)
     assert lines[-1]["actor/pg_loss"] < lines[0]["actor/pg_loss"] - 0.5
     assert learned(quickstart_data / "model", sft / "hf_adapter", sft / "hf") == ATTENTION
@@ -123,7 +123,7 @@ def dense(quickstart_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return runs
 
 
-def test_engines_take_adapters_alone(dense: Path) -> None:
+def test_engines_receive_only_adapters(dense: Path) -> None:
     """One notice reports it; later updates send only adapter bytes; the engines' log-probs are the trainers'."""
     assert (dense / "auto.txt").read_text().count("exchange.adapters=auto: adapters alone; ") == 1
     config = json.loads((dense / "model" / "config.json").read_text())
@@ -143,11 +143,11 @@ def test_the_reference_is_the_starting_model(rl: Path) -> None:
     assert min(second["actor/kl_loss"], third["actor/kl_loss"]) > 1e-4
 
 
-def test_rl_trains_adapters_of_all_linears_alone(rl: Path, sft: Path) -> None:
+def test_rl_trains_only_adapters_of_all_linears(rl: Path, sft: Path) -> None:
     assert learned(sft / "hf", rl / "hf_adapter", rl / "hf") == {*ATTENTION, "gate_proj", "up_proj", "down_proj"}
 
 
-def test_export_of_a_checkpoint_is_what_the_run_exported(rl: Path, tmp_path: Path) -> None:
+def test_export_of_a_checkpoint_equals_the_runs_export(rl: Path, tmp_path: Path) -> None:
     """The export reads a checkpoint, which has only the adapters, and the starting model."""
     tensors = {
         key.split("@")[0]
@@ -166,7 +166,7 @@ def test_export_of_a_checkpoint_is_what_the_run_exported(rl: Path, tmp_path: Pat
         assert all(torch.equal(mine[name], tensor) for name, tensor in other.items())
 
 
-def test_a_resumed_run_goes_on_to_the_last_bit(rl: Path, sft: Path, quickstart_data: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_is_bit_identical(rl: Path, sft: Path, quickstart_data: Path, tmp_path: Path) -> None:
     resume = f"train.resume={rl / 'checkpoints' / 'step_000002'}"
     done = train(quickstart_data, tmp_path, "rest", f"model.path={sft / 'hf'}", *RL, resume)
     assert done.returncode == 0, done.stderr + done.stdout
@@ -176,7 +176,7 @@ def test_a_resumed_run_goes_on_to_the_last_bit(rl: Path, sft: Path, quickstart_d
 
 
 @pytest.mark.parametrize("change", ["lora.alpha=8", "lora.rank=0"])
-def test_other_adapters_do_not_go_on(rl: Path, sft: Path, quickstart_data: Path, change: str) -> None:
+def test_a_resume_with_other_adapters_is_refused(rl: Path, sft: Path, quickstart_data: Path, change: str) -> None:
     more = [f"model.path={sft / 'hf'}", *RL, "train.steps=4", "train.resume=auto", change]
     done = train(quickstart_data, rl.parent, "rl", *more)
     assert done.returncode == 2 and "was trained with lora.rank=" in done.stderr, done.stderr

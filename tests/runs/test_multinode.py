@@ -109,7 +109,7 @@ def test_nodes_train_together(cluster, quickstart_data: Path, tmp_path: Path, co
         assert nodes.end(rank, 30)[0] == 0
 
 
-def test_a_node_that_dies_ends_the_run_with_its_name(cluster, quickstart_data: Path, tmp_path: Path) -> None:
+def test_a_dead_node_ends_the_run_and_is_named(cluster, quickstart_data: Path, tmp_path: Path) -> None:
     """All processes of a node are killed at once, as in a power cut. The other nodes end within a minute and name it."""
     more = ["cluster.trainers=2", "cluster.placement=disaggregated", "train.steps=500"]
     nodes = cluster(3, trained(quickstart_data, tmp_path, "dies", *more))
@@ -146,7 +146,7 @@ time.sleep(1000)
 
 
 @pytest.mark.parametrize("terminated", [[1], [0, 1]], ids=["another node", "all"])
-def test_a_node_that_is_told_to_end_lets_the_run_end_first(cluster, tmp_path: Path, terminated: list[int]) -> None:
+def test_a_terminated_node_waits_for_the_run_to_end(cluster, tmp_path: Path, terminated: list[int]) -> None:
     """An evicted pod or a Slurm job at its time limit sends SIGTERM to a node; its trainer must finish its checkpoint."""
     saved, begun = tmp_path / "saved", tmp_path / "begun"
     nodes = cluster(2, ["--", sys.executable, "-c", SAVING, str(saved), str(begun)])
@@ -166,7 +166,7 @@ def test_a_node_that_is_told_to_end_lets_the_run_end_first(cluster, tmp_path: Pa
     assert nodes.end(1, 30)[0] == 143
 
 
-def test_a_second_signal_ends_all_at_once(cluster, tmp_path: Path) -> None:
+def test_a_second_signal_ends_all_processes_immediately(cluster, tmp_path: Path) -> None:
     begun = tmp_path / "begun"
     nodes = cluster(1, ["--", sys.executable, "-c", SAVING, str(tmp_path / "saved"), str(begun)])
     nodes.start(0)
@@ -182,7 +182,7 @@ def test_a_second_signal_ends_all_at_once(cluster, tmp_path: Path) -> None:
     assert_ended(processes, 5)
 
 
-def test_nodes_that_start_in_the_same_moment_join(cluster) -> None:
+def test_nodes_that_start_simultaneously_join(cluster) -> None:
     """On one machine, Ray nodes that start together take each other's sockets, and one must restart."""
     nodes = cluster(3, ["--", "true"])
     for rank in range(3):
@@ -192,7 +192,7 @@ def test_nodes_that_start_in_the_same_moment_join(cluster) -> None:
         assert status == 0, output
 
 
-def test_a_node_whose_ray_does_not_start_says_why_to_all(cluster) -> None:
+def test_a_node_whose_ray_fails_reports_the_cause_to_all(cluster) -> None:
     nodes = cluster(2, ["--", "true"], join_timeout=400)
     nodes.start(0)
     nodes.start(1, MEGARL_NODE_IP="203.0.113.1")  # no address of this machine
@@ -202,7 +202,7 @@ def test_a_node_whose_ray_does_not_start_says_why_to_all(cluster) -> None:
     assert nodes.end(1, 30)[0] == 1
 
 
-def test_nodes_that_wait_for_one_that_never_comes(cluster, quickstart_data: Path, tmp_path: Path) -> None:
+def test_a_missing_node_ends_the_waiting_nodes(cluster, quickstart_data: Path, tmp_path: Path) -> None:
     nodes = cluster(3, trained(quickstart_data, tmp_path, "never", "train.steps=2"), join_timeout=25)
     nodes.start(0)
     nodes.start(2)

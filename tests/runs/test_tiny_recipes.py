@@ -75,7 +75,7 @@ OWN = {
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_learns_to_write_letters(recipe: Path, quickstart_data: Path, tmp_path: Path) -> None:
+def test_training_raises_the_letters_reward(recipe: Path, quickstart_data: Path, tmp_path: Path) -> None:
     name = recipe.stem
     arguments = settings(
         quickstart_data, tmp_path, "tiny", *SMALL, f"train.steps={STEPS}", *LEARNING, *OWN.get(name, [])
@@ -134,7 +134,9 @@ def teacher(quickstart_data: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OF_A_TEACHER)
-def test_comes_closer_to_its_teacher(name: str, teacher: Path, quickstart_data: Path, tmp_path: Path) -> None:
+def test_distillation_reduces_the_distance_to_the_teacher(
+    name: str, teacher: Path, quickstart_data: Path, tmp_path: Path
+) -> None:
     arguments = settings(
         quickstart_data, tmp_path, "tiny", *SMALL, "train.steps=12", *LEARNING, f"teacher.path={teacher}"
     )
@@ -184,7 +186,7 @@ def test_rewards_of_steps(name: str, quickstart_data: Path, tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(OF_DATA))
-def test_held_out_rows_show_learning(quickstart_data: Path, tmp_path: Path, name: str) -> None:
+def test_held_out_loss_decreases(quickstart_data: Path, tmp_path: Path, name: str) -> None:
     """The recipes run as they are, but from the random model. Held-out metrics of pairs show that the policy learns to
     prefer worked solutions."""
     recipe = load_recipe(ROOT / "recipes" / "tiny" / f"{name}.yaml")

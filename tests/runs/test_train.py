@@ -59,7 +59,7 @@ def reference(quickstart_data: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.mark.slow
-def test_planned_weights_are_the_exported_ones(quickstart_data: Path, reference: Path, tmp_path: Path) -> None:
+def test_sharded_and_full_updates_give_equal_metrics(quickstart_data: Path, reference: Path, tmp_path: Path) -> None:
     """All metrics of both runs are bit-identical."""
     more = ["train.steps=4", "algorithm.kl_coef=0.01", "algorithm.entropy_coef=0.001"]
     done = train(quickstart_data, tmp_path, "exported", *more, "exchange.route=export")
@@ -94,7 +94,9 @@ def test_weights_from_device_to_device(quickstart_data: Path, reference: Path, t
 
 
 @pytest.mark.slow
-def test_weights_out_of_the_trainers_device_memory(quickstart_data: Path, reference: Path, tmp_path: Path) -> None:
+def test_weights_are_read_from_the_trainers_device_memory(
+    quickstart_data: Path, reference: Path, tmp_path: Path
+) -> None:
     """All metrics equal the metrics of a run with buckets in /dev/shm."""
     more = ["train.steps=2", "algorithm.kl_coef=0.01", "algorithm.entropy_coef=0.001", "evaluation.at_end=false"]
     done = train(quickstart_data, tmp_path, "mapped", *more, "exchange.route=planned", "exchange.transport=ipc")
@@ -126,7 +128,7 @@ class TestReference:
         lines = metrics(reference)
         assert lines[4]["actor/kl_loss"] > lines[1]["actor/kl_loss"] >= 0
 
-    def test_what_a_person_finds(self, reference: Path) -> None:
+    def test_a_finished_run_has_summary_report_and_checkpoints(self, reference: Path) -> None:
         summary = json.loads((reference / "summary.json").read_text())
         assert summary["status"] == "finished" and summary["accuracy_before"] is not None
         assert "<html" in (reference / "report.html").read_text()
@@ -136,9 +138,7 @@ class TestReference:
             f"step_{step:06d}" for step in (1, 2, 3, 4)
         ]
 
-    def test_export_is_read_back_equal_and_evaluates(
-        self, reference: Path, quickstart_data: Path, tmp_path: Path
-    ) -> None:
+    def test_the_export_is_verified_and_evaluates(self, reference: Path, quickstart_data: Path, tmp_path: Path) -> None:
         done = run("export", str(reference), "--out", str(tmp_path / "hf"), torchrun=2)
         assert done.returncode == 0 and "bit for bit" in done.stdout, done.stderr + done.stdout
         evaluated = run(
@@ -158,9 +158,7 @@ class TestReference:
         assert (reference / "metrics.jsonl").read_bytes() == before
 
 
-def test_killed_and_resumed_is_as_if_nothing_had_happened(
-    reference: Path, quickstart_data: Path, tmp_path: Path
-) -> None:
+def test_a_killed_and_resumed_run_is_bit_identical(reference: Path, quickstart_data: Path, tmp_path: Path) -> None:
     """SIGKILL after step 2, over Ray: no process survives, and the resumed run writes bit-identical metrics."""
     more = ["train.steps=4", "algorithm.kl_coef=0.01", "algorithm.entropy_coef=0.001"]
     arguments = ["train", "recipes/quickstart.yaml", *settings(quickstart_data, tmp_path, "killed", *more)]

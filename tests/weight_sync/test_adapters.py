@@ -45,14 +45,14 @@ def engine(directory: Path, config: dict[str, Any], **changes: Any) -> EngineSpe
         ({}, {"adapters": AdapterSpec(rank=513, targets=("q_proj",))}, "cuda", "up to rank 512, and lora.rank is 513"),
     ],
 )
-def test_what_vllm_can_hold(
+def test_vllm_holds_adapters_of_supported_models(
     tmp_path: Path, config: dict[str, Any], changes: dict[str, Any], device: str, words: str | None
 ) -> None:
     reason = merged_because("vllm", engine(tmp_path, DENSE | config, **changes), device)
     assert reason is None if words is None else words in str(reason)
 
 
-def test_sglang_holds_none(tmp_path: Path) -> None:
+def test_sglang_holds_no_adapters(tmp_path: Path) -> None:
     assert "SGLang" in str(merged_because("sglang", engine(tmp_path, DENSE), "cuda"))
 
 
@@ -63,7 +63,7 @@ def test_sglang_holds_none(tmp_path: Path) -> None:
         (("self_attn.v_proj", "up_proj"), ["gate_up_proj", "qkv_proj"]),
     ],
 )
-def test_vllm_has_room_for_one_adapter_on_its_linears_alone(
+def test_vllm_allocates_one_adapter_only_on_its_linears(
     tmp_path: Path, targets: tuple[str, ...], modules: list[str]
 ) -> None:
     arguments = build_engine_args(engine(tmp_path, DENSE, adapters=AdapterSpec(12, targets)), "cuda")
@@ -73,7 +73,7 @@ def test_vllm_has_room_for_one_adapter_on_its_linears_alone(
     assert not expected.keys() & plain.keys()
 
 
-def test_vllms_own_arguments_for_adapters_are_not_a_recipes() -> None:
+def test_vllms_lora_arguments_are_refused_in_recipes() -> None:
     with pytest.raises(ValueError, match=r"rollout.engine_args.max_lora_rank cannot be set: set lora and exchange"):
         check_args("vllm", {"max_lora_rank": 64}, "rollout")
 
@@ -88,7 +88,7 @@ def test_the_recipe_decides(tmp_path: Path) -> None:
     assert policy_spec(recipe, "e0", load_weights=False).adapters is None
 
 
-def test_what_cannot_be_is_said_before_anything_starts(tmp_path: Path) -> None:
+def test_unsupported_adapter_updates_are_refused_before_the_start(tmp_path: Path) -> None:
     for choice in ("only", "merged"):
         with pytest.raises(RecipeError, match="no adapters are trained"):
             load_recipe("recipes/quickstart.yaml", [f"exchange.adapters={choice}"])
@@ -111,7 +111,7 @@ def test_sizes_of_adapters() -> None:
     assert len(adapter_sizes(DENSE, 2, ["all-linear"])) == 2 * len(linears_of(DENSE))
 
 
-def test_what_a_plan_says_of_them() -> None:
+def test_a_plan_counts_the_bytes_of_adapters() -> None:
     """A plan gives the bytes of a later update as numbers; a note gives the first update's and the device memory."""
     recipe = Recipe()
     recipe.lora.rank, recipe.lora.targets = 12, ["k_proj", "down_proj"]
@@ -129,7 +129,7 @@ def test_what_a_plan_says_of_them() -> None:
         assert links.route == "export" and note.startswith("exchange.adapters=auto: engines are sent merged weights, ")
 
 
-def test_each_rank_holds_its_part() -> None:
+def test_each_rank_holds_its_shard_of_an_adapter() -> None:
     """Four ranks shard 8 rows; two key/value heads go to two ranks each; an unsharded tensor goes to all."""
     from megarl.engines.vllm.adapters import _shard
 

@@ -69,7 +69,7 @@ class Run:
 
 
 @pytest.mark.parametrize("case", ["qwen2-tied-TP2", "qwen3-some-PP2"])
-def test_adapters_beside_the_weights_are_merged_weights(processes: Any, tmp_path: Path, case: str) -> None:
+def test_separate_adapters_sample_like_merged_weights(processes: Any, tmp_path: Path, case: str) -> None:
     run = Run(processes, tmp_path, case)
     try:
         assert [info["merged_because"] for info in run.infos] == [None, "the recipe has no adapters"]
@@ -92,7 +92,7 @@ def test_adapters_beside_the_weights_are_merged_weights(processes: Any, tmp_path
         run.trainers.close()
 
 
-def test_requests_in_flight_go_on_with_the_new_adapters(processes: Any, tmp_path: Path) -> None:
+def test_requests_in_flight_continue_with_the_new_adapters(processes: Any, tmp_path: Path) -> None:
     """The engine recomputes a request's KV cache: later tokens are sampled with the new weights."""
     run, process = Run(processes, tmp_path, "qwen3-all", engines=1), processes[0]
     try:
@@ -138,7 +138,7 @@ def test_bfloat16(processes: Any, tmp_path: Path) -> None:
         run.trainers.close()
 
 
-def test_adapters_that_are_not_what_weights_are_merged_of(processes: Any, tmp_path: Path) -> None:
+def test_adapters_that_differ_from_the_merged_weights_end_the_update(processes: Any, tmp_path: Path) -> None:
     """A trainer sends another linear's rows: the check against the export fails before the engines sample."""
     run = Run(processes, tmp_path, "qwen3-all", engines=1)
     try:
@@ -163,7 +163,9 @@ def test_adapters_that_are_not_what_weights_are_merged_of(processes: Any, tmp_pa
         ("weights again", r"model.embed_tokens.weight came again, but later updates must contain only adapters"),
     ],
 )
-def test_adapters_that_are_not_what_was_sent(processes: Any, tmp_path: Path, fault: str, words: str) -> None:
+def test_adapters_that_differ_from_those_sent_end_the_engine(
+    processes: Any, tmp_path: Path, fault: str, words: str
+) -> None:
     run = Run(processes, tmp_path, "qwen3-all", engines=1)
     process = processes[0]
     try:

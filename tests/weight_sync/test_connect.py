@@ -60,7 +60,7 @@ def opened(route: str, *, trainers: str | None = None, engine: str | None = None
     return group.asked, notices
 
 
-def test_what_was_asked_for() -> None:
+def test_an_explicit_route_is_used_or_fails_with_the_reason() -> None:
     assert opened("export", trainers="no", engine="no") == (["export"], [])
     assert opened("planned") == (["planned"], [])
     for problem in ({"trainers": "trainer rank 1: odd"}, {"engine": "odd"}):
@@ -68,7 +68,7 @@ def test_what_was_asked_for() -> None:
             opened("planned", **problem)
 
 
-def test_auto_takes_the_planned_way_where_it_can() -> None:
+def test_auto_uses_the_sharded_route_if_possible() -> None:
     routes, (notice,) = opened("auto")
     assert routes == ["planned"] and notice.startswith("exchange.route=auto: planned; ")
 
@@ -87,13 +87,15 @@ def test_auto_takes_the_planned_way_where_it_can() -> None:
         ),
     ],
 )
-def test_auto_exports_where_it_must_and_says_why(problem: dict[str, Any], expected: list[str], words: str) -> None:
+def test_auto_falls_back_to_the_full_route_with_the_reason(
+    problem: dict[str, Any], expected: list[str], words: str
+) -> None:
     routes, (notice,) = opened("auto", **problem)
     assert routes == expected
     assert notice.startswith("exchange.route=auto: export, not planned, ") and words in notice
 
 
-def test_adapters_alone_where_every_engine_holds_them() -> None:
+def test_only_adapters_are_sent_if_every_engine_holds_them() -> None:
     routes, (notice,) = opened("adapters", rank=4, check_every=3)
     assert routes == ["adapters"] and notice.startswith("exchange.adapters=auto: adapters alone; ")
     assert "has no effect" not in notice
@@ -112,7 +114,7 @@ def test_adapters_alone_where_every_engine_holds_them() -> None:
         ({"engine": "odd"}, ["adapters", "export"], "because e1: odd"),
     ],
 )
-def test_merged_weights_where_an_engine_holds_no_adapters(
+def test_merged_weights_are_sent_if_an_engine_holds_no_adapters(
     problem: dict[str, Any], expected: list[str], words: str
 ) -> None:
     routes, (notice,) = opened("adapters", rank=4, **problem)

@@ -120,7 +120,7 @@ def consequence(error: str) -> bool:
         pytest.param("engine", HERE, "sharded.receiver.ShardedReceiver._load", True, marks=pytest.mark.slow),
     ],
 )
-def test_a_death_ends_the_update_everywhere(tmp_path, monkeypatch, party, places, place, before):
+def test_a_death_ends_the_update_on_all_ranks(tmp_path, monkeypatch, party, places, place, before):
     """`before`: the other ranks have been notified of a transfer that never begins."""
     monkeypatch.setitem(SHAPES, "odd", LARGE["odd"])
     ranks = ([3], []) if party == "trainer" else ([], [3])
@@ -143,7 +143,7 @@ def test_a_death_ends_the_update_everywhere(tmp_path, monkeypatch, party, places
         pytest.param(signal.SIGSTOP, "trainer 0 sent no heartbeat for 2 s", marks=pytest.mark.slow),
     ],
 )
-def test_trainer_0_whom_all_others_hear_of(tmp_path, number, words):
+def test_the_death_of_trainer_0_is_detected_by_all_ranks(tmp_path, number, words):
     """A stopped store answers nothing, and torch's client would wait for it forever."""
     all_but_one = [0, 1, 2, 3], [0, 1, 2]  # the store's process must not share a connection with ranks here
     fault = {
@@ -160,7 +160,7 @@ def test_trainer_0_whom_all_others_hear_of(tmp_path, number, words):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [([3], []), ([], [3])])
-def test_whoever_is_stopped_is_found_by_missing_beats(tmp_path, ranks):
+def test_a_stopped_process_is_named_after_missed_heartbeats(tmp_path, ranks):
     fault = {
         "place": "process_group.BroadcastGroup.start",
         "before": True,
@@ -175,7 +175,7 @@ def test_whoever_is_stopped_is_found_by_missing_beats(tmp_path, ranks):
 
 
 @pytest.mark.slow
-def test_whoever_is_stopped_between_updates_is_not_lost(tmp_path):
+def test_a_process_stopped_between_updates_is_not_dropped(tmp_path):
     with split(tmp_path, HERE, [], [2, 3], heartbeat_timeout=2.0) as run:
         run.process.send_signal(signal.SIGSTOP)
         time.sleep(4)
@@ -183,7 +183,7 @@ def test_whoever_is_stopped_between_updates_is_not_lost(tmp_path):
         assert all(rank.result(20) for rank in run.start(2)) and run.read() == "done\n"
 
 
-def test_a_pause_of_whoever_counts_is_nobodys_silence(tmp_path, monkeypatch):
+def test_a_pause_of_the_monitor_is_not_a_missed_heartbeat(tmp_path, monkeypatch):
     """A pause of all processes is not a missed heartbeat: trainer 0's clock jumps before any peer can send one."""
     leap = [0.0]
     monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + leap[0]))
@@ -199,7 +199,7 @@ def test_a_pause_of_whoever_counts_is_nobodys_silence(tmp_path, monkeypatch):
         assert all(rank.result(10) for rank in under_way)
 
 
-def test_strangers_at_the_port_change_nothing(tmp_path):
+def test_unknown_connections_at_the_heartbeat_port_are_ignored(tmp_path):
     """The port is open to the network: invalid JSON, deep nesting, long lines, a wrong session and silence are ignored."""
     with exchange(tmp_path) as cluster:
         cluster.connect()
@@ -227,7 +227,7 @@ def test_strangers_at_the_port_change_nothing(tmp_path):
             stranger.close()
 
 
-def test_a_process_ends_without_waiting_for_a_transfer_that_nobody_takes(tmp_path, monkeypatch):
+def test_a_failed_process_ends_without_waiting_for_its_transfers(tmp_path, monkeypatch):
     """gloo would wait until its timeout. The refused bucket comes from the child process, so that is in its update."""
     start_transfer = ShardedReceiver._start
 

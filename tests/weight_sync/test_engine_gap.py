@@ -38,7 +38,7 @@ def test_after_start_and_an_update(case: Case, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1600)
 @pytest.mark.parametrize("case", SLOW, ids=name)
-def test_after_several_updates_and_every_tensor_counts(case: Case, tmp_path: Path) -> None:
+def test_the_gap_is_small_after_several_updates_and_detects_every_tensor(case: Case, tmp_path: Path) -> None:
     check(measure(case, tmp_path))
 
 

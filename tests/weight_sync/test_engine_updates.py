@@ -52,7 +52,7 @@ def process() -> Iterator[EngineProcess]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_planned_updates_equal_the_export(process: EngineProcess, tmp_path: Path, case: str) -> None:
+def test_sharded_updates_equal_the_export(process: EngineProcess, tmp_path: Path, case: str) -> None:
     kind, layout = CASES[case]
     path = build_model(tmp_path / "model", kind, expert_width=64)
     model = load_model(path)

@@ -41,20 +41,20 @@ def test_two_values_swapped(data, sign_only):
     assert fingerprint(words.view(np.uint8)) != before
 
 
-def test_blocks_that_moved_and_other_lengths():
+def test_moved_blocks_and_other_lengths_change_the_fingerprint():
     memory = random_bytes(20 * BLOCK).reshape(20, BLOCK)
     assert fingerprint(memory.ravel()) != fingerprint(np.roll(memory, 1, axis=0).ravel())
     zeros = np.zeros(3 * BLOCK, np.uint8)
     assert len({fingerprint(zeros[:n]) for n in (0, 1, 8, BLOCK, BLOCK + 8, 2 * BLOCK)}) == 6
 
 
-def test_only_plain_bytes_are_taken():
+def test_only_contiguous_bytes_are_accepted():
     for data in (np.zeros(8, np.float32), np.zeros((2, 4), np.uint8), np.zeros(8, np.uint8)[::2]):
         with pytest.raises(ValueError, match="contiguous uint8"):
             fingerprint(data)
 
 
-def test_other_threads_run_meanwhile():
+def test_fingerprinting_releases_the_gil():
     """Fingerprinting releases the GIL, so that it overlaps with copying."""
     data, turns = np.zeros(1 << 30, np.uint8), []
     thread = threading.Thread(target=lambda: turns.append(fingerprint(data)))
@@ -66,7 +66,7 @@ def test_other_threads_run_meanwhile():
     assert counted > 3 and turns
 
 
-def test_version_counts_headers_and_order():
+def test_version_fingerprint_depends_on_headers_and_order():
     def of(*buckets):
         total = VersionFingerprint()
         for tensors, value in buckets:
@@ -79,7 +79,7 @@ def test_version_counts_headers_and_order():
 
 @settings(max_examples=60, deadline=None)
 @given(size=st.integers(1, 3 * CHUNK_BYTES), data=st.data())
-def test_taken_in_passing_it_is_the_same(size, data):
+def test_streaming_and_direct_fingerprints_are_equal(size, data):
     """A streaming fingerprint equals the direct one for any pieces, also without a last `advance` to the end."""
     memory = random_bytes(size)
     ends = sorted(data.draw(st.lists(st.integers(0, size), max_size=8)))
@@ -89,7 +89,7 @@ def test_taken_in_passing_it_is_the_same(size, data):
     assert passing.result() == fingerprint(memory)
 
 
-def test_memory_is_read_while_it_is_in_the_cache():
+def test_streaming_reads_memory_at_each_advance():
     """Memory after the last `advance` is not read until a later `advance` covers it."""
     memory = torch.zeros(4 * CHUNK_BYTES, dtype=torch.uint8)
     passing = StreamingFingerprint(memory)

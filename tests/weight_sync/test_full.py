@@ -105,7 +105,7 @@ def test_versions_arrive(tmp_path, transport):
         assert len(set(seen)) == 3
 
 
-def test_files_can_be_looked_at(tmp_path):
+def test_weight_files_are_readable_safetensors(tmp_path):
     """The last two versions are on disk as safetensors, one file per bucket, and nothing is in shared memory."""
     shm_dir, directory = tmp_path / "shm", tmp_path / "weights"
     shm_dir.mkdir()
@@ -128,7 +128,7 @@ def test_files_can_be_looked_at(tmp_path):
     assert_same({k: weight for file in files for k, weight in sorted_as(weights, load_file(file))}, weights)
 
 
-def test_files_of_earlier_runs_go(tmp_path):
+def test_files_of_earlier_runs_are_removed(tmp_path):
     """Also files of an earlier run with higher versions; the previous version is kept."""
     entries, memory = [BucketEntry("a", "float32", (2,), 0)], torch.zeros(64, dtype=torch.uint8)
     for versions in ((7, 8, 9), (8, 9)):
@@ -145,7 +145,7 @@ def sorted_as(weights, loaded):
 
 
 @pytest.mark.parametrize("fault", ["not shared", "changed", "full"])
-def test_files_that_do_not_come(tmp_path, monkeypatch, fault):
+def test_missing_or_changed_files_are_errors(tmp_path, monkeypatch, fault):
     words = {
         "not shared": "cannot be read here .* must be on a file system that trainers and engines share",
         "changed": "got other bytes than were sent in bucket 0",
@@ -208,7 +208,7 @@ def test_flipped_bit_names_bucket_tensors_and_receiver(tmp_path, monkeypatch):
             sender.send(2, make_weights(1).items())
 
 
-def test_receiver_that_stops_early_or_expects_another_version(tmp_path):
+def test_an_early_stop_and_a_wrong_version_end_the_update(tmp_path):
     here = host_id(str(tmp_path))
     with exchange([("e", here)], tmp_path) as sender, ThreadPoolExecutor(1) as pool:
         receiver = FullReceiver(sender.session, "e")
@@ -300,7 +300,7 @@ def test_full_shared_memory_is_an_error_with_the_arithmetic(small_tmpfs):
     assert os.listdir(small_tmpfs) == []
 
 
-def test_sweep_takes_dead_owners_files_only(tmp_path):
+def test_only_files_of_dead_owners_are_removed(tmp_path):
     slot = SharedSlot(str(tmp_path))
     slot.reserve(100)
     (tmp_path / "megarl-weights-left-behind").write_bytes(b"x")
@@ -363,7 +363,7 @@ def test_small_update_is_quick(tmp_path):
     assert min(seconds[1:]) < 0.05, json.dumps(seconds)
 
 
-def test_copies_are_used_again_only_when_no_tensor_looks_into_them():
+def test_copies_are_reused_only_without_tensor_views():
     copies = receiver_module._Copies()
     first = copies.reserve(100).fill_(1)
     view = first[8:12].view(torch.float32).view(1)

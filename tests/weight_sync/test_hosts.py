@@ -84,7 +84,7 @@ def test_each_host_gets_a_version_once(tmp_path: Any, network: Counter[str]) -> 
     assert fingerprints[0] == fingerprints[1]
 
 
-def test_without_shared_memory_each_receiver_gets_its_own(tmp_path: Any, network: Counter[str]) -> None:
+def test_without_shared_memory_each_receiver_gets_every_bucket(tmp_path: Any, network: Counter[str]) -> None:
     with exchange(endpoints_of(tmp_path, HOSTS), tmp_path, "collective") as sender:
         receivers = [FullReceiver(sender.session, name) for name in HOSTS]
         sent = update(sender, receivers, 1, make_weights(1))
@@ -94,7 +94,7 @@ def test_without_shared_memory_each_receiver_gets_its_own(tmp_path: Any, network
         assert max(network.values()) == sent.bytes, "someone sent a bucket twice"
 
 
-def test_hops_visit_each_host_once(tmp_path: Any) -> None:
+def test_relays_visit_each_host_once(tmp_path: Any) -> None:
     with exchange(endpoints_of(tmp_path, HOSTS), tmp_path) as sender:
         assert full_relays(sender.session) == [
             Relay(("trainer", 0), (0, 3), 1),
@@ -135,7 +135,7 @@ def test_links_carry_buckets_at_the_same_time(tmp_path: Any, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("reader", ["of its host", "behind it"])
-def test_other_bytes_are_found(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, reader: str) -> None:
+def test_corrupted_buckets_are_detected(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, reader: str) -> None:
     """A relay's memory changes after its check: its readers and the next hosts report other bytes."""
     from megarl.weight_sync.full.relay import RelaySender
 
@@ -157,7 +157,7 @@ def test_other_bytes_are_found(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, r
                 future.result(10)
 
 
-def test_a_silent_relay_is_found_by_the_one_before_it(tmp_path: Any) -> None:
+def test_a_silent_relay_is_detected_by_its_predecessor(tmp_path: Any) -> None:
     hosts = {"b0": "b", "b1": "b", "c0": "c"}
     with exchange(endpoints_of(tmp_path, hosts), tmp_path, timeout=0.7) as sender, ThreadPoolExecutor(3) as pool:
         receivers = [FullReceiver(sender.session, name) for name in hosts]
@@ -191,7 +191,7 @@ for count, _ in enumerate(receiver.weights(1)):
 """
 
 
-def test_a_relay_that_is_killed_ends_the_update_everywhere(tmp_path: Any) -> None:
+def test_a_killed_relay_ends_the_update_on_all_receivers(tmp_path: Any) -> None:
     """The previous host's connection breaks; readers on the relay's host and the next hosts receive the abort."""
     hosts = {"a0": "here", "b0": "b", "b1": "b", "c0": "c"}
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

@@ -67,7 +67,7 @@ def test_every_element_arrives_and_no_file_has_a_name(tmp_path, places):
 
 
 @pytest.mark.parametrize("places", [HERE, RELAYED])
-def test_slots_are_made_where_devices_are_whatever_the_default_device(tmp_path, monkeypatch, places):
+def test_slots_do_not_depend_on_torchs_default_device(tmp_path, monkeypatch, places):
     """vLLM sets its device as torch's default around a receiver."""
     begin = ShardedReceiver.begin
 
@@ -82,7 +82,7 @@ def test_slots_are_made_where_devices_are_whatever_the_default_device(tmp_path, 
 
 
 @pytest.mark.parametrize("transport", ["ipc", "auto"])
-def test_buckets_that_stay_on_devices_are_read_there(tmp_path, monkeypatch, transport):
+def test_device_buckets_are_fingerprinted_on_the_device(tmp_path, monkeypatch, transport):
     """Sender, relay and receiver use sums of words: XXH3 would copy every bucket to host memory."""
     read: list[int] = []
     monkeypatch.setattr(fingerprint, "word_sums", lambda memory: read.append(len(memory)) or word_sums(memory))
@@ -92,7 +92,7 @@ def test_buckets_that_stay_on_devices_are_read_there(tmp_path, monkeypatch, tran
     assert len(read) == (sent.buckets + received.buckets if transport == "ipc" else 0)
 
 
-def test_gloo_moves_memory_of_the_host_alone(tmp_path, monkeypatch):
+def test_gloo_transfers_only_host_memory(tmp_path, monkeypatch):
     """gloo cannot read NPU memory. Holds also for an engine rank that relays its buckets only within its host."""
     on_device: list[HostMemory] = []
     moved: list[int] = []
@@ -124,7 +124,7 @@ def test_gloo_moves_memory_of_the_host_alone(tmp_path, monkeypatch):
     assert packed and not set(packed) & set(moved), "trainers pack on their device, where sums are taken"
 
 
-def test_a_changed_word_is_found(tmp_path, monkeypatch):
+def test_a_changed_word_is_detected(tmp_path, monkeypatch):
     """A reader gets other bytes than were packed, as after an incomplete device copy."""
     open_shared = CPUPlatform.open_shared
     monkeypatch.setattr(CPUPlatform, "open_shared", lambda self, handle: open_shared(self, handle).clone())
@@ -135,7 +135,7 @@ def test_a_changed_word_is_found(tmp_path, monkeypatch):
     assert all("got other bytes than trainer" in str(error) for error in errors), errors
 
 
-def test_an_answer_comes_after_the_devices_copies(tmp_path, monkeypatch):
+def test_an_acknowledgement_follows_the_devices_copies(tmp_path, monkeypatch):
     """The sender packs the next bucket into the slot after the acknowledgement."""
     order: list[str] = []
     tell = AckWriter.publish
@@ -160,7 +160,7 @@ def test_an_answer_comes_after_the_devices_copies(tmp_path, monkeypatch):
         assert waiting >= 0
 
 
-def test_memory_that_cannot_be_mapped_is_said_with_what_to_change(tmp_path, monkeypatch):
+def test_unmappable_memory_is_an_error_with_the_remedy(tmp_path, monkeypatch):
     def refused(self, handle):
         raise RuntimeError("pidfd_getfd: Operation not permitted")
 
@@ -183,9 +183,7 @@ def test_memory_that_cannot_be_mapped_is_said_with_what_to_change(tmp_path, monk
         (CallFailed("pidfd_getfd: Operation not permitted"), "NOT RUN", "pidfd_getfd"),
     ],
 )
-def test_accept_tells_memory_of_other_bytes_from_memory_that_cannot_be_mapped(
-    tmp_path, monkeypatch, read, verdict, cause
-):
+def test_accept_distinguishes_wrong_bytes_from_unmappable_memory(tmp_path, monkeypatch, read, verdict, cause):
     def called(method, *arguments):
         call: Future[object] = Future()
         (call.set_exception if method == "read" and isinstance(read, Exception) else call.set_result)(read)
@@ -228,7 +226,7 @@ def test_another_process_maps_a_cpus_memory():
         select("cpu").open_shared(json.loads(handle))
 
 
-def test_no_memory_left_is_said(monkeypatch):
+def test_a_full_memory_is_an_error_with_the_remedy(monkeypatch):
     def full(descriptor, start, size):
         raise OSError(28, "no room")
 
@@ -277,7 +275,7 @@ def test_device_memory_is_described_once_a_reader(monkeypatch, device):
     assert len(shared.memory) == 0
 
 
-def test_a_library_without_the_calls_is_said():
+def test_a_torch_without_the_ipc_calls_is_an_error_with_the_remedy():
     with pytest.raises(RuntimeError, match=r"no _share_xpu_.*set exchange.transport=auto"):
         DeviceMemory(torch.zeros(4, dtype=torch.uint8), "_share_xpu_").handle()
 
@@ -306,13 +304,13 @@ def described(source: Path, share: str, rebuild: str) -> None:
     assert names == ["storage_device", "storage_handle", *EIGHT[2:]]
 
 
-def test_cuda_as_torch_has_it():
+def test_cuda_ipc_calls_exist_in_torch():
     described(Path(torch.__file__).parent / "multiprocessing/reductions.py", "_share_cuda_", "_new_shared_cuda")
     torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
 
 
 @pytest.mark.skipif(TORCH_NPU is None, reason=missing("torch-npu"))
-def test_npu_as_torch_npu_has_it():
+def test_npu_ipc_calls_exist_in_torch_npu():
     package = TORCH_NPU / "torch_npu"
     described(package / "multiprocessing/reductions.py", "_share_npu_", "_new_shared_npu")
     methods = (package / "utils/storage.py").read_text()
@@ -339,7 +337,7 @@ ON, OFF = "expandable_segments:True", "expandable_segments:False"
         ({"PYTORCH_ALLOC_CONF": ON, "PYTORCH_CUDA_ALLOC_CONF": OFF}, []),
     ],
 )
-def test_slots_lie_in_segments_that_do_not_grow(monkeypatch, environment, changes):
+def test_slots_are_allocated_without_expandable_segments(monkeypatch, environment, changes):
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -358,7 +356,7 @@ def test_slots_lie_in_segments_that_do_not_grow(monkeypatch, environment, change
     assert done == ([OFF, ON] if changes else []), "also after an error; an allocator that keeps the rest gets no more"
 
 
-def test_cudas_variable_comes_first_in_torch():
+def test_torch_gives_cudas_variable_precedence():
     """`without_expandable_segments` reads the variables in the same order."""
     code = """
 import torch

@@ -81,7 +81,7 @@ def without_thread(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 
 @pytest.mark.parametrize("fault", ["client", "slice table", "heartbeat thread", "heartbeat-monitor thread"])
-def test_a_sender_that_cannot_be_made(tmp_path, monkeypatch, fault):
+def test_a_failed_sender_releases_threads_and_connections(tmp_path, monkeypatch, fault):
     """`caught` keeps the constructor's frames alive, as a stored traceback does."""
     session, store = met(tmp_path)
     held, before = trainers()[0], set(threading.enumerate())
@@ -98,7 +98,7 @@ def test_a_sender_that_cannot_be_made(tmp_path, monkeypatch, fault):
 
 
 @pytest.mark.parametrize("fault", ["thread", "name"])
-def test_a_receiver_that_cannot_be_made(tmp_path, monkeypatch, fault):
+def test_a_failed_receiver_releases_threads_and_connections(tmp_path, monkeypatch, fault):
     session, store = met(tmp_path)
     held = trainers()[0]
     sender = ShardedSender(session, 0, held.description, held.tensors, store)
@@ -119,7 +119,7 @@ def test_a_receiver_that_cannot_be_made(tmp_path, monkeypatch, fault):
 
 
 @pytest.mark.parametrize("place", ["create_ack_keys", "handles_key"])
-def test_memory_of_buckets_that_cannot_be_offered(tmp_path, monkeypatch, place):
+def test_memory_of_unpublished_buckets_is_released(tmp_path, monkeypatch, place):
     """The buckets' files still have names, so this process must remove them."""
     built: list[OutgoingBuckets] = []
     create = OutgoingBuckets.__init__
@@ -138,7 +138,7 @@ def test_memory_of_buckets_that_cannot_be_offered(tmp_path, monkeypatch, place):
         assert built and all(len(slot._memory) == 0 for box in built for slot in box._slots)
 
 
-def test_links_that_were_formed_before_one_that_could_not_be(tmp_path, monkeypatch):
+def test_links_formed_before_a_failure_are_closed(tmp_path, monkeypatch):
     """A group that is not closed lives until the process ends, by design."""
     formed, closed = [], []
 

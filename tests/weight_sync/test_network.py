@@ -70,7 +70,7 @@ def cable(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cable]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [([3], []), ([], [3])])
-def test_a_lost_network_is_found_on_both_sides(
+def test_a_lost_network_is_detected_on_both_sides(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, cable: Cable, ranks: tuple[list[int], list[int]]
 ) -> None:
     """Each side of a cut network reports the other as silent. The cut comes just before the first transfer begins."""

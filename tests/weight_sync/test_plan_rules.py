@@ -30,7 +30,7 @@ def layers(count: int) -> list[str]:
     return [f"model.layers.{number}.weight" for number in range(count)]
 
 
-def test_holders_send_about_as_much() -> None:
+def test_holders_send_similar_amounts() -> None:
     """Four replicas hold the layers; only two of them hold and can send the extra tensors."""
     names = layers(61)
     rich, poor = whole(*names, "extra.0", "extra.1"), whole(*names)
@@ -45,21 +45,21 @@ def test_large_tensors_are_divided_over_holders() -> None:
     assert sent(plan, 4).tolist() == [table.nbytes / 4] * 4
 
 
-def test_replicas_are_fed_by_one_another() -> None:
+def test_replicas_relay_buckets_to_each_other() -> None:
     table = whole(*layers(8))
     plan = plan_transfers([table] * 2, [table] * 4, Hosts(["t", "t"], ["a", "b", "a", "b"]), MIB)
     assert sent(plan, 2).sum() == table.nbytes, "trainers send once, whatever the number of engines"
     assert set(plan.targets) == {(0, 2, 1, 3)}, "within a host first"
 
 
-def test_a_holder_of_the_engines_host_comes_first() -> None:
+def test_a_holder_on_the_engines_host_is_preferred() -> None:
     table = whole(*layers(8))
     plan = plan_transfers([table] * 3, [table] * 3, Hosts(["a", "b", "c"], ["b", "d", "a"]), MIB)
     feeds = {(int(source), targets) for source, targets in zip(plan.sources, plan.targets, strict=True)}
     assert feeds == {(1, (0, 1)), (0, (2,))}, "hosts with a holder are fed there, others by the host before them"
 
 
-def test_what_an_engine_holds_in_two_places_comes_once() -> None:
+def test_a_slice_that_an_engine_needs_twice_is_sent_once() -> None:
     box = ("shared", (8, 8), (0, 0, 8, 8))
     plan = plan_transfers([holding(box)], [holding(box, box)], Hosts(["a"], ["a"]), MIB)
     (stream,) = plan.streams_to(0)
@@ -70,7 +70,7 @@ def test_what_an_engine_holds_in_two_places_comes_once() -> None:
     "held, needed, travels",
     [("float32", "bfloat16", "bfloat16"), ("bfloat16", "float32", "bfloat16"), ("float32", "float32", "float32")],
 )
-def test_the_smaller_type_travels(held: str, needed: str, travels: str) -> None:
+def test_the_smaller_dtype_is_sent(held: str, needed: str, travels: str) -> None:
     plan = plan_transfers([whole("w", dtype=held)], [whole("w", dtype=needed)], Hosts(["a"], ["a"]), MIB)
     assert [stream.dtype for stream in plan.streams_from(0)] == [travels]
 
@@ -97,7 +97,7 @@ def test_the_same_descriptions_give_the_same_plan() -> None:
     assert once() == once()
 
 
-def test_descriptions_survive_their_journey() -> None:
+def test_slice_tables_round_trip() -> None:
     describer = SliceTableBuilder()
     describer.add_whole("conv", (4, 3, 2, 2), "float32")
     table = describer.build()
@@ -107,7 +107,7 @@ def test_descriptions_survive_their_journey() -> None:
     assert as_matrix((5,)) == (1, 5) and as_matrix(()) == (1, 1)
 
 
-def test_digests_do_not_depend_on_who_compresses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digests_do_not_depend_on_the_compression(monkeypatch: pytest.MonkeyPatch) -> None:
     """Different zlib versions of trainers and engines compress the same slice table to different bytes."""
     table, same = whole("w"), whole("w")
     monkeypatch.setattr("zlib.compress", lambda data, level: data)

@@ -68,7 +68,7 @@ def channel():
     return StoreChannel(session, store)
 
 
-def test_it_is_connected_before_the_first_bucket(channel):
+def test_a_group_connects_before_the_first_bucket(channel):
     library = _Library([_Work(True), _Work(True)])
     group = BroadcastGroup(channel, 0, 2, library)
     assert library.group.broadcasts == 1
@@ -82,7 +82,7 @@ def test_it_is_connected_before_the_first_bucket(channel):
     ("first", "words"),
     [(_Work(False), "waited 2 s for the gloo group"), (_Work(True, "no route"), "could not form .* no route")],
 )
-def test_one_that_does_not_connect(channel, first, words):
+def test_a_group_that_does_not_connect_is_aborted(channel, first, words):
     channel.session = dataclasses.replace(channel.session, timeout=2.0)
     library = _Library([first])
     with pytest.raises(WeightSyncError, match=words):
@@ -90,7 +90,7 @@ def test_one_that_does_not_connect(channel, first, words):
     assert len(library.aborted) == (not first.done), "what still connects is called off"
 
 
-def test_what_is_under_way_is_called_off(channel):
+def test_close_aborts_transfers_in_flight(channel):
     """Without the abort, NCCL's kernel would keep running on the device, and its watchdog would end the process."""
     library = _Library([_Work(True), _Work(True), _Work(False)])
     group = BroadcastGroup(channel, 0, 2, library)
@@ -100,7 +100,7 @@ def test_what_is_under_way_is_called_off(channel):
     assert library.aborted == [library.group]
 
 
-def test_nccl_as_torch_has_it(monkeypatch):
+def test_nccl_options_exist_in_torch(monkeypatch):
     """Checks signatures in torch/_C/_distributed_c10d.pyi; only CUDA builds of torch have the library."""
 
     class Options:
@@ -129,8 +129,8 @@ def test_nccl_as_torch_has_it(monkeypatch):
         assert name in text, name
 
 
-def test_hccl_as_torch_npu_has_it(monkeypatch):
-    """The calls to torch_npu's binding; `test_hccl_has_these_names` checks that its library has these names."""
+def test_hccl_group_gets_torch_npus_options(monkeypatch):
+    """The calls to torch_npu's binding; `test_hccl_library_has_the_names` checks that its library has these names."""
 
     class Options:
         _timeout = hccl_config = None
@@ -160,7 +160,7 @@ def test_hccl_as_torch_npu_has_it(monkeypatch):
 
 
 @pytest.mark.skipif(TORCH_NPU is None, reason=missing("torch_npu"))
-def test_hccl_has_these_names():
+def test_hccl_library_has_the_names():
     assert TORCH_NPU is not None
     libraries = [path.read_bytes() for path in TORCH_NPU.glob("torch_npu/**/*.so")]
     names = ["abort_hccl_comm", "clear_workmeta_list", "global_ranks_in_group", "group_id", "hccl_config"]
@@ -168,7 +168,7 @@ def test_hccl_has_these_names():
         assert any(name.encode() in library for library in libraries), name
 
 
-def test_a_device_is_read_when_it_is_written(monkeypatch):
+def test_device_memory_is_read_after_its_write(monkeypatch):
     """Device memory is read on a separate stream, after the event of the write."""
     order: list[object] = []
     memory = torch.zeros(48, dtype=torch.uint8)

@@ -41,7 +41,7 @@ APART = ["b", "b", "c", "c"]
     ("places", "transport"),
     [(HERE, "auto"), (RELAYED, "auto"), (APART, "auto"), (HERE, "collective"), (HERE, "device")],
 )
-def test_every_element_arrives_once_and_proven(tmp_path, places, transport):
+def test_every_element_arrives_once_and_is_verified(tmp_path, places, transport):
     with exchange(tmp_path, places, transport=transport) as cluster:
         assert session_from_json(cluster.session.to_json()) == cluster.session
         cluster.connect()
@@ -60,7 +60,7 @@ def test_every_element_arrives_once_and_proven(tmp_path, places, transport):
 
 
 @pytest.mark.parametrize(("places", "transport"), [(HERE, "auto"), (APART, "auto"), (HERE, "device")])
-def test_buckets_are_where_they_belong_whatever_the_default_device(tmp_path, monkeypatch, places, transport):
+def test_buckets_do_not_depend_on_torchs_default_device(tmp_path, monkeypatch, places, transport):
     """vLLM sets its device as torch's default around a receiver; gloo and fingerprints read host memory."""
     begin, receive = ShardedReceiver.begin, ShardedReceiver.receive
 
@@ -80,7 +80,7 @@ def test_buckets_are_where_they_belong_whatever_the_default_device(tmp_path, mon
 
 
 @pytest.mark.parametrize("places", [RELAYED, APART])
-def test_each_bucket_is_read_for_its_fingerprint_once_at_either_end(tmp_path, monkeypatch, places):
+def test_each_bucket_is_fingerprinted_once_per_end(tmp_path, monkeypatch, places):
     """Holds for a relay, too: it verifies a bucket before it sends it on."""
     counts: Counter[str] = Counter()
 
@@ -102,7 +102,7 @@ def test_each_bucket_is_read_for_its_fingerprint_once_at_either_end(tmp_path, mo
         assert counts["start"] > 0 and sum(counts.values()) == sent.buckets + received.buckets
 
 
-def test_rows_that_are_longer_than_a_cache_are_cut(monkeypatch):
+def test_rows_longer_than_a_chunk_are_split(monkeypatch):
     from megarl.weight_sync.sharded import copy
 
     monkeypatch.setattr(copy, "CHUNK_BYTES", 40)
@@ -118,7 +118,7 @@ def test_rows_that_are_longer_than_a_cache_are_cut(monkeypatch):
 
 
 @pytest.mark.parametrize("places", [HERE, RELAYED])
-def test_few_requests_and_no_key_for_each_bucket(tmp_path, monkeypatch, places):
+def test_each_bucket_needs_few_store_requests_and_no_new_key(tmp_path, monkeypatch, places):
     """Store requests per bucket and reader: one number, one notice, one acknowledgement, and their two reads."""
     counts: Counter[str] = Counter()
     call = StoreChannel._call
@@ -140,7 +140,7 @@ def test_few_requests_and_no_key_for_each_bucket(tmp_path, monkeypatch, places):
         assert counts["delete_key"] == 4, "that they had loaded the version before"
 
 
-def test_who_reads_whose_memory(tmp_path):
+def test_relays_and_connections_of_a_stream(tmp_path):
     session, _ = open_sharded_session(
         "127.0.0.1", ["a", "a"], [("0", "a"), ("1", "a"), ("2", "b"), ("3", "b"), ("4", "c")],
         transport="auto", bucket_bytes=1, timeout=1.0, check_every=0, heartbeat_timeout=8, shm_dir=str(tmp_path),
@@ -202,7 +202,7 @@ def test_a_flipped_bit_names_bucket_tensors_and_ranks(tmp_path, monkeypatch, pla
 
 
 @pytest.mark.parametrize("check_every", [0, 2])
-def test_what_was_loaded_is_held_to_the_export(tmp_path, check_every):
+def test_loaded_weights_are_compared_with_the_export(tmp_path, check_every):
     """A slice packed with wrong values has matching fingerprints; only the check against the export names it."""
     with exchange(tmp_path, check_every=check_every) as cluster:
         cluster.connect()
@@ -230,7 +230,7 @@ def test_what_was_loaded_is_held_to_the_export(tmp_path, check_every):
         assert any(error is not None for error in errors[:4])
 
 
-def test_holes_are_refused_by_everyone_and_at_once(tmp_path):
+def test_missing_slices_are_refused_by_all_ranks(tmp_path):
     with exchange(tmp_path) as cluster:
         describer = SliceTableBuilder()
         describer.add(describer.tensor("unknown", (4, 4)), (0, 0, 4, 4), describer.parameter("p", "float32"), 0, 4)
@@ -258,7 +258,7 @@ def test_a_silent_peer_is_named_after_the_timeout(tmp_path):
         assert any("waited 1.5 s for " in error and "e1/1" in error for error in errors), errors
 
 
-def test_plans_from_other_descriptions_are_refused(tmp_path):
+def test_plans_from_different_slice_tables_are_refused(tmp_path):
     with exchange(tmp_path) as cluster:
         cluster.connect()
         cluster.receivers[2]._held = cluster.receivers[2]._held[:3]
@@ -284,7 +284,7 @@ def test_checked_versions():
     assert [version for version in range(5, 16) if session.is_checked(version, 5)] == [5, 8, 11, 14]
 
 
-def test_a_full_shared_memory_is_said(tmp_path, monkeypatch):
+def test_a_full_shared_memory_is_an_error(tmp_path, monkeypatch):
     import errno
 
     def full(fd, start, size):
@@ -338,7 +338,7 @@ def test_a_full_shared_memory_is_said(tmp_path, monkeypatch):
         ({"exchange.silence": 2}, "exchange.silence.*at least 3"),
     ],
 )
-def test_recipes_that_cannot_be_planned(settings, words):
+def test_unsupported_weight_sync_settings_are_refused(settings, words):
     overrides = [f"{name}={value}" for name, value in settings.items()]
     with pytest.raises(RecipeError, match=f"(?s){words}"):
         load_recipe("recipes/quickstart.yaml", overrides)
@@ -346,7 +346,7 @@ def test_recipes_that_cannot_be_planned(settings, words):
     load_recipe("recipes/quickstart.yaml", ["exchange.route=export", "exchange.timeout=5"])
 
 
-def test_boxes_are_converted_once():
+def test_slices_are_converted_once():
     """A bucket in bfloat16 is packed from float32 parameters with one conversion."""
     import numpy as np
 
@@ -363,7 +363,7 @@ def test_boxes_are_converted_once():
     assert torch.equal(target[1:9].view(2, 4)[:, :3], expected.float())
 
 
-def test_fingerprints_of_boxes_see_each_element(tmp_path):
+def test_slice_fingerprints_cover_each_element(tmp_path):
     assert set(SHAPES) == {"embed", "norm", "experts.0", "experts.1", "odd"} and host_id(str(tmp_path))
     with exchange(tmp_path) as cluster:
         need = cluster.engines[2].description
@@ -378,7 +378,7 @@ def test_fingerprints_of_boxes_see_each_element(tmp_path):
         assert verify.differing_tensors(need, examined.fingerprints, expected) == ["odd"]
 
 
-def test_the_dead_rank_is_named_and_not_whom_it_left_behind(tmp_path):
+def test_the_dead_rank_is_named_and_not_the_waiting_ones(tmp_path):
     """A trainer's death breaks the other trainers' collective at once; the heartbeat reports the death 0.3 s later."""
     with exchange(tmp_path) as cluster:
         cluster.connect()

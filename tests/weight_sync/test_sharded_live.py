@@ -122,7 +122,7 @@ def update_exported(process: EngineProcess, trainers: Trainers, info: dict, vers
     compare_full_reports(sending.result(60)[0], {"e0": received})
 
 
-def test_what_gives_no_box_goes_through_the_loader(process: EngineProcess, tmp_path: Path) -> None:
+def test_tensors_without_slices_are_loaded_by_vllms_loader(process: EngineProcess, tmp_path: Path) -> None:
     path = build_model(tmp_path / "model")
     starting = process.begin("start", spec(path, load_weights=False))
     trainers = Trainers(tmp_path, path, {"expert_parallel": 2}, 2)

@@ -22,7 +22,7 @@ def plain(data: bytes) -> list[int]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 6, 63, 4096, 40_002])
-def test_sums_of_words(monkeypatch, size):
+def test_word_sums_equal_the_slow_reference(monkeypatch, size):
     data = random.Random(size).randbytes(size)
     memory = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     assert word_sums(memory).tolist() == plain(data)
@@ -51,7 +51,7 @@ def test_a_flipped_bit_and_swapped_words_change_the_sums():
         assert WordSumFingerprint(memory, filled=True).result() != unswapped
 
 
-def test_what_is_asked_of_memory_that_is_not_filled_yet_is_taken_at_the_end():
+def test_sums_of_unfilled_memory_are_computed_at_the_end():
     fingerprinter = Fingerprinter(on_device=True)
     memory = torch.zeros(64, dtype=torch.uint8)
     passing, started = fingerprinter.streaming(memory), fingerprinter.start(memory)
@@ -62,7 +62,7 @@ def test_what_is_asked_of_memory_that_is_not_filled_yet_is_taken_at_the_end():
 
 
 @pytest.mark.parametrize("on_device", [True, False])
-def test_sums_of_what_came_over_a_network_are_taken_on_the_device(monkeypatch, on_device):
+def test_sums_of_network_buckets_are_computed_on_the_device(monkeypatch, on_device):
     """On a host, word sums are a hundred times slower than XXH3."""
     copies = np.array([[0] * COPY_COLUMNS.index("bucket") + [0, 0, 0, 0, 4, 2, 2]])
     stream = SimpleNamespace(dtype="float32", buckets=[4], copies=copies)
