@@ -300,7 +300,7 @@ def test_trainers_receive_the_teachers_scores(recipe: Recipe, tmp_path: Path) ->
     assert run.actor.workers.texts == ["read", "read"]  # type: ignore[attr-defined]
 
 
-def test_the_critic_comes_first_unless_the_kl_is_in_the_reward(recipe: Recipe, tmp_path: Path) -> None:
+def test_the_critic_is_updated_first_unless_the_kl_is_in_the_reward(recipe: Recipe, tmp_path: Path) -> None:
     recipe.algorithm.advantage = "gae"
     critic_calls = ["critic.load_shard", "critic.compute_values", "critic.collect_advantages", "critic.update_critic"]
     passes = ["actor.load_shard", "actor.compute_old_log_probs"]

@@ -189,7 +189,7 @@ def test_a_schema_that_breaks_the_validator_fails_only_the_call() -> None:
     )  # the call reached the tool: patterns are not checked before
 
 
-def test_several_calls_of_a_turn() -> None:
+def test_calls_above_the_limit_of_a_turn_are_refused() -> None:
     done, _, caller = play([ADD * 3, "12"], max_calls_per_turn=2)
     answers = [turn for turn in done.turns if turn.role == "tool"]
     assert [turn.text for turn in answers] == ["4", "4", "Error: a turn may make 2 calls; this one was not made"]

@@ -55,7 +55,7 @@ def test_a_schema_comes_from_the_signature_and_the_docstring() -> None:
     assert mood == {"type": "string", "enum": ["calm", "hasty"], "default": "calm"}
 
 
-def test_annotations() -> None:
+def test_annotations_become_json_schema_types() -> None:
     @tool
     def many(a: list[int], b: dict[str, bool], c: str | None = None, d: list = [], e: dict = {}) -> str:  # noqa: B006
         """Takes much."""

@@ -64,7 +64,7 @@ class TestKLWeight:
             weight.adapt(kl, samples=50)
         assert weight.value == 0.1
 
-    def test_fixed(self) -> None:
+    def test_a_weight_without_target_does_not_change(self) -> None:
         weight = KLWeight(0.1, target=None, horizon=100)
         weight.adapt(5.0, samples=50)
         assert weight.value == 0.1
@@ -148,7 +148,7 @@ class TestShaping:
         np.testing.assert_allclose(overlong_penalty(np.array([80, 90, 100]), 100, 20, 0.5), [0, -0.25, -0.5])
         np.testing.assert_array_equal(overlong_penalty(np.array([100]), 100, 0, 1.0), [0])
 
-    def test_spread(self) -> None:
+    def test_spread_is_a_difference_in_the_metric(self) -> None:
         assert not has_spread([sample(1.0), sample(1.0)], "reward")
         assert has_spread([sample(1.0), sample(0.0)], "reward")
         assert not has_spread([sample(0.9, accuracy=1.0), sample(1.0, accuracy=1.0)], "accuracy")

@@ -84,7 +84,7 @@ class TestByHand:
         assert of_counted["rollout/correction_masked"] == [0, 1, 0, 1, 1]
 
 
-def test_bounds_of_a_mask_are_inside() -> None:
+def test_mask_bounds_are_inclusive() -> None:
     batch, policy = mismatched([1.0], [1])
     assert weights(batch, policy, mask="token", mask_low=1.0, mask_high=2.0) == [1]
     assert weights(batch, policy, mask="token", mask_low=0.5, mask_high=1.0) == [1]
@@ -138,7 +138,7 @@ class TestInTheObjective:
         expected = rho[batch.loss_mask > 0].mean()
         torch.testing.assert_close(metrics["rollout/correction_weight"], expected)
 
-    def test_a_rejected_token_has_no_loss_and_stays_in_the_normaliser(self) -> None:
+    def test_a_rejected_token_has_no_loss_and_counts_in_the_normalizer(self) -> None:
         batch, policy = mismatched([1.0, 9.0, 1.0], [3])
         batch.old_log_probs = policy
         batch.log_probs = policy.clone().requires_grad_()

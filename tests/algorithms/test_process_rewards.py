@@ -26,7 +26,7 @@ TURNS = np.array([0, 1, 1, 0, 0, 1, 1, 1], dtype=bool)
 
 
 class TestPlaces:
-    def test_in_turns(self) -> None:
+    def test_a_step_reward_belongs_to_the_last_loss_token_before_its_end(self) -> None:
         """A step that ends in the tool's answer belongs to the last token before it, one in the prompt to the first; of
         two that one token ends, both count."""
         steps = ((0, 1.0), (2, 2.0), (3, 4.0), (5, 8.0), (7, 16.0), (7, 32.0))

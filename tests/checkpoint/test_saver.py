@@ -199,7 +199,9 @@ def test_files_and_folders_are_synced_before_the_rename(tmp_path: Path, monkeypa
     assert str(tmp_path) in after
 
 
-def test_killed_at_every_moment_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SIGKILL before each thing that a save does to the disk, of the second save and of the retention after it:
     the newest whole one is found, and the next session saves as if nothing had been."""
     calls = Operations(monkeypatch)

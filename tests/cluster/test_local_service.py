@@ -112,7 +112,7 @@ import time; time.sleep(1000)
 """
 
 
-def test_nothing_outlives_a_killed_controller(tmp_path):
+def test_all_processes_end_with_a_killed_controller(tmp_path):
     controller = subprocess.Popen(
         [sys.executable, "-c", CONTROLLER, str(tmp_path / "log")], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )

@@ -210,7 +210,7 @@ def test_processes_without_devices_start_beyond_the_number_of_cpus(connect):
     assert connect(1, 1, npus=False)._devices.next_engine(1)
 
 
-def test_a_process_that_ray_does_not_start_is_named(connect, monkeypatch):
+def test_a_process_not_started_by_ray_is_named(connect, monkeypatch):
     """Processes reserve more of a device than it has, for which Ray would wait forever."""
     from megarl.cluster.ray import cluster as ray_cluster
     from megarl.cluster.ray import devices as ray_devices
@@ -277,7 +277,7 @@ def _free_npus():
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_outlives_the_controller(tmp_path, how):
+def test_all_processes_end_with_the_controller(tmp_path, how):
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | THREADS
     controller = subprocess.Popen(
         [sys.executable, "-m", "tests.support.cluster_workers", "ray", str(tmp_path)],

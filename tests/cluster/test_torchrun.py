@@ -42,7 +42,7 @@ def pids_of(process):
     raise AssertionError("the scenario ended early")
 
 
-def test_a_good_run(launch, tmp_path):
+def test_a_run_under_torchrun_completes(launch, tmp_path):
     output, _ = launch("good").communicate(timeout=90)
     facts = [line for line in output.splitlines() if line.startswith("FACT")]
     assert facts[-1] == "FACT done", output
@@ -86,7 +86,7 @@ def test_the_first_cause_is_reported_within_seconds(launch, scenario, says):
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_nothing_outlives_torchrun(launch, how):
+def test_all_processes_end_with_torchrun(launch, how):
     process = launch("idle")
     pids = pids_of(process)
     assert all(map(alive, pids))

@@ -42,7 +42,7 @@ weights_of_sets = st.lists(st.floats(0.01, 100), min_size=1, max_size=5)
 
 @settings(deadline=None)
 @given(weights_of_sets, st.integers(0, 3000), st.integers(1, 200))
-def test_each_stretch_has_the_sets_shares(weights: list[float], start: int, length: int) -> None:
+def test_each_stretch_of_draws_has_the_sets_shares(weights: list[float], start: int, length: int) -> None:
     """A set that is drawn too often, or in bursts, is another mix than the recipe's."""
     sampler = mixed(*weights)
     drawn = Counter(sampler.at(position) // 10 for position in range(start, start + length))

@@ -53,7 +53,7 @@ def test_plain_text_is_a_user_message_or_unchanged(dataset):
     assert dataset([row(messages)], chat_template=False)[0].text == "2+2?"
 
 
-def test_many_rows_keep_their_order_and_their_names(dataset, tokenizer):
+def test_rows_keep_their_order_and_uids(dataset, tokenizer):
     rows = [row(f"{'x ' * (i % 7)}{i}", data_source=("a", "b")[i % 2]) for i in range(50)]
     prompts = dataset(rows, chat_template=False)
     assert [tokenizer.decode(prompt.tokens) for prompt in prompts] == [r["prompt"] for r in rows]

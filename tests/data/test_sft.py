@@ -65,7 +65,7 @@ def test_the_prompt_has_the_tokens_of_sampling(tmp_path, tokenizer, chat_templat
     assert not example.loss_mask[: example.prompt_length].any() and example.loss_mask[example.prompt_length :].all()
 
 
-def test_every_assistant_turn_is_learned(tmp_path, tokenizer):
+def test_every_assistant_turn_is_in_the_loss(tmp_path, tokenizer):
     example = build(tmp_path, tokenizer, [{"messages": [*TALK, {"role": "user", "content": "Thanks."}]}])[0]
     assert learned(tokenizer, example) == ["4<2>", "4+3=7.\n#### 7<2>"]
     # Nothing of the conversation is lost or doubled on the way, up to the last token that counts.

@@ -47,5 +47,5 @@ def test_from_the_command_to_the_loss() -> None:
         assert following.split(".")[-1] in names_in(body_of(function, file)), f"{function} does not use {following}"
 
 
-def test_the_command_calls_the_first() -> None:
+def test_the_train_command_calls_train() -> None:
     assert "train" in names_in(body_of("train_command", "megarl/cli.py"))

@@ -203,7 +203,7 @@ def test_all_downloads_are_pinned_and_verified():
             assert pinned or all("==" in word for word in install.split() if not word.startswith("-")), install
 
 
-def test_plain_triton_is_gone_in_the_end():
+def test_the_last_step_removes_plain_triton():
     last = next(step for step in reversed(STEPS) if "pip install" in step)
     assert re.search(r"pip uninstall -y triton .*pip install .*--no-deps .*triton-ascend==", last)
     check = last.rsplit("&&", 1)[1].replace("frozen.txt", "/dev/stdin")

@@ -79,7 +79,7 @@ def test_requests_of_one_call_enter_together_and_in_order(engine, backend):
         assert batch == whole  # no step saw a part of a list, or another order
 
 
-def test_groups_stream_while_others_run(engine, backend):
+def test_finished_groups_are_returned_while_others_run(engine, backend):
     seen = []
 
     def on_finished(group, completions):

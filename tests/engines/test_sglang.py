@@ -300,7 +300,7 @@ def test_the_sglang_recipe_is_refused_on_a_cpu() -> None:
         check_device(recipe, "cpu")
 
 
-def test_answers_of_ranks(tmp_path) -> None:
+def test_results_of_all_ranks_are_read(tmp_path) -> None:
     for rank in (0, 1):
         (tmp_path / f"{rank}.json").write_text(json.dumps({"error": f"of {rank}"}))
     assert [result["error"] for result in worker.read_results(str(tmp_path), 2)] == ["of 0", "of 1"]

@@ -53,7 +53,7 @@ def test_parameters_replaced_by_wake_up_are_restored() -> None:
     assert ascend.put_back(held) == 0
 
 
-def test_an_engine_on_an_npu_wakes_between_the_two() -> None:
+def test_an_engine_on_an_npu_restores_parameters_after_wake_up() -> None:
     calls: list[object] = []
     backend = _VllmBackend(EngineSpec("e0", "", "bfloat16", 64, sleep_mode=True))
     backend._engine = SimpleNamespace(

@@ -53,7 +53,7 @@ def recipe_of(extra: dict[str, Any], device: str = "cuda") -> Recipe:
         (OFFLOAD, "npu", r"megatron\.extra\.swap_optimizer: true"),
     ],
 )
-def test_refused_before_a_process_starts(extra: dict[str, Any], device: str, words: str) -> None:
+def test_invalid_optimizer_settings_are_refused(extra: dict[str, Any], device: str, words: str) -> None:
     with pytest.raises(RecipeError, match=words):
         validate(recipe_of(extra, device))
 
@@ -123,7 +123,7 @@ def test_settings_for_megatron() -> None:
 @pytest.mark.parametrize(
     "megatron", [{}, {"ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 4000}}]
 )
-def test_on_two_data_parallel_ranks(tmp_path: Path, megatron: dict[str, Any]) -> None:
+def test_checkpoints_move_between_host_and_device_optimizers(tmp_path: Path, megatron: dict[str, Any]) -> None:
     """Checkpoints equal those with states on the device up to rounding, and each run continues from the other's."""
     write_model("qwen3_moe", tmp_path / "models")
     model = {"model": str(tmp_path / "models" / "qwen3_moe"), "dtype": "bfloat16", "megatron": megatron}
@@ -155,7 +155,7 @@ def test_on_two_data_parallel_ranks(tmp_path: Path, megatron: dict[str, Any]) ->
             )
 
 
-def test_a_plan_moves_states_to_the_host() -> None:
+def test_a_plan_counts_states_on_the_host() -> None:
     """Masters and moments leave the device; the host also has the gradients that the update there reads."""
     held = RankMemory(10, 10, weights=20, buffers=1, gradients=40, masters=40, moments=80, reference=20)
     moved = held.with_states_on_host(0.5)
@@ -167,7 +167,7 @@ def test_a_plan_moves_states_to_the_host() -> None:
     assert held.with_states_on_host(0.0) == held
 
 
-def test_the_planners_lower_bound_follows() -> None:
+def test_the_planners_lower_bound_excludes_host_states() -> None:
     recipe = recipe_of(OFFLOAD)
     shape = model_shape(published.read("Qwen3-8B"))
     (part,) = largest_parts(recipe, shape)

@@ -95,7 +95,7 @@ def test_log_probs_equal_transformers(results: Path, case: dict[str, Any]) -> No
 
 
 @cases(PARITY, OPTIONS)
-def test_export_is_the_original_bit_for_bit(results: Path, case: dict[str, Any]) -> None:
+def test_export_is_bit_identical_to_the_original(results: Path, case: dict[str, Any]) -> None:
     """Load, export and write keep every tensor of the original, also untrained ones, and add none."""
     original = checkpoint_tensors(results / "models" / case["model"])
     exported = checkpoint_tensors(results / f"{case['name']}.hf")
@@ -139,7 +139,7 @@ def test_saved_hf_directory_equals_the_export(results: Path, case: dict[str, Any
     ).read_text()
 
 
-def test_a_swapped_optimizer_resumes_to_the_last_bit(results: Path) -> None:
+def test_a_swapped_optimizer_resumes_bit_identically(results: Path) -> None:
     """The worker asserts equality with and without the swap, and after offloading weights and gradients."""
     went_on = torch.load(results / f"{SWAP['name']}.went_on.pt", weights_only=True)
     assert len(went_on["metrics"]) == 2 and went_on["weights"]

@@ -41,7 +41,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.stack
 @pytest.mark.parametrize("option", [option for option in OPTIONS if option != "plain"])
 @pytest.mark.parametrize("model", [model for model, _ in MODELS])
-def test_an_update_is_the_same_to_the_last_bit(results: Path, model: str, option: str) -> None:
+def test_memory_options_keep_updates_bit_identical(results: Path, model: str, option: str) -> None:
     plain, other = (torch.load(results / f"{model}-{name}.pt", weights_only=True) for name in ("plain", option))
     assert other["metrics"] == plain["metrics"]
     for name, weight in plain["weights"].items():

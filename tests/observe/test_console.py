@@ -50,7 +50,7 @@ def test_progress_of_the_start_is_printed_and_not_saved(tmp_path: Path, capsys: 
     assert "trainers have" not in log.run_dir.notices.read_text()
 
 
-def test_where_a_run_begins() -> None:
+def test_the_first_line_names_the_first_step() -> None:
     for done, line in ((0, "starts with step 1 of 6"), (4, "continues with step 5 of 6"), (6, "all of 6 steps done")):
         stream = io.StringIO()
         PlainConsole("run", done, 6, stream)
@@ -129,7 +129,7 @@ def test_auto_is_plain_without_a_terminal() -> None:
     assert isinstance(console_module.make_console(recipe, 0, 1, io.StringIO()), PlainConsole)
 
 
-def test_numbers_for_people() -> None:
+def test_times_and_numbers_are_formatted_for_reading() -> None:
     assert [clock(seconds) for seconds in (None, 75, 3700, 100000)] == ["-", "1:15", "1:01:40", "1d 3:46:40"]
     assert [short(value) for value in (0.12345, 9876.0, 23456.0, 1.5e6)] == ["0.1235", "9876", "23.46k", "1.5M"]
     assert figures({"eval/pass@1": 0.5, "critic/rewards/mean": math.nan}) == [

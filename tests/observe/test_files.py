@@ -59,7 +59,7 @@ def small_disk(path: Path, size: str = "64k") -> Iterator[Path]:
 # ---- metrics.jsonl
 
 
-def test_floats_survive_to_the_last_bit(run_dir: RunDirectory) -> None:
+def test_floats_round_trip_exactly(run_dir: RunDirectory) -> None:
     draw = random.Random(0)
     floats = [struct.unpack("<d", draw.randbytes(8))[0] for _ in range(2000)]
     floats += [0.1 + 0.2, 5e-324, -0.0, 1.7976931348623157e308, float(np.float32(0.1)), math.inf, -math.inf, math.nan]

@@ -65,7 +65,7 @@ def test_phases_nest_repeat_and_add_up(tmp_path: Path) -> None:
     assert gen["ts"] <= reward["ts"] and reward["ts"] + reward["dur"] <= gen["ts"] + gen["dur"] + 1000
 
 
-def test_evaluations_land_in_their_steps_line(tmp_path: Path) -> None:
+def test_evaluations_are_written_to_their_steps_line(tmp_path: Path) -> None:
     with RunLog(make_recipe(), tmp_path, 1, 2) as log:
         with log.phase("eval"):
             pass

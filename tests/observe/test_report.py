@@ -96,7 +96,7 @@ def test_texts_of_a_run_are_escaped(tmp_path: Path) -> None:
     assert EVIL in evil.text, "a notice is shown as it was written"
 
 
-def test_script_json_has_no_markup_and_no_odd_numbers() -> None:
+def test_script_json_has_no_markup_and_no_nonfinite_numbers() -> None:
     text = script_json({"a": "</script>&\u2028\ud800", "b": math.nan})
     assert not set("<>&") & set(text)
     written = text.encode("utf-8", "backslashreplace")  # as the page is

@@ -68,7 +68,7 @@ def test_texts_of_tools_and_scorers_are_escaped(tmp_path: Path) -> None:
     assert EVIL in sources
 
 
-def test_the_pages_script_makes_text_only() -> None:
+def test_the_pages_script_creates_only_text() -> None:
     """The page's script must not write HTML, which would make markup of a sample's text."""
     folder = Path(__file__).parents[2] / "megarl/observe/templates"
     for path in folder.glob("*.js.j2"):

@@ -33,7 +33,7 @@ def refused(folder: Path, *overrides: str) -> RecipeError:
     return caught.value
 
 
-def test_layers_win_in_order(folder: Path) -> None:
+def test_later_layers_override_earlier_ones(folder: Path) -> None:
     recipe = load_recipe(folder / "recipe.yaml", ["train.steps=7", "megatron.extra.moe_grouped_gemm=true"])
     assert recipe.model.path == "some/model"
     assert recipe.rollout.temperature == 0.6  # the later base wins
@@ -115,7 +115,7 @@ def test_errors_name_the_file_of_the_wrong_value(folder: Path) -> None:
     assert refused(folder, "rollout.temperature=-1").origin == "command line"
 
 
-def test_filtered_sampling_at_another_temperature_is_refused(folder: Path) -> None:
+def test_top_p_with_another_temperature_is_refused(folder: Path) -> None:
     load_recipe(folder / "recipe.yaml", ["rollout.temperature=0.7"])
     assert "renormalization" in str(refused(folder, "rollout.temperature=0.7", "rollout.top_p=0.9"))
 
@@ -132,7 +132,7 @@ def test_filtered_sampling_at_another_temperature_is_refused(folder: Path) -> No
         (["cluster.device=cpu", "megatron.offload=true"], True),
     ],
 )
-def test_trainers_offload_where_engines_share_their_devices(folder: Path, overrides: list[str], expected: bool) -> None:
+def test_trainers_offload_if_engines_share_their_devices(folder: Path, overrides: list[str], expected: bool) -> None:
     assert offloads(load_recipe(folder / "recipe.yaml", overrides)) is expected
 
 
@@ -216,7 +216,7 @@ def test_a_boolean_is_not_a_number(folder: Path) -> None:
         ("agent.format=x", "hermes, deepseek"),
     ],
 )
-def test_choices_are_spelled_as_in_a_recipe(folder: Path, override: str, choices: str) -> None:
+def test_errors_spell_choices_as_in_a_recipe(folder: Path, override: str, choices: str) -> None:
     error = refused(folder, override)
     assert error.problem == f"the value is none of {choices}"
     assert "True" not in str(error) and choices.replace(", ", " | ") in error.remedy

@@ -57,7 +57,7 @@ def check(recipe: Recipe, model: dict[str, Any] | None = None) -> None:
         ),
     ],
 )
-def test_refused_before_a_process_starts(ddp: dict[str, Any], megatron: dict[str, Any], words: str) -> None:
+def test_invalid_ddp_settings_are_refused(ddp: dict[str, Any], megatron: dict[str, Any], words: str) -> None:
     with pytest.raises(RecipeError, match=rf"megatron\.ddp\.[\s\S]*{words}|{words}"):
         check(recipe_of(ddp, **megatron))
 

@@ -138,7 +138,7 @@ def test_a_missing_package_is_refused_before_a_run_starts() -> None:
         scorer.prepare()
 
 
-def test_the_recipes_limits_are_the_sandboxs() -> None:
+def test_the_recipes_limits_equal_the_sandboxs() -> None:
     """Each setting reaches its limit, and an empty section means the sandbox's defaults."""
     assert SandboxConfig().limits() == sandbox.Limits()
     limits = SandboxConfig(cpu_seconds=1, wall_seconds=2, memory_mb=3, output_kb=4, processes=5)

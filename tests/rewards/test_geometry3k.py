@@ -46,7 +46,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("response", "right", "form"), CASES)
-def test_nasty_cases(response: str, right: int, form: int) -> None:
+def test_edge_cases(response: str, right: int, form: int) -> None:
     result = scored(response, "5")
     assert result.value == pytest.approx(0.9 * right + 0.1 * form)
     assert result.parts == {"accuracy": right, "format": form}

@@ -297,7 +297,7 @@ def test_a_missing_header_value_is_refused_before_the_start(tmp_path: Path, monk
     assert "plain http to judge.example.com" in prepare_rewards(recipe, prepared).notices[-1]
 
 
-def test_no_value_is_logged(
+def test_no_header_value_is_logged(
     service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MY_TOKEN", SECRET)

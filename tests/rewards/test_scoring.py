@@ -54,7 +54,7 @@ def plain(outcome: Outcome) -> tuple[Score | Failed, int]:
     return (outcome.value, outcome.retries) if isinstance(outcome, Answered) else (outcome, outcome.attempts - 1)
 
 
-def test_every_sample_is_accounted_for(make: Callable[..., ProcessPool]) -> None:
+def test_every_sample_has_a_score_or_a_failure(make: Callable[..., ProcessPool]) -> None:
     """5 % of 1,000 samples hang, 5 % end their process, 5 % are killed and 5 % raise; each of these has two attempts.
     Eight processes spend 100 times 0.5 s on the hangs, 6.3 s each."""
     whats = [{0: "hang", 1: "exit", 2: "kill", 3: "raise"}.get(number % 20, "") for number in range(1000)]
@@ -90,7 +90,7 @@ def test_the_cause_is_named_and_the_next_sample_is_scored(
     assert (failed[0].kind, failed[0].cause) == (kind, cause)
 
 
-def test_waiting_in_a_queue_is_no_time_of_the_scorer(make: Callable[..., ProcessPool]) -> None:
+def test_time_in_the_queue_is_not_scoring_time(make: Callable[..., ProcessPool]) -> None:
     """32 samples of 0.1 s each, one after the other in one process with a limit of 0.5 s: the last waits for 3.1 s, and
     the first eight, 0.8 s of work, are handed over together."""
     assert outcomes(make(timeout=0.5), ["slow"] * 32) == [(Score(1.0), 0)] * 32
@@ -101,7 +101,7 @@ def test_a_retried_score_counts_its_retry(make: Callable[..., ProcessPool], tmp_
     assert plain(pool.submit(NAMES[1], request(file=str(tmp_path / "once"))).result(10)) == (Score(1.0), 1)
 
 
-def test_async_scorers_and_light_processes(make: Callable[..., ProcessPool]) -> None:
+def test_scoring_processes_run_async_scorers_without_torch(make: Callable[..., ProcessPool]) -> None:
     """A scoring process that imported torch would take seconds and gigabytes to replace."""
     pool = make()
     for _ in range(3):
@@ -179,7 +179,7 @@ def test_a_scorer_that_cannot_be_imported_is_refused(make: Callable[..., Process
         make(names=["tests.support.scorers:faluty"])
 
 
-def test_scorers_inside_and_outside_add_up() -> None:
+def test_scores_of_local_and_remote_processes_are_summed() -> None:
     """gsm8k in this process, a function of the user's in another: 1 + 0.5 x 0.9 for ten right characters. The row on
     which one of them fails has no score."""
     settings = RewardConfig(functions={"gsm8k": 1.0, "tests.support.scorers:brevity": 0.5}, processes=1)

@@ -63,7 +63,7 @@ class TestDivergence:
         assert divergence(teacher, policy, 0.0).item() == pytest.approx(math.log(8), rel=1e-4)
         assert divergence(teacher, policy, 1.0).item() > 10
 
-    def test_ends_are_the_limits_of_the_middle(self) -> None:
+    def test_beta_0_and_1_are_limits_of_the_divergence(self) -> None:
         teacher, policy = with_rest(logs([[0.6, 0.1]])), with_rest(logs([[0.2, 0.3]]))
         small = 1e-6
         assert divergence(teacher, policy, small).item() / small == pytest.approx(
@@ -119,7 +119,7 @@ def slow_gkd(teacher: np.ndarray, policy: np.ndarray, beta: float) -> float:
 
 class TestGKD:
     @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-    def test_value_and_gradient_are_the_slow_references(self, beta: float) -> None:
+    def test_value_and_gradient_equal_the_slow_reference(self, beta: float) -> None:
         batch = distilling(1, [7, 5])
         config = settings(loss="gkd", reference="teacher", advantage="none", distill_beta=beta)
         loss, metrics = objective(batch, config)

@@ -56,7 +56,7 @@ class TestNumbers:
             ("", None),
         ],
     )
-    def test_of_the_default_pattern(self, verdict: str, number: float | None) -> None:
+    def test_the_default_pattern_finds_the_number(self, verdict: str, number: float | None) -> None:
         assert number_in(verdict, re.compile(JudgeConfig().pattern)) == number
 
     @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ class TestNumbers:
 
 
 class TestQuestions:
-    def test_every_variable(self) -> None:
+    def test_a_template_has_all_variables(self) -> None:
         question = JudgeTemplate("{{ prompt }}|{{ response }}|{{ ground_truth }}|{{ extra_info.level }}").render(
             ROW, "{{ 5 }} <b>"
         )
@@ -128,7 +128,7 @@ class TestQuestions:
         ):
             codec.fitting_tokens(ROW, "7 7 7 7")
 
-    def test_of_a_rows_messages(self) -> None:
+    def test_messages_are_joined_with_their_roles(self) -> None:
         assert text_of([{"role": "user", "content": "2 + 2?"}]) == "2 + 2?"
         parts = [{"type": "image"}, {"type": "text", "text": "What is this?"}]
         text = text_of([{"role": "system", "content": "Be brief."}, {"role": "user", "content": parts}])

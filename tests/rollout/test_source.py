@@ -106,7 +106,7 @@ def test_filtered_groups_are_replaced_and_counted() -> None:
     assert batch.metrics["rollout/rewards/mean"] == pytest.approx((4 * 0.5 + 4 * 1.0) / 8)  # the filtered ones count
 
 
-def test_at_the_bound_the_recipe_decides() -> None:
+def test_exhausted_attempts_give_a_smaller_batch_or_fail() -> None:
     smaller = source(FakeService(spread=lambda number: number == 2), enabled=True, max_attempts=2)
     smaller.admit(0)
     batch = smaller.take(4)

@@ -106,7 +106,7 @@ def start(arguments: list[str], sabotage: str) -> subprocess.Popen[str]:
         ("kill-before-retention", names(1, 2, 3)),
     ],
 )
-def test_killed_while_it_saves(
+def test_a_run_killed_during_a_save_resumes(
     quickstart_data: Path, whole: Path, tmp_path: Path, moment: str, left: list[str]
 ) -> None:
     arguments = settings(quickstart_data, tmp_path, "killed", "train.keep_checkpoints=2")

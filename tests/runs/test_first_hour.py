@@ -135,7 +135,7 @@ leave(guarded(command, debug=False))
 
 
 @pytest.mark.parametrize(("name", "status", "words"), [("SIGINT", 130, "Ctrl-C"), ("SIGTERM", 143, "SIGTERM")])
-def test_an_interruption_in_a_finalizer_is_not_lost(name: str, status: int, words: str) -> None:
+def test_an_interrupt_in_a_finalizer_is_not_lost(name: str, status: int, words: str) -> None:
     """Python drops exceptions in finalizers and fork hooks, and Ray's start runs some of these."""
     command = [sys.executable, "-c", LOST, name]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -1,6 +1,6 @@
 """Bad input through the command line: exit status 2, one block, no traceback, and before any process starts.
 
-The command line runs in this process, in which starting a cluster fails; `test_as_a_process` runs it as a user does.
+The command line runs in this process, in which starting a cluster fails; `test_an_unknown_key_ends_the_process_with_a_recipe_error` runs it as a user does.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def megarl(
     signal.signal(signal.SIGTERM, handler)
 
 
-def test_as_a_process(quickstart_data: Path, tmp_path: Path) -> None:
+def test_an_unknown_key_ends_the_process_with_a_recipe_error(quickstart_data: Path, tmp_path: Path) -> None:
     arguments = settings(quickstart_data, tmp_path / "runs", "bad", "rollout.temprature=1")
     done = run("train", "recipes/quickstart.yaml", *arguments, timeout=60)
     assert done.returncode == 2 and "Traceback" not in done.stderr

@@ -148,7 +148,7 @@ def test_concurrent_runs_are_isolated() -> None:
     assert left.ok and seen.stdout == "[] []\n", (left, seen)
 
 
-def test_nothing_outlives_the_caller(tmp_path: Path) -> None:
+def test_all_processes_end_with_the_caller(tmp_path: Path) -> None:
     """A killed caller ends its sandbox, including daemons in it."""
     before = process_namespaces()
     program = "import os, time\nif os.fork() == 0: os.setsid()\ntime.sleep(600)"

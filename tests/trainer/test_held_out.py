@@ -98,7 +98,7 @@ def test_rows_beyond_the_limit_do_not_count_in_the_normalizer() -> None:
     assert evaluation.rows == 5
 
 
-def test_pairs_stay_together_and_weigh_the_same() -> None:
+def test_pairs_share_a_micro_batch_and_have_equal_weights() -> None:
     """Five pairs weigh the same whatever the lengths of their answers: the loss is the mean of 0 .. 4."""
     pairs = [(row(number, 1 + 5 * number), row(number, 7)) for number in range(5)]
     evaluation, trainers = held_out(pairs, source="preferences")

@@ -78,7 +78,7 @@ def test_vllms_lora_arguments_are_refused_in_recipes() -> None:
         check_args("vllm", {"max_lora_rank": 64}, "rollout")
 
 
-def test_the_recipe_decides(tmp_path: Path) -> None:
+def test_adapters_of_an_engine_follow_the_recipe(tmp_path: Path) -> None:
     recipe = Recipe()
     assert policy_spec(recipe, "e0", load_weights=False).adapters is None
     recipe.lora.rank, recipe.lora.targets = 8, ["o_proj"]

@@ -126,6 +126,6 @@ def test_merged_weights_are_sent_if_an_engine_holds_no_adapters(
         opened("adapters", rank=4, adapters="only", **problem)
 
 
-def test_auto_is_no_error_in_a_recipe() -> None:
+def test_auto_is_accepted_in_every_recipe() -> None:
     for override in ("lora.rank=4", "rollout.engine=sglang"):
         load_recipe("recipes/quickstart.yaml", ["exchange.route=auto", "exchange.check_every=2", override])

@@ -30,7 +30,7 @@ def name(case: Case) -> str:
 
 @pytest.mark.stack
 @pytest.mark.parametrize("case", QUICK, ids=name)
-def test_after_start_and_an_update(case: Case, tmp_path: Path) -> None:
+def test_the_gap_is_small_after_start_and_an_update(case: Case, tmp_path: Path) -> None:
     check(measure(case, tmp_path))
 
 
@@ -62,7 +62,7 @@ def check(result: Result) -> None:
         assert wrong.largest > 10 * BOUND, f"{wrong.label} was sent wrong, but the gap does not show it"
 
 
-def test_table() -> None:
+def test_table_sums_the_updates() -> None:
     gaps = [Gap("start", 100, 1e-6, 2e-6), Gap("update 1", 100, 1e-6, 3e-6), Gap("update 2", 300, 5e-6, 7e-6)]
     result = Result(Case("qwen3"), gaps, stale=gaps[0], disturbed=[], least_change=(1.0, "w"))
     assert table([result]).splitlines()[2] == "| qwen3 | float32 | 500 | 1.0e-06, 2.0e-06 | 4.0e-06, 7.0e-06 |"

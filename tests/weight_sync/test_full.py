@@ -78,7 +78,7 @@ def assert_same(got, weights):
 
 
 @pytest.mark.parametrize("transport", ["auto", "collective", "mixed"])
-def test_versions_arrive(tmp_path, transport):
+def test_all_versions_arrive(tmp_path, transport):
     here = host_id(str(tmp_path))
     endpoints = [("e0/0", here), ("e1/0", "elsewhere" if transport == "mixed" else here)]
     setting = "auto" if transport == "mixed" else transport
@@ -311,7 +311,7 @@ def test_only_files_of_dead_owners_are_removed(tmp_path):
     assert os.listdir(tmp_path) == ["someone-elses"]
 
 
-def test_killed_sender(tmp_path):
+def test_a_killed_sender_fails_its_receivers(tmp_path):
     """The sender's process is killed mid-version: the receiver fails at once, and the next sender removes its file."""
     script = textwrap.dedent("""
         import sys, time, torch
@@ -349,7 +349,7 @@ def test_killed_sender(tmp_path):
         assert os.listdir(tmp_path) == []
 
 
-def test_small_update_is_quick(tmp_path):
+def test_a_small_update_is_quick(tmp_path):
     """1 MB in well under 50 ms, measured over versions so that connecting does not count."""
     weights = {f"w{i}": torch.randn(64, 64) for i in range(64)}
     here = host_id(str(tmp_path))

@@ -260,7 +260,7 @@ class _Storage:
 
 
 @pytest.mark.parametrize("device", ["cuda", "npu"])
-def test_device_memory_is_described_once_a_reader(monkeypatch, device):
+def test_device_memory_is_described_once_per_reader(monkeypatch, device):
     storage = _Storage()
     monkeypatch.setattr(torch.UntypedStorage, f"_share_{device}_", lambda self: storage.share(self), raising=False)
     monkeypatch.setattr(torch.UntypedStorage, f"_new_shared_{device}", staticmethod(storage.rebuild), raising=False)

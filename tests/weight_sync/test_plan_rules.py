@@ -75,7 +75,7 @@ def test_the_smaller_dtype_is_sent(held: str, needed: str, travels: str) -> None
     assert [stream.dtype for stream in plan.streams_from(0)] == [travels]
 
 
-def test_the_same_descriptions_give_the_same_plan() -> None:
+def test_equal_slice_tables_give_equal_plans() -> None:
     def once() -> list[object]:
         haves = [holding(*((n, (64, 64), (32 * r, 0, 32, 64)) for n in layers(9))) for r in (0, 1, 0, 1)]
         plan = plan_transfers(

@@ -266,7 +266,7 @@ def test_plans_from_different_slice_tables_are_refused(tmp_path):
         assert "plan weight sync from different slice tables" in str(errors[6])
 
 
-def test_another_version_than_expected(tmp_path):
+def test_an_unexpected_version_is_refused(tmp_path):
     with exchange(tmp_path) as cluster:
         cluster.connect()
         cluster.update(1)
@@ -276,7 +276,7 @@ def test_another_version_than_expected(tmp_path):
         assert all("expects version 9, got 2" in str(future.exception(10)) for future in sending)
 
 
-def test_checked_versions():
+def test_every_nth_version_is_checked():
     session = ShardedSession(
         host="", port=0, prefix="", receivers=(), bucket_bytes=1, timeout=1, senders=(), transport="auto",
         check_every=3, heartbeat_timeout=8,

@@ -158,7 +158,7 @@ def receiving(process: EngineProcess) -> EngineHandle:
 
 
 @pytest.mark.parametrize("fault", ["flipped bit", "other values", "trainer dies", "engine dies"])
-def test_faults(tmp_path: Path, fault: str) -> None:
+def test_a_fault_is_reported_with_its_cause(tmp_path: Path, fault: str) -> None:
     """The controller's `publish` reports a fault within seconds, with its cause, and no engine samples a partial version."""
     path = build_model(tmp_path / "model", "qwen3_moe")
     process, trainers = EngineProcess(), Trainers(tmp_path, path, {"expert_parallel": 2}, 2)

@@ -293,7 +293,7 @@ class TestCommand:
         with pytest.raises(InputError, match="is not the folder of an acceptance"):
             read_settings(tmp_path / "none")
 
-    def test_expect_names_every_stage_and_starts_nothing(self, capsys, tmp_path):
+    def test_expect_lists_every_stage_and_starts_none(self, capsys, tmp_path):
         options = command.AcceptOptions(device="cpu", out=tmp_path, expect=True)
         assert command.accept(ROOT / "recipes" / "quickstart.yaml", [], options) == 0
         text = capsys.readouterr().out
@@ -330,7 +330,7 @@ class TestCommand:
         with pytest.raises(InputError, match=f"omit --{next(iter(options))}"):
             command.accept(None, [], command.AcceptOptions(resume=tmp_path, **options))
 
-    def test_broken_results_are_input(self, tmp_path):
+    def test_broken_results_are_an_input_error(self, tmp_path):
         write_settings(tmp_path, Settings("cpu", 2, stages=(0,)))
         (tmp_path / runner.RESULTS).write_text('[{"number": 0}')
         with pytest.raises(InputError, match="Delete it"):

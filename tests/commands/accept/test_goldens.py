@@ -33,14 +33,14 @@ def digest(family: str) -> str:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_models_and_inputs_are_the_same_bits_everywhere(family):
+def test_models_and_inputs_are_bit_identical_everywhere(family):
     assert digest(family) == DIGESTS[family], (
         "the references are of another model: python -m tests.support.make_goldens"
     )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_holds_the_same_weights(family):
+def test_bfloat16_represents_the_weights_exactly(family):
     import torch
 
     for name, tensor in weights(family).items():

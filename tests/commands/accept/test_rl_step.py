@@ -224,7 +224,7 @@ class TestGraphs:
         share, difference = engine.agreement(first, second)
         assert share == pytest.approx(4 / 6) and difference == pytest.approx(0.3 / 4)
 
-    def test_stale_inputs_of_a_graph(self, context):
+    def test_stale_inputs_of_a_graph_are_detected(self, context):
         good, stale = completion([1, 2, 3, 4], [0.1] * 4), completion([7, 7, 7, 7], [0.1] * 4)
         engine.judge_replay(context, "graphs", [good], [good])
         assert not failed(context)
@@ -240,7 +240,7 @@ class TestFewLayers:
         "n_group": 8, "num_experts_per_tok": 8, "quantization_config": {"bits": 8},
     }  # fmt: skip
 
-    def test_overrides_of_the_recipe_stay(self):
+    def test_overrides_of_the_recipe_are_kept(self):
         recipe = Recipe()
         recipe.rollout.engine_args = {"hf_overrides": {"rope_theta": 5.0, "num_hidden_layers": 9}}
         assert engine.few_layers(recipe, {}, 1) == {"rope_theta": 5.0, "num_hidden_layers": engine.LAYERS}

@@ -105,7 +105,9 @@ def everything(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
-def test_values_names_files_and_config(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_converted_values_names_files_and_config_are_correct(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "bf16"
     convert(model, out, workers=1)
     before, after = everything(model), everything(out)
@@ -268,7 +270,7 @@ def test_a_file_truncated_after_the_conversion_is_converted_again(model: Path, t
     assert file.read_bytes() == data
 
 
-def test_another_source_is_noticed(model: Path, tmp_path: Path) -> None:
+def test_a_changed_source_is_refused(model: Path, tmp_path: Path) -> None:
     convert(model, tmp_path / "out", workers=1)
     file = model / "model-00002-of-00003.safetensors"
     data = bytearray(file.read_bytes())

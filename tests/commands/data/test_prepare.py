@@ -162,7 +162,7 @@ def test_demonstrations_are_of_the_stated_quality():
     assert shares[True, True] == pytest.approx(0.75 * 0.4, abs=0.02)
 
 
-def test_the_seed_decides_the_problems(tmp_path):
+def test_equal_seeds_give_equal_problems(tmp_path):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         word_problems.prepare(tmp_path / name, seed, train=20, test=20, sft=20)
     for split in ("train", "test", "sft"):

@@ -34,7 +34,7 @@ def test_tied_embeddings_have_no_head(tmp_path):
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
 
 
-def test_norms_and_biases_differ_unless_a_plain_start_is_wanted(tmp_path):
+def test_norm_spread_sets_the_spread_of_norms_and_biases(tmp_path):
     from safetensors.numpy import load_file
 
     for spread in (0.1, 0.0):
@@ -46,7 +46,7 @@ def test_norms_and_biases_differ_unless_a_plain_start_is_wanted(tmp_path):
         assert tensors["lm_head.weight"].std() == pytest.approx(0.05, rel=0.05)
 
 
-def test_the_seed_decides_the_bytes(tmp_path):
+def test_equal_seeds_give_equal_bytes(tmp_path):
     from safetensors.numpy import load_file
 
     def model_files(seed):

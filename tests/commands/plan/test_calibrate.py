@@ -125,7 +125,7 @@ def test_decode_share_of_async_sampling_is_fitted_if_trainers_waited(tmp_path: P
     assert device.decode_share == H100.decode_share and "gen is not fitted" in printed
 
 
-def test_filtered_groups_were_sampled(tmp_path: Path) -> None:
+def test_sampling_time_of_filtered_groups_is_fitted(tmp_path: Path) -> None:
     run_recipe = recipe(**ORDINARY)
     times = estimate(run_recipe, QWEN, None, TRUE, lengths=LENGTHS, tried=3.0)
     run = write_run(tmp_path / "run", run_recipe, times, change=lambda line: line | {"rollout/prompts_tried": 96.0})

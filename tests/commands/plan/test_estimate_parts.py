@@ -182,7 +182,7 @@ def test_without_a_distributed_optimizer_every_rank_updates_all_parameters() -> 
     assert phase.links == pytest.approx(parameters * (4 + 4) / 2 / 1e9), "an all-reduce of gradients in float32"
 
 
-def test_the_reference_policy_changes_places_with_the_policy() -> None:
+def test_the_reference_pass_swaps_weights_through_the_host() -> None:
     assert training.reference_swap(trainers()).host == pytest.approx(4 * 2 * (4 * 400 + 2 * 1000) / 1e9)
     assert training.reference_swap(trainers(lora__rank=8)) == Cost()
 
@@ -214,7 +214,7 @@ def test_sequences_above_the_engines_limit_run_in_waves() -> None:
     assert three.memory == pytest.approx(3 * single.memory)
 
 
-def test_the_longest_response_sets_the_end() -> None:
+def test_the_longest_response_determines_the_end() -> None:
     """With the same total of tokens and one response of twice the mean length, weights are read for twice as many steps
     and caches are longer."""
     spread = Lengths(10, 1, 199, "")

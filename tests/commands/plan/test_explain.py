@@ -96,7 +96,7 @@ def test_buckets_of_rows_add_up_to_the_total() -> None:
         assert explain_command._shared(edges, totals(plan)) == noted
 
 
-def test_where_ranks_are() -> None:
+def test_ranks_are_placed_on_nodes_by_placement() -> None:
     recipe = Recipe()
     recipe.cluster.trainers, recipe.rollout.engines, recipe.rollout.tensor_parallel = 4, 2, 2
     assert explain.hosts(recipe, 2).engines == ["node 0", "node 0", "node 1", "node 1"]
@@ -112,7 +112,7 @@ def test_a_plan_with_device_transport_notes_uncounted_connections() -> None:
     assert build.OF_CONNECTIONS in build._notes(recipe, [], [], model)
 
 
-def test_exported_every_engine_rank_reads_the_whole_model() -> None:
+def test_every_engine_rank_receives_the_whole_model_on_the_full_route() -> None:
     recipe = Recipe()
     recipe.cluster.trainers, recipe.rollout.engines, recipe.rollout.tensor_parallel = 4, 2, 2
     recipe.model.dtype = "bfloat16"
@@ -210,7 +210,7 @@ def test_a_recipe_that_a_run_refuses_is_refused(capsys: pytest.CaptureFixture[st
     assert "rollout.engines x rollout.tensor_parallel = 5 x 4" in capsys.readouterr().err
 
 
-def test_an_exported_exchange_is_told_from_what_is_explained(
+def test_a_recipe_with_the_full_route_gets_a_note(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(explain_command, "planned", lambda *_: small_plan())

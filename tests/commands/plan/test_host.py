@@ -61,7 +61,7 @@ def test_a_sleeping_rank_copies_torchs_segments() -> None:
     assert asleep(sizes) == (2 * 2 + 2 * 32 + 64 + 16) * MIB
 
 
-def test_two_machines_of_four_devices() -> None:
+def test_host_memory_of_two_machines_by_hand() -> None:
     """Stage 0 on the first, stage 1 on the second machine. Engines sleep on the first alone. Each trainer has 4 buckets of 64
     MiB, each engine rank as many to pass on; the controller is a process more."""
     first, second = uses(recipe())
@@ -93,7 +93,7 @@ def test_two_machines_of_four_devices() -> None:
         ({"train__source": "sft"}, None, True, {"offloaded": 40, "asleep": None, "/dev/shm": None, "processes": 5}),
     ],
 )
-def test_settings_change_parts(
+def test_parts_of_host_memory_follow_the_settings(
     settings: dict[str, Any], swaps: int | None, keeps_weights: bool, first: dict[str, float | None]
 ) -> None:
     memory = gib(uses(recipe(**settings), swaps=swaps, keeps_weights=keeps_weights)[0])

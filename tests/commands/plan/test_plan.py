@@ -64,7 +64,9 @@ def test_without_vllm_the_route_is_unknown(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("route", ["auto", "planned"])
-def test_what_cannot_be_planned_goes_by_export_if_it_may(monkeypatch: pytest.MonkeyPatch, route: Any) -> None:
+def test_a_model_that_cannot_be_sharded_uses_the_full_route_if_allowed(
+    monkeypatch: pytest.MonkeyPatch, route: Any
+) -> None:
     """A run with `exchange.route: auto` uses the fallback too; `planned` would refuse to start."""
 
     def refused(*_: Any) -> Any:

@@ -208,7 +208,7 @@ def test_hosts_of_a_searched_layout_equal_those_of_its_plan(monkeypatch: pytest.
         Hosts(29.0).check([1, 1, 5, 10], counted=4)
 
 
-def test_time_ends_a_search() -> None:
+def test_a_search_stops_at_its_time_limit() -> None:
     began = time.monotonic()
     result = run(subject(), Judges(waits=0.3), seconds=1.0)
     assert time.monotonic() - began < 5
@@ -245,7 +245,7 @@ def test_resident_trainers_must_leave_memory_for_engines() -> None:
     assert not too_large(task, replace(choice, offload=True))
 
 
-def test_a_setting_is_counted_once(tmp_path: Path) -> None:
+def test_equal_settings_are_counted_once(tmp_path: Path) -> None:
     """A setting is counted once for all context-parallel sizes above one, by the first thread that requests it."""
 
     class Asked:
@@ -271,7 +271,7 @@ def test_a_setting_is_counted_once(tmp_path: Path) -> None:
     assert len(client.questions) == 6, "without context parallel, attention keeps other things"
 
 
-def test_engines_that_were_not_counted_are_named() -> None:
+def test_uncounted_engines_are_named() -> None:
     result = run(subject(), Judges(), count=1)
     assert "Engines are not counted in the memory. rollout: nothing is known." in summary_lines(result)
     assert not any("not counted in the memory" in line for line in summary_lines(SearchResult()))
@@ -301,7 +301,7 @@ def test_proposals_stop_at_their_time_limit_during_a_count(monkeypatch: pytest.M
     assert suggest.proposals(task, NO_ASKER, seconds=60) == ([], False), "nothing was left to look at"
 
 
-def test_three_proposals_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proposals_stop_at_the_third(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search ends at the third proposal, without waiting for the fourth, which is being counted."""
 
     class One(Judges):
@@ -391,7 +391,7 @@ def test_the_table_is_within_100_columns(capsys: pytest.CaptureFixture[str]) -> 
     assert "Overrides of the first" in printed and "megatron.recompute=full" in printed
 
 
-def test_names_and_reasons() -> None:
+def test_names_of_layouts_and_reasons_of_speed() -> None:
     layout = choice_of(recipe(8, tensor_parallel=2, pipeline_parallel=2, virtual_pipeline=3)).layout
     assert name_of(layout) == "TP2 PP2x3"
     assert name_of(replace(layout, tensor_parallel=1, pipeline_parallel=1, virtual_pipeline=None)) == "DP"

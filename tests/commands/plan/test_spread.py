@@ -119,7 +119,7 @@ def test_a_plan_without_a_published_run_has_a_remark() -> None:
     assert "no published run with such a model is available" in text and "--calibration FILE" in text
 
 
-def test_factors_of_a_users_device_are_not_called_raw() -> None:
+def test_seconds_with_a_users_factors_are_not_labelled_raw() -> None:
     calibrated = replace(plans.LARGE, device=replace(plans.DEVICE, factors={"gen": 2.0}))
     assert "estimate" in table(calibrated)["gen"] and "raw" not in table(calibrated)["gen"]
     assert "with the factors of 910B in --devices" in " ".join(remarks(calibrated))

@@ -91,7 +91,7 @@ def test_the_tiny_copy_keeps_parallel_dimensions_above_1(row: Row) -> None:
             assert bool(kept) == bool(cut) or processes == 1
 
 
-def test_stages_are_uneven_where_the_recipes_are() -> None:
+def test_tiny_copies_keep_uneven_stages() -> None:
     layout = MegatronConfig(pipeline_parallel=8, first_stage_layers=6, last_stage_layers=7)
     small, _ = shrink_layout(layout, 8, 2)
     assert (small.first_stage_layers, small.last_stage_layers, layers_for(small)) == (3, 1, 4)
@@ -101,7 +101,7 @@ def test_stages_are_uneven_where_the_recipes_are() -> None:
 
 
 @pytest.mark.parametrize("name", published.names())
-def test_a_models_structure_is_kept(name: str) -> None:
+def test_a_tiny_copy_keeps_the_models_structure(name: str) -> None:
     """Kept: the ratio of heads, dense layers before experts, tied weights, scaling of positions, choice of experts."""
     config, changes = published.read(name), Changes()
     small = shrink_model(config, 2, changes)
