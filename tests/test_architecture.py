@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from megarl.platform.kinds import KINDS
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "megarl"
 
@@ -62,6 +64,7 @@ FILES_AT_THE_TOP, ROOMS_AT_THE_TOP = 12, 20
 # Words for devices: they stand only in the files that know devices, so that a new kind of device needs files there alone.
 DEVICE_WORDS = re.compile(r"(?<![a-z])(npus?|ascend|hccl|mindspeed|cann)(?![a-z])", re.IGNORECASE)
 KNOW_DEVICES = ("platform", "engines")
+DEVICE_NAMES = {kind.name for kind in KINDS}  # values of cluster.device
 DEVICE_FILES = {
     "commands/build_operators.py",
     "commands/doctor/npu_checks.py",
@@ -121,6 +124,25 @@ def test_device_words_stand_in_device_files(path: Path) -> None:
     words = sorted({match[0] for match in DEVICE_WORDS.finditer(path.read_text())})
     expected = str(path.relative_to(PACKAGE)) in DEVICE_FILES
     assert bool(words) == expected, f"{words}: read a field of DeviceKind, or correct DEVICE_FILES"
+
+
+@EACH_FILE
+def test_device_names_are_compared_in_device_files(path: Path) -> None:
+    """A decision that depends on the device is a field of `DeviceKind` or a property of `Platform`.
+
+    Comparisons of `tensor.device.type` are free: they tell host memory from device memory.
+    """
+    if room_of(path) in KNOW_DEVICES:
+        return
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Compare):
+            operands = [node.left, *node.comparators]
+            values = {
+                part.value for operand in operands for part in ast.walk(operand) if isinstance(part, ast.Constant)
+            }
+            of_tensor = any(isinstance(operand, ast.Attribute) and operand.attr == "type" for operand in operands)
+            names = DEVICE_NAMES & values
+            assert of_tensor or not names, f"line {node.lineno} compares with {names}: read a field of DeviceKind"
 
 
 @EACH_FILE

@@ -80,13 +80,13 @@ def packed_attention(device: torch.device, dtype: torch.dtype) -> Kernel:
     the device), longest sequence of both (int), `causal` (bottom-right aligned if lengths differ) and `scale`.
     Both kernels take 16-bit types on CUDA devices of compute capability 8.0 or later, without dropout.
     """
+    if device.type in ("cpu", "meta"):
+        return Kernel(None, "", f"no kernel for {device.type}")
     return _packed_attention(device.type, dtype)
 
 
 @lru_cache(maxsize=16)
 def _packed_attention(device: str, dtype: torch.dtype) -> Kernel:
-    if device in ("cpu", "meta"):
-        return Kernel(None, "", f"no kernel for {device}")
     reasons = []
     for name, load in (("torch.nn.attention.varlen", _torch_varlen), ("flash_attn", _flash_attn)):
         try:

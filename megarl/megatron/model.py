@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import logging
 import random
 import socket
@@ -244,9 +243,7 @@ def _transformer_settings(recipe: Recipe, hf_config: Any, platform: Platform) ->
         "variable_seq_lengths": True,
         "calculate_per_token_loss": True,  # DDP then sums gradients without scaling: see step.py
         "masked_softmax_fusion": False,
-        # The fused kernel comes with apex or Transformer Engine.
-        "gradient_accumulation_fusion": platform.name == "cuda"
-        and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        "gradient_accumulation_fusion": platform.fuses_gradient_accumulation,
         "deterministic_mode": recipe.train.deterministic,
         "num_layers_in_first_pipeline_stage": megatron.first_stage_layers,
         "num_layers_in_last_pipeline_stage": megatron.last_stage_layers,

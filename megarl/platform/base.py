@@ -61,6 +61,11 @@ class Platform(ABC):
     def uses_native_layers(self) -> bool:
         """True if Transformer Engine is missing and megarl/megatron/native_layers.py replaces it."""
 
+    @property
+    def fuses_gradient_accumulation(self) -> bool:
+        """True if Megatron's `gradient_accumulation_fusion` has its kernel here."""
+        return False
+
     @abstractmethod
     def prepare(self) -> None:
         """Apply the patches that must precede the import of Megatron. Idempotent; trainer processes only."""
@@ -82,7 +87,7 @@ class Platform(ABC):
 
     def installation_notices(self) -> list[str]:
         """Notices about missing packages and untested versions, with their cost, for the start of a run."""
-        return []
+        return self.kind.installation_notices()
 
     def rollout_env(self) -> dict[str, str]:
         """Environment of an engine process, to be set before it starts."""

@@ -9,6 +9,7 @@ from megarl.platform.version_sets import VersionSet
 CPU = DeviceKind(
     name="cpu",
     plural="CPU cores",
+    accelerator=False,
     implementation="megarl.platform.cpu:CPUPlatform",
     collective="gloo",
     cheap_seeds=True,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megarl.platform.base import Platform
-from megarl.platform.cuda_kind import CUDA, installation_notices
+from megarl.platform.cuda_kind import CUDA
 from megarl.platform.ipc import DeviceMemory, open_device_memory, without_expandable_segments
 
 
@@ -27,11 +27,12 @@ class CUDAPlatform(Platform):
     def uses_native_layers(self) -> bool:
         return importlib.util.find_spec("transformer_engine") is None
 
+    @property
+    def fuses_gradient_accumulation(self) -> bool:
+        return importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None  # of apex or Transformer Engine
+
     def prepare(self) -> None:
         """Do nothing: Megatron supports CUDA itself."""
-
-    def installation_notices(self) -> list[str]:
-        return installation_notices()
 
     def trainer_env(self, timeout: float) -> dict[str, str]:
         # Megatron's overlap of communication and computation depends on the order in which kernels are queued.

@@ -14,6 +14,24 @@ WITHOUT_TRANSFORMER_ENGINE = (
     "docs/cuda.md for its installation"
 )
 
+
+def installation_notices() -> list[str]:
+    """Notices about packages of the CUDA set that are missing or have untested versions, with the cost."""
+    notices = []
+    if not transformer_engine.is_importable():
+        notices.append(WITHOUT_TRANSFORMER_ENGINE)
+    elif (version := transformer_engine.version_of_whole()) and (problem := transformer_engine.problem_of(version)):
+        notices.append(problem)
+    tested = CUDA.sets[0].packages["vllm"]
+    try:
+        version = importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return notices
+    if not meets(version, tested):
+        notices.append(f"vllm {version} is untested: this version of megarl supports {tested}")
+    return notices
+
+
 CUDA = DeviceKind(
     name="cuda",
     plural="GPUs",
@@ -27,6 +45,7 @@ CUDA = DeviceKind(
     present="torch.cuda.is_available()",
     absent="torch.cuda.is_available() is False",
     install="install a CUDA build of torch",
+    installation_notices=installation_notices,
     checks="megarl.commands.doctor.cuda_checks",
     interface_variables={"NCCL_SOCKET_IFNAME": False},
     status_command="nvidia-smi",
@@ -56,20 +75,3 @@ CUDA = DeviceKind(
         ),
     ),
 )
-
-
-def installation_notices() -> list[str]:
-    """Notices about packages of the CUDA set that are missing or have untested versions, with the cost."""
-    notices = []
-    if not transformer_engine.is_importable():
-        notices.append(WITHOUT_TRANSFORMER_ENGINE)
-    elif (version := transformer_engine.version_of_whole()) and (problem := transformer_engine.problem_of(version)):
-        notices.append(problem)
-    tested = CUDA.sets[0].packages["vllm"]
-    try:
-        version = importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        return notices
-    if not meets(version, tested):
-        notices.append(f"vllm {version} is untested: this version of megarl supports {tested}")
-    return notices

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ class DeviceKind:
     implementation: str  # "module:class" of its Platform
     sets: tuple[VersionSet, ...]  # compatible package versions, the default set first
     collective: str  # library of its process groups
+    accelerator: bool = True  # has its own memory, which offloading frees; False: computes in host memory
     ray_resource: str | None = None  # Ray resource of the device; None if processes need no device
     visible: str = ""  # environment variable with the visible devices; "" if there is none
     ddp: Mapping[str, Any] = field(default_factory=dict)  # defaults of `megatron.ddp`
@@ -48,6 +49,7 @@ class DeviceKind:
     present: str = ""  # text if it is available
     absent: str = ""  # text if it is not available
     install: str = ""  # remedy if it is not available
+    installation_notices: Callable[[], list[str]] = list  # see `Platform.installation_notices`; does not import torch
 
     # Fields for `megarl doctor` and `megarl accept`.
     checks: str = ""  # module with the CHECKS of this kind, imported by the doctor

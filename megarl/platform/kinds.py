@@ -16,6 +16,11 @@ DeviceName = Literal["auto", "cpu", "cuda", "npu"]  # the values of cluster.devi
 KINDS: tuple[DeviceKind, ...] = (NPU, CUDA, CPU)
 
 
+def is_accelerator(device: str) -> bool:
+    """Return whether `device`, a value of cluster.device, is an accelerator; "auto" is planned as an accelerator."""
+    return device == "auto" or kind_of(device).accelerator
+
+
 def kind_of(name: str) -> DeviceKind:
     """Return the device kind `name`. Raises ValueError for an unknown name."""
     for kind in KINDS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megarl.platform.kinds import is_accelerator
 from megarl.recipe.critic import critic_view
 from megarl.recipe.schema import Recipe
 
@@ -15,7 +16,7 @@ def offloads(recipe: Recipe, device: str | None = None) -> bool:
     if recipe.megatron.offload is not None:
         return recipe.megatron.offload
     shared = recipe.cluster.placement == "colocated" and recipe.train.source == "rollout"
-    return shared and (device or recipe.cluster.device) != "cpu"
+    return shared and is_accelerator(device or recipe.cluster.device)
 
 
 def learners_take_turns(recipe: Recipe, device: str | None = None) -> bool:

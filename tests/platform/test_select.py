@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import subprocess
 import sys
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -98,6 +99,6 @@ def test_an_environment_without_transformer_engine_has_a_notice_with_the_cost(mo
 
 def test_a_start_on_gpus_has_notices_of_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, lacking = Recipe(), ["Transformer Engine is not installed: ..."]
-    monkeypatch.setattr("megarl.platform.cuda.installation_notices", lambda: lacking)
+    monkeypatch.setattr(CUDAPlatform, "kind", replace(CUDAPlatform.kind, installation_notices=lambda: lacking))
     assert environment_notices(recipe, CUDAPlatform())[:1] == lacking
     assert environment_notices(recipe, CPUPlatform()) == []

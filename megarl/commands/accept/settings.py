@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megarl.atomic_files import write_atomically
 from megarl.errors import InputError
+from megarl.platform.kinds import is_accelerator
 
 FILE = "settings.json"
 
@@ -28,7 +29,7 @@ class Settings:
     @property
     def tiny(self) -> bool:
         """True if stages use the sizes for a CPU."""
-        return self.device == "cpu"
+        return not is_accelerator(self.device)
 
 
 def write_settings(folder: Path, settings: Settings) -> None:

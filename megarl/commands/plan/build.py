@@ -17,6 +17,7 @@ from megarl.commands.plan.count.rank_client import ENGINES, RankClient
 from megarl.commands.plan.count.stages import Counted, check_trainable, counted, left_out
 from megarl.commands.plan.count.types import EngineRank, Links, PipelineStage, RecipePlan
 from megarl.commands.plan.count.workload import is_time_shared
+from megarl.commands.plan.environment import device_kind
 from megarl.commands.plan.explain import NotInstalled, adapters_alone, adapters_held, exported, links, planned_from
 from megarl.commands.plan.routes import as_expected, expected_routes
 from megarl.commands.plan.search.fits import Chosen, Subject
@@ -25,8 +26,8 @@ from megarl.commands.plan.search.suggest import proposals
 from megarl.engines import merged_because
 from megarl.engines.specs import policy_spec
 from megarl.hf.config import number_of_experts, text_fields
-from megarl.platform.cuda_kind import installation_notices
 from megarl.platform.devices import Device
+from megarl.platform.kinds import kind_of
 from megarl.recipe.exchange import is_sharded, wants_adapters
 from megarl.recipe.schema import Recipe
 
@@ -211,8 +212,8 @@ def _with_proposals(
 
 def _of_device(recipe: Recipe, device: Device | None) -> list[str]:
     """Return notes on software for the planned device that is missing here; the machines of the run may have it."""
-    name = device.kind if device is not None and recipe.cluster.device == "auto" else recipe.cluster.device
-    return [f"In this environment {notice}." for notice in installation_notices()] if name == "cuda" else []
+    name = device_kind(recipe, device)
+    return [] if name is None else [f"In this environment {notice}." for notice in kind_of(name).installation_notices()]
 
 
 def _notes(recipe: Recipe, stages: list[PipelineStage], kinds: list[Engine], model: dict[str, Any]) -> list[str]:

@@ -20,6 +20,7 @@ from megarl.commands.plan.count.workload import is_time_shared, trainers_offload
 from megarl.commands.plan.show.units import GIB, Unit
 from megarl.hf.config import text_fields
 from megarl.platform.adaptor import swapped_parts
+from megarl.platform.kinds import is_accelerator
 from megarl.recipe.critic import critic_view
 from megarl.recipe.exchange import is_sharded
 from megarl.recipe.schema import Recipe
@@ -50,7 +51,7 @@ def exchange_buffers(recipe: Recipe, largest: int) -> int:
     """
     bucket, gathered = recipe.exchange.bucket_mb * 2**20, 2 * largest
     on_device = max(bucket, gathered) if is_sharded(recipe) else bucket + gathered
-    slots_on_device = recipe.cluster.device == "cpu" or recipe.exchange.transport in DEVICE_TRANSPORTS
+    slots_on_device = not is_accelerator(recipe.cluster.device) or recipe.exchange.transport in DEVICE_TRANSPORTS
     sums = SUM_BYTES if recipe.exchange.transport == "ipc" else 0
     return on_device + sums + (slots(recipe, largest) if slots_on_device else 0)
 
@@ -121,7 +122,7 @@ def _with_slots(recipe: Recipe, tenants: Sequence[PipelineStage | EngineRank], u
     """Add the packed buckets of a transport in DEVICE_TRANSPORTS, which stay allocated between updates: on actor ranks, and on
     engine ranks, which may relay buckets."""
     senders = sum(not isinstance(tenant, PipelineStage) or tenant.role == "actor" for tenant in tenants)
-    if recipe.exchange.transport not in DEVICE_TRANSPORTS or recipe.cluster.device == "cpu" or not senders:
+    if recipe.exchange.transport not in DEVICE_TRANSPORTS or not is_accelerator(recipe.cluster.device) or not senders:
         return uses
     kept = {EXCHANGED: senders * SHARDED_SLOTS * recipe.exchange.bucket_mb * 2**20}
     return [use if EXCHANGED in use.parts else Use(use.phase, {**use.parts, **kept}) for use in uses]

@@ -19,6 +19,7 @@ from megarl.engines import limits_of
 from megarl.engines.base import EngineLimits, EngineSpec
 from megarl.engines.specs import first_specs, policy_spec
 from megarl.errors import InputError
+from megarl.platform.kinds import is_accelerator
 from megarl.recipe.schema import Recipe
 
 NO_VLLM = "vLLM is not installed here, and engines are counted from its model"
@@ -90,8 +91,8 @@ def _policy(recipe: Recipe) -> Engine:
 
 def _planned(recipe: Recipe, spec: EngineSpec) -> EngineSpec:
     """Convert a spec's arguments to plain values, and set the device if it changes the engine's memory."""
-    on_cpu = "cpu" if recipe.cluster.device == "cpu" else None
-    return replace(spec, engine_args=dict(spec.engine_args), device=on_cpu)
+    device = None if is_accelerator(recipe.cluster.device) else recipe.cluster.device
+    return replace(spec, engine_args=dict(spec.engine_args), device=device)
 
 
 def _question(engine: Engine, directory: Path | str) -> EngineRequest:

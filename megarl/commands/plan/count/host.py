@@ -19,7 +19,7 @@ from megarl.commands.plan.environment import device_kind
 from megarl.commands.plan.show.units import GIB, Unit
 from megarl.engines.specs import fixed_models
 from megarl.platform.devices import Device
-from megarl.platform.kinds import kind_of
+from megarl.platform.kinds import is_accelerator, kind_of
 from megarl.recipe.critic import critic_view
 from megarl.recipe.exchange import is_sharded, wants_adapters
 from megarl.recipe.offload import copies_checkpoints
@@ -95,7 +95,7 @@ def host_uses(tenants: Tenants, device: Device) -> list[HostUse]:
 
 def hosts_of(tenants: Tenants, device: Device | None) -> list[HostUse]:
     """Return `host_uses`; empty without a device, and on a CPU, which has host memory only."""
-    if device is None or tenants.recipe.cluster.device == "cpu" or not tenants.stages:
+    if device is None or not is_accelerator(tenants.recipe.cluster.device) or not tenants.stages:
         return []
     return host_uses(tenants, device)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megarl.platform.kinds import is_accelerator
 from megarl.recipe.offload import offloads
 from megarl.recipe.schema import Recipe
 from megarl.recipe.training import MegatronConfig
@@ -65,7 +66,7 @@ def image_grid(tokens: int, merge: int) -> tuple[int, int]:
 
 def is_time_shared(recipe: Recipe) -> bool:
     """Return True if colocated processes can leave a shared device (a CPU has host memory only)."""
-    return recipe.cluster.placement == "colocated" and recipe.cluster.device != "cpu"
+    return recipe.cluster.placement == "colocated" and is_accelerator(recipe.cluster.device)
 
 
 def trainers_offload(recipe: Recipe) -> bool:
