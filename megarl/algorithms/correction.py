@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megarl.algorithms.inputs import LossInputs
+from megarl.algorithms.inputs import LossInputs, kept
 from megarl.algorithms.kl import LOG_RATIO_LIMIT
 
 if TYPE_CHECKING:
@@ -24,7 +24,12 @@ if TYPE_CHECKING:
 
 def corrects(settings: CorrectionConfig) -> bool:
     """Return whether any correction is on."""
-    return settings.weights != "none" or settings.mask != "none" or settings.veto is not None
+    return settings.weights != "none" or rejects(settings)
+
+
+def rejects(settings: CorrectionConfig) -> bool:
+    """Return whether a correction may leave tokens out of the loss."""
+    return settings.mask != "none" or settings.veto is not None
 
 
 def log_mismatch(inputs: LossInputs, policy: Tensor) -> Tensor:
@@ -47,7 +52,8 @@ def corrections(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the factor of each token's loss [T], and per-token metrics as a loss returns them.
 
-    With `normalize`, `scale` makes the weights' mean over the mini batch 1: see `correction_scales`. Otherwise it is 1.
+    With `normalize`, `scale` makes the mean weight of the mini batch's accepted tokens 1: see `correction_scales`. Otherwise
+    it is 1.
     """
     mismatch = log_mismatch(inputs, policy)
     weights, metrics = mismatch.new_ones(mismatch.shape), {}
@@ -56,15 +62,19 @@ def corrections(
         weights = ratio.clamp(max=settings.truncate) * scale
         metrics["rollout/correction_weight"] = weights
         metrics["rollout/correction_truncated"] = (ratio > settings.truncate).to(ratio.dtype)
-    if settings.mask != "none" or settings.veto is not None:
-        keep = _kept(inputs, mismatch, settings)
-        weights = weights.where(keep, weights.new_zeros(()))
-        metrics["rollout/correction_masked"] = (~keep).to(weights.dtype)
+    if rejects(settings):
+        accepted = accepted_tokens(inputs, policy, settings)
+        weights = kept(weights, accepted)
+        metrics["rollout/correction_masked"] = 1.0 - accepted
     return weights, metrics
 
 
-def _kept(inputs: LossInputs, mismatch: Tensor, settings: CorrectionConfig) -> Tensor:
-    """Return whether each token stays in the loss: bool [T]."""
+def accepted_tokens(inputs: LossInputs, policy: Tensor, settings: CorrectionConfig) -> Tensor:
+    """Return 1.0 for the tokens of `loss_mask` that neither mask nor veto rejects, else 0.0: [T].
+
+    NaN is outside of any interval.
+    """
+    mismatch = log_mismatch(inputs, policy)
     keep = inputs.loss_mask > 0
     if settings.mask != "none":
         ratio = ratios(inputs, mismatch, settings.mask)
@@ -72,18 +82,21 @@ def _kept(inputs: LossInputs, mismatch: Tensor, settings: CorrectionConfig) -> T
     if settings.veto is not None:
         below = (mismatch < float(np.log(settings.veto))).to(mismatch.dtype)
         keep = keep & (inputs.on_tokens(inputs.sequence_sums(below)) == 0)
-    return keep
+    return keep.to(mismatch.dtype)
 
 
 def weight_totals(inputs: LossInputs, policy: Tensor, settings: CorrectionConfig) -> np.ndarray:
-    """Return sum and number [2] of the truncated weights of one micro batch: per loss token, or per sequence unless
-    `weights` is "token". Summed over a mini batch, their quotient is the mean that `normalize` divides by."""
+    """Return sum and number [2] of the truncated weights of one micro batch: per accepted token or, unless `weights` is
+    "token", per sequence with an accepted token. Summed over a mini batch, their quotient is the mean that `normalize`
+    divides by."""
     weights = ratios(inputs, log_mismatch(inputs, policy), settings.weights).clamp(max=settings.truncate)
-    count = inputs.loss_mask
-    if settings.weights != "token":
-        weights, count = inputs.sequence_means(weights), (inputs.sequence_sums(count) > 0).to(weights.dtype)
+    if rejects(settings):
+        inputs = inputs.accepting(accepted_tokens(inputs, policy, settings))
+    count = inputs.counted
+    if settings.weights == "token":
+        weights = kept(weights, count)
     else:
-        weights = inputs.zero_excluded(weights)
+        weights, count = inputs.sequence_means(weights), (inputs.sequence_sums(count) > 0).to(weights.dtype)
     return np.array([weights.double().sum().item(), count.double().sum().item()])
 
 

@@ -40,7 +40,7 @@ def threshold(scores: Sequence[np.ndarray], count: int) -> float:
 
 
 def _eligible(inputs: LossInputs) -> np.ndarray:
-    return inputs.loss_mask.cpu().numpy() > 0
+    return inputs.counted.cpu().numpy() > 0
 
 
 def kl_cov_scores(

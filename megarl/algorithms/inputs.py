@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -51,6 +51,7 @@ class LossInputs:
     entropy: Tensor | None = None
     chosen: Tensor | None = None  # bool: tokens that the policy chose, filtered samples included; for kl_in_reward
     selected: Tensor | None = None  # bool: by score over the whole mini batch, for losses with `scores`
+    accepted: Tensor | None = None  # `loss_mask` without tokens that a correction rejects; None: it rejects none
 
     def zero_excluded(self, values: Tensor) -> Tensor:
         """Return `values` [T] with 0 for excluded tokens, even if their value is inf or nan."""
@@ -65,14 +66,29 @@ class LossInputs:
         share = self.token_share.where(self.loss_mask > 0, self.token_share.new_ones(()))
         return self.zero_excluded(values * self.loss_weights / share)
 
+    @property
+    def counted(self) -> Tensor:
+        """`loss_mask` without rejected tokens [T]."""
+        return self.loss_mask if self.accepted is None else self.accepted
+
+    def accepting(self, accepted: Tensor) -> LossInputs:
+        """Return inputs in which only tokens with `accepted` [T] above 0 get a gradient and count in sums of sequences."""
+        constant = {}
+        for name in ("log_probs", "entropy", "top_log_probs"):
+            values = getattr(self, name)
+            if values is not None:
+                where = (accepted > 0).view(-1, *[1] * (values.dim() - 1))
+                constant[name] = values.where(where, values.detach())
+        return replace(self, accepted=accepted, **constant)
+
     def sequence_sums(self, values: Tensor) -> Tensor:
-        """Sum `values` [T] over each sequence's loss tokens: [S]."""
+        """Sum `values` [T] over each sequence's accepted loss tokens: [S]."""
         import torch
 
-        return torch.stack([part.sum() for part in self.zero_excluded(values).split(self.lengths)])
+        return torch.stack([part.sum() for part in kept(values, self.counted).split(self.lengths)])
 
     def sequence_means(self, values: Tensor) -> Tensor:
-        """Average `values` [T] over each sequence's loss tokens: [S]; 0 for a sequence without any."""
+        """Average `values` [T] over each sequence's accepted loss tokens: [S]; 0 for a sequence without any."""
         counts = self.sequence_sums(self.loss_mask)
         return self.sequence_sums(values) / counts.to(values.dtype).clamp(min=1.0)
 

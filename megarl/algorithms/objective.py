@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megarl.algorithms.catalogue import KL_ESTIMATORS, LOSSES
-from megarl.algorithms.correction import corrections, corrects
+from megarl.algorithms.correction import accepted_tokens, corrections, corrects, rejects
 from megarl.algorithms.inputs import LossInputs
 from megarl.algorithms.kl import mse
 
@@ -59,6 +59,13 @@ def trainers_policy(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
     return inputs.log_probs.detach()
 
 
+def without_rejected(inputs: LossInputs, settings: AlgorithmConfig) -> LossInputs:
+    """Return inputs in which the tokens that the rollout correction rejects get no gradient: see `LossInputs.accepting`."""
+    if not rejects(settings.correction):
+        return inputs
+    return inputs.accepting(accepted_tokens(inputs, trainers_policy(inputs, settings), settings.correction))
+
+
 def objective(
     inputs: LossInputs, settings: AlgorithmConfig, *, correction_scale: float = 1.0, kl_weight: float | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -78,6 +85,7 @@ def objective(
             for values in (inputs.top_log_probs, inputs.reference_top_log_probs)
         )
         inputs = replace(inputs, **dict(zip(("top_log_probs", "reference_top_log_probs"), tops, strict=True)))
+    inputs = without_rejected(inputs, settings)
     token_loss, token_metrics = LOSSES[settings.loss].function(inputs, settings)
     if corrects(settings.correction):
         weights, more = corrections(inputs, trainers_policy(inputs, settings), settings.correction, correction_scale)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megarl.algorithms.inputs import LossInputs, advantages_of
+from megarl.algorithms.inputs import LossInputs, advantages_of, kept
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,9 +22,9 @@ class TokenSums:
     @classmethod
     def of(cls, inputs: LossInputs) -> TokenSums:
         def total(values: Tensor) -> float:
-            return float(inputs.zero_excluded(values.detach()).double().sum().item())
+            return float(kept(values.detach(), inputs.counted).double().sum().item())
 
-        return cls(total(inputs.loss_mask), total(inputs.log_probs), total(advantages_of(inputs)))
+        return cls(total(inputs.counted), total(inputs.log_probs), total(advantages_of(inputs)))
 
     def __add__(self, other: TokenSums) -> TokenSums:
         return TokenSums(
@@ -32,5 +32,5 @@ class TokenSums:
         )
 
     def count(self, share: float) -> int:
-        """Return the number of tokens in a fraction `share` of all: at least one."""
-        return max(1, round(share * self.tokens))
+        """Return the number of tokens in a fraction `share` of all: at least 1, and rounded down as by the authors."""
+        return max(1, int(share * self.tokens))

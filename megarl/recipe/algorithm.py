@@ -59,11 +59,12 @@ class CorrectionConfig:
     )
     truncate: float = key(2.0, "Maximum weight.", above=0)
     normalize: bool = key(
-        False, "Divide the weights by their mean over the mini batch: over its tokens, or its sequences."
+        False,
+        "Divide the weights by their mean over the mini batch: over its tokens, or its sequences. Tokens that `mask` or `veto` rejects do not count in this mean.",
     )
     mask: Literal["none", "token", "sequence", "geometric"] = key(
         "none",
-        "Mask tokens with rho outside [mask_low, mask_high], computed as for `weights` (masked importance sampling). IcePop: `mask` and `weights` by token, with `truncate` at mask_high. The policy loss of a masked token is 0; the token still counts in the loss's normalizer.",
+        "Mask tokens with rho outside [mask_low, mask_high], computed as for `weights` (masked importance sampling). IcePop: `mask` and `weights` by token, with `truncate` at mask_high. A masked token gets no gradient and is in no sequence ratio of the loss; it still counts in the loss's normalizer.",
     )
     mask_low: float = key(0.5, "Lower bound of rho.", at_least=0)
     mask_high: float = key(5.0, "Upper bound of rho.", above=0)
@@ -120,7 +121,10 @@ class AlgorithmConfig:
     tau_negative: float = key(1.05, "sapo: temperature of the gate for all other tokens.", above=0)
     ratio_cap: float = key(20.0, "dppo_*: maximum weight of a token.", above=0)
     cov_share: float = key(
-        2e-4, "clip_cov, kl_cov: tokens that are restricted, as a share of the mini batch's tokens.", above=0, at_most=1
+        2e-4,
+        "clip_cov, kl_cov: tokens that are restricted, as a share of the mini batch's tokens. Rounded down, at least one token.",
+        above=0,
+        at_most=1,
     )
     cov_low: float = key(1.0, "clip_cov: lowest covariance of a restricted token.")
     cov_high: float = key(5.0, "clip_cov: highest covariance of a restricted token.")

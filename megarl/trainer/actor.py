@@ -21,6 +21,7 @@ from megarl.algorithms.objective import (
     teacher_top_k,
     trainers_policy,
     with_proximal_policy,
+    without_rejected,
 )
 from megarl.algorithms.token_advantages import TokenOutcomes
 from megarl.algorithms.token_sums import TokenSums
@@ -278,7 +279,7 @@ class ActorWorker(Worker):
         if not self.trainer.coordinates.is_last_stage:
             return
         inputs = [
-            with_proximal_policy(self.trainer.loss_inputs(batch, batch_log_probs), settings)
+            without_rejected(with_proximal_policy(self.trainer.loss_inputs(batch, batch_log_probs), settings), settings)
             for batch, batch_log_probs in zip(mini_batch, log_probs, strict=True)
         ]
         sums = sum((TokenSums.of(batch_inputs) for batch_inputs in inputs), TokenSums())

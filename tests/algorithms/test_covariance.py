@@ -76,7 +76,7 @@ def test_the_selection_does_not_depend_on_the_split(loss: str) -> None:
     for got, expected_part in zip(chosen, expected, strict=True):
         np.testing.assert_array_equal(got, expected_part)
     counted = int(batch.loss_mask.sum())
-    assert whole.sum() == round(0.1 * counted) and not whole[batch.loss_mask.numpy() == 0].any()
+    assert whole.sum() == int(0.1 * counted) and not whole[batch.loss_mask.numpy() == 0].any()
 
 
 def test_threshold() -> None:
@@ -84,6 +84,12 @@ def test_threshold() -> None:
     assert threshold(parts, 2) == 3.0 and threshold(parts, 9) == 1.0
     assert threshold([np.array([-np.inf])], 1) == np.inf == threshold([], 1)
     assert TokenSums(tokens=10).count(0.01) == 1 and TokenSums(tokens=1000).count(0.01) == 10
+
+
+@pytest.mark.parametrize(("tokens", "share", "count"), [(199, 0.01, 1), (1999, 0.002, 3), (100, 0.29, 28), (7, 0.5, 3)])
+def test_the_number_of_tokens_is_cut_down(tokens: int, share: float, count: int) -> None:
+    """The authors' implementation takes max(1, int(share * tokens)), in Python's floats: 0.29 * 100 is below 29."""
+    assert TokenSums(tokens=tokens).count(share) == count
 
 
 def test_a_mini_batch_without_loss_tokens_selects_none() -> None:

@@ -1,0 +1,239 @@
+"""Tokens that the rollout correction rejects: no gradient reaches them, in any loss, and they change no other gradient."""
+
+from __future__ import annotations
+
+import math
+from math import exp
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.algorithms.catalogue import LOSSES
+from megarl.algorithms.correction import accepted_tokens, correction_scales, corrections, weight_totals
+from megarl.algorithms.covariance import covariances, threshold
+from megarl.algorithms.inputs import LossInputs
+from megarl.algorithms.objective import objective, trainers_policy, without_rejected
+from megarl.algorithms.token_sums import TokenSums
+from megarl.recipe.algorithm import AlgorithmConfig, CorrectionConfig
+from tests.support.loss_cases import assert_gradient, random_inputs, sequences_of, settings
+
+LENGTHS = [9, 1, 14, 3, 6, 11]
+WITHOUT_PAIRS = [name for name in LOSSES.names() if not LOSSES[name].whole_groups]
+"""Preference losses learn from rows, which have no correction."""
+REJECTING = {
+    "token": {"mask": "token", "mask_low": 0.8, "mask_high": 1.4},
+    "sequence": {"mask": "sequence", "mask_low": 0.7, "mask_high": 2.0},
+    "geometric": {"mask": "geometric", "mask_low": 0.9, "mask_high": 1.2},
+    "veto": {"veto": 0.6},
+    "token and veto": {"mask": "token", "mask_low": 0.8, "mask_high": 1.4, "veto": 0.5},
+}
+WEIGHTS = ["none", "token", "sequence", "geometric"]
+
+
+def config_of(loss: str, correction: dict[str, object], **values: object) -> AlgorithmConfig:
+    bounds = {"gspo": 0.04, "gspo_token": 0.04, "dppo_tv": 0.06, "dppo_kl": 0.02}
+    chosen = settings(loss=loss, correction=CorrectionConfig(**correction), **values)  # type: ignore[arg-type]
+    chosen.clip_low = chosen.clip_high = bounds.get(loss, 0.2)
+    return chosen
+
+
+def batch_of(seed: int) -> LossInputs:
+    """Random sequences, with a teacher's distribution for the losses that read one."""
+    batch = random_inputs(seed, LENGTHS)
+    top = torch.log_softmax(torch.randn(len(batch.log_probs), 4, dtype=torch.float64), 1)
+    batch.top_log_probs = (top[:, :3] - 0.1).requires_grad_()
+    batch.reference_top_log_probs = torch.log_softmax(torch.randn_like(top), 1)[:, :3]
+    assert batch.entropy is not None
+    batch.entropy.requires_grad_()
+    return batch
+
+
+def rejected_tokens(batch: LossInputs, config: AlgorithmConfig) -> torch.Tensor:
+    policy = trainers_policy(batch, config)
+    rejected = (batch.loss_mask > 0) & (accepted_tokens(batch, policy, config.correction) == 0)
+    assert rejected.any() and (batch.loss_mask[~rejected] > 0).any(), "the case must have both kinds of tokens"
+    return rejected
+
+
+def gradients(batch: LossInputs, config: AlgorithmConfig) -> list[torch.Tensor]:
+    """Return the gradients of the objective with respect to everything that carries one."""
+    assert batch.entropy is not None and batch.top_log_probs is not None
+    leaves = [batch.log_probs, batch.entropy, batch.top_log_probs]
+    loss, _ = objective(batch, config)
+    parts = torch.autograd.grad(loss, leaves, allow_unused=True)
+    return [torch.zeros_like(leaf) if part is None else part for leaf, part in zip(leaves, parts, strict=True)]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("rejecting", REJECTING)
+@pytest.mark.parametrize("loss", WITHOUT_PAIRS)
+class TestEveryLossAndCorrection:
+    def config(self, loss: str, rejecting: str, weights: str) -> AlgorithmConfig:
+        correction = {"weights": weights, **REJECTING[rejecting]}
+        return config_of(loss, correction, kl_coef=0.1, entropy_coef=0.01)
+
+    def test_no_gradient_reaches_a_rejected_token(self, loss: str, rejecting: str, weights: str) -> None:
+        config = self.config(loss, rejecting, weights)
+        accepted_have_gradients = False
+        for seed in range(3):
+            batch = batch_of(seed)
+            rejected = rejected_tokens(batch, config)
+            for gradient in gradients(batch, config):
+                assert not gradient[rejected].any()
+                accepted_have_gradients |= bool(gradient[~rejected].any())
+        assert accepted_have_gradients
+
+    def test_the_policy_of_a_rejected_token_changes_no_gradient(self, loss: str, rejecting: str, weights: str) -> None:
+        """Its log-prob, advantage and entropy. Its rho stays, which decides on the rejection."""
+        config = self.config(loss, rejecting, weights)
+        batch = batch_of(5)
+        rejected = rejected_tokens(batch, config)
+        expected = gradients(batch, config)
+        assert batch.advantages is not None and batch.entropy is not None and batch.rollout_log_probs is not None
+        with torch.no_grad():
+            rho = trainers_policy(batch, config) - batch.rollout_log_probs
+            for vector in (batch.log_probs, batch.advantages, batch.entropy):
+                vector[rejected] = 3.0 * vector[rejected] - 0.5
+            batch.rollout_log_probs = trainers_policy(batch, config) - rho
+        for gradient, before in zip(gradients(batch, config), expected, strict=True):
+            torch.testing.assert_close(gradient, before)
+
+
+@pytest.mark.parametrize("loss", ["gspo", "gspo_token", "gmpo"])
+def test_a_sequence_ratio_is_over_its_accepted_tokens(loss: str) -> None:
+    """The papers' equations in float64, with the rejected tokens left out of the sequence and kept in the normaliser.
+
+    GSPO (arXiv 2507.18071, eq. 7): s = exp(mean log-ratio). GMPO (arXiv 2507.20673, eq. 4): the same over clipped
+    log-ratios. With one advantage per sequence the three differ in their clipping only.
+    """
+    config = config_of(loss, REJECTING["token"])
+    batch = random_inputs(7, LENGTHS)
+    batch.advantages = torch.tensor([1.5, -0.5, 2.0, -1.0, 0.7, -0.3], dtype=torch.float64)[sequences_of(batch)]
+    batch.loss_weights = batch.loss_mask / batch.loss_mask.sum()
+    rejected = rejected_tokens(batch, config)
+    remaining = ((batch.loss_mask > 0) & ~rejected).numpy()
+    assert batch.old_log_probs is not None and batch.advantages is not None
+    old, advantages, weights = (v.numpy() for v in (batch.old_log_probs, batch.advantages, batch.loss_weights))
+    sequence = sequences_of(batch).numpy()
+
+    def expected(p: np.ndarray) -> float:
+        total = 0.0
+        for number in range(len(LENGTHS)):
+            tokens = np.flatnonzero((sequence == number) & remaining)
+            if not tokens.size:
+                continue
+            a, changes = float(advantages[tokens[0]]), p[tokens] - old[tokens]
+            low, high = config.clip_low, config.clip_high
+            if loss == "gmpo":
+                changes = [min(d, high) if a > 0 else max(d, -low) for d in changes]
+                gain = a * exp(np.mean(changes))
+            else:
+                s = exp(np.mean(changes))
+                gain = min(a * s, a * min(max(s, 1 - low), 1 + high))
+            total -= float(weights[tokens].sum()) * gain
+        return total
+
+    value, _ = objective(batch, config)
+    (gradient,) = torch.autograd.grad(value, batch.log_probs)
+    at = batch.log_probs.detach().numpy()
+    assert value.item() == pytest.approx(expected(at), rel=1e-10)
+    assert_gradient(gradient, expected, at)
+
+
+def test_metrics_of_sequence_ratios_cover_rejected_tokens() -> None:
+    """A rejected token reports the ratio of its sequence, not 0."""
+    config = config_of("gspo", REJECTING["token"])
+    batch = random_inputs(8, LENGTHS)
+    rejected = rejected_tokens(batch, config)
+    narrowed = without_rejected(batch, config)
+    _, metrics = LOSSES["gspo"].function(narrowed, config)
+    ratio, sequence = metrics["actor/ratio"], sequences_of(batch)
+    for token in torch.nonzero(rejected).flatten().tolist():
+        others = (sequence == sequence[token]) & (batch.loss_mask > 0)
+        assert torch.equal(ratio[others], ratio[token].expand(int(others.sum())))
+        assert ratio[token] > 0
+
+
+def test_a_token_loss_keeps_its_value_and_metrics() -> None:
+    """Rejection takes gradients from token losses; the values of ratio, KL and entropy still cover every token."""
+    batch = random_inputs(9, LENGTHS)
+    plain = config_of("ppo_clip", {}, kl_coef=0.1, entropy_coef=0.01)
+    rejecting = config_of("ppo_clip", REJECTING["token"], kl_coef=0.1, entropy_coef=0.01)
+    expected, metrics = objective(batch, plain)[1], objective(batch, rejecting)[1]
+    for name in ("actor/ratio", "actor/ppo_kl", "actor/pg_clipfrac", "actor/kl", "actor/kl_loss", "actor/entropy"):
+        assert torch.equal(metrics[name], expected[name]), name
+
+
+class TestNormalize:
+    """`normalize` divides by the mean weight of accepted tokens, or of sequences with an accepted token."""
+
+    def scale_and_weights(self, batch: LossInputs, config: CorrectionConfig) -> tuple[float, torch.Tensor]:
+        policy = batch.old_log_probs
+        assert policy is not None
+        (scale,) = correction_scales([np.stack([weight_totals(batch, policy, config)])])
+        return scale, corrections(batch, policy, config, scale)[0]
+
+    @pytest.mark.parametrize("rejecting", REJECTING)
+    @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+    def test_applied_weights_have_mean_1(self, level: str, rejecting: str) -> None:
+        config = CorrectionConfig(weights=level, normalize=True, **REJECTING[rejecting])  # type: ignore[arg-type]
+        batch = random_inputs(10, LENGTHS)
+        _, weights = self.scale_and_weights(batch, config)
+        if level == "token":
+            assert weights[weights > 0].mean().item() == pytest.approx(1)
+            return
+        sequence = sequences_of(batch)
+        applied = [weights[(sequence == number) & (weights > 0)] for number in range(len(LENGTHS))]
+        assert np.mean([values[0].item() for values in applied if len(values)]) == pytest.approx(1)
+
+    def test_by_hand(self) -> None:
+        """rho 0.5, 1, 1.5 and 9 (rejected; truncated at 2): the mean is 1, and 1.25 with the rejected token."""
+        batch = random_inputs(0, [4])
+        batch.loss_mask = torch.ones(4, dtype=torch.float64)
+        assert batch.old_log_probs is not None
+        batch.rollout_log_probs = batch.old_log_probs - torch.tensor([0.5, 1, 1.5, 9], dtype=torch.float64).log()
+        config = CorrectionConfig(weights="token", normalize=True, mask="token", mask_low=0.5 - 1e-9)
+        scale, weights = self.scale_and_weights(batch, config)
+        assert scale == pytest.approx(1.0)
+        assert weights.tolist() == pytest.approx([0.5, 1, 1.5, 0])
+        without_mask, _ = self.scale_and_weights(batch, CorrectionConfig(weights="token", normalize=True))
+        assert without_mask == pytest.approx(1 / 1.25)
+
+    def test_a_mini_batch_of_rejected_tokens_has_scale_1(self) -> None:
+        batch = random_inputs(1, [4])
+        scale, weights = self.scale_and_weights(
+            batch, CorrectionConfig(weights="token", normalize=True, mask="token", mask_low=1e8, mask_high=1e9)
+        )
+        assert scale == 1.0 and not weights.any()
+
+
+@pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
+def test_covariances_are_of_accepted_tokens(loss: str) -> None:
+    """A rejected token is in neither mean and is not selected, so it takes no accepted token's place."""
+    config = config_of(loss, REJECTING["token"], cov_share=0.3, cov_low=-9.0, cov_high=9.0)
+    batch = random_inputs(11, LENGTHS)
+    rejected = rejected_tokens(batch, config)
+    remaining = ((batch.loss_mask > 0) & ~rejected).numpy()
+    narrowed = without_rejected(batch, config)
+    sums = TokenSums.of(narrowed)
+    assert sums.tokens == remaining.sum() and batch.advantages is not None
+    p, a = (vector.detach().numpy()[remaining] for vector in (batch.log_probs, batch.advantages))
+    np.testing.assert_allclose(covariances(narrowed, sums)[remaining], (p - p.mean()) * (a - a.mean()), rtol=1e-9)
+    scores_of = LOSSES[loss].scores
+    assert scores_of is not None
+    scores = scores_of(narrowed, sums, np.random.default_rng(0).random(sum(LENGTHS)), config)
+    count = sums.count(0.3)
+    chosen = scores >= threshold([np.sort(scores)[-count:]], count)
+    assert count == int(0.3 * remaining.sum()) and chosen.sum() == count
+    assert not chosen[~remaining].any()
+
+
+def test_a_token_with_a_broken_log_prob_is_rejected() -> None:
+    batch = random_inputs(12, [5, 4])
+    batch.loss_mask = torch.ones_like(batch.loss_mask)
+    assert batch.rollout_log_probs is not None
+    batch.rollout_log_probs[2] = math.nan
+    loss, _ = objective(batch, config_of("gspo", {"mask": "token", "mask_low": 0.0, "mask_high": 1e9}))
+    (gradient,) = torch.autograd.grad(loss, batch.log_probs)
+    assert torch.isfinite(loss) and torch.isfinite(gradient).all() and gradient[2] == 0
