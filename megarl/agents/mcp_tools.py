@@ -33,7 +33,7 @@ class McpTools:
         self._places = asyncio.Semaphore(server.at_once)  # a call's time-out starts when it has a place
 
     async def tools(self) -> list[Tool]:
-        """List the server's tools, or those of them that the recipe names.
+        """List the server's tools; only the ones that the recipe names, if it names any.
 
         Raises:
             ToolUnavailable: the server cannot be reached.

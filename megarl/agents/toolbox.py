@@ -21,12 +21,12 @@ from megarl.types import Turn
 _MOST_PROBLEM = 300  # characters of an error about arguments
 
 
-def _left_to_the_tool(*_: Any) -> None:
+def _accept(*_: Any) -> None:
     """Accept any value."""
 
 
-# Patterns are not checked: one could take for ever on sampled text, and nothing could end it here.
-_Validator = extend(Draft202012Validator, {"pattern": _left_to_the_tool, "patternProperties": _left_to_the_tool})
+# Patterns are not checked: matching sampled text could take forever, and nothing here could interrupt it.
+_Validator = extend(Draft202012Validator, {"pattern": _accept, "patternProperties": _accept})
 Failure = Literal["", "refused", "error", "timeout", "crash"]
 
 

@@ -65,10 +65,10 @@ class Trajectory:
         )
 
     @classmethod
-    def of_nothing(cls, failure: SampleFailure) -> Trajectory:
-        """Return an empty sample that could not start."""
-        nothing = np.zeros(0)
-        vectors = nothing.astype(np.int32), nothing.astype(np.float32), nothing.astype(bool)
+    def failed(cls, failure: SampleFailure) -> Trajectory:
+        """Return an empty sample, whose prompt could not be prepared."""
+        empty = np.zeros(0)
+        vectors = empty.astype(np.int32), empty.astype(np.float32), empty.astype(bool)
         return cls(*vectors, turns=(), ends=(), finish_reason="failed", failure=failure)
 
 

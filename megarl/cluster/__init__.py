@@ -105,8 +105,8 @@ def connect(
 ) -> Cluster:
     """Connect to the recipe's cluster and reserve its devices; no process is started yet.
 
-    trainers, engines, critic: whether the caller will start them, so that they need devices; engines None: if the
-    recipe trains on rollouts. fixed: sections of the recipe (teacher, judge) whose engines start after these.
+    trainers, engines, critic: true if the caller will start them, which reserves their devices. engines None: true if the
+    recipe trains on rollouts. fixed: the sections (teacher, judge) whose engines the caller will start after the policy's.
     Raises ValueError, with the remedy, if the cluster cannot be reached, was started differently from what the
     recipe expects, or has too few devices.
     """

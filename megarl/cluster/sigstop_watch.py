@@ -1,9 +1,9 @@
 """Stopped-process watch: detect trainers in state T (SIGSTOP, Ctrl-Z) during a call.
 
 A stopped process keeps its memory, device and connections, so the run would hang until a collective of the other ranks
-times out (`cluster.timeout`). Another process on the same machine reads its state from /proc; a trainer that is busy, or
-whose threads do not run, is therefore not mistaken for a stopped one. If a machine is lost, this watch gets no answer;
-Ray reports its processes as dead.
+times out (`cluster.timeout`). A process on the same machine reads the trainers' states from /proc, which tells a stopped
+trainer from one that is busy or whose threads hang. This watch cannot read the states of a lost machine; Ray reports the
+machine's processes as dead.
 """
 
 from __future__ import annotations

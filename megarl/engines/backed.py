@@ -91,9 +91,9 @@ def check_tokens(request: GenerationRequest, spec: EngineSpec, vocab_size: int) 
 
 
 def engine_report(reports: Sequence[Report], engine: str) -> Report:
-    """Combine the reports of an engine's ranks: merge those of a sharded session, take the slowest of a full one.
+    """Combine the reports of an engine's ranks: merge the reports of a sharded update; of a full update, return the slowest.
 
-    WeightSyncError if ranks hold different weights after a full update.
+    Raises WeightSyncError if ranks hold different weights after a full update.
     """
     sharded = [report for report in reports if isinstance(report, ShardedReport)]
     if sharded:

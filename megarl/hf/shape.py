@@ -72,10 +72,11 @@ class ModelShape:
 
 
 def model_shape(hf_config: Config) -> ModelShape:
-    """Count a model's parameters. ValueError for a `model_type` outside `COUNTED`: its counts are not verified."""
+    """Count a model's parameters. Raises ValueError for a `model_type` that is not in `COUNTED`."""
     kind = hf_config.get("model_type", "")
     if kind not in COUNTED:
-        raise ValueError(f"FLOPs of a {kind!r} model are not counted, only of {', '.join(sorted(COUNTED))}.")
+        supported = ", ".join(sorted(COUNTED))
+        raise ValueError(f"model_type {kind!r} is not supported by the parameter counts; supported: {supported}.")
     config = text_fields(hf_config)
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     sparse = tuple(COUNTED[kind](config, layer) for layer in range(layers))

@@ -148,7 +148,7 @@ def _through(
     bridge: Any, name: str, weight: torch.Tensor, shards: list[torch.Tensor]
 ) -> tuple[list[str], list[torch.Tensor]]:
     """Export `shards`, one per tensor-parallel rank."""
-    with _Unwritten(), _joining_experts(bridge, _EXPERTS in name):
+    with _LazyCat(), _joining_experts(bridge, _EXPERTS in name):
         joined = bridge._weight_merge_across_tp(name, shards, weight) if len(shards) > 1 else shards[0]
         names, tensors = bridge._weight_to_hf_format(name, joined)
     return list(names), list(tensors)
@@ -166,7 +166,7 @@ def _joining_experts(bridge: Any, experts: bool) -> Iterator[None]:
         bridge.mpu = before
 
 
-class _Unwritten(TorchFunctionMode):
+class _LazyCat(TorchFunctionMode):
     """Concatenate expanded tensors without materializing them: row numbers of an embedding would otherwise take as much
     memory as the embedding of all ranks."""
 

@@ -1,15 +1,15 @@
 """Auxiliary losses of MoE routers, as sums over sequences and tokens: independent of how the batch is split.
 
 Balance loss: DeepSeek-V3's complementary sequence-wise loss (arXiv 2412.19437, equations 17-20). For a sequence of
-T tokens in a layer with N experts, of which K are chosen, and scores s normalised over the experts,
+T tokens in a layer with N experts, K per token, and scores s normalized over the experts,
 
-    sum_i f_i P_i,    f_i = N / (K T) x (tokens whose K highest scores include expert i),    P_i = mean of s_i.
+    sum_i f_i P_i,    f_i = N / (K T) x (number of tokens whose K highest scores include expert i),    P_i = mean of s_i.
 
-It is 1 for even load. "Chosen" here means by score only, without group limits or routing biases. A sequence is weighted
-by its tokens. z-loss: the square of logsumexp of a token's router logits (arXiv 2202.08906).
+It is 1 for even load. The K highest scores ignore group limits and routing biases. A sequence is weighted by its number of
+tokens. z-loss: the square of logsumexp of a token's router logits (arXiv 2202.08906).
 
-Both are means over all tokens of the mini batch's sequences that the loss counts, prompts included; padding, and
-sequences that only fill an empty micro batch, are excluded. A layer adds coefficient x mean to the loss.
+Both are means over all tokens of the mini batch's sequences that the loss counts, prompts included. Padding and filler
+sequences are excluded. A layer adds coefficient x mean to the loss.
 
 Megatron 0.16.1's losses are not used: they depend on which sequences share a micro batch, and count padding.
 """

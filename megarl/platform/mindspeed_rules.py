@@ -123,6 +123,6 @@ RULES = (
     MindSpeedRule("moe_fb_overlap", _on("overlap_grad_reduce"), "it is incompatible with megatron.ddp.overlap_grad_reduce", "leave one out", _BOTH),
     MindSpeedRule("moe_unperm2_mem_optim_swap", _off("moe_fb_overlap"), "it is part of moe_fb_overlap, which is off", "set moe_fb_overlap: true", _BOTH),
     MindSpeedRule("multi_head_latent_attention", lambda settings: not (is_on(settings, "qk_rope_head_dim") and is_on(settings, "qk_nope_head_dim")), "it needs qk_rope_head_dim and qk_nope_head_dim too; models with latent attention are built with it anyway", "leave it out", "transformer/multi_head_latent_attention/mla_feature.py"),
-    MindSpeedRule("context_parallel_size", lambda settings: _parts(settings) > 1 and settings.get("position_embedding_type") == "mrope", "MindSpeed's attention for context parallel fails in vision towers, whose images are not divided", "set megatron.context_parallel=1; megatron.tensor_parallel divides the model instead", _CUT),
+    MindSpeedRule("context_parallel_size", lambda settings: _parts(settings) > 1 and settings.get("position_embedding_type") == "mrope", "MindSpeed's context-parallel attention fails in vision towers, because images are not split over context-parallel ranks", "set megatron.context_parallel=1, and raise megatron.tensor_parallel to save memory", _CUT),
     MindSpeedRule("moe_tp_extend_ep", _off("moe_permutation_async_comm"), "it needs moe_permutation_async_comm", "set moe_permutation_async_comm: true", "moe/tp_extend_ep.py"),
 )  # fmt: skip

@@ -18,7 +18,7 @@ class ObserveConfig:
 
     console: Literal["auto", "live", "plain"] = key(
         "auto",
-        "live: a live display. plain: log lines, for the parts of the start and for steps (docs/metrics.md). auto: live on a terminal, else plain.",
+        "live: a live display. plain: log lines, for startup and for steps (docs/metrics.md). auto: live on a terminal, else plain.",
     )
     tensorboard: bool = key(True, "Write TensorBoard events.")
     trackers: list[str] = key([], "Any of wandb, swanlab, mlflow; each must be installed and logged in.")

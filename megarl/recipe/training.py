@@ -108,7 +108,7 @@ class OptimizerConfig:
 
 @dataclass
 class LoraConfig:
-    """Low-rank adapters: the model's weights are frozen, and only the adapters of its linears are trained.
+    """Low-rank adapters: the model's weights are frozen, and only the adapters of its linear layers are trained.
 
     The reference policy is then the model without adapters. Engines receive only adapters, or merged weights:
     `exchange.adapters`. Checkpoints contain only the adapters.
@@ -118,14 +118,13 @@ class LoraConfig:
     alpha: float = key(32.0, "The output of an adapter is scaled by alpha / rank.", above=0)
     targets: list[str] = key(
         ["all-linear"],
-        "Linears with an adapter, by Hugging Face name: q_proj, gate_proj, ...; or by the end of a longer name, as in experts.up_proj, shared_experts.up_proj and mlp.up_proj. `all-linear`: all linears of attention, MLP and experts.",
+        "Linear layers with an adapter, by Hugging Face name (q_proj, gate_proj, ...), or by a suffix of a longer name (experts.up_proj, shared_experts.up_proj, mlp.up_proj). `all-linear`: all linear layers of attention, MLP and experts.",
     )
 
 
 @dataclass
 class CriticOptimizerConfig(OptimizerConfig):
-    """The critic's AdamW, as the actor's. Its default rate is higher, because the value head is trained from
-    scratch."""
+    """The critic's AdamW: the actor's settings, but a higher default rate, because the value head starts untrained."""
 
     lr: float = key(1e-5, "Peak learning rate.", at_least=0)
 

@@ -307,4 +307,4 @@ def _single_requests(request: GenerationRequest) -> list[GenerationRequest]:
 
 async def _empty_samples(request: GenerationRequest, failure: SampleFailure) -> list[Trajectory]:
     """Return empty samples for a group that could not start."""
-    return [Trajectory.of_nothing(failure)] * (request.sampling.n + request.with_greedy)
+    return [Trajectory.failed(failure)] * (request.sampling.n + request.with_greedy)

@@ -62,9 +62,7 @@ def _open_adapters(
     session = next(refusals, None) or _open(exchange, trainers, engines, receivers, "adapters")
     if not isinstance(session, str):
         if setting == "auto":
-            notice(
-                "exchange.adapters=auto: adapters alone; the first update also brings the weights beside them, exported"
-            )
+            notice("exchange.adapters=auto: only adapters are sent; the first update also sends the base weights")
         return session
     reason = session
     if setting == "only":

@@ -1,9 +1,9 @@
-"""Heartbeats of a sharded session: if a member dies or stops, the session ends for all members, with its name.
+"""Heartbeats of a sharded session: if a peer dies or stops, every peer's session ends with an error that names it.
 
-Each member has a connection to the process of the trainers' rank 0. When a process ends, in whatever way, the kernel closes
-its connection at once; a busy process never loses it. Stopped processes, lost machines or networks, and connections that a
-forked child inherited close nothing. Missing heartbeats reveal those: during an update, and only then, a thread of each
-member sends a heartbeat every second and receives a reply.
+Each peer has a connection to the process of the trainers' rank 0. When a process ends, the kernel closes its connection at
+once; a busy process keeps it. The kernel does not close the connection of a stopped process, a lost machine, or a process
+whose forked child inherited the socket; heartbeats detect these. During an update, and only then, a thread of each peer
+sends a heartbeat every second and receives a reply.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _TIMEOUT_CAUSE = "it is stopped, or its machine or the network is gone (if it on
 
 
 def _heartbeat_timeout(session: ShardedSession) -> tuple[int, str]:
-    """Return how many heartbeats in a row a live member may miss, and the message for more.
+    """Return how many heartbeats in a row a live peer may miss, and the message for a peer that misses more.
 
-    A busy member misses at most two: torch, numpy, files and sockets release the GIL, and an import or a garbage collection
-    lasts about a second. Heartbeats are counted, not timed, so that a pause of this process does not count against others.
+    A busy peer misses at most two: torch, numpy, files and sockets release the GIL, and an import or a garbage collection
+    lasts about a second. Heartbeats are counted, not timed, so that a pause of this process ends no other peer's session.
     """
     heartbeats = math.ceil(session.heartbeat_timeout / HEARTBEAT_SECONDS)
     return heartbeats, f"sent no heartbeat for {heartbeats * HEARTBEAT_SECONDS:g} s"
 
 
 @dataclass
-class _Member:
+class _Peer:
     connection: socket.socket
     name: str = ""  # set by its first message
     version: int | None = None  # of its current update
@@ -53,18 +53,18 @@ class _Member:
 
 
 class HeartbeatMonitor:
-    """Ends the session if a member dies, or misses heartbeats during an update. Runs in the trainers' rank 0."""
+    """Ends the session if a peer dies, or misses too many heartbeats in an update. Runs in the trainers' rank 0."""
 
     def __init__(self, session: ShardedSession, channel: StoreChannel) -> None:
         self._session = session
         self._allowed, self._timeout_message = _heartbeat_timeout(session)
         dual_stack = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual_stack else socket.AF_INET
-        members = len(session.senders) + len(session.receivers)
+        peers = len(session.senders) + len(session.receivers)
         if _is_loopback(session.host):
-            self._listener = socket.create_server((session.host, 0), backlog=members)
+            self._listener = socket.create_server((session.host, 0), backlog=peers)
         else:
-            self._listener = socket.create_server(("", 0), family=family, dualstack_ipv6=dual_stack, backlog=members)
+            self._listener = socket.create_server(("", 0), family=family, dualstack_ipv6=dual_stack, backlog=peers)
         self._stop = threading.Event()
         with contextlib.ExitStack() as undo:
             undo.enter_context(self._listener)
@@ -103,34 +103,34 @@ class HeartbeatMonitor:
         with contextlib.suppress(OSError):
             connection, _ = self._listener.accept()
             connection.setblocking(False)
-            selector.register(connections.enter_context(connection), selectors.EVENT_READ, _Member(connection))
+            selector.register(connections.enter_context(connection), selectors.EVENT_READ, _Peer(connection))
 
-    def _receive(self, member: _Member) -> bool:
-        """Process a member's messages. Returns False if its connection has ended or is not a member's."""
+    def _receive(self, peer: _Peer) -> bool:
+        """Process a peer's messages. Returns False if the connection has ended or does not belong to a peer."""
         try:
-            data = member.connection.recv(_MAX_MESSAGE)
+            data = peer.connection.recv(_MAX_MESSAGE)
         except BlockingIOError:
             return True
         except OSError:  # reset: its process ended with unread data
             return False
-        *lines, member.unread = (member.unread + data).split(b"\n")
-        if not data or len(member.unread) > _MAX_MESSAGE:
+        *lines, peer.unread = (peer.unread + data).split(b"\n")
+        if not data or len(peer.unread) > _MAX_MESSAGE:
             return False
         for line in lines:
             try:
                 message = json.loads(line)
             except (ValueError, RecursionError):  # any process of the network can connect to the port
                 return False
-            if not member.name:
-                member.name = self._name_from_handshake(message)
-                if not member.name:
+            if not peer.name:
+                peer.name = self._name_from_handshake(message)
+                if not peer.name:
                     return False
                 continue
-            member.left = message == _LEFT
-            member.version = message if isinstance(message, int) else None
-        member.missed = 0
-        with contextlib.suppress(OSError):  # a closed connection shows at the next read
-            member.connection.send(b".")
+            peer.left = message == _LEFT
+            peer.version = message if isinstance(message, int) else None
+        peer.missed = 0
+        with contextlib.suppress(OSError):  # the next read detects a closed connection
+            peer.connection.send(b".")
         return True
 
     def _name_from_handshake(self, message: Any) -> str:
@@ -139,24 +139,26 @@ class HeartbeatMonitor:
         return str(message[1]) if valid else ""
 
     def _count_missed(self, selector: selectors.BaseSelector) -> None:
-        """Count a missed heartbeat for each member. Runs every `HEARTBEAT_SECONDS`, after all received messages."""
-        for member in [key.data for key in selector.get_map().values() if key.data is not None]:
-            member.missed += 1
-            if member.missed > self._allowed and (member.version is not None or not member.name):
-                self._dismiss(selector, member, self._timeout_message, _TIMEOUT_CAUSE)
+        """Count a missed heartbeat for each peer. Runs every `HEARTBEAT_SECONDS`, after all received messages."""
+        for peer in [key.data for key in selector.get_map().values() if key.data is not None]:
+            peer.missed += 1
+            if peer.missed > self._allowed and (peer.version is not None or not peer.name):
+                self._dismiss(selector, peer, self._timeout_message, _TIMEOUT_CAUSE)
 
-    def _dismiss(self, selector: selectors.BaseSelector, member: _Member, event: str, cause: str) -> None:
-        selector.unregister(member.connection)
-        member.connection.close()
-        if not member.name or member.left:
+    def _dismiss(self, selector: selectors.BaseSelector, peer: _Peer, event: str, cause: str) -> None:
+        """Close the peer's connection and, unless it left the session, abort the session."""
+        selector.unregister(peer.connection)
+        peer.connection.close()
+        if not peer.name or peer.left:
             return
-        when = "between updates" if member.version is None else f"in the update to version {member.version}"
-        with contextlib.suppress(WeightSyncError):  # this process serves the store: it is ending, and members see that
-            self._session.abort(f"{member.name} {event} {when}: {cause}")
+        when = "between updates" if peer.version is None else f"in the update to version {peer.version}"
+        # An error means that this process, which serves the store, is ending; peers detect that.
+        with contextlib.suppress(WeightSyncError):
+            self._session.abort(f"{peer.name} {event} {when}: {cause}")
 
 
 def _is_loopback(host: str) -> bool:
-    """Return True if all members run on this machine, so that the port need not be reachable from others."""
+    """Return True if all peers run on this machine, so that the port need not be reachable from other machines."""
     try:
         return ipaddress.IPv4Address(host).is_loopback
     except ValueError:
@@ -164,10 +166,10 @@ def _is_loopback(host: str) -> bool:
 
 
 class HeartbeatClient:
-    """Sends a member's heartbeats, and detects the end of the trainers' rank 0, which no other process could report."""
+    """Sends a peer's heartbeats, and detects the end of the trainers' rank 0, which no other process could report."""
 
     def __init__(self, channel: StoreChannel, name: str) -> None:
-        """Wait for the `HeartbeatMonitor` and connect to it. `name`: of this member, for messages."""
+        """Wait for the `HeartbeatMonitor` and connect to it. `name`: of this peer, for messages."""
         session = channel.session
         assert isinstance(session, ShardedSession), "only sharded sessions have heartbeats"
         (self._port,) = channel.wait([_PORT], "the trainers' rank 0 to open the session")

@@ -24,7 +24,7 @@ _POLL_SECONDS = 0.001
 
 
 class BroadcastGroup:
-    """A process group for broadcasts. The constructor forms it, so all members must call it at about the same time.
+    """A process group for broadcasts. The constructor forms it, so all peers must call it at about the same time.
 
     Broadcasts serve even between two: gloo's send and receive progress only during a wait, and so cannot overlap with work.
 
@@ -90,7 +90,7 @@ class BroadcastGroup:
         return work
 
     def finish(self, work: Any, awaited: str) -> None:
-        """Wait for a broadcast. Raises WeightSyncError if a member died, stopped or aborted."""
+        """Wait for a broadcast. Raises WeightSyncError if a peer died, stopped or aborted."""
         self._channel.wait_until(work.is_completed, lambda: awaited)
         try:
             work.wait()  # raises its error, and orders this thread's stream after it

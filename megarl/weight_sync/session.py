@@ -137,7 +137,7 @@ class FullSession(SessionBase):
     own copy over gloo. `directory`: for the transport "files".
 
     With `adapter_alpha`, the first update brings the model's weights and then its adapters, A and B of each linear under
-    PEFT's names ("model.layers.0.self_attn.q_proj.lora_A.weight"). Later updates bring adapters alone. Engines add
+    PEFT's names ("model.layers.0.self_attn.q_proj.lora_A.weight"). Later updates send only adapters. Engines add
     adapter_alpha / rank * B A x to the output of each linear.
     """
 

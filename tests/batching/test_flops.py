@@ -116,7 +116,7 @@ def test_flops_of_published_models() -> None:
 
 
 def test_an_unsupported_model_type_is_refused() -> None:
-    with pytest.raises(ValueError, match="'mamba' model are not counted"):
+    with pytest.raises(ValueError, match="model_type 'mamba' is not supported"):
         model_flops({"model_type": "mamba"})
 
 

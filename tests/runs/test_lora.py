@@ -125,7 +125,7 @@ def dense(quickstart_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 def test_engines_receive_only_adapters(dense: Path) -> None:
     """One notice reports it; later updates send only adapter bytes; the engines' log-probs are the trainers'."""
-    assert (dense / "auto.txt").read_text().count("exchange.adapters=auto: adapters alone; ") == 1
+    assert (dense / "auto.txt").read_text().count("exchange.adapters=auto: only adapters are sent; ") == 1
     config = json.loads((dense / "model" / "config.json").read_text())
     of_adapters = 4 * sum(adapter_sizes(config, 4, ["all-linear"]).values())
     apart, merged = metrics(dense / "auto"), metrics(dense / "merged")

@@ -97,7 +97,7 @@ def test_auto_falls_back_to_the_full_route_with_the_reason(
 
 def test_only_adapters_are_sent_if_every_engine_holds_them() -> None:
     routes, (notice,) = opened("adapters", rank=4, check_every=3)
-    assert routes == ["adapters"] and notice.startswith("exchange.adapters=auto: adapters alone; ")
+    assert routes == ["adapters"] and notice.startswith("exchange.adapters=auto: only adapters are sent; ")
     assert "has no effect" not in notice
     assert opened("adapters", rank=4, adapters="only") == (["adapters"], [])
 

@@ -44,8 +44,8 @@ MORE = {
     "recipe: data": "every row can be read and tokenized (the result stays in the cache for the run)",
     "recipe: rewards": "the scorers can be prepared and the judge can be reached",
     "recipe: devices": "trainers, critic and engines fit on the visible devices",
-    "recipe: weights": "the route of the weight sync with the installed vLLM, and the reason for it",
-    "recipe: environment": "variables that the recipe sets or needs, compared with the shell's",
+    "recipe: weights": "the installed vLLM supports the recipe's weight sync; the finding names the route and the reason",
+    "recipe: environment": "the shell has no other values of variables that the recipe sets or needs",
     "recipe: run": "the run directory is free, or `train.resume` allows the run in it to continue",
     "node": "each node of the Ray cluster answers; its clock and versions agree with the other nodes",
 }

@@ -19,7 +19,7 @@ _EPHEMERAL = "/proc/sys/net/ipv4/ip_local_port_range"
 _RESERVED = "/proc/sys/net/ipv4/ip_local_reserved_ports"
 
 
-@check("launch", "node rank and number of nodes that launch/multinode.sh reads from the launcher's variables")
+@check("launch", "node rank and number of nodes in the launcher's variables are valid")
 def launch(machine: Machine, needs: Needs) -> Iterator[Finding]:
     try:
         topology = read_topology(machine.environ)

@@ -98,7 +98,7 @@ def nnal(machine: Machine, needs: Needs) -> Iterator[Finding]:
 
 @check(
     "npu driver",
-    "the driver (`/usr/local/Ascend/driver/version.info`) works with the set's CANN, or which set fits it; /dev has the managers' files",
+    "the driver (`/usr/local/Ascend/driver/version.info`) supports the set's CANN (else the finding names a set that it supports); /dev has the managers' files",
 )
 def driver(machine: Machine, needs: Needs) -> Iterator[Finding]:
     if not concerns(machine, needs):

@@ -1,4 +1,4 @@
-"""What a recipe needs of machines, and whether everything that it names is there: what `train` would find, before it."""
+"""Checks of a recipe: `train`'s preflight, devices, environment, weight sync and run directory, before a run."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ ALL_NODES = "launch/multinode.sh -- python -m megarl doctor RECIPE"
 
 
 def needs_of(recipe: Recipe | None, environ: dict[str, str]) -> Needs:
-    """What a machine is to be good for. Paths of the recipe are absolute."""
+    """Return what the recipe needs of a machine. Its paths must be absolute. None: no recipe, so the needs of any run."""
     try:
         nodes = read_topology(environ).nodes
-    except ValueError:  # the check `launch` says it
+    except ValueError:  # the check `launch` reports it
         nodes = 1
     if recipe is None:
         return Needs(nodes=nodes, runs_dir=os.path.abspath("runs"), ray_address=environ.get("RAY_ADDRESS", ""))
@@ -40,7 +40,7 @@ def needs_of(recipe: Recipe | None, environ: dict[str, str]) -> Needs:
     sizes = hf_weights.sizes(Path(recipe.model.path))
     each, scorers = _BYTES[recipe.model.dtype], [recipe.reward.function or "", *recipe.reward.functions]
     bucket_bytes, buckets = max(recipe.exchange.bucket_mb << 20, each * max(sizes, default=0)), FULL_SLOTS
-    if is_sharded(recipe):  # tensors are cut; every trainer has slots, and every rank of an engine that passes on
+    if is_sharded(recipe):  # a bucket may hold a part of a tensor; trainer ranks and relaying engine ranks have slots
         bucket_bytes = recipe.exchange.bucket_mb << 20
         buckets = SHARDED_SLOTS * -(-(demand.trainers + demand.engine_devices) // nodes)
     runs = [name for name in [*recipe.agent.tools, *scorers] if name in _RUNS_PROGRAMS]
@@ -112,7 +112,7 @@ def _summary(stage: str, result: Survey) -> str:
         rows = sum(prepared.rows_of_sets.values())
         return f"{pluralize(rows, 'row')} to learn from" if rows else STAGES["data"]
     sources = ", ".join(prepared.data_sources)
-    return f"what scores {sources} is ready" if sources else "nothing is scored"
+    return f"scorers for {sources} are ready" if sources else "no rows to score"
 
 
 def _named(stage: str, finding: Finding) -> Finding:
@@ -122,7 +122,7 @@ def _named(stage: str, finding: Finding) -> Finding:
 def _failure(error: ValueError) -> Finding:
     if isinstance(error, RecipeError):
         return fail(f"{error.setting}: {' '.join(error.problem.split())}", " ".join(error.remedy.split()))
-    return fail(" ".join(str(error).split()), "change what it names")
+    return fail(" ".join(str(error).split()), "correct the setting named in the message")
 
 
 def run_name(recipe: Recipe) -> Finding:
@@ -131,13 +131,13 @@ def run_name(recipe: Recipe) -> Finding:
     place = os.path.relpath(directory.path)
     place = str(directory.path) if place.startswith("..") else place
     if recipe.train.resume == "never" and directory.has_results():
-        remedy = "train.resume=auto goes on with it, name=... makes another"
-        return warning(f"{place} already holds a run, which `train` would refuse", remedy)
-    return ok(f"{place} ({'the run there is resumed' if directory.has_results() else 'free'})")
+        remedy = "set train.resume=auto to resume it, or name=... for a new run"
+        return warning(f"{place} already holds a run, so `train` would refuse to start", remedy)
+    return ok(f"{place} ({'its run is resumed' if directory.has_results() else 'free'})")
 
 
 def device_demand(recipe: Recipe, device: str, machines: Sequence[tuple[str, int]]) -> Finding:
-    """The recipe's devices against those found. `machines`: (host, devices) of each node."""
+    """Check that the recipe's processes fit on the visible devices. `machines`: (host, devices) of each node."""
     try:
         check_device(recipe, device)
     except RecipeError as error:
@@ -151,16 +151,16 @@ def device_demand(recipe: Recipe, device: str, machines: Sequence[tuple[str, int
         place(machines, demand, resource)
     except ValueError as error:
         remedy = (
-            f"where there are other nodes, {ALL_NODES} counts theirs" if len(machines) == 1 else "see the nodes above"
+            f"to count the devices of several nodes, run {ALL_NODES}" if len(machines) == 1 else "see the nodes above"
         )
         return fail(" ".join(str(error).split()), remedy)
     return ok(f"{demand}: {demand.devices} of {pluralize(have, 'device')}")
 
 
 def weights(recipe: Recipe) -> list[Finding]:
-    """The route that weights will take with the engines of this environment."""
+    """Report the route of the weight sync with the installed engines."""
     if recipe.train.source != "rollout" or only_evaluates(recipe.data):
-        return [ok("engines are given no weights")]
+        return [ok("this recipe has no weight sync")]
     route = route_here(recipe)
     try:
         check_route(recipe, route)
@@ -172,12 +172,12 @@ def weights(recipe: Recipe) -> list[Finding]:
 
 
 def environment(recipe: Recipe, device: str) -> list[Finding]:
-    """The variables that the recipe sets or needs on this kind of device, and those that the shell has otherwise."""
+    """Report the variables that the recipe sets or needs on this kind of device, and warn of different values in the shell."""
     try:
         notices = environment_notices(recipe, kind_of(device).platform())
     except RecipeError as error:
         return [_failure(error)]
-    conflicts = [one for one in notices if one.startswith("the environment has ")]
-    others = [one for one in notices if one.startswith(("engines have ", "trainers have "))]
-    found = [warning(one, "unset it in the shell, or leave it if it is meant") for one in conflicts]
-    return [*found, ok("; ".join(others) or "nothing beside the platform's defaults")]
+    conflicts = [notice for notice in notices if notice.startswith("the environment has ")]
+    settings = [notice for notice in notices if notice.startswith(("engines have ", "trainers have "))]
+    warnings = [warning(notice, "unset it in the shell, or leave it if it is intended") for notice in conflicts]
+    return [*warnings, ok("; ".join(settings) or "only the platform's defaults")]

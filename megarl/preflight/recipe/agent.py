@@ -28,8 +28,10 @@ def agent_errors(recipe: Recipe) -> Iterator[ValueError]:
     if not recipe.data.chat_template:
         problem = "tools and their results need a chat template"
         yield RecipeError("data.chat_template", problem, "set it to true", value=False)
-    if len(set(agent.tools)) < len(agent.tools):
-        yield RecipeError("agent.tools", "a tool is named twice", "name it once", value=list(agent.tools))
+    repeated = sorted({tool for tool in agent.tools if agent.tools.count(tool) > 1})
+    if repeated:
+        problem = f"listed more than once: {', '.join(repeated)}"
+        yield RecipeError("agent.tools", problem, "list each tool once", value=list(agent.tools))
     for name, server in agent.mcp.items():
         yield from _server_errors(f"agent.mcp.{name}", server)
 

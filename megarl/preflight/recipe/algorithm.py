@@ -60,7 +60,8 @@ def algorithm_errors(recipe: Recipe) -> Errors:
     yield from _correction_errors(recipe.algorithm)
     if recipe.algorithm.pass_k > recipe.rollout.samples_per_prompt and recipe.algorithm.advantage == "pass_at_k":
         problem = f"a group has {recipe.rollout.samples_per_prompt} samples (rollout.samples_per_prompt)"
-        yield RecipeError("algorithm.pass_k", problem, "make it smaller, or sample more", value=recipe.algorithm.pass_k)
+        remedy = f"set it to at most {recipe.rollout.samples_per_prompt}, or raise rollout.samples_per_prompt"
+        yield RecipeError("algorithm.pass_k", problem, remedy, value=recipe.algorithm.pass_k)
 
 
 # --- algorithm.modules -----------------------------------------------------------------------------------------------

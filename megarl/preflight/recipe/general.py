@@ -208,7 +208,7 @@ def overlong_errors(recipe: Recipe) -> Errors:
     buffer, longest = recipe.algorithm.overlong.penalty_buffer, recipe.rollout.max_response_length
     if buffer > longest:
         problem = f"the buffer is longer than rollout.max_response_length = {longest}"
-        yield RecipeError("algorithm.overlong.penalty_buffer", problem, "make it shorter", value=buffer)
+        yield RecipeError("algorithm.overlong.penalty_buffer", problem, f"set it to at most {longest}", value=buffer)
 
 
 def evaluation_errors(recipe: Recipe) -> Errors:

@@ -32,7 +32,7 @@ def _problems(recipe: Recipe, section: str, extra: Mapping[str, Any]) -> Iterato
             wrong.append((name, *refusal))
         elif isinstance(value, bool) == is_number or not isinstance(value, (int, float) if is_number else bool):
             words = "a number" if is_number else "true or false"
-            wrong.append((name, f"it must be {words}, without quotes", "change the value"))
+            wrong.append((name, f"it must be {words}", f"give {words}, without quotes"))
     yield from wrong
     if wrong:  # the checks below compare values
         return

@@ -64,9 +64,9 @@ def _heartbeat_errors(recipe: Recipe) -> Iterator[RecipeError]:
         return
     if is_set:
         problem = f"the wait ends after exchange.timeout = {exchange.timeout:g} s, before the heartbeat timeout"
-        remedy = "make it shorter, or raise exchange.timeout"
+        remedy = f"set it to less than {exchange.timeout:g}, or raise exchange.timeout"
         yield RecipeError("exchange.silence", problem, remedy, value=exchange.silence)
     else:
         problem = f"the wait would end before the heartbeat timeout, exchange.silence = {exchange.silence:g} s"
-        remedy = "make it longer, or lower exchange.silence"
+        remedy = f"set it to more than {exchange.silence:g}, or lower exchange.silence"
         yield RecipeError("exchange.timeout", problem, remedy, value=exchange.timeout)

@@ -71,7 +71,7 @@ class OutgoingBuckets:
         number = SHARDED_SLOTS if relays else 0
         slots = [self._new_slot() for _ in range(number)]
         self._slots = slots
-        # All buckets of an engine rank have crossed a network, even those that it sends to local readers only.
+        # An engine rank received its buckets over the network, so it needs network memory even if all readers are local.
         crosses = holder[0] == "engine" or any(relay.remote is not None for relay in relays)
         copies = crosses and session.stays_on_devices
         self._copies = [PrivateSlot(select("cpu").device()) for _ in range(number if copies else 0)]
@@ -92,14 +92,14 @@ class OutgoingBuckets:
 
     def _new_slot(self) -> SharedSlot | DeviceSlot | PrivateSlot:
         session = self._session
-        if not self._local:  # on `device` even if gloo sends a host copy: sums of words are slow on a host
+        if not self._local:  # in device memory even if gloo sends a host copy: fingerprints are faster on the device
             return PrivateSlot(select(session.device).device())
         return DeviceSlot(select(session.device)) if session.stays_on_devices else SharedSlot(session.shm_dir)
 
     def connect(self, links: Mapping[Link, BroadcastGroup]) -> None:
         """Wait until local readers have mapped the slots, then unlink their files.
 
-        `links`: from `form_links`; `close` closes them.
+        `links`: the result of `form_links`. This object owns them: `close` closes them.
         """
         self._links = links
         names = ", ".join(self._session.names[reader] for reader in self._local)
