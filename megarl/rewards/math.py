@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from megarl.rewards.base import ScoreRequest, scorer
-from megarl.rewards.latex_boxed import last_boxed
+from megarl.rewards.latex_boxed import last_boxed_or_bare
 
 LONGEST = 1000  # characters of an answer; the longest answer in MATH has 159
 
@@ -27,7 +27,7 @@ def prepare() -> None:
     prepare=prepare,
 )
 def math(request: ScoreRequest) -> dict[str, float | str | None]:
-    r"""Return 1 if the response's last ``\boxed{...}`` equals the ground truth, else 0.
+    r"""Return 1 if the response's last ``\boxed{...}`` equals the ground truth, else 0. Without braces: ``\boxed 7``.
 
     Identical texts are equal; math-verify compares other texts with sympy: 1/2 equals 0.5, x + 1 equals 1 + x, [1, 2]
     does not equal (1, 2). math-verify's time limits, which count a slow answer as wrong, are off: the subprocess pool
@@ -45,11 +45,11 @@ def check_answer(response: str, truth: Any) -> tuple[float, str | None]:
     """
     if isinstance(truth, bool) or not isinstance(truth, (str, int, float)):
         raise TypeError(f"ground_truth is {truth!r}, not text or a number")
-    boxed = last_boxed(str(truth))
+    boxed = last_boxed_or_bare(str(truth))
     expected = (str(truth) if boxed is None else boxed).strip()
     if not expected:
         raise ValueError("the row's ground_truth is empty")
-    answer = last_boxed(response)
+    answer = last_boxed_or_bare(response)
     answer = answer.strip() if answer is not None else None
     readable = answer is not None and 0 < len(answer) <= LONGEST
     correct = float(readable and (answer == expected or _equal(expected, str(answer))))

@@ -8,7 +8,7 @@ import pytest
 
 from megarl.recipe.schema import RewardConfig
 from megarl.rewards import RewardError, Score, ScoreRequest, resolve, score
-from megarl.rewards.latex_boxed import last_boxed
+from megarl.rewards.latex_boxed import last_boxed, last_boxed_or_bare
 from megarl.rewards.math_dapo import normalize
 from megarl.rewards.scoring import scorer_pool
 from megarl.subprocess_pool.job import Answered, Failed
@@ -52,6 +52,38 @@ def scored(name: str, response: str, truth: object) -> Score:
 )
 def test_last_boxed_returns_the_last_box(text: str, expected: str | None) -> None:
     assert last_boxed(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (r"so $\boxed 7$.", "7"),
+        (r"so $\boxed 17$, as $x > 0$", "17"),
+        (r"\(\boxed 7\) it is", "7"),
+        (r"\[ \boxed \frac{1}{2} \] it is", r"\frac{1}{2}"),
+        ("\\boxed 7.\nDone.", "7"),
+        ("\\boxed\t7", "7"),
+        (r"$\boxed 5$ or $\boxed 6$", "6"),
+        (r"$\boxed{5}$, which \boxed marks", "5"),  # braces come first
+        (r"$\boxed 5$ and \boxed{6", None),
+        (r"\boxed {5}", "5"),
+        (r"\boxed", None),
+        (r"\boxed ", None),
+        (r"\boxed5", None),
+        (r"\boxed $7$", ""),
+        ("\\boxed" + " " * 100_000, None),
+    ],
+)
+def test_a_box_without_braces(text: str, expected: str | None) -> None:
+    assert last_boxed_or_bare(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("math", 1.0), ("geometry3k", 0.9), ("math_dapo", -1.0), ("retool", -1.0)]
+)
+def test_math_and_geometry3k_read_a_box_without_braces(name: str, expected: float) -> None:
+    """The other two are strict, as verl's."""
+    assert scored(name, r"The answer is $\boxed 7$.", "7").value == expected
 
 
 # (ground truth, content of the box, right?)
