@@ -77,7 +77,7 @@ def main() -> None:
         root = Path(folder)
         rows = [
             row.values
-            for file in prepare(source, root / "gsm8k")
+            for file in prepare(source, root / "gsm8k")[0]
             for row in iterate_rows(Path(file), ("prompt",), optional=("data_source", "reward_model", "extra_info"))
         ]
         write_parquet(root / "rows.parquet", rows * arguments.repeat)

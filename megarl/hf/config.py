@@ -18,12 +18,18 @@ def text_fields(hf_config: dict[str, Any]) -> dict[str, Any]:
     return {**hf_config, **(hf_config.get("text_config") or {}), **model}
 
 
+EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+"""Names of the number of routed experts in config.json."""
+
+
+def with_experts(config: dict[str, Any], count: int) -> dict[str, int]:
+    """Return the fields of a mixture of experts' config.json that set `count` routed experts."""
+    return {name: count for name in EXPERTS if config.get(name)}
+
+
 def number_of_experts(config: dict[str, Any]) -> int:
     """Return the number of routed experts per layer, 0 for a dense model. `config`: from `text_fields`."""
-    for name in ("num_experts", "n_routed_experts", "num_local_experts"):
-        if config.get(name):
-            return int(config[name])
-    return 0
+    return next((int(config[name]) for name in EXPERTS if config.get(name)), 0)
 
 
 def context_length(hf_config: dict[str, Any]) -> int | None:

@@ -70,7 +70,7 @@ def test_a_row_without_a_usable_answer_is_an_error_not_a_zero(ground_truth):
 
 def check_references(source, out):
     """Assert that every reference solution scores 1, and 0 with an altered answer. Returns the number of solutions."""
-    files = list(prepare(str(source), out))
+    files = list(prepare(str(source), out)[0])
     rows = read_rows(files, ("reward_model", "extra_info"))
     for row in rows:
         reference, truth = row.values["extra_info"]["answer"], row.values["reward_model"]["ground_truth"]

@@ -5,6 +5,7 @@ transformers computes them, in float64 and one sequence at a time: no layer, ker
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -96,13 +97,30 @@ def sketched(outputs: list[list[torch.Tensor]]) -> tuple[np.ndarray, np.ndarray]
     return np.array(sketches), np.array(squares)
 
 
+def write_golden(family: str, golden: goldens.Golden, folder: Path) -> Path:
+    from safetensors.numpy import save_file
+
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{family}.safetensors"
+    arrays = {
+        "log_probs": golden.log_probs,
+        "log_probs_after": golden.log_probs_after,
+        "sketches": golden.sketches,
+        "squares": golden.squares,
+        "grad_norms": np.array(golden.grad_norms),
+        "tensor_norms": np.array(list(golden.tensor_norms.values())),
+    }
+    save_file(arrays, path, metadata={"tensors": json.dumps(list(golden.tensor_norms))})
+    return path
+
+
 def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else goldens.FOLDER
     torch.manual_seed(0)
     for family in FAMILIES:
         with tempfile.TemporaryDirectory() as models:
             golden = golden_of(family, Path(models))
-        path = goldens.write_golden(family, golden, folder)
+        path = write_golden(family, golden, folder)
         low, high = golden.log_probs.min(), golden.log_probs.mean()
         print(
             f"{path}: {path.stat().st_size} bytes, log-probs from {low:.2f}, mean {high:.2f}, gradient norms {golden.grad_norms}"

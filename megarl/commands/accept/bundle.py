@@ -138,12 +138,9 @@ def device_status(settings: Settings, problems: list[str]) -> str:
 
 def _device_logs(device: str) -> list[Path]:
     """Return the newest logs of runtime and driver."""
-    paths = [path for pattern in kind_of(device).logs for path in _glob(os.path.expanduser(pattern)) if path.is_file()]
+    patterns = [os.path.expanduser(pattern).lstrip("/") for pattern in kind_of(device).logs]
+    paths = [path for pattern in patterns for path in Path("/").glob(pattern) if path.is_file()]
     return sorted(paths, key=lambda path: path.stat().st_mtime)[-DEVICE_LOGS:]
-
-
-def _glob(pattern: str) -> list[Path]:
-    return list(Path("/").glob(pattern.lstrip("/")))
 
 
 def _files(directory: Path) -> list[Path]:

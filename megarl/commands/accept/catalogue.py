@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,10 +22,18 @@ class Stage:
     runs: str
     passes: str
 
+    @property
+    def module(self) -> str:
+        """Name of the stage's module in `stages/`."""
+        return self.name.replace(" ", "_")
+
+    def folder(self, directory: Path) -> Path:
+        """Return the stage's folder in the folder of an acceptance."""
+        return directory / f"{self.number}-{self.module}"
+
     def function(self) -> Callable[[StageContext], None]:
         """Import the stage's module and return its `run`."""
-        module = f"megarl.commands.accept.stages.{self.name.replace(' ', '_')}"
-        run: Callable[[StageContext], None] = importlib.import_module(module).run
+        run: Callable[[StageContext], None] = importlib.import_module(f"{__package__}.stages.{self.module}").run
         return run
 
 

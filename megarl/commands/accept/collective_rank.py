@@ -8,6 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from megarl.commands.accept.rank import Rank
 from megarl.recipe.training import MegatronConfig
 
@@ -59,7 +62,6 @@ class CollectiveRank(Rank):
 
     def lay_out(self, megatron: MegatronConfig, timeout: float) -> dict[str, tuple[int, ...]]:
         """Create the groups as a trainer does. Return the ranks of each group of this rank."""
-        import torch.distributed as dist
         from megatron.core import parallel_state
 
         from megarl.megatron.model import initialize_parallel
@@ -79,8 +81,6 @@ class CollectiveRank(Rank):
 
     def collectives(self, name: str, elements: int) -> list[Timing]:
         """Time every collective in the group `name`, on float32 tensors of `elements`, on all its ranks at once."""
-        import torch.distributed as dist
-
         group = self.groups.get(name)
         if group is None:
             dist.barrier()
@@ -93,8 +93,6 @@ class CollectiveRank(Rank):
 
     def _timed(self, name: str, group: Any, operation: Operation, elements: int) -> Timing:
         """Run `operation` REPEATS times and return the medians."""
-        import torch.distributed as dist
-
         seconds, launches = [], []
         for _ in range(REPEATS):
             dist.barrier(group=group)
@@ -114,14 +112,9 @@ class CollectiveRank(Rank):
 
     def _ramp(self, length: int) -> Any:
         """Return [length] float32 with 0 to 250, repeated, so that sums over ranks are exact."""
-        import torch
-
         return torch.arange(length, device=self.platform.device(), dtype=torch.float32) % 251
 
     def _all_reduce(self, group: Any, elements: int) -> Operation:
-        import torch
-        import torch.distributed as dist
-
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         ramp = self._ramp(elements // size)
         whole = torch.empty(size, elements // size, device=ramp.device)
@@ -134,9 +127,6 @@ class CollectiveRank(Rank):
         return Operation("all_reduce", call, 2 * (size - 1) / size, whole, expected)
 
     def _gather(self, group: Any, elements: int) -> Operation:
-        import torch
-        import torch.distributed as dist
-
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         ramp = self._ramp(elements // size)
         part, gathered = ramp + rank, torch.empty(elements, device=ramp.device)
@@ -149,17 +139,11 @@ class CollectiveRank(Rank):
 
     def _for_each(self, group: Any, elements: int, sender: int) -> Any:
         """Return the data of rank `sender` in all_to_all and p2p: [size, elements / size], one row per receiver."""
-        import torch
-        import torch.distributed as dist
-
         size = dist.get_world_size(group)
         rows = torch.arange(size, device=self.platform.device())[:, None]
         return self._ramp(elements // size) + 1000.0 * sender + rows
 
     def _all_to_all(self, group: Any, elements: int) -> Operation:
-        import torch
-        import torch.distributed as dist
-
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         source = self._for_each(group, elements, rank).flatten()
         received = torch.empty_like(source)
@@ -173,9 +157,6 @@ class CollectiveRank(Rank):
 
     def _p2p(self, group: Any, elements: int) -> Operation:
         """Each rank sends to the next one and receives from the previous one, as pipeline stages do."""
-        import torch
-        import torch.distributed as dist
-
         size, rank, ranks = dist.get_world_size(group), dist.get_rank(group), dist.get_process_group_ranks(group)
         source = self._for_each(group, elements, rank).flatten()
         incoming = torch.empty_like(source)
@@ -189,9 +170,6 @@ class CollectiveRank(Rank):
 
     def pair(self, first: int, second: int, elements: int) -> float | None:
         """Return the seconds to send `elements` from rank `first` to `second`, measured by `second`, else None."""
-        import torch
-        import torch.distributed as dist
-
         dist.barrier()
         if self.rank not in (first, second):
             return None

@@ -20,6 +20,7 @@ from megarl.commands.doctor.machine import Machine
 from megarl.commands.doctor.platform_detection import torch_sees
 from megarl.errors import InputError, as_input_error
 from megarl.platform.kinds import kind_of
+from megarl.preflight.load import load_recipe
 
 CPU_PROCESSES = 2  # ranks on a CPU
 CPU_TOGETHER = 2  # concurrent stages on a CPU, where no stage measures speed against a limit
@@ -82,7 +83,7 @@ def _prepare(recipe: Path | None, overrides: Sequence[str], options: AcceptOptio
     path = ""
     if recipe is not None:
         path = str(recipe.absolute())
-        _load(recipe, overrides)
+        load_recipe(recipe, list(overrides))  # raises RecipeError
     if not kind.files:
         devices = CPU_PROCESSES
     elif options.expect and not kind.is_here():
@@ -138,13 +139,6 @@ def _devices(device: str) -> int:
     if not sees.names:
         raise InputError(f"torch sees no {kind_of(platforms.kind(device)).plural}: {sees.error or 'run megarl doctor'}")
     return len(sees.names)
-
-
-def _load(recipe: Path, overrides: Sequence[str]) -> None:
-    """Raise RecipeError if the recipe does not load."""
-    from megarl.preflight.load import load_recipe
-
-    load_recipe(recipe, list(overrides))
 
 
 def expectation(settings: Settings, stages: Sequence[Stage], ends: dict[int, float]) -> str:

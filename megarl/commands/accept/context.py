@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from megarl.commands.accept import result
-from megarl.commands.accept.result import RecordedCheck, Value
+from megarl.commands.accept.result import NOT_RUN, REPORT, RecordedCheck, Value, check_line, limited
 from megarl.commands.accept.settings import Settings
 from megarl.recipe.schema import Recipe
 
@@ -64,23 +63,23 @@ class StageContext:
         """Append checks, and write them to disk before returning."""
         with (self.folder / CHECKS).open("a", encoding="utf-8") as stream:
             for check in checks:
-                stream.write(result.check_line(check) + "\n")
+                stream.write(check_line(check) + "\n")
                 print(f"{check.verdict:<8} {check.line()}", flush=True)
             stream.flush()
             os.fsync(stream.fileno())
         self.checks.extend(checks)
 
     def at_most(self, name: str, value: float, *, limit: float, unit: str = "", cause: str = "") -> None:
-        self.record(result.at_most(name, value, limit=limit, unit=unit, cause=cause))
+        self.record(limited(name, value, "<=", limit, unit=unit, cause=cause))
 
     def at_least(self, name: str, value: float, *, limit: float, unit: str = "", cause: str = "") -> None:
-        self.record(result.at_least(name, value, limit=limit, unit=unit, cause=cause))
+        self.record(limited(name, value, ">=", limit, unit=unit, cause=cause))
 
     def equal(self, name: str, value: Value, expected: Value, *, unit: str = "", cause: str = "") -> None:
-        self.record(result.equal(name, value, expected, unit=unit, cause=cause))
+        self.record(limited(name, value, "==", expected, unit=unit, cause=cause))
 
     def figure(self, name: str, value: Value, *, unit: str = "") -> None:
-        self.record(result.figure(name, value, unit=unit))
+        self.record(RecordedCheck(name, REPORT, value, unit=unit))
 
     def not_run(self, name: str, reason: str) -> None:
-        self.record(result.not_run(name, reason))
+        self.record(RecordedCheck(name, NOT_RUN, cause=reason))

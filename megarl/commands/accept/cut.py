@@ -16,9 +16,10 @@ from megarl.commands.data.tiny_weights import shapes
 from megarl.commands.rehearse.changes import Changes
 from megarl.commands.rehearse.data import write_data
 from megarl.commands.rehearse.layout import layers_for, stage_layers
+from megarl.commands.rehearse.model import fields_per_layer
 from megarl.commands.rehearse.settings import shrink_settings
 from megarl.engines.specs import fixed_models, longest_sample
-from megarl.hf.config import number_of_experts, text_fields
+from megarl.hf.config import number_of_experts, text_fields, with_experts
 from megarl.preflight.load import load_recipe
 from megarl.preflight.models import read_hf_config
 from megarl.recipe.load import to_yaml
@@ -101,9 +102,9 @@ def split(recipe: Recipe, devices: int) -> tuple[int, int]:
     return devices - engine_devices, engine_devices
 
 
-def fit(size: int, most: int) -> int:
-    """Return the largest divisor of `size` that divides `most`."""
-    return math.gcd(size, most)
+def common_divisor(size: int, devices: int) -> int:
+    """Return the largest parallel size that divides both `size` and the number of devices."""
+    return math.gcd(size, devices)
 
 
 def fit_layout(megatron: MegatronConfig, trainers: int, devices: int) -> tuple[MegatronConfig, int]:
@@ -114,20 +115,19 @@ def fit_layout(megatron: MegatronConfig, trainers: int, devices: int) -> tuple[M
     """
     if trainers <= devices:
         return replace(megatron), trainers
-    halves = 2 if megatron.pipeline_parallel > 1 and devices % 2 == 0 else 1
-    tensor = fit(megatron.tensor_parallel, devices // halves)
-    pipeline = halves
-    context = fit(min(megatron.context_parallel, 2), devices // (tensor * pipeline))
+    pipeline = 2 if megatron.pipeline_parallel > 1 and devices % 2 == 0 else 1
+    tensor = common_divisor(megatron.tensor_parallel, devices // pipeline)
+    context = common_divisor(min(megatron.context_parallel, 2), devices // (tensor * pipeline))
     ranks = devices // pipeline
     experts_cut = megatron.expert_tensor_parallel
     if experts_cut is not None:
-        experts_cut = fit(experts_cut, ranks)
+        experts_cut = common_divisor(experts_cut, ranks)
     small = replace(
         megatron,
         tensor_parallel=tensor,
         pipeline_parallel=pipeline,
         context_parallel=context,
-        expert_parallel=fit(megatron.expert_parallel, ranks // (experts_cut or 1)),
+        expert_parallel=common_divisor(megatron.expert_parallel, ranks // (experts_cut or 1)),
         expert_tensor_parallel=experts_cut,
         sequence_parallel=megatron.sequence_parallel if tensor > 1 else None,
         virtual_pipeline=2 if megatron.virtual_pipeline and pipeline > 1 else None,
@@ -151,11 +151,9 @@ def cut_config(config: dict[str, Any], original: MegatronConfig, cut: MegatronCo
     small["num_hidden_layers"] = layers
     if dense:
         small["first_k_dense_replace"] = dense
-    if kinds := config.get("layer_types"):
-        small["layer_types"] = (kinds * layers)[:layers]
-    if config.get("max_window_layers") is not None:
-        small["max_window_layers"] = min(config["max_window_layers"], layers)
-    return small | fewer_experts(config, cut.expert_parallel, original.expert_parallel)
+    return (
+        small | fields_per_layer(config, layers) | fewer_experts(config, cut.expert_parallel, original.expert_parallel)
+    )
 
 
 def fewer_experts(config: dict[str, Any], ranks: int, like: int) -> dict[str, int]:
@@ -169,16 +167,15 @@ def fewer_experts(config: dict[str, Any], ranks: int, like: int) -> dict[str, in
     fewer = max(experts * ranks // like, config["num_experts_per_tok"], 2 * groups)
     if fewer % ranks or fewer % groups:
         return {}
-    name = next(name for name in ("num_experts", "n_routed_experts", "num_local_experts") if config.get(name))
-    return {name: fewer}
+    return with_experts(config, fewer)
 
 
 def _engines(cut: Recipe, recipe: Recipe, devices: int) -> None:
     """Keep the recipe's engine and its arguments, with as many engines as the devices allow."""
     rollout, like = cut.rollout, recipe.rollout
     rollout.engine, rollout.engine_args = like.engine, copy.deepcopy(like.engine_args)
-    rollout.tensor_parallel = fit(like.tensor_parallel, devices)
-    rollout.data_parallel = fit(like.data_parallel, devices // rollout.tensor_parallel)
+    rollout.tensor_parallel = common_divisor(like.tensor_parallel, devices)
+    rollout.data_parallel = common_divisor(like.data_parallel, devices // rollout.tensor_parallel)
     rollout.expert_parallel = like.expert_parallel
     groups = min(like.engines // like.data_parallel, devices // rollout.tensor_parallel // rollout.data_parallel)
     rollout.engines = max(1, groups) * rollout.data_parallel

@@ -16,6 +16,7 @@ from megarl import platform as platforms
 from megarl.cluster.torchrun.local_service import LocalService
 from megarl.commands.accept.context import StageContext
 from megarl.commands.accept.families import batch
+from megarl.commands.accept.ranks import LocalRanks, rank_environment
 from megarl.engines.base import EngineSpec, GroupRank
 from megarl.recipe.schema import Recipe
 from megarl.trainer.actor import ActorWorker
@@ -202,6 +203,11 @@ def visible(context: StageContext, devices: Sequence[int]) -> dict[str, str]:
         return {}
     devices_here = (os.environ.get(variable) or ",".join(map(str, range(context.settings.devices)))).split(",")
     return {variable: ",".join(devices_here[number] for number in devices)}
+
+
+def start_trainers(context: StageContext, recipe: Recipe, size: int, name: str) -> LocalRanks:
+    """Start `size` trainers of the recipe's model, with logs in the folder `name`."""
+    return LocalRanks(context.folder / name, TRAINER, (recipe, 10), size, rank_environment(context))
 
 
 def start_all(group: Sequence[LocalService]) -> tuple[list[dict[str, Any]], float]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from megarl.commands.data.tiny_model import COMMON, KINDS
 from megarl.commands.data.tiny_tokenizer import EOS_ID, FIRST_IMAGE_ID, PAD_ID, VOCAB_LIMIT, make_tiny_tokenizer
 from megarl.commands.data.tiny_weights import shapes
 
@@ -29,27 +30,13 @@ IMAGES = {1: [(2, (4, 6))], 2: [(3, (8, 4)), (14, (6, 10))], 5: [(8, (4, 4))]}
 """Images of the VL family: index of the sequence -> (first token, (rows, columns) of patches) of each image."""
 PATCH_VALUES, MERGE = 3 * 2 * 14 * 14, 2
 
-_COMMON: Config = {
-    "vocab_size": VOCAB_LIMIT,
+_SIZES: Config = {
     "hidden_size": 128,
     "intermediate_size": 256,
     "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "max_position_embeddings": 1280,
-    "rope_theta": 10000.0,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "attention_dropout": 0.0,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.05,
     "bos_token_id": None,
-    "eos_token_id": EOS_ID,
-    "pad_token_id": PAD_ID,
-    "use_cache": True,
-    "torch_dtype": "float32",
 }
-_EXPERTS: Config = {"moe_intermediate_size": 128, "norm_topk_prob": True}
 _YARN: Config = {
     "type": "yarn",
     "rope_type": "yarn",
@@ -61,67 +48,40 @@ _YARN: Config = {
     "original_max_position_embeddings": 32,
 }
 
+
+def _config(kind: str, **changed: Any) -> Config:
+    """Return the tiny model of `megarl data` with larger sizes, and with the fields `changed`."""
+    return {"model_type": kind, **COMMON, **KINDS.get(kind, {}), **_SIZES, **changed}
+
+
 FAMILIES: dict[str, Config] = {
-    "dense": {
-        "model_type": "qwen3",
-        "architectures": ["Qwen3ForCausalLM"],
-        **_COMMON,
-        "head_dim": 128,
-        "attention_bias": False,
-    },
-    "moe": {
-        "model_type": "qwen3_moe",
-        "architectures": ["Qwen3MoeForCausalLM"],
-        **_COMMON,
-        **_EXPERTS,
-        "head_dim": 128,
-        "attention_bias": False,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "router_aux_loss_coef": 0.001,
-        "output_router_logits": False,
-    },
-    "mla": {
-        "model_type": "deepseek_v3",
-        "architectures": ["DeepseekV3ForCausalLM"],
-        **_COMMON,
-        **_EXPERTS,
-        "num_key_value_heads": 4,
-        "attention_bias": False,
-        "q_lora_rank": 64,
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 128,
-        "v_head_dim": 128,
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 4,
-        "n_group": 4,
-        "topk_group": 2,
-        "first_k_dense_replace": 1,
-        "moe_layer_freq": 1,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "routed_scaling_factor": 2.5,
-        "num_nextn_predict_layers": 0,
-        "rope_interleave": True,
-        "rope_scaling": _YARN,
-    },
-    "vl": {
-        "model_type": "qwen2_5_vl",
-        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-        **_COMMON,
-        "hidden_size": 256,
-        "num_attention_heads": 2,
-        "rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": [16, 24, 24]},
-        "use_sliding_window": False,
-        "vision_start_token_id": IMAGE_START,
-        "vision_end_token_id": IMAGE_END,
-        "image_token_id": IMAGE,
-        "video_token_id": FIRST_IMAGE_ID + 3,
-        "vision_config": {
+    "dense": _config("qwen3", head_dim=128),
+    "moe": _config("qwen3_moe", head_dim=128, num_experts=8, moe_intermediate_size=128),
+    "mla": _config(
+        "deepseek_v3",
+        q_lora_rank=64,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
+        moe_intermediate_size=128,
+        n_routed_experts=8,
+        num_experts_per_tok=4,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+        rope_scaling=_YARN,
+    ),
+    "vl": _config(
+        "qwen2_5_vl",
+        architectures=["Qwen2_5_VLForConditionalGeneration"],
+        hidden_size=256,
+        num_attention_heads=2,
+        rope_scaling={"type": "mrope", "rope_type": "default", "mrope_section": [16, 24, 24]},
+        use_sliding_window=False,
+        vision_start_token_id=IMAGE_START,
+        vision_end_token_id=IMAGE_END,
+        image_token_id=IMAGE,
+        video_token_id=FIRST_IMAGE_ID + 3,
+        vision_config={
             "model_type": "qwen2_5_vl",
             "depth": 4,
             "hidden_size": 160,
@@ -137,7 +97,7 @@ FAMILIES: dict[str, Config] = {
             "hidden_act": "silu",
             "tokens_per_second": 2,
         },
-    },
+    ),
 }
 
 

@@ -40,20 +40,3 @@ def read_golden(family: str) -> Golden:
     tensor_norms = dict(zip(names, arrays.pop("tensor_norms").tolist(), strict=True))
     grad_norms = tuple(arrays.pop("grad_norms").tolist())
     return Golden(**arrays, grad_norms=grad_norms, tensor_norms=tensor_norms)
-
-
-def write_golden(family: str, golden: Golden, folder: Path = FOLDER) -> Path:
-    from safetensors.numpy import save_file
-
-    folder.mkdir(exist_ok=True)
-    path = folder / f"{family}.safetensors"
-    arrays = {
-        "log_probs": golden.log_probs,
-        "log_probs_after": golden.log_probs_after,
-        "sketches": golden.sketches,
-        "squares": golden.squares,
-        "grad_norms": np.array(golden.grad_norms),
-        "tensor_norms": np.array(list(golden.tensor_norms.values())),
-    }
-    save_file(arrays, path, metadata={"tensors": json.dumps(list(golden.tensor_norms))})
-    return path

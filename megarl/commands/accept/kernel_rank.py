@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
-from megarl.commands.accept import goldens
+from megarl.commands.accept import goldens, references
 from megarl.commands.accept.families import FAMILIES, LENGTHS, exact_values, weights
-from megarl.commands.accept.parity_rank import Case, ParityRank
+from megarl.commands.accept.parity_rank import Case, ParityRank, gradients_as_weights
 from megarl.commands.accept.rank import forget_model
 
 COUNTS = (0, 13, 1, 0, 40, 7, 35, 0)  # rows of each expert: first, last and one between have none
@@ -51,8 +52,6 @@ class Outcome:
 
 def error_of(kernel: str, value: Any, right: Any) -> Error:
     """Return the largest error of `value`, and its index."""
-    import torch
-
     value = value.detach().float().cpu().double().reshape(right.shape)
     difference = torch.where(value.isfinite(), (value - right.detach()).abs(), torch.full_like(value, math.inf))
     flat = int(difference.argmax())
@@ -69,8 +68,6 @@ class KernelRank(ParityRank):
 
     def check(self, family: str, model: str, dtype: str) -> tuple[list[Error], list[Outcome]]:
         """Errors of layers and their gradients; and conditions: two calls give the same bits, memory is freed."""
-        import torch
-
         self.dtype = getattr(torch, dtype)
         self.errors: list[Error] = []
         self.outcomes: list[Outcome] = []
@@ -103,8 +100,6 @@ class KernelRank(ParityRank):
 
     def _input(self, name: str, *shape: int) -> tuple[Any, Any]:
         """Return the same values on the device, and in float64 on the CPU, both with requires_grad."""
-        import torch
-
         values = torch.from_numpy(exact_values(f"kernels {name}", int(np.prod(shape))).reshape(shape))
         return (
             values.to(self.platform.device(), self.dtype).requires_grad_(),
@@ -115,8 +110,6 @@ class KernelRank(ParityRank):
         self, name: str, function: Callable[..., Any], reference: Callable[..., Any], inputs: Sequence[tuple[Any, Any]]
     ) -> None:
         """Compare output and gradients of `function` with `reference`, and bit for bit with those of a second call."""
-        import torch
-
         right = reference(*(exact for _, exact in inputs))
         upstream = torch.from_numpy(exact_values(f"kernels {name} upstream", right.numel()).reshape(right.shape))
         right_gradients = torch.autograd.grad(right, [exact for _, exact in inputs], upstream.double())
@@ -134,8 +127,6 @@ class KernelRank(ParityRank):
 
     def _packed(self) -> Any:
         """Megatron's description of the packed sequences, as the model gets it."""
-        import torch
-
         from megarl.megatron.batch import MicroBatch, pack
         from megarl.megatron.current_batch import stream_params
 
@@ -144,8 +135,6 @@ class KernelRank(ParityRank):
         return stream_params(pack(batch, context_parallel=1, context_rank=0, sequence_parallel=1, device=device))
 
     def _attention(self) -> None:
-        from megarl.commands.accept import references
-
         config, total = self.config, sum(LENGTHS)
         latent = "kv_lora_rank" in config
         heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
@@ -173,8 +162,6 @@ class KernelRank(ParityRank):
         self._compare(kind, attend, lambda q, k, v: references.attention(q, k, v, LENGTHS, scale), inputs)
 
     def _norm(self) -> None:
-        from megarl.commands.accept import references
-
         module = self.model.decoder.layers[1].self_attention.q_layernorm
         weight = self.weights["model.layers.1.self_attn.q_norm.weight"]
         eps = self.config["rms_norm_eps"]
@@ -185,8 +172,6 @@ class KernelRank(ParityRank):
         return self.weights[f"model.layers.1.{name}.weight"]
 
     def _mlp(self) -> None:
-        from megarl.commands.accept import references
-
         module, eps = self.model.decoder.layers[1].mlp, self.config["rms_norm_eps"]
         norm = self._layer("post_attention_layernorm")
         parts = [self._layer(f"mlp.{name}_proj") for name in ("gate", "up", "down")]
@@ -198,8 +183,6 @@ class KernelRank(ParityRank):
 
     def _rotary(self) -> None:
         import megatron.core.transformer.attention as attention
-
-        from megarl.commands.accept import references
 
         packed, total = self._packed(), sum(LENGTHS)
         angles = self.model.rotary_pos_emb(max(LENGTHS), packed_seq=True)
@@ -217,10 +200,6 @@ class KernelRank(ParityRank):
 
     def _experts(self) -> None:
         """Grouped matrix products forward, for the inputs and for the weights, where some experts have no rows."""
-        import torch
-
-        from megarl.commands.accept import references
-
         module, rows = self.model.decoder.layers[1].mlp.experts, sum(COUNTS)
         probabilities = torch.from_numpy(np.abs(exact_values("kernels probabilities", rows)))
         on_device = probabilities.to(self.platform.device(), torch.float32)
@@ -266,23 +245,11 @@ class KernelRank(ParityRank):
 
     def _gradients(self, part: str) -> dict[str, Any]:
         """Return the gradients of tensors whose name contains `part`, by their names in the checkpoint."""
-        import torch
-
-        parameters = [parameter for chunk in self.trainer.model.chunks for parameter in chunk.parameters()]
-        with torch.no_grad():
-            kept = [parameter.detach().clone() for parameter in parameters]
-            for parameter in parameters:
-                parameter.data.copy_(parameter.main_grad)
-            values = {
-                name: value.float().cpu().clone() for name, value in self.trainer.export_weights() if part in name
-            }
-            for parameter, value in zip(parameters, kept, strict=True):
-                parameter.data.copy_(value)
-        return values
+        with gradients_as_weights(self.trainer):
+            return {name: value.float().cpu().clone() for name, value in self.trainer.export_weights() if part in name}
 
     def _permute(self) -> None:
         """Tokens sorted by expert and back, where some experts get none."""
-        import torch
         from megatron.core.transformer.moe import moe_utils
 
         tokens, experts, chosen = sum(LENGTHS), len(COUNTS), 2
@@ -315,9 +282,6 @@ class KernelRank(ParityRank):
 
     def _adam(self) -> None:
         """Two steps of the optimizer on given gradients, on every weight."""
-        import torch
-
-        from megarl.commands.accept import references
         from megarl.megatron.optimizer import guarded_step
 
         names = [name for name in self.weights if self.weights[name].dim() > 1][:6]
@@ -349,8 +313,6 @@ class KernelRank(ParityRank):
 
     def _memory(self) -> None:
         """A storage that is freed and filled again keeps its tensors and views; copies from page-locked memory are exact."""
-        import torch
-
         from megarl.megatron.offload import copy_to_host
 
         values = torch.from_numpy(exact_values("kernels memory", 1 << 16))

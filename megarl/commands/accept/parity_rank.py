@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from megarl.commands.accept import goldens
-from megarl.commands.accept.families import LENGTHS, batch, sketch_signs
+from megarl.commands.accept.families import FAMILIES, LENGTHS, SKETCHES, batch, sketch_signs
 from megarl.commands.accept.rank import Rank, forget_model
 
 
@@ -40,7 +43,9 @@ class ParityRank(Rank):
     def run(self, case: Case) -> dict[str, Any]:
         """Log-probs, sketches of layers, gradients, two optimizer steps, and a resume; see `stages/model_parity.py`.
 
-        Of each sequence the data-parallel rank that has it returns `before` and `after`; "" off the last stage."""
+        The data-parallel rank of a sequence returns its `before` and `after`. They are empty on other pipeline stages than
+        the last.
+        """
         trainer = self._build(case)
         try:
             return self._run(trainer, case)
@@ -103,8 +108,6 @@ class ParityRank(Rank):
 
         Returns the largest difference of log-probs after step 2.
         """
-        import torch
-
         forget_model()
         resumed = self._build(case)
         resumed.load(Path(case.folder))
@@ -121,8 +124,6 @@ class ParityRank(Rank):
 
 def save(trainer: Any, folder: Path, rank: int) -> None:
     """Write this rank's part of a checkpoint, and wait for all ranks."""
-    import torch
-
     if rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -135,8 +136,6 @@ def save(trainer: Any, folder: Path, rank: int) -> None:
 
 def micro_batches(trainer: Any, case: Case) -> tuple[list[Any], list[list[int]]]:
     """Return this data-parallel rank's micro batches, and the indices of their sequences."""
-    import torch
-
     from megarl.megatron.batch import MicroBatch
 
     sequences = batch(case.family)
@@ -162,8 +161,6 @@ def micro_batches(trainer: Any, case: Case) -> tuple[list[Any], list[list[int]]]
 
 def images_of(pictures: list[Any]) -> Any:
     """Return the Images of a micro batch, or None."""
-    import torch
-
     from megarl.megatron.images import Images
 
     every = [(place, picture) for place, sequence in enumerate(pictures) for picture in sequence]
@@ -188,22 +185,26 @@ def by_sequence(rows: Any, numbers: list[list[int]]) -> dict[int, np.ndarray]:
     return result
 
 
-def gradient_norms(trainer: Any) -> dict[str, float]:
-    """Return the norm of each tensor's clipped gradient by the tensor's name in the checkpoint.
+@contextlib.contextmanager
+def gradients_as_weights(trainer: Any) -> Iterator[None]:
+    """Copy the gradients into the weights inside the block, so that an export has them by their names in the checkpoint.
 
-    The gradients are copied into the weights while mbridge maps names, since another `.data` would break autograd's hooks.
+    Another `.data` would break autograd's hooks.
     """
-    import torch
-
     parameters = [parameter for chunk in trainer.model.chunks for parameter in chunk.parameters()]
     with torch.no_grad():
         weights = [parameter.detach().clone() for parameter in parameters]
         for parameter in parameters:
             parameter.data.copy_(parameter.main_grad)
-        norms = {name: float(gradient.float().norm()) for name, gradient in trainer.export_weights()}
+        yield
         for parameter, weight in zip(parameters, weights, strict=True):
             parameter.data.copy_(weight)
-    return norms
+
+
+def gradient_norms(trainer: Any) -> dict[str, float]:
+    """Return the norm of each tensor's clipped gradient by the tensor's name in the checkpoint."""
+    with gradients_as_weights(trainer):
+        return {name: float(gradient.float().norm()) for name, gradient in trainer.export_weights()}
 
 
 class Sketches:
@@ -263,10 +264,6 @@ class Sketches:
 
     def sums(self, device: Any) -> np.ndarray:
         """Return [layers, SKETCHES + 1] over all ranks: projections, and the sum of squares."""
-        import torch
-
-        from megarl.commands.accept.families import FAMILIES, SKETCHES
-
         layers = max(config["num_hidden_layers"] for config in FAMILIES.values())
         table = torch.zeros(layers, SKETCHES + 1, dtype=torch.float32)
         for number, row in self.values.items():

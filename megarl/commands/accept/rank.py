@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 from datetime import timedelta
 from typing import Any
+
+import torch
 
 from megarl import platform as platforms
 from megarl.commands.accept.ranks import COLLECTIVE_SECONDS
@@ -17,9 +20,6 @@ class Rank:
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.platform = platforms.select(device)
         self.platform.prepare()
-
-        import torch
-
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         torch.use_deterministic_algorithms(deterministic)
         self.platform.set_device(int(os.environ["LOCAL_RANK"]))
@@ -29,8 +29,6 @@ class Rank:
 
     def describe(self) -> dict[str, Any]:
         """Return host, process and device of this rank."""
-        import socket
-
         return {"host": socket.gethostname(), "pid": os.getpid(), "device": self.platform.device_name()}
 
 

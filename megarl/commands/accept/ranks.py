@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megarl import platform as platforms
-from megarl.cluster.base import WorkerGroup
 from megarl.cluster.process import free_port
 from megarl.cluster.torchrun.local_service import LocalService
 from megarl.commands.accept.context import StageContext
@@ -22,18 +21,11 @@ GRACE = 3.0  # seconds to wait for the other ranks' errors after the first one
 class Ranks(Protocol):
     """SPMD processes with one object each. A method call goes to all of them."""
 
-    @property
-    def size(self) -> int: ...
-
     def call(self, method: str, *args: Any) -> list[Any]:
         """Call a method on all ranks and return the results in rank order.
 
         Raises RuntimeError with the first cause if a rank raised or died.
         """
-        ...
-
-    def each(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
-        """Call `method` with different arguments on each rank; see `call`."""
         ...
 
 
@@ -59,18 +51,12 @@ class LocalRanks:
     def size(self) -> int:
         return len(self.services)
 
+    def begin(self, method: str, *args: Any) -> list[Future[Any]]:
+        """Start the call on all ranks and return the futures."""
+        return [service.call(method, *args) for service in self.services]
+
     def call(self, method: str, *args: Any) -> list[Any]:
-        return self.each(method, [args] * self.size)
-
-    def each(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
-        return self.wait(self.begin(method, arguments))
-
-    def begin(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Future[Any]]:
-        """Start the calls and return their futures."""
-        return [service.call(method, *args) for service, args in zip(self.services, arguments, strict=True)]
-
-    @staticmethod
-    def wait(calls: list[Future[Any]]) -> list[Any]:
+        calls = self.begin(method, *args)
         _, pending = wait(calls, return_when=FIRST_EXCEPTION)
         if pending:
             wait(pending, timeout=GRACE)
@@ -94,23 +80,6 @@ def _is_about_a_peer(text: str) -> bool:
         words in text
         for words in ("Connection closed by peer", "Connection reset", "Timed out waiting", "remote process")
     )
-
-
-class ClusterRanks:
-    """Ranks on all nodes, started by Ray."""
-
-    def __init__(self, group: WorkerGroup) -> None:
-        self._group = group
-
-    @property
-    def size(self) -> int:
-        return self._group.size
-
-    def call(self, method: str, *args: Any) -> list[Any]:
-        return self._group.call(method, *args)
-
-    def each(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
-        return self._group.scatter(method, arguments)
 
 
 def rank_environment(context: StageContext, *, deterministic: bool = False) -> dict[str, str]:
@@ -148,5 +117,4 @@ def all_ranks(context: StageContext, class_path: str, *args: Any, name: str = "r
     recipe.cluster.ray_address, recipe.cluster.trainers = context.settings.ray_address, context.devices
     recipe.runs_dir, recipe.name = str(context.folder), name
     with connect(recipe, platforms.select(context.device), engines=False) as cluster:
-        group = cluster.start_trainers(class_path, context.devices, (context.device, *args), env={})
-        yield ClusterRanks(group)
+        yield cluster.start_trainers(class_path, context.devices, (context.device, *args), env={})

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal
 
 Verdict = Literal["PASS", "FAIL", "NOT RUN", "REPORT"]
+Relation = Literal["<=", ">=", "=="]
 PASS: Final = "PASS"
 FAIL: Final = "FAIL"
 NOT_RUN: Final = "NOT RUN"
@@ -28,7 +29,7 @@ class RecordedCheck:
     verdict: Verdict
     value: Value = None
     limit: Value = None
-    relation: str = ""
+    relation: Relation | Literal[""] = ""
     unit: str = ""
     cause: str = ""
 
@@ -67,35 +68,21 @@ def shown(value: Value) -> str:
     return f"{value:.4g}"
 
 
-def at_most(name: str, value: float, *, limit: float, unit: str = "", cause: str = "") -> RecordedCheck:
-    """Return a check that passes if `value` <= `limit`. A value that is not finite fails."""
-    good = math.isfinite(value) and value <= limit
-    return RecordedCheck(name, PASS if good else FAIL, value, limit, "<=", unit, "" if good else cause)
+def limited(
+    name: str, value: Value, relation: Relation, limit: Value, *, unit: str = "", cause: str = ""
+) -> RecordedCheck:
+    """Return a check that passes if `value relation limit` holds. With "<=" and ">=", a value that is not finite fails."""
+    if relation == "==":
+        good = value == limit
+    else:
+        assert isinstance(value, (int, float)) and isinstance(limit, (int, float))
+        good = math.isfinite(value) and (value <= limit if relation == "<=" else value >= limit)
+    return RecordedCheck(name, PASS if good else FAIL, value, limit, relation, unit, "" if good else cause)
 
 
-def at_least(name: str, value: float, *, limit: float, unit: str = "", cause: str = "") -> RecordedCheck:
-    """Return a check that passes if `value` >= `limit`. A value that is not finite fails."""
-    good = math.isfinite(value) and value >= limit
-    return RecordedCheck(name, PASS if good else FAIL, value, limit, ">=", unit, "" if good else cause)
-
-
-def equal(name: str, value: Value, expected: Value, *, unit: str = "", cause: str = "") -> RecordedCheck:
-    """Return a check that passes if `value` equals `expected` exactly."""
-    good = value == expected
-    return RecordedCheck(name, PASS if good else FAIL, value, expected, "==", unit, "" if good else cause)
-
-
-def figure(name: str, value: Value, *, unit: str = "") -> RecordedCheck:
-    """Return a check that reports a value and has no limit."""
-    return RecordedCheck(name, REPORT, value, unit=unit)
-
-
-def not_run(name: str, reason: str) -> RecordedCheck:
-    """Return a check that was not run, with the reason."""
-    return RecordedCheck(name, NOT_RUN, cause=reason)
-
-
-def judge(number: int, name: str, checks: Sequence[RecordedCheck], seconds: float, *, error: str = "") -> StageResult:
+def stage_verdict(
+    number: int, name: str, checks: Sequence[RecordedCheck], seconds: float, *, error: str = ""
+) -> StageResult:
     """Return the result of a finished stage. `error`: the exception or the end of its process; "" if `run` returned.
 
     The reason starts with the first failed check, which explains more than an error that follows from it.
@@ -142,11 +129,6 @@ def from_json(text: str) -> list[StageResult]:
         checks = tuple(RecordedCheck(**check) for check in entry.pop("checks"))
         results.append(StageResult(**{**entry, "files": tuple(entry["files"])}, checks=checks))
     return results
-
-
-def check_from_line(line: str) -> RecordedCheck:
-    """Parse the text of `check_line`."""
-    return RecordedCheck(**json.loads(line))
 
 
 def check_line(check: RecordedCheck) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -16,17 +17,10 @@ from pathlib import Path
 import megarl
 from megarl.atomic_files import write_atomically
 from megarl.cluster.orphan_reaper import OrphanReaper
+from megarl.commands.accept import stage_main
 from megarl.commands.accept.catalogue import Stage
 from megarl.commands.accept.context import CHECKS, DOING
-from megarl.commands.accept.result import (
-    RecordedCheck,
-    StageResult,
-    check_from_line,
-    from_json,
-    judge,
-    to_json,
-)
-from megarl.commands.accept.stage_main import ERROR
+from megarl.commands.accept.result import RecordedCheck, StageResult, from_json, stage_verdict, to_json
 from megarl.errors import InputError
 
 RESULTS, LOG = "results.json", "log.txt"
@@ -35,10 +29,6 @@ _POLL = 0.05
 _IMPORT_PATH = Path(megarl.__file__).resolve().parents[1]  # on sys.path of child processes, for `import megarl`
 
 Say = Callable[[str], None]
-
-
-def stage_folder(directory: Path, stage: Stage) -> Path:
-    return directory / f"{stage.number}-{stage.name.replace(' ', '_')}"
 
 
 def read_results(directory: Path) -> list[StageResult]:
@@ -94,9 +84,9 @@ def run_stage(directory: Path, stage: Stage, seconds: float, stop: threading.Eve
 
     After `seconds` the stage fails: all its processes write their Python stacks to their logs and are killed.
     """
-    folder = stage_folder(directory, stage)
+    folder = stage.folder(directory)
     folder.mkdir(exist_ok=True)
-    for name in (CHECKS, DOING, ERROR):
+    for name in (CHECKS, DOING, stage_main.ERROR):
         (folder / name).unlink(missing_ok=True)
     reaper = OrphanReaper()
     paths = [str(_IMPORT_PATH), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -107,14 +97,7 @@ def run_stage(directory: Path, stage: Stage, seconds: float, stop: threading.Eve
         "PYTHONFAULTHANDLER": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    command = [
-        sys.executable,
-        "-m",
-        "megarl.commands.accept.stage_main",
-        str(directory),
-        str(stage.number),
-        f"{seconds}",
-    ]
+    command = [sys.executable, "-m", stage_main.__name__, str(directory), str(stage.number), f"{seconds}"]
     began = time.monotonic()
     try:
         with (folder / LOG).open("w") as log:
@@ -132,9 +115,8 @@ def run_stage(directory: Path, stage: Stage, seconds: float, stop: threading.Eve
     finally:
         reaper.close()
     took = time.monotonic() - began
-    return judge(
-        stage.number, stage.name, read_checks(folder), took, error=_error(folder, process.returncode, in_time, seconds)
-    )
+    error = _error(folder, process.returncode, in_time, seconds)
+    return stage_verdict(stage.number, stage.name, read_checks(folder), took, error=error)
 
 
 def _wait(process: subprocess.Popen[bytes], deadline: float, stop: threading.Event | None = None) -> bool:
@@ -154,8 +136,8 @@ def _error(folder: Path, status: int, in_time: bool, seconds: float) -> str:
     last = f" at: {doing.read_text(encoding='utf-8')}" if doing.exists() else ""
     if not in_time:
         return f"not finished after {seconds:.0f} s{last} (Python stacks are in its logs)"
-    if (folder / ERROR).exists():
-        return f"{(folder / ERROR).read_text(encoding='utf-8')}{last}"
+    if (raised := folder / stage_main.ERROR).exists():
+        return f"{raised.read_text(encoding='utf-8')}{last}"
     if status < 0:
         return f"killed by {signal.Signals(-status).name}{last}"
     return f"exit status {status}{last}" if status else ""
@@ -167,7 +149,7 @@ def read_checks(folder: Path) -> list[RecordedCheck]:
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [check_from_line(line) for line in lines if line.endswith("\n")]  # skip an incomplete line
+    return [RecordedCheck(**json.loads(line)) for line in lines if line.endswith("\n")]  # skip an incomplete line
 
 
 def dump_stacks(root: int) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from megarl.commands.accept.rank import Rank
 
@@ -17,24 +19,18 @@ class SpeedRank(Rank):
 
     def matmul(self, size: int) -> list[float]:
         """Time a product of two square bfloat16 matrices."""
-        import torch
-
         a = torch.ones(size, size, device=self.platform.device(), dtype=torch.bfloat16)
         b = a.clone()
         return self._timed(lambda: a @ b)
 
     def copy(self, elements: int) -> list[float]:
         """Time a copy within the device's memory, float32."""
-        import torch
-
         source = torch.ones(elements, device=self.platform.device())
         target = torch.empty_like(source)
         return self._timed(lambda: target.copy_(source))
 
     def to_device(self, elements: int) -> list[float]:
         """Time a copy from page-locked host memory, float32, on all ranks at once."""
-        import torch
-
         from megarl.megatron.offload import host_memory
 
         target = torch.empty(elements, device=self.platform.device())
@@ -45,7 +41,6 @@ class SpeedRank(Rank):
     def adam(self, elements: int) -> list[float]:
         """Time a step of Megatron's optimizer on float32 weights, gradients and moments."""
         import megatron.core.optimizer as optimizers
-        import torch
 
         if self.platform.uses_native_layers:
             from megarl.megatron import native_layers
@@ -58,9 +53,6 @@ class SpeedRank(Rank):
 
     def send(self, elements: int) -> list[float]:
         """Rank 0 to rank 1, measured by both."""
-        import torch
-        import torch.distributed as dist
-
         tensor = torch.ones(elements, device=self.platform.device())
         return self._timed(lambda: dist.send(tensor, 1) if self.rank == 0 else dist.recv(tensor, 0))
 
@@ -74,7 +66,3 @@ class SpeedRank(Rank):
             self.platform.synchronize()
             seconds.append(time.perf_counter() - began)
         return seconds
-
-
-def middle(seconds: list[float]) -> float:
-    return statistics.median(seconds)

@@ -23,7 +23,7 @@ def main() -> None:
     stage = next(stage for stage in STAGES if stage.number == number)
     # A process that is aborted for its stacks must not leave the memory of a device on the disk.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    folder = directory / f"{number}-{stage.name.replace(' ', '_')}"
+    folder = stage.folder(directory)
     shared = directory / "shared"
     shared.mkdir(exist_ok=True)
     context = StageContext(read_settings(directory), folder, shared, time.monotonic() + seconds)

@@ -90,7 +90,7 @@ def _read_folder(path: Path) -> Log:
     run = RunDirectory(path)
     if run.metrics.exists():
         return _read_json_lines(run.metrics, Log(path, "megarl"))
-    if _events(path):
+    if any("tfevents" in file.name for file in path.iterdir()):
         return _read_events(path)
     inside = sorted({file.parent for file in path.rglob("*tfevents*")})
     runs = sorted(file.parent for file in path.glob("*/metrics.jsonl"))
@@ -101,10 +101,6 @@ def _read_folder(path: Path) -> Log:
         f"{path} has no metrics.jsonl and no TensorBoard events (files named *tfevents*)."
         + (f" Give one of these folders inside it:{hint}" if hint else "")
     )
-
-
-def _events(path: Path) -> list[Path]:
-    return [file for file in path.iterdir() if "tfevents" in file.name]
 
 
 def _read_events(path: Path) -> Log:

@@ -55,12 +55,13 @@ class CompareOptions:
 class Side:
     """One of the two runs, restricted to the steps that are compared."""
 
-    path: str
-    kind: str
+    log: Log
     metric: str
     curve: Series
     throughput: Series
-    log: Log
+
+    def as_json(self) -> dict[str, str]:
+        return {"path": str(self.log.path), "kind": self.log.kind, "metric": self.metric}
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,8 @@ class Comparison:
         rate = None if self.throughput is None else asdict(self.throughput)
         return {
             "within": self.within,
-            "a": {"path": self.a.path, "kind": self.a.kind, "metric": self.a.metric},
-            "b": {"path": self.b.path, "kind": self.b.kind, "metric": self.b.metric},
+            "a": self.a.as_json(),
+            "b": self.b.as_json(),
             "accuracy": {"rule": self.rule, "bound": self.bound, "within": self.accurate, **asdict(self.accuracy)},
             "throughput": rate and {**rate, "min_ratio": self.min_throughput_ratio, "within": self.fast},
             "notes": self.notes,
@@ -142,10 +143,8 @@ def _metrics(a: Log, b: Log, options: CompareOptions) -> tuple[str, str, Compare
     rewarded = any(_first(REWARD, log) for log in (a, b))  # the loss is then a policy loss, which has no rule
     rule = REWARD if rewarded else LOSS
     if options.metric is not None:
-        matching = next(
-            (bounding for bounding in (REWARD, rule) if options.metric in bounding.metrics + bounding.also), None
-        )
-        return options.metric, options.metric_b or options.metric, matching
+        bounding = next((each for each in (REWARD, rule) if options.metric in each.metrics + each.also), None)
+        return options.metric, options.metric_b or options.metric, bounding
     metric_a, metric_b = _first(rule, a), options.metric_b or _first(rule, b)
     if metric_a is None or metric_b is None:
         raise ValueError(
@@ -168,7 +167,7 @@ def _some(log: Log) -> str:
 def _side(log: Log, metric: str, name: str, options: CompareOptions) -> Side:
     curve = between(log.curve(metric, name), options.first, options.last)
     rate = between(log.metrics.get(THROUGHPUT, {}), options.first, options.last)
-    return Side(str(log.path), log.kind, metric, curve, rate, log)
+    return Side(log, metric, curve, rate)
 
 
 def _notes(sides: list[Side], result: Accuracy, rate: Throughput, options: CompareOptions) -> list[str]:

@@ -69,7 +69,9 @@ def signed(value: float) -> str:
 def show(result: Comparison, console: Console) -> None:
     """Print the two runs, the figures with verdicts, the curves, the notes and the overall verdict."""
     for name, side in (("A", result.a), ("B", result.b)):
-        console.print(Text.assemble((f"{name}  ", "bold"), side.path, (f"  {side.kind}, {side.metric}", "dim")))
+        console.print(
+            Text.assemble((f"{name}  ", "bold"), str(side.log.path), (f"  {side.log.kind}, {side.metric}", "dim"))
+        )
     console.print()
     table = Table.grid(padding=(0, 2))
     for figure in figures(result):
@@ -108,12 +110,9 @@ def render(result: Comparison) -> str:
     """Return the HTML page. It loads nothing from the network."""
     curves, charts = _charts(result)
     facts = [
-        ("A", f"{result.a.path} ({result.a.kind})"),
-        ("B", f"{result.b.path} ({result.b.kind})"),
-        (
-            "Compared",
-            result.a.metric if result.a.metric == result.b.metric else f"{result.a.metric}, {result.b.metric}",
-        ),
+        ("A", f"{result.a.log.path} ({result.a.log.kind})"),
+        ("B", f"{result.b.log.path} ({result.b.log.kind})"),
+        ("Compared", ", ".join(dict.fromkeys((result.a.metric, result.b.metric)))),
         ("Steps", f"{result.accuracy.first:,} to {result.accuracy.last:,}"),
     ]
     longest = max(len(side.curve) for side in (result.a, result.b))

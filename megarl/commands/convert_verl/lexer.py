@@ -13,27 +13,7 @@ from typing import Literal
 
 from megarl.errors import InputError
 
-_OPERATORS = (
-    "&&",
-    "||",
-    ";;",
-    "|&",
-    "&>>",
-    "&>",
-    ">>",
-    "<<<",
-    "<<",
-    ">&",
-    "<&",
-    ">|",
-    "|",
-    "&",
-    ";",
-    "<",
-    ">",
-    "(",
-    ")",
-)
+_OPERATOR = re.compile(r"&&|\|\||;;|\|&|&>>|&>|>>|<<<|<<|>&|<&|>\||[|&;<>()]")
 _PARAMETER = re.compile(r"\$(?:([A-Za-z_]\w*)|([0-9@*#?$!-]))")
 _BRACED = re.compile(r"([A-Za-z_]\w*|[0-9@*#])(?:\[([@*])\])?(?:(:?[-=+])(.*))?", re.DOTALL)
 
@@ -105,7 +85,8 @@ class Reader:
         return tokens
 
     def _operator(self) -> str | None:
-        return next((operator for operator in _OPERATORS if self.text.startswith(operator, self.at)), None)
+        match = _OPERATOR.match(self.text, self.at)
+        return match[0] if match else None
 
     def _next(self) -> str:
         return self.text[self.at + 1 : self.at + 2]

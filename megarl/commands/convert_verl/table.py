@@ -33,16 +33,16 @@ def _none(remark: str, *options: str, same: tuple[Any, ...] = ()) -> list[Option
 
 
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+OVERLONG = (
+    "reward_model.overlong_buffer",
+    "reward_model.reward_kwargs.overlong_buffer_cfg",
+    "reward.reward_kwargs.overlong_buffer_cfg",
+)
 
-ADVANTAGES = {
-    **{
-        name: name
-        for name in ("gae", "grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "opo")
-    },
-    **{name: name for name in ("grpo_passk", "gpg")},
-    "grpo_vectorized": "grpo",
-    "rloo_vectorized": "rloo",
-}
+_SAME_ADVANTAGES = (
+    "gae", "grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "opo", "grpo_passk", "gpg",
+)  # fmt: skip
+ADVANTAGES = {**{name: name for name in _SAME_ADVANTAGES}, "grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
 LOSSES = {
     "vanilla": "ppo_clip", "gspo": "gspo", "sapo": "sapo", "gpg": "gpg", "clip_cov": "clip_cov", "kl_cov": "kl_cov",
     "geo_mean": "gmpo", "cispo": "cispo",
@@ -199,7 +199,7 @@ RL = [
     *_none(_FSDP, "critic.strategy", "critic.model.fsdp_config.*", "critic.model.use_remove_padding"),
     *_none(_BY_ROW, "reward_model.reward_manager", "reward.reward_manager.*", "custom_reward_function.*", "reward.custom_reward_function.*"),
     *_none("always rollout.max_response_length", "reward_model.reward_kwargs.max_resp_len", "reward.reward_kwargs.max_resp_len"),
-    *(option for prefix in ("reward_model.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg", "reward.reward_kwargs.overlong_buffer_cfg") for option in (
+    *(option for prefix in OVERLONG for option in (
         Option(f"{prefix}.enable", "algorithm.overlong.penalty_buffer", "False is 0", derived=True),
         Option(f"{prefix}.len", "algorithm.overlong.penalty_buffer", "if enable is True", derived=True),
         Option(f"{prefix}.penalty_factor", "algorithm.overlong.penalty_factor", "if enable is True", derived=True),

@@ -6,16 +6,11 @@ import re
 from typing import Any
 
 from megarl.commands.convert_verl.sheet import Sheet
-from megarl.commands.convert_verl.table import KL_ESTIMATORS
+from megarl.commands.convert_verl.table import KL_ESTIMATORS, OVERLONG
 from megarl.errors import InputError
 
 _TRACKERS = ("wandb", "swanlab", "mlflow")
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-_OVERLONG = (
-    "reward_model.overlong_buffer",
-    "reward_model.reward_kwargs.overlong_buffer_cfg",
-    "reward.reward_kwargs.overlong_buffer_cfg",
-)
 
 
 def translate_rl(sheet: Sheet, *, megatron: bool, one_step_off: bool, rows: int | None) -> None:
@@ -251,7 +246,7 @@ def _dynamic_sampling(sheet: Sheet) -> None:
 
 
 def _overlong(sheet: Sheet) -> None:
-    for prefix in _OVERLONG:
+    for prefix in OVERLONG:
         if sheet.get(f"{prefix}.enable") is True:
             sheet.settings["algorithm.overlong.penalty_buffer"] = sheet.number(f"{prefix}.len")
             sheet.settings["algorithm.overlong.penalty_factor"] = sheet.get(f"{prefix}.penalty_factor", 1.0)

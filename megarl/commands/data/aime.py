@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.commands.data.dapo_math import COLUMNS, verl_row
-from megarl.commands.data.source import Distinct, problem_row, rows_of
+from megarl.commands.data.source import Distinct, Prepared, problem_row, rows_of
 from megarl.data.rows import Row
 
 # DAPO's prompt. The scorer of math_dapo and aime* reads the answer in this form.
@@ -23,8 +23,8 @@ LAYOUTS = (("Problem", "Answer"), ("problem", "answer"), ("question", "answer"),
 
 def prepare(
     source: str, out: Path, year: int | None = None, split: str = "train", config: str | None = None
-) -> tuple[dict[Path, int], list[str]]:
-    """Write out/test.parquet. Return its number of rows, and notices about omitted rows.
+) -> Prepared:
+    """Write out/test.parquet.
 
     `source` is a file, a folder with `split`, or a name on the hub (with `split` and `config`). The rows' data source is
     ``aime_YEAR``, or ``aime`` without a year. Rows in verl's columns keep their data source and prompt.

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
 from megarl.errors import as_input_error
+
+if TYPE_CHECKING:
+    from megarl.commands.data.source import Prepared
 
 app = typer.Typer(
     help="Prepare data sets: write parquet files in the columns that recipes read.",
     no_args_is_help=True,
     add_completion=False,
 )
+
+Splits = Annotated[Path, typer.Option("--out", help="Folder to write train.parquet and test.parquet to.")]
+Training = Annotated[Path, typer.Option("--out", help="Folder to write train.parquet to.")]
 
 
 @app.command()
@@ -22,14 +29,12 @@ def gsm8k(
         str,
         typer.Option(help="Folder with train and test (.jsonl or .parquet of question, answer), or a hub name."),
     ],
-    out: Annotated[Path, typer.Option(help="Folder to write train.parquet and test.parquet to.")],
+    out: Splits,
 ) -> None:
     """GSM8K: grade-school mathematics, 7,473 training and 1,319 test problems."""
     from megarl.commands.data.gsm8k import prepare
 
-    with as_input_error():
-        prepared = prepare(source, out)
-    _report(prepared, [])
+    _report(prepare, source, out)
 
 
 @app.command()
@@ -40,40 +45,34 @@ def math(
             help="Folder with train and test (.jsonl or .parquet of problem, solution, level), or a hub name."
         ),
     ],
-    out: Annotated[Path, typer.Option(help="Folder to write train.parquet and test.parquet to.")],
+    out: Splits,
 ) -> None:
     """MATH: competition problems with levels (DigitalLearningGmbH/MATH-lighteval)."""
     from megarl.commands.data.math import prepare
 
-    with as_input_error():
-        prepared = prepare(source, out)
-    _report(prepared, [])
+    _report(prepare, source, out)
 
 
 @app.command(name="dapo_math")
 def dapo_math(
     source: Annotated[str, typer.Option(help="The published file, its folder, or a hub name.")],
-    out: Annotated[Path, typer.Option(help="Folder to write train.parquet to.")],
+    out: Training,
 ) -> None:
     """DAPO-Math-17k (BytedTsinghua-SIA/DAPO-Math-17k) without duplicates."""
     from megarl.commands.data.dapo_math import prepare
 
-    with as_input_error():
-        prepared, notices = prepare(source, out)
-    _report(prepared, notices)
+    _report(prepare, source, out)
 
 
 @app.command()
 def deepscaler(
     source: Annotated[str, typer.Option(help="File or folder of problem and answer, or a hub name.")],
-    out: Annotated[Path, typer.Option(help="Folder to write train.parquet to.")],
+    out: Training,
 ) -> None:
     """DeepScaleR: competition problems (agentica-org/DeepScaleR-Preview-Dataset) without duplicates."""
     from megarl.commands.data.deepscaler import prepare
 
-    with as_input_error():
-        prepared, notices = prepare(source, out)
-    _report(prepared, notices)
+    _report(prepare, source, out)
 
 
 @app.command()
@@ -91,9 +90,7 @@ def aime(
     """AIME: problems for evaluation (Maxwell-Jia/AIME_2024, BytedTsinghua-SIA/AIME-2024, math-ai/aime25, ...)."""
     from megarl.commands.data.aime import prepare
 
-    with as_input_error():
-        prepared, notices = prepare(source, out, year, split, config)
-    _report(prepared, notices)
+    _report(prepare, source, out, year, split, config)
 
 
 @app.command()
@@ -102,27 +99,23 @@ def geo3k(
         str,
         typer.Option(help="Folder with train and test (.jsonl or .parquet of images, problem, answer), or a hub name."),
     ],
-    out: Annotated[Path, typer.Option(help="Folder to write train.parquet and test.parquet to.")],
+    out: Splits,
 ) -> None:
     """Geometry3K: problems with images (hiyouga/geometry3k), for vision-language models."""
     from megarl.commands.data.geo3k import prepare
 
-    with as_input_error():
-        prepared = prepare(source, out)
-    _report(prepared, [])
+    _report(prepare, source, out)
 
 
 @app.command(name="retool_sft")
 def retool_sft(
     source: Annotated[str, typer.Option(help="File or folder of messages, or a hub name.")],
-    out: Annotated[Path, typer.Option(help="Folder to write train.parquet to.")],
+    out: Training,
 ) -> None:
     """ReTool: demonstrations (JoeYing/ReTool-SFT) as conversations with tool calls."""
     from megarl.commands.data.retool_sft import prepare
 
-    with as_input_error():
-        prepared, notices = prepare(source, out)
-    _report(prepared, notices)
+    _report(prepare, source, out)
 
 
 @app.command()
@@ -140,7 +133,10 @@ def quickstart(
     typer.echo(f"written: {prepared.reason}" if prepared.reason else "kept: all files are intact and have this seed")
 
 
-def _report(rows: dict[Path, int], notices: list[str]) -> None:
+def _report(prepare: Callable[..., Prepared], *arguments: Any) -> None:
+    """Call `prepare` and print the written files, and the notices."""
+    with as_input_error():
+        rows, notices = prepare(*arguments)
     for path, count in rows.items():
         typer.echo(_line(path, path.stat().st_size, count))
     for notice in notices:

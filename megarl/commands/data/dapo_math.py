@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megarl.commands.data.source import Distinct, rows_of
+from megarl.commands.data.source import Distinct, Prepared, rows_of
 from megarl.data.rows import Row, messages_of
 
 COLUMNS = ("data_source", "prompt", "reward_model")
 FILE = "dapo-math-17k"  # in the folder data/ on the hub
 
 
-def prepare(source: str, out: Path) -> tuple[dict[Path, int], list[str]]:
-    """Write out/train.parquet. Return its number of rows, and notices about omitted rows.
+def prepare(source: str, out: Path) -> Prepared:
+    """Write out/train.parquet.
 
     `source` is the published file (``dapo-math-17k.parquet``), a folder with it or with its ``data/``, or a name on the
     hub. The rows already have verl's columns, and prompts that ask for the answer in the scorer's form, so both are kept.

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from megarl.commands.data.math import INSTRUCTION
-from megarl.commands.data.source import Distinct, problem_row, rows_of
+from megarl.commands.data.source import Distinct, Prepared, problem_row, rows_of
 
 DATA_SOURCE = "agentica-org/DeepScaleR-Preview-Dataset"
 
 
-def prepare(source: str, out: Path) -> tuple[dict[Path, int], list[str]]:
-    """Write out/train.parquet in verl's columns. Return its number of rows, and notices about omitted rows.
+def prepare(source: str, out: Path) -> Prepared:
+    """Write out/train.parquet in verl's columns.
 
     `source` is a file or a folder with the split train, in columns ``problem`` and ``answer``, or a name on the hub.
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megarl.commands.data.source import problem_row, rows_of, write_splits
+from megarl.commands.data.source import Prepared, problem_row, write_splits
 from megarl.data.images import PLACEHOLDER
 from megarl.data.rows import Row
 
@@ -18,8 +19,8 @@ INSTRUCTION = (
 DATA_SOURCE = "hiyouga/geometry3k"
 
 
-def prepare(source: str, out: Path) -> dict[Path, int]:
-    """Write out/train.parquet and out/test.parquet in verl's columns. Return the number of rows of each file.
+def prepare(source: str, out: Path) -> Prepared:
+    """Write out/train.parquet and out/test.parquet in verl's columns.
 
     `source` is a folder with both splits, in columns ``images``, ``problem`` (with one ``<image>`` per image) and
     ``answer``, or a name on the hub. Images are bytes or paths relative to the folder; the output has bytes.
@@ -28,15 +29,10 @@ def prepare(source: str, out: Path) -> dict[Path, int]:
         ValueError: the source is none of these, a file or column is missing, or a row lacks an answer, an image or its
             placeholder.
     """
-
-    def rows(split: str) -> list[dict[str, Any]]:
-        source_rows = rows_of(source, split, ("images", "problem", "answer"))
-        return [_prompt_row(row, split, index, Path(source)) for index, row in enumerate(source_rows)]
-
-    return write_splits(out, rows)
+    return write_splits(out, source, ("images", "problem", "answer"), partial(_prompt_row, folder=Path(source)))
 
 
-def _prompt_row(row: Row, split: str, index: int, folder: Path) -> dict[str, Any]:
+def _prompt_row(row: Row, split: str, index: int, *, folder: Path) -> dict[str, Any]:
     problem, answer = row.need("problem", str), row.need("answer", str)
     images = [{"bytes": _encoded(row, image, folder), "path": None} for image in row.need("images", list)]
     if not answer.strip() or not images or problem.count(PLACEHOLDER) != len(images):

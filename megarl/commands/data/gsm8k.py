@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megarl.commands.data.source import problem_row, rows_of, write_splits
+from megarl.commands.data.source import Prepared, problem_row, write_splits
 from megarl.data.rows import Row
 
 INSTRUCTION = 'Reason step by step, then end with a line that holds "#### " and the final number alone.'
 DATA_SOURCE = "openai/gsm8k"
 
 
-def prepare(source: str, out: Path) -> dict[Path, int]:
-    """Write out/train.parquet and out/test.parquet in verl's columns. Return the number of rows of each file.
+def prepare(source: str, out: Path) -> Prepared:
+    """Write out/train.parquet and out/test.parquet in verl's columns.
 
     The column `response` has the worked answer, for SFT. `source` is a folder with train and test as .jsonl or .parquet
     files with ``question`` and ``answer``, or a name on the Hugging Face hub (``openai/gsm8k``).
@@ -21,12 +21,7 @@ def prepare(source: str, out: Path) -> dict[Path, int]:
     Raises:
         ValueError: the source is none of these, a file or column is missing, or an answer has no ``####``.
     """
-
-    def rows(split: str) -> list[dict[str, Any]]:
-        source_rows = rows_of(source, split, ("question", "answer"), config="main")
-        return [_prompt_row(row, split, index) for index, row in enumerate(source_rows)]
-
-    return write_splits(out, rows)
+    return write_splits(out, source, ("question", "answer"), _prompt_row, config="main")
 
 
 def _prompt_row(row: Row, split: str, index: int) -> dict[str, Any]:

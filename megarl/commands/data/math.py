@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from megarl.commands.data.source import problem_row, rows_of, write_splits
+from megarl.commands.data.source import Prepared, problem_row, write_splits
 from megarl.data.rows import Row
 from megarl.rewards.latex_boxed import in_braces
 
@@ -14,8 +14,8 @@ INSTRUCTION = "Let's think step by step and output the final answer within \\box
 DATA_SOURCE = "DigitalLearningGmbH/MATH-lighteval"
 
 
-def prepare(source: str, out: Path) -> dict[Path, int]:
-    """Write out/train.parquet and out/test.parquet in verl's columns. Return the number of rows of each file.
+def prepare(source: str, out: Path) -> Prepared:
+    """Write out/train.parquet and out/test.parquet in verl's columns.
 
     `source` is a folder with both splits, in columns ``problem``, ``solution`` and optionally ``level`` ("Level 3") and
     ``type``, or a name on the hub. The answer is the content of the solution's last box. `extra_info.level` is the level
@@ -24,12 +24,7 @@ def prepare(source: str, out: Path) -> dict[Path, int]:
     Raises:
         ValueError: the source is none of these, a file or column is missing, or a solution has no box.
     """
-
-    def rows(split: str) -> list[dict[str, Any]]:
-        source_rows = rows_of(source, split, ("problem", "solution"), optional=("level", "type"))
-        return [_prompt_row(row, split, index) for index, row in enumerate(source_rows)]
-
-    return write_splits(out, rows)
+    return write_splits(out, source, ("problem", "solution"), _prompt_row, optional=("level", "type"))
 
 
 def boxed(text: str) -> str | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.agents import find
-from megarl.commands.data.source import rows_of
+from megarl.commands.data.source import Prepared, rows_of
 from megarl.data.rows import Row, messages_of, write_parquet
 
 DATA_SOURCE = "JoeYing/ReTool-SFT"
@@ -21,8 +21,8 @@ _PARTS = re.compile(r"<(code|interpreter|answer)>(.*?)</\1>", re.DOTALL)
 _FENCE = re.compile(r"```(?:python)?\n?(.*?)```", re.DOTALL)
 
 
-def prepare(source: str, out: Path) -> tuple[dict[Path, int], list[str]]:
-    """Write out/train.parquet with ``messages`` and ``tools``. Return its number of rows, and notices.
+def prepare(source: str, out: Path) -> Prepared:
+    """Write out/train.parquet with ``messages`` and ``tools``.
 
     `source` is a file or a folder with the split train, in a column ``messages`` (a question and the assistant's text),
     or a name on the hub. Rows that cannot be split into messages are omitted, with a notice.

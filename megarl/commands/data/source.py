@@ -10,6 +10,9 @@ from typing import Any
 
 from megarl.data.rows import Row, iterate_rows, write_parquet
 
+Prepared = tuple[dict[Path, int], list[str]]
+"""Number of rows of each written file, and notices about omitted rows."""
+
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -75,56 +78,53 @@ def _from_hub(
 
 
 class Distinct:
-    """Rows with distinct prompts.
-
-    Attributes:
-        read: number of rows added.
-        contradicted: number of prompts with several answers. They are omitted because no score would be right.
-    """
+    """Rows with distinct prompts. Prompts with several answers are omitted, because no score would be right."""
 
     def __init__(self) -> None:
-        self.read = 0
+        self._read = 0
         self._rows: dict[str, dict[str, Any]] = {}
         self._contradicted: set[str] = set()
 
     def add(self, row: dict[str, Any]) -> None:
         """Add a row in verl's columns."""
-        self.read += 1
+        self._read += 1
         prompt = json.dumps(row["prompt"], sort_keys=True)
         first = self._rows.setdefault(prompt, row)
         if first["reward_model"]["ground_truth"] != row["reward_model"]["ground_truth"]:
             self._contradicted.add(prompt)
 
-    @property
-    def contradicted(self) -> int:
-        return len(self._contradicted)
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Return the rows in the order in which their prompts were first added."""
-        return [row for prompt, row in self._rows.items() if prompt not in self._contradicted]
-
-    def notices(self) -> list[str]:
-        """Describe the omitted rows."""
+    def write(self, path: Path) -> Prepared:
+        """Write the rows to the parquet file `path`, in the order in which their prompts were first added."""
+        rows = [row for prompt, row in self._rows.items() if prompt not in self._contradicted]
+        write_parquet(path, rows)
         notices = []
-        if repeated := self.read - len(self._rows):
-            notices.append(f"{repeated:,} of {self.read:,} rows were omitted as duplicates")
+        if repeated := self._read - len(self._rows):
+            notices.append(f"{repeated:,} of {self._read:,} rows were omitted as duplicates")
         if self._contradicted:
-            notices.append(f"{self.contradicted:,} prompts were omitted because they have several answers")
-        return notices
-
-    def write(self, path: Path) -> tuple[dict[Path, int], list[str]]:
-        """Write the rows to the parquet file `path`. Return its number of rows, and the notices."""
-        rows = self.rows()
-        write_parquet(path, rows)
-        return {path: len(rows)}, self.notices()
+            notices.append(f"{len(self._contradicted):,} prompts were omitted because they have several answers")
+        return {path: len(rows)}, notices
 
 
-def write_splits(out: Path, rows_of_split: Callable[[str], list[dict[str, Any]]]) -> dict[Path, int]:
-    """Write out/train.parquet and out/test.parquet, after both splits were read. Return the number of rows of each."""
-    files = {Path(out) / f"{split}.parquet": rows_of_split(split) for split in ("train", "test")}
-    for path, rows in files.items():
-        write_parquet(path, rows)
-    return {path: len(rows) for path, rows in files.items()}
+def write_splits(
+    out: Path,
+    source: str,
+    columns: Sequence[str],
+    prompt_row: Callable[[Row, str, int], dict[str, Any]],
+    *,
+    optional: Sequence[str] = (),
+    config: str | None = None,
+) -> Prepared:
+    """Write out/train.parquet and out/test.parquet, after both splits were read.
+
+    `prompt_row`: (row of `source`, split, index) -> row in verl's columns. Other arguments as of `rows_of`.
+    """
+    files = {}
+    for split in ("train", "test"):
+        rows = rows_of(source, split, columns, optional=optional, config=config)
+        files[Path(out) / f"{split}.parquet"] = [prompt_row(row, split, index) for index, row in enumerate(rows)]
+    for path, content in files.items():
+        write_parquet(path, content)
+    return {path: len(content) for path, content in files.items()}, []
 
 
 def problem_row(

@@ -20,37 +20,11 @@ from megarl.data.rows import write_parquet
 
 DATA_SOURCE = "megarl/word_problems"
 NAMES = [
-    "Tom",
-    "Ann",
-    "Sam",
-    "Mia",
-    "Ben",
-    "Eva",
-    "Leo",
-    "Zoe",
-    "Max",
-    "Amy",
-    "Dan",
-    "Lily",
-    "Jack",
-    "Nora",
-    "Paul",
-    "Ruth",
-]
+    "Tom", "Ann", "Sam", "Mia", "Ben", "Eva", "Leo", "Zoe", "Max", "Amy", "Dan", "Lily", "Jack", "Nora", "Paul", "Ruth",
+]  # fmt: skip
 ITEMS = [
-    "apples",
-    "books",
-    "coins",
-    "cards",
-    "shells",
-    "pens",
-    "stamps",
-    "eggs",
-    "marbles",
-    "cookies",
-    "stickers",
-    "balls",
-]
+    "apples", "books", "coins", "cards", "shells", "pens", "stamps", "eggs", "marbles", "cookies", "stickers", "balls",
+]  # fmt: skip
 CONTAINERS = ["bags", "boxes", "jars", "packs"]
 
 ESTIMATES = 0.25  # share of demonstrations that only guess

@@ -32,10 +32,6 @@ class NodeReport:
     devices: int = 0
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
 
-    @property
-    def failed(self) -> int:
-        return sum(finding.status == "FAIL" for finding in self.findings)
-
 
 def report_of(machine: Machine, needs: Needs, findings: list[Finding]) -> NodeReport:
     """Build the report of a machine from its findings, its devices and its package versions."""

@@ -16,8 +16,8 @@ from packaging.version import Version
 from megarl.commands.doctor.check import check
 from megarl.commands.doctor.finding import Finding, Needs, fail, ok, warning
 from megarl.commands.doctor.machine import Machine
-from megarl.commands.doctor.nearest_versions import nearest_set
 from megarl.commands.doctor.platform_detection import busy, platform_of
+from megarl.commands.doctor.versions import nearest_set
 from megarl.platform.npu_kind import CANN, DRIVER, NPU, RELEASED_WITH
 from megarl.platform.version_sets import VersionSet
 
@@ -58,7 +58,7 @@ def cann(machine: Machine, needs: Needs) -> Iterator[Finding]:
         if error := _cannot_load(machine, library):
             yield fail(f"{library} of CANN {version} does not load: {error}", SOURCE_CANN)
             return
-    if _lower(version) != _lower(expected):
+    if version.lower() != expected.lower():
         other = _set_of_cann(version)
         torch = f" (torch_npu {npu})" if (npu := machine.version("torch-npu")) else ""
         remedy = f"the set for {version}: {other.install}" if other and other is not chosen else "docs/doctor.md"
@@ -87,7 +87,7 @@ def nnal(machine: Machine, needs: Needs) -> Iterator[Finding]:
         yield fail(f"NNAL {match[1]} is installed and not in the environment (no ATB_HOME_PATH)", SOURCE_NNAL)
         return
     toolkit = cann_version(machine, machine.environ.get("ASCEND_HOME_PATH"))
-    if toolkit is not None and _lower(match[1]) != _lower(toolkit):
+    if toolkit is not None and match[1].lower() != toolkit.lower():
         text = f"NNAL {match[1]} with CANN {toolkit}: symbols of libatb.so may be undefined"
         yield fail(text, f"install NNAL {toolkit}")
     elif error := _cannot_load(machine, "libatb.so"):
@@ -187,7 +187,7 @@ def newest_set_for(driver: str) -> VersionSet | None:
 
 def _set_of_cann(version: str) -> VersionSet | None:
     """Return the set with this CANN, else the set with another patch of the same minor version (8.5.2: 8.5.1's)."""
-    exact = [chosen for chosen in NPU.sets if _lower(chosen.system[CANN]) == _lower(version)]
+    exact = [chosen for chosen in NPU.sets if chosen.system[CANN].lower() == version.lower()]
     release = _release(version).release[:2]
     same_minor = [chosen for chosen in NPU.sets if _release(chosen.system[CANN]).release[:2] == release]
     return next(iter(exact + same_minor), None)
@@ -279,10 +279,6 @@ def _cannot_load(machine: Machine, library: str) -> str:
     """Return why the library cannot be loaded, or "". It is loaded in a child process, since its start may crash."""
     output = machine.python_code(f"import ctypes; ctypes.CDLL({library!r})", _LOAD_SECONDS)
     return "" if output.good else output.last_error.removeprefix("OSError: ")
-
-
-def _lower(version: str) -> str:
-    return version.lower()
 
 
 def _release(version: str) -> Version:

@@ -10,9 +10,8 @@ from packaging.version import InvalidVersion, Version
 from megarl.commands.doctor.check import check
 from megarl.commands.doctor.finding import Finding, Needs, fail, ok, warning
 from megarl.commands.doctor.machine import Machine
-from megarl.commands.doctor.nearest_versions import nearest_set
 from megarl.commands.doctor.platform_detection import platform_of, torch_sees
-from megarl.commands.doctor.versions import MINIMUM_VERSIONS, PYTHON
+from megarl.commands.doctor.versions import MINIMUM_VERSIONS, PYTHON, nearest_set
 from megarl.platform.kinds import KINDS
 from megarl.platform.version_sets import meets
 

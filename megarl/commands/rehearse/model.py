@@ -6,7 +6,7 @@ from typing import Any
 
 from megarl.commands.data.tiny_tokenizer import EOS_ID, FIRST_IMAGE_ID, IMAGE_TOKENS, PAD_ID, VOCAB_LIMIT
 from megarl.commands.rehearse.changes import Changes
-from megarl.hf.config import number_of_experts, text_fields
+from megarl.hf.config import number_of_experts, text_fields, with_experts
 
 Config = dict[str, Any]
 
@@ -37,14 +37,14 @@ def shrink_model(hf_config: Config, layers: int, changes: Changes) -> Config:
         small["first_k_dense_replace"] = dense
     small |= {"num_hidden_layers": max(layers, dense + 1), "vocab_size": VOCAB_LIMIT, "initializer_range": _SPREAD}
     small |= {"intermediate_size": WIDTH, "dtype" if "dtype" in config else "torch_dtype": "float32"}
-    small |= _per_layer(config, small["num_hidden_layers"])
+    small |= fields_per_layer(config, small["num_hidden_layers"])
     if "vision_config" in config:
         small |= _vision(config, small)
     _note(config, small, changes)
     return small
 
 
-def _per_layer(config: Config, layers: int) -> Config:
+def fields_per_layer(config: Config, layers: int) -> Config:
     """Return the fields that transformers 5 writes per layer."""
     small: Config = {}
     if kinds := config.get("layer_types"):
@@ -72,10 +72,12 @@ def _attention(config: Config) -> Config:
 
 def _experts(config: Config) -> Config:
     """Return few experts, but enough groups and chosen experts to exercise the routing."""
-    if not number_of_experts(config):
+    experts = number_of_experts(config)
+    if not experts:
         return {}
-    name = next(name for name in ("num_experts", "n_routed_experts", "num_local_experts") if config.get(name))
-    small = {name: min(config[name], EXPERTS), "moe_intermediate_size": EXPERT_WIDTH, "num_experts_per_tok": min(config["num_experts_per_tok"], CHOSEN)}  # fmt: skip
+    chosen = min(config["num_experts_per_tok"], CHOSEN)
+    small = with_experts(config, min(experts, EXPERTS))
+    small |= {"moe_intermediate_size": EXPERT_WIDTH, "num_experts_per_tok": chosen}
     if (config.get("n_group") or 1) > 1:
         groups = min(config["n_group"], GROUPS)
         chosen = min(config["topk_group"], groups // 2)

@@ -17,14 +17,13 @@ import pytest
 from megarl.commands.accept import bundle, command, runner
 from megarl.commands.accept.catalogue import STAGES, shares, stage_numbers
 from megarl.commands.accept.result import (
+    NOT_RUN,
+    REPORT,
+    RecordedCheck,
     StageResult,
-    at_least,
-    at_most,
-    equal,
-    figure,
     from_json,
-    judge,
-    not_run,
+    limited,
+    stage_verdict,
     to_json,
     verdict_of,
 )
@@ -69,7 +68,7 @@ class TestRunner:
         assert result.reason == "RuntimeError: no such engine at: opening the engine"
 
     def test_a_stage_that_hangs_is_killed_with_its_stacks(self, monkeypatch, tmp_path):
-        child_file = runner.stage_folder(tmp_path, ENVIRONMENT) / "child.txt"
+        child_file = ENVIRONMENT.folder(tmp_path) / "child.txt"
 
         def time_is_over(process, deadline, stop=None):
             """The time limit begins when the stage hangs, after a start of any length."""
@@ -83,7 +82,7 @@ class TestRunner:
         assert result.verdict == "FAIL"
         assert result.reason.startswith("not finished after 4 s at: all_reduce over ranks 0 and 1")
         assert len(result.checks) == 1, "checks made before it hung are lost"
-        folder = runner.stage_folder(tmp_path, ENVIRONMENT)
+        folder = ENVIRONMENT.folder(tmp_path)
         log = (folder / runner.LOG).read_text()
         assert "faults_of_stages.py" in log and "in waiting_child" in log, "stacks of stage and child"
         child = int((folder / "child.txt").read_text())
@@ -95,7 +94,7 @@ class TestRunner:
 
         def run_stage(directory, stage, seconds, stop):
             both.wait()
-            return judge(stage.number, stage.name, [at_most("x", 1.0, limit=2.0)], 1.0)
+            return stage_verdict(stage.number, stage.name, [limited("x", 1.0, "<=", 2.0)], 1.0)
 
         monkeypatch.setattr(runner, "run_stage", run_stage)
         stages = list(STAGES[:2])
@@ -107,7 +106,7 @@ class TestRunner:
         """After an interrupt, neither a stage's processes nor later stages remain."""
         plant(monkeypatch, "megarl.commands.accept.stages.environment", "faults_of_stages:hangs")
         write_settings(tmp_path, Settings("cpu", 2))
-        child = runner.stage_folder(tmp_path, ENVIRONMENT) / "child.txt"
+        child = ENVIRONMENT.folder(tmp_path) / "child.txt"
         begun: list[str] = []
 
         def interrupt() -> None:
@@ -142,7 +141,7 @@ class TestRunner:
 
     def test_resume_keeps_finished_stages_and_runs_the_rest(self, monkeypatch, tmp_path):
         write_settings(tmp_path, Settings("cpu", 2))
-        earlier = judge(0, "environment", [at_most("x", 1.0, limit=2.0)], 3.0)
+        earlier = stage_verdict(0, "environment", [limited("x", 1.0, "<=", 2.0)], 3.0)
         (tmp_path / runner.RESULTS).write_text(to_json([earlier]))
         lines: list[str] = []
         results = runner.run_stages(tmp_path, [ENVIRONMENT], {0: 5.0}, lines.append)
@@ -155,25 +154,33 @@ class TestRunner:
 
 class TestResults:
     def test_limits(self):
-        assert at_most("x", 1.0, limit=1.0).verdict == "PASS"
-        assert at_most("x", 1.1, limit=1.0).verdict == "FAIL"
-        assert at_most("x", float("nan"), limit=1.0).verdict == "FAIL"
-        assert at_least("x", 1.0, limit=1.0).verdict == "PASS"
-        assert at_least("x", 0.9, limit=1.0, cause="slow link").line() == "x: 0.9 (>= 1): slow link"
-        assert at_least("x", float("inf"), limit=1.0).verdict == "FAIL"
-        assert equal("x", "a", "b").verdict == "FAIL"
+        assert limited("x", 1.0, "<=", 1.0).verdict == "PASS"
+        assert limited("x", 1.1, "<=", 1.0).verdict == "FAIL"
+        assert limited("x", float("nan"), "<=", 1.0).verdict == "FAIL"
+        assert limited("x", 1.0, ">=", 1.0).verdict == "PASS"
+        assert limited("x", 0.9, ">=", 1.0, cause="slow link").line() == "x: 0.9 (>= 1): slow link"
+        assert limited("x", float("inf"), ">=", 1.0).verdict == "FAIL"
+        assert limited("x", "a", "==", "b").verdict == "FAIL"
 
     def test_verdicts(self):
-        good, bad, absent = at_most("a", 0, limit=1), at_most("b", 2, limit=1), not_run("c", "no engine")
-        assert judge(1, "s", [good, absent], 0).verdict == "PASS"
-        assert judge(1, "s", [good, bad], 0).verdict == "FAIL"
-        assert judge(1, "s", [good], 0, error="killed").reason == "killed"
-        only = judge(1, "s", [absent], 0)
+        good, bad, absent = (
+            limited("a", 0, "<=", 1),
+            limited("b", 2, "<=", 1),
+            RecordedCheck("c", NOT_RUN, cause="no engine"),
+        )
+        assert stage_verdict(1, "s", [good, absent], 0).verdict == "PASS"
+        assert stage_verdict(1, "s", [good, bad], 0).verdict == "FAIL"
+        assert stage_verdict(1, "s", [good], 0, error="killed").reason == "killed"
+        only = stage_verdict(1, "s", [absent], 0)
         assert (only.verdict, only.reason) == ("NOT RUN", "no engine")
-        assert judge(1, "s", [], 0).verdict == "NOT RUN"
-        passed, failed = judge(1, "s", [good], 0), judge(2, "t", [bad], 0)
-        assert judge(1, "s", [figure("layout", "x"), absent], 0).verdict == "NOT RUN", "a figure proves nothing"
-        assert judge(7, "speed", [figure("rate", 1.0)], 0).verdict == "PASS", "a stage that only measures"
+        assert stage_verdict(1, "s", [], 0).verdict == "NOT RUN"
+        passed, failed = stage_verdict(1, "s", [good], 0), stage_verdict(2, "t", [bad], 0)
+        assert stage_verdict(1, "s", [RecordedCheck("layout", REPORT, "x"), absent], 0).verdict == "NOT RUN", (
+            "a figure proves nothing"
+        )
+        assert stage_verdict(7, "speed", [RecordedCheck("rate", REPORT, 1.0)], 0).verdict == "PASS", (
+            "a stage that only measures"
+        )
         assert verdict_of([passed]) == ("PASS", "")
         assert verdict_of([passed, only]) == ("PASS", "stage 1, s, was not run: no engine")
         assert verdict_of([passed, failed]) == ("FAIL", "stage 2, t: b: 2 (<= 1)")
@@ -181,16 +188,24 @@ class TestResults:
         assert verdict_of([]) == ("NOT RUN", "no stage was run")
 
     def test_json_round_trip(self):
-        result = judge(1, "s", [at_most("a", 0.5, limit=1.0), figure("b", "x"), not_run("c", "why")], 2.0)
+        result = stage_verdict(
+            1,
+            "s",
+            [limited("a", 0.5, "<=", 1.0), RecordedCheck("b", REPORT, "x"), RecordedCheck("c", NOT_RUN, cause="why")],
+            2.0,
+        )
         assert from_json(to_json([result])) == [result]
-        broken = judge(1, "s", [at_most("a", float("nan"), limit=1.0)], 2.0)
+        broken = stage_verdict(1, "s", [limited("a", float("nan"), "<=", 1.0)], 2.0)
         assert json.loads(to_json([broken]))[0]["checks"][0]["value"] == "nan"
 
 
 class TestBundle:
     def results(self) -> list[StageResult]:
-        checks = [at_most("fine", 0.001, limit=0.01), at_most("attention", 0.3, limit=0.01, cause="wrong | kernel")]
-        return [judge(1, "kernels", checks, 12.3), judge(2, "model parity", [not_run("x", "no time")], 0.0)]
+        checks = [limited("fine", 0.001, "<=", 0.01), limited("attention", 0.3, "<=", 0.01, cause="wrong | kernel")]
+        return [
+            stage_verdict(1, "kernels", checks, 12.3),
+            stage_verdict(2, "model parity", [RecordedCheck("x", NOT_RUN, cause="no time")], 0.0),
+        ]
 
     def test_verdict_page_begins_with_the_failure(self):
         page = bundle.verdict_page(Settings("cpu", 2), self.results())

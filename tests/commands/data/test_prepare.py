@@ -41,7 +41,7 @@ def numbers(text):
 
 
 def test_gsm8k_rows_have_verls_columns(tmp_path):
-    files = gsm8k.prepare(str(SAMPLE), tmp_path)
+    files, _ = gsm8k.prepare(str(SAMPLE), tmp_path)
     assert files == {tmp_path / "train.parquet": 8, tmp_path / "test.parquet": 4}
     columns = ("data_source", "prompt", "ability", "reward_model", "extra_info")
     row = read_rows([tmp_path / "train.parquet"], columns)[2].values

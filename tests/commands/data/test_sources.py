@@ -56,7 +56,7 @@ def test_math_keeps_levels_as_numbers(tmp_path: Path) -> None:
     for split in ("train", "test"):  # as the hub keeps them
         rows = [problem, {**problem, "level": "Level ?"}]
         write_parquet(tmp_path / "math" / "data" / f"{split}-00000-of-00001.parquet", rows)
-    summary = math.prepare(str(tmp_path / "math"), tmp_path / "out")
+    summary, _ = math.prepare(str(tmp_path / "math"), tmp_path / "out")
     assert summary == {tmp_path / "out" / "train.parquet": 2, tmp_path / "out" / "test.parquet": 2}
     first, second = rows_in(tmp_path / "out" / "train.parquet")
     assert first["data_source"] == "DigitalLearningGmbH/MATH-lighteval" and first["ability"] == "math"
@@ -89,7 +89,7 @@ def test_geo3k_keeps_the_images_bytes(tmp_path: Path, form: str, monkeypatch: py
             hub = types.SimpleNamespace(load_dataset=lambda *_, rows=rows, **__: rows)
             monkeypatch.setitem(sys.modules, "datasets", hub)
     source = "hiyouga/geometry3k" if form == "decoded" else str(tmp_path / "in")
-    summary = geo3k.prepare(source, tmp_path / "out")
+    summary, _ = geo3k.prepare(source, tmp_path / "out")
     assert summary == {tmp_path / "out" / "train.parquet": 1, tmp_path / "out" / "test.parquet": 1}
     (row,) = rows_in(tmp_path / "out" / "test.parquet", *VERL, "images")
     (image,) = row.pop("images")

@@ -18,11 +18,10 @@ from megarl import platform as platforms
 from megarl.commands.doctor import command, network, system
 from megarl.commands.doctor.finding import Finding, Needs, fail, ok, warning
 from megarl.commands.doctor.machine import Machine
-from megarl.commands.doctor.nearest_versions import nearest_set
 from megarl.commands.doctor.nodes import NodeReport, compared
 from megarl.commands.doctor.platform_detection import platform_of
 from megarl.commands.doctor.recipe import _RUNS_PROGRAMS, device_demand, needs_of, run_name, stages
-from megarl.commands.doctor.versions import PYTHON, SETS
+from megarl.commands.doctor.versions import PYTHON, SETS, nearest_set
 from megarl.commands.launch.topology import DEFAULT_PORT
 from megarl.platform.device_kind import DeviceKind
 from megarl.platform.kinds import KINDS, NPU

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,23 +17,23 @@ from megarl import platform as platforms
 from megarl.cluster.failures import CallFailed
 from megarl.cluster.torchrun.local_service import LocalService
 from megarl.commands.accept.context import StageContext
-from megarl.commands.accept.cut import fewer_experts, fit
+from megarl.commands.accept.cut import common_divisor, fewer_experts
 from megarl.commands.accept.engine_probe import (
     CALL_SECONDS,
     PROBE,
     START_SECONDS,
-    TRAINER,
     gap,
     requests,
     shares_devices,
     start_all,
     start_engine,
+    start_trainers,
     timed,
     tiny_recipe,
     visible,
 )
 from megarl.commands.accept.families import write_family
-from megarl.commands.accept.ranks import LocalRanks, rank_environment
+from megarl.commands.accept.ranks import LocalRanks
 from megarl.engines.specs import policy_spec
 from megarl.errors import RecipeError
 from megarl.hf.config import text_fields
@@ -59,7 +60,7 @@ def run(context: StageContext) -> None:
     for family in families:
         recipe, trainers = _trainer(context, family)
         eager = {} if context.tiny else {"enforce_eager": family != "dense"}
-        try:
+        with closing(trainers):
             _leave(context, trainers)
             engine = start_engine(context, recipe, load_weights=True, **eager)
             try:
@@ -68,8 +69,6 @@ def run(context: StageContext) -> None:
                 engine.stop()
             if family == "dense":
                 _without_graphs(context, family, recipe, trainers, replayed)
-        finally:
-            trainers.close()
     _group(context)
     _of_recipe(context)
 
@@ -79,8 +78,7 @@ def _trainer(context: StageContext, family: str) -> tuple[Recipe, LocalRanks]:
     write_family(family, context.shared)
     recipe = tiny_recipe(context, family, 1)
     context.doing(f"starting an engine and a trainer of the {family} model")
-    folder, env = context.folder / f"{family}-trainer", rank_environment(context)
-    return recipe, LocalRanks(folder, TRAINER, (recipe, 10), 1, env)
+    return recipe, start_trainers(context, recipe, 1, f"{family}-trainer")
 
 
 def _leave(context: StageContext, trainers: LocalRanks) -> None:
@@ -306,7 +304,7 @@ def _of_recipe(context: StageContext) -> None:
     if parallel > devices:
         context.not_run(name, f"rollout.tensor_parallel={parallel}, and this node has {devices} devices")
         return
-    size = fit(recipe.rollout.data_parallel, devices // parallel)
+    size = common_divisor(recipe.rollout.data_parallel, devices // parallel)
     context.doing(f"starting {size} of the recipe's engines with dummy weights and {LAYERS} layers")
     overrides = few_layers(recipe, read_hf_config(recipe.model.path), size)
     group: list[LocalService] = []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import time
+from contextlib import closing
+from dataclasses import dataclass
 from typing import Any
 
 from megarl.cluster.failures import CallFailed
@@ -11,22 +13,22 @@ from megarl.cluster.torchrun.local_service import LocalService
 from megarl.commands.accept.context import StageContext
 from megarl.commands.accept.engine_probe import (
     START_SECONDS,
-    TRAINER,
     gap,
     requests,
     shares_devices,
     start_engine,
+    start_trainers,
     timed,
     tiny_recipe,
     visible,
 )
 from megarl.commands.accept.families import write_family
 from megarl.commands.accept.ranks import LocalRanks, rank_environment
-from megarl.recipe.schema import Recipe
 from megarl.rollout.engine_handle import EngineHandle
 from megarl.trainer.group import ActorGroup
 from megarl.weight_sync.connect import RouteRefused, open_exchange
 from megarl.weight_sync.publish import publish
+from megarl.weight_sync.session import Session
 
 GAP = 0.02  # nats, mean
 PROBED = 256  # bytes
@@ -40,6 +42,38 @@ WAYS = (
     ("export", "auto"),
     ("export", "collective"),
 )
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Trainers and an engine of a family's tiny model. `info`: the engine's description."""
+
+    context: StageContext
+    family: str
+    trainers: LocalRanks
+    engine: LocalService
+    actor: ActorGroup
+    info: dict[str, Any]
+
+    @property
+    def receiver(self) -> EngineHandle:
+        return EngineHandle(self.engine)
+
+    def open(self, name: str, route: str, transport: str) -> Session | None:
+        """Connect the weight sync. If the route is refused, record NOT RUN for `name` and return None.
+
+        An error while the engine joins propagates and fails the stage.
+        """
+        settings = self.actor.recipe.exchange
+        settings.route, settings.transport = route, transport  # type: ignore[assignment]
+        self.trainers.call("set_exchange", route, transport)
+        try:
+            return open_exchange(
+                self.actor.recipe, self.actor, [self.receiver], [self.info], lambda text: print(text, flush=True)
+            )
+        except RouteRefused as error:
+            self.context.not_run(name, str(error))
+            return None
 
 
 def run(context: StageContext) -> None:
@@ -56,14 +90,11 @@ def run(context: StageContext) -> None:
         engine = start_engine(context, recipe, load_weights=False)
         try:
             info = timed(engine.call("start"), START_SECONDS)[0] if shares_devices(context) else None
-            folder, env = context.folder / f"{family}-trainers", rank_environment(context)
-            trainers = LocalRanks(folder, TRAINER, (recipe, 10), size, env)
-            try:
+            with closing(start_trainers(context, recipe, size, f"{family}-trainers")) as trainers:
                 info = info or timed(engine.call("start"), START_SECONDS)[0]
-                _ways(context, family, recipe, trainers, engine, info)
-                _death(context, family, recipe, trainers, engine, info)
-            finally:
-                trainers.close()
+                pair = _Pair(context, family, trainers, engine, ActorGroup(trainers, recipe), info)  # type: ignore[arg-type]
+                _ways(pair)
+                _death(pair)
         finally:
             engine.stop()
 
@@ -74,53 +105,40 @@ def ways(context: StageContext) -> list[tuple[str, str]]:
     return [*WAYS, *device]
 
 
-def _ways(
-    context: StageContext, family: str, recipe: Recipe, trainers: LocalRanks, engine: LocalService, info: dict[str, Any]
-) -> None:
-    actor, receiver = ActorGroup(trainers, recipe), EngineHandle(engine)  # type: ignore[arg-type]
-    version = 0
+def _ways(pair: _Pair) -> None:
+    context, family, trainers, version = pair.context, pair.family, pair.trainers, 0
     for route, transport in ways(context):
         name = f"{family}: {route} by {transport}"
         if transport == "ipc" and not _maps_memory(context, name, trainers):
             continue
         context.doing(f"{name}: two updates")
-        recipe.exchange.route, recipe.exchange.transport = route, transport  # type: ignore[assignment]
-        trainers.call("set_exchange", route, transport)
-        try:
-            session = open_exchange(recipe, actor, [receiver], [info], lambda text: print(text, flush=True))
-        except RouteRefused as error:  # what fails in joining fails the stage
-            context.not_run(name, str(error))
+        session = pair.open(name, route, transport)
+        if session is None:
             continue
         for _ in range(2):
             version += 1
             trainers.call("change", version)
             began = time.monotonic()
             try:
-                metrics = publish(actor, [receiver], session, version)
+                metrics = publish(pair.actor, [pair.receiver], session, version)
             except RuntimeError as error:
                 context.equal(f"{name}: both sides agree on an update", False, True, cause=" ".join(str(error).split()))
                 raise
             seconds = time.monotonic() - began
-        _judge(context, family, name, (metrics["exchange/bytes"] / 2**20, seconds), trainers, engine)
+        _record_checks(pair, name, metrics["exchange/bytes"] / 2**20, seconds)
     context.not_run(f"{family}: device to device", "one device, or a CPU") if len(ways(context)) == len(WAYS) else None
 
 
-def _judge(
-    context: StageContext,
-    family: str,
-    name: str,
-    update: tuple[float, float],
-    trainers: LocalRanks,
-    engine: LocalService,
-) -> None:
-    """Record the checks of one route and transport. `update`: MiB and seconds of the last update."""
+def _record_checks(pair: _Pair, name: str, mib: float, seconds: float) -> None:
+    """Record the checks of one route and transport. `mib`, `seconds`: of the last update."""
+    context, family = pair.context, pair.family
     context.equal(f"{name}: both sides agree on an update", True, True)
-    context.figure(f"{name}: seconds", update[1], unit="s")
-    context.figure(f"{name}: bytes", update[0], unit="MiB")
+    context.figure(f"{name}: seconds", seconds, unit="s")
+    context.figure(f"{name}: bytes", mib, unit="MiB")
     sent = requests(family, 4, 16)
-    sampled = timed(engine.call("generate", sent))[0]
+    sampled = timed(pair.engine.call("generate", sent))[0]
     context.at_most(
-        f"{name}: log-probs after the update", gap(family, sent, sampled, trainers), limit=GAP, unit="nats",
+        f"{name}: log-probs after the update", gap(family, sent, sampled, pair.trainers), limit=GAP, unit="nats",
         cause="the engine's weights differ from the trainers'",
     )  # fmt: skip
 
@@ -154,27 +172,21 @@ def _maps_memory(context: StageContext, name: str, trainers: LocalRanks) -> bool
     return False
 
 
-def _death(
-    context: StageContext, family: str, recipe: Recipe, trainers: LocalRanks, engine: LocalService, info: dict[str, Any]
-) -> None:
+def _death(pair: _Pair) -> None:
     """Let the last trainer die in an update. The engine and the other trainers must notice it and name the rank."""
+    context, family, trainers = pair.context, pair.family, pair.trainers
     if trainers.size < 2:
         context.not_run(f"{family}: a death in an update", "needs two trainers")
         return
     context.doing(f"{family}: a trainer dies in an update")
-    recipe.exchange.route, recipe.exchange.transport = "planned", "auto"
-    trainers.call("set_exchange", "planned", "auto")
-    actor, receiver = ActorGroup(trainers, recipe), EngineHandle(engine)  # type: ignore[arg-type]
-    try:
-        session = open_exchange(recipe, actor, [receiver], [info], lambda text: print(text, flush=True))
-    except RouteRefused as error:  # what fails in joining fails the stage
-        context.not_run(f"{family}: a death in an update", str(error))
+    session = pair.open(f"{family}: a death in an update", "planned", "auto")
+    if session is None:
         return
-    publish(actor, [receiver], session, 999)
+    publish(pair.actor, [pair.receiver], session, 999)
     began = time.monotonic()
-    sending = trainers.begin("send_and_die", [(1000,)] * trainers.size)
-    receiving = engine.call("update_weights", 1000)
-    limit = recipe.exchange.silence + DEATH
+    sending = trainers.begin("send_and_die", 1000)
+    receiving = pair.engine.call("update_weights", 1000)
+    limit = pair.actor.recipe.exchange.silence + DEATH
     errors = []
     for call in (receiving, *sending):
         left = began + limit - time.monotonic()

@@ -5,23 +5,25 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import platform as machine
+import statistics
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 from megarl.commands.accept.context import StageContext
 from megarl.commands.accept.engine_probe import (
     START_SECONDS,
-    TRAINER,
     requests,
     shares_devices,
     start_engine,
+    start_trainers,
     timed,
     tiny_recipe,
 )
 from megarl.commands.accept.families import LENGTHS, write_family
-from megarl.commands.accept.ranks import LocalRanks, local_ranks, rank_environment
-from megarl.commands.accept.speed_rank import REPEATS, middle
+from megarl.commands.accept.ranks import LocalRanks, local_ranks
+from megarl.commands.accept.speed_rank import REPEATS
 from megarl.commands.plan.time.calibration import Calibration, CalibrationEntry, Observation
 from megarl.platform.devices import Device, device_of, devices
 from megarl.platform.kinds import KINDS
@@ -52,14 +54,7 @@ def run(context: StageContext) -> None:
         return
     source = f"acceptance on {machine.node()}, {datetime.date.today()}"
     path = context.folder / FILE
-    Calibration(
-        device=device.name,
-        source=source,
-        rates=rates,
-        factors={},
-        observations=tuple(observations),
-        versions=versions(),
-    ).write(path)
+    Calibration(device.name, source, rates, {}, tuple(observations), versions()).write(path)
     context.figure("calibration", f"megarl plan RECIPE --device {device.name} --calibration {path}")
 
 
@@ -76,7 +71,7 @@ def _rates(context: StageContext, ranks: LocalRanks, rates: dict[str, Calibratio
 
     def measure(rate: str, work: float, method: str, *arguments: Any, how: str) -> None:
         context.doing(f"timing {rate}")
-        reached = [work / middle(seconds) for seconds in ranks.call(method, *arguments)]
+        reached = [work / statistics.median(seconds) for seconds in ranks.call(method, *arguments)]
         text = f"{how}, median of {REPEATS}, the slowest of {len(reached)} devices"
         rates[rate] = CalibrationEntry(min(reached), "measured", text, low=min(reached), high=max(reached))
         context.figure(f"{rate}: reached", min(reached) / 1e9, unit="G/s")
@@ -97,16 +92,13 @@ def _training(context: StageContext, observations: list[Observation]) -> None:
     context.doing("timing a trainer")
     write_family("dense", context.shared)
     recipe = tiny_recipe(context, "dense", 1)
-    trainers = LocalRanks(context.folder / "trainer", TRAINER, (recipe, 10), 1, rank_environment(context))
-    try:
+    with closing(start_trainers(context, recipe, 1, "trainer")) as trainers:
         samples = [[8 + (number % 400)] * 64 for number in range(TRAIN_SIZE)]
         trainers.call("probe", samples)
         began = time.monotonic()
         for _ in range(TRAIN_REPEATS):
             trainers.call("probe", samples)
         seconds = (time.monotonic() - began) / TRAIN_REPEATS
-    finally:
-        trainers.close()
     how = f"tiny dense model, {TRAIN_SIZE} sequences of 64 tokens, calls included"
     observations.append(Observation("log-probs of a trainer", TRAIN_SIZE * 64 / seconds, "tokens/s", how))
 

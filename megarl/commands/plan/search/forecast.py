@@ -16,14 +16,12 @@ from megarl.commands.plan.count.rank_client import CannotCount, RankClient, Rank
 from megarl.commands.plan.count.types import Activations
 from megarl.commands.plan.count.workload import Workload, largest
 from megarl.commands.plan.search.lower_bound import StagePart, chunks_under_way, largest_parts, min_held_bytes
-from megarl.hf.config import number_of_experts, text_fields
+from megarl.hf.config import number_of_experts, text_fields, with_experts
 from megarl.hf.shape import ModelShape
 from megarl.recipe.schema import Recipe
 
 _CONTEXT = 2
 """Largest context parallel size of a sample: with larger ones the memory per token differs by a few percent."""
-
-_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
 @dataclass(frozen=True)
@@ -163,7 +161,7 @@ def _small(model: dict[str, Any], layers: int) -> dict[str, Any]:
     few: dict[str, Any] = {"num_hidden_layers": layers, "num_nextn_predict_layers": 0}
     if experts := number_of_experts(text):
         count = min(experts, max(2 * text["num_experts_per_tok"], 4 * (text.get("n_group") or 1)))
-        few |= {name: count for name in _EXPERTS if text.get(name)}
+        few |= with_experts(text, count)
         few |= {"first_k_dense_replace": 0} if "first_k_dense_replace" in text else {}
         few |= {"mlp_only_layers": []} if "mlp_only_layers" in text else {}
     return {**model, **few}
