@@ -51,7 +51,7 @@ def test_a_demand_that_fits_is_placed(free, demand, trainers, engines):
 
 
 @pytest.mark.parametrize(
-    ("free", "demand", "says"),
+    ("free", "demand", "message"),
     [
         ([4, 4], Demand(8, 1, 4), r"cluster\.trainers = 8 .* 1 x 4 .* need 12 of NPU.*: 4 on 10\.0\.0\.0, 4 on 10"),
         ([3, 3], Demand(2, 1, 4), r"each engine in one machine\) need 6 of NPU"),
@@ -61,8 +61,8 @@ def test_a_demand_that_fits_is_placed(free, demand, trainers, engines):
         ([], Demand(1, 0), r"need 1 of NPU.*: none"),
     ],
 )
-def test_a_demand_that_does_not_fit_is_refused_with_the_arithmetic(free, demand, says):
-    with pytest.raises(ValueError, match=says):
+def test_a_demand_that_does_not_fit_is_refused_with_the_arithmetic(free, demand, message):
+    with pytest.raises(ValueError, match=message):
         machines_of(free, demand)
 
 
@@ -118,14 +118,16 @@ def test_engines_of_several_fixed_models_are_separate_and_in_order():
     devices = [*plan.trainers, *(slot for engine in [*plan.engines, *plan.fixed] for slot in engine)]
     assert len(set(devices)) == len(devices) == 10
     assert all(len({machine for machine, _ in engine}) == 1 for engine in plan.fixed)
-    says = r"teacher\.tensor_parallel = 1 x 2 .* and judge\.engines x judge\.tensor_parallel = 1 x 4 .*need 10 of NPU"
-    with pytest.raises(ValueError, match=says):
+    message = (
+        r"teacher\.tensor_parallel = 1 x 2 .* and judge\.engines x judge\.tensor_parallel = 1 x 4 .*need 10 of NPU"
+    )
+    with pytest.raises(ValueError, match=message):
         place([("a", 4), ("b", 5)], Demand(2, 1, 2, fixed=both), "NPU")
 
 
 def test_a_teacher_without_enough_devices_is_refused():
-    says = r"teacher\.engines x teacher\.tensor_parallel = 1 x 2 .* need 6 of NPU.*: 5 on a"
-    with pytest.raises(ValueError, match=says):
+    message = r"teacher\.engines x teacher\.tensor_parallel = 1 x 2 .* need 6 of NPU.*: 5 on a"
+    with pytest.raises(ValueError, match=message):
         place([("a", 5)], Demand(4, 1, shared=True, fixed=(FixedEngines("teacher", 1, 2),)), "NPU")
 
 
@@ -191,19 +193,19 @@ def ray_of_the_tests():
 @pytest.mark.stack
 @pytest.mark.usefixtures("ray_of_the_tests")
 @pytest.mark.parametrize(
-    ("address", "says"),
+    ("address", "message"),
     [
         ("127.0.0.1:1", r"cannot join a Ray cluster at 127\.0\.0\.1:1 .*multinode"),
         ("ray://127.0.0.1:10001", r"client or jobs server"),
         ("head", r"host:port"),
     ],
 )
-def test_an_unreachable_ray_is_refused_with_the_remedy(recipe, tmp_path, address, says):
+def test_an_unreachable_ray_is_refused_with_the_remedy(recipe, tmp_path, address, message):
     from megarl.platform import select
 
     assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
     recipe.cluster.ray_address, recipe.runs_dir = address, str(tmp_path)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         connect(recipe, select("cpu"))
 
 

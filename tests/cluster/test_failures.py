@@ -74,12 +74,12 @@ def test_an_error_of_the_check_is_raised_while_waiting():
 
 
 @pytest.mark.parametrize(
-    ("code", "says"), [(3, "exited with code 3"), (-9, r"signal 9 \(SIGKILL\).*memory"), (-11, "SIGSEGV")]
+    ("code", "message"), [(3, "exited with code 3"), (-9, r"signal 9 \(SIGKILL\).*memory"), (-11, "SIGSEGV")]
 )
-def test_exit_cause(code, says):
+def test_exit_cause(code, message):
     import re
 
-    assert re.search(says, exit_cause(code))
+    assert re.search(message, exit_cause(code))
 
 
 def test_log_tail_is_of_the_newest_process(tmp_path):
@@ -93,10 +93,10 @@ def test_log_tail_is_of_the_newest_process(tmp_path):
 
 def test_load_class_refuses_an_invalid_name():
     assert load_class("os:stat_result") is os.stat_result
-    for name, says in [
+    for name, message in [
         ("os.stat_result", "package.module:Class"),
         ("os:nothing", "no class nothing"),
         ("os:getpid", "no class"),
     ]:
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=message):
             load_class(name)

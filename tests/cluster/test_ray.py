@@ -68,7 +68,7 @@ def test_calls_scatters_and_collectives(connect, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("method", "says"),
+    ("method", "message"),
     [
         (
             "die_in_collective",
@@ -77,14 +77,14 @@ def test_calls_scatters_and_collectives(connect, tmp_path):
         ("raise_in_collective", r"trainer rank 1 on .* \(pid \d+\) failed: ValueError: this rank has had enough"),
     ],
 )
-def test_the_first_cause_is_raised_within_seconds(connect, method, says):
+def test_the_first_cause_is_raised_within_seconds(connect, method, message):
     cluster = connect(2, 1)
     engine = cluster.start_service("tests.support.cluster_workers:Engine", (3,), name="engine0", devices=1, env={})
     pids = [*engine.call("child_pid").result(timeout=60)]
     group = cluster.start_trainers("tests.support.cluster_workers:Reducer", 2, (), {})
     pids += [place[1] for place in group.call("identify")]
     began = time.monotonic()
-    with pytest.raises(WorkerFailed, match=says) as caught:
+    with pytest.raises(WorkerFailed, match=message) as caught:
         group.call(method, 1)
     assert time.monotonic() - began < 8
     assert ("had enough" in caught.value.failure.traceback) == (method == "raise_in_collective")
@@ -101,8 +101,10 @@ def test_a_stopped_trainer_is_named(connect, monkeypatch):
     monkeypatch.setattr(watch.ray, "remote", None)  # a new remote function per look would accumulate in the cluster
     pids = [place[1] for place in group.call("identify")]
     began = time.monotonic()
-    says = rf"trainer rank 1 on .* \(pid {pids[1]}\) failed: its process has been stopped for 3 s in stop_in_collective"
-    with pytest.raises(WorkerFailed, match=says):
+    message = (
+        rf"trainer rank 1 on .* \(pid {pids[1]}\) failed: its process has been stopped for 3 s in stop_in_collective"
+    )
+    with pytest.raises(WorkerFailed, match=message):
         group.call("stop_in_collective", 1)
     assert time.monotonic() - began < 15
     assert wait_until(lambda: not any(map(alive, pids)), 5)

@@ -41,8 +41,8 @@ def test_only_consecutive_looks_count():
     for _ in range(LOOKS - 1):
         detector.record([0, 1], [101])
     detector.record([0], [])  # a look at another machine has no effect on this rank
-    says = r"trainer rank 1 on node7 \(pid 101\) failed: its process has been stopped for 20 s in update_actor"
-    with pytest.raises(WorkerFailed, match=says) as caught:
+    message = r"trainer rank 1 on node7 \(pid 101\) failed: its process has been stopped for 20 s in update_actor"
+    with pytest.raises(WorkerFailed, match=message) as caught:
         detector.record([1], [101])
     assert not caught.value.failure.is_communication, "a cause, not the consequence of another failure"
 

@@ -55,7 +55,7 @@ def test_a_run_under_torchrun_completes(launch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("scenario", "says"),
+    ("scenario", "message"),
     [
         ("die_in_collective", "WorkerFailed trainer rank 1 on .* died: its process ended without a message"),
         ("raise_in_collective", "WorkerFailed trainer rank 1 on .* failed: ValueError: this rank has had enough"),
@@ -72,12 +72,12 @@ def test_a_run_under_torchrun_completes(launch, tmp_path):
         ("engine_dies", r"ServiceDied service engine0 on .* died: .*SIGKILL"),
     ],
 )
-def test_the_first_cause_is_reported_within_seconds(launch, scenario, says):
+def test_the_first_cause_is_reported_within_seconds(launch, scenario, message):
     process = launch(scenario)
     pids = pids_of(process)
     output, _ = process.communicate(timeout=60)
     (fact,) = [line for line in output.splitlines() if line.startswith("FACT failed")]
-    assert re.search(says, fact), output
+    assert re.search(message, fact), output
     assert float(fact.split()[2]) < (3 if scenario.startswith("trainer_dies") else 8)
     assert process.returncode != 0
     assert wait_until(lambda: not any(map(alive, pids)), 5)

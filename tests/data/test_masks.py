@@ -92,7 +92,7 @@ def runs(encoded: Encoded) -> list[list[int]]:
     return [encoded.tokens[a:b].tolist() for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
 
-def said(talk: list[dict[str, str]]) -> list[str]:
+def assistant_turns(talk: list[dict[str, str]]) -> list[str]:
     return [message["content"] for message in talk if message["role"] == "assistant"]
 
 
@@ -105,7 +105,7 @@ def test_the_mask_covers_exactly_the_assistants_turns(
     tokenizer, config = tokenizers[template], DataConfig()
     encoded = encode(talk, tokenizer, config)
     learned = runs(encoded)
-    assert [tokenizer.decode(run) for run in learned] == said(talk)
+    assert [tokenizer.decode(run) for run in learned] == assistant_turns(talk)
     assert all(run[-1] == tokenizer.eos_id and run.count(tokenizer.eos_id) == 1 for run in learned)
     # Everything together is the template's text, so nothing between the turns is lost or doubled either.
     last = max(number for number, message in enumerate(talk) if message["role"] == "assistant")
@@ -133,7 +133,7 @@ def test_a_bare_sentencepiece_model(sentencepiece: Tokenizer, talk: list[dict[st
     encoded = encode(talk, sentencepiece, DataConfig(chat_template=False))
     learned = runs(encoded)
     # Turns that follow each other are one stretch only where nothing lies between them, which here is an empty question.
-    together = "".join(text + "|" for text in said(talk))
+    together = "".join(text + "|" for text in assistant_turns(talk))
     assistant_text = "".join(
         "".join(sentencepiece.decode(part) + "|" for part in split_after(run, sentencepiece.eos_id)) for run in learned
     )

@@ -31,7 +31,7 @@ def build(
     return PreferenceDataset([path], tokenizer, DataConfig(**more), limit)
 
 
-def says(text: str) -> dict[str, str]:
+def assistant(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
@@ -41,8 +41,8 @@ def test_only_the_last_answer_is_in_the_loss_for_every_form_of_row(
 ) -> None:
     rows = [
         {"prompt": TALK, "chosen": "4", "rejected": "22"},
-        {"prompt": TALK, "chosen": [says("4")], "rejected": [says("22")]},
-        {"chosen": [*TALK, says("4")], "rejected": [*TALK, says("22")]},
+        {"prompt": TALK, "chosen": [assistant("4")], "rejected": [assistant("22")]},
+        {"chosen": [*TALK, assistant("4")], "rejected": [*TALK, assistant("22")]},
     ]
     pairs = list(build(tmp_path, tokenizer, rows, chat_template=chat_template))
     for chosen, rejected in pairs:
@@ -61,8 +61,8 @@ def test_only_the_last_answer_is_in_the_loss_for_every_form_of_row(
     ("row", "words"),
     [
         ({"prompt": "a?", "chosen": "b", "rejected": "b"}, "the same answer"),
-        ({"chosen": [*TALK, says("4")], "rejected": [*PROMPT, says("4")]}, "do not answer the same prompt"),
-        ({"chosen": [says("4")], "rejected": "5"}, "'prompt' is empty"),
+        ({"chosen": [*TALK, assistant("4")], "rejected": [*PROMPT, assistant("4")]}, "do not answer the same prompt"),
+        ({"chosen": [assistant("4")], "rejected": "5"}, "'prompt' is empty"),
         ({"prompt": "a?", "chosen": [*TALK], "rejected": "5"}, "must end with the assistant's answer"),
         ({"prompt": "a?", "chosen": "b"}, "no column 'rejected'"),
     ],

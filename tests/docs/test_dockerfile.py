@@ -72,7 +72,7 @@ def test_the_arguments_choose_the_base_image(machine, cann):
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("arguments", "message"),
     [
         ({"MACHINE": "a4"}, "MACHINE is a2 or a3"),
         ({"MACHINE": "2"}, "MACHINE is a2 or a3"),
@@ -81,10 +81,10 @@ def test_the_arguments_choose_the_base_image(machine, cann):
         ({"CANN": "1.0"}, "CANN is 9.1.0, 9.0.0, 8.5.1 or 8.3.rc1"),
     ],
 )
-def test_an_unknown_value_ends_the_build_with_a_message(given, says):
-    done = base_image(**given)
+def test_an_unknown_value_ends_the_build_with_a_message(arguments, message):
+    done = base_image(**arguments)
     assert done.returncode != 0
-    assert says in done.stderr
+    assert message in done.stderr
     assert not done.stdout
 
 

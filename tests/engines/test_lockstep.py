@@ -28,14 +28,14 @@ pytestmark = pytest.mark.timeout(60)
 class Backend:
     """Finishes a request after `max_tokens` steps, each of which is one of all backends."""
 
-    def __init__(self, meet: threading.Barrier) -> None:
-        self.meet, self.queue, self.steps = meet, dict[str, list[Any]](), 0
+    def __init__(self, barrier: threading.Barrier) -> None:
+        self.barrier, self.queue, self.steps = barrier, dict[str, list[Any]](), 0
         self.explode = self.down = False
 
     def join(self, group: group.EngineGroup) -> None: ...
 
     def start(self) -> dict[str, Any]:
-        self.meet.wait(5)
+        self.barrier.wait(5)
         return {}
 
     def admit(self, key: str, request: GenerationRequest) -> None:
@@ -44,7 +44,7 @@ class Backend:
     def step(self) -> list[tuple[str, list[Completion]]]:
         if self.explode:
             raise MemoryError("no blocks left")
-        self.meet.wait(5)
+        self.barrier.wait(5)
         self.steps += 1
         for entry in self.queue.values():
             entry[0] -= 1
@@ -63,8 +63,8 @@ class Backend:
 
 class Engines:
     def __init__(self) -> None:
-        self.meet = threading.Barrier(SIZE)
-        self.backends = [Backend(self.meet) for _ in range(SIZE)]
+        self.barrier = threading.Barrier(SIZE)
+        self.backends = [Backend(self.barrier) for _ in range(SIZE)]
         self.loops = [EngineLoop(backend, f"e{number}") for number, backend in enumerate(self.backends)]
         self.pool = ThreadPoolExecutor(32)
         self.rendezvous = group.Rendezvous("127.0.0.1")
@@ -83,7 +83,7 @@ class Engines:
         """Run a collective command, like a weight update. Returns the number of steps of each engine before it."""
 
         def take() -> list[int]:
-            self.meet.wait(5)
+            self.barrier.wait(5)
             return [backend.steps for backend in self.backends]
 
         return self.pool.submit(lambda: self.loops[number].call(take, collective=True))
@@ -137,7 +137,7 @@ def test_an_engine_without_requests_steps_with_the_group(engines: Engines) -> No
     long.result(10)
     time.sleep(0.03)
     steps = [backend.steps for backend in engines.backends]
-    assert len(set(steps)) == 1 and not engines.meet.broken
+    assert len(set(steps)) == 1 and not engines.barrier.broken
     time.sleep(0.03)
     assert steps == [backend.steps for backend in engines.backends]  # without requests no engine steps
 
@@ -163,7 +163,7 @@ def test_many_updates_with_requests_in_between(engines: Engines) -> None:
             update.result(10)
         for call in running:
             call.result(10)
-    assert not engines.meet.broken
+    assert not engines.barrier.broken
 
 
 def test_one_paused_engine_pauses_the_group(engines: Engines) -> None:
@@ -185,11 +185,10 @@ def test_sleep_counts_the_requests_of_the_whole_group(engines: Engines) -> None:
             raise EngineRefused(f"{engines.loops[number].running} run")
 
     def all_sleep() -> list[Future[None]]:
-        tell = [
+        return [
             engines.pool.submit(loop.call, lambda number=number: sleep(number), collective=True)
             for number, loop in enumerate(engines.loops)
         ]
-        return tell
 
     running = engines.generate(0, 10**6, count=2)
     engines.wait_for_steps(1)
@@ -207,7 +206,7 @@ def test_a_failure_ends_all_engines_and_each_names_its_origin(engines: Engines) 
     watching = [engines.pool.submit(loop.watch) for loop in engines.loops]
     engines.backends[2].explode = True
     running, update = engines.generate(0, 5), engines.update(1)
-    engines.meet.abort()  # the others' collective breaks, as when a process dies
+    engines.barrier.abort()  # the others' collective breaks, as when a process dies
     for call in (*watching, running, update):
         with pytest.raises(EngineDead):
             call.result(10)

@@ -48,7 +48,7 @@ class Model(torch.nn.Module):
                 self.odd.bias.data.fill_(weight.max().item())
 
 
-GIVEN = [
+TENSORS = [
     ("up", (8, 6), "float32"),
     ("bias", (8,), "float32"),
     ("down", (4, 6), "float32"),
@@ -61,12 +61,12 @@ GIVEN = [
 def test_needed_slices_equal_the_loaders_copies() -> None:
     """Carried out on values, they give what the loader gives."""
     expected, got = Model("cpu"), Model("cpu")
-    values = {name: torch.randn(shape) for name, shape, _ in GIVEN}
+    values = {name: torch.randn(shape) for name, shape, _ in TENSORS}
     with torch.no_grad():
         for parameter in [*expected.parameters(), *got.parameters()]:
             parameter.zero_()
         expected.load_weights(values.items())
-    described = needed_slices(Model(), GIVEN)
+    described = needed_slices(Model(), TENSORS)
     assert "unknown" not in described.tensors and not described.whole
     assert dict(zip(described.parameters, described.dtypes, strict=True))["norm.weight"] == "bfloat16"
     parameters = dict(got.named_parameters())
@@ -81,7 +81,7 @@ def test_needed_slices_equal_the_loaders_copies() -> None:
 
 @pytest.mark.parametrize("odd", [("transposed", (6, 6), "float32"), ("scaled", (6,), "float32")])
 def test_layers_that_the_loader_transforms_are_sent_whole(odd: tuple) -> None:
-    described = needed_slices(Model(), [*GIVEN, ("beside", (6,), "bfloat16"), odd])
+    described = needed_slices(Model(), [*TENSORS, ("beside", (6,), "bfloat16"), odd])
     assert described.whole == {odd[0], "beside"}
     assert {"up", "down"} <= set(described.tensors)
     number = described.parameters.index("beside")
@@ -90,9 +90,9 @@ def test_layers_that_the_loader_transforms_are_sent_whole(odd: tuple) -> None:
 
 def test_a_loader_that_reads_values_is_refused() -> None:
     with pytest.raises(ValueError, match="at read it needs tensor values"):
-        needed_slices(Model(), [*GIVEN, ("read", (6,), "float32")])
+        needed_slices(Model(), [*TENSORS, ("read", (6,), "float32")])
 
 
 def test_a_parameter_that_the_model_lacks_is_named() -> None:
     with pytest.raises(ValueError, match="has no parameter 'of another name', into which renamed is loaded"):
-        needed_slices(Model(), [*GIVEN, ("renamed", (6,), "float32")])
+        needed_slices(Model(), [*TENSORS, ("renamed", (6,), "float32")])

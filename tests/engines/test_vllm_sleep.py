@@ -118,10 +118,10 @@ def test_base_weights_stay_on_the_host_if_only_adapters_are_updated(
     assert sleeper.start()["merged_because"] is None
     sleeper.sleep()
     vllm.collective_rpc = lambda method, args=(): [None]
-    meeting = {"host": "", "port": 0, "prefix": "", "receivers": (), "bucket_bytes": 1, "timeout": 1}
+    session = {"host": "", "port": 0, "prefix": "", "receivers": (), "bucket_bytes": 1, "timeout": 1}
     for alpha, level in ((16.0, 1), (None, 2)):
         sleeper.wake()
-        assert sleeper.connect_weight_sync(FullSession(**meeting, adapter_alpha=alpha)) is None
+        assert sleeper.connect_weight_sync(FullSession(**session, adapter_alpha=alpha)) is None
         sleeper.sleep()
         assert vllm.calls[-1] == ("sleep", level)
     sleeper.shutdown()

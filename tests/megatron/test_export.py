@@ -81,11 +81,11 @@ def test_every_tensor_of_the_directory_is_compared(source: Path, tmp_path: Path)
     with pytest.raises(RuntimeError, match=r"no weights to compare with 1 tensors of .*: model.layers.1.up.weight"):
         compare_with_hf(out, trained(*TRAINED[:2]), source)
     good = load_file(out / "model.safetensors")
-    for name, whose in ((TRAINED[1], "the trainer's weight"), (EXTRA[0], "the original model's")):
+    for name, owner in ((TRAINED[1], "the trainer's weight"), (EXTRA[0], "the original model's")):
         damaged = {**good, name: good[name].clone()}
         damaged[name][0, 0] += 1e-6 * damaged[name][0, 0]
         save_file(damaged, out / "model.safetensors")
-        with pytest.raises(RuntimeError, match=rf"{name} in .* is not {whose}"):
+        with pytest.raises(RuntimeError, match=rf"{name} in .* is not {owner}"):
             compare_with_hf(out, trained(*TRAINED), source)
     save_file({name: good[name] for name in TRAINED}, out / "model.safetensors")
     with pytest.raises(RuntimeError, match="do not hold the same tensors"):

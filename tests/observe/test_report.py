@@ -205,13 +205,13 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     make_run(tmp_path / "runs" / "mine")
     (tmp_path / "empty").mkdir()
-    for path, says in (
+    for path, message in (
         (tmp_path / "absent", "does not exist"),
         (tmp_path / "file", "is a file"),
         (tmp_path / "empty", "not a run directory"),
         (tmp_path / "runs", "Runs inside it: mine"),
     ):
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=message):
             report(path)
     assert not (tmp_path / "empty" / "report.html").exists()
 

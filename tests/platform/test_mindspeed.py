@@ -131,7 +131,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any] | None, bo
 ]  # fmt: skip
 
 
-def told(extra: dict[str, Any], megatron: dict[str, Any]) -> dict[str, Any]:
+def all_settings(extra: dict[str, Any], megatron: dict[str, Any]) -> dict[str, Any]:
     return adaptor_settings(recipe(extra, **megatron), SPARSE)
 
 
@@ -143,9 +143,9 @@ def test_each_rule_has_a_case() -> None:
 def test_contradictions_that_mindspeed_refuses_late_are_refused_early(number: int) -> None:
     """By its own rule and no earlier one, and not where it is mended."""
     _, extra, megatron, mended, _ = CASES[number]
-    assert contradiction(mindspeed.arguments(told(extra, megatron))) is RULES[number]
+    assert contradiction(mindspeed.arguments(all_settings(extra, megatron))) is RULES[number]
     if mended is not None:
-        assert contradiction(mindspeed.arguments(told(mended, megatron))) is None
+        assert contradiction(mindspeed.arguments(all_settings(mended, megatron))) is None
 
 
 def test_a_contradiction_names_the_key_and_mindspeeds_file() -> None:
@@ -304,14 +304,14 @@ def test_recorded_tables_equal_the_sources(path: Path, tmp_path: Path) -> None:
     """A new table equals the recorded one and the options of MindSpeed's argument parser."""
     shipped = Table(**json.loads(path.read_text()))
     source = checkout(shipped.source, tmp_path)
-    anew = read_source(source)
+    table = read_source(source)
     text = "".join(file.read_text() for file in (source / "mindspeed").rglob("*.py") if file.name != "arguments.py")
     assert text.count("use_fused_swiglu") == 0 and text.count("use-fused-swiglu") == 1, (
         "more than the option has its name"
     )
-    assert asdict(anew) | {"source": shipped.source} == asdict(shipped)
+    assert asdict(table) | {"source": shipped.source} == asdict(shipped)
     real = run_mindspeed(source, [])["options"]
-    assert {name: sorted(kind, key=str) if isinstance(kind, list) else None for name, kind in anew.options.items()} == real  # fmt: skip
+    assert {name: sorted(kind, key=str) if isinstance(kind, list) else None for name, kind in table.options.items()} == real  # fmt: skip
 
 
 @pytest.mark.slow
@@ -319,7 +319,7 @@ def test_recorded_tables_equal_the_sources(path: Path, tmp_path: Path) -> None:
 def test_mindspeed_refuses_the_same_contradictions(tmp_path: Path) -> None:
     """Each case, and its mended one, in MindSpeed's own code. Of core_r0.16.0, which the installed Megatron is for."""
     tries = [
-        (name, attempt, attempt is extra, refuses, {"settings": told(attempt, megatron), "latent": False})
+        (name, attempt, attempt is extra, refuses, {"settings": all_settings(attempt, megatron), "latent": False})
         for name, extra, megatron, mended, refuses in CASES
         for attempt in ([extra] if mended is None else [extra, mended])
     ]

@@ -42,7 +42,7 @@ def test_auto_prefers_npu_then_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = platform.select()
     assert (chosen.name, chosen.process_group_backend, chosen.ray_resource) == ("npu", "cpu:gloo,npu:hccl", "NPU")
     assert "PYTORCH_NPU_ALLOC_CONF" in chosen.trainer_env(600)
-    assert chosen.trainer_env(7200.5)["HCCL_EXEC_TIMEOUT"] == "7201", "collectives are given up when the recipe says"
+    assert chosen.trainer_env(7200.5)["HCCL_EXEC_TIMEOUT"] == "7201", "collectives time out when the recipe says"
     assert "True" not in chosen.rollout_env()["PYTORCH_NPU_ALLOC_CONF"], "sleep mode refuses expandable segments"
     _here(monkeypatch, "cuda")
     assert platform.select().name == "cuda"

@@ -14,23 +14,23 @@ from megarl.recipe import RecipeError
 from tests.support.stack import ROOT
 
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
-ASKED = ["reward.functions={gsm8k: 1.0, judge: 0.5}", "judge.path=some/model", "judge.prompt='Grade {{ response }}.'"]
+JUDGE = ["reward.functions={gsm8k: 1.0, judge: 0.5}", "judge.path=some/model", "judge.prompt='Grade {{ response }}.'"]
 
 
 @pytest.mark.parametrize(
     ("overrides", "key", "words"),
     [
-        (ASKED[:1], "judge.path", "but its model is unset"),
-        (ASKED[:2], "judge.prompt", "its question is unset"),
-        (["reward.function=judge", *ASKED[1:2]], "judge.prompt", "its question is unset"),
-        (ASKED[1:], "judge", "this section has no effect"),
-        ([*ASKED, "judge.pattern='Score: [0-9'"], "judge.pattern", "it is not a regular expression: unterminated"),
-        ([*ASKED, "judge.pattern='Score: [0-9]'"], "judge.pattern", "it has no group"),
-        ([*ASKED, "judge.temperature=0"], "judge.attempts", "every attempt returns the same verdict"),
-        ([*ASKED, "judge.scale=0"], "judge.scale", "must be above 0"),
-        ([*ASKED, "reward.functions.judge=0"], "reward.functions.judge", "a weight must be finite"),
-        ([*ASKED, "reward.functions={judge: 1, 'mine:judge': 1}"], "reward.functions", "which is the metric of 'judge'"),
-        ([*ASKED, "algorithm.advantage=remax"], "algorithm.advantage", "cannot read the text of greedy samples"),
+        (JUDGE[:1], "judge.path", "but its model is unset"),
+        (JUDGE[:2], "judge.prompt", "its question is unset"),
+        (["reward.function=judge", *JUDGE[1:2]], "judge.prompt", "its question is unset"),
+        (JUDGE[1:], "judge", "this section has no effect"),
+        ([*JUDGE, "judge.pattern='Score: [0-9'"], "judge.pattern", "it is not a regular expression: unterminated"),
+        ([*JUDGE, "judge.pattern='Score: [0-9]'"], "judge.pattern", "it has no group"),
+        ([*JUDGE, "judge.temperature=0"], "judge.attempts", "every attempt returns the same verdict"),
+        ([*JUDGE, "judge.scale=0"], "judge.scale", "must be above 0"),
+        ([*JUDGE, "reward.functions.judge=0"], "reward.functions.judge", "a weight must be finite"),
+        ([*JUDGE, "reward.functions={judge: 1, 'mine:judge': 1}"], "reward.functions", "which is the metric of 'judge'"),
+        ([*JUDGE, "algorithm.advantage=remax"], "algorithm.advantage", "cannot read the text of greedy samples"),
     ],
 )  # fmt: skip
 def test_refusals(overrides: list[str], key: str, words: str) -> None:
@@ -41,7 +41,7 @@ def test_refusals(overrides: list[str], key: str, words: str) -> None:
 
 def test_a_judge_is_refused_with_demonstrations() -> None:
     with pytest.raises(RecipeError, match=r"train\.source is 'sft'"):
-        load_recipe(ROOT / "recipes" / "quickstart_sft.yaml", ASKED)
+        load_recipe(ROOT / "recipes" / "quickstart_sft.yaml", JUDGE)
 
 
 def test_the_base_recipe_lacks_only_a_model() -> None:
@@ -62,7 +62,7 @@ class TestItsModelAndQuestion:
                 QUICKSTART,
                 [
                     f"model.path={quickstart_data}/model", f"data.train_files=[{quickstart_data}/data/train.parquet]",
-                    f"data.eval_files=[{quickstart_data}/data/test.parquet]", *ASKED, f"judge.path={quickstart_data}/model",
+                    f"data.eval_files=[{quickstart_data}/data/test.parquet]", *JUDGE, f"judge.path={quickstart_data}/model",
                     "judge.max_prompt_length=448", "judge.max_tokens=64", *more,
                 ],
             )  # fmt: skip
@@ -84,8 +84,8 @@ class TestItsModelAndQuestion:
     def test_engine_arguments(self, prepare) -> None:
         with pytest.raises(ValueError, match=r"judge\.engine_args\.max_num_seq: .* did you mean 'max_num_seqs'"):
             prepare("judge.engine_args.max_num_seq=4")
-        says = r"judge\.engine_args\.max_model_len .* set judge\.max_prompt_length and judge\.max_tokens instead"
-        with pytest.raises(ValueError, match=says):
+        message = r"judge\.engine_args\.max_model_len .* set judge\.max_prompt_length and judge\.max_tokens instead"
+        with pytest.raises(ValueError, match=message):
             prepare("judge.engine_args.max_model_len=4")
         with pytest.raises(ValueError, match=r"judge\.engine_args\.model .* set judge\.path instead"):
             prepare("judge.engine_args.model=x")

@@ -58,7 +58,7 @@ class Service(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.answers: list[Answer] = [Answer()]
         self.calls: list[tuple[float, tuple[str, int], dict[str, str], Any]] = []
-        self.lock, self.under_way, self.most = threading.Lock(), 0, 0
+        self.lock, self.in_flight, self.most = threading.Lock(), 0, 0
 
     @property
     def url(self) -> str:
@@ -80,11 +80,11 @@ class _Handler(BaseHTTPRequestHandler):
         with self.server.lock:
             self.server.calls.append((time.monotonic(), self.client_address, headers, body))
             answer = self.server.answers.pop(0) if len(self.server.answers) > 1 else self.server.answers[0]
-            self.server.under_way += 1
-            self.server.most = max(self.server.most, self.server.under_way)
+            self.server.in_flight += 1
+            self.server.most = max(self.server.most, self.server.in_flight)
         time.sleep(answer.delay)
         with self.server.lock:
-            self.server.under_way -= 1
+            self.server.in_flight -= 1
         with contextlib.suppress(ConnectionError):
             self._answer(answer)
 
@@ -200,7 +200,7 @@ def test_permanent_failures_are_not_retried(service: Service, bad: Answer, cause
 
 
 @pytest.mark.parametrize(
-    ("said", "cause"),
+    ("answer", "cause"),
     [
         (b"NaN", "the score is nan, not a finite number"),
         ({"score": "1"}, "'score' is '1' (str), not a number"),
@@ -208,8 +208,8 @@ def test_permanent_failures_are_not_retried(service: Service, bad: Answer, cause
         (None, "the score is None (NoneType), not a number"),
     ],
 )
-def test_invalid_answers_are_refused(service: Service, said: Any, cause: str) -> None:
-    service.answers = [Answer(said)]
+def test_invalid_answers_are_refused(service: Service, answer: Any, cause: str) -> None:
+    service.answers = [Answer(answer)]
     with pytest.raises(RewardError) as raised:
         score_of(service)
     assert raised.value.cause == cause

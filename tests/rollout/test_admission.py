@@ -105,22 +105,22 @@ def test_staleness_order_and_conservation(
     """In any order of completion, no sample is too old, batches keep admission order, and no group is lost or repeated."""
     rng = random.Random(seed)
     admission = Admission(prompts, staleness, attempts, continuous)
-    under_way: list[Group] = []
+    in_flight: list[Group] = []
     seen: list[int] = []
     admission.version = 0
     for version in range(6):
         while not admission.closed:
-            under_way += [group(number, version) for number in admission.start(admission.capacity())]
-            assert under_way, "stuck: nothing runs and nothing may start"
-            done = under_way.pop(rng.randrange(len(under_way)))
+            in_flight += [group(number, version) for number in admission.start(admission.capacity())]
+            assert in_flight, "deadlock: nothing runs and nothing can start"
+            done = in_flight.pop(rng.randrange(len(in_flight)))
             admission.finish(done, attempts is None or rng.random() < 0.5)
         batch = admission.closed.popleft()
         seen += [item.group.number for item in batch]
         assert len(accepted_groups(batch)) <= prompts
         assert all(version - accepted.version <= staleness for accepted in accepted_groups(batch))
         while not admission.idle():  # drain before the next version
-            under_way += [group(number, version) for number in admission.start(admission.capacity())]
-            if under_way:
-                admission.finish(under_way.pop(rng.randrange(len(under_way))), attempts is None or rng.random() < 0.5)
+            in_flight += [group(number, version) for number in admission.start(admission.capacity())]
+            if in_flight:
+                admission.finish(in_flight.pop(rng.randrange(len(in_flight))), attempts is None or rng.random() < 0.5)
         admission.version = version + 1
     assert seen == list(range(len(seen)))

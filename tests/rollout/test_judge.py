@@ -162,15 +162,15 @@ class TestTerm:
 
 
 class Engine:
-    """Answer `says` of (request, its attempt), as the letters of the tokenizer, the last request first."""
+    """Answer with `verdict_of(request, attempt)`, as the letters of the tokenizer, the last request first."""
 
-    def __init__(self, tokenizer: Any, says: Callable[[GenerationRequest, int], str]):
-        self.tokenizer, self.says, self.calls = tokenizer, says, list[list[GenerationRequest]]()
+    def __init__(self, tokenizer: Any, verdict_of: Callable[[GenerationRequest, int], str]):
+        self.tokenizer, self.verdict_of, self.calls = tokenizer, verdict_of, list[list[GenerationRequest]]()
 
     def generate(self, requests: list[GenerationRequest], finished: Callable[[int, list[Completion]], None]) -> None:
         self.calls.append(requests)
         for request in requests[::-1]:
-            tokens = self.tokenizer.encode(self.says(request, len(self.calls) - 1))
+            tokens = self.tokenizer.encode(self.verdict_of(request, len(self.calls) - 1))
             finished(request.group, [Completion(np.array(tokens), np.zeros(len(tokens)), "stop")])
 
 
@@ -186,8 +186,10 @@ class TestServer:
     ) -> Callable[..., tuple[JudgeServer, Engine]]:
         path = quickstart_data / "model"
 
-        def make_server(says: Callable[[GenerationRequest, int], str], **settings: Any) -> tuple[JudgeServer, Engine]:
-            engine = Engine(load_tokenizer(path), says)
+        def make_server(
+            verdict_of: Callable[[GenerationRequest, int], str], **settings: Any
+        ) -> tuple[JudgeServer, Engine]:
+            engine = Engine(load_tokenizer(path), verdict_of)
             monkeypatch.setattr(judge_server.engines, "create", lambda name, spec: engine)
             judge = JudgeConfig(path=str(path), prompt="{{ response }} {{ extra_info.level }}", **settings)
             return JudgeServer("fake", None, judge, run_seed=5), engine  # type: ignore[arg-type]
@@ -237,7 +239,7 @@ class TestServer:
         assert len(engine.calls) == 1
 
 
-SAID = InlineData(["what the policy said"])
+CONVERSATION = InlineData(["the policy's response"])
 
 
 class Later:
@@ -249,7 +251,7 @@ class Later:
     def call(self, method: str, *args: Any) -> Future[Any]:
         if method == "collect_responses":
             answer: Future[Any] = Future()
-            answer.set_result((None, SAID))
+            answer.set_result((None, CONVERSATION))
             return answer
         self.calls.append((method, args, Future()))
         return self.calls[-1][2]
@@ -275,8 +277,8 @@ def recipe(**functions: float) -> Recipe:
 class TestService:
     def around(self, judges: int = 1) -> tuple[Later, list[Later], Any, Callable[[], None]]:
         engine, services = Later("engine0"), [Later(f"judge{number}") for number in range(judges)]
-        engines, judges_handles = [EngineHandle(engine)], [JudgeHandle(judge) for judge in services]  # type: ignore[arg-type]
-        (service,), check = with_judge(recipe().judge, recipe().reward, engines, judges_handles, lambda: None)
+        engines, judge_handles = [EngineHandle(engine)], [JudgeHandle(judge) for judge in services]  # type: ignore[arg-type]
+        (service,), check = with_judge(recipe().judge, recipe().reward, engines, judge_handles, lambda: None)
         return engine, services, service, check
 
     def submit(self, service: Any, *numbers: int) -> list[Future[Any]]:
@@ -291,14 +293,14 @@ class TestService:
         engine.calls[1][2].set_result((group(3, 1.0, 0.0), data))
         assert not result.done(), "its verdicts are not there"
         method, (number, prompt, conversation), future = judge.calls[0]
-        assert (method, number, conversation) == ("judge", 3, SAID), "vectors do not travel to the judge"
-        assert prompt.question == "2 + 2?" and prompt.tokens == (), "what the judge has no use for does not travel"
+        assert (method, number, conversation) == ("judge", 3, CONVERSATION), "vectors are not sent to the judge"
+        assert prompt.question == "2 + 2?" and prompt.tokens == (), "fields that the judge does not need are not sent"
         future.set_result(([Verdict(0.2, 1), Verdict(0.6)], InlineData(["so so", "fine"])))
-        judged, vectors_of_it = result.result(timeout=0)
+        judged, judged_vectors = result.result(timeout=0)
         assert [sample.reward for sample in judged.samples] == [pytest.approx(1.1), pytest.approx(0.3)]
         assert judged.samples[1].reward_parts == {"gsm8k": 0.0, "judge": 0.6}
         assert not judged.failures and judged.scoring_retries == 1 and judged.judge_seconds > 0
-        assert [sample.reason for sample in vectors_of_it.get()] == ["gsm8k: a\njudge: so so", "gsm8k: b\njudge: fine"]
+        assert [sample.reason for sample in judged_vectors.get()] == ["gsm8k: a\njudge: so so", "gsm8k: b\njudge: fine"]
 
     def test_groups_go_to_the_judge_with_the_fewest_in_order_of_arrival(self) -> None:
         engine, (first, second), service, _ = self.around(judges=2)
@@ -331,19 +333,19 @@ class TestService:
             "half a reward would be counted as a whole one"
         )
 
-    @pytest.mark.parametrize("whose", ["engine", "judge", "answer"])
-    def test_every_failure_ends_the_pending_result(self, whose: str) -> None:
+    @pytest.mark.parametrize("failing", ["engine", "judge", "answer"])
+    def test_every_failure_ends_the_pending_result(self, failing: str) -> None:
         engine, (judge,), service, _ = self.around()
         (result,) = self.submit(service, 3)
-        if whose == "engine":
+        if failing == "engine":
             engine.calls[1][2].set_exception(RuntimeError("engine0 died"))
         else:
             engine.calls[1][2].set_result((group(3, 1.0), vectors("a")))
-        if whose == "judge":
+        if failing == "judge":
             judge.calls[0][2].set_exception(RuntimeError("judge0 died"))
-        if whose == "answer":  # one verdict too many
+        if failing == "answer":  # one verdict too many
             judge.calls[0][2].set_result(([Verdict(1.0)] * 2, InlineData(["x"])))
-        with pytest.raises((RuntimeError, ValueError), match=f"{whose}0 died" if whose != "answer" else "longer"):
+        with pytest.raises((RuntimeError, ValueError), match=f"{failing}0 died" if failing != "answer" else "longer"):
             result.result(timeout=0)
 
     def test_a_silent_judge_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:

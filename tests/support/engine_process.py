@@ -100,18 +100,18 @@ def some_whole(model, tensors):
     need = needed_slices(model, tensors)
     layers = ("model.layers.0.self_attn.qkv_proj.", "model.layers.1.mlp.experts.")
     sources = {name: (shape, dtype) for name, shape, dtype in tensors}
-    describer, whole = SliceTableBuilder(), {}
+    builder, whole = SliceTableBuilder(), {}
     for tensor, row, column, rows, columns, parameter, offset, stride in need.slices.tolist():
         name, parameter_name = need.tensors[tensor], need.parameters[parameter]
         if parameter_name.startswith(layers):
             whole[name] = None
             continue
-        number = describer.parameter(parameter_name, need.dtypes[parameter])
-        describer.add(describer.tensor(name, sources[name][0]), (row, column, rows, columns), number, offset, stride)
+        number = builder.parameter(parameter_name, need.dtypes[parameter])
+        builder.add(builder.tensor(name, sources[name][0]), (row, column, rows, columns), number, offset, stride)
     for name in whole:
-        describer.add_whole(name, *sources[name])
+        builder.add_whole(name, *sources[name])
     assert len(SLICE_COLUMNS) == 8 and len(whole) > 10
-    return describer.build()
+    return builder.build()
 
 
 class SwappingKeyAndValue:

@@ -33,16 +33,16 @@ def check(trainer: Any, exported: dict[str, torch.Tensor], record: Path) -> None
         weight = weights[held.parameters[parameter]].detach()
         part = weight.as_strided((rows, columns), (stride, 1), weight.storage_offset() + offset)
         assert torch.equal(whole[row : row + rows, column : column + columns], part), name
-    everywhere: list[bytes] = [b""] * dist.get_world_size()
-    dist.all_gather_object(everywhere, held.to_bytes())
-    haves = [SliceTable.from_bytes(data) for data in everywhere]
+    encoded: list[bytes] = [b""] * dist.get_world_size()
+    dist.all_gather_object(encoded, held.to_bytes())
+    tables = [SliceTable.from_bytes(data) for data in encoded]
     if dist.get_rank() == 0:
-        record.write_text(json.dumps([description.digest for description in haves]))
+        record.write_text(json.dumps([table.digest for table in tables]))
     need = whole_model(exported)
-    plan = plan_transfers(haves, [need], Hosts(["a"] * len(haves), ["a"]), 1 << 12)
+    plan = plan_transfers(tables, [need], Hosts(["a"] * len(tables), ["a"]), 1 << 12)
     received = sum(int(stream.buckets.sum()) for stream in plan.streams_to(0))
     assert received == sum(weight.numel() for weight in exported.values())
-    assert np.bincount(plan.sources, plan.nbytes, len(haves)).sum() == need.nbytes
+    assert np.bincount(plan.sources, plan.nbytes, len(tables)).sum() == need.nbytes
 
 
 def check_planned(results: Path, case: dict[str, Any], directory: Path) -> None:
@@ -60,9 +60,9 @@ def whole_model(exported: dict[str, torch.Tensor]) -> SliceTable:
     """The slice table of an engine rank that needs every tensor."""
     from megarl.weight_sync.sharded.slices import SliceTableBuilder
 
-    describer = SliceTableBuilder()
+    builder = SliceTableBuilder()
     for name, weight in exported.items():
         rows, columns = as_matrix(weight.shape)
-        parameter = describer.parameter(name, str(weight.dtype).removeprefix("torch."))
-        describer.add(describer.tensor(name, weight.shape), (0, 0, rows, columns), parameter, 0, columns)
-    return describer.build()
+        parameter = builder.parameter(name, str(weight.dtype).removeprefix("torch."))
+        builder.add(builder.tensor(name, weight.shape), (0, 0, rows, columns), parameter, 0, columns)
+    return builder.build()

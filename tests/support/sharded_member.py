@@ -16,7 +16,7 @@ import threading
 from typing import Any
 
 from megarl.weight_sync.session import ShardedSession
-from tests.support.sharded_ranks import SHAPES, Exchange, met
+from tests.support.sharded_ranks import SHAPES, Exchange, open_session
 
 
 def arm(place: str, signal: int, before: bool) -> None:
@@ -44,7 +44,7 @@ def main() -> None:
     case = json.loads(sys.argv[1])
     SHAPES.update({name: tuple(shape) for name, shape in case["shapes"].items()})
     if case["session"] is None:
-        session, store = met(case["shm_dir"], case["places"], **case["options"])
+        session, store = open_session(case["shm_dir"], case["places"], **case["options"])
     else:
         session, store = ShardedSession.from_json(json.dumps(case["session"])), None
     exchange = Exchange(session, store, case["trainers"], case["engines"])

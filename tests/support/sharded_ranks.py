@@ -26,10 +26,10 @@ def checkpoint(version: int) -> dict[str, torch.Tensor]:
 class Rank:
     """A rank's parameters and the checkpoint slice of each: (name, rows, columns)."""
 
-    def __init__(self, boxes: list[tuple[str, slice, slice]], dtype: torch.dtype = torch.float32) -> None:
-        self.boxes, self.memory = boxes, []
-        describer = SliceTableBuilder()
-        for number, (name, rows, columns) in enumerate(boxes):
+    def __init__(self, slices: list[tuple[str, slice, slice]], dtype: torch.dtype = torch.float32) -> None:
+        self.slices, self.memory = slices, []
+        builder = SliceTableBuilder()
+        for number, (name, rows, columns) in enumerate(slices):
             shape = SHAPES[name]
             high, wide = len(range(shape[0])[rows]) if len(shape) > 1 else 1, len(range(shape[-1])[columns])
             stride = wide + number % 2  # every second parameter has a gap after each row
@@ -37,9 +37,9 @@ class Rank:
                 torch.full((3 + high * stride,), torch.nan, dtype=dtype)[3:]
             )  # not at its storage's start
             first = (range(shape[0])[rows].start if len(shape) > 1 else 0, range(shape[-1])[columns].start)
-            parameter = describer.parameter(f"p{number}", str(dtype).removeprefix("torch."))
-            describer.add(describer.tensor(name, shape), (*first, high, wide), parameter, 0, stride)
-        self.description: SliceTable = describer.build()
+            parameter = builder.parameter(f"p{number}", str(dtype).removeprefix("torch."))
+            builder.add(builder.tensor(name, shape), (*first, high, wide), parameter, 0, stride)
+        self.description: SliceTable = builder.build()
 
     def view(self, number: int) -> torch.Tensor:
         _, _, _, rows, columns, _, offset, stride = self.description.slices[number].tolist()
@@ -47,11 +47,11 @@ class Rank:
         return memory.as_strided((rows, columns), (stride, 1), memory.storage_offset() + offset)
 
     def load(self, weights: dict[str, torch.Tensor]) -> None:
-        for number in range(len(self.boxes)):
+        for number in range(len(self.slices)):
             self.view(number).copy_(self.true(number, weights))
 
     def true(self, number: int, weights: dict[str, torch.Tensor]) -> torch.Tensor:
-        name, rows, columns = self.boxes[number]
+        name, rows, columns = self.slices[number]
         weight = weights[name]
         return (weight if weight.dim() > 1 else weight[None])[rows, columns].to(self.memory[number].dtype)
 
@@ -69,7 +69,7 @@ class Rank:
 
     def begin(self, examine: Any) -> None:
         self.examine = examine
-        self.left = [self.view(number).numel() for number in range(len(self.boxes))]
+        self.left = [self.view(number).numel() for number in range(len(self.slices))]
 
 
 ALL = slice(None)
@@ -91,13 +91,13 @@ def engines() -> list[Rank]:
     ranks = []
     for rank in range(4):
         half = slice(24 * (rank % 2), 24 * (rank % 2 + 1))
-        boxes = [("embed", rows, half) for rows in (slice(0, 20), slice(20, 64))]
+        slices = [("embed", rows, half) for rows in (slice(0, 20), slice(20, 64))]
         rest = [(name, ALL, ALL) for name in ("norm", "experts.0", "experts.1", "odd")]
-        ranks.append(Rank([*boxes, *rest], torch.bfloat16 if rank >= 2 else torch.float32))
+        ranks.append(Rank([*slices, *rest], torch.bfloat16 if rank >= 2 else torch.float32))
     return ranks
 
 
-def met(shm_dir: Any, places: list[str] | None = None, **options: Any) -> tuple[ShardedSession, Any]:
+def open_session(shm_dir: Any, places: list[str] | None = None, **options: Any) -> tuple[ShardedSession, Any]:
     """Open a session; returns it and its store. `places`: the four engine ranks' hosts ("here": the trainers' host)."""
     here = host_id(str(shm_dir))
     hosts = [here if place == "here" else place for place in places or ["here"] * 4]
@@ -164,8 +164,8 @@ class Exchange:
         sent, received = (merge_reports([pending.result(30) for pending in side]) for side in (sending, receiving))
         compare_sharded_reports(sent, received)
         for rank in self.engines:
-            for number in range(len(rank.boxes)):
-                assert torch.equal(rank.view(number), rank.true(number, self.weights)), rank.boxes[number]
+            for number in range(len(rank.slices)):
+                assert torch.equal(rank.view(number), rank.true(number, self.weights)), rank.slices[number]
         return sent, received
 
     def close(self) -> None:
@@ -176,7 +176,7 @@ class Exchange:
 
 @contextlib.contextmanager
 def exchange(shm_dir: Any, places: list[str] | None = None, **options: Any) -> Iterator[Exchange]:
-    cluster = Exchange(*met(shm_dir, places, **options), list(range(4)), list(range(4)))
+    cluster = Exchange(*open_session(shm_dir, places, **options), list(range(4)), list(range(4)))
     try:
         yield cluster
     finally:

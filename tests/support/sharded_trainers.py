@@ -46,14 +46,14 @@ class SlicedTrainers:
         return lambda: [self._held(rank, weight) for weight in self._weights.values()]
 
     def _describe(self, rank: int) -> SliceTable:
-        describer = SliceTableBuilder()
+        builder = SliceTableBuilder()
         for name, weight in self._weights.items():
             held = self._held(rank, weight)
             row = len(weight.chunk(RANKS)[0]) * rank if weight.dim() > 1 else 0
             rows, columns = held.shape if weight.dim() > 1 else (1, len(held))
-            parameter = describer.parameter(name, str(weight.dtype).removeprefix("torch."))
-            describer.add(describer.tensor(name, weight.shape), (row, 0, rows, columns), parameter, 0, columns)
-        return describer.build()
+            parameter = builder.parameter(name, str(weight.dtype).removeprefix("torch."))
+            builder.add(builder.tensor(name, weight.shape), (row, 0, rows, columns), parameter, 0, columns)
+        return builder.build()
 
     def update(self, engine: EngineProcess, version: int, weights: Mapping[str, torch.Tensor]) -> ShardedReport:
         """Send `weights` as `version`; returns the engine's report."""

@@ -22,7 +22,7 @@ from megarl.cluster.failures import Failure, ProcessInfo, Raised
 from megarl.weight_sync import heartbeat
 from megarl.weight_sync.session import ShardedSession
 from megarl.weight_sync.sharded.receiver import ShardedReceiver
-from tests.support.sharded_ranks import SHAPES, Exchange, exchange, met
+from tests.support.sharded_ranks import SHAPES, Exchange, exchange, open_session
 
 HERE, APART = ["here"] * 4, ["b", "b", "c", "c"]
 TIMEOUT = 60.0  # no rank may wait this long
@@ -44,7 +44,9 @@ class Split:
             "heartbeat_timeout": fault.pop("heartbeat_timeout", 8.0),
             "host": fault.pop("host", "127.0.0.1"),
         }
-        session, store = met(shm_dir, places, bucket_bytes=1 << 21, **options) if 0 in here[0] else (None, None)
+        session, store = (
+            open_session(shm_dir, places, bucket_bytes=1 << 21, **options) if 0 in here[0] else (None, None)
+        )
         case = {
             "trainers": trainers, "engines": engines, "shapes": shapes, "shm_dir": str(shm_dir), "places": places,
             "session": session and json.loads(session.to_json()), "options": options,
@@ -96,9 +98,9 @@ def struck(run: Split, seconds: float) -> list[str]:
 
     The update and the cleanup must end within `seconds`.
     """
-    under_way = run.start(2)
+    in_flight = run.start(2)
     start = time.monotonic()
-    errors = [str(rank.exception(TIMEOUT / 2)) for rank in under_way]
+    errors = [str(rank.exception(TIMEOUT / 2)) for rank in in_flight]
     run.here.close()
     assert time.monotonic() - start < seconds
     return errors
@@ -110,7 +112,7 @@ def consequence(error: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("party", "places", "place", "before"),
+    ("peer", "places", "place", "before"),
     [
         pytest.param("trainer", HERE, "sharded.buckets.OutgoingBuckets.send", False, marks=pytest.mark.slow),
         ("engine", APART, "process_group.BroadcastGroup.start", False),
@@ -120,19 +122,19 @@ def consequence(error: str) -> bool:
         pytest.param("engine", HERE, "sharded.receiver.ShardedReceiver._load", True, marks=pytest.mark.slow),
     ],
 )
-def test_a_death_ends_the_update_on_all_ranks(tmp_path, monkeypatch, party, places, place, before):
+def test_a_death_ends_the_update_on_all_ranks(tmp_path, monkeypatch, peer, places, place, before):
     """`before`: the other ranks have been notified of a transfer that never begins."""
     monkeypatch.setitem(SHAPES, "odd", LARGE["odd"])
-    ranks = ([3], []) if party == "trainer" else ([], [3])
+    ranks = ([3], []) if peer == "trainer" else ([], [3])
     with split(tmp_path, places, *ranks, place=place, before=before, shapes=LARGE) as run:
         errors = struck(run, SECONDS)
-    who = "trainer 3" if party == "trainer" else "engine rank e1/1"
+    name = "trainer 3" if peer == "trainer" else "engine rank e1/1"
     pattern = (
-        rf"aborted: {who} \(process {run.process.pid} on .*\) died in the update to version 2: connection closed by"
+        rf"aborted: {name} \(process {run.process.pid} on .*\) died in the update to version 2: connection closed by"
     )
     waited = rf"{pattern}.* \(this process waited for .*(trainer 3|e1/1)"
     assert any(re.search(waited, error) for error in errors), errors
-    failed = [error for error in errors if error != "None"]  # of others, what failed had no part
+    failed = [error for error in errors if error != "None"]  # other ranks may have finished without the dead rank
     assert all(consequence(error) and re.search(pattern, error) for error in failed), errors
 
 
@@ -190,13 +192,13 @@ def test_a_pause_of_the_monitor_is_not_a_missed_heartbeat(tmp_path, monkeypatch)
     with exchange(tmp_path) as cluster:
         cluster.connect()
         cluster.update(1)
-        under_way = [cluster.pool.submit(sender.send, 2, cluster.export) for sender in cluster.senders]
-        under_way += [cluster.pool.submit(cluster.receive, rank, 2) for rank in (0, 1, 2)]
+        in_flight = [cluster.pool.submit(sender.send, 2, cluster.export) for sender in cluster.senders]
+        in_flight += [cluster.pool.submit(cluster.receive, rank, 2) for rank in (0, 1, 2)]
         time.sleep(1.5)
         leap[0] = 100.0
         time.sleep(1.5)
-        under_way.append(cluster.pool.submit(cluster.receive, 3, 2))
-        assert all(rank.result(10) for rank in under_way)
+        in_flight.append(cluster.pool.submit(cluster.receive, 3, 2))
+        assert all(rank.result(10) for rank in in_flight)
 
 
 def test_unknown_connections_at_the_heartbeat_port_are_ignored(tmp_path):
@@ -238,9 +240,9 @@ def test_a_failed_process_ends_without_waiting_for_its_transfers(tmp_path, monke
 
     with split(tmp_path, APART, [3], []) as run:
         monkeypatch.setattr(ShardedReceiver, "_start", full)
-        under_way = run.start(2)
+        in_flight = run.start(2)
         start = time.monotonic()
         stderr = run.process.communicate()[1]
         assert time.monotonic() - start < SECONDS
         assert run.process.returncode == 1 and "MemoryError: no room (this process waited for bucket" in stderr, stderr
-        assert all(rank.exception(SECONDS) for rank in under_way)
+        assert all(rank.exception(SECONDS) for rank in in_flight)

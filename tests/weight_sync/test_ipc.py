@@ -138,17 +138,17 @@ def test_a_changed_word_is_detected(tmp_path, monkeypatch):
 def test_an_acknowledgement_follows_the_devices_copies(tmp_path, monkeypatch):
     """The sender packs the next bucket into the slot after the acknowledgement."""
     order: list[str] = []
-    tell = AckWriter.publish
+    publish = AckWriter.publish
 
     class Device(CPUPlatform):
         def synchronize(self) -> None:
             order.append("synchronized")
 
-    def told(self, *arguments):
+    def published(self, *arguments):
         order.append("answered")
-        tell(self, *arguments)
+        publish(self, *arguments)
 
-    monkeypatch.setattr(AckWriter, "publish", told)
+    monkeypatch.setattr(AckWriter, "publish", published)
     monkeypatch.setattr(receiver, "select", lambda name: Device())
     with exchange(tmp_path, HERE, transport="ipc") as cluster:
         cluster.connect()

@@ -19,7 +19,7 @@ from megarl.weight_sync.sharded.buckets import OutgoingBuckets
 from megarl.weight_sync.sharded.receiver import ShardedReceiver
 from megarl.weight_sync.sharded.sender import ShardedSender
 from megarl.weight_sync.store import StoreChannel
-from tests.support.sharded_ranks import exchange, met, trainers
+from tests.support.sharded_ranks import exchange, open_session, trainers
 
 WATCH = ("megarl-heartbeat", "megarl-heartbeat-monitor", "megarl-fingerprint")
 
@@ -66,7 +66,7 @@ def assert_released(port: int, before: set[threading.Thread]) -> None:
 
 
 def fail(*_: Any, **__: Any) -> Any:
-    raise WeightSyncError("it cannot be told")
+    raise WeightSyncError("it cannot be published")
 
 
 def without_thread(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
@@ -83,7 +83,7 @@ def without_thread(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 @pytest.mark.parametrize("fault", ["client", "slice table", "heartbeat thread", "heartbeat-monitor thread"])
 def test_a_failed_sender_releases_threads_and_connections(tmp_path, monkeypatch, fault):
     """`caught` keeps the constructor's frames alive, as a stored traceback does."""
-    session, store = met(tmp_path)
+    session, store = open_session(tmp_path)
     held, before = trainers()[0], set(threading.enumerate())
     if fault == "client":
         monkeypatch.setattr(planned_sender, "HeartbeatClient", fail)
@@ -91,7 +91,7 @@ def test_a_failed_sender_releases_threads_and_connections(tmp_path, monkeypatch,
         monkeypatch.setattr(manifest, "publish", fail)
     else:
         without_thread(monkeypatch, f"megarl-{fault.removesuffix(' thread')}")
-    with pytest.raises((WeightSyncError, RuntimeError), match=r"cannot be told|new thread") as caught:
+    with pytest.raises((WeightSyncError, RuntimeError), match=r"cannot be published|new thread") as caught:
         ShardedSender(session, 0, held.description, held.tensors, store)
     assert_released(port_of(session, store), before)
     assert caught.value.__traceback__ is not None
@@ -99,7 +99,7 @@ def test_a_failed_sender_releases_threads_and_connections(tmp_path, monkeypatch,
 
 @pytest.mark.parametrize("fault", ["thread", "name"])
 def test_a_failed_receiver_releases_threads_and_connections(tmp_path, monkeypatch, fault):
-    session, store = met(tmp_path)
+    session, store = open_session(tmp_path)
     held = trainers()[0]
     sender = ShardedSender(session, 0, held.description, held.tensors, store)
     port, before = port_of(session, store), set(threading.enumerate())
@@ -108,7 +108,7 @@ def test_a_failed_receiver_releases_threads_and_connections(tmp_path, monkeypatc
         without_thread(monkeypatch, "megarl-heartbeat")
     else:
         monkeypatch.setattr(heartbeat.socket, "gethostname", fail)
-    with pytest.raises((WeightSyncError, RuntimeError), match=r"cannot be told|new thread") as caught:
+    with pytest.raises((WeightSyncError, RuntimeError), match=r"cannot be published|new thread") as caught:
         ShardedReceiver(session, "e0/0")
     deadline = time.monotonic() + 3
     while connections(port) > mine and time.monotonic() < deadline:
@@ -133,9 +133,9 @@ def test_memory_of_unpublished_buckets_is_released(tmp_path, monkeypatch, place)
         monkeypatch.setattr(buckets, place, fail)
         monkeypatch.setattr(OutgoingBuckets, "__init__", created)
         sending, receiving = cluster.start(1)
-        assert all("cannot be told" in str(rank.exception(20)) for rank in (*sending, *receiving))
+        assert all("cannot be published" in str(rank.exception(20)) for rank in (*sending, *receiving))
         assert os.listdir(tmp_path) == []
-        assert built and all(len(slot._memory) == 0 for box in built for slot in box._slots)
+        assert built and all(len(slot._memory) == 0 for outgoing in built for slot in outgoing._slots)
 
 
 def test_links_formed_before_a_failure_are_closed(tmp_path, monkeypatch):
@@ -150,7 +150,7 @@ def test_links_formed_before_a_failure_are_closed(tmp_path, monkeypatch):
             self.close = lambda: closed.append(name)
 
     monkeypatch.setattr(buckets, "BroadcastGroup", Group)
-    session, store = met(tmp_path)
+    session, store = open_session(tmp_path)
     links = [buckets.Relay(("trainer", 0), (), reader) for reader in (0, 1)]
     with pytest.raises(WeightSyncError, match="the second could not form"):
         buckets.form_links(StoreChannel(session, store), session, ("trainer", 0), links)

@@ -85,14 +85,14 @@ def test_a_lost_network_is_detected_on_both_sides(
 
     with split(tmp_path, ["b", "b", "c", "d"], *ranks, shapes=LARGE, host=cable.address, inside=cable.inside) as run:
         monkeypatch.setattr(BroadcastGroup, "start", cutting)
-        under_way = run.start(2)
-        errors = [str(rank.exception(TIMEOUT / 2)) for rank in under_way]
+        in_flight = run.start(2)
+        errors = [str(rank.exception(TIMEOUT / 2)) for rank in in_flight]
         run.here.close()
         local_seconds = time.monotonic() - cut[0]
         alone = run.process.communicate(timeout=TIMEOUT / 2)[1]
         remote_seconds = time.monotonic() - cut[0]
-    who = "trainer 3" if ranks[0] else "engine rank e1/1"
-    pattern = rf"aborted: {who} \(process \d+ on .*\) sent no heartbeat for 8 s in the update to version 2: it is"
+    peer = "trainer 3" if ranks[0] else "engine rank e1/1"
+    pattern = rf"aborted: {peer} \(process \d+ on .*\) sent no heartbeat for 8 s in the update to version 2: it is"
     failed = [error for error in errors if error != "None"]
     assert failed and all(re.search(pattern, error) for error in failed), errors
     assert "trainer 0 sent no heartbeat for 8 s" in alone, alone

@@ -18,27 +18,27 @@ class Rank:
     """Parameters of one rank and the checkpoint slices in them."""
 
     def __init__(self) -> None:
-        self.describer = SliceTableBuilder()
+        self.builder = SliceTableBuilder()
         self.memory: list[np.ndarray] = []
-        self.boxes: list[tuple[str, tuple[int, int, int, int], int, int, int]] = []
+        self.slices: list[tuple[str, tuple[int, int, int, int], int, int, int]] = []
 
     def parameter(self, size: int, dtype: str) -> int:
-        number = self.describer.parameter(f"parameter{len(self.memory)}", dtype)
+        number = self.builder.parameter(f"parameter{len(self.memory)}", dtype)
         self.memory.append(np.full(size, np.nan, NUMPY[dtype]))
         return number
 
-    def add(self, name: str, shape: tuple[int, ...], box: tuple[int, int, int, int], at: tuple[int, int, int]) -> None:
-        self.describer.add(self.describer.tensor(name, shape), box, *at)
-        self.boxes.append((name, box, *at))
+    def add(self, name: str, shape: tuple[int, ...], part: tuple[int, int, int, int], at: tuple[int, int, int]) -> None:
+        self.builder.add(self.builder.tensor(name, shape), part, *at)
+        self.slices.append((name, part, *at))
 
-    def place(self, name: str, shape: tuple[int, ...], box: tuple[int, int, int, int], dtype: str, gap: int) -> None:
+    def place(self, name: str, shape: tuple[int, ...], part: tuple[int, int, int, int], dtype: str, gap: int) -> None:
         """Add a separate parameter for the slice, with `gap` elements between rows."""
-        _, _, rows, columns = box
+        _, _, rows, columns = part
         stride = columns + gap
-        self.add(name, shape, box, (self.parameter(gap + rows * stride, dtype), gap, stride))
+        self.add(name, shape, part, (self.parameter(gap + rows * stride, dtype), gap, stride))
 
-    def done(self) -> SliceTable:
-        return self.describer.build()
+    def slice_table(self) -> SliceTable:
+        return self.builder.build()
 
 
 def part_of(memory: np.ndarray, offset: int, stride: int, rows: int, columns: int) -> np.ndarray:
@@ -56,7 +56,7 @@ def carry_out(plan: TransferPlan, trainers: list[Rank], engines: list[Rank]) -> 
             buckets = [np.full(size, np.nan, NUMPY[stream.dtype]) for size in stream.buckets]
             for bucket, at, parameter, offset, stride, rows, columns in stream.copies.tolist():
                 hole = buckets[bucket][at : at + rows * columns]
-                assert np.isnan(hole).all(), "two boxes in one place of a bucket"
+                assert np.isnan(hole).all(), "two slices overlap in a bucket"
                 hole[:] = part_of(rank.memory[parameter], offset, stride, rows, columns).ravel()
             assert all(bucket.size and not np.isnan(bucket).any() for bucket in buckets), "a bucket with a hole"
             sent[stream.number, stream.targets[0]] = buckets
@@ -105,19 +105,19 @@ def exchanges(draw):
         values[name] = rng.integers(-1000, 1000, shape).astype(np.float32)  # exact in each type
         for ranks in (trainers, engines):
             dtype = draw(st.sampled_from(["float32", "bfloat16"]))
-            boxes = [
+            parts = [
                 (row, column, rows, columns)
                 for row, rows in cuts(draw, shape[0])
                 for column, columns in cuts(draw, shape[1])
             ]
-            for place, box in enumerate(boxes):
+            for place, part in enumerate(parts):
                 # at least one trainer rank holds each slice, so that no element is missing; engine ranks need any subset
                 some = draw(st.sets(st.integers(0, len(ranks) - 1), min_size=ranks is trainers))
                 if ranks is trainers or some or place == 0:
                     for owner in sorted(some):
-                        ranks[owner].place(name, shape, box, dtype, draw(st.integers(0, 2)))
+                        ranks[owner].place(name, shape, part, dtype, draw(st.integers(0, 2)))
     for rank in trainers:
-        for name, (row, column, rows, columns), parameter, offset, stride in rank.boxes:
+        for name, (row, column, rows, columns), parameter, offset, stride in rank.slices:
             part_of(rank.memory[parameter], offset, stride, rows, columns)[:] = values[name][
                 row : row + rows, column : column + columns
             ]
@@ -130,17 +130,17 @@ def exchanges(draw):
 @settings(max_examples=75, deadline=None)
 def test_every_needed_element_arrives_once(exchange) -> None:
     values, trainers, engines, hosts, bucket_bytes = exchange
-    haves, needs = [rank.done() for rank in trainers], [rank.done() for rank in engines]
-    plan = plan_transfers(haves, needs, hosts, bucket_bytes)
+    held, needed = [rank.slice_table() for rank in trainers], [rank.slice_table() for rank in engines]
+    plan = plan_transfers(held, needed, hosts, bucket_bytes)
     received = carry_out(plan, trainers, engines)
     for rank in engines:
-        for name, (row, column, rows, columns), parameter, offset, stride in rank.boxes:
+        for name, (row, column, rows, columns), parameter, offset, stride in rank.slices:
             value = part_of(rank.memory[parameter], offset, stride, rows, columns)
             assert np.array_equal(value, values[name][row : row + rows, column : column + columns])
-    types = {name: dtype for table in haves for name, dtype in types_of(table)}
-    for number, need in enumerate(needs):
+    types = {name: dtype for table in held for name, dtype in types_of(table)}
+    for number, table in enumerate(needed):
         expected = 0
-        for _, name, rows, columns, dtype in set(boxes_of(need)):
+        for _, name, rows, columns, dtype in set(slices_of(table)):
             expected += rows * columns * min(ITEM_BYTES[dtype], ITEM_BYTES[types[name]])
         assert received[number] == expected
     for stream in range(len(plan.targets)):
@@ -150,9 +150,9 @@ def test_every_needed_element_arrives_once(exchange) -> None:
 
 
 def types_of(table: SliceTable):
-    return [(table.tensors[box[0]], table.dtypes[box[5]]) for box in table.slices.tolist()]
+    return [(table.tensors[row[0]], table.dtypes[row[5]]) for row in table.slices.tolist()]
 
 
-def boxes_of(table: SliceTable):
-    for box in table.slices.tolist():
-        yield tuple(box[1:3]), table.tensors[box[0]], *box[3:5], table.dtypes[box[5]]
+def slices_of(table: SliceTable):
+    for row in table.slices.tolist():
+        yield tuple(row[1:3]), table.tensors[row[0]], *row[3:5], table.dtypes[row[5]]

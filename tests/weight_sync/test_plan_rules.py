@@ -11,15 +11,15 @@ from megarl.weight_sync.sharded.slices import SliceTable, SliceTableBuilder, as_
 MIB = 1 << 20
 
 
-def holding(*boxes: tuple[str, tuple[int, ...], tuple[int, int, int, int]], dtype: str = "bfloat16") -> SliceTable:
-    describer = SliceTableBuilder()
-    for number, (name, shape, box) in enumerate(boxes):
-        describer.add(describer.tensor(name, shape), box, describer.parameter(f"{number}", dtype), 0, box[3])
-    return describer.build()
+def slice_table(*slices: tuple[str, tuple[int, ...], tuple[int, int, int, int]], dtype: str = "bfloat16") -> SliceTable:
+    builder = SliceTableBuilder()
+    for number, (name, shape, part) in enumerate(slices):
+        builder.add(builder.tensor(name, shape), part, builder.parameter(f"{number}", dtype), 0, part[3])
+    return builder.build()
 
 
 def whole(*names: str, size: int = 256, dtype: str = "bfloat16") -> SliceTable:
-    return holding(*((name, (size, size), (0, 0, size, size)) for name in names), dtype=dtype)
+    return slice_table(*((name, (size, size), (0, 0, size, size)) for name in names), dtype=dtype)
 
 
 def sent(plan: TransferPlan, trainers: int) -> np.ndarray:
@@ -60,8 +60,8 @@ def test_a_holder_on_the_engines_host_is_preferred() -> None:
 
 
 def test_a_slice_that_an_engine_needs_twice_is_sent_once() -> None:
-    box = ("shared", (8, 8), (0, 0, 8, 8))
-    plan = plan_transfers([holding(box)], [holding(box, box)], Hosts(["a"], ["a"]), MIB)
+    part = ("shared", (8, 8), (0, 0, 8, 8))
+    plan = plan_transfers([slice_table(part)], [slice_table(part, part)], Hosts(["a"], ["a"]), MIB)
     (stream,) = plan.streams_to(0)
     assert len(stream.copies) == 2 and stream.buckets.tolist() == [64]
 
@@ -77,9 +77,9 @@ def test_the_smaller_dtype_is_sent(held: str, needed: str, travels: str) -> None
 
 def test_equal_slice_tables_give_equal_plans() -> None:
     def once() -> list[object]:
-        haves = [holding(*((n, (64, 64), (32 * r, 0, 32, 64)) for n in layers(9))) for r in (0, 1, 0, 1)]
+        held = [slice_table(*((n, (64, 64), (32 * r, 0, 32, 64)) for n in layers(9))) for r in (0, 1, 0, 1)]
         plan = plan_transfers(
-            haves, [whole(*layers(9), size=64)] * 3, Hosts(["a", "a", "b", "b"], ["a", "b", "c"]), 4096
+            held, [whole(*layers(9), size=64)] * 3, Hosts(["a", "a", "b", "b"], ["a", "b", "c"]), 4096
         )
         parts = [plan.streams_from(r) for r in range(4)] + [plan.streams_to(r) for r in range(3)]
         return [
@@ -98,9 +98,9 @@ def test_equal_slice_tables_give_equal_plans() -> None:
 
 
 def test_slice_tables_round_trip() -> None:
-    describer = SliceTableBuilder()
-    describer.add_whole("conv", (4, 3, 2, 2), "float32")
-    table = describer.build()
+    builder = SliceTableBuilder()
+    builder.add_whole("conv", (4, 3, 2, 2), "float32")
+    table = builder.build()
     read = SliceTable.from_bytes(table.to_bytes())
     assert read.shapes == ((4, 3, 2, 2),) and read.whole == {"conv"} and read.digest == table.digest
     assert (read.slices == table.slices).all() and read.nbytes == 4 * 48
@@ -117,21 +117,21 @@ def test_digests_do_not_depend_on_the_compression(monkeypatch: pytest.MonkeyPatc
 
 
 def halves(*rows: tuple[int, int]) -> list[SliceTable]:
-    return [holding(("w", (8, 4), (row, 0, count, 4))) for row, count in rows]
+    return [slice_table(("w", (8, 4), (row, 0, count, 4))) for row, count in rows]
 
 
 @pytest.mark.parametrize(
-    "haves, message",
+    "held, message",
     [
         (halves((0, 4), (5, 3)), "engine ranks 0, 1 need 8 rows .* of w: of these 32 elements the trainers hold 28"),
         (halves((0, 5), (4, 4)), "trainer rank 0 and trainer rank 1 hold slices of w .* 1 rows from row 4"),
         ([*halves((0, 5), (4, 4))][:1] * 2, "engine ranks 0, 1 need .* hold 20"),
-        ([holding(("w", (4, 8), (0, 0, 4, 8)))], r"w is \[8, 4\] at engine rank 0, and \[4, 8\] at trainer rank 0"),
-        ([holding(("v", (8, 4), (0, 0, 8, 4)))], "hold 0"),
-        ([*halves((0, 8)), holding(("w", (8, 4), (0, 0, 8, 4)), dtype="float32")], "in different types"),
+        ([slice_table(("w", (4, 8), (0, 0, 4, 8)))], r"w is \[8, 4\] at engine rank 0, and \[4, 8\] at trainer rank 0"),
+        ([slice_table(("v", (8, 4), (0, 0, 8, 4)))], "hold 0"),
+        ([*halves((0, 8)), slice_table(("w", (8, 4), (0, 0, 8, 4)), dtype="float32")], "in different types"),
     ],
 )
-def test_holes_and_overlaps_are_refused(haves: list[SliceTable], message: str) -> None:
+def test_holes_and_overlaps_are_refused(held: list[SliceTable], message: str) -> None:
     """A check of sizes alone would accept a hole and an overlap of the same size."""
     with pytest.raises(ValueError, match=message):
-        plan_transfers(haves, halves((0, 8)) * 2, Hosts(["a"] * len(haves), ["b"] * 2), MIB)
+        plan_transfers(held, halves((0, 8)) * 2, Hosts(["a"] * len(held), ["b"] * 2), MIB)

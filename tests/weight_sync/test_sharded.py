@@ -151,7 +151,7 @@ def test_relays_and_connections_of_a_stream(tmp_path):
         Relay(("engine", 2), (3,), 4),
     ]
     hosts = Hosts(("a", "a"), ("a", "a", "b", "b", "c"))
-    assert [hop.remote for hop in relay_path(1, stream.targets, hosts, shares_memory=False)] == [0, 1, 2, 3, 4]
+    assert [relay.remote for relay in relay_path(1, stream.targets, hosts, shares_memory=False)] == [0, 1, 2, 3, 4]
     plan = SimpleNamespace(sources=torch.tensor([1, 0]).numpy(), targets=[stream.targets, (0, 3)], hosts=hosts)
     assert max_connections(plan, shares_memory=True) == 2, "engine 2: from trainer 1, and to engine 4"
     assert max_connections(plan, shares_memory=False) == 4, "engine 0: from both trainers, and to engines 1 and 3"
@@ -232,11 +232,11 @@ def test_loaded_weights_are_compared_with_the_export(tmp_path, check_every):
 
 def test_missing_slices_are_refused_by_all_ranks(tmp_path):
     with exchange(tmp_path) as cluster:
-        describer = SliceTableBuilder()
-        describer.add(describer.tensor("unknown", (4, 4)), (0, 0, 4, 4), describer.parameter("p", "float32"), 0, 4)
+        builder = SliceTableBuilder()
+        builder.add(builder.tensor("unknown", (4, 4)), (0, 0, 4, 4), builder.parameter("p", "float32"), 0, 4)
         for receiver in cluster.receivers:
             receiver.collect_held()
-            receiver.publish_needed(describer.build())
+            receiver.publish_needed(builder.build())
         for error in failures(cluster, 1):
             assert "of unknown: of these 16 elements the trainers hold 0" in str(error) or "aborted" in str(error)
 

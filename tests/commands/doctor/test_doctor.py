@@ -187,7 +187,7 @@ class TestRecipe:
         ]
 
     @pytest.mark.parametrize(
-        ("setting", "stage", "says"),
+        ("setting", "stage", "message"),
         [
             ("rollout.engine=vlm", "settings", "vlm"),
             ("model.path=nowhere", "model", "model.path = "),
@@ -195,10 +195,12 @@ class TestRecipe:
             ("reward.function=gsm9k", "rewards", "gsm9k"),
         ],
     )
-    def test_a_missing_file_or_setting_fails_its_stage(self, setting, stage, says, quickstart_data, tmp_path) -> None:
+    def test_a_missing_file_or_setting_fails_its_stage(
+        self, setting, stage, message, quickstart_data, tmp_path
+    ) -> None:
         findings = list(stages(self.recipe(quickstart_data, tmp_path, setting)))
         (failure,) = (finding for finding in findings if finding.status != "ok")
-        assert (failure.check, failure.status) == (f"recipe: {stage}", "FAIL") and says in failure.text
+        assert (failure.check, failure.status) == (f"recipe: {stage}", "FAIL") and message in failure.text
         assert "\n" not in failure.text + failure.remedy
         assert ("not reached" in failure.text) == (stage != "rewards")
 

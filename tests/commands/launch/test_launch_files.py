@@ -106,13 +106,13 @@ def test_slurm_joins_two_nodes(sbatch):
 
 
 @pytest.mark.parametrize(
-    ("environ", "says"),
+    ("environ", "message"),
     [({"SLURM_JOB_ID": ""}, "runs in a Slurm job"), ({"SLURM_SUBMIT_DIR": "/usr"}, "no launch/multinode.sh in /usr")],
 )
-def test_slurm_refuses_a_wrong_call(sbatch, environ, says):
+def test_slurm_refuses_a_wrong_call(sbatch, environ, message):
     job = sbatch("recipe.yaml", **environ)
     output, _ = job.communicate(timeout=20)
-    assert says in output
+    assert message in output
     assert job.returncode == 2
 
 

@@ -40,7 +40,7 @@ def test_topology(environ, rank, nodes, master, devices):
 
 
 @pytest.mark.parametrize(
-    ("environ", "says"),
+    ("environ", "message"),
     [
         ({"NNODES": "2", "MASTER_ADDR": "m", "HOSTNAME": "login"}, "set NODE_RANK"),
         ({"NNODES": "2", "NODE_RANK": "0"}, "set MASTER_ADDR"),
@@ -52,8 +52,8 @@ def test_topology(environ, rank, nodes, master, devices):
         ({"DEVICES_PER_NODE": "0"}, "a node without devices"),
     ],
 )
-def test_inconsistent_topologies_are_refused(environ, says):
-    with pytest.raises(ValueError, match=says):
+def test_inconsistent_topologies_are_refused(environ, message):
+    with pytest.raises(ValueError, match=message):
         read_topology(environ)
 
 
@@ -88,10 +88,14 @@ def test_rendezvous():
     late = RendezvousClient("127.0.0.1", port, 2, 3, timeout=5)
     assert wait_until(lambda: first.ready and late.ready, 5)
     assert first.environment == {"KEY": "value"}
-    for rank, nodes, says in [(1, 3, "rank 1 is taken"), (3, 3, "not between 1 and 2"), (2, 2, "the head expects 3")]:
+    for rank, nodes, message in [
+        (1, 3, "rank 1 is taken"),
+        (3, 3, "not between 1 and 2"),
+        (2, 2, "the head expects 3"),
+    ]:
         stranger = RendezvousClient("127.0.0.1", port, rank, nodes, timeout=5)
         assert wait_until(lambda stranger=stranger: stranger.over, 5)
-        assert says in stranger.refusal
+        assert message in stranger.refusal
         assert stranger.environment == {}
     assert not first.begun
     server.begin()

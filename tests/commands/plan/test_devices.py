@@ -251,9 +251,9 @@ def test_an_engine_next_to_resident_trainers_is_refused_with_the_key_offload() -
     run_recipe.actor.max_tokens_per_micro_batch, run_recipe.megatron.offload = 1, False
     held = RankMemory(1, 1, 20 * GIB, 0, 40 * GIB, 30 * GIB, 60 * GIB, 0)
     rank = EngineRank(10, 20 * GIB, 2.0, 5 * GIB, cache=100 * GIB, sequences=3.0, devices=4)
-    lying = [PipelineStage("actor", 0, 0, held, Activations(1, 1, 1, 1), None, {})]
+    stages = [PipelineStage("actor", 0, 0, held, Activations(1, 1, 1, 1), None, {})]
     swaps: dict[str, int | None] = {"actor": None, "critic": None}
-    (refusal,) = too_large(places(run_recipe, lying, {"rollout": rank}, swaps=swaps, largest=0), 200)
+    (refusal,) = too_large(places(run_recipe, stages, {"rollout": rank}, swaps=swaps, largest=0), 200)
     assert refusal.key == "megatron.offload" and "in gen: KV cache 100.0" in refusal.problem
 
 
@@ -263,10 +263,10 @@ def test_many_phases_are_printed_as_rows(capsys: pytest.CaptureFixture[str]) -> 
     uses = [Use(phase, {"weights": (number + 50) << 30}) for number, phase in enumerate(phases)]
     few = [DeviceUses("actor 0 + engine", 8, uses[:2])]
     many = [DeviceUses(f"actor {number} + critic 0 + engine", 8, uses) for number in range(2)]
-    for those, memory in ((few, 64.0), (many, 64.0), (many, None)):
-        Console(width=100).print(_places(those, memory, Unit.of(2**33), 100, counted=True))
+    for device_uses, memory in ((few, 64.0), (many, 64.0), (many, None)):
+        Console(width=100).print(_places(device_uses, memory, Unit.of(2**33), 100, counted=True))
         printed = capsys.readouterr().out
         assert "…" not in printed and max(map(len, printed.splitlines())) <= 100
-        for use in those[0].uses:
+        for use in device_uses[0].uses:
             assert f"{use.total >> 30}.0" in printed
-        assert memory is None or f"{64 - 49 - len(those[0].uses)}.0 left" in printed
+        assert memory is None or f"{64 - 49 - len(device_uses[0].uses)}.0 left" in printed

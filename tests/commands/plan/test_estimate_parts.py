@@ -112,13 +112,13 @@ def test_a_forward_pass() -> None:
 def test_a_pipeline_waits_while_it_fills_and_drains() -> None:
     piped = trainers(2, megatron__pipeline_parallel=2)
     each = (WEIGHTS / 2 + PAIRS / 2 + OUTPUT) / 1e12  # the last stage, which has the output layer
-    hop = 1000 * 10 * 2 / 1e9
+    transfer = 1000 * 10 * 2 / 1e9
     phase = training.forward(piped, BATCH, mini_batches=1)
-    assert phase.parts == pytest.approx({"compute": 3 * each, "links": 3 * hop, "bubble": each + hop})
+    assert phase.parts == pytest.approx({"compute": 3 * each, "links": 3 * transfer, "bubble": each + transfer})
     assert training.bubble(piped, BATCH) == pytest.approx(1 / 4)
     chunks = trainers(2, megatron__pipeline_parallel=2, megatron__virtual_pipeline=2)
     assert training.bubble(chunks, BATCH) == pytest.approx(1 / 7)
-    assert training.forward(chunks, BATCH, 1).bubble == pytest.approx((each + 2 * hop) / 2)
+    assert training.forward(chunks, BATCH, 1).bubble == pytest.approx((each + 2 * transfer) / 2)
 
 
 @pytest.mark.parametrize(

@@ -26,11 +26,11 @@ HALF = 3 * 4 * 2  # bytes of half a tensor
 
 def description(*names: str, rows: tuple[int, int] = (0, 6)) -> SliceTable:
     """Describe tensors of shape [6, 4] in bfloat16."""
-    describer = SliceTableBuilder()
+    builder = SliceTableBuilder()
     for name in names:
-        box = (rows[0], 0, rows[1], 4)
-        describer.add(describer.tensor(name, (6, 4)), box, describer.parameter(name, "bfloat16"), 0, 4)
-    return describer.build()
+        part = (rows[0], 0, rows[1], 4)
+        builder.add(builder.tensor(name, (6, 4)), part, builder.parameter(name, "bfloat16"), 0, 4)
+    return builder.build()
 
 
 def run(*arguments: str) -> int:

@@ -46,7 +46,7 @@ def subject(trainers: int = 4, model: dict[str, Any] = SPARSE, **megatron: Any) 
     return Subject(run_recipe, {**model, "head_dim": 8, "max_position_embeddings": 512}, None, H100)
 
 
-class Judges:
+class FakeFitChecker:
     """A replacement of `FitChecker`: layouts without recomputation are too large, one shape is refused, and one is
     forecast to be too large."""
 
@@ -78,9 +78,9 @@ class Judges:
         return chosen(recipe, choice)
 
 
-def run(task: Subject, judge: Judges, *, seconds: float = 60.0, count: int = 10) -> SearchResult:
+def run(task: Subject, checker: FakeFitChecker, *, seconds: float = 60.0, count: int = 10) -> SearchResult:
     clock = StepTimes(task.device, task.shape, None, None)
-    return module._Search(task, judge, clock, time.monotonic() + seconds, count).run()  # type: ignore[arg-type]
+    return module._Search(task, checker, clock, time.monotonic() + seconds, count).run()  # type: ignore[arg-type]
 
 
 def everything(result: SearchResult) -> int:
@@ -90,7 +90,7 @@ def everything(result: SearchResult) -> int:
 
 
 def test_candidates_are_sorted_by_time_with_one_per_shape() -> None:
-    result = run(subject(), Judges(), count=1000)
+    result = run(subject(), FakeFitChecker(), count=1000)
     assert len(result.best) > 5 and result.not_reached == 0
     assert [candidate.seconds for candidate in result.best] == sorted(candidate.seconds for candidate in result.best)
     shapes = [candidate.choice.layout.shape for candidate in result.best]
@@ -105,7 +105,7 @@ def test_candidates_are_sorted_by_time_with_one_per_shape() -> None:
 def test_the_first_candidate_is_the_fastest_that_fits() -> None:
     """The first candidate is the fastest of all layouts that fit."""
     task = subject()
-    first = run(task, Judges(), count=1).best[0]
+    first = run(task, FakeFitChecker(), count=1).best[0]
     clock = StepTimes(task.device, task.shape, None, None)
     fitting = [
         clock.seconds(chosen(task.recipe, choice))
@@ -117,30 +117,30 @@ def test_the_first_candidate_is_the_fastest_that_fits() -> None:
 
 
 def test_refused_and_unlikely_layouts_are_counted_in_the_result() -> None:
-    result = run(subject(), Judges(refuses=(1, 1, 1, 1, 1), doubts=(2, 1, 1, 1, 1)), count=1000)
+    result = run(subject(), FakeFitChecker(refuses=(1, 1, 1, 1, 1), doubts=(2, 1, 1, 1, 1)), count=1000)
     assert result.refused["not this one"] > 0
     fitting = {candidate.choice.layout.shape for candidate in result.best}
     assert (1, 1, 1, 1, 1) not in fitting
-    assert (2, 1, 1, 1, 1) in fitting, "with time left, unlikely layouts are counted as well"
-    assert len(fitting) == len(result.best), "and no more of a shape than one"
+    assert (2, 1, 1, 1, 1) in fitting, "with time left, unlikely layouts are counted"
+    assert len(fitting) == len(result.best), "one candidate per shape"
     assert everything(result) == result.possible
 
 
 def test_a_layout_that_hosts_cannot_hold_is_not_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A search rejects it with the reason; a plan proposes other layouts."""
 
-    class Hosts(Judges):
+    class TooSmallHosts(FakeFitChecker):
         def peak(self, choice: Choice) -> int:
             if choice.offload:
                 raise HostTooSmallError("the host of node 0 needs 99 GiB; there are 64. use more machines")
             return super().peak(choice)
 
-    result = run(subject(), Hosts(), count=1000)
+    result = run(subject(), TooSmallHosts(), count=1000)
     assert result.best and not any(candidate.choice.offload for candidate in result.best)
     assert result.hosts_too_small > 0 and everything(result) == result.possible
     (line,) = (line for line in summary_lines(result) if line.startswith("Fit the devices, but not their hosts"))
     assert f": {result.hosts_too_small}; the first: the host of node 0 needs 99 GiB" in line
-    monkeypatch.setattr(suggest, "FitChecker", Hosts)
+    monkeypatch.setattr(suggest, "FitChecker", TooSmallHosts)
     task = subject(recompute="none", offload=False)
     engines = EngineLayout(4, 1, 1, None), None
     suggested = suggest.proposals(task, NO_ASKER, engines=engines, seconds=30.0)
@@ -165,21 +165,21 @@ class Hosts(FitChecker):
 
 def test_hosts_of_a_layout_that_fits_the_devices_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hosts of a layout that is too large for the devices are not counted."""
-    judge, beyond = Hosts(23.0), Activations(1, 1, 1, 1)
+    checker, beyond = Hosts(23.0), Activations(1, 1, 1, 1)
     chosen, critic = Future[Any](), Future[Any]()
     chosen.set_result((EngineLayout(1, 1, 1, None), None))
     critic.set_result([])
-    judge._built, judge._shape = judge._subject.recipe, judge._subject.shape
-    judge._chosen, judge._critic, judge._choices = chosen, critic, [EngineLayout(1, 1, 1, None)]
+    checker._built, checker._shape = checker._subject.recipe, checker._subject.shape
+    checker._chosen, checker._critic, checker._choices = chosen, critic, [EngineLayout(1, 1, 1, None)]
     stages = [PipelineStage("actor", number, 0, held(10), beyond, None, {}) for number in range(4)]
     monkeypatch.setattr("megarl.commands.plan.search.fits.stages_of", lambda *_: stages)
-    choice = choice_of(judge._subject.recipe)
+    choice = choice_of(checker._subject.recipe)
     with pytest.raises(HostTooSmallError, match="the host of node 0 needs 40"):
-        judge.peak(choice)
-    judge._subject = replace(judge._subject, device=replace(judge._subject.device, memory=1e-9))
-    assert judge.peak(choice) > judge._subject.limit
-    judge._subject = replace(judge._subject, device=replace(judge._subject.device, memory=80.0, host_memory=50.0))
-    assert 0 < judge.peak(choice) < judge._subject.limit
+        checker.peak(choice)
+    checker._subject = replace(checker._subject, device=replace(checker._subject.device, memory=1e-9))
+    assert checker.peak(choice) > checker._subject.limit
+    checker._subject = replace(checker._subject, device=replace(checker._subject.device, memory=80.0, host_memory=50.0))
+    assert 0 < checker.peak(choice) < checker._subject.limit
 
 
 def held(size: int) -> RankMemory:
@@ -210,7 +210,7 @@ def test_hosts_of_a_searched_layout_equal_those_of_its_plan(monkeypatch: pytest.
 
 def test_a_search_stops_at_its_time_limit() -> None:
     began = time.monotonic()
-    result = run(subject(), Judges(waits=0.3), seconds=1.0)
+    result = run(subject(), FakeFitChecker(waits=0.3), seconds=1.0)
     assert time.monotonic() - began < 5
     assert result.not_reached > 0 and everything(result) == result.possible
     assert any("Not reached in" in line for line in summary_lines(result))
@@ -221,7 +221,7 @@ def test_the_recipes_layout_is_counted_even_with_little_time() -> None:
     task = subject(pipeline_parallel=2, recompute="full", offload=True)
     recipe_choice = choice_of(task.recipe)
 
-    class Slow(Judges):
+    class Slow(FakeFitChecker):
         def peak(self, choice: Choice) -> int:
             if choice == recipe_choice:
                 return 2**30
@@ -248,31 +248,31 @@ def test_resident_trainers_must_leave_memory_for_engines() -> None:
 def test_equal_settings_are_counted_once(tmp_path: Path) -> None:
     """A setting is counted once for all context-parallel sizes above one, by the first thread that requests it."""
 
-    class Asked:
+    class RecordingClient:
         def __init__(self) -> None:
-            self.questions: list[RankRequest] = []
+            self.requests: list[RankRequest] = []
 
-        def submit(self, question: RankRequest) -> Future[dict[str, Any]]:
-            self.questions.append(question)
+        def submit(self, request: RankRequest) -> Future[dict[str, Any]]:
+            self.requests.append(request)
             time.sleep(0.01)
             answer: Future[dict[str, Any]] = Future()
             answer.set_result({"activations": asdict(Activations(2**20, 2**21, 2**20, 0))})
             return answer
 
-    task, client = subject(8), Asked()
+    task, client = subject(8), RecordingClient()
     forecast = Forecast(client, task.recipe, task.model, task.shape, tmp_path)  # type: ignore[arg-type]
     with ThreadPoolExecutor(4) as threads:
-        alike = [
+        recipes = [
             replace(task.recipe, megatron=replace(task.recipe.megatron, context_parallel=size)) for size in (2, 4, 8, 2)
         ]
-        assert min(threads.map(forecast.peak, alike)) > 0
-    assert len(client.questions) == 3, "two stages of a layer each, and one of two"
+        assert min(threads.map(forecast.peak, recipes)) > 0
+    assert len(client.requests) == 3, "two stages of a layer each, and one of two"
     forecast.peak(task.recipe)
-    assert len(client.questions) == 6, "without context parallel, attention keeps other things"
+    assert len(client.requests) == 6, "without context parallel, attention keeps other things"
 
 
 def test_uncounted_engines_are_named() -> None:
-    result = run(subject(), Judges(), count=1)
+    result = run(subject(), FakeFitChecker(), count=1)
     assert "Engines are not counted in the memory. rollout: nothing is known." in summary_lines(result)
     assert not any("not counted in the memory" in line for line in summary_lines(SearchResult()))
 
@@ -288,7 +288,7 @@ def test_step_times_equal_the_estimate() -> None:
 
 
 def test_proposals_stop_at_their_time_limit_during_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Slow(Judges):
+    class Slow(FakeFitChecker):
         def peak(self, choice: Choice) -> int:
             time.sleep(1.5)
             return 0
@@ -304,18 +304,18 @@ def test_proposals_stop_at_their_time_limit_during_a_count(monkeypatch: pytest.M
 def test_proposals_stop_at_the_third(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search ends at the third proposal, without waiting for the fourth, which is being counted."""
 
-    class One(Judges):
+    class SlowOnce(FakeFitChecker):
         slow = False
 
         def peak(self, choice: Choice) -> int:
-            if One.slow:
+            if SlowOnce.slow:
                 time.sleep(0.01)
                 return 0
-            One.slow = True  # the first takes long
+            SlowOnce.slow = True  # the first takes long
             time.sleep(3)
             return 0
 
-    monkeypatch.setattr(suggest, "FitChecker", One)
+    monkeypatch.setattr(suggest, "FitChecker", SlowOnce)
     began = time.monotonic()
     proposals, stopped = suggest.proposals(subject(), NO_ASKER, seconds=60)
     assert len(proposals) == 3 and not stopped and time.monotonic() - began < 2.5
@@ -337,7 +337,7 @@ def test_layouts_that_divide_are_proposed_without_counting(monkeypatch: pytest.M
 
 def test_proposals_change_as_few_settings_as_possible(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     task = subject(tensor_parallel=4)  # two key/value heads do not divide
-    monkeypatch.setattr(suggest, "FitChecker", Judges)
+    monkeypatch.setattr(suggest, "FitChecker", FakeFitChecker)
     proposals, stopped = suggest.proposals(task, NO_ASKER, seconds=60)
     assert len(proposals) == 3 and not stopped
     assert all(
@@ -356,7 +356,7 @@ def test_proposals_of_one_shape_change_different_settings(monkeypatch: pytest.Mo
     """A smaller micro batch and recomputation of the recipe's layout are two proposals. Both together are slower than one
     of them and are not proposed, nor is another partition of the same layers."""
 
-    class Small(Judges):
+    class Small(FakeFitChecker):
         def peak(self, choice: Choice) -> int:
             time.sleep(
                 0.3 if choice.tokens == 256 else 0.0
@@ -384,7 +384,7 @@ def test_a_search_without_a_device_is_refused() -> None:
 
 def test_the_table_is_within_100_columns(capsys: pytest.CaptureFixture[str]) -> None:
     task = subject(8, pipeline_parallel=2)
-    show(task, run(task, Judges()))
+    show(task, run(task, FakeFitChecker()))
     printed = capsys.readouterr().out
     lines = [line for line in printed.splitlines() if not line.startswith("  megatron.")]  # lines to copy
     assert max(map(len, lines)) <= 100

@@ -252,8 +252,8 @@ def test_an_interrupt_kills_a_training_that_ignores_it(monkeypatch: pytest.Monke
         waits[0].kill()
 
 
-@pytest.mark.parametrize(("says", "raised"), [(130, SystemExit), (1, KeyboardInterrupt)])
-def test_the_stop_is_reported_once(says: int, raised: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("status", "raised"), [(130, SystemExit), (1, KeyboardInterrupt)])
+def test_the_stop_is_reported_once(status: int, raised: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
     """The training reports the stop if the signal reached it, else the rehearsal does."""
     waiting, messages = subprocess.Popen.wait, []
 
@@ -267,7 +267,7 @@ def test_the_stop_is_reported_once(says: int, raised: type[BaseException], monke
     monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
     monkeypatch.setattr(subprocess, "Popen", partial(subprocess.Popen, stdout=subprocess.PIPE))
     with pytest.raises(raised):
-        command._run(["sh", "-c", f"trap 'exit {says}' INT; echo ready; while :; do sleep 0.05; done"], os.environ)
+        command._run(["sh", "-c", f"trap 'exit {status}' INT; echo ready; while :; do sleep 0.05; done"], os.environ)
     assert messages != [os.getpgid(0)], "Ctrl-C at a terminal would reach both"
 
 
@@ -285,16 +285,16 @@ def test_faults_in_the_metrics_are_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["recipes/base/grpo.yaml", "model.path=nowhere"], "# Shape: NAME"),
         (["recipes/quickstart.yaml", "--shape", "Qwen3-8b"], "Nearest: Qwen3-8B"),
         (["recipes/grpo_qwen3_8b.yaml", "--out", "recipes"], "is not empty"),
     ],
 )
-def test_bad_input_is_reported_before_the_start(arguments: list[str], says: str) -> None:
+def test_bad_input_is_reported_before_the_start(arguments: list[str], message: str) -> None:
     done = run("rehearse", *arguments)
-    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.stack
