@@ -46,7 +46,7 @@ from megarl.rollout.teacher import Teacher
 from megarl.trainer.group import ActorGroup, CriticGroup, TrainerGroup
 from megarl.trainer.held_out import HeldOut
 from megarl.trainer.worker import kernel_notices
-from megarl.weight_sync.connect import open_exchange
+from megarl.weight_sync.connect import open_weight_sync
 from megarl.weight_sync.handover import Colocated, Disaggregated, Handover, Occupant, TrainersOnly
 from megarl.weight_sync.publish import publish
 
@@ -94,7 +94,7 @@ class Run:
             return
         with self.log.phase("drain"):
             self.source.drain()
-        with self.log.phase("weight_exchange"):
+        with self.log.phase("weight_sync"):
             self.log.add(self.devices.update_engines(version))
 
     def evaluate_policy(self, *, after_step: int) -> None:
@@ -289,7 +289,7 @@ def connect_engines(recipe: Recipe, started: Started, notice: Callable[[str], No
     actor, engines = started.actor, started.engines
     if not engines:
         return TrainersOnly()
-    session = open_exchange(recipe, actor, engines, started.descriptions, notice)
+    session = open_weight_sync(recipe, actor, engines, started.descriptions, notice)
     if recipe.cluster.placement == "disaggregated":
         return Disaggregated(actor, engines, session)
     return Colocated(

@@ -7,9 +7,11 @@ An error is printed as one block on stderr; --debug adds the traceback.
 
 from __future__ import annotations
 
+import os
 import sys
+import warnings
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Any, Optional
 
 import typer
 
@@ -17,6 +19,9 @@ from megarl.commands.data.command import app as data_app
 from megarl.commands.plan import cli_options
 from megarl.errors import as_input_error
 from megarl.exit_status import guarded, leave
+from megarl.recipe.former_names import FormerNameWarning
+
+_PYTHON_FORMAT = warnings.formatwarning
 
 app = typer.Typer(
     help="Reinforcement learning of large language models on Megatron, from a recipe in one YAML file.",
@@ -240,11 +245,10 @@ def plan(
     return count(recipe, overrides or [], options, model)
 
 
-@app.command()
-def exchange(
+@app.command(name="weight-sync")
+def weight_sync(
     recipe: RecipePath,
     overrides: Overrides = None,
-    explain: Annotated[bool, typer.Option("--explain", hidden=True)] = False,
     model: Model = None,
     per_node: Annotated[
         Optional[int], typer.Option(help="Devices per machine. Default: `# Hardware:` in the recipe's header.", min=1)
@@ -253,11 +257,17 @@ def exchange(
     debug: Debug = False,
 ) -> int:
     """Show which weights each trainer sends to each engine in a weight sync. No process is started."""
-    from megarl.commands.plan.explain_command import exchange as show
+    from megarl.commands.plan.explain_command import show_weight_sync
 
-    if explain:
-        typer.echo("--explain has no effect any more: megarl exchange RECIPE", err=True)
-    return show(recipe, overrides or [], model=model, per_node=per_node, as_json=as_json)
+    return show_weight_sync(recipe, overrides or [], model=model, per_node=per_node, as_json=as_json)
+
+
+@app.command(name="exchange", hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def exchange(context: typer.Context) -> int:
+    """Former name of `weight-sync`."""
+    typer.echo("megarl exchange is now megarl weight-sync (without --explain)", err=True)
+    arguments = [argument for argument in context.args if argument != "--explain"]
+    return int(app(args=["weight-sync", *arguments], prog_name="megarl", standalone_mode=False) or 0)
 
 
 @app.command(name="convert-weights")
@@ -305,7 +315,15 @@ def convert_config(
         convert_file(file, settings or [], out=out, rows=rows)
 
 
+def _format_warning(message: Warning | str, category: type[Warning], *place: Any, **line: Any) -> str:
+    """Format the warning about a recipe's former name as one line, on the first rank alone; others as Python does."""
+    if category is not FormerNameWarning:
+        return _PYTHON_FORMAT(message, category, *place, **line)
+    return f"notice: {message}\n" if os.environ.get("RANK", "0") == "0" else ""
+
+
 def main() -> None:
     """Run the command line and exit with its status."""
     arguments = sys.argv[1:]
+    warnings.formatwarning = _format_warning
     leave(guarded(lambda: app(args=arguments, prog_name="megarl", standalone_mode=False), debug="--debug" in arguments))

@@ -45,7 +45,7 @@ class Workers:
         if method == "describe":
             rank = {"dp_size": 2, "reports": True, "device_name": "cpu", "kernels": "plain"}
             return [{**rank, "dp_rank": number} for number in range(2)]
-        if method == "open_exchange":
+        if method == "open_weight_sync":
             return [SimpleNamespace(timeout=1.0), None]
         return [None] * 2
 
@@ -105,7 +105,7 @@ def test_rl_with_a_critic(placement: Any, tmp_path: Path, monkeypatch: pytest.Mo
     recipe = Recipe()
     recipe.train.steps, recipe.rollout.engines, recipe.cluster.placement = 5, 2, placement
     recipe.algorithm.advantage, recipe.critic.warmup_steps = "gae", 2
-    recipe.exchange.route = "export"
+    recipe.weight_sync.route = "full"
     run, cluster = build(recipe, tmp_path, monkeypatch, prompts=["row"], evaluation=["problem"])
     trainers = recipe.cluster.trainers
     mini_batches = recipe.actor.mini_batches, recipe.critic.mini_batches
@@ -114,7 +114,7 @@ def test_rl_with_a_critic(placement: Any, tmp_path: Path, monkeypatch: pytest.Mo
         ("CriticWorker", (recipe.critic.trainers, 5 * mini_batches[1])),
     ]  # fmt: skip
     assert cluster.calls == [
-        "engine0.start", "engine1.start", "trainer.sees", "critic.sees", "critic.describe", "trainer.open_exchange",
+        "engine0.start", "engine1.start", "trainer.sees", "critic.sees", "critic.describe", "trainer.open_weight_sync",
         "engine0.connect_weight_sync", "engine1.connect_weight_sync", "trainer.describe",
     ]  # fmt: skip
     assert isinstance(run.devices, Colocated if placement == "colocated" else Disaggregated)

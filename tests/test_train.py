@@ -86,7 +86,7 @@ class Source:
 
     def drain(self) -> None:
         gc.collect()
-        assert self.alive() is None, "the batch is still held when weights are exchanged, and it is evaluated"
+        assert self.alive() is None, "the batch is still held when weights are synced, and it is evaluated"
 
     def state(self) -> dict[str, Any]:
         return {}

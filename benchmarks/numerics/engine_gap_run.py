@@ -206,7 +206,7 @@ def main() -> None:
         receivers = [(name, host) for name, host in wait(starting, cluster.check)["receivers"]]
         actor = ActorGroup(workers, recipe)
         actor.describe()
-        session = actor.open_exchange(receivers, "export")
+        session = actor.open_weight_sync(receivers, "full")
         engine.connect_weight_sync(session).result()
         vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
         figures = drive(case, Driver(recipe, cluster, actor, engine, session, vocabulary), directory)

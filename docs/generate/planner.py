@@ -108,7 +108,7 @@ def estimated(published: Published) -> Estimate:
     lengths = Lengths.around(published.prompt, published.response, recipe.rollout.max_response_length, "as published")
     model = model_configs.read(published.model)
     whole_estimate = estimate(recipe, model, None, device_named(published.device), lengths=lengths)
-    phases = [phase for phase in whole_estimate.phases if phase.name != "weight_exchange"]
+    phases = [phase for phase in whole_estimate.phases if phase.name != "weight_sync"]
     return replace(whole_estimate, phases=phases, seconds=max(end for _, end in spans(phases)))
 
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from megarl.engines.base import GroupRank
 
 # Effectively no timeout: engines wait for each other while weights load or transfer, and only the controller knows how
-# long that may take (rollout.start_timeout, exchange.timeout, rollout.timeout). A dead process is still noticed at once,
+# long that may take (rollout.start_timeout, weight_sync.timeout, rollout.timeout). A dead process is still noticed at once,
 # by its closed connection.
 _TIMEOUT = timedelta(days=30)
 # Delay before a failing engine reports its failure. If another engine's death caused it, that is reported by then.

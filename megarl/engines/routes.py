@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from megarl.engines.vllm.reload import RouteSupport, installed_support, support_of
 from megarl.errors import RecipeError
 from megarl.platform.version_sets import VersionSet
-from megarl.recipe.exchange import is_sharded, wants_adapters, why_not_sharded
 from megarl.recipe.schema import Recipe
+from megarl.recipe.weight_sync import is_sharded, wants_adapters, why_not_sharded
 
 _ENGINE = "vllm"
 
 
 @dataclass(frozen=True)
 class WeightRoute:
-    """A route with its reason. Trainers and engines may still reject a planned (sharded) route after their start."""
+    """A route with its reason. Trainers and engines may still reject the sharded route after their start."""
 
-    name: str  # "planned", "export", "adapters" or "none"
+    name: str  # "sharded", "full", "adapters" or "none"
     why: str
     on: str  # versions that it applies to; "": any
     remark: str = ""
@@ -31,19 +31,21 @@ class WeightRoute:
 
 def route_of(recipe: Recipe, support: RouteSupport | None, on: str = "") -> WeightRoute:
     """Return the route of `recipe` for a vLLM with `support` (None: version unknown). `on`: description of the version."""
-    exchange = recipe.exchange
+    weight_sync = recipe.weight_sync
     if support is not None and support.no_updates is not None and recipe.rollout.engine == _ENGINE:
         return WeightRoute("none", support.no_updates, on)
     if wants_adapters(recipe):
-        return WeightRoute("adapters", f"exchange.adapters={exchange.adapters}, where engines can hold them", on)
+        return WeightRoute("adapters", f"weight_sync.adapters={weight_sync.adapters}, where engines can hold them", on)
     if not is_sharded(recipe):
-        reason = "the recipe says so" if exchange.route == "export" else why_not_sharded(recipe) or ""
-        return WeightRoute("export", f"exchange.route={exchange.route}: {reason}", on)
+        reason = "the recipe says so" if weight_sync.route == "full" else why_not_sharded(recipe) or ""
+        return WeightRoute("full", f"weight_sync.route={weight_sync.route}: {reason}", on)
     if support is None:
-        return WeightRoute("planned", f"exchange.route={exchange.route}; the version of vLLM is not known here", on)
+        return WeightRoute(
+            "sharded", f"weight_sync.route={weight_sync.route}; the version of vLLM is not known here", on
+        )
     if support.no_sharded is not None:
-        return WeightRoute("export", support.no_sharded, on)
-    return WeightRoute("planned", f"exchange.route={exchange.route}", on, support.remark)
+        return WeightRoute("full", support.no_sharded, on)
+    return WeightRoute("sharded", f"weight_sync.route={weight_sync.route}", on, support.remark)
 
 
 def routes_of_sets(recipe: Recipe, sets: Iterable[VersionSet]) -> list[WeightRoute]:
@@ -70,7 +72,7 @@ def check_route(recipe: Recipe, route: WeightRoute) -> None:
     if route.name == "none":
         problem = f"engines cannot update their weights on {route.on}: {route.why}"
         raise RecipeError("rollout.engine", problem, "install a later vLLM", value=recipe.rollout.engine)
-    if route.name == "export" and recipe.exchange.route == "planned":
+    if route.name == "full" and recipe.weight_sync.route == "sharded":
         problem = f"engines do not support it on {route.on}: {route.why}"
-        remedy = "set exchange.route=auto or export (and exchange.transport=auto), or install another vLLM"
-        raise RecipeError("exchange.route", problem, remedy, value="planned")
+        remedy = "set weight_sync.route=auto or full (and weight_sync.transport=auto), or install another vLLM"
+        raise RecipeError("weight_sync.route", problem, remedy, value="sharded")

@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 from megarl.megatron.held_slices import held_slices, parameters
 from megarl.megatron.model import Model
-from megarl.recipe.schema import ExchangeConfig
+from megarl.recipe.schema import WeightSyncConfig
 from megarl.weight_sync.session import host_id, resolve_transports
 from megarl.weight_sync.sharded.sender import ShardedSender, open_sharded_session
 
 
 def open_sender(
-    model: Model, exchange: ExchangeConfig, receivers: Sequence[tuple[str, str]], host: str, device: str
+    model: Model, weight_sync: WeightSyncConfig, receivers: Sequence[tuple[str, str]], host: str, device: str
 ) -> ShardedSender | str:
     """Open the sender on every trainer rank. Collective.
 
@@ -32,7 +32,7 @@ def open_sender(
     try:
         # Every rank checks: `open_sharded_session` runs on rank 0 only, and the others would wait for it.
         for host_of_rank, _ in all_ranks:
-            resolve_transports(exchange.transport, host_of_rank, receivers)
+            resolve_transports(weight_sync.transport, host_of_rank, receivers)
     except ValueError as error:
         return str(error)
     session_box: list[Any] = [None]
@@ -41,12 +41,12 @@ def open_sender(
             host,
             [host_of_rank for host_of_rank, _ in all_ranks],
             receivers,
-            transport=exchange.transport,
-            bucket_bytes=exchange.bucket_mb << 20,
-            timeout=exchange.timeout,
-            check_every=exchange.check_every,
+            transport=weight_sync.transport,
+            bucket_bytes=weight_sync.bucket_mb << 20,
+            timeout=weight_sync.timeout,
+            check_every=weight_sync.check_every,
             device=device,
-            heartbeat_timeout=exchange.silence,
+            heartbeat_timeout=weight_sync.silence,
         )
         session_box = [session]
     dist.broadcast_object_list(session_box, src=0)

@@ -45,7 +45,7 @@ class DeviceMemory:
         if not hasattr(storage, self._describe):
             raise RuntimeError(
                 f"the installed torch for {self.memory.device.type} cannot share device memory between processes (it has no "
-                f"{self._describe}); set exchange.transport=auto"
+                f"{self._describe}); set weight_sync.transport=auto"
             )
         # torch counts references per reader, so each reader needs a separate call.
         _, handle, size, offset, count, count_offset, event, waits = getattr(storage, self._describe)()
@@ -121,7 +121,7 @@ class HostMemory:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM):
                 raise
             raise OSError(
-                error.errno, f"no memory for a weight bucket of {size:,} bytes; lower exchange.bucket_mb"
+                error.errno, f"no memory for a weight bucket of {size:,} bytes; lower weight_sync.bucket_mb"
             ) from error
         self.memory = torch.frombuffer(mmap.mmap(self._descriptor, size), dtype=torch.uint8)
 

@@ -27,7 +27,7 @@ def check_engine(section: str, settings: RolloutConfig | TeacherConfig | JudgeCo
 def check_adapters(engine: str, spec: EngineSpec, device: str) -> None:
     """Raise RecipeError if an engine of `spec` cannot load adapters."""
     if (reason := engines.merged_because(engine, spec, device)) is not None:
-        raise RecipeError("exchange.adapters", reason, "set exchange.adapters=merged, or auto", value="only")
+        raise RecipeError("weight_sync.adapters", reason, "set weight_sync.adapters=merged, or auto", value="only")
 
 
 def check_experts(rollout: RolloutConfig, config: dict[str, Any]) -> None:

@@ -14,9 +14,9 @@ from megarl.checkpoint.identity import check_identity
 from megarl.errors import NotHereError, RecipeError, plain
 from megarl.observe.metrics import read_metrics
 from megarl.observe.run_dir import RunDirectory
-from megarl.recipe.exchange import weights_directory
 from megarl.recipe.load import flat_settings, to_yaml
 from megarl.recipe.schema import Recipe
+from megarl.recipe.weight_sync import weights_directory
 
 LEAST_FREE_BYTES = 64 << 20
 _SHOWN = 8  # changed settings in a notice
@@ -41,7 +41,7 @@ def open_run_directory(recipe: Recipe, identity: dict[str, Any]) -> RunPlace:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _not_writable(recipe.runs_dir, f"{path}: {error.strerror}") from error
-    if recipe.exchange.transport == "files":
+    if recipe.weight_sync.transport == "files":
         _make_weights_directory(recipe)
     return place
 
@@ -53,7 +53,7 @@ def _make_weights_directory(recipe: Recipe) -> None:
     except OSError as error:
         remedy = "name a directory that trainers can write and engines can read, or leave it out"
         problem = f"{directory}: {error.strerror}"
-        raise RecipeError("exchange.directory", problem, remedy, value=recipe.exchange.directory) from error
+        raise RecipeError("weight_sync.directory", problem, remedy, value=recipe.weight_sync.directory) from error
 
 
 def find_place(recipe: Recipe, identity: dict[str, Any]) -> RunPlace:

@@ -93,12 +93,12 @@ def check_device(recipe: Recipe, device: str, *, training: bool = True) -> None:
     if recipe.train.source == "rollout":
         for engine, spec in first_specs(recipe, training=training):
             engines.check_plan(engine, spec, device)
-            if recipe.exchange.adapters == "only" and spec.adapters is not None:
+            if recipe.weight_sync.adapters == "only" and spec.adapters is not None:
                 check_adapters(engine, spec, device)
 
 
 def route_notices(recipe: Recipe, config: dict[str, Any]) -> list[str]:
-    """Return a notice if `exchange.route=auto` selects export, with the bytes sent. `config`: the policy's config.json.
+    """Return a notice if `weight_sync.route=auto` selects full, with the bytes sent. `config`: the policy's config.json.
 
     Raises RecipeError for a route that the engines of this environment do not support.
     """
@@ -106,7 +106,7 @@ def route_notices(recipe: Recipe, config: dict[str, Any]) -> list[str]:
         return []
     route = route_here(recipe)
     check_route(recipe, route)
-    if route.name != "export" or recipe.exchange.route != "auto":
+    if route.name != "full" or recipe.weight_sync.route != "auto":
         return []
     ranks, size = recipe.rollout.engines * recipe.rollout.tensor_parallel, model_shape(config).total
     size *= 4 if recipe.model.dtype == "float32" else 2

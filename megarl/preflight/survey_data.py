@@ -60,7 +60,7 @@ def check_scorers(survey: Survey) -> None:
         with survey.part(JUDGE):
             check_judge(recipe, survey.configs[JUDGE], prepared.prompt_sets)
     if survey.available.training:
-        with survey.part("exchange.route"):
+        with survey.part("weight_sync.route"):
             prepared.notices += route_notices(recipe, prepared.model)
 
 

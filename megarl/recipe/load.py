@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megarl.errors import RecipeError
+from megarl.recipe.former_names import with_present_names
 from megarl.recipe.schema import Recipe
 from megarl.registry import nearest
 
@@ -85,7 +86,7 @@ def flat_settings(text: str) -> dict[str, Any]:
                 flat[f"{prefix}{name}"] = value
 
     content: Any = OmegaConf.to_container(OmegaConf.create(text))
-    walk(content, Recipe, "")
+    walk(with_present_names(content, None), Recipe, "")
     return flat
 
 
@@ -135,7 +136,7 @@ def _read_yaml(path: Path, named_by: str) -> dict[str, Any]:
     for name in content:
         if not isinstance(name, str):
             raise RecipeError(str(name), "a key must be text", "remove it", origin=str(path))
-    return typing.cast("dict[str, Any]", content)
+    return with_present_names(typing.cast("dict[str, Any]", content), str(path))
 
 
 def _parse_overrides(overrides: Sequence[str]) -> tuple[DictConfig, list[RecipeError]]:
@@ -152,7 +153,8 @@ def _parse_overrides(overrides: Sequence[str]) -> tuple[DictConfig, list[RecipeE
         except (yaml.YAMLError, OmegaConfBaseException) as error:
             problem = f"the value does not parse: {' '.join(str(error).split())}"
             errors.append(RecipeError(name, problem, "quote it", value=value, origin=COMMAND_LINE))
-    return layer, errors
+    content = typing.cast("dict[str, Any]", OmegaConf.to_container(layer))
+    return OmegaConf.create(with_present_names(content, COMMAND_LINE)), errors
 
 
 def _leaves(layer: DictConfig) -> Iterator[str]:

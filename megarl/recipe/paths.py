@@ -18,11 +18,11 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
         return absolute(path) if path else None
 
     data, model, critic, teacher, judge = recipe.data, recipe.model, recipe.critic, recipe.teacher, recipe.judge
-    exchange = recipe.exchange
+    weight_sync = recipe.weight_sync
     return dataclasses.replace(
         recipe,
         runs_dir=absolute(recipe.runs_dir),
-        exchange=dataclasses.replace(exchange, directory=absolute_or_none(exchange.directory)),
+        weight_sync=dataclasses.replace(weight_sync, directory=absolute_or_none(weight_sync.directory)),
         model=dataclasses.replace(model, path=absolute(model.path), tokenizer=absolute_or_none(model.tokenizer)),
         critic=dataclasses.replace(critic, model_path=absolute_or_none(critic.model_path)),
         teacher=dataclasses.replace(teacher, path=absolute_or_none(teacher.path)),

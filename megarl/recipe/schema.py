@@ -1,4 +1,4 @@
-"""The root `Recipe`, with the sections rollout, train, cluster, evaluation, exchange and others; larger ones have files.
+"""The root `Recipe`, with the sections rollout, train, cluster, evaluation, weight_sync and others; larger ones have files.
 
 These dataclasses hold the only defaults. Each field is declared with ``key(default, doc)``;
 ``python -m docs.generate.recipes`` writes the text to ``docs/recipes.md``, so it addresses the author of a recipe.
@@ -226,12 +226,12 @@ class ClusterConfig:
 
 
 @dataclass
-class ExchangeConfig:
+class WeightSyncConfig:
     """Weight sync, from the trainers to the engines."""
 
-    route: Literal["export", "planned", "auto"] = key(
+    route: Literal["full", "sharded", "auto"] = key(
         "auto",
-        "planned: sharded weight sync; every trainer rank sends the slices that engine ranks need, once (vLLM only, without adapters). export: full weight sync; mbridge gathers the model, and rank 0 sends all of it to every engine rank. auto: planned if recipe, model and engines allow it, else export; a notice at the start gives the choice and the reason.",
+        "sharded: every trainer rank sends the slices that engine ranks need, once (vLLM only, without adapters). full: mbridge gathers the model, and rank 0 sends all of it to every engine rank. auto: sharded if recipe, model and engines allow it, else full; a notice at the start gives the choice and the reason.",
     )
     check_every: int = key(
         0,
@@ -244,11 +244,11 @@ class ExchangeConfig:
     )
     transport: Literal["auto", "shared_memory", "ipc", "collective", "device", "files"] = key(
         "auto",
-        "auto: shared memory for engines on the sending trainer's host, gloo for all others. collective: gloo for all engines. ipc: like auto, but sharded slices stay in the trainers' device memory, which engines on the same host map. device: sharded slices go from device memory to device memory over the devices' collective library; requires disaggregated engines. files: full tensors, as safetensors in `exchange.directory`, which keeps the last two versions for inspection; slow, and only with full weight sync.",
+        "auto: shared memory for engines on the sending trainer's host, gloo for all others. collective: gloo for all engines. ipc: like auto, but sharded slices stay in the trainers' device memory, which engines on the same host map. device: sharded slices go from device memory to device memory over the devices' collective library; requires disaggregated engines. files: full tensors, as safetensors in `weight_sync.directory`, which keeps the last two versions for inspection; slow, and only with full weight sync.",
     )
     directory: Optional[str] = key(
         None,
-        "With transport files: directory for the weights, on a file system that trainers and engines share. megarl adds a folder with the run's name. Unset: `exchange` in the run's directory.",
+        "With transport files: directory for the weights, on a file system that trainers and engines share. megarl adds a folder with the run's name. Unset: `weight_sync` in the run's directory.",
     )
     bucket_mb: int = key(
         64,
@@ -262,7 +262,7 @@ class ExchangeConfig:
     )
     silence: float = key(
         8.0,
-        "Sharded sync: heartbeat timeout in seconds. A rank without a heartbeat for this long during an update counts as stopped, or its machine or network as down. Each rank sends a heartbeat per second, however busy it is. Raise the value if machines swap or are paused. Must be below `exchange.timeout`.",
+        "Sharded sync: heartbeat timeout in seconds. A rank without a heartbeat for this long during an update counts as stopped, or its machine or network as down. Each rank sends a heartbeat per second, however busy it is. Raise the value if machines swap or are paused. Must be below `weight_sync.timeout`.",
         at_least=3,
     )
 
@@ -289,5 +289,5 @@ class Recipe:
     train: TrainConfig = key(TrainConfig, "")
     evaluation: EvaluationConfig = key(EvaluationConfig, "")
     cluster: ClusterConfig = key(ClusterConfig, "")
-    exchange: ExchangeConfig = key(ExchangeConfig, "")
+    weight_sync: WeightSyncConfig = key(WeightSyncConfig, "")
     observe: ObserveConfig = key(ObserveConfig, "")

@@ -111,7 +111,7 @@ class LoraConfig:
     """Low-rank adapters: the model's weights are frozen, and only the adapters of its linear layers are trained.
 
     The reference policy is then the model without adapters. Engines receive only adapters, or merged weights:
-    `exchange.adapters`. Checkpoints contain only the adapters.
+    `weight_sync.adapters`. Checkpoints contain only the adapters.
     """
 
     rank: int = key(0, "Rank of the adapters. 0: no adapters, all weights are trained.", at_least=0)

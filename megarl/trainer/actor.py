@@ -25,8 +25,8 @@ from megarl.algorithms.objective import (
 )
 from megarl.algorithms.token_advantages import TokenOutcomes
 from megarl.algorithms.token_sums import TokenSums
-from megarl.recipe.exchange import weights_directory
 from megarl.recipe.schema import Recipe
+from megarl.recipe.weight_sync import weights_directory
 from megarl.trainer.worker import Worker, collect_parts, traced
 from megarl.types import DataRef, Metrics, SampleTokens, Shard, ShardSample, TokenScores
 from megarl.weight_sync.session import Session, is_check_due
@@ -38,7 +38,7 @@ class ActorWorker(Worker):
     def __init__(self, recipe: Recipe, total_optimizer_steps: int, weights_only: bool = False):
         super().__init__(recipe, total_optimizer_steps, weights_only)
         self.sender: Any = None
-        self.planned = False  # sends each engine rank only the slices that it needs
+        self.sharded = False  # sends each engine rank only the slices that it needs
         self.adapters = False  # sends adapters; the base weights go with the first version
         self.first_sent: int | None = None  # that first version
         # State of the current step:
@@ -306,19 +306,19 @@ class ActorWorker(Worker):
             for batch, members in zip(self.batches[number], self.members[number], strict=True)
         ]
 
-    def open_exchange(self, receivers: list[tuple[str, str]], route: str) -> Session | str | None:
+    def open_weight_sync(self, receivers: list[tuple[str, str]], route: str) -> Session | str | None:
         """Open a sender to `receivers` (name, host id) and close an earlier one.
 
-        Rank 0 sends for the routes "export" and "adapters", every rank for "planned". Returns the session on rank 0, or
-        the reason (str) against "planned".
+        Rank 0 sends for the routes "full" and "adapters", every rank for "sharded". Returns the session on rank 0, or
+        the reason (str) against "sharded".
         """
-        exchange, host = self.recipe.exchange, os.environ["MASTER_ADDR"]
-        self.planned, self.adapters, self.first_sent = route == "planned", route == "adapters", None
+        weight_sync, host = self.recipe.weight_sync, os.environ["MASTER_ADDR"]
+        self.sharded, self.adapters, self.first_sent = route == "sharded", route == "adapters", None
         self._close_sender()
-        if self.planned:
+        if self.sharded:
             from megarl.megatron.weight_sender import open_sender
 
-            opened = open_sender(self.trainer.model, exchange, receivers, host, self.platform.name)
+            opened = open_sender(self.trainer.model, weight_sync, receivers, host, self.platform.name)
             if isinstance(opened, str):
                 return opened
             self.sender = opened
@@ -328,9 +328,9 @@ class ActorWorker(Worker):
             self.sender = FullSender.open(
                 host,
                 receivers,
-                transport=exchange.transport,
-                bucket_bytes=exchange.bucket_mb << 20,
-                timeout=exchange.timeout,
+                transport=weight_sync.transport,
+                bucket_bytes=weight_sync.bucket_mb << 20,
+                timeout=weight_sync.timeout,
                 directory=str(weights_directory(self.recipe)),
                 adapter_alpha=self.recipe.lora.alpha if self.adapters else None,
             )
@@ -339,12 +339,12 @@ class ActorWorker(Worker):
     def send_weights(self, version: int) -> Any:
         """Send the weights to the engines. Returns this rank's report; None if it sends nothing."""
         self.trainer.finish_param_gather()
-        if self.planned:
+        if self.sharded:
             return self.sender.send(version, self.trainer.export_weights)
         if self.adapters:
             with_base = self.first_sent is None
             self.first_sent = version if self.first_sent is None else self.first_sent
-            check = is_check_due(version, self.first_sent, self.recipe.exchange.check_every)
+            check = is_check_due(version, self.first_sent, self.recipe.weight_sync.check_every)
             weights = self.trainer.export_adapters(with_base=with_base, check=check)
         else:
             weights = self.trainer.export_weights()  # through mbridge, on all ranks

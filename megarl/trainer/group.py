@@ -222,9 +222,9 @@ class ActorGroup(TrainerGroup):
         """Return each rank's part of the metrics of held-out rows."""
         return self._call(ActorWorker.compute_held_out_metrics)
 
-    def open_exchange(self, receivers: list[tuple[str, str]], route: str) -> Any:
+    def open_weight_sync(self, receivers: list[tuple[str, str]], route: str) -> Any:
         """Open a weight sync session. Returns the session, or the reason (str) against `route`."""
-        return self._call(ActorWorker.open_exchange, receivers, route)[0]
+        return self._call(ActorWorker.open_weight_sync, receivers, route)[0]
 
     def send_weights(self, version: int) -> list[Any]:
         """Send the weights to the engines. Returns the report of each rank that sent."""

@@ -2,9 +2,9 @@
 
 Two ways, chosen once per run by `connect.py`:
 
-- sharded (`exchange.route: planned`): every trainer rank has a `ShardedSender`, every engine rank a `ShardedReceiver`. Each
+- sharded (`weight_sync.route: sharded`): every trainer rank has a `ShardedSender`, every engine rank a `ShardedReceiver`. Each
   slice of a tensor goes only to the engine ranks that need it.
-- full (`exchange.route: export`): the trainers' rank 0 has a `FullSender` and sends all weights as whole tensors; every
+- full (`weight_sync.route: full`): the trainers' rank 0 has a `FullSender` and sends all weights as whole tensors; every
   engine rank has a `FullReceiver`.
 
 Both sides join a session (`session.py`: plain values, so it travels through any transport). Weights travel in buckets. An

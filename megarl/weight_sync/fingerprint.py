@@ -30,7 +30,7 @@ def fingerprint(data: np.ndarray) -> str:
 class StreamingFingerprint:
     """Fingerprint of memory that the CPU copies from start to end, hashed in chunks while they are in its cache.
 
-    That costs about half of a separate read (measured: docs/exchange.md).
+    That costs about half of a separate read (measured: docs/weight_sync.md).
     """
 
     def __init__(self, memory: torch.Tensor) -> None:

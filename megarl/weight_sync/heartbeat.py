@@ -29,7 +29,7 @@ HEARTBEAT_SECONDS = 1.0
 _PORT = "heartbeat port"
 _LEFT = "left"
 _MAX_MESSAGE = 4096  # bytes
-_TIMEOUT_CAUSE = "it is stopped, or its machine or the network is gone (if it only pauses, raise exchange.silence)"
+_TIMEOUT_CAUSE = "it is stopped, or its machine or the network is gone (if it only pauses, raise weight_sync.silence)"
 
 
 def _heartbeat_timeout(session: ShardedSession) -> tuple[int, str]:

@@ -23,7 +23,7 @@ from megarl.weight_sync.session import (
 class SendingTrainers(Protocol):
     """The trainers' side of a weight sync."""
 
-    def open_exchange(self, receivers: list[tuple[str, str]], route: str) -> Any:
+    def open_weight_sync(self, receivers: list[tuple[str, str]], route: str) -> Any:
         """Open a session for the `receivers` (name, host id). Returns the session, or the reason (str) against `route`."""
 
     def send_weights(self, version: int) -> list[Any]:
@@ -53,12 +53,12 @@ def publish(trainers: SendingTrainers, engines: Sequence[ReceivingEngine], sessi
         update.add_done_callback(functools.partial(_abort_on_error, session, engine.name))
     sent = trainers.send_weights(version)
     reports = wait_for_all(
-        engines, updates, doing="take the new weights in", key="exchange.timeout", limit=session.timeout
+        engines, updates, doing="take the new weights in", key="weight_sync.timeout", limit=session.timeout
     )
     if isinstance(session, ShardedSession):
         return _sharded_metrics(sent, reports)
     compare_full_reports(sent[0], {engine.name: report for engine, report in zip(engines, reports, strict=True)})
-    return {"exchange/bytes": float(sent[0].bytes), "exchange/version": float(version)}
+    return {"weight_sync/bytes": float(sent[0].bytes), "weight_sync/version": float(version)}
 
 
 def _sharded_metrics(sent: Sequence[ShardedReport], received: Sequence[ShardedReport]) -> Metrics:
@@ -67,11 +67,11 @@ def _sharded_metrics(sent: Sequence[ShardedReport], received: Sequence[ShardedRe
     compare_sharded_reports(trainers, engines)
     phases = {phase: max(side.seconds.get(phase, 0.0) for side in (trainers, engines)) for phase in PHASES}
     return {
-        "exchange/bytes": float(trainers.bytes),
-        "exchange/version": float(trainers.version),
-        "exchange/received_bytes": float(engines.bytes),
-        "exchange/sent_bytes/max": float(max(report.bytes for report in sent)),
-        **{f"exchange/seconds/{phase}": seconds for phase, seconds in phases.items()},
+        "weight_sync/bytes": float(trainers.bytes),
+        "weight_sync/version": float(trainers.version),
+        "weight_sync/received_bytes": float(engines.bytes),
+        "weight_sync/sent_bytes/max": float(max(report.bytes for report in sent)),
+        **{f"weight_sync/seconds/{phase}": seconds for phase, seconds in phases.items()},
     }
 
 

@@ -49,14 +49,14 @@ def resolve_transports(transport: str, sender_host: str, endpoints: Iterable[tup
     Raises ValueError for an unknown transport, a duplicate name, no receivers, or "shared_memory" across hosts.
     """
     if transport not in TRANSPORTS:
-        raise ValueError(f"exchange.transport is {transport!r}; must be one of {', '.join(TRANSPORTS)}")
+        raise ValueError(f"weight_sync.transport is {transport!r}; must be one of {', '.join(TRANSPORTS)}")
     resolved: dict[str, str] = {}
     for name, host in endpoints:
         if name in resolved:
             raise ValueError(f"two receivers of weights are called {name!r}; give every engine its own name")
         if transport == "shared_memory" and host != sender_host:
             raise ValueError(
-                f"exchange.transport is shared_memory, but receiver {name!r} does not share /dev/shm with the "
+                f"weight_sync.transport is shared_memory, but receiver {name!r} does not share /dev/shm with the "
                 f"sending trainer (it runs on {host}, the trainer on {sender_host}); use auto or collective"
             )
         automatic = "shared_memory" if transport == "auto" and host == sender_host else "collective"
@@ -130,7 +130,7 @@ class SessionBase:
 
 @dataclass(frozen=True, kw_only=True)
 class FullSession(SessionBase):
-    """Session in which the trainers' rank 0 sends all weights to every receiver (`exchange.route: export`).
+    """Session in which the trainers' rank 0 sends all weights to every receiver (`weight_sync.route: full`).
 
     `receivers`: (name, transport). `hosts`: host ids of the sender and then of each receiver; `relay.full_relays` derives
     the path of every bucket from them. `shares_memory`: receivers of one host read the same memory; otherwise each gets its
@@ -154,7 +154,7 @@ class FullSession(SessionBase):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedSession(SessionBase):
-    """Session in which every trainer rank sends engine ranks the slices they need (`exchange.route: planned`).
+    """Session in which every trainer rank sends engine ranks the slices they need (`weight_sync.route: sharded`).
 
     `receivers`: (name, host id); their order numbers the engine ranks. `senders`: host ids of the trainer ranks.
     `check_every`: the first update, and every `check_every`-th after it, is compared with the trainers' export (0: the first
@@ -162,7 +162,7 @@ class ShardedSession(SessionBase):
     """
 
     senders: tuple[str, ...]
-    transport: str  # value of `exchange.transport`
+    transport: str  # value of `weight_sync.transport`
     check_every: int
     heartbeat_timeout: float
     device: str = (

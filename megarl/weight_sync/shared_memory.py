@@ -173,5 +173,5 @@ def _full(shm_dir: str, needed: int) -> str:
     free = stat.f_bavail * stat.f_frsize
     return (
         f"{shm_dir} is full: a weight bucket needs {needed:,} bytes and {free:,} are free. Free some, enlarge it "
-        f"(docker run --shm-size=..., or --ipc=host), lower exchange.bucket_mb, or set exchange.transport: collective"
+        f"(docker run --shm-size=..., or --ipc=host), lower weight_sync.bucket_mb, or set weight_sync.transport: collective"
     )

@@ -73,7 +73,7 @@ class StoreChannel:
         if not in_time:
             raise WeightSyncError(
                 f"waited {self.session.timeout:g} s for {awaited()}; a peer is dead or stuck "
-                f"(if it is only slow, raise exchange.timeout)"
+                f"(if it is only slow, raise weight_sync.timeout)"
             )
 
     def _poll(self, done: Callable[[], bool]) -> bool:

@@ -232,12 +232,12 @@ def test_a_refused_resume_leaves_no_folder(tmp_path: Path) -> None:
 def test_an_unwritable_folder_for_weight_files_is_refused(tmp_path: Path) -> None:
     recipe = Recipe(name="run", runs_dir=str(tmp_path))
     identity = identity_of(recipe, CONFIG, None, rows=4)
-    recipe.exchange.transport = "files"
+    recipe.weight_sync.transport = "files"
     open_run_directory(recipe, identity)
-    assert (tmp_path / "run" / "exchange").is_dir()
-    recipe.exchange.directory = str(tmp_path / "file")
+    assert (tmp_path / "run" / "weight_sync").is_dir()
+    recipe.weight_sync.directory = str(tmp_path / "file")
     (tmp_path / "file").touch()
-    with pytest.raises(RecipeError, match=r"(?s)exchange.directory.*Not a directory"):
+    with pytest.raises(RecipeError, match=r"(?s)weight_sync.directory.*Not a directory"):
         open_run_directory(recipe, identity)
 
 

@@ -210,7 +210,7 @@ def test_an_unreachable_ray_is_refused_with_the_remedy(recipe, tmp_path, address
 
 
 @pytest.mark.usefixtures("ray_of_the_tests")
-def test_the_object_store_leaves_shared_memory_to_the_weight_exchange():
+def test_the_object_store_leaves_shared_memory_to_weight_sync():
     pytest.importorskip("ray")
     from megarl.cluster.ray.start import MIB, _free_shared_memory, _memory, object_store_bytes
 

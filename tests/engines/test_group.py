@@ -49,7 +49,7 @@ class EngineGroup:
         calls = [engine.begin("generate", load) for engine, load in zip(self.engines, requests, strict=True) if load]
         return [call.result(PATIENCE)[1] for call in calls]
 
-    def exchange(self):
+    def full_sender(self):
         receivers = [tuple(receiver) for info in self.infos for receiver in info["receivers"]]
         sender = FullSender.open("127.0.0.1", receivers, bucket_bytes=1 << 18, timeout=120.0)
         for engine in self.engines:
@@ -91,7 +91,7 @@ def test_samples_equal_the_models_under_unequal_loads_and_after_updates(start, t
     path = build_model(tmp_path / "model", kind)
     group, model = start(path, load_weights=False), load_model(path)
     assert [name for info in group.infos for name, _ in info["receivers"]] == ["e0/0", "e1/0"]
-    sender = group.exchange()
+    sender = group.full_sender()
     many, few = make_requests(6), make_requests(2, max_tokens=40, seed=1)
     for version in (1, 2, 3):
         update_all(group.engines, sender, change(model, version, tmp_path), version)
@@ -110,7 +110,7 @@ def test_ranks_of_several_engines_share_the_experts_of_a_layer(start, path, tmp_
     """Two engines of two ranks: each rank of the four has one expert, and computes a part of its engine's tokens."""
     group, model = start(path, tensor_parallel=2, load_weights=False), load_model(path)
     assert [name for info in group.infos for name, _ in info["receivers"]] == ["e0/0", "e0/1", "e1/0", "e1/1"]
-    sender = group.exchange()
+    sender = group.full_sender()
     many, few = make_requests(4), make_requests(1, n=1, max_tokens=30, seed=1)
     for version in (1, 2):
         update_all(group.engines, sender, change(model, version, tmp_path), version)
@@ -123,7 +123,7 @@ def test_ranks_of_several_engines_share_the_experts_of_a_layer(start, path, tmp_
 def test_an_update_begins_when_all_engines_have_joined(start, path, tmp_path):
     """An update of one member while another steps would hang both: it begins when all have been told."""
     group, model = start(path), load_model(path)
-    sender = group.exchange()
+    sender = group.full_sender()
     first, second = group.engines
     running = first.begin("generate", make_requests(2, max_tokens=100))
     early = second.begin("update_weights", 1)
@@ -162,7 +162,7 @@ def test_a_death_ends_the_group(start, path, victim):
 
 def test_an_unknown_name_is_refused_with_experts_spread_over_engines(start, path, tmp_path):
     group, model = start(path), load_model(path)
-    sender = group.exchange()
+    sender = group.full_sender()
     weights = change(model, 1, tmp_path)
     name = next(name for name in weights if ".experts.3." in name)
     weights["model.layers.0.mlp.experts.3.stray.weight"] = weights[name]

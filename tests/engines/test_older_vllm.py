@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 VERSION = "0.23"
-# Start, three planned updates, three exports and samples after each, of a model with experts.
+# Start, three sharded updates, three full updates and samples after each, of a model with experts.
 SHORT = ("tests/weight_sync/test_engine_updates.py::test_sharded_updates_equal_the_export[moe]",)
 ALL = (
     "tests/weight_sync/test_engine_updates.py",  # TP 2, experts spread over two ranks, latent attention
@@ -61,14 +61,14 @@ def another_vllm() -> Path:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("recipe", ["dapo_qwen3_30b", "grpo_deepseek_v3"])
 def test_tiny_copies_of_large_recipes_run_on_another_vllm(recipe: str, tmp_path: Path) -> None:
-    """Megatron's trainers, Ray, and planned updates. DeepSeek-V3's attention is `latent_attention.py` in vLLM's layers."""
+    """Megatron's trainers, Ray, and sharded updates. DeepSeek-V3's attention is `latent_attention.py` in vLLM's layers."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}/tests/latent_site:{ROOT}"}
     command = [str(another_vllm()), "-m", "megarl", "rehearse", f"{ROOT}/recipes/{recipe}.yaml", "--no-resume"]
     done = subprocess.run(
         [*command, "--out", str(tmp_path)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1100
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert "exchange.route=auto: planned; every trainer rank sends" in done.stdout
+    assert "weight_sync.route=auto: sharded; every trainer rank sends" in done.stdout
     assert "nothing is wrong" in done.stdout
 
 

@@ -26,14 +26,14 @@ UNKNOWN = RouteSupport("9.9.9", "installed", None, "vLLM 9.9.9 finishes a layer 
 @pytest.mark.parametrize(
     ("settings", "support", "name", "why"),
     [
-        ({}, support_of("0.23.0"), "planned", "exchange.route=auto"),
-        ({}, None, "planned", "the version of vLLM is not known here"),
-        ({}, UNKNOWN, "export", "vLLM 9.9.9 finishes"),
+        ({}, support_of("0.23.0"), "sharded", "weight_sync.route=auto"),
+        ({}, None, "sharded", "the version of vLLM is not known here"),
+        ({}, UNKNOWN, "full", "vLLM 9.9.9 finishes"),
         ({}, support_of("0.11.0"), "none", "no layerwise reload"),
-        ({"exchange__route": "export"}, support_of("0.23.0"), "export", "the recipe says so"),
-        ({"rollout__engine": "sglang"}, None, "export", "accepts only whole tensors"),
+        ({"weight_sync__route": "full"}, support_of("0.23.0"), "full", "the recipe says so"),
+        ({"rollout__engine": "sglang"}, None, "full", "accepts only whole tensors"),
         ({"lora__rank": 8}, support_of("0.23.0"), "adapters", "where engines can hold them"),
-        ({"lora__rank": 8, "exchange__adapters": "merged"}, support_of("0.23.0"), "export", "adapters are sent whole"),
+        ({"lora__rank": 8, "weight_sync__adapters": "merged"}, support_of("0.23.0"), "full", "adapters are sent whole"),
     ],
 )
 def test_a_route_follows_from_recipe_and_version(
@@ -45,14 +45,14 @@ def test_a_route_follows_from_recipe_and_version(
 
 def test_every_set_of_versions_has_a_route() -> None:
     routes = routes_of_sets(recipe(), kind_of("npu").sets)
-    assert routes[0].name == "planned" and "CANN 9.1.0 (vLLM 0.23.0)" in routes[0].on
+    assert routes[0].name == "sharded" and "CANN 9.1.0 (vLLM 0.23.0)" in routes[0].on
     assert [route.name for route in routes if "vLLM 0.11.0" in route.on] == ["none"]
 
 
 def test_an_unsupported_route_is_refused_before_the_start() -> None:
-    insists = recipe(exchange__route="planned")
+    insists = recipe(weight_sync__route="sharded")
     with pytest.raises(
-        RecipeError, match=r"(?s)exchange.route = 'planned'.*do not support it on here: vLLM 9.9.9 finishes"
+        RecipeError, match=r"(?s)weight_sync.route = 'sharded'.*do not support it on here: vLLM 9.9.9 finishes"
     ):
         check_route(insists, route_of(insists, UNKNOWN, "here"))
     with pytest.raises(RecipeError, match="engines cannot update their weights on here"):
@@ -80,7 +80,7 @@ def test_doctor_warns_about_a_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.engines.routes.installed_support", lambda: UNKNOWN)
     (finding,) = weights(changed)
     assert finding.status == "warning" and "vLLM 9.9.9 finishes" in finding.text
-    changed.exchange.route = "planned"
+    changed.weight_sync.route = "sharded"
     assert weights(changed)[0].status == "FAIL"
 
 
@@ -88,23 +88,23 @@ def test_a_plan_counts_the_expected_route(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("megarl.commands.plan.routes.routes_of_sets", lambda *_: [route_of(recipe(), UNKNOWN, "a set")])
     changed = recipe(cluster__device="npu")
     routes = expected_routes(changed, device_named("910B"))
-    assert [route.name for route in routes] == ["export"]
-    assert as_expected(changed, routes).exchange.route == "export" and changed.exchange.route == "auto"
+    assert [route.name for route in routes] == ["full"]
+    assert as_expected(changed, routes).weight_sync.route == "full" and changed.weight_sync.route == "auto"
     assert expected_routes(recipe(train__source="sft"), None) == []
 
 
 def test_the_console_names_the_route_and_both_costs() -> None:
-    links = Links("planned", 10**6, 10**6, 10**6, 0)
+    links = Links("sharded", 10**6, 10**6, 10**6, 0)
     times = estimate(recipe(rollout__engines=8, cluster__trainers=8), QWEN, None, DEVICE, links=links)
-    assert set(times.weights) == {"planned", "export"} and times.weights["export"] > 10 * times.weights["planned"]
-    exchanged = next(phase for phase in times.phases if phase.name == "weight_exchange")
-    assert times.weights["planned"] == pytest.approx(exchanged.seconds)
+    assert set(times.weights) == {"sharded", "full"} and times.weights["full"] > 10 * times.weights["sharded"]
+    phase = next(phase for phase in times.phases if phase.name == "weight_sync")
+    assert times.weights["sharded"] == pytest.approx(phase.seconds)
     routes = [
-        WeightRoute("planned", "exchange.route=auto", "one"),
+        WeightRoute("sharded", "weight_sync.route=auto", "one"),
         WeightRoute("none", "too old", "two"),
-        WeightRoute("planned", "x", "three"),
+        WeightRoute("sharded", "x", "three"),
     ]
     lines = route_lines(replace(plans.BARE, routes=routes, estimate=times, device=DEVICE))
-    assert lines[0].startswith("weight route: planned on one: exchange.route=auto; no route was measured")
-    assert "export " in lines[1] and "planned " in lines[1] and "0.1 GB/s" in lines[1]
+    assert lines[0].startswith("weight route: sharded on one: weight_sync.route=auto; no route was measured")
+    assert "full " in lines[1] and "sharded " in lines[1] and "0.1 GB/s" in lines[1]
     assert lines[2:] == ["  elsewhere: none on two: too old"]

@@ -61,7 +61,7 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def exchange(engine, tmp_path_factory):
+def send_weights(engine, tmp_path_factory):
     """Sends weights to the engine, as a trainer does."""
     folder = str(tmp_path_factory.mktemp("shm"))
     sender = FullSender.open("127.0.0.1", engine.info["receivers"], bucket_bytes=512, timeout=10.0, shm_dir=folder)
@@ -92,12 +92,12 @@ def generate(engine, *requests: GenerationRequest) -> dict[int, list]:
 # --- the adapter --------------------------------------------------------------------------------
 
 
-def test_samples_follow_the_updated_weights(engine, exchange) -> None:
+def test_samples_follow_the_updated_weights(engine, send_weights) -> None:
     """Samples of old or no weights, a fingerprint that is not the sender's, prefixes that the old weights computed."""
     with pytest.raises(EngineRefused, match="has dummy weights; update its weights first"):
         generate(engine, request(0))
     for version in (1, 2):
-        report, sending = exchange(version, weights(version))
+        report, sending = send_weights(version, weights(version))
         compare_full_reports(sending.result(10), {"e0/0": report})
         assert torch.equal(engine.real.model.table, weights(version)["table"])
     assert engine.real.calls == ["begin", "update, flush True", "end"] * 2
@@ -113,17 +113,17 @@ def test_samples_follow_the_updated_weights(engine, exchange) -> None:
             np.testing.assert_allclose(sample.log_probs, expected[:, 0].numpy(), atol=1e-5)
 
 
-def test_sample_i_draws_from_seed_plus_i(engine, exchange) -> None:
+def test_sample_i_draws_from_seed_plus_i(engine, send_weights) -> None:
     """Siblings that are equal, or that another engine could not repeat."""
-    exchange(1, weights(1))[1].result(10)
+    send_weights(1, weights(1))[1].result(10)
     samples = generate(engine, request(1, n=4))[1]
     assert len({tuple(sample.tokens) for sample in samples}) > 1
     alone = GenerationRequest(9, request(1).prompt, Sampling(1, 8), seed=102)
     assert np.array_equal(generate(engine, alone)[9][0].tokens, samples[2].tokens)
 
 
-def test_greedy_and_stopping(engine, exchange) -> None:
-    exchange(1, weights(1))[1].result(10)
+def test_greedy_and_stopping(engine, send_weights) -> None:
+    send_weights(1, weights(1))[1].result(10)
     (greedy,) = generate(engine, request(1, n=1, temperature=0.0))[1]
     assert np.isnan(greedy.log_probs).all() and greedy.finish_reason == "length" and len(greedy.tokens) == 8
     with pytest.raises(ValueError, match="n is 2; ask for n=1"):
@@ -137,9 +137,9 @@ def test_greedy_and_stopping(engine, exchange) -> None:
         generate(engine, request(1, max_tokens=45))
 
 
-def test_a_truncated_response_ends_the_engine(engine, exchange) -> None:
+def test_a_truncated_response_ends_the_engine(engine, send_weights) -> None:
     """SGLang makes max_new_tokens smaller without a word where its cache is small: samples would be cut ones."""
-    exchange(1, weights(1))[1].result(10)
+    send_weights(1, weights(1))[1].result(10)
     engine.real.longest = 5
     with pytest.raises(EngineDead, match="cut a response at 5 of 8 tokens"):
         generate(engine, request(1))
@@ -152,16 +152,16 @@ def test_a_truncated_response_ends_the_engine(engine, exchange) -> None:
         ({"table": torch.ones(VOCABULARY - 1, VOCABULARY), "scale": torch.ones(())}, "lack values: table"),
     ],
 )
-def test_incomplete_weights_end_the_engine(engine, exchange, values, message) -> None:
+def test_incomplete_weights_end_the_engine(engine, send_weights, values, message) -> None:
     with pytest.raises(WeightSyncError, match=message):
-        exchange(1, values)
+        send_weights(1, values)
     assert engine.real.calls == ["begin", "update, flush True", "shutdown"]
     with pytest.raises(EngineDead, match="lack values"):
         engine.update_weights(2)
 
 
-def test_running_requests_keep_their_weights(engine, exchange) -> None:
-    exchange(1, weights(1))[1].result(10)
+def test_running_requests_keep_their_weights(engine, send_weights) -> None:
+    send_weights(1, weights(1))[1].result(10)
     engine.real.seconds = 0.05
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(generate, engine, request(1))
@@ -178,8 +178,8 @@ def test_running_requests_keep_their_weights(engine, exchange) -> None:
     assert list(generate(engine, request(2))) == [2]
 
 
-def test_pause_holds_the_schedulers(engine, exchange) -> None:
-    exchange(1, weights(1))[1].result(10)
+def test_pause_holds_the_schedulers(engine, send_weights) -> None:
+    send_weights(1, weights(1))[1].result(10)
     engine.pause()
     assert engine.real.calls[-1] == "info", "nothing waited for the schedulers"
     done = threading.Event()
@@ -190,9 +190,9 @@ def test_pause_holds_the_schedulers(engine, exchange) -> None:
         assert done.wait(5)
 
 
-def test_sleep_and_wake(engine, exchange) -> None:
+def test_sleep_and_wake(engine, send_weights) -> None:
     """Weights are dropped, and come anew before anything is sampled; graphs come back last."""
-    exchange(1, weights(1))[1].result(10)
+    send_weights(1, weights(1))[1].result(10)
     assert engine.info["can_sleep"] is True and engine.info["can_update_in_flight"] is False
     engine.sleep()
     with pytest.raises(EngineRefused, match=r"sleeps \(weights, kv_cache\)"):
@@ -202,7 +202,7 @@ def test_sleep_and_wake(engine, exchange) -> None:
     with pytest.raises(EngineRefused, match=r"wake\(\['graphs'\]\)"):
         engine.wake(["graphs"])
     engine.wake(["weights"])
-    exchange(2, weights(2))[1].result(10)
+    send_weights(2, weights(2))[1].result(10)
     engine.wake(["kv_cache"])
     assert [call for call in engine.real.calls if call.startswith("re")] == [
         "release",

@@ -14,7 +14,7 @@ from tests.support.engine_process import (
     EngineProcess,
     build_model,
     change,
-    exchange,
+    full_sender,
     gaps,
     load_model,
     make_requests,
@@ -83,7 +83,7 @@ def test_expert_kernels_keep_old_weights_over_a_reload(process, without, tmp_pat
     path = build_model(tmp_path, "qwen3_moe")
     model = load_model(path)
     without(COMPAT, "drop_packed_experts")
-    sender = exchange(process, process.start(spec(path)))
+    sender = full_sender(process, process.start(spec(path)))
     update(process, sender, change(model, 1, tmp_path))
     assert largest_gap(process, model) > 100 * BOUND
     sender.close()
@@ -93,7 +93,7 @@ def test_reload_waits_for_a_tied_output_layer(process, without, tmp_path):
     path = build_model(tmp_path, "qwen2_tied")
     model = load_model(path)
     without(COMPAT, "tied_layers")
-    sender = exchange(process, process.start(spec(path)))
+    sender = full_sender(process, process.start(spec(path)))
     with pytest.raises(ValueError, match=r"1 parameters of the engine's model got no weights: lm_head\.weight"):
         update(process, sender, change(model, 1, tmp_path))
     sender.close()
@@ -103,7 +103,7 @@ def test_reload_leaves_a_tied_output_layer_packed(process, without, tmp_path):
     path = build_model(tmp_path, "qwen2_tied")
     model = load_model(path)
     without(COMPAT, "repack_tied")
-    sender = exchange(process, process.start(spec(path)))
+    sender = full_sender(process, process.start(spec(path)))
     update(process, sender, change(model, 1, tmp_path))
     assert largest_gap(process, model) > 100 * BOUND
     sender.close()

@@ -18,7 +18,7 @@ from tests.support.engine_process import (
     assert_exact,
     build_model,
     change,
-    exchange,
+    full_sender,
     gaps,
     load_model,
     make_requests,
@@ -160,9 +160,9 @@ def test_cpu_cannot_sleep(engine, info):
             method()
 
 
-def test_updates_through_the_exchange(engine, info, path, tmp_path):
+def test_updates_through_weight_sync(engine, info, path, tmp_path):
     model = load_model(path)
-    sender = exchange(engine, info)
+    sender = full_sender(engine, info)
     requests = make_requests()
     previous = engine.generate(requests)[1]
     with ThreadPoolExecutor(1) as pool:
@@ -214,7 +214,7 @@ def test_dummy_weights_and_unknown_names(process, info, path, tmp_path):
     info = process.start(spec(path, load_weights=False, seeded=False))
     with pytest.raises(EngineRefused, match="has dummy weights; update its weights first"):
         process.generate(make_requests(1))
-    sender = exchange(process, info)
+    sender = full_sender(process, info)
     model = load_model(path)
     weights = change(model, 1, tmp_path)
     with ThreadPoolExecutor(1) as pool:
@@ -240,7 +240,7 @@ def test_dummy_weights_and_unknown_names(process, info, path, tmp_path):
     process.shutdown()
 
     info = process.start(spec(path, load_weights=False))
-    sender = exchange(process, info)
+    sender = full_sender(process, info)
     with ThreadPoolExecutor(1) as pool:
         sending = pool.submit(sender.send, 1, [*weights.items(), ("model.layers.0.mlp.extra_bias", torch.ones(4))])
         with pytest.raises(ValueError, match=r"1 exported tensors are unknown .* model.layers.0.mlp.extra_bias"):
@@ -269,7 +269,7 @@ def test_deepseek_and_tied_models_sample_their_weights(process, info, tmp_path, 
     layer, and the engine has a packed copy of it."""
     path = build_model(tmp_path, kind)
     model = load_model(path)
-    sender = exchange(process, process.start(spec(path)))
+    sender = full_sender(process, process.start(spec(path)))
     requests = make_requests(3)
     assert_exact(model, requests, process.generate(requests)[1])
     update(process, sender, change(model, 1, tmp_path))

@@ -19,7 +19,7 @@ from megarl.agents.trajectory import Trajectory
 from megarl.engines.base import EngineSpec
 from megarl.rollout.assemble import vectors
 from megarl.types import GenerationRequest, Prompt, SampleImages, Sampling
-from tests.engines.test_vllm import EngineProcess, exchange
+from tests.engines.test_vllm import EngineProcess, full_sender
 from tests.support.megatron_runs import launch
 from tests.support.vl_model import sequences, write_processor, write_vl_model
 
@@ -74,7 +74,7 @@ def test_log_probs_are_the_actors_at_start_and_after_each_update(directory: Path
     info = process.begin("start", spec).result(400)
     wave = requests()
     weights: dict[str, torch.Tensor] = {}
-    sender = exchange(process, info)
+    sender = full_sender(process, info)
     for version in range(4):
         if version:
             updating = process.begin("update_weights", version)

@@ -98,12 +98,12 @@ def test_time_of_the_start_is_not_in_the_first_step(tmp_path: Path) -> None:
     with RunLog(make_recipe(), tmp_path, 1, 1) as log:
         with log.phase("start"):
             time.sleep(0.05)
-        log.add({"exchange/bytes": 5})
+        log.add({"weight_sync/bytes": 5})
         log.begin()
         log.step(1)
     (line,) = read_metrics(tmp_path / "metrics.jsonl")
     assert line["timing_s/step"] < 0.05 and "timing_s/start" not in line
-    assert line["exchange/bytes"] == 5
+    assert line["weight_sync/bytes"] == 5
     (session,) = json.loads((tmp_path / "summary.json").read_text())["sessions"]
     assert session["start"]["seconds"] >= session["start"]["timing_s/start"] >= 0.05
 

@@ -124,11 +124,11 @@ def unmappable_memory(module: Any) -> None:
 def old_weights(module: Any) -> None:
     """Trainers change their weights after sending them, so engines sample from older ones."""
 
-    class Hasty(module.ExchangeRank):
+    class Hasty(module.WeightSyncRank):
         def send_weights(self, version: int) -> Any:
             report = super().send_weights(version)
             self.change(10)
             return report
 
-    Hasty.__name__ = "ExchangeRank"
-    module.ExchangeRank = Hasty
+    Hasty.__name__ = "WeightSyncRank"
+    module.WeightSyncRank = Hasty

@@ -53,7 +53,7 @@ def test_refusals(recipe: Path, overrides: list[str], key: str, words: str) -> N
 
 @pytest.fixture
 def other_family(quickstart_data: Path, tmp_path: Path) -> Path:
-    """The quickstart's model with the numbers of two tokens exchanged."""
+    """The quickstart's model with the numbers of two tokens swapped."""
     path = tmp_path / "other"
     shutil.copytree(quickstart_data / "model", path)
     file = path / "tokenizer.json"

@@ -212,7 +212,7 @@ def test_a_boolean_is_not_a_number(folder: Path) -> None:
     ("override", "choices"),
     [
         ("rollout.seeded=maybe", "auto, true, false"),
-        ("exchange.route=x", "export, planned, auto"),
+        ("weight_sync.route=x", "full, sharded, auto"),
         ("agent.format=x", "hermes, deepseek"),
     ],
 )

@@ -10,9 +10,9 @@ def test_set_paths_become_absolute_and_unset_paths_stay_none(monkeypatch, tmp_pa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/me")
     recipe = Recipe(runs_dir="runs")
-    recipe.model.path, recipe.exchange.directory, recipe.data.train_files = "~/model", "weights", ["a.parquet"]
+    recipe.model.path, recipe.weight_sync.directory, recipe.data.train_files = "~/model", "weights", ["a.parquet"]
     absolute = with_absolute_paths(recipe)
-    assert (absolute.runs_dir, absolute.exchange.directory) == (str(tmp_path / "runs"), str(tmp_path / "weights"))
+    assert (absolute.runs_dir, absolute.weight_sync.directory) == (str(tmp_path / "runs"), str(tmp_path / "weights"))
     assert (absolute.model.path, absolute.data.train_files) == ("/home/me/model", [str(tmp_path / "a.parquet")])
     assert (
         absolute.model.tokenizer is None and absolute.judge.path is None and with_absolute_paths(absolute) == absolute

@@ -36,7 +36,7 @@ def test_a_group_trains_like_a_single_engine(quickstart_data: Path, tmp_path: Pa
             "rollout/rewards/mean",
             "response_length/mean",
             "actor/grad_norm",
-            "exchange/version",
+            "weight_sync/version",
         } & line.keys():
             assert line[name] == pytest.approx(group_line[name], rel=1e-3, abs=1e-6), name
 

@@ -115,7 +115,7 @@ def dense(quickstart_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
             "megatron.expert_parallel=1",
             "algorithm.entropy_coef=0.1",
             "actor.optimizer.lr=5e-2",
-            f"exchange.adapters={way}",
+            f"weight_sync.adapters={way}",
         ]
         done = train(quickstart_data, runs, way, *options)
         assert done.returncode == 0, done.stderr + done.stdout
@@ -125,13 +125,13 @@ def dense(quickstart_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 def test_engines_receive_only_adapters(dense: Path) -> None:
     """One notice reports it; later updates send only adapter bytes; the engines' log-probs are the trainers'."""
-    assert (dense / "auto.txt").read_text().count("exchange.adapters=auto: only adapters are sent; ") == 1
+    assert (dense / "auto.txt").read_text().count("weight_sync.adapters=auto: only adapters are sent; ") == 1
     config = json.loads((dense / "model" / "config.json").read_text())
     of_adapters = 4 * sum(adapter_sizes(config, 4, ["all-linear"]).values())
     apart, merged = metrics(dense / "auto"), metrics(dense / "merged")
     for line, other in zip(apart[:-1], merged, strict=False):  # the last step's weights go nowhere
-        assert line["exchange/version"] == line["step"]
-        assert of_adapters <= line["exchange/bytes"] < 1.1 * of_adapters < other["exchange/bytes"] / 4
+        assert line["weight_sync/version"] == line["step"]
+        assert of_adapters <= line["weight_sync/bytes"] < 1.1 * of_adapters < other["weight_sync/bytes"] / 4
     assert all(line["rollout/logprob_gap_max"] < 1e-4 for line in [*apart, *merged]), "engines sample other weights"
     moved = [abs(line["actor/entropy"] - apart[0]["actor/entropy"]) for line in apart[1:]]
     assert min(moved) > 1e-3, "adapters have changed nothing: whatever engines hold would do"
@@ -170,9 +170,9 @@ def test_a_resumed_run_is_bit_identical(rl: Path, sft: Path, quickstart_data: Pa
     resume = f"train.resume={rl / 'checkpoints' / 'step_000002'}"
     done = train(quickstart_data, tmp_path, "rest", f"model.path={sft / 'hf'}", *RL, resume)
     assert done.returncode == 0, done.stderr + done.stdout
-    # The resumed run's first line has the exchange that it began with.
+    # The resumed run's first line has the weight sync that it began with.
     (line,), (expected,) = without_times(metrics(tmp_path / "rest")), without_times(metrics(rl)[2:])
-    assert {name: line[name] for name in line if not name.startswith("exchange/")} == expected
+    assert {name: line[name] for name in line if not name.startswith("weight_sync/")} == expected
 
 
 @pytest.mark.parametrize("change", ["lora.alpha=8", "lora.rank=0"])

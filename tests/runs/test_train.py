@@ -54,7 +54,7 @@ def reference(quickstart_data: Path, tmp_path_factory: pytest.TempPathFactory) -
         quickstart_data, runs, "reference", "train.steps=4", "algorithm.kl_coef=0.01", "algorithm.entropy_coef=0.001"
     )
     assert done.returncode == 0, done.stderr + done.stdout
-    assert "exchange.route=auto: planned; " in done.stderr + done.stdout
+    assert "weight_sync.route=auto: sharded; " in done.stderr + done.stdout
     return runs / "reference"
 
 
@@ -62,15 +62,15 @@ def reference(quickstart_data: Path, tmp_path_factory: pytest.TempPathFactory) -
 def test_sharded_and_full_updates_give_equal_metrics(quickstart_data: Path, reference: Path, tmp_path: Path) -> None:
     """All metrics of both runs are bit-identical."""
     more = ["train.steps=4", "algorithm.kl_coef=0.01", "algorithm.entropy_coef=0.001"]
-    done = train(quickstart_data, tmp_path, "exported", *more, "exchange.route=export")
+    done = train(quickstart_data, tmp_path, "exported", *more, "weight_sync.route=full")
     assert done.returncode == 0, done.stderr + done.stdout
     planned, exported = without_times(metrics(reference)), without_times(metrics(tmp_path / "exported"))
     assert planned[0] == exported[0]
     for line, other in zip(planned[1:], exported[1:], strict=True):
         # one engine rank needs every tensor: the bytes sent are its parameters' bytes, without padding to 64 bytes
-        assert line.pop("exchange/received_bytes") == line["exchange/bytes"] <= other["exchange/bytes"]
-        assert line.pop("exchange/sent_bytes/max") < 0.6 * line.pop("exchange/bytes")
-        other.pop("exchange/bytes")
+        assert line.pop("weight_sync/received_bytes") == line["weight_sync/bytes"] <= other["weight_sync/bytes"]
+        assert line.pop("weight_sync/sent_bytes/max") < 0.6 * line.pop("weight_sync/bytes")
+        other.pop("weight_sync/bytes")
         assert line == other
 
 
@@ -80,14 +80,14 @@ def test_weights_from_device_to_device(quickstart_data: Path, reference: Path, t
     more = ["train.steps=2", "algorithm.kl_coef=0.01", "algorithm.entropy_coef=0.001", "evaluation.at_end=false"]
     apart = [
         "cluster.placement=disaggregated",
-        "exchange.route=planned",
-        "exchange.transport=device",
+        "weight_sync.route=sharded",
+        "weight_sync.transport=device",
         "rollout.engines=2",
     ]
     done = train(quickstart_data, tmp_path, "apart", *more, *apart)
     assert done.returncode == 0, done.stderr + done.stdout
     pair, single = without_times(metrics(tmp_path / "apart")), without_times(metrics(reference))[:3]
-    assert pair[1]["exchange/received_bytes"] == 2 * single[1]["exchange/received_bytes"]
+    assert pair[1]["weight_sync/received_bytes"] == 2 * single[1]["weight_sync/received_bytes"]
     for line, of_one in zip(pair[1:], single[1:], strict=True):
         assert line["actor/pg_loss"] == of_one["actor/pg_loss"] and line["actor/grad_norm"] == of_one["actor/grad_norm"]
         assert line["rollout/logprob_gap_max"] < 1e-3
@@ -99,7 +99,7 @@ def test_weights_are_read_from_the_trainers_device_memory(
 ) -> None:
     """All metrics equal the metrics of a run with buckets in /dev/shm."""
     more = ["train.steps=2", "algorithm.kl_coef=0.01", "algorithm.entropy_coef=0.001", "evaluation.at_end=false"]
-    done = train(quickstart_data, tmp_path, "mapped", *more, "exchange.route=planned", "exchange.transport=ipc")
+    done = train(quickstart_data, tmp_path, "mapped", *more, "weight_sync.route=sharded", "weight_sync.transport=ipc")
     assert done.returncode == 0, done.stderr + done.stdout
     mapped, shared = without_times(metrics(tmp_path / "mapped")), without_times(metrics(reference))
     assert mapped[1] == shared[1]

@@ -1,7 +1,7 @@
 """A vLLM engine in a separate process, and the Hugging Face models that its tests compare it with.
 
 The test's process plays the trainer: it holds the Hugging Face model, changes its weights and sends them through the
-exchange.
+weight sync.
 """
 
 import multiprocessing
@@ -318,7 +318,7 @@ def same(first, other):
     )
 
 
-def exchange(engine, info):
+def full_sender(engine, info):
     sender = FullSender.open("127.0.0.1", [tuple(r) for r in info["receivers"]], bucket_bytes=1 << 18, timeout=120.0)
     engine.connect_weight_sync(sender.session)
     return sender

@@ -28,29 +28,29 @@ class Trainer:
         self.case = case
         self.trainer = build(case)
         self.rank = dist.get_rank()
-        self.planned: Any = None
+        self.sender: Any = None
         self.exporting: Any = None
         self.adapting: Any = None
 
     def rebuild(self, megatron: dict[str, Any], dtype: str) -> None:
         """The same model in another layout."""
-        if self.planned is not None:
-            self.planned.close()
+        if self.sender is not None:
+            self.sender.close()
         self.case |= {"megatron": megatron, "dtype": dtype}
-        self.trainer, self.planned = None, None
+        self.trainer, self.sender = None, None
         self.trainer = build(self.case)
 
     def open_planned(self, receivers: list[Any], options: dict[str, Any]) -> Any:
         from megarl.megatron.weight_sender import open_sender
-        from megarl.recipe.schema import ExchangeConfig
+        from megarl.recipe.schema import WeightSyncConfig
 
-        if self.planned is not None:
-            self.planned.close()
-        exchange = ExchangeConfig(**options)
+        if self.sender is not None:
+            self.sender.close()
+        weight_sync = WeightSyncConfig(**options)
         endpoints = [tuple(receiver) for receiver in receivers]
-        self.planned = open_sender(self.trainer.model, exchange, endpoints, "127.0.0.1", "cpu")
-        assert not isinstance(self.planned, str), self.planned
-        return self.planned.session
+        self.sender = open_sender(self.trainer.model, weight_sync, endpoints, "127.0.0.1", "cpu")
+        assert not isinstance(self.sender, str), self.sender
+        return self.sender.session
 
     def open_export(self, receivers: list[Any]) -> Any:
         self.exporting = self._sender(receivers, None)
@@ -131,7 +131,7 @@ class Trainer:
         self.trainer.export_weights = wrong
 
     def send_planned(self, version: int) -> Any:
-        return self.planned.send(version, self.trainer.export_weights)
+        return self.sender.send(version, self.trainer.export_weights)
 
     def send_export(self, version: int) -> Any:
         return self._send(self.exporting, version, self.trainer.export_weights())
@@ -152,7 +152,7 @@ class Trainer:
     def send_and_die(self, version: int) -> Any:
         """Send an update in which the last rank dies after it packed its first bucket."""
         if self.rank == dist.get_world_size() - 1:
-            self.planned._outgoing.send = lambda *_: os._exit(9)
+            self.sender._outgoing.send = lambda *_: os._exit(9)
         return self.send_planned(version)
 
 

@@ -22,7 +22,7 @@ def check_offload(trainer: Any, platform: Any, before: dict[str, torch.Tensor]) 
     views = trainer.model.dtype == torch.float32  # master weights of a float32 model are its weights
     kept = {"weights": held["weights"], "masters": held["masters"] if views else 0}
     assert bytes_of(trainer) == {**kept, "gradients": 0, "moments": 0}
-    for name, weight in trainer.export_weights():  # what the exchange does while engines take memory
+    for name, weight in trainer.export_weights():  # what weight sync does while engines take memory
         assert torch.equal(weight, before[name]), name
     trainer.offload_weights()
     assert not any(bytes_of(trainer).values()), bytes_of(trainer)

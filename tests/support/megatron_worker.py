@@ -108,7 +108,7 @@ def train(trainer: Any, batches: list[Any], steps: int, function: Any = objectiv
 def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
     exported = [(name, weight.clone()) for name, weight in trainer.export_weights()]
     weights = dict(exported)
-    assert len(weights) == len(exported), "a name came twice, which the exchange refuses"
+    assert len(weights) == len(exported), "a name came twice, which weight sync refuses"
     return weights
 
 

@@ -45,7 +45,7 @@ def place(number: int) -> DeviceUses:
         Use("values", {**computing, "activations": GIB}),
         Use("update_actor", {**computing, "activations": 4 * waiting, "logits": 3 * GIB // 2}),
         Use("optimizer", {**computing, "optimizer": 9 * GIB // 4}),
-        Use("weight_exchange", {"weights": weights, "engine weights": 22 * GIB, "exchange buffers": GIB}),
+        Use("weight_sync", {"weights": weights, "engine weights": 22 * GIB, "weight-sync buffers": GIB}),
     ]
     return DeviceUses(f"actor {number} + engine", 32, uses)
 
@@ -60,7 +60,7 @@ PHASES = [
     PhaseTime("adv", 0.2, "host", "sums over 8,192 samples"),
     PhaseTime("update_actor", 342.9, "compute", "35 % of 376 TFLOP/s; the bubble of 8 stages"),
     PhaseTime("save", 0.0, "disk", "not every step"),
-    PhaseTime("weight_exchange", 38.0, "links", "70 % of 28 GB/s"),
+    PhaseTime("weight_sync", 38.0, "links", "70 % of 28 GB/s"),
 ]
 ESTIMATE = Estimate(PHASES, sum(phase.seconds for phase in PHASES), 8192 * 1600.0, 64, 2987.5, 7 / 71, 1024.0)
 LARGE = RecipePlan(
@@ -70,7 +70,7 @@ LARGE = RecipePlan(
     engine=EngineRank(11_000_000_000, 22 * GIB, 35136.0, 2 * GIB, 27 * GIB, 268.0),
     places=[place(number) for number in range(8)],
     estimate=ESTIMATE,
-    exchange=Links("planned", 700 * 2**20, 22 * GIB, 5600 * GIB, 5200 * GIB),
+    weight_sync=Links("sharded", 700 * 2**20, 22 * GIB, 5600 * GIB, 5200 * GIB),
     unchecked=["The data files are not on this machine: their columns and lengths were not looked at."],
     memory=64.0,
     notes=["Every micro batch is full, and the pipeline full of them.", "Experts are sent equally many tokens."],
@@ -99,7 +99,7 @@ SMALL = RecipePlan(
     engine=None,
     places=[DeviceUses("actor", 2, [Use("update_actor", {"weights": 800_000, "activations": 900_000})])],
     estimate=None,
-    exchange=None,
+    weight_sync=None,
 )
 INTERLEAVED = replace(LARGE, stages=[stage(number, chunks=2) for number in range(4)], places=LARGE.places[:4])
 AHEAD = replace(  # one step off: engines write while the trainers learn

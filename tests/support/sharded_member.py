@@ -16,7 +16,7 @@ import threading
 from typing import Any
 
 from megarl.weight_sync.session import ShardedSession
-from tests.support.sharded_ranks import SHAPES, Exchange, open_session
+from tests.support.sharded_ranks import SHAPES, ShardedCluster, open_session
 
 
 def arm(place: str, signal: int, before: bool) -> None:
@@ -47,13 +47,13 @@ def main() -> None:
         session, store = open_session(case["shm_dir"], case["places"], **case["options"])
     else:
         session, store = ShardedSession.from_json(json.dumps(case["session"])), None
-    exchange = Exchange(session, store, case["trainers"], case["engines"])
+    cluster = ShardedCluster(session, store, case["trainers"], case["engines"])
     print(session.to_json(), flush=True)
-    exchange.connect()
+    cluster.connect()
     for number, line in enumerate(sys.stdin):
         if number == 1 and case["place"]:
             arm(case["place"], case["signal"], case["before"])
-        sending, receiving = exchange.start(int(line))
+        sending, receiving = cluster.start(int(line))
         for member in (*sending, *receiving):
             member.result()
         print("done", flush=True)

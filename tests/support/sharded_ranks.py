@@ -115,7 +115,7 @@ def open_session(shm_dir: Any, places: list[str] | None = None, **options: Any) 
     )
 
 
-class Exchange:
+class ShardedCluster:
     def __init__(self, session: ShardedSession, store: Any, trainers_here: list[int], engines_here: list[int]) -> None:
         """`trainers_here`, `engines_here`: numbers of the ranks (0 to 3) that run as threads of this process."""
         self.session, self.store = session, store
@@ -175,8 +175,8 @@ class Exchange:
 
 
 @contextlib.contextmanager
-def exchange(shm_dir: Any, places: list[str] | None = None, **options: Any) -> Iterator[Exchange]:
-    cluster = Exchange(*open_session(shm_dir, places, **options), list(range(4)), list(range(4)))
+def open_cluster(shm_dir: Any, places: list[str] | None = None, **options: Any) -> Iterator[ShardedCluster]:
+    cluster = ShardedCluster(*open_session(shm_dir, places, **options), list(range(4)), list(range(4)))
     try:
         yield cluster
     finally:

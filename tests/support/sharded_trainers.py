@@ -1,4 +1,4 @@
-"""Two trainer ranks, as threads of the test's process, that send a checkpoint's tensors by the planned route.
+"""Two trainer ranks, as threads of the test's process, that send a checkpoint's tensors by the sharded route.
 
 Each holds one half of the rows of every matrix, as tensor-parallel ranks do, and all of every vector.
 """

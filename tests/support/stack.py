@@ -45,7 +45,7 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 TIMES = (
     "timing_s/", "perf/throughput", "perf/tflops", "perf/max_memory", "checkpoint/", "rollout/judge_seconds",
-    "exchange/seconds/",
+    "weight_sync/seconds/",
 )  # fmt: skip
 
 

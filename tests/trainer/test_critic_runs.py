@@ -80,9 +80,9 @@ def test_a_resumed_run_is_bit_identical(ppo: Path, quickstart_data: Path, tmp_pa
     """Both models and optimizers resume from the checkpoint after the first policy update."""
     resume = f"train.resume={ppo / 'checkpoints' / 'step_000002'}"
     rest = train(quickstart_data, tmp_path, "rest", *TWO_CRITICS, resume)
-    # The resumed run's first line has the exchange that it began with.
+    # The resumed run's first line has the weight sync that it began with.
     (line,), (expected,) = without_times(rest), without_times(metrics(ppo)[2:])
-    assert {name: line[name] for name in line if not name.startswith("exchange/")} == expected
+    assert {name: line[name] for name in line if not name.startswith("weight_sync/")} == expected
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ def test_vllm_allocates_one_adapter_only_on_its_linears(
 
 
 def test_vllms_lora_arguments_are_refused_in_recipes() -> None:
-    with pytest.raises(ValueError, match=r"rollout.engine_args.max_lora_rank cannot be set: set lora and exchange"):
+    with pytest.raises(ValueError, match=r"rollout.engine_args.max_lora_rank cannot be set: set lora and weight_sync"):
         check_args("vllm", {"max_lora_rank": 64}, "rollout")
 
 
@@ -84,20 +84,20 @@ def test_adapters_of_an_engine_follow_the_recipe(tmp_path: Path) -> None:
     recipe.lora.rank, recipe.lora.targets = 8, ["o_proj"]
     assert policy_spec(recipe, "e0", load_weights=False).adapters == AdapterSpec(8, ("o_proj",))
     assert policy_spec(recipe, "e0", load_weights=True).adapters is None, "no update brings any"
-    recipe.exchange.adapters = "merged"
+    recipe.weight_sync.adapters = "merged"
     assert policy_spec(recipe, "e0", load_weights=False).adapters is None
 
 
 def test_unsupported_adapter_updates_are_refused_before_the_start(tmp_path: Path) -> None:
     for choice in ("only", "merged"):
         with pytest.raises(RecipeError, match="no adapters are trained"):
-            load_recipe("recipes/quickstart.yaml", [f"exchange.adapters={choice}"])
+            load_recipe("recipes/quickstart.yaml", [f"weight_sync.adapters={choice}"])
     recipe = Recipe()
-    recipe.lora.rank, recipe.exchange.adapters, recipe.model.path = 8, "only", str(tmp_path)
+    recipe.lora.rank, recipe.weight_sync.adapters, recipe.model.path = 8, "only", str(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(DENSE))
     check_device(recipe, "cpu")
     (tmp_path / "config.json").write_text(json.dumps(DENSE | {"num_experts": 8}))
-    with pytest.raises(RecipeError, match=r"(?s)exchange\.adapters.*vLLM uses other expert kernels"):
+    with pytest.raises(RecipeError, match=r"(?s)weight_sync\.adapters.*vLLM uses other expert kernels"):
         check_device(recipe, "cpu")
 
 
@@ -126,7 +126,7 @@ def test_a_plan_counts_the_bytes_of_adapters() -> None:
     )
     for changed, name in ((model | {"num_experts": 8, "num_experts_per_tok": 2}, "H100"), (model, "910B")):
         links, (note,) = _links(recipe, changed, device=device_named(name), **unavailable)  # type: ignore[arg-type]
-        assert links.route == "export" and note.startswith("exchange.adapters=auto: engines are sent merged weights, ")
+        assert links.route == "full" and note.startswith("weight_sync.adapters=auto: engines are sent merged weights, ")
 
 
 def test_each_rank_holds_its_shard_of_an_adapter() -> None:

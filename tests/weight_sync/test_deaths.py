@@ -22,7 +22,7 @@ from megarl.cluster.failures import Failure, ProcessInfo, Raised
 from megarl.weight_sync import heartbeat
 from megarl.weight_sync.session import ShardedSession
 from megarl.weight_sync.sharded.receiver import ShardedReceiver
-from tests.support.sharded_ranks import SHAPES, Exchange, exchange, open_session
+from tests.support.sharded_ranks import SHAPES, ShardedCluster, open_cluster, open_session
 
 HERE, APART = ["here"] * 4, ["b", "b", "c", "c"]
 TIMEOUT = 60.0  # no rank may wait this long
@@ -58,7 +58,7 @@ class Split:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         line = self.read() if session is None else ""
-        self.here = Exchange(session or ShardedSession.from_json(line), store, *here)
+        self.here = ShardedCluster(session or ShardedSession.from_json(line), store, *here)
         self.here.connect()
         if session is not None:
             self.read()
@@ -189,7 +189,7 @@ def test_a_pause_of_the_monitor_is_not_a_missed_heartbeat(tmp_path, monkeypatch)
     """A pause of all processes is not a missed heartbeat: trainer 0's clock jumps before any peer can send one."""
     leap = [0.0]
     monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + leap[0]))
-    with exchange(tmp_path) as cluster:
+    with open_cluster(tmp_path) as cluster:
         cluster.connect()
         cluster.update(1)
         in_flight = [cluster.pool.submit(sender.send, 2, cluster.export) for sender in cluster.senders]
@@ -203,7 +203,7 @@ def test_a_pause_of_the_monitor_is_not_a_missed_heartbeat(tmp_path, monkeypatch)
 
 def test_unknown_connections_at_the_heartbeat_port_are_ignored(tmp_path):
     """The port is open to the network: invalid JSON, deep nesting, long lines, a wrong session and silence are ignored."""
-    with exchange(tmp_path) as cluster:
+    with open_cluster(tmp_path) as cluster:
         cluster.connect()
         monitor = cluster.senders[0]._monitor
         assert monitor is not None

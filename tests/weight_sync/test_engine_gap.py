@@ -1,4 +1,4 @@
-"""The engine's log-probs are the trainer's, for the engine's own samples: real vLLM, real Megatron, real exchange."""
+"""The engine's log-probs are the trainer's, for the engine's own samples: real vLLM, real Megatron, real weight sync."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from tests.support.engine_process import (
     assert_exact,
     build_model,
     change,
-    exchange,
+    full_sender,
     load_model,
     make_requests,
     same,
@@ -71,7 +71,7 @@ def test_sharded_updates_equal_the_export(process: EngineProcess, tmp_path: Path
             assert_exact(model, requests, samples)
             trainers.close()
 
-            sender = exchange(process, info)
+            sender = full_sender(process, info)
             update(process, sender, weights, version)
             sender.close()
             exported = process.rpc("digests")

@@ -41,7 +41,7 @@ def make_weights(seed):
 
 
 @contextmanager
-def exchange(endpoints, shm_dir, transport="auto", bucket_bytes=4 * KIB, timeout=20.0, directory=None):
+def full_sender(endpoints, shm_dir, transport="auto", bucket_bytes=4 * KIB, timeout=20.0, directory=None):
     sender = FullSender.open(
         "127.0.0.1",
         endpoints,
@@ -82,7 +82,7 @@ def test_all_versions_arrive(tmp_path, transport):
     here = host_id(str(tmp_path))
     endpoints = [("e0/0", here), ("e1/0", "elsewhere" if transport == "mixed" else here)]
     setting = "auto" if transport == "mixed" else transport
-    with exchange(endpoints, tmp_path, setting) as sender, ThreadPoolExecutor(2) as pool:
+    with full_sender(endpoints, tmp_path, setting) as sender, ThreadPoolExecutor(2) as pool:
         session = FullSession.from_json(sender.session.to_json())
         assert session == sender.session
         kinds = {"auto": {"shared_memory"}, "collective": {"collective"}, "mixed": {"shared_memory", "collective"}}
@@ -110,7 +110,7 @@ def test_weight_files_are_readable_safetensors(tmp_path):
     shm_dir, directory = tmp_path / "shm", tmp_path / "weights"
     shm_dir.mkdir()
     endpoints = [("e0/0", host_id(str(shm_dir))), ("e1/0", "elsewhere")]
-    with exchange(endpoints, shm_dir, "files", directory=str(directory)) as sender, ThreadPoolExecutor(2) as pool:
+    with full_sender(endpoints, shm_dir, "files", directory=str(directory)) as sender, ThreadPoolExecutor(2) as pool:
         receivers = [FullReceiver(FullSession.from_json(sender.session.to_json()), name) for name, _ in endpoints]
         for version in (1, 2, 3):
             weights = make_weights(version)
@@ -169,7 +169,7 @@ def test_missing_or_changed_files_are_errors(tmp_path, monkeypatch, fault):
 
         monkeypatch.setattr(BucketFiles, "write", broken)
     with (
-        exchange([("e0", "here")], tmp_path, "files", directory=str(directory)) as sender,
+        full_sender([("e0", "here")], tmp_path, "files", directory=str(directory)) as sender,
         ThreadPoolExecutor(1) as pool,
     ):
         waiting = pool.submit(receive, FullReceiver(sender.session, "e0"), 1)
@@ -189,7 +189,7 @@ def test_flipped_bit_names_bucket_tensors_and_receiver(tmp_path, monkeypatch):
         return memory
 
     monkeypatch.setattr(receiver_module.FullReceiver, "_take", corrupt)
-    with exchange([("good", here), ("bad", here)], tmp_path) as sender, ThreadPoolExecutor(2) as pool:
+    with full_sender([("good", here), ("bad", here)], tmp_path) as sender, ThreadPoolExecutor(2) as pool:
         receivers = [FullReceiver(sender.session, name) for name in ("good", "bad")]
         waiting = [pool.submit(receive, r, 1) for r in receivers]
         drained = []
@@ -210,14 +210,14 @@ def test_flipped_bit_names_bucket_tensors_and_receiver(tmp_path, monkeypatch):
 
 def test_an_early_stop_and_a_wrong_version_end_the_update(tmp_path):
     here = host_id(str(tmp_path))
-    with exchange([("e", here)], tmp_path) as sender, ThreadPoolExecutor(1) as pool:
+    with full_sender([("e", here)], tmp_path) as sender, ThreadPoolExecutor(1) as pool:
         receiver = FullReceiver(sender.session, "e")
         future = pool.submit(receive, receiver, 7)
         with pytest.raises(WeightSyncError, match="expects version 7, got 1"):
             sender.send(1, make_weights(0).items())
         with pytest.raises(WeightSyncError, match="expects version 7, got 1"):
             future.result(5)
-    with exchange([("e", here)], tmp_path) as sender, ThreadPoolExecutor(1) as pool:
+    with full_sender([("e", here)], tmp_path) as sender, ThreadPoolExecutor(1) as pool:
         receiver = FullReceiver(sender.session, "e")
         sending = pool.submit(sender.send, 1, make_weights(0).items())
         next(receiver.weights(1))
@@ -232,7 +232,7 @@ def test_abort_ends_every_wait_with_its_reason(tmp_path):
     """The sender waits for receivers that never come, one receiver for weights, one for its gloo group."""
     here = host_id(str(tmp_path))
     endpoints = [("waits", here), ("remote", "elsewhere"), ("absent", here)]
-    with exchange(endpoints, tmp_path, timeout=60) as sender, ThreadPoolExecutor(3) as pool:
+    with full_sender(endpoints, tmp_path, timeout=60) as sender, ThreadPoolExecutor(3) as pool:
         receivers = [FullReceiver(sender.session, name) for name in ("waits", "remote")]
         futures = [pool.submit(receive, r, 1) for r in receivers]
         futures.append(pool.submit(sender.send, 1, make_weights(0).items()))
@@ -248,11 +248,11 @@ def test_abort_ends_every_wait_with_its_reason(tmp_path):
 
 def test_silent_peers_are_named_after_the_timeout(tmp_path):
     here = host_id(str(tmp_path))
-    with exchange([("here", here), ("silent", here)], tmp_path, timeout=0.5) as sender:
+    with full_sender([("here", here), ("silent", here)], tmp_path, timeout=0.5) as sender:
         FullReceiver(sender.session, "here")
         with pytest.raises(WeightSyncError, match=r"waited 0.5 s for receivers to connect \(hello/silent\)"):
             sender.send(1, make_weights(0).items())
-    with exchange([("e", here)], tmp_path, timeout=0.5) as sender:
+    with full_sender([("e", here)], tmp_path, timeout=0.5) as sender:
         receiver = FullReceiver(sender.session, "e")
         with pytest.raises(WeightSyncError, match=r"waited 0.5 s for bucket 0 from the sender"):
             next(receiver.weights(1))
@@ -268,12 +268,12 @@ def test_unusable_sessions(tmp_path):
     with pytest.raises(ValueError, match="at least one"):
         resolve_transports("auto", "a", [])
     here = host_id(str(tmp_path))
-    with exchange([("e", here)], tmp_path) as sender:
+    with full_sender([("e", here)], tmp_path) as sender:
         with pytest.raises(ValueError, match="'f' is not part"):
             FullReceiver(sender.session, "f")
         with pytest.raises(ValueError, match="'w' was exported twice"):
             sender.send(1, [("w", torch.zeros(1)), ("w", torch.zeros(1))])
-    with exchange([("e", here)], tmp_path) as sender, pytest.raises(ValueError, match="yielded nothing"):
+    with full_sender([("e", here)], tmp_path) as sender, pytest.raises(ValueError, match="yielded nothing"):
         sender.send(1, [])
 
 
@@ -289,7 +289,7 @@ def small_tmpfs(tmp_path):
 
 
 def test_full_shared_memory_is_an_error_with_the_arithmetic(small_tmpfs):
-    with exchange([("e", host_id(str(small_tmpfs)))], small_tmpfs, bucket_bytes=1 << 20) as sender:
+    with full_sender([("e", host_id(str(small_tmpfs)))], small_tmpfs, bucket_bytes=1 << 20) as sender:
         receiver = FullReceiver(sender.session, "e")
         with ThreadPoolExecutor(1) as pool:
             future = pool.submit(receive, receiver, 1)
@@ -345,7 +345,7 @@ def test_a_killed_sender_fails_its_receivers(tmp_path):
         process.kill()
         process.wait(10)
     assert len(os.listdir(tmp_path)) <= 1  # its file had not been acknowledged yet
-    with exchange([("e", host_id(str(tmp_path)))], tmp_path):
+    with full_sender([("e", host_id(str(tmp_path)))], tmp_path):
         assert os.listdir(tmp_path) == []
 
 
@@ -353,7 +353,7 @@ def test_a_small_update_is_quick(tmp_path):
     """1 MB in well under 50 ms, measured over versions so that connecting does not count."""
     weights = {f"w{i}": torch.randn(64, 64) for i in range(64)}
     here = host_id(str(tmp_path))
-    with exchange([("e", here)], tmp_path, bucket_bytes=64 << 20) as sender, ThreadPoolExecutor(1) as pool:
+    with full_sender([("e", here)], tmp_path, bucket_bytes=64 << 20) as sender, ThreadPoolExecutor(1) as pool:
         receiver = FullReceiver(sender.session, "e")
         seconds = []
         for version in range(6):

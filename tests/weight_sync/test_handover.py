@@ -32,7 +32,7 @@ class Engine:
 
 def colocated(engines: list[Any]) -> Any:
     recipe = Recipe()
-    recipe.exchange.timeout, recipe.rollout.start_timeout = 0.2, 0.1
+    recipe.weight_sync.timeout, recipe.rollout.start_timeout = 0.2, 0.1
     actor = ActorGroup(Trainers(), recipe)  # type: ignore[arg-type]
     answers = [{"receivers": [(engine.name, "host")], "can_sleep": True} for engine in engines]
     occupant = Occupant(actor, offload=False)
@@ -57,8 +57,12 @@ def update(engines: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("hangs_in", "act", "words"),
     [
-        ("connect_weight_sync", colocated, "engine1 did not connect to the trainers within exchange.timeout = 0.2 s"),
-        ("update_weights", update, "engine1 did not take the new weights in within exchange.timeout = 0.2 s"),
+        (
+            "connect_weight_sync",
+            colocated,
+            "engine1 did not connect to the trainers within weight_sync.timeout = 0.2 s",
+        ),
+        ("update_weights", update, "engine1 did not take the new weights in within weight_sync.timeout = 0.2 s"),
         (
             "sleep",
             lambda engines: colocated(engines).give_to_actor(),

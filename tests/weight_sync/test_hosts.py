@@ -21,7 +21,7 @@ from megarl.weight_sync.full.receiver import FullReceiver
 from megarl.weight_sync.process_group import BroadcastGroup
 from megarl.weight_sync.relay import Relay, full_relays
 from megarl.weight_sync.session import FullSession, WeightSyncError, compare_full_reports, host_id
-from tests.weight_sync.test_full import assert_same, exchange, make_weights, receive
+from tests.weight_sync.test_full import assert_same, full_sender, make_weights, receive
 
 HOSTS = {"a0": "here", "b0": "b", "c0": "c", "a1": "here", "b1": "b", "c1": "c", "b2": "b", "d0": "d"}
 """Receivers and their hosts: as engines that are not numbered host by host."""
@@ -68,7 +68,7 @@ def test_each_host_gets_a_version_once(tmp_path: Any, network: Counter[str]) -> 
     fingerprints = []
     for hosts in (HOSTS, dict.fromkeys(HOSTS, "here")):
         network.clear()
-        with exchange(endpoints_of(tmp_path, hosts), tmp_path) as sender:
+        with full_sender(endpoints_of(tmp_path, hosts), tmp_path) as sender:
             session = FullSession.from_json(sender.session.to_json())
             assert session == sender.session
             receivers = [FullReceiver(session, name) for name in hosts]
@@ -85,7 +85,7 @@ def test_each_host_gets_a_version_once(tmp_path: Any, network: Counter[str]) -> 
 
 
 def test_without_shared_memory_each_receiver_gets_every_bucket(tmp_path: Any, network: Counter[str]) -> None:
-    with exchange(endpoints_of(tmp_path, HOSTS), tmp_path, "collective") as sender:
+    with full_sender(endpoints_of(tmp_path, HOSTS), tmp_path, "collective") as sender:
         receivers = [FullReceiver(sender.session, name) for name in HOSTS]
         sent = update(sender, receivers, 1, make_weights(1))
         assert {key: size for key, size in network.items() if key.startswith("into")} == {
@@ -95,14 +95,14 @@ def test_without_shared_memory_each_receiver_gets_every_bucket(tmp_path: Any, ne
 
 
 def test_relays_visit_each_host_once(tmp_path: Any) -> None:
-    with exchange(endpoints_of(tmp_path, HOSTS), tmp_path) as sender:
+    with full_sender(endpoints_of(tmp_path, HOSTS), tmp_path) as sender:
         assert full_relays(sender.session) == [
             Relay(("trainer", 0), (0, 3), 1),
             Relay(("engine", 1), (4, 6), 2),
             Relay(("engine", 2), (5,), 7),
         ]
     alone = {"a": "here", "b": "here"}
-    with exchange(endpoints_of(tmp_path, alone), tmp_path) as sender:
+    with full_sender(endpoints_of(tmp_path, alone), tmp_path) as sender:
         assert full_relays(sender.session) == [Relay(("trainer", 0), (0, 1), None)]
 
 
@@ -119,7 +119,7 @@ def test_links_carry_buckets_at_the_same_time(tmp_path: Any, monkeypatch: pytest
     hosts = {f"{host}0": host for host in "bcdef"}
     weights = {f"w{number}": torch.full((256,), float(number)) for number in range(16)}
     with (
-        exchange(endpoints_of(tmp_path, hosts), tmp_path, bucket_bytes=1024) as sender,
+        full_sender(endpoints_of(tmp_path, hosts), tmp_path, bucket_bytes=1024) as sender,
         ThreadPoolExecutor(len(hosts), thread_name_prefix="receives") as pool,
     ):
         receivers = [FullReceiver(sender.session, name) for name in hosts]
@@ -148,7 +148,7 @@ def test_corrupted_buckets_are_detected(tmp_path: Any, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(RelaySender, "offer", corrupted)
     hosts = {"b0": "b", "b1": "b"} if reader == "of its host" else {"b0": "b", "c0": "c"}
-    with exchange(endpoints_of(tmp_path, hosts), tmp_path) as sender, ThreadPoolExecutor(2) as pool:
+    with full_sender(endpoints_of(tmp_path, hosts), tmp_path) as sender, ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(receive, FullReceiver(sender.session, name), 1) for name in hosts]
         with pytest.raises(WeightSyncError, match="got other bytes than were sent in bucket 2"):
             sender.send(1, make_weights(1).items())
@@ -159,7 +159,7 @@ def test_corrupted_buckets_are_detected(tmp_path: Any, monkeypatch: pytest.Monke
 
 def test_a_silent_relay_is_detected_by_its_predecessor(tmp_path: Any) -> None:
     hosts = {"b0": "b", "b1": "b", "c0": "c"}
-    with exchange(endpoints_of(tmp_path, hosts), tmp_path, timeout=0.7) as sender, ThreadPoolExecutor(3) as pool:
+    with full_sender(endpoints_of(tmp_path, hosts), tmp_path, timeout=0.7) as sender, ThreadPoolExecutor(3) as pool:
         receivers = [FullReceiver(sender.session, name) for name in hosts]
 
         def stops() -> None:
@@ -201,7 +201,7 @@ def test_a_killed_relay_ends_the_update_on_all_receivers(tmp_path: Any) -> None:
     assert process.stdin is not None and process.stdout is not None
     try:
         with (
-            exchange(endpoints_of(tmp_path, hosts), tmp_path, bucket_bytes=256, timeout=60) as sender,
+            full_sender(endpoints_of(tmp_path, hosts), tmp_path, bucket_bytes=256, timeout=60) as sender,
             ThreadPoolExecutor(4) as pool,
         ):
             print(sender.session.to_json(), file=process.stdin, flush=True)

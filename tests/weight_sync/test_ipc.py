@@ -20,7 +20,7 @@ import torch
 from megarl.cluster.failures import CallFailed
 from megarl.commands.accept.context import StageContext
 from megarl.commands.accept.settings import Settings
-from megarl.commands.accept.stages import exchange as exchange_stage
+from megarl.commands.accept.stages import weight_sync as weight_sync_stage
 from megarl.platform import select
 from megarl.platform.cpu import CPUPlatform
 from megarl.platform.ipc import DeviceMemory, HostMemory, open_device_memory, without_expandable_segments
@@ -31,7 +31,7 @@ from megarl.weight_sync.sharded import receiver
 from megarl.weight_sync.sharded.buckets import OutgoingBuckets
 from megarl.weight_sync.sharded.mailbox import AckWriter
 from megarl.weight_sync.sharded.receiver import ShardedReceiver
-from tests.support.sharded_ranks import exchange
+from tests.support.sharded_ranks import open_cluster
 from tests.support.upstream_sources import missing, torch_npu
 
 TORCH_NPU = torch_npu()
@@ -50,12 +50,12 @@ def descriptors() -> int:
     return held + Path("/proc/self/maps").read_text().count(FILE)
 
 
-# --- an exchange ---------------------------------------------------------------------------------------------------
+# --- a weight sync -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("places", [HERE, RELAYED, ["b", "b", "c", "c"]])
 def test_every_element_arrives_and_no_file_has_a_name(tmp_path, places):
-    with exchange(tmp_path, places, transport="ipc") as cluster:
+    with open_cluster(tmp_path, places, transport="ipc") as cluster:
         cluster.connect()
         needed = sum(rank.description.nbytes for rank in cluster.engines)
         for version in (3, 4, 5):
@@ -76,7 +76,7 @@ def test_slots_do_not_depend_on_torchs_default_device(tmp_path, monkeypatch, pla
             return begin(self, version)
 
     monkeypatch.setattr(ShardedReceiver, "begin", elsewhere)
-    with exchange(tmp_path, places, transport="ipc") as cluster:
+    with open_cluster(tmp_path, places, transport="ipc") as cluster:
         cluster.connect()
         cluster.update(1)
 
@@ -86,7 +86,7 @@ def test_device_buckets_are_fingerprinted_on_the_device(tmp_path, monkeypatch, t
     """Sender, relay and receiver use sums of words: XXH3 would copy every bucket to host memory."""
     read: list[int] = []
     monkeypatch.setattr(fingerprint, "word_sums", lambda memory: read.append(len(memory)) or word_sums(memory))
-    with exchange(tmp_path, RELAYED, transport=transport) as cluster:
+    with open_cluster(tmp_path, RELAYED, transport=transport) as cluster:
         cluster.connect()
         sent, received = cluster.update(1)
     assert len(read) == (sent.buckets + received.buckets if transport == "ipc" else 0)
@@ -115,7 +115,7 @@ def test_gloo_transfers_only_host_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(CPUPlatform, "shareable_memory", shareable_memory)
     monkeypatch.setattr(BroadcastGroup, "start", started)
     monkeypatch.setattr(OutgoingBuckets, "claim", claimed)
-    with exchange(tmp_path, ["b"] * 4, transport="ipc") as cluster:
+    with open_cluster(tmp_path, ["b"] * 4, transport="ipc") as cluster:
         cluster.connect()
         cluster.update(1)
         slots = {shared.memory.untyped_storage().data_ptr() for shared in on_device}
@@ -128,7 +128,7 @@ def test_a_changed_word_is_detected(tmp_path, monkeypatch):
     """A reader gets other bytes than were packed, as after an incomplete device copy."""
     open_shared = CPUPlatform.open_shared
     monkeypatch.setattr(CPUPlatform, "open_shared", lambda self, handle: open_shared(self, handle).clone())
-    with exchange(tmp_path, HERE, transport="ipc") as cluster:
+    with open_cluster(tmp_path, HERE, transport="ipc") as cluster:
         cluster.connect()
         sending, receiving = cluster.start(1)
         errors = [future.exception(30) for future in (*sending, *receiving)]
@@ -150,7 +150,7 @@ def test_an_acknowledgement_follows_the_devices_copies(tmp_path, monkeypatch):
 
     monkeypatch.setattr(AckWriter, "publish", published)
     monkeypatch.setattr(receiver, "select", lambda name: Device())
-    with exchange(tmp_path, HERE, transport="ipc") as cluster:
+    with open_cluster(tmp_path, HERE, transport="ipc") as cluster:
         cluster.connect()
         cluster.update(1)
     assert order.count("answered") == order.count("synchronized") > 0
@@ -165,12 +165,12 @@ def test_unmappable_memory_is_an_error_with_the_remedy(tmp_path, monkeypatch):
         raise RuntimeError("pidfd_getfd: Operation not permitted")
 
     monkeypatch.setattr(CPUPlatform, "open_shared", refused)
-    with exchange(tmp_path, HERE, transport="ipc") as cluster:
+    with open_cluster(tmp_path, HERE, transport="ipc") as cluster:
         cluster.connect()
         sending, receiving = cluster.start(1)
         errors = [str(future.exception(30)) for future in (*sending, *receiving)]
     assert all(
-        "cannot map the device memory of trainer" in error and "exchange.transport=auto" in error for error in errors
+        "cannot map the device memory of trainer" in error and "weight_sync.transport=auto" in error for error in errors
     )
     assert descriptors() == 0
 
@@ -192,11 +192,11 @@ def test_accept_distinguishes_wrong_bytes_from_unmappable_memory(tmp_path, monke
     service = SimpleNamespace(call=called, stop=lambda: None)
     started: list[dict[str, str]] = []
     monkeypatch.setattr(
-        exchange_stage, "LocalService", lambda *arguments, env, **options: started.append(env) or service
+        weight_sync_stage, "LocalService", lambda *arguments, env, **options: started.append(env) or service
     )
-    monkeypatch.setattr(exchange_stage, "visible", lambda context, devices: {"VISIBLE": str(devices)})
+    monkeypatch.setattr(weight_sync_stage, "visible", lambda context, devices: {"VISIBLE": str(devices)})
     context = StageContext(Settings("cpu", 4), tmp_path, tmp_path, 1e9)
-    mapped = exchange_stage._maps_memory(context, "dense: planned by ipc", SimpleNamespace(services=[service]))  # type: ignore[arg-type]
+    mapped = weight_sync_stage._maps_memory(context, "dense: sharded by ipc", SimpleNamespace(services=[service]))  # type: ignore[arg-type]
     assert mapped == (verdict is None)
     assert [env["VISIBLE"] for env in started] == ["[3]"], "the device of an engine, not the trainer's"
     assert [check.verdict for check in context.checks] == ([verdict] if verdict else [])
@@ -231,7 +231,7 @@ def test_a_full_memory_is_an_error_with_the_remedy(monkeypatch):
         raise OSError(28, "no room")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match=r"no memory for a weight bucket of 1,000 bytes; lower exchange.bucket_mb"):
+    with pytest.raises(OSError, match=r"no memory for a weight bucket of 1,000 bytes; lower weight_sync.bucket_mb"):
         HostMemory(1000)
     assert descriptors() == 0
 
@@ -276,7 +276,7 @@ def test_device_memory_is_described_once_per_reader(monkeypatch, device):
 
 
 def test_a_torch_without_the_ipc_calls_is_an_error_with_the_remedy():
-    with pytest.raises(RuntimeError, match=r"no _share_xpu_.*set exchange.transport=auto"):
+    with pytest.raises(RuntimeError, match=r"no _share_xpu_.*set weight_sync.transport=auto"):
         DeviceMemory(torch.zeros(4, dtype=torch.uint8), "_share_xpu_").handle()
 
 

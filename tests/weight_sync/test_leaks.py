@@ -19,7 +19,7 @@ from megarl.weight_sync.sharded.buckets import OutgoingBuckets
 from megarl.weight_sync.sharded.receiver import ShardedReceiver
 from megarl.weight_sync.sharded.sender import ShardedSender
 from megarl.weight_sync.store import StoreChannel
-from tests.support.sharded_ranks import exchange, open_session, trainers
+from tests.support.sharded_ranks import open_cluster, open_session, trainers
 
 WATCH = ("megarl-heartbeat", "megarl-heartbeat-monitor", "megarl-fingerprint")
 
@@ -128,7 +128,7 @@ def test_memory_of_unpublished_buckets_is_released(tmp_path, monkeypatch, place)
         built.append(self)
         create(self, *arguments)
 
-    with exchange(tmp_path) as cluster:
+    with open_cluster(tmp_path) as cluster:
         cluster.connect()
         monkeypatch.setattr(buckets, place, fail)
         monkeypatch.setattr(OutgoingBuckets, "__init__", created)

@@ -93,7 +93,7 @@ def cuts(draw, size: int) -> list[tuple[int, int]]:
 
 
 @st.composite
-def exchanges(draw):
+def sync_plans(draw):
     """Draw tensors with one partition over trainer ranks and another over engine ranks; some ranks are replicas."""
     shapes = draw(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=5))
     trainers = [Rank() for _ in range(draw(st.integers(1, 5)))]
@@ -126,10 +126,10 @@ def exchanges(draw):
     return values, trainers, engines, hosts, draw(st.sampled_from([1, 7, 64, 1 << 20]))
 
 
-@given(exchanges())
+@given(sync_plans())
 @settings(max_examples=75, deadline=None)
-def test_every_needed_element_arrives_once(exchange) -> None:
-    values, trainers, engines, hosts, bucket_bytes = exchange
+def test_every_needed_element_arrives_once(sync_plan) -> None:
+    values, trainers, engines, hosts, bucket_bytes = sync_plan
     held, needed = [rank.slice_table() for rank in trainers], [rank.slice_table() for rank in engines]
     plan = plan_transfers(held, needed, hosts, bucket_bytes)
     received = carry_out(plan, trainers, engines)

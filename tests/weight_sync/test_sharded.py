@@ -30,7 +30,7 @@ from megarl.weight_sync.sharded.receiver import ShardedReceiver
 from megarl.weight_sync.sharded.sender import open_sharded_session
 from megarl.weight_sync.sharded.slices import SliceTableBuilder
 from megarl.weight_sync.store import StoreChannel
-from tests.support.sharded_ranks import SHAPES, Exchange, exchange, replaced
+from tests.support.sharded_ranks import SHAPES, ShardedCluster, open_cluster, replaced
 
 HERE = ["here"] * 4
 RELAYED = ["here", "b", "b", "c"]
@@ -42,7 +42,7 @@ APART = ["b", "b", "c", "c"]
     [(HERE, "auto"), (RELAYED, "auto"), (APART, "auto"), (HERE, "collective"), (HERE, "device")],
 )
 def test_every_element_arrives_once_and_is_verified(tmp_path, places, transport):
-    with exchange(tmp_path, places, transport=transport) as cluster:
+    with open_cluster(tmp_path, places, transport=transport) as cluster:
         assert session_from_json(cluster.session.to_json()) == cluster.session
         cluster.connect()
         needed = sum(rank.description.nbytes for rank in cluster.engines)
@@ -73,7 +73,7 @@ def test_buckets_do_not_depend_on_torchs_default_device(tmp_path, monkeypatch, p
 
     monkeypatch.setattr(ShardedReceiver, "begin", elsewhere(begin))
     monkeypatch.setattr(ShardedReceiver, "receive", elsewhere(receive))
-    with exchange(tmp_path, places, transport=transport) as cluster:
+    with open_cluster(tmp_path, places, transport=transport) as cluster:
         cluster.connect()
         for version in (1, 2):
             cluster.update(version)
@@ -93,7 +93,7 @@ def test_each_bucket_is_fingerprinted_once_per_end(tmp_path, monkeypatch, places
 
         return count
 
-    with exchange(tmp_path, places) as cluster:
+    with open_cluster(tmp_path, places) as cluster:
         cluster.connect()
         cluster.update(1)
         for name in ("streaming", "start"):
@@ -127,7 +127,7 @@ def test_each_bucket_needs_few_store_requests_and_no_new_key(tmp_path, monkeypat
         counts[operation.__name__] += 1
         return call(self, operation, *arguments)
 
-    with exchange(tmp_path, places) as cluster:
+    with open_cluster(tmp_path, places) as cluster:
         cluster.connect()
         cluster.update(1)  # the first update also checks against the export
         cluster.update(2)
@@ -164,7 +164,7 @@ def test_relays_and_connections_of_a_stream(tmp_path):
         )  # fmt: skip
 
 
-def failures(cluster: Exchange, version: int) -> list[BaseException | None]:
+def failures(cluster: ShardedCluster, version: int) -> list[BaseException | None]:
     sending, receiving = cluster.start(version)
     return [future.exception(20) for future in (*sending, *receiving)]
 
@@ -186,7 +186,7 @@ def test_a_flipped_bit_names_bucket_tensors_and_ranks(tmp_path, monkeypatch, pla
             assert target.left == before, "unverified bytes must not reach a parameter"
             raise
 
-    with exchange(tmp_path, places) as cluster:
+    with open_cluster(tmp_path, places) as cluster:
         cluster.connect()
         cluster.update(1)
         monkeypatch.setattr(planned_receiver.ShardedReceiver, "_load", corrupt)
@@ -204,7 +204,7 @@ def test_a_flipped_bit_names_bucket_tensors_and_ranks(tmp_path, monkeypatch, pla
 @pytest.mark.parametrize("check_every", [0, 2])
 def test_loaded_weights_are_compared_with_the_export(tmp_path, check_every):
     """A slice packed with wrong values has matching fingerprints; only the check against the export names it."""
-    with exchange(tmp_path, check_every=check_every) as cluster:
+    with open_cluster(tmp_path, check_every=check_every) as cluster:
         cluster.connect()
         for version in (1, 2):
             cluster.update(version)
@@ -226,12 +226,12 @@ def test_loaded_weights_are_compared_with_the_export(tmp_path, check_every):
             "the weights that receiver 'e0/1' loaded differ from the trainers' export, in 1 tensors: embed (bucket"
             in message
         )
-        assert "from trainer" in message and "set exchange.route=export" in message
+        assert "from trainer" in message and "set weight_sync.route=full" in message
         assert any(error is not None for error in errors[:4])
 
 
 def test_missing_slices_are_refused_by_all_ranks(tmp_path):
-    with exchange(tmp_path) as cluster:
+    with open_cluster(tmp_path) as cluster:
         builder = SliceTableBuilder()
         builder.add(builder.tensor("unknown", (4, 4)), (0, 0, 4, 4), builder.parameter("p", "float32"), 0, 4)
         for receiver in cluster.receivers:
@@ -242,14 +242,14 @@ def test_missing_slices_are_refused_by_all_ranks(tmp_path):
 
 
 def test_a_silent_peer_is_named_after_the_timeout(tmp_path):
-    with exchange(tmp_path, timeout=1.5) as cluster:
+    with open_cluster(tmp_path, timeout=1.5) as cluster:
         cluster.connect()
         cluster.update(1)
         receiving = [cluster.pool.submit(cluster.receive, number, 2) for number in range(4)]
         [cluster.pool.submit(cluster.senders[rank].send, 2, cluster.export) for rank in (0, 1, 2)]
         errors = [str(future.exception(10)) for future in receiving]
         assert any("waited 1.5 s for e" in error and "a bucket from trainers [3]" in error for error in errors), errors
-    with exchange(tmp_path, timeout=1.5) as cluster:
+    with open_cluster(tmp_path, timeout=1.5) as cluster:
         cluster.connect()
         cluster.update(1)
         sending = [cluster.pool.submit(sender.send, 2, cluster.export) for sender in cluster.senders]
@@ -259,7 +259,7 @@ def test_a_silent_peer_is_named_after_the_timeout(tmp_path):
 
 
 def test_plans_from_different_slice_tables_are_refused(tmp_path):
-    with exchange(tmp_path) as cluster:
+    with open_cluster(tmp_path) as cluster:
         cluster.connect()
         cluster.receivers[2]._held = cluster.receivers[2]._held[:3]
         errors = failures(cluster, 1)
@@ -267,7 +267,7 @@ def test_plans_from_different_slice_tables_are_refused(tmp_path):
 
 
 def test_an_unexpected_version_is_refused(tmp_path):
-    with exchange(tmp_path) as cluster:
+    with open_cluster(tmp_path) as cluster:
         cluster.connect()
         cluster.update(1)
         receiving = cluster.pool.submit(cluster.receive, 0, 9)
@@ -290,7 +290,7 @@ def test_a_full_shared_memory_is_an_error(tmp_path, monkeypatch):
     def full(fd, start, size):
         raise OSError(errno.ENOSPC, "no room")
 
-    with exchange(tmp_path) as cluster:
+    with open_cluster(tmp_path) as cluster:
         cluster.connect()
         monkeypatch.setattr(os, "posix_fallocate", full)
         errors = failures(cluster, 1)
@@ -304,46 +304,60 @@ def test_a_full_shared_memory_is_an_error(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"exchange.route": "planned", "lora.rank": 4}, "exchange.route.*merged weights"),
-        ({"exchange.route": "planned", "rollout.engine": "sglang"}, "rollout.engine=sglang accepts only whole tensors"),
-        ({"exchange.route": "planned", "exchange.transport": "files"}, "exchange.route.*files contain whole tensors"),
-        ({"exchange.route": "planned", "rollout.engine_args.quantization": "fp8"}, "quantization=fp8: .* not copies"),
+        ({"weight_sync.route": "sharded", "lora.rank": 4}, "weight_sync.route.*merged weights"),
         (
-            {"exchange.route": "planned", "rollout.engine_args.enable_eplb": "true"},
+            {"weight_sync.route": "sharded", "rollout.engine": "sglang"},
+            "rollout.engine=sglang accepts only whole tensors",
+        ),
+        (
+            {"weight_sync.route": "sharded", "weight_sync.transport": "files"},
+            "weight_sync.route.*files contain whole tensors",
+        ),
+        (
+            {"weight_sync.route": "sharded", "rollout.engine_args.quantization": "fp8"},
+            "quantization=fp8: .* not copies",
+        ),
+        (
+            {"weight_sync.route": "sharded", "rollout.engine_args.enable_eplb": "true"},
             "enable_eplb=True: experts that move",
         ),
-        ({"exchange.transport": "device"}, "exchange.transport.*exchange.route=auto may send whole tensors"),
+        ({"weight_sync.transport": "device"}, "weight_sync.transport.*weight_sync.route=auto may send whole tensors"),
         (
-            {"exchange.transport": "device", "exchange.route": "planned"},
-            "exchange.transport.*cannot connect two processes.*exchange.transport=ipc",
+            {"weight_sync.transport": "device", "weight_sync.route": "sharded"},
+            "weight_sync.transport.*cannot connect two processes.*weight_sync.transport=ipc",
         ),
-        ({"exchange.transport": "ipc"}, "exchange.transport.*exchange.route=auto may send whole tensors"),
-        ({"exchange.directory": "x"}, "exchange.directory.*transport=auto writes no files"),
-        ({"exchange.route": "export", "exchange.check_every": 5}, "exchange.check_every.*no sharded update to compare"),
+        ({"weight_sync.transport": "ipc"}, "weight_sync.transport.*weight_sync.route=auto may send whole tensors"),
+        ({"weight_sync.directory": "x"}, "weight_sync.directory.*transport=auto writes no files"),
         (
-            {"exchange.route": "export", "exchange.silence": 20},
-            "exchange.silence.*weights are sent whole: exchange.route=export",
-        ),
-        (
-            {"exchange.transport": "files", "exchange.silence": 20},
-            "exchange.silence.*weights are sent whole: .*transport=files",
+            {"weight_sync.route": "full", "weight_sync.check_every": 5},
+            "weight_sync.check_every.*no sharded update to compare",
         ),
         (
-            {"exchange.transport": "device", "lora.rank": 4},
-            "exchange.transport.*adapters are sent whole.*do +set exchange.transport=auto",
+            {"weight_sync.route": "full", "weight_sync.silence": 20},
+            "weight_sync.silence.*weights are sent whole: weight_sync.route=full",
         ),
-        ({"exchange.timeout": ".inf"}, "exchange.timeout.*the timeout must be finite"),
-        ({"exchange.timeout": 5}, "exchange.timeout = 5.*the wait would end before .*exchange.silence = 8 s"),
-        ({"exchange.silence": 20, "exchange.timeout": 20}, "exchange.silence.*the wait ends after .* = 20 s"),
-        ({"exchange.silence": 2}, "exchange.silence.*at least 3"),
+        (
+            {"weight_sync.transport": "files", "weight_sync.silence": 20},
+            "weight_sync.silence.*weights are sent whole: .*transport=files",
+        ),
+        (
+            {"weight_sync.transport": "device", "lora.rank": 4},
+            "weight_sync.transport.*adapters are sent whole.*do +set weight_sync.transport=auto",
+        ),
+        ({"weight_sync.timeout": ".inf"}, "weight_sync.timeout.*the timeout must be finite"),
+        ({"weight_sync.timeout": 5}, "weight_sync.timeout = 5.*the wait would end before .*weight_sync.silence = 8 s"),
+        ({"weight_sync.silence": 20, "weight_sync.timeout": 20}, "weight_sync.silence.*the wait ends after .* = 20 s"),
+        ({"weight_sync.silence": 2}, "weight_sync.silence.*at least 3"),
     ],
 )
 def test_unsupported_weight_sync_settings_are_refused(settings, words):
     overrides = [f"{name}={value}" for name, value in settings.items()]
     with pytest.raises(RecipeError, match=f"(?s){words}"):
         load_recipe("recipes/quickstart.yaml", overrides)
-    load_recipe("recipes/quickstart.yaml", ["exchange.route=planned", "exchange.check_every=5", "exchange.silence=60"])
-    load_recipe("recipes/quickstart.yaml", ["exchange.route=export", "exchange.timeout=5"])
+    load_recipe(
+        "recipes/quickstart.yaml", ["weight_sync.route=sharded", "weight_sync.check_every=5", "weight_sync.silence=60"]
+    )
+    load_recipe("recipes/quickstart.yaml", ["weight_sync.route=full", "weight_sync.timeout=5"])
 
 
 def test_slices_are_converted_once():
@@ -365,7 +379,7 @@ def test_slices_are_converted_once():
 
 def test_slice_fingerprints_cover_each_element(tmp_path):
     assert set(SHAPES) == {"embed", "norm", "experts.0", "experts.1", "odd"} and host_id(str(tmp_path))
-    with exchange(tmp_path) as cluster:
+    with open_cluster(tmp_path) as cluster:
         need = cluster.engines[2].description
         cluster.weights = {name: torch.randn(shape) for name, shape in SHAPES.items()}
         cluster.engines[2].load(cluster.weights)
@@ -380,7 +394,7 @@ def test_slice_fingerprints_cover_each_element(tmp_path):
 
 def test_the_dead_rank_is_named_and_not_the_waiting_ones(tmp_path):
     """A trainer's death breaks the other trainers' collective at once; the heartbeat reports the death 0.3 s later."""
-    with exchange(tmp_path) as cluster:
+    with open_cluster(tmp_path) as cluster:
         cluster.connect()
 
         def broken():

@@ -167,7 +167,7 @@ def test_a_fault_is_reported_with_its_cause(tmp_path: Path, fault: str) -> None:
         options = {"bucket_mb": 1, "timeout": 60.0, "check_every": 1}
         session = trainers.call("open_planned", info["receivers"], options)[0]
         process.connect_weight_sync(session)
-        assert publish(sending(trainers), [receiving(process)], session, 1)["exchange/version"] == 1
+        assert publish(sending(trainers), [receiving(process)], session, 1)["weight_sync/version"] == 1
         assert process.generate(make_requests(1))[1]
         send = "send_planned"
         if fault == "flipped bit":

@@ -85,12 +85,12 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         5,
-        "exchange",
+        "weight_sync",
         8,
-        "weights of tiny models from trainers to an engine: planned and export, through shared memory, out of the trainers' "
+        "weights of tiny models from trainers to an engine: sharded and full, through shared memory, out of the trainers' "
         "device memory, over the network and from device to device; log-probs after each; then a trainer dies in an update",
         "checksums of both sides agree; the mean gap after an update is below 0.02 nats; a death ends every wait within "
-        "exchange.silence + 5 s and is named",
+        "weight_sync.silence + 5 s and is named",
     ),
     Stage(
         6,

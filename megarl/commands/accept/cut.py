@@ -77,7 +77,9 @@ def make_cut(path: Path, overrides: Sequence[str], folder: Path, device: str, de
         like = recipe.critic
         cut.critic.megatron, cut.critic.trainers = fit_layout(like.megatron, like.trainers, for_trainers)
     cut.runs_dir, cut.name = str(folder / "runs"), "cut"
-    cut.exchange = replace(recipe.exchange, directory=None if recipe.exchange.directory is None else str(folder / "x"))
+    cut.weight_sync = replace(
+        recipe.weight_sync, directory=None if recipe.weight_sync.directory is None else str(folder / "x")
+    )
     write_data(recipe, cut, folder / "data", Changes())
     parameters = sum(math.prod(shape) for _, shape in shapes(config))
     if 2 * STATE_BYTES * parameters > shutil.disk_usage(folder).free:

@@ -1,4 +1,4 @@
-"""An engine in a child process, and trainers that send it weights, for the stages `engine` and `exchange`."""
+"""An engine in a child process, and trainers that send it weights, for the stages `engine` and `weight_sync`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megarl.trainer.actor import ActorWorker
 from megarl.types import Completion, GenerationRequest, Prompt, Sampling
 
 PROBE = "megarl.commands.accept.engine_probe:EngineProbe"
-TRAINER = "megarl.commands.accept.engine_probe:ExchangeRank"
+TRAINER = "megarl.commands.accept.engine_probe:WeightSyncRank"
 START_SECONDS, CALL_SECONDS = 600.0, 300.0
 MAX_LENGTH = 256
 
@@ -89,12 +89,12 @@ class EngineProbe:
         await asyncio.to_thread(self.engine.shutdown)
 
 
-class ExchangeRank(ActorWorker):
+class WeightSyncRank(ActorWorker):
     """A trainer of a tiny model, with additional methods for the stages."""
 
-    def set_exchange(self, route: str, transport: str) -> None:
-        """Let the next `open_exchange` take this way."""
-        self.recipe.exchange.route, self.recipe.exchange.transport = route, transport  # type: ignore[assignment]
+    def set_weight_sync(self, route: str, transport: str) -> None:
+        """Let the next `open_weight_sync` take this way."""
+        self.recipe.weight_sync.route, self.recipe.weight_sync.transport = route, transport  # type: ignore[assignment]
 
     def share_memory(self, size: int) -> dict[str, Any]:
         """Share memory with the bytes 0, 1, 2, ..., and return its handle."""
@@ -130,7 +130,7 @@ class ExchangeRank(ActorWorker):
     def send_and_die(self, version: int) -> Any:
         """Send weights, but let the last rank exit after packing its first bucket."""
         if self.rank == self.world_size - 1:
-            assert self.planned, "only ranks of a planned exchange are watched"
+            assert self.sharded, "only ranks of the sharded route are watched"
             self.sender._outgoing.send = lambda *_: os._exit(9)
         return self.send_weights(version)
 
@@ -155,7 +155,7 @@ def tiny_recipe(context: StageContext, family: str, trainers: int, **megatron: A
     recipe.cluster.device, recipe.cluster.trainers = context.device, trainers  # type: ignore[assignment]
     recipe.cluster.threads = 1 if context.tiny else 4
     recipe.cluster.placement = "colocated" if shares_devices(context) else "disaggregated"
-    recipe.exchange.check_every, recipe.exchange.timeout, recipe.exchange.bucket_mb = 1, 120.0, 1
+    recipe.weight_sync.check_every, recipe.weight_sync.timeout, recipe.weight_sync.bucket_mb = 1, 120.0, 1
     recipe.train.steps = 10
     for name, value in megatron.items():
         setattr(recipe.megatron, name, value)

@@ -176,7 +176,7 @@ RL = [
     *(Option(f"{_R}.{name}", f"rollout.engine_args.{name}") for name in ("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "enforce_eager", "enable_chunked_prefill", "enable_prefix_caching")),
     Option(f"{_R}.max_model_len", None, "always data.max_prompt_length + rollout.max_response_length"),
     Option(f"{_R}.engine_kwargs.vllm.*", "rollout.engine_args.*", _SAME_NAME),
-    Option(f"{_R}.checkpoint_engine.update_weights_bucket_megabytes", "exchange.bucket_mb"),
+    Option(f"{_R}.checkpoint_engine.update_weights_bucket_megabytes", "weight_sync.bucket_mb"),
     Option(f"{_R}.val_kwargs.n", "evaluation.samples"),
     Option(f"{_R}.val_kwargs.temperature", "evaluation.temperature", "0 if do_sample is False", derived=True),
     Option(f"{_R}.val_kwargs.do_sample", "evaluation.temperature", "False is 0", derived=True),

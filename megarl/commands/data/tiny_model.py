@@ -87,7 +87,7 @@ def make_tiny_model(kind: Kind, out: Path | str, seed: int, norm_spread: float =
         kind: the architecture, by its `model_type`.
         seed: seed of the weights.
         norm_spread: standard deviation of norm weights (mean 1) and of biases (mean 0). 0 is the usual
-            initialization; other values let a test detect norms that were exchanged.
+            initialization; other values let a test detect norms that were swapped.
         sizes: fields of config.json that replace the tiny ones, e.g. ``num_hidden_layers=4``.
 
     Raises:

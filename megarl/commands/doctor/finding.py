@@ -46,7 +46,7 @@ class Needs:
     runs_dir: str = "runs"
     bucket_bytes: int = (
         64 << 20
-    )  # size of a weight-sync bucket: exchange.bucket_mb, or the largest tensor if that is larger
+    )  # size of a weight-sync bucket: weight_sync.bucket_mb, or the largest tensor if that is larger
     buckets: int = 2  # buckets in a machine's /dev/shm at the same time
     shared_memory: bool = True  # the weight sync may use /dev/shm
     checkpoint_bytes: int = 0  # size of one checkpoint; 0: unknown

@@ -18,8 +18,8 @@ from megarl.preflight.environment import environment_notices
 from megarl.preflight.findings import STAGES, Available, Survey
 from megarl.preflight.settings import check_device, demand_of, only_evaluates
 from megarl.preflight.survey import survey
-from megarl.recipe.exchange import is_sharded
 from megarl.recipe.schema import Recipe
+from megarl.recipe.weight_sync import is_sharded
 from megarl.text import pluralize
 from megarl.weight_sync.session import FULL_SLOTS, HOST_MEMORY_TRANSPORTS, SHARDED_SLOTS
 
@@ -39,9 +39,9 @@ def needs_of(recipe: Recipe | None, environ: dict[str, str]) -> Needs:
     demand, rl = demand_of(recipe), recipe.train.source == "rollout"
     sizes = hf_weights.sizes(Path(recipe.model.path))
     each, scorers = _BYTES[recipe.model.dtype], [recipe.reward.function or "", *recipe.reward.functions]
-    bucket_bytes, buckets = max(recipe.exchange.bucket_mb << 20, each * max(sizes, default=0)), FULL_SLOTS
+    bucket_bytes, buckets = max(recipe.weight_sync.bucket_mb << 20, each * max(sizes, default=0)), FULL_SLOTS
     if is_sharded(recipe):  # a bucket may hold a part of a tensor; trainer ranks and relaying engine ranks have slots
-        bucket_bytes = recipe.exchange.bucket_mb << 20
+        bucket_bytes = recipe.weight_sync.bucket_mb << 20
         buckets = SHARDED_SLOTS * -(-(demand.trainers + demand.engine_devices) // nodes)
     runs = [name for name in [*recipe.agent.tools, *scorers] if name in _RUNS_PROGRAMS]
     return Needs(
@@ -55,7 +55,7 @@ def needs_of(recipe: Recipe | None, environ: dict[str, str]) -> Needs:
         runs_dir=recipe.runs_dir,
         bucket_bytes=bucket_bytes,
         buckets=buckets,
-        shared_memory=recipe.exchange.transport in HOST_MEMORY_TRANSPORTS,
+        shared_memory=recipe.weight_sync.transport in HOST_MEMORY_TRANSPORTS,
         checkpoint_bytes=checkpoint_bytes(recipe, sum(sizes)),
         checkpoints=checkpoints_at_a_time(recipe),
         sandbox=runs[0] if runs else "",
@@ -166,7 +166,7 @@ def weights(recipe: Recipe) -> list[Finding]:
         check_route(recipe, route)
     except RecipeError as error:
         return [_failure(error)]
-    if route.name == "export" and recipe.exchange.route == "auto":
+    if route.name == "full" and recipe.weight_sync.route == "auto":
         return [warning(str(route), "every engine rank receives the whole model; `megarl plan` estimates the seconds")]
     return [ok(str(route))]
 

@@ -18,7 +18,7 @@ from megarl.commands.plan.count.stages import Counted, check_trainable, counted,
 from megarl.commands.plan.count.types import EngineRank, Links, PipelineStage, RecipePlan
 from megarl.commands.plan.count.workload import is_time_shared
 from megarl.commands.plan.environment import device_kind
-from megarl.commands.plan.explain import NotInstalled, adapters_alone, adapters_held, exported, links, planned_from
+from megarl.commands.plan.explain import NotInstalled, adapters_alone, adapters_held, full_links, links, planned_from
 from megarl.commands.plan.routes import as_expected, expected_routes
 from megarl.commands.plan.search.fits import Chosen, Subject
 from megarl.commands.plan.search.layouts import choice_of
@@ -28,8 +28,8 @@ from megarl.engines.specs import policy_spec
 from megarl.hf.config import number_of_experts, text_fields
 from megarl.platform.devices import Device
 from megarl.platform.kinds import kind_of
-from megarl.recipe.exchange import is_sharded, wants_adapters
 from megarl.recipe.schema import Recipe
+from megarl.recipe.weight_sync import is_sharded, wants_adapters
 
 _WHOLE = 27.0
 """Seconds of a plan with suggestions. A plan that took more than two thirds of it without them gets half of that more, since
@@ -42,8 +42,8 @@ ASSUMED = (
     "Not counted: workspace of kernels and fragmentation of the allocator.",
 )
 OF_CONNECTIONS = (
-    "Not counted: device memory of the groups that carry weights between devices; `exchange` prints how many a rank has, and "
-    "docs/exchange.md the size of each."
+    "Not counted: device memory of the groups that carry weights between devices; `megarl weight-sync` prints how many a rank has, and "
+    "docs/weight_sync.md the size of each."
 )
 OF_EXPERTS = "All experts receive equally many tokens."
 OF_IMAGES = (
@@ -92,7 +92,9 @@ def make_plan(
         engines_known = None if small else (choice_of(recipe).engines, ranks.get(ROLLOUT))
         took = time.monotonic() - began
         critic = models.get("critic", actor) if uses_critic(recipe.algorithm) else None
-        subject = Subject(_as_sent(recipe, plan.exchange), actor, critic, replace(plan.device, memory=memory), response)
+        subject = Subject(
+            _as_sent(recipe, plan.weight_sync), actor, critic, replace(plan.device, memory=memory), response
+        )
         plan = _with_proposals(plan, subject, trainers, engines_known, seconds=max(_WHOLE - took, took / 2))
         return replace(plan, refusals=[*plan.refusals, *of_hosts])
 
@@ -110,9 +112,9 @@ def _counted(
     with RankClient(child=ENGINES) as client, ThreadPoolExecutor() as executor:
         future = executor.submit(engines, recipe, models, client)
         counts = counted(recipe, actor, models.get("critic", actor), trainers, holdings=planned)
-        exchanged, not_planned = _links(recipe, actor, counts, device, client)
+        links, not_planned = _links(recipe, actor, counts, device, client)
         stages, kinds = counts.stages, future.result()
-    recipe = _as_sent(recipe, exchanged)
+    recipe = _as_sent(recipe, links)
     if memory is None and device is not None:
         memory = device.memory
     libraries = counted_libraries(recipe, models, device)
@@ -137,7 +139,7 @@ def _counted(
         engine=ranks.get(ROLLOUT),
         places=lying,
         estimate=None,
-        exchange=exchanged,
+        weight_sync=links,
         hosts=hosts,
         readers={section: rank for section, rank in ranks.items() if section != ROLLOUT},
         not_counted=list(not_counted_by_section),
@@ -157,24 +159,26 @@ def _links(
     if wants_adapters(recipe):
         return _adapters(recipe, model, device, per_node)
     if not is_sharded(recipe):
-        return exported(recipe, model, per_node), []
+        return full_links(recipe, model, per_node), []
     try:
         if counts.held is None:
             raise ValueError(counts.not_planned)
         return links(planned_from(counts.held, recipe, model, per_node, client)), []
     except NotInstalled as error:
-        return None, [f"Bytes of the weight exchange are not known here: {error}"]
+        return None, [f"Bytes of the weight sync are not known here: {error}"]
     except ValueError as error:
-        if recipe.exchange.route == "auto":  # as a run does
-            return exported(recipe, model, per_node), [f"Weights go by export, since they cannot be sharded: {error}"]
-        return None, [f"Bytes of the weight exchange are not known, since weights cannot be sharded: {error}"]
+        if recipe.weight_sync.route == "auto":  # as a run does
+            return full_links(recipe, model, per_node), [
+                f"Weights use the full route, since they cannot be sharded: {error}"
+            ]
+        return None, [f"Bytes of the weight sync are not known, since weights cannot be sharded: {error}"]
 
 
-def _as_sent(recipe: Recipe, exchanged: Links | None) -> Recipe:
+def _as_sent(recipe: Recipe, links: Links | None) -> Recipe:
     """Return the recipe with the route that weights will take, which determines buffers and times."""
-    if exchanged is None or exchanged.route != "export":
+    if links is None or links.route != "full":
         return recipe
-    return replace(recipe, exchange=replace(recipe.exchange, route="export"))
+    return replace(recipe, weight_sync=replace(recipe.weight_sync, route="full"))
 
 
 def _adapters(
@@ -182,11 +186,11 @@ def _adapters(
 ) -> tuple[Links, list[str]]:
     """Return the bytes of adapter updates with notes, or of merged weights with the reason for merging."""
     kind = device.kind if device is not None and recipe.cluster.device == "auto" else recipe.cluster.device
-    spec, whole = policy_spec(recipe, "engine0", load_weights=False), exported(recipe, model, per_node)
+    spec, whole = policy_spec(recipe, "engine0", load_weights=False), full_links(recipe, model, per_node)
     reason = merged_because(recipe.rollout.engine, spec, kind, model)
     if reason is not None:
         return whole, [
-            f"exchange.adapters={recipe.exchange.adapters}: engines are sent merged weights, because {reason}."
+            f"weight_sync.adapters={recipe.weight_sync.adapters}: engines are sent merged weights, because {reason}."
         ]
     notes = [
         f"The first update also exports the weights below the adapters to engines: {whole.received / 2**30:.1f} GiB to each "
@@ -230,7 +234,7 @@ def _notes(recipe: Recipe, stages: list[PipelineStage], kinds: list[Engine], mod
         notes.append(
             "With swap_optimizer, master weights and moments are on the host; this was not measured on a device."
         )
-    if recipe.exchange.transport == "device":
+    if recipe.weight_sync.transport == "device":
         notes.append(OF_CONNECTIONS)
     if number_of_experts(text_fields(model)):
         notes.append(OF_EXPERTS)

@@ -35,10 +35,10 @@ class NotInstalled(ValueError):
     """A package that is needed to plan the weight sync is not installed here."""
 
 
-def exported(recipe: Recipe, model: dict[str, Any], per_node: int | None) -> Links:
+def full_links(recipe: Recipe, model: dict[str, Any], per_node: int | None) -> Links:
     """Return the bytes of one full update: rank 0 has the whole model, and every engine rank reads all of it. Arguments as
-    in `planned`."""
-    return _from_the_first("export", model_shape(model).total * _bytes_of_a_number(recipe), recipe, per_node)
+    in `plan_of_recipe`."""
+    return _from_the_first("full", model_shape(model).total * _bytes_of_a_number(recipe), recipe, per_node)
 
 
 def adapters_alone(recipe: Recipe, model: dict[str, Any], per_node: int | None) -> Links:
@@ -63,17 +63,17 @@ def _from_the_first(route: str, size: int, recipe: Recipe, per_node: int | None)
     shared memory (`relay.full_relays`), else once per rank."""
     placed = hosts(recipe, per_node)
     remote = [host for host in placed.engines if host != placed.trainers[0]]
-    outside = len(set(remote) if recipe.exchange.transport in SHARED_MEMORY_TRANSPORTS else remote)
+    outside = len(set(remote) if recipe.weight_sync.transport in SHARED_MEMORY_TRANSPORTS else remote)
     return Links(route, size, size, size * len(placed.engines), size * outside)
 
 
 def links(plan: TransferPlan) -> Links:
     """Return the bytes of one sharded update."""
     sums = totals(plan)
-    return Links("planned", sums.sent_by_rank, sums.received_by_rank, sums.received, sums.between_hosts)
+    return Links("sharded", sums.sent_by_rank, sums.received_by_rank, sums.received, sums.between_hosts)
 
 
-def planned(recipe: Recipe, model: dict[str, Any], per_node: int | None = None) -> TransferPlan:
+def plan_of_recipe(recipe: Recipe, model: dict[str, Any], per_node: int | None = None) -> TransferPlan:
     """Plan one sharded update of the policy's engines. `model`: config.json; `per_node`: devices per machine (None: one
     machine has all). Raises ValueError if the weights cannot be sharded."""
     with tempfile.TemporaryDirectory() as directory, RankClient() as client, RankClient(child=ENGINES) as engines:
@@ -84,13 +84,13 @@ def planned(recipe: Recipe, model: dict[str, Any], per_node: int | None = None) 
 def planned_from(
     haves: Sequence[SliceTable], recipe: Recipe, model: dict[str, Any], per_node: int | None, engines: RankClient
 ) -> TransferPlan:
-    """Plan like `planned`. `haves`: slices held by each trainer rank. `engines`: a client of `ENGINES`."""
+    """Plan like `plan_of_recipe`. `haves`: slices held by each trainer rank. `engines`: a client of `ENGINES`."""
     if importlib.util.find_spec("vllm") is None:
         raise NotInstalled(NO_VLLM)
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(model), encoding="utf-8")
         needs = _needs(recipe, haves, Path(directory), engines)
-    return plan_transfers(haves, needs, hosts(recipe, per_node), recipe.exchange.bucket_mb << 20)
+    return plan_transfers(haves, needs, hosts(recipe, per_node), recipe.weight_sync.bucket_mb << 20)
 
 
 def hosts(recipe: Recipe, per_node: int | None) -> Hosts:

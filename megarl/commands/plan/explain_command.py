@@ -1,4 +1,4 @@
-"""Command `exchange`: which rank sends which weights to which engine ranks, planned without devices."""
+"""Command `weight-sync`: which rank sends which weights to which engine ranks, planned without devices."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megarl.commands.plan.explain import planned
+from megarl.commands.plan.explain import plan_of_recipe
 from megarl.commands.plan.preflight import checked
 from megarl.commands.plan.show.units import decimal
 from megarl.commands.plan.weight_flows import Flow, Totals, flows, totals
 from megarl.errors import InputError, as_input_error
 from megarl.preflight.load import load_recipe
 from megarl.preflight.models import config_of
-from megarl.recipe.exchange import is_sharded, why_not_sharded
 from megarl.recipe.header import hardware_of
 from megarl.recipe.schema import Recipe
+from megarl.recipe.weight_sync import is_sharded, why_not_sharded
 from megarl.text import pluralize
 from megarl.weight_sync.relay import max_connections
 from megarl.weight_sync.session import SHARED_MEMORY_TRANSPORTS
@@ -29,7 +29,9 @@ from megarl.weight_sync.sharded.intersect import ITEM_SIZES
 from megarl.weight_sync.sharded.plan import TransferPlan
 
 
-def exchange(path: Path, overrides: Sequence[str], *, model: str | None, per_node: int | None, as_json: bool) -> int:
+def show_weight_sync(
+    path: Path, overrides: Sequence[str], *, model: str | None, per_node: int | None, as_json: bool
+) -> int:
     """Print the weight flows of a recipe."""
     recipe = load_recipe(path, overrides)
     if recipe.train.source != "rollout":
@@ -39,7 +41,7 @@ def exchange(path: Path, overrides: Sequence[str], *, model: str | None, per_nod
         config = config_of(recipe.model.path, path, name=model)
         each = per_node or _per_node(path)
         start = time.perf_counter()
-        plan = planned(recipe, config, each)
+        plan = plan_of_recipe(recipe, config, each)
         seconds = time.perf_counter() - start
     rows, sums = flows(plan, _kinds(recipe)), totals(plan)
     notes = _notes(recipe, plan, each)
@@ -110,7 +112,7 @@ def _lines(recipe: Recipe, plan: TransferPlan, rows: Sequence[Flow], sums: Total
         f"received by {pluralize(engines, 'engine rank')}: {decimal(sums.received)}, at most {decimal(sums.received_by_rank)} per "
         f"rank, of which up to {decimal(sums.relayed_by_rank)} are relayed to other ranks; between machines: "
         f"{decimal(sums.between_hosts)}.",
-        f"{pluralize(sums.streams, 'stream')}, {pluralize(sums.buckets, 'bucket')} of at most {recipe.exchange.bucket_mb} MiB"
+        f"{pluralize(sums.streams, 'stream')}, {pluralize(sums.buckets, 'bucket')} of at most {recipe.weight_sync.bucket_mb} MiB"
         f"{_shared(rows, sums)}; "
         f"described, traced and planned in {seconds:.1f} s.",
         _connections(recipe, plan),
@@ -120,13 +122,13 @@ def _lines(recipe: Recipe, plan: TransferPlan, rows: Sequence[Flow], sums: Total
 
 def _relays(recipe: Recipe) -> str:
     """Describe the path of a bucket from the first engine rank to the others (megarl/weight_sync/relay.py: path)."""
-    if recipe.exchange.transport not in SHARED_MEMORY_TRANSPORTS:
+    if recipe.weight_sync.transport not in SHARED_MEMORY_TRANSPORTS:
         return "each from the previous rank"
     return "over the network once for each further machine, else out of memory that the ranks of a machine share"
 
 
 def _connections(recipe: Recipe, plan: TransferPlan) -> str:
-    transport = recipe.exchange.transport
+    transport = recipe.weight_sync.transport
     how = "device to device" if transport == "device" else "over gloo"
     most = max_connections(plan, shares_memory=transport in SHARED_MEMORY_TRANSPORTS)
     return f"A rank has at most {pluralize(most, 'connection')}, {how}."
@@ -147,7 +149,7 @@ def _whole_model(plan: TransferPlan) -> int:
 def _notes(recipe: Recipe, plan: TransferPlan, per_node: int | None) -> list[str]:
     notes = []
     if not is_sharded(recipe):
-        why = why_not_sharded(recipe) or "exchange.route=export"
+        why = why_not_sharded(recipe) or "weight_sync.route=full"
         notes.append(f"The recipe does not use this route: {why}. The plan shows sharded copies to vLLM.")
     if recipe.lora.rank:
         notes.append(

@@ -9,8 +9,8 @@ from megarl.engines.routes import WeightRoute, route_here, route_of, routes_of_s
 from megarl.engines.vllm.reload import installed_support
 from megarl.platform.devices import Device
 from megarl.platform.kinds import kind_of
-from megarl.recipe.exchange import is_sharded
 from megarl.recipe.schema import Recipe
+from megarl.recipe.weight_sync import is_sharded
 
 
 def expected_routes(recipe: Recipe, device: Device | None) -> list[WeightRoute]:
@@ -27,7 +27,7 @@ def expected_routes(recipe: Recipe, device: Device | None) -> list[WeightRoute]:
 
 
 def as_expected(recipe: Recipe, routes: list[WeightRoute]) -> Recipe:
-    """Return `recipe` with exchange.route=export if that is the expected route and the recipe leaves it open."""
-    if not routes or routes[0].name != "export" or not is_sharded(recipe) or recipe.exchange.route != "auto":
+    """Return `recipe` with weight_sync.route=full if that is the expected route and the recipe leaves it open."""
+    if not routes or routes[0].name != "full" or not is_sharded(recipe) or recipe.weight_sync.route != "auto":
         return recipe
-    return replace(recipe, exchange=replace(recipe.exchange, route="export"))
+    return replace(recipe, weight_sync=replace(recipe.weight_sync, route="full"))

@@ -23,7 +23,7 @@ from megarl.recipe.schema import Recipe
 RECIPE = "tiny_copy.yaml"
 _SEED = 0
 _FOLDER = "in the folder of the tiny copy"
-_SPREAD = 0.1  # standard deviation of norm weights, so that exchanged norms are detected
+_SPREAD = 0.1  # standard deviation of norm weights, so that swapped norms are detected
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ def make_tiny_copy(
     _set_model_paths(small, str(model), changes)
     write_data(recipe, small, folder / "data", changes)
     changes.set(small, "runs_dir", str(folder / "runs"), _FOLDER)
-    if small.exchange.directory is not None:
-        changes.set(small.exchange, "exchange.directory", str(folder / "exchange"), _FOLDER)
+    if small.weight_sync.directory is not None:
+        changes.set(small.weight_sync, "weight_sync.directory", str(folder / "weight_sync"), _FOLDER)
     note_kept(recipe, small, changes)
     (folder / RECIPE).write_text(to_yaml(small), encoding="utf-8")
     return TinyCopy(folder / RECIPE, load_recipe(folder / RECIPE, []), config, changes.items)

@@ -43,7 +43,7 @@ _OWNED = {
     "enable_sleep_mode": "cluster.placement",
     "load_format": None,
     "enable_return_routed_experts": "megatron.routing_replay",
-    **dict.fromkeys(lora.OWNED, "lora and exchange.adapters"),
+    **dict.fromkeys(lora.OWNED, "lora and weight_sync.adapters"),
     "logprobs_mode": None,
     "max_logprobs": "algorithm.distill_top_k",
     "mm_device_do_normalize": None,

@@ -27,7 +27,7 @@ from megarl.preflight.recipe.optimizer_extra import optimizer_extra_errors
 from megarl.preflight.recipe.reward import reward_errors
 from megarl.preflight.recipe.shared import mini_batch_errors, optimizer_errors, parallel_size_errors
 from megarl.preflight.recipe.teacher import teacher_errors
-from megarl.preflight.recipe.weight_sync import exchange_errors
+from megarl.preflight.recipe.weight_sync import weight_sync_errors
 from megarl.recipe.critic import critic_view
 from megarl.recipe.schema import EvaluationConfig, Recipe, RolloutConfig
 from megarl.recipe.training import LoraConfig
@@ -68,7 +68,7 @@ def combination_errors(recipe: Recipe) -> Iterator[ValueError]:
     yield from reward_errors(recipe.reward)
     yield from judge_errors(recipe)
     yield from agent_errors(recipe)
-    yield from exchange_errors(recipe)
+    yield from weight_sync_errors(recipe)
     yield from routing_replay_errors(recipe)
     yield from advantage_errors(recipe)
     yield from group_size_errors(recipe)

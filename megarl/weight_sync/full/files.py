@@ -38,7 +38,7 @@ class BucketFiles:
         except (OSError, SafetensorError) as error:
             raise WeightSyncError(
                 f"a bucket of {len(memory):,} bytes could not be written to {folder} ({error}); two versions of the whole "
-                f"model must fit there: set another exchange.directory, or set exchange.transport=auto"
+                f"model must fit there: set another weight_sync.directory, or set weight_sync.transport=auto"
             ) from error
         return str(path)
 
@@ -64,7 +64,7 @@ def read(path: str, entries: list[BucketEntry], memory: torch.Tensor) -> torch.T
                 tensor_in(memory, entry).copy_(file.get_tensor(entry.name))
     except (OSError, SafetensorError, RuntimeError) as error:
         raise WeightSyncError(
-            f"{path}, which the sender wrote, cannot be read here ({error}); exchange.directory must be on a file system "
+            f"{path}, which the sender wrote, cannot be read here ({error}); weight_sync.directory must be on a file system "
             f"that trainers and engines share"
         ) from error
     return memory

@@ -139,7 +139,7 @@ class ShardedReceiver:
         except (RuntimeError, OSError) as error:
             raise WeightSyncError(
                 f"receiver {self.name!r} cannot map the device memory of {holder} ({error}). Devices must reach each other, and "
-                "containers must share IPC and PID namespaces (docker run --ipc=host --pid=host); exchange.transport=auto "
+                "containers must share IPC and PID namespaces (docker run --ipc=host --pid=host); weight_sync.transport=auto "
                 "goes through host memory"
             ) from error
 
@@ -288,7 +288,7 @@ class ShardedReceiver:
             raise WeightSyncError(
                 f"the weights that receiver {self.name!r} loaded differ from the trainers' export, in {len(wrong)} tensors: "
                 + "; ".join(self._origin(name) for name in wrong[:3])
-                + ". Sharded weight sync is wrong for this model or layout: set exchange.route=export, and report it"
+                + ". Sharded weight sync is wrong for this model or layout: set weight_sync.route=full, and report it"
             )
 
     def _origin(self, tensor: str) -> str:

@@ -52,9 +52,9 @@ def look_at(stages: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     resumed = {name.split()[0] for name in names(stages["model parity"]) if "resumed" in name}
     assert resumed == {"dense", "moe", "mla", "vl"}
     assert "dense: log-probs against the trainer" in names(stages["engine"])
-    ways = {name.split(": ")[1] for name in names(stages["exchange"]) if "log-probs after" in name}
-    assert {"planned by auto", "planned by collective", "export by auto", "export by collective"} <= ways
-    assert "dense: the engine names the dead rank" in names(stages["exchange"])
+    ways = {name.split(": ")[1] for name in names(stages["weight_sync"]) if "log-probs after" in name}
+    assert {"sharded by auto", "sharded by collective", "full by auto", "full by collective"} <= ways
+    assert "dense: the engine names the dead rank" in names(stages["weight_sync"])
     assert all(
         check["cause"] for stage in stages.values() for check in stage["checks"] if check["verdict"] == "NOT RUN"
     )
@@ -118,7 +118,7 @@ def test_fault_is_named_across_processes(tmp_path, monkeypatch, stage, module, f
 def test_corrupted_bucket_is_named(tmp_path, monkeypatch):
     plant(monkeypatch, "megarl.weight_sync.fingerprint", "faults_of_processes:corrupted_bucket")
     result = run(tmp_path, 5)
-    assert result.verdict == "FAIL" and "planned by auto: two updates" in result.reason, result.reason
+    assert result.verdict == "FAIL" and "sharded by auto: two updates" in result.reason, result.reason
     assert "got other bytes than trainer" in result.reason, result.reason
 
 
@@ -128,9 +128,9 @@ def test_other_transports_run_if_memory_cannot_be_mapped(tmp_path, monkeypatch):
     plant(monkeypatch, "megarl.platform.cpu", "faults_of_processes:unmappable_memory")
     result = run(tmp_path, 5)
     assert result.verdict == "PASS", result.reason
-    (left_out,) = [check for check in result.checks if check.name == "dense: planned by ipc"]
+    (left_out,) = [check for check in result.checks if check.name == "dense: sharded by ipc"]
     assert left_out.verdict == "NOT RUN" and "pidfd_getfd" in left_out.cause, left_out
-    assert any(check.name.startswith("dense: export by collective") for check in result.checks)
+    assert any(check.name.startswith("dense: full by collective") for check in result.checks)
 
 
 @pytest.mark.stack

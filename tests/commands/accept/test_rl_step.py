@@ -1,4 +1,4 @@
-"""Stages of engine, exchange and RL step: verdicts over given measurements."""
+"""Stages of engine, weight sync and RL step: verdicts over given measurements."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from safetensors import safe_open
 from megarl.commands.accept import cut
 from megarl.commands.accept.context import StageContext
 from megarl.commands.accept.settings import Settings
-from megarl.commands.accept.stages import engine, exchange, rl_step
+from megarl.commands.accept.stages import engine, rl_step, weight_sync
 from megarl.commands.data.tiny_model import make_tiny_model
 from megarl.commands.data.tiny_weights import shapes
 from megarl.commands.plan.count.types import DeviceUses, Use
@@ -105,8 +105,8 @@ class TestEngineOfTheRecipe:
         assert check.verdict == "NOT RUN" and "absent has no config.json" in check.cause
 
 
-class TestExchange:
-    """The exchange stage with stand-ins for joining and for an update."""
+class TestWeightSync:
+    """The weight-sync stage with stand-ins for joining and for an update."""
 
     def of(self, monkeypatch: pytest.MonkeyPatch, context: StageContext, joins: Exception | None, sends: Any) -> None:
         def joining(*_: Any) -> str:
@@ -117,17 +117,17 @@ class TestExchange:
         def sending(*_: Any) -> dict[str, float]:
             if isinstance(sends, Exception):
                 raise sends
-            return {"exchange/bytes": 1.0}
+            return {"weight_sync/bytes": 1.0}
 
-        monkeypatch.setattr(exchange, "open_exchange", joining)
-        monkeypatch.setattr(exchange, "publish", sending)
-        monkeypatch.setattr(exchange, "ways", lambda _: [("planned", "auto")])
-        monkeypatch.setattr(exchange, "gap", lambda *_: 0.0)
+        monkeypatch.setattr(weight_sync, "open_weight_sync", joining)
+        monkeypatch.setattr(weight_sync, "publish", sending)
+        monkeypatch.setattr(weight_sync, "ways", lambda _: [("sharded", "auto")])
+        monkeypatch.setattr(weight_sync, "gap", lambda *_: 0.0)
         trainers = SimpleNamespace(call=lambda *_: None)
-        exchange._ways(context, "dense", Recipe(), trainers, SimpleNamespace(call=lambda *_: done([])), {})  # type: ignore[arg-type]
+        weight_sync._ways(context, "dense", Recipe(), trainers, SimpleNamespace(call=lambda *_: done([])), {})  # type: ignore[arg-type]
 
     def test_refused_route_is_not_run(self, monkeypatch, context):
-        self.of(monkeypatch, context, RouteRefused("exchange.route=planned: too old"), {})
+        self.of(monkeypatch, context, RouteRefused("weight_sync.route=sharded: too old"), {})
         assert [check.verdict for check in context.checks] == ["NOT RUN"]
 
     def test_engine_that_cannot_join_fails_the_stage(self, monkeypatch, context):
@@ -140,9 +140,9 @@ class TestExchange:
         assert "both sides agree on an update" in failed(context)[0] and "other bytes" in failed(context)[0]
 
     def test_dead_trainer_is_named_by_its_rank(self):
-        assert exchange.names_trainer("trainer 1 is silent for 30 s", 1)
-        assert not exchange.names_trainer("trainer 0 is silent for 10.1 s, 1 of 2", 1)
-        assert not exchange.names_trainer("trainer 10 is silent", 1)
+        assert weight_sync.names_trainer("trainer 1 is silent for 30 s", 1)
+        assert not weight_sync.names_trainer("trainer 0 is silent for 10.1 s, 1 of 2", 1)
+        assert not weight_sync.names_trainer("trainer 10 is silent", 1)
 
 
 class TestStep:

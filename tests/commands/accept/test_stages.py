@@ -43,10 +43,10 @@ class TestEnvironment:
         context.__dict__["recipe"] = recipe
         environment._route(context, capabilities)
         (route,) = [check for check in context.checks if check.name.endswith("route")]
-        assert route.value == "export, because vLLM 0.11.0 cannot reload its layers" and not failed(context)
-        recipe.exchange.route = "planned"
+        assert route.value == "full, because vLLM 0.11.0 cannot reload its layers" and not failed(context)
+        recipe.weight_sync.route = "sharded"
         environment._route(context, capabilities)
-        assert "exchange.route=planned: vLLM 0.11.0 cannot reload" in failed(context)[0]
+        assert "weight_sync.route=sharded: vLLM 0.11.0 cannot reload" in failed(context)[0]
         context.checks.clear()
         environment._route(context, capabilities | {"no_sharded": None})
         assert not failed(context)

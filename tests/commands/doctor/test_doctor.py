@@ -27,7 +27,7 @@ from megarl.platform.device_kind import DeviceKind
 from megarl.platform.kinds import KINDS, NPU
 from megarl.platform.transformer_engine import WANTED as TRANSFORMER_ENGINE
 from megarl.recipe.paths import with_absolute_paths
-from megarl.recipe.schema import ExchangeConfig
+from megarl.recipe.schema import WeightSyncConfig
 from tests.commands.launch.test_multinode import node  # noqa: F401 - a fixture
 from tests.support.doctor_machine import FakeMachine, cpu_machine, npu_machine
 
@@ -110,7 +110,7 @@ class TestFactsOfOthers:
 
         assert Needs().buckets == session.FULL_SLOTS
         assert (system._STORE_LEAST, system._STORE_SHARE) == (start.STORE_LEAST, start.STORE_SHARE)
-        assert Needs().bucket_bytes == ExchangeConfig().bucket_mb << 20
+        assert Needs().bucket_bytes == WeightSyncConfig().bucket_mb << 20
         assert DEFAULT_PORT == 6379
 
     def test_scorers_and_tools_that_run_programs_are_registered(self) -> None:
@@ -208,13 +208,13 @@ class TestRecipe:
         """The quickstart needs two trainers and an engine; float32 weights take 4 + 8 bytes each in a checkpoint."""
         from safetensors import safe_open
 
-        recipe = self.recipe(quickstart_data, tmp_path, "exchange.bucket_mb=1")
+        recipe = self.recipe(quickstart_data, tmp_path, "weight_sync.bucket_mb=1")
         with safe_open(str(quickstart_data / "model" / "model.safetensors"), "pt") as file:
             count = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118 - no mapping
         needs = needs_of(recipe, {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "m", "RAY_ADDRESS": "m:6379"})
         assert (needs.processes, needs.nodes, needs.ray_address) == (3, 2, "m:6379")
         assert needs.checkpoint_bytes == 12 * count and (needs.bucket_bytes, needs.buckets) == (1 << 20, 4 * 2)
-        recipe.exchange.route = "export"
+        recipe.weight_sync.route = "full"
         assert needs_of(recipe, {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "m"}).buckets == 2
 
     def test_devices_are_counted_per_machine(self, quickstart_data: Path, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ LINKS = ("link", "network", "host_link", "host_network")
 MODELS = {"rollout": QWEN}
 ORDINARY = {"algorithm__kl_coef": 0.1, "megatron__tensor_parallel": 2, "cluster__trainers": 2}
 
-COUNTED = replace(plans.BARE, engine=None, exchange=None)
+COUNTED = replace(plans.BARE, engine=None, weight_sync=None)
 
 Change = Callable[[dict[str, float]], dict[str, float]]
 
@@ -96,15 +96,15 @@ def test_a_deviation_that_no_share_explains_becomes_a_factor(tmp_path: Path) -> 
     run_recipe = recipe(**ORDINARY)
 
     def odd(line: dict[str, float]) -> dict[str, float]:
-        return line | {"timing_s/reference": 3 * line["timing_s/reference"], "timing_s/weight_exchange": 50.0}
+        return line | {"timing_s/reference": 3 * line["timing_s/reference"], "timing_s/weight_sync": 50.0}
 
     run = write_run(tmp_path / "run", run_recipe, of(run_recipe, H100), change=odd)
     device, printed = fitted(run_recipe, run, tmp_path)
     after = {phase.name: phase.seconds for phase in of(run_recipe, device).phases}
     measured = {phase.name: phase.seconds for phase in of(run_recipe, H100).phases}
-    measured |= {"reference": 3 * measured["reference"], "weight_exchange": 50.0}
+    measured |= {"reference": 3 * measured["reference"], "weight_sync": 50.0}
     assert after == pytest.approx(measured, rel=0.01)
-    assert device.factors["reference"] > 1.5 and device.factors["weight_exchange"] > 10
+    assert device.factors["reference"] > 1.5 and device.factors["weight_sync"] > 10
     assert device.link_share == H100.link_share and "the links are not its bottleneck" in " ".join(printed.split())
 
 
@@ -133,13 +133,13 @@ def test_sampling_time_of_filtered_groups_is_fitted(tmp_path: Path) -> None:
 
 
 def test_a_run_is_compared_with_the_estimate_of_its_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run is compared with an estimate that has counted engines, the counted exchange and the teacher's model."""
-    run_recipe = recipe(**ORDINARY, exchange__route="planned", algorithm__reference="teacher", teacher__path="t")
+    """The run is compared with an estimate that has counted engines, the counted weight sync and the teacher's model."""
+    run_recipe = recipe(**ORDINARY, weight_sync__route="sharded", algorithm__reference="teacher", teacher__path="t")
     run_recipe.rollout.engine_args = {"max_num_seqs": 64}
-    plan = replace(COUNTED, engine=rank(cache=4 * 1000 * 280), exchange=Links("planned", 10**9, 10**9, 10**9, 0))
+    plan = replace(COUNTED, engine=rank(cache=4 * 1000 * 280), weight_sync=Links("sharded", 10**9, 10**9, 10**9, 0))
     monkeypatch.setattr("megarl.commands.plan.time.calibrate_command.make_plan", lambda *_, **__: plan)
     models = {"rollout": QWEN, "teacher": {**QWEN, "num_hidden_layers": 32}}
-    inputs: dict[str, Any] = {"engine": plan.engine, "links": plan.exchange, "teacher_model": models["teacher"]}
+    inputs: dict[str, Any] = {"engine": plan.engine, "links": plan.weight_sync, "teacher_model": models["teacher"]}
     times = estimate(run_recipe, QWEN, QWEN, TRUE, lengths=LENGTHS, **inputs)
     assert estimate_of(plan, run_recipe, models, TRUE, lengths=LENGTHS) == times
     assert "teacher" in {phase.name for phase in times.phases}

@@ -70,7 +70,7 @@ def test_every_rate_changes_seconds() -> None:
         megatron__tensor_parallel=2,
         cluster__trainers=8,
         megatron__offload=True,
-        exchange__route="export",
+        weight_sync__route="full",
         algorithm__kl_coef=0.1,
         rollout__engines=8,
         cluster__device="cuda",

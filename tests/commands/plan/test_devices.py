@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from megarl.commands.plan.count.devices import exchange_buffers, places, too_large
+from megarl.commands.plan.count.devices import places, too_large, weight_sync_buffers
 from megarl.commands.plan.count.engines import Engine, not_counted, rank_of, too_small
 from megarl.commands.plan.count.types import Activations, DeviceUses, EngineRank, PipelineStage, RankMemory, Use
 from megarl.commands.plan.show.console import _places, show
@@ -26,8 +26,8 @@ ENGINE = EngineRank(10, 20, 2.0, 5, cache=100, sequences=3.0, devices=4, largest
 
 def recipe(**cluster: Any) -> Recipe:
     recipe = Recipe()
-    recipe.cluster.device, recipe.cluster.trainers, recipe.exchange.bucket_mb = "npu", 4, 1
-    recipe.exchange.route = "export"
+    recipe.cluster.device, recipe.cluster.trainers, recipe.weight_sync.bucket_mb = "npu", 4, 1
+    recipe.weight_sync.route = "full"
     for name, value in cluster.items():
         setattr(recipe.cluster, name, value)
     return recipe
@@ -57,7 +57,7 @@ def test_offloaded_trainers_use_no_device_memory_during_sampling() -> None:
         "old_log_prob": resident + 3,
         "update_actor": resident + 9,
         "update_actor, Adam": resident + 7,
-        "weight_exchange": 21 + 20 + sending + loading,
+        "weight_sync": 21 + 20 + sending + loading,
     }
     assert next(use.parts["logits"] for use in uses.uses if use.phase == "update_actor") == 2
 
@@ -87,43 +87,43 @@ def test_unset_offload_follows_the_placement() -> None:
 def test_disaggregated_trainers_and_engines_have_separate_devices() -> None:
     devices = of(recipe(placement="disaggregated"), [stage(number=0), stage(number=1)])
     assert {name: place.devices for name, place in devices.items()} == {"actor 0": 2, "actor 1": 2, "engine": 4}
-    assert totals(devices["engine"]) == {"gen": 125, "weight_exchange": 120 + ENGINE.largest}
+    assert totals(devices["engine"]) == {"gen": 125, "weight_sync": 120 + ENGINE.largest}
 
 
 def test_buffers_follow_the_route() -> None:
     """A bucket is 1 MiB and the model's largest tensor is 3 MiB. A full update gathers twice that, and so does a verified
     sharded update. On a CPU the pack buffers of the buckets count as well."""
     run_recipe, mib = recipe(), 2**20
-    assert exchange_buffers(run_recipe, 3 * mib) == (1 + 6) * mib
+    assert weight_sync_buffers(run_recipe, 3 * mib) == (1 + 6) * mib
     run_recipe.cluster.device = "cpu"
-    assert exchange_buffers(run_recipe, 3 * mib) == (1 + 6 + 2 * 3) * mib
-    run_recipe.exchange.route = "planned"
-    assert exchange_buffers(run_recipe, 3 * mib) == (6 + 4) * mib
+    assert weight_sync_buffers(run_recipe, 3 * mib) == (1 + 6 + 2 * 3) * mib
+    run_recipe.weight_sync.route = "sharded"
+    assert weight_sync_buffers(run_recipe, 3 * mib) == (6 + 4) * mib
     run_recipe = recipe(placement="disaggregated")
-    run_recipe.exchange.route = "planned"
-    assert totals(of(run_recipe, [stage()])["engine"])["weight_exchange"] == 120 + ENGINE.largest + mib
+    run_recipe.weight_sync.route = "sharded"
+    assert totals(of(run_recipe, [stage()])["engine"])["weight_sync"] == 120 + ENGINE.largest + mib
     run_recipe.megatron.pipeline_parallel = 3
-    assert totals(of(run_recipe, [stage()])["engine"])["weight_exchange"] == 120 + 3 * ENGINE.largest + mib
-    run_recipe.exchange.transport = "device"
-    assert exchange_buffers(run_recipe, 3 * mib) == (6 + 4) * mib
-    assert totals(of(run_recipe, [stage()])["engine"])["weight_exchange"] == 120 + 3 * ENGINE.largest + (2 + 4) * mib
+    assert totals(of(run_recipe, [stage()])["engine"])["weight_sync"] == 120 + 3 * ENGINE.largest + mib
+    run_recipe.weight_sync.transport = "device"
+    assert weight_sync_buffers(run_recipe, 3 * mib) == (6 + 4) * mib
+    assert totals(of(run_recipe, [stage()])["engine"])["weight_sync"] == 120 + 3 * ENGINE.largest + (2 + 4) * mib
 
 
 def test_bucket_slots_on_devices_count_in_every_phase() -> None:
     """A trainer's four, and the four of an engine rank that passes buckets on."""
     run_recipe, mib = recipe(), 2**20
     before = totals(of(run_recipe, [stage()])["actor 0 + engine"])
-    run_recipe.exchange.route, run_recipe.exchange.transport = "planned", "ipc"
-    assert exchange_buffers(run_recipe, 3 * mib) == (6 + 4 + 32) * mib, "and sums of words"
+    run_recipe.weight_sync.route, run_recipe.weight_sync.transport = "sharded", "ipc"
+    assert weight_sync_buffers(run_recipe, 3 * mib) == (6 + 4 + 32) * mib, "and sums of words"
     after = totals(of(run_recipe, [stage()])["actor 0 + engine"])
-    phases = before.keys() - {"weight_exchange"}
+    phases = before.keys() - {"weight_sync"}
     assert phases and {phase: after[phase] - before[phase] for phase in phases} == dict.fromkeys(phases, 8 * mib)
     run_recipe = recipe(placement="disaggregated")
-    run_recipe.exchange.route, run_recipe.exchange.transport = "planned", "ipc"
+    run_recipe.weight_sync.route, run_recipe.weight_sync.transport = "sharded", "ipc"
     apart = of(run_recipe, [stage()])
     assert totals(apart["engine"]) == {
         "gen": 125 + 4 * mib,
-        "weight_exchange": 120 + ENGINE.largest + (4 + 32) * mib,
+        "weight_sync": 120 + ENGINE.largest + (4 + 32) * mib,
     }
 
 

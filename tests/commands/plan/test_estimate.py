@@ -30,18 +30,18 @@ def names(**settings: Any) -> list[str]:
 
 
 def test_phases_follow_the_recipe() -> None:
-    assert names(megatron__offload=False) == ["gen", "old_log_prob", "update_actor", "weight_exchange"]
-    assert names() == ["gen", "hand_over", "old_log_prob", "update_actor", "weight_exchange"]
+    assert names(megatron__offload=False) == ["gen", "old_log_prob", "update_actor", "weight_sync"]
+    assert names() == ["gen", "hand_over", "old_log_prob", "update_actor", "weight_sync"]
     assert names(algorithm__kl_coef=0.1)[2:4] == ["old_log_prob", "reference"]
-    assert names(algorithm__old_log_probs="current") == ["gen", "hand_over", "update_actor", "weight_exchange"]
+    assert names(algorithm__old_log_probs="current") == ["gen", "hand_over", "update_actor", "weight_sync"]
     stays = {"megatron__offload": False, "critic__megatron__offload": False}
-    critic = ["gen", "values", "adv", "update_critic", "old_log_prob", "update_actor", "weight_exchange"]
+    critic = ["gen", "values", "adv", "update_critic", "old_log_prob", "update_actor", "weight_sync"]
     assert names(algorithm__advantage="gae", **stays) == critic
     in_reward = names(algorithm__advantage="gae", algorithm__kl_in_reward=True, algorithm__kl_coef=0.1, **stays)
     assert in_reward[1:6] == ["old_log_prob", "reference", "values", "adv", "update_critic"]
     assert names(algorithm__advantage="reinforce_plus_plus", **stays)[2] == "adv"
     taught = names(algorithm__kl_coef=0.1, algorithm__reference="teacher", **stays)
-    assert taught == ["gen", "teacher", "old_log_prob", "update_actor", "weight_exchange"]
+    assert taught == ["gen", "teacher", "old_log_prob", "update_actor", "weight_sync"]
     demonstrations = {"train__source": "sft", "algorithm__loss": "sft", "algorithm__advantage": "none"}
     assert names(**demonstrations) == ["update_actor"]
 
@@ -57,7 +57,7 @@ def test_async_sampling_overlaps_training() -> None:
     result = of(**disaggregated)
     seconds = {phase.name: phase.seconds for phase in result.phases}
     trained = seconds["old_log_prob"] + seconds["update_actor"]
-    assert result.seconds == pytest.approx(max(seconds["gen"], trained) + seconds["weight_exchange"])
+    assert result.seconds == pytest.approx(max(seconds["gen"], trained) + seconds["weight_sync"])
     assert result.phases[1].begin == 0.0 and result.phases[-1].begin == seconds["gen"]
     few = of(rollout__engines=64, **disaggregated)
     assert few.seconds < result.seconds, "with more engines, the trainers are the bottleneck"
@@ -78,8 +78,8 @@ def test_counted_engines_and_links_replace_formulas() -> None:
     )
     assert narrow.seconds > free.seconds and "2 sequences at a time" in narrow.assumed
     assert "experts" not in narrow.assumed, "the model is dense"
-    planned = estimate(counted, QWEN, None, device, links=Links("planned", 10, 10, 10, 0)).phases[-1]
-    assert planned.seconds < 1e-6 and "planned copies" in planned.assumed
+    sharded = estimate(counted, QWEN, None, device, links=Links("sharded", 10, 10, 10, 0)).phases[-1]
+    assert sharded.seconds < 1e-6 and "sharded copies" in sharded.assumed
 
 
 def test_factors_multiply_their_phase() -> None:

@@ -15,7 +15,7 @@ from megarl.commands.plan.time.engines import Engines, generate, read, room
 from megarl.commands.plan.time.estimate import estimate
 from megarl.commands.plan.time.lengths import Lengths, MicroBatches, micro_batches
 from megarl.commands.plan.time.trainers import Passes, Trainers, update_passes
-from megarl.commands.plan.time.weight_sync import exchange, export_host_seconds, moved, uncounted
+from megarl.commands.plan.time.weight_sync import export_host_seconds, moved, uncounted, weight_sync_cost
 from megarl.engines.base import EngineLimits
 from megarl.platform.devices import device_named
 from megarl.recipe.schema import Recipe
@@ -291,23 +291,23 @@ def test_a_teacher_reads_whole_samples() -> None:
 # --- weights -------------------------------------------------------------------------------------------------------
 
 
-def test_an_exchange_sends_what_is_planned() -> None:
-    planned = Links("planned", sent=1_000_000, received=4_000_000, total=16_000_000, between_nodes=4_000_000)
-    phase = exchange(trainers(), engines(), planned)
+def test_weight_sync_sends_the_planned_bytes() -> None:
+    sharded = Links("sharded", sent=1_000_000, received=4_000_000, total=16_000_000, between_nodes=4_000_000)
+    phase = weight_sync_cost(trainers(), engines(), sharded)
     assert phase.parts == pytest.approx({"links": 4e6 / 5e7, "host": 5e6 / 1e9}), (
         "4 MB over the host's interface, 5 through the host"
     )
-    two_nodes = exchange(trainers(8, rollout__engines=8), engines(count=8), planned)
+    two_nodes = weight_sync_cost(trainers(8, rollout__engines=8), engines(count=8), sharded)
     assert two_nodes.parts["links"] == pytest.approx(2e6 / 5e7), "two interfaces carry half each"
-    apart = exchange(trainers(exchange__transport="device"), engines(), planned)
+    apart = weight_sync_cost(trainers(weight_sync__transport="device"), engines(), sharded)
     assert apart.parts == pytest.approx({"links": 1e6 / 1e8 + 3e6 / 1e9}), (
         "the rest over links, and fingerprints meanwhile"
     )
-    mapped = exchange(trainers(exchange__transport="ipc"), engines(), planned)
+    mapped = weight_sync_cost(trainers(weight_sync__transport="ipc"), engines(), sharded)
     assert mapped.parts == pytest.approx({"links": 4e6 / 5e7 + 3e6 / 1e9, "host": 1.25e6 / 1e9}), (
         "what stays on the node over its links; a quarter goes to another one, through the host"
     )
-    whole = exchange(trainers(2), engines(), None)
+    whole = weight_sync_cost(trainers(2), engines(), None)
     size = 2 * (1600 + 2000)
     assert whole.parts == pytest.approx({"links": size / 2 / 1e9, "host": 2 * size / 1e9})
 
@@ -324,7 +324,7 @@ def test_without_a_plan_an_engine_rank_receives_its_share() -> None:
 def exported(**settings: Any) -> float:
     """Seconds over links, of 2 engines."""
     layout = trainers(2, rollout__engines=2, **settings)
-    return exchange(layout, engines(count=2), None).links
+    return weight_sync_cost(layout, engines(count=2), None).links
 
 
 def test_disaggregated_engines_can_be_on_another_node() -> None:
@@ -334,11 +334,11 @@ def test_disaggregated_engines_can_be_on_another_node() -> None:
     assert exported(rollout__tensor_parallel=2) == near, "colocated, on the trainers' own devices"
     two_of_four = exported(cluster__placement="disaggregated", rollout__tensor_parallel=2)
     assert two_of_four == pytest.approx(near + size / 5e7)
-    over_gloo = {"rollout__tensor_parallel": 2, "exchange__transport": "collective"}
+    over_gloo = {"rollout__tensor_parallel": 2, "weight_sync__transport": "collective"}
     assert exported(cluster__placement="disaggregated", **over_gloo) == pytest.approx(near + 2 * size / 5e7)
     beside_critic = {"algorithm__advantage": "gae", "critic__trainers": 1}
     assert exported(cluster__placement="disaggregated", **beside_critic) == pytest.approx(near + size / 5e7)
-    recipe = trainers(2, exchange__bucket_mb=1).recipe
+    recipe = trainers(2, weight_sync__bucket_mb=1).recipe
     assert export_host_seconds(recipe, DEVICE, 1e6, first=0, count=4) == 0.0
     two_nodes = export_host_seconds(recipe, DEVICE, 1e6, first=0, count=12)
     assert two_nodes == pytest.approx((1e6 + 2**20) / 5e7), "the second begins a bucket later"

@@ -79,7 +79,7 @@ def test_bytes_by_link() -> None:
 def test_relays_are_named_after_the_transport(transport, way) -> None:
     """Ranks of a machine read the same memory only where the transport shares it."""
     recipe = Recipe()
-    recipe.exchange.transport = transport
+    recipe.weight_sync.transport = transport
     assert way in explain_command._relays(recipe)
 
 
@@ -108,7 +108,7 @@ def test_ranks_are_placed_on_nodes_by_placement() -> None:
 def test_a_plan_with_device_transport_notes_uncounted_connections() -> None:
     recipe, model = Recipe(), published.read("Qwen3-8B")
     assert build.OF_CONNECTIONS not in build._notes(recipe, [], [], model)
-    recipe.exchange.transport = "device"
+    recipe.weight_sync.transport = "device"
     assert build.OF_CONNECTIONS in build._notes(recipe, [], [], model)
 
 
@@ -118,11 +118,11 @@ def test_every_engine_rank_receives_the_whole_model_on_the_full_route() -> None:
     recipe.model.dtype = "bfloat16"
     model = published.read("Qwen3-8B")
     whole = 2 * model_shape(model).total
-    assert explain.exported(recipe, model, 2) == Links("export", whole, whole, 4 * whole, whole)
-    recipe.exchange.transport = "collective"
-    assert explain.exported(recipe, model, 2).between_nodes == 2 * whole, "each rank of the other node gets its own"
-    recipe.exchange.transport = "auto"
-    assert explain.exported(recipe, model, None).between_nodes == 0
+    assert explain.full_links(recipe, model, 2) == Links("full", whole, whole, 4 * whole, whole)
+    recipe.weight_sync.transport = "collective"
+    assert explain.full_links(recipe, model, 2).between_nodes == 2 * whole, "each rank of the other node gets its own"
+    recipe.weight_sync.transport = "auto"
+    assert explain.full_links(recipe, model, None).between_nodes == 0
 
 
 def test_experts_of_later_ranks_have_later_numbers() -> None:
@@ -143,20 +143,20 @@ def test_the_command_prints_flows_between_ranks(
 ) -> None:
     bucket_sizes = []
     monkeypatch.setattr(
-        explain_command, "planned", lambda *arguments: bucket_sizes.append(arguments[2]) or small_plan()
+        explain_command, "plan_of_recipe", lambda *arguments: bucket_sizes.append(arguments[2]) or small_plan()
     )
     monkeypatch.setattr(explain_command, "_kinds", lambda recipe: ["stage 0", "stage 1", "stage 1"])
     recipe = str(RECIPES / "dapo_qwen3_30b.yaml")
-    assert run("exchange", recipe) == 0
+    assert run("weight-sync", recipe) == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 100 and bucket_sizes == [16], "the head says 16 devices a machine"
     assert "stage 1" in text and "Sent by 3 trainer ranks" in text and "5 buckets of at most" in text
     assert "A rank has at most 2 connections, over gloo." in text
-    apart = ["cluster.placement=disaggregated", "megatron.offload=false", "exchange.route=planned"]
-    assert run("exchange", recipe, *apart, "exchange.transport=device") == 0
+    apart = ["cluster.placement=disaggregated", "megatron.offload=false", "weight_sync.route=sharded"]
+    assert run("weight-sync", recipe, *apart, "weight_sync.transport=device") == 0
     assert "A rank has at most 4 connections, device to device." in capsys.readouterr().out
     bucket_sizes.pop()
-    assert run("exchange", recipe, "--json", "--per-node", "4") == 0
+    assert run("weight-sync", recipe, "--json", "--per-node", "4") == 0
     report = json.loads(capsys.readouterr().out)
     assert report["totals"]["sent"] == 6 * HALF and len(report["flows"]) == 2 and bucket_sizes[1] == 4
 
@@ -164,20 +164,20 @@ def test_the_command_prints_flows_between_ranks(
 def test_the_old_form_still_works_with_a_notice(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(explain_command, "planned", lambda *arguments: small_plan())
+    monkeypatch.setattr(explain_command, "plan_of_recipe", lambda *arguments: small_plan())
     monkeypatch.setattr(explain_command, "_kinds", lambda recipe: ["stage 0", "stage 1", "stage 1"])
-    assert run("exchange", "--explain", str(RECIPES / "dapo_qwen3_30b.yaml"), "exchange.route=auto") == 0
+    assert run("exchange", "--explain", str(RECIPES / "dapo_qwen3_30b.yaml"), "weight_sync.route=auto") == 0
     printed = capsys.readouterr()
-    assert "Sent by 3 trainer ranks" in printed.out and "megarl exchange RECIPE" in printed.err
+    assert "Sent by 3 trainer ranks" in printed.out and "is now megarl weight-sync" in printed.err
 
 
 def test_without_a_recipe_the_usage_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("exchange") == 2
+    assert run("weight-sync") == 2
     assert "RECIPE" in capsys.readouterr().err
 
 
 def test_training_without_engines_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("exchange", str(RECIPES / "quickstart_sft.yaml")) == 2
+    assert run("weight-sync", str(RECIPES / "quickstart_sft.yaml")) == 2
     assert "no engines" in capsys.readouterr().err
 
 
@@ -192,7 +192,7 @@ def test_training_without_engines_is_refused(capsys: pytest.CaptureFixture[str])
 def test_engine_ranks_receive_the_bytes_they_hold(name: str, model: str, settings: list[str], received: float) -> None:
     """The expected figures come from a trace of vLLM's loader by another script, and from the sizes of the tensors."""
     recipe = load_recipe(RECIPES / f"{name}.yaml", settings)
-    plan = explain.planned(recipe, published.read(model), 16)
+    plan = explain.plan_of_recipe(recipe, published.read(model), 16)
     assert totals(plan).received_by_rank == pytest.approx(received, rel=1e-4)
     for rank in (0, len(plan.hosts.engines) - 1):
         need = plan.needed.tables[plan.needed.class_of[rank]]
@@ -206,14 +206,14 @@ def test_engine_ranks_receive_the_bytes_they_hold(name: str, model: str, setting
 
 def test_a_recipe_that_a_run_refuses_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """`explain` refuses within a second, with the message of `plan`, before vLLM starts."""
-    assert run("exchange", str(RECIPES / "dapo_qwen3_30b.yaml"), "rollout.engines=5") == 2
+    assert run("weight-sync", str(RECIPES / "dapo_qwen3_30b.yaml"), "rollout.engines=5") == 2
     assert "rollout.engines x rollout.tensor_parallel = 5 x 4" in capsys.readouterr().err
 
 
 def test_a_recipe_with_the_full_route_gets_a_note(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(explain_command, "planned", lambda *_: small_plan())
+    monkeypatch.setattr(explain_command, "plan_of_recipe", lambda *_: small_plan())
     monkeypatch.setattr(explain_command, "_kinds", lambda recipe: ["stage 0", "stage 1", "stage 1"])
-    assert run("exchange", str(RECIPES / "dapo_qwen3_30b.yaml"), "exchange.route=export") == 0
-    assert "does not use this route: exchange.route=export" in " ".join(capsys.readouterr().out.split())
+    assert run("weight-sync", str(RECIPES / "dapo_qwen3_30b.yaml"), "weight_sync.route=full") == 0
+    assert "does not use this route: weight_sync.route=full" in " ".join(capsys.readouterr().out.split())

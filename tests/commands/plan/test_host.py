@@ -28,7 +28,7 @@ def recipe(**settings: Any) -> Recipe:
     recipe.cluster.device, recipe.cluster.trainers = "npu", 8
     recipe.rollout.engines, recipe.rollout.tensor_parallel, recipe.rollout.samples_per_prompt = 2, 2, 1
     recipe.data.prompts_per_step, recipe.data.max_prompt_length, recipe.rollout.max_response_length = 1, 512, 512
-    recipe.exchange.bucket_mb, recipe.megatron.offload = 64, True
+    recipe.weight_sync.bucket_mb, recipe.megatron.offload = 64, True
     for name, value in settings.items():
         section, _, key = name.partition("__")
         setattr(getattr(recipe, section), key, value)
@@ -84,12 +84,12 @@ def test_host_memory_of_two_machines_by_hand() -> None:
         ({"algorithm__kl_coef": 0.1}, None, True, {"reference": 4 * 3}),
         ({}, None, False, {"asleep": None}),
         (
-            {"exchange__route": "export"},
+            {"weight_sync__route": "full"},
             None,
             True,
             {"/dev/shm": 2 * 1.0},
         ),  # of rank 0: each tensor has a separate bucket
-        ({"exchange__transport": "collective"}, None, True, {"/dev/shm": None}),
+        ({"weight_sync__transport": "collective"}, None, True, {"/dev/shm": None}),
         ({"train__source": "sft"}, None, True, {"offloaded": 40, "asleep": None, "/dev/shm": None, "processes": 5}),
     ],
 )

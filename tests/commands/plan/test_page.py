@@ -257,9 +257,9 @@ def test_the_page_has_the_consoles_hosts_routes_and_ranges(tmp_path: Path) -> No
         HostUse("nodes 1-15", 15, {"offloaded": 700 * GIB, "asleep": 459 * GIB}),
     ]
     routes = [
-        WeightRoute("planned", "exchange.route=auto", "CANN 9", "slow at first"),
+        WeightRoute("sharded", "weight_sync.route=auto", "CANN 9", "slow at first"),
         WeightRoute("none", "too old", "CANN 8"),
-        WeightRoute("planned", "x", "CANN 10"),
+        WeightRoute("sharded", "x", "CANN 10"),
     ]
     ratios = [Ratios("run of A", True, {"gen": 2.0, "step": 1.0}), Ratios("run of B", True, {"gen": 8.0})]
     plan = replace(
@@ -267,7 +267,7 @@ def test_the_page_has_the_consoles_hosts_routes_and_ranges(tmp_path: Path) -> No
         device=replace(plans.DEVICE, host_memory=1024.0),
         hosts=hosts,
         routes=routes,
-        estimate=replace(plans.ESTIMATE, weights={"planned": 13.1, "export": 223.0}),
+        estimate=replace(plans.ESTIMATE, weights={"sharded": 13.1, "full": 223.0}),
         spread=spreads(plans.ESTIMATE, experts=True, ratios=ratios),
         compared=["run of A", "run of B"],
         model_kind="with experts",
@@ -280,14 +280,14 @@ def test_the_page_has_the_consoles_hosts_routes_and_ranges(tmp_path: Path) -> No
     html = (tmp_path / "plan.html").read_text()
     assert re.findall(r'<td class="fault">([^<]*)<', html) == ["135.0 short"]
     for expected in (
-        "Weight route: planned on CANN 9",
-        "exchange.route=auto; slow at first. No route was measured on a device yet",
+        "Weight route: sharded on CANN 9",
+        "weight_sync.route=auto; slow at first. No route was measured on a device yet",
         "elsewhere: none on CANN 8: too old",
         "engines: HCCL_BUFFSIZE=240 (needs it)",
         *remarks(plan),
     ):
         assert expected in text, expected
-    assert re.search(r"export\s*223 s\s*planned\s*13.1 s", text) and "CANN 10" not in text
+    assert re.search(r"full\s*223 s\s*sharded\s*13.1 s", text) and "CANN 10" not in text
 
 
 def test_the_page_is_written_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

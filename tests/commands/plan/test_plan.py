@@ -60,20 +60,20 @@ def test_without_vllm_the_route_is_unknown(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(build, "counted", lambda *_, **__: counts)
     monkeypatch.setattr(build, "engines", lambda *_: [])
     plan = build.make_plan(run_recipe, {"rollout": published.read("Qwen3-8B")}, None)
-    assert plan.exchange is None and any("not known here: vLLM is not installed" in note for note in plan.notes)
+    assert plan.weight_sync is None and any("not known here: vLLM is not installed" in note for note in plan.notes)
 
 
-@pytest.mark.parametrize("route", ["auto", "planned"])
+@pytest.mark.parametrize("route", ["auto", "sharded"])
 def test_a_model_that_cannot_be_sharded_uses_the_full_route_if_allowed(
     monkeypatch: pytest.MonkeyPatch, route: Any
 ) -> None:
-    """A run with `exchange.route: auto` uses the fallback too; `planned` would refuse to start."""
+    """A run with `weight_sync.route: auto` uses the fallback too; `sharded` would refuse to start."""
 
     def refused(*_: Any) -> Any:
         raise ValueError("layer 0 is not a box")
 
     run_recipe = recipe(1000, 100, 300)
-    run_recipe.exchange.route = route
+    run_recipe.weight_sync.route = route
     counts = Counted([PipelineStage("actor", 0, 0, HELD, BEYOND, None, {})], [])
     monkeypatch.setattr(build, "planned_from", refused)
     monkeypatch.setattr(build, "counted", lambda *_, **__: counts)
@@ -81,9 +81,9 @@ def test_a_model_that_cannot_be_sharded_uses_the_full_route_if_allowed(
     plan = build.make_plan(run_recipe, {"rollout": published.read("Qwen3-8B")}, None)
     (note,) = (note for note in plan.notes if "layer 0 is not a box" in note)
     if route == "auto":
-        assert plan.exchange is not None and plan.exchange.route == "export" and "go by export" in note
+        assert plan.weight_sync is not None and plan.weight_sync.route == "full" and "use the full route" in note
     else:
-        assert plan.exchange is None and "not known" in note
+        assert plan.weight_sync is None and "not known" in note
 
 
 def test_the_largest_micro_batch_is_full() -> None:
@@ -166,12 +166,12 @@ def test_phases_without_offload() -> None:
     memory = phases(HELD, BEYOND, reference=True, trainers_offload=False)
     assert memory["update"] == Phase(151 + 9, 21)
     assert memory["optimizer"] == Phase(151 + 50, 21)
-    assert memory["rollout"] == memory["exchange"] == memory["resident"] == Phase(151, 21)
+    assert memory["rollout"] == memory["weight_sync"] == memory["resident"] == Phase(151, 21)
 
 
 def test_phases_with_offload() -> None:
     memory = phases(HELD, None, reference=False, trainers_offload=True)
-    assert memory == {"resident": Phase(151, 110), "exchange": Phase(21, 110), "rollout": Phase(1, 110)}
+    assert memory == {"resident": Phase(151, 110), "weight_sync": Phase(21, 110), "rollout": Phase(1, 110)}
 
 
 def test_swapped_states_are_on_the_host() -> None:

@@ -52,9 +52,9 @@ def test_the_range_of_a_step_is_the_sum_of_its_phases() -> None:
 
 
 def test_overlapping_phases_do_not_add_up() -> None:
-    overlapped = of(("gen", 10, None), ("update_actor", 6, 0.0), ("weight_exchange", 1, 10.0))
+    overlapped = of(("gen", 10, None), ("update_actor", 6, 0.0), ("weight_sync", 1, 10.0))
     step = spreads(overlapped, experts=True, ratios=[Ratios("one", True, {"update_actor": 5.0})])[-1]
-    assert step.typical == pytest.approx(31), "30 of the update, behind which the exchange waits"
+    assert step.typical == pytest.approx(31), "30 of the update, behind which weight sync waits"
 
 
 def test_the_package_has_the_ratios_of_the_published_runs() -> None:

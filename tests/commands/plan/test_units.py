@@ -20,7 +20,7 @@ def test_a_tiny_model_is_printed_in_mib(capsys: pytest.CaptureFixture[str]) -> N
         plans.SMALL,
         memory=64.0,
         engine=EngineRank(200_000, 800_000, 256.0, 3 * MIB, 10 * MIB, 1.5),
-        exchange=Links("planned", 800_000, 800_000, 1_600_000, 0),
+        weight_sync=Links("sharded", 800_000, 800_000, 1_600_000, 0),
     )
     show(tiny)
     printed = capsys.readouterr().out

@@ -20,8 +20,8 @@ from megarl.commands.doctor.nodes import check_all_nodes
 from megarl.commands.doctor.recipe import device_demand, environment, needs_of, stages, weights
 from megarl.platform.kinds import kind_of
 from megarl.preflight.settings import demand_of
-from megarl.recipe.exchange import why_not_sharded
 from megarl.recipe.schema import Recipe
+from megarl.recipe.weight_sync import why_not_sharded
 
 _SECONDS = 120.0
 _READING, _RESERVE = 300.0, 60.0  # seconds to read a recipe's model and data, and for the rest of the stage
@@ -183,31 +183,31 @@ def _route(context: StageContext, capabilities: dict[str, object] | None) -> Non
     """Report route and transport of the weight sync. Fail if the recipe requires an impossible route."""
     recipe = context.recipe or Recipe()
     if capabilities is None:
-        context.not_run("weight exchange: route", "no engine takes weights here")
+        context.not_run("weight sync: route", "no engine takes weights here")
         return
     reason = why_exported(recipe, capabilities)
-    route = "export" if reason else "planned"
-    requested = recipe.exchange.route
-    if requested == "planned":
-        context.equal("weight exchange: route", route, "planned", cause=f"exchange.route=planned: {reason}")
+    route = "full" if reason else "sharded"
+    requested = recipe.weight_sync.route
+    if requested == "sharded":
+        context.equal("weight sync: route", route, "sharded", cause=f"weight_sync.route=sharded: {reason}")
     else:
-        context.figure("weight exchange: route", f"{route}, because {reason}" if reason else route)
+        context.figure("weight sync: route", f"{route}, because {reason}" if reason else route)
     platform = platforms.select(context.device)
     shared = recipe.cluster.placement == "colocated"
     way = "/dev/shm within a node, the network between nodes"
-    if recipe.exchange.transport == "device":
+    if recipe.weight_sync.transport == "device":
         way = "from device to device"
-    elif recipe.exchange.transport == "files":
+    elif recipe.weight_sync.transport == "files":
         way = "files"
-    context.figure("weight exchange: transport", f"{recipe.exchange.transport}: {way}")
+    context.figure("weight sync: transport", f"{recipe.weight_sync.transport}: {way}")
     if platform.ray_resource is not None:
-        context.figure("weight exchange: trainers and engines", "share devices" if shared else "use separate devices")
+        context.figure("weight sync: trainers and engines", "share devices" if shared else "use separate devices")
 
 
 def why_exported(recipe: Recipe, capabilities: dict[str, object]) -> str | None:
     """Return why whole weights are exported, or None if engine ranks receive slices directly from the trainers."""
-    if recipe.exchange.route == "export":
-        return "exchange.route=export"
+    if recipe.weight_sync.route == "full":
+        return "weight_sync.route=full"
     if reason := why_not_sharded(recipe):
         return reason
     why = capabilities["no_sharded"]

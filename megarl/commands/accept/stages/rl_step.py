@@ -28,7 +28,7 @@ TRACED = 2  # the step with a trace for the bundle; the first one compiles and w
 RATIO = 0.02  # largest difference of the first update's mean importance ratio from 1
 PLANNED = 1.1  # limit of a trainer's peak memory, relative to the plan
 GAP = 0.02  # nats, mean, for samples of the current weights
-TENSORS = ("weights", "gradients", "optimizer", "activations", "logits", "Adam's step", "exchange buffers")
+TENSORS = ("weights", "gradients", "optimizer", "activations", "logits", "Adam's step", "weight-sync buffers")
 _LINES = 3  # last lines of a failed run's output in its cause
 
 

@@ -22,12 +22,12 @@ from megarl.hf.config import text_fields
 from megarl.platform.adaptor import swapped_parts
 from megarl.platform.kinds import is_accelerator
 from megarl.recipe.critic import critic_view
-from megarl.recipe.exchange import is_sharded
 from megarl.recipe.schema import Recipe
+from megarl.recipe.weight_sync import is_sharded
 from megarl.weight_sync.session import DEVICE_TRANSPORTS, FULL_SLOTS, RECEIVE_AHEAD, SHARDED_SLOTS, SUM_BYTES
 
 ROLLOUT = "rollout"
-EXCHANGED = "exchange buffers"
+BUFFERS = "weight-sync buffers"
 _REMEDY = "change it, or the layout; megarl plan --search looks for layouts that fit"
 
 
@@ -41,7 +41,7 @@ def largest_tensor(recipe: Recipe, model: dict[str, Any]) -> int:
     return int(text["vocab_size"] * text["hidden_size"] * (4 if recipe.model.dtype == "float32" else 2))
 
 
-def exchange_buffers(recipe: Recipe, largest: int) -> int:
+def weight_sync_buffers(recipe: Recipe, largest: int) -> int:
     """Return the device memory that a trainer needs to send weights, in bytes.
 
     `largest`: bytes of the model's largest tensor, which an export gathers in parts and joins. Full sync: a bucket of
@@ -49,17 +49,17 @@ def exchange_buffers(recipe: Recipe, largest: int) -> int:
     against an export (the first one among them) also gather one tensor at a time. Packed buckets (`slots`) are in host
     memory, except for the transports in DEVICE_TRANSPORTS.
     """
-    bucket, gathered = recipe.exchange.bucket_mb * 2**20, 2 * largest
+    bucket, gathered = recipe.weight_sync.bucket_mb * 2**20, 2 * largest
     on_device = max(bucket, gathered) if is_sharded(recipe) else bucket + gathered
-    slots_on_device = not is_accelerator(recipe.cluster.device) or recipe.exchange.transport in DEVICE_TRANSPORTS
-    sums = SUM_BYTES if recipe.exchange.transport == "ipc" else 0
+    slots_on_device = not is_accelerator(recipe.cluster.device) or recipe.weight_sync.transport in DEVICE_TRANSPORTS
+    sums = SUM_BYTES if recipe.weight_sync.transport == "ipc" else 0
     return on_device + sums + (slots(recipe, largest) if slots_on_device else 0)
 
 
 def slots(recipe: Recipe, largest: int) -> int:
     """Return the bytes of a trainer's packed buckets. Sharded sync: on each rank; tensors are cut to fit. Full sync: on
     rank 0; a tensor above the bucket size gets a bucket as large as itself."""
-    bucket = recipe.exchange.bucket_mb * 2**20
+    bucket = recipe.weight_sync.bucket_mb * 2**20
     if is_sharded(recipe):
         return SHARDED_SLOTS * bucket
     return FULL_SLOTS * max(bucket, largest)
@@ -95,7 +95,7 @@ def places(
     tensor. `unknown`: section -> why its engines' memory is incomplete; an unknown KV cache counts as 0.
     """
     turns, result = TimeSharing.of(recipe), []
-    on = _Device(recipe, turns, swaps, exchange_buffers(recipe, largest))
+    on = _Device(recipe, turns, swaps, weight_sync_buffers(recipe, largest))
     policy = engines.get(ROLLOUT)
     for tenants, count in _together(recipe, stages, policy, turns):
         not_counted = unknown.get(ROLLOUT) if turns.colocated and (policy is None or policy in tenants) else None
@@ -106,7 +106,7 @@ def places(
             continue
         uses = [Use("gen" if section == ROLLOUT else section, _sampling(engine))]
         if section == ROLLOUT:
-            uses.append(Use("weight_exchange", {**_sampling(engine, steps=False), EXCHANGED: on.loading(engine)}))
+            uses.append(Use("weight_sync", {**_sampling(engine, steps=False), BUFFERS: on.loading(engine)}))
             uses = _with_slots(recipe, [engine], _with_constant(uses, libraries.of([engine])))
         name = "engine" if section == ROLLOUT else section
         result.append(DeviceUses(name, engine.devices, uses, unknown.get(section)))
@@ -122,10 +122,14 @@ def _with_slots(recipe: Recipe, tenants: Sequence[PipelineStage | EngineRank], u
     """Add the packed buckets of a transport in DEVICE_TRANSPORTS, which stay allocated between updates: on actor ranks, and on
     engine ranks, which may relay buckets."""
     senders = sum(not isinstance(tenant, PipelineStage) or tenant.role == "actor" for tenant in tenants)
-    if recipe.exchange.transport not in DEVICE_TRANSPORTS or not is_accelerator(recipe.cluster.device) or not senders:
+    if (
+        recipe.weight_sync.transport not in DEVICE_TRANSPORTS
+        or not is_accelerator(recipe.cluster.device)
+        or not senders
+    ):
         return uses
-    kept = {EXCHANGED: senders * SHARDED_SLOTS * recipe.exchange.bucket_mb * 2**20}
-    return [use if EXCHANGED in use.parts else Use(use.phase, {**use.parts, **kept}) for use in uses]
+    kept = {BUFFERS: senders * SHARDED_SLOTS * recipe.weight_sync.bucket_mb * 2**20}
+    return [use if BUFFERS in use.parts else Use(use.phase, {**use.parts, **kept}) for use in uses]
 
 
 def _name(tenant: PipelineStage | EngineRank) -> str:
@@ -168,7 +172,7 @@ class _Device:
     recipe: Recipe
     turns: TimeSharing
     swaps: dict[str, int | None]
-    exchanged: int  # bytes of a trainer's weight-sync buffers
+    buffers: int  # bytes of a trainer's weight-sync buffers
 
     def uses(self, tenants: list[PipelineStage | EngineRank]) -> Iterator[Use]:
         """Yield the memory of each phase, in the order of a step."""
@@ -185,7 +189,7 @@ class _Device:
             passes += ["reference"] if runs_reference_pass(algorithm) else []
             yield from self._computing(stages, "actor", passes, "update_actor", asleep)
             if self.recipe.train.source == "rollout":
-                yield Use("weight_exchange", self._exchange(stages, engine))
+                yield Use("weight_sync", self._weight_sync(stages, engine))
 
     def loading(self, engine: EngineRank) -> int:
         """Return the bytes that loading new weights takes on an engine's device.
@@ -196,9 +200,11 @@ class _Device:
         """
         if not is_sharded(self.recipe):
             return engine.largest
-        buckets = {"device": RECEIVE_AHEAD + SHARDED_SLOTS, "ipc": SHARDED_SLOTS}.get(self.recipe.exchange.transport, 1)
-        sums = SUM_BYTES if self.recipe.exchange.transport == "ipc" else 0
-        buffers = self.recipe.exchange.bucket_mb * 2**20 * buckets + sums
+        buckets = {"device": RECEIVE_AHEAD + SHARDED_SLOTS, "ipc": SHARDED_SLOTS}.get(
+            self.recipe.weight_sync.transport, 1
+        )
+        sums = SUM_BYTES if self.recipe.weight_sync.transport == "ipc" else 0
+        buffers = self.recipe.weight_sync.bucket_mb * 2**20 * buckets + sums
         return engine.largest * self.recipe.megatron.pipeline_parallel + buffers
 
     def _computing(
@@ -232,16 +238,16 @@ class _Device:
         states = 0 if self.swaps.get(stage.role) else held.masters + held.moments
         return {"weights": held.weights + held.buffers, "gradients": held.gradients, "optimizer": states}
 
-    def _exchange(self, stages: dict[str, PipelineStage], engine: EngineRank | None) -> dict[str, int]:
+    def _weight_sync(self, stages: dict[str, PipelineStage], engine: EngineRank | None) -> dict[str, int]:
         stage = stages["actor"]
         if self.turns.offload["actor"]:  # optimizer states are already offloaded
             occupied = {"weights": stage.held.weights + stage.held.buffers}
         else:
             occupied = self._resident(stage)
-        occupied = {**self._others(stages, ("actor",)), **occupied, EXCHANGED: self.exchanged}
+        occupied = {**self._others(stages, ("actor",)), **occupied, BUFFERS: self.buffers}
         if engine is None:
             return occupied
-        occupied[EXCHANGED] += self.loading(engine)
+        occupied[BUFFERS] += self.loading(engine)
         cache = {} if self.turns.sleeps else {"KV cache": engine.cache or 0}
         return {**occupied, "engine weights": engine.weights, **cache}
 
@@ -307,5 +313,5 @@ def _key(use: Use) -> str:
     if largest.startswith(("actor's", "critic's")):  # memory of an idle role that does not offload
         return "megatron.offload" if largest.startswith("actor") else "critic.megatron.offload"
     batch = f"{role}.max_tokens_per_micro_batch"
-    keys = {"activations": batch, "logits": batch, "exchange buffers": "exchange.bucket_mb"}
+    keys = {"activations": batch, "logits": batch, "weight-sync buffers": "weight_sync.bucket_mb"}
     return keys.get(largest, f"{megatron}.pipeline_parallel")

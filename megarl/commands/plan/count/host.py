@@ -21,9 +21,9 @@ from megarl.engines.specs import fixed_models
 from megarl.platform.devices import Device
 from megarl.platform.kinds import is_accelerator, kind_of
 from megarl.recipe.critic import critic_view
-from megarl.recipe.exchange import is_sharded, wants_adapters
 from megarl.recipe.offload import copies_checkpoints
 from megarl.recipe.schema import Recipe
+from megarl.recipe.weight_sync import is_sharded, wants_adapters
 from megarl.text import pluralize
 from megarl.weight_sync.session import HOST_MEMORY_TRANSPORTS, SHARDED_SLOTS
 
@@ -34,7 +34,7 @@ LEGEND = (
     "Host memory: offloaded (weights and optimizer states of trainers that leave their devices), swapped (optimizer states "
     "of swap_optimizer, or of an optimizer on the host), reference (weights of the reference policy) and asleep (weights of "
     "sleeping engines) are page-locked, and page-locked memory comes in powers of two; /dev/shm (buckets of the weight "
-    "exchange); processes (assumed: device.process_memory each); samples of two steps; checkpoint (copies of what trainers "
+    "weight sync); processes (assumed: device.process_memory each); samples of two steps; checkpoint (copies of what trainers "
     "write, if training continues meanwhile or actor and critic share devices in turn)."
 )
 _BYTES_A_TOKEN = 64  # of a sample: token, log-probs, mask, advantages, positions; two copies (trainers, store)
@@ -49,7 +49,7 @@ _REMEDIES = {
         "rollout.tensor_parallel",
         "raise it, so that a machine has fewer copies of the model, or set cluster.placement=disaggregated",
     ),
-    SHARED_MEMORY: ("exchange.bucket_mb", "lower it"),
+    SHARED_MEMORY: ("weight_sync.bucket_mb", "lower it"),
     SAMPLES: ("data.prompts_per_step", "lower it"),
     PROCESSES: ("cluster.trainers", "use fewer devices of each machine"),
     CHECKPOINT: (
@@ -162,7 +162,7 @@ def _trainer(tenants: Tenants, turns: TimeSharing, stage: PipelineStage, rank: i
         parts[SWAPPED] = held.on_host + (held.states_pinned if swapped else 0)
     if stage.role == "actor" and runs_reference_pass(tenants.recipe.algorithm):
         parts[REFERENCE] = held.reference_pinned
-    sends = tenants.recipe.train.source == "rollout" and tenants.recipe.exchange.transport in HOST_MEMORY_TRANSPORTS
+    sends = tenants.recipe.train.source == "rollout" and tenants.recipe.weight_sync.transport in HOST_MEMORY_TRANSPORTS
     if stage.role == "actor" and sends and (rank == 0 or is_sharded(tenants.recipe)):
         parts[SHARED_MEMORY] = slots(tenants.recipe, tenants.largest)
     return parts
@@ -191,8 +191,8 @@ def _engine(tenants: Tenants, turns: TimeSharing) -> dict[str, int]:
     recipe, rank, parts = tenants.recipe, tenants.engines.get(ROLLOUT), {}
     if rank is not None and turns.sleeps and (tenants.keeps_weights or wants_adapters(recipe)):
         parts[ASLEEP] = rank.asleep
-    if is_sharded(recipe) and recipe.exchange.transport in HOST_MEMORY_TRANSPORTS:  # ranks that relay buckets
-        parts[SHARED_MEMORY] = SHARDED_SLOTS * recipe.exchange.bucket_mb * 2**20
+    if is_sharded(recipe) and recipe.weight_sync.transport in HOST_MEMORY_TRANSPORTS:  # ranks that relay buckets
+        parts[SHARED_MEMORY] = SHARDED_SLOTS * recipe.weight_sync.bucket_mb * 2**20
     return parts
 
 

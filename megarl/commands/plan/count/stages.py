@@ -262,7 +262,7 @@ def phases(
         result["log_probs"] = Phase(all_of_it + beyond.forward, host)
         result["update"] = Phase(all_of_it + beyond.update, host)
         result["optimizer"] = Phase(all_of_it + (states // swaps if swaps else beyond.optimizer), host)
-    result["exchange"] = Phase(held.weights + held.buffers if trainers_offload else all_of_it, host)
+    result["weight_sync"] = Phase(held.weights + held.buffers if trainers_offload else all_of_it, host)
     result["rollout"] = Phase(held.buffers if trainers_offload else all_of_it, host)
     return result
 

@@ -177,7 +177,7 @@ class Spread:
 class Links:
     """Bytes of one weight update by the recipe's route."""
 
-    route: str  # "export", "planned" or "adapters"
+    route: str  # "full", "sharded" or "adapters"
     sent: int  # by the trainer rank that sends most
     received: int  # by the engine rank that receives most
     total: int
@@ -222,7 +222,7 @@ class RecipePlan:
     engine: EngineRank | None  # of the policy
     places: list[DeviceUses]
     estimate: Estimate | None
-    exchange: Links | None
+    weight_sync: Links | None
     readers: dict[str, EngineRank] = field(default_factory=dict)  # engines of teacher and judge
     memory: float | None = None  # GiB of a device; None: not known
     refusals: list[Refusal] = field(default_factory=list)

@@ -17,7 +17,7 @@ _SHORT = {
     "update_critic, Adam": "Adam",
     "update_actor": "actor",
     "update_actor, Adam": "Adam",
-    "weight_exchange": "exchange",
+    "weight_sync": "weight sync",
 }
 
 
@@ -33,10 +33,10 @@ def show(plan: RecipePlan) -> None:
         console.print(_engine(section, rank, unit), highlight=False)
     if plan.hosts and plan.device is not None:
         console.print(host_table(plan.hosts, plan.device.host_memory, width))
-    if plan.exchange:
-        links = plan.exchange
+    if plan.weight_sync:
+        links = plan.weight_sync
         console.print(
-            f"weight exchange, {links.route}: {unit.show(links.total)} {unit.name} in all, {unit.show(links.between_nodes)} between "
+            f"weight sync, {links.route}: {unit.show(links.total)} {unit.name} in all, {unit.show(links.between_nodes)} between "
             f"nodes; a trainer sends up to {unit.show(links.sent)}, an engine's device receives up to {unit.show(links.received)}",
             highlight=False,
         )
@@ -157,7 +157,7 @@ def route_lines(plan: RecipePlan) -> list[str]:
         times = ", ".join(f"{name} {seconds(value)}" for name, value in sorted(plan.estimate.weights.items()))
         where = f"{plan.device.host_network / 1e9:.3g} GB/s" if plan.device else "the host's network"
         lines.append(
-            f"  an update of the engines: {times} (gloo over each host's interface, {where}, carries an export)"
+            f"  an update of the engines: {times} (the full route uses gloo over each host's interface, {where})"
         )
     lines += [f"  elsewhere: {other}" for other in other_routes if other.name != expected.name]
     return lines

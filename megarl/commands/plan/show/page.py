@@ -117,13 +117,13 @@ def _figures(plan: RecipePlan, unit: Unit) -> list[dict[str, str]]:
             figure("Pipeline's bubble", f"{estimate.bubble:.1%}", "of the update, in which a stage waits")
     if plan.engine and plan.engine.sequences is not None:
         figure("Room in an engine", f"{plan.engine.sequences:,.0f}", "sequences of the longest length")
-    if plan.exchange:
-        total = Unit.for_size(plan.exchange.total)
+    if plan.weight_sync:
+        total = Unit.for_size(plan.weight_sync.total)
         figure(
-            f"Weight exchange, {plan.exchange.route}",
-            sized(plan.exchange.total),
-            f"{total.show(plan.exchange.between_nodes)} of it between nodes; a trainer sends up to "
-            f"{sized(plan.exchange.sent)}, an engine's device receives up to {sized(plan.exchange.received)}",
+            f"Weight sync, {plan.weight_sync.route}",
+            sized(plan.weight_sync.total),
+            f"{total.show(plan.weight_sync.between_nodes)} of it between nodes; a trainer sends up to "
+            f"{sized(plan.weight_sync.sent)}, an engine's device receives up to {sized(plan.weight_sync.received)}",
         )
     return figures
 

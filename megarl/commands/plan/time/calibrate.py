@@ -56,12 +56,12 @@ def calibrate(measured: Measured, device: Device, estimate: Callable[[Device], E
     fitted = replace(device, factors={})
     fitted = fit(("gen", "teacher"), fitted, _scale_engines)
     fitted = fit(_TRAINED, fitted, _scale_training)
-    linked = fit(("weight_exchange",), fitted, _scale_links)
+    linked = fit(("weight_sync",), fitted, _scale_links)
     if linked.link_share >= _LEAST_LINK_SHARE or linked.link_share == fitted.link_share:
         fitted = fit(_TRAINED, linked, _scale_training)
     else:
         notes.append(
-            f"link_share is unchanged: the exchange would need {linked.link_share:.1g}, so the links are not its bottleneck. "
+            f"link_share is unchanged: weight sync would need {linked.link_share:.1g}, so the links are not its bottleneck. "
             "It gets a factor instead."
         )
     if "gen" in {phase.name for phase in estimate(fitted).phases} and "gen" not in seconds:
@@ -132,7 +132,7 @@ def _comparable(measured: Measured, estimate: Estimate) -> dict[str, float]:
     names = {phase.name for phase in estimate.phases}
     seconds = {name: value for name, value in measured.seconds.items() if name in names and value > 0}
     if "gen" in names and len(estimate.phases) > 1 and estimate.phases[1].begin == 0.0:
-        overlapped = sum(value for name, value in seconds.items() if name not in ("gen", "weight_exchange"))
+        overlapped = sum(value for name, value in seconds.items() if name not in ("gen", "weight_sync"))
         waited = measured.seconds.get("gen", 0.0) + measured.seconds.get("drain", 0.0)
         seconds.pop("gen", None)
         if waited > _NEAR * measured.step:

@@ -20,12 +20,12 @@ from megarl.commands.plan.time.cost import Cost, host_seconds
 from megarl.commands.plan.time.engines import Engines, generate, read, room
 from megarl.commands.plan.time.lengths import Lengths, MicroBatches, micro_batches
 from megarl.commands.plan.time.trainers import Trainers
-from megarl.commands.plan.time.weight_sync import exchange, moved, uncounted
+from megarl.commands.plan.time.weight_sync import moved, uncounted, weight_sync_cost
 from megarl.hf.shape import ModelShape, model_shape
 from megarl.platform.devices import Device
 from megarl.recipe.critic import critic_view
-from megarl.recipe.exchange import is_sharded
 from megarl.recipe.schema import Recipe
+from megarl.recipe.weight_sync import is_sharded
 from megarl.text import pluralize
 
 HAND_OVER = "hand_over"
@@ -102,7 +102,7 @@ def estimate_of(
         response=response,
         lengths=lengths,
         engine=plan.engine,
-        links=plan.exchange,
+        links=plan.weight_sync,
         teacher_model=models.get("teacher"),
         tried=tried,
     )
@@ -206,9 +206,9 @@ class Step:
         if rolls:
             if overlaps:
                 self._begin = max(end for _, end in spans(self._found))
-            planned = self._planned()
-            sent = exchange(self.actor, self.engines, planned) + moved(self.actor)
-            self._add("weight_exchange", sent, self._of_exchange(planned))
+            sharded = self._sharded()
+            sent = weight_sync_cost(self.actor, self.engines, sharded) + moved(self.actor)
+            self._add("weight_sync", sent, self._describe_weight_sync(sharded))
         return self._found
 
     def _add(self, name: str, cost: Cost, assumed: str) -> None:
@@ -283,26 +283,28 @@ class Step:
             f"{self.device.prefill_share:.0%} of {self.device.flops / 1e12:.0f} TFLOP/s{size}; {self.lengths.assumed}"
         )
 
-    def _planned(self) -> Links | None:
+    def _sharded(self) -> Links | None:
         """Return the bytes of sharded copies, or of adapters only; None: full sync."""
         if self.links is None:
             return uncounted(self.actor, self.engines) if is_sharded(self.recipe) else None
-        return self.links if self.links.route != "export" else None
+        return self.links if self.links.route != "full" else None
 
     def seconds_by_route(self) -> dict[str, float]:
         """Return the seconds of a weight update by each possible route, with the trainers' offloading."""
-        planned, whole = self._planned(), exchange(self.actor, self.engines, None)
-        factor = self.device.factors.get("weight_exchange", 1.0)
-        costs = {"export": whole} | ({planned.route: exchange(self.actor, self.engines, planned)} if planned else {})
+        sharded, whole = self._sharded(), weight_sync_cost(self.actor, self.engines, None)
+        factor = self.device.factors.get("weight_sync", 1.0)
+        costs = {"full": whole} | (
+            {sharded.route: weight_sync_cost(self.actor, self.engines, sharded)} if sharded else {}
+        )
         return {name: (cost + moved(self.actor)).seconds * factor for name, cost in costs.items()}
 
-    def _of_exchange(self, planned: Links | None) -> str:
+    def _describe_weight_sync(self, sharded: Links | None) -> str:
         ways = {"device": "from device to device", "ipc": "out of the trainers' device memory"}
-        way = ways.get(self.recipe.exchange.transport, "through the host's memory")
+        way = ways.get(self.recipe.weight_sync.transport, "through the host's memory")
         routes = {
-            "planned": f"planned copies, {way}",
+            "sharded": f"sharded copies, {way}",
             "adapters": "adapters alone, through the host's memory",
-            "export": "every trainer gathers all weights, rank 0 sends",
+            "full": "every trainer gathers all weights, rank 0 sends",
         }
-        how = routes[planned.route if planned else "export"]
+        how = routes[sharded.route if sharded else "full"]
         return f"{self.device.link_share:.0%} of links; {how}"

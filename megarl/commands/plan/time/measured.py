@@ -26,8 +26,8 @@ _INDIFFERENT = (
     "rollout.top_", "algorithm.clip", "algorithm.dual_clip", "algorithm.correction", "algorithm.overlong",
     "actor.optimizer.", "critic.optimizer.", "critic.warmup_steps", "critic.value_clip", "megatron.moe_", "train.steps",
     "train.seed", "train.save", "train.export", "train.keep", "train.verify", "train.stop", "train.resume",
-    "cluster.timeout", "cluster.ray_address", "cluster.device_peak", "exchange.timeout",
-    "exchange.silence",
+    "cluster.timeout", "cluster.ray_address", "cluster.device_peak", "weight_sync.timeout",
+    "weight_sync.silence",
 )  # fmt: skip
 
 

@@ -16,32 +16,32 @@ from megarl.recipe.schema import Recipe
 from megarl.weight_sync.session import SHARED_MEMORY_TRANSPORTS
 
 
-def exchange(trainers: Trainers, engines: Engines, planned: Links | None) -> Cost:
+def weight_sync_cost(trainers: Trainers, engines: Engines, sharded: Links | None) -> Cost:
     """Return the cost of sending the weights to all engines.
 
-    Sharded (`planned`): through host memory, limited by the device that sends most and the one that receives most; bytes
+    Sharded (`sharded`): through host memory, limited by the device that sends most and the one that receives most; bytes
     between nodes use the hosts' interfaces evenly. Transport `device`: over the links between devices and the devices'
     network, while both sides read their host copies for fingerprints. Transport `ipc`: over the links between devices, also
     within a device, and through the hosts to other nodes.
 
-    Full (`planned` is None), as mbridge exports: every trainer gathers every weight, rank 0 copies them to host memory, and
+    Full (`sharded` is None), as mbridge exports: every trainer gathers every weight, rank 0 copies them to host memory, and
     gloo carries them from node to node over the hosts' interfaces (`export_host_seconds`); nothing overlaps.
     """
     device = trainers.device
-    if planned is not None:
-        if trainers.recipe.exchange.transport == "device":
-            most = max(planned.sent, planned.received)
-            outside = planned.between_nodes / planned.total if planned.total else 0.0
+    if sharded is not None:
+        if trainers.recipe.weight_sync.transport == "device":
+            most = max(sharded.sent, sharded.received)
+            outside = sharded.between_nodes / sharded.total if sharded.total else 0.0
             links = most * outside / (device.network * device.link_share)
             links += most * (1 - outside) / (device.link * device.link_share)
             return Cost(links=links, host=max(0.0, host_seconds(device, most) - links))
-        links = host_network_seconds(device, planned.between_nodes / _nodes(trainers))
-        if trainers.recipe.exchange.transport == "ipc":
-            outside = planned.between_nodes / planned.total if planned.total else 0.0
-            most = max(planned.sent, planned.received)
+        links = host_network_seconds(device, sharded.between_nodes / _nodes(trainers))
+        if trainers.recipe.weight_sync.transport == "ipc":
+            outside = sharded.between_nodes / sharded.total if sharded.total else 0.0
+            most = max(sharded.sent, sharded.received)
             links += most * (1 - outside) / (device.link * device.link_share)
-            return Cost(links=links, host=host_seconds(device, outside * (planned.sent + planned.received)))
-        return Cost(links=links, host=host_seconds(device, planned.sent + planned.received))
+            return Cost(links=links, host=host_seconds(device, outside * (sharded.sent + sharded.received)))
+        return Cost(links=links, host=host_seconds(device, sharded.sent + sharded.received))
     whole = float(trainers.shape.total * trainers.number)
     links = ring_seconds(device, whole, trainers.world)
     links += export_host_seconds(trainers.recipe, device, whole, *_engine_ranks(trainers))
@@ -60,8 +60,8 @@ def export_host_seconds(recipe: Recipe, device: Device, size: float, first: int,
     del nodes[0]
     if not nodes:
         return 0.0
-    each = 1 if recipe.exchange.transport in SHARED_MEMORY_TRANSPORTS else max(nodes.values())
-    return host_network_seconds(device, each * size + (len(nodes) - 1) * (recipe.exchange.bucket_mb << 20))
+    each = 1 if recipe.weight_sync.transport in SHARED_MEMORY_TRANSPORTS else max(nodes.values())
+    return host_network_seconds(device, each * size + (len(nodes) - 1) * (recipe.weight_sync.bucket_mb << 20))
 
 
 def _engine_ranks(trainers: Trainers) -> tuple[int, int]:
@@ -82,7 +82,7 @@ def uncounted(trainers: Trainers, engines: Engines) -> Links:
     total = engines.count * engines.tensor * engines.weights
     sent = engines.number * trainers.shape.total / trainers.world
     outside = total if _reaches_another_node(trainers) else 0.0
-    return Links("planned", int(sent), int(engines.weights), int(total), int(outside))
+    return Links("sharded", int(sent), int(engines.weights), int(total), int(outside))
 
 
 def moved(trainers: Trainers) -> Cost:

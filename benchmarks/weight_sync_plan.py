@@ -1,6 +1,6 @@
 """Time to plan a sharded weight sync of DeepSeek-V3, for several layouts and numbers of ranks.
 
-    python benchmarks/exchange_plan.py
+    python benchmarks/weight_sync_plan.py
 
 Needs no device and no weights: slice tables are built from the shapes of the tensors. Each rank of a run does the timed work.
 """

@@ -1,9 +1,9 @@
 """Compare a sharded weight sync with a full export, on the same trainers and the same engine.
 
-    python -m benchmarks.exchange [--layout TP2xPP2|EP4] [--engine TP2|EP2] [--transport auto|collective] [--parameters 224]
-    python -m benchmarks.exchange --fingerprints 60 ...  # cost of fingerprints: 60 updates with and 60 without them
+    python -m benchmarks.weight_sync [--layout TP2xPP2|EP4] [--engine TP2|EP2] [--transport auto|collective] [--parameters 224]
+    python -m benchmarks.weight_sync --fingerprints 60 ...  # cost of fingerprints: 60 updates with and 60 without them
 
-The full route (`exchange.route: export`) is mbridge's export on all ranks, rank 0's shared memory, and vLLM's
+The full route (`weight_sync.route: full`) is mbridge's export on all ranks, rank 0's shared memory, and vLLM's
 `load_weights`. The clock runs from the moment all processes are ready until the engine has loaded. The routes alternate,
 after one warm-up update each. Compare ratios: seconds depend on the number of cores.
 """
@@ -67,7 +67,7 @@ def connect(process: EngineProcess, session: Any) -> None:
     process.begin("connect_weight_sync", session).result(PATIENCE)
 
 
-def planned(process: EngineProcess, trainers: Trainers, version: int) -> tuple[float, Any, Any]:
+def sharded(process: EngineProcess, trainers: Trainers, version: int) -> tuple[float, Any, Any]:
     start = time.perf_counter()
     sending = trainers.begin("send_planned", version)
     received = process.begin("update_weights", version).result(PATIENCE)
@@ -112,24 +112,24 @@ def open_planned(process: EngineProcess, trainers: Trainers, receivers: Any, arg
 def both_routes(
     process: EngineProcess, trainers: Trainers, receivers: Any, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    seconds: dict[str, list[float]] = {"planned": [], "export": []}
+    seconds: dict[str, list[float]] = {"sharded": [], "full": []}
     for turn in range(arguments.rounds):
         open_planned(process, trainers, receivers, arguments)
-        planned(process, trainers, 10 * turn)  # warm-up: connects, and is verified against an export
+        sharded(process, trainers, 10 * turn)  # warm-up: connects, and is verified against an export
         for number in range(1, 4):
-            took, sent, received = planned(process, trainers, 10 * turn + number)
-            seconds["planned"].append(took)
+            took, sent, received = sharded(process, trainers, 10 * turn + number)
+            seconds["sharded"].append(took)
         connect(process, trainers.call("open_export", receivers)[0])
         updates = [exported(process, trainers, 10 * turn + number) for number in (7, 8)]
-        seconds["export"].append(updates[1][0])
+        seconds["full"].append(updates[1][0])
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     ranks = ENGINES[arguments.engine]["tensor_parallel"]
     return {
-        "times_faster": round(medians["export"] / medians["planned"], 1),
+        "times_faster": round(medians["full"] / medians["sharded"], 1),
         "bytes_to_an_engine_rank_over_export": round(received.bytes / ranks / updates[-1][1].bytes, 3),
         "sent_once": sent.bytes == received.bytes or round(received.bytes / sent.bytes, 2),
         "phases": {
-            side: {phase: round(value / medians["planned"], 2) for phase, value in report.seconds.items()}
+            side: {phase: round(value / medians["sharded"], 2) for phase, value in report.seconds.items()}
             for side, report in (("trainers", sent), ("engine", received))
         },
         "seconds": {name: [round(value, 2) for value in values] for name, values in seconds.items()},
@@ -146,13 +146,13 @@ def fingerprints(
     """
     spent: dict[str, dict[bool, list[float]]] = {"seconds": {True: [], False: []}, "cpu_seconds": {True: [], False: []}}
     open_planned(process, trainers, receivers, arguments)
-    planned(process, trainers, 0)  # warm-up: connects, and is verified against an export
+    sharded(process, trainers, 0)  # warm-up: connects, and is verified against an export
     for number in range(2 * arguments.fingerprints + 4):
         on = number % 4 in (0, 3)
         trainers.call("set_fingerprints", on)
         process.begin("rpc", "set_fingerprints", on).result(PATIENCE)
         before = cpu_seconds()
-        took, _, _ = planned(process, trainers, 1 + number)
+        took, _, _ = sharded(process, trainers, 1 + number)
         if number >= 4:  # the first four warm up
             spent["seconds"][on].append(took)
             spent["cpu_seconds"][on].append(cpu_seconds() - before)

@@ -1,4 +1,4 @@
-"""Stage 5, exchange: weight sync to an engine by every route and transport, and a trainer that dies in an update."""
+"""Stage 5, weight_sync: weight sync to an engine by every route and transport, and a trainer that dies in an update."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from megarl.commands.accept.families import write_family
 from megarl.commands.accept.ranks import LocalRanks, rank_environment
 from megarl.rollout.engine_handle import EngineHandle
 from megarl.trainer.group import ActorGroup
-from megarl.weight_sync.connect import RouteRefused, open_exchange
+from megarl.weight_sync.connect import RouteRefused, open_weight_sync
 from megarl.weight_sync.publish import publish
 from megarl.weight_sync.session import Session
 
 GAP = 0.02  # nats, mean
 PROBED = 256  # bytes
 READER = "megarl.commands.accept.engine_probe:MemoryReader"
-DEATH = 5.0  # seconds after exchange.silence within which every wait for a dead rank must end
+DEATH = 5.0  # seconds after weight_sync.silence within which every wait for a dead rank must end
 # (route, transport), the default first
 WAYS = (
-    ("planned", "auto"),
-    ("planned", "collective"),
-    ("planned", "ipc"),
-    ("export", "auto"),
-    ("export", "collective"),
+    ("sharded", "auto"),
+    ("sharded", "collective"),
+    ("sharded", "ipc"),
+    ("full", "auto"),
+    ("full", "collective"),
 )
 
 
@@ -64,11 +64,11 @@ class _Pair:
 
         An error while the engine joins propagates and fails the stage.
         """
-        settings = self.actor.recipe.exchange
+        settings = self.actor.recipe.weight_sync
         settings.route, settings.transport = route, transport  # type: ignore[assignment]
-        self.trainers.call("set_exchange", route, transport)
+        self.trainers.call("set_weight_sync", route, transport)
         try:
-            return open_exchange(
+            return open_weight_sync(
                 self.actor.recipe, self.actor, [self.receiver], [self.info], lambda text: print(text, flush=True)
             )
         except RouteRefused as error:
@@ -101,7 +101,7 @@ def run(context: StageContext) -> None:
 
 def ways(context: StageContext) -> list[tuple[str, str]]:
     """Return the (route, transport) pairs to test; transport "device" needs separate devices."""
-    device = [("planned", "device")] if not context.tiny and not shares_devices(context) else []
+    device = [("sharded", "device")] if not context.tiny and not shares_devices(context) else []
     return [*WAYS, *device]
 
 
@@ -125,7 +125,7 @@ def _ways(pair: _Pair) -> None:
                 context.equal(f"{name}: both sides agree on an update", False, True, cause=" ".join(str(error).split()))
                 raise
             seconds = time.monotonic() - began
-        _record_checks(pair, name, metrics["exchange/bytes"] / 2**20, seconds)
+        _record_checks(pair, name, metrics["weight_sync/bytes"] / 2**20, seconds)
     context.not_run(f"{family}: device to device", "one device, or a CPU") if len(ways(context)) == len(WAYS) else None
 
 
@@ -144,12 +144,12 @@ def _record_checks(pair: _Pair, name: str, mib: float, seconds: float) -> None:
 
 
 def _maps_memory(context: StageContext, name: str, trainers: LocalRanks) -> bool:
-    """Return True if another process can map a trainer's memory, as engines do with `exchange.transport: ipc`.
+    """Return True if another process can map a trainer's memory, as engines do with `weight_sync.transport: ipc`.
 
     Otherwise add a check: NOT RUN if the memory cannot be mapped (a container may forbid it), FAIL if it has wrong bytes.
     If the recipe uses this transport, return True without a test: the update then fails with the reason.
     """
-    if context.recipe is not None and context.recipe.exchange.transport == "ipc":
+    if context.recipe is not None and context.recipe.weight_sync.transport == "ipc":
         return True
     context.doing("mapping a trainer's memory in another process")
     handle = timed(trainers.services[0].call("share_memory", PROBED))[0]
@@ -179,14 +179,14 @@ def _death(pair: _Pair) -> None:
         context.not_run(f"{family}: a death in an update", "needs two trainers")
         return
     context.doing(f"{family}: a trainer dies in an update")
-    session = pair.open(f"{family}: a death in an update", "planned", "auto")
+    session = pair.open(f"{family}: a death in an update", "sharded", "auto")
     if session is None:
         return
     publish(pair.actor, [pair.receiver], session, 999)
     began = time.monotonic()
     sending = trainers.begin("send_and_die", 1000)
     receiving = pair.engine.call("update_weights", 1000)
-    limit = pair.actor.recipe.exchange.silence + DEATH
+    limit = pair.actor.recipe.weight_sync.silence + DEATH
     errors = []
     for call in (receiving, *sending):
         left = began + limit - time.monotonic()
