@@ -111,4 +111,4 @@ def route_notices(recipe: Recipe, config: dict[str, Any]) -> list[str]:
     ranks, size = recipe.rollout.engines * recipe.rollout.tensor_parallel, model_shape(config).total
     size *= 4 if recipe.model.dtype == "float32" else 2
     moved = f"each of {pluralize(ranks, 'engine rank')} receives the whole model, {size / 2**30:,.1f} GiB an update"
-    return [f"weights go by {route}; {moved}, from rank 0 (plan RECIPE estimates the seconds)"]
+    return [f"weight_sync.route=auto selects {route}; {moved}, from rank 0 (plan RECIPE estimates the seconds)"]

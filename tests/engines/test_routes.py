@@ -67,7 +67,7 @@ def test_train_has_a_notice_of_a_fallback_with_its_bytes(monkeypatch: pytest.Mon
     monkeypatch.setattr("megarl.engines.routes.installed_support", lambda: UNKNOWN)
     changed = recipe(rollout__engines=4, rollout__tensor_parallel=2, model__dtype="bfloat16")
     (notice,) = settings.route_notices(changed, read("Qwen3-8B"))
-    assert "export on vLLM 9.9.9, installed here" in notice and "each of 8 engine ranks receives" in notice
+    assert "selects full on vLLM 9.9.9, installed here" in notice and "each of 8 engine ranks receives" in notice
     assert "15.3 GiB an update" in notice
     monkeypatch.setattr("megarl.engines.routes.installed_support", lambda: support_of("0.23.0"))
     assert settings.route_notices(changed, read("Qwen3-8B")) == []

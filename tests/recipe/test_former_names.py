@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import warnings
 from pathlib import Path
 
 import pytest
 
-from megarl.cli import app, main
+from megarl.cli import app
 from megarl.errors import RecipeError
 from megarl.preflight.load import load_recipe
 from megarl.recipe.former_names import FormerNameWarning
@@ -76,16 +77,12 @@ def test_a_recipe_in_a_run_directory_is_compared_without_a_warning() -> None:
         }
 
 
-def test_the_command_line_prints_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_line_prints_one_line(tmp_path: Path) -> None:
     path = written(tmp_path, "exchange: {timeout: 99}\ntrain: {steps: 0}\n")
-    monkeypatch.setattr(sys, "argv", ["megarl", "weight-sync", str(path)])
-    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
-    with pytest.raises(SystemExit), warnings.catch_warnings():
-        warnings.simplefilter("always")
-        main()
-    first = capsys.readouterr().err.splitlines()[0]
+    command = [sys.executable, "-m", "megarl", "weight-sync", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    first = done.stderr.splitlines()[0]
     assert first == f"notice: {path}: the section exchange is now weight_sync; the former name still works"
 
 

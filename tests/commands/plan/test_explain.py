@@ -161,7 +161,7 @@ def test_the_command_prints_flows_between_ranks(
     assert report["totals"]["sent"] == 6 * HALF and len(report["flows"]) == 2 and bucket_sizes[1] == 4
 
 
-def test_the_old_form_still_works_with_a_notice(
+def test_the_former_command_still_works_with_a_notice(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(explain_command, "plan_of_recipe", lambda *arguments: small_plan())
