@@ -108,6 +108,17 @@ def test_a_deviation_that_no_share_explains_becomes_a_factor(tmp_path: Path) -> 
     assert device.link_share == H100.link_share and "the links are not its bottleneck" in " ".join(printed.split())
 
 
+def test_a_run_with_a_former_phase_name_is_read(tmp_path: Path) -> None:
+    run_recipe = recipe(**ORDINARY)
+
+    def former(line: dict[str, float]) -> dict[str, float]:
+        seconds = line.pop("timing_s/weight_sync")
+        return line | {"timing_s/weight_exchange": seconds}
+
+    run = write_run(tmp_path / "run", run_recipe, of(run_recipe, TRUE), change=former)
+    assert_rates(fitted(run_recipe, run, tmp_path)[0], TRUE)
+
+
 def test_decode_share_of_async_sampling_is_fitted_if_trainers_waited(tmp_path: Path) -> None:
     run_recipe = recipe(rollout__max_staleness=1, cluster__placement="disaggregated", cluster__trainers=8)
     times = of(run_recipe, TRUE)

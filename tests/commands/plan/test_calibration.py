@@ -35,6 +35,11 @@ def test_a_calibration_file_round_trips(tmp_path: Path) -> None:
     assert read_calibration(tmp_path / "one.yaml") == written
 
 
+def test_a_phase_under_its_former_name_is_read(tmp_path: Path) -> None:
+    Calibration("910C", "a test", {}, {"weight_exchange": measured(2.5)}).write(tmp_path / "former.yaml")
+    assert read_calibration(tmp_path / "former.yaml").factors == {"weight_sync": measured(2.5)}
+
+
 @pytest.mark.parametrize(
     ("rates", "changed"),
     [

@@ -35,6 +35,7 @@ from megarl.platform.devices import Device
 from megarl.registry import nearest
 
 SCHEMA = 1
+FORMER_PHASES = {"weight_exchange": "weight_sync"}  # names in calibrations and metrics of earlier versions of megarl
 ORIGINS = ("measured", "fitted", "assumed")
 """Origin of an entry: measured directly, fitted to the phases of whole steps, or neither."""
 
@@ -203,7 +204,10 @@ def _parsed(content: dict[Any, Any]) -> Calibration:
         device=str(content["device"]),
         source=content["source"],
         rates={name: _entry("rates", name, value) for name, value in _mapping(content, "rates").items()},
-        factors={name: _entry("factors", name, value) for name, value in _mapping(content, "factors").items()},
+        factors={
+            FORMER_PHASES.get(name, name): _entry("factors", name, value)
+            for name, value in _mapping(content, "factors").items()
+        },
         observations=tuple(_observation(value) for value in observations),
         versions={name: str(value) for name, value in versions.items()},
     )

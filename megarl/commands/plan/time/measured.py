@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from megarl.batching.flops import ModelFlops
+from megarl.commands.plan.time.calibration import FORMER_PHASES
 from megarl.commands.plan.time.lengths import Lengths
 from megarl.hf.shape import ModelShape
 from megarl.observe.json_lines import read_lines
@@ -62,7 +63,7 @@ def read_run(path: Path, recipe: Recipe, shape: ModelShape) -> Measured:
     names = {name for line in lines for name in line if name.startswith(_TIMING)}
     seconds = {name.removeprefix(_TIMING): median(line.get(name, 0.0) for line in lines) for name in names}
     step = seconds.pop("step", sum(seconds.values()))
-    top_level = {name: value for name, value in seconds.items() if "/" not in name}
+    top_level = {FORMER_PHASES.get(name, name): value for name, value in seconds.items() if "/" not in name}
     return Measured(path, len(lines), top_level, step, _lengths(lines), _tried(lines, recipe))
 
 
