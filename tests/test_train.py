@@ -344,6 +344,7 @@ def test_sft_has_no_phases_or_metrics_of_rollout(recipe: Recipe, tmp_path: Path)
     recipe.algorithm.advantage, recipe.algorithm.loss = "none", "sft"
     fit(recipe, tmp_path, [])
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 2
     for line in lines:
         phases = {name for name in line if name.startswith("timing_s/")}
         assert phases == {"timing_s/data", "timing_s/update_actor", "timing_s/step"}

@@ -74,6 +74,7 @@ def test_requests_of_one_call_enter_together_and_in_order(engine, backend):
         calls = [pool.submit(engine.generate, [request(10 * c + i, 3) for i in range(5)], print) for c in range(4)]
         for call in calls:
             call.result(5)
+    assert backend.batches
     for batch in backend.batches:
         whole = [10 * (group // 10) + i for group in batch[::5] for i in range(5)]
         assert batch == whole  # no step saw a part of a list, or another order

@@ -67,7 +67,9 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @cases(PARITY[:1])
 def test_trainers_on_a_cpu_print_no_warning(results: Path, case: dict[str, Any]) -> None:
     """Warnings that are expected on a CPU are suppressed: a user could not act on them."""
-    for log in results.glob(f"{WORKER}-*.log"):
+    logs = list(results.glob(f"{WORKER}-*.log"))
+    assert logs
+    for log in logs:
         assert "Warning" not in log.read_text(), log.read_text()
 
 

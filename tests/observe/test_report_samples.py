@@ -71,7 +71,9 @@ def test_texts_of_tools_and_scorers_are_escaped(tmp_path: Path) -> None:
 def test_the_pages_script_creates_only_text() -> None:
     """The page's script must not write HTML, which would make markup of a sample's text."""
     folder = Path(__file__).parents[2] / "megarl/observe/templates"
-    for path in folder.glob("*.js.j2"):
+    scripts = list(folder.glob("*.js.j2"))
+    assert scripts
+    for path in scripts:
         assert not re.search(
             r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|setHTML|eval\(", path.read_text()
         ), path

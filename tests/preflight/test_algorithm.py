@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
+from megarl.preflight import user_functions
 from megarl.preflight.load import load_recipe
 from megarl.preflight.user_functions import try_user_functions
 from megarl.recipe import RecipeError
@@ -235,7 +236,9 @@ def test_an_error_in_a_user_function_is_found_before_the_start(
     assert str(tmp_path / "my_ideas.py") in str(caught.value)
 
 
-def test_built_in_functions_are_not_tried() -> None:
+def test_built_in_functions_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_call", "_try_loss"):
+        monkeypatch.setattr(user_functions, name, lambda *_: pytest.fail("a built-in function was tried"))
     try_user_functions(AlgorithmConfig(loss="ppo_clip", modules=["json"]))
 
 

@@ -96,6 +96,7 @@ def test_metrics_do_not_depend_on_the_layouts_of_actor_and_critic(
         "actor.optimizer.decay_steps=10",
     ]  # fmt: skip
     lines = train(quickstart_data, tmp_path, "other", *more)
+    assert len(lines) == 2
     for line, expected in zip(lines, metrics(ppo), strict=False):
         for name, value in expected.items():
             if name.startswith(("critic/", "actor/")) and name != "actor/micro_batches":

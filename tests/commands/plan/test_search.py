@@ -280,7 +280,9 @@ def test_uncounted_engines_are_named() -> None:
 def test_step_times_equal_the_estimate() -> None:
     task = subject(pipeline_parallel=2, recompute="full")
     clock = StepTimes(task.device, task.shape, None, 20.0)
-    for family in families(task)[::7]:
+    sampled = families(task)[::7]
+    assert sampled
+    for family in sampled:
         chosen_recipe = chosen(task.recipe, family.choices[0])
         assert clock.seconds(chosen_recipe) == pytest.approx(
             estimate(chosen_recipe, task.model, None, H100, response=20.0).seconds
@@ -411,6 +413,7 @@ def test_no_layout_that_fits_is_pruned(model: dict[str, Any], tmp_path: Path) ->
     """The lower bound is at most the counted memory, and uncounted stages need no more than counted ones."""
     task = subject(4, model)
     every = [choice for family in families(task) for choice in family.choices]
+    assert every
     built = built_from(task.recipe, task.model, tmp_path / "model")
     with RankClient() as client:
         forecast = Forecast(client, built, task.model, task.shape, tmp_path / "samples")
