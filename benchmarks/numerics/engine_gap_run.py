@@ -171,7 +171,7 @@ def main() -> None:
     request = json.loads(Path(sys.argv[1]).read_text())
     case, model, directory = Case(**request["case"]), Path(request["model"]), Path(request["directory"])
     recipe = recipe_of(case, model, directory)
-    if not is_controller(recipe):
+    if not is_controller(recipe.cluster):
         serve(recipe)
         return
     platform = platforms.select(recipe.cluster.device)

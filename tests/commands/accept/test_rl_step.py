@@ -124,7 +124,8 @@ class TestWeightSync:
         monkeypatch.setattr(weight_sync, "ways", lambda _: [("sharded", "auto")])
         monkeypatch.setattr(weight_sync, "gap", lambda *_: 0.0)
         trainers = SimpleNamespace(call=lambda *_: None)
-        weight_sync._ways(context, "dense", Recipe(), trainers, SimpleNamespace(call=lambda *_: done([])), {})  # type: ignore[arg-type]
+        actor, service = SimpleNamespace(recipe=Recipe()), SimpleNamespace(call=lambda *_: done([]))
+        weight_sync._ways(weight_sync._Pair(context, "dense", trainers, service, actor, {}))  # type: ignore[arg-type]
 
     def test_refused_route_is_not_run(self, monkeypatch, context):
         self.of(monkeypatch, context, RouteRefused("weight_sync.route=sharded: too old"), {})
