@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megarl.engines.vllm.reload import RouteSupport, installed_support, support_of
+from megarl.engines.vllm.route_support import RouteSupport, installed_support, support_of
 from megarl.errors import RecipeError
 from megarl.platform.version_sets import VersionSet
 from megarl.recipe.schema import Recipe

@@ -96,3 +96,16 @@ def test_a_loader_that_reads_values_is_refused() -> None:
 def test_a_parameter_that_the_model_lacks_is_named() -> None:
     with pytest.raises(ValueError, match="has no parameter 'of another name', into which renamed is loaded"):
         needed_slices(Model(), [*TENSORS, ("renamed", (6,), "float32")])
+
+
+class Strict(Model):
+    """A model with a loader that looks a parameter up before it reads the first tensor."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        dict(self.named_parameters())["rotary"]
+
+
+@pytest.mark.parametrize("tensors", [[], TENSORS])
+def test_a_parameter_that_is_missing_before_the_first_tensor_is_named(tensors: list) -> None:
+    with pytest.raises(ValueError, match="has no parameter 'rotary', which its loader looks up at its start"):
+        needed_slices(Strict(), tensors)

@@ -12,7 +12,7 @@ from megarl.commands.plan.routes import as_expected, expected_routes
 from megarl.commands.plan.show.console import route_lines
 from megarl.commands.plan.time.estimate import estimate
 from megarl.engines.routes import WeightRoute, check_route, route_of, routes_of_sets
-from megarl.engines.vllm.reload import RouteSupport, support_of
+from megarl.engines.vllm.route_support import RouteSupport, support_of
 from megarl.errors import RecipeError
 from megarl.hf.published import read
 from megarl.platform.devices import device_named

@@ -126,14 +126,14 @@ def test_tensors_without_slices_are_loaded_by_vllms_loader(process: EngineProces
     path = build_model(tmp_path / "model")
     starting = process.begin("start", spec(path, load_weights=False))
     trainers = Trainers(tmp_path, path, {"expert_parallel": 2}, 2)
-    process.replace("megarl.engines.vllm.layers", "needed_slices", "some_whole")
+    process.replace("megarl.engines.vllm.layerwise_update", "needed_slices", "some_whole")
     try:
         info = starting.result(PATIENCE)
         process.rpc("watch_layers")
         three_updates(process, trainers, info, exact=True)
     finally:
         trainers.close()
-        process.replace("megarl.engines.vllm.layers", "needed_slices", None)
+        process.replace("megarl.engines.vllm.layerwise_update", "needed_slices", None)
         process.shutdown()
 
 

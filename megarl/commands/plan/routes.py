@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from megarl.commands.plan.environment import device_kind
 from megarl.engines.routes import WeightRoute, route_here, route_of, routes_of_sets
-from megarl.engines.vllm.reload import installed_support
+from megarl.engines.vllm.route_support import installed_support
 from megarl.platform.devices import Device
 from megarl.platform.kinds import kind_of
 from megarl.recipe.schema import Recipe

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import Version
 
 from megarl.engines.vllm import ascend as vllm_ascend
-from megarl.engines.vllm import reload as vllm_reload
+from megarl.engines.vllm import route_support
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +74,7 @@ def has_layerwise_reload() -> bool:
 
 
 def _no_sharded() -> str | None:
-    support = vllm_reload.installed_support()
+    support = route_support.installed_support()
     assert support is not None, "vLLM is imported"
     return support.no_sharded
 
@@ -97,7 +97,7 @@ def _has_adapters() -> bool:
 
 
 # --- layers of a reload --------------------------------------------------------------------------
-# `reload` checks the names and arguments that these functions rely on.
+# `route_support` checks the names and arguments that these functions rely on.
 
 
 def start_reload(model: torch.nn.Module) -> None:
@@ -113,9 +113,9 @@ def start_reload(model: torch.nn.Module) -> None:
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload, meta
 
     layerwise = _layerwise()
-    private = isinstance(getattr(meta, vllm_reload.SKIPPED, None), set)  # a later vLLM may rename it
+    private = isinstance(getattr(meta, route_support.SKIPPED, None), set)  # a later vLLM may rename it
     if private:
-        meta.SKIP_TENSORS.add(vllm_reload.ROUTER_BIAS)
+        meta.SKIP_TENSORS.add(route_support.ROUTER_BIAS)
     elif not _lists_router_bias(meta):
         _refuse_router_bias(model)
     initialize_layerwise_reload(model)
@@ -132,16 +132,16 @@ def start_reload(model: torch.nn.Module) -> None:
 
 def _lists_router_bias(meta: Any) -> bool:
     sets = (value for value in vars(meta).values() if isinstance(value, set | frozenset))
-    return any(vllm_reload.ROUTER_BIAS in names for names in sets)
+    return any(route_support.ROUTER_BIAS in names for names in sets)
 
 
 def _refuse_router_bias(model: torch.nn.Module) -> None:
     names = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
-    biased = next((name for name in names if name.rpartition(".")[2] == vllm_reload.ROUTER_BIAS), None)
+    biased = next((name for name in names if name.rpartition(".")[2] == route_support.ROUTER_BIAS), None)
     if biased is not None:
         raise RuntimeError(
-            f"vLLM {vllm_reload.installed_version()} has no set of tensors that a reload skips (meta.{vllm_reload.SKIPPED}), so "
-            f"an uninitialized {biased} could replace the live one; use vLLM {vllm_reload.FIRST} to {vllm_reload.LAST}"
+            f"vLLM {route_support.installed_version()} has no set of tensors that a reload skips (meta.{route_support.SKIPPED}), so "
+            f"an uninitialized {biased} could replace the live one; use vLLM {route_support.FIRST} to {route_support.LAST}"
         )
 
 
@@ -313,7 +313,7 @@ def sample_without_compiling_on_cpu() -> None:
     0.18 compiles it at its first call (v1/sample/ops/topk_topp_sampler.py:237), which crashes with a segmentation fault if
     an earlier engine of the process has sampled. 0.23 does not.
     """
-    version = vllm_reload.installed_version()
+    version = route_support.installed_version()
     if version == "unknown" or Version(version) >= Version("0.19"):
         return
     from vllm.v1.sample.ops import topk_topp_sampler as sampler

@@ -40,9 +40,8 @@ def needed_slices(model: torch.nn.Module, tensors: Iterable[tuple[str, Sequence[
         with trace:
             model.load_weights(meta_tensors())
     except KeyError as error:  # most loaders look up parameters by name
-        raise ValueError(
-            f"vLLM's model has no parameter {error.args[0]!r}, into which {loaded[-1]} is loaded"
-        ) from error
+        use = f"into which {loaded[-1]} is loaded" if loaded else "which its loader looks up at its start"
+        raise ValueError(f"vLLM's model has no parameter {error.args[0]!r}, {use}") from error
     except (RuntimeError, NotImplementedError) as error:
         raise ValueError(
             f"vLLM's loader cannot be traced: at {loaded[-1] if loaded else 'its start'} it needs tensor values ({error})"

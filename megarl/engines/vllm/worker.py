@@ -19,7 +19,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
 
 from megarl.engines.vllm import adapters, ascend, compat, cpu_collectives
-from megarl.engines.vllm.layers import LayerwiseUpdate, check_complete, live_needed_slices
+from megarl.engines.vllm.layerwise_update import LayerwiseUpdate, check_complete, live_needed_slices
 from megarl.weight_sync.full.receiver import FullReceiver
 from megarl.weight_sync.session import ShardedSession, host_id, session_from_json
 from megarl.weight_sync.sharded.receiver import ShardedReceiver

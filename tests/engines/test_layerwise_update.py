@@ -1,0 +1,221 @@
+"""Updates of a live model slice by slice, and their checks of complete layers, through vLLM's reload on small layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="no vLLM is installed")
+
+from vllm.model_executor.model_loader.reload import (
+    initialize_layerwise_reload,
+    record_metadata_for_reloading,
+)
+
+from megarl.engines.vllm import compat
+from megarl.engines.vllm.layerwise_update import (
+    LayerwiseUpdate,
+    _check_filled,
+    check_complete,
+    live_needed_slices,
+)
+from megarl.engines.vllm.needed_slices import needed_slices
+from megarl.weight_sync.sharded.slices import SliceTable
+
+TENSORS = [
+    ("embed", (6, 4), "float32"),
+    ("up", (8, 4), "float32"),
+    ("down", (4, 8), "float32"),
+    ("norm", (4,), "float32"),
+]
+
+
+class Model(torch.nn.Module):
+    """An embedding with two rows of padding, two layers and a norm. Its loader copies each tensor to one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Linear(4, 8, bias=False)
+        self.embed.num_embeddings_per_partition, self.embed.num_org_embeddings_per_partition = 8, 6
+        self.up, self.down = torch.nn.Linear(4, 8, bias=False), torch.nn.Linear(8, 4, bias=False)
+        self.norm = torch.nn.LayerNorm(4, bias=False)
+        self.transposed = False  # the loader transposes "down"
+        self.twice = False  # the loader copies "norm" twice
+        self.read = False  # the loader reads a value of "norm"
+        for parameter in self.parameters():
+            parameter.requires_grad_(False)
+            parameter.weight_loader = copy
+        with torch.device("cpu"):
+            record_metadata_for_reloading(self)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, weight in weights:
+            parameter = getattr(self, name).weight
+            if name == "norm" and self.read:
+                weight.max().item()
+            for _ in range(2 if name == "norm" and self.twice else 1):
+                parameter.weight_loader(parameter, weight.t() if name == "down" and self.transposed else weight)
+
+
+def copy(parameter: torch.Tensor, weight: torch.Tensor) -> None:
+    parameter.data[: len(weight)].copy_(weight)
+
+
+def tensors_of(*names: str) -> list[tuple[str, tuple[int, ...], str]]:
+    return [tensor for tensor in TENSORS if not names or tensor[0] in names]
+
+
+def values_of(model: Model) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+# --- slices fill every layer -----------------------------------------------------------------------
+
+
+def test_slices_fill_all_layers_except_for_padding() -> None:
+    model = Model()
+    _check_filled(model, needed_slices(model, TENSORS), leave_out=())
+
+
+@pytest.mark.parametrize(
+    ("lacking", "words"),
+    [("up", "up of the engine's model lacks 32 of its 32"), ("embed", "embed of .* lacks 24 of its 32 elements")],
+)
+def test_a_layer_without_all_of_its_slices_is_refused(lacking: str, words: str) -> None:
+    model = Model()
+    needed = needed_slices(model, [tensor for tensor in TENSORS if tensor[0] != lacking])
+    with pytest.raises(ValueError, match=words):
+        _check_filled(model, needed, leave_out=())
+    _check_filled(model, needed, leave_out=(lacking,))
+
+
+def test_a_layer_with_some_of_its_slices_is_refused() -> None:
+    model = Model()
+    needed = needed_slices(model, [("up", (7, 4), "float32"), *tensors_of("embed", "down", "norm")])
+    with pytest.raises(ValueError, match="up of the engine's model lacks 4 of its 32 elements"):
+        _check_filled(model, needed, leave_out=())
+
+
+def test_a_layer_that_is_filled_twice_is_refused() -> None:
+    model = Model()
+    model.twice = True
+    with pytest.raises(ValueError, match="norm of the engine's model is loaded in a way that sharded updates do not"):
+        _check_filled(model, needed_slices(model, TENSORS), leave_out=())
+
+
+def test_attention_with_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM processes it at the end of a reload, when its projections have been processed."""
+    model = Model()
+    needed = needed_slices(model, TENSORS)
+    monkeypatch.setattr(compat, "is_deferred_attention", lambda layer: layer is model.up)
+    with pytest.raises(ValueError, match="up of the engine's model is loaded in a way"):
+        _check_filled(model, needed, leave_out=())
+
+
+def test_a_layer_without_slices_is_left_to_vllms_loader() -> None:
+    model = Model()
+    model.transposed = True
+    needed = needed_slices(model, TENSORS)
+    assert needed.whole == {"down"}
+    _check_filled(model, needed, leave_out=())
+
+
+def test_a_shared_tensor_fills_both_of_its_layers() -> None:
+    model = Model()
+    model.tied = torch.nn.Linear(4, 8, bias=False)
+    model.tied.weight = torch.nn.Parameter(model.up.weight.data, requires_grad=False)
+    _check_filled(model, needed_slices(model, TENSORS), leave_out=())
+
+
+# --- a load has been complete -----------------------------------------------------------------------
+
+
+def load(model: Model, *names: str) -> None:
+    """Begin a reload and load the tensors `names`."""
+    initialize_layerwise_reload(model)
+    model.load_weights((name, torch.ones(shape)) for name, shape, _ in tensors_of(*names))
+
+
+def test_a_complete_load_is_accepted_with_its_padding_missing() -> None:
+    model = Model()
+    load(model, "embed", "up", "down", "norm")
+    check_complete(model, leave_out=())
+
+
+def test_a_layer_that_was_not_loaded_is_named() -> None:
+    model = Model()
+    load(model, "embed", "up", "norm")
+    with pytest.raises(
+        ValueError, match="down of the engine's model lacks 32 of its 32 elements: the trainer's export"
+    ):
+        check_complete(model, leave_out=())
+    check_complete(model, leave_out=("down",))
+
+
+def test_only_the_padding_of_a_vocabulary_may_be_missing() -> None:
+    model = Model()
+    initialize_layerwise_reload(model)
+    model.load_weights([("embed", torch.ones(5, 4)), *((name, torch.ones(shape)) for name, shape, _ in TENSORS[1:])])
+    with pytest.raises(ValueError, match="embed of the engine's model lacks 4 of its 32 elements"):
+        check_complete(model, leave_out=())
+
+
+# --- an update of a live model ----------------------------------------------------------------------
+
+
+def write(update: LayerwiseUpdate, needed: SliceTable, name: str, value: float) -> None:
+    """Write all of the parameter `name` except for padding, as the receiver does."""
+    number = needed.parameters.index(name)
+    rows = needed.slices[needed.slices[:, 5] == number]
+    elements = int((rows[:, 3] * rows[:, 4]).sum())
+    update.tensor(number).flatten()[:elements].fill_(value)
+    update.mark_written(number, elements)
+
+
+@pytest.fixture
+def live() -> tuple[Model, SliceTable]:
+    model = Model()
+    return model, live_needed_slices(model, TENSORS)
+
+
+def test_an_update_replaces_the_values_of_the_live_parameters(live: tuple[Model, SliceTable]) -> None:
+    model, needed = live
+    parameters = dict(model.named_parameters())
+    update = LayerwiseUpdate(model, needed)
+    for value, name in enumerate(needed.parameters):
+        write(update, needed, name, float(value))
+    update.finish(model_config=None)
+    for value, name in enumerate(needed.parameters):
+        parameter = parameters[name]
+        assert dict(model.named_parameters())[name] is parameter, "engines keep pointers to live parameters"
+        padding = parameter[6:] if name == "embed.weight" else parameter[:0]
+        assert (parameter[: len(parameter) - len(padding)] == value).all() and (padding == 0).all()
+
+
+def test_an_update_that_ends_within_a_layer_is_refused(live: tuple[Model, SliceTable]) -> None:
+    model, needed = live
+    update = LayerwiseUpdate(model, needed)
+    for name in ("embed.weight", "down.weight", "norm.weight"):
+        write(update, needed, name, 1.0)
+    number = needed.parameters.index("up.weight")
+    update.tensor(number)[:3] = 1.0
+    update.mark_written(number, 12)
+    with pytest.raises(ValueError, match="up of the engine's model lacks 32 of its 32 elements"):
+        update.finish(model_config=None)
+
+
+@pytest.mark.parametrize("fault", ["a tensor is missing", "the loader reads values", "the loader copies twice"])
+def test_a_model_that_cannot_be_updated_by_slices_stays_as_it_was(fault: str) -> None:
+    """Its engine serves on with full updates, so its parameters must be the same tensors with the same values."""
+    model = Model()
+    model.read, model.twice = fault == "the loader reads values", fault == "the loader copies twice"
+    parameters, values = dict(model.named_parameters()), values_of(model)
+    with pytest.raises(ValueError):
+        live_needed_slices(model, TENSORS[:-1] if fault == "a tensor is missing" else TENSORS)
+    for name, parameter in model.named_parameters():
+        assert parameter is parameters[name] and torch.equal(parameter, values[name])
+    model.read = model.twice = False
+    load(model, "embed", "up", "down", "norm")
+    check_complete(model, leave_out=())
