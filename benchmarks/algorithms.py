@@ -21,10 +21,9 @@ import numpy as np
 import torch
 
 from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
-from megarl.algorithms.inputs import LossInputs, Outcomes
+from megarl.algorithms.inputs import LossInputs, Outcomes, TokenOutcomes
 from megarl.algorithms.objective import objective
 from megarl.algorithms.returns import gae
-from megarl.algorithms.token_advantages import TokenOutcomes
 from megarl.algorithms.values import ValueInputs, value_objective
 from megarl.recipe.algorithm import AlgorithmConfig
 

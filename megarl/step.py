@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megarl.algorithms.advantages import AdvantageSource
 from megarl.algorithms.catalogue import ADVANTAGES
 from megarl.algorithms.inputs import Outcomes
 from megarl.algorithms.moments import Whitening
@@ -16,6 +17,7 @@ from megarl.rollout.source import Batch
 from megarl.trainer.group import KLPenalty, VectorPart
 from megarl.trainer.passes import CriticPass, StepPasses, passes_of
 from megarl.trainer.step_metrics import log_speed, log_update, staleness
+from megarl.types import Metrics
 
 
 def train_on_next_batch(run: Run, step: int) -> None:
@@ -56,15 +58,19 @@ def training_step(run: Run, batch: Batch, step: int) -> None:
     if passes.reference:
         with run.log.phase("reference"):
             run.actor.compute_reference_log_probs()
-    outcomes = outcomes_less_kl(run, plan) if passes.kl_in_reward else plan.outcomes
+    outcomes, reward_kl = outcomes_less_kl(run, plan) if passes.kl_in_reward else (plan.outcomes, None)
     if passes.critic is CriticPass.AFTER_KL:
         advantages = critic_pass(run, batch, plan, step)
         run.devices.give_to_actor()
+    update: Metrics = {}
     if passes.update_actor:
         load_advantages(run, plan, outcomes, advantages)
-        update_actor(run, plan, step, passes)
+        update = update_actor(run, plan, step, passes)
     if run.recipe.algorithm.kl_target is not None:
-        adapt_kl_weight(run, samples=len(plan.outcomes.rewards), updated=passes.update_actor)
+        run.log.add({"actor/kl_weight": run.kl_weight.value})
+        if passes.update_actor:
+            kl = update["actor/kl"] if reward_kl is None else reward_kl
+            run.kl_weight.adapt(kl, samples=len(plan.outcomes.rewards))
     log_batch(run, batch, plan, step)
 
 
@@ -85,13 +91,17 @@ def critic_pass(run: Run, batch: Batch, plan: StepPlan, step: int) -> list[list[
     return advantages
 
 
-def outcomes_less_kl(run: Run, plan: StepPlan) -> Outcomes:
-    """Estimate each token's KL to the reference policy, and subtract the weighted sums from the samples' rewards."""
+def outcomes_less_kl(run: Run, plan: StepPlan) -> tuple[Outcomes, float]:
+    """Estimate each token's KL to the reference policy, and subtract the weighted sums from the samples' rewards.
+
+    Returns the outcomes and the mean KL of a loss token.
+    """
     with run.log.phase("adv"):
         kl = run.actor.compute_kl(len(plan.outcomes.rewards))
     tokens = plan.outcomes.loss_tokens
-    run.log.add({"actor/reward_kl_penalty": float(kl[tokens > 0].sum() / max(tokens.sum(), 1))})
-    return subtract_kl(plan.outcomes, kl, run.kl_weight.value)
+    mean = float(kl[tokens > 0].sum() / max(tokens.sum(), 1))
+    run.log.add({"actor/reward_kl_penalty": mean})
+    return subtract_kl(plan.outcomes, kl, run.kl_weight.value), mean
 
 
 def load_advantages(
@@ -100,12 +110,13 @@ def load_advantages(
     """Give the actor the advantages that its shards lack: the critic's, per token, or from rewards less the KL."""
     algorithm = run.recipe.algorithm
     estimator = ADVANTAGES[algorithm.advantage]
-    if from_critic is None and not estimator.of_tokens and not algorithm.kl_in_reward:
+    if estimator.source is AdvantageSource.SAMPLES and not algorithm.kl_in_reward:
         return  # the shards hold them
     with run.log.phase("adv"):
-        if from_critic is not None:
+        if estimator.source is AdvantageSource.CRITIC:
+            assert from_critic is not None
             run.actor.load_advantages(from_critic)
-        elif estimator.of_tokens:
+        elif estimator.source is AdvantageSource.TOKENS:
             moments = run.actor.estimate_token_advantages(run.kl_weight.value)
             whitening = Whitening.by(moments) if algorithm.whiten_advantages else Whitening()
             run.actor.whiten_advantages(whitening)
@@ -117,22 +128,15 @@ def load_advantages(
             run.log.add(spread("critic/advantages", advantages))
 
 
-def update_actor(run: Run, plan: StepPlan, step: int, passes: StepPasses) -> None:
-    """Update the policy on the loaded shards, one optimizer step per mini batch."""
+def update_actor(run: Run, plan: StepPlan, step: int, passes: StepPasses) -> Metrics:
+    """Update the policy on the loaded shards, one optimizer step per mini batch. Returns the metrics of the update."""
     with run.log.phase("update_actor"):
         scales = run.actor.correction_scales() if run.recipe.algorithm.correction.normalize else None
-        log_update(run.log, run.skipped, step, "actor", run.actor.update(run.kl_weight.value, scales))
+        metrics = log_update(run.log, run.skipped, step, "actor", run.actor.update(run.kl_weight.value, scales))
     if not passes.old_log_probs:
         run.log.add(run.actor.mismatch_metrics())
     log_speed(run.log, "actor", "update_actor", plan.update_flops, run.actor.size, run.device_peak)
-
-
-def adapt_kl_weight(run: Run, *, samples: int, updated: bool) -> None:
-    """Log the KL weight and, if the policy was `updated`, adapt it to the step's KL."""
-    name = "actor/reward_kl_penalty" if run.recipe.algorithm.kl_in_reward else "actor/kl"
-    run.log.add({"actor/kl_weight": run.kl_weight.value})
-    if updated:
-        run.kl_weight.adapt(run.log.pending()[name], samples)
+    return metrics
 
 
 def log_batch(run: Run, batch: Batch, plan: StepPlan, step: int) -> None:

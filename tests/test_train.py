@@ -53,7 +53,8 @@ class Workers:
         norm = next(self.norms, 1.0)
         skipped = float(not math.isfinite(norm))
         step = {f"{self.role}/grad_norm": norm, f"{self.role}/lr": 0.1, f"{self.role}/skipped_updates": skipped}
-        return [None, [{**step, "perf/max_memory_allocated_gb": 1.0}]]
+        kl = {"actor/kl": 1 / 3} if self.role == "actor" else {}
+        return [None, [{**step, **kl, "perf/max_memory_allocated_gb": 1.0}]]
 
     def scatter(self, method: str, per_rank: list[tuple[Any, ...]]) -> list[Any]:
         self._note(method, per_rank[0])
@@ -336,6 +337,19 @@ def test_only_an_adaptive_kl_weight_is_resumed(
         second.source.restore = lambda state: None  # type: ignore[method-assign]
         second.checkpoints.resume(tmp_path)
     assert second.kl_weight.value == (0.25 if target is None else pytest.approx(0.6))
+
+
+@pytest.mark.parametrize("in_reward", [False, True])
+def test_the_kl_weight_is_adapted_to_the_computed_kl_not_to_the_logged_one(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_reward: bool
+) -> None:
+    recipe.algorithm.kl_coef, recipe.algorithm.kl_target, recipe.algorithm.kl_in_reward = 0.5, 0.1, in_reward
+    recipe.algorithm.kl_horizon, recipe.train.steps, recipe.train.save_every = 2, 1, 0
+    with RunLog(recipe, tmp_path, 1, 1) as log:
+        monkeypatch.setattr(log, "pending", dict)  # a log that keeps nothing
+        run = build(recipe, tmp_path, log, [1.0])
+        run_steps(run)
+    assert run.kl_weight.value == pytest.approx(0.5 * 1.2)
 
 
 def test_sft_has_no_phases_or_metrics_of_rollout(recipe: Recipe, tmp_path: Path) -> None:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megarl.algorithms.inputs import Outcomes
+from megarl.algorithms.inputs import Outcomes, TokenOutcomes
 from megarl.algorithms.moments import Moments, Whitening
 from megarl.recipe.algorithm import check_settings
 from megarl.registry import Registry
@@ -24,6 +25,15 @@ if TYPE_CHECKING:
     from megarl.recipe.algorithm import AlgorithmConfig
 
 Estimator = Callable[[Outcomes, "AlgorithmConfig"], np.ndarray]
+TokenEstimator = Callable[[TokenOutcomes, "AlgorithmConfig"], np.ndarray]
+
+
+class AdvantageSource(Enum):
+    """The processes that estimate advantages, and the unit of an estimate."""
+
+    SAMPLES = "the controller, for each sample"
+    TOKENS = "the actor's processes, for each token"
+    CRITIC = "the critic's processes, for each token, from its values"
 
 
 @dataclass(frozen=True)
@@ -31,18 +41,27 @@ class AdvantageEstimator:
     """A registered estimator. `settings`: the fields of `AlgorithmConfig` that it reads.
 
     `function` returns an advantage per sample, `of_tokens` one per token (see token_advantages.py); if both are None, a
-    critic estimates advantages. `of_steps` returns an advantage per step [S], which is added to the advantages of the
+    critic estimates advantages (see `source`). `of_steps` returns an advantage per step [S], which is added to the advantages of the
     sample's tokens up to the step's end.
     """
 
     function: Estimator | None
     settings: tuple[str, ...]
-    of_tokens: Any = None
+    of_tokens: TokenEstimator | None = None
     of_steps: Estimator | None = None
     needs_greedy: bool = False  # each prompt also gets a greedy sample, scored as a baseline
     needs_siblings: bool = False  # a group of one always has advantage 0
     reads_scores: bool = False  # compares rewards for equality or with 0, which a KL penalty in the reward would break
     needs_kl_in_reward: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.function is None or self.of_tokens is None, "an estimator has one source"
+
+    @property
+    def source(self) -> AdvantageSource:
+        if self.function is not None:
+            return AdvantageSource.SAMPLES
+        return AdvantageSource.CRITIC if self.of_tokens is None else AdvantageSource.TOKENS
 
 
 ADVANTAGES: Registry[AdvantageEstimator] = Registry("advantage estimator")

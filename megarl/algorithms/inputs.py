@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,29 @@ class Outcomes:
     # Steps of the batch, sample by sample: float64 [S], their rewards; int64 [S], the sample's index in the vectors above.
     step_rewards: np.ndarray = field(default_factory=lambda: np.zeros(0))
     step_samples: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class TokenOutcomes:
+    """The concatenated samples of one micro batch: B samples with T tokens in total."""
+
+    rewards: np.ndarray  # float64 [B]: outcomes, without step rewards
+    mask: np.ndarray  # bool [T]: loss tokens
+    lengths: Sequence[int]  # [B]: they sum to T
+    step_rewards: np.ndarray | None = None  # float64 [T]: at the token that ends each step; None: no sample has steps
+    penalties: np.ndarray | None = None  # float64 [T]: -weight x KL, added to rewards; None: no KL in the reward
+
+    @property
+    def token_rewards(self) -> np.ndarray | None:
+        """Return step rewards + penalties [T]; None if there are neither."""
+        return sum_of(self.step_rewards, self.penalties)
+
+
+def sum_of(a: np.ndarray | None, b: np.ndarray | None) -> np.ndarray | None:
+    """Return the sum of two optional vectors; None if both are None."""
+    if a is None or b is None:
+        return a if b is None else b
+    return a + b
 
 
 @dataclass

@@ -6,44 +6,18 @@ Whitening over the whole batch (`whiten_advantages`) follows separately, since n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megarl.algorithms.advantages import ADVANTAGES, AdvantageEstimator
+from megarl.algorithms.advantages import ADVANTAGES, AdvantageEstimator, TokenEstimator
+from megarl.algorithms.inputs import TokenOutcomes
 from megarl.algorithms.returns import returns_to_go
 from megarl.recipe.algorithm import check_settings
 
 if TYPE_CHECKING:
     from megarl.recipe.algorithm import AlgorithmConfig
-
-
-@dataclass(frozen=True)
-class TokenOutcomes:
-    """The concatenated samples of one micro batch: B samples with T tokens in total."""
-
-    rewards: np.ndarray  # float64 [B]: outcomes, without step rewards
-    mask: np.ndarray  # bool [T]: loss tokens
-    lengths: Sequence[int]  # [B]: they sum to T
-    step_rewards: np.ndarray | None = None  # float64 [T]: at the token that ends each step; None: no sample has steps
-    penalties: np.ndarray | None = None  # float64 [T]: -weight x KL, added to rewards; None: no KL in the reward
-
-    @property
-    def token_rewards(self) -> np.ndarray | None:
-        """Return step rewards + penalties [T]; None if there are neither."""
-        return sum_of(self.step_rewards, self.penalties)
-
-
-def sum_of(a: np.ndarray | None, b: np.ndarray | None) -> np.ndarray | None:
-    """Return the sum of two optional vectors; None if both are None."""
-    if a is None or b is None:
-        return a if b is None else b
-    return a + b
-
-
-TokenEstimator = Callable[[TokenOutcomes, "AlgorithmConfig"], np.ndarray]
 
 
 def token_advantage(

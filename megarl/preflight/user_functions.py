@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
-from megarl.algorithms.inputs import LossInputs, Outcomes
-from megarl.algorithms.token_advantages import TokenOutcomes
+from megarl.algorithms.inputs import LossInputs, Outcomes, TokenOutcomes
 from megarl.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -35,6 +34,7 @@ def try_user_functions(settings: AlgorithmConfig) -> None:
         values = _call("advantage", settings, of_samples, _outcomes())
         _expect("advantage", settings, of_samples, values, len(_LENGTHS), "samples")
     if _is_user_function(of_tokens):
+        assert of_tokens is not None
         values = _call("advantage", settings, of_tokens, _token_outcomes())
         _expect("advantage", settings, of_tokens, values, len(_MASK), "tokens")
     if _is_user_function(loss.function):

@@ -10,6 +10,7 @@ import numpy as np
 from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
 from megarl.algorithms.correction import Mismatch, weight_totals
 from megarl.algorithms.covariance import threshold
+from megarl.algorithms.inputs import TokenOutcomes
 from megarl.algorithms.moments import Moments, Whitening
 from megarl.algorithms.objective import (
     held_out_metrics,
@@ -23,7 +24,6 @@ from megarl.algorithms.objective import (
     with_proximal_policy,
     without_rejected,
 )
-from megarl.algorithms.token_advantages import TokenOutcomes
 from megarl.algorithms.token_sums import TokenSums
 from megarl.recipe.schema import Recipe
 from megarl.recipe.weight_sync import weights_directory
@@ -178,6 +178,7 @@ class ActorWorker(Worker):
     def estimate_advantages(self, kl_weight: float) -> Moments | None:
         """Estimate an advantage for each token, before `whiten_advantages`. Returns their moments, on reporting ranks."""
         estimate, moments = ADVANTAGES[self.recipe.algorithm.advantage].of_tokens, Moments()
+        assert estimate is not None
         self.token_advantages = []
         if not self.trainer.coordinates.is_last_stage:  # other stages compute no loss
             return None

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from megarl.algorithms.inputs import sum_of
 from megarl.algorithms.moments import Moments, Whitening
 from megarl.algorithms.returns import gae
-from megarl.algorithms.token_advantages import sum_of
 from megarl.algorithms.values import ValueMoments, value_objective
 from megarl.recipe.schema import Recipe
 from megarl.trainer.worker import Worker, collect_parts

@@ -15,8 +15,8 @@ MEMORY = "perf/max_memory_allocated_gb"
 
 def log_update(
     log: RunLog, skipped: SkippedSteps, step: int, role: str, per_rank: Sequence[list[Metrics] | None]
-) -> None:
-    """Log the metrics of an update, and count the step if all its updates were skipped.
+) -> Metrics:
+    """Log the metrics of an update, count the step if all its updates were skipped, and return the metrics.
 
     The step's memory is the maximum over actor and critic. per_rank, role: see `combine_updates`.
     """
@@ -25,6 +25,7 @@ def log_update(
     norm = metrics[f"{role}/grad_norm"]
     skipped.note(role, step, f"{role}/grad_norm was {norm}" if all_skipped else None)
     log.add({**metrics, MEMORY: max(metrics[MEMORY], log.pending().get(MEMORY, 0.0))})
+    return metrics
 
 
 def log_speed(log: RunLog, name: str, phase: str, flops: float, devices: int, peak: float | None) -> None:

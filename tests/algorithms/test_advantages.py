@@ -10,9 +10,9 @@ from math import comb, sqrt
 import numpy as np
 import pytest
 
+from megarl.algorithms.advantages import AdvantageSource, uses_critic
 from megarl.algorithms.catalogue import ADVANTAGES
-from megarl.algorithms.inputs import Outcomes
-from megarl.algorithms.token_advantages import TokenOutcomes
+from megarl.algorithms.inputs import Outcomes, TokenOutcomes
 from megarl.recipe.algorithm import AlgorithmConfig
 from tests.support.loss_cases import outcomes, settings
 
@@ -93,6 +93,11 @@ class TestByHand:
     def test_none_gives_zeros_and_gae_has_no_estimator_here(self) -> None:
         np.testing.assert_array_equal(advantages("none", outcomes([1, 2.0], [0, 0])), [0, 0])
         assert ADVANTAGES["gae"].function is None and ADVANTAGES["gae"].of_tokens is None
+        assert ADVANTAGES["grpo"].source is AdvantageSource.SAMPLES
+        assert ADVANTAGES["reinforce_plus_plus"].source is AdvantageSource.TOKENS
+        for name in ADVANTAGES.names():
+            critic = ADVANTAGES[name].source is AdvantageSource.CRITIC
+            assert uses_critic(settings(advantage=name)) == critic, name
 
     def test_reinforce_plus_plus(self) -> None:
         # Outcome 8, penalties 1, 2 and 3 of the chosen tokens; the hole between earns nothing and takes no time.

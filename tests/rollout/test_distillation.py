@@ -16,9 +16,8 @@ import torch
 
 from megarl.algorithms.catalogue import ADVANTAGES
 from megarl.algorithms.distillation_losses import divergence, gkd, with_rest
-from megarl.algorithms.inputs import LossInputs
+from megarl.algorithms.inputs import LossInputs, TokenOutcomes
 from megarl.algorithms.objective import needs_teacher, objective, runs_reference_pass, teacher_top_k
-from megarl.algorithms.token_advantages import TokenOutcomes
 from megarl.engines.vllm.outputs import completions
 from megarl.megatron.output_heads import IMPOSSIBLE
 from megarl.rollout import teacher_server

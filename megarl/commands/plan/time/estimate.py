@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from megarl.algorithms.advantages import uses_critic
+from megarl.algorithms.advantages import AdvantageSource, uses_critic
 from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
 from megarl.algorithms.objective import needs_teacher, runs_old_log_prob_pass, runs_reference_pass
 from megarl.commands.plan.count.engines import limits_of_policy
@@ -199,7 +199,7 @@ class Step:
             self._add("reference", passed + training.reference_swap(self.actor), self._of_trainers())
         if uses_critic(settings) and not critic_first:
             self._consult_critic()
-        elif ADVANTAGES[settings.advantage].of_tokens:
+        elif ADVANTAGES[settings.advantage].source is AdvantageSource.TOKENS:
             self._add("adv", self._vectors(), _VECTORS)
         learned = training.update(self.actor, self.batches, recipe.actor.mini_batches)
         self._add("update_actor", learned, self._of_trainers())
