@@ -80,7 +80,7 @@ def materialised(trainer: Any, batch: Any) -> Any:
     import torch
 
     from megarl.megatron.output_heads import at_predicted_tokens, output_weight, whole_rows
-    from megarl.megatron.step import run
+    from megarl.megatron.step import run_pipeline
 
     def head(model: Any, hidden: Any, stream: Any) -> tuple[Any, ...]:
         logits = (whole_rows(hidden, model.config) @ output_weight(model).T).float()
@@ -89,7 +89,7 @@ def materialised(trainer: Any, batch: Any) -> Any:
 
     device = trainer.platform.device()
     with torch.no_grad():
-        return run(
+        return run_pipeline(
             trainer.model.chunks,
             trainer.model.config,
             [batch],

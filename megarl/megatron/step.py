@@ -52,7 +52,7 @@ def _finalize_without_token_count(chunks: list[Any], num_tokens: Any = None, **k
     finalize_model_grads(chunks, None, **kwargs)
 
 
-def run(
+def run_pipeline(
     chunks: list[Any],
     config: Any,
     micro_batches: list[MicroBatch],

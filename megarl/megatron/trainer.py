@@ -26,7 +26,7 @@ from megarl.megatron.overlap import finish_param_gather
 from megarl.megatron.ranks import coordinates, gather, max_over_ranks, sum_metrics
 from megarl.megatron.router_losses import RouterLosses
 from megarl.megatron.routing import Routing
-from megarl.megatron.step import Objective, StepMetrics, configure, run
+from megarl.megatron.step import Objective, StepMetrics, configure, run_pipeline
 from megarl.platform import Platform
 from megarl.recipe.schema import Recipe
 
@@ -220,7 +220,7 @@ class Trainer:
         return self._run(micro_batches, loss, head, forward_only=False)
 
     def _run(self, micro_batches: list[MicroBatch], loss: Any, head: OutputHead, *, forward_only: bool) -> Any:
-        return run(
+        return run_pipeline(
             self.model.chunks,
             self.model.config,
             micro_batches,

@@ -12,9 +12,9 @@ import numpy as np
 from megarl.cluster.calls import StallTimer, attach, wait
 from megarl.recipe.schema import EvaluationConfig, Recipe, RolloutConfig
 from megarl.rollout.engine_handle import SamplingEngine
-from megarl.rollout.failures import ScoringCounts, check_evaluation, scoring_notice
 from megarl.rollout.metrics import agent_figures, groups_by_source
 from megarl.rollout.source_engines import group_seed
+from megarl.rollout.unscored_groups import ScoringCounts, check_evaluation, scoring_notice
 from megarl.types import GenerationRequest, Group, Metrics, Prompt, Sample, Sampling
 
 EVALUATION_SEED = 0x5EED  # differs from training's seeds; the same at every evaluation

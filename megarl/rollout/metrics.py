@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from megarl.rollout.admission import TriedGroup, accepted_groups
-from megarl.rollout.failures import ScoringCounts
+from megarl.rollout.unscored_groups import ScoringCounts
 from megarl.types import Group, Metrics, Sample
 
 # Names of sources may contain slashes, so the patterns match the end of a metric's name.

@@ -24,9 +24,9 @@ from megarl.recipe.schema import Recipe
 from megarl.recipe.seeded import samples_are_seeded
 from megarl.rollout.admission import Admission, AdmissionState, TriedGroup, accepted_groups
 from megarl.rollout.engine_handle import SamplingEngine
-from megarl.rollout.failures import FailedShare, ScoringCounts, scoring_notice
 from megarl.rollout.metrics import agent_figures, sampled_figures
 from megarl.rollout.source import Batch
+from megarl.rollout.unscored_groups import FailedShare, ScoringCounts, scoring_notice
 from megarl.types import DataRef, GenerationRequest, InlineData, Sampling
 
 
