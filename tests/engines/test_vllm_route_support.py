@@ -81,7 +81,7 @@ def package(directory: Path, form: str) -> Path:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_known_forms_support_the_planned_route(tmp_path: Path, form: str) -> None:
+def test_known_forms_support_the_sharded_route(tmp_path: Path, form: str) -> None:
     support = read_support(package(tmp_path, form), form)
     assert support.no_sharded is None and support.no_updates is None
 
