@@ -282,7 +282,7 @@ def test_a_kl_in_the_reward_is_subtracted_before_advantages(recipe: Recipe, tmp_
     assert advantages == [-1.0, 1.0]
     line = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert line["actor/reward_kl_penalty"] == pytest.approx(2 / 6), "two samples of three tokens"
-    assert line["critic/rewards/mean"] == 0.5, "what was scored"
+    assert line["critic/rewards/mean"] == 0.5, "the scores before the KL"
 
 
 class Teacher:

@@ -173,7 +173,7 @@ def test_tool_failures_become_answers_to_the_policy(python_tools: tuple[Toolbox,
     assert call(box, "look-up", key="z").text == "Error: KeyError: 'z'"
     with pytest.raises(ToolUnavailable, match="the index is being rebuilt"):
         call(box, "misbehave", how="absent")
-    assert call(box, "add", a=1, b=1).text == "2"  # other calls go on
+    assert call(box, "add", a=1, b=1).text == "2"  # other calls still work
 
 
 def test_answers_with_an_invalid_reward_or_text_are_refused(python_tools: tuple[Toolbox, PythonTools]) -> None:
@@ -340,7 +340,7 @@ def test_an_invalid_call_does_not_fail_concurrent_calls() -> None:
             first = await asyncio.gather(*calls)
             client = server._client
             again = await server.call("add", {"a": 1, "b": 1}, Context("row"), 20.0)
-            assert server._client is client, "the connection was not opened anew"
+            assert server._client is client, "the connection was opened again"
             return [*first, again]
         finally:
             await server.close()

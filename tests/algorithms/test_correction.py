@@ -92,7 +92,7 @@ def test_mask_bounds_are_inclusive() -> None:
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_normalized_weights_have_mean_1_over_any_split_of_the_mini_batch(level: str) -> None:
-    """Over tokens; or, where a weight is a sequence's, over the sequences that have any."""
+    """The mean is over loss tokens, or over sequences with loss tokens for weights of sequences."""
     batch = random_inputs(0, [6, 3, 9, 4, 1])
     batch.loss_mask[sequences_of(batch) == 3] = 0.0
     config = CorrectionConfig(weights=level, normalize=True)  # type: ignore[arg-type]

@@ -312,7 +312,7 @@ class TestProperties:
 
     @pytest.mark.parametrize("junk", [-50.0, math.inf, math.nan])
     def test_excluded_tokens_have_no_effect_for_any_value(self, name: str, junk: float) -> None:
-        """Not in gradients, either: a nan that is left out of a sum can come back through 0 x nan on the way back."""
+        """Their gradients are 0 too: in a backward pass, 0 x NaN brings back a NaN that the forward sum excludes."""
         batch = random_inputs(3, [6, 8])
         expected, metrics, grad = self.of(batch, name)
         masked = batch.loss_mask == 0

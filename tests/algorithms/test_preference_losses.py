@@ -14,7 +14,7 @@ from tests.support.loss_cases import assert_gradient, part_of, random_inputs, se
 
 
 def pairs(seed: int, lengths: list[int]) -> LossInputs:
-    """With the weights and shares of `seq_mean_token_mean`."""
+    """Draw a batch of pairs with the weights and shares of `seq_mean_token_mean`."""
     batch = random_inputs(seed, lengths)
     counts = batch.sequence_sums(batch.loss_mask)
     counted = int((counts > 0).sum())

@@ -127,7 +127,7 @@ OUTCOMES = [[4.0, 0.0, 2.0], [1.0, 1.0, 1.0]]
 
 class TestReinforcePlusPlus:
     def test_a_step_reward_counts_once_at_the_token_that_ends_the_step(self, recipe: Recipe) -> None:
-        """Without a discount: the return-to-go, with the outcome at every token."""
+        """Without a discount, advantages are returns-to-go, with the outcome at every token."""
         recipe.algorithm.advantage = "reinforce_plus_plus"
         got = computed_advantages(recipe, batch(STEPS, OUTCOMES, {(0, 0): TURNS}))
         # 1 and 3 (which ends in the tool's answer) are both the second token's: 4 + 4, 4 + 4, 4, 4, 4.
@@ -158,7 +158,7 @@ class TestReinforcePlusPlus:
 
 
 def test_the_critic_includes_step_rewards(recipe: Recipe) -> None:
-    """With lambda 1 and values of 0 advantages are returns-to-go, as in REINFORCE++."""
+    """With lambda 1 and values of 0, advantages are returns-to-go, as in REINFORCE++."""
     recipe.algorithm.advantage, recipe.algorithm.lam = "gae", 1.0
     groups = batch(STEPS, OUTCOMES, {(0, 0): TURNS})
     shard = plan_step(groups, recipe, 1, 1).shards[0]
@@ -187,9 +187,9 @@ def test_the_critic_subtracts_no_kl_for_samples_outside_the_loss(recipe: Recipe)
 
 class TestGrpoProcess:
     def test_by_hand(self, recipe: Recipe) -> None:
-        """Without outcomes, as in the paper. Steps of the group: 1, 3 and 5: mean 3, squares 4 + 0 + 4 = 8 over 3 - 1
-        make the standard deviation 2; normalised -1, 0 and 1. Second group: -1, -3, 2, 0: mean -1/2, squares
-        1/4 + 25/4 + 25/4 + 1/4 = 13 over 3."""
+        """Step rewards without outcomes, as in the paper. First group: 1, 3 and 5 have mean 3 and squared deviations 4
+        + 0 + 4 = 8; 8 / (3 - 1) gives the standard deviation 2, and normalized rewards -1, 0 and 1. Second group: -1,
+        -3, 2, 0 have mean -1/2 and squared deviations 1/4 + 25/4 + 25/4 + 1/4 = 13, over 3."""
         recipe.algorithm.advantage = "grpo_process"
         got = computed_advantages(recipe, batch(STEPS, [[7.0] * 3, [0.0] * 3], {(0, 0): TURNS}))
         assert got[0] == pytest.approx([-1, -1, 0, 0, 0], abs=1e-6), "both steps are the second token's"
@@ -248,7 +248,7 @@ class TestGrpoProcess:
         recipe.algorithm.advantage = "grpo_process"
         groups = batch([[(), ()]], [[1.0, 0.0]], {})
         assert computed_advantages(recipe, groups)[0] == pytest.approx([np.sqrt(0.5)] * 7, rel=1e-5), (
-            "none of these has any: plain GRPO"
+            "without steps it is plain GRPO"
         )
         for sample in groups[0].samples:
             sample.reward_parts = {}

@@ -75,7 +75,8 @@ def test_gae_equals_the_slow_reference_of_each_sequence(gamma: float, lam: float
 
 @pytest.mark.parametrize("gamma", [1.0, 0.97])
 def test_gae_and_returns_include_token_rewards(gamma: float) -> None:
-    """GAE of many sequences with them is the slow one of each; and with no values and lambda 1 it is the return to go."""
+    """GAE with token rewards equals the slow reference of each sequence; with values of 0 and lambda 1 it is the
+    return-to-go."""
     random = np.random.default_rng(2)
     lengths = [1, 9, 40, 3]
     values, steps = random.normal(size=53), random.normal(size=53)
@@ -96,7 +97,7 @@ def test_gae_and_returns_include_token_rewards(gamma: float) -> None:
 @pytest.mark.parametrize("gamma", [0.0, 1e-5, 0.3, 0.95, 0.999, 1.0])
 @pytest.mark.parametrize("length", [1, 2, 511, 512, 513, 1500])
 def test_returns_equal_the_slow_reference_at_any_length_and_discount(length: int, gamma: float) -> None:
-    """Longer and shorter than the blocks that are summed at once."""
+    """Lengths are below and above the block size of the sum."""
     rewards = np.random.default_rng(length).normal(size=length)
     slow, following = np.zeros(length), 3.0
     for t in reversed(range(length)):
@@ -154,7 +155,7 @@ def test_value_loss_by_hand() -> None:
 
 
 def test_values_within_the_clip_range_are_not_counted_as_clipped() -> None:
-    """Not even by rounding: old + (new - old) is not always new."""
+    """Rounding must not count as clipping: old + (new - old) is not always new."""
     generator = torch.Generator().manual_seed(0)
     new, old, returns = torch.randn(3, 1000, generator=generator)
     x = inputs((new / 100).tolist(), old.tolist(), returns.tolist())
@@ -194,7 +195,7 @@ def test_value_moments_add_up_part_by_part() -> None:
 
 
 def test_returns_skip_excluded_tokens() -> None:
-    """A hole in each of two sequences, of which the second starts where the first ends."""
+    """Each of two sequences has excluded tokens inside; the second starts where the first ends."""
     mask = np.array([1, 0, 1, 0, 1, 0, 0, 1], dtype=bool)
     got = returns_to_go(np.array([8.0, 2.0]), mask, [4, 4], gamma=0.5)
     assert got.tolist() == [4, 0, 8, 0, 1, 0, 0, 2]

@@ -1,4 +1,4 @@
-"""Model FLOPs: equal to what torch counts while transformers' own models run, and what follows from them."""
+"""Model FLOPs equal torch's count of transformers' models; peaks and MFU follow from them."""
 
 from __future__ import annotations
 

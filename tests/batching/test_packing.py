@@ -51,7 +51,7 @@ def check_invariants(
 
 
 def test_invariants_with_many_swaps() -> None:
-    """A few samples a micro batch, costs that tokens do not tell, little room left."""
+    """Few samples per micro batch, costs that differ from token counts, and nearly full micro batches."""
     rng = np.random.default_rng(0)
     for _ in range(40):
         ranks, multiple_of = int(rng.integers(1, 5)), int(rng.integers(1, 3))
@@ -108,7 +108,7 @@ def test_micro_batches_are_full_and_even_in_the_documented_range(
         costs = model.of(lengths)
         plan = plan_micro_batches(lengths, ranks, max_tokens, multiple_of, costs)
         assert bins == ranks * len(plan[0])
-        assert len(lengths) >= 8 * bins and costs.max() <= costs.sum() / bins / 2, "not what the promise is about"
+        assert len(lengths) >= 8 * bins and costs.max() <= costs.sum() / bins / 2, "outside the documented range"
         assert share(plan, lengths, max_tokens) >= FULL
         assert imbalance(plan, costs) <= EVEN
 
@@ -123,7 +123,8 @@ def test_micro_batches_are_added_only_if_that_evens_their_costs(fill: float, add
 
 
 def test_few_long_samples_are_as_even_as_the_longest_allows() -> None:
-    """Past the promise: the longest sample costs more than the mean, and nothing is larger than it has to be."""
+    """Outside the documented range, the longest sample costs more than the mean, and no micro batch is larger than
+    necessary."""
     lengths = draw("lognormal", 4000, 16384, np.random.default_rng(0))
     costs = QWEN3_30B_A3B.of(lengths)
     plan = plan_micro_batches(lengths, 8, 16384, costs=costs)
@@ -282,7 +283,7 @@ def test_a_piece_of_held_out_rows_has_the_weights_of_the_whole_set() -> None:
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_the_samples_of_a_pair_share_a_micro_batch(packing: bool) -> None:
-    """Chosen and rejected stand one after the other, whatever the limit; a filler is a whole pair."""
+    """Chosen and rejected samples are adjacent at any limit; a filler is a whole pair."""
     random = np.random.default_rng(0)
     batch = groups(*([(int(a), 0.0), (int(b), 0.0)] for a, b in random.integers(1, 40, (7, 2))))
     config = recipe(loss="dpo", advantage="none", aggregation="seq_mean_token_mean")

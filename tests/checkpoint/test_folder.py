@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not at all, found again, kept to a number; damage is found and passed over, and said."""
+"""Checkpoint folders: atomic saves, retention, and resume from the newest intact checkpoint with notices of damage."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ def test_images_and_experts_of_waiting_groups_survive(tmp_path: Path) -> None:
 
 
 def test_the_resume_hint_names_the_last_intact_checkpoint(tmp_path: Path) -> None:
-    """Never what a resume would pass over."""
+    """A damaged checkpoint is never named."""
     none = f"No checkpoint was written to {tmp_path}: the same command"
     assert resume_hint(tmp_path, "never").startswith(f"{none} with train.resume=auto starts over")
     assert resume_hint(tmp_path, "auto").startswith(f"{none} starts over")

@@ -31,8 +31,10 @@ def test_a_background_checkpoint_is_listed_after_it_is_written(tmp_path: Path) -
     assert run_saver.poll() == {"checkpoint/write_seconds": 1.5, "checkpoint/bytes": 16.0} and not run_saver.pending
     assert run_saver.poll() == {}
     run_saver.save(2, state())
-    assert names(tmp_path) == [".step_000002.partial", "step_000001"], "the only whole one went too early"
-    run_saver.save(3, state())  # waits for the one before
+    assert names(tmp_path) == [".step_000002.partial", "step_000001"], (
+        "the only intact checkpoint was removed too early"
+    )
+    run_saver.save(3, state())  # waits for the previous write
     assert names(tmp_path) == [".step_000003.partial", "step_000002"]
     run_saver.finish()
     assert names(tmp_path) == ["step_000003"] and find_damage(tmp_path / "step_000003") is None
@@ -127,7 +129,7 @@ def test_rescue_waits_for_receipts_without_calling_the_trainers(tmp_path: Path) 
 def test_an_interrupt_during_commit_loses_no_written_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C at each call that `commit` makes: what had been written is visible afterwards."""
+    """Interrupt each disk operation of `commit`: the written checkpoint is listed afterwards."""
     calls = Operations(monkeypatch)
     for moment in range(1, 40):
         folder = tmp_path / str(moment)
@@ -145,7 +147,7 @@ def test_an_interrupt_during_commit_loses_no_written_checkpoint(
         else:
             assert moment > 5, "too few moments were tried"
             return
-    raise AssertionError("it never came to its end")
+    raise AssertionError("commit never completed")
 
 
 def interrupt() -> None:
@@ -153,7 +155,7 @@ def interrupt() -> None:
 
 
 class Operations:
-    """Counts what a save does to the disk, and does something else before one of them."""
+    """Count the disk operations of a save, and run an action before one of them."""
 
     NAMES = ((os, "fsync"), (os, "rename"), (os, "unlink"), (os, "rmdir"), (os, "mkdir"))
 
@@ -202,8 +204,8 @@ def test_files_and_folders_are_synced_before_the_rename(tmp_path: Path, monkeypa
 def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGKILL before each thing that a save does to the disk, of the second save and of the retention after it:
-    the newest whole one is found, and the next session saves as if nothing had been."""
+    """SIGKILL before each disk operation of the second save and its retention: resume finds the newest intact
+    checkpoint, and the next session saves normally."""
     calls = Operations(monkeypatch)
     found_steps = []
     for moment in range(1, 200):
@@ -221,7 +223,9 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(
         notices: list[str] = []
         newest = find_checkpoint("auto", folder, checksums=True, notice=notices.append)
         assert newest is not None
-        assert all(find_damage(path) is None for path in list_checkpoints(folder)), "what bears the name is not whole"
+        assert all(find_damage(path) is None for path in list_checkpoints(folder)), (
+            "a checkpoint with a final name is incomplete"
+        )
         step = checkpoint.checkpoint_step(newest)
         found_steps.append(step)
         partial = checkpoint.partial_path(folder, 2).exists()
@@ -264,4 +268,4 @@ def test_time_shared_groups_are_saved_as_one_checkpoint(tmp_path: Path) -> None:
     trainers.error = RuntimeError("disk full")
     with pytest.raises(RuntimeError, match="disk full"):
         both.save(2, state())
-    assert names(tmp_path) == ["step_000001"], "half a checkpoint stays hidden, and goes"
+    assert names(tmp_path) == ["step_000001"], "an incomplete checkpoint is listed"

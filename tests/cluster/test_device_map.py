@@ -69,7 +69,7 @@ def test_a_demand_that_does_not_fit_is_refused_with_the_arithmetic(free, demand,
 @pytest.mark.parametrize(
     ("free", "demand", "critics"),
     [
-        ([8, 8], Demand(4, 1, 4, critics=2), [(0, 4), (0, 5)]),  # behind the trainers; the engine elsewhere
+        ([8, 8], Demand(4, 1, 4, critics=2), [(0, 4), (0, 5)]),  # after the trainers
         ([4, 4], Demand(2, 0, critics=4, critic_block=4), [(1, 0), (1, 1), (1, 2), (1, 3)]),  # neighbours together
         ([4], Demand(1, 2, critics=1), [(0, 1)]),
         ([4], Demand(4, 1, 2, shared=True, critics=2), [(0, 0), (0, 1)]),  # on the first of the trainers' devices

@@ -70,7 +70,8 @@ def dataset(file: Path, tokenizer: Tokenizer, reader: ImageReader, **settings: A
 
 
 def test_the_counted_image_tokens_equal_the_processors(model: Path) -> None:
-    """Counted from the header, made from the pixels: of any shape, and with limits that enlarge and shrink."""
+    """Tokens counted from the header equal those made from the pixels, for any shape and for limits that enlarge or
+    shrink."""
     sizes = [(1, 1), (28, 28), (41, 43), (130, 90), (1, 150), (500, 30), (700, 900), (2000, 11)]
     for limits in ((None, None), (None, 6000), (50_000, None), (3136, 3136)):
         reader = ImageReader(str(model), *limits)
@@ -81,8 +82,9 @@ def test_the_counted_image_tokens_equal_the_processors(model: Path) -> None:
 
 
 def test_a_row_becomes_tokens_and_pixels(tmp_path: Path, model: Path, tokenizer: Tokenizer) -> None:
-    """By hand: of 90 x 130 pixels, round(90 / 28) = 3 by round(130 / 28) = 5 squares stay, 15 tokens, 6 x 10 patches;
-    of 60 x 60, 2 x 2 squares, 4 tokens. Expanding the text, as transformers' processor does, gives the same ids."""
+    """By hand: 90 x 130 pixels become round(90 / 28) x round(130 / 28) = 3 x 5 squares, 15 tokens, 6 x 10 patches; 60
+    x 60 pixels become 2 x 2 squares, 4 tokens. Expanding the text, as transformers' processor does, gives the same
+    ids."""
     first, second = picture(130, 90), picture(60, 60, seed=1)
     reader = ImageReader(str(model))
     file = parquet(
@@ -105,7 +107,7 @@ def test_a_row_becomes_tokens_and_pixels(tmp_path: Path, model: Path, tokenizer:
     pictures = [Image.open(io.BytesIO(encoded)) for encoded in (first, second)]
     expected = reader._processor()(images=pictures, return_tensors="np")
     np.testing.assert_array_equal(images.pixels, expected["pixel_values"])
-    assert len(pickle.dumps(prompt)) < len(first) + len(second) + 2000, "what travels is the encoded files"
+    assert len(pickle.dumps(prompt)) < len(first) + len(second) + 2000, "the encoded files are sent"
 
 
 @pytest.mark.parametrize(
@@ -116,7 +118,7 @@ def test_a_row_becomes_tokens_and_pixels(tmp_path: Path, model: Path, tokenizer:
 def test_bytes_and_paths_are_the_same_images(
     tmp_path: Path, model: Path, tokenizer: Tokenizer, kind: str, source: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Paths are relative to the file of rows, wherever the process that reads them stands."""
+    """Paths are relative to the row file, for any working directory of the reader."""
     image = picture(70, 50)
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "a.png").write_bytes(image)
@@ -147,7 +149,7 @@ def test_rows_without_images_are_tokenized_as_text(tmp_path: Path, model: Path, 
     data = dataset(parquet(tmp_path, *rows), tokenizer, ImageReader(str(model)))
     assert data[0].tokens == data[1].tokens == (3, 7, 4, 5) and not data[0].images
     plain = {name: value for name, value in row("w7 <image> w8", None).items() if name != "images"}
-    (prompt,) = dataset(jsonl(tmp_path, plain), tokenizer, ImageReader(str(model)))  # no such column: it is text
+    (prompt,) = dataset(jsonl(tmp_path, plain), tokenizer, ImageReader(str(model)))  # without the column, rows are text
     assert IMAGE not in prompt.tokens and ImageReader(str(model)).prepare(prompt) is None
 
 
@@ -243,7 +245,7 @@ EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 60 60\n%%EndComments\nshowpa
 def test_invalid_image_rows_are_refused(
     tmp_path: Path, model: Path, tokenizer: Tokenizer, content: str, images: Any, message: str
 ) -> None:
-    """Before training, with the row."""
+    """Rows are refused before training; the error names the row."""
     file = parquet(tmp_path, row(content, images), row("<image>", images))
     with pytest.raises(ValueError, match=message) as refused:
         dataset(file, tokenizer, ImageReader(str(model)))

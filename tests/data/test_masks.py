@@ -1,4 +1,4 @@
-"""Properties of templates and masks: what the loss counts decodes to exactly what the assistant said."""
+"""Properties of templates and masks: the loss tokens decode to exactly the assistant's turns."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_a_demonstration_begins_with_the_sampled_prompts_tokens(
 def test_a_bare_sentencepiece_model(sentencepiece: Tokenizer, talk: list[dict[str, str]]) -> None:
     encoded = encode(talk, sentencepiece, DataConfig(chat_template=False))
     learned = runs(encoded)
-    # Turns that follow each other are one stretch only where nothing lies between them, which here is an empty question.
+    # Adjacent turns form one stretch only if nothing separates them, as with an empty question here.
     together = "".join(text + "|" for text in assistant_turns(talk))
     assistant_text = "".join(
         "".join(sentencepiece.decode(part) + "|" for part in split_after(run, sentencepiece.eos_id)) for run in learned
@@ -153,7 +153,7 @@ def split_after(ids: list[int], end: int) -> list[list[int]]:
 
 
 def test_a_normalizing_sentencepiece_model_keeps_plain_answers(tmp_path: Path) -> None:
-    """The usual training options add a space in front and fold widths; a plain answer comes back all the same."""
+    """The usual training options add a space in front and fold widths; a plain answer still round-trips."""
     import sentencepiece
 
     with tempfile.TemporaryDirectory(dir=tmp_path) as folder:

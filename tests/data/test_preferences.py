@@ -1,4 +1,4 @@
-"""Preferences: two answers to a prompt, of which the loss counts the answers alone."""
+"""Preferences: two answers to a prompt; only the answers are in the loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Demonstrations: the loss mask covers what the assistant says and its end token, and nothing else."""
+"""Demonstrations: the loss mask covers exactly the assistant's turns and their end tokens."""
 
 import json
 

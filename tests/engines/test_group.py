@@ -87,7 +87,7 @@ def start():
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
 def test_samples_equal_the_models_under_unequal_loads_and_after_updates(start, tmp_path, kind):
-    """Experts that a member does not have or has of another version, a step that one takes without the other."""
+    """Detects missing experts, experts of another version, and a step that only one engine takes."""
     path = build_model(tmp_path / "model", kind)
     group, model = start(path, load_weights=False), load_model(path)
     assert [name for info in group.infos for name, _ in info["receivers"]] == ["e0/0", "e1/0"]
@@ -121,14 +121,14 @@ def test_ranks_of_several_engines_share_the_experts_of_a_layer(start, path, tmp_
 
 
 def test_an_update_begins_when_all_engines_have_joined(start, path, tmp_path):
-    """An update of one member while another steps would hang both: it begins when all have been told."""
+    """An update of one member while another steps would hang both: it begins when all engines have joined."""
     group, model = start(path), load_model(path)
     sender = group.full_sender()
     first, second = group.engines
     running = first.begin("generate", make_requests(2, max_tokens=100))
     early = second.begin("update_weights", 1)
     weights = change(model, 1, tmp_path)
-    assert_exact(load_model(path), make_requests(1), second.generate(make_requests(1))[1])  # steps go on
+    assert_exact(load_model(path), make_requests(1), second.generate(make_requests(1))[1])  # steps continue
     assert not early.done()
     for engine in (first, second):
         engine.pause()
@@ -146,7 +146,7 @@ def test_an_update_begins_when_all_engines_have_joined(start, path, tmp_path):
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_death_ends_the_group(start, path, victim):
-    """The other would wait in a collective for half an hour; the one that holds the store dies as any other."""
+    """Otherwise the other engine would wait in a collective for half an hour. The engine with the store may die too."""
     group = start(path)
     survivor = group.engines[1 - victim]
     running = survivor.begin("generate", make_requests(2, max_tokens=100))
@@ -157,7 +157,7 @@ def test_a_death_ends_the_group(start, path, victim):
     for call in (running, watching):
         with pytest.raises(EngineDead, match=f"'e{1 - victim}'"):
             call.result(20)
-    assert 4 < time.monotonic() - began < 12  # the one that was killed is known of by then, and told first
+    assert 4 < time.monotonic() - began < 12  # by then the death is detected, and the killed engine is reported first
 
 
 def test_an_unknown_name_is_refused_with_experts_spread_over_engines(start, path, tmp_path):

@@ -156,7 +156,7 @@ def test_a_collective_call_waits_for_all_engines_while_steps_continue(engines: E
 
 
 def test_many_updates_with_requests_in_between(engines: Engines) -> None:
-    """In any order of the engines, idle or not."""
+    """Updates reach idle and busy engines in any order."""
     for round_ in range(10):
         running = [engines.generate(number, 1 + 3 * number) for number in range(SIZE) if number != round_ % SIZE]
         for update in [engines.update((number + round_) % SIZE) for number in range(SIZE)]:
@@ -252,7 +252,7 @@ def test_a_shutdown_of_one_engine_ends_all_without_a_failure(engines: Engines) -
 def test_vllm_executes_the_model_once_in_each_step(
     running: bool, queue: list[str], executes: bool, expected: list[str]
 ) -> None:
-    """Otherwise the other engines' tokens would meet tokens of another step, or wait forever."""
+    """Otherwise other engines' tokens would be combined with those of another step, or wait forever."""
     backend, done = _VllmBackend(EngineSpec("e0", "model", "float32", 8, data_parallel=2)), list[str]()
     core = SimpleNamespace(batch_queue=queue, step_fn=lambda: (done.append("step"), executes))
     client = SimpleNamespace(engine_core=core, execute_dummy_batch=lambda: done.append("dummy"))

@@ -59,7 +59,7 @@ TENSORS = [
 
 
 def test_needed_slices_equal_the_loaders_copies() -> None:
-    """Carried out on values, they give what the loader gives."""
+    """Copying the slices gives the loader's parameters."""
     expected, got = Model("cpu"), Model("cpu")
     values = {name: torch.randn(shape) for name, shape, _ in TENSORS}
     with torch.no_grad():
@@ -85,7 +85,7 @@ def test_layers_that_the_loader_transforms_are_sent_whole(odd: tuple) -> None:
     assert described.whole == {odd[0], "beside"}
     assert {"up", "down"} <= set(described.tensors)
     number = described.parameters.index("beside")
-    assert described.dtypes[number] == "bfloat16", "the loader is given what the trainer has"
+    assert described.dtypes[number] == "bfloat16", "the loader receives the trainer's dtype"
 
 
 def test_a_loader_that_reads_values_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""The route of the weights, said before anything starts."""
+"""The weight route is chosen and reported before the start."""
 
 from __future__ import annotations
 

@@ -93,7 +93,8 @@ def generate(engine, *requests: GenerationRequest) -> dict[int, list]:
 
 
 def test_samples_follow_the_updated_weights(engine, send_weights) -> None:
-    """Samples of old or no weights, a fingerprint that is not the sender's, prefixes that the old weights computed."""
+    """Detects samples of old or no weights, a fingerprint that differs from the sender's, and prefixes cached with old
+    weights."""
     with pytest.raises(EngineRefused, match="has dummy weights; update its weights first"):
         generate(engine, request(0))
     for version in (1, 2):
@@ -191,7 +192,7 @@ def test_pause_holds_the_schedulers(engine, send_weights) -> None:
 
 
 def test_sleep_and_wake(engine, send_weights) -> None:
-    """Weights are dropped, and come anew before anything is sampled; graphs come back last."""
+    """Sleep drops the weights, an update brings them before the first sample, and graphs are restored last."""
     send_weights(1, weights(1))[1].result(10)
     assert engine.info["can_sleep"] is True and engine.info["can_update_in_flight"] is False
     engine.sleep()

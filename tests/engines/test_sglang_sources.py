@@ -43,7 +43,7 @@ def parameters(file: str, owner: str, name: str) -> list[str]:
 
 @needs_sources
 def test_methods_of_the_stand_in_exist_in_sglang() -> None:
-    """A method that SGLang does not have, or one with other parameters."""
+    """Every method of the stand-in exists in SGLang with its parameters."""
     names = [name for name, value in vars(fake_sglang.Engine).items() if inspect.isfunction(value) and name[0] != "_"]
     assert {"async_generate", "begin_weight_update", "shutdown", "resume_memory_occupation"} <= set(names)
     for name in names:
@@ -79,7 +79,7 @@ def test_arguments_exist_in_sglang(tmp_path: Path) -> None:
 
 @needs_sources
 def test_sglangs_sources_have_the_behaviour_that_the_adapter_needs() -> None:
-    """Each of these, were it otherwise, would make samples, log-probs or weights wrong without an error."""
+    """Any difference would make samples, log-probs or weights wrong without an error."""
     updater = text("model_executor/model_runner_components/weight_updater.py")
     assert "custom_loader = dynamic_import(load_format) custom_loader(self.get_model(), named_tensors)" in updater
     assert "if self._session is None" in text("managers/scheduler_components/weight_updater.py")

@@ -224,7 +224,7 @@ def test_dummy_weights_and_unknown_names(process, info, path, tmp_path):
         requests = make_requests(2)
         assert_exact(model, requests, process.generate(requests)[1])
 
-        # Without seeds in requests, the engine's generator draws for all, and starts anew with each version.
+        # Without seeds in requests, the engine's generator draws for all requests, and restarts with each version.
         unseeded = [dataclasses.replace(request, seed=None) for request in make_requests(2)]
         drawn = {}
         for attempt, version in (("first", 1), ("again", 1), ("next", 2)):

@@ -1,6 +1,6 @@
 """Versions of vllm-ascend: settings that are rejected before an engine starts. tests/engines/test_vllm_ascend_wake.py: waking up.
 
-Nothing here runs on a device. What megarl says of a version is compared with that version's source: the versions in
+No test runs on a device. megarl's table of versions is compared with each version's source: the versions in
 launch/sources-dev.txt from their wheels, all where MEGARL_VLLM_ASCEND names a git directory of vllm-ascend."""
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def files_of(version: str) -> dict[str, str]:
 
 
 def source(version: str, *files: str) -> str:
-    """The text of the first of `files` that the version has; "" where it has none."""
+    """Return the text of the first of `files` that the version has, or ""."""
     return next((files_of(version)[file] for file in files if file in files_of(version)), "")
 
 
@@ -82,7 +82,7 @@ def method(text: str, name: str) -> str:
 
 @EACH
 def test_keys_equal_those_that_the_version_reads(version: str) -> None:
-    """A key refused that the version knows, or let through that it would ignore without a word."""
+    """A wrong table would refuse a supported key, or accept a key that the version ignores."""
     texts = [text for text in files_of(version).values() if "additional_config" in text]
     assert ascend.keys_in(texts) == ascend.keys_of(Version(version))
 

@@ -201,7 +201,7 @@ def test_the_installed_vllm_is_read_without_importing_it() -> None:
 
 
 class Layerwise(SimpleNamespace):
-    """vLLM's layerwise.py until 0.20: `_layerwise_process` allocates the layer anew, filled or not."""
+    """vLLM's layerwise.py until 0.20: `_layerwise_process` allocates the layer again, even if it is filled."""
 
     def __init__(self, takes_info: bool) -> None:
         def materialize_layer(layer: dict[str, str]) -> None:
@@ -282,7 +282,7 @@ def test_full_updates_need_no_private_name_of_a_later_reload(monkeypatch: pytest
         RuntimeError, match=r"uninitialized gate\.e_score_correction_bias could replace the live one; use vLLM"
     ):
         compat.start_reload(biased)
-    assert started == [plain], "refused before anything is laid out anew"
+    assert started == [plain], "it is refused before memory is allocated"
     reload.meta.KEPT = frozenset({"e_score_correction_bias"})
     compat.start_reload(biased)
     assert started == [plain, biased]

@@ -17,7 +17,7 @@ from megarl.weight_sync.session import FullSession, ShardedSession
 
 
 class FakeVllm:
-    """Records what reaches vLLM's engine."""
+    """Record the calls of vLLM's engine."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -108,7 +108,7 @@ def test_weights_wake_before_the_cache(monkeypatch: pytest.MonkeyPatch, vllm: Fa
 def test_base_weights_stay_on_the_host_if_only_adapters_are_updated(
     monkeypatch: pytest.MonkeyPatch, vllm: FakeVllm, tmp_path: Path
 ) -> None:
-    """With adapters alone: from the first update on, weights are not dropped in sleep."""
+    """If only adapters are updated, sleep keeps the weights after the first update."""
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr("megarl.engines.vllm.adapters.request", lambda: "adapter")
     monkeypatch.setattr("megarl.engines.vllm.compat.capabilities", capabilities)
@@ -138,7 +138,7 @@ def test_base_weights_stay_on_the_host_if_only_adapters_are_updated(
 def test_an_engine_returns_why_it_refuses_sharded_updates(
     monkeypatch: pytest.MonkeyPatch, vllm: FakeVllm, no_sharded: str | None, quantization: str | None, words: str | None
 ) -> None:
-    """And lives on: the export may take the plan's place. What a worker says of its model is passed on."""
+    """The engine stays alive, since the full route can replace the sharded one. A worker's reason is returned."""
     vllm.vllm_config = SimpleNamespace(
         model_config=SimpleNamespace(quantization=quantization), parallel_config=SimpleNamespace()
     )

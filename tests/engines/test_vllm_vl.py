@@ -41,7 +41,7 @@ def process() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         if importlib.util.find_spec("torchvision") is None:
             patch.syspath_prepend(stand_ins)  # the engine's process takes sys.path over,
-            patch.setenv("PYTHONPATH", f"{stand_ins}:{os.environ.get('PYTHONPATH', '')}")  # those it starts do not
+            patch.setenv("PYTHONPATH", f"{stand_ins}:{os.environ.get('PYTHONPATH', '')}")  # child processes do not
         process = EngineProcess()
     yield process
     process.close()

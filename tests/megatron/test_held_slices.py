@@ -71,7 +71,7 @@ def test_padding_is_omitted_and_fused_parts_are_split() -> None:
 def test_experts_are_joined_over_expert_tensor_ranks() -> None:
     bridge = Bridge(Places(tp_size=4, tp_rank=3, etp_size=2, etp_rank=1), lambda w: [w])
     assert held(bridge, "decoder.layers.3.mlp.experts.linear_fc1.weight7", 4, 6) == [((8, 6), [(4, 0, 4, 6, 0, 0)])]
-    assert bridge.mpu.tp_size == 4, "as it was"
+    assert bridge.mpu.tp_size == 4, "the bridge's sizes are restored"
 
 
 def test_held_slices_of_a_large_embedding_need_little_time() -> None:

@@ -93,7 +93,7 @@ def test_live_console_shows_the_run_and_restores_the_terminal() -> None:
         finally:
             live.close()
     live.close()  # a second call has no effect
-    assert sys.stdout is stdout, "prints go where they went before"
+    assert sys.stdout is stdout, "print was not restored"
     patience = time.monotonic() + 5
     while set(threading.enumerate()) - before and time.monotonic() < patience:
         time.sleep(0.01)  # rich stops its thread without waiting for it

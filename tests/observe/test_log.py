@@ -57,7 +57,7 @@ def test_phases_nest_repeat_and_add_up(tmp_path: Path) -> None:
     assert first["timing_s/gen"] >= first["timing_s/reward"] + 0.04
     assert first["timing_s/step"] >= first["timing_s/gen"]
     assert "timing_s/update_actor" in first, "a phase that failed took its time too"
-    assert second["timing_s/gen"] < 0.02, "times start anew with each step"
+    assert second["timing_s/gen"] < 0.02, "times restart with each step"
     spans = read_trace_tail(tmp_path / "trace.json")
     assert [span["name"] for span in spans] == ["reward", "gen", "reward", "gen", "update_actor", "gen"]
     assert [span["args"] for span in spans[:2]] == [{"step": 1, "inside": "gen"}, {"step": 1}]

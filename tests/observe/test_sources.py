@@ -49,7 +49,7 @@ def test_one_source_without_failures_prints_no_line() -> None:
 def test_each_source_prints_a_line_up_to_a_limit() -> None:
     quiet = "samples 4 | reward 0.500 | length 1,234 | cut 25.0%"
     assert source_lines(line(1, a=QUIET, b=QUIET)) == [f"  a: {quiet}", f"  b: {quiet}"]
-    # of fifty, those with trouble and the largest
+    # of fifty sources, those with failures and the largest
     many = {f"set{i:02d}": {**QUIET, "samples": 100.0 - i} for i in range(50)}
     many["set49"]["scoring_failed"] = 1
     lines = source_lines(line(1, **many))

@@ -1,4 +1,4 @@
-"""Faults in the processes of a stage: what a wrong library, link or engine would do. Each changes a module of megarl."""
+"""Faults in the processes of a stage, as from a wrong library, link or engine. Each changes a module of megarl."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Plant a fault in every Python process that starts with this folder on its PYTHONPATH.
 
 PLANTED_FAULT=MODULE:FUNCTION names a function of a module in this folder, which receives the patched module, and
-PLANTED_IN=NAME the module to patch, as soon as that one has been imported. Production code carries no such seam.
+PLANTED_IN=NAME the module to patch, as soon as that one has been imported. Production code has no hook for it.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def test_an_invalid_device_table_is_refused(text: str, message: str, tmp_path: P
 
 
 def test_all_errors_of_a_table_are_reported_together(tmp_path: Path) -> None:
-    """Each once, whichever entries share it."""
+    """Each error is listed once, even if several entries share it."""
     user_file = tmp_path / "own.yaml"
     user_file.write_text(
         "Mine: {like: H100, memry: 96, flops: fast, train_share: 40, factors: {gen: 0}}\n"

@@ -141,7 +141,7 @@ def test_each_rule_has_a_case() -> None:
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{n}-{case[0]}" for n, case in enumerate(CASES)])
 def test_contradictions_that_mindspeed_refuses_late_are_refused_early(number: int) -> None:
-    """By its own rule and no earlier one, and not where it is mended."""
+    """Each case is refused by its rule and not by an earlier one; the corrected case is accepted."""
     _, extra, megatron, mended, _ = CASES[number]
     assert contradiction(mindspeed.arguments(all_settings(extra, megatron))) is RULES[number]
     if mended is not None:
@@ -165,7 +165,8 @@ def test_a_contradiction_names_the_key_and_mindspeeds_file() -> None:
     ],
 )
 def test_latent_attention_that_mindspeed_scales_differently_is_refused(fields: dict[str, float], fits: bool) -> None:
-    """Before a run starts, and on Ascend alone; `test_mindspeed_scales_by_mscale` shows the difference."""
+    """The model is refused before a run starts, and only on Ascend; `test_mindspeed_scales_by_mscale` shows the
+    difference."""
     scaling = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, **fields}
     latent = {**DENSE, "kv_lora_rank": 512, "rope_scaling": scaling}
     check_extra(recipe({}, "cuda"), latent, "megatron")
@@ -332,7 +333,9 @@ def test_mindspeed_refuses_the_same_contradictions(tmp_path: Path) -> None:
             wrong.append((name, extra, error))
     assert not wrong
     whole = {"reuse_fp32_param", "swap_optimizer", "moe_fb_overlap", "moe_unperm2_mem_optim_swap"}
-    assert set(unknown) <= whole | {"use_ascend_mc2", "use_ascend_coc"}, "these may need it, by what else is set"
+    assert set(unknown) <= whole | {"use_ascend_mc2", "use_ascend_coc"}, (
+        "these may need it, depending on other settings"
+    )
 
 
 @pytest.mark.slow

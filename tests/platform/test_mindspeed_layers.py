@@ -50,7 +50,7 @@ CASES = _matrix()
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory with models/, and native/ and mindspeed/ with what the workers of both wrote."""
+    """Directory with models/, native/ and mindspeed/, which the workers wrote."""
     directory = tmp_path_factory.mktemp("mindspeed")
     chosen = selected(request, CASES)
     for model in sorted({item["model"] for item in chosen}):

@@ -1,4 +1,4 @@
-"""The NPU platform, with torch_npu and MindSpeed played by stand-ins of the same functions; and environments of roles.
+"""The NPU platform with stand-ins for the functions of torch_npu and MindSpeed, and environments of roles.
 
 The stand-ins' functions are compared with the sources: torch_npu's wheel (`tests.support.upstream_sources`), and MindSpeed's where
 MEGARL_MINDSPEED names a git directory of it."""
@@ -93,7 +93,8 @@ else:
 
 
 def test_the_adaptor_runs_before_model_parallel_is_initialized(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After it, MindSpeed's part of initialize_model_parallel would come too late, and context parallel have no groups."""
+    """A later call would miss MindSpeed's part of initialize_model_parallel, and context parallel would have no
+    groups."""
     recipe = load_recipe(ROOT / "recipes/grpo_qwen3_235b.yaml", ["megatron.extra.attention_backend=flash"])
     heads = {"num_attention_heads": 64, "num_experts": 128}
     order: list[Any] = []
@@ -125,7 +126,8 @@ def test_the_adaptor_runs_before_model_parallel_is_initialized(monkeypatch: pyte
 
 @pytest.mark.parametrize(("platform", "tensor", "overlaps"), [(NPUPlatform(), 2, False), (NPUPlatform(), 1, None), (CUDAPlatform(), 2, None)])  # fmt: skip
 def test_shared_expert_overlap_is_off_under_tensor_parallel(platform: Any, tensor: int, overlaps: Any) -> None:
-    """mbridge turns the overlap on; under MindSpeed with tensor parallel the model would be another one."""
+    """mbridge enables the overlap; with tensor parallel, MindSpeed's linears would gather twice and compute another
+    model."""
     recipe, config = Recipe(), SimpleNamespace(model_type="deepseek_v3", to_dict=lambda: {"n_routed_experts": 8})
     recipe.megatron.tensor_parallel = tensor
     assert models._transformer_settings(recipe, config, platform).get("moe_shared_expert_overlap") is overlaps
@@ -195,7 +197,7 @@ def test_a_users_variable_is_kept_with_a_notice() -> None:
 )
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_an_engines_variables_agree_with_its_notice(engine, variable, value, engine_args, has, monkeypatch) -> None:
-    """The user's setting, but for one with which the engine would not be right."""
+    """The engine has the user's value, except for values with which it would be wrong."""
     monkeypatch.setitem(environment._SHELL, variable, value)
     recipe, platform = Recipe(), NPUPlatform()
     recipe.rollout.engine, recipe.rollout.engine_args = engine, engine_args
@@ -221,7 +223,7 @@ def test_a_users_variable_does_not_disable_determinism() -> None:
 
 
 def test_needed_values_equal_those_that_platforms_set() -> None:
-    """A value changed in a platform alone would no longer be held against the user's."""
+    """A value that changes only in a platform would no longer be compared with the user's."""
     engines = [rollout_env(engine_name, NPUPlatform().rollout_env(), {}) for engine_name in ("vllm", "sglang")]
     roles = [*engines, NPUPlatform().deterministic_env(), CUDAPlatform().deterministic_env()]
     roles.append(NPUPlatform().deterministic_rollout_env())

@@ -1,4 +1,4 @@
-"""Choosing a platform, and what the CPU platform does to a process."""
+"""Selection of a platform, and the patches of the CPU platform."""
 
 from __future__ import annotations
 

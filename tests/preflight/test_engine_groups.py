@@ -151,7 +151,7 @@ def test_single_engines_open_no_rendezvous() -> None:
 
 
 def test_a_failed_engine_is_raised_before_the_engines_that_wait_for_it() -> None:
-    """The first engine waits in its group for the second, which could not load: for start_timeout."""
+    """The first engine would wait for the second, which could not load, until start_timeout."""
     waiting: Future[Any] = Future()
     failed: Future[Any] = Future()
     failed.set_exception(MemoryError("no room"))

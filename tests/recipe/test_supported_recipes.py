@@ -1,6 +1,6 @@
-"""Recipes for models too large for any test: what can be held without their weights.
+"""Recipes for models too large for tests: checks that need no weights.
 
-Each bug named here would otherwise be found after the devices were allocated."""
+Without them, an error would appear after the devices were allocated."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_processes_fill_the_devices_of_the_head(row: Row) -> None:
 
 @EACH
 def test_batches_divide(row: Row) -> None:
-    """A mini batch must not have fewer samples than data-parallel ranks, of which some would idle."""
+    """A mini batch must not have fewer samples than data-parallel ranks, or ranks would idle."""
     recipe = load_recipe(row.path)
     megatron, actor = recipe.megatron, recipe.actor
     samples = recipe.rollout.samples_per_prompt if recipe.train.source == "rollout" else 1

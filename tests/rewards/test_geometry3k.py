@@ -1,4 +1,4 @@
-"""The geometry3k scorer: 0.9 for the answer, 0.1 for the form, on what models write."""
+"""The geometry3k scorer: 0.9 for the answer and 0.1 for the format, on typical model outputs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_edge_cases(response: str, right: int, form: int) -> None:
 
 @pytest.mark.parametrize(("truth", "box", "right"), MATH, ids=lambda value: str(value)[:30])
 def test_answers_follow_the_rules_of_math(truth: object, box: str, right: int) -> None:
-    """Units, percent, fractions, intervals, ...: the table of `math` holds here, too."""
+    """Units, percent, fractions, intervals: the table of `math` applies."""
     result = scored(rf"<think>x</think> so ${{}}\boxed{{{box}}}$.", truth)
     assert result.parts["accuracy"] == right and result.value == pytest.approx(0.9 * right + 0.1)
 

@@ -1,4 +1,4 @@
-"""The math scorers on what models write."""
+"""The math scorers on typical model outputs."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_step_rewards_are_weighted_and_merged_at_equal_ends() -> None:
     assert result.value == pytest.approx(0.375 + 0.2)
     assert result.parts["steps"] == pytest.approx(0.075)
     outcome = result.value - sum(reward for _, reward in result.steps)
-    assert outcome == pytest.approx(0.5 * 1.0), "what the scores earn at the end"
+    assert outcome == pytest.approx(0.5 * 1.0), "the outcome reward at the end"
 
 
 def test_terms_of_each_source() -> None:

@@ -217,7 +217,7 @@ def output(prompt_logprobs: Any) -> Any:
 
 
 def test_both_forms_of_vllms_prompt_log_probs_are_read() -> None:
-    """Token 9 is the second likeliest in its place, 2 is none of the two likeliest in its."""
+    """Token 9 is the second most likely at its position; token 2 is not among the two most likely."""
     flat = Flat(start_indices=[0, 0, 3], token_ids=[9, 7, 9, 2, 1, 5], logprobs=[-0.9, -0.4, -0.9, -3.0, -0.2, -1.5])
     dicts = [
         None,

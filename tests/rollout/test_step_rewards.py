@@ -16,8 +16,8 @@ from megarl.rollout.step_rewards import tokens_at
 
 
 def byte_pairs(folder: Path) -> None:
-    """Characters are UTF-8 bytes, of which a token may hold any: 0 to 255 are single ones, 256 is <end>, which is
-    special, 257 is " " and the first two bytes of an emoji, 258 its other two bytes and ".", 259 "ab"."""
+    """Tokens are UTF-8 bytes: 0 to 255 are single bytes, 256 is the special token <end>, 257 is " " and the first two
+    bytes of an emoji, 258 is its other two bytes and ".", 259 is "ab"."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -97,13 +97,13 @@ def test_an_end_within_a_token_maps_to_that_token(tokenizers: dict[str, Tokenize
 
 
 def test_a_character_maps_to_the_token_of_its_last_byte(tokenizers: dict[str, Tokenizer]) -> None:
-    """The emoji of four tokens is complete with the fourth; the space before another one with the token that begins
-    this one, which its "." comes with."""
+    """The first emoji ends at the last of its four tokens. The token with the second emoji's first bytes ends the
+    space; the token with its last bytes ends the emoji and the "."."""
     tokenizer = tokenizers["byte_pairs"]
     tokens = [ord("x"), *"😀".encode(), SPACE_AND_HALF, HALF_AND_DOT]
     assert tokenizer.decode(tokens) == "x😀 😀."
     assert places(tokenizer, tokens, [1, 2, 3, 4, 5]) == [0, 4, 5, 6, 6]
-    assert places(tokenizer, tokens, [4]) == [6], "what comes before need not be asked for"
+    assert places(tokenizer, tokens, [4]) == [6], "earlier ends are not needed"
 
 
 def test_a_step_never_ends_at_a_special_token(tokenizers: dict[str, Tokenizer]) -> None:

@@ -129,7 +129,7 @@ def test_engines_receive_only_adapters(dense: Path) -> None:
     config = json.loads((dense / "model" / "config.json").read_text())
     of_adapters = 4 * sum(adapter_sizes(config, 4, ["all-linear"]).values())
     apart, merged = metrics(dense / "auto"), metrics(dense / "merged")
-    for line, other in zip(apart[:-1], merged, strict=False):  # the last step's weights go nowhere
+    for line, other in zip(apart[:-1], merged, strict=False):  # the last step's weights are not sent
         assert line["weight_sync/version"] == line["step"]
         assert of_adapters <= line["weight_sync/bytes"] < 1.1 * of_adapters < other["weight_sync/bytes"] / 4
     assert all(line["rollout/logprob_gap_max"] < 1e-4 for line in [*apart, *merged]), "engines sample other weights"

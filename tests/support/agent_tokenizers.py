@@ -52,8 +52,8 @@ DEEPSEEK_TOKENS = [
         "output▁end",
     )
 ]  # fmt: skip
-# DeepSeek-V3 writes calls only of a message without content, with the arguments as text; the answers' end comes behind all
-# messages, and the policy goes on without a head.
+# DeepSeek-V3 writes calls only if the message has no content, with the arguments as text. The end of the answers
+# follows all messages, and the policy's turn has no header.
 DEEPSEEK_V3 = """{%- set ns = namespace(is_tool=false) -%}
 {%- for message in messages %}
     {%- if message.role == 'user' %}{{ '<｜User｜>' + message.content }}{% set ns.is_tool = false %}{% endif %}

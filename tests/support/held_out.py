@@ -31,7 +31,7 @@ def recipe_of(case: dict[str, Any]) -> Recipe:
     recipe.cluster.device, recipe.data.chat_template = "cpu", False
     recipe.train.source, recipe.algorithm.advantage = case["source"], "none"
     recipe.algorithm.loss = {"sft": "sft", "preferences": "dpo"}[case["source"]]
-    recipe.algorithm.aggregation = "seq_mean_token_mean"  # eval/loss of SFT is a mean over tokens all the same
+    recipe.algorithm.aggregation = "seq_mean_token_mean"  # does not change SFT's eval/loss, a mean over tokens
     recipe.data.prompts_per_step, recipe.actor.max_tokens_per_micro_batch = 4, 80
     recipe.actor.optimizer.lr = 1e-2
     recipe.evaluation.limit, recipe.lora.rank = case.get("limit"), case.get("lora", 0)

@@ -46,7 +46,7 @@ def check(trainer: Any, exported: dict[str, torch.Tensor], record: Path) -> None
 
 
 def check_planned(results: Path, case: dict[str, Any], directory: Path) -> None:
-    """In the test: the planner computes every rank's slice table without its memory or the other ranks."""
+    """Assert that the planner computes every rank's slice table without its memory or the other ranks."""
     from megarl.commands.plan.count.rank_client import RankClient
     from megarl.commands.plan.count.stages import holdings
 

@@ -223,7 +223,7 @@ def difference(case: Case, results: Path) -> Difference:
     got, expected = load(case, results), load(case.reference, results)
     metrics = {name: _relative(got["metrics"][name], value) for name, value in expected["metrics"].items()}
     assert got["metrics"].keys() == metrics.keys(), got["metrics"].keys() ^ metrics.keys()
-    assert metrics.pop(PRODUCTS) < 1e-4, "beyond what a product over a whole sequence makes of each token's rounding"
+    assert metrics.pop(PRODUCTS) < 1e-4, "larger than the rounding of a product over a sequence"
     gaps = {name: got["gradient"][name] - tensor for name, tensor in expected["gradient"].items()}
     assert got["gradient"].keys() == gaps.keys(), got["gradient"].keys() ^ gaps.keys()
     tensors = {name: _share(gap.abs().max(), expected["gradient"][name].abs().max()) for name, gap in gaps.items()}

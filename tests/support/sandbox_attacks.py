@@ -47,11 +47,11 @@ def until_refused(action, most):
 class Attack(NamedTuple):
     name: str
     source: str
-    limit: str | None = None  # the one that ends it
+    limit: str | None = None  # the limit that ends it
 
 
 # Limits of every attack (tests/sandbox/test_attacks.py): 200 MiB, 8 processes, 8 MiB of scratch, 300 files, 64 KiB of
-# output; 0.3 CPU seconds or 1 s where that is what should end it.
+# output; 0.3 CPU seconds, or 1 s if `limit` is a time limit.
 ATTACKS = [
     # Reads outside the sandbox
     Attack("read_etc_passwd", "refused(read, '/etc/passwd'); refused(os.listdir, '/etc')"),
@@ -266,7 +266,7 @@ ATTACKS = [
         "wall",
     ),
     Attack(
-        "outlive_the_caller",  # by asking the kernel not to be told of its death
+        "outlive_the_caller",  # by clearing the signal that the kernel sends at its death
         "libc = ctypes.CDLL(None)\nfor option in (1, (1 << 32) + 1, -(1 << 32) + 1):\n    for number in (0, 17):\n"
         "        libc.syscall({'x86_64': 157, 'aarch64': 167}[os.uname().machine], ctypes.c_long(option), number) == 0 and breach(option)",
     ),

@@ -28,7 +28,7 @@ def batch(lengths: list[int], truncated: set[int]) -> list[Group]:
     return groups
 
 
-@settings(deadline=None)  # the first example imports what the others find
+@settings(deadline=None)  # the first example pays for imports
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=12, unique=True),
     critics=st.integers(1, 4),

@@ -1,5 +1,5 @@
-"""Adapters of real trainers in real vLLM workers: an engine with separate adapters samples what an engine with merged
-weights samples."""
+"""Adapters of real trainers in real vLLM workers: an engine with separate adapters gives the samples of an engine with
+merged weights."""
 
 from __future__ import annotations
 
@@ -112,7 +112,9 @@ def test_requests_in_flight_continue_with_the_new_adapters(processes: Any, tmp_p
         for request in requests:
             for sample in samples[request.group]:
                 new = gaps(model, request, sample) < BOUND
-                assert len(new) == 110 and new[-10:].all() and not new.all(), "who said the end, and who the beginning"
+                assert len(new) == 110 and new[-10:].all() and not new.all(), (
+                    "the beginning must have the old weights and the end the new ones"
+                )
     finally:
         run.trainers.close()
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megarl.weight_sync.fingerprint import CHUNK_BYTES, StreamingFingerprint, VersionFingerprint, fingerprint
 
-BLOCK = 1024  # bytes: what XXH3 mixes at a time, and more than its short forms take
+BLOCK = 1024  # bytes: a block of XXH3, longer than its short-input forms
 
 
 def random_bytes(size: int, seed: int = 0) -> np.ndarray:
@@ -31,7 +31,7 @@ def test_flipped_bit(size, seed, data):
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), sign_only=st.booleans())
 def test_two_values_swapped(data, sign_only):
-    """Also x and -x, which differ only in a word's top bit: weighted sums would miss half of these swaps."""
+    """Includes x and -x, which differ only in a word's top bit: weighted sums would miss half of these swaps."""
     words = random_bytes(3 * BLOCK).view(np.int64)
     first = data.draw(st.integers(0, len(words) - 2))
     second = data.draw(st.integers(first + 1, len(words) - 1))

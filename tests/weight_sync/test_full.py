@@ -129,7 +129,7 @@ def test_weight_files_are_readable_safetensors(tmp_path):
 
 
 def test_files_of_earlier_runs_are_removed(tmp_path):
-    """Also files of an earlier run with higher versions; the previous version is kept."""
+    """Files of an earlier run with higher versions are removed too; the previous version is kept."""
     entries, memory = [BucketEntry("a", "float32", (2,), 0)], torch.zeros(64, dtype=torch.uint8)
     for versions in ((7, 8, 9), (8, 9)):
         files = BucketFiles(str(tmp_path))

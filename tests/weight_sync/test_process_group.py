@@ -87,7 +87,7 @@ def test_a_group_that_does_not_connect_is_aborted(channel, first, words):
     library = _Library([first])
     with pytest.raises(WeightSyncError, match=words):
         BroadcastGroup(channel, 0, 2, library)
-    assert len(library.aborted) == (not first.done), "what still connects is called off"
+    assert len(library.aborted) == (not first.done), "a group that still connects is aborted"
 
 
 def test_close_aborts_transfers_in_flight(channel):

@@ -54,7 +54,7 @@ def test_every_element_arrives_once_and_is_verified(tmp_path, places, transport)
             assert os.listdir(tmp_path) == []
         assert cluster.exports == 4, "only the first version is checked against the export, by every trainer rank"
         once = {key.split(" to ")[0] for key in sent.streams}
-        assert len(once) < len(sent.streams), "replicas read what was packed for the first"
+        assert len(once) < len(sent.streams), "replicas read the buckets of the first"
         with pytest.raises(WeightSyncError, match=r"1 streams differ: 0 to e0/0: sent x, received"):
             compare_sharded_reports(replaced(sent, streams=sent.streams | {"0 to e0/0": "x"}), received)
 
@@ -134,7 +134,7 @@ def test_each_bucket_needs_few_store_requests_and_no_new_key(tmp_path, monkeypat
         keys = cluster.store.num_keys()
         monkeypatch.setattr(StoreChannel, "_call", counted)
         received = cluster.update(3)[1]
-        assert cluster.store.num_keys() == keys, "what was read is written over"
+        assert cluster.store.num_keys() == keys, "keys of read buckets are overwritten"
         assert counts["add"] == received.buckets
         assert counts["set"] == 2 * received.buckets + 4, "notes, answers, and that each of four ranks has loaded it"
         assert counts["delete_key"] == 4, "that they had loaded the version before"

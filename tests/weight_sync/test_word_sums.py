@@ -45,7 +45,7 @@ def test_a_flipped_bit_and_swapped_words_change_the_sums():
         first, second = chance.sample(range(1024), 2)
         words[second] = words[first] ^ torch.tensor(
             -(2**31), dtype=torch.int32
-        )  # x and -x, of which sums may tell nothing
+        )  # x and -x, which plain sums may not distinguish
         unswapped = WordSumFingerprint(memory, filled=True).result()
         words[[first, second]] = words[[second, first]]
         assert WordSumFingerprint(memory, filled=True).result() != unswapped

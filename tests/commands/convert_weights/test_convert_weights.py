@@ -184,13 +184,13 @@ def test_a_killed_conversion_resumes(
     with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="a worker process was killed"):
         patched.setattr(convert_weights, "convert_shard", interrupted)
         convert(model, out, workers=2)
-    assert not (out / "config.json").exists(), "half a model is none"
+    assert not (out / "config.json").exists(), "an incomplete model has a config.json"
     assert not (out / "model-00002-of-00003.safetensors").exists()
     done = json.loads((out / "conversion.megarl.json").read_text())["files"]
     times = {name: (out / name).stat().st_mtime_ns for name in done}
     capsys.readouterr()
     convert(model, out, workers=1)
-    assert times == {name: (out / name).stat().st_mtime_ns for name in done}, "what was whole is not written again"
+    assert times == {name: (out / name).stat().st_mtime_ns for name in done}, "complete files were written again"
     assert "of them" in capsys.readouterr().out and "model-00001-of-00003.safetensors" in done
     names = sorted(path.name for path in whole.iterdir())
     assert names == sorted(path.name for path in out.iterdir()) and len(names) == 7

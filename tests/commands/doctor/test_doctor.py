@@ -294,7 +294,7 @@ class TestCommand:
         assert set(findings[0]) == {"check", "status", "text", "remedy", "host"}
 
     def test_an_unreachable_cluster_is_a_finding(self, here: FakeMachine, capsys: pytest.CaptureFixture[str]) -> None:
-        """The failure is reported, and this machine is examined all the same."""
+        """The failure is reported, and this machine is still examined."""
         here.environ["RAY_ADDRESS"] = "ray://10.0.0.1:10001"
         assert command.doctor(None, [], as_json=True, nodes=None) == 1
         findings = json.loads(capsys.readouterr().out)

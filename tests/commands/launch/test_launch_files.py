@@ -189,7 +189,7 @@ def test_the_plain_job_gives_each_pod_its_node_rank():
     recipe = pod["containers"][0]["args"][-1]
     assert (topology.node_rank, topology.nodes, topology.devices_per_node) == (3, *nodes_and_devices(recipe))
     assert spec["completions"] == spec["parallelism"] == topology.nodes
-    # The first pod's name, as Kubernetes makes it of the Job's and the headless Service's.
+    # The first pod's name, which Kubernetes builds from the names of the Job and the headless Service.
     assert topology.master == f"{job['metadata']['name']}-0.{pod['subdomain']}"
     assert (service["metadata"]["name"], service["spec"]["clusterIP"]) == (pod["subdomain"], "None")
     assert service["spec"]["selector"] == spec["template"]["metadata"]["labels"]

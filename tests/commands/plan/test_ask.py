@@ -1,4 +1,4 @@
-"""The process that plays ranks: answers arrive as they are ready, failures reach the caller, and leaving ends it."""
+"""The rank subprocess: answers arrive in order of completion, failures reach the caller, and leaving ends it."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_trainers_without_offload_stay_on_the_device() -> None:
     run_recipe.megatron.offload = False
     memory = totals(of(run_recipe, [stage()])["actor 0 + engine"])
     assert memory["gen"] == 20 + 100 + 5 + 151
-    assert memory["update_actor"] == 151 + 9, "engines sleep all the same"
+    assert memory["update_actor"] == 151 + 9, "engines sleep in any case"
 
 
 def test_on_a_cpu_nothing_is_offloaded() -> None:

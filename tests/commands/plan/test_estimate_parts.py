@@ -260,11 +260,13 @@ def test_the_cache_limits_concurrent_sequences() -> None:
     wide = EngineLimits(1, 10**9, 0.5, "", True)
     assert room(big, SAME, wide) == pytest.approx(left / token / 110)
     assert room(big, SAME, replace(wide, sequences=64)) == 64
-    assert room(small, SAME, wide) == 1, "an engine that has no room at all is refused elsewhere"
-    assert room(small, SAME, replace(wide, sequences=256), rank(cache=10**9)) == 256, "what was counted wins"
+    assert room(small, SAME, wide) == 1, "an engine without room for one sequence is refused by another check"
+    assert room(small, SAME, replace(wide, sequences=256), rank(cache=10**9)) == 256, "the counted cache has precedence"
     assert room(small, SAME, wide, rank(cache=110 * 1000 * 7)) == 7
     assert room(small, SAME, replace(wide, cache=110 * token * 7)) == 7, "as given outright"
-    assert room(small, SAME, replace(wide, share=None, sequences=9)) == 9, "an engine that finds it out itself"
+    assert room(small, SAME, replace(wide, share=None, sequences=9)) == 9, (
+        "an engine that determines its share at run time"
+    )
 
 
 @pytest.mark.parametrize(
@@ -305,7 +307,7 @@ def test_weight_sync_sends_the_planned_bytes() -> None:
     )
     mapped = weight_sync_cost(trainers(weight_sync__transport="ipc"), engines(), sharded)
     assert mapped.parts == pytest.approx({"links": 4e6 / 5e7 + 3e6 / 1e9, "host": 1.25e6 / 1e9}), (
-        "what stays on the node over its links; a quarter goes to another one, through the host"
+        "data within the node uses its links; a quarter goes to another node through the host"
     )
     whole = weight_sync_cost(trainers(2), engines(), None)
     size = 2 * (1600 + 2000)

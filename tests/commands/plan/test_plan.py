@@ -185,7 +185,7 @@ def test_live_memory_counts_each_storage_once() -> None:
     weight = torch.empty(100, 100, device=meta, requires_grad=True)
     with MemoryCounter(meta) as live:
         weight.detach().zero_()
-        assert live.now == 0, "what was there before does not count"
+        assert live.now == 0, "earlier tensors do not count"
         tensor = torch.empty(10, 100, device=meta)
         view = tensor.view(100, 10)
         del tensor
