@@ -35,7 +35,7 @@ from megarl.recipe.critic import critic_view
 from megarl.recipe.offload import learners_take_turns, offloads
 from megarl.recipe.paths import with_absolute_paths
 from megarl.recipe.schema import RolloutConfig
-from megarl.rollout.engine_handle import EngineHandle, JudgeHandle, SamplingEngine, TeacherHandle, check_engines_too
+from megarl.rollout.engine_handle import EngineHandle, JudgeHandle, SamplingEngine, TeacherHandle, with_engine_check
 from megarl.rollout.evaluate import EvaluationResult, evaluate
 from megarl.rollout.judge.service import with_judge
 from megarl.rollout.source import SampleSource
@@ -56,7 +56,7 @@ CRITIC = "megarl.trainer.critic:CriticWorker"
 
 @dataclass(frozen=True)
 class RunSetup:
-    """A checked recipe and everything that was read for it, before any process starts."""
+    """A checked recipe and the data read for it, before any process starts."""
 
     recipe: Recipe
     prepared: Prepared
@@ -127,9 +127,9 @@ def prepare_run(recipe: Recipe) -> RunSetup:
 def connected(
     recipe: Recipe, platform: Any, *, trainers: bool, engines: bool, critic: bool = False, fixed: Sequence[str] = ()
 ) -> Iterator[Cluster]:
-    """Connect to a cluster with devices for the named parts; `fixed`: sections of teacher and judge.
+    """Connect to a cluster and reserve devices for the named parts. `fixed`: "teacher", "judge", whose weights never change.
 
-    A ValueError about the recipe becomes an InputError.
+    Raises InputError if the cluster cannot be reached or has too few devices.
     """
     with as_input_error():
         cluster = connect(recipe, platform, trainers=trainers, engines=engines, critic=critic, fixed=fixed)
@@ -166,7 +166,7 @@ def build_run(setup: RunSetup, cluster: Cluster, log: RunLog) -> Run:
     saver = _saver(setup, started, devices, cluster.check, log.notice)
     load_weights = _checkpoint_loader(actor, critic, devices)
     trace_note = kind_of(setup.platform.name).tracing.engines
-    by_hand = recipe.cluster.device_peak_tflops
+    peak_tflops = recipe.cluster.device_peak_tflops
     return Run(
         recipe=recipe,
         actor=actor,
@@ -186,7 +186,7 @@ def build_run(setup: RunSetup, cluster: Cluster, log: RunLog) -> Run:
         ),
         log=log,
         device_count=_device_count(recipe, actor),
-        device_peak=by_hand * 1e12 if by_hand else peak_flops(actor.ranks[0]["device_name"]),
+        device_peak=peak_tflops * 1e12 if peak_tflops else peak_flops(actor.ranks[0]["device_name"]),
     )
 
 
@@ -206,7 +206,7 @@ class Started:
 
 
 def _start_processes(setup: RunSetup, cluster: Cluster, log: RunLog) -> Started:
-    """Start engines and trainers; they load at the same time unless they share devices."""
+    """Start engines and trainers. They load at the same time, or one after the other if they share devices."""
     recipe, platform, folder = setup.recipe, setup.platform, setup.place.directory
     rollout, limit = recipe.train.source == "rollout", recipe.rollout.start_timeout
     engines: list[EngineHandle] = []
@@ -247,7 +247,7 @@ def _start_actor(setup: RunSetup, cluster: Cluster) -> ActorGroup:
 
 
 def _start_critic(setup: RunSetup, cluster: Cluster, actor: Occupant) -> tuple[CriticGroup | None, Occupant | None]:
-    """Start the critic, if the recipe has one, after the actor has freed the devices that they may share."""
+    """Start the critic, if the recipe has one, after offloading the actor, whose devices it may share."""
     recipe = setup.recipe
     if not uses_critic(recipe.algorithm):
         return None, None
@@ -280,8 +280,8 @@ def _check_shared_storage(trainers: TrainerGroup, folder: Path) -> None:
 
 
 def check_for(rollout: RolloutConfig, engines: Sequence[EngineHandle], cluster: Cluster) -> Callable[[], None]:
-    """Return a function that raises if a process of the run has failed. The controller calls it while it waits for samples."""
-    return cluster.check if rollout.data_parallel == 1 else check_engines_too(engines, cluster.check)
+    """Return a function that raises if a process of the run has failed. Waits for samples call it every second."""
+    return cluster.check if rollout.data_parallel == 1 else with_engine_check(engines, cluster.check)
 
 
 def connect_engines(recipe: Recipe, started: Started, notice: Callable[[str], None]) -> Handover:
@@ -315,7 +315,7 @@ def _source(
 def _evaluation(
     recipe: Recipe, prepared: Prepared, samplers: Sequence[SamplingEngine], actor: ActorGroup, check: Callable[[], None]
 ) -> Callable[[], EvaluationResult] | None:
-    """Return the evaluation of the current policy: on held-out problems (RL) or rows (SFT, DPO). None: neither exists."""
+    """Return a function that evaluates the policy on held-out problems (RL) or rows (SFT, DPO); None if there are none."""
     problems, rows = prepared.evaluation, prepared.held_out
     if rows is not None:
         return HeldOut(recipe, rows, actor).evaluate
@@ -342,7 +342,7 @@ def _saver(
 def _checkpoint_loader(
     actor: ActorGroup, critic: CriticGroup | None, devices: Handover
 ) -> Callable[[Path], list[str | None]]:
-    """Return a function that loads a checkpoint into all processes and returns the notices, the actor's first."""
+    """Return a function that loads a checkpoint into all trainer processes and returns their notices, the actor's first."""
 
     def load(checkpoint: Path) -> list[str | None]:
         notices: list[str | None] = []

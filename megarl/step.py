@@ -58,7 +58,7 @@ def training_step(run: Run, batch: Batch, step: int) -> None:
     if passes.reference:
         with run.log.phase("reference"):
             run.actor.compute_reference_log_probs()
-    outcomes, reward_kl = outcomes_less_kl(run, plan) if passes.kl_in_reward else (plan.outcomes, None)
+    outcomes, reward_kl = outcomes_with_kl_penalty(run, plan) if passes.kl_in_reward else (plan.outcomes, None)
     if passes.critic is CriticPass.AFTER_KL:
         advantages = critic_pass(run, batch, plan, step)
         run.devices.give_to_actor()
@@ -75,7 +75,7 @@ def training_step(run: Run, batch: Batch, step: int) -> None:
 
 
 def critic_pass(run: Run, batch: Batch, plan: StepPlan, step: int) -> list[list[VectorPart]]:
-    """Compute values and advantages and update the critic. Returns, per actor shard, where its advantages lie."""
+    """Compute values and advantages and update the critic. Returns the locations of the advantages, per actor shard."""
     assert run.critic is not None
     log, critic = run.log, run.critic
     run.devices.give_to_critic()
@@ -91,8 +91,8 @@ def critic_pass(run: Run, batch: Batch, plan: StepPlan, step: int) -> list[list[
     return advantages
 
 
-def outcomes_less_kl(run: Run, plan: StepPlan) -> tuple[Outcomes, float]:
-    """Estimate each token's KL to the reference policy, and subtract the weighted sums from the samples' rewards.
+def outcomes_with_kl_penalty(run: Run, plan: StepPlan) -> tuple[Outcomes, float]:
+    """Estimate each token's KL to the reference policy, and subtract `kl_weight` x KL from the samples' rewards.
 
     Returns the outcomes and the mean KL of a loss token.
     """
@@ -107,11 +107,11 @@ def outcomes_less_kl(run: Run, plan: StepPlan) -> tuple[Outcomes, float]:
 def load_advantages(
     run: Run, plan: StepPlan, outcomes: Outcomes, from_critic: Sequence[list[VectorPart]] | None
 ) -> None:
-    """Give the actor the advantages that its shards lack: the critic's, per token, or from rewards less the KL."""
+    """Load the advantages that the shards lack: the critic's, estimates per token, or estimates after the KL penalty."""
     algorithm = run.recipe.algorithm
     estimator = ADVANTAGES[algorithm.advantage]
     if estimator.source is AdvantageSource.SAMPLES and not algorithm.kl_in_reward:
-        return  # the shards hold them
+        return  # the plan estimated them, and the shards contain them
     with run.log.phase("adv"):
         if estimator.source is AdvantageSource.CRITIC:
             assert from_critic is not None
@@ -140,7 +140,7 @@ def update_actor(run: Run, plan: StepPlan, step: int, passes: StepPasses) -> Met
 
 
 def log_batch(run: Run, batch: Batch, plan: StepPlan, step: int) -> None:
-    """Log what the step trained on."""
+    """Log metrics and samples of the batch."""
     run.log.add(plan.metrics)
     if run.recipe.train.source == "rollout":
         run.log.add(staleness(batch.groups, step - 1))

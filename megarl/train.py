@@ -51,10 +51,10 @@ def train(recipe: Recipe) -> Path:
 
 def run_steps(run: Run, resume_from: Path | None = None) -> None:
     """Run from the first step, or from the step after a checkpoint, to `train.steps`."""
-    done, unwritten = run.checkpoints.resume(resume_from) if resume_from else (0, None)
+    done, unlogged_metrics = run.checkpoints.resume(resume_from) if resume_from else (0, None)
     run.log.begin()
-    if unwritten is not None:
-        run.log.add(unwritten)
+    if unlogged_metrics is not None:  # the killed run saved step `done`, but did not write its metrics
+        run.log.add(unlogged_metrics)
         finish_step(run, done)
     elif done < run.recipe.train.steps:
         run.publish_weights(done)
@@ -79,7 +79,7 @@ def run_steps(run: Run, resume_from: Path | None = None) -> None:
 
 
 def finish_step(run: Run, step: int) -> None:
-    """Publish the new weights, evaluate if due, and write the step's line."""
+    """Publish the new weights, evaluate if due, and write the step's metrics."""
     evaluation, last = run.recipe.evaluation, step == run.recipe.train.steps
     evaluates = is_due(step, evaluation.every) or (last and evaluation.at_end)
     if not last or evaluates:

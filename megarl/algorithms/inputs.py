@@ -75,7 +75,7 @@ class LossInputs:
     entropy: Tensor | None = None
     chosen: Tensor | None = None  # bool: tokens that the policy chose, filtered samples included; for kl_in_reward
     selected: Tensor | None = None  # bool: by score over the whole mini batch, for losses with `scores`
-    accepted: Tensor | None = None  # `loss_mask` without tokens that a correction rejects; None: it rejects none
+    accepted: Tensor | None = None  # `loss_mask`, 0.0 for tokens that a correction rejects; None: no token is rejected
 
     def zero_excluded(self, values: Tensor) -> Tensor:
         """Return `values` [T] with 0 for excluded tokens, even if their value is inf or nan."""
@@ -92,7 +92,7 @@ class LossInputs:
 
     @property
     def counted(self) -> Tensor:
-        """`loss_mask` without rejected tokens [T]."""
+        """Return `loss_mask` with 0.0 for the tokens that a correction rejects: [T]."""
         return self.loss_mask if self.accepted is None else self.accepted
 
     def accepting(self, accepted: Tensor) -> LossInputs:

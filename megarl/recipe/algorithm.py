@@ -64,13 +64,13 @@ class CorrectionConfig:
     )
     mask: Literal["none", "token", "sequence", "geometric"] = key(
         "none",
-        "Mask tokens with rho outside [mask_low, mask_high], computed as for `weights` (masked importance sampling). IcePop: `mask` and `weights` by token, with `truncate` at mask_high. A masked token gets no gradient and is in no sequence ratio of the loss; it still counts in the loss's normalizer.",
+        "Reject tokens with rho outside [mask_low, mask_high], computed as for `weights` (masked importance sampling). IcePop: `mask` and `weights` by token, with `truncate` at mask_high. A rejected token gets no gradient and is in no sequence ratio of the loss; it still counts in the loss's normalizer.",
     )
     mask_low: float = key(0.5, "Lower bound of rho.", at_least=0)
     mask_high: float = key(5.0, "Upper bound of rho.", above=0)
     veto: Optional[float] = key(
         None,
-        "Mask the whole sequence if any token's rho is below this, e.g. 1e-4: the trainer's policy would almost never sample that token. Unset: off.",
+        "Reject the whole sequence if any token's rho is below this, e.g. 1e-4: the trainer's policy would almost never sample that token. Unset: off.",
         above=0,
         at_most=1,
     )

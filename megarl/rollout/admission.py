@@ -1,13 +1,13 @@
 """Admission of groups for a given staleness, and their assignment to batches: a pure state machine.
 
-With weights of version v and staleness S, a group may start if its batch is at most batch v + S (batches
-count from 0, and batch b updates the policy from version b to b + 1). A group's batch depends on how many earlier groups are accepted, so the
-capacity assumes that every running group will be accepted. A group that dynamic sampling filters frees its place in
-the batch, so another group may start; resampling needs no other rule. Without filtering, the capacity is
+Batches count from 0, and batch b updates the policy from version b to b + 1. With weights of version v and staleness S, a
+group may start if it will be in batch v + S or earlier. Its batch depends on how many earlier groups are accepted, so the
+capacity assumes that every running group will be. If dynamic sampling filters a group, its place in the batch is free again
+and another group may start; resampling needs no other rule. Without filtering, the capacity is
 (S + v + 1) P - accepted - running for P prompts per step.
 
-Groups are released in admission order, not in the order in which they finish. Batches are therefore not biased towards
-short responses and do not depend on timing. A batch closes with fewer groups after `max_attempts` times P tried groups.
+Groups enter batches in admission order, not in the order in which they finish. Batches are therefore not biased towards
+short responses and do not depend on timing. After `max_attempts` times P tried groups, a batch closes with fewer groups.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class AdmissionState:
     """Counters of a run."""
 
     admitted: int = 0  # started groups: also the next group's number and the data cursor
-    released: int = 0  # the next group number to release
+    released: int = 0  # groups in batches, filtered ones included: also the number of the next group to enter a batch
     closed: int = 0  # closed batches
 
 
 @dataclass
 class TriedGroup:
-    """A finished group; `accepted`: it may be trained on."""
+    """A finished group. `accepted`: it may be trained on."""
 
     group: Group
     accepted: bool
@@ -56,11 +56,11 @@ class Admission:
         self.continuous = continuous
         self.batches = batches  # batches of the whole run; None: unlimited
         self.state = AdmissionState()
-        self.version: int | None = None  # None: closed
+        self.version: int | None = None  # of the engines' weights; None: no group may start
         self.running = 0
-        self.tried: list[TriedGroup] = []  # released groups of the current batch
+        self.tried: list[TriedGroup] = []  # groups of the current batch, filtered ones included
         self.closed: deque[list[TriedGroup]] = deque()  # batches ready for training
-        self._finished: dict[int, TriedGroup] = {}  # waiting for earlier groups
+        self._finished: dict[int, TriedGroup] = {}  # by number: groups that wait for an earlier group to finish
 
     def capacity(self) -> int:
         """Return the number of groups that may start now."""

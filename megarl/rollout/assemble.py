@@ -43,9 +43,9 @@ def control_data(
     """Return the controller's part of a sample. The caller sets the location of its vectors."""
     start = len(request.prompt.tokens)
     score = Score(math.nan) if isinstance(scored, SampleFailure) else scored
-    steps, earned = steps_of(score, trajectory, decode)
+    steps, tool_reward = steps_of(score, trajectory, decode)
     parts = dict(score.parts)
-    if earned:
+    if tool_reward:
         parts["steps"] = math.fsum(reward for _, reward in steps)
     return Sample(
         group=request.group,
@@ -54,7 +54,7 @@ def control_data(
         prompt_length=start,
         response_length=len(trajectory.tokens),
         loss_tokens=int(trajectory.sampled.sum()),
-        reward=score.value + earned,
+        reward=score.value + tool_reward,
         reward_parts=parts,
         answer=score.answer,
         finish_reason=trajectory.finish_reason,
@@ -65,26 +65,26 @@ def control_data(
 
 
 def steps_of(score: Score, trajectory: Trajectory, decode: Decode) -> tuple[Steps, float]:
-    """Return (step rewards with the response token that ends each step, sum of the tools' rewards).
+    """Return the step rewards, each with the response token that ends the step, and the sum of the tools' rewards.
 
     A scorer's step ends at a character of the policy's turns, joined by line breaks. A tool's reward counts at the end
     of the turn that called the tool.
     """
-    earned: dict[int, list[float]] = {}
+    rewards_at: dict[int, list[float]] = {}  # by response token
     ends = [end for end, _ in score.steps]
     for token, (_, reward) in zip(_end_tokens(ends, trajectory, decode), score.steps, strict=True):
-        earned.setdefault(token, []).append(reward)
+        rewards_at.setdefault(token, []).append(reward)
     tool_rewards, policy_turn = [], -1
     for turn in trajectory.turns:
         policy_turn += turn.role == "assistant"
         if turn.reward:
             tool_rewards.append(turn.reward)
-            earned.setdefault(trajectory.ends[policy_turn] - 1, []).append(turn.reward)
-    return tuple((token, math.fsum(rewards)) for token, rewards in sorted(earned.items())), math.fsum(tool_rewards)
+            rewards_at.setdefault(trajectory.ends[policy_turn] - 1, []).append(turn.reward)
+    return tuple((token, math.fsum(rewards)) for token, rewards in sorted(rewards_at.items())), math.fsum(tool_rewards)
 
 
 def _end_tokens(ends: Sequence[int], trajectory: Trajectory, decode: Decode) -> list[int]:
-    """Return, for each of `ends`, the response token that completes this many characters of the policy's turns."""
+    """Return, for each of `ends` (numbers of characters of the policy's turns), the response token that completes them."""
     tokens: list[int] = []
     before = 0
     for number, (text, stop) in enumerate(zip(policy_turns(trajectory), trajectory.ends, strict=True)):

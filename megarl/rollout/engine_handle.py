@@ -111,14 +111,14 @@ class EngineHandle(ServiceHandle):
 
 
 class TeacherHandle(ServiceHandle):
-    """An engine of the teacher (`TeacherServer`): it scores given tokens."""
+    """An engine of the teacher (`TeacherServer`): it computes log-probs of sampled tokens."""
 
     def start(self) -> Future[dict[str, Any]]:
         return self._call(TeacherServer.start)
 
-    def read(self, groups: list[Group]) -> Future[None]:
-        """Score every token of `groups`."""
-        return self._call(TeacherServer.read, groups)
+    def score(self, groups: list[Group]) -> Future[None]:
+        """Compute the teacher's log-probs of every token of `groups`."""
+        return self._call(TeacherServer.score, groups)
 
     def collect(self, group: int) -> Future[tuple[None, DataRef]]:
         """Return the location of a scored group's vectors."""
@@ -136,10 +136,10 @@ class JudgeHandle(ServiceHandle):
         return self._call_with_data(JudgeServer.judge, group, prompt, responses)
 
 
-def check_engines_too(engines: Sequence[EngineHandle], check: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that calls `check` and then raises if an engine has failed between calls.
+def with_engine_check(engines: Sequence[EngineHandle], check: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that calls `check` and then raises the error of a failed engine, even if no call to it is pending.
 
-    In a group, an engine also steps for the other engines' requests, so it can fail while no call to it is pending.
+    An engine of a group takes part in every step of the group, so it can fail while it has no request.
     """
     ends = [engine.watch() for engine in engines]
 

@@ -70,9 +70,9 @@ def accuracy_metrics(groups: Sequence[Group], ks: Sequence[int]) -> Metrics:
 
 
 def evaluation_metrics(groups: Sequence[Group], greedy: Sequence[Group], ks: Sequence[int]) -> Metrics:
-    """Return the metrics of the problems `groups` and of their `greedy` answers (may be empty).
+    """Return the metrics of `groups`, one per problem, and of their `greedy` answers (may be empty).
 
-    Means exclude problems with an answer that could not be scored. A mean over no problem is omitted.
+    Means exclude problems with an answer that could not be scored, and are omitted if no problem is left.
     """
     metrics: Metrics = {}
     scored = [group for group in groups if not group.failures]
@@ -111,8 +111,8 @@ def evaluate(
     """Sample every problem and score it. The engines must be idle, so that batches are repeatable.
 
     `check_processes` is called every second and raises if a process of the run has died. Raises RuntimeError if no
-    problem finishes within `rollout.timeout` or too many cannot be scored (`reward.max_failed_share`). A problem with
-    an answer that could not be scored is counted and excluded from the means.
+    problem finishes within `rollout.timeout`, or if too many cannot be scored (`reward.max_failed_share`). If an answer
+    cannot be scored, its problem is counted and excluded from the means.
     """
     settings = recipe.evaluation
     problems = list(prompts)[: settings.limit]

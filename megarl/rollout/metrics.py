@@ -1,7 +1,7 @@
-"""Metrics of a step and of an evaluation by data source, and metrics of agent loops (pure functions).
+"""Metrics of a step and of an evaluation by data source, and metrics of agent loops. Pure functions.
 
-A step has metrics by source even if it has a single source: otherwise a metric would disappear at steps that draw a
-single source. An evaluation has the same problems each time, so it has them only with several sources.
+A step has metrics by source even if all its groups have the same source; otherwise the metrics would be missing at such
+steps. An evaluation has the same problems each time, so it has metrics by source only if its problems have several.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ T = TypeVar("T")
 def sampled_figures(tried: Sequence[TriedGroup]) -> Metrics:
     """Return the rollout metrics of a batch by data source, over all tried groups (filtered groups included).
 
-    Means of rewards and accuracies include only the samples with a value. A source without any scored sample has no
-    ``rewards/mean``; a source without accuracies has no ``accuracy``.
+    Means of rewards and accuracies are over the samples that have one. ``rewards/mean`` is missing for a source without
+    scored samples, ``accuracy`` for a source whose scorer reports none.
     """
     metrics: Metrics = {}
     for data_source, items in _parted(tried, lambda item: item.group.data_source).items():
         groups = [item.group for item in items]
         samples = [sample for group in groups for sample in group.samples]
         rewards = [sample.reward for sample in samples if not math.isnan(sample.reward)]
-        judged = [sample.reward_parts["accuracy"] for sample in samples if "accuracy" in sample.reward_parts]
+        accuracies = [sample.reward_parts["accuracy"] for sample in samples if "accuracy" in sample.reward_parts]
         lengths = [sample.response_length for sample in samples]
         scoring = ScoringCounts.of(groups)
         metrics |= {
@@ -49,7 +49,7 @@ def sampled_figures(tried: Sequence[TriedGroup]) -> Metrics:
             f"source/{data_source}/groups_accepted": float(len(accepted_groups(items))),
             f"source/{data_source}/samples": float(len(samples)),
             **({f"source/{data_source}/rewards/mean": float(np.mean(rewards))} if rewards else {}),
-            **({f"source/{data_source}/accuracy": float(np.mean(judged))} if judged else {}),
+            **({f"source/{data_source}/accuracy": float(np.mean(accuracies))} if accuracies else {}),
             f"source/{data_source}/response_length/mean": float(np.mean(lengths)),
             f"source/{data_source}/response_length/max": float(np.max(lengths)),
             f"source/{data_source}/truncated": float(np.mean([sample.truncated for sample in samples])),

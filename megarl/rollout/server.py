@@ -1,7 +1,7 @@
-"""Rollout process: an engine and the scorers of its samples.
+"""Rollout process: an engine, and the scorers of its samples.
 
-The controller submits requests and collects scored groups. A group is returned as control data (lengths, rewards) and,
-separately, token vectors: the controller never needs the vectors.
+The controller submits requests and collects scored groups. It receives a group's control data (lengths, rewards); the
+token vectors are returned separately, for the trainers.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class RolloutServer:
         for request, failure in await asyncio.gather(*map(self._with_images, requests)):
             if failure is None:
                 ready.append(request)
-            else:  # the group is left out, as after a scorer's failure
+            else:  # the group fails, as after a scorer's failure
                 self._settle(request, _empty_samples(request, failure))
         if ready and self.loop is None:
             await self._sample_groups(ready)
@@ -118,7 +118,7 @@ class RolloutServer:
         return await self._in_texts(read)
 
     async def _run_loops(self, agent: AgentLoop, requests: list[GenerationRequest]) -> None:
-        """Sample all first turns in a single call to the engine; each sample then continues in its task."""
+        """Sample all first turns in a single call to the engine; then continue each sample in a separate task."""
         loop = asyncio.get_running_loop()
         singles = [(request, single) for request in requests for single in _single_requests(request)]
         first: list[asyncio.Future[Completion]] = [loop.create_future() for _ in singles]
@@ -228,8 +228,7 @@ class RolloutServer:
         self.calls.shutdown(wait=False)
 
     def _settle(self, request: GenerationRequest, sampled: Awaitable[list[Trajectory]]) -> None:
-        """Start a task that awaits the samples of a group (a greedy sample is last), scores them and sets the group's
-        result."""
+        """Start a task that awaits the samples of a group (a greedy sample is last), scores them and sets its result."""
 
         async def settle() -> None:
             try:
@@ -243,7 +242,7 @@ class RolloutServer:
 
     async def _scored(self, request: GenerationRequest, sampled: list[Trajectory]) -> tuple[Group, list[SampleTokens]]:
         with_tools = self.loop is not None
-        if any(sample.failure is not None for sample in sampled):  # the group is left out and not scored
+        if any(sample.failure is not None for sample in sampled):  # the group has failed and is not scored
             outcomes: list[Outcome] = [(sample.failure or rewards.Score(math.nan), 0) for sample in sampled]
         else:
             outcomes = await self.scoring.score(
@@ -306,5 +305,5 @@ def _single_requests(request: GenerationRequest) -> list[GenerationRequest]:
 
 
 async def _empty_samples(request: GenerationRequest, failure: SampleFailure) -> list[Trajectory]:
-    """Return empty samples for a group that could not start."""
+    """Return empty samples for a group whose images could not be read."""
     return [Trajectory.failed(failure)] * (request.sampling.n + request.with_greedy)

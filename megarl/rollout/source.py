@@ -21,7 +21,7 @@ class SampleSource(Protocol):
     """Source of batches. RL and SFT differ only here: the loop announces weight versions and takes batches."""
 
     def admit(self, version: int) -> None:
-        """Start the groups that may use the weights of `version`, which are loaded."""
+        """Start the groups that may use the weights of `version`. The engines must have loaded these weights."""
 
     def take(self, count: int) -> Batch:
         """Return the next `count` groups in admission order; fewer, with a notice, only if the recipe allows it."""
@@ -30,7 +30,10 @@ class SampleSource(Protocol):
         """Wait until all admitted groups have finished, so that weights may change."""
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint: plain values, NumPy arrays and gathered groups. Call after `drain`."""
+        """Return the state for a checkpoint: plain values, NumPy arrays, and groups that wait for training.
+
+        Call after `drain`.
+        """
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore the state of a checkpoint."""

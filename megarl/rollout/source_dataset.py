@@ -15,7 +15,7 @@ from megarl.types import Group, InlineData, Sample, SampleTokens
 
 
 class DatasetSource:
-    """A `SampleSource` over a data set. Its groups have the current weight version."""
+    """A `SampleSource` over a data set. Groups carry the current weight version, so their staleness is 0."""
 
     def __init__(self, recipe: Recipe, examples: SFTDataset | PreferenceDataset):
         self.examples = examples

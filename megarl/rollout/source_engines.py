@@ -1,6 +1,6 @@
 """The source of RL batches: submit groups to engines, filter them (dynamic sampling), and fail if an engine dies.
 
-Groups arrive in background threads, so training can continue meanwhile.
+Background threads receive the groups, so sampling continues while the controller trains.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def group_seed(run_seed: int, number: int) -> int:
 class EnginesSource:
     """A `SampleSource` over rollout engines.
 
-    `take` and `drain` raise the first error of an engine. A group that could not be scored is replaced by another
-    group; more than `reward.max_failed_share` of them are an error.
+    `take` and `drain` raise the first error of an engine. A group that could not be scored is replaced by another group,
+    unless their share exceeds `reward.max_failed_share`, which is an error.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class EnginesSource:
             self._change.notify_all()
 
     def _arrived(self, engine: int, result: Future[tuple[Any, DataRef]]) -> None:
-        """Handle a collected group in the transport's thread. Errors are raised in the waiting controller."""
+        """Handle a collected group, in a thread of the transport. The controller raises its errors when it waits."""
         try:
             group = attach(result.result())
             settings = self.recipe.algorithm

@@ -80,7 +80,8 @@ def wait_for_start(
 
 
 def start_teacher(recipe: Recipe, platform: Any, cluster: Cluster) -> list[TeacherHandle]:
-    """Start the teacher's engines. The cluster gives out devices in the order policy, teacher, judge."""
+    """Start the teacher's engines. Call it after `start_engines`: the cluster assigns devices to policy, teacher, judge
+    in this order."""
     engines = []
     for number in range(recipe.teacher.engines):
         spec = replace(teacher_spec(recipe, f"teacher{number}"), device=platform.name)

@@ -1,8 +1,8 @@
-"""Map ends of steps from characters of a response to its sampled tokens.
+"""Map the ends of steps from characters of a response to its sampled tokens.
 
-The text is not tokenized again. The sampled tokens are decoded piece by piece, and a piece counts only if its text
-matches the whole response at that position: a character split over several tokens is complete at the last of them, and
-special tokens add no text.
+The text is not tokenized again. The sampled tokens are decoded piece by piece, and the reader advances only if a piece's
+text equals the response's text at that position. So a character that is split over several tokens ends at the last of
+them, and special tokens add no text.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from collections.abc import Callable, Sequence
 
 Decode = Callable[[Sequence[int]], str]
 
-_JUMP = 64  # tokens decoded at once in parts without a step's end
+_JUMP = 64  # tokens decoded together where no step ends
 
 
 def tokens_at(ends: Sequence[int], tokens: Sequence[int], text: str, decode: Decode) -> list[int]:
     """Return, for each of `ends` (increasing numbers of characters of `text`), the index of the token that completes
     these characters. `text` equals `decode(tokens)`.
 
-    Decodes each token a few times, independent of the number of steps. Exception: for ends within invalid bytes, it
-    decodes and compares whole prefixes of the response.
+    Each token is decoded a few times, whatever the number of steps. Exception: if an end lies within invalid bytes, whole
+    prefixes of the response are decoded and compared.
     """
     reader = _Reader(tokens, text, decode)
     return [reader.find(end) for end in ends]
 
 
 class _Reader:
-    """Incremental decoder. The first `_read` tokens decode to the first `_characters` of the text.
+    """Incremental decoder. The first `_read` tokens decode to the first `_characters` characters of the text.
 
     A tokenizer may decode the first tokens of a sequence differently (some drop leading spaces). So tokens are decoded
-    together with the previous, non-empty piece, and that piece's text is then removed.
+    together with the previous non-empty piece, whose text is then cut off.
     """
 
     def __init__(self, tokens: Sequence[int], text: str, decode: Decode) -> None:
@@ -55,7 +55,7 @@ class _Reader:
                 return stop - 1
             if self._fits(piece):
                 self._take(stop, piece)
-        # Some tokenizers decode a whole run of bytes to replacement characters if it ends within a character.
+        # Some tokenizers decode a run of byte tokens to replacement characters as long as its last character is incomplete.
         prefixes = (self._decode(self._tokens[:stop]) for stop in range(self._read + 1, len(self._tokens)))
         matches = (index for index, prefix in enumerate(prefixes, self._read) if prefix[:end] == self._text[:end])
         return next(matches, len(self._tokens) - 1)

@@ -1,4 +1,4 @@
-"""The teacher's engines: they score a batch before the policy learns from it."""
+"""The teacher's engines, which compute log-probs of a batch before the policy trains on it."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class Teacher:
         self.engines, self.timeout = list(engines), timeout
 
     def score(self, groups: Sequence[Group]) -> None:
-        """Add the teacher's log-probs to the vectors of every sample; the vectors then stay in the teacher's engines.
+        """Add the teacher's log-probs to the vectors of every sample. The vectors are then stored in the teacher's processes.
 
-        Groups are split evenly and in order, so equal batches are split equally.
+        Groups are split over the engines evenly and in order, so the same batch is always split in the same way.
         """
         parts = [[groups[number] for number in part] for part in split_evenly(len(groups), len(self.engines))]
         engines = self.engines[: len(parts)]
-        self._wait(engines, [engine.read(part) for engine, part in zip(engines, parts, strict=True)])
-        readers = [(engine, group) for engine, part in zip(engines, parts, strict=True) for group in part]
+        self._wait(engines, [engine.score(part) for engine, part in zip(engines, parts, strict=True)])
+        scored = [(engine, group) for engine, part in zip(engines, parts, strict=True) for group in part]
         vectors = self._wait(
-            [engine for engine, _ in readers], [engine.collect(group.number) for engine, group in readers]
+            [engine for engine, _ in scored], [engine.collect(group.number) for engine, group in scored]
         )
-        for (_, group), (_, data) in zip(readers, vectors, strict=True):
+        for (_, group), (_, data) in zip(scored, vectors, strict=True):
             for sample in group.samples:
                 sample.data = data
 

@@ -16,27 +16,27 @@ T = TypeVar("T")
 
 
 class TeacherServer:
-    """Runs inside a service process (see cluster/). `read` comes first, then each of its groups is collected."""
+    """Runs inside a service process (see cluster/). Call `score`, then `collect` for each of its groups."""
 
     def __init__(self, engine: str, spec: EngineSpec):
         assert spec.prompt_top_k is not None
         self.engine = engines.create(engine, spec)
         self.top_k = spec.prompt_top_k
         self.calls = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-call")
-        self._read: dict[int, list[SampleTokens]] = {}
+        self._scored: dict[int, list[SampleTokens]] = {}
 
     async def start(self) -> dict[str, Any]:
         """Load the engine; returns its description."""
         return await self._in_thread(self.engine.start)
 
-    async def read(self, groups: list[Group]) -> None:
-        """Score every token of `groups`. All samples enter the engine in a single call and in their order, so equal
-        calls make equal batches."""
-        await self._in_thread(self._read_all, groups)
+    async def score(self, groups: list[Group]) -> None:
+        """Compute the log-probs of every token of `groups`. All samples enter the engine in a single call and in their
+        order, so the same groups always form the same engine batches."""
+        await self._in_thread(self._score, groups)
 
     async def collect(self, number: int) -> tuple[None, list[SampleTokens]]:
         """Return the samples of a scored group, with the teacher's scores added to their vectors."""
-        return None, self._read.pop(number)
+        return None, self._scored.pop(number)
 
     async def shutdown(self) -> None:
         await self._in_thread(self.engine.shutdown)
@@ -45,7 +45,7 @@ class TeacherServer:
     async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.calls, function, *args)
 
-    def _read_all(self, groups: list[Group]) -> None:
+    def _score(self, groups: list[Group]) -> None:
         vectors = [group.samples[0].data.get() for group in groups]
         requests = [
             _score_request(number, sample, self.top_k)
@@ -61,7 +61,7 @@ class TeacherServer:
         self.engine.generate(requests, finished)
         in_order = iter(range(len(requests)))
         for group, samples in zip(groups, vectors, strict=True):
-            self._read[group.number] = [replace(sample, teacher=scores[next(in_order)]) for sample in samples]
+            self._scored[group.number] = [replace(sample, teacher=scores[next(in_order)]) for sample in samples]
 
 
 def _score_request(number: int, sample: SampleTokens, top_k: int) -> GenerationRequest:

@@ -8,47 +8,46 @@ from dataclasses import dataclass
 
 from megarl.types import Group, SampleFailure
 
-LEAST_GROUPS = 8  # smaller windows give no reliable share
-_NAMED = 3  # failures that a notice names
+MIN_GROUPS = 8  # a share of fewer groups is not reliable
+_MAX_CAUSES = 3  # that a notice names
 
 
 class FailedShare:
-    """Enforce `reward.max_failed_share` over the last groups."""
+    """Enforces `reward.max_failed_share` over a sliding window: the groups of a step, or 8 if a step has fewer."""
 
-    def __init__(self, most: float, groups_per_step: int) -> None:
-        self.most = most
-        self.window = max(groups_per_step, LEAST_GROUPS)
+    def __init__(self, max_share: float, groups_per_step: int) -> None:
+        self.max_share = max_share
+        self.window = max(groups_per_step, MIN_GROUPS)
         self._failed: deque[bool] = deque(maxlen=self.window)
 
     def add(self, group: Group) -> None:
-        """Count a group. Raise RuntimeError if more than the share `most` of a full window have failed; the window may
-        not be full yet."""
+        """Count a group. Raises RuntimeError as soon as more than `max_share` x `window` of the last groups have failed."""
         self._failed.append(bool(group.failures))
-        if group.failures and sum(self._failed) > self.most * self.window:
+        if group.failures and sum(self._failed) > self.max_share * self.window:
             count = f"{sum(self._failed)} of the last {len(self._failed)} groups"
-            raise RuntimeError(_too_many(count, self.most, group.failures[0]))
+            raise RuntimeError(_too_many(count, self.max_share, group.failures[0]))
 
 
-def check_evaluation(groups: Sequence[Group], most: float) -> None:
-    """Raise RuntimeError if all problems, or more than the share `most` of them, could not be scored."""
+def check_evaluation(groups: Sequence[Group], max_share: float) -> None:
+    """Raise RuntimeError if all problems, or more than the share `max_share` of them, could not be scored."""
     failed = [group for group in groups if group.failures]
-    if failed and (len(failed) > most * len(groups) or len(failed) == len(groups)):
+    if failed and (len(failed) > max_share * len(groups) or len(failed) == len(groups)):
         count = f"{len(failed)} of {len(groups)} problems of the evaluation"
-        raise RuntimeError(_too_many(count, most, failed[0].failures[0]))
+        raise RuntimeError(_too_many(count, max_share, failed[0].failures[0]))
 
 
-def _too_many(count: str, most: float, failure: SampleFailure) -> str:
+def _too_many(count: str, max_share: float, failure: SampleFailure) -> str:
     scored = failure.source.startswith("scorer")
     remedy = (
         "Fix the scorer or the row; raise reward.timeout if the scorer is slow" if scored else "Fix the named cause"
     )
-    limit = f"reward.max_failed_share = {most:g}"
+    limit = f"reward.max_failed_share = {max_share:g}"
     return f"{count} could not be finished or scored ({limit}). The last cause: {failure}. {remedy}."
 
 
 @dataclass(frozen=True)
 class ScoringCounts:
-    """Numbers of samples that could not be scored, in all and by kind of the last failure, and of repeated attempts."""
+    """Number of samples that could not be scored, in total and by kind of failure, and number of repeated attempts."""
 
     failed: float
     timeouts: float
@@ -70,7 +69,7 @@ def scoring_notice(groups: Sequence[Group], noun: str, consequence: str) -> str 
     if not failed:
         return None
     causes = list(dict.fromkeys(str(failure) for group in failed for failure in group.failures))
-    more = f"; and {len(causes) - _NAMED} more" if len(causes) > _NAMED else ""
+    more = f"; and {len(causes) - _MAX_CAUSES} more" if len(causes) > _MAX_CAUSES else ""
     samples = sum(len(group.failures) for group in failed)
-    first = "; ".join(causes[:_NAMED])
+    first = "; ".join(causes[:_MAX_CAUSES])
     return f"{samples} samples of {len(failed)} {noun} could not be scored: {first}{more}. {consequence}"

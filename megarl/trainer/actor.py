@@ -39,8 +39,8 @@ class ActorWorker(Worker):
         super().__init__(recipe, total_optimizer_steps, weights_only)
         self.sender: Any = None
         self.sharded = False  # sends each engine rank only the slices that it needs
-        self.adapters = False  # sends adapters; the base weights go with the first version
-        self.first_sent: int | None = None  # that first version
+        self.adapters = False  # sends only adapters, after the base weights with the first version
+        self.first_sent: int | None = None  # the first version
         # State of the current step:
         self.mismatch = Mismatch()
         self.numbers: list[int] = []  # index within the batch of each sample of the shard
@@ -93,7 +93,7 @@ class ActorWorker(Worker):
 
     @traced("old_log_prob")
     def compute_old_log_probs(self) -> Mismatch | None:
-        """Compute log-probs before this step's updates. Returns their gap to the engine's, on reporting ranks."""
+        """Compute log-probs before this step's updates. Returns their mismatch with the engine's, on reporting ranks."""
         flat = [batch for mini_batch in self.batches for batch in mini_batch]
         results = self.trainer.log_probs(flat, temperature=self.temperature)
         if results is None:
@@ -105,9 +105,9 @@ class ActorWorker(Worker):
         return self.measured_mismatch()
 
     def measured_mismatch(self) -> Mismatch | None:
-        """Return the step's log-prob gap to the engine, on reporting ranks.
+        """Return the step's mismatch of log-probs between trainer and engine, on reporting ranks.
 
-        It covers all samples if a pass precedes the updates, otherwise the first mini batch, before its update.
+        It is measured on all samples if a pass precedes the updates, else on the first mini batch, before its update.
         """
         return self.mismatch if self.trainer.coordinates.reports else None
 
@@ -202,7 +202,7 @@ class ActorWorker(Worker):
             self._set_advantages(batch, [whitening(advantages)])
 
     def set_advantages(self, per_sample: list[float]) -> None:
-        """Give each token of the shard's samples the sample's advantage."""
+        """Set the advantage of each token to its sample's. per_sample: by index in the shard."""
         for batch, members in self._micro_batches():
             pieces = [np.full(n, per_sample[member]) for member, n in zip(members, batch.lengths, strict=True)]
             self._set_advantages(batch, pieces)
@@ -271,7 +271,7 @@ class ActorWorker(Worker):
         settings = self.recipe.algorithm
         scores_of = LOSSES[settings.loss].scores
         assert scores_of is not None
-        # The policy has not changed between the old-log-prob pass and the first update.
+        # Before the first update, the old log-probs are the current policy's.
         if number == 0 and runs_old_log_prob_pass(settings):
             log_probs = [batch.vectors.get("old_log_probs") for batch in mini_batch]
         else:
@@ -296,7 +296,10 @@ class ActorWorker(Worker):
             batch.vectors["selected"] = torch.from_numpy(batch_scores >= limit)
 
     def _random_numbers(self, number: int) -> list[np.ndarray]:
-        """Draw a number for each token of mini batch `number`, per micro batch. A sample's numbers do not depend on layout."""
+        """Draw a random number for each token of mini batch `number`; returned per micro batch.
+
+        The numbers of a sample do not depend on the parallel layout.
+        """
         seed, step = self.recipe.train.seed, self.trainer.step
 
         def draw(member: int, length: int) -> np.ndarray:

@@ -50,7 +50,7 @@ class CriticWorker(Worker):
     def _estimate(
         self, batch: Any, values: Any, numbers: list[int], kl: dict[int, np.ndarray], kl_weight: float
     ) -> ValueMoments:
-        """Compute advantages and returns of one micro batch in float64 on the host, where sequences are whole."""
+        """Compute advantages and returns of one micro batch on the host, in float64. Returns their moments."""
         import torch
 
         settings = self.recipe.algorithm

@@ -40,8 +40,8 @@ def adapter_folder(folder: Path) -> Path:
 class TrainerGroup:
     """The processes of one model in training. All ranks run every call.
 
-    workers: the processes. recipe: the recipe, or the critic's view of it. model_flops: balances micro batches; None:
-    they are balanced by tokens.
+    workers: the processes. recipe: the recipe, or the critic's view of it. model_flops: used to balance micro batches by
+    FLOPs; None: balance them by tokens.
     """
 
     def __init__(self, workers: WorkerGroup, recipe: Recipe, model_flops: ModelFlops | None = None) -> None:
@@ -67,7 +67,7 @@ class TrainerGroup:
 
     @property
     def micro_batches_multiple_of(self) -> int:
-        """Divisor of the number of micro batches of each rank (interleaved pipeline schedules need one)."""
+        """Required divisor of each rank's number of micro batches: interleaved pipeline schedules need such a multiple."""
         megatron = self.recipe.megatron
         return megatron.pipeline_parallel if megatron.virtual_pipeline else 1
 
@@ -78,7 +78,7 @@ class TrainerGroup:
     # --- calls ----------------------------------------------------------------------------------
 
     def load_shards(self, shards: Sequence[Shard]) -> None:
-        """Give each rank the shard of its data-parallel rank; it fetches the vectors itself."""
+        """Load into each rank the shard of its data-parallel rank. The rank itself fetches the token vectors."""
         self._scatter(Worker.load_shard, shards)
 
     def start_profile(self, folder: Path, ranks: list[int]) -> None:
@@ -150,10 +150,10 @@ class TrainerGroup:
     def _locate_vectors(
         self, method: Callable[..., Any], shared: tuple[Any, ...], sources: Sequence[Shard], targets: Sequence[Shard]
     ) -> list[list[VectorPart]]:
-        """Prepare this group's vectors of each sample for the group that holds `targets`: per target, where they lie.
+        """Publish per-sample vectors of this group for another group. Returns their locations, per target shard.
 
-        sources, targets: plans of the same batch; `sources` is this group's. `method` receives the `shared` arguments
-        and, per target, the indices of the samples in its rank's shard.
+        sources: this group's shards. targets: the other group's shards of the same batch. method: a worker method that
+        returns the vectors; it receives the `shared` arguments and, per target, the indices of samples in its own shard.
         """
         plan = routes(sources, targets)
         calls = [(*shared, [route.source for route in plan[rank["dp_rank"]]]) for rank in self.ranks]
@@ -181,8 +181,8 @@ class ActorGroup(TrainerGroup):
         self._call(ActorWorker.compute_reference_log_probs)
 
     def compute_kl(self, samples: int) -> np.ndarray:
-        """Estimate each token's KL to the reference policy, which stays in the processes. Returns the sum over each of
-        the batch's `samples`, float64 [B]; 0 for a sample that no rank holds."""
+        """Estimate each token's KL to the reference policy; these vectors stay in the processes. Returns the KL summed over
+        each of the batch's `samples`, float64 [B]; 0 for a sample that no rank holds."""
         kl = np.zeros(samples)
         for sums in self._call(ActorWorker.compute_kl):
             for number, total in (sums or {}).items():
@@ -190,11 +190,11 @@ class ActorGroup(TrainerGroup):
         return kl
 
     def locate_kl(self, sources: Sequence[Shard], targets: Sequence[Shard]) -> list[list[VectorPart]]:
-        """Return, per critic shard of `targets`, where the KL of its samples lies. `sources`: this group's shards."""
+        """Return the locations of the KL vectors, per critic shard of `targets`. `sources`: this group's shards."""
         return self._locate_vectors(ActorWorker.collect_kl, (), sources, targets)
 
     def estimate_token_advantages(self, kl_weight: float) -> Moments:
-        """Estimate an advantage for each token, not whitened yet. Returns the moments of all of them."""
+        """Estimate an advantage for each token, before whitening. Returns the moments over the batch."""
         answers = self._call(ActorWorker.estimate_advantages, kl_weight)
         return sum((moments for moments in answers if moments is not None), Moments())
 
@@ -202,7 +202,7 @@ class ActorGroup(TrainerGroup):
         self._call(ActorWorker.whiten_advantages, whitening)
 
     def set_advantages(self, advantages: np.ndarray, shards: Sequence[Shard]) -> None:
-        """Give each token of a sample the sample's advantage. advantages [B]: of the batch that `shards` divide."""
+        """Set the advantage of each token to its sample's. advantages [B]: of the batch. shards: the actor's."""
         per_shard = [[float(advantages[sample.number]) for sample in shard.samples] for shard in shards]
         self._scatter(ActorWorker.set_advantages, per_shard)
 
@@ -263,7 +263,7 @@ class CriticGroup(TrainerGroup):
         self._moments = sum((moments for moments in answers if moments is not None), ValueMoments())
 
     def locate_advantages(self, targets: Sequence[Shard]) -> tuple[list[list[VectorPart]], Metrics]:
-        """Whiten the advantages. Returns, per actor shard of `targets`, where its samples' advantages lie; and metrics."""
+        """Whiten the advantages. Returns their locations, per actor shard of `targets`, and metrics."""
         whiten = self.recipe.algorithm.whiten_advantages
         whitening = Whitening.by(self._moments.advantages) if whiten else Whitening()
         parts = self._locate_vectors(CriticWorker.collect_advantages, (whitening,), self._shards, targets)

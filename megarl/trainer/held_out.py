@@ -23,8 +23,8 @@ from megarl.types import Metrics, Shard
 class HeldOut:
     """The held-out rows, and the trainers that compute their loss.
 
-    Normalizers cover all rows, so the result does not depend on how the rows are divided into pieces. A piece has at most
-    `data.prompts_per_step` rows, as many as a step.
+    Normalizers are counted over all rows, so the result does not depend on how the rows are split into pieces. A piece has
+    at most `data.prompts_per_step` rows, like a step.
     """
 
     recipe: Recipe

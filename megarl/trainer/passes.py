@@ -14,13 +14,13 @@ class CriticPass(Enum):
     """Position of the critic's pass in a step."""
 
     NONE = "the recipe has no critic"
-    FIRST = "before the actor, which then occupies the devices once"
-    AFTER_KL = "after the KL penalty, which the critic's rewards include"
+    FIRST = "before the actor's passes, so that shared devices change hands once"
+    AFTER_KL = "after the KL penalty, because the critic's rewards include it"
 
 
 @dataclass(frozen=True)
 class StepPasses:
-    """The passes of one step, in their order. With the critic at AFTER_KL, it comes after `kl_in_reward`."""
+    """The passes of one step, in their order. If `critic` is AFTER_KL, the critic's pass follows `kl_in_reward`."""
 
     teacher: bool  # the teacher's engines score the samples
     critic: CriticPass

@@ -29,7 +29,7 @@ def log_update(
 
 
 def log_speed(log: RunLog, name: str, phase: str, flops: float, devices: int, peak: float | None) -> None:
-    """Log the speed of `devices` that computed `flops` together in the `phase` that has just ended; 0: not counted.
+    """Log the speed of `devices` devices that computed `flops` in the `phase` that has just ended. 0 FLOPs: unknown, no log.
 
     peak: FLOP/s of a device; None: unknown.
     """
@@ -39,7 +39,7 @@ def log_speed(log: RunLog, name: str, phase: str, flops: float, devices: int, pe
 
 
 def combine_updates(per_rank: Sequence[list[Metrics] | None], role: str) -> Metrics:
-    """Combine the metrics of a step's mini batches: the mean, but the last learning rate and the sum of skipped updates.
+    """Combine the metrics of a step's mini batches: means, except the last learning rate and the sum of skipped updates.
 
     per_rank: each rank's metrics per mini batch, None off the reporting ranks. role: "actor" or "critic".
     """

@@ -35,7 +35,7 @@ PhaseCall = Callable[Concatenate[W, P], T]
 
 
 def traced(phase: str) -> Callable[[PhaseCall[W, P, T]], PhaseCall[W, P, T]]:
-    """Decorate a Worker's call: with observe.profile_discrete, its trace goes to a folder named `phase`."""
+    """Decorate a Worker's call so that, with observe.profile_discrete, it is traced into a folder named `phase`."""
 
     def mark(call: PhaseCall[W, P, T]) -> PhaseCall[W, P, T]:
         @functools.wraps(call)
@@ -172,7 +172,7 @@ class Worker:
         def join(pieces: list[np.ndarray]) -> torch.Tensor:
             return torch.from_numpy(np.concatenate(pieces).astype(np.float32)).to(self.platform.device())
 
-        # A sample of weight 0 (filtered, or filler of an empty micro batch) is computed without effect on the loss.
+        # A sample of weight 0 (filtered, or the filler of an empty micro batch) is computed but excluded from the loss.
         masks = [vectors.loss_mask * float(sample.loss_weight > 0) for sample, vectors in members]
         return MicroBatch(
             tokens=torch.from_numpy(np.concatenate([vectors.tokens for _, vectors in members]).astype(np.int64)).to(
@@ -284,7 +284,8 @@ def _seed_everything(seed: int) -> None:
 
 
 def kernel_notices(ranks: Sequence[dict[str, Any]]) -> list[str]:
-    """Return notices of trainers with other kernels in native layers than trainer 0. Each rank tests its kernels.
+    """Return notices of trainers whose native layers use other kernels than trainer 0's. Each rank selects its kernels by
+    testing them, so ranks may differ.
 
     ranks: results of `describe`.
     """

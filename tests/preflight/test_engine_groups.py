@@ -18,7 +18,7 @@ from megarl.preflight.engines import check_experts
 from megarl.preflight.load import load_recipe
 from megarl.recipe import RecipeError
 from megarl.recipe.schema import Recipe, RolloutConfig
-from megarl.rollout.engine_handle import EngineHandle, check_engines_too
+from megarl.rollout.engine_handle import EngineHandle, with_engine_check
 from megarl.rollout.start_engines import load_engines
 from tests.support.stack import ROOT
 
@@ -164,11 +164,11 @@ def test_a_failed_engine_is_raised_before_the_engines_that_wait_for_it() -> None
 def test_a_failure_without_requests_is_raised_by_the_check() -> None:
     calls: list[None] = []
     services: Any = [Service(0, {}), Service(1, {})]
-    check = check_engines_too(handles(services), lambda: calls.append(None))
+    check = with_engine_check(handles(services), lambda: calls.append(None))
     check()
     services: Any = [Service(0, {}), Service(1, {"watch": RuntimeError("engine 'engine1' died")})]
     with pytest.raises(RuntimeError, match="'engine1' died"):
-        check_engines_too(handles(services), lambda: calls.append(None))()
+        with_engine_check(handles(services), lambda: calls.append(None))()
     assert len(calls) == 2  # a dead process is reported first
 
 

@@ -49,8 +49,8 @@ class JudgeCodec:
         )
 
     def fitting_tokens(self, prompt: Prompt, response: str) -> tuple[int, ...]:
-        """Like `tokens`, but raise ValueError if they exceed judge.max_prompt_length. A response is never truncated:
-        the verdict would not be valid for the whole response."""
+        """Like `tokens`, but raise ValueError if they exceed judge.max_prompt_length. Responses are not truncated, because
+        a verdict on a part is not a verdict on the whole."""
         tokens, limit = self.tokens(prompt, response), self.settings.max_prompt_length
         if len(tokens) > limit:
             raise ValueError(

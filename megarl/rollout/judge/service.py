@@ -24,8 +24,8 @@ from megarl.types import DataRef, GenerationRequest, Group, Prompt, SampleFailur
 
 @dataclass(frozen=True)
 class JudgedData:
-    """A reference that fetches a group's vectors and adds the judge's verdicts to their reasons. `get` fetches both; until then, the
-    vectors stay in the process that sampled them."""
+    """Reference to a group's vectors and to the judge's verdicts on it. `get` fetches both and adds each verdict to its
+    sample's `reason`."""
 
     vectors: DataRef
     verdicts: DataRef
@@ -45,7 +45,7 @@ class _Engine:
 
     handle: JudgeHandle
     waiting: set[int] = field(default_factory=set)
-    since: float = 0.0  # time of its last finished group, or of the first group that it received
+    since: float = 0.0  # start of the time-out: when it finished its last group, or received a group while it had none
 
 
 class Judge:
