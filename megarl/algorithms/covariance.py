@@ -53,8 +53,8 @@ def kl_cov_scores(
 def clip_cov_scores(
     inputs: LossInputs, sums: TokenSums, random_draws: np.ndarray, settings: AlgorithmConfig
 ) -> np.ndarray:
-    """Return Clip-Cov's scores [T]: `random_draws` [T] for loss tokens that PPO does not clip and whose covariance is
-    between `cov_low` and `cov_high`, -inf for all others."""
+    """Return Clip-Cov's scores [T]: `random_draws` [T] for loss tokens that PPO does not clip, with a covariance
+    between `cov_low` and `cov_high`; -inf for all others."""
     covariance = covariances(inputs, sums)
     _, metrics = clipped_surrogate(log_ratio(inputs).detach().exp(), inputs, settings)
     inside = (covariance > settings.cov_low) & (covariance < settings.cov_high)

@@ -53,7 +53,7 @@ def normalized_steps(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarra
 def grpo_process(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
     """GRPO with process supervision (DeepSeekMath, arXiv 2402.03300, section 4.1.3): (r - mean) / (std + 1e-6) of each
     step's reward over all steps of the group; a token's advantage is the sum over the steps that end at it or later. The
-    rest of the reward (`score`, and shaping) has a `grpo` advantage of its own, which is added at every token; it is 0 if
-    that reward is equal within the group, and the estimator is then the paper's."""
+    rest of the reward (`score`, and shaping) has a separate `grpo` advantage, which is added at every token. It is 0 if that
+    reward is equal within the group; the estimator is then the paper's."""
     step_totals = np.bincount(outcomes.step_samples, weights=outcomes.step_rewards, minlength=len(outcomes.rewards))
     return grpo(replace(outcomes, rewards=outcomes.rewards - step_totals), settings)

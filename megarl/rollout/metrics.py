@@ -34,7 +34,7 @@ def sampled_figures(tried: Sequence[TriedGroup]) -> Metrics:
     """Return the rollout metrics of a batch by data source, over all tried groups (filtered groups included).
 
     Means of rewards and accuracies are over the samples that have one. ``rewards/mean`` is missing for a source without
-    scored samples, ``accuracy`` for a source whose scorer reports none.
+    scored samples, ``accuracy`` if the source's scorer reports none.
     """
     metrics: Metrics = {}
     for data_source, items in _parted(tried, lambda item: item.group.data_source).items():

@@ -305,5 +305,5 @@ def _single_requests(request: GenerationRequest) -> list[GenerationRequest]:
 
 
 async def _empty_samples(request: GenerationRequest, failure: SampleFailure) -> list[Trajectory]:
-    """Return empty samples for a group whose images could not be read."""
+    """Return empty samples, for a group with unreadable images."""
     return [Trajectory.failed(failure)] * (request.sampling.n + request.with_greedy)

@@ -29,7 +29,7 @@ class _Reader:
     """Incremental decoder. The first `_read` tokens decode to the first `_characters` characters of the text.
 
     A tokenizer may decode the first tokens of a sequence differently (some drop leading spaces). So tokens are decoded
-    together with the previous non-empty piece, whose text is then cut off.
+    together with the previous non-empty piece, and the text of that piece is cut off.
     """
 
     def __init__(self, tokens: Sequence[int], text: str, decode: Decode) -> None:

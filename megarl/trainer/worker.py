@@ -284,7 +284,7 @@ def _seed_everything(seed: int) -> None:
 
 
 def kernel_notices(ranks: Sequence[dict[str, Any]]) -> list[str]:
-    """Return notices of trainers whose native layers use other kernels than trainer 0's. Each rank selects its kernels by
+    """Return notices of trainers with other kernels in native layers than trainer 0's. Each rank selects its kernels by
     testing them, so ranks may differ.
 
     ranks: results of `describe`.
