@@ -294,4 +294,4 @@ def test_every_sample_has_its_teachers_scores(engines: int, monkeypatch: pytest.
     assert len(calls) == min(engines, 3), "each engine receives one call for all its groups"
     (request, *_) = calls[0]
     assert request.prompt_top_k == 2 and request.sampling.max_tokens == 1
-    assert not any(service.server._read for service in services), "nothing is kept once it was collected"
+    assert not any(service.server._scored for service in services), "nothing is kept once it was collected"
