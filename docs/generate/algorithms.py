@@ -25,7 +25,7 @@ def tables() -> dict[str, str]:
             (name, ADVANTAGES[name].function or ADVANTAGES[name].of_tokens or gae, ADVANTAGES[name].settings)
             for name in ADVANTAGES.names()
         ),
-        "losses": _table((name, LOSSES[name].function, LOSSES[name].settings) for name in LOSSES.names()),
+        "losses": _table((name, LOSSES[name].function, _loss_settings(name)) for name in LOSSES.names()),
         "aggregations": _table((name, AGGREGATIONS[name], ()) for name in AGGREGATIONS.names()),
         "kl": _table((name, KL_ESTIMATORS[name], ()) for name in KL_ESTIMATORS.names()),
     }
@@ -54,6 +54,13 @@ def proven_in(name: str) -> str:
     if loss.needs_top:
         return "rollout/test_distillation.py"
     return "algorithms/test_preference_losses.py" if loss.whole_groups else "algorithms/test_policy_losses.py"
+
+
+def _loss_settings(name: str) -> tuple[str, ...]:
+    """Return the settings that a loss reads, with its defaults where they differ from those of the recipe."""
+    loss = LOSSES[name]
+    names = dict.fromkeys((*loss.settings, *loss.defaults))
+    return tuple(f"{key}: {loss.defaults[key]}" if key in loss.defaults else key for key in names)
 
 
 def _recipes() -> str:

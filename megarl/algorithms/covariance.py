@@ -82,7 +82,13 @@ def clip_cov(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Met
     }
 
 
-@policy_loss("kl_cov", needs_old_log_probs=True, settings=("cov_share", "cov_kl_coef"), scores=kl_cov_scores)
+@policy_loss(
+    "kl_cov",
+    needs_old_log_probs=True,
+    settings=("cov_share", "cov_kl_coef"),
+    scores=kl_cov_scores,
+    defaults={"cov_share": 2e-3},
+)
 def kl_cov(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
     """KL-Cov (arXiv 2505.22617): -A ratio, plus `cov_kl_coef` |log ratio| for the `cov_share` of all tokens with the
     highest covariance (log p - mean)(A - mean)."""

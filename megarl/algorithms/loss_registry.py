@@ -7,8 +7,8 @@ and the settings it reads, so that a recipe with an unused setting is refused. `
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megarl.algorithms.inputs import LossInputs, advantages_of, with_slope
@@ -40,6 +40,9 @@ class PolicyLoss:
     needs_advantages: bool = True
     needs_reference: bool = False  # the reference policy's log-probs, even if `kl_coef` is 0
     needs_top: bool = False  # log-probs of the teacher's most likely tokens
+    defaults: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # of settings that a recipe leaves open, where they differ
     whole_groups: bool = False  # it compares samples of a group, which are then adjacent in one micro batch
 
 
@@ -51,7 +54,7 @@ def policy_loss(
 ) -> Callable[[TokenLoss], TokenLoss]:
     """Register a loss under `name`, its value in a recipe's `algorithm.loss`. Further arguments: fields of `PolicyLoss`."""
 
-    check_settings(settings)
+    check_settings((*settings, *more.get("defaults", {})))
 
     def add(function: TokenLoss) -> TokenLoss:
         LOSSES.register(name)(PolicyLoss(function, needs_old_log_probs, settings, **more))

@@ -35,7 +35,8 @@ def ppo_clip(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Met
     return loss, {**metrics, "actor/ppo_kl": -change.detach()}
 
 
-@policy_loss("cispo", needs_old_log_probs=True, settings=CLIP)
+# No lower bound (arXiv 2506.13585), and ratios clipped at 5 (ScaleRL, arXiv 2510.13786).
+@policy_loss("cispo", needs_old_log_probs=True, settings=CLIP, defaults={"clip_low": 1.0, "clip_high": 4.0})
 def cispo(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
     """CISPO (MiniMax-M1, arXiv 2506.13585): -sg(clip(ratio, 1 - low, 1 + high)) A log_prob.
 
@@ -51,7 +52,12 @@ def cispo(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metric
     }
 
 
-@policy_loss("sapo", needs_old_log_probs=True, settings=("tau_positive", "tau_negative"))
+@policy_loss(
+    "sapo",
+    needs_old_log_probs=True,
+    settings=("tau_positive", "tau_negative"),
+    defaults={"aggregation": "seq_mean_token_mean"},
+)
 def sapo(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
     """Soft adaptive policy optimisation (SAPO, arXiv 2511.20347): -A (4 / tau) sigmoid(tau (ratio - 1)).
 
@@ -65,7 +71,12 @@ def sapo(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics
     return loss, {"actor/ratio": ratio.detach(), "actor/ppo_kl": -change.detach()}
 
 
-@policy_loss("dppo_tv", needs_old_log_probs=True, settings=(*CLIP, "ratio_cap"))
+@policy_loss(
+    "dppo_tv",
+    needs_old_log_probs=True,
+    settings=(*CLIP, "ratio_cap"),
+    defaults={"clip_low": 0.15, "clip_high": 0.15},
+)
 def dppo_tv(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
     """Divergence PPO, binary total variation (DPPO, arXiv 2602.04879): -sg(min(ratio, cap)) A log_prob for tokens
     within a trust region of the probability p: p - old p at most `clip_high` if A > 0, else at least -`clip_low`."""

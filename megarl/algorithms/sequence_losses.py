@@ -16,17 +16,26 @@ if TYPE_CHECKING:
     from megarl.recipe.algorithm import AlgorithmConfig
 
 
-@policy_loss("gspo", needs_old_log_probs=True, settings=(*CLIP, "dual_clip"))
+_PER_SEQUENCE = {"aggregation": "seq_mean_token_mean"}
+_GSPO_DEFAULTS = {"clip_low": 3e-4, "clip_high": 4e-4, **_PER_SEQUENCE}
+
+
+@policy_loss("gspo", needs_old_log_probs=True, settings=(*CLIP, "dual_clip"), defaults=_GSPO_DEFAULTS)
 def gspo(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
     """Group sequence policy optimisation (GSPO, arXiv 2507.18071): PPO's clipped surrogate with the sequence ratio
-    s = exp(mean of log_probs - old_log_probs over its tokens). The paper's bounds: 3e-4 and 4e-4."""
+    s = exp(mean of log_probs - old_log_probs over its tokens). The paper's bounds: 3e-4 and 4e-4.
+
+    With `correction.weights: token`, each token's weight scales its gradient, as in `gspo_token`.
+    """
+    if settings.correction.weights == "token":  # s itself would give every token the mean weight of the sequence
+        return gspo_token(inputs, settings)
     change = log_ratio(inputs)
     ratio = inputs.on_tokens(inputs.sequence_means(change).exp())
     loss, metrics = clipped_surrogate(ratio, inputs, settings)
     return loss, {**metrics, "actor/ppo_kl": -change.detach()}
 
 
-@policy_loss("gspo_token", needs_old_log_probs=True, settings=(*CLIP, "dual_clip"))
+@policy_loss("gspo_token", needs_old_log_probs=True, settings=(*CLIP, "dual_clip"), defaults=_GSPO_DEFAULTS)
 def gspo_token(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
     """GSPO-token (arXiv 2507.18071, section 4.3): GSPO's ratio with a per-token gradient, sg(s) p / sg(p), so that tokens
     of a sequence may have different advantages. With equal advantages its gradient is GSPO's."""
@@ -36,7 +45,10 @@ def gspo_token(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, M
     return loss, {**metrics, "actor/ppo_kl": -change}
 
 
-@policy_loss("gmpo", needs_old_log_probs=True, settings=CLIP)
+_GMPO_DEFAULTS = {"clip_low": 0.4, "clip_high": 0.4, **_PER_SEQUENCE}
+
+
+@policy_loss("gmpo", needs_old_log_probs=True, settings=CLIP, defaults=_GMPO_DEFAULTS)
 def gmpo(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
     """Geometric-mean policy optimisation (GMPO, arXiv 2507.20673): -A exp(mean over the sequence's tokens of the
     log-ratio d, clipped on the side where A gains).

@@ -6,6 +6,7 @@ from typing import Any
 
 from megarl.cluster import trainer_notices
 from megarl.engines.specs import first_specs
+from megarl.preflight.loss_defaults import loss_notice
 from megarl.recipe.observe import traces_notice
 from megarl.recipe.schema import Recipe
 from megarl.recipe.seeded import seeds_notice
@@ -20,7 +21,9 @@ def environment_notices(recipe: Recipe, platform: Any, *, training: bool = True)
     """
     notices = trainer_notices(recipe, platform) if training else []
     if training:
-        notices += [notice for notice in (seeds_notice(recipe), traces_notice(recipe)) if notice]
+        notices += [
+            notice for notice in (loss_notice(recipe.algorithm), seeds_notice(recipe), traces_notice(recipe)) if notice
+        ]
     for engine, spec in first_specs(recipe, training=training):
         if training and recipe.train.source != "rollout" and spec.recipe_section == "rollout":
             continue

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.errors import RecipeError, raise_all
+from megarl.preflight.loss_defaults import take_loss_defaults
 from megarl.preflight.recipe.general import recipe_errors
 from megarl.recipe.load import read_recipe
 from megarl.recipe.schema import Recipe
@@ -18,6 +19,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, check: bool 
     combinations that cannot work. All independent errors are raised together, as RecipeErrors if there is more than one.
     """
     reading = read_recipe(path, overrides)
+    take_loss_defaults(reading.recipe.algorithm, reading.origins)
     errors: list[ValueError] = [*reading.errors]
     if check:
         for error in recipe_errors(reading.recipe):

@@ -95,7 +95,7 @@ class AlgorithmConfig:
     )
     loss: str = key(
         "ppo_clip",
-        "Policy loss; see docs/algorithms.md. `sft` is the negative log-likelihood of the assistant's turns.",
+        "Policy loss; see docs/algorithms.md. Some losses have other defaults for settings that the recipe leaves open; a notice at the start names them. `sft` is the negative log-likelihood of the assistant's turns.",
     )
     clip_low: float = key(
         0.2,

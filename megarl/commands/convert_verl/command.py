@@ -173,6 +173,9 @@ def _note_model(sheet: Sheet) -> None:
 def _recipe(sheet: Sheet, source: str) -> str:
     """Return the recipe as YAML, without settings that equal megarl's defaults. Raises InputError if it does not load."""
     defaults = flat_settings(to_yaml(Recipe()))
+    loss = sheet.settings.get("algorithm.loss", "ppo_clip")
+    if loss in LOSSES:  # otherwise `_load` raises
+        defaults |= {f"algorithm.{name}": value for name, value in LOSSES[loss].defaults.items()}
     changed = {key: value for key, value in sheet.settings.items() if key not in defaults or value != defaults[key]}
     content = _nested(changed)
     try:

@@ -268,6 +268,7 @@ SFT = [
 DEFAULTS: dict[str, Any] = {
     "data.train_batch_size": 1024, "data.max_prompt_length": 512, "data.max_response_length": 512, "data.truncation": "error",
     "algorithm.adv_estimator": "gae", "algorithm.lam": 1.0, "actor_rollout_ref.actor.loss_agg_mode": "token-mean",
+    "actor_rollout_ref.actor.clip_ratio_low": 0.2, "actor_rollout_ref.actor.clip_ratio_high": 0.2,
     "actor_rollout_ref.actor.clip_ratio_c": 3.0, "actor_rollout_ref.actor.ppo_mini_batch_size": 256,
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 16384, "actor_rollout_ref.actor.kl_loss_coef": 0.001,
     "actor_rollout_ref.actor.kl_loss_type": "low_var_kl", "algorithm.kl_ctrl.kl_coef": 0.001, "algorithm.kl_penalty": "kl",
@@ -275,7 +276,7 @@ DEFAULTS: dict[str, Any] = {
     "actor_rollout_ref.rollout.gpu_memory_utilization": 0.5, "trainer.n_gpus_per_node": 8, "trainer.nnodes": 1,
     "trainer.val_before_train": True, "trainer.resume_mode": "auto", "trainer.save_freq": -1,
 }  # fmt: skip
-"""verl's defaults that differ from megarl's."""
+"""verl's defaults that differ from megarl's, or from those of one of its losses."""
 
 SFT_DEFAULTS: dict[str, dict[str, Any]] = {
     "fsdp_sft_trainer": {

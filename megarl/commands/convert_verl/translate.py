@@ -23,6 +23,7 @@ def translate_rl(sheet: Sheet, *, megatron: bool, one_step_off: bool, rows: int 
     _batches(sheet)
     _layout(sheet, megatron=megatron, one_step_off=one_step_off)
     _kl(sheet)
+    _loss(sheet)
     _dynamic_sampling(sheet)
     _overlong(sheet)
     common(sheet, rows=rows, mini_batches=sheet.settings["actor.mini_batches"], optimizer=f"{_A}.optim")
@@ -223,6 +224,24 @@ def _estimator(sheet: Sheet, option: str, kind: str) -> str:
         supported = ", ".join(KL_ESTIMATORS)
         raise InputError(f"{sheet.where(option)}{option}={kind} has no counterpart; supported: {supported}")
     return str(KL_ESTIMATORS[kind])
+
+
+def _loss(sheet: Sheet) -> None:
+    """Set what verl's losses fix or have as defaults of their own."""
+    settings, loss = sheet.settings, sheet.settings.get("algorithm.loss")
+    if loss in ("gspo", "sapo", "gmpo"):
+        if f"{_A}.loss_agg_mode" in sheet.options and settings.get("algorithm.aggregation") != "seq_mean_token_mean":
+            sheet.note(f"{_A}.loss_agg_mode", f"not used: verl's {loss} always has seq-mean-token-mean")
+        settings["algorithm.aggregation"] = "seq_mean_token_mean"
+    if (
+        loss == "gspo"
+        and settings.pop("algorithm.dual_clip", None) is not None
+        and f"{_A}.clip_ratio_c" in sheet.options
+    ):
+        sheet.note(f"{_A}.clip_ratio_c", "not used: verl's gspo has no dual clip")
+    if loss == "kl_cov":
+        settings.setdefault("algorithm.cov_share", 2e-4)
+        settings.setdefault("algorithm.cov_kl_coef", 0.1)
 
 
 def _dynamic_sampling(sheet: Sheet) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from megarl.commands.convert_verl.sheet import value_of
 from megarl.commands.convert_verl.table import RL, SFT, TRAINER, Option
 from megarl.errors import InputError
 from megarl.exit_status import guarded
+from megarl.recipe.algorithm import AlgorithmConfig
 from megarl.recipe.load import flat_settings, to_yaml
 from megarl.recipe.schema import Recipe
 
@@ -397,3 +399,51 @@ class TestCommandLine:
     def test_errors_are_printed_as_one_block(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert self.run("no/such.sh") == 2
         assert "input error: no/such.sh cannot be read" in capsys.readouterr().err
+
+
+class TestLosses:
+    """Losses with other defaults in megarl keep verl's values; `verl/trainer/ppo/core_algos.py` has its losses."""
+
+    @pytest.fixture
+    def converted(self, tmp_path: Path) -> Callable[..., AlgorithmConfig]:
+        def of(loss: str, *options: str) -> AlgorithmConfig:
+            actor = "actor_rollout_ref.actor"
+            command = [GRPO, f"{actor}.policy_loss.loss_mode={loss}", *(f"{actor}.{option}" for option in options)]
+            (tmp_path / "recipe.yaml").write_text(convert(" ".join(command)).text)
+            return load_recipe(tmp_path / "recipe.yaml").algorithm
+
+        return of
+
+    @pytest.mark.parametrize("loss", ["vanilla", "gspo", "cispo", "geo_mean"])
+    def test_clip_bounds_are_verls_defaults(self, converted: Callable[..., AlgorithmConfig], loss: str) -> None:
+        algorithm = converted(loss)
+        assert (algorithm.clip_low, algorithm.clip_high) == (0.2, 0.2)
+
+    def test_clip_bounds_of_the_command_count(self, converted: Callable[..., AlgorithmConfig]) -> None:
+        algorithm = converted("gspo", "clip_ratio_low=3e-4", "clip_ratio_high=4e-4")
+        assert (algorithm.clip_low, algorithm.clip_high) == (3e-4, 4e-4)
+
+    @pytest.mark.parametrize("mode", ["loss_agg_mode=token-mean", "entropy_coeff=0"])
+    @pytest.mark.parametrize("loss", ["gspo", "sapo", "geo_mean"])
+    def test_three_losses_are_means_over_sequences(
+        self, converted: Callable[..., AlgorithmConfig], loss: str, mode: str
+    ) -> None:
+        assert converted(loss, mode).aggregation == "seq_mean_token_mean"
+        assert converted("vanilla", mode).aggregation == "token_mean"
+
+    def test_gspo_has_no_dual_clip(self, converted: Callable[..., AlgorithmConfig]) -> None:
+        assert converted("gspo").dual_clip is None and converted("gspo", "clip_ratio_c=4.0").dual_clip is None
+        assert converted("vanilla").dual_clip == 3.0
+
+    def test_kl_cov_has_verls_share_and_coefficient(self, converted: Callable[..., AlgorithmConfig]) -> None:
+        assert (converted("kl_cov").cov_share, converted("kl_cov").cov_kl_coef) == (2e-4, 0.1)
+        chosen = converted("kl_cov", "policy_loss.kl_cov_ratio=0.002", "policy_loss.ppo_kl_coef=1.0")
+        assert (chosen.cov_share, chosen.cov_kl_coef) == (2e-3, 1.0)
+
+    def test_an_unused_option_has_a_note(self) -> None:
+        actor = "actor_rollout_ref.actor"
+        notes = convert(
+            f"{GRPO} {actor}.policy_loss.loss_mode=gspo {actor}.loss_agg_mode=token-mean {actor}.clip_ratio_c=4"
+        )
+        assert re.search(r"loss_agg_mode=token-mean: not used: verl's gspo", "\n".join(notes.notes))
+        assert re.search(r"clip_ratio_c=4: not used: verl's gspo has no dual clip", "\n".join(notes.notes))

@@ -1,0 +1,30 @@
+"""Defaults of policy losses whose papers use other values than `AlgorithmConfig`."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from megarl.algorithms.catalogue import LOSSES
+from megarl.preflight.recipe.algorithm import import_error
+from megarl.recipe.algorithm import AlgorithmConfig
+
+
+def take_loss_defaults(algorithm: AlgorithmConfig, keys: Container[str]) -> None:
+    """Set the defaults of `algorithm.loss` that are not among `keys`, the dotted keys that the recipe sets.
+
+    Imports `algorithm.modules` if they may register the loss. An unknown loss has no defaults; the recipe check reports it.
+    """
+    if algorithm.loss not in LOSSES and (import_error(algorithm) is not None or algorithm.loss not in LOSSES):
+        return
+    for name, value in LOSSES[algorithm.loss].defaults.items():
+        if f"algorithm.{name}" not in keys:
+            setattr(algorithm, name, value)
+
+
+def loss_notice(algorithm: AlgorithmConfig) -> str | None:
+    """Return a notice of the values of settings for which `algorithm.loss` has other defaults; None if it has none."""
+    values = []
+    for name, default in LOSSES[algorithm.loss].defaults.items():
+        value = getattr(algorithm, name)
+        values.append(f"{name} {value}" if value == default else f"{name} {value} (default of this loss: {default})")
+    return f"algorithm.loss={algorithm.loss} trains with {', '.join(values)}" if values else None
