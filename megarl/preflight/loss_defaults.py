@@ -1,4 +1,4 @@
-"""Defaults of policy losses whose papers use other values than `AlgorithmConfig`."""
+"""Losses with other defaults than `AlgorithmConfig`, as in their papers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses whose papers have other defaults than the recipe's schema take them for settings that a recipe leaves open."""
+"""Losses with other defaults than the schema: they apply to settings that a recipe leaves open."""
 
 from __future__ import annotations
 

@@ -227,7 +227,7 @@ def _estimator(sheet: Sheet, option: str, kind: str) -> str:
 
 
 def _loss(sheet: Sheet) -> None:
-    """Set what verl's losses fix or have as defaults of their own."""
+    """Set the values that verl's loss fixes, and its defaults."""
     settings, loss = sheet.settings, sheet.settings.get("algorithm.loss")
     if loss in ("gspo", "sapo", "gmpo"):
         if f"{_A}.loss_agg_mode" in sheet.options and settings.get("algorithm.aggregation") != "seq_mean_token_mean":
