@@ -19,10 +19,11 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, check: bool 
     combinations that cannot work. All independent errors are raised together, as RecipeErrors if there is more than one.
     """
     reading = read_recipe(path, overrides)
-    take_loss_defaults(reading.recipe.algorithm, reading.origins)
     errors: list[ValueError] = [*reading.errors]
-    if check:
-        for error in recipe_errors(reading.recipe):
+    if not check:
+        take_loss_defaults(reading.recipe.algorithm, reading.origins)
+    else:
+        for error in recipe_errors(reading.recipe, reading.origins):
             if isinstance(error, RecipeError):
                 error.origin = reading.origins.get(error.key, f"{path} (default value)")
             errors.append(error)

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Container
 
 from megarl.algorithms.catalogue import LOSSES
-from megarl.preflight.recipe.algorithm import import_error
 from megarl.recipe.algorithm import AlgorithmConfig
 
 
 def take_loss_defaults(algorithm: AlgorithmConfig, keys: Container[str]) -> None:
     """Set the defaults of `algorithm.loss` that are not among `keys`, the dotted keys that the recipe sets.
 
-    Imports `algorithm.modules` if they may register the loss. An unknown loss has no defaults; the recipe check reports it.
+    A loss that is not registered has no defaults.
     """
-    if algorithm.loss not in LOSSES and (import_error(algorithm) is not None or algorithm.loss not in LOSSES):
+    if algorithm.loss not in LOSSES:
         return
     for name, value in LOSSES[algorithm.loss].defaults.items():
         if f"algorithm.{name}" not in keys:

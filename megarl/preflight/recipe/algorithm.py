@@ -21,7 +21,7 @@ _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 def name_errors(algorithm: AlgorithmConfig) -> Errors:
     """Import `algorithm.modules`, which register names, and yield an error for each name that is not registered."""
-    error = import_error(algorithm)
+    error = _import_error(algorithm)
     if error is not None:
         yield error
     for name, value, registry in (
@@ -67,7 +67,7 @@ def algorithm_errors(recipe: Recipe) -> Errors:
 # --- algorithm.modules -----------------------------------------------------------------------------------------------
 
 
-def import_error(algorithm: AlgorithmConfig) -> RecipeError | None:
+def _import_error(algorithm: AlgorithmConfig) -> RecipeError | None:
     try:
         import_modules(algorithm)
     except Exception as error:  # noqa: BLE001 - a user's module may raise anything
