@@ -26,8 +26,8 @@ from megarl.preflight.recipe.observe import check_traces
 from megarl.recipe.observe import traces_notice
 from megarl.rollout.engine_handle import EngineHandle
 from megarl.trainer import worker
-from tests.runs.test_train import settings
 from tests.support import stack
+from tests.support.training_runs import settings
 
 SFT = stack.ROOT / "recipes" / "tiny" / "sft.yaml"
 

@@ -12,9 +12,8 @@ import pytest
 
 from megarl.cluster.device_map import Demand, place_on_cpus
 from megarl.cluster.process import free_port
-from tests.runs.test_failures import SMALL, Run
-from tests.runs.test_train import assert_ended, descendants, settings
 from tests.support.stack import ROOT, environment, metrics, run
+from tests.support.training_runs import SMALL, Run, assert_ended, descendants, settings
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
 

@@ -15,9 +15,9 @@ from megarl.checkpoint import next_commands
 from megarl.errors import InputError
 from megarl.exit_status import Terminated, guarded
 from megarl.observe.log import RunLog
-from tests.runs.test_train import settings
 from tests.support.checkpoint_parts import saver, state
 from tests.support.stack import ROOT
+from tests.support.training_runs import settings
 
 
 @pytest.fixture

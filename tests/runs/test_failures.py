@@ -6,49 +6,16 @@ import json
 import os
 import re
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
 from megarl.checkpoint.folder import checkpoint_step, list_checkpoints
-from megarl.cluster.failures import HEADER
-from tests.runs.test_train import assert_ended, descendants, metrics_so_far, settings
-from tests.support.stack import ROOT, command, environment, run
+from tests.support.stack import run
+from tests.support.training_runs import SMALL, Run, assert_ended, descendants, pid_in_log, settings
 
 pytestmark = pytest.mark.stack
-
-SMALL = ["cluster.trainers=1", "megatron.expert_parallel=1", "evaluation.at_start=false", "evaluation.at_end=false"]
-
-
-class Run:
-    """A training in the background; the fixture `started` kills it at the end of the test."""
-
-    def __init__(self, data: Path, runs: Path, name: str, *more: str):
-        self.directory = runs / name
-        arguments = ["train", "recipes/quickstart.yaml", *settings(data, runs, name, *SMALL, "train.steps=500", *more)]
-        self.process = subprocess.Popen(
-            command(*arguments),
-            cwd=ROOT,
-            env=environment(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def wait_for_steps(self, count: int) -> None:
-        deadline = time.monotonic() + 240
-        while not (self.directory / "metrics.jsonl").exists() or len(metrics_so_far(self.directory)) < count:
-            assert self.process.poll() is None, self.process.communicate()[1]
-            assert time.monotonic() < deadline, "no step was done in time"
-            time.sleep(0.05)
-
-    def end(self, seconds: float) -> tuple[int, str]:
-        """Wait until the run ends; returns its exit status and stderr."""
-        _, errors = self.process.communicate(timeout=seconds)
-        return self.process.returncode, errors
-
 
 RAYS_OWN = re.compile(r"^\*\*\* SIGTERM received|^(\[.*logging\.cc.*\] *)?(\*\*\*|PC:|    @)|^\[.*logging\.cc")
 
@@ -135,15 +102,6 @@ def test_a_killed_process_is_named_within_seconds(started, role: str, words: str
     left = f"Last intact checkpoint: step {checkpoint_step(last)}, {last}. Resume from it: the same command"
     assert errors.count(f"{left} with train.resume=auto.\n") == 1
     assert_ended(processes)
-
-
-def pid_in_log(directory: Path, words: str) -> int:
-    """Return the pid in the header of the log `words`.log.
-
-    Open file handles cannot identify the process: its children (scorers, for example) inherit them.
-    """
-    log = (directory / "logs" / f"{words}.log").read_text()
-    return int(re.findall(rf"^{re.escape(HEADER)} .*, pid (\d+) on ", log, re.MULTILINE)[-1])
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ import pytest
 from megarl import assembly, cli
 from megarl.commands import evaluate, export
 from megarl.exit_status import guarded
-from tests.runs.test_train import settings
 from tests.support.stack import ROOT, run
+from tests.support.training_runs import settings
 
 
 @pytest.fixture

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs.test_failures import Run, pid_in_log
-from tests.runs.test_train import assert_ended, descendants, settings
 from tests.support.stack import metrics, run
+from tests.support.training_runs import Run, assert_ended, descendants, pid_in_log, settings
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
 

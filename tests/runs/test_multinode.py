@@ -16,9 +16,8 @@ import psutil
 import pytest
 
 from megarl.cluster.process import free_port
-from tests.runs.test_failures import SMALL
-from tests.runs.test_train import assert_ended, descendants, settings
 from tests.support.stack import ROOT, environment, metrics
+from tests.support.training_runs import SMALL, assert_ended, descendants, settings
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megarl import load_recipe
-from tests.runs.test_train import settings
 from tests.support.stack import ROOT, metrics, run
+from tests.support.training_runs import settings
 
 pytestmark = pytest.mark.stack
 

@@ -9,41 +9,12 @@ import subprocess
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.support.stack import ROOT, command, environment, metrics, run, without_times
+from tests.support.training_runs import assert_ended, descendants, metrics_so_far, settings, train
 
 pytestmark = pytest.mark.stack
-
-TINY = [
-    "data.prompts_per_step=4",
-    "rollout.samples_per_prompt=4",
-    "rollout.max_response_length=16",
-    "rollout.engine_args.max_num_seqs=16",
-    "reward.function=tests.support.scorers:letters",
-    "algorithm.overlong.penalty_buffer=0",
-    "algorithm.dynamic_sampling.metric=reward",
-    "evaluation.limit=4",
-    "train.save_every=1",
-    "train.keep_checkpoints=10",
-]
-
-
-def settings(data: Path, runs: Path, name: str, *more: str) -> list[str]:
-    return [
-        f"model.path={data}/model",
-        f"data.train_files=[{data}/data/train.parquet]",
-        f"data.eval_files=[{data}/data/test.parquet]",
-        f"runs_dir={runs}",
-        f"name={name}",
-        *TINY,
-        *more,
-    ]
-
-
-def train(data: Path, runs: Path, name: str, *more: str, torchrun: int = 0) -> subprocess.CompletedProcess[str]:
-    return run("train", "recipes/quickstart.yaml", *settings(data, runs, name, *more), torchrun=torchrun)
 
 
 @pytest.fixture(scope="module")
@@ -180,31 +151,6 @@ def test_a_killed_and_resumed_run_is_bit_identical(reference: Path, quickstart_d
     done = train(quickstart_data, tmp_path, "killed", *more, "train.resume=auto")
     assert done.returncode == 0, done.stderr
     assert without_times(metrics(run_dir)) == without_times(metrics(reference))
-
-
-def metrics_so_far(run_dir: Path) -> list[str]:
-    return (run_dir / "metrics.jsonl").read_text().splitlines()
-
-
-def descendants(pid: int) -> list[psutil.Process]:
-    """Return every process that a run has started: workers, engines and Ray's."""
-    children = psutil.Process(pid).children(recursive=True)
-    assert len(children) >= 3, "a run has more processes than that"
-    return children
-
-
-def assert_ended(started: list[psutil.Process], seconds: float = 10) -> None:
-    deadline = time.monotonic() + seconds
-    while (alive := [process for process in started if lives(process)]) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not alive
-
-
-def lives(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_torchrun_gives_the_same_run(reference: Path, quickstart_data: Path, tmp_path: Path) -> None:

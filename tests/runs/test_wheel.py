@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs.test_train import settings
 from tests.support.stack import ROOT, metrics
+from tests.support.training_runs import settings
 
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 

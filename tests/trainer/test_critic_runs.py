@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.runs.test_train import settings
 from tests.support.stack import metrics, run, without_times
+from tests.support.training_runs import settings
 
 pytestmark = pytest.mark.stack
 
