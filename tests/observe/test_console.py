@@ -14,7 +14,7 @@ import pytest
 from megarl.observe import console as console_module
 from megarl.observe.console import LiveConsole, Pace, PlainConsole, clock, figures, short
 from megarl.observe.log import RunLog
-from tests.observe.test_log import make_recipe
+from tests.support.log_recipe import make_recipe
 
 STEP = {
     "critic/rewards/mean": 0.5125,

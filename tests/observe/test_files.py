@@ -28,7 +28,7 @@ from megarl.observe.metrics import MetricsLog, read_metrics
 from megarl.observe.run_dir import RunDirectory
 from megarl.observe.samples import choose, discard_samples_after, read_samples, sample_steps, write_samples
 from megarl.observe.trace import Trace, read_trace_tail
-from tests.observe.test_log import make_recipe
+from tests.support.log_recipe import make_recipe
 
 TINY = {
     "model_type": "qwen3", "hidden_size": 8, "vocab_size": 16, "num_hidden_layers": 1, "tie_word_embeddings": True,

@@ -20,16 +20,7 @@ from megarl.observe.run_dir import RunDirectory
 from megarl.observe.sinks import GuardedTracker, make_sinks
 from megarl.observe.trace import read_trace_tail
 from megarl.recipe.schema import Recipe
-
-
-def make_recipe(**observe: Any) -> Recipe:
-    recipe = Recipe()
-    recipe.observe.console = "plain"
-    recipe.observe.report = False
-    recipe.observe.tensorboard = False
-    for name, value in observe.items():
-        setattr(recipe.observe, name, value)
-    return recipe
+from tests.support.log_recipe import make_recipe
 
 
 def notices(path: Path) -> list[str]:

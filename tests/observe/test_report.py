@@ -6,7 +6,6 @@ import json
 import math
 import random
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -21,35 +20,7 @@ from megarl.observe.report.data import collect, phase_times, timeline
 from megarl.observe.report.page import script_json, write_report
 from megarl.observe.run_dir import RunDirectory
 from megarl.recipe.schema import Recipe
-
-EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)><!-- </pre>"
-
-
-class Page(HTMLParser):
-    """Elements and texts of a page, as a browser parses them."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(convert_charrefs=True)
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.scripts: list[str] = []
-        self.text = ""
-        self._script = False
-        self.feed(path.read_text())
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        self._script = tag == "script"
-        if self._script:
-            self.scripts.append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        self._script = False
-
-    def handle_data(self, data: str) -> None:
-        if self._script:
-            self.scripts[-1] += data
-        else:
-            self.text += data
+from tests.support.html_page import MARKUP, Page, assert_self_contained
 
 
 def make_run(path: Path, text: str = "#### 72") -> None:
@@ -74,10 +45,7 @@ def make_run(path: Path, text: str = "#### 72") -> None:
 def test_the_page_fetches_nothing(tmp_path: Path) -> None:
     make_run(tmp_path)
     page = Page(report(tmp_path))
-    for tag, attributes in page.elements:
-        assert tag not in ("link", "img", "iframe", "object", "embed", "base"), (tag, attributes)
-        assert "src" not in attributes, (tag, attributes)
-        assert not (attributes.get("href") or "#").startswith(("http", "//")), (tag, attributes)
+    assert_self_contained(page)
     (policy,) = [attributes for tag, attributes in page.elements if "http-equiv" in attributes]
     assert "default-src 'none'" in str(policy["content"]) and "unsafe-inline'; img" in str(policy["content"])
     nonce = re.search(r"script-src 'nonce-([\w-]+)';", str(policy["content"]))
@@ -87,13 +55,13 @@ def test_the_page_fetches_nothing(tmp_path: Path) -> None:
 
 def test_texts_of_a_run_are_escaped(tmp_path: Path) -> None:
     make_run(tmp_path / "plain")
-    make_run(tmp_path / "evil", EVIL)
+    make_run(tmp_path / "evil", MARKUP)
     plain, evil = Page(report(tmp_path / "plain")), Page(report(tmp_path / "evil"))
     assert [tag for tag, _ in evil.elements] == [tag for tag, _ in plain.elements]
     payload = json.loads(evil.scripts[0])
-    assert payload["samples"][0]["records"][0]["response"] == EVIL
+    assert payload["samples"][0]["records"][0]["response"] == MARKUP
     assert "<" not in evil.scripts[0]
-    assert EVIL in evil.text, "a notice is shown as it was written"
+    assert MARKUP in evil.text, "a notice is shown as it was written"
 
 
 def test_script_json_has_no_markup_and_no_nonfinite_numbers() -> None:

@@ -16,7 +16,7 @@ from megarl.observe.report.samples import MAX_TURNS, TURNS_BYTES, _fair_length, 
 from megarl.observe.run_dir import RunDirectory
 from megarl.observe.samples import read_samples, sample_records
 from megarl.types import Group, InlineData, Sample, SampleTokens
-from tests.observe.test_report import EVIL, Page
+from tests.support.html_page import MARKUP, Page
 from tests.support.agent_run import Words, make_agent_run, tool_group
 
 
@@ -56,16 +56,16 @@ def test_turns_become_the_response_of_the_page(tmp_path: Path) -> None:
 def test_texts_of_tools_and_scorers_are_escaped(tmp_path: Path) -> None:
     """Texts, tool answers, arguments, tools' names, reasons and data sources with tags that would end the script."""
     make_agent_run(tmp_path / "plain", ["openai/gsm8k", "mine"])
-    make_agent_run(tmp_path / "evil", ["openai/gsm8k", EVIL], EVIL)
+    make_agent_run(tmp_path / "evil", ["openai/gsm8k", MARKUP], MARKUP)
     plain, evil = Page(write_report(tmp_path / "plain")), Page(write_report(tmp_path / "evil"))
     assert [tag for tag, _ in evil.elements] == [tag for tag, _ in plain.elements]
     assert not set("<>&") & set(evil.scripts[0])
     payload = json.loads(evil.scripts[0])
     record = payload["samples"][-1]["records"][0]
-    assert EVIL in record["reason"] and EVIL in record["turns"][1]["text"]
-    assert EVIL in record["turns"][1]["arguments"][0][1] and EVIL in record["turns"][0]["text"]
+    assert MARKUP in record["reason"] and MARKUP in record["turns"][1]["text"]
+    assert MARKUP in record["turns"][1]["arguments"][0][1] and MARKUP in record["turns"][0]["text"]
     sources = [source for source, _ in payload["sources"]["steps"][-1]["tables"][0]["rows"]]
-    assert EVIL in sources
+    assert MARKUP in sources
 
 
 def test_the_pages_script_creates_only_text() -> None:
