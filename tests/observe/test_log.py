@@ -19,7 +19,6 @@ from megarl.observe.metrics import read_metrics
 from megarl.observe.run_dir import RunDirectory
 from megarl.observe.sinks import GuardedTracker, make_sinks
 from megarl.observe.trace import read_trace_tail
-from megarl.recipe.schema import Recipe
 from tests.support.log_recipe import make_recipe
 
 
@@ -88,15 +87,15 @@ def test_samples_are_capped(tmp_path: Path) -> None:
 def test_time_of_the_start_is_not_in_the_first_step(tmp_path: Path) -> None:
     with RunLog(make_recipe(), tmp_path, 1, 1) as log:
         with log.phase("start"):
-            time.sleep(0.05)
+            time.sleep(0.3)
         log.add({"weight_sync/bytes": 5})
         log.begin()
         log.step(1)
     (line,) = read_metrics(tmp_path / "metrics.jsonl")
-    assert line["timing_s/step"] < 0.05 and "timing_s/start" not in line
+    assert line["timing_s/step"] < 0.3 and "timing_s/start" not in line
     assert line["weight_sync/bytes"] == 5
     (session,) = json.loads((tmp_path / "summary.json").read_text())["sessions"]
-    assert session["start"]["seconds"] >= session["start"]["timing_s/start"] >= 0.05
+    assert session["start"]["seconds"] >= session["start"]["timing_s/start"] >= 0.3
 
 
 def test_resume_moves_later_steps_aside_with_a_notice(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from megarl.observe.report.samples import MAX_TURNS, TURNS_BYTES, _fair_length, 
 from megarl.observe.run_dir import RunDirectory
 from megarl.observe.samples import read_samples, sample_records
 from megarl.types import Group, InlineData, Sample, SampleTokens
-from tests.support.html_page import MARKUP, Page
 from tests.support.agent_run import Words, make_agent_run, tool_group
+from tests.support.html_page import MARKUP, Page
 
 
 def test_a_record_omits_default_values() -> None:

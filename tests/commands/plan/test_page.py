@@ -26,8 +26,8 @@ from megarl.commands.plan.show.page import render, verdict, write_page
 from megarl.commands.plan.show.units import GIB, Unit
 from megarl.commands.plan.time.spread import Ratios, spreads
 from megarl.engines.routes import WeightRoute
-from tests.support.html_page import MARKUP, Page, assert_self_contained
 from tests.support import plans
+from tests.support.html_page import MARKUP, Page, assert_self_contained
 
 ALL = ("LARGE", "TOO_LARGE", "SMALL", "INTERLEAVED", "AHEAD", "BARE")
 
