@@ -16,11 +16,22 @@ python -m megarl convert-config run_grpo.sh --rows 7473 --out grpo.yaml
 python -m megarl convert-config run_sft.sh 1=8 2=out/sft MODEL_PATH=models/Qwen3-8B megatron.tensor_parallel=2
 ```
 
-`convert-config` reads a verl script, or a command line from standard input (`-`), and writes the recipe. It never runs the
-script: it expands variables, `${NAME:-default}`, arrays and `$((arithmetic))` itself. A value that only a shell can compute
-(`$(date)`, a variable from the environment, an assignment inside an `if`) is an error, with its line, if the training command
-uses it. To supply such a value, add `NAME=value` after the file, and `1=value` for the script's first argument. An argument with
-a dot in its name is a setting of the recipe and overrides the converted one. `$HOME` is expanded on this machine; `$@` is empty.
+`convert-config` reads a verl script, or a command line from standard input (`-`), and writes the recipe. It runs nothing of the
+script. [shfmt](https://github.com/mvdan/sh) parses it (`pip install 'megarl[convert]'`; the files in `launch/` install it), and
+megarl evaluates variables, arrays, arithmetic, `if`, `case`, loops, functions and here-documents as bash does.
+
+| in the script | value |
+|---|---|
+| `${NAME:-default}`, and tests whether a variable is empty | variables of the environment count as unset |
+| `$NAME` that the script does not set | an error, if the training command uses it; all such variables are listed at once |
+| `$HOME`, `$(pwd)`, `$0`, `$(date)` | values of this machine at the time of the conversion, with a note if the training command uses them |
+| `python3 -c 'import NAME'` | whether the package is installed on this machine, with a note |
+| `$(command)`, `[ -f FILE ]`, the success of a command | unknown: both paths are followed, and an error if the training command depends on it |
+| a check that exits if an argument or a file is missing | skipped |
+
+To supply a value, add `NAME=value` after the file; it overrides the script's. `1=value` is the script's first argument. An
+argument with a dot in its name is a setting of the recipe and overrides the converted one. Files that the script sources are
+not read.
 
 The command may run main_ppo, main_dapo, one-step-off's main_ppo, fsdp_sft_trainer or sft_trainer. Options that are changed or
 have no counterpart are listed with their lines, as comments at the top of the recipe and on stderr. An option that the command

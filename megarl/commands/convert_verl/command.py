@@ -16,6 +16,7 @@ import yaml
 from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
 from megarl.commands.convert_verl.parser import TRAINERS, Command, read_command
 from megarl.commands.convert_verl.sheet import Sheet, read_options, value_of
+from megarl.commands.convert_verl.shell_values import ScriptContext
 from megarl.commands.convert_verl.table import DEFAULTS, RL, SFT, SFT_DEFAULTS, TRAINER
 from megarl.commands.convert_verl.translate import translate_rl, translate_sft
 from megarl.engines.vllm.args import check_engine_args
@@ -38,17 +39,23 @@ class Converted:
 
 
 def convert(
-    text: str, arguments: Sequence[str] = (), *, rows: int | None = None, source: str = "a command line"
+    text: str,
+    arguments: Sequence[str] = (),
+    *,
+    rows: int | None = None,
+    source: str = "a command line",
+    machine: ScriptContext | None = None,
 ) -> Converted:
     """Convert the training command in `text` to a recipe. The text is parsed, never run.
 
     arguments: "NAME=value" sets a shell variable; "dotted.key=value" is a setting that overrides the command's.
     rows: number of rows of training data, to convert epochs to steps; None: unknown.
+    machine: see `read_command`.
     Raises InputError if a value cannot be determined, or if the resulting recipe is invalid.
     """
     pairs = [_pair(argument) for argument in arguments]
     variables = {"HOME": os.path.expanduser("~"), **{name: value for name, value in pairs if "." not in name}}
-    command = read_command(text, variables)
+    command = read_command(text, variables, machine)
     options, config = read_options(command.arguments)
     kind = TRAINERS.search(command.trainer)
     assert kind
@@ -65,6 +72,7 @@ def convert(
     _drop_rejected(sheet)
     sheet.settings |= {name: _setting(name, value) for name, value in pairs if "." in name}
     _note_model(sheet)
+    sheet.notes += command.notes
     sheet.notes.sort(key=_line)
     return Converted(_recipe(sheet, source), sheet.notes)
 
@@ -86,7 +94,8 @@ def convert_file(file: str, arguments: Sequence[str], *, out: Path | None, rows:
         text = sys.stdin.read() if file == "-" else Path(file).read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{file} cannot be read: {error}") from error
-    converted = convert(text, arguments, rows=rows, source="a command line" if file == "-" else Path(file).name)
+    source, script = ("a command line", None) if file == "-" else (Path(file).name, file)
+    converted = convert(text, arguments, rows=rows, source=source, machine=ScriptContext(script))
     for note in converted.notes:
         print(note, file=sys.stderr)
     if out is None:
@@ -125,9 +134,9 @@ def _drop_unused(sheet: Sheet) -> None:
     settings = sheet.settings
     advantage, loss = settings.get("algorithm.advantage", "grpo"), settings.get("algorithm.loss", "ppo_clip")
     used = {*ADVANTAGES[advantage].settings, *LOSSES[loss].settings}
-    for name in {
-        name for registry in (ADVANTAGES, LOSSES) for key in registry.names() for name in registry[key].settings
-    }:
+    for name in sorted(
+        {name for registry in (ADVANTAGES, LOSSES) for key in registry.names() for name in registry[key].settings}
+    ):
         if name not in used and f"algorithm.{name}" in settings:
             del settings[f"algorithm.{name}"]
             if (origin := sheet.origins.get(f"algorithm.{name}")) in sheet.options:

@@ -1,0 +1,383 @@
+"""Evaluation of statements: lists, pipelines, conditions and loops.
+
+A condition that only a running shell can decide is unknown: both paths are followed, and a variable that differs between
+them is unknown afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from megarl.commands.convert_verl.shell_arithmetic import compute
+from megarl.commands.convert_verl.shell_syntax import Node, children, literal
+from megarl.commands.convert_verl.shell_tests import double_bracket
+from megarl.commands.convert_verl.shell_values import (
+    Call,
+    Facts,
+    Jump,
+    ScriptContext,
+    ShellVariable,
+    Status,
+    Undetermined,
+    doubt_of,
+    merge,
+)
+from megarl.commands.convert_verl.shell_words import Words
+from megarl.errors import InputError
+
+_STEPS = 20_000  # statements that are evaluated
+_CAPTURED = (None, "1")
+SETTING_COMMANDS = ("read", "mapfile", "readarray", "getopts", "unset", "printf", "shift", "set", "cd")
+"""Commands whose arguments may be names of variables that they set."""
+
+
+class Statements(Words):
+    """Evaluates statements. A derived class evaluates simple commands and assignments.
+
+    calls: the training commands so far. doubts: the unknown conditions that the current path depends on.
+    """
+
+    def __init__(self, given: Mapping[str, str], machine: ScriptContext):
+        super().__init__(given, machine)
+        self.calls: list[Call] = []
+        self.doubts: list[Undetermined] = []
+        self.steps = 0
+
+    def call(self, node: Node, statement: Node) -> Status:
+        """Evaluate a simple command, with the redirections of its statement."""
+        raise NotImplementedError
+
+    def declare(self, node: Node) -> Status:
+        """Evaluate `export`, `local` or `declare`."""
+        raise NotImplementedError
+
+    def assign(self, name: str, value: str | tuple[str, ...] | Undetermined) -> None:
+        """Set a variable, unless the user gave its value."""
+        if name not in self.given:
+            self.state.variables[name] = ShellVariable(value, frozenset(self.facts) | self.context)
+
+    # Statements.
+
+    def run(self, statements: list[Node]) -> Status:
+        """Evaluate statements. Raises Jump at `exit`, and InputError for a construct that is not supported."""
+        status: Status = True
+        for statement in statements:
+            status = self.statement(statement)
+        return status
+
+    def statement(self, node: Node) -> Status:
+        self.steps += 1
+        if self.steps > _STEPS:
+            raise InputError(f"line {node['Line']}: the script has too many steps to follow, such as an endless loop")
+        command = node.get("Cmd")
+        redirected = any(
+            redirect["Op"].startswith((">", "&>")) and (redirect.get("N") or {}).get("Value") in _CAPTURED
+            for redirect in node.get("Redirs", [])
+        )
+        if redirected:
+            output, self.state.output = self.state.output, None
+        try:
+            if command is None:
+                status: Status = True
+                self.lose_output(node)
+            elif node.get("Background"):
+                status = self.isolated(lambda: self._command(command, node))
+            else:
+                status = self._command(command, node)
+        finally:
+            if redirected:
+                self.state.output = output
+        return (not status) if node.get("Negated") and isinstance(status, bool) else status
+
+    def _command(self, node: Node, statement: Node) -> Status:
+        kind = node["Type"]
+        if kind == "CallExpr":
+            return self.call(node, statement)
+        if kind == "DeclClause":
+            return self.declare(node)
+        if kind == "BinaryCmd":
+            return self._binary(node)
+        if kind == "IfClause":
+            return self._if(node)
+        if kind == "CaseClause":
+            return self._case(node)
+        if kind == "ForClause":
+            return self._for(node)
+        if kind == "WhileClause":
+            return self._while(node)
+        if kind == "Block":
+            return self.run(node.get("Stmts", []))
+        if kind == "Subshell":
+            return self.isolated(lambda: self.run(node.get("Stmts", [])))
+        if kind == "FuncDecl":
+            self.state.functions[node["Name"]["Value"]] = node["Body"]
+            return True
+        if kind == "TestClause":
+            return double_bracket(node["X"], self, node["Line"])
+        if kind in ("ArithmCmd", "LetClause"):
+            return self._arithmetic(node)
+        if kind == "TimeClause":
+            return self.statement(node["Stmt"]) if node.get("Stmt") else True
+        raise InputError(f"line {node['Line']}: {node['Source'].splitlines()[0]} is not supported")
+
+    def isolated(self, path: Callable[[], Status]) -> Status:
+        """Evaluate `path` in a subshell: it leaves nothing but its output."""
+        before = self.state.copy()
+        try:
+            status = path()
+        except Jump as jump:
+            status = doubt_of(jump)
+            if jump.kind == "unknown" and self.state.output is not None:
+                self.state.output = status
+        output, self.state = self.state.output, before
+        self.state.output = output
+        return status
+
+    def output_of(self, statements: list[Node]) -> str:
+        before = self.state.output
+        self.state.output = ""
+        try:
+            self.isolated(lambda: self.run(statements))
+            output = self.state.output
+        finally:
+            self.state.output = before
+        if isinstance(output, Undetermined):
+            raise output
+        return (output or "").rstrip("\n")
+
+    def _arithmetic(self, node: Node) -> Status:
+        expressions = node.get("Exprs") or [node["X"]]
+        try:
+            values = [compute(expression, self, node["Line"], node["Source"]) for expression in expressions]
+            return bool(values[-1])
+        except Undetermined as error:
+            self.forget([node], error, node["Line"])
+            return error
+
+    # Paths.
+
+    def _binary(self, node: Node) -> Status:
+        symbol, left, right = node["Op"], node["X"], node["Y"]
+        if symbol not in ("&&", "||"):  # a pipeline: each side runs in a subshell
+            output, self.state.output = self.state.output, None
+            self.isolated(lambda: self.statement(left))
+            self.isolated(lambda: self.statement(right))
+            self.state.output = output
+            self.lose_output(node)
+            return self.unknown_status(node)
+        status, facts = self._condition([left])
+        if isinstance(status, Undetermined):
+            runs_anyway = status.external and symbol == "&&"  # mkdir logs && python ...: the user expects it to succeed
+            self._paths(status, [lambda: self.statement(right), lambda: True], node["Line"], doubted=not runs_anyway)
+            return Undetermined(str(status), status.causes, external=status.external)
+        if status != (symbol == "&&"):
+            return status
+        with self._within(facts):
+            return self._guarded(lambda: self.statement(right), facts, lambda: not status)
+
+    def _if(self, node: Node) -> Status:
+        then, otherwise = node.get("Then", []), node.get("Else")
+        if "Cond" not in node:
+            return self.run(then)
+
+        def rest() -> Status:
+            return self._if(otherwise) if otherwise else True
+
+        status, facts = self._condition(node["Cond"])
+        if isinstance(status, Undetermined):
+            return self._paths(status, [lambda: self.run(then), rest], node["Line"])
+        with self._within(facts):
+            return self._guarded(lambda: self.run(then), facts, rest) if status else rest()
+
+    def _case(self, node: Node) -> Status:
+        items = node.get("Items", [])
+        if any(item["Op"] != ";;" for item in items):
+            raise InputError(f"line {node['Line']}: ;& and ;;& in a case are not supported")
+        paths = [lambda item=item: self.run(item.get("Stmts", [])) for item in items]
+        with self.tracing() as facts:
+            try:
+                text = self.text(node["Word"])
+                matches = [any(self.matches(text, pattern) for pattern in item["Patterns"]) for item in items]
+            except Undetermined as error:
+                return self._paths(error, [*paths, lambda: True], node["Line"])
+        with self._within(frozenset(facts)):
+            return paths[matches.index(True)]() if True in matches else True
+
+    def _for(self, node: Node) -> Status:
+        loop, body, line = node["Loop"], node.get("Do", []), node["Line"]
+        if loop["Type"] != "WordIter":
+            return self._counted_loop(loop, body, line)
+        with self.tracing() as facts:
+            try:
+                if "Items" in loop or loop.get("InPos"):
+                    items = [field for word in loop.get("Items", []) for field in self.fields(word)]
+                else:
+                    items = self._items("@", line, "")
+            except Undetermined as error:
+                return self.forget([node], error, line)
+        with self._within(frozenset(facts)):
+            for item in items:
+                self.assign(loop["Name"]["Value"], item)
+                if not self._round(body, node):
+                    break
+        return True
+
+    def _counted_loop(self, loop: Node, body: list[Node], line: int) -> Status:
+        def value(key: str) -> int:
+            return compute(loop[key], self, line, loop[key]["Source"]) if loop.get(key) else 1
+
+        try:
+            value("Init")
+            while value("Cond"):
+                self.steps += 1
+                if self.steps > _STEPS:
+                    raise InputError(f"line {line}: the loop has too many steps to follow")
+                if not self._round(body, loop):
+                    break
+                value("Post")
+        except Undetermined as error:
+            return self.forget([loop, *body], error, line)
+        return True
+
+    def _while(self, node: Node) -> Status:
+        while True:
+            status, facts = self._condition(node["Cond"])
+            if isinstance(status, Undetermined):
+                return self.forget([node], status, node["Line"])
+            if status == bool(node.get("Until")):
+                return True
+            with self._within(facts):
+                if not self._round(node.get("Do", []), node):
+                    return True
+
+    def _round(self, body: list[Node], loop: Node) -> bool:
+        """Evaluate a loop's body once. Returns False after `break`."""
+        before, count = self.state.copy(), len(self.calls)
+        try:
+            self.run(body)
+        except Jump as jump:
+            if jump.kind == "unknown":
+                self.state = before
+                del self.calls[count:]
+                self.forget([loop, *body], doubt_of(jump), jump.line)
+                return False
+            if jump.kind not in ("break", "continue"):
+                raise
+            return jump.kind == "continue"
+        return True
+
+    def _condition(self, statements: list[Node]) -> tuple[Status, Facts]:
+        with self.tracing() as facts:
+            status = self.run(statements)
+        self.facts |= facts
+        return status, frozenset(facts)
+
+    @contextmanager
+    def _within(self, facts: Facts) -> Iterator[None]:
+        """Add the facts of a condition to every value that the block sets."""
+        before = self.context
+        self.context |= facts
+        try:
+            yield
+        finally:
+            self.context = before
+
+    def _guarded(self, path: Callable[[], Status], facts: Facts, otherwise: Callable[[], Status]) -> Status:
+        """Evaluate `path`. If it exits only because a variable is unset, as a check of arguments does, skip it."""
+        before, count = self.state.copy(), len(self.calls)
+        try:
+            return path()
+        except Jump as jump:
+            if jump.kind != "exit" or len(self.calls) > count or not any(fact.unset for fact in facts):
+                raise
+            self.state = before
+            return otherwise()
+
+    def _paths(
+        self, cause: Undetermined, paths: list[Callable[[], Status]], line: int, *, doubted: bool = True
+    ) -> Status:
+        """Evaluate alternative paths and merge their results. A path that exits is left out."""
+        start, ends, jumps, required = self.state, [], [], len(self.required)
+        if doubted:
+            self.doubts.append(cause)
+        try:
+            for path in paths:
+                self.state = start.copy()
+                try:
+                    path()
+                    ends.append(self.state)
+                except Jump as jump:
+                    jumps.append(jump)
+        finally:
+            if doubted:
+                self.doubts.pop()
+                del self.required[required:]
+        self.state = start
+        if leaving := [jump for jump in jumps if jump.kind != "exit"]:
+            raise Jump("unknown", leaving[0].line)
+        if not ends:
+            raise jumps[0]
+        self.state = merge(ends, cause, line)
+        return cause
+
+    def forget(self, nodes: list[Node], cause: Undetermined, line: int) -> Status:
+        """Mark every variable that a loop or a function sets as unknown, because its path is unknown."""
+        before, required = self.state.copy(), len(self.required)
+        names: set[str] = set()
+        collect_names(nodes, self.state.functions, names, set())
+        unknown = Undetermined(
+            f"line {line} sets it in a loop or function that cannot be followed: {cause}", cause.causes
+        )
+        for name in names - self.given.keys():
+            before.variables[name] = ShellVariable(unknown)
+        if "shift" in names or "set" in names:
+            before.positional_unknown = unknown
+        if "cd" in names:
+            before.folder = unknown
+        if before.output is not None:
+            before.output = unknown
+        self.state = before.copy()
+        body = [child for node in nodes for child in (node.get("Do") or ([node] if "Cmd" in node else []))]
+        if body and cause not in self.doubts:
+            self.doubts.append(cause)
+            try:
+                self.run(body)  # a training command in it is reported, with its doubt
+            except Jump:
+                pass  # its variables are unknown in any case
+            finally:
+                self.doubts.pop()
+                del self.required[required:]
+        self.state = before
+        return cause
+
+    def lose_output(self, node: Node, cause: Undetermined | None = None) -> None:
+        """Make the collected output unknown: `node` may print."""
+        if self.state.output is not None:
+            message = f"line {node['Line']}: the output of {node['Source']} is unknown"
+            self.state.output = cause or Undetermined(message, external=True)
+
+    @staticmethod
+    def unknown_status(node: Node) -> Undetermined:
+        source = node["Source"].splitlines()[0]
+        return Undetermined(f"line {node['Line']}: whether {source} succeeds", external=True)
+
+
+def collect_names(nodes: list[Node], functions: Mapping[str, Node | None], names: set[str], visited: set[str]) -> None:
+    """Add to `names` every variable that `nodes` may set, the functions that they call included."""
+    for node in nodes:
+        kind = node.get("Type", "")
+        if "Name" in node and ({"Append", "Value", "Array", "Naked"} & node.keys() or kind in ("", "WordIter")):
+            names.add(node["Name"]["Value"])
+        if kind in ("BinaryArithm", "UnaryArithm") and node["X"].get("Type") == "Word":
+            names.add(literal(node["X"]) or "")
+        if kind == "ParamExp" and (node.get("Exp") or {}).get("Op") in ("=", ":="):
+            names.add(node["Param"]["Value"])
+        if kind == "CallExpr" and node.get("Args"):
+            words = [literal(word) or "" for word in node["Args"]]
+            names.update(words if words[0] in SETTING_COMMANDS else words[:1])
+            body = functions.get(words[0])
+            if body is not None and words[0] not in visited:
+                visited.add(words[0])
+                collect_names([body], functions, names, visited)
+        collect_names(children(node), functions, names, visited)

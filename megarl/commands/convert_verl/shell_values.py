@@ -1,0 +1,162 @@
+"""Values of a script's variables, and the state that its statements change."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+
+from megarl.commands.convert_verl.shell_syntax import Node
+from megarl.errors import InputError
+
+
+class Undetermined(InputError):
+    """A value or an exit status that only a running shell can compute.
+
+    causes: the variables that would determine it, with a message about each. external: the exit status of an
+    ordinary command.
+    """
+
+    def __init__(self, message: str, causes: Mapping[str, str] | None = None, *, external: bool = False):
+        super().__init__(message)
+        self.causes, self.external = dict(causes or {}), external
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A fact from outside the script that a value depends on.
+
+    note: the text for the user, "" if no note is due. unset: a variable that was taken as unset, or "".
+    """
+
+    note: str = ""
+    unset: str = ""
+
+
+Facts = frozenset[Fact]
+Status = bool | Undetermined
+"""The success of a statement."""
+
+
+@dataclass(frozen=True)
+class ShellVariable:
+    """A variable. A tuple is an array."""
+
+    value: str | tuple[str, ...] | Undetermined
+    facts: Facts = frozenset()
+
+
+@dataclass(frozen=True)
+class ScriptContext:
+    """The surroundings in which a script is read.
+
+    script: the script's path as the user gave it, None for standard input. folder: the current folder.
+    """
+
+    script: str | None = None
+    folder: str = field(default_factory=os.getcwd)
+    now: datetime = field(default_factory=lambda: datetime.now().astimezone())
+
+
+@dataclass
+class State:
+    """The state of a shell.
+
+    positional: $1 and so on; an absent one is None. positional_unknown: set if they are unknown.
+    functions: bodies by name; None if two paths through the script define different functions.
+    folder: the current folder. output: the standard output that $(...) collects; None: it is not collected.
+    """
+
+    folder: str | Undetermined
+    variables: dict[str, ShellVariable] = field(default_factory=dict)
+    positional: tuple[ShellVariable | None, ...] = ()
+    positional_unknown: Undetermined | None = None
+    functions: dict[str, Node | None] = field(default_factory=dict)
+    output: str | Undetermined | None = None
+
+    def copy(self) -> State:
+        return replace(self, variables=dict(self.variables), functions=dict(self.functions))
+
+
+class Jump(Exception):
+    """The end of a path: exit, return, break or continue; "unknown" if only some of several paths end.
+
+    facts: the facts that the path depends on. status: the status that `return` gives.
+    """
+
+    def __init__(self, kind: str, line: int, facts: Facts = frozenset(), status: Status = True):
+        super().__init__(kind)
+        self.kind, self.line, self.facts, self.status = kind, line, facts, status
+
+
+@dataclass(frozen=True)
+class Expanded:
+    """A word of a command: its fields, or why they are unknown, and the facts that they depend on."""
+
+    word: Node
+    fields: list[str] | Undetermined
+    facts: Facts
+
+
+@dataclass(frozen=True)
+class Call:
+    """A command with its expanded words. `doubt`: the condition that it depends on, if that is unknown."""
+
+    line: int
+    words: list[Expanded]
+    doubt: Undetermined | None
+
+
+def merge(states: list[State], cause: Undetermined, line: int) -> State:
+    """Return the state after one of several paths, when it is unknown which: what differs between them is unknown.
+
+    cause: the condition that is unknown. line: the line of the statement with the paths.
+    """
+    first, *rest = states
+    if not rest:
+        return first
+    unknown = Undetermined(f"line {line} sets it under a condition that is unknown: {cause}", cause.causes)
+    merged = first.copy()
+    for name in {name for state in states for name in state.variables}:
+        variables = [state.variables.get(name) for state in states]
+        values = {None if variable is None else variable.value for variable in variables}
+        facts = frozenset(fact for variable in variables if variable for fact in variable.facts)
+        value = values.pop()
+        merged.variables[name] = ShellVariable(unknown if values or value is None else value, facts)
+    for name in {name for state in states for name in state.functions}:
+        if any(state.functions.get(name) is not first.functions.get(name) for state in rest):
+            merged.functions[name] = None
+    if any(state.positional != first.positional for state in rest):
+        merged.positional_unknown = unknown
+    if any(state.folder != first.folder for state in rest):
+        merged.folder = unknown
+    if any(state.output != first.output for state in rest):
+        merged.output = unknown
+    return merged
+
+
+def missing(name: str, line: int, source: str = "") -> Undetermined:
+    """Return the error for a variable that the script does not set. `source`: the expansion that needs it."""
+    within = f" in {source}" if source else ""
+    message = f"line {line}: the script does not set ${name}{within}: add {name}=VALUE after the file"
+    return Undetermined(message, {name: message})
+
+
+def combined(errors: list[Undetermined]) -> Undetermined:
+    """Return one error for all values that are missing, each named once."""
+    causes: dict[str, str] = {}
+    for error in errors:
+        for name, text in error.causes.items():
+            causes.setdefault(name, text)
+    if len(errors) == 1 and len(causes) <= 1:
+        return errors[0]
+    listed = {text: None for error in errors for text in ([causes[name] for name in error.causes] or [str(error)])}
+    if len(listed) == 1:
+        return errors[0]
+    head = f"{len(listed)} values are missing, which the script alone does not determine:"
+    return Undetermined("\n".join([head, *(f"  {text}" for text in listed)]), causes)
+
+
+def doubt_of(jump: Jump) -> Undetermined:
+    return Undetermined(f"line {jump.line}: whether the script goes on here is unknown")
