@@ -104,22 +104,22 @@ def ranks(count: int, tensor: int, stages: int, expert: int) -> list[SliceTable]
 
 
 def measure(trainers: tuple[int, int, int, int], engines: tuple[int, int, int]) -> str:
-    haves = ranks(*trainers)
-    needs = ranks(engines[0], engines[1], 1, engines[2])
-    for table in {*haves, *needs}:
+    held = ranks(*trainers)
+    needed = ranks(engines[0], engines[1], 1, engines[2])
+    for table in {*held, *needed}:
         _ = table.digest  # cached: in a run each rank has published its digest
     hosts = Hosts(
-        [f"trainers {rank // PER_NODE}" for rank in range(len(haves))],
-        [f"engines {rank // PER_NODE}" for rank in range(len(needs))],
+        [f"trainers {rank // PER_NODE}" for rank in range(len(held))],
+        [f"engines {rank // PER_NODE}" for rank in range(len(needed))],
     )
     start = time.process_time()
-    plan = plan_transfers(haves, needs, hosts, BUCKET)
+    plan = plan_transfers(held, needed, hosts, BUCKET)
     planned = time.process_time()
-    plan.streams_from(len(haves) // 2)
-    plan.streams_to(len(needs) // 2)
+    plan.streams_from(len(held) // 2)
+    plan.streams_to(len(needed) // 2)
     streams_ready = time.process_time()
     flows = totals(plan)
-    balance = flows.sent_by_rank / np.bincount(plan.sources, plan.nbytes, len(haves)).mean()
+    balance = flows.sent_by_rank / np.bincount(plan.sources, plan.nbytes, len(held)).mean()
     layout = (
         f"TP{trainers[1]} PP{trainers[2]} EP{trainers[3]}",
         f"TP{engines[1]}" + (f" EP{engines[2]}" if engines[2] else ""),
@@ -131,7 +131,7 @@ def measure(trainers: tuple[int, int, int, int], engines: tuple[int, int, int]) 
         f"{planned - start:.2f}",
         f"{streams_ready - planned:.2f}",
         f"{flows.received_by_rank / 1e9:.1f}",
-        f"{flows.received_by_rank / max(table.nbytes for table in needs):.3f}",
+        f"{flows.received_by_rank / max(table.nbytes for table in needed):.3f}",
         f"{balance:.2f}",
     ]
     return f"| {' | '.join(cells)} |"

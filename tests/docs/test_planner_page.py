@@ -9,10 +9,10 @@ import pytest
 
 from benchmarks.published import SIZES, STEPS, Published
 from docs.generate.planner import PAGE, document, estimated
-from megarl.commands.plan.count.stages import stages
 from megarl.hf import published as model_configs
 from megarl.hf.shape import model_shape
 from megarl.recipe.schema import Recipe
+from tests.support.count_ranks import count_stages
 
 
 def test_the_page_is_up_to_date() -> None:
@@ -46,5 +46,5 @@ def test_counted_parameters_equal_those_of_the_stages(model: str, tmp_path: Path
     (tmp_path / "config.json").write_text(json.dumps(config))
     recipe = Recipe()
     recipe.model.path = str(tmp_path)
-    held = sum(stage.held.parameters for stage in stages(recipe, config, config))
+    held = sum(stage.held.parameters for stage in count_stages(recipe, config, config))
     assert model_shape(config).total == pytest.approx(held, rel=1e-3)

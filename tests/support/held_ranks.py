@@ -7,8 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megarl.commands.plan.count.rank_client import RankRequest, count_ranks
+from megarl.commands.plan.count.rank_client import RankRequest
 from megarl.recipe.schema import Recipe
+from tests.support.count_ranks import count_ranks
 
 
 def record(trainer: Any, held_by_kind: dict[str, int], case: dict[str, Any], output: Path) -> None:

@@ -13,10 +13,10 @@ from megarl.commands.plan.count.types import (
     Links,
     PhaseTime,
     PipelineStage,
-    Proposal,
     RankMemory,
     RecipePlan,
     Refusal,
+    Suggestion,
     Use,
 )
 from megarl.platform.devices import device_named
@@ -86,9 +86,9 @@ TOO_LARGE = replace(
             "more stages, or megatron.recompute=full",
         ),
     ],
-    proposals=[
-        Proposal("megatron.recompute=full", 1.21),
-        Proposal("megatron.pipeline_parallel=16 megatron.first_stage_layers=3 megatron.last_stage_layers=2", 1.3),
+    suggestions=[
+        Suggestion("megatron.recompute=full", 1.21),
+        Suggestion("megatron.pipeline_parallel=16 megatron.first_stage_layers=3 megatron.last_stage_layers=2", 1.3),
     ],
 )
 _TINY = RankMemory(200_000, 200_000, 800_000, 4096, 800_000, 800_000, 1_600_000, 0)

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.algorithms.advantages import uses_critic
-from megarl.commands.plan.count.devices import ROLLOUT, largest_tensor, places, swaps_of, too_large
+from megarl.commands.plan.count.devices import ROLLOUT, Occupants, largest_tensor, places, swaps_of, too_large
 from megarl.commands.plan.count.engines import Engine, engines, not_counted, rank_of, too_small
-from megarl.commands.plan.count.host import Tenants, assumed, host_refusals, hosts_of, keeps_weights
+from megarl.commands.plan.count.host import assumed, host_refusals, hosts_of, keeps_weights
 from megarl.commands.plan.count.libraries import LEGEND, counted_libraries
 from megarl.commands.plan.count.rank_client import ENGINES, RankClient
 from megarl.commands.plan.count.stages import Counted, check_trainable, counted, left_out
@@ -22,7 +22,7 @@ from megarl.commands.plan.explain import NotInstalled, adapters_alone, adapters_
 from megarl.commands.plan.routes import as_expected, expected_routes
 from megarl.commands.plan.search.fits import Chosen, Subject
 from megarl.commands.plan.search.layouts import choice_of
-from megarl.commands.plan.search.suggest import proposals
+from megarl.commands.plan.search.suggest import suggest
 from megarl.engines import merged_because
 from megarl.engines.specs import policy_spec
 from megarl.hf.config import number_of_experts, text_fields
@@ -95,7 +95,7 @@ def make_plan(
         subject = Subject(
             _as_sent(recipe, plan.weight_sync), actor, critic, replace(plan.device, memory=memory), response
         )
-        plan = _with_proposals(plan, subject, trainers, engines_known, seconds=max(_WHOLE - took, took / 2))
+        plan = _with_suggestions(plan, subject, trainers, engines_known, seconds=max(_WHOLE - took, took / 2))
         return replace(plan, refusals=[*plan.refusals, *of_hosts])
 
 
@@ -111,7 +111,7 @@ def _counted(
     planned = recipe.train.source == "rollout" and is_sharded(recipe)
     with RankClient(child=ENGINES) as client, ThreadPoolExecutor() as executor:
         future = executor.submit(engines, recipe, models, client)
-        counts = counted(recipe, actor, models.get("critic", actor), trainers, holdings=planned)
+        counts = counted(recipe, actor, models.get("critic", actor), trainers, held_slices=planned)
         links, not_planned = _links(recipe, actor, counts, device, client)
         stages, kinds = counts.stages, future.result()
     recipe = _as_sent(recipe, links)
@@ -124,11 +124,9 @@ def _counted(
         if (rank := rank_of(kind, memory, libraries.communicators.get(kind.section, 0)))
     }
     not_counted_by_section = {kind.section: why for kind in kinds if (why := not_counted(kind, memory))}
-    largest, swaps = largest_tensor(recipe, actor), swaps_of(recipe)
-    lying = places(
-        recipe, stages, ranks, swaps=swaps, largest=largest, unknown=not_counted_by_section, libraries=libraries
-    )
-    hosts = hosts_of(Tenants(recipe, stages, ranks, swaps, largest, keeps_weights(recipe, device)), device)
+    largest, keeps = largest_tensor(recipe, actor), keeps_weights(recipe, device)
+    occupants = Occupants(recipe, stages, ranks, swaps_of(recipe), largest, keeps)
+    hosts = hosts_of(occupants, device)
     if device is not None and hosts:
         not_planned = [*not_planned, LEGEND, assumed(hosts, device.host_memory)]
     plan = RecipePlan(
@@ -137,7 +135,7 @@ def _counted(
         memory=memory,
         stages=stages,
         engine=ranks.get(ROLLOUT),
-        places=lying,
+        places=places(occupants, unknown=not_counted_by_section, libraries=libraries),
         estimate=None,
         weight_sync=links,
         hosts=hosts,
@@ -202,16 +200,16 @@ def _adapters(
     return adapters_alone(recipe, model, per_node), notes
 
 
-def _with_proposals(
+def _with_suggestions(
     plan: RecipePlan, subject: Subject, trainers: RankClient, engines_known: Chosen | None, *, seconds: float
 ) -> RecipePlan:
     try:
-        layouts, stopped = proposals(subject, trainers, engines=engines_known, seconds=seconds)
+        layouts, stopped = suggest(subject, trainers, engines=engines_known, seconds=seconds)
     except ValueError as error:  # engines cannot be counted, so no layout can be shown to fit
         return replace(plan, notes=[*plan.notes, str(error)])
     looked = f"The search for layouts that fit took {seconds:.0f} s and found {len(layouts) or 'none'}"
     notes = [f"{looked}; plan --search searches longer (--seconds)."] if stopped else []
-    return replace(plan, proposals=layouts, notes=[*notes, *plan.notes])
+    return replace(plan, suggestions=layouts, notes=[*notes, *plan.notes])
 
 
 def _of_device(recipe: Recipe, device: Device | None) -> list[str]:

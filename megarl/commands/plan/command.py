@@ -15,7 +15,9 @@ from megarl.commands.plan.environment import environment_of
 from megarl.commands.plan.options import SECONDS, PlanOptions, device_of
 from megarl.commands.plan.preflight import Checked, checked
 from megarl.commands.plan.routes import expected_routes
-from megarl.commands.plan.search.command import load_for_search, require_device, search_layouts, with_suggestions
+from megarl.commands.plan.search.command import load_for_search, require_device, subject_of, with_suggestions
+from megarl.commands.plan.search.search import search
+from megarl.commands.plan.show import search_console
 from megarl.commands.plan.show.console import show
 from megarl.commands.plan.show.page import write_page
 from megarl.commands.plan.time.calibrate_command import calibrate_run
@@ -91,10 +93,14 @@ def _search(path: Path, overrides: Sequence[str], options: PlanOptions, model: s
     recipe, divides = load_for_search(path, overrides, model, device)
     look = checked(divides, path, model)
     look.require(strict=options.strict)
-    seconds = options.seconds or SECONDS
-    return search_layouts(
-        recipe, _models(look), device, response=options.response, seconds=seconds, as_json=options.as_json
-    )
+    subject = subject_of(recipe, _models(look), device, options.response)
+    with as_input_error():
+        result = search(subject, seconds=options.seconds or SECONDS)
+        if options.as_json:
+            print(search_console.as_json(subject, result))
+        else:
+            search_console.show(subject, result)
+    return int(not result.best)
 
 
 def _models(look: Checked) -> dict[str, dict[str, Any]]:

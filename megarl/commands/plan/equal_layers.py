@@ -53,17 +53,17 @@ class SampledLayers:
         """
         if sampled.whole:
             return None
-        boxes = _by_tensor(sampled)
+        slices = _by_tensor(sampled)
         ends = {(before, *pair) for (before, _), pair in self.stands_for.items()}
-        if not all(_are_equal(boxes, f"{before}{first}.", f"{before}{last}.", last) for before, first, last in ends):
+        if not all(_are_equal(slices, f"{before}{first}.", f"{before}{last}.", last) for before, first, last in ends):
             return None
-        describer = SliceTableBuilder()
+        builder = SliceTableBuilder()
         for name, shape, _ in self.every:
             like, layer = self._representative(name)
-            for parameter, dtype, box, offset, stride in _numbered(boxes.get(like, []), layer):
-                place = describer.tensor(name, shape)
-                describer.add(place, box, describer.parameter(parameter, dtype), offset, stride)
-        return describer.build()
+            for parameter, dtype, box, offset, stride in _numbered(slices.get(like, []), layer):
+                place = builder.tensor(name, shape)
+                builder.add(place, box, builder.parameter(parameter, dtype), offset, stride)
+        return builder.build()
 
     def _representative(self, name: str) -> tuple[str, str | None]:
         """Return the loaded tensor that represents `name`, and the layer number of `name`, or None if it was loaded."""
@@ -73,11 +73,11 @@ class SampledLayers:
         return f"{match[1]}{self.stands_for[match[1], match[2]][0]}{match[3]}", match[2]
 
 
-Box = tuple[str, str, tuple[int, int, int, int], int, int]  # parameter and type, box, offset, stride
+Slice = tuple[str, str, tuple[int, int, int, int], int, int]  # parameter and type, box, offset, stride
 
 
-def _by_tensor(table: SliceTable) -> dict[str, list[Box]]:
-    by_tensor: dict[str, list[Box]] = defaultdict(list)
+def _by_tensor(table: SliceTable) -> dict[str, list[Slice]]:
+    by_tensor: dict[str, list[Slice]] = defaultdict(list)
     for tensor, row, column, rows, columns, parameter, offset, stride in table.slices.tolist():
         box = (row, column, rows, columns)
         by_tensor[table.tensors[tensor]].append(
@@ -86,16 +86,18 @@ def _by_tensor(table: SliceTable) -> dict[str, list[Box]]:
     return by_tensor
 
 
-def _are_equal(boxes: dict[str, list[Box]], first: str, last: str, layer: str) -> bool:
+def _are_equal(slices: dict[str, list[Slice]], first: str, last: str, layer: str) -> bool:
     """Return True if two layers need equal slices. `first`, `last`: prefixes of their tensors; `layer`: the last's number."""
     renumbered = {
-        name.removeprefix(first): _numbered(entries, layer) for name, entries in boxes.items() if name.startswith(first)
+        name.removeprefix(first): _numbered(entries, layer)
+        for name, entries in slices.items()
+        if name.startswith(first)
     }
-    return renumbered == {name.removeprefix(last): entries for name, entries in boxes.items() if name.startswith(last)}
+    return renumbered == {name.removeprefix(last): entries for name, entries in slices.items() if name.startswith(last)}
 
 
-def _numbered(boxes: Sequence[Box], layer: str | None) -> Sequence[Box]:
-    """Return the same boxes with parameters of another layer."""
+def _numbered(slices: Sequence[Slice], layer: str | None) -> Sequence[Slice]:
+    """Return the same slices with parameters of another layer."""
     if layer is None:
-        return boxes
-    return [(_LAYER.sub(rf"\g<1>{layer}\g<3>", box[0]), *box[1:]) for box in boxes]
+        return slices
+    return [(_LAYER.sub(rf"\g<1>{layer}\g<3>", box[0]), *box[1:]) for box in slices]

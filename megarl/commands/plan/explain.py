@@ -14,7 +14,7 @@ from typing import Any
 
 from megarl.commands.plan.count.engines import NO_VLLM
 from megarl.commands.plan.count.rank_client import ENGINES, EngineRequest, RankClient
-from megarl.commands.plan.count.stages import built_from, holdings
+from megarl.commands.plan.count.stages import built_from, held_slices
 from megarl.commands.plan.count.types import Links
 from megarl.commands.plan.equal_layers import SampledLayers
 from megarl.commands.plan.weight_flows import totals
@@ -77,20 +77,20 @@ def plan_of_recipe(recipe: Recipe, model: dict[str, Any], per_node: int | None =
     """Plan one sharded update of the policy's engines. `model`: config.json; `per_node`: devices per machine (None: one
     machine has all). Raises ValueError if the weights cannot be sharded."""
     with tempfile.TemporaryDirectory() as directory, RankClient() as client, RankClient(child=ENGINES) as engines:
-        haves = holdings(built_from(recipe, model, Path(directory, "model")), client)
-        return planned_from(haves, recipe, model, per_node, engines)
+        held = held_slices(built_from(recipe, model, Path(directory, "model")), client)
+        return planned_from(held, recipe, model, per_node, engines)
 
 
 def planned_from(
-    haves: Sequence[SliceTable], recipe: Recipe, model: dict[str, Any], per_node: int | None, engines: RankClient
+    held: Sequence[SliceTable], recipe: Recipe, model: dict[str, Any], per_node: int | None, engines: RankClient
 ) -> TransferPlan:
-    """Plan like `plan_of_recipe`. `haves`: slices held by each trainer rank. `engines`: a client of `ENGINES`."""
+    """Plan like `plan_of_recipe`. `held`: slices held by each trainer rank. `engines`: a client of `ENGINES`."""
     if importlib.util.find_spec("vllm") is None:
         raise NotInstalled(NO_VLLM)
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(model), encoding="utf-8")
-        needs = _needs(recipe, haves, Path(directory), engines)
-    return plan_transfers(haves, needs, hosts(recipe, per_node), recipe.weight_sync.bucket_mb << 20)
+        needed = _needed_slices(recipe, held, Path(directory), engines)
+    return plan_transfers(held, needed, hosts(recipe, per_node), recipe.weight_sync.bucket_mb << 20)
 
 
 def hosts(recipe: Recipe, per_node: int | None) -> Hosts:
@@ -104,7 +104,7 @@ def hosts(recipe: Recipe, per_node: int | None) -> Hosts:
     )
 
 
-def _needs(recipe: Recipe, haves: Sequence[SliceTable], directory: Path, client: RankClient) -> list[SliceTable]:
+def _needed_slices(recipe: Recipe, held: Sequence[SliceTable], directory: Path, client: RankClient) -> list[SliceTable]:
     """Return the slices that each engine rank needs.
 
     Only ranks of a group's first engine and the group's last rank are built: in between, ranks differ by expert numbers
@@ -113,7 +113,7 @@ def _needs(recipe: Recipe, haves: Sequence[SliceTable], directory: Path, client:
     rollout = recipe.rollout
     spec = policy_spec(recipe, "engine0", load_weights=False)
     spec = replace(spec, model_path=str(directory), engine_args=dict(spec.engine_args))
-    whole = held_tensors(haves)
+    whole = held_tensors(held)
     sampled = SampledLayers.of(whole)
 
     def request(ranks: list[int], tensors: Sequence[Any], name: str) -> list[SliceTable]:

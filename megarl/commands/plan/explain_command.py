@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from megarl.commands.plan.explain import plan_of_recipe
 from megarl.commands.plan.preflight import checked
+from megarl.commands.plan.show.tables import table, transposed
 from megarl.commands.plan.show.units import decimal
 from megarl.commands.plan.weight_flows import Flow, Totals, flows, totals
 from megarl.errors import InputError, as_input_error
@@ -68,28 +68,9 @@ def _kinds(recipe: Recipe) -> list[str]:
 
 
 def _table(rows: Sequence[Flow]) -> Table:
-    table = Table(
-        title="One update of the engines, in bytes",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    for name in (
-        "from",
-        "ranks",
-        "weights",
-        "tensors",
-        "to",
-        "sent",
-        "a rank",
-        "engine",
-        "relayed",
-        "nodes",
-        "buckets",
-    ):
-        table.add_column(name, justify="left" if name in ("from", "weights") else "right", no_wrap=True)
-    for flow in rows:
-        table.add_row(
+    head = ["from", "ranks", "weights", "tensors", "to", "sent", "a rank", "engine", "relayed", "nodes", "buckets"]
+    cells = [
+        [
             flow.source,
             str(flow.senders),
             flow.weights,
@@ -97,8 +78,10 @@ def _table(rows: Sequence[Flow]) -> Table:
             "-".join(map(str, dict.fromkeys(flow.audience))),
             *map(decimal, (flow.sent, flow.sent_by_rank, flow.received_by_rank, flow.relayed, flow.between_hosts)),
             f"{flow.buckets:,}",
-        )
-    return table
+        ]
+        for flow in rows
+    ]
+    return table(transposed([head, *cells]), "One update of the engines, in bytes", left=("weights",))
 
 
 def _lines(recipe: Recipe, plan: TransferPlan, rows: Sequence[Flow], sums: Totals, seconds: float) -> list[str]:

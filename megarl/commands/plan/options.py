@@ -33,26 +33,16 @@ class PlanOptions:
 
     def check(self) -> None:
         """Raise InputError for options that contradict each other or have no effect."""
-        if self.memory is not None and not self.memory > 0:
-            raise InputError(f"--memory {self.memory:g}: a device has more than 0 GiB.")
-        if self.host_memory is not None and not self.host_memory > 0:
-            raise InputError(f"--host-memory {self.host_memory:g}: a machine has more than 0 GiB.")
-        is_given = {
-            "--html": self.html is not None,
-            "--response": self.response is not None,
-            "--json": self.as_json,
-            "--seconds": self.seconds is not None,
-            "--out": self.out is not None,
-            "--search": self.search,
-            "--calibration": self.calibration is not None,
-        }
+        for flag, size, owner in (("--memory", self.memory, "device"), ("--host-memory", self.host_memory, "machine")):
+            if size is not None and not size > 0:
+                raise InputError(f"{flag} {size:g}: a {owner} has more than 0 GiB.")
         if self.calibrate is not None:
             for name in ("--search", "--html", "--json", "--response", "--calibration"):
-                if is_given[name]:
+                if self._has(name):
                     raise InputError(
                         f"{name} {_MEANINGS[name]}; --calibrate fits a device to a run. Leave one of them out."
                     )
-        if self.search and is_given["--html"]:
+        if self.search and self.html is not None:
             raise InputError(
                 f"--html {_MEANINGS['--html']}; --search prints layouts, --json all of them. Leave one of them out."
             )
@@ -60,24 +50,25 @@ class PlanOptions:
             ("--out", "--calibrate RUN", self.calibrate),
             ("--seconds", "--search", self.search),
         ):
-            if is_given[name] and not is_present:
+            if self._has(name) and not is_present:
                 raise InputError(f"{name} {_MEANINGS[name]}. Give {owner} as well, or leave {name} out.")
 
     def check_with(self, device: Device | None) -> None:
         """Raise InputError for an option that needs a device if there is none."""
         if device is None:
-            for name, value in (
-                ("--devices", self.devices),
-                ("--response", self.response),
-                ("--calibration", self.calibration),
-                ("--host-memory", self.host_memory),
-            ):
-                if value is not None:
+            for name in ("--devices", "--response", "--calibration", "--host-memory"):
+                if self._has(name):
                     raise InputError(
                         f"{name} {_MEANINGS[name]}, but no device is known: the recipe's head names no machine. Give --device as well."
                     )
 
+    def _has(self, flag: str) -> bool:
+        """Return True if the option was given."""
+        value = getattr(self, _FIELDS.get(flag, flag.removeprefix("--").replace("-", "_")))
+        return value is not None and value is not False
 
+
+_FIELDS = {"--json": "as_json"}  # fields with another name than their option
 _MEANINGS = {
     "--html": "writes the page of a plan",
     "--json": "prints a plan or the result of a search",

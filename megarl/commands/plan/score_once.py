@@ -28,7 +28,7 @@ def score_once(recipe: Recipe, rows: Sequence[Row], result: Survey) -> None:
     """Add the findings to `result`. Judges, services and other scorers that wait for an answer are reported, not called."""
     for name, used in ((JUDGE, uses_judge(recipe.reward)), ("remote", uses_remote(recipe.reward))):
         if used:
-            result.unavailable(f"reward: {name} is not asked here")
+            result.unavailable(f"reward: {name} is not called in a plan")
     requests: dict[str, ScoreRequest] = {}
     with result.part("data.train_files"):
         needed = needed_columns(recipe.reward.function, recipe.reward.functions)
@@ -43,7 +43,7 @@ def score_once(recipe: Recipe, rows: Sequence[Row], result: Survey) -> None:
                     with result.part("reward"):
                         _score(recipe, term, request, result)
                 elif term.scorer.awaited and term.scorer.name != "remote":
-                    result.unavailable(f"reward: {term.scorer.name} is async, and is not called here")
+                    result.unavailable(f"reward: {term.scorer.name} is async, and is not called in a plan")
 
 
 def _requests(rows: Sequence[Row], *, needs_truth: bool) -> dict[str, ScoreRequest]:
@@ -61,31 +61,28 @@ def _requests(rows: Sequence[Row], *, needs_truth: bool) -> dict[str, ScoreReque
 
 def _score(recipe: Recipe, term: Term, request: ScoreRequest, result: Survey) -> None:
     """Score a wrong answer, and right answers in the formats that scorers read."""
-    responses = [WRONG, *_right_responses(request.ground_truth)]
-    outcomes = _outcomes(
-        recipe, term, [_with_response(request, response, uses_tools(recipe.agent)) for response in responses]
-    )
-    name, source = term.scorer.name, f"rows of {request.data_source}"
+    requests = []
+    for response in (WRONG, *_right_responses(request.ground_truth)):
+        turns = (Turn("assistant", response),) if uses_tools(recipe.agent) else ()  # of a sample that called no tool
+        requests.append(replace(request, response=response, turns=turns))
+    outcomes = _outcomes(recipe, term, requests)
+    name = term.scorer.name
     failures = [outcome for outcome, _ in outcomes if isinstance(outcome, SampleFailure)]
     if failures:
         raise RecipeError(
             "reward",
             f"the scorer {name!r} fails on {request.uid}: {failures[0].cause}",
-            "mend the rows' ground_truth or the scorer, or set reward.function to another",
+            "correct the rows' ground_truth or the scorer, or set reward.function to another",
         )
     wrong, *right = (outcome.value for outcome, _ in outcomes if isinstance(outcome, Score))
     if right and max(right) > wrong:
-        result.notice(f"The scorer {name} gives {source} {max(right):g} for their ground truth, else {wrong:g}.")
+        scores = f"a correct answer scores {max(right):g}, a wrong one {wrong:g}"
+        result.notice(f"Scorer {name}, {request.data_source}: {scores}.")
     else:
         result.notice(
-            f"The scorer {name} reads {source}. Whether it gives more for a right answer is unknown: no right answer could be "
-            "made of the ground truth."
+            f"Scorer {name}, {request.data_source}: runs. Whether a correct answer scores more than a wrong one is unknown: "
+            "the ground truth gives no answer that this scorer accepts."
         )
-
-
-def _with_response(request: ScoreRequest, response: str, with_tools: bool) -> ScoreRequest:
-    """Return `request` with the response of a sample that called no tool."""
-    return replace(request, response=response, turns=(Turn("assistant", response),) if with_tools else ())
 
 
 def _right_responses(truth: Any) -> list[str]:

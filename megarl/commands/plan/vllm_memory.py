@@ -25,11 +25,11 @@ class RankCounts:
 
     parameters: int
     weights: int  # of the parameters
-    tables: int  # rotary tables and the like, and copies of a weight that latent attention makes
+    tables: int  # rotary tables and the like, and copies of a weight that MLA makes
     cache_per_token: float  # KV cache per token of one sequence
     working: int  # of the largest step
     largest: int  # parameters of the largest module
-    remade: int  # copies of a weight that latent attention makes anew at the first update and that do not sleep
+    recomputed: int  # copies of a weight that MLA recomputes at the first update and that do not sleep
     asleep: int  # on the host while the engine sleeps and keeps its weights
 
 
@@ -46,7 +46,7 @@ def counted(built: RankModel, spec: EngineSpec, limits: EngineLimits) -> RankCou
         largest=max(
             sum(tensor.nbytes for tensor in module.parameters(recurse=False)) for module in built.model.modules()
         ),
-        remade=copies,
+        recomputed=copies,
         asleep=asleep(tensor.untyped_storage().nbytes() for tensor in {**buffers, **parameters}.values()),
     )
 

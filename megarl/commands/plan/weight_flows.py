@@ -56,7 +56,7 @@ def totals(plan: TransferPlan) -> Totals:
         received=int(received.sum()),
         received_by_rank=int(received.max()),
         relayed_by_rank=int(relayed.max()),
-        between_hosts=int((nbytes * _hops_between_hosts(plan)).sum()),
+        between_hosts=int((nbytes * _host_crossings(plan)).sum()),
         streams=len(nbytes),
         buckets=sum(len(plan.bucket_starts(number)) - 1 for number in range(len(nbytes))),
     )
@@ -70,7 +70,7 @@ def flows(plan: TransferPlan, kinds: Sequence[str]) -> list[Flow]:
     expert = np.array([".experts." in name for name in plan.names])[plan.needed.slices[plan.pieces[:, 0], 0]]
     groups, group = np.unique(2 * kind[stream] + expert, return_inverse=True)
     bucket = _buckets(plan)
-    between = _hops_between_hosts(plan)
+    between = _host_crossings(plan)
     return [
         _flow(plan, names[code // 2], bool(code % 2), stream, bucket, group == number, between)
         for number, code in enumerate(groups.tolist())
@@ -116,11 +116,11 @@ def _buckets(plan: TransferPlan) -> np.ndarray:
     return np.repeat(np.arange(sum(map(len, sizes))), np.concatenate(sizes))
 
 
-def _hops_between_hosts(plan: TransferPlan) -> np.ndarray:
+def _host_crossings(plan: TransferPlan) -> np.ndarray:
     """Return for each stream how often its buckets travel between hosts."""
     trainers, engines = plan.hosts.trainers, plan.hosts.engines
     counts = []
     for source, ranks in zip(plan.sources.tolist(), plan.targets, strict=True):
-        way = [trainers[source], *(engines[rank] for rank in ranks)]
-        counts.append(sum(a != b for a, b in pairwise(way)))
+        hosts = [trainers[source], *(engines[rank] for rank in ranks)]
+        counts.append(sum(a != b for a, b in pairwise(hosts)))
     return np.array(counts, np.int64)

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from megarl.commands.plan.count.rank_client import RankRequest, count_ranks
+from megarl.commands.plan.count.rank_client import RankRequest
 from megarl.commands.plan.count.workload import Workload
 from tests.support.activations_cases import CASES, MODELS, config_of, recipe_of
+from tests.support.count_ranks import count_ranks
 from tests.support.trainer_processes import run_ranks
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(1800)]

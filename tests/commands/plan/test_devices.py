@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from megarl.commands.plan.count.devices import places, too_large, weight_sync_buffers
+from megarl.commands.plan.count.devices import Occupants, places, too_large, weight_sync_buffers
 from megarl.commands.plan.count.engines import Engine, not_counted, rank_of, too_small
 from megarl.commands.plan.count.types import Activations, DeviceUses, EngineRank, PipelineStage, RankMemory, Use
 from megarl.commands.plan.show.console import _places, show
@@ -39,7 +39,7 @@ def stage(role: str = "actor", number: int = 0) -> PipelineStage:
 
 def of(recipe: Recipe, stages: list[PipelineStage], engine: EngineRank | None = ENGINE) -> dict[str, DeviceUses]:
     engines = {} if engine is None else {"rollout": engine}
-    uses = places(recipe, stages, engines, swaps={"actor": None, "critic": None}, largest=0)
+    uses = places(Occupants(recipe, stages, engines, {}, 0, keeps_weights=False))
     return {place.name: place for place in uses}
 
 
@@ -144,14 +144,16 @@ def test_a_critic_shares_the_devices_of_actor_stages() -> None:
 
 def test_uncounted_engines_make_the_remaining_memory_unknown(capsys: pytest.CaptureFixture[str]) -> None:
     unknown = {"rollout": "rollout: vLLM is not installed here", "judge": "judge: neither"}
-    none: dict[str, int | None] = {"actor": None, "critic": None}
-    kept: dict[str, Any] = {"swaps": none, "largest": 0, "unknown": unknown}
-    (shared,) = places(recipe(), [stage()], {}, **kept)
+
+    def with_unknown(run_recipe: Recipe, engines: dict[str, EngineRank]) -> list[DeviceUses]:
+        return places(Occupants(run_recipe, [stage()], engines, {}, 0, keeps_weights=False), unknown=unknown)
+
+    (shared,) = with_unknown(recipe(), {})
     assert shared.not_counted == unknown["rollout"]
-    (apart,) = places(recipe(placement="disaggregated"), [stage()], {}, **kept)
+    (apart,) = with_unknown(recipe(placement="disaggregated"), {})
     assert apart.not_counted is None
     half = replace(ENGINE, cache=None, devices=2)
-    colocated, alone = places(recipe(), [stage()], {"rollout": half}, **kept)
+    colocated, alone = with_unknown(recipe(), {"rollout": half})
     assert (colocated.name, colocated.not_counted, alone.not_counted) == ("actor 0 + engine", unknown["rollout"], None)
     show(replace(plans.BARE, places=[colocated, alone], memory=1.0))
     rows = [line for line in capsys.readouterr().out.splitlines() if "actor 0" in line]
@@ -176,7 +178,7 @@ def engine(spec: EngineSpec, **limits: Any) -> Engine:
         2,
         spec,
         EngineLimits(**{**defaults, **limits}),
-        {**counts, "largest": 1, "asleep": 1, "remade": 0},
+        {**counts, "largest": 1, "asleep": 1, "recomputed": 0},
     )
 
 
@@ -226,13 +228,8 @@ def large(recipe: Recipe, memory: float) -> list[tuple[str, str]]:
     held = RankMemory(1, 1, 20 * GIB, 0, 40 * GIB, 30 * GIB, 60 * GIB, 0)
     beyond = Activations(3 * GIB, 200 * GIB, 5 * GIB, 7 * GIB, update_logits=2 * GIB)
     rank = EngineRank(10, 20 * GIB, 2.0, 5 * GIB, cache=100 * GIB, sequences=3.0, devices=4)
-    uses = places(
-        recipe,
-        [PipelineStage("actor", 0, 0, held, beyond, None, {})],
-        {"rollout": rank},
-        swaps={"actor": None, "critic": None},
-        largest=0,
-    )
+    stages = [PipelineStage("actor", 0, 0, held, beyond, None, {})]
+    uses = places(Occupants(recipe, stages, {"rollout": rank}, {}, 0, keeps_weights=False))
     return [(refusal.key, refusal.problem) for refusal in too_large(uses, memory)]
 
 
@@ -251,9 +248,9 @@ def test_an_engine_next_to_resident_trainers_is_refused_with_the_key_offload() -
     run_recipe.actor.max_tokens_per_micro_batch, run_recipe.megatron.offload = 1, False
     held = RankMemory(1, 1, 20 * GIB, 0, 40 * GIB, 30 * GIB, 60 * GIB, 0)
     rank = EngineRank(10, 20 * GIB, 2.0, 5 * GIB, cache=100 * GIB, sequences=3.0, devices=4)
-    stages = [PipelineStage("actor", 0, 0, held, Activations(1, 1, 1, 1), None, {})]
-    swaps: dict[str, int | None] = {"actor": None, "critic": None}
-    (refusal,) = too_large(places(run_recipe, stages, {"rollout": rank}, swaps=swaps, largest=0), 200)
+    lying = [PipelineStage("actor", 0, 0, held, Activations(1, 1, 1, 1), None, {})]
+    uses = places(Occupants(run_recipe, lying, {"rollout": rank}, {}, 0, keeps_weights=False))
+    (refusal,) = too_large(uses, 200)
     assert refusal.key == "megatron.offload" and "in gen: KV cache 100.0" in refusal.problem
 
 

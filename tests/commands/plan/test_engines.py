@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from megarl.commands.plan.count.rank_client import ENGINES, EngineRequest, count_ranks
+from megarl.commands.plan.count.rank_client import ENGINES, EngineRequest
 from megarl.engines import limits_of
 from megarl.engines.base import EngineSpec
 from megarl.hf import published
+from tests.support.count_ranks import count_ranks
 from tests.support.megatron_models import write_model
 
 ROOT = Path(__file__).parents[3]

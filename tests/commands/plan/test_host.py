@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from megarl.commands.plan.count.host import Tenants, host_refusals, host_uses
+from megarl.commands.plan.count.devices import Occupants
+from megarl.commands.plan.count.host import host_refusals, host_uses
 from megarl.commands.plan.count.types import EngineRank, HostUse, PipelineStage, RankMemory
 from megarl.commands.plan.show.console import host_table
 from megarl.platform.adaptor import asleep, pinned
@@ -42,7 +43,7 @@ def stage(number: int, held: RankMemory = HELD, role: str = "actor") -> Pipeline
 def uses(recipe: Recipe, *, swaps: int | None = None, keeps_weights: bool = True) -> list[HostUse]:
     stages = [stage(0), stage(1, replace(HELD, weights_pinned=4 * GIB))]
     engines = {"rollout": ENGINE} if recipe.train.source == "rollout" else {}
-    return host_uses(Tenants(recipe, stages, engines, {"actor": swaps}, 1 * GIB, keeps_weights), DEVICE)
+    return host_uses(Occupants(recipe, stages, engines, {"actor": swaps}, 1 * GIB, keeps_weights), DEVICE)
 
 
 def gib(host: HostUse) -> dict[str, float]:
@@ -109,7 +110,7 @@ def test_disaggregated_engines_have_separate_machines_and_do_not_sleep() -> None
 def test_equal_machines_are_one_entry() -> None:
     run_recipe = recipe(cluster__trainers=16, rollout__engines=8)
     stages = [stage(0)]
-    hosts = host_uses(Tenants(run_recipe, stages, {"rollout": ENGINE}, {}, GIB, True), DEVICE)
+    hosts = host_uses(Occupants(run_recipe, stages, {"rollout": ENGINE}, {}, GIB, True), DEVICE)
     assert [(host.name, host.nodes) for host in hosts] == [("node 0", 1), ("nodes 1-3", 3)]
 
 
@@ -129,8 +130,8 @@ SAVES = replace(HELD, saved=5 * GIB)
 def test_a_checkpoint_copy_uses_host_memory(settings: dict[str, Any], copies: int) -> None:
     """The copy adds to the states that swapping or offloading keeps on the host."""
     run_recipe = recipe(megatron__tensor_parallel=2, **settings)
-    tenants = Tenants(run_recipe, [stage(0, SAVES)], {"rollout": ENGINE}, {"actor": 16}, GIB, True)
-    memory = gib(host_uses(tenants, DEVICE)[0])
+    occupants = Occupants(run_recipe, [stage(0, SAVES)], {"rollout": ENGINE}, {"actor": 16}, GIB, True)
+    memory = gib(host_uses(occupants, DEVICE)[0])
     assert memory.get("checkpoint", 0) == copies * 5 and memory["swapped"] == 4 * 8
 
 
@@ -138,10 +139,10 @@ def test_time_shared_actor_and_critic_copy_their_checkpoints() -> None:
     """Actor and critic share four devices; the host keeps a copy of each until both are written, unless they stay."""
     run_recipe = recipe(algorithm__advantage="gae", cluster__trainers=4, rollout__engines=2)
     run_recipe.critic.trainers, run_recipe.critic.megatron.offload = 4, True
-    tenants = Tenants(run_recipe, [stage(0, SAVES), stage(0, SAVES, "critic")], {"rollout": ENGINE}, {}, GIB, True)
-    assert gib(host_uses(tenants, DEVICE)[0])["checkpoint"] == 4 * (5 + 5)
+    occupants = Occupants(run_recipe, [stage(0, SAVES), stage(0, SAVES, "critic")], {"rollout": ENGINE}, {}, GIB, True)
+    assert gib(host_uses(occupants, DEVICE)[0])["checkpoint"] == 4 * (5 + 5)
     run_recipe.megatron.offload = run_recipe.critic.megatron.offload = False
-    assert "checkpoint" not in gib(host_uses(tenants, DEVICE)[0])
+    assert "checkpoint" not in gib(host_uses(occupants, DEVICE)[0])
 
 
 def test_a_host_too_small_only_for_checkpoint_copies_names_save_in_background() -> None:

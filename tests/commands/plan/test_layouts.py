@@ -154,7 +154,7 @@ def test_engine_layouts_use_all_devices() -> None:
     assert {engine.engines * engine.tensor_parallel for engine in engine_layouts(apart, DENSE, 8)} == {2}
 
 
-def test_engine_layouts_that_do_not_divide_the_model_are_not_proposed() -> None:
+def test_engine_layouts_that_do_not_divide_the_model_are_not_suggested() -> None:
     """28 attention heads divide by 7, and 4 key/value heads neither divide over 7 devices nor are repeated on them."""
     model = {**DENSE, "num_attention_heads": 28, "num_key_value_heads": 4, "intermediate_size": 7 * 64}
     run_recipe = recipe(7)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from megarl.commands.plan.count.devices import places, too_large
+from megarl.commands.plan.count.devices import Occupants, places, too_large
 from megarl.commands.plan.count.engines import Engine, rank_of
 from megarl.commands.plan.count.libraries import Libraries, libraries_of, trainer_groups
 from megarl.commands.plan.count.types import PipelineStage, RankMemory, Variable
@@ -67,14 +66,13 @@ def test_deepseek_v3_on_256_devices() -> None:
 def test_libraries_count_in_every_phase() -> None:
     """A trainer and an engine rank share a device: two contexts, the groups of both, graphs, and allocated weights."""
     libraries = Libraries({"actor": 7, "rollout": 5}, context=3, graphs=11)
-    engine = replace(ENGINE, remade=2)
+    engine = replace(ENGINE, recomputed=2)
     stage = PipelineStage("actor", 0, 0, HELD, None, None, {})
-    kept: dict[str, Any] = {"swaps": {"actor": None, "critic": None}, "largest": 0}
-    (before,) = places(recipe(), [stage], {"rollout": engine}, **kept)
-    (after,) = places(recipe(), [stage], {"rollout": engine}, **kept, libraries=libraries)
+    occupants = Occupants(recipe(), [stage], {"rollout": engine}, {}, 0, keeps_weights=False)
+    (before,), (after,) = places(occupants), places(occupants, libraries=libraries)
     for old, new in zip(before.uses, after.uses, strict=True):
-        assert new.parts == old.parts | {"communicators": 12, "contexts": 6, "graphs": 11, "re-made weights": 2}
-    (alone, *_) = places(recipe(placement="disaggregated"), [stage], {"rollout": engine}, **kept, libraries=libraries)
+        assert new.parts == old.parts | {"communicators": 12, "contexts": 6, "graphs": 11, "recomputed weights": 2}
+    (alone, *_) = places(replace(occupants, recipe=recipe(placement="disaggregated")), libraries=libraries)
     assert (
         alone.uses[0].parts.items() >= {"communicators": 7, "contexts": 3}.items()
         and "graphs" not in alone.uses[0].parts
@@ -86,7 +84,7 @@ def test_communicators_of_an_engine_reduce_its_cache() -> None:
     spec = policy_spec(run_recipe, "engine0", load_weights=False)
     counts = {"weights": GIB, "tables": 0, "cache_per_token": 1.0, "working": GIB, "parameters": 1, "largest": 1}
     limits = EngineLimits(tokens=1, sequences=1, share=0.5, share_key="x", covers_step=True)
-    engine = Engine("rollout", "vllm", 1, spec, limits, {**counts, "asleep": 1, "remade": 0})
+    engine = Engine("rollout", "vllm", 1, spec, limits, {**counts, "asleep": 1, "recomputed": 0})
     plain, less = rank_of(engine, 64.0), rank_of(engine, 64.0, communicators=GIB)
     assert plain is not None and less is not None
     assert (plain.cache, less.cache) == (30 * GIB, 29 * GIB)
@@ -95,8 +93,8 @@ def test_communicators_of_an_engine_reduce_its_cache() -> None:
 def test_communicators_of_a_trainer_can_exceed_the_device() -> None:
     held = RankMemory(1, 1, 20 * GIB, 0, 40 * GIB, 0, 0, 0)
     stage = PipelineStage("actor", 0, 0, held, None, None, {})
-    kept: dict[str, Any] = {"swaps": {"actor": None, "critic": None}, "largest": 0}
     libraries = Libraries({"actor": 5 * GIB})
-    (place,) = places(recipe(placement="disaggregated"), [stage], {}, **kept, libraries=libraries)
+    occupants = Occupants(recipe(placement="disaggregated"), [stage], {}, {}, 0, keeps_weights=False)
+    (place,) = places(occupants, libraries=libraries)
     (refusal,) = too_large([place], 64.0)
     assert "communicators 5.0" in refusal.problem

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megarl.commands.plan.count.stages import stages
 from megarl.commands.plan.preflight import checked
 from megarl.hf.published import read
 from megarl.preflight.load import load_recipe
 from megarl.preflight.models import config_of
+from tests.support.count_ranks import count_stages
 
 ROOT = Path(__file__).parents[3]
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
@@ -59,5 +59,5 @@ def test_a_user_loss_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ]
     recipe = load_recipe(QUICKSTART, settings)
     model = json.loads((tmp_path / "config.json").read_text())
-    (stage,) = stages(recipe, model, model)
+    (stage,) = count_stages(recipe, model, model)
     assert stage.activations is not None and stage.activations.update > 0

@@ -13,9 +13,9 @@ from megarl.commands.plan.count.types import (
     DeviceUses,
     HostUse,
     PhaseTime,
-    Proposal,
     RecipePlan,
     Refusal,
+    Suggestion,
     Use,
     Variable,
 )
@@ -68,7 +68,7 @@ def test_texts_of_a_plan_are_escaped(tmp_path: Path) -> None:
         places=[DeviceUses(MARKUP, 1, [Use(MARKUP, {MARKUP: GIB})])],
         estimate=replace(plans.ESTIMATE, phases=[PhaseTime(MARKUP, 1.0, MARKUP, MARKUP)]),
         refusals=[Refusal(MARKUP, MARKUP, MARKUP)],
-        proposals=[Proposal(MARKUP, 1.0)],
+        suggestions=[Suggestion(MARKUP, 1.0)],
         unchecked=[MARKUP],
         notes=[MARKUP],
     )

@@ -24,11 +24,10 @@ from megarl.commands.plan.count.stages import (
     inner_stages,
     interpolated,
     phases,
-    stages,
     stages_of,
 )
-from megarl.commands.plan.count.types import Activations, Phase, PipelineStage, Proposal, RankMemory
-from megarl.commands.plan.count.workload import Workload, first_ranks, image_grid, image_tokens, largest
+from megarl.commands.plan.count.types import Activations, Phase, PipelineStage, RankMemory, Suggestion
+from megarl.commands.plan.count.workload import Workload, first_ranks, image_grid, image_tokens, peak_workload
 from megarl.commands.plan.meta_device import KnownValues
 from megarl.commands.plan.options import PlanOptions, device_of
 from megarl.commands.plan.search.suggest import Suggestions
@@ -37,6 +36,7 @@ from megarl.exit_status import guarded
 from megarl.hf import published
 from megarl.preflight.load import load_recipe
 from megarl.recipe.schema import Recipe
+from tests.support.count_ranks import count_stages
 
 ROOT = Path(__file__).parents[3]
 HELD = RankMemory(parameters=10, trained=10, weights=20, buffers=1, gradients=40, masters=30, moments=60, reference=21)
@@ -87,24 +87,24 @@ def test_a_model_that_cannot_be_sharded_uses_the_full_route_if_allowed(
 
 
 def test_the_largest_micro_batch_is_full() -> None:
-    assert largest(recipe(1000, 100, 300), 0).lengths == [333, 333, 334]
-    assert largest(recipe(1000, 100, 300, context_parallel=2), 0).lengths == [400] * 5
+    assert peak_workload(recipe(1000, 100, 300), 0).lengths == [333, 333, 334]
+    assert peak_workload(recipe(1000, 100, 300, context_parallel=2), 0).lengths == [400] * 5
 
 
 def test_a_sequence_longer_than_a_micro_batch_is_alone() -> None:
-    assert largest(recipe(1000, 500, 1500), 0).lengths == [2000]
-    assert largest(recipe(1000, 500, 1500, packing=False), 0).lengths == [2000]
+    assert peak_workload(recipe(1000, 500, 1500), 0).lengths == [2000]
+    assert peak_workload(recipe(1000, 500, 1500, packing=False), 0).lengths == [2000]
 
 
 def test_padding_counts_as_tokens() -> None:
-    assert largest(recipe(1000, 100, 300, packing=False), 0).lengths == [400, 400]
+    assert peak_workload(recipe(1000, 100, 300, packing=False), 0).lengths == [400, 400]
 
 
 def test_earlier_stages_have_more_micro_batches_in_flight() -> None:
     piped = recipe(10, 5, 5, pipeline_parallel=4)
-    assert [largest(piped, stage).micro_batches for stage in range(4)] == [4, 3, 2, 2]
+    assert [peak_workload(piped, stage).micro_batches for stage in range(4)] == [4, 3, 2, 2]
     interleaved = recipe(10, 5, 5, pipeline_parallel=4, virtual_pipeline=2)
-    assert largest(interleaved, 3) == Workload([10], 8, None)
+    assert peak_workload(interleaved, 3) == Workload([10], 8, None)
     assert first_ranks(piped.megatron, 32) == [0, 8, 16, 24]
 
 
@@ -151,12 +151,12 @@ def test_device_only_dispatchers_are_replaced_and_noted(monkeypatch: pytest.Monk
             future.set_result({"held": asdict(HELD), "largest": question.rank})
             return future
 
-    monkeypatch.setattr("megarl.commands.plan.count.stages.RankClient", Answers)
+    monkeypatch.setattr("tests.support.count_ranks.RankClient", Answers)
     path, model = ROOT / "recipes" / "dapo_qwen3_30b.yaml", published.read("Qwen3-30B-A3B")
     extra = (
         "megatron.extra={moe_token_dispatcher_type: flex, moe_flex_dispatcher_backend: deepep, moe_grouped_gemm: true}"
     )
-    listed = stages(load_recipe(path, [extra]), model, model)
+    listed = count_stages(load_recipe(path, [extra]), model, model)
     assert requests[0].work is None
     assert requests[0].recipe.megatron.extra == {"moe_token_dispatcher_type": "alltoall", "moe_grouped_gemm": True}
     assert "moe_token_dispatcher_type=flex" in str(listed[0].not_counted) and listed[0].activations is None
@@ -208,8 +208,8 @@ def test_a_device_is_too_small(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setattr("megarl.commands.plan.build.counted", lambda *_, **__: Counted([stage]))
     monkeypatch.setattr("megarl.commands.plan.build.engines", lambda *_: [])
     monkeypatch.setattr(
-        "megarl.commands.plan.build.proposals",
-        lambda *_, **__: Suggestions([Proposal("megatron.pipeline_parallel=2", 1.234)], stopped),
+        "megarl.commands.plan.build.suggest",
+        lambda *_, **__: Suggestions([Suggestion("megatron.pipeline_parallel=2", 1.234)], stopped),
     )
     monkeypatch.setattr("megarl.commands.plan.build.counted_libraries", lambda *_: NOT_COUNTED)
     stopped = True
@@ -317,7 +317,7 @@ def test_bad_input_is_reported(
 def test_ranks_of_deepseek_v3_hold_its_published_parameters(capsys: pytest.CaptureFixture[str]) -> None:
     """Summed over pipeline stages and expert-parallel ranks, the ranks hold the published 671 billion parameters."""
     run_recipe, model = load_recipe(ROOT / "recipes" / "grpo_deepseek_v3.yaml"), published.read("DeepSeek-V3")
-    listed = stages(run_recipe, model, model)
+    listed = count_stages(run_recipe, model, model)
     experts = 3 * model["hidden_size"] * model["moe_intermediate_size"] * model["n_routed_experts"]
     layers = model["num_hidden_layers"] - model["first_k_dense_replace"]
     local = layers * experts // run_recipe.megatron.expert_parallel

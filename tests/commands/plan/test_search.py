@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megarl.commands.plan.build import make_plan
-from megarl.commands.plan.count.host import Tenants
+from megarl.commands.plan.count.devices import Occupants
 from megarl.commands.plan.count.rank_client import RankClient, RankRequest
 from megarl.commands.plan.count.stages import built_from, stages_of
 from megarl.commands.plan.count.types import Activations, PipelineStage, RankMemory
@@ -74,7 +74,7 @@ class FakeFitChecker:
         self.counted.append(choice)
         return 2**30 if choice.recompute == "full" else 2**40
 
-    def made(self, recipe: Recipe, choice: Choice) -> Recipe:
+    def with_choice(self, recipe: Recipe, choice: Choice) -> Recipe:
         return chosen(recipe, choice)
 
 
@@ -126,7 +126,7 @@ def test_refused_and_unlikely_layouts_are_counted_in_the_result() -> None:
     assert everything(result) == result.possible
 
 
-def test_a_layout_that_hosts_cannot_hold_is_not_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layout_that_hosts_cannot_hold_is_not_suggested(monkeypatch: pytest.MonkeyPatch) -> None:
     """A search rejects it with the reason; a plan proposes other layouts."""
 
     class TooSmallHosts(FakeFitChecker):
@@ -143,8 +143,10 @@ def test_a_layout_that_hosts_cannot_hold_is_not_proposed(monkeypatch: pytest.Mon
     monkeypatch.setattr(suggest, "FitChecker", TooSmallHosts)
     task = subject(recompute="none", offload=False)
     engines = EngineLayout(4, 1, 1, None), None
-    suggested = suggest.proposals(task, NO_ASKER, engines=engines, seconds=30.0)
-    assert suggested.proposals and not any("offload=true" in proposal.overrides for proposal in suggested.proposals)
+    suggested = suggest.suggest(task, NO_ASKER, engines=engines, seconds=30.0)
+    assert suggested.suggestions and not any(
+        "offload=true" in suggestion.overrides for suggestion in suggested.suggestions
+    )
 
 
 class Hosts(FitChecker):
@@ -159,8 +161,8 @@ class Hosts(FitChecker):
     def check(self, sizes: list[int], counted: int) -> None:
         """`sizes`: GiB of page-locked weights by stage; only the first `counted` stages are counted."""
         stages = [PipelineStage("actor", number, 0, held(size), None, None, {}) for number, size in enumerate(sizes)]
-        tenants = Tenants(self._subject.recipe, stages[:counted], {}, {}, 1, keeps_weights=True)
-        self._check_hosts(tenants, stages[:counted], [])
+        occupants = Occupants(self._subject.recipe, stages[:counted], {}, {}, 1, keeps_weights=True)
+        self._check_hosts(occupants, stages[:counted], [])
 
 
 def test_hosts_of_a_layout_that_fits_the_devices_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +291,7 @@ def test_step_times_equal_the_estimate() -> None:
         )
 
 
-def test_proposals_stop_at_their_time_limit_during_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suggestions_stop_at_their_time_limit_during_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
     class Slow(FakeFitChecker):
         def peak(self, choice: Choice) -> int:
             time.sleep(1.5)
@@ -298,13 +300,13 @@ def test_proposals_stop_at_their_time_limit_during_a_count(monkeypatch: pytest.M
     task = subject()
     monkeypatch.setattr(suggest, "FitChecker", Slow)
     monkeypatch.setattr(suggest, "_by_changes", lambda *_: iter([choice_of(task.recipe)]))
-    assert suggest.proposals(task, NO_ASKER, seconds=0.5) == ([], True), "it would fit, 1.5 s later"
+    assert suggest.suggest(task, NO_ASKER, seconds=0.5) == ([], True), "it would fit, 1.5 s later"
     monkeypatch.setattr(suggest, "_by_changes", lambda *_: iter([]))
-    assert suggest.proposals(task, NO_ASKER, seconds=60) == ([], False), "nothing was left to look at"
+    assert suggest.suggest(task, NO_ASKER, seconds=60) == ([], False), "nothing was left to look at"
 
 
-def test_proposals_stop_at_the_third(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The search ends at the third proposal, without waiting for the fourth, which is being counted."""
+def test_suggestions_stop_at_the_third(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search ends at the third suggestion, without waiting for the fourth, which is being counted."""
 
     class SlowOnce(FakeFitChecker):
         slow = False
@@ -319,8 +321,8 @@ def test_proposals_stop_at_the_third(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(suggest, "FitChecker", SlowOnce)
     began = time.monotonic()
-    proposals, stopped = suggest.proposals(subject(), NO_ASKER, seconds=60)
-    assert len(proposals) == 3 and not stopped and time.monotonic() - began < 2.5
+    suggestions, stopped = suggest.suggest(subject(), NO_ASKER, seconds=60)
+    assert len(suggestions) == 3 and not stopped and time.monotonic() - began < 2.5
 
 
 def test_layouts_that_divide_are_proposed_without_counting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,25 +339,26 @@ def test_layouts_that_divide_are_proposed_without_counting(monkeypatch: pytest.M
     assert suggest.uncounted_layouts(small) == []
 
 
-def test_proposals_change_as_few_settings_as_possible(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_suggestions_change_as_few_settings_as_possible(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     task = subject(tensor_parallel=4)  # two key/value heads do not divide
     monkeypatch.setattr(suggest, "FitChecker", FakeFitChecker)
-    proposals, stopped = suggest.proposals(task, NO_ASKER, seconds=60)
-    assert len(proposals) == 3 and not stopped
+    suggestions, stopped = suggest.suggest(task, NO_ASKER, seconds=60)
+    assert len(suggestions) == 3 and not stopped
     assert all(
-        "megarl" not in proposal.overrides and "megatron.recompute=full" in proposal.overrides for proposal in proposals
+        "megarl" not in suggestion.overrides and "megatron.recompute=full" in suggestion.overrides
+        for suggestion in suggestions
     )
-    assert all(len(proposal.overrides.split()) <= 3 for proposal in proposals), proposals
-    assert [proposal.times for proposal in proposals] == sorted(proposal.times for proposal in proposals)
+    assert all(len(suggestion.overrides.split()) <= 3 for suggestion in suggestions), suggestions
+    assert [suggestion.times for suggestion in suggestions] == sorted(suggestion.times for suggestion in suggestions)
     clock = StepTimes(task.device, task.shape, None, None)
-    for proposal in proposals:
+    for suggestion in suggestions:
         (tmp_path / "recipe.yaml").write_text(to_yaml(task.recipe))
-        loaded = load_recipe(tmp_path / "recipe.yaml", proposal.overrides.split(), check=False)
-        assert proposal.times == pytest.approx(clock.seconds(loaded) / clock.seconds(task.recipe))
+        loaded = load_recipe(tmp_path / "recipe.yaml", suggestion.overrides.split(), check=False)
+        assert suggestion.times == pytest.approx(clock.seconds(loaded) / clock.seconds(task.recipe))
 
 
-def test_proposals_of_one_shape_change_different_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A smaller micro batch and recomputation of the recipe's layout are two proposals. Both together are slower than one
+def test_suggestions_of_one_shape_change_different_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A smaller micro batch and recomputation of the recipe's layout are two suggestions. Both together are slower than one
     of them and are not proposed, nor is another partition of the same layers."""
 
     class Small(FakeFitChecker):
@@ -371,8 +374,8 @@ def test_proposals_of_one_shape_change_different_settings(monkeypatch: pytest.Mo
     task = subject(pipeline_parallel=2)
     task.recipe.actor.max_tokens_per_micro_batch = 512
     monkeypatch.setattr(suggest, "FitChecker", Small)
-    proposals, _ = suggest.proposals(task, NO_ASKER, seconds=60)
-    lines = {proposal.overrides for proposal in proposals}
+    suggestions, _ = suggest.suggest(task, NO_ASKER, seconds=60)
+    lines = {suggestion.overrides for suggestion in suggestions}
     assert "megatron.recompute=full" in lines and "actor.max_tokens_per_micro_batch=256" in lines, lines
     assert not any("recompute=full" in line and "tokens" in line for line in lines), lines
     assert not any("virtual" in line for line in lines), lines

@@ -5,8 +5,8 @@ The trainer's model, heads and pipeline schedule run; see `commands/plan/meta_de
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,8 @@ def activations(trainer: Trainer, work: Workload) -> Activations:
     seen = {}
     for phase, compute in passes(trainer, work).items():
         forget()
-        with MemoryCounter(device, ways, backwards=work.backwards, width=width) as live, _known_values(trainer):
+        values = nullcontext() if trainer.model.image_layout is None else KnownValues()
+        with MemoryCounter(device, ways, backwards=work.backwards, width=width) as live, values:
             compute()
         seen[phase] = live
     forward, update = seen["forward"], seen["update"]
@@ -109,10 +110,6 @@ def largest_images(trainer: Trainer, lengths: list[int]) -> Images | None:
     grids = [[1, *image_grid(min(most, length), layout.merge)] for length in lengths]
     pixels = torch.zeros(sum(rows * columns for _, rows, columns in grids), layout.patch_values)
     return Images(pixels, torch.tensor(grids), sequences=list(range(len(lengths))), starts=[0] * len(lengths))
-
-
-def _known_values(trainer: Trainer) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext() if trainer.model.image_layout is None else KnownValues()
 
 
 def _vocabulary(trainer: Trainer) -> int | None:

@@ -10,8 +10,6 @@ import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.moe import token_dispatcher
 
-BALANCED = "All experts receive equally many tokens, and all ranks have a micro batch of the same size."
-
 
 def stand_ins(config: Any) -> dict[Any, Callable[..., torch.Tensor]]:
     """Return replacements, for `MemoryCounter`, of operations with an output size that depends on values.

@@ -1,7 +1,7 @@
 """Memory of each kind of device in each phase of a step, summed over everything that shares the device. Pure.
 
-Follows `megarl/weight_sync/handover.py` and the trainers' `Offloader`: colocated trainers, critic and engines share
-devices in turn. Idle engines sleep; idle trainers offload if `megatron.offload` is set, else they stay.
+Follows `megarl/weight_sync/handover.py` and the trainers' `Offloader`: colocated trainers, critic and engines
+time-share devices. Idle engines sleep; idle trainers offload if `megatron.offload` is set, else they stay.
 """
 
 from __future__ import annotations
@@ -66,6 +66,18 @@ def slots(recipe: Recipe, largest: int) -> int:
 
 
 @dataclass(frozen=True)
+class Occupants:
+    """The processes on all devices, in the order in which they fill machines. `engines`: section -> one engine device."""
+
+    recipe: Recipe
+    stages: list[PipelineStage]
+    engines: Mapping[str, EngineRank]
+    swaps: Mapping[str, int | None]
+    largest: int  # bytes of the model's largest tensor
+    keeps_weights: bool  # sleeping engines of this kind of device copy their weights to the host
+
+
+@dataclass(frozen=True)
 class TimeSharing:
     """Time-sharing of devices between trainers, critic and engines."""
 
@@ -80,29 +92,25 @@ class TimeSharing:
 
 
 def places(
-    recipe: Recipe,
-    stages: list[PipelineStage],
-    engines: dict[str, EngineRank],
+    occupants: Occupants,
     *,
-    swaps: dict[str, int | None],
-    largest: int,
     unknown: Mapping[str, str] = MappingProxyType({}),
     libraries: Libraries = NOT_COUNTED,
 ) -> list[DeviceUses]:
     """Return each kind of device with its memory by phase.
 
-    `engines`: section -> one device of an engine. `swaps`: role -> see `phases`. `largest`: bytes of the model's largest
-    tensor. `unknown`: section -> why its engines' memory is incomplete; an unknown KV cache counts as 0.
+    `unknown`: section -> why its engines' memory is incomplete; an unknown KV cache counts as 0.
     """
-    turns, result = TimeSharing.of(recipe), []
-    on = _Device(recipe, turns, swaps, weight_sync_buffers(recipe, largest))
+    recipe, engines = occupants.recipe, occupants.engines
+    sharing, result = TimeSharing.of(recipe), []
+    on = _Device(recipe, sharing, occupants.swaps, weight_sync_buffers(recipe, occupants.largest))
     policy = engines.get(ROLLOUT)
-    for tenants, count in _together(recipe, stages, policy, turns):
-        not_counted = unknown.get(ROLLOUT) if turns.colocated and (policy is None or policy in tenants) else None
-        uses = _with_slots(recipe, tenants, _with_constant(on.uses(tenants), libraries.of(tenants)))
-        result.append(DeviceUses(" + ".join(_name(tenant) for tenant in tenants), count, uses, not_counted))
+    for together, count in _together(recipe, occupants.stages, policy, sharing):
+        not_counted = unknown.get(ROLLOUT) if sharing.colocated and (policy is None or policy in together) else None
+        uses = _with_slots(recipe, together, _with_constant(on.uses(together), libraries.of(together)))
+        result.append(DeviceUses(" + ".join(_name(occupant) for occupant in together), count, uses, not_counted))
     for section, engine in engines.items():
-        if section == ROLLOUT and turns.colocated:
+        if section == ROLLOUT and sharing.colocated:
             continue
         uses = [Use("gen" if section == ROLLOUT else section, _sampling(engine))]
         if section == ROLLOUT:
@@ -118,10 +126,10 @@ def _with_constant(uses: Iterable[Use], constant: Mapping[str, int]) -> list[Use
     return [Use(use.phase, {**use.parts, **constant}) for use in uses]
 
 
-def _with_slots(recipe: Recipe, tenants: Sequence[PipelineStage | EngineRank], uses: list[Use]) -> list[Use]:
+def _with_slots(recipe: Recipe, occupants: Sequence[PipelineStage | EngineRank], uses: list[Use]) -> list[Use]:
     """Add the packed buckets of a transport in DEVICE_TRANSPORTS, which stay allocated between updates: on actor ranks, and on
     engine ranks, which may relay buckets."""
-    senders = sum(not isinstance(tenant, PipelineStage) or tenant.role == "actor" for tenant in tenants)
+    senders = sum(not isinstance(occupant, PipelineStage) or occupant.role == "actor" for occupant in occupants)
     if (
         recipe.weight_sync.transport not in DEVICE_TRANSPORTS
         or not is_accelerator(recipe.cluster.device)
@@ -132,17 +140,17 @@ def _with_slots(recipe: Recipe, tenants: Sequence[PipelineStage | EngineRank], u
     return [use if BUFFERS in use.parts else Use(use.phase, {**use.parts, **kept}) for use in uses]
 
 
-def _name(tenant: PipelineStage | EngineRank) -> str:
-    return f"{tenant.role} {tenant.number}" if isinstance(tenant, PipelineStage) else "engine"
+def _name(occupant: PipelineStage | EngineRank) -> str:
+    return f"{occupant.role} {occupant.number}" if isinstance(occupant, PipelineStage) else "engine"
 
 
 def _together(
-    recipe: Recipe, stages: list[PipelineStage], engine: EngineRank | None, turns: TimeSharing
+    recipe: Recipe, stages: list[PipelineStage], engine: EngineRank | None, sharing: TimeSharing
 ) -> Iterator[tuple[list[PipelineStage | EngineRank], int]]:
-    """Group the tenants that share a device: (tenants, number of such devices). Ranks fill devices in their order."""
+    """Group the occupants that share a device: (occupants, number of such devices). Ranks fill devices in their order."""
     by_role = {role: list(group) for role, group in groupby(stages, lambda stage: stage.role)}
     sizes = {"actor": recipe.cluster.trainers, "critic": recipe.critic.trainers}
-    if not turns.colocated:
+    if not sharing.colocated:
         for role, stages_of_role in by_role.items():
             for stage in stages_of_role:
                 yield [stage], sizes[role] // len(stages_of_role)
@@ -155,14 +163,14 @@ def _together(
         ]
         together[(*numbers, int(engine is not None and device < engine.devices))] += 1
     for (*numbers, has_engine), count in together.items():
-        tenants: list[PipelineStage | EngineRank] = [
+        occupants: list[PipelineStage | EngineRank] = [
             stages_of_role[number]
             for stages_of_role, number in zip(by_role.values(), numbers, strict=True)
             if number >= 0
         ]
         if has_engine and engine is not None:
-            tenants.append(engine)
-        yield tenants, count
+            occupants.append(engine)
+        yield occupants, count
 
 
 @dataclass(frozen=True)
@@ -170,18 +178,18 @@ class _Device:
     """Computes the memory of one device in each phase."""
 
     recipe: Recipe
-    turns: TimeSharing
-    swaps: dict[str, int | None]
+    sharing: TimeSharing
+    swaps: Mapping[str, int | None]
     buffers: int  # bytes of a trainer's weight-sync buffers
 
-    def uses(self, tenants: list[PipelineStage | EngineRank]) -> Iterator[Use]:
+    def uses(self, occupants: list[PipelineStage | EngineRank]) -> Iterator[Use]:
         """Yield the memory of each phase, in the order of a step."""
-        stages = {tenant.role: tenant for tenant in tenants if isinstance(tenant, PipelineStage)}
-        engine = next((tenant for tenant in tenants if isinstance(tenant, EngineRank)), None)
+        stages = {occupant.role: occupant for occupant in occupants if isinstance(occupant, PipelineStage)}
+        engine = next((occupant for occupant in occupants if isinstance(occupant, EngineRank)), None)
         algorithm = self.recipe.algorithm
         if engine is not None:
             yield Use("gen", {**self._others(stages, ()), **_sampling(engine)})
-        asleep = {} if engine is None or self.turns.sleeps else _sampling(engine, steps=False)
+        asleep = {} if engine is None or self.sharing.sleeps else _sampling(engine, steps=False)
         if "critic" in stages:
             yield from self._computing(stages, "critic", ["values"], "update_critic", asleep)
         if "actor" in stages:
@@ -229,7 +237,7 @@ class _Device:
         occupied: dict[str, int] = {}
         for role, stage in stages.items():
             if role not in computing:
-                remaining = {"buffers": stage.held.buffers} if self.turns.offload[role] else self._resident(stage)
+                remaining = {"buffers": stage.held.buffers} if self.sharing.offload[role] else self._resident(stage)
                 occupied |= {f"{role}'s {part}": size for part, size in remaining.items()}
         return {part: size for part, size in occupied.items() if size}
 
@@ -240,7 +248,7 @@ class _Device:
 
     def _weight_sync(self, stages: dict[str, PipelineStage], engine: EngineRank | None) -> dict[str, int]:
         stage = stages["actor"]
-        if self.turns.offload["actor"]:  # optimizer states are already offloaded
+        if self.sharing.offload["actor"]:  # optimizer states are already offloaded
             occupied = {"weights": stage.held.weights + stage.held.buffers}
         else:
             occupied = self._resident(stage)
@@ -248,7 +256,7 @@ class _Device:
         if engine is None:
             return occupied
         occupied[BUFFERS] += self.loading(engine)
-        cache = {} if self.turns.sleeps else {"KV cache": engine.cache or 0}
+        cache = {} if self.sharing.sleeps else {"KV cache": engine.cache or 0}
         return {**occupied, "engine weights": engine.weights, **cache}
 
 

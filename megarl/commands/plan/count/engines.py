@@ -19,7 +19,6 @@ from megarl.engines import limits_of
 from megarl.engines.base import EngineLimits, EngineSpec
 from megarl.engines.specs import first_specs, policy_spec
 from megarl.errors import InputError
-from megarl.platform.kinds import is_accelerator
 from megarl.recipe.schema import Recipe
 
 NO_VLLM = "vLLM is not installed here, and engines are counted from its model"
@@ -42,16 +41,12 @@ class Engine:
 def engines(recipe: Recipe, models: Mapping[str, dict[str, Any]], client: RankClient) -> list[Engine]:
     """Count the engines of a recipe. `models`: section (`EngineSpec.recipe_section`) -> config.json. `client`: a client of
     `ENGINES`."""
-    kinds = [(name, spec) for name, spec in first_specs(recipe, training=True) if _is_started(recipe, spec)]
-    result = []
-    with tempfile.TemporaryDirectory() as directory:
-        for name, spec in kinds:
-            spec = _planned(recipe, spec)
-            count = getattr(recipe, spec.recipe_section).engines
-            result.append(Engine(spec.recipe_section, name, count, spec, limits_of(name, spec), None))
-        countable = [engine for engine in result if engine.section in models]
-        answers = _answers(countable, models, Path(directory), client) if countable else {}
-    return [_with(engine, answers.get(engine.section)) for engine in result]
+    uncounted = [
+        _engine(recipe, name, spec)
+        for name, spec in first_specs(recipe, training=True)
+        if spec.recipe_section != "rollout" or recipe.train.source == "rollout"
+    ]
+    return _counted(uncounted, models, client)
 
 
 def min_engine_bytes(recipe: Recipe, memory: float) -> float:
@@ -65,17 +60,11 @@ def min_engine_bytes(recipe: Recipe, memory: float) -> float:
 def policy_engines(recipes: list[Recipe], model: dict[str, Any], deadline: float) -> list[Engine]:
     """Count the policy engines of several recipes. `model`: config.json. Raises InputError after `deadline`
     (time.monotonic)."""
-    if importlib.util.find_spec("vllm") is None:
-        return [_with(_policy(recipe), {"error": NO_VLLM}) for recipe in recipes]
-    with tempfile.TemporaryDirectory() as directory, RankClient(child=ENGINES) as client:
-        Path(directory, "config.json").write_text(json.dumps(model), encoding="utf-8")
-        kinds = [_policy(recipe) for recipe in recipes]
-        futures = [client.submit(_question(engine, directory)) for engine in kinds]
+    with RankClient(child=ENGINES) as client:
         try:
-            answers = [future.result(max(0.0, deadline - time.monotonic())) for future in futures]
+            return _counted([_policy(recipe) for recipe in recipes], {"rollout": model}, client, deadline)
         except TimeoutError as error:
             raise InputError("Engines were not counted in time, so no layout can be shown to fit.") from error
-    return [_with(engine, answer) for engine, answer in zip(kinds, answers, strict=True)]
 
 
 def limits_of_policy(recipe: Recipe) -> EngineLimits:
@@ -84,45 +73,44 @@ def limits_of_policy(recipe: Recipe) -> EngineLimits:
 
 
 def _policy(recipe: Recipe) -> Engine:
-    name = recipe.rollout.engine
-    spec = _planned(recipe, policy_spec(recipe, "engine0", load_weights=False))
-    return Engine("rollout", name, recipe.rollout.engines, spec, limits_of(name, spec), None)
+    return _engine(recipe, recipe.rollout.engine, policy_spec(recipe, "engine0", load_weights=False))
 
 
-def _planned(recipe: Recipe, spec: EngineSpec) -> EngineSpec:
-    """Convert a spec's arguments to plain values, and set the device if it changes the engine's memory."""
-    device = None if is_accelerator(recipe.cluster.device) else recipe.cluster.device
-    return replace(spec, engine_args=dict(spec.engine_args), device=device)
+def _engine(recipe: Recipe, name: str, spec: EngineSpec) -> Engine:
+    """Return an uncounted engine: arguments as plain values, the device only if it changes the engine's memory."""
+    on_cpu = "cpu" if recipe.cluster.device == "cpu" else None
+    spec = replace(spec, engine_args=dict(spec.engine_args), device=on_cpu)
+    count = getattr(recipe, spec.recipe_section).engines
+    return Engine(spec.recipe_section, name, count, spec, limits_of(name, spec), None)
 
 
-def _question(engine: Engine, directory: Path | str) -> EngineRequest:
-    return EngineRequest(engine.name, replace(engine.spec, model_path=str(directory)))
-
-
-def _is_started(recipe: Recipe, spec: EngineSpec) -> bool:
-    return spec.recipe_section != "rollout" or recipe.train.source == "rollout"
-
-
-def _answers(
-    engines: list[Engine], models: Mapping[str, dict[str, Any]], directory: Path, client: RankClient
-) -> dict[str, dict[str, Any]]:
-    if importlib.util.find_spec("vllm") is None:
-        return {engine.section: {"error": NO_VLLM} for engine in engines}
-    futures = {}
-    for engine in engines:
-        model_directory = directory / engine.section
-        model_directory.mkdir()
-        (model_directory / "config.json").write_text(json.dumps(models[engine.section]), encoding="utf-8")
-        futures[engine.section] = client.submit(_question(engine, model_directory))
-    return {section: future.result() for section, future in futures.items()}
-
-
-def _with(engine: Engine, answer: dict[str, Any] | None) -> Engine:
-    if answer is None:
-        return replace(engine, not_counted=f"the config.json of {engine.spec.model_path} is not here")
-    if "error" in answer:
-        return replace(engine, not_counted=answer["error"])
-    return replace(engine, counts=answer)
+def _counted(
+    engines: list[Engine], models: Mapping[str, dict[str, Any]], client: RankClient, deadline: float = math.inf
+) -> list[Engine]:
+    """Return `engines` with their counts, or with the reason if they cannot be counted. Raises TimeoutError after
+    `deadline`."""
+    installed = importlib.util.find_spec("vllm") is not None
+    with tempfile.TemporaryDirectory() as directory:
+        for section, model in models.items():
+            (folder := Path(directory, section)).mkdir()
+            (folder / "config.json").write_text(json.dumps(model), encoding="utf-8")
+        futures = [
+            client.submit(EngineRequest(engine.name, replace(engine.spec, model_path=f"{directory}/{engine.section}")))
+            if installed and engine.section in models
+            else None
+            for engine in engines
+        ]
+        result = []
+        for engine, future in zip(engines, futures, strict=True):
+            if engine.section not in models:
+                reason = f"the config.json of {engine.spec.model_path} is not here"
+                result.append(replace(engine, not_counted=reason))
+                continue
+            seconds = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+            answer = {"error": NO_VLLM} if future is None else future.result(seconds)
+            error = answer.get("error")
+            result.append(replace(engine, counts=None if error else answer, not_counted=error))
+    return result
 
 
 # --- KV cache ------------------------------------------------------------------------------------
@@ -148,7 +136,7 @@ def rank_of(engine: Engine, memory: float | None, communicators: int = 0) -> Eng
         weights=weights,
         largest=counts["largest"],
         asleep=counts["asleep"],
-        remade=counts["remade"],
+        recomputed=counts["recomputed"],
         cache_per_token=counts["cache_per_token"],
         working=counts["working"],
         cache=cache,

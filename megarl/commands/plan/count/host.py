@@ -6,15 +6,15 @@ are included. Not counted: page cache, images of multi-modal samples.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from itertools import groupby
 
 from megarl.algorithms.advantages import uses_critic
 from megarl.algorithms.objective import runs_reference_pass
 from megarl.cluster.device_map import Demand
-from megarl.commands.plan.count.devices import ROLLOUT, TimeSharing, slots, sum_of_parts
-from megarl.commands.plan.count.types import EngineRank, HostUse, PipelineStage, Refusal
+from megarl.commands.plan.count.devices import ROLLOUT, Occupants, TimeSharing, slots, sum_of_parts
+from megarl.commands.plan.count.types import HostUse, PipelineStage, Refusal
 from megarl.commands.plan.environment import device_kind
 from megarl.commands.plan.show.units import GIB, Unit
 from megarl.engines.specs import fixed_models
@@ -34,8 +34,8 @@ LEGEND = (
     "Host memory: offloaded (weights and optimizer states of trainers that leave their devices), swapped (optimizer states "
     "of swap_optimizer, or of an optimizer on the host), reference (weights of the reference policy) and asleep (weights of "
     "sleeping engines) are page-locked, and page-locked memory comes in powers of two; /dev/shm (buckets of the weight "
-    "weight sync); processes (assumed: device.process_memory each); samples of two steps; checkpoint (copies of what trainers "
-    "write, if training continues meanwhile or actor and critic share devices in turn)."
+    "sync); processes (assumed: device.process_memory each); samples of two steps; checkpoint (copies of what trainers "
+    "write, if training continues meanwhile or actor and critic time-share devices)."
 )
 _BYTES_A_TOKEN = 64  # of a sample: token, log-probs, mask, advantages, positions; two copies (trainers, store)
 _REMEDIES = {
@@ -59,31 +59,12 @@ _REMEDIES = {
 }
 
 
-@dataclass(frozen=True)
-class Tenants:
-    """The processes on all devices, in the order in which they fill machines. `engines`: section -> one engine device."""
-
-    recipe: Recipe
-    stages: list[PipelineStage]
-    engines: Mapping[str, EngineRank]
-    swaps: Mapping[str, int | None]
-    largest: int  # bytes of the model's largest tensor
-    keeps_weights: bool  # sleeping engines of this kind of device copy their weights to the host
-
-
-def host_uses(tenants: Tenants, device: Device) -> list[HostUse]:
+def host_uses(occupants: Occupants, device: Device) -> list[HostUse]:
     """Return the host memory of each machine (`device.per_node` devices); equal neighbours are one entry."""
-    devices = _devices(tenants, round(device.process_memory * GIB))
-    nodes = []
-    for first in range(0, len(devices), device.per_node):
-        parts: dict[str, int] = {}
-        for parts_of_device in devices[first : first + device.per_node]:
-            for name, size in parts_of_device.items():
-                parts[name] = parts.get(name, 0) + size
-        nodes.append(parts)
-    controller = {PROCESSES: round(device.process_memory * GIB), SAMPLES: _samples(tenants.recipe)}
-    for name, size in controller.items():
-        nodes[0][name] = nodes[0].get(name, 0) + size
+    devices = _devices(occupants, round(device.process_memory * GIB))
+    nodes = [_sum(devices[first : first + device.per_node]) for first in range(0, len(devices), device.per_node)]
+    controller = {PROCESSES: round(device.process_memory * GIB), SAMPLES: _samples(occupants.recipe)}
+    nodes[0] = _sum([nodes[0], controller])
     result, number = [], 0
     for parts, equal in groupby(nodes):
         count = len(list(equal))
@@ -93,11 +74,11 @@ def host_uses(tenants: Tenants, device: Device) -> list[HostUse]:
     return result
 
 
-def hosts_of(tenants: Tenants, device: Device | None) -> list[HostUse]:
+def hosts_of(occupants: Occupants, device: Device | None) -> list[HostUse]:
     """Return `host_uses`; empty without a device, and on a CPU, which has host memory only."""
-    if device is None or not is_accelerator(tenants.recipe.cluster.device) or not tenants.stages:
+    if device is None or not is_accelerator(occupants.recipe.cluster.device) or not occupants.stages:
         return []
-    return host_uses(tenants, device)
+    return host_uses(occupants, device)
 
 
 def keeps_weights(recipe: Recipe, device: Device | None) -> bool:
@@ -122,49 +103,59 @@ def host_refusals(hosts: list[HostUse], memory: float) -> list[Refusal]:
     return [Refusal(key, explanation, f"{remedy}; --host-memory sets the memory of a machine")]
 
 
-def _devices(tenants: Tenants, process: int) -> list[dict[str, int]]:
+def _devices(occupants: Occupants, process: int) -> list[dict[str, int]]:
     """Return host memory by device. Trainers come first, then critic and engines, unless they share devices."""
-    recipe, turns = tenants.recipe, TimeSharing.of(tenants.recipe)
+    recipe, sharing = occupants.recipe, TimeSharing.of(occupants.recipe)
     samples, critic = recipe.train.source == "rollout", uses_critic(recipe.algorithm)
     demand = Demand.of(recipe, trainers=True, engines=samples, critic=critic, fixed=fixed_models(recipe))
     result: list[dict[str, int]] = [{} for _ in range(demand.devices)]
 
     def add(device: int, parts: Mapping[str, int]) -> None:
-        for name, size in parts.items():
-            result[device][name] = result[device].get(name, 0) + size
+        result[device] = _sum([result[device], parts])
 
-    actor = [stage for stage in tenants.stages if stage.role == "actor"]
+    actor = [stage for stage in occupants.stages if stage.role == "actor"]
     for rank in range(demand.trainers):
-        add(rank, _trainer(tenants, turns, actor[rank * len(actor) // demand.trainers], rank) | {PROCESSES: process})
-    critics = [stage for stage in tenants.stages if stage.role == "critic"]
-    first = 0 if turns.colocated else demand.trainers
+        add(
+            rank, _trainer(occupants, sharing, actor[rank * len(actor) // demand.trainers], rank) | {PROCESSES: process}
+        )
+    critics = [stage for stage in occupants.stages if stage.role == "critic"]
+    first = 0 if sharing.colocated else demand.trainers
     for rank in range(demand.critics):
         add(
             first + rank,
-            _trainer(tenants, turns, critics[rank * len(critics) // demand.critics], rank) | {PROCESSES: process},
+            _trainer(occupants, sharing, critics[rank * len(critics) // demand.critics], rank) | {PROCESSES: process},
         )
-    first = 0 if turns.colocated else demand.trainers + demand.critics
+    first = 0 if sharing.colocated else demand.trainers + demand.critics
     for rank in range(demand.engine_devices):
-        add(first + rank, _engine(tenants, turns) | {PROCESSES: process})
+        add(first + rank, _engine(occupants, sharing) | {PROCESSES: process})
     for device in range(demand.devices - demand.fixed_devices, demand.devices):
         add(device, {PROCESSES: process})
     return result
 
 
-def _trainer(tenants: Tenants, turns: TimeSharing, stage: PipelineStage, rank: int) -> dict[str, int]:
+def _sum(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total = Counter[str]()
+    for each in parts:
+        total.update(each)
+    return dict(total)
+
+
+def _trainer(occupants: Occupants, sharing: TimeSharing, stage: PipelineStage, rank: int) -> dict[str, int]:
     held, parts = stage.held, {}
-    if _saves_a_copy(tenants.recipe, stage.role, rank):
+    if _saves_a_copy(occupants.recipe, stage.role, rank):
         parts[CHECKPOINT] = held.saved
-    swapped = bool(tenants.swaps.get(stage.role))
-    if turns.offload[stage.role]:
+    swapped = bool(occupants.swaps.get(stage.role))
+    if sharing.offload[stage.role]:
         parts[OFFLOADED] = held.weights_pinned + (0 if swapped else held.states_pinned)
     if swapped or held.on_host:
         parts[SWAPPED] = held.on_host + (held.states_pinned if swapped else 0)
-    if stage.role == "actor" and runs_reference_pass(tenants.recipe.algorithm):
+    if stage.role == "actor" and runs_reference_pass(occupants.recipe.algorithm):
         parts[REFERENCE] = held.reference_pinned
-    sends = tenants.recipe.train.source == "rollout" and tenants.recipe.weight_sync.transport in HOST_MEMORY_TRANSPORTS
-    if stage.role == "actor" and sends and (rank == 0 or is_sharded(tenants.recipe)):
-        parts[SHARED_MEMORY] = slots(tenants.recipe, tenants.largest)
+    sends = (
+        occupants.recipe.train.source == "rollout" and occupants.recipe.weight_sync.transport in HOST_MEMORY_TRANSPORTS
+    )
+    if stage.role == "actor" and sends and (rank == 0 or is_sharded(occupants.recipe)):
+        parts[SHARED_MEMORY] = slots(occupants.recipe, occupants.largest)
     return parts
 
 
@@ -187,9 +178,9 @@ def _saves_a_copy(recipe: Recipe, role: str, rank: int) -> bool:
     return rank % (view.cluster.trainers // megatron.pipeline_parallel) < first
 
 
-def _engine(tenants: Tenants, turns: TimeSharing) -> dict[str, int]:
-    recipe, rank, parts = tenants.recipe, tenants.engines.get(ROLLOUT), {}
-    if rank is not None and turns.sleeps and (tenants.keeps_weights or wants_adapters(recipe)):
+def _engine(occupants: Occupants, sharing: TimeSharing) -> dict[str, int]:
+    recipe, rank, parts = occupants.recipe, occupants.engines.get(ROLLOUT), {}
+    if rank is not None and sharing.sleeps and (occupants.keeps_weights or wants_adapters(recipe)):
         parts[ASLEEP] = rank.asleep
     if is_sharded(recipe) and recipe.weight_sync.transport in HOST_MEMORY_TRANSPORTS:  # ranks that relay buckets
         parts[SHARED_MEMORY] = SHARDED_SLOTS * recipe.weight_sync.bucket_mb * 2**20

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.commands.plan.count.types import EngineRank, PipelineStage, Variable
 from megarl.commands.plan.environment import device_kind, environment_of
+from megarl.commands.plan.show.units import GIB, MIB
 from megarl.platform.devices import Device
 from megarl.platform.kinds import kind_of
 from megarl.recipe.critic import critic_view
@@ -20,11 +21,10 @@ from megarl.recipe.schema import Recipe
 if TYPE_CHECKING:
     from megarl.recipe.training import MegatronConfig
 
-MIB, GIB = 2**20, 2**30
-COMMUNICATORS, CONTEXTS, GRAPHS, REMADE = "communicators", "contexts", "graphs", "re-made weights"
+COMMUNICATORS, CONTEXTS, GRAPHS, RECOMPUTED = "communicators", "contexts", "graphs", "recomputed weights"
 LEGEND = (
     "Counted in addition to tensors: communicators (groups of the layout x device.communicator), contexts (of each process), "
-    "graphs of engines that capture them, and weights that latent attention makes anew at the first update. None of it was "
+    "graphs of engines that capture them, and weights that MLA recomputes at the first update. None of it was "
     "measured on a device."
 )
 
@@ -37,16 +37,16 @@ class Libraries:
     context: int = 0  # per process
     graphs: int = 0  # per engine process
 
-    def of(self, tenants: Iterable[PipelineStage | EngineRank]) -> dict[str, int]:
+    def of(self, occupants: Iterable[PipelineStage | EngineRank]) -> dict[str, int]:
         """Return the libraries' memory of the processes that share a device; empty if libraries are not counted."""
-        parts = {COMMUNICATORS: 0, CONTEXTS: 0, GRAPHS: 0, REMADE: 0}
-        for tenant in tenants:
-            role = tenant.role if isinstance(tenant, PipelineStage) else "rollout"
+        parts = {COMMUNICATORS: 0, CONTEXTS: 0, GRAPHS: 0, RECOMPUTED: 0}
+        for occupant in occupants:
+            role = occupant.role if isinstance(occupant, PipelineStage) else "rollout"
             parts[COMMUNICATORS] += self.communicators.get(role, 0)
             parts[CONTEXTS] += self.context
-            if isinstance(tenant, EngineRank):
+            if isinstance(occupant, EngineRank):
                 parts[GRAPHS] += self.graphs
-                parts[REMADE] += tenant.remade
+                parts[RECOMPUTED] += occupant.recomputed
         return {name: size for name, size in parts.items() if size}
 
 

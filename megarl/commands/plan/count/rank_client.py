@@ -9,11 +9,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megarl.commands.plan.count.workload import Workload
 from megarl.engines.base import EngineSpec
@@ -28,17 +28,11 @@ class CannotCount(RuntimeError):
     """A rank could not be built or run, for a reason that megarl's checks do not cover."""
 
 
-class Request(Protocol):
-    def payload(self, file: Callable[[Recipe], str]) -> dict[str, Any]:
-        """Return the request as JSON values. `file` writes a recipe to a file and returns its path."""
-        ...
-
-
 @dataclass(frozen=True)
 class RankRequest:
     """Ask for the memory of one rank of a recipe's actor or critic.
 
-    `work`: also run this work and count activations; None: skip. `holdings`: also return the slices of the checkpoint's
+    `work`: also run this work and count activations; None: skip. `held_slices`: also return the slices of the checkpoint's
     tensors that the ranks of the same pipeline stage hold. The recipe's `model.path` (or the critic's) needs only a
     config.json.
     """
@@ -47,18 +41,11 @@ class RankRequest:
     rank: int
     critic: bool = False
     work: Workload | None = None
-    holdings: bool = False
+    held_slices: bool = False
 
     def payload(self, file: Callable[[Recipe], str]) -> dict[str, Any]:
-        work = self.work and asdict(self.work)
-        recipe = file(self.recipe)
-        return {
-            "recipe": recipe,
-            "critic": self.critic,
-            "rank": self.rank,
-            "work": work,
-            "holdings": self.holdings,
-        }
+        """Return the request as JSON values. `file` writes a recipe to a file and returns its path."""
+        return {**vars(self), "recipe": file(self.recipe), "work": self.work and asdict(self.work)}
 
 
 @dataclass(frozen=True)
@@ -74,14 +61,7 @@ class EngineRequest:
     tensors: Path | None = None
 
     def payload(self, file: Callable[[Recipe], str]) -> dict[str, Any]:
-        tensors = self.tensors and str(self.tensors)
-        return {"engine": self.engine, "spec": asdict(self.spec), "rank": self.rank, "tensors": tensors}
-
-
-def count_ranks(questions: Sequence[Request], child: str = TRAINERS, processes: int = 2) -> list[dict[str, Any]]:
-    """Return the results in the order of the requests. At most `processes` forks run at a time."""
-    with RankClient(processes, child) as client:
-        return [future.result() for future in [client.submit(question) for question in questions]]
+        return {**asdict(self), "tensors": self.tensors and str(self.tensors)}
 
 
 class RankClient:
@@ -112,7 +92,7 @@ class RankClient:
         self._stderr.close()
         self._directory.cleanup()
 
-    def submit(self, question: Request) -> Future[dict[str, Any]]:
+    def submit(self, question: RankRequest | EngineRequest) -> Future[dict[str, Any]]:
         """Send a request. The future raises CannotCount if the rank fails, RuntimeError if the process ends."""
         future: Future[dict[str, Any]] = Future()
         with self._lock:

@@ -27,7 +27,7 @@ from megarl.recipe.critic import critic_view  # noqa: E402
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
     """Handle one request: return the rank's memory and the `largest_rank` of its stage, and on request also its
-    activations and the slices of the checkpoint's tensors that the ranks of its stage hold (`holdings`).
+    activations and the slices of the checkpoint's tensors that the ranks of its stage hold (`held_slices`).
 
     The result is {"error": ...} for a rank that does not exist. `not_planned`: why the slices cannot be described.
     """
@@ -44,9 +44,9 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     except ValueError as error:
         return {"error": str(error)}
     result: dict[str, Any] = {"held": dataclasses.asdict(held(trainer)), "largest": largest_rank(trainer)}
-    if question["holdings"]:
+    if question["held_slices"]:
         try:
-            result["holdings"] = _holdings(trainer.model, rank, world // recipe.megatron.pipeline_parallel)
+            result["held_slices"] = _held_slices(trainer.model, rank, world // recipe.megatron.pipeline_parallel)
         except ValueError as error:
             result["not_planned"] = str(error)
     if question["work"] is not None:
@@ -54,7 +54,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _holdings(model: Model, rank: int, ranks: int) -> dict[str, Any]:
+def _held_slices(model: Model, rank: int, ranks: int) -> dict[str, Any]:
     """Describe the slices of all `ranks` of a stage: `unique` descriptions, and for each rank its number in them.
 
     The ranks have equal shapes, so this process describes each by setting its coordinates in mbridge. Ranks are ordered

@@ -14,7 +14,7 @@ from megarl.algorithms.advantages import uses_critic
 from megarl.algorithms.objective import runs_reference_pass
 from megarl.commands.plan.count.rank_client import RankClient, RankRequest
 from megarl.commands.plan.count.types import Activations, Phase, PipelineStage, RankMemory
-from megarl.commands.plan.count.workload import Workload, first_ranks, largest, trainers_offload
+from megarl.commands.plan.count.workload import Workload, first_ranks, peak_workload, trainers_offload
 from megarl.megatron.config_fields import check_extra, fields_of_megatron
 from megarl.megatron.layout import check_layout
 from megarl.megatron.lora.targets import check_lora
@@ -53,28 +53,23 @@ def check_trainable(recipe: Recipe, actor_model: dict[str, Any], critic_model: d
         _check(view, model)
 
 
-def stages(recipe: Recipe, actor_model: dict[str, Any], critic_model: dict[str, Any]) -> list[PipelineStage]:
-    """Count every stage of the actor, then of the critic if there is one. `..._model`: config.json.
-
-    Raises ValueError as `check_trainable` does.
-    """
-    with RankClient() as client:
-        return counted(recipe, actor_model, critic_model, client).stages
-
-
 def counted(
     recipe: Recipe,
     actor_model: dict[str, Any],
     critic_model: dict[str, Any],
     client: RankClient,
     *,
-    holdings: bool = False,
+    held_slices: bool = False,
 ) -> Counted:
-    """Count the stages like `stages`. `holdings`: also describe the actor ranks' slices of the checkpoint's tensors."""
+    """Count every stage of the actor, then of the critic if there is one.
+
+    `..._model`: config.json. `held_slices`: also describe the actor ranks' slices of the checkpoint's tensors. Raises
+    ValueError as `check_trainable` does.
+    """
     check_trainable(recipe, actor_model, critic_model)
     with tempfile.TemporaryDirectory() as directory:
         built = built_from(recipe, actor_model, Path(directory, "actor"))
-        result = _counted("actor", built, recipe.megatron, client, holdings=holdings)
+        result = _counted("actor", built, recipe.megatron, client, held_slices=held_slices)
         if uses_critic(recipe.algorithm):
             view = replace(recipe, critic=replace(recipe.critic, model_path=None))
             built = built_from(view, critic_model, Path(directory, "critic"))
@@ -82,10 +77,10 @@ def counted(
     return result
 
 
-def holdings(recipe: Recipe, client: RankClient) -> list[SliceTable]:
+def held_slices(recipe: Recipe, client: RankClient) -> list[SliceTable]:
     """Describe the slices of each actor rank. `recipe`: from `built_from`. Raises ValueError if they cannot be described."""
     firsts = dict(enumerate(first_ranks(recipe.megatron, recipe.cluster.trainers)))
-    answers = _answers({stage: RankRequest(recipe, rank, holdings=True) for stage, rank in firsts.items()}, client)
+    answers = _answers({stage: RankRequest(recipe, rank, held_slices=True) for stage, rank in firsts.items()}, client)
     return _descriptions(answers)
 
 
@@ -94,8 +89,8 @@ def _descriptions(answers: dict[int, dict[str, Any]]) -> list[SliceTable]:
     for answer in answers.values():
         if "not_planned" in answer:
             raise ValueError(answer["not_planned"])
-        unique = [SliceTable.from_bytes(base64.b64decode(text)) for text in answer["holdings"]["unique"]]
-        descriptions += [unique[number] for number in answer["holdings"]["of_rank"]]
+        unique = [SliceTable.from_bytes(base64.b64decode(text)) for text in answer["held_slices"]["unique"]]
+        descriptions += [unique[number] for number in answer["held_slices"]["of_rank"]]
     return descriptions
 
 
@@ -155,27 +150,27 @@ def _counted(
     client: RankClient,
     numbers: Sequence[int] | None = None,
     *,
-    holdings: bool = False,
+    held_slices: bool = False,
 ) -> Counted:
     view = critic_view(recipe) if role == "critic" else recipe
     model = json.loads((Path(view.model.path) / "config.json").read_text(encoding="utf-8"))
     _check(view, model)
     firsts = dict(enumerate(first_ranks(view.megatron, view.cluster.trainers)))
-    works = {stage: None if _flex(section) else largest(view, stage) for stage in numbers or firsts}
+    works = {stage: None if _flex(section) else peak_workload(view, stage) for stage in numbers or firsts}
     inner = inner_stages(view.megatron) if numbers is None else []
     questions = {
-        stage: RankRequest(recipe, firsts[stage], role == "critic", None if stage in inner[1:-1] else work, holdings)
+        stage: RankRequest(recipe, firsts[stage], role == "critic", None if stage in inner[1:-1] else work, held_slices)
         for stage, work in works.items()
     }
     answers = _answers(questions, client)
     held, not_planned = None, None
-    if holdings:
+    if held_slices:
         try:
             held = _descriptions(answers)
         except ValueError as error:
             not_planned = str(error)
     larger = {
-        stage: replace(questions[stage], rank=answer["largest"], holdings=False)
+        stage: replace(questions[stage], rank=answer["largest"], held_slices=False)
         for stage, answer in answers.items()
         if answer["largest"] != questions[stage].rank
     }
@@ -202,7 +197,7 @@ def _interpolate(
     first, last = between
     different = [stage for stage in inner if answers[stage]["held"] != answers[last]["held"]]
     again = [stage for stage in (*different, first) if "activations" not in answers[stage]]
-    questions |= {stage: replace(questions[stage], work=works[stage], holdings=False) for stage in again}
+    questions |= {stage: replace(questions[stage], work=works[stage], held_slices=False) for stage in again}
     answers |= _answers({stage: questions[stage] for stage in again}, client)
     counted_ends = [Activations(**answers[stage]["activations"]) for stage in between]
     for stage in inner:

@@ -88,7 +88,7 @@ class EngineRank:
     sequences: float | None = None  # sequences of the longest length that fit into the whole engine at a time
     devices: int = 1  # of all engines of this model
     largest: int = 0  # bytes of the largest layer, which exists twice while new weights are loaded
-    remade: int = 0  # bytes of weights that latent attention makes anew at the first update and keeps while asleep
+    recomputed: int = 0  # bytes of weights that MLA recomputes at the first update and keeps while asleep
     asleep: int = 0  # bytes on the host while the engine sleeps and keeps its weights
 
 
@@ -106,7 +106,7 @@ class Use:
 
 @dataclass(frozen=True)
 class DeviceUses:
-    """Devices with equal memory: of a pipeline stage, of an engine, or of both if they share devices in turn."""
+    """Devices with equal memory: of a pipeline stage, of an engine, or of both if they time-share devices."""
 
     name: str
     devices: int
@@ -204,7 +204,7 @@ class Refusal:
 
 
 @dataclass(frozen=True)
-class Proposal:
+class Suggestion:
     """A layout that fits: command-line overrides, and its step time relative to the recipe's, both estimated by layout
     alone."""
 
@@ -226,7 +226,7 @@ class RecipePlan:
     readers: dict[str, EngineRank] = field(default_factory=dict)  # engines of teacher and judge
     memory: float | None = None  # GiB of a device; None: not known
     refusals: list[Refusal] = field(default_factory=list)
-    proposals: list[Proposal] = field(default_factory=list)  # fastest first
+    suggestions: list[Suggestion] = field(default_factory=list)  # fastest first
     not_counted: list[str] = field(default_factory=list)  # sections with uncounted engines: see unchecked
     unchecked: list[str] = field(default_factory=list)  # checks that were impossible here, with reasons
     notes: list[str] = field(default_factory=list)

@@ -18,7 +18,7 @@ class Workload:
     backwards: int | None  # backward passes to observe; None: all
 
 
-def largest(recipe: Recipe, stage: int) -> Workload:
+def peak_workload(recipe: Recipe, stage: int) -> Workload:
     """Return a full micro batch, and as many of them as a pipeline stage ever has in flight.
 
     Sequences have the longest length, or equal lengths that fill the micro batch: attention memory does not depend on the

@@ -11,35 +11,12 @@ from typing import Any
 from megarl.algorithms.advantages import uses_critic
 from megarl.commands.plan.search.fits import Subject
 from megarl.commands.plan.search.layouts import choice_of, chosen, engine_layouts, layouts, overrides, refusal
-from megarl.commands.plan.search.search import search
 from megarl.commands.plan.search.suggest import uncounted_layouts
-from megarl.commands.plan.show.search_console import as_json as json_of
-from megarl.commands.plan.show.search_console import show
-from megarl.errors import InputError, RecipeError, as_input_error
+from megarl.errors import InputError, RecipeError
 from megarl.platform.devices import Device
 from megarl.preflight.load import load_recipe
 from megarl.preflight.models import POLICY, config_of
 from megarl.recipe.schema import Recipe
-
-
-def search_layouts(
-    recipe: Recipe,
-    models: Mapping[str, dict[str, Any]],
-    device: Device | None,
-    *,
-    response: float | None,
-    seconds: float,
-    as_json: bool,
-) -> int:
-    """Print the best layouts. `models`: as in `make_plan`. Returns 1 if no layout was found, else 0."""
-    subject = subject_of(recipe, models, require_device(device), response)
-    with as_input_error():
-        result = search(subject, seconds=seconds)
-        if as_json:
-            print(json_of(subject, result))
-        else:
-            show(subject, result)
-    return int(not result.best)
 
 
 def require_device(device: Device | None) -> Device:

@@ -8,9 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megarl.commands.plan.count.devices import ROLLOUT, largest_tensor, places, swaps_of
+from megarl.commands.plan.count.devices import ROLLOUT, Occupants, largest_tensor, places, swaps_of
 from megarl.commands.plan.count.engines import min_engine_bytes, not_counted, policy_engines, rank_of, too_small
-from megarl.commands.plan.count.host import Tenants, host_refusals, hosts_of, keeps_weights
+from megarl.commands.plan.count.host import host_refusals, hosts_of, keeps_weights
 from megarl.commands.plan.count.libraries import Libraries, counted_libraries
 from megarl.commands.plan.count.rank_client import RankClient
 from megarl.commands.plan.count.stages import built_from, stages_of
@@ -18,6 +18,7 @@ from megarl.commands.plan.count.types import EngineRank, PipelineStage, RankMemo
 from megarl.commands.plan.search.forecast import Forecast
 from megarl.commands.plan.search.layouts import Choice, EngineLayout, choice_of, chosen, refusal
 from megarl.commands.plan.search.lower_bound import largest_parts, min_held_bytes, min_peak_bytes, parts
+from megarl.commands.plan.search.step_time import StepTimes
 from megarl.errors import InputError
 from megarl.hf.shape import ModelShape, model_shape
 from megarl.platform.devices import Device
@@ -45,13 +46,16 @@ class Subject:
     device: Device
     response: float | None = None
 
+    def step_times(self) -> StepTimes:
+        return StepTimes(self.device, self.shape, self.critic_shape, self.response)
+
     @property
     def limit(self) -> float:
         """Bytes of a device."""
         return self.device.memory * 2**30
 
     @cached_property
-    def taken(self) -> float:
+    def min_engine_bytes(self) -> float:
         """Lower bound of the bytes that an engine takes on its device."""
         return min_engine_bytes(self.recipe, self.device.memory)
 
@@ -128,31 +132,23 @@ class FitChecker:
         """Count the bytes of the fullest device. Raises ValueError if Megatron refuses the layout, and HostTooSmallError if
         it fits the devices but not the hosts."""
         recipe = self._with_some(self._built, choice)  # engines do not change the trainers' memory
-        numbers = [part.number for part in largest_parts(recipe, self._shape)] if self._alike(recipe) else None
+        numbers = [part.number for part in largest_parts(recipe, self._shape)] if self._is_uniform(recipe) else None
         stages = stages_of("actor", recipe, self._subject.recipe.megatron, self._client, numbers)
-        recipe = self.made(self._built, choice)
+        recipe = self.with_choice(self._built, choice)
         critic = self._critic.result()
         for stage in (*stages, *critic):
             if stage.activations is None:
                 raise InputError(f"No layout can be shown to fit: {stage.not_counted}.")
-        tenants = self._tenants(recipe, [*stages, *critic])
-        device_kinds = places(
-            recipe,
-            tenants.stages,
-            dict(tenants.engines),
-            swaps=dict(tenants.swaps),
-            largest=tenants.largest,
-            libraries=self._libraries(recipe),
-        )
-        peak = max(kind.peak.total for kind in device_kinds)
+        occupants = self._occupants(recipe, [*stages, *critic])
+        peak = max(kind.peak.total for kind in places(occupants, libraries=self._libraries(recipe)))
         if peak <= self._subject.limit:
-            self._check_hosts(tenants, stages, critic)
+            self._check_hosts(occupants, stages, critic)
         return peak
 
-    def _tenants(self, recipe: Recipe, stages: list[PipelineStage]) -> Tenants:
+    def _occupants(self, recipe: Recipe, stages: list[PipelineStage]) -> Occupants:
         """Return the processes on the devices of a layout. `recipe`: with the chosen engines."""
         rank, original = self._chosen.result()[1], self._subject.recipe
-        return Tenants(
+        return Occupants(
             recipe,
             stages,
             {} if rank is None else {ROLLOUT: rank},
@@ -161,24 +157,24 @@ class FitChecker:
             keeps_weights(original, self._subject.device),
         )
 
-    def _check_hosts(self, tenants: Tenants, counted: list[PipelineStage], critic: list[PipelineStage]) -> None:
+    def _check_hosts(self, occupants: Occupants, counted: list[PipelineStage], critic: list[PipelineStage]) -> None:
         """Raise HostTooSmallError if a machine's host has too little memory.
 
         `counted`: the actor's stages, or only the stages that could have the peak. In that case the rest is counted only if
         hosts would be too small with the largest stage everywhere.
         """
-        device, stages = self._subject.device, tenants.recipe.megatron.pipeline_parallel
+        device, stages = self._subject.device, occupants.recipe.megatron.pipeline_parallel
         if len(counted) < stages:
-            whole = replace(tenants, stages=[*covering(counted, stages), *critic])
+            whole = replace(occupants, stages=[*worst_case_stages(counted, stages), *critic])
             if not host_refusals(hosts_of(whole, device), device.host_memory):
                 return
             numbers_counted = {stage.number for stage in counted}
             numbers = [number for number in range(stages) if number not in numbers_counted]
             megatron = self._subject.recipe.megatron
-            rest = stages_of("actor", tenants.recipe, megatron, self._client, numbers)
+            rest = stages_of("actor", occupants.recipe, megatron, self._client, numbers)
             every = sorted([*counted, *rest], key=lambda stage: stage.number)
-            tenants = replace(tenants, stages=[*every, *critic])
-        for short in host_refusals(hosts_of(tenants, device), device.host_memory):
+            occupants = replace(occupants, stages=[*every, *critic])
+        for short in host_refusals(hosts_of(occupants, device), device.host_memory):
             raise HostTooSmallError(f"{short.problem}. {short.key}: {short.remedy}")
 
     def _libraries(self, recipe: Recipe) -> Libraries:
@@ -186,7 +182,7 @@ class FitChecker:
         models = {ROLLOUT: self._subject.model}
         return counted_libraries(recipe, models, self._subject.device)
 
-    def _alike(self, recipe: Recipe) -> bool:
+    def _is_uniform(self, recipe: Recipe) -> bool:
         """Return True if every trainer shares its device with the same processes."""
         used = {engines.engines * engines.tensor_parallel for engines in self._choices}
         everywhere = recipe.train.source != "rollout" or used == {recipe.cluster.trainers}
@@ -196,7 +192,7 @@ class FitChecker:
         """Return `recipe` with candidate engines, without waiting for the choice."""
         return chosen(recipe, replace(choice, engines=self._choices[0]))
 
-    def made(self, recipe: Recipe, choice: Choice) -> Recipe:
+    def with_choice(self, recipe: Recipe, choice: Choice) -> Recipe:
         """Return `recipe` with `choice` and the chosen engines."""
         return chosen(recipe, replace(choice, engines=self.engines))
 
@@ -228,7 +224,7 @@ class FitChecker:
         return stages_of("critic", built, recipe.critic.megatron, self._client)
 
 
-def covering(counted: list[PipelineStage], stages: int) -> list[PipelineStage]:
+def worst_case_stages(counted: list[PipelineStage], stages: int) -> list[PipelineStage]:
     """Return as many `stages` as the pipeline has, each with the maximum of every part over `counted`."""
     names = [part.name for part in fields(RankMemory)]
     most = RankMemory(**{name: max(getattr(stage.held, name) for stage in counted) for name in names})
@@ -238,7 +234,7 @@ def covering(counted: list[PipelineStage], stages: int) -> list[PipelineStage]:
 def too_large(subject: Subject, choice: Choice) -> bool:
     """Return True if the layout cannot fit, by arithmetic alone."""
     recipe = chosen(subject.recipe, choice)
-    if _stays(choice, recipe) and _resident(recipe, subject.shape) + subject.taken > subject.limit:
+    if _stays(choice, recipe) and _resident(recipe, subject.shape) + subject.min_engine_bytes > subject.limit:
         return True
     return min_peak_bytes(recipe, subject.shape) > subject.limit
 

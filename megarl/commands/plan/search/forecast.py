@@ -14,7 +14,7 @@ from typing import Any
 
 from megarl.commands.plan.count.rank_client import CannotCount, RankClient, RankRequest
 from megarl.commands.plan.count.types import Activations
-from megarl.commands.plan.count.workload import Workload, largest
+from megarl.commands.plan.count.workload import Workload, peak_workload
 from megarl.commands.plan.search.lower_bound import StagePart, chunks_under_way, largest_parts, min_held_bytes
 from megarl.hf.config import number_of_experts, text_fields, with_experts
 from megarl.hf.shape import ModelShape
@@ -84,15 +84,10 @@ class Forecast:
     def _sample(self, recipe: Recipe) -> MemorySample | None:
         """Count two pipeline stages of one layer each, and the first stage again with two layers."""
         short, long = (self._shrunk(recipe, layers) for layers in (2, 3))
-        lengths = largest(short, 0).lengths
-        last = short.cluster.trainers // 2
-        requests = [
-            RankRequest(short, 0, work=Workload(lengths, 2, 2)),
-            RankRequest(short, last, work=Workload(lengths, 2, 2)),
-        ]
-        requests.append(RankRequest(long, 0, work=Workload(lengths, 2, 2)))
+        work, last = Workload(peak_workload(short, 0).lengths, 2, 2), short.cluster.trainers // 2
+        requests = [RankRequest(recipe, rank, work=work) for recipe, rank in ((short, 0), (short, last), (long, 0))]
         try:
-            answers = [future.result() for future in [self._client.submit(question) for question in requests]]
+            answers = [future.result() for future in [self._client.submit(request) for request in requests]]
         except CannotCount:
             return None
         if any("activations" not in answer for answer in answers):
@@ -143,7 +138,7 @@ def setting(recipe: Recipe) -> tuple[Any, ...]:
 
 def _tokens(recipe: Recipe, stage: int) -> float:
     """Return the tokens of a micro batch on one device."""
-    return sum(largest(recipe, stage).lengths) / recipe.megatron.context_parallel
+    return sum(peak_workload(recipe, stage).lengths) / recipe.megatron.context_parallel
 
 
 def _a_token(sample: MemorySample, tokens: float) -> MemorySample:

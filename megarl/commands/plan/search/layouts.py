@@ -6,7 +6,7 @@ No rule is repeated here: each layout passes the checks of a run.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -44,13 +44,7 @@ class TrainerLayout:
     @property
     def shape(self) -> tuple[int, ...]:
         """The parallel sizes, without the distribution of layers over stages."""
-        return (
-            self.tensor_parallel,
-            self.pipeline_parallel,
-            self.context_parallel,
-            self.expert_parallel,
-            self.expert_tensor_parallel,
-        )
+        return tuple(vars(self).values())[:5]
 
 
 @dataclass(frozen=True)
@@ -97,17 +91,9 @@ VARIED = (
 
 def choice_of(recipe: Recipe) -> Choice:
     megatron, rollout = recipe.megatron, recipe.rollout
-    layout = TrainerLayout(
-        megatron.tensor_parallel,
-        megatron.pipeline_parallel,
-        megatron.context_parallel,
-        megatron.expert_parallel,
-        megatron.expert_tensor_parallel or 1,
-        megatron.virtual_pipeline,
-        megatron.first_stage_layers,
-        megatron.last_stage_layers,
-    )
-    engines = EngineLayout(rollout.engines, rollout.tensor_parallel, rollout.data_parallel, rollout.expert_parallel)
+    sizes = {part.name: getattr(megatron, part.name) for part in fields(TrainerLayout)}
+    layout = TrainerLayout(**{**sizes, "expert_tensor_parallel": megatron.expert_tensor_parallel or 1})
+    engines = EngineLayout(**{part.name: getattr(rollout, part.name) for part in fields(EngineLayout)})
     return Choice(layout, megatron.recompute, offloads(recipe), recipe.actor.max_tokens_per_micro_batch, engines)
 
 
@@ -231,22 +217,12 @@ def _divides(recipe: Recipe, model: dict[str, Any], layout: TrainerLayout) -> bo
 
 
 def _laid_out(megatron: MegatronConfig, layout: TrainerLayout) -> MegatronConfig:
-    alone = layout.tensor_parallel == 1
-    experts = layout.expert_tensor_parallel
-    return replace(
-        megatron,
-        tensor_parallel=layout.tensor_parallel,
-        sequence_parallel=None if alone and megatron.sequence_parallel else megatron.sequence_parallel,
-        pipeline_parallel=layout.pipeline_parallel,
-        virtual_pipeline=layout.virtual_pipeline,
-        first_stage_layers=layout.first_stage_layers,
-        last_stage_layers=layout.last_stage_layers,
-        context_parallel=layout.context_parallel,
-        expert_parallel=layout.expert_parallel,
-        expert_tensor_parallel=megatron.expert_tensor_parallel
-        if (megatron.expert_tensor_parallel or 1) == experts
-        else experts,
-    )
+    changed = replace(megatron, **vars(layout))
+    if layout.tensor_parallel == 1 and megatron.sequence_parallel:
+        changed.sequence_parallel = None
+    if layout.expert_tensor_parallel == (megatron.expert_tensor_parallel or 1):
+        changed.expert_tensor_parallel = megatron.expert_tensor_parallel  # an unset key stays unset
+    return changed
 
 
 def sizes_of_micro_batches(recipe: Recipe, layout: TrainerLayout) -> list[int]:
@@ -298,14 +274,7 @@ def _check_engines(recipe: Recipe, model: dict[str, Any]) -> None:
 
 
 def _with_engines(recipe: Recipe, engines: EngineLayout) -> Recipe:
-    rollout = replace(
-        recipe.rollout,
-        engines=engines.engines,
-        tensor_parallel=engines.tensor_parallel,
-        data_parallel=engines.data_parallel,
-        expert_parallel=engines.expert_parallel,
-    )
-    return replace(recipe, rollout=rollout)
+    return replace(recipe, rollout=replace(recipe.rollout, **vars(engines)))
 
 
 @cache

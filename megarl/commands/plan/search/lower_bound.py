@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.commands.plan.count.workload import largest
+from megarl.commands.plan.count.workload import peak_workload
 from megarl.hf.shape import ModelShape
 from megarl.megatron.layout import layers_of_chunks, uses_sequence_parallel
 from megarl.platform.adaptor import swapped_parts
@@ -122,7 +122,7 @@ def min_kept_bytes(recipe: Recipe, shape: ModelShape, part: StagePart) -> float:
         intermediate = part.layers * shape.attention.keys_and_values + part.dense * shape.dense / shape.hidden
         intermediate += part.sparse * shape.chosen * (shape.hidden + shape.expert / shape.hidden)
         inputs += intermediate / megatron.tensor_parallel
-    tokens = sum(largest(recipe, part.number).lengths) / megatron.context_parallel
+    tokens = sum(peak_workload(recipe, part.number).lengths) / megatron.context_parallel
     times, chunks = chunks_under_way(recipe, part.number)
     return times / chunks * tokens * inputs * (2 if recipe.model.dtype == "bfloat16" else 4)
 

@@ -95,7 +95,7 @@ def search(subject: Subject, *, seconds: float, count: int = 10) -> SearchResult
     so it is among them if it fits."""
     deadline = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as directory, RankClient(_PROCESSES) as client:
-        clock = StepTimes(subject.device, subject.shape, subject.critic_shape, subject.response)
+        clock = subject.step_times()
         checker = FitChecker(subject, client, Path(directory), fastest_engines(subject, clock), deadline)
         return _Search(subject, checker, clock, deadline, count).run()
 
@@ -137,15 +137,16 @@ class _Search:
         self._queue: list[tuple[float, int, _Family]] = []
         self._unlikely: list[tuple[float, int, Choice]] = []
         self._pushed = 0
-        self._found = SearchResult()
+        self._result = SearchResult()
         self._own = choice_of(subject.recipe)
         self._own_verdict: Future[_Verdict] | None = None  # None: before `run`
 
     def run(self) -> SearchResult:
-        result = self._found
+        result = self._result
         workers = ThreadPoolExecutor(_AT_A_TIME)
         try:
-            self._count_own(workers)
+            # The recipe's layout first: results are compared with it, and a recipe that fits is always in them.
+            self._own_verdict = workers.submit(self._examine_own)
             self._estimate_all()
             self._count_all(workers)
         finally:
@@ -159,10 +160,6 @@ class _Search:
         result.seconds = time.monotonic() - self._began
         return result
 
-    def _count_own(self, workers: ThreadPoolExecutor) -> None:
-        """Count the recipe's layout first: results are compared with it, and a recipe that fits is always found."""
-        self._own_verdict = workers.submit(self._examine_own)
-
     def _examine_own(self) -> _Verdict:
         refused = self._checker.refused(self._own)  # first: a layout that does not divide cannot be counted
         if refused is not None:
@@ -173,7 +170,7 @@ class _Search:
 
     def _add_own(self) -> None:
         """Add the recipe's layout if it fits and the search did not reach it."""
-        done, result = self._own_verdict, self._found
+        done, result = self._own_verdict, self._result
         if done is None or not done.done() or len(result.best) >= self._count or not result.not_reached:
             return
         verdict, shapes = done.result(), {fitting.choice.layout.shape for fitting in result.best}
@@ -185,10 +182,10 @@ class _Search:
         until = self._began + _ESTIMATING * (self._deadline - self._began)
         for family in families(self._subject):
             small = _Family(tuple(choice for choice in family.choices if not self._checker.too_large(choice)))
-            self._found.possible += len(family.choices)
-            self._found.too_large += len(family.choices) - len(small.choices)
+            self._result.possible += len(family.choices)
+            self._result.too_large += len(family.choices) - len(small.choices)
             if time.monotonic() > until:
-                self._found.not_reached += len(small.choices)
+                self._result.not_reached += len(small.choices)
             else:
                 self._push(small)
 
@@ -201,9 +198,9 @@ class _Search:
     def _count_all(self, workers: ThreadPoolExecutor) -> None:
         """Count in the order of estimates, until enough layouts fit or the time is over."""
         running: dict[Future[_Verdict], _Family] = {}
-        while len(self._found.best) < self._count and time.monotonic() < self._deadline:
+        while len(self._result.best) < self._count and time.monotonic() < self._deadline:
             busy = {family.shape for family in running.values()}
-            while len(running) < min(_AT_A_TIME, self._count - len(self._found.best)) and (family := self._next(busy)):
+            while len(running) < min(_AT_A_TIME, self._count - len(self._result.best)) and (family := self._next(busy)):
                 running[workers.submit(self._verdict, family)] = family
                 busy.add(family.shape)
             if not running:
@@ -211,17 +208,17 @@ class _Search:
             left = max(0.0, self._deadline - time.monotonic())
             for future in wait(running, timeout=left, return_when=FIRST_COMPLETED).done:
                 self._settle(running.pop(future), future.result())
-        self._found.not_reached += sum(len(family.choices) for family in running.values())
+        self._result.not_reached += sum(len(family.choices) for family in running.values())
 
     def _next(self, busy: set[tuple[int, ...]]) -> _Family | None:
         """Return the fastest family that may fit, of a shape that is not being counted (`busy`)."""
         put_off = []
         chosen_family = None
-        fitting = {entry.choice.layout.shape for entry in self._found.best}
+        fitting = {entry.choice.layout.shape for entry in self._result.best}
         while self._queue and chosen_family is None and time.monotonic() < self._deadline:
             seconds, number, family = heapq.heappop(self._queue)
             if family.shape in fitting:
-                self._found.slower += len(family.choices)
+                self._result.slower += len(family.choices)
             elif family.shape in busy:
                 put_off.append((seconds, number, family))
             elif not self._doubts(family):
@@ -278,22 +275,22 @@ class _Search:
             self._unlikely.append((verdict.excess, self._pushed, choice))
             self._push(family.rest)
         elif isinstance(verdict, str):
-            self._found.refused[verdict] += 1
+            self._result.refused[verdict] += 1
             self._push(family.rest)
         elif isinstance(verdict, HostTooSmallError):
-            self._found.hosts_too_small += 1
-            self._found.host_refusal = self._found.host_refusal or str(verdict)
+            self._result.hosts_too_small += 1
+            self._result.host_refusal = self._result.host_refusal or str(verdict)
             self._push(family.rest)
         elif verdict > self._subject.limit:
-            self._found.counted_too_large += 1
+            self._result.counted_too_large += 1
             self._push(family.rest)
         else:
             self._fits(choice, verdict)
-            self._found.slower += len(family.rest.choices)
+            self._result.slower += len(family.rest.choices)
 
     def _fits(self, choice: Choice, peak: int) -> None:
         choice = replace(choice, engines=self._checker.engines)
-        self._found.best.append(FittingLayout(choice, self._seconds(choice), peak))
+        self._result.best.append(FittingLayout(choice, self._seconds(choice), peak))
 
     def _seconds(self, choice: Choice) -> float:
         return self._clock.seconds(chosen(self._subject.recipe, choice))

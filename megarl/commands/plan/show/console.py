@@ -49,8 +49,8 @@ def show(plan: RecipePlan) -> None:
     show_seconds(plan, console)
     for refusal in plan.refusals:
         console.print(f"REFUSED {refusal.key}: {refusal.problem}. {refusal.remedy}", style="red", highlight=False)
-    for proposal in plan.proposals:
-        line = f"  fits, with {proposal.times:.2f} x the seconds of a step: {proposal.overrides}"
+    for suggestion in plan.suggestions:
+        line = f"  fits, with {suggestion.times:.2f} x the seconds of a step: {suggestion.overrides}"
         console.print(line, highlight=False, soft_wrap=True)  # users copy this line
     for line in plan.unchecked:
         console.print(f"- Not checked: {line}", style="dim", highlight=False)

@@ -43,7 +43,7 @@ def fitted(columns: Columns, title: str, width: int, *, left: Sequence[str] = ()
     tables = []
     while rest:
         count = max([1, *(n for n in range(1, len(rest) + 1) if width_of([first, *rest[:n]]) <= width)])
-        tables.append(_table([first, *rest[:count]], title, left))
+        tables.append(table([first, *rest[:count]], title, left))
         rest = rest[count:]
     return Group(*tables)
 
@@ -55,10 +55,11 @@ def upright(columns: Columns, title: str, width: int) -> Group:
     return fitted(columns, title, width)
 
 
-def _table(columns: Columns, title: str, left: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+def table(columns: Columns, title: str, left: Sequence[str]) -> Table:
+    """Return one table of any width; see `fitted`."""
+    result = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for number, (head, *_) in enumerate(columns):
-        table.add_column(head, justify="left" if number == 0 or head in left else "right", no_wrap=True)
+        result.add_column(head, justify="left" if number == 0 or head in left else "right", no_wrap=True)
     for row in transposed([column[1:] for column in columns]):
-        table.add_row(*row)
-    return table
+        result.add_row(*row)
+    return result

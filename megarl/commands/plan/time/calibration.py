@@ -104,7 +104,8 @@ class Calibration:
 
     def __post_init__(self) -> None:
         """Raise InputError that lists every fault."""
-        faults = [f"{name}: {fault}" for name, value in self._texts() if (fault := _text_fault(value))]
+        texts = {"device": self.device, "source": self.source}
+        faults = [f"{name}: {fault}" for name, value in texts.items() if (fault := _text_fault(value))]
         for section, entries in (("rates", self.rates), ("factors", self.factors)):
             for name, entry in entries.items():
                 faults += [f"{section}.{name}.{fault}" for fault in _faults(entry)]
@@ -117,9 +118,6 @@ class Calibration:
                 faults.append(f"observations: {observation.name} is {observation.value!r}; give a number.")
         if faults:
             raise InputError("a calibration is wrong:\n  " + "\n  ".join(faults))
-
-    def _texts(self) -> list[tuple[str, object]]:
-        return [("device", self.device), ("source", self.source)]
 
     def apply(self, device: Device) -> Device:
         """Return `device` with these rates and factors. Raises InputError for another device.

@@ -32,7 +32,7 @@ class Passes:
     output: int  # the output layer
     links: int  # communication within a layer
     kernels: int  # kernel starts of a layer
-    hops: int  # transfers between stages
+    stage_transfers: int  # between neighbouring stages
 
 
 FORWARD = Passes(1, 1, 1, 1, 1, 1)
@@ -52,7 +52,7 @@ def update_passes(recipe: Recipe) -> Passes:
         output=1 + backward + (not recipe.megatron.keep_logits),
         links=2 + full,
         kernels=3 + full,
-        hops=2,
+        stage_transfers=2,
     )
 
 
@@ -146,7 +146,7 @@ def _stage(trainers: Trainers, stage: int, batches: MicroBatches, passes: Passes
     links = sum(_layer_links(trainers, shape.sparse[layer], batches.tokens) for layer in layers) * passes.links
     return Cost(
         compute=compute,
-        links=links + _hops(trainers, batches.tokens) * passes.hops,
+        links=links + _stage_transfer(trainers, batches.tokens) * passes.stage_transfers,
         start=len(layers) * device.layer_seconds * passes.kernels,
     )
 
@@ -173,7 +173,7 @@ def _layer_links(trainers: Trainers, sparse: bool, tokens: float) -> float:
     return seconds
 
 
-def _hops(trainers: Trainers, tokens: float) -> float:
+def _stage_transfer(trainers: Trainers, tokens: float) -> float:
     """Return the seconds of sending a micro batch's hidden states to the next stage, chunk by chunk."""
     megatron = trainers.recipe.megatron
     if megatron.pipeline_parallel == 1:

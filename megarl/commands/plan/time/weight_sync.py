@@ -29,19 +29,17 @@ def weight_sync_cost(trainers: Trainers, engines: Engines, sharded: Links | None
     """
     device = trainers.device
     if sharded is not None:
+        most = max(sharded.sent, sharded.received)
+        outside = sharded.between_nodes / sharded.total if sharded.total else 0.0
+        within = most * (1 - outside) / (device.link * device.link_share)
         if trainers.recipe.weight_sync.transport == "device":
-            most = max(sharded.sent, sharded.received)
-            outside = sharded.between_nodes / sharded.total if sharded.total else 0.0
-            links = most * outside / (device.network * device.link_share)
-            links += most * (1 - outside) / (device.link * device.link_share)
+            links = most * outside / (device.network * device.link_share) + within
             return Cost(links=links, host=max(0.0, host_seconds(device, most) - links))
         links = host_network_seconds(device, sharded.between_nodes / _nodes(trainers))
+        copied = sharded.sent + sharded.received
         if trainers.recipe.weight_sync.transport == "ipc":
-            outside = sharded.between_nodes / sharded.total if sharded.total else 0.0
-            most = max(sharded.sent, sharded.received)
-            links += most * (1 - outside) / (device.link * device.link_share)
-            return Cost(links=links, host=host_seconds(device, outside * (sharded.sent + sharded.received)))
-        return Cost(links=links, host=host_seconds(device, sharded.sent + sharded.received))
+            return Cost(links=links + within, host=host_seconds(device, outside * copied))
+        return Cost(links=links, host=host_seconds(device, copied))
     whole = float(trainers.shape.total * trainers.number)
     links = ring_seconds(device, whole, trainers.world)
     links += export_host_seconds(trainers.recipe, device, whole, *_engine_ranks(trainers))
