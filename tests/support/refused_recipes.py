@@ -279,7 +279,7 @@ FILES = [
     bad(QUICK, ROWS, "data.train_files", "not messages or text", rows("number", {**ROW, "prompt": 7})),
     bad(QUICK, ROWS, "data.train_files", "{role, content}", rows("no_role", {**ROW, "prompt": [{"text": "1+1?"}]})),
     bad(QUICK, ROWS, "data", "openai/gsm8k", rows("misspelt_source", {**ROW, "data_source": "openai/gsm9k"})),
-    bad(QUICK, ROWS, "reward", "mend the rows' ground_truth", rows("unreadable_truth", {**ROW, "reward_model": {"ground_truth": ["2"]}})),
+    bad(QUICK, ROWS, "reward", "correct the rows' ground_truth", rows("unreadable_truth", {**ROW, "reward_model": {"ground_truth": ["2"]}})),
     bad(QUICK, ROWS, "reward", "empty", rows("empty_truth", {**ROW, "reward_model": {"ground_truth": ""}})),
     bad(QUICK, ROWS, "data.max_prompt_length", "Raise the limit", rows("too_long", {**ROW, "prompt": "1+1? " * 99})),
     bad(QUICK, "data.max_prompt_length=4", "data.max_prompt_length", "Raise the limit"),

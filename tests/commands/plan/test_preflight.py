@@ -50,7 +50,7 @@ def test_local_files_are_checked(quickstart_data: Path, tmp_path: Path) -> None:
     notes = "\n".join(report.notes)
     assert "At most 1 checkpoint of about " in notes and " MB is there at a time" in notes
     assert "Of 256 of 4,096 training rows the longest has 36 tokens; data.max_prompt_length is 64" in notes
-    assert "The scorer gsm8k gives rows of megarl/word_problems 1 for their ground truth, else 0." in notes
+    assert "Scorer gsm8k, megarl/word_problems: a correct answer scores 1, a wrong one 0." in notes
     assert not list(tmp_path.iterdir()), "the run's directory was made"
 
 
@@ -76,7 +76,7 @@ def test_judges_services_and_servers_are_listed_but_not_called(quickstart_data: 
     ]  # fmt: skip
     report = look("quickstart", *here(quickstart_data, *overrides))
     lines = "\n".join(report.unchecked)
-    assert "reward: judge is not asked here" in lines and "agent.mcp: search" in lines
+    assert "reward: judge is not called in a plan" in lines and "agent.mcp: search" in lines
     assert not any("127.0.0.1" in refusal.what for refusal in report.refusals)
 
 
