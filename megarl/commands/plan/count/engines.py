@@ -19,6 +19,7 @@ from megarl.engines import limits_of
 from megarl.engines.base import EngineLimits, EngineSpec
 from megarl.engines.specs import first_specs, policy_spec
 from megarl.errors import InputError
+from megarl.platform.kinds import is_accelerator
 from megarl.recipe.schema import Recipe
 
 NO_VLLM = "vLLM is not installed here, and engines are counted from its model"
@@ -78,8 +79,8 @@ def _policy(recipe: Recipe) -> Engine:
 
 def _engine(recipe: Recipe, name: str, spec: EngineSpec) -> Engine:
     """Return an uncounted engine: arguments as plain values, the device only if it changes the engine's memory."""
-    on_cpu = "cpu" if recipe.cluster.device == "cpu" else None
-    spec = replace(spec, engine_args=dict(spec.engine_args), device=on_cpu)
+    device = None if is_accelerator(recipe.cluster.device) else recipe.cluster.device
+    spec = replace(spec, engine_args=dict(spec.engine_args), device=device)
     count = getattr(recipe, spec.recipe_section).engines
     return Engine(spec.recipe_section, name, count, spec, limits_of(name, spec), None)
 
