@@ -105,26 +105,20 @@ def independent(errors: Iterable[ValueError]) -> list[ValueError]:
     """
     kept: list[ValueError] = []
     for error in errors:
-        if not any(str(earlier) == str(error) or _related(earlier, error) for earlier in kept):
+        if not any(
+            str(earlier) == str(error) or _concerns(earlier, error) or _concerns(error, earlier) for earlier in kept
+        ):
             kept.append(error)
     return kept
-
-
-def _related(first: ValueError, second: ValueError) -> bool:
-    return _concerns(first, second) or _concerns(second, first)
 
 
 def _concerns(error: ValueError, other: ValueError) -> bool:
     """Return whether `other` names the key of `error` or a section that contains this key."""
     if not isinstance(error, RecipeError):
         return False
-    if isinstance(other, RecipeError) and _is_within(error.key, other.key):
+    if isinstance(other, RecipeError) and f"{error.key}.".startswith(f"{other.key}."):
         return True
     return "." in error.key and _mentions(error.key, str(other))
-
-
-def _is_within(key: str, section: str) -> bool:
-    return key == section or key.startswith(f"{section}.")
 
 
 def _mentions(key: str, text: str) -> bool:

@@ -108,7 +108,7 @@ class McpTools:
 
     async def _connected(self) -> Any:
         async with self._opening:
-            if self._client is not None and not self._is_lost():
+            if self._client is not None and self._lost is not None and not self._lost.is_set():
                 return self._client
             await self.close()
             opened: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -140,9 +140,6 @@ class McpTools:
                 raise
         finally:
             lost.set()
-
-    def _is_lost(self) -> bool:
-        return self._lost is None or self._lost.is_set()
 
     def _give_up(self) -> None:
         self._client = None

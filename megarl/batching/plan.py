@@ -164,11 +164,6 @@ def sums_of(values: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
     return np.add.reduceat(values, np.cumsum([0, *sizes[:-1]]))
 
 
-def largest_of(values: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
-    """Return the maximum of each run of adjacent values: the first `sizes[0]` values, the next `sizes[1]`, ..."""
-    return np.maximum.reduceat(values, np.cumsum([0, *sizes[:-1]]))
-
-
 def _greedy_rewards(groups: Sequence[Group]) -> np.ndarray | None:
     """Return the greedy reward of each sample's group [B]; None without greedy samples.
 
@@ -192,7 +187,8 @@ def plan_mini_batch(
         bundles = sums_of(lengths, sizes), data_parallel, limit, multiple_of, sums_of(costs, sizes)
         return expand(plan_micro_batches(*bundles), sizes)
     # A padded bundle costs its size x its longest sample.
-    padded = [size * longest for size, longest in zip(sizes, largest_of(lengths, sizes), strict=True)]
+    longest = np.maximum.reduceat(lengths, np.cumsum([0, *sizes[:-1]]))
+    padded = [size * length for size, length in zip(sizes, longest, strict=True)]
     return expand(plan_padded_micro_batches(padded, data_parallel, limit, multiple_of), sizes)
 
 

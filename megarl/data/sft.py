@@ -91,7 +91,9 @@ def example_of(row: Row, uid: str, text: Encoded, source: str) -> Example:
 
 def encode_demonstrations(rows: Sequence[Row], tokenizer: Tokenizer, config: DataConfig) -> list[Encoded]:
     """Encode each row's conversation with all assistant turns in the loss mask."""
-    conversations = [Conversation(row, _messages(row), tools=tools_of(row)) for row in rows]
+    conversations = [
+        Conversation(row, _messages(row), tools=_without_empty(row.get("tools", list) or [])) for row in rows
+    ]
     return encode_conversations(conversations, tokenizer, config)
 
 
@@ -109,11 +111,6 @@ def encode_conversations(
         answers = [message for message in candidates if message["role"] == "assistant"]
         encoded.append(Encoded(tokens, mask, "".join(_text_and_calls(message) for message in answers)))
     return encoded
-
-
-def tools_of(row: Row) -> list[dict[str, Any]]:
-    """Return the column ``tools``, function schemas for the chat template; [] if empty."""
-    return [_without_empty(tool) for tool in row.get("tools", list) or []]
 
 
 def _without_empty(value: Any) -> Any:

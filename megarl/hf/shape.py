@@ -130,14 +130,6 @@ def _shared_width(config: Config) -> int:
     return width
 
 
-def _never(config: Config, layer: int) -> bool:
-    return False
-
-
-def _always(config: Config, layer: int) -> bool:
-    return True
-
-
 def _every_few(config: Config, layer: int) -> bool:
     dense = layer in (config.get("mlp_only_layers") or [])
     return not dense and (layer + 1) % config.get("decoder_sparse_step", 1) == 0
@@ -148,11 +140,8 @@ def _after_the_first(config: Config, layer: int) -> bool:
 
 
 COUNTED: dict[str, Callable[[Config, int], bool]] = {
-    "llama": _never,
-    "qwen2": _never,
-    "qwen3": _never,
-    "qwen2_5_vl": _never,
-    "mixtral": _always,
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "qwen2_5_vl"), lambda config, layer: False),
+    "mixtral": lambda config, layer: True,
     "qwen2_moe": _every_few,
     "qwen3_moe": _every_few,
     "deepseek_v3": _after_the_first,

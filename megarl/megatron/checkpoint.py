@@ -5,7 +5,6 @@ Files are independent of the layout (see checkpoint_shards.py): any layout reads
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import random
@@ -13,6 +12,7 @@ import shutil
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from megarl.atomic_files import sync, write_synced
 from megarl.checkpoint.manifest import FileSum, file_sum
 from megarl.megatron.checkpoint_shards import set_updates, shards_to_load, shards_to_save, updates
 from megarl.megatron.model import Model, seed_everything
-from megarl.megatron.tensor_files import TensorFiles, TensorShard, write
+from megarl.megatron.tensor_files import TensorFiles, write
 
 _STATE_FILE = "trainer_state.json"
 
@@ -36,10 +36,6 @@ def tensor_file(rank: int) -> str:
 
 def random_file(rank: int) -> str:
     return f"random_{rank:05d}.pt"
-
-
-def receipt_file(rank: int) -> str:
-    return f"receipt_{rank:05d}.json"
 
 
 class Save:
@@ -53,12 +49,15 @@ class Save:
         self, directory: Path, model: Model, optimizer: Any, *, step: int, layout: dict[str, int], copy: bool
     ) -> None:
         self.directory, self.rank = directory, dist.get_rank()
-        self.receipt = directory / receipt_file(self.rank)  # renamed into place after everything else is on disk
+        # Renamed into place after everything else is on disk.
+        self.receipt = directory / f"receipt_{self.rank:05d}.json"
         count = torch.tensor(updates(optimizer), device=torch.cuda.current_device())
         dist.all_reduce(count, op=dist.ReduceOp.MAX)  # a rank may hold no moments
         self._state = {"step": step, "updates": int(count), "layout": layout}
         shards = list(shards_to_save(model, optimizer))
-        self._shards = [_copied(shard) for shard in shards] if copy else shards
+        self._shards = shards
+        if copy:
+            self._shards = [replace(shard, tensor=shard.tensor.detach().to("cpu", copy=True)) for shard in shards]
         self._random = _random_states()
         self.bytes = sum(shard.tensor.nbytes for shard in shards)
         self._error: BaseException | None = None
@@ -161,10 +160,6 @@ def _fill(directory: Path, model: Model, optimizer: Any) -> dict[str, Any]:
         for shard in shards_to_load(model, optimizer):
             files.fill(shard)
     return json.loads(file.read_text())
-
-
-def _copied(shard: TensorShard) -> TensorShard:
-    return dataclasses.replace(shard, tensor=shard.tensor.detach().to("cpu", copy=True))
 
 
 def _failed_write(directory: Path, needed: int, error: OSError) -> RuntimeError:

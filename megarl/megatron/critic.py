@@ -12,7 +12,6 @@ import torch
 from megarl.algorithms.values import ValueInputs
 from megarl.megatron import export
 from megarl.megatron.batch import MicroBatch
-from megarl.megatron.step import StepMetrics
 from megarl.megatron.trainer import Trainer
 from megarl.megatron.value_head import BIAS, WEIGHT, ValueHead
 from megarl.platform import Platform
@@ -38,15 +37,7 @@ _CHANGE = export.ExportChange(removed=("lm_head.weight",), added=(WEIGHT, BIAS),
 class CriticTrainer(Trainer):
     """Trainer of a model with a value head. `recipe`: the critic's view of the recipe (recipe/critic.py)."""
 
-    names = StepMetrics(
-        "critic/grad_norm",
-        "critic/lr",
-        "critic/skipped_updates",
-        "critic/moe_aux_loss",
-        "critic/moe_z_loss",
-        "critic/moe_load/max",
-        "critic/moe_load/mean",
-    )
+    role = "critic"
 
     def __init__(
         self, recipe: Recipe, platform: Platform, total_optimizer_steps: int, *, weights_only: bool = False

@@ -104,11 +104,6 @@ def check_images(images: Images, tokens: torch.Tensor, lengths: list[int], layou
         free[sequence] = start + count
 
 
-def tokens_of(images: Images, layout: ImageLayout) -> list[int]:
-    """Return the number of tokens of each image."""
-    return [count // layout.merge**2 for count in images.grids.prod(1).tolist()]
-
-
 def positions_of(length: int, starts: list[int], grids: list[list[int]], merge: int) -> torch.Tensor:
     """Return position ids [3, length] (time, row, column) of a sequence with images at `starts`."""
     parts, token, position = [], 0, 0
@@ -144,7 +139,8 @@ def batch_positions(images: Images | None, lengths: list[int], layout: ImageLayo
 def batch_places(images: Images, lengths: list[int], layout: ImageLayout) -> torch.Tensor:
     """Return the micro-batch index of the token that each row of the vision tower replaces, int64 [rows]."""
     offsets = torch.tensor([0, *lengths]).cumsum(0).tolist()
-    ends = torch.tensor([0, *tokens_of(images, layout)]).cumsum(0).tolist()
+    counts = images.grids.prod(1) // layout.merge**2  # tokens of each image
+    ends = torch.tensor([0, *counts.tolist()]).cumsum(0).tolist()
     return torch.cat(
         [
             offsets[sequence] + start + torch.arange(end - begin)

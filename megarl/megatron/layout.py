@@ -72,38 +72,33 @@ def _check_world(megatron: MegatronConfig, world_size: int) -> int:
 
 
 def _check_heads(hf_config: dict[str, Any], megatron: MegatronConfig) -> None:
-    tp = megatron.tensor_parallel
     heads = hf_config["num_attention_heads"]
     latent = bool(hf_config.get("kv_lora_rank"))  # MLA has no key/value heads to shard
     groups = heads if latent else hf_config.get("num_key_value_heads") or heads
-    if heads % tp:
-        raise ValueError(
-            f"megatron.tensor_parallel={tp} does not divide the model's {heads} attention heads "
-            f"({heads} / {tp} = {heads / tp:g}). {_valid_sizes('tensor_parallel', heads, groups)}"
-        )
-    if groups % tp:
-        raise ValueError(
-            f"megatron.tensor_parallel={tp} does not divide the model's {groups} key/value heads "
-            f"({groups} / {tp} = {groups / tp:g}). {_valid_sizes('tensor_parallel', heads, groups)}"
-        )
-    if hf_config["vocab_size"] % tp and hf_config.get("model_type") == "deepseek_v3":
-        raise ValueError(
-            f"megatron.tensor_parallel={tp} does not divide the vocabulary of {hf_config['vocab_size']}, "
-            f"and mbridge cannot pad deepseek_v3's. {_valid_sizes('tensor_parallel', hf_config['vocab_size'], heads)}"
-        )
+    _check_divides(megatron, "tensor_parallel", heads, f"the model's {heads} attention heads", groups)
+    _check_divides(megatron, "tensor_parallel", groups, f"the model's {groups} key/value heads", heads)
+    if hf_config.get("model_type") == "deepseek_v3":
+        size = hf_config["vocab_size"]
+        noun = f"the vocabulary of {size}, and mbridge cannot pad deepseek_v3's"
+        _check_divides(megatron, "tensor_parallel", size, noun, heads)
 
 
-def _valid_sizes(key: str, *counts: int) -> str:
-    """Return a sentence that lists the values of `key` that divide all `counts`."""
-    common = math.gcd(*counts)
-    fitting = [size for size in range(1, min(common, _MOST_NAMED) + 1) if common % size == 0]
-    return f"megatron.{key} may be {', '.join(map(str, fitting))}{' ...' if common > _MOST_NAMED else ''}."
+def _check_divides(megatron: MegatronConfig, key: str, count: int, noun: str, *others: int) -> None:
+    """Raise ValueError if `megatron.key` does not divide `count`, which `noun` names. The message lists the values of the
+    key that divide `count` and all `others`."""
+    size = getattr(megatron, key) or 1
+    if count % size:
+        common = math.gcd(count, *others)
+        fitting = [size for size in range(1, min(common, _MOST_NAMED) + 1) if common % size == 0]
+        raise ValueError(
+            f"megatron.{key}={size} does not divide {noun} ({count} / {size} = {count / size:g}). megatron.{key} may be "
+            f"{', '.join(map(str, fitting))}{' ...' if common > _MOST_NAMED else ''}."
+        )
 
 
 def _check_widths(hf_config: dict[str, Any], megatron: MegatronConfig) -> None:
     """Check widths of layers that every token passes; expert-tensor parallel shards the routed experts instead."""
-    tp, experts = megatron.tensor_parallel, number_of_experts(hf_config)
-    widths = {}
+    experts, widths = number_of_experts(hf_config), {}
     if not experts or hf_config.get("first_k_dense_replace"):
         widths["intermediate_size"] = hf_config.get("intermediate_size") or 0
     if shared := hf_config.get("n_shared_experts"):
@@ -111,24 +106,16 @@ def _check_widths(hf_config: dict[str, Any], megatron: MegatronConfig) -> None:
     if shared := hf_config.get("shared_expert_intermediate_size"):
         widths["shared_expert_intermediate_size"] = shared
     for name, width in widths.items():
-        if width % tp:
-            raise ValueError(
-                f"megatron.tensor_parallel={tp} does not divide the model's {name} of {width} "
-                f"({width} / {tp} = {width / tp:g}). {_valid_sizes('tensor_parallel', width)}"
-            )
+        _check_divides(megatron, "tensor_parallel", width, f"the model's {name} of {width}")
 
 
 def _check_vision_tower(vision: dict[str, Any] | None, megatron: MegatronConfig) -> None:
     """Check the vision tower: tensor parallel shards it like the text model; the first pipeline stage holds it in full."""
     if vision and not megatron.packing:
         raise ValueError("megatron.packing=false pads text; a model that reads images needs megatron.packing=true.")
-    tp = megatron.tensor_parallel
     for name in ("num_heads", "intermediate_size"):
-        if vision and vision.get(name, 0) % tp:
-            raise ValueError(
-                f"megatron.tensor_parallel={tp} does not divide the vision tower's {name} of {vision[name]} "
-                f"({vision[name]} / {tp} = {vision[name] / tp:g}). {_valid_sizes('tensor_parallel', vision[name])}"
-            )
+        if vision and name in vision:
+            _check_divides(megatron, "tensor_parallel", vision[name], f"the vision tower's {name} of {vision[name]}")
 
 
 def _check_pipeline(hf_config: dict[str, Any], megatron: MegatronConfig) -> None:
@@ -165,11 +152,9 @@ def _check_pipeline(hf_config: dict[str, Any], megatron: MegatronConfig) -> None
             "or megatron.virtual_pipeline."
         )
     for stage, count in (("first", first), ("last", last), ("other", rest // stages if stages else None)):
-        if count is not None and count % vpp:
-            raise ValueError(
-                f"megatron.virtual_pipeline={vpp} does not divide the {count} layers of the {stage} pipeline stage"
-                f"{'s' if stage == 'other' else ''}. {_valid_sizes('virtual_pipeline', count)}"
-            )
+        if count is not None:
+            noun = f"the {count} layers of the {stage} pipeline stage{'s' if stage == 'other' else ''}"
+            _check_divides(megatron, "virtual_pipeline", count, noun)
 
 
 def _check_experts(hf_config: dict[str, Any], megatron: MegatronConfig, data_parallel: int) -> None:
@@ -190,11 +175,7 @@ def _check_experts(hf_config: dict[str, Any], megatron: MegatronConfig, data_par
             if getattr(megatron, name):
                 raise ValueError(f"megatron.{name} needs a mixture of experts; this model is dense. Leave it out.")
         return
-    if experts % ep:
-        raise ValueError(
-            f"megatron.expert_parallel={ep} does not divide the model's {experts} experts. "
-            f"{_valid_sizes('expert_parallel', experts)}"
-        )
+    _check_divides(megatron, "expert_parallel", experts, f"the model's {experts} experts")
     stage = data_parallel * tp * cp
     if stage % (ep * etp):
         raise ValueError(
@@ -203,11 +184,8 @@ def _check_experts(hf_config: dict[str, Any], megatron: MegatronConfig, data_par
             "megatron.expert_parallel, megatron.expert_tensor_parallel or cluster.trainers."
         )
     width = hf_config.get("moe_intermediate_size") or hf_config.get("intermediate_size")
-    if width and width % etp:
-        raise ValueError(
-            f"megatron.expert_tensor_parallel={etp} does not divide the experts' width of {width}. "
-            f"{_valid_sizes('expert_tensor_parallel', width)}"
-        )
+    if width:
+        _check_divides(megatron, "expert_tensor_parallel", width, f"the experts' width of {width}")
     if tp > 1 and megatron.sequence_parallel is False:
         raise ValueError(
             f"megatron.sequence_parallel=false with tensor_parallel={tp}: Megatron's mixture of experts needs sequence "

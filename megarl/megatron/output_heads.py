@@ -64,13 +64,10 @@ class PolicyHead:
         return (
             at_predicted_tokens(log_probs[:, 0], stream),
             None if entropy is None else at_predicted_tokens(entropy, stream),
-            None if candidates is None else at_predicted_tokens(_mask_missing(log_probs[:, 1:], candidates), stream),
+            None
+            if candidates is None
+            else at_predicted_tokens(log_probs[:, 1:].masked_fill(candidates < 0, IMPOSSIBLE), stream),
         )
-
-
-def _mask_missing(log_probs: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
-    """Replace `log_probs` [share, K] by `IMPOSSIBLE` where the candidate is -1."""
-    return log_probs.where(candidates >= 0, log_probs.new_full((), IMPOSSIBLE))
 
 
 def language_model(chunk: Any) -> Any:

@@ -54,10 +54,10 @@ class RouterLosses:
         self._statistics = torch.zeros(self.config.num_layers, self.config.num_moe_experts + 2, device=device)
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics of the mini batch since `begin`, over all ranks, by field of `StepMetrics`. Collective.
+        """Return metrics of the mini batch since `begin`, over all ranks, without the role's prefix. Collective.
 
         `moe_aux_loss` and `moe_z_loss`, each if its coefficient is set: mean over layers, before the coefficient.
-        `moe_load_...`: tokens of a layer's busiest expert divided by the mean over its experts, as maximum and mean
+        `moe_load/...`: tokens of a layer's busiest expert divided by the mean over its experts, as maximum and mean
         over layers; 1 is even. {} for a dense model.
         """
         if not self.config.num_moe_experts:
@@ -69,7 +69,7 @@ class RouterLosses:
         if not len(rows):
             return {}
         load = rows[:, _LOAD].amax(1) / rows[:, _LOAD].mean(1)
-        metrics = {"moe_load_max": load.max().item(), "moe_load_mean": load.mean().item()}
+        metrics = {"moe_load/max": load.max().item(), "moe_load/mean": load.mean().item()}
         if self.balance:
             metrics["moe_aux_loss"] = rows[:, _BALANCE].mean().item()
         if self.z:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -23,18 +23,6 @@ from megarl.megatron.overlap import set_sync_functions
 
 Objective = Callable[[Any], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """From loss inputs to a loss (scalar, normalised over the whole mini batch) and metrics (scalars to be summed)."""
-
-
-class StepMetrics(NamedTuple):
-    """Metric names of an optimizer step, for the actor or the critic."""
-
-    grad_norm: str
-    lr: str
-    skipped: str
-    moe_aux_loss: str
-    moe_z_loss: str
-    moe_load_max: str
-    moe_load_mean: str
 
 
 def configure(config: Any, chunks: list[Any]) -> None:

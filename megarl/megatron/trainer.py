@@ -26,7 +26,7 @@ from megarl.megatron.overlap import finish_param_gather
 from megarl.megatron.ranks import coordinates, gather, max_over_ranks, sum_metrics
 from megarl.megatron.router_losses import RouterLosses
 from megarl.megatron.routing import Routing
-from megarl.megatron.step import Objective, StepMetrics, configure, run_pipeline
+from megarl.megatron.step import Objective, configure, run_pipeline
 from megarl.platform import Platform
 from megarl.recipe.schema import Recipe
 
@@ -41,7 +41,7 @@ class Trainer:
     weights, without gradients or an optimizer.
     """
 
-    names: StepMetrics
+    role: str  # "actor" or "critic", the first part of metric names
 
     def __init__(
         self,
@@ -199,10 +199,10 @@ class Trainer:
         if contributions is None:
             return None
         step_metrics = {
-            self.names.grad_norm: norm,
-            self.names.lr: rate,
-            self.names.skipped: float(not updated),
-            **{getattr(self.names, name): value for name, value in routers.items()},
+            f"{self.role}/grad_norm": norm,
+            f"{self.role}/lr": rate,
+            f"{self.role}/skipped_updates": float(not updated),
+            **{f"{self.role}/{name}": value for name, value in routers.items()},
             "perf/max_memory_allocated_gb": peak,
         }
         return {**sum_metrics(contributions, self.platform.device()), **step_metrics}
@@ -252,15 +252,7 @@ class Trainer:
 class PolicyTrainer(Trainer):
     """The actor's trainer: log-probs, policy updates, and the reference policy's weights."""
 
-    names = StepMetrics(
-        "actor/grad_norm",
-        "actor/lr",
-        "actor/skipped_updates",
-        "actor/moe_aux_loss",
-        "actor/moe_z_loss",
-        "actor/moe_load/max",
-        "actor/moe_load/mean",
-    )
+    role = "actor"
 
     def __init__(
         self, recipe: Recipe, platform: Platform, total_optimizer_steps: int, *, weights_only: bool = False

@@ -78,7 +78,7 @@ def load_weights(bridge: Any, chunks: list[Any], path: str, seed: int) -> None:
     """
     with _without_heads(chunks):
         bridge.load_weights(chunks, path)
-    for layer in _heads(chunks):
+    for layer in [module for chunk in chunks for module in chunk.modules() if isinstance(module, ValueLayer)]:
         width = layer.weight.shape[1]
         stored = _stored_head(Path(path), width)
         head = stored if stored is not None else _initial_head(width, seed)
@@ -94,10 +94,6 @@ def _rows(hidden: torch.Tensor, config: Any) -> torch.Tensor:
     if config.sequence_parallel:
         return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
     return hidden
-
-
-def _heads(chunks: list[Any]) -> list[ValueLayer]:
-    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, ValueLayer)]
 
 
 @contextmanager

@@ -262,6 +262,7 @@ class RunLog:
 
     def _write_summary(self, status: str, error: str | None) -> None:
         lines = read_metrics(self.run_dir.metrics)
+        start = {str(n): session["start"]["seconds"] for n, session in enumerate(self._sessions) if "start" in session}
         summary = {
             "name": self._recipe.name,
             "model": self._recipe.model.path,
@@ -269,7 +270,7 @@ class RunLog:
             "error": error,
             "steps": int(lines[-1]["step"]) if lines else 0,
             "total_steps": self._total_steps,
-            **summarise(lines, _start_seconds(self._sessions)),
+            **summarise(lines, start),
             "evaluation": _before_and_after(lines),
             "sessions": self._sessions,
         }
@@ -284,11 +285,6 @@ def _before_and_after(lines: list[dict[str, float]]) -> dict[str, dict[str, floa
         if any(name.startswith("eval/") for name in line)
     ]
     return {"first": evaluations[0], "last": evaluations[-1]} if evaluations else {}
-
-
-def _start_seconds(sessions: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the seconds before the first step, for each session that reached it."""
-    return {str(number): session["start"]["seconds"] for number, session in enumerate(sessions) if "start" in session}
 
 
 def _read_sessions(summary: Path) -> list[dict[str, Any]]:

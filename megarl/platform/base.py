@@ -101,32 +101,43 @@ class Platform(ABC):
         """Environment of an engine process: `rollout_env`, and `deterministic_rollout_env` if `deterministic`."""
         return self.rollout_env() | (self.deterministic_rollout_env() if deterministic else {})
 
-    @abstractmethod
+    @property
+    def _api(self) -> Any:
+        """torch's module for the device (`DeviceKind.torch_api`); kinds without a module override the methods that use it."""
+        import torch
+
+        return getattr(torch, self.kind.torch_api)
+
     def set_device(self, local_rank: int) -> None:
         """Use device number `local_rank` (among the visible ones) in this process."""
+        self._api.set_device(local_rank)
 
-    @abstractmethod
     def device(self) -> torch.device:
         """Device of this process."""
+        import torch
 
-    @abstractmethod
+        return torch.device(self.kind.torch_api, self._api.current_device())
+
     def device_name(self) -> str:
         """Model name of this process's device from the vendor's library, for `devices.device_of`."""
+        return self._api.get_device_name()
 
-    @abstractmethod
     def empty_cache(self) -> None:
         """Release cached, unused device memory."""
+        self._api.empty_cache()
 
-    @abstractmethod
     def peak_memory(self) -> float:
         """Peak memory of this process in GiB: of tensors on the device; on a CPU, resident memory of the process."""
+        return self._api.max_memory_allocated() / 2**30
 
     def free_memory(self) -> float | None:
         """Free memory of this process's device in GiB; None if the device has no separate memory."""
-        return None
+        return self._api.mem_get_info()[0] / 2**30 if self.kind.torch_api else None
 
     def synchronize(self) -> None:
         """Wait until all work queued on this process's device is done."""
+        if self.kind.torch_api:
+            self._api.synchronize()
 
     @abstractmethod
     def collective(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:

@@ -55,15 +55,6 @@ class CUDAPlatform(Platform):
     def deterministic_rollout_env(self) -> dict[str, str]:
         return {"VLLM_BATCH_INVARIANT": "1"}
 
-    def set_device(self, local_rank: int) -> None:
-        torch.cuda.set_device(local_rank)
-
-    def device(self) -> torch.device:
-        return torch.device("cuda", torch.cuda.current_device())
-
-    def device_name(self) -> str:
-        return torch.cuda.get_device_name()
-
     def collective(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         import torch.distributed as dist
 
@@ -86,18 +77,6 @@ class CUDAPlatform(Platform):
 
     def open_shared(self, handle: dict[str, Any]) -> torch.Tensor:
         return open_device_memory(handle, self.device(), "_new_shared_cuda")
-
-    def empty_cache(self) -> None:
-        torch.cuda.empty_cache()
-
-    def free_memory(self) -> float | None:
-        return torch.cuda.mem_get_info()[0] / 2**30
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize()
-
-    def peak_memory(self) -> float:
-        return torch.cuda.max_memory_allocated() / 2**30
 
 
 @contextlib.contextmanager

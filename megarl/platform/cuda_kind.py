@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-
 from megarl.platform import transformer_engine
 from megarl.platform.device_kind import DeviceKind
-from megarl.platform.version_sets import VersionSet, meets
+from megarl.platform.version_sets import VersionSet, meets, version_of
 
 WITHOUT_TRANSFORMER_ENGINE = (
     "Transformer Engine is not installed: trainers use megarl's native layers on torch's kernels. Their passes are "
@@ -23,11 +21,8 @@ def installation_notices() -> list[str]:
     elif (version := transformer_engine.version_of_whole()) and (problem := transformer_engine.problem_of(version)):
         notices.append(problem)
     tested = CUDA.sets[0].packages["vllm"]
-    try:
-        version = importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        return notices
-    if not meets(version, tested):
+    version = version_of("vllm")
+    if version is not None and not meets(version, tested):
         notices.append(f"vllm {version} is untested: this version of megarl supports {tested}")
     return notices
 

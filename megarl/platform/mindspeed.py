@@ -7,7 +7,6 @@ machines without MindSpeed.
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import json
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.platform.mindspeed_keys import TABLES, Table, read_source
+from megarl.platform.version_sets import version_of
 from megarl.registry import nearest
 
 # Names that scripts use but no MindSpeed version has, and the intended names.
@@ -43,14 +43,10 @@ def table() -> Table:
         return read_source(Path(spec.origin).parent.parent)
     tables = [Table(**json.loads(path.read_text())) for path in TABLES.glob("*.json")]
     tables.sort(key=lambda candidate: _numbers(candidate.version))
-    return next((table for table in tables if _numbers(table.version) == _numbers(_megatron())), tables[-1])
-
-
-def _megatron() -> str:
-    try:
-        return importlib.metadata.version("megatron-core")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    return next(
+        (table for table in tables if _numbers(table.version) == _numbers(version_of("megatron-core") or "")),
+        tables[-1],
+    )
 
 
 def _numbers(version: str) -> list[int]:
@@ -79,14 +75,12 @@ def problem(name: str, value: Any) -> tuple[str, str] | None:
         near = nearest(str(value), map(str, kind))
         choices = ", ".join(map(str, kind))
         return f"{label()} supports {choices}", f"write {near}" if near else "write one of these"
-    if isinstance(kind, str) and value is not None and not _has_type(value, kind):
+    if isinstance(kind, str) and value is not None:
+        if isinstance(value, bool) == (kind == "flag") and isinstance(value, _KINDS[kind]):
+            return None
         expected = "true or false" if kind == "flag" else f"a value of type {kind}"
         return f"{label()} expects {expected}, but does not check it", f"write {expected}"
     return None
-
-
-def _has_type(value: Any, kind: str) -> bool:
-    return isinstance(value, _KINDS[kind]) and (kind == "flag" or not isinstance(value, bool))
 
 
 def latent_attention_problem(mscale: float, mscale_all_dim: float) -> tuple[str, str] | None:

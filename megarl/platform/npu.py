@@ -101,15 +101,6 @@ class NPUPlatform(Platform):
         # vllm-ascend sets the last two itself, but late in its start (batch_invariant.py, override_envs_for_invariance).
         return {"VLLM_BATCH_INVARIANT": "1", "HCCL_DETERMINISTIC": "strict", "LCCL_DETERMINISTIC": "1"}
 
-    def set_device(self, local_rank: int) -> None:
-        torch.npu.set_device(local_rank)
-
-    def device(self) -> torch.device:
-        return torch.device("npu", torch.npu.current_device())
-
-    def device_name(self) -> str:
-        return torch.npu.get_device_name()
-
     def collective(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         from torch_npu._C._distributed_c10d import ProcessGroupHCCL
 
@@ -137,18 +128,6 @@ class NPUPlatform(Platform):
 
     def open_shared(self, handle: dict[str, Any]) -> torch.Tensor:
         return open_device_memory(handle, self.device(), "_new_shared_npu")
-
-    def empty_cache(self) -> None:
-        torch.npu.empty_cache()
-
-    def free_memory(self) -> float | None:
-        return torch.npu.mem_get_info()[0] / 2**30
-
-    def synchronize(self) -> None:
-        torch.npu.synchronize()
-
-    def peak_memory(self) -> float:
-        return torch.npu.max_memory_allocated() / 2**30
 
     def profiler(self, directory: Path, name: str, options: TraceOptions) -> Profiler:
         from torch_npu import profiler

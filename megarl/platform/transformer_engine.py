@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 from collections.abc import Callable
 
 from packaging.version import InvalidVersion, Version
 
-from megarl.platform.version_sets import meets
+from megarl.platform.version_sets import meets, version_of
 
 WANTED = ">=2.9,<2.12"
 """Versions that megatron-core 0.16.1 requires, by the extra `dev` in its metadata."""
@@ -17,14 +16,7 @@ PARTS = ("transformer-engine", "transformer-engine-torch", "transformer-engine-c
 """Its distributions. The first has the version of Transformer Engine as a whole."""
 
 
-def _version_here(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def installed(version_of: Callable[[str], str | None] = _version_here) -> dict[str, str]:
+def installed(version_of: Callable[[str], str | None] = version_of) -> dict[str, str]:
     """Versions of the installed parts, by distribution. `version_of`: lookup of a distribution's version or None."""
     return {name: version for name in PARTS if (version := version_of(name))}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from dataclasses import dataclass, field
 
 from packaging.specifiers import SpecifierSet
@@ -42,6 +43,14 @@ class Displaced:
     wrong: str
     right: str
     why: str
+
+
+def version_of(distribution: str) -> str | None:
+    """Return the version of a distribution in this environment; None if it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def meets(version: str | None, specifier: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megarl import platform
@@ -72,7 +71,8 @@ def ddp_settings(recipe: Recipe, *, with_images: bool) -> dict[str, Any]:
     defaults = dict(kind_of(platform.kind(recipe.cluster.device)).ddp)
     if with_images or recipe.lora.rank:
         defaults = {}
-    if not can_overlap_param_gather(megatron.distributed_optimizer, {**defaults, **megatron.ddp}):
+    settings = {**defaults, **megatron.ddp}
+    if not (megatron.distributed_optimizer and settings.get("overlap_grad_reduce")):  # it needs both
         defaults.pop("overlap_param_gather", None)
     settings = {**defaults, **megatron.ddp}
     for name, required in (("overlap_param_gather", "overlap_grad_reduce"), ("align_param_gather", "overlap_param_gather"), ("bucket_size", "overlap_grad_reduce")):  # fmt: skip
@@ -85,11 +85,6 @@ def ddp_settings(recipe: Recipe, *, with_images: bool) -> dict[str, Any]:
         )
         raise RecipeError("megatron.ddp.overlap_grad_reduce", problem, "leave it out", value=True)
     return settings
-
-
-def can_overlap_param_gather(distributed_optimizer: bool, settings: Mapping[str, Any]) -> bool:
-    """Return whether overlap_param_gather can be on: it needs the distributed optimizer and overlap_grad_reduce."""
-    return bool(distributed_optimizer and settings.get("overlap_grad_reduce"))
 
 
 def ddp_notice(recipe: Recipe, *, with_images: bool) -> str | None:

@@ -58,7 +58,8 @@ async def remote(request: ScoreRequest, settings: ScorerSettings) -> Any:
     import httpx
     import tenacity
 
-    service, body = settings.remote, _body(request)
+    service = settings.remote
+    body = json.dumps(dataclasses.asdict(request), allow_nan=False, default=_plain).encode()
     requests = tenacity.AsyncRetrying(
         stop=tenacity.stop_after_attempt(service.attempts),
         wait=_Wait(service),
@@ -177,10 +178,6 @@ def _headers(service: RemoteConfig) -> dict[str, str]:
             )
         values[name] = value
     return values
-
-
-def _body(request: ScoreRequest) -> bytes:
-    return json.dumps(dataclasses.asdict(request), allow_nan=False, default=_plain).encode()
 
 
 def _plain(value: Any) -> Any:

@@ -22,11 +22,6 @@ class Term:
     label: str | None = None
 
 
-def label_of(name: str) -> str:
-    """Return a scorer's name in metrics: its registered name, or the function's name of ``module:function``."""
-    return name.rpartition(":")[2]
-
-
 def needed_columns(function: str | None, functions: Mapping[str, float]) -> tuple[str, ...]:
     """Return the columns that rows need besides the prompt, for the recipe's reward.function and reward.functions.
 
@@ -53,7 +48,9 @@ def terms_of(
         function = _NOTHING if function == JUDGE else function
         return {source: (Term(scorer),) for source, scorer in resolve(function, data_sources, settings).items()}
     terms = tuple(
-        Term(find(name, settings), weight, label_of(name)) for name, weight in functions.items() if name != JUDGE
+        Term(find(name, settings), weight, name.rpartition(":")[2])
+        for name, weight in functions.items()
+        if name != JUDGE
     )
     return {source: terms or (Term(find(_NOTHING, settings)),) for source in data_sources}
 

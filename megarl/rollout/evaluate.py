@@ -14,7 +14,7 @@ from megarl.recipe.schema import EvaluationConfig, Recipe, RolloutConfig
 from megarl.rollout.engine_handle import SamplingEngine
 from megarl.rollout.metrics import agent_figures, groups_by_source
 from megarl.rollout.source_engines import group_seed
-from megarl.rollout.unscored_groups import ScoringCounts, check_evaluation, scoring_notice
+from megarl.rollout.unscored_groups import check_evaluation, scoring_counts, scoring_notice
 from megarl.types import GenerationRequest, Group, Metrics, Prompt, Sample, Sampling
 
 EVALUATION_SEED = 0x5EED  # differs from training's seeds; the same at every evaluation
@@ -81,7 +81,7 @@ def evaluation_metrics(groups: Sequence[Group], greedy: Sequence[Group], ks: Seq
     answers = [group.samples[0] for group in greedy if not group.failures]
     if answers:
         metrics["eval/greedy"] = float(np.mean([is_correct(sample) for sample in answers]))
-    failed = ScoringCounts.of([*groups, *greedy]).failed
+    failed = scoring_counts([*groups, *greedy])["scoring_failed"]
     if failed:
         metrics["eval/scoring_failed"] = failed
     return metrics

@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from megarl.rollout.admission import TriedGroup, accepted_groups
-from megarl.rollout.unscored_groups import ScoringCounts
+from megarl.rollout.unscored_groups import scoring_counts
 from megarl.types import Group, Metrics, Sample
 
 # Names of sources may contain slashes, so the patterns match the end of a metric's name.
@@ -43,7 +43,6 @@ def sampled_figures(tried: Sequence[TriedGroup]) -> Metrics:
         rewards = [sample.reward for sample in samples if not math.isnan(sample.reward)]
         accuracies = [sample.reward_parts["accuracy"] for sample in samples if "accuracy" in sample.reward_parts]
         lengths = [sample.response_length for sample in samples]
-        scoring = ScoringCounts.of(groups)
         metrics |= {
             f"source/{data_source}/groups_tried": float(len(groups)),
             f"source/{data_source}/groups_accepted": float(len(accepted_groups(items))),
@@ -53,14 +52,9 @@ def sampled_figures(tried: Sequence[TriedGroup]) -> Metrics:
             f"source/{data_source}/response_length/mean": float(np.mean(lengths)),
             f"source/{data_source}/response_length/max": float(np.max(lengths)),
             f"source/{data_source}/truncated": float(np.mean([sample.truncated for sample in samples])),
-            f"source/{data_source}/scoring_failed": scoring.failed,
-            f"source/{data_source}/scoring_timeouts": scoring.timeouts,
-            f"source/{data_source}/scoring_crashes": scoring.crashes,
-            f"source/{data_source}/scoring_errors": scoring.errors,
-            f"source/{data_source}/scoring_retries": scoring.retries,
         }
-        for metric, value in agent_figures(samples).items():
-            metrics[f"source/{data_source}/{metric}"] = value
+        figures = {**scoring_counts(groups), **agent_figures(samples)}
+        metrics |= {f"source/{data_source}/{name}": value for name, value in figures.items()}
     return metrics
 
 

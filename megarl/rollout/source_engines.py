@@ -26,7 +26,7 @@ from megarl.rollout.admission import Admission, AdmissionState, TriedGroup, acce
 from megarl.rollout.engine_handle import SamplingEngine
 from megarl.rollout.metrics import agent_figures, sampled_figures
 from megarl.rollout.source import Batch
-from megarl.rollout.unscored_groups import FailedShare, ScoringCounts, scoring_notice
+from megarl.rollout.unscored_groups import FailedShare, scoring_counts, scoring_notice
 from megarl.types import DataRef, GenerationRequest, InlineData, Sampling
 
 
@@ -202,7 +202,6 @@ def _metrics(tried: list[TriedGroup], count: int) -> dict[str, float]:
     samples = [sample for item in tried for sample in item.group.samples]
     greedy = [item.group.greedy for item in tried if item.group.greedy is not None]
     rewards = [sample.reward for sample in samples if not math.isnan(sample.reward)]
-    scoring = ScoringCounts.of([item.group for item in tried])
     waits = [item.group.judge_seconds for item in tried if item.group.judge_seconds]
     accepted, unscored = len(accepted_groups(tried)), sum(bool(item.group.failures) for item in tried)
     return {
@@ -210,11 +209,7 @@ def _metrics(tried: list[TriedGroup], count: int) -> dict[str, float]:
         "rollout/groups_filtered": float(len(tried) - accepted - unscored),
         "rollout/groups_missing": float(count - accepted),
         "rollout/groups_unscored": float(unscored),
-        "rollout/scoring_failed": scoring.failed,
-        "rollout/scoring_timeouts": scoring.timeouts,
-        "rollout/scoring_crashes": scoring.crashes,
-        "rollout/scoring_errors": scoring.errors,
-        "rollout/scoring_retries": scoring.retries,
+        **{f"rollout/{name}": count for name, count in scoring_counts([item.group for item in tried]).items()},
         **({"rollout/judge_seconds": float(np.mean(waits))} if waits else {}),
         **({"rollout/rewards/mean": float(np.mean(rewards))} if rewards else {}),
         "rollout/truncated": float(np.mean([sample.truncated for sample in samples])),

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from megarl.types import Group, SampleFailure
+from megarl.types import Group, Metrics, SampleFailure
 
 MIN_GROUPS = 8  # a share of fewer groups is not reliable
 _MAX_CAUSES = 3  # that a notice names
@@ -45,22 +44,16 @@ def _too_many(count: str, max_share: float, failure: SampleFailure) -> str:
     return f"{count} could not be finished or scored ({limit}). The last cause: {failure}. {remedy}."
 
 
-@dataclass(frozen=True)
-class ScoringCounts:
-    """Number of samples that could not be scored, in total and by kind of failure, and number of repeated attempts."""
-
-    failed: float
-    timeouts: float
-    crashes: float
-    errors: float
-    retries: float
-
-    @classmethod
-    def of(cls, groups: Sequence[Group]) -> ScoringCounts:
-        kinds = [failure.kind for group in groups for failure in group.failures]
-        retries = sum(group.scoring_retries for group in groups)
-        timeouts, crashes, errors = (float(kinds.count(kind)) for kind in ("timeout", "crash", "error"))
-        return cls(float(len(kinds)), timeouts, crashes, errors, float(retries))
+def scoring_counts(groups: Sequence[Group]) -> Metrics:
+    """Return the numbers of samples that could not be scored, in all and by kind of the last failure, and of repeated attempts."""
+    kinds = [failure.kind for group in groups for failure in group.failures]
+    return {
+        "scoring_failed": float(len(kinds)),
+        "scoring_timeouts": float(kinds.count("timeout")),
+        "scoring_crashes": float(kinds.count("crash")),
+        "scoring_errors": float(kinds.count("error")),
+        "scoring_retries": float(sum(group.scoring_retries for group in groups)),
+    }
 
 
 def scoring_notice(groups: Sequence[Group], noun: str, consequence: str) -> str | None:

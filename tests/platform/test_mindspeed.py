@@ -257,7 +257,7 @@ def test_the_table_follows_the_installed_versions(tree: Path, monkeypatch: pytes
     monkeypatch.undo()  # the fixture's table
     of = mindspeed.table.__wrapped__
     for megatron, version in (("0.12.1", "0.12.1"), ("0.16.1", "0.16.0"), ("0.99.9", "0.16.0"), ("", "0.16.0")):
-        monkeypatch.setattr(mindspeed, "_megatron", lambda version=megatron: version)
+        monkeypatch.setattr(mindspeed, "version_of", lambda _, version=megatron: version)
         assert of().version == version
     monkeypatch.syspath_prepend(str(tree))
     assert of().version == "0.99.0" and "use_gmm" in of().options

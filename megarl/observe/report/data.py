@@ -218,10 +218,6 @@ def _progress(reward: list[float]) -> tuple[str, str]:
     return f"{last:.3f}", f"from {first:.3f} ({ends})" if len(reward) > 1 else "one step"
 
 
-def _column(lines: list[dict[str, float]], name: str) -> list[float]:
-    return [line[name] for line in lines if name in line and math.isfinite(line[name])]
-
-
 def _median(values: Sequence[float]) -> float:
     return sorted(values)[len(values) // 2]
 
@@ -240,7 +236,7 @@ def phase_times(lines: list[dict[str, float]], nested: set[str]) -> dict[str, An
     seconds = {name: [_mean(bar, name) for bar in bars] for name in names}
     whole = [_mean(bar, "step") for bar in bars]
     other = [max(0.0, step - sum(column[i] for column in seconds.values())) for i, step in enumerate(whole)]
-    totals = {name: sum(_column(timed, f"timing_s/{name}")) for name in names}
+    totals = {name: sum(filter(math.isfinite, (line.get(f"timing_s/{name}", 0.0) for line in timed))) for name in names}
     ordered = sorted(names, key=lambda name: -totals[name])
     return {
         "x": [bar[0]["step"] if per_bar == 1 else (bar[0]["step"] + bar[-1]["step"]) / 2 for bar in bars],
