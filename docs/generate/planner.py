@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from dataclasses import replace
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from megarl.commands.plan.time.lengths import Lengths
 from megarl.commands.plan.time.spread import RATIOS, STEP, Ratios, spreads
 from megarl.hf import published as model_configs
 from megarl.hf.shape import model_shape
-from megarl.platform.devices import Device, FieldOfFile, device_named, devices, fields_of_file
+from megarl.platform.devices import Device, device_named, devices
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "planner.md"
 BEGIN = "<!-- from here on made by `python -m docs.generate.planner` -->"
@@ -146,6 +146,27 @@ def left_out() -> str:
                     f"| {' | '.join([*cells, f'{spread.low:,.0f} to {spread.high:,.0f}', str(spread.runs)])} |\n"
                 )
     return "".join(rows)
+
+
+@dataclass(frozen=True)
+class FieldOfFile:
+    """A key of an entry of a device file. `needed`: required unless inherited through `like`."""
+
+    name: str
+    unit: str
+    needed: bool
+    about: str
+
+
+def fields_of_file() -> list[FieldOfFile]:
+    """Return all keys of an entry."""
+    like = FieldOfFile("like", "name", False, "device to inherit absent fields from, except `torch`")
+    keys = [key for key in fields(Device) if key.name != "name"]
+    needed = {key.name for key in keys if key.default is MISSING and key.default_factory is MISSING}
+    return [
+        like,
+        *(FieldOfFile(key.name, key.metadata["unit"], key.name in needed, key.metadata["about"]) for key in keys),
+    ]
 
 
 def _field_row(field: FieldOfFile) -> str:

@@ -17,8 +17,6 @@ class Coordinates:
     dp_rank: int
     dp_size: int
     tp_rank: int
-    pp_rank: int
-    cp_rank: int
     is_last_stage: bool
     reports: bool  # exactly one rank per dp_rank: only its results are used, the other ranks' are equal or None
 
@@ -32,8 +30,6 @@ def coordinates() -> Coordinates:
         dp_rank=ps.get_data_parallel_rank(),
         dp_size=ps.get_data_parallel_world_size(),
         tp_rank=tp,
-        pp_rank=ps.get_pipeline_model_parallel_rank(),
-        cp_rank=cp,
         is_last_stage=last,
         reports=last and tp == 0 and cp == 0,
     )

@@ -166,7 +166,7 @@ class RunLog:
             self._write_line(step, {**named, **times})
 
     def samples(self, step: int, records: Sequence[dict[str, Any]]) -> None:
-        """Write samples of `step` (see `SampleRecord`), at most ``observe.samples_per_step`` of them."""
+        """Write samples of `step` (see `samples.sample_records`), at most ``observe.samples_per_step`` of them."""
         if self._recipe.observe.samples_per_step:
             write_samples(self.run_dir, step, records, self._recipe.observe.samples_per_step)
 

@@ -1,11 +1,11 @@
-"""samples/step_000123.jsonl: responses of the policy, with their rewards."""
+"""samples/step_000123.jsonl: responses of the policy, with their rewards. docs/metrics.md describes the keys."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from megarl.atomic_files import disk_errors, write_atomically
 from megarl.batching.packing import split_evenly
@@ -15,42 +15,6 @@ from megarl.types import Group, Sample, SampleTokens, Turn
 
 if TYPE_CHECKING:
     from megarl.data.tokenizer import Tokenizer
-
-
-class TurnRecord(TypedDict, total=False):
-    """One turn of a sample (see `Turn`), without the fields that have their default value."""
-
-    role: str
-    text: str
-    tokens: int
-    name: str
-    arguments: dict[str, Any]
-    failure: str
-    seconds: float
-    reward: float
-
-
-class SampleRecord(TypedDict, total=False):
-    """One sample, for people. Additional keys are kept."""
-
-    prompt: str
-    response: str
-    turns: list[TurnRecord]  # the response of an agent loop, by turn
-    reward: float
-    reason: str  # the scorer's explanation of the reward
-    parts: dict[str, float]  # components of the reward
-    # (token of the response that ends the step, counted from 0; reward of the step)
-    steps: list[tuple[int, float]]
-    prompt_length: int  # tokens
-    response_length: int  # tokens
-    finish_reason: str
-    version: int  # of the weights that wrote it
-    staleness: int  # versions behind the policy that trained on it
-    tool_use: dict[str, float]  # in agent loops: see `ToolUse`
-    data_source: str
-    row: str  # id of the data row: identifies the prompt across runs
-    group: int
-    index: int  # within the group
 
 
 def sample_records(groups: Sequence[Group], step: int, count: int, tokenizer: Tokenizer) -> list[dict[str, Any]]:

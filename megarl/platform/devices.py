@@ -35,7 +35,7 @@ HOST_MEMORY_OF = {"Atlas 200T A2 Box16": 2048.0}
 
 
 def _of(unit: str, about: str, **options: Any) -> Any:
-    """A dataclass field with its unit and its description in docs/planner.md."""
+    """A dataclass field with its unit and its description in docs/planner.md. Without a default, a file must set it."""
     return field(metadata={"unit": unit, "about": about}, **options)
 
 
@@ -105,25 +105,6 @@ class Device:
     def kind(self) -> str:
         """Device kind as in `cluster.device`, derived from torch's name."""
         return "npu" if any(word.startswith("Ascend") for word in self.torch) else "cuda"
-
-
-@dataclass(frozen=True)
-class FieldOfFile:
-    """A key of an entry. `needed`: required unless inherited through `like`."""
-
-    name: str
-    unit: str
-    needed: bool
-    about: str
-
-
-def fields_of_file() -> list[FieldOfFile]:
-    """All keys of an entry, for docs/planner.md."""
-    like = FieldOfFile("like", "name", False, "device to inherit absent fields from, except `torch`")
-    return [
-        like,
-        *(FieldOfFile(key.name, key.metadata["unit"], key.name in _NEEDED, key.metadata["about"]) for key in _FIELDS),
-    ]
 
 
 _FIELDS = [key for key in fields(Device) if key.name != "name"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from megarl import engines
-from megarl.engines.base import EngineSpec
 from megarl.errors import RecipeError
 from megarl.hf.config import number_of_experts, text_fields
 from megarl.recipe.judge import JudgeConfig
@@ -22,12 +21,6 @@ def check_engine(section: str, settings: RolloutConfig | TeacherConfig | JudgeCo
     """Raise ValueError for an unknown engine or unknown arguments. `settings`: the section `section` of the recipe."""
     engines.check_name(settings.engine, f"{section}.engine")
     engines.check_args(settings.engine, settings.engine_args, section)
-
-
-def check_adapters(engine: str, spec: EngineSpec, device: str) -> None:
-    """Raise RecipeError if an engine of `spec` cannot load adapters."""
-    if (reason := engines.merged_because(engine, spec, device)) is not None:
-        raise RecipeError("weight_sync.adapters", reason, "set weight_sync.adapters=merged, or auto", value="only")
 
 
 def check_experts(rollout: RolloutConfig, config: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from megarl.errors import RecipeError, errors_of
 from megarl.hf.shape import model_shape
 from megarl.megatron.config_fields import check_extra_names
 from megarl.platform.kinds import kind_of
-from megarl.preflight.engines import check_adapters, check_engine, check_engines
+from megarl.preflight.engines import check_engine, check_engines
 from megarl.preflight.recipe.observe import check_traces
 from megarl.preflight.user_functions import try_user_functions
 from megarl.recipe.critic import critic_view
@@ -93,8 +93,11 @@ def check_device(recipe: Recipe, device: str, *, training: bool = True) -> None:
     if recipe.train.source == "rollout":
         for engine, spec in first_specs(recipe, training=training):
             engines.check_plan(engine, spec, device)
-            if recipe.weight_sync.adapters == "only" and spec.adapters is not None:
-                check_adapters(engine, spec, device)
+            only_adapters = recipe.weight_sync.adapters == "only" and spec.adapters is not None
+            if only_adapters and (reason := engines.merged_because(engine, spec, device)) is not None:
+                raise RecipeError(
+                    "weight_sync.adapters", reason, "set weight_sync.adapters=merged, or auto", value="only"
+                )
 
 
 def route_notices(recipe: Recipe, config: dict[str, Any]) -> list[str]:

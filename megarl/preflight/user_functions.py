@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -31,14 +32,14 @@ def try_user_functions(settings: AlgorithmConfig) -> None:
     of_samples, of_tokens = estimator.function, estimator.of_tokens
     if _is_user_function(of_samples):
         assert of_samples is not None
-        values = _call("advantage", settings, of_samples, _outcomes())
-        _expect("advantage", settings, of_samples, values, len(_LENGTHS), "samples")
+        user = _UserFunction("advantage", settings, of_samples)
+        user.expect(user.call(_outcomes()), len(_LENGTHS), "samples")
     if _is_user_function(of_tokens):
         assert of_tokens is not None
-        values = _call("advantage", settings, of_tokens, _token_outcomes())
-        _expect("advantage", settings, of_tokens, values, len(_MASK), "tokens")
+        user = _UserFunction("advantage", settings, of_tokens)
+        user.expect(user.call(_token_outcomes()), len(_MASK), "tokens")
     if _is_user_function(loss.function):
-        _try_loss(settings, loss.function)
+        _try_loss(_UserFunction("loss", settings, loss.function))
 
 
 def _is_user_function(function: Any) -> bool:
@@ -57,13 +58,14 @@ def _token_outcomes() -> TokenOutcomes:
     return TokenOutcomes(np.array([1.0, 0.0, 0.5, 1.0]), _MASK, _LENGTHS, penalties=penalties)
 
 
-def _try_loss(settings: AlgorithmConfig, function: Callable[..., Any]) -> None:
+def _try_loss(user: _UserFunction) -> None:
     import torch
 
     def vector(low: float, high: float) -> torch.Tensor:
         return torch.linspace(low, high, len(_MASK))
 
-    mask, places = torch.from_numpy(_MASK).float(), (len(_MASK), settings.distill_top_k)
+    top_k = user.settings.distill_top_k
+    mask, places = torch.from_numpy(_MASK).float(), (len(_MASK), top_k)
     inputs = LossInputs(
         log_probs=vector(-2.0, -0.1).requires_grad_(),
         loss_mask=mask,
@@ -74,62 +76,53 @@ def _try_loss(settings: AlgorithmConfig, function: Callable[..., Any]) -> None:
         old_log_probs=vector(-1.8, -0.2),
         rollout_log_probs=vector(-1.9, -0.15),
         reference_log_probs=vector(-1.0, -0.5),
-        reference_top_log_probs=torch.full(places, -5.0 - settings.distill_top_k),
-        top_log_probs=torch.full(places, -6.0 - settings.distill_top_k).requires_grad_(),
+        reference_top_log_probs=torch.full(places, -5.0 - top_k),
+        top_log_probs=torch.full(places, -6.0 - top_k).requires_grad_(),
         entropy=vector(0.1, 0.4),
         chosen=mask > 0,
         selected=vector(-1.0, 1.0) > 0,
     )
-    result = _call("loss", settings, function, inputs)
+    result = user.call(inputs)
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
-        _raise_error(
-            "loss",
-            settings,
-            function,
-            f"returned {type(result).__name__}, expected a tuple (loss of each token, dict of metrics)",
-        )
-    _expect("loss", settings, function, result[0], len(_MASK), "tokens")
+        user.refuse(f"returned {type(result).__name__}, expected a tuple (loss of each token, dict of metrics)")
+    user.expect(result[0], len(_MASK), "tokens")
     if not result[0].requires_grad:
-        _raise_error(
-            "loss", settings, function, "returned a loss that does not depend on log_probs, so its gradient is zero"
-        )
+        user.refuse("returned a loss that does not depend on log_probs, so its gradient is zero")
     for name, values in result[1].items():
-        _expect("loss", settings, function, values, len(_MASK), "tokens", f"as the metric {name!r} ")
+        user.expect(values, len(_MASK), "tokens", f"as the metric {name!r} ")
 
 
-def _call(key: str, settings: AlgorithmConfig, function: Callable[..., Any], argument: Any) -> Any:
-    try:
-        return function(argument, settings)
-    except Exception as error:  # noqa: BLE001 -- a user's function may raise anything
-        frames = [
-            frame
-            for frame in traceback.extract_tb(error.__traceback__)
-            if frame.filename == inspect.getsourcefile(function)
-        ]
-        line = f" in line {frames[-1].lineno}" if frames else ""
-        _raise_error(key, settings, function, f"failed{line}: {type(error).__name__}: {error}")
+@dataclass(frozen=True)
+class _UserFunction:
+    """A user's function. `key`: "advantage" or "loss", the setting that names it."""
 
+    key: str
+    settings: AlgorithmConfig
+    function: Callable[..., Any]
 
-def _expect(
-    key: str,
-    settings: AlgorithmConfig,
-    function: Callable[..., Any],
-    values: Any,
-    count: int,
-    unit: str,
-    label: str = "",
-) -> None:
-    shape = tuple(getattr(values, "shape", ()))
-    if shape != (count,):
-        text = f"an array of shape {list(shape)}" if hasattr(values, "shape") else type(values).__name__
-        _raise_error(key, settings, function, f"returned {label}{text}, expected one number for each of {count} {unit}")
+    def call(self, argument: Any) -> Any:
+        try:
+            return self.function(argument, self.settings)
+        except Exception as error:  # noqa: BLE001 -- a user's function may raise anything
+            file = inspect.getsourcefile(self.function)
+            lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+            line = f" in line {lines[-1]}" if lines else ""
+            self.refuse(f"failed{line}: {type(error).__name__}: {error}")
 
+    def expect(self, values: Any, count: int, unit: str, label: str = "") -> None:
+        """Raise RecipeError unless `values` are `count` numbers. `label` names them in the message."""
+        shape = tuple(getattr(values, "shape", ()))
+        if shape != (count,):
+            text = f"an array of shape {list(shape)}" if hasattr(values, "shape") else type(values).__name__
+            self.refuse(f"returned {label}{text}, expected one number for each of {count} {unit}")
 
-def _raise_error(key: str, settings: AlgorithmConfig, function: Callable[..., Any], problem: str) -> NoReturn:
-    name, place = getattr(settings, key), f"{inspect.getsourcefile(function)}:{function.__code__.co_firstlineno}"
-    raise RecipeError(
-        f"algorithm.{key}",
-        f"on a small test batch, {name} ({place}) {problem}",
-        "correct the function; docs/algorithms.md, 'Write your own loss or advantage', describes its arguments and its result",
-        value=name,
-    )
+    def refuse(self, problem: str) -> NoReturn:
+        """Raise RecipeError with the function's place and the problem."""
+        name = getattr(self.settings, self.key)
+        place = f"{inspect.getsourcefile(self.function)}:{self.function.__code__.co_firstlineno}"
+        raise RecipeError(
+            f"algorithm.{self.key}",
+            f"on a small test batch, {name} ({place}) {problem}",
+            "correct the function; docs/algorithms.md, 'Write your own loss or advantage', describes its arguments and its result",
+            value=name,
+        )

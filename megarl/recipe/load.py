@@ -18,7 +18,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megarl.errors import RecipeError
+from megarl.errors import RecipeError, plain
 from megarl.recipe.former_names import with_present_names
 from megarl.recipe.schema import Recipe
 from megarl.registry import nearest
@@ -173,8 +173,9 @@ def _merge(merged: DictConfig, layer: DictConfig, origin: str) -> Iterator[Recip
     """Set the values of `layer` in `merged`. Yield an error for each key or value that the schema refuses; it is not set."""
     content = OmegaConf.to_container(layer)
     assert isinstance(content, dict)
-    yield from _key_errors(content, Recipe, "", origin)
-    for name, value in _settings(content, Recipe, ""):
+    settings: list[tuple[str, Any]] = []
+    yield from _sort_keys(content, Recipe, "", origin, settings)
+    for name, value in settings:
         if isinstance(value, (int, float)) and not isinstance(value, bool) and _type_name(name).split()[0] == "bool":
             problem = "this is a switch, not a number"
             yield RecipeError(name, problem, "give true or false", value=value, origin=origin)
@@ -227,21 +228,27 @@ def _without_none(kind: Any) -> Any:
     return kinds[0] if typing.get_origin(kind) is typing.Union and len(kinds) == 1 else kind
 
 
-def _key_errors(content: Mapping[Any, Any], section: type, prefix: str, origin: str) -> Iterator[RecipeError]:
-    """Yield an error for each key that the schema does not have, with the nearest key that it has."""
+def _sort_keys(
+    content: Mapping[Any, Any], section: type, prefix: str, origin: str, settings: list[tuple[str, Any]]
+) -> Iterator[RecipeError]:
+    """Append (dotted key, value) to `settings` for every leaf that `content` sets and the schema has.
+
+    Yield an error for each key that the schema does not have, with the nearest key that it has.
+    """
     types = section_types(section)
     for name, value in content.items():
         dotted = f"{prefix}{name}"
         if name not in types:
             remedy = _suggestion(str(name), prefix, types)
             yield RecipeError(dotted, "unknown key", remedy, value=value, origin=origin)
-        elif dataclasses.is_dataclass(types[name]):
-            if isinstance(value, Mapping):
-                yield from _key_errors(value, typing.cast("type", types[name]), f"{dotted}.", origin)
-            else:
-                problem = "this is a section, not a value"
-                remedy = f"set one of its keys: {', '.join(section_types(types[name]))}"
-                yield RecipeError(dotted, problem, remedy, value=value, origin=origin)
+        elif not dataclasses.is_dataclass(types[name]):
+            settings.append((dotted, value))
+        elif isinstance(value, Mapping):
+            yield from _sort_keys(value, typing.cast("type", types[name]), f"{dotted}.", origin, settings)
+        else:
+            problem = "this is a section, not a value"
+            remedy = f"set one of its keys: {', '.join(section_types(types[name]))}"
+            yield RecipeError(dotted, problem, remedy, value=value, origin=origin)
 
 
 def _suggestion(name: str, prefix: str, types: Mapping[str, Any]) -> str:
@@ -260,18 +267,6 @@ def all_keys(section: type = Recipe, prefix: str = "") -> Iterator[str]:
             yield from all_keys(typing.cast("type", kind), f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}"
-
-
-def _settings(content: Mapping[Any, Any], section: type, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) for every leaf that `content` sets and the schema has."""
-    types = section_types(section)
-    for name, value in content.items():
-        if name not in types:
-            continue
-        if not dataclasses.is_dataclass(types[name]):
-            yield f"{prefix}{name}", value
-        elif isinstance(value, Mapping):
-            yield from _settings(value, typing.cast("type", types[name]), f"{prefix}{name}.")
 
 
 def _type_of(dotted: str) -> Any:
@@ -296,9 +291,7 @@ def _choices(kind: Any) -> list[str] | None:
 
 def yaml_word(value: Any) -> str:
     """Format a plain value as YAML does: true, null, 0.5."""
-    return (
-        {True: "true", False: "false", None: "null"}[value] if value is None or isinstance(value, bool) else str(value)
-    )
+    return value if isinstance(value, str) else plain(value)
 
 
 def _plain_type(kind: Any) -> str:

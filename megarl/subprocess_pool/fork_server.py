@@ -28,7 +28,7 @@ from megarl.subprocess_pool.channel import NonblockingChannel
 from megarl.subprocess_pool.job import Job, load_jobs
 from megarl.subprocess_pool.limits import check_memory, limit_memory
 from megarl.subprocess_pool.progress_mark import ProgressMark
-from megarl.subprocess_pool.serve import serve, serve_concurrently
+from megarl.subprocess_pool.serve import ConcurrentServer, serve
 
 PACKET = 1 << 16  # bytes of the longest message
 OWNER_POLL = 0.5  # seconds between checks that the pool's process is alive
@@ -119,7 +119,7 @@ class _ForkServer:
             if mark is None:
                 serve(Wire(connection), self.jobs)
             else:
-                serve_concurrently(NonblockingChannel(connection), self.jobs, ProgressMark(mark))
+                ConcurrentServer(NonblockingChannel(connection), self.jobs, ProgressMark(mark)).run()
         finally:
             os._exit(0)
 

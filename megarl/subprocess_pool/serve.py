@@ -1,4 +1,4 @@
-"""Main loop of a worker process: calls run one after the other (`serve`) or concurrently (`serve_concurrently`)."""
+"""Main loop of a worker process: calls run one after the other (`serve`) or concurrently (`ConcurrentServer`)."""
 
 from __future__ import annotations
 
@@ -49,15 +49,12 @@ def _call(job: Job, request: bytes, loop: asyncio.AbstractEventLoop) -> tuple[st
         return "error", _cause_of(error)
 
 
-def serve_concurrently(channel: NonblockingChannel, jobs: dict[str, Job], mark: ProgressMark) -> None:
-    """Run all received tasks of async functions concurrently and answer each when it ends. Cancels a call at its limit."""
-    _ConcurrentServer(channel, jobs, mark).run()
-
-
 _number: contextvars.ContextVar[int] = contextvars.ContextVar("number", default=IDLE)
 
 
-class _ConcurrentServer:
+class ConcurrentServer:
+    """Runs all received tasks of async functions concurrently and answers each when it ends. Cancels a call at its limit."""
+
     def __init__(self, channel: NonblockingChannel, jobs: dict[str, Job], mark: ProgressMark) -> None:
         self.channel, self.jobs, self.mark = channel, jobs, mark
         self.loop = asyncio.new_event_loop()

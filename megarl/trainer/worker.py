@@ -82,7 +82,7 @@ class Worker:
         self.trainer = self._make_trainer(total_optimizer_steps, weights_only)
         self.profiler: Profiler | None = None  # set while it records
         self.profile_folder: Path | None = None  # set while each `traced` call writes a separate trace
-        self.saves: list[Any] = []  # checkpoint.Save of the last checkpoint
+        self.save: Any = None  # checkpoint.Save of the last checkpoint
         self.batches: list[list[Any]] = []  # MicroBatch, per mini batch
         self.members: list[list[list[int]]] = []  # per micro batch: shard indices of its samples
         self.rewards: list[float] = []  # per sample of the shard: reward of its last token
@@ -213,23 +213,20 @@ class Worker:
         Returns the number of bytes to write under `directory` and the receipts: paths within `directory` of files that
         appear when a part is on disk.
         """
-        save = self.trainer.stage_save(Path(directory), copy=copy)
-        self.saves = [save]
-        return sum(save.bytes for save in self.saves), [os.path.relpath(save.receipt, directory) for save in self.saves]
+        self.save = self.trainer.stage_save(Path(directory), copy=copy)
+        return self.save.bytes, [os.path.relpath(self.save.receipt, directory)]
 
     def write_save(self) -> None:
         """Start writing the staged part in the background."""
-        for save in self.saves:
-            save.start()
+        self.save.start()
 
     def save_done(self) -> bool:
         """Return whether the part is on disk. Raises the error of a failed write."""
-        return all([save.done() for save in self.saves])
+        return self.save.done()
 
     def wait_save(self) -> None:
         """Wait until the part is on disk. Raises the error of a failed write."""
-        for save in self.saves:
-            save.wait()
+        self.save.wait()
 
     def load(self, directory: str) -> str | None:
         """Load a checkpoint. Returns a notice if the run does not continue bit for bit, else None."""

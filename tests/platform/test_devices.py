@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from docs.generate.planner import fields_of_file
 from megarl.errors import InputError
-from megarl.platform.devices import Device, device_named, devices, fields_of_file
+from megarl.platform.devices import Device, device_named, devices
 
 
 def test_every_device_of_the_table_is_complete_and_has_a_source() -> None:

@@ -237,8 +237,7 @@ def test_an_error_in_a_user_function_is_found_before_the_start(
 
 
 def test_built_in_functions_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_call", "_try_loss"):
-        monkeypatch.setattr(user_functions, name, lambda *_: pytest.fail("a built-in function was tried"))
+    monkeypatch.setattr(user_functions, "_UserFunction", lambda *_: pytest.fail("a built-in function was tried"))
     try_user_functions(AlgorithmConfig(loss="ppo_clip", modules=["json"]))
 
 
