@@ -74,7 +74,7 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weigh
     if platform.uses_native_layers:
         _install_native_layers(recipe.model.dtype, platform, hf_config)
     if value_head:
-        critic.untie(hf_config)
+        hf_config.tie_word_embeddings = False  # a critic has no output layer to tie
     bridge = _bridge(recipe, hf_config, platform)
     dtype = DTYPES[recipe.model.dtype]
     lora = Lora(recipe.lora, bridge, recipe.train.seed) if with_adapters else None

@@ -33,7 +33,11 @@ def check_model(hf_config: dict[str, Any]) -> None:
     config = text_fields(hf_config)
     _check_weights(config)
     _check_rotary_scaling(config)
-    unsupported = [*_unsupported(kind, config), *(_unsupported_moe(kind, config) if kind in _MIXTURES else [])]
+    unsupported = _unsupported(kind, config)
+    if kind in _MIXTURES:
+        # With one expert per token, Megatron does not normalise its weight.
+        unsupported.append((config.get("num_experts_per_tok") == 1, "num_experts_per_tok: 1"))
+        unsupported += _MIXTURES[kind](config)
     for present, setting in unsupported:
         if present:
             raise ValueError(
@@ -117,15 +121,6 @@ def _unsupported(kind: str, config: dict[str, Any]) -> list[tuple[bool, str]]:
         (bool(biased), "attention_bias: true"),
         (kind == "llama" and bool(config.get("mlp_bias")), "mlp_bias: true"),
         (bool(tied), "tie_word_embeddings: true"),
-    ]
-
-
-def _unsupported_moe(kind: str, config: dict[str, Any]) -> list[tuple[bool, str]]:
-    """Return the same for settings of a mixture of experts, most of which Megatron computes in one way only."""
-    return [
-        # With one expert per token, Megatron does not normalise its weight.
-        (config.get("num_experts_per_tok") == 1, "num_experts_per_tok: 1"),
-        *_MIXTURES[kind](config),
     ]
 
 

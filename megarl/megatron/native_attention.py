@@ -86,14 +86,6 @@ class Chunks:
     query_lengths: list[int]
     key_lengths: list[int]
 
-    @property
-    def longest_query(self) -> int:
-        return max(self.query_lengths)
-
-    @property
-    def longest_key(self) -> int:
-        return max(self.key_lengths)
-
 
 @dataclass(frozen=True)
 class ChunkPlan:
@@ -269,8 +261,8 @@ class NativeAttention(torch.nn.Module):
             q = query.index_select(0, chunks.queries)
             k, v = (x.index_select(0, chunks.keys) for x in (key, value))
             if kernel is not None:
-                sizes = (chunks.query_offsets, chunks.key_offsets, chunks.longest_query, chunks.longest_key)
-                outputs.append(self._by_kernel(kernel, q, k, v, *sizes))
+                longest = max(chunks.query_lengths), max(chunks.key_lengths)
+                outputs.append(self._by_kernel(kernel, q, k, v, chunks.query_offsets, chunks.key_offsets, *longest))
                 continue
             sequences = zip(
                 q.split(chunks.query_lengths),

@@ -57,11 +57,6 @@ def put_head(model: Any, *, post_process: bool, config: Any, **_: Any) -> None:
         language_model(model).output_layer = ValueLayer(config)
 
 
-def untie(hf_config: Any) -> None:
-    """Disable tied embeddings: a critic has no output layer to tie. Call before the bridge is created."""
-    hf_config.tie_word_embeddings = False
-
-
 def name_head(bridge: Any) -> None:
     """Make a bridge export the value head as `score.weight` and without vocabulary padding."""
     to_hf_name, to_hf_format = bridge._weight_name_mapping_mcore_to_hf, bridge._weight_to_hf_format

