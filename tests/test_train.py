@@ -340,7 +340,7 @@ def test_only_an_adaptive_kl_weight_is_resumed(
 
 
 @pytest.mark.parametrize("in_reward", [False, True])
-def test_the_kl_weight_is_adapted_to_the_computed_kl_not_to_the_logged_one(
+def test_the_kl_weight_adapts_to_the_computed_and_not_the_logged_kl(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_reward: bool
 ) -> None:
     recipe.algorithm.kl_coef, recipe.algorithm.kl_target, recipe.algorithm.kl_in_reward = 0.5, 0.1, in_reward

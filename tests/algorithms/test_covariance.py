@@ -87,7 +87,7 @@ def test_threshold() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "share", "count"), [(199, 0.01, 1), (1999, 0.002, 3), (100, 0.29, 28), (7, 0.5, 3)])
-def test_the_number_of_tokens_is_cut_down(tokens: int, share: float, count: int) -> None:
+def test_the_number_of_selected_tokens_is_rounded_down(tokens: int, share: float, count: int) -> None:
     """The authors' implementation takes max(1, int(share * tokens)), in Python's floats: 0.29 * 100 is below 29."""
     assert TokenSums(tokens=tokens).count(share) == count
 

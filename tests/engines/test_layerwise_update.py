@@ -114,7 +114,7 @@ def test_attention_with_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         _check_filled(model, needed, leave_out=())
 
 
-def test_a_layer_without_slices_is_left_to_vllms_loader() -> None:
+def test_a_layer_without_slices_is_loaded_by_vllms_loader() -> None:
     model = Model()
     model.transposed = True
     needed = needed_slices(model, TENSORS)
@@ -207,7 +207,7 @@ def test_an_update_that_ends_within_a_layer_is_refused(live: tuple[Model, SliceT
 
 
 @pytest.mark.parametrize("fault", ["a tensor is missing", "the loader reads values", "the loader copies twice"])
-def test_a_model_that_cannot_be_updated_by_slices_stays_as_it_was(fault: str) -> None:
+def test_a_model_that_cannot_be_updated_by_slices_is_unchanged(fault: str) -> None:
     """Its engine serves on with full updates, so its parameters must be the same tensors with the same values."""
     model = Model()
     model.read, model.twice = fault == "the loader reads values", fault == "the loader copies twice"

@@ -40,13 +40,13 @@ def read(algorithm: AlgorithmConfig, names: Any) -> dict[str, Any]:
     return {name: getattr(algorithm, name) for name in names}
 
 
-def test_the_losses_with_defaults() -> None:
+def test_losses_have_the_listed_defaults() -> None:
     assert {name: dict(LOSSES[name].defaults) for name in LOSSES.names() if LOSSES[name].defaults} == WITH_DEFAULTS
 
 
 @pytest.mark.parametrize("loss", WITH_DEFAULTS)
 class TestRecipe:
-    def test_open_settings_take_them(self, loss: str, tmp_path: Path) -> None:
+    def test_unset_settings_get_the_losss_defaults(self, loss: str, tmp_path: Path) -> None:
         recipe = load_recipe(recipe_file(tmp_path, f"algorithm: {{loss: {loss}}}"))
         assert read(recipe.algorithm, WITH_DEFAULTS[loss]) == WITH_DEFAULTS[loss]
         by_command = load_recipe(recipe_file(tmp_path, ""), [f"algorithm.loss={loss}"])
@@ -81,7 +81,7 @@ class TestRecipe:
 
 
 @pytest.mark.parametrize(("loss", "name"), [(loss, name) for loss in WITH_DEFAULTS for name in WITH_DEFAULTS[loss]])
-def test_a_set_value_counts(loss: str, name: str, tmp_path: Path) -> None:
+def test_an_explicit_value_overrides_the_losss_default(loss: str, name: str, tmp_path: Path) -> None:
     """From the file, a base file or the command line, also if it equals the schema's default."""
     path = recipe_file(tmp_path, f"algorithm: {{loss: {loss}, {name}: {OTHERS[name]}}}")
     assert getattr(load_recipe(path).algorithm, name) == OTHERS[name]

@@ -421,7 +421,7 @@ class TestLosses:
         algorithm = converted(loss)
         assert (algorithm.clip_low, algorithm.clip_high) == (0.2, 0.2)
 
-    def test_clip_bounds_of_the_command_count(self, converted: Callable[..., AlgorithmConfig]) -> None:
+    def test_clip_bounds_of_the_command_are_converted(self, converted: Callable[..., AlgorithmConfig]) -> None:
         algorithm = converted("gspo", "clip_ratio_low=3e-4", "clip_ratio_high=4e-4")
         assert (algorithm.clip_low, algorithm.clip_high) == (3e-4, 4e-4)
 

@@ -21,7 +21,7 @@ from megarl.errors import InputError
 
 MAIN = "python3 -m verl.trainer.main_ppo"
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
-MACHINE = ScriptContext(script="scripts/run.sh", folder="/work/verl", now=NOW)
+MACHINE = ScriptContext(script="scripts/run.sh", folder="/home/me/verl", now=NOW)
 
 
 def arguments(script: str, machine: ScriptContext = MACHINE, **variables: str) -> list[str]:
@@ -94,7 +94,7 @@ def test_a_script_is_evaluated_as_by_bash(name: str) -> None:
     assert arguments(script) == by_bash(script)
 
 
-def test_the_surroundings_are_those_of_the_conversion() -> None:
+def test_date_folder_and_path_come_from_the_conversion() -> None:
     """The date, the current folder and the script's path are values, and a note says so if the command uses them."""
     script = "\n".join(
         [
@@ -104,13 +104,13 @@ def test_the_surroundings_are_those_of_the_conversion() -> None:
             f"{MAIN} name=$NAME dir=$HERE/out pwd=$(pwd)",
         ]
     )
-    assert arguments(script) == ["name=run-20260102_0304", "dir=/work/verl/scripts/out", "pwd=/work/verl"]
+    assert arguments(script) == ["name=run-20260102_0304", "dir=/home/me/verl/scripts/out", "pwd=/home/me/verl"]
     assert notes(script) == [
         "line 1: $(date) is the time of this conversion, 2026-01-02 03:04:05",
         "line 1: the script's path is scripts/run.sh",
-        "line 2: the current folder is /work/verl/scripts, as in this conversion",
+        "line 2: the current folder is /home/me/verl/scripts, as in this conversion",
         "line 2: the script's path is scripts/run.sh",
-        "line 4: the current folder is /work/verl, as in this conversion",
+        "line 4: the current folder is /home/me/verl, as in this conversion",
     ]
     assert notes(f"L=$(date)\n{MAIN} a=1 | tee $L") == []
     with pytest.raises(
@@ -119,15 +119,15 @@ def test_the_surroundings_are_those_of_the_conversion() -> None:
         arguments(f'{MAIN} a=$(dirname "$0")', ScriptContext(script=None))
 
 
-def test_notes_stand_in_the_recipe() -> None:
+def test_notes_are_written_to_the_recipe() -> None:
     options = "algorithm.adv_estimator=grpo actor_rollout_ref.model.path=$PWD/m data.train_files=a.parquet"
     done = convert(f"{MAIN} {options} actor_rollout_ref.rollout.n=2", machine=MACHINE)
-    assert "line 1: the current folder is /work/verl, as in this conversion" in done.notes
-    assert "path: /work/verl/m" in done.text and "the current folder is /work/verl" in done.text
+    assert "line 1: the current folder is /home/me/verl, as in this conversion" in done.notes
+    assert "path: /home/me/verl/m" in done.text and "the current folder is /home/me/verl" in done.text
 
 
 @pytest.mark.parametrize(("module", "device"), [("yaml", "npu"), ("no_such_module_", "gpu")])
-def test_a_probe_for_a_package_is_answered_from_this_machine(module: str, device: str) -> None:
+def test_a_probe_for_a_package_is_evaluated_on_this_machine(module: str, device: str) -> None:
     """The branch that the answer decides has a note, too."""
     script = "\n".join(
         [
@@ -158,7 +158,7 @@ def test_all_missing_values_are_listed_at_once() -> None:
     assert arguments(script, A="1", B="2", C="3") == ["a=1/x", "b=2", "c=3", "d=1", "e=1"]
 
 
-def test_values_of_the_user_win_over_every_assignment() -> None:
+def test_the_users_values_override_every_assignment() -> None:
     script = f"if true; then X=1; fi\nfor X in a; do :; done\n((X = 3))\n: ${{X:=4}}\nread -r X\n{MAIN} x=$X"
     assert arguments(script, X="u") == ["x=u"]
 
@@ -176,20 +176,20 @@ class TestGuards:
             'usage() { echo x; exit 1; }\nif [ "$1" = "" ]; then usage; fi',
         ],
     )
-    def test_is_skipped(self, guard: str) -> None:
+    def test_checks_before_the_training_command_are_skipped(self, guard: str) -> None:
         assert arguments(f"{guard}\n{MAIN} a=1") == ["a=1"]
         with pytest.raises(InputError, match=r"does not set \$1: add 1=VALUE"):
             arguments(f"{guard}\n{MAIN} a=$1")
         assert arguments(f"{guard}\n{MAIN} a=$1", **{"1": "x"}) == ["a=x"]
 
-    def test_an_end_without_doubt_is_an_error(self) -> None:
+    def test_a_certain_exit_before_the_training_command_is_an_error(self) -> None:
         with pytest.raises(InputError, match=r"line 2: the script ends here, before a training command$"):
             arguments(f"B=trt\nif [ $B != vllm ]; then exit 1; fi\n{MAIN} a=1")
 
     def test_a_check_of_the_machine_is_skipped(self) -> None:
         assert arguments(f"[ -d /data ] || exit 1\nnvidia-smi || exit 1\ncd x || exit\n{MAIN} a=1") == ["a=1"]
 
-    def test_a_required_value_is_asked_for(self) -> None:
+    def test_a_missing_required_value_is_an_error(self) -> None:
         with pytest.raises(InputError, match=r"line 1: the script does not set \$M in \$\{M:\?set M\}"):
             arguments(f': "${{M:?set M}}"\n{MAIN} a=1')
 
@@ -225,29 +225,29 @@ class TestUnknown:
             'if [ "$ENV_" = a ]; then X=1; fi',
         ],
     )
-    def test_is_an_error_only_if_it_is_used(self, script: str) -> None:
+    def test_an_unknown_value_is_an_error_only_if_used(self, script: str) -> None:
         with pytest.raises(InputError, match=r"line \d"):
             arguments(f'{script}\n{MAIN} "x=$X"')
         assert arguments(f'{script}\n{MAIN} "x=$X"', X="7") == ["x=7"]
         assert arguments(f"{script}\n{MAIN} a=1") == ["a=1"]
 
-    def test_paths_with_the_same_result_are_no_doubt(self) -> None:
+    def test_branches_with_equal_results_are_resolved(self) -> None:
         script = "if nvidia-smi; then X=1; Y=2; else Y=2; X=1; fi\ncase $(hostname) in a) X=1;; b) exit 1;; esac"
         assert arguments(f"{script}\n{MAIN} x=$X y=$Y") == ["x=1", "y=2"]
 
-    def test_a_function_of_which_there_are_two(self) -> None:
+    def test_calling_a_function_with_two_definitions_is_an_error(self) -> None:
         script = "if nvidia-smi; then f() { X=1; }; else f() { X=2; }; fi"
         with pytest.raises(InputError, match="line 2: the script defines f in several ways"):
             arguments(f"{script}\nf\n{MAIN} a=1")
         assert arguments(f"{script}\n{MAIN} a=1") == ["a=1"]
 
-    def test_a_variable_of_the_environment_that_decides_is_named(self) -> None:
+    def test_an_environment_variable_that_decides_a_branch_is_named(self) -> None:
         script = f'X=1\nif [ "$MODE" = fast ]; then X=2; fi\n{MAIN} x=$X'
         with pytest.raises(InputError, match=r"line 2: the script does not set \$MODE: add MODE=VALUE after the file"):
             arguments(script)
         assert arguments(script, MODE="fast") == ["x=2"]
 
-    def test_a_training_command_that_may_not_run(self) -> None:
+    def test_a_conditional_training_command_is_refused(self) -> None:
         for script in (
             "if nvidia-smi; then MAIN; fi",
             "for i in $(ls); do MAIN; done",
@@ -261,7 +261,7 @@ class TestUnknown:
             arguments(f"for lr in 1 2; do {MAIN} lr=$lr; done")
 
 
-def test_the_trainer_may_be_a_variable() -> None:
+def test_the_trainers_module_can_be_a_variable() -> None:
     command = read_command(
         'LAUNCH=(uv run python3)\nM=verl.trainer.main_ppo\n"${LAUNCH[@]}" -m $M a=$X b=1', {"X": "1"}, MACHINE
     )
@@ -280,14 +280,14 @@ def test_the_trainer_may_be_a_variable() -> None:
         "X=$X$X\nY=a\nfor i in $(seq 100); do Y=$Y$Y; done",
     ],
 )
-def test_a_script_without_end_is_an_error_within_seconds(script: str) -> None:
+def test_an_endless_script_is_an_error_within_seconds(script: str) -> None:
     start = time.monotonic()
     with pytest.raises(InputError):
         arguments(f"{script}\n{MAIN} a=$Y")
     assert time.monotonic() - start < 20
 
 
-def test_nothing_of_a_script_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_command_of_a_script_is_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     script = "touch a; echo x > b\nX=$(touch c; echo y | tee d)\n`touch e`\neval 'touch f'\nbash -c 'touch g'\ncat <(touch h)\n"
     assert arguments(f"{script}{MAIN} a=1", ScriptContext()) == ["a=1"]
@@ -314,7 +314,7 @@ def test_damaged_scripts_are_input_errors() -> None:
 
 
 class TestParser:
-    def test_a_missing_parser_is_one_line(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_missing_parser_is_reported_in_one_line(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(shutil, "which", lambda *args, **named: None)
         with pytest.raises(InputError) as caught:
             arguments(f"{MAIN} a=1")
@@ -330,11 +330,11 @@ class TestParser:
         with pytest.raises(InputError, match="older than version 4: pip install"):
             arguments(f"{MAIN} a=1")
 
-    def test_errors_have_the_script_s_lines(self) -> None:
+    def test_errors_name_the_scripts_lines(self) -> None:
         with pytest.raises(InputError, match=r"^line 2: "):
             arguments("a=1\nif true; then\nfi)\n")
         with pytest.raises(InputError, match=r"line 4: "):
             arguments(f"a=1\n\n\nbash -c 'if'\n{MAIN}")
 
-    def test_line_ends_of_windows(self) -> None:
+    def test_windows_line_ends_are_accepted(self) -> None:
         assert arguments(f"A=1\r\n{MAIN} a=$A \\\r\n  b=2\r\n") == ["a=1", "b=2"]
