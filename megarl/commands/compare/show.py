@@ -144,7 +144,11 @@ def _charts(result: Comparison) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         )
 
     a, b = result.a, result.b
-    chart(_title(result), _named(a.metric, b.metric), {"A": a.curve, "B": b.curve})
+    chart(
+        _title(result),
+        a.metric if a.metric == b.metric else f"{a.metric} of A, {b.metric} of B",
+        {"A": a.curve, "B": b.curve},
+    )
     gaps, means = errors(a.curve, b.curve)
     bound = dict.fromkeys(gaps, result.bound)
     chart(
@@ -160,10 +164,6 @@ def _charts(result: Comparison) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         if metric in a.log.metrics and metric in b.log.metrics and metric not in (a.metric, b.metric):
             chart(title, metric, {"A": a.log.metrics[metric], "B": b.log.metrics[metric]})
     return curves, charts
-
-
-def _named(metric_a: str, metric_b: str) -> str:
-    return metric_a if metric_a == metric_b else f"{metric_a} of A, {metric_b} of B"
 
 
 def _title(result: Comparison) -> str:

@@ -27,26 +27,9 @@ from megarl.hf.shape import model_shape
 from megarl.megatron.layout import check_layout
 from megarl.preflight.load import load_recipe
 from megarl.recipe.schema import Recipe
+from tests.support.layout_search import DENSE, SPARSE, recipe
 
 ROOT = Path(__file__).parents[3]
-DENSE: dict[str, Any] = {
-    "model_type": "qwen3",
-    "num_hidden_layers": 6,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 64,
-    "vocab_size": 96,
-}
-SPARSE = {**DENSE, "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-
-
-def recipe(trainers: int, **megatron: Any) -> Recipe:
-    recipe = Recipe()
-    recipe.model.path, recipe.cluster.trainers, recipe.rollout.engines = "models/x", trainers, trainers
-    for name, value in megatron.items():
-        setattr(recipe.megatron, name, value)
-    return recipe
 
 
 def brute_force(recipe: Recipe, model: dict[str, Any], per_node: int) -> set[TrainerLayout]:

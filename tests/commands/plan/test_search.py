@@ -21,61 +21,19 @@ from megarl.commands.plan.search import suggest
 from megarl.commands.plan.search.command import require_device
 from megarl.commands.plan.search.fits import FitChecker, HostTooSmallError, Subject, too_large
 from megarl.commands.plan.search.forecast import Forecast
-from megarl.commands.plan.search.layouts import Choice, EngineLayout, choice_of, chosen, overrides, refusal
+from megarl.commands.plan.search.layouts import Choice, EngineLayout, choice_of, chosen, overrides
 from megarl.commands.plan.search.lower_bound import largest_parts, min_held_bytes, min_peak_bytes
 from megarl.commands.plan.search.search import SearchResult, families, search
 from megarl.commands.plan.search.step_time import StepTimes
 from megarl.commands.plan.show.search_console import name_of, show, summary_lines, why
 from megarl.commands.plan.time.estimate import estimate
 from megarl.errors import InputError
-from megarl.platform.devices import devices
 from megarl.preflight.load import load_recipe
 from megarl.recipe.load import to_yaml
 from megarl.recipe.schema import Recipe
-from tests.commands.plan.test_layouts import DENSE, SPARSE, recipe
+from tests.support.layout_search import DENSE, H100, NO_CLIENT, SPARSE, FakeFitChecker, recipe, subject
 
 ROOT = Path(__file__).parents[3]
-H100 = devices()["H100"]
-NO_ASKER: Any = None  # never called
-
-
-def subject(trainers: int = 4, model: dict[str, Any] = SPARSE, **megatron: Any) -> Subject:
-    run_recipe = recipe(trainers, **megatron)
-    run_recipe.data.max_prompt_length, run_recipe.rollout.max_response_length = 32, 32
-    run_recipe.actor.max_tokens_per_micro_batch = 64
-    return Subject(run_recipe, {**model, "head_dim": 8, "max_position_embeddings": 512}, None, H100)
-
-
-class FakeFitChecker:
-    """A replacement of `FitChecker`: layouts without recomputation are too large, one shape is refused, and one is
-    forecast to be too large."""
-
-    def __init__(
-        self, *_: Any, refuses: tuple[int, ...] = (), doubts: tuple[int, ...] = (), waits: float = 0.0
-    ) -> None:
-        self.refuses, self.doubts, self.waits, self.counted = refuses, doubts, waits, []  # type: ignore[var-annotated]
-        self.engines = EngineLayout(4, 1, 1, None)
-        self.not_counted = "rollout: nothing is known"
-
-    def too_large(self, choice: Choice) -> bool:
-        return choice.layout.pipeline_parallel == 4
-
-    def is_forecast(self, choice: Choice) -> bool:
-        return choice.recompute == "none"  # only layouts without recomputation
-
-    def excess(self, choice: Choice, near: float = 1.01) -> float:
-        return float(choice.layout.shape == self.doubts)
-
-    def refused(self, choice: Choice) -> str | None:
-        return "not this one" if choice.layout.shape == self.refuses else None
-
-    def peak(self, choice: Choice) -> int:
-        time.sleep(self.waits)
-        self.counted.append(choice)
-        return 2**30 if choice.recompute == "full" else 2**40
-
-    def with_choice(self, recipe: Recipe, choice: Choice) -> Recipe:
-        return chosen(recipe, choice)
 
 
 def run(task: Subject, checker: FakeFitChecker, *, seconds: float = 60.0, count: int = 10) -> SearchResult:
@@ -143,7 +101,7 @@ def test_a_layout_that_hosts_cannot_hold_is_not_suggested(monkeypatch: pytest.Mo
     monkeypatch.setattr(suggest, "FitChecker", TooSmallHosts)
     task = subject(recompute="none", offload=False)
     engines = EngineLayout(4, 1, 1, None), None
-    suggested = suggest.suggest(task, NO_ASKER, engines=engines, seconds=30.0)
+    suggested = suggest.suggest(task, NO_CLIENT, engines=engines, seconds=30.0)
     assert suggested.suggestions and not any(
         "offload=true" in suggestion.overrides for suggestion in suggested.suggestions
     )
@@ -156,7 +114,7 @@ class Hosts(FitChecker):
         task = subject(8, pipeline_parallel=4, offload=True)
         task.recipe.train.source = "sft"
         device = replace(H100, per_node=4, host_memory=memory, process_memory=0.0)
-        self._subject, self._client = replace(task, device=device), NO_ASKER
+        self._subject, self._client = replace(task, device=device), NO_CLIENT
 
     def check(self, sizes: list[int], counted: int) -> None:
         """`sizes`: GiB of page-locked weights by stage; only the first `counted` stages are counted."""
@@ -289,97 +247,6 @@ def test_step_times_equal_the_estimate() -> None:
         assert clock.seconds(chosen_recipe) == pytest.approx(
             estimate(chosen_recipe, task.model, None, H100, response=20.0).seconds
         )
-
-
-def test_suggestions_stop_at_their_time_limit_during_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Slow(FakeFitChecker):
-        def peak(self, choice: Choice) -> int:
-            time.sleep(1.5)
-            return 0
-
-    task = subject()
-    monkeypatch.setattr(suggest, "FitChecker", Slow)
-    monkeypatch.setattr(suggest, "_by_changes", lambda *_: iter([choice_of(task.recipe)]))
-    assert suggest.suggest(task, NO_ASKER, seconds=0.5) == ([], True), "it would fit, 1.5 s later"
-    monkeypatch.setattr(suggest, "_by_changes", lambda *_: iter([]))
-    assert suggest.suggest(task, NO_ASKER, seconds=60) == ([], False), "nothing was left to look at"
-
-
-def test_suggestions_stop_at_the_third(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The search ends at the third suggestion, without waiting for the fourth, which is being counted."""
-
-    class SlowOnce(FakeFitChecker):
-        slow = False
-
-        def peak(self, choice: Choice) -> int:
-            if SlowOnce.slow:
-                time.sleep(0.01)
-                return 0
-            SlowOnce.slow = True  # the first takes long
-            time.sleep(3)
-            return 0
-
-    monkeypatch.setattr(suggest, "FitChecker", SlowOnce)
-    began = time.monotonic()
-    suggestions, stopped = suggest.suggest(subject(), NO_ASKER, seconds=60)
-    assert len(suggestions) == 3 and not stopped and time.monotonic() - began < 2.5
-
-
-def test_layouts_that_divide_are_proposed_without_counting(monkeypatch: pytest.MonkeyPatch) -> None:
-    task = subject(tensor_parallel=4)  # two key/value heads do not divide
-    lines = suggest.uncounted_layouts(task)
-    assert len(lines) == 3 and all(line.count("=") <= 2 for line in lines), lines
-    for line in lines:
-        sizes = {
-            key.removeprefix("megatron."): plain for key, plain in (setting.split("=") for setting in line.split())
-        }
-        changed = replace(task.recipe, megatron=replace(task.recipe.megatron, **{k: int(v) for k, v in sizes.items()}))
-        assert refusal(changed, task.model) is None
-    small = replace(task, device=replace(task.device, memory=1e-6))
-    assert suggest.uncounted_layouts(small) == []
-
-
-def test_suggestions_change_as_few_settings_as_possible(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    task = subject(tensor_parallel=4)  # two key/value heads do not divide
-    monkeypatch.setattr(suggest, "FitChecker", FakeFitChecker)
-    suggestions, stopped = suggest.suggest(task, NO_ASKER, seconds=60)
-    assert len(suggestions) == 3 and not stopped
-    assert all(
-        "megarl" not in suggestion.overrides and "megatron.recompute=full" in suggestion.overrides
-        for suggestion in suggestions
-    )
-    assert all(len(suggestion.overrides.split()) <= 3 for suggestion in suggestions), suggestions
-    assert [suggestion.times for suggestion in suggestions] == sorted(suggestion.times for suggestion in suggestions)
-    clock = StepTimes(task.device, task.shape, None, None)
-    for suggestion in suggestions:
-        (tmp_path / "recipe.yaml").write_text(to_yaml(task.recipe))
-        loaded = load_recipe(tmp_path / "recipe.yaml", suggestion.overrides.split(), check=False)
-        assert suggestion.times == pytest.approx(clock.seconds(loaded) / clock.seconds(task.recipe))
-
-
-def test_suggestions_of_one_shape_change_different_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A smaller micro batch and recomputation of the recipe's layout are two suggestions. Both together are slower than one
-    of them and are not proposed, nor is another partition of the same layers."""
-
-    class Small(FakeFitChecker):
-        def peak(self, choice: Choice) -> int:
-            time.sleep(
-                0.3 if choice.tokens == 256 else 0.0
-            )  # 128 is counted before it, which the search looks at later
-            return 2**30 if choice.recompute == "full" or choice.tokens < 512 else 2**40
-
-        def excess(self, choice: Choice, near: float = 1.0) -> float:
-            return 0.0
-
-    task = subject(pipeline_parallel=2)
-    task.recipe.actor.max_tokens_per_micro_batch = 512
-    monkeypatch.setattr(suggest, "FitChecker", Small)
-    suggestions, _ = suggest.suggest(task, NO_ASKER, seconds=60)
-    lines = {suggestion.overrides for suggestion in suggestions}
-    assert "megatron.recompute=full" in lines and "actor.max_tokens_per_micro_batch=256" in lines, lines
-    assert not any("recompute=full" in line and "tokens" in line for line in lines), lines
-    assert not any("virtual" in line for line in lines), lines
-    assert len(lines) == 3 and "actor.max_tokens_per_micro_batch=128" not in lines, "the same as 256, and slower"
 
 
 def test_a_search_without_a_device_is_refused() -> None:

@@ -108,7 +108,7 @@ def places(
     for together, count in _together(recipe, occupants.stages, policy, sharing):
         not_counted = unknown.get(ROLLOUT) if sharing.colocated and (policy is None or policy in together) else None
         uses = _with_slots(recipe, together, _with_constant(on.uses(together), libraries.of(together)))
-        result.append(DeviceUses(" + ".join(_name(occupant) for occupant in together), count, uses, not_counted))
+        result.append(DeviceUses(" + ".join(occupant.name for occupant in together), count, uses, not_counted))
     for section, engine in engines.items():
         if section == ROLLOUT and sharing.colocated:
             continue
@@ -138,10 +138,6 @@ def _with_slots(recipe: Recipe, occupants: Sequence[PipelineStage | EngineRank],
         return uses
     kept = {BUFFERS: senders * SHARDED_SLOTS * recipe.weight_sync.bucket_mb * 2**20}
     return [use if BUFFERS in use.parts else Use(use.phase, {**use.parts, **kept}) for use in uses]
-
-
-def _name(occupant: PipelineStage | EngineRank) -> str:
-    return f"{occupant.role} {occupant.number}" if isinstance(occupant, PipelineStage) else "engine"
 
 
 def _together(

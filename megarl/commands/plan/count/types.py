@@ -75,6 +75,15 @@ class PipelineStage:
     phases: dict[str, Phase]
     chunks: int = 1  # model chunks of the stage: more than one under virtual pipeline stages
 
+    @property
+    def name(self) -> str:
+        return f"{self.role} {self.number}"
+
+    @property
+    def host(self) -> int:
+        """Largest host memory of a phase in bytes."""
+        return max((phase.host for phase in self.phases.values()), default=0)
+
 
 @dataclass(frozen=True)
 class EngineRank:
@@ -90,6 +99,10 @@ class EngineRank:
     largest: int = 0  # bytes of the largest layer, which exists twice while new weights are loaded
     recomputed: int = 0  # bytes of weights that MLA recomputes at the first update and keeps while asleep
     asleep: int = 0  # bytes on the host while the engine sleeps and keeps its weights
+
+    @property
+    def name(self) -> str:
+        return "engine"
 
 
 @dataclass(frozen=True)

@@ -71,11 +71,11 @@ def _stages(stages: list[PipelineStage], unit: Unit, width: int) -> Group:
             passes[2] = unit.tenths(beyond.update_logits)  # part of the update, not added to it
         rows.append(
             [
-                f"{stage.role} {stage.number}",
+                stage.name,
                 f"{held.parameters / parameters.size:.2f} {parameters.name}",
                 *(unit.tenths(size) for size in (held.weights, held.gradients, held.masters + held.moments)),
                 *passes,
-                unit.tenths(max((phase.host for phase in stage.phases.values()), default=0)),
+                unit.tenths(stage.host),
             ]
         )
     return fitted(transposed(rows), f"{unit.name} of a rank, by pipeline stage", width)

@@ -209,9 +209,8 @@ def _engine(section: str, rank: EngineRank, unit: Unit) -> dict[str, Any]:
 def _stage(stage: PipelineStage, unit: Unit) -> dict[str, Any]:
     """Return a row of the table: memory of the stage, of its passes, and of its host."""
     held, beyond = stage.held, stage.activations
-    host = max((phase.host for phase in stage.phases.values()), default=0)
     return {
-        "name": f"{stage.role} {stage.number}",
+        "name": stage.name,
         "rank": stage.rank,
         "parameters": f"{held.parameters:,}",
         "trained": f"{held.trained:,}",
@@ -224,5 +223,5 @@ def _stage(stage: PipelineStage, unit: Unit) -> dict[str, Any]:
                 else (None,) * 5
             )
         ],
-        "host": unit.show(host),
+        "host": unit.show(stage.host),
     }

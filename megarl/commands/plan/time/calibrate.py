@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from megarl.commands.plan.count.types import Estimate
-from megarl.commands.plan.time.calibration import Calibration, CalibrationEntry
+from megarl.commands.plan.time.calibration import LINKS, SHARES, Calibration, CalibrationEntry
 from megarl.commands.plan.time.measured import Measured
 from megarl.platform.devices import Device
 from megarl.text import pluralize
@@ -81,15 +81,7 @@ def calibration_of(fit: Fit, measured: Measured) -> Calibration:
 
     rates = {
         name: entry(getattr(after, peak) * getattr(after, share))
-        for name, peak, share in (
-            ("train_flops", "flops", "train_share"),
-            ("prefill_flops", "flops", "prefill_share"),
-            ("decode_bandwidth", "bandwidth", "decode_share"),
-            ("link", "link", "link_share"),
-            ("network", "network", "link_share"),
-            ("host_link", "host_link", "link_share"),
-            ("host_network", "host_network", "link_share"),
-        )
+        for name, peak, share in (*SHARES, *((link, link, "link_share") for link in LINKS if link != "offload_link"))
         if getattr(after, share) != getattr(before, share)
     }
     if "host_link" in rates and after.offload_link is not None:

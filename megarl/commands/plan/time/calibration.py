@@ -137,13 +137,13 @@ class Calibration:
                 most = self.rates[bound].value / getattr(device, peak)
                 for share in shares:
                     changed = _with(changed, share, min(getattr(changed, share), most))
-        for name, peak, share in _SHARES:
+        for name, peak, share in SHARES:
             if name in self.rates:
                 rate = self.rates[name].value
                 if rate > getattr(changed, peak):
                     changed = _raised(changed, peak, rate)
                 changed = _with(changed, share, rate / getattr(changed, peak))
-        for name in _LINKS:
+        for name in LINKS:
             if name in self.rates:
                 changed = _with(changed, name, self.rates[name].value / changed.link_share)
         for name in ("adam_bandwidth", "layer_seconds"):
@@ -274,12 +274,12 @@ def _with(device: Device, name: str, value: float) -> Device:
 def _raised(device: Device, peak: str, rate: float) -> Device:
     """Return `device` with a higher peak; its other shares are scaled so that their rates stay equal."""
     times = rate / getattr(device, peak)
-    shares: dict[str, Any] = {share: getattr(device, share) / times for _, of, share in _SHARES if of == peak}
+    shares: dict[str, Any] = {share: getattr(device, share) / times for _, of, share in SHARES if of == peak}
     return replace(device, **{peak: rate, **shares})
 
 
 _NAMES = ", ".join(RATES)
-_SHARES = (
+SHARES = (
     ("train_flops", "flops", "train_share"),
     ("prefill_flops", "flops", "prefill_share"),
     ("decode_bandwidth", "bandwidth", "decode_share"),
@@ -288,4 +288,4 @@ _BOUNDS = (
     ("matmul_flops", "flops", ("train_share", "prefill_share")),
     ("memory_bandwidth", "bandwidth", ("decode_share",)),
 )
-_LINKS = ("link", "network", "host_link", "offload_link", "host_network")
+LINKS = ("link", "network", "host_link", "offload_link", "host_network")

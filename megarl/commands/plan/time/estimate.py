@@ -187,7 +187,7 @@ class Step:
             self._add("gen", self._generate(), self._of_engines())
             self._begin = 0.0 if overlaps else None
         if needs_teacher(settings):
-            self._add("teacher", self._teach(), self._of_teacher())
+            self._add("teacher", read(self._teachers, self.lengths.tokens, self.samples), self._of_teacher())
         critic_first = uses_critic(settings) and not settings.kl_in_reward
         if critic_first:
             self._consult_critic()
@@ -231,9 +231,6 @@ class Step:
         greedy = ADVANTAGES[self.recipe.algorithm.advantage].needs_greedy
         samples = self.recipe.rollout.samples_per_prompt + greedy
         return generate(self.engines, self.lengths, self.recipe.data.prompts_per_step * self.tried, samples)
-
-    def _teach(self) -> Cost:
-        return read(self._teachers, self.lengths.tokens, self.samples)
 
     @property
     def _teachers(self) -> Engines:

@@ -84,8 +84,7 @@ def _check_recipe(run_dir: RunDirectory, recipe: Recipe) -> None:
 
 def _check_model(path: Path, lines: list[dict[str, float]], recipe: Recipe, shape: ModelShape) -> None:
     """Compare the FLOPs that the run counted with the FLOPs of this model."""
-    name = "actor"
-    speed = f"perf/tflops_per_device/{name}"
+    speed = "perf/tflops_per_device/actor"
     devices = 1e12 * recipe.cluster.trainers
     counted = [line[speed] * devices * line[f"{_TIMING}update_actor"] for line in lines if speed in line]
     if not counted:
