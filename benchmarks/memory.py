@@ -1,4 +1,4 @@
-"""Peak memory of each option that trades memory for work, and of the log-prob pass compared with materialised logits.
+"""Peak memory of each option that trades memory for work, and of the log-prob pass compared with materialized logits.
 
     python -m benchmarks.memory [--tokens 4096] [--vocabulary 32768]
 
@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.models import write_dense
 
-LOG_PROBS = {"megarl": "log_probs", "materialised logits": "materialised"}
+LOG_PROBS = {"megarl": "log_probs", "materialized logits": "materialized"}
 UPDATES: dict[str, dict[str, Any]] = {
     "no option": {},
     "keep_logits: true": {"keep_logits": True},
@@ -55,8 +55,8 @@ def run_case(case: str, model: str, tokens: int) -> None:
     batch = micro_batch(tokens, trainer.model.vocab_size, platform.device())
     if case == "log_probs":
         print(growth(lambda: trainer.log_probs([batch], temperature=1.0)))
-    elif case == "materialised":
-        print(growth(lambda: materialised(trainer, batch)))
+    elif case == "materialized":
+        print(growth(lambda: materialized(trainer, batch)))
     else:
         step = {"temperature": 1.0, "with_entropy": True}
         print(growth(lambda: trainer.train_step([batch], lambda x: ((x.log_probs + x.entropy).sum(), {}), **step)))
@@ -75,8 +75,8 @@ def micro_batch(tokens: int, vocabulary: int, device: Any) -> Any:
     return MicroBatch(ids, lengths, vectors)
 
 
-def materialised(trainer: Any, batch: Any) -> Any:
-    """Compute log-probs from the materialised logits, with `log_softmax` and `gather`."""
+def materialized(trainer: Any, batch: Any) -> Any:
+    """Compute log-probs from the materialized logits, with `log_softmax` and `gather`."""
     import torch
 
     from megarl.megatron.output_heads import at_predicted_tokens, output_weight, whole_rows

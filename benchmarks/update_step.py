@@ -3,7 +3,7 @@
     python -m benchmarks.update_step [--rounds 12]
 
 Both alternate in one process on the same weights. The bare loop is Megatron's forward and backward schedule with Megatron's
-vocabulary-parallel cross-entropy over materialised logits, `finalize_model_grads` and the optimizer's step. megarl's step is
+vocabulary-parallel cross-entropy over materialized logits, `finalize_model_grads` and the optimizer's step. megarl's step is
 `PolicyTrainer.train_step` with PPO's clipped objective. Seconds are CPU time (median of the rounds), which other processes
 disturb less than wall time. The result is the ratio.
 """

@@ -33,7 +33,7 @@ the loss) goes through a run's step: plan, trainer processes, `ppo_clip` with en
 step in float32, tiny models. Each case is compared with the same batch in one process and one micro batch. `whole`: one micro
 batch per rank; `packed 400` and `padded 400`: micro batches of at most 400 tokens; `packed 1`: one sequence per micro batch.
 Router losses: balance loss {balance}, z-loss {z}. Rows with another algorithm test sequence ratios (`gspo`), token selection
-over the mini batch (`kl_cov`, `clip_cov`), normalised correction weights with a mask (`corrected`), and whitened returns-to-go
+over the mini batch (`kl_cov`, `clip_cov`), normalized correction weights with a mask (`corrected`), and whitened returns-to-go
 with the KL in the reward (`reinforce_plus_plus`).
 
 Loss, gradient norm and metric: |a - b| / |b|. The metric column shows the metric of the step that differs most, including

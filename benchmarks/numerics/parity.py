@@ -20,7 +20,7 @@ Tiny random models in float32, {layouts} layouts: the largest |difference| of an
 computes for that sequence alone. A dash: the layout does not cut this model, or other rows cover it. Further settings (recomputation, no distributed optimizer, no sequence parallel, uneven stages):
 {options} cases, largest {option:.1e}. Largest of all {count} cases: log-prob {log_prob:.1e}, entropy {entropy:.1e}.
 In {exact} of {count} cases the exported tensors are the original tensors, bit for bit.
-qwen2_tied and vl_tied: tied embeddings; qwen3_moe_raw: routing weights that are not normalised; deepseek_v3: MLA, a shared
+qwen2_tied and vl_tied: tied embeddings; qwen3_moe_raw: routing weights that are not normalized; deepseek_v3: MLA, a shared
 expert, leading dense layers, groups of experts, expert bias, YaRN and a layer for multi-token prediction; moonlight: the
 same architecture with other options; vl: Qwen2.5-VL, sequences with and without images.
 Tests: `tests/megatron/test_layouts.py`, `tests/megatron/test_vl.py` (limit: 2e-5).

@@ -59,7 +59,7 @@ def cispo(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metric
     defaults={"aggregation": "seq_mean_token_mean"},
 )
 def sapo(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """Soft adaptive policy optimisation (SAPO, arXiv 2511.20347): -A (4 / tau) sigmoid(tau (ratio - 1)).
+    """Soft adaptive policy optimization (SAPO, arXiv 2511.20347): -A (4 / tau) sigmoid(tau (ratio - 1)).
 
     tau is `tau_positive` where A > 0, else `tau_negative`. At ratio 1 the gradient is the policy gradient; it fades
     smoothly on both sides.

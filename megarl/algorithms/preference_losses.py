@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     whole_groups=True,
 )
 def dpo(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """Direct preference optimisation (DPO, arXiv 2305.18290): -log sigmoid(beta (margin of chosen - margin of rejected)),
+    """Direct preference optimization (DPO, arXiv 2305.18290): -log sigmoid(beta (margin of chosen - margin of rejected)),
     where a margin is the sum over an answer's tokens of log_prob - reference log_prob. With label smoothing e (cDPO):
     (1 - e) times that, plus e times the same with the pair reversed.
 

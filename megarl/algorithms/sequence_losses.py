@@ -22,7 +22,7 @@ _GSPO_DEFAULTS = {"clip_low": 3e-4, "clip_high": 4e-4, **_PER_SEQUENCE}
 
 @policy_loss("gspo", needs_old_log_probs=True, settings=(*CLIP, "dual_clip"), defaults=_GSPO_DEFAULTS)
 def gspo(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """Group sequence policy optimisation (GSPO, arXiv 2507.18071): PPO's clipped surrogate with the sequence ratio
+    """Group sequence policy optimization (GSPO, arXiv 2507.18071): PPO's clipped surrogate with the sequence ratio
     s = exp(mean of log_probs - old_log_probs over its tokens). The paper's bounds: 3e-4 and 4e-4.
 
     With `correction.weights: token`, each token's weight scales its gradient, as in `gspo_token`.
@@ -50,7 +50,7 @@ _GMPO_DEFAULTS = {"clip_low": 0.4, "clip_high": 0.4, **_PER_SEQUENCE}
 
 @policy_loss("gmpo", needs_old_log_probs=True, settings=CLIP, defaults=_GMPO_DEFAULTS)
 def gmpo(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """Geometric-mean policy optimisation (GMPO, arXiv 2507.20673): -A exp(mean over the sequence's tokens of the
+    """Geometric-mean policy optimization (GMPO, arXiv 2507.20673): -A exp(mean over the sequence's tokens of the
     log-ratio d, clipped on the side where A gains).
 
     Per token: min(d, clip(d, -low, high)) if A > 0, max of the two if A < 0. The bounds apply to the log-ratio: 0.4 and

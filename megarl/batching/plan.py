@@ -39,7 +39,7 @@ def plan_step(
 ) -> StepPlan:
     """Lay out one batch over `data_parallel` ranks.
 
-    Mini batches are runs of whole groups in admission order. All normalisers are counted here, over a whole mini batch,
+    Mini batches are runs of whole groups in admission order. All normalizers are counted here, over a whole mini batch,
     before it is split. Micro batches are balanced by FLOPs, or by tokens if `model_flops` is None. Raises ValueError if
     the batch lacks greedy samples or step rewards that the advantage estimator needs.
     """

@@ -1,4 +1,4 @@
-"""Cache of tokenised rows on disk, keyed by a digest of everything that determines them.
+"""Cache of tokenized rows on disk, keyed by a digest of everything that determines them.
 
 An entry is one file: a SHA-256 checksum, then a safetensors file, which holds only data and cannot run code. An entry is
 renamed into place once it is complete and on disk, so that concurrent writers do not conflict and a killed writer leaves
@@ -29,7 +29,7 @@ _DIGEST = hashlib.sha256().digest_size
 
 @dataclass(frozen=True)
 class Encoded:
-    """One rendered and tokenised text.
+    """One rendered and tokenized text.
 
     Attributes:
         tokens: int32 [L].
@@ -56,10 +56,10 @@ class TokenCache:
         except FileNotFoundError:
             return None
         except OSError as error:
-            self.notice(f"tokenised rows could not be read from {path} ({error.strerror}): they are tokenised again")
+            self.notice(f"tokenized rows could not be read from {path} ({error.strerror}): they are tokenized again")
             return None
         if hashlib.sha256(data[_DIGEST:]).digest() != data[:_DIGEST]:
-            self.notice(f"the tokenised rows in {path} were damaged: they are tokenised again")
+            self.notice(f"the tokenized rows in {path} were damaged: they are tokenized again")
             return None
         encoded = _unpack(data[_DIGEST:])
         assert len(encoded) == count, f"{path} has {len(encoded)} texts, not {count}"
@@ -74,7 +74,7 @@ class TokenCache:
             write_synced(partial, hashlib.sha256(data).digest() + data)
             partial.rename(path)
         except OSError as error:
-            self.notice(f"tokenised rows could not be kept in {self.directory} ({error.strerror}): set data.cache")
+            self.notice(f"tokenized rows could not be kept in {self.directory} ({error.strerror}): set data.cache")
             with contextlib.suppress(OSError):
                 partial.unlink()
 

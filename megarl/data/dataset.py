@@ -1,4 +1,4 @@
-"""Base class of all data sets: read rows from files, tokenise them, and filter or reject rows that are too long."""
+"""Base class of all data sets: read rows from files, tokenize them, and filter or reject rows that are too long."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class FileCount:
 
 
 class RowDataset(Sequence[Item], ABC, Generic[Item]):
-    """Rows of files, rendered and tokenised once.
+    """Rows of files, rendered and tokenized once.
 
     Attributes:
         sets: number of kept rows of each set, by name. Items are ordered by set.
@@ -130,7 +130,7 @@ class RowDataset(Sequence[Item], ABC, Generic[Item]):
 
     @abstractmethod
     def encode(self) -> Encode:
-        """Return the function that renders and tokenises rows."""
+        """Return the function that renders and tokenizes rows."""
 
     @abstractmethod
     def item(self, row: Row, uid: str, texts: Sequence[Encoded]) -> Item:

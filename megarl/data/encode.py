@@ -1,4 +1,4 @@
-"""Tokenise rows: load them from the cache, else encode them in several processes, with a progress bar."""
+"""Tokenize rows: load them from the cache, else encode them in several processes, with a progress bar."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megarl.data.tokenizer import Tokenizer
 from megarl.recipe.schema import DataConfig
 
 Encode = Callable[[Sequence[Row], Tokenizer, DataConfig], list[Encoded]]
-"""Renders and tokenises rows into the same number of texts each. A module-level function or a partial of one, so that
+"""Renders and tokenizes rows into the same number of texts each. A module-level function or a partial of one, so that
 another process can import it."""
 
 CHUNK = 512  # rows per task of a process, and per step of the progress bar
@@ -76,11 +76,11 @@ def encode_rows(
             return _encode_in_processes(chunks, encode, tokenizer, config, workers, len(rows))
         except (BrokenProcessPool, OSError) as error:
             notice(
-                f"the {workers} processes that tokenise rows failed ({error}): this process tokenises them alone. "
+                f"the {workers} processes that tokenize rows failed ({error}): this process tokenizes them alone. "
                 "Set data.workers=1 to start no processes"
             )
     encoded: list[Encoded] = []
-    # Two threads: tokenizers release the GIL, so one thread renders while the other tokenises.
+    # Two threads: tokenizers release the GIL, so one thread renders while the other tokenizes.
     with _progress(len(rows)) as advance, ThreadPoolExecutor(2) as pool:
         texts_of_chunks = pool.map(lambda chunk: encode(chunk, tokenizer, config), chunks)
         for chunk, texts in zip(chunks, texts_of_chunks, strict=True):
@@ -116,7 +116,7 @@ def _encode_in_processes(
     return encoded
 
 
-_task: tuple[Encode, Tokenizer, DataConfig] | None = None  # set in a tokenising process
+_task: tuple[Encode, Tokenizer, DataConfig] | None = None  # set in a tokenizing process
 
 
 def _begin(encode: Encode, tokenizer: Tokenizer, config: DataConfig) -> None:
@@ -138,7 +138,7 @@ def _progress(total: int) -> Iterator[Callable[[int], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
-    columns = (TextColumn("tokenising rows"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn("tokenizing rows"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("rows", total=total)
         yield lambda rows: bar.update(task, advance=rows)

@@ -44,7 +44,7 @@ def ground_truth_of(row: Row, *, needed: bool) -> Any:
 
 class PromptDataset(RowDataset[Prompt]):
     """Rows with the column ``prompt`` and, where present or needed, ``data_source``, ``reward_model.ground_truth``,
-    ``extra_info`` and ``images``, rendered and tokenised once.
+    ``extra_info`` and ``images``, rendered and tokenized once.
 
     Attributes:
         data_sources: sorted data sources of the kept rows.
@@ -83,7 +83,7 @@ class PromptDataset(RowDataset[Prompt]):
         self.has_images = any(prompt.images for prompt in self._items)
 
     def read(self, file: Path) -> list[Row]:
-        """Read the rows of one file. Their column `images` becomes the number of images: tokenising needs no more."""
+        """Read the rows of one file. Their column `images` becomes the number of images: tokenizing needs no more."""
         rows = []
         for row in self.rows_of(file, self.optional):
             images = read_images(row, file, self._reader)
@@ -125,7 +125,7 @@ class PromptDataset(RowDataset[Prompt]):
 def encode_prompts(
     rows: Sequence[Row], tokenizer: Tokenizer, config: DataConfig, tools: Sequence[dict[str, Any]] = ()
 ) -> list[Encoded]:
-    """Render and tokenise each row's prompt, with the tools and the generation prompt."""
+    """Render and tokenize each row's prompt, with the tools and the generation prompt."""
     texts = [_render(row, tokenizer, config, tools) for row in rows]
     leading = tokenizer.leading_ids(config.chat_template)
     encoded = []

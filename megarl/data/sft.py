@@ -52,7 +52,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A part of a rendered conversation that is tokenised separately.
+    """A part of a rendered conversation that is tokenized separately.
 
     A prompt then has the same ids in training as in sampling, where no answer follows it.
     """
@@ -62,7 +62,7 @@ class _Piece:
 
 
 class SFTDataset(RowDataset[Example]):
-    """Rows with ``prompt`` and ``response``, or with ``messages`` (and ``tools``), rendered and tokenised once.
+    """Rows with ``prompt`` and ``response``, or with ``messages`` (and ``tools``), rendered and tokenized once.
 
     With ``messages``, every assistant turn counts in the loss, including tool calls; the chat template renders the tools.
     Without a chat template, contents are concatenated and the end token follows each assistant turn.
@@ -105,8 +105,8 @@ def encode_conversations(
     ids = iter(tokenizer.encode_batch([piece.text for parts in pieces for piece in parts]))
     encoded = []
     for conversation, parts in zip(conversations, pieces, strict=True):
-        tokenised = [(next(ids), part.learned) for part in parts]
-        tokens, mask = _join(conversation.row, tokenised, tokenizer, config.chat_template)
+        tokenized = [(next(ids), part.learned) for part in parts]
+        tokens, mask = _join(conversation.row, tokenized, tokenizer, config.chat_template)
         candidates = conversation.messages[conversation.first_learned :]
         answers = [message for message in candidates if message["role"] == "assistant"]
         encoded.append(Encoded(tokens, mask, "".join(_text_and_calls(message) for message in answers)))

@@ -18,7 +18,7 @@ from megarl.platform import Platform
 from megarl.recipe.schema import Recipe
 
 ValueObjective = Callable[[ValueInputs], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""From loss inputs to a loss (scalar, normalised over the whole mini batch) and metrics (scalars to be summed)."""
+"""From loss inputs to a loss (scalar, normalized over the whole mini batch) and metrics (scalars to be summed)."""
 
 _INPUTS = [field.name for field in dataclasses.fields(ValueInputs) if field.name != "values"]
 
@@ -60,7 +60,7 @@ class CriticTrainer(Trainer):
         """Run one optimizer step on this rank's part of a mini batch.
 
         `objective` receives the ValueInputs of each micro batch; `MicroBatch.vectors` holds all its fields except
-        `values`. Normalisation and result: see `PolicyTrainer.train_step`; metric names start with `critic/`.
+        `values`. Normalization and result: see `PolicyTrainer.train_step`; metric names start with `critic/`.
         """
 
         def loss(batch: MicroBatch, values: torch.Tensor) -> tuple[torch.Tensor, Any]:

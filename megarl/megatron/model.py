@@ -54,7 +54,7 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weigh
     Weights are loaded unless the platform's tensors hold no values (meta device). `value_head`: build a critic, with a
     value head in place of the output layer (value_head.py). `weights_only`: allocate no gradient buffers.
 
-    Collective. Needs an initialised torch.distributed and a prepared platform. Raises ValueError for a layout that
+    Collective. Needs an initialized torch.distributed and a prepared platform. Raises ValueError for a layout that
     does not divide the model and for a model or setting that the trainer does not support.
     """
     hf_config = _read_hf_config(recipe.model.path)

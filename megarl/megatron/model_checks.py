@@ -35,7 +35,7 @@ def check_model(hf_config: dict[str, Any]) -> None:
     _check_rotary_scaling(config)
     unsupported = _unsupported(kind, config)
     if kind in _MIXTURES:
-        # With one expert per token, Megatron does not normalise its weight.
+        # With one expert per token, Megatron does not normalize its weight.
         unsupported.append((config.get("num_experts_per_tok") == 1, "num_experts_per_tok: 1"))
         unsupported += _MIXTURES[kind](config)
     for present, setting in unsupported:
@@ -87,10 +87,10 @@ def _check_weights(config: dict[str, Any]) -> None:
             remedy = (
                 "Convert them first: python -m megarl convert-weights FOLDER --out FOLDER-BF16, and name that in the recipe"
                 if blocks
-                else f"Take the unquantised model, or convert it to bfloat16 and remove {name} from config.json"
+                else f"Take the unquantized model, or convert it to bfloat16 and remove {name} from config.json"
             )
             raise ValueError(
-                f"The model's weights are quantised ({name} in config.json: {how}); the trainer would read the numbers "
+                f"The model's weights are quantized ({name} in config.json: {how}); the trainer would read the numbers "
                 f"without their scales. {remedy}."
             )
 

@@ -22,13 +22,13 @@ from megarl.megatron.output_heads import OutputHead, language_model
 from megarl.megatron.overlap import set_sync_functions
 
 Objective = Callable[[Any], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""From loss inputs to a loss (scalar, normalised over the whole mini batch) and metrics (scalars to be summed)."""
+"""From loss inputs to a loss (scalar, normalized over the whole mini batch) and metrics (scalars to be summed)."""
 
 
 def configure(config: Any, chunks: list[Any]) -> None:
     """Make Megatron sum gradients over micro batches and data x context parallel ranks, without any division.
 
-    Losses are already normalised over the mini batch. With `calculate_per_token_loss`, Megatron divides neither by
+    Losses are already normalized over the mini batch. With `calculate_per_token_loss`, Megatron divides neither by
     micro batches nor by ranks; finalize_model_grads receives no token count, so it does not divide either.
     """
     assert config.calculate_per_token_loss, "must be set when the model is built: DDP reads it there"

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 class Trainer:
     """Model and optimizer of one rank, for actor and critic. Every method that computes is collective.
 
-    torch.distributed must be initialised and `platform.prepare()` must have run before this module is imported.
+    torch.distributed must be initialized and `platform.prepare()` must have run before this module is imported.
     All ranks with the same `coordinates.dp_rank` must receive the same micro batches. `weights_only`: load and export
     weights, without gradients or an optimizer.
     """
@@ -303,7 +303,7 @@ class PolicyTrainer(Trainer):
         """Run one optimizer step on this rank's part of a mini batch.
 
         `objective` receives the LossInputs of each micro batch; `MicroBatch.vectors` holds all its fields except
-        log-probs and entropy. It returns a loss normalised over the whole mini batch, and metrics that are summed over
+        log-probs and entropy. It returns a loss normalized over the whole mini batch, and metrics that are summed over
         it. Returns these sums over micro batches and data-parallel ranks, with actor/grad_norm (before clipping),
         actor/lr, actor/skipped_updates (1 if the gradient norm was not finite and the weights are unchanged) and
         perf/max_memory_allocated_gb (`Platform.peak_memory`, maximum over ranks); None except on the last stage.

@@ -32,7 +32,7 @@ def config_overrides(hf_config: Any) -> dict[str, Any]:
     """Return TransformerConfig fields that mbridge leaves at another model's value."""
     overrides: dict[str, Any] = {}
     if hf_config.model_type == "qwen3_moe":
-        # mbridge assumes routing weights that are normalised over the chosen experts.
+        # mbridge assumes routing weights that are normalized over the chosen experts.
         overrides["moe_router_pre_softmax"] = not hf_config.norm_topk_prob
     return overrides
 

@@ -23,7 +23,7 @@ from megarl.observe.report.page import write_report
 from megarl.observe.run_dir import RunDirectory
 from megarl.observe.samples import discard_samples_after, write_samples
 from megarl.observe.sinks import make_sinks
-from megarl.observe.summary import summarise
+from megarl.observe.summary import summarize
 from megarl.observe.trace import Trace
 from megarl.recipe import Recipe, to_yaml
 
@@ -270,7 +270,7 @@ class RunLog:
             "error": error,
             "steps": int(lines[-1]["step"]) if lines else 0,
             "total_steps": self._total_steps,
-            **summarise(lines, start),
+            **summarize(lines, start),
             "evaluation": _before_and_after(lines),
             "sessions": self._sessions,
         }

@@ -12,7 +12,7 @@ Lines = Sequence[dict[str, float]]
 _EVALUATED = {"accuracy": "eval/pass@1", "accuracy_greedy": "eval/greedy", "eval_loss": "eval/loss"}
 
 
-def summarise(lines: Lines, start: dict[str, float]) -> dict[str, Any]:
+def summarize(lines: Lines, start: dict[str, float]) -> dict[str, Any]:
     """Return the key figures of metrics.jsonl's `lines`. `start`: seconds before the first step, by session.
 
     ``accuracy_before`` and ``accuracy_after`` come from the first and the last evaluation, null without one:

@@ -1,4 +1,4 @@
-"""The recipe's section `data`: files, prompts and tokenisation."""
+"""The recipe's section `data`: files, prompts and tokenization."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ class DataConfig:
     )
     workers: Optional[int] = key(
         None,
-        "Processes that render and tokenise rows. Unset: one per 20,000 rows that are not in the cache, at most one per core.",
+        "Processes that render and tokenize rows. Unset: one per 20,000 rows that are not in the cache, at most one per core.",
         at_least=1,
     )
     cache: Optional[str] = key(
         "~/.cache/megarl",
-        "Directory for tokenised rows of files with at least 1,000 rows, by the contents of file, tokenizer and template. You may delete it at any time. null: no cache.",
+        "Directory for tokenized rows of files with at least 1,000 rows, by the contents of file, tokenizer and template. You may delete it at any time. null: no cache.",
     )
 
 

@@ -1,4 +1,4 @@
-r"""DAPO-Math and AIME: the line after the last ``Answer:``, normalised as Minerva did, compared as text."""
+r"""DAPO-Math and AIME: the line after the last ``Answer:``, normalized as Minerva did, compared as text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.rewards.latex_boxed import last_boxed
 ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 TAIL = 300  # characters at the end of the response in which an answer counts
 
-# Minerva's normalisation (Lewkowycz et al. 2022, arXiv 2206.14858, appendix D.1): replaced in this order,
+# Minerva's normalization (Lewkowycz et al. 2022, arXiv 2206.14858, appendix D.1): replaced in this order,
 _REPLACED = (
     ("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), (r"\ ", ""), (" ", ""), ("mbox", "text"),
     (r",\text{and}", ","), (r"\text{and}", ","), (r"\text{m}", r"\text{}"),
@@ -29,7 +29,7 @@ _BOXED = re.compile(r"\\boxed\{(.*)\}")
 
 @scorer("math_dapo", sources=("math_dapo", "math", "math_dapo_reasoning", "aime*"), in_process=True)
 def math_dapo(request: ScoreRequest) -> dict[str, float | str | None]:
-    r"""Return 1 if the answer equals the ground truth, both normalised, else -1; `acc` and `accuracy` are 1 or 0.
+    r"""Return 1 if the answer equals the ground truth, both normalized, else -1; `acc` and `accuracy` are 1 or 0.
 
     The answer is the text after the last ``Answer:`` in the response's tail; without one, the tail's last ``\boxed``.
     """

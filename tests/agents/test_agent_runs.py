@@ -69,7 +69,7 @@ def test_training_raises_rewards_and_tool_calls(taught: Path, tmp_path: Path) ->
     assert done.returncode == 0, done.stderr + done.stdout
     lines = [line for line in metrics(tmp_path / "agent") if line["step"] > 0]
     assert len(lines) == STEPS
-    # A trained token of a tool's answer, or a turn tokenised again, would cause a log-prob gap.
+    # A trained token of a tool's answer, or a turn tokenized again, would cause a log-prob gap.
     assert all(line["rollout/logprob_gap_max"] < 1e-3 for line in lines)
     rewards = [line["rollout/rewards/mean"] for line in lines]
     calls = [line["agent/calls/mean"] for line in lines]

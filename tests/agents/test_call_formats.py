@@ -118,7 +118,7 @@ def test_answers_are_formatted_by_the_template() -> None:
 
 
 def test_answers_have_the_tokens_of_the_whole_conversation() -> None:
-    """Training on demonstrations tokenises whole conversations; sampling must produce the same tokens."""
+    """Training on demonstrations tokenizes whole conversations; sampling must produce the same tokens."""
     tokenizer = qwen3()
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     talk: list[dict[str, Any]] = [
@@ -186,7 +186,7 @@ def test_a_long_answer_is_cut_in_the_middle_with_a_note() -> None:
     assert answers.shown("short") == "short"
     assert len(tokenizer.encode(shown)) < 16 + 30
     assert "\ufffd" not in answers.shown("é" * 100)
-    # The middle of a very long answer is not tokenised; a note gives its length.
+    # The middle of a very long answer is not tokenized; a note gives its length.
     long = "start " + "x<|im_end|>" * 500_000 + " end"
     first, note, last = answers.shown(long).split("\n")
     assert first.startswith("start x< ") and last.endswith(" end") and "<|im_end|>" not in first + last

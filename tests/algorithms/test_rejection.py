@@ -102,7 +102,7 @@ class TestEveryLossAndCorrection:
 
 @pytest.mark.parametrize("loss", ["gspo", "gspo_token", "gmpo"])
 def test_a_sequence_ratio_is_over_its_accepted_tokens(loss: str) -> None:
-    """The papers' equations in float64, with the rejected tokens left out of the sequence and kept in the normaliser.
+    """The papers' equations in float64, with the rejected tokens left out of the sequence and kept in the normalizer.
 
     GSPO (arXiv 2507.18071, eq. 7): s = exp(mean log-ratio). GMPO (arXiv 2507.20673, eq. 4): the same over clipped
     log-ratios. With one advantage per sequence the three differ in their clipping only.

@@ -42,7 +42,7 @@ def rows(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def encoded_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows that each call tokenised; empty if all came from the cache."""
+    """Rows that each call tokenized; empty if all came from the cache."""
     calls: list[int] = []
     real = prompt_rows.encode_prompts
 
@@ -127,7 +127,7 @@ def test_a_damaged_entry_is_rewritten_with_a_notice(
     encoded_rows.clear()
     again = PromptDataset([rows], tokenizer, cached(tmp_path))
     assert sum(encoded_rows) == ROWS and list(again) == list(dataset)
-    assert again.notices == [f"the tokenised rows in {entry} were damaged: they are tokenised again"]
+    assert again.notices == [f"the tokenized rows in {entry} were damaged: they are tokenized again"]
     assert entry.read_bytes() == whole
 
 

@@ -1,4 +1,4 @@
-"""Prompt rows are rendered, tokenised and named, and checked against the length limit."""
+"""Prompt rows are rendered, tokenized and named, and checked against the length limit."""
 
 import json
 

@@ -56,7 +56,7 @@ def test_the_mask_decodes_to_exactly_the_response(tmp_path, tokenizer, chat_temp
 
 @pytest.mark.parametrize("chat_template", [True, False])
 def test_the_prompt_has_the_tokens_of_sampling(tmp_path, tokenizer, chat_template):
-    # Contents that would merge across the seams, were they tokenised in one piece or in other ones.
+    # Contents that would merge across the seams, were they tokenized in one piece or in other ones.
     prompt = [{"role": "system", "content": "How many app"}, {"role": "user", "content": "les does Ann ha"}]
     row = {"prompt": prompt, "response": "ve now", "data_source": "x", "reward_model": {"ground_truth": ""}}
     example = build(tmp_path, tokenizer, [row], chat_template=chat_template)[0]

@@ -108,11 +108,11 @@ YARN = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4
         ({"model_type": "gemma3", "vision_config": {}}, "no test shows"),
         (
             {"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}},
-            "fp8.*Take the unquantised model, or convert it to bfloat16",
+            "fp8.*Take the unquantized model, or convert it to bfloat16",
         ),
         (
             {"model_type": "llama", "compression_config": {"format": "pack"}},
-            "compression_config.*Take the unquantised model",
+            "compression_config.*Take the unquantized model",
         ),
         ({**VISION, "text_config": {**DENSE, "quantization_config": {"quant_method": "awq"}}}, "awq"),
         *(({"model_type": kind, "hidden_act": "gelu"}, "hidden_act: gelu") for kind in ("llama", "qwen2", "qwen3_moe")),
@@ -366,7 +366,7 @@ def test_values_in_extra_follow_megatrons_types(extra: dict[str, Any], words: st
 
 def test_fp8_with_block_scales_is_refused_with_the_convert_command() -> None:
     blocks = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-    with pytest.raises(ValueError, match=r"quantised.*megarl convert-weights"):
+    with pytest.raises(ValueError, match=r"quantized.*megarl convert-weights"):
         check_model(published("DeepSeek-V3") | blocks)
-    with pytest.raises(ValueError, match=r"quantised.*awq.*Take the unquantised model"):
+    with pytest.raises(ValueError, match=r"quantized.*awq.*Take the unquantized model"):
         check_model(published("DeepSeek-V3") | {"quantization_config": {"quant_method": "awq"}})

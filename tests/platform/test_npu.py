@@ -102,20 +102,20 @@ def test_the_adaptor_runs_before_model_parallel_is_initialized(monkeypatch: pyte
     class Stop(Exception):
         pass
 
-    def initialise(*_: Any) -> None:
-        order.append("initialise")
+    def initialize(*_: Any) -> None:
+        order.append("initialize")
         raise Stop
 
     monkeypatch.setattr(models, "_read_hf_config", lambda path: SimpleNamespace(to_dict=lambda: heads))
     monkeypatch.setattr(models, "check_layout", lambda *_: None)
     monkeypatch.setattr(models.torch.distributed, "get_world_size", lambda: 128)
-    monkeypatch.setattr(models, "initialize_parallel", initialise)
+    monkeypatch.setattr(models, "initialize_parallel", initialize)
     with pytest.raises(Stop):
         models.build(recipe, SimpleNamespace(adapt=order.append))  # type: ignore[arg-type]
     settings, then = order
     from megatron.core.transformer.enums import AttnBackend
 
-    assert then == "initialise" and settings["attention_backend"] is AttnBackend.flash
+    assert then == "initialize" and settings["attention_backend"] is AttnBackend.flash
     megatron = recipe.megatron
     assert settings["tensor_model_parallel_size"] == megatron.tensor_parallel
     assert settings["use_distributed_optimizer"] and settings["moe_permute_fusion"] and settings["num_experts"] == 128

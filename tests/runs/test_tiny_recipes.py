@@ -21,7 +21,7 @@ STEPS = 6
 IN_CI = ("dapo", "ppo")  # quick ones of the two shapes: with and without a critic
 OF_DATA = {"sft", "lora_sft", "dpo"}  # samples are the answers of a data set
 OF_A_TEACHER = {"gkd": "actor/pg_loss", "on_policy_distillation": "actor/reward_kl_penalty"}
-"""Recipes with a teacher, and the metric that each minimises."""
+"""Recipes with a teacher, and the metric that each minimizes."""
 RECIPES = [
     pytest.param(path, id=path.stem, marks=[] if path.stem in IN_CI else [pytest.mark.slow])
     for path in sorted((ROOT / "recipes" / "tiny").glob("*.yaml"))

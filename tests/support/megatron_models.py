@@ -52,7 +52,7 @@ def _qwen3_moe() -> transformers.PreTrainedModel:
 
 
 def _qwen3_moe_raw() -> transformers.PreTrainedModel:
-    """Qwen3-MoE with routing weights from the softmax over all experts, not normalised over the chosen experts."""
+    """Qwen3-MoE with routing weights from the softmax over all experts, not normalized over the chosen experts."""
     experts = {**EXPERTS, "norm_topk_prob": False}
     return transformers.Qwen3MoeForCausalLM(
         transformers.Qwen3MoeConfig(**COMMON, **experts, head_dim=16, num_experts=4, mlp_only_layers=[])

@@ -56,21 +56,21 @@ def fills(megabytes: int) -> int:
     return int(np.ones(megabytes << 20, dtype=np.uint8).sum()) >> 20
 
 
-under_way = 0
+in_flight = 0
 
 
 async def awaits(request: dict[str, Any]) -> dict[str, Any]:
     """Wait and then act as the request describes. Returns the largest number of concurrent jobs in its process."""
-    global under_way
-    under_way += 1
-    most = under_way
+    global in_flight
+    in_flight += 1
+    most = in_flight
     try:
         for _ in range(4):
             await asyncio.sleep(request.get("seconds", 0.2) / 4)
-            most = max(most, under_way)
+            most = max(most, in_flight)
         await _act(request.get("what", ""))
     finally:
-        under_way -= 1
+        in_flight -= 1
     return {"most": most, "own": os.getpid()}
 
 

@@ -253,7 +253,7 @@ FILES = [
     bad(QUICK, "", "model.path", "num_hidden_layers", without_field("num_hidden_layers")),
     bad(QUICK, "", "model.path", "vocab_size", without_field("vocab_size")),
     bad(QUICK, "", "model.path", "positive integer", configured(num_attention_heads="four")),
-    bad(QUICK, "", "model.path", "quantised", configured(quantization_config={"quant_method": "fp8"})),
+    bad(QUICK, "", "model.path", "quantized", configured(quantization_config={"quant_method": "fp8"})),
     bad(QUICK, "", "model.path", "rotary scaling", configured(rope_scaling={"rope_type": "yarn", "factor": 4.0})),
     bad(QUICK, "", "model.path", "layer 2", configured(num_hidden_layers=4)),
     bad(QUICK, "", "rollout.max_response_length", "lower the two", configured(max_position_embeddings=64)),

@@ -86,7 +86,7 @@ def fields_are_left_out() -> None:
 
 
 @defect
-def scales_of_quantised_weights_are_not_read() -> None:
+def scales_of_quantized_weights_are_not_read() -> None:
     import torch
     from safetensors.torch import save_file
 

@@ -79,7 +79,7 @@ def test_auto_uses_the_sharded_route_if_possible() -> None:
     ("problem", "expected", "words"),
     [
         ({"trainers": "trainer rank 1: odd"}, ["sharded", "full"], "because trainer rank 1: odd"),
-        ({"engine": "its weights are quantised"}, ["sharded", "full"], "because e1: its weights are quantised"),
+        ({"engine": "its weights are quantized"}, ["sharded", "full"], "because e1: its weights are quantized"),
         ({"rank": 4}, ["full"], "because lora.rank=4: adapters are sent whole, and merged weights"),
         ({"rank": 4, "check_every": 5}, ["full"], "weight_sync.check_every=5 has no effect"),
         (

@@ -186,7 +186,7 @@ from megarl.weight_sync.session import FullSession
 receiver = FullReceiver(FullSession.from_json(sys.stdin.readline()), "b0")
 for count, _ in enumerate(receiver.weights(1)):
     if count == 20:
-        print("under way", flush=True)
+        print("in flight", flush=True)
         time.sleep(60)
 """
 
@@ -208,7 +208,7 @@ def test_a_killed_relay_ends_the_update_on_all_receivers(tmp_path: Any) -> None:
             names = [name for name in hosts if name != "b0"]
             waiting = [pool.submit(receive, FullReceiver(sender.session, name), 1) for name in names]
             waiting.append(pool.submit(sender.send, 1, make_weights(1).items()))
-            assert process.stdout.readline() == "under way\n"
+            assert process.stdout.readline() == "in flight\n"
             start = time.monotonic()
             process.send_signal(signal.SIGKILL)
             for future in waiting:

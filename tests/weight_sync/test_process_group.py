@@ -1,4 +1,4 @@
-"""Process groups for buckets between hosts: the library, its options, and the abort of transfers under way."""
+"""Process groups for buckets between hosts: the library, its options, and the abort of transfers in flight."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _Group:
 
 
 class _Library(CPUPlatform):
-    """A library that connects in the first broadcast and can abort transfers under way."""
+    """A library that connects in the first broadcast and can abort transfers in flight."""
 
     def __init__(self, works: list[_Work]) -> None:
         self.group, self.aborted = _Group(works), []

@@ -120,18 +120,18 @@ def read_source(folder: Path) -> Source:
 
 def _block_of(folder: Path, config: dict[str, Any]) -> tuple[int, int]:
     """Return the block size of `quantization_config`. Raises InputError for other quantization methods."""
-    quantisation = config.get("quantization_config")
-    if not quantisation:
-        raise InputError(f"{folder}: config.json has no quantization_config, so the model is not quantised")
-    method = str(quantisation.get("quant_method"))
+    quantization = config.get("quantization_config")
+    if not quantization:
+        raise InputError(f"{folder}: config.json has no quantization_config, so the model is not quantized")
+    method = str(quantization.get("quant_method"))
     if method != "fp8":
         raise InputError(
-            f"{folder} is quantised by {method!r}. convert-weights reads FP8 with block scales ('fp8', as DeepSeek-V3 and "
-            "Qwen3's FP8 models are published). Take the unquantised model of the same name"
+            f"{folder} is quantized by {method!r}. convert-weights reads FP8 with block scales ('fp8', as DeepSeek-V3 and "
+            "Qwen3's FP8 models are published). Take the unquantized model of the same name"
         )
-    if quantisation.get("fmt", "e4m3") != "e4m3":
-        raise InputError(f"{folder}: the FP8 format {quantisation['fmt']!r} is not supported, only e4m3")
-    block = quantisation.get("weight_block_size")
+    if quantization.get("fmt", "e4m3") != "e4m3":
+        raise InputError(f"{folder}: the FP8 format {quantization['fmt']!r} is not supported, only e4m3")
+    block = quantization.get("weight_block_size")
     if not (isinstance(block, list) and len(block) == 2 and all(isinstance(size, int) and size > 0 for size in block)):
         raise InputError(
             f"{folder}: weight_block_size in quantization_config is {block!r}, not [rows, columns] as in [128, 128]. FP8 with "

@@ -32,7 +32,7 @@ _EXPONENTS = {"BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00), "F32": ("<u4", 0x
 
 @dataclass(frozen=True)
 class ShardJob:
-    """One file to convert. `scales`: name of a quantised tensor -> file with its scales."""
+    """One file to convert. `scales`: name of a quantized tensor -> file with its scales."""
 
     source: Path
     target: Path

@@ -47,14 +47,14 @@ def image_args(model_config: Mapping[str, Any], device: str) -> dict[str, Any]:
     from vllm.engine.arg_utils import EngineArgs
 
     arguments: dict[str, Any] = {
-        "skip_tokenizer_init": False,  # its processors need a tokenizer, although nothing is tokenised
+        "skip_tokenizer_init": False,  # its processors need a tokenizer, although nothing is tokenized
         "limit_mm_per_prompt": {"video": 0},
         "mm_processor_cache_gb": 0,  # nothing is processed
     }
     if device == "cpu":
         arguments["skip_mm_profiling"] = True  # memory is an argument, not measured
     if "mm_device_do_normalize" in {field.name for field in dataclasses.fields(EngineArgs)}:
-        arguments["mm_device_do_normalize"] = False  # patches are already normalised
+        arguments["mm_device_do_normalize"] = False  # patches are already normalized
     return arguments
 
 

@@ -35,7 +35,7 @@ def merged_because(spec: EngineSpec, config: dict[str, Any], device: str) -> str
         "with adapters on any layer, vLLM uses other expert kernels, which a CPU lacks and which have not been compared with "
         "merged weights": number_of_experts(text_fields(config)) > 0,
         "vLLM drops adapters in the empty steps of engines in a group (rollout.data_parallel)": spec.data_parallel > 1,
-        "its weights are quantised as they are loaded": bool(
+        "its weights are quantized as they are loaded": bool(
             args.get("quantization") or "quantization_config" in config
         ),
         "its layers are spread over pipeline stages": (args.get("pipeline_parallel_size") or 1) > 1,

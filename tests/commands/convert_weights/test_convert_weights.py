@@ -34,8 +34,8 @@ ATTENTION = {
 }
 
 
-def quantised(weight: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise by DeepSeek's description: each block divided by its largest absolute value over 448, rounded to e4m3."""
+def quantized(weight: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize by DeepSeek's description: each block divided by its largest absolute value over 448, rounded to e4m3."""
     rows, columns = weight.shape
     scales = torch.zeros(-(-rows // block), -(-columns // block))
     codes = torch.zeros_like(weight)
@@ -77,7 +77,7 @@ def model(tmp_path: Path) -> Path:
     tensors: dict[str, torch.Tensor] = {}
     for name, shape in ATTENTION.items():
         weight = torch.randn(shape, generator=generator) * 0.05
-        tensors[f"{name}.weight"], tensors[f"{name}.weight_scale_inv"] = quantised(weight, BLOCK)
+        tensors[f"{name}.weight"], tensors[f"{name}.weight_scale_inv"] = quantized(weight, BLOCK)
     tensors["model.embed_tokens.weight"] = torch.randn(5, 3, generator=generator).to(torch.bfloat16)
     tensors["model.layers.1.gate.bias"] = torch.randn(7, generator=generator)
     files = {name: 1 for name in tensors}
@@ -87,14 +87,14 @@ def model(tmp_path: Path) -> Path:
     for file in {*placed.values()}:
         save_file({name: tensors[name] for name in tensors if placed[name] == file}, folder / file)
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": placed}))
-    quantisation = {
+    quantization = {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "weight_block_size": [BLOCK, BLOCK],
         "activation_scheme": "dynamic",
     }
     config = {"model_type": "deepseek_v3", "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
-    config |= {"torch_dtype": "float8", "num_nextn_predict_layers": 1, "quantization_config": quantisation}
+    config |= {"torch_dtype": "float8", "num_nextn_predict_layers": 1, "quantization_config": quantization}
     (folder / "config.json").write_text(json.dumps(config))
     for name in ("tokenizer.json", "configuration_deepseek.py", "consolidated.bin"):
         (folder / name).write_text(f"{name} as published")
@@ -283,9 +283,9 @@ def test_a_changed_source_is_refused(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "settings, words",
     [
-        ({"quant_method": "awq"}, "quantised by 'awq'"),
-        ({"quant_method": "gptq"}, "quantised by 'gptq'"),
-        ({"quant_method": "compressed-tensors"}, "quantised by 'compressed-tensors'"),
+        ({"quant_method": "awq"}, "quantized by 'awq'"),
+        ({"quant_method": "gptq"}, "quantized by 'gptq'"),
+        ({"quant_method": "compressed-tensors"}, "quantized by 'compressed-tensors'"),
         ({"weight_block_size": None}, "one scale per tensor is not supported"),
         ({"fmt": "e5m2"}, "'e5m2' is not supported, only e4m3"),
         ({"weight_block_size": [8, 4]}, r"blocks of 8 x 4 need scales \[1, 3\]"),

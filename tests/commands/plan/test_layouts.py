@@ -21,7 +21,7 @@ from megarl.commands.plan.search.layouts import (
     refusal,
     sizes_of_micro_batches,
 )
-from megarl.commands.plan.search.lower_bound import StagePart, chunks_under_way, largest_parts
+from megarl.commands.plan.search.lower_bound import StagePart, chunks_in_flight, largest_parts
 from megarl.hf import published
 from megarl.hf.shape import model_shape
 from megarl.megatron.layout import check_layout
@@ -175,6 +175,6 @@ def test_only_non_dominated_stages_can_have_the_peak() -> None:
 
 def test_chunks_in_flight() -> None:
     """Same warm-up as Megatron's schedules: of 4 stages with 2 chunks, the first runs 2 x 3 + 4 + 1 forward passes first."""
-    assert [chunks_under_way(recipe(4, pipeline_parallel=4), stage) for stage in (0, 3)] == [(4, 1), (1, 1)]
+    assert [chunks_in_flight(recipe(4, pipeline_parallel=4), stage) for stage in (0, 3)] == [(4, 1), (1, 1)]
     interleaved = recipe(4, pipeline_parallel=4, virtual_pipeline=2)
-    assert [chunks_under_way(interleaved, stage) for stage in (0, 3)] == [(11, 2), (5, 2)]
+    assert [chunks_in_flight(interleaved, stage) for stage in (0, 3)] == [(11, 2), (5, 2)]

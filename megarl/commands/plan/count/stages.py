@@ -212,8 +212,8 @@ def _check(view: Recipe, model: dict[str, Any]) -> None:
 
 
 def _answers(questions: dict[int, RankRequest], client: RankClient) -> dict[int, dict[str, Any]]:
-    under_way = {stage: client.submit(question) for stage, question in questions.items()}
-    answers = {stage: future.result() for stage, future in under_way.items()}
+    in_flight = {stage: client.submit(question) for stage, question in questions.items()}
+    answers = {stage: future.result() for stage, future in in_flight.items()}
     for answer in answers.values():
         if "error" in answer:
             raise ValueError(answer["error"])

@@ -31,10 +31,10 @@ def peak_workload(recipe: Recipe, stage: int) -> Workload:
         lengths = [tokens * (i + 1) // count - tokens * i // count for i in range(count)]
     else:  # padded: each sequence is computed with the longest length
         lengths = [longest] * (tokens // longest)
-    return Workload(lengths, *_under_way(recipe.megatron, stage))
+    return Workload(lengths, *_in_flight(recipe.megatron, stage))
 
 
-def _under_way(megatron: MegatronConfig, stage: int) -> tuple[int, int | None]:
+def _in_flight(megatron: MegatronConfig, stage: int) -> tuple[int, int | None]:
     """Return the micro batches that fill the pipeline for `stage`, and the backward passes until its peak.
 
     1F1B has one micro batch in flight per stage from this one on. Its peak comes at the second backward pass (a mixture of

@@ -15,7 +15,7 @@ from typing import Any
 from megarl.commands.plan.count.rank_client import CannotCount, RankClient, RankRequest
 from megarl.commands.plan.count.types import Activations
 from megarl.commands.plan.count.workload import Workload, peak_workload
-from megarl.commands.plan.search.lower_bound import StagePart, chunks_under_way, largest_parts, min_held_bytes
+from megarl.commands.plan.search.lower_bound import StagePart, chunks_in_flight, largest_parts, min_held_bytes
 from megarl.hf.config import number_of_experts, text_fields, with_experts
 from megarl.hf.shape import ModelShape
 from megarl.recipe.schema import Recipe
@@ -76,7 +76,7 @@ class Forecast:
     def _of_part(self, recipe: Recipe, part: StagePart, sample: MemorySample) -> float:
         tokens = _tokens(recipe, part.number)
         end = int(part.last)
-        times, chunks = chunks_under_way(recipe, part.number)
+        times, chunks = chunks_in_flight(recipe, part.number)
         kept = times * part.layers / chunks * sample.layer + times * sample.inputs[end] / chunks
         passes = max(kept + sample.beyond[end], sample.forward[end])
         return min_held_bytes(recipe, self._shape, part) + max(passes * tokens, sample.step)

@@ -61,7 +61,7 @@ def largest_parts(recipe: Recipe, shape: ModelShape) -> list[StagePart]:
     return result
 
 
-def chunks_under_way(recipe: Recipe, stage: int) -> tuple[int, int]:
+def chunks_in_flight(recipe: Recipe, stage: int) -> tuple[int, int]:
     """Return (n, v): at the peak, n chunks of layers keep activations, each 1 / v of the stage's layers.
 
     1F1B: a micro batch for each stage from this one on. Interleaved: Megatron's warm-up, 2 (p - s - 1) + (v - 1) p
@@ -123,7 +123,7 @@ def min_kept_bytes(recipe: Recipe, shape: ModelShape, part: StagePart) -> float:
         intermediate += part.sparse * shape.chosen * (shape.hidden + shape.expert / shape.hidden)
         inputs += intermediate / megatron.tensor_parallel
     tokens = sum(peak_workload(recipe, part.number).lengths) / megatron.context_parallel
-    times, chunks = chunks_under_way(recipe, part.number)
+    times, chunks = chunks_in_flight(recipe, part.number)
     return times / chunks * tokens * inputs * (2 if recipe.model.dtype == "bfloat16" else 4)
 
 
