@@ -41,14 +41,14 @@ class RecipeError(ValueError):
 
 
 class RecipeErrors(RecipeError):
-    """Two or more errors of one recipe, in the order of the checks.
+    """Several errors of one recipe, in the order of the checks, or one with hidden errors.
 
     `key`, `value`, `problem`, `remedy` and `origin` are copied from the first RecipeError in `errors`. The text has a block
-    for each error, followed by their count.
+    for each error, followed by their count. `hidden`: number of errors that may follow from these and are not among them.
     """
 
-    def __init__(self, errors: Sequence[ValueError]):
-        self._errors = tuple(errors)
+    def __init__(self, errors: Sequence[ValueError], hidden: int = 0):
+        self._errors, self._hidden = tuple(errors), hidden
         first = next((error for error in errors if isinstance(error, RecipeError)), None)
         if first is None:
             first = RecipeError("recipe", str(errors[0]), "")
@@ -60,7 +60,7 @@ class RecipeErrors(RecipeError):
 
     def __str__(self) -> str:
         blocks = [str(error) if isinstance(error, RecipeError) else block(what=str(error)) for error in self._errors]
-        return "\n".join([*blocks, f"\n{len(blocks)} errors"])
+        return join_blocks(blocks, self._hidden)
 
 
 class NotHereError(RecipeError):
@@ -74,6 +74,20 @@ class InputError(ValueError):
 def block(**lines: str | None) -> str:
     """Format `lines` (label -> text) as the block of an error message. Empty texts are left out."""
     return "".join(f"\n  {label:<6} {text}" for label, text in lines.items() if text)
+
+
+def join_blocks(blocks: Sequence[str], hidden: int = 0) -> str:
+    """Join the blocks of error messages, followed by the number of blocks, if several, and of hidden errors, if any."""
+    counts = [f"{len(blocks)} errors"] if len(blocks) > 1 else []
+    if hidden:
+        counts.append(_hidden_text(hidden, len(blocks)))
+    return "\n".join([*blocks, *([f"\n{' '.join(counts)}"] if counts else [])])
+
+
+def _hidden_text(hidden: int, shown: int) -> str:
+    """Describe errors that are not shown because they may follow from the `shown` ones."""
+    more = "1 more error" if hidden == 1 else f"{hidden} more errors"
+    return f"({more} may follow from {'this one' if shown == 1 else 'these'} and {'is' if hidden == 1 else 'are'} not shown)"
 
 
 def errors_of(check: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs) -> Iterator[ValueError]:
@@ -90,12 +104,17 @@ def all_of(error: ValueError) -> tuple[ValueError, ...]:
 
 
 def raise_all(errors: Iterable[ValueError]) -> None:
-    """Raise the independent errors of `errors`: a single error unchanged, several as RecipeErrors. Return if there is none."""
+    """Raise the independent errors of `errors`, with the number of the others. Return if there is none.
+
+    A single error is raised unchanged, several as RecipeErrors.
+    """
+    errors = list(errors)
     kept = independent(errors)
-    if len(kept) == 1:
+    hidden = hidden_errors(errors, kept)
+    if len(kept) == 1 and not hidden:
         raise kept[0]
     if kept:
-        raise RecipeErrors(kept)
+        raise RecipeErrors(kept, hidden)
 
 
 def independent(errors: Iterable[ValueError]) -> list[ValueError]:
@@ -110,6 +129,11 @@ def independent(errors: Iterable[ValueError]) -> list[ValueError]:
         ):
             kept.append(error)
     return kept
+
+
+def hidden_errors(errors: Iterable[ValueError], kept: Iterable[ValueError]) -> int:
+    """Return the number of different errors that `independent` dropped from `errors`."""
+    return len({str(error) for error in errors} - {str(error) for error in kept})
 
 
 def _concerns(error: ValueError, other: ValueError) -> bool:

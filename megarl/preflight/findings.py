@@ -10,7 +10,7 @@ from typing import Literal
 
 from megarl.data.rows import Row
 from megarl.data.tokenizer import Tokenizer
-from megarl.errors import NotHereError, all_of, independent, raise_all
+from megarl.errors import NotHereError, all_of, hidden_errors, independent, raise_all
 from megarl.preflight.data import Prepared
 from megarl.preflight.models import Config
 from megarl.recipe.schema import Recipe
@@ -78,6 +78,12 @@ class Survey:
         """The independent errors; see `megarl.errors.independent`."""
         return independent(finding.error for finding in self._findings if finding.error is not None)
 
+    @property
+    def hidden(self) -> int:
+        """Number of errors that may follow from `errors` and are not among them."""
+        every = [finding.error for finding in self._findings if finding.error is not None]
+        return hidden_errors(every, self.errors)
+
     def texts(self, severity: Severity) -> list[str]:
         """Return the messages of the findings of a `severity` other than error."""
         return [finding.text for finding in self._findings if finding.severity == severity]
@@ -97,13 +103,12 @@ class Survey:
 
     # --- collecting --------------------------------------------------------------------------------------------------
 
-    def stage(self, name: str, checks: Callable[[Survey], None], *, whole: bool = True) -> Iterator[RecipeFinding]:
-        """Run `checks` and yield their findings. `whole`: False if the stage `name` has other checks as well."""
-        start, self._stage = len(self._findings), name
+    def run_stage(self, name: str, checks: Callable[[Survey], None], *, whole: bool = True) -> None:
+        """Run the checks of the stage `name`. `whole`: False if the stage has other checks as well."""
+        self._stage = name
         if whole:
             self.stages.append(name)
         checks(self)
-        yield from self._findings[start:]
 
     @contextlib.contextmanager
     def part(self, key: str, *, needed: bool = False) -> Iterator[None]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from megarl.checkpoint.folder import checkpoint_step, find_checkpoint
 from megarl.checkpoint.identity import check_identity
-from megarl.errors import NotHereError, RecipeError, plain
+from megarl.errors import NotHereError, RecipeError, plain, raise_all
 from megarl.observe.metrics import read_metrics
 from megarl.observe.run_dir import RunDirectory
 from megarl.recipe.load import flat_settings, to_yaml
@@ -59,14 +59,13 @@ def _make_weights_directory(recipe: Recipe) -> None:
 def find_place(recipe: Recipe, identity: dict[str, Any]) -> RunPlace:
     """Return the run's directory, checkpoint and first step, without creating anything.
 
-    Raises the first error of `run_directory_errors`, and ValueError for a checkpoint of another run or of other data.
+    Raises the errors of `run_directory_errors`, and ValueError for a checkpoint of another run or of other data.
     """
     directory = RunDirectory(Path(recipe.runs_dir) / recipe.name)
     notices: list[str] = []
     checksums = recipe.train.verify_checkpoints == "checksums"
     checkpoint = find_checkpoint(recipe.train.resume, directory.checkpoints, checksums=checksums, notice=notices.append)
-    for error in run_directory_errors(recipe):
-        raise error
+    raise_all(run_directory_errors(recipe))
     if checkpoint is None:
         return RunPlace(directory, None, 1, identity, notices)
     check_identity(checkpoint, identity)

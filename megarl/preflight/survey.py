@@ -6,14 +6,12 @@ findings about the machine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from megarl import engines
 from megarl import platform as platforms
 from megarl.cluster.device_map import place
 from megarl.engines.specs import fixed_models
 from megarl.megatron.config_fields import fields_of_megatron
-from megarl.preflight.findings import Available, RecipeFinding, Survey
+from megarl.preflight.findings import Available, Survey
 from megarl.preflight.models import POLICY
 from megarl.preflight.run_directory import run_directory_errors
 from megarl.preflight.settings import (
@@ -30,28 +28,22 @@ from megarl.recipe.schema import Recipe
 
 
 def survey(recipe: Recipe, available: Available | None = None) -> Survey:
-    """Run every check of `recipe`, and return the survey with its findings."""
-    result = Survey(recipe, available)
-    for _ in findings(result):
-        pass
-    return result
-
-
-def findings(survey: Survey) -> Iterator[RecipeFinding]:
-    """Run the checks stage by stage, and yield the findings of each stage.
+    """Run every check of `recipe` stage by stage, and return the survey with its findings.
 
     Data is read only if settings and models have no errors: reading takes long, and its checks would repeat these errors.
     """
-    yield from survey.stage("settings", _check_settings)
-    yield from survey.stage("model", check_models)
-    if not survey.errors:
-        yield from survey.stage("data", check_sample if survey.is_partial else check_data)
-    elif not survey.is_partial:
-        yield from survey.stage("data", check_without_rows, whole=False)
-    if survey.prepared is not None:
-        yield from survey.stage("rewards", check_scorers)
-    if survey.available.run:
-        yield from survey.stage("run", _check_run, whole=False)
+    result = Survey(recipe, available)
+    result.run_stage("settings", _check_settings)
+    result.run_stage("model", check_models)
+    if not result.errors:
+        result.run_stage("data", check_sample if result.is_partial else check_data)
+    elif not result.is_partial:
+        result.run_stage("data", check_without_rows, whole=False)
+    if result.prepared is not None:
+        result.run_stage("rewards", check_scorers)
+    if result.available.run:
+        result.run_stage("run", _check_run, whole=False)
+    return result
 
 
 def _check_settings(survey: Survey) -> None:

@@ -110,7 +110,8 @@ def test_an_unreadable_model_is_the_only_error_of_the_model(quickstart_data: Pat
 def test_consequences_of_an_error_are_omitted(given: list[str], key: str) -> None:
     with pytest.raises(RecipeError) as caught:
         load_recipe(QUICKSTART, given)
-    assert caught.value.key == key and not isinstance(caught.value, RecipeErrors), str(caught.value)
+    assert caught.value.key == key and len(caught.value.all) == 1, str(caught.value)
+    assert str(caught.value).endswith("may follow from this one and is not shown)")
 
 
 def test_plan_reports_files_missing_on_this_machine(tmp_path: Path) -> None:
@@ -127,6 +128,15 @@ class TestIndependent:
         first = RecipeError("data.prompts_per_step", "must be at least 1", "raise it", value=0)
         second = RecipeError("actor.mini_batches", "data.prompts_per_step = 0 does not divide", "choose a divisor")
         assert independent([first, second]) == [first] and independent([second, first]) == [second]
+
+    def test_dropped_errors_are_counted(self) -> None:
+        first = RecipeError("data.prompts_per_step", "must be at least 1", "raise it", value=0)
+        follows = [RecipeError(f"actor.{name}", "data.prompts_per_step is 0", "raise it") for name in ("a", "b")]
+        with pytest.raises(RecipeErrors, match=r"\n\(2 more errors may follow from this one and are not shown\)$"):
+            raise_all([first, *follows, follows[0], first])
+        other = RecipeError("train.steps", "must be at least 1", "raise it")
+        with pytest.raises(RecipeErrors, match=r"\n2 errors \(1 more error may follow from these and is not shown\)$"):
+            raise_all([first, other, follows[0]])
 
     def test_keys_are_compared_by_whole_sections(self) -> None:
         first = RecipeError("train.save_every", "wrong", "change it")

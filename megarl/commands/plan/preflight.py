@@ -16,7 +16,7 @@ from megarl.commands.doctor.recipe import checkpoint_bytes, checkpoints_at_a_tim
 from megarl.commands.plan.count.types import Refusal
 from megarl.commands.plan.score_once import score_once
 from megarl.commands.plan.show.units import decimal
-from megarl.errors import InputError, RecipeError, block
+from megarl.errors import InputError, RecipeError, block, join_blocks
 from megarl.hf.shape import model_shape
 from megarl.preflight.findings import Available, Survey, one_line
 from megarl.preflight.models import CRITIC, POLICY, Config
@@ -37,12 +37,14 @@ class Checked:
 
     `refusals`: what `train` refuses on every machine. `unchecked`: what this machine cannot check, and what would stop the
     run only here. `notes`: other findings. `models`: config.json of each model by its setting, without unreadable ones.
+    `hidden`: number of errors that may follow from `refusals` and are not among them.
     """
 
     refusals: list[Refusal] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     models: dict[str, Config] = field(default_factory=dict)
+    hidden: int = 0
 
     @classmethod
     def of(cls, result: Survey) -> Checked:
@@ -51,6 +53,7 @@ class Checked:
             result.texts("unavailable"),
             result.texts("notice"),
             result.configs,
+            result.hidden,
         )
 
     def require(self, *, strict: bool) -> None:
@@ -58,17 +61,15 @@ class Checked:
         blocks = [block(key=refusal.key, what=refusal.problem, do=refusal.remedy) for refusal in self.refusals]
         if strict:
             blocks += [f"\n  --strict {line}" for line in self.unchecked]
-        if len(blocks) > 1:
-            blocks.append(f"\n{len(blocks)} errors")
         if blocks:
-            raise InputError("\n".join(blocks))
+            raise InputError(join_blocks(blocks, self.hidden))
 
 
 def checked(recipe: Recipe, path: Path, model: str | None = None) -> Checked:
     """Check everything that this machine can check of `recipe`.
 
     `path`: the recipe's file. `model`: the published model, or the folder, whose config.json stands for that of `model.path`;
-    None: the model itself, or the one that the recipe's head names.
+    None: the model itself, or the one that the recipe's header names.
     """
     result = survey(recipe, Available(recipe_file=path, shape=model))
     if "data" in result.stages:  # settings and models have no errors
