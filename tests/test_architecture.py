@@ -40,23 +40,24 @@ ROOMS = [
 ROW = {room: number for number, rooms in enumerate(ROOMS) for room in rooms}
 
 # Outside packages, and the only rooms that import them.
+# Packages from outside, and the files or folders that import them.
 HOMES = {
-    "ray": ("cluster", "commands"),
-    "megatron": ("megatron", "commands"),
-    "mbridge": ("megatron", "commands"),
-    "vllm": ("engines", "commands"),
-    "sglang": ("engines",),
-    "torch_npu": ("platform",),
-    "mindspeed": ("platform", "commands"),
-    "plotly": ("observe", "commands"),
-    "tensorboard": ("observe", "commands"),
-    "pyarrow": ("data", "commands"),
-    "PIL": ("data", "commands"),
-    "pyseccomp": ("sandbox",),
-    "mcp": ("agents",),
+    "ray": ("cluster/ray/", "commands/launch/", "commands/run_on_all_nodes.py"),
+    "megatron": ("megatron/", "commands/accept/", "commands/plan/"),
+    "mbridge": ("megatron/",),
+    "vllm": ("engines/vllm/", "commands/plan/"),
+    "sglang": ("engines/sglang/",),
+    "torch_npu": ("platform/npu.py",),
+    "mindspeed": ("platform/npu.py",),
+    "plotly": ("observe/report/",),
+    "tensorboard": ("observe/sinks.py", "commands/compare/"),
+    "pyarrow": ("data/rows.py",),
+    "PIL": ("data/images.py", "commands/data/"),
+    "pyseccomp": ("sandbox/syscalls.py",),
+    "mcp": ("agents/mcp_tools.py",),
 }
 
-LONGEST_FILE, LONGEST_FUNCTION = 400, 61
+LONGEST_FILE, LONGEST_FUNCTION = 400, 60
 LONGEST = {"train.py": 99, "step.py": 149}  # stricter limits
 FILES_AT_THE_TOP, ROOMS_AT_THE_TOP = 12, 20
 
@@ -113,7 +114,8 @@ def test_imports_go_one_way(path: Path) -> None:
 def test_each_outside_package_has_a_home(path: Path) -> None:
     for module in imports(path):
         homes = HOMES.get(module.split(".")[0])
-        assert homes is None or room_of(path) in homes, f"{room_of(path)} imports {module}; its home is {homes}"
+        place = str(path.relative_to(PACKAGE))
+        assert homes is None or place.startswith(homes), f"{place} imports {module}; its home is {homes}"
 
 
 @EACH_FILE

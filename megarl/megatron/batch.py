@@ -134,8 +134,7 @@ def pack(
     size, total = int(cu_seqlens[-1]), len(batch.tokens)
 
     # Index of each of the micro batch's tokens in the stream, and within its sequence.
-    starts = lengths.cumsum(0) - lengths
-    within = torch.arange(total) - starts.repeat_interleave(lengths)
+    within = torch.arange(total) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     places = cu_seqlens[:-1].repeat_interleave(lengths) + within
     stream = torch.zeros(size, dtype=torch.int64)
     stream[places] = batch.tokens.cpu()

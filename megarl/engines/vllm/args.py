@@ -259,9 +259,7 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
         arguments["profiler_config"] = _profiler_config(spec.traces)
     if spec.prompt_top_k is not None:
         arguments["max_logprobs"] = max(spec.prompt_top_k, 1)
-        if (
-            device != "cpu"
-        ):  # vLLM holds the logits of a step's prompt tokens twice, but does not reserve memory for them
+        if device != "cpu":  # vLLM holds the logits of a step's prompt tokens twice, and reserves no memory for them
             arguments["max_num_batched_tokens"] = _PROMPT_SCORES_TOKENS
     config = _model_config(spec.model_path)
     arguments.update(image_args(config, device))
@@ -274,9 +272,18 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
         if spec.deterministic:
             arguments["compilation_config"] = _without_whole_graphs(arguments, spec.recipe_section)
         arguments["additional_config"] = ascend.additional_config(arguments.get("additional_config", {}), version)
-    if device != "cpu":
+    if device == "cpu":
+        _set_cpu_arguments(arguments, spec, config)
+    else:
         arguments["enable_sleep_mode"] = spec.sleep_mode
-        return arguments
+    return arguments
+
+
+def _set_cpu_arguments(arguments: dict[str, Any], spec: EngineSpec, config: dict[str, Any]) -> None:
+    """Set the arguments of an engine on a CPU in `arguments`. `config`: the model's config.json.
+
+    Raises ValueError for chunked prefill.
+    """
     arguments.setdefault("enforce_eager", True)
     arguments.setdefault("kv_cache_memory_bytes", _CPU_KV_CACHE_BYTES)
     if arguments.setdefault("enable_chunked_prefill", False):
@@ -287,7 +294,6 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
     arguments.setdefault("max_num_batched_tokens", max(_CPU_BATCHED_TOKENS, spec.max_model_len))
     if config.get("kv_lora_rank") is not None:
         arguments["compilation_config"] = _without_rotary_op(arguments.get("compilation_config"), spec.recipe_section)
-    return arguments
 
 
 def _profiler_config(traces: EngineTraces) -> dict[str, Any]:
