@@ -35,16 +35,20 @@ def measure(directory: Path, width: int, layers: int, rank: int, rounds: int) ->
     engines = {way: EngineProcess() for way in ways}
     requests = make_requests(count=8, n=4, max_tokens=32)
     measured: dict[str, dict[str, Any]] = {way: {"update": [], "sample": []} for way in ways}
-    sending = {"adapters": ("open_adapters", "send_adapters", None, False), "merged": ("open_export", "send_export")}
+    opening = {"adapters": "open_adapters", "merged": "open_export"}
+    sending: dict[str, tuple[str, list[Any]]] = {
+        "adapters": ("send_adapters", [None, False]),
+        "merged": ("send_export", []),
+    }
     try:
         for way, engine in engines.items():
             info = engine.begin("start", spec(model, load_weights=False, adapters=ways[way])).result(PATIENCE)
-            engine.connect_weight_sync(trainers.call(sending[way][0], info["receivers"])[0])
+            engine.connect_weight_sync(trainers.call(opening[way], info["receivers"])[0])
         for version in range(1, rounds + 2):
             trainers.call("learn", version, 0.02)
             for way, engine in engines.items():
                 start = time.perf_counter()
-                _, method, *arguments = sending[way]
+                method, arguments = sending[way]
                 future = trainers.begin(method, version, *arguments)
                 engine.begin("update_weights", version).result(PATIENCE)
                 measured[way]["bytes"] = future.result(PATIENCE)[0].bytes

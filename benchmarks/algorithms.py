@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -67,6 +68,10 @@ class Batch:
             yield LossInputs(**inputs, lengths=[self.length] * count, selected=selected[:tokens])
 
 
+def _loss(settings: AlgorithmConfig, inputs: LossInputs) -> torch.Tensor:
+    return objective(inputs, settings)[0]
+
+
 def seconds(function: Callable[[], Any]) -> float:
     start = time.process_time()
     function()
@@ -118,7 +123,7 @@ def run_losses(batch: Batch, rounds: int) -> list[str]:
     for name in LOSSES.names():
         if LOSSES[name].source == "rollout" and not LOSSES[name].needs_reference:
             settings = AlgorithmConfig(loss=name)
-            row(name, lambda inputs, settings=settings: objective(inputs, settings)[0])
+            row(name, functools.partial(_loss, settings))
     row("value loss", lambda inputs: value_objective(_value_inputs(inputs), 0.2)[0])
     row("(exp of one vector)", lambda inputs: inputs.log_probs.exp().sum())
     return rows
@@ -144,7 +149,7 @@ def run_outcomes(batch: Batch) -> list[str]:
     for name in ADVANTAGES.names():
         function = ADVANTAGES[name].function
         if function is not None and not ADVANTAGES[name].needs_greedy:
-            took = seconds(lambda function=function, name=name: function(outcomes, AlgorithmConfig(advantage=name)))
+            took = seconds(functools.partial(function, outcomes, AlgorithmConfig(advantage=name)))
             rows.append(f"| {name} | {1e3 * took:.1f} |")
     return rows
 
@@ -171,7 +176,7 @@ def run_tokens(batch: Batch, rounds: int) -> list[str]:
     for name, run, copy, width in (("reinforce_plus_plus", of_tokens, copy_both, 9), ("gae", of_critic, copy_all, 13)):
         (ratio,) = in_copies(copy, [run], rounds)
         samples = min(WHOLE, batch.samples)
-        peak = peak_of(lambda run=run, samples=samples: run(samples, 1)) / (width * samples * batch.length)
+        peak = peak_of(functools.partial(run, samples, 1)) / (width * samples * batch.length)
         rows.append(f"| {name} | {ratio:.1f} | {peak:.1f} |")
     return rows
 

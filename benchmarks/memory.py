@@ -58,8 +58,8 @@ def run_case(case: str, model: str, tokens: int) -> None:
     elif case == "materialized":
         print(growth(lambda: materialized(trainer, batch)))
     else:
-        step = {"temperature": 1.0, "with_entropy": True}
-        print(growth(lambda: trainer.train_step([batch], lambda x: ((x.log_probs + x.entropy).sum(), {}), **step)))
+        loss: Callable[[Any], Any] = lambda x: ((x.log_probs + x.entropy).sum(), {})  # noqa: E731
+        print(growth(lambda: trainer.train_step([batch], loss, temperature=1.0, with_entropy=True)))
     dist.destroy_process_group()
 
 

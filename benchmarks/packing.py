@@ -83,9 +83,9 @@ def first_fit_decreasing(lengths: np.ndarray, limit: int) -> Bins:
 def largest_differencing(costs: np.ndarray, parts: int) -> Bins:
     """Karmarkar-Karp: merge the two partial divisions with the largest spread, large parts with small parts."""
     number = itertools.count()
-    heap = []
+    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
     for sample, cost in enumerate(costs.tolist()):
-        division = [(0.0, [])] * (parts - 1) + [(cost, [sample])]
+        division: list[tuple[float, list[int]]] = [(0.0, [])] * (parts - 1) + [(cost, [sample])]
         heapq.heappush(heap, (-cost, next(number), division))
     while len(heap) > 1:
         _, _, first = heapq.heappop(heap)

@@ -15,10 +15,11 @@ Seconds are CPU time on a CPU, wall time elsewhere. The result is the ratio of t
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,8 @@ def measure(samples: int, rounds: int) -> dict[str, float]:
         for name, (packing, plan, padded_to) in plans.items():
             recipe.megatron.packing = packing
             batches = micro_batches(plan, lengths, tokens, padded_to)
-            step = {"temperature": 1.0, "with_entropy": False}
-            update = lambda: trainer.train_step(batches, lambda x: (-(x.log_probs * x.loss_weights).sum(), {}), **step)  # noqa: B023, E731
+            loss: Callable[[Any], Any] = lambda x: (-(x.log_probs * x.loss_weights).sum(), {})  # noqa: E731
+            update = functools.partial(trainer.train_step, batches, loss, temperature=1.0, with_entropy=False)
             times[name].append(seconds(update))
     print(f"{int(lengths.sum())} tokens, at most {LIMIT} per micro batch\n")
     return {name: statistics.median(values[1:]) for name, values in times.items()}  # the first round warms up
@@ -115,8 +116,8 @@ def main() -> None:
     dist.init_process_group(platform.process_group_backend)
     medians = measure(options.samples, options.rounds)
     print("| micro batches | s per step | packed is faster by |\n|---|---|---|")
-    for name, value in medians.items():
-        print(f"| {name} | {value:.2f} | {value / medians['packed']:.2f} x |")
+    for name, median in medians.items():
+        print(f"| {name} | {median:.2f} | {median / medians['packed']:.2f} x |")
     dist.destroy_process_group()
 
 

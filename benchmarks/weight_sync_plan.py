@@ -49,13 +49,15 @@ def tensors() -> list[tuple[str, tuple[int, int], int | None, int | None, str]]:
         "o_proj": ((hidden, heads * value), "columns"),
     }
     last = c["num_hidden_layers"] - 1
-    entries = [("model.embed_tokens", (c["vocab_size"], hidden), 0, None, "rows")]
+    entries: list[tuple[str, tuple[int, int], int, int | None, str]] = [
+        ("model.embed_tokens", (c["vocab_size"], hidden), 0, None, "rows")
+    ]
     for layer in range(last + 1):
         at = f"model.layers.{layer}"
         entries += [(f"{at}.{norm}_layernorm", (1, hidden), layer, None, "") for norm in ("input", "post_attention")]
         entries += [(f"{at}.self_attn.{name}", shape, layer, None, cut) for name, (shape, cut) in attention.items()]
         dense = layer < c["first_k_dense_replace"]
-        mlps = (
+        mlps: list[tuple[str, int, int | None]] = (
             [("mlp", c["intermediate_size"], None)]
             if dense
             else [("mlp.shared_experts", c["moe_intermediate_size"], None)]

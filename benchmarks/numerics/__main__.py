@@ -28,7 +28,7 @@ def write(page: Path, sections: dict[str, str]) -> None:
     for name, body in sections.items():
         section = f"<!-- begin {name} -->\n{body}<!-- end {name} -->\n"
         pattern = rf"<!-- begin {name} -->\n.*?<!-- end {name} -->\n"
-        text, replaced = re.subn(pattern, lambda _, section=section: section, text, flags=re.DOTALL)
+        text, replaced = re.subn(pattern, section.replace("\\", r"\\"), text, flags=re.DOTALL)
         if not replaced:
             text += f"\n{section}"
     page.write_text(text)

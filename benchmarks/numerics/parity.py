@@ -71,11 +71,13 @@ def difference(case: dict[str, Any], directory: Path) -> Difference:
     rows = log_probs_of(directory, case["name"])
     assert sorted(rows) == list(range(len(expected))), "a sequence is missing"
     original, exported = checkpoint_tensors(path), checkpoint_tensors(directory / f"{case['name']}.hf")
+    largest = [
+        max((rows[i][part] - reference[part]).abs().max().item() for i, reference in enumerate(expected))
+        for part in (0, 1)
+    ]
     return Difference(
-        *(
-            max((rows[i][part] - reference[part]).abs().max().item() for i, reference in enumerate(expected))
-            for part in (0, 1)
-        ),
+        largest[0],
+        largest[1],
         exact=exported.keys() == original.keys()
         and all(torch.equal(exported[name], weight) for name, weight in original.items()),
     )
