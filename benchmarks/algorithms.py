@@ -161,11 +161,13 @@ def run_tokens(batch: Batch, rounds: int) -> list[str]:
     earned = np.zeros(len(values))
     copy_both = copying([mask, earned])
     copy_all = copying([values, mask, earned])
+    advantages_of_tokens = ADVANTAGES["reinforce_plus_plus"].of_tokens
+    assert advantages_of_tokens is not None
 
     def of_tokens(per_micro: int | None = None, most: int | None = None) -> None:
         for count, part in list(batch.slices(per_micro))[:most]:
             outcome = TokenOutcomes(np.zeros(count), mask[part], [batch.length] * count, penalties=earned[part])
-            ADVANTAGES["reinforce_plus_plus"].of_tokens(outcome, AlgorithmConfig(gamma=0.999))
+            advantages_of_tokens(outcome, AlgorithmConfig(gamma=0.999))
 
     def of_critic(per_micro: int | None = None, most: int | None = None) -> None:
         for count, part in list(batch.slices(per_micro))[:most]:
