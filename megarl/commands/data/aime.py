@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.commands.data.dapo_math import COLUMNS, verl_row
-from megarl.commands.data.source import Distinct, Prepared, problem_row, rows_of
+from megarl.commands.data.source import Prepared, problem_row, rows_of, write_distinct
 from megarl.data.rows import Row
 
 # DAPO's prompt. The scorer of math_dapo and aime* reads the answer in this form.
@@ -33,10 +33,7 @@ def prepare(
         ValueError: the source is none of these, or a file or column is missing.
     """
     name = "aime" if year is None else f"aime_{year}"
-    distinct = Distinct()
-    for row in _rows(source, name, split, config):
-        distinct.add(row)
-    return distinct.write(Path(out) / "test.parquet")
+    return write_distinct(Path(out) / "test.parquet", _rows(source, name, split, config))
 
 
 def _rows(source: str, name: str, split: str, config: str | None) -> Iterator[dict[str, Any]]:

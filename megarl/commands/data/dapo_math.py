@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megarl.commands.data.source import Distinct, Prepared, rows_of
+from megarl.commands.data.source import Prepared, rows_of, write_distinct
 from megarl.data.rows import Row, messages_of
 
 COLUMNS = ("data_source", "prompt", "reward_model")
@@ -22,12 +22,10 @@ def prepare(source: str, out: Path) -> Prepared:
     Raises:
         ValueError: the source is none of these, or a file or column is missing.
     """
-    distinct = Distinct()
     named = [place / f"{FILE}.parquet" for place in (Path(source), Path(source) / "data")]
     file = next((str(path) for path in named if path.is_file()), source)
-    for index, row in enumerate(rows_of(file, "train", COLUMNS, optional=("ability", "extra_info"))):
-        distinct.add(verl_row(row, "train", index))
-    return distinct.write(Path(out) / "train.parquet")
+    rows = enumerate(rows_of(file, "train", COLUMNS, optional=("ability", "extra_info")))
+    return write_distinct(Path(out) / "train.parquet", (verl_row(row, "train", index) for index, row in rows))
 
 
 def verl_row(row: Row, split: str, index: int) -> dict[str, Any]:

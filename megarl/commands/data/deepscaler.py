@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from megarl.commands.data.math import INSTRUCTION
-from megarl.commands.data.source import Distinct, Prepared, problem_row, rows_of
+from megarl.commands.data.source import Prepared, problem_row, rows_of, write_distinct
+from megarl.data.rows import Row
 
 DATA_SOURCE = "agentica-org/DeepScaleR-Preview-Dataset"
 
@@ -18,10 +20,12 @@ def prepare(source: str, out: Path) -> Prepared:
     Raises:
         ValueError: the source is none of these, a file or column is missing, or an answer is empty.
     """
-    distinct = Distinct()
-    for index, row in enumerate(rows_of(source, "train", ("problem", "answer"))):
-        problem, answer = row.need("problem", str), row.need("answer", str).strip()
-        if not answer:
-            raise ValueError(f"{row.where}: the answer is empty")
-        distinct.add(problem_row(DATA_SOURCE, f"{problem} {INSTRUCTION}", answer, "train", index, question=problem))
-    return distinct.write(Path(out) / "train.parquet")
+    rows = enumerate(rows_of(source, "train", ("problem", "answer")))
+    return write_distinct(Path(out) / "train.parquet", (_prompt_row(row, index) for index, row in rows))
+
+
+def _prompt_row(row: Row, index: int) -> dict[str, Any]:
+    problem, answer = row.need("problem", str), row.need("answer", str).strip()
+    if not answer:
+        raise ValueError(f"{row.where}: the answer is empty")
+    return problem_row(DATA_SOURCE, f"{problem} {INSTRUCTION}", answer, "train", index, question=problem)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,32 +77,26 @@ def _from_hub(
         yield Row(f"{name} {split}, row {number}", values)
 
 
-class Distinct:
-    """Rows with distinct prompts. Prompts with several answers are omitted, because no score would be right."""
+def write_distinct(path: Path, rows: Iterable[dict[str, Any]]) -> Prepared:
+    """Write the rows (in verl's columns) with distinct prompts to the parquet file `path`.
 
-    def __init__(self) -> None:
-        self._read = 0
-        self._rows: dict[str, dict[str, Any]] = {}
-        self._contradicted: set[str] = set()
-
-    def add(self, row: dict[str, Any]) -> None:
-        """Add a row in verl's columns."""
-        self._read += 1
+    Prompts with several answers are omitted, because no score would be right.
+    """
+    read, distinct, contradicted = 0, dict[str, dict[str, Any]](), set[str]()
+    for row in rows:
+        read += 1
         prompt = json.dumps(row["prompt"], sort_keys=True)
-        first = self._rows.setdefault(prompt, row)
+        first = distinct.setdefault(prompt, row)
         if first["reward_model"]["ground_truth"] != row["reward_model"]["ground_truth"]:
-            self._contradicted.add(prompt)
-
-    def write(self, path: Path) -> Prepared:
-        """Write the rows to the parquet file `path`, in the order in which their prompts were first added."""
-        rows = [row for prompt, row in self._rows.items() if prompt not in self._contradicted]
-        write_parquet(path, rows)
-        notices = []
-        if repeated := self._read - len(self._rows):
-            notices.append(f"{repeated:,} of {self._read:,} rows were omitted as duplicates")
-        if self._contradicted:
-            notices.append(f"{len(self._contradicted):,} prompts were omitted because they have several answers")
-        return {path: len(rows)}, notices
+            contradicted.add(prompt)
+    kept = [row for prompt, row in distinct.items() if prompt not in contradicted]
+    write_parquet(path, kept)
+    notices = []
+    if repeated := read - len(distinct):
+        notices.append(f"{repeated:,} of {read:,} rows were omitted as duplicates")
+    if contradicted:
+        notices.append(f"{len(contradicted):,} prompts were omitted because they have several answers")
+    return {path: len(kept)}, notices
 
 
 def write_splits(

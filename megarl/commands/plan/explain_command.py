@@ -39,7 +39,8 @@ def show_weight_sync(
     checked(recipe, path, model).require(strict=False)
     with as_input_error():
         config = config_of(recipe.model.path, path, name=model)
-        each = per_node or _per_node(path)
+        machine = hardware_of(path)
+        each = per_node or (machine[2] if machine is not None else None)
         start = time.perf_counter()
         plan = plan_of_recipe(recipe, config, each)
         seconds = time.perf_counter() - start
@@ -54,12 +55,6 @@ def show_weight_sync(
     for line in [*_lines(recipe, plan, rows, sums, seconds), *notes]:
         console.print(f"- {line}", highlight=False)
     return 0
-
-
-def _per_node(path: Path) -> int | None:
-    """Return the devices per machine from the recipe's head."""
-    machine = hardware_of(path)
-    return None if machine is None else machine[2]
 
 
 def _kinds(recipe: Recipe) -> list[str]:

@@ -30,6 +30,9 @@ _NOT_COUNTED = (
     "(DeepEP, HybridEP)"
 )
 
+_FLEX = ("moe_flex_", "moe_deepep_", "moe_hybridep_", "moe_enable_deepep")
+"""Prefixes of the settings of that dispatcher."""
+
 # Settings that need Transformer Engine, which Megatron imports while it builds its configuration.
 _FUSED = ("moe_permute_fusion", "moe_router_fusion", "apply_rope_fusion")
 
@@ -111,7 +114,10 @@ def built_from(recipe: Recipe, model: dict[str, Any], directory: Path) -> Recipe
     def portable(megatron: MegatronConfig) -> MegatronConfig:
         without = {*left_out(megatron), *_FUSED}
         extra = {name: value for name, value in megatron.extra.items() if name not in without}
-        return replace(megatron, extra=_without_flex(extra) if _flex(megatron) else extra)
+        if _flex(megatron):  # the rank's memory is equal with a dispatcher that can be built anywhere
+            extra = {name: value for name, value in extra.items() if not name.startswith(_FLEX)}
+            extra["moe_token_dispatcher_type"] = "alltoall"
+        return replace(megatron, extra=extra)
 
     return replace(
         recipe,
@@ -124,14 +130,6 @@ def built_from(recipe: Recipe, model: dict[str, Any], directory: Path) -> Recipe
 def _flex(megatron: MegatronConfig) -> bool:
     """Return True if tokens are dispatched by kernels that run on devices only (DeepEP, HybridEP)."""
     return megatron.extra.get("moe_token_dispatcher_type") == "flex"
-
-
-def _without_flex(extra: dict[str, Any]) -> dict[str, Any]:
-    """Replace the dispatcher by one that can be built anywhere: the rank's memory is equal with either."""
-    prefixes = ("moe_flex_", "moe_deepep_", "moe_hybridep_", "moe_enable_deepep")
-    return {name: value for name, value in extra.items() if not name.startswith(prefixes)} | {
-        "moe_token_dispatcher_type": "alltoall"
-    }
 
 
 def stages_of(

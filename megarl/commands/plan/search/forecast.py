@@ -94,14 +94,18 @@ class Forecast:
             return None
         first, end, longer = (Activations(**answer["activations"]) for answer in answers)
         layer = (longer.kept - first.kept) / 2  # the first of two stages has two micro batches in flight
-        sample = MemorySample(
-            layer=layer,
-            inputs=(max(0.0, first.kept / 2 - layer), max(0.0, end.kept - layer)),
-            beyond=(first.update - first.kept, end.update - end.kept),
-            forward=(first.forward, end.forward),
+        tokens = _tokens(short, 0)
+
+        def a_token(of_first: float, of_last: float) -> tuple[float, float]:
+            return of_first / tokens, of_last / tokens
+
+        return MemorySample(
+            layer=layer / tokens,
+            inputs=a_token(max(0.0, first.kept / 2 - layer), max(0.0, end.kept - layer)),
+            beyond=a_token(first.update - first.kept, end.update - end.kept),
+            forward=a_token(first.forward, end.forward),
             step=max(first.optimizer, end.optimizer),
         )
-        return _a_token(sample, _tokens(short, 0))
 
     def _shrunk(self, recipe: Recipe, layers: int) -> Recipe:
         megatron = recipe.megatron
@@ -139,15 +143,6 @@ def setting(recipe: Recipe) -> tuple[Any, ...]:
 def _tokens(recipe: Recipe, stage: int) -> float:
     """Return the tokens of a micro batch on one device."""
     return sum(peak_workload(recipe, stage).lengths) / recipe.megatron.context_parallel
-
-
-def _a_token(sample: MemorySample, tokens: float) -> MemorySample:
-    def each(pair: tuple[float, float]) -> tuple[float, float]:
-        return pair[0] / tokens, pair[1] / tokens
-
-    return MemorySample(
-        sample.layer / tokens, each(sample.inputs), each(sample.beyond), each(sample.forward), sample.step
-    )
 
 
 def _small(model: dict[str, Any], layers: int) -> dict[str, Any]:
