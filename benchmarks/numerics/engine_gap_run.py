@@ -30,7 +30,7 @@ from megarl.trainer.actor import ActorWorker
 from megarl.trainer.group import ActorGroup
 from megarl.types import GenerationRequest, Group, Prompt, Sampling
 from megarl.weight_sync.publish import publish
-from megarl.weight_sync.session import FullSession
+from megarl.weight_sync.session import Session
 
 SOURCE = "benchmark"
 PROMPTS = 6
@@ -85,7 +85,7 @@ class Driver:
     cluster: Cluster
     actor: ActorGroup
     engine: EngineHandle
-    session: FullSession
+    session: Session
     vocabulary: int
     version: int = -1
 

@@ -8,7 +8,7 @@ from typing import Protocol
 from megarl.engines.base import EngineRefused, EngineSpec, OnFinished
 from megarl.engines.loop import Backend, EngineLoop
 from megarl.types import GenerationRequest
-from megarl.weight_sync.session import FullReport, Report, Session, ShardedReport, WeightSyncError, merge_reports
+from megarl.weight_sync.session import Session, UpdateReport
 
 TAGS = ("weights", "kv_cache")  # memory that sleeps; vLLM and SGLang use the same names
 
@@ -25,7 +25,7 @@ class WeightsBackend(Backend, Protocol):
 
     def connect_weight_sync(self, session: Session) -> str | None: ...
 
-    def update_weights(self, version: int, running: int) -> Report: ...
+    def update_weights(self, version: int, running: int) -> UpdateReport: ...
 
     def sleep(self, running: int) -> None: ...
 
@@ -56,7 +56,7 @@ class BackedEngine(EngineLoop):
     def connect_weight_sync(self, session: Session) -> str | None:
         return self.call(lambda: self._weights.connect_weight_sync(session))
 
-    def update_weights(self, version: int) -> Report:
+    def update_weights(self, version: int) -> UpdateReport:
         return self.call(lambda: self._weights.update_weights(version, self.running), collective=True)
 
     def sleep(self) -> None:
@@ -88,21 +88,6 @@ def check_tokens(request: GenerationRequest, spec: EngineSpec, vocab_size: int) 
         )
     if sampling.temperature == 0 and sampling.n > 1:
         raise ValueError(f"greedy sampling gives one answer, but n is {sampling.n}; ask for n=1")
-
-
-def engine_report(reports: Sequence[Report], engine: str) -> Report:
-    """Combine the reports of an engine's ranks: merge the reports of a sharded update; of a full update, return the slowest.
-
-    Raises WeightSyncError if ranks hold different weights after a full update.
-    """
-    sharded = [report for report in reports if isinstance(report, ShardedReport)]
-    if sharded:
-        return merge_reports(sharded)
-    full = [report for report in reports if isinstance(report, FullReport)]
-    for report in full[1:]:
-        if not report.agrees_with(full[0]):
-            raise WeightSyncError(f"ranks of engine {engine!r} hold different weights: {full}")
-    return max(full, key=lambda report: report.seconds)
 
 
 def asleep_after_wake(tags: Sequence[str], asleep: tuple[str, ...], engine: str) -> tuple[str, ...]:

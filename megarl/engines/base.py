@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from megarl.platform.tracing import TraceOptions
 from megarl.types import Completion, GenerationRequest
-from megarl.weight_sync.session import Report, Session
+from megarl.weight_sync.session import Session, UpdateReport
 
 OnFinished = Callable[[int, list[Completion]], None]  # group number, its completions in seed order
 
@@ -133,7 +133,7 @@ class RolloutEngine(Protocol):
         or None; it may still join a full one. EngineRefused if the engine's software cannot update weights safely."""
         ...
 
-    def update_weights(self, version: int) -> Report:
+    def update_weights(self, version: int) -> UpdateReport:
         """Receive and load weights of `version`. No step runs meanwhile; cached prefixes are dropped.
 
         Running requests continue with the new weights (their KV cache is recomputed) if info["can_update_in_flight"].

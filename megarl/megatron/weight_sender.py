@@ -11,8 +11,9 @@ import torch.distributed as dist
 from megarl.megatron.held_slices import held_slices, parameters
 from megarl.megatron.model import Model
 from megarl.recipe.schema import WeightSyncConfig
+from megarl.weight_sync.sender import start_session
 from megarl.weight_sync.session import host_id, resolve_transports
-from megarl.weight_sync.sharded.sender import ShardedSender, open_sharded_session
+from megarl.weight_sync.sharded.sender import ShardedSender
 
 
 def open_sender(
@@ -30,18 +31,19 @@ def open_sender(
         if problem is not None:
             return f"trainer rank {number}: {problem}"
     try:
-        # Every rank checks: `open_sharded_session` runs on rank 0 only, and the others would wait for it.
+        # Every rank checks: `start_session` runs on rank 0 only, and the others would wait for it.
         for host_of_rank, _ in all_ranks:
             resolve_transports(weight_sync.transport, host_of_rank, receivers)
     except ValueError as error:
         return str(error)
     session_box: list[Any] = [None]
     if rank == 0:
-        session, store = open_sharded_session(
+        session, store = start_session(
             host,
             [host_of_rank for host_of_rank, _ in all_ranks],
             receivers,
             transport=weight_sync.transport,
+            sharded=True,
             bucket_bytes=weight_sync.bucket_mb << 20,
             timeout=weight_sync.timeout,
             check_every=weight_sync.check_every,

@@ -262,7 +262,7 @@ class WeightSyncConfig:
     )
     silence: float = key(
         8.0,
-        "Sharded sync: heartbeat timeout in seconds. A rank without a heartbeat for this long during an update counts as stopped, or its machine or network as down. Each rank sends a heartbeat per second, however busy it is. Raise the value if machines swap or are paused. Must be below `weight_sync.timeout`.",
+        "Heartbeat timeout in seconds. A rank without a heartbeat for this long during an update counts as stopped, or its machine or network as down. Each rank sends a heartbeat per second, however busy it is. Raise the value if machines swap or are paused. Must be below `weight_sync.timeout`.",
         at_least=3,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -38,7 +39,6 @@ class ActorWorker(Worker):
     def __init__(self, recipe: Recipe, total_optimizer_steps: int, weights_only: bool = False):
         super().__init__(recipe, total_optimizer_steps, weights_only)
         self.sender: Any = None
-        self.sharded = False  # sends each engine rank only the slices that it needs
         self.adapters = False  # sends only adapters, after the base weights with the first version
         self.first_sent: int | None = None  # the first version
         # State of the current step:
@@ -317,9 +317,9 @@ class ActorWorker(Worker):
         the reason (str) against "sharded".
         """
         weight_sync, host = self.recipe.weight_sync, os.environ["MASTER_ADDR"]
-        self.sharded, self.adapters, self.first_sent = route == "sharded", route == "adapters", None
+        self.adapters, self.first_sent = route == "adapters", None
         self._close_sender()
-        if self.sharded:
+        if route == "sharded":
             from megarl.megatron.weight_sender import open_sender
 
             opened = open_sender(self.trainer.model, weight_sync, receivers, host, self.platform.name)
@@ -335,28 +335,29 @@ class ActorWorker(Worker):
                 transport=weight_sync.transport,
                 bucket_bytes=weight_sync.bucket_mb << 20,
                 timeout=weight_sync.timeout,
+                heartbeat_timeout=weight_sync.silence,
                 directory=str(weights_directory(self.recipe)),
                 adapter_alpha=self.recipe.lora.alpha if self.adapters else None,
             )
+        else:
+            from megarl.weight_sync.sender import ExportingRank
+
+            self.sender = ExportingRank()
         return self.sender.session if self.rank == 0 else None
 
     def send_weights(self, version: int) -> Any:
         """Send the weights to the engines. Returns this rank's report; None if it sends nothing."""
         self.trainer.finish_param_gather()
-        if self.sharded:
-            return self.sender.send(version, self.trainer.export_weights)
-        if self.adapters:
-            with_base = self.first_sent is None
-            self.first_sent = version if self.first_sent is None else self.first_sent
-            check = is_check_due(version, self.first_sent, self.recipe.weight_sync.check_every)
-            weights = self.trainer.export_adapters(with_base=with_base, check=check)
-        else:
-            weights = self.trainer.export_weights()  # through mbridge, on all ranks
-        if self.sender is not None:
-            return self.sender.send(version, weights)
-        for _ in weights:
-            pass
-        return None
+        return self.sender.send(version, functools.partial(self._export, version))
+
+    def _export(self, version: int) -> Any:
+        """Export what the engines load: all weights, through mbridge on all ranks, or adapters."""
+        if not self.adapters:
+            return self.trainer.export_weights()
+        with_base = self.first_sent is None
+        self.first_sent = version if self.first_sent is None else self.first_sent
+        check = is_check_due(version, self.first_sent, self.recipe.weight_sync.check_every)
+        return self.trainer.export_adapters(with_base=with_base, check=check)
 
     def shutdown(self) -> None:
         """Also free shared memory."""

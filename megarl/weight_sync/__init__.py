@@ -7,11 +7,12 @@ Two ways, chosen once per run by `connect.py`:
 - full (`weight_sync.route: full`): the trainers' rank 0 has a `FullSender` and sends all weights as whole tensors; every
   engine rank has a `FullReceiver`.
 
-Both sides join a session (`session.py`: plain values, so it travels through any transport). Weights travel in buckets. An
-update succeeds only if every receiver has acknowledged every bucket with the sender's fingerprint and has loaded it: the
-reports of both sides are then equal. See docs/architecture.md.
+Both sides join a session (`session.py`: plain values, so it travels through any transport). Weights travel in buckets, which
+`outgoing.py` holds and `incoming.py` receives for both routes. An update succeeds only if every receiver has acknowledged
+every bucket with the sender's fingerprint and has loaded it: the reports of both sides are then equal. See
+docs/architecture.md.
 
-    sender = FullSender.open(host, endpoints, bucket_bytes=..., timeout=...)
+    sender = FullSender.open(host, receivers, bucket_bytes=..., timeout=..., heartbeat_timeout=...)
     engine.connect_weight_sync(sender.session)
-    sender.send(1, weights)          # at the same time as engine.update_weights(1)
+    sender.send(1, export)          # at the same time as engine.update_weights(1)
 """

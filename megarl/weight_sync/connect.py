@@ -44,7 +44,7 @@ def open_weight_sync(
     if route == "sharded":
         transport = ", and weight_sync.transport=auto" if recipe.weight_sync.transport in DEVICE_TRANSPORTS else ""
         raise RouteRefused(f"weight_sync.route=sharded: {reason}. Set weight_sync.route=full, or auto{transport}")
-    notice(f"weight_sync.route=auto: full, not sharded, because {reason}{_ignored_settings(recipe.weight_sync)}")
+    notice(f"weight_sync.route=auto: full, not sharded, because {reason}{_ignored_setting(recipe.weight_sync)}")
     return _open_full(recipe.weight_sync, trainers, engines, receivers)
 
 
@@ -67,16 +67,15 @@ def _open_adapters(
     reason = session
     if setting == "only":
         raise RouteRefused(f"weight_sync.adapters=only: {reason}. Set weight_sync.adapters=merged, or auto")
-    ignored = _ignored_settings(weight_sync)
+    ignored = _ignored_setting(weight_sync)
     notice(f"weight_sync.adapters=auto: merged weights, exported, in every update, because {reason}{ignored}")
     return _open_full(weight_sync, trainers, engines, receivers)
 
 
-def _ignored_settings(weight_sync: WeightSyncConfig) -> str:
-    """Return a clause that names the changed settings without effect on full sync: it has no plan and no heartbeat."""
-    default = WeightSyncConfig()
-    names = [name for name in ("check_every", "silence") if getattr(weight_sync, name) != getattr(default, name)]
-    return "".join(f"; weight_sync.{name}={getattr(weight_sync, name):g} has no effect" for name in names)
+def _ignored_setting(weight_sync: WeightSyncConfig) -> str:
+    """Return a clause that names the changed setting without effect on full sync, or ""."""
+    changed = weight_sync.check_every != WeightSyncConfig().check_every
+    return f"; weight_sync.check_every={weight_sync.check_every:g} has no effect" if changed else ""
 
 
 def _open_full(

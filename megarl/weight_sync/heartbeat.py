@@ -1,4 +1,4 @@
-"""Heartbeats of a sharded session: if a peer dies or stops, every peer's session ends with an error that names it.
+"""Heartbeats of a session: if a peer dies or stops, every peer's session ends with an error that names it.
 
 Each peer has a connection to the process of the trainers' rank 0. When a process ends, the kernel closes its connection at
 once; a busy process keeps it. The kernel does not close the connection of a stopped process, a lost machine, or a process
@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.weight_sync.session import ShardedSession, WeightSyncError
+from megarl.weight_sync.session import Session, WeightSyncError
 from megarl.weight_sync.store import StoreChannel
 
 HEARTBEAT_SECONDS = 1.0
@@ -32,7 +32,7 @@ _MAX_MESSAGE = 4096  # bytes
 _TIMEOUT_CAUSE = "it is stopped, or its machine or the network is gone (if it only pauses, raise weight_sync.silence)"
 
 
-def _heartbeat_timeout(session: ShardedSession) -> tuple[int, str]:
+def _heartbeat_timeout(session: Session) -> tuple[int, str]:
     """Return how many heartbeats in a row a live peer may miss, and the message for a peer that misses more.
 
     A busy peer misses at most two: torch, numpy, files and sockets release the GIL, and an import or a garbage collection
@@ -55,7 +55,7 @@ class _Peer:
 class HeartbeatMonitor:
     """Ends the session if a peer dies, or misses too many heartbeats in an update. Runs in the trainers' rank 0."""
 
-    def __init__(self, session: ShardedSession, channel: StoreChannel) -> None:
+    def __init__(self, session: Session, channel: StoreChannel) -> None:
         self._session = session
         self._allowed, self._timeout_message = _heartbeat_timeout(session)
         dual_stack = socket.has_dualstack_ipv6()
@@ -171,7 +171,6 @@ class HeartbeatClient:
     def __init__(self, channel: StoreChannel, name: str) -> None:
         """Wait for the `HeartbeatMonitor` and connect to it. `name`: of this peer, for messages."""
         session = channel.session
-        assert isinstance(session, ShardedSession), "only sharded sessions have heartbeats"
         (self._port,) = channel.wait([_PORT], "the trainers' rank 0 to open the session")
         self._channel = channel
         self._allowed, self._timeout_message = _heartbeat_timeout(session)

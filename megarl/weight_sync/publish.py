@@ -9,15 +9,7 @@ from typing import Any, Protocol
 
 from megarl.cluster.calls import wait_for_all
 from megarl.types import Metrics
-from megarl.weight_sync.session import (
-    PHASES,
-    Session,
-    ShardedReport,
-    ShardedSession,
-    compare_full_reports,
-    compare_sharded_reports,
-    merge_reports,
-)
+from megarl.weight_sync.session import PHASES, Session, UpdateReport, compare_reports, merge_reports
 
 
 class SendingTrainers(Protocol):
@@ -55,16 +47,13 @@ def publish(trainers: SendingTrainers, engines: Sequence[ReceivingEngine], sessi
     reports = wait_for_all(
         engines, updates, doing="take the new weights in", key="weight_sync.timeout", limit=session.timeout
     )
-    if isinstance(session, ShardedSession):
-        return _sharded_metrics(sent, reports)
-    compare_full_reports(sent[0], {engine.name: report for engine, report in zip(engines, reports, strict=True)})
-    return {"weight_sync/bytes": float(sent[0].bytes), "weight_sync/version": float(version)}
+    return _metrics(sent, reports)
 
 
-def _sharded_metrics(sent: Sequence[ShardedReport], received: Sequence[ShardedReport]) -> Metrics:
-    """Compare both sides of a sharded update and return its metrics."""
+def _metrics(sent: Sequence[UpdateReport], received: Sequence[UpdateReport]) -> Metrics:
+    """Compare both sides of an update and return its metrics."""
     trainers, engines = merge_reports(sent), merge_reports(received)
-    compare_sharded_reports(trainers, engines)
+    compare_reports(trainers, engines)
     phases = {phase: max(side.seconds.get(phase, 0.0) for side in (trainers, engines)) for phase in PHASES}
     return {
         "weight_sync/bytes": float(trainers.bytes),

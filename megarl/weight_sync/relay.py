@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from megarl.weight_sync.session import FullSession, ShardedSession
+from megarl.weight_sync.session import Session
 from megarl.weight_sync.sharded.plan import Hosts, Stream, TransferPlan
 
 Peer = tuple[str, int]  # ("trainer", rank) or ("engine", rank)
@@ -30,18 +30,18 @@ class Relay:
         return self.local if self.remote is None else (*self.local, self.remote)
 
 
-def stream_relays(stream: Stream, session: ShardedSession) -> list[Relay]:
+def stream_relays(stream: Stream, session: Session) -> list[Relay]:
     """Return the relays of a stream, in the order that buckets pass them."""
     hosts = Hosts(session.senders, [host for _, host in session.receivers])
     return relay_path(stream.source, stream.targets, hosts, shares_memory=session.shares_memory)
 
 
-def full_relays(session: FullSession) -> list[Relay]:
+def full_relays(session: Session) -> list[Relay]:
     """Return the relays of every bucket of a full session, host after host. Engine ranks are indices of `session.receivers`.
 
     A host receives a bucket once and sends it at most once. So a version reaches many hosts in about the time of one.
     """
-    sender, *receivers = session.hosts
+    sender, receivers = session.senders[0], [host for _, host in session.receivers]
     if session.directory is not None:  # every receiver reads files
         return [Relay(("trainer", 0), tuple(range(len(receivers))), None)]
     first = {host: number for number, host in reversed(list(enumerate(receivers)))}
@@ -79,7 +79,7 @@ def max_connections(plan: TransferPlan, *, shares_memory: bool) -> int:
     return max(ends.values(), default=0)
 
 
-def relays_from(holder: Peer, streams: Iterable[Stream], session: ShardedSession) -> dict[int, Relay]:
+def relays_from(holder: Peer, streams: Iterable[Stream], session: Session) -> dict[int, Relay]:
     """Return the relay of each stream that `holder` has to pass on, by the stream's number."""
     return {
         stream.number: relay for stream in streams for relay in stream_relays(stream, session) if relay.holder == holder

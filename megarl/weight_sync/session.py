@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from typing import Any
 
 SHARED_MEMORY_DIR = "/dev/shm"
 # Buckets that a holder keeps in memory at most. Full: it packs the next bucket while engines load the last. Sharded, on
@@ -67,29 +65,79 @@ def resolve_transports(transport: str, sender_host: str, endpoints: Iterable[tup
 
 
 @dataclass(frozen=True, kw_only=True)
-class SessionBase:
-    """Address of a session's key-value store and what both kinds of session share. Plain values: it travels as JSON.
+class Session:
+    """Address of a session's key-value store, its ranks and its settings. Plain values: it travels as JSON.
 
     The trainers' rank 0 serves the store at `host` and `port`. `prefix` is random and separates the keys of sessions.
-    `receivers` are pairs that begin with a name.
+    `senders`: host ids of the trainer ranks that send: all ranks if `sharded`, otherwise rank 0. `receivers`: (name, host id)
+    of the engine ranks; their order numbers them. `transport`: value of `weight_sync.transport`. `heartbeat_timeout`: seconds
+    without a heartbeat, during an update, after which a rank counts as dead.
+
+    Sharded: the first update, and every `check_every`-th after it, is compared with the trainers' export (0: the first only).
+
+    Full: `directory` is for the transport "files". With `adapter_alpha`, the first update brings the model's weights and then
+    its adapters, A and B of each linear under PEFT's names ("model.layers.0.self_attn.q_proj.lora_A.weight"). Later updates
+    bring adapters alone. Engines add adapter_alpha / rank * B A x to the output of each linear.
     """
 
     host: str
     port: int
     prefix: str
+    senders: tuple[str, ...]
     receivers: tuple[tuple[str, str], ...]
+    sharded: bool
+    transport: str
     bucket_bytes: int
     timeout: float  # seconds, of each wait
+    heartbeat_timeout: float
     shm_dir: str = SHARED_MEMORY_DIR
+    device: str = "cpu"  # of the buckets, a value of `cluster.device`; "cpu" unless `transport` is in DEVICE_TRANSPORTS
+    check_every: int = 0
+    directory: str | None = None
+    adapter_alpha: float | None = None  # None: every update brings all weights
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Self:
+    def from_json(cls, text: str) -> Session:
         values = json.loads(text)
-        values["receivers"] = tuple((name, value) for name, value in values["receivers"])
+        values["senders"] = tuple(values["senders"])
+        values["receivers"] = tuple((name, host) for name, host in values["receivers"])
         return cls(**values)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the engine ranks."""
+        return [name for name, _ in self.receivers]
+
+    @property
+    def slots(self) -> int:
+        """Number of buckets that a holder keeps in memory at most."""
+        return SHARDED_SLOTS if self.sharded else FULL_SLOTS
+
+    @property
+    def shares_memory(self) -> bool:
+        """True if receivers map the memory that a sender of their host packs into."""
+        return self.transport in SHARED_MEMORY_TRANSPORTS
+
+    @property
+    def stays_on_devices(self) -> bool:
+        """True if buckets enter host memory only to go to another host."""
+        return self.transport == "ipc"
+
+    @property
+    def network_device(self) -> str:
+        """Device of the memory that network transfers read and write.
+
+        Collective libraries cannot connect two processes of one device, the case that `ipc` is for: with `ipc`, gloo
+        transfers a copy in host memory.
+        """
+        return self.device if self.transport == "device" else "cpu"
+
+    def is_checked(self, version: int, first: int) -> bool:
+        """Return True if the update to `version` is compared with the export. `first`: version of the first update."""
+        return self.sharded and is_check_due(version, first, self.check_every)
 
     def key(self, name: str) -> str:
         return f"{self.prefix}/{name}"
@@ -128,126 +176,35 @@ class SessionBase:
             raise WeightSyncError(f"the weight sender at {self.host}:{self.port} has just gone ({error})") from error
 
 
-@dataclass(frozen=True, kw_only=True)
-class FullSession(SessionBase):
-    """Session in which the trainers' rank 0 sends all weights to every receiver (`weight_sync.route: full`).
-
-    `receivers`: (name, transport). `hosts`: host ids of the sender and then of each receiver; `relay.full_relays` derives
-    the path of every bucket from them. `shares_memory`: receivers of one host read the same memory; otherwise each gets its
-    own copy over gloo. `directory`: for the transport "files".
-
-    With `adapter_alpha`, the first update brings the model's weights and then its adapters, A and B of each linear under
-    PEFT's names ("model.layers.0.self_attn.q_proj.lora_A.weight"). Later updates send only adapters. Engines add
-    adapter_alpha / rank * B A x to the output of each linear.
-    """
-
-    hosts: tuple[str, ...] = ()
-    shares_memory: bool = True
-    directory: str | None = None
-    adapter_alpha: float | None = None  # None: every update brings all weights
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        session = super().from_json(text)
-        return dataclasses.replace(session, hosts=tuple(session.hosts))
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardedSession(SessionBase):
-    """Session in which every trainer rank sends engine ranks the slices they need (`weight_sync.route: sharded`).
-
-    `receivers`: (name, host id); their order numbers the engine ranks. `senders`: host ids of the trainer ranks.
-    `check_every`: the first update, and every `check_every`-th after it, is compared with the trainers' export (0: the first
-    only). `heartbeat_timeout`: seconds without a heartbeat, during an update, after which a rank counts as dead.
-    """
-
-    senders: tuple[str, ...]
-    transport: str  # value of `weight_sync.transport`
-    check_every: int
-    heartbeat_timeout: float
-    device: str = (
-        "cpu"  # device of the buckets, a value of `cluster.device`; "cpu" unless `transport` is in DEVICE_TRANSPORTS
-    )
-
-    @property
-    def shares_memory(self) -> bool:
-        """True if receivers map the memory that a sender of their host packs into."""
-        return self.transport in SHARED_MEMORY_TRANSPORTS
-
-    @property
-    def stays_on_devices(self) -> bool:
-        """True if buckets enter host memory only to go to another host."""
-        return self.transport == "ipc"
-
-    @property
-    def network_device(self) -> str:
-        """Device of the memory that network transfers read and write.
-
-        Collective libraries cannot connect two processes of one device, the case that `ipc` is for: with `ipc`, gloo
-        transfers a copy in host memory.
-        """
-        return self.device if self.transport == "device" else "cpu"
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        session = super().from_json(text)
-        return dataclasses.replace(session, senders=tuple(session.senders))
-
-    @property
-    def names(self) -> list[str]:
-        return [name for name, _ in self.receivers]
-
-    def is_checked(self, version: int, first: int) -> bool:
-        """Return True if the update to `version` is compared with the export. `first`: version of the first update."""
-        return is_check_due(version, first, self.check_every)
-
-
 def is_check_due(version: int, first: int, every: int) -> bool:
     """Return True for the `first` version and each `every`-th after it. 0: the first only."""
     return version == first or (every > 0 and (version - first) % every == 0)
 
 
-Session = FullSession | ShardedSession
+PHASES = ("pack", "fingerprint", "wait", "load", "check")  # of an update, on either side
 
 
-def session_from_json(text: str) -> Session:
-    """Read a session of either kind from JSON."""
-    return (ShardedSession if "senders" in json.loads(text) else FullSession).from_json(text)
+class PhaseTimer:
+    """Seconds of an update's phases, which follow each other."""
 
+    def __init__(self, *phases: str) -> None:
+        self.seconds = dict.fromkeys(phases, 0.0)
+        self.start()
 
-@dataclass(frozen=True)
-class FullReport:
-    """One side's report of a full update. Sender's and receivers' must be equal except for `seconds`."""
+    def start(self) -> None:
+        """Leave out the time until now."""
+        self._last = time.perf_counter()
 
-    version: int
-    fingerprint: str  # 16 hexadecimal digits over names, types, shapes and bytes, in order
-    bytes: int  # of packed buckets, with alignment
-    tensors: int
-    buckets: int
-    seconds: float
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    def agrees_with(self, other: FullReport) -> bool:
-        return dataclasses.replace(self, seconds=0.0) == dataclasses.replace(other, seconds=0.0)
-
-
-def compare_full_reports(sent: FullReport, received: Mapping[str, FullReport]) -> None:
-    """Raise WeightSyncError unless every receiver's report (by name) agrees with the sender's."""
-    for name, report in received.items():
-        if not sent.agrees_with(report):
-            raise WeightSyncError(
-                f"receiver {name!r} did not load the weights that were sent: sent {sent}, received {report}"
-            )
-
-
-PHASES = ("pack", "fingerprint", "wait", "load", "check")  # of a sharded update, on either side
+    def lap(self, phase: str) -> None:
+        """Add the time since the last call to `phase`."""
+        now = time.perf_counter()
+        self.seconds[phase] += now - self._last
+        self._last = now
 
 
 @dataclass(frozen=True)
-class ShardedReport:
-    """Report of one or more ranks of a sharded update, as senders or as receivers.
+class UpdateReport:
+    """Report of one or more ranks of an update, as senders or as receivers.
 
     The merged reports of all trainers and of all engines must have equal `streams`.
     """
@@ -268,22 +225,19 @@ def abbreviate_names(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f", ... ({len(names)} tensors)" if len(names) > 3 else "")
 
 
-Report = FullReport | ShardedReport
-
-
-def report_from_dict(values: Mapping[str, Any]) -> Report:
-    """Rebuild a report of either kind from `to_dict`."""
-    return ShardedReport(**values) if "streams" in values else FullReport(**values)
+def done_key(update: int, receiver: str) -> str:
+    """Key of a receiver's report. `update`: number in the session; a version may be sent twice."""
+    return f"done/{update}/{receiver}"
 
 
 def stream_key(stream: int, receiver: str) -> str:
     return f"{stream} to {receiver}"
 
 
-def merge_reports(reports: Sequence[ShardedReport]) -> ShardedReport:
+def merge_reports(reports: Sequence[UpdateReport]) -> UpdateReport:
     """Merge the reports of several ranks or engines into one."""
     phases = dict.fromkeys(phase for report in reports for phase in report.seconds)
-    return ShardedReport(
+    return UpdateReport(
         version=reports[0].version,
         streams={key: value for report in reports for key, value in report.streams.items()},
         bytes=sum(report.bytes for report in reports),
@@ -293,7 +247,7 @@ def merge_reports(reports: Sequence[ShardedReport]) -> ShardedReport:
     )
 
 
-def compare_sharded_reports(sent: ShardedReport, received: ShardedReport) -> None:
+def compare_reports(sent: UpdateReport, received: UpdateReport) -> None:
     """Raise WeightSyncError unless both sides have the same streams with the same fingerprints."""
     differing = sorted(
         key

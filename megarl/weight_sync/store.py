@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megarl.weight_sync.session import SessionBase, WeightSyncError
+from megarl.weight_sync.session import Session, WeightSyncError
 
 _ABORT_POLL_SECONDS = 0.2
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.005
@@ -22,7 +22,7 @@ class StoreChannel:
     the first of several, and prints warnings on time-outs.
     """
 
-    def __init__(self, session: SessionBase, store: Any = None) -> None:
+    def __init__(self, session: Session, store: Any = None) -> None:
         self.session = session
         self.store = session.open_store() if store is None else store
         self.lost: str | None = None  # set once the store is gone: the reason
@@ -97,7 +97,7 @@ class StoreChannel:
             raise WeightSyncError(f"weight sync was aborted: {self._call(self.store.get, key).decode()}")
 
     def abort(self, reason: str) -> None:
-        """Abort the session over this connection. See `SessionBase.abort`."""
+        """Abort the session over this connection. See `Session.abort`."""
         self._call(self.store.compare_set, self.session.key("abort"), "", reason)
 
     def _call(self, operation: Callable[..., Any], *arguments: Any) -> Any:

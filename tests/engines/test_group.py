@@ -51,7 +51,7 @@ class EngineGroup:
 
     def full_sender(self):
         receivers = [tuple(receiver) for info in self.infos for receiver in info["receivers"]]
-        sender = FullSender.open("127.0.0.1", receivers, bucket_bytes=1 << 18, timeout=120.0)
+        sender = FullSender.open("127.0.0.1", receivers, bucket_bytes=1 << 18, timeout=120.0, heartbeat_timeout=8.0)
         for engine in self.engines:
             engine.connect_weight_sync(sender.session)
         return sender
@@ -135,7 +135,7 @@ def test_an_update_begins_when_all_engines_have_joined(start, path, tmp_path):
     for engine in (first, second):
         engine.resume()
     late = first.begin("update_weights", 1)
-    sender.send(1, weights.items())
+    sender.send(1, weights.items)
     assert early.result(PATIENCE).fingerprint == late.result(PATIENCE).fingerprint
     running.result(PATIENCE)
     requests = make_requests(3)

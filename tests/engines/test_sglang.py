@@ -28,7 +28,7 @@ from megarl.errors import RecipeError
 from megarl.preflight.settings import check_device
 from megarl.types import GenerationRequest, Prompt, Sampling
 from megarl.weight_sync.full.sender import FullSender
-from megarl.weight_sync.session import WeightSyncError, compare_full_reports
+from megarl.weight_sync.session import WeightSyncError, compare_reports
 from tests.support import fake_sglang
 from tests.support.fake_sglang import END, VOCABULARY
 
@@ -64,12 +64,14 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
 def send_weights(engine, tmp_path_factory):
     """Sends weights to the engine, as a trainer does."""
     folder = str(tmp_path_factory.mktemp("shm"))
-    sender = FullSender.open("127.0.0.1", engine.info["receivers"], bucket_bytes=512, timeout=10.0, shm_dir=folder)
+    sender = FullSender.open(
+        "127.0.0.1", engine.info["receivers"], bucket_bytes=512, timeout=10.0, heartbeat_timeout=8.0, shm_dir=folder
+    )
     engine.connect_weight_sync(sender.session)
     with ThreadPoolExecutor(1) as pool:
 
         def send(version: int, values: dict[str, torch.Tensor]):
-            sending = pool.submit(sender.send, version, values.items())
+            sending = pool.submit(sender.send, version, values.items)
             return engine.update_weights(version), sending
 
         yield send
@@ -99,7 +101,7 @@ def test_samples_follow_the_updated_weights(engine, send_weights) -> None:
         generate(engine, request(0))
     for version in (1, 2):
         report, sending = send_weights(version, weights(version))
-        compare_full_reports(sending.result(10), {"e0/0": report})
+        compare_reports(sending.result(10), report)
         assert torch.equal(engine.real.model.table, weights(version)["table"])
     assert engine.real.calls == ["begin", "update, flush True", "end"] * 2
     first = generate(engine, request(1), request(2, temperature=0.7))

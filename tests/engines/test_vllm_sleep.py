@@ -13,7 +13,7 @@ from megarl.engines.base import AdapterSpec, EngineDead, EngineRefused, EngineSp
 from megarl.engines.vllm.compat import Capabilities
 from megarl.engines.vllm.engine import VllmEngine
 from megarl.types import GenerationRequest, Prompt, Sampling
-from megarl.weight_sync.session import FullSession, ShardedSession
+from megarl.weight_sync.session import Session
 
 
 class FakeVllm:
@@ -26,7 +26,7 @@ class FakeVllm:
 
     def collective_rpc(self, method: str, args: tuple = ()) -> list[Any]:
         self.calls.append(method)
-        report = {"version": 1, "tensors": 1, "bytes": 4, "buckets": 1, "fingerprint": "f", "seconds": 0.0}
+        report = {"version": 1, "streams": {"0 to e0/0": "f"}, "bytes": 4, "buckets": 1, "checked": 0, "seconds": {}}
         return [[0, "host"] if method == "megarl_endpoint" else [report, [], []]]
 
     def sleep(self, level: int) -> None:
@@ -118,10 +118,13 @@ def test_base_weights_stay_on_the_host_if_only_adapters_are_updated(
     assert sleeper.start()["merged_because"] is None
     sleeper.sleep()
     vllm.collective_rpc = lambda method, args=(): [None]
-    session = {"host": "", "port": 0, "prefix": "", "receivers": (), "bucket_bytes": 1, "timeout": 1}
+    session = {
+        "host": "", "port": 0, "prefix": "", "senders": (), "receivers": (), "sharded": False, "transport": "auto",
+        "bucket_bytes": 1, "timeout": 1, "heartbeat_timeout": 8,
+    }  # fmt: skip
     for alpha, level in ((16.0, 1), (None, 2)):
         sleeper.wake()
-        assert sleeper.connect_weight_sync(FullSession(**session, adapter_alpha=alpha)) is None
+        assert sleeper.connect_weight_sync(Session(**session, adapter_alpha=alpha)) is None
         sleeper.sleep()
         assert vllm.calls[-1] == ("sleep", level)
     sleeper.shutdown()
@@ -145,9 +148,9 @@ def test_an_engine_returns_why_it_refuses_sharded_updates(
     vllm.collective_rpc = lambda method, args=(): [
         ["e/0", "host"] if method == "megarl_endpoint" else "lm_head is odd",
     ]
-    session = ShardedSession(
+    session = Session(
         host="", port=0, prefix="", receivers=(), bucket_bytes=1, timeout=1, senders=(), transport="auto",
-        check_every=0, heartbeat_timeout=8,
+        check_every=0, heartbeat_timeout=8, sharded=True,
     )  # fmt: skip
     backend = engine(monkeypatch, no_sharded=no_sharded)
     backend.start()

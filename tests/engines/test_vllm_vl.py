@@ -78,7 +78,7 @@ def test_log_probs_are_the_actors_at_start_and_after_each_update(directory: Path
     for version in range(4):
         if version:
             updating = process.begin("update_weights", version)
-            report = sender.send(version, iter(weights.items()))
+            report = sender.send(version, weights.items)
             assert updating.result(120).agrees_with(report)
         _, completions = process.generate(wave)
         samples = [

@@ -41,7 +41,8 @@ def test_sharded_and_full_updates_give_equal_metrics(quickstart_data: Path, refe
         # one engine rank needs every tensor: the bytes sent are its parameters' bytes, without padding to 64 bytes
         assert line.pop("weight_sync/received_bytes") == line["weight_sync/bytes"] <= other["weight_sync/bytes"]
         assert line.pop("weight_sync/sent_bytes/max") < 0.6 * line.pop("weight_sync/bytes")
-        other.pop("weight_sync/bytes")
+        assert other.pop("weight_sync/sent_bytes/max") == other["weight_sync/bytes"]
+        assert other.pop("weight_sync/received_bytes") == other.pop("weight_sync/bytes")
         assert line == other
 
 

@@ -319,7 +319,9 @@ def same(first, other):
 
 
 def full_sender(engine, info):
-    sender = FullSender.open("127.0.0.1", [tuple(r) for r in info["receivers"]], bucket_bytes=1 << 18, timeout=120.0)
+    sender = FullSender.open(
+        "127.0.0.1", [tuple(r) for r in info["receivers"]], bucket_bytes=1 << 18, timeout=120.0, heartbeat_timeout=8.0
+    )
     engine.connect_weight_sync(sender.session)
     return sender
 
@@ -331,7 +333,7 @@ def update(engine, sender, weights, version=1):
 
 def update_all(engines, sender, weights, version):
     with ThreadPoolExecutor(1) as pool:
-        sending = pool.submit(sender.send, version, weights.items())
+        sending = pool.submit(sender.send, version, weights.items)
         updates = [engine.begin("update_weights", version) for engine in engines]
         for update in updates:
             update.result(PATIENCE)

@@ -54,19 +54,22 @@ class Trainer:
 
     def open_export(self, receivers: list[Any]) -> Any:
         self.exporting = self._sender(receivers, None)
-        return self.exporting and self.exporting.session
+        return self.exporting.session
 
     def open_adapters(self, receivers: list[Any]) -> Any:
         self.adapting, self.based = self._sender(receivers, self.trainer.recipe.lora.alpha), False
-        return self.adapting and self.adapting.session
+        return self.adapting.session
 
     def _sender(self, receivers: list[Any], adapter_alpha: float | None) -> Any:
         from megarl.weight_sync.full.sender import FullSender
+        from megarl.weight_sync.sender import ExportingRank
 
         if self.rank != 0:
-            return None
+            return ExportingRank()
         pairs = [tuple(receiver) for receiver in receivers]
-        return FullSender.open("127.0.0.1", pairs, bucket_bytes=1 << 18, timeout=60.0, adapter_alpha=adapter_alpha)
+        return FullSender.open(
+            "127.0.0.1", pairs, bucket_bytes=1 << 18, timeout=60.0, heartbeat_timeout=8.0, adapter_alpha=adapter_alpha
+        )
 
     def set_fingerprints(self, on: bool) -> None:
         from tests.support.without_fingerprints import set_fingerprints
@@ -134,20 +137,13 @@ class Trainer:
         return self.sender.send(version, self.trainer.export_weights)
 
     def send_export(self, version: int) -> Any:
-        return self._send(self.exporting, version, self.trainer.export_weights())
+        return self.exporting.send(version, self.trainer.export_weights)
 
     def send_adapters(self, version: int, based: bool | None = None, check: bool = True) -> Any:
         """Send adapters. `based`: simulate a trainer that wrongly assumes that the engine has the base weights."""
-        weights = self.trainer.export_adapters(with_base=not (self.based if based is None else based), check=check)
+        with_base = not (self.based if based is None else based)
         self.based = True
-        return self._send(self.adapting, version, weights)
-
-    def _send(self, sender: Any, version: int, weights: Any) -> Any:
-        if sender is not None:
-            return sender.send(version, weights)
-        for _ in weights:
-            pass
-        return None
+        return self.adapting.send(version, lambda: self.trainer.export_adapters(with_base=with_base, check=check))
 
     def send_and_die(self, version: int) -> Any:
         """Send an update in which the last rank dies after it packed its first bucket."""

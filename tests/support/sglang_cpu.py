@@ -24,7 +24,7 @@ from megarl.engines.sglang import engine as adapter
 from megarl.engines.sglang.args import build_engine_args
 from megarl.types import Completion, GenerationRequest, Prompt, Sampling
 from megarl.weight_sync.full.sender import FullSender
-from megarl.weight_sync.session import compare_full_reports
+from megarl.weight_sync.session import compare_reports
 
 STOPS = (127, 9)
 
@@ -126,7 +126,7 @@ def main(kind: str, folder: str) -> None:
     engine = adapter.SglangEngine(EngineSpec("e0", folder, "float32", 200, load_weights=False))
     info = engine.start()
     say("info", info)
-    sender = FullSender.open("127.0.0.1", info["receivers"], bucket_bytes=1 << 16, timeout=60.0)
+    sender = FullSender.open("127.0.0.1", info["receivers"], bucket_bytes=1 << 16, timeout=60.0, heartbeat_timeout=8.0)
     engine.connect_weight_sync(sender.session)
 
     def generate(batch: list[GenerationRequest]) -> dict[int, list[Completion]]:
@@ -144,10 +144,10 @@ def main(kind: str, folder: str) -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.05)
-        thread, box = in_thread(lambda version=version: sender.send(version, exported(model)))
+        thread, box = in_thread(lambda version=version: sender.send(version, lambda: exported(model)))
         report = engine.update_weights(version)
         thread.join()
-        compare_full_reports(box[0], {"e0/0": report})
+        compare_reports(box[0], report)
         say("gap", [largest_gap(model, batch, generate(batch)) for batch in (requests(1.0), requests(0.7))])
     sampled_requests = requests(1.0)
     done = generate(sampled_requests)
@@ -174,7 +174,7 @@ def main(kind: str, folder: str) -> None:
     thread.join(30)
     say("aborted", box)
     say("after_abort", list(generate([sampled_requests[1]])))
-    thread, box = in_thread(lambda: error_of(lambda: sender.send(3, list(exported(model))[:-1])))
+    thread, box = in_thread(lambda: error_of(lambda: sender.send(3, lambda: list(exported(model))[:-1])))
     say("weight_left_out", error_of(lambda: engine.update_weights(3)))
     thread.join()
     say("told_to_the_sender", box)

@@ -2,7 +2,7 @@
 
 Usage: python -m tests.support.sharded_member CASE. CASE is JSON: trainers and engines (the ranks in this process), session
 (null if trainer 0 is here: the process prints it on stdout), shapes, and for the second update: place (an attribute of
-megarl.weight_sync, for example "sharded.buckets.OutgoingBuckets.send"), signal, before (strike before or after the call).
+megarl.weight_sync, for example "outgoing.OutgoingBuckets.send"), signal, before (strike before or after the call).
 Reads the versions to update to from stdin.
 """
 
@@ -15,7 +15,7 @@ import sys
 import threading
 from typing import Any
 
-from megarl.weight_sync.session import ShardedSession
+from megarl.weight_sync.session import Session
 from tests.support.sharded_ranks import SHAPES, ShardedCluster, open_session
 
 
@@ -46,7 +46,7 @@ def main() -> None:
     if case["session"] is None:
         session, store = open_session(case["shm_dir"], case["places"], **case["options"])
     else:
-        session, store = ShardedSession.from_json(json.dumps(case["session"])), None
+        session, store = Session.from_json(json.dumps(case["session"])), None
     cluster = ShardedCluster(session, store, case["trainers"], case["engines"])
     print(session.to_json(), flush=True)
     cluster.connect()

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from megarl.weight_sync.session import ShardedReport, ShardedSession, compare_sharded_reports, host_id, merge_reports
+from megarl.weight_sync.sender import start_session
+from megarl.weight_sync.session import Session, UpdateReport, compare_reports, host_id, merge_reports
 from megarl.weight_sync.sharded.receiver import ShardedReceiver
-from megarl.weight_sync.sharded.sender import ShardedSender, open_sharded_session
+from megarl.weight_sync.sharded.sender import ShardedSender
 from megarl.weight_sync.sharded.slices import SliceTable, SliceTableBuilder
 
 SHAPES = {"embed": (64, 48), "norm": (48,), "experts.0": (16, 8), "experts.1": (16, 8), "odd": (7, 5)}
@@ -97,12 +98,13 @@ def engines() -> list[Rank]:
     return ranks
 
 
-def open_session(shm_dir: Any, places: list[str] | None = None, **options: Any) -> tuple[ShardedSession, Any]:
+def open_session(shm_dir: Any, places: list[str] | None = None, **options: Any) -> tuple[Session, Any]:
     """Open a session; returns it and its store. `places`: the four engine ranks' hosts ("here": the trainers' host)."""
     here = host_id(str(shm_dir))
     hosts = [here if place == "here" else place for place in places or ["here"] * 4]
     settings = {
         "transport": "auto",
+        "sharded": True,
         "bucket_bytes": 2048,
         "timeout": 20.0,
         "check_every": 0,
@@ -110,13 +112,11 @@ def open_session(shm_dir: Any, places: list[str] | None = None, **options: Any) 
         **options,
     }
     receivers = [(f"e{rank // 2}/{rank % 2}", host) for rank, host in enumerate(hosts)]
-    return open_sharded_session(
-        settings.pop("host", "127.0.0.1"), [here] * 4, receivers, shm_dir=str(shm_dir), **settings
-    )
+    return start_session(settings.pop("host", "127.0.0.1"), [here] * 4, receivers, shm_dir=str(shm_dir), **settings)
 
 
 class ShardedCluster:
-    def __init__(self, session: ShardedSession, store: Any, trainers_here: list[int], engines_here: list[int]) -> None:
+    def __init__(self, session: Session, store: Any, trainers_here: list[int], engines_here: list[int]) -> None:
         """`trainers_here`, `engines_here`: numbers of the ranks (0 to 3) that run as threads of this process."""
         self.session, self.store = session, store
         self.trainers = [rank for number, rank in enumerate(trainers()) if number in trainers_here]
@@ -141,7 +141,7 @@ class ShardedCluster:
         self.exports += 1
         return self.weights.items()
 
-    def receive(self, number: int, version: int) -> ShardedReport:
+    def receive(self, number: int, version: int) -> UpdateReport:
         receiver, rank = self.receivers[number], self.engines[number]
         try:
             rank.begin(receiver.begin(version))
@@ -159,10 +159,10 @@ class ShardedCluster:
         sending = [self.pool.submit(sender.send, version, self.export) for sender in self.senders]
         return sending, receiving
 
-    def update(self, version: int) -> tuple[ShardedReport, ShardedReport]:
+    def update(self, version: int) -> tuple[UpdateReport, UpdateReport]:
         sending, receiving = self.start(version)
         sent, received = (merge_reports([pending.result(30) for pending in side]) for side in (sending, receiving))
-        compare_sharded_reports(sent, received)
+        compare_reports(sent, received)
         for rank in self.engines:
             for number in range(len(rank.slices)):
                 assert torch.equal(rank.view(number), rank.true(number, self.weights)), rank.slices[number]
@@ -183,5 +183,5 @@ def open_cluster(shm_dir: Any, places: list[str] | None = None, **options: Any) 
         cluster.close()
 
 
-def replaced(report: ShardedReport, **changes: Any) -> ShardedReport:
+def replaced(report: UpdateReport, **changes: Any) -> UpdateReport:
     return dataclasses.replace(report, **changes)

@@ -10,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from megarl.weight_sync.session import ShardedReport, compare_sharded_reports, host_id, merge_reports
-from megarl.weight_sync.sharded.sender import ShardedSender, open_sharded_session
+from megarl.weight_sync.sender import start_session
+from megarl.weight_sync.session import UpdateReport, compare_reports, host_id, merge_reports
+from megarl.weight_sync.sharded.sender import ShardedSender
 from megarl.weight_sync.sharded.slices import SliceTable, SliceTableBuilder
 from tests.support.engine_process import EngineProcess
 
@@ -22,11 +23,12 @@ class SlicedTrainers:
     def __init__(
         self, weights: Mapping[str, torch.Tensor], receivers: Sequence[Sequence[str]], check_every: int
     ) -> None:
-        self.session, store = open_sharded_session(
+        self.session, store = start_session(
             "127.0.0.1",
             [host_id()] * RANKS,
             [(name, host) for name, host in receivers],
             transport="auto",
+            sharded=True,
             bucket_bytes=1 << 18,
             timeout=60.0,
             check_every=check_every,
@@ -55,13 +57,13 @@ class SlicedTrainers:
             builder.add(builder.tensor(name, weight.shape), (row, 0, rows, columns), parameter, 0, columns)
         return builder.build()
 
-    def update(self, engine: EngineProcess, version: int, weights: Mapping[str, torch.Tensor]) -> ShardedReport:
+    def update(self, engine: EngineProcess, version: int, weights: Mapping[str, torch.Tensor]) -> UpdateReport:
         """Send `weights` as `version`; returns the engine's report."""
         for name, weight in weights.items():
             self._weights[name].copy_(weight)
         sending = [self._pool.submit(sender.send, version, self._weights.items) for sender in self._senders]
         received = engine.update_weights(version)
-        compare_sharded_reports(merge_reports([pending.result(60) for pending in sending]), received)
+        compare_reports(merge_reports([pending.result(60) for pending in sending]), received)
         return received
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from megarl.engines.base import AdapterSpec, EngineDead, EngineRefused
-from megarl.weight_sync.session import compare_full_reports
+from megarl.weight_sync.session import compare_reports
 from tests.support.engine_process import EngineProcess, build_model, gaps, load_model, make_requests, spec
 from tests.support.live_trainers import Trainers, TrainersFailed
 
@@ -64,7 +64,7 @@ class Run:
             future = self.trainers.begin(sending, self.version)
             received = engine.begin("update_weights", self.version).result(120)
             sent.append(future.result(120)[0])
-            compare_full_reports(sent[-1], {"engine": received})
+            compare_reports(sent[-1], received)
         return sent
 
 
@@ -79,7 +79,7 @@ def test_separate_adapters_sample_like_merged_weights(processes: Any, tmp_path: 
             (_, samples), (_, expected) = (engine.generate(requests) for engine in processes)
             check_same(samples, expected)
             if before is not None:
-                assert apart.bytes < 0.3 * merged.bytes and apart.tensors % 2 == 0
+                assert apart.bytes < 0.3 * merged.bytes
                 assert not any(np.array_equal(samples[key][0].tokens, before[key][0].tokens) for key in samples), (
                     "old adapters"
                 )

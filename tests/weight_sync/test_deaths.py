@@ -20,8 +20,8 @@ import pytest
 
 from megarl.cluster.failures import Failure, ProcessInfo, Raised
 from megarl.weight_sync import heartbeat
-from megarl.weight_sync.session import ShardedSession
-from megarl.weight_sync.sharded.receiver import ShardedReceiver
+from megarl.weight_sync.incoming import IncomingBuckets
+from megarl.weight_sync.session import Session
 from tests.support.sharded_ranks import SHAPES, ShardedCluster, open_cluster, open_session
 
 HERE, APART = ["here"] * 4, ["b", "b", "c", "c"]
@@ -58,7 +58,7 @@ class Split:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         line = self.read() if session is None else ""
-        self.here = ShardedCluster(session or ShardedSession.from_json(line), store, *here)
+        self.here = ShardedCluster(session or Session.from_json(line), store, *here)
         self.here.connect()
         if session is not None:
             self.read()
@@ -114,7 +114,7 @@ def consequence(error: str) -> bool:
 @pytest.mark.parametrize(
     ("peer", "places", "place", "before"),
     [
-        pytest.param("trainer", HERE, "sharded.buckets.OutgoingBuckets.send", False, marks=pytest.mark.slow),
+        pytest.param("trainer", HERE, "outgoing.OutgoingBuckets.send", False, marks=pytest.mark.slow),
         ("engine", APART, "process_group.BroadcastGroup.start", False),
         pytest.param("trainer", APART, "process_group.BroadcastGroup.start", True, marks=pytest.mark.slow),
         pytest.param("trainer", APART, "process_group.BroadcastGroup.start", False, marks=pytest.mark.slow),
@@ -149,7 +149,7 @@ def test_the_death_of_trainer_0_is_detected_by_all_ranks(tmp_path, number, words
     """A stopped store answers nothing, and torch's client would wait for it forever."""
     all_but_one = [0, 1, 2, 3], [0, 1, 2]  # the store's process must not share a connection with ranks here
     fault = {
-        "place": "sharded.buckets.OutgoingBuckets.send",
+        "place": "outgoing.OutgoingBuckets.send",
         "before": True,
         "signal": number,
         "heartbeat_timeout": 2.0,
@@ -231,15 +231,15 @@ def test_unknown_connections_at_the_heartbeat_port_are_ignored(tmp_path):
 
 def test_a_failed_process_ends_without_waiting_for_its_transfers(tmp_path, monkeypatch):
     """gloo would wait until its timeout. The refused bucket comes from the child process, so that is in its update."""
-    start_transfer = ShardedReceiver._start
+    start_transfer = IncomingBuckets._start
 
-    def full(self: ShardedReceiver, header: dict[str, Any]) -> Any:
+    def full(self: IncomingBuckets, header: dict[str, Any]) -> Any:
         if header["holder"] == ["trainer", 3]:
             raise MemoryError("no room")
         return start_transfer(self, header)
 
     with split(tmp_path, APART, [3], []) as run:
-        monkeypatch.setattr(ShardedReceiver, "_start", full)
+        monkeypatch.setattr(IncomingBuckets, "_start", full)
         in_flight = run.start(2)
         start = time.monotonic()
         stderr = run.process.communicate()[1]

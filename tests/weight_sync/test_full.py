@@ -20,7 +20,15 @@ from megarl.weight_sync.full.buckets import BucketEntry
 from megarl.weight_sync.full.files import BucketFiles
 from megarl.weight_sync.full.receiver import FullReceiver
 from megarl.weight_sync.full.sender import FullSender
-from megarl.weight_sync.session import FullSession, WeightSyncError, compare_full_reports, host_id, resolve_transports
+from megarl.weight_sync.relay import full_relays
+from megarl.weight_sync.session import (
+    Session,
+    WeightSyncError,
+    compare_reports,
+    host_id,
+    merge_reports,
+    resolve_transports,
+)
 from megarl.weight_sync.shared_memory import SharedSlot, remove_stale_files
 
 KIB = 1024
@@ -48,6 +56,7 @@ def full_sender(endpoints, shm_dir, transport="auto", bucket_bytes=4 * KIB, time
         transport=transport,
         bucket_bytes=bucket_bytes,
         timeout=timeout,
+        heartbeat_timeout=8.0,
         shm_dir=str(shm_dir),
         directory=directory,
     )
@@ -83,24 +92,26 @@ def test_all_versions_arrive(tmp_path, transport):
     endpoints = [("e0/0", here), ("e1/0", "elsewhere" if transport == "mixed" else here)]
     setting = "auto" if transport == "mixed" else transport
     with full_sender(endpoints, tmp_path, setting) as sender, ThreadPoolExecutor(2) as pool:
-        session = FullSession.from_json(sender.session.to_json())
+        session = Session.from_json(sender.session.to_json())
         assert session == sender.session
         kinds = {"auto": {"shared_memory"}, "collective": {"collective"}, "mixed": {"shared_memory", "collective"}}
-        assert {kind for _, kind in session.receivers} == kinds[transport]
+        resolved = resolve_transports(session.transport, session.senders[0], session.receivers)
+        assert set(resolved.values()) == kinds[transport]
+        local = sum(len(relay.local) for relay in full_relays(session))
+        assert local == list(resolved.values()).count("shared_memory")
         receivers = [FullReceiver(session, name) for name, _ in endpoints]
         seen = []
         for version in (1, 2, 3):
             weights = make_weights(version)
             # the second engine holds its tensors for long: slots must not be reused under it
             waiting = [pool.submit(receive, r, version, slow) for r, slow in zip(receivers, (0.0, 0.002), strict=True)]
-            sent = sender.send(version, weights.items())
+            sent = sender.send(version, weights.items)
             results = [w.result(20) for w in waiting]
-            compare_full_reports(sent, {r.name: report for r, (_, report) in zip(receivers, results, strict=True)})
+            compare_reports(sent, merge_reports([report for _, report in results]))
             for got, _ in results:
                 assert_same(got, weights)
-            assert sent.tensors == len(weights)
             assert sent.buckets > 4
-            seen.append(sent.fingerprint)
+            seen.append(sent.streams["0 to e0/0"])
             assert os.listdir(tmp_path) == []  # every receiver has mapped the files, so they are unlinked
         assert len(set(seen)) == 3
 
@@ -111,15 +122,15 @@ def test_weight_files_are_readable_safetensors(tmp_path):
     shm_dir.mkdir()
     endpoints = [("e0/0", host_id(str(shm_dir))), ("e1/0", "elsewhere")]
     with full_sender(endpoints, shm_dir, "files", directory=str(directory)) as sender, ThreadPoolExecutor(2) as pool:
-        receivers = [FullReceiver(FullSession.from_json(sender.session.to_json()), name) for name, _ in endpoints]
+        receivers = [FullReceiver(Session.from_json(sender.session.to_json()), name) for name, _ in endpoints]
         for version in (1, 2, 3):
             weights = make_weights(version)
             waiting = [pool.submit(receive, r, version) for r in receivers]
-            sent = sender.send(version, weights.items())
+            sent = sender.send(version, weights.items)
             for future in waiting:
                 got, report = future.result(20)
                 assert_same(got, weights)
-                assert sent.agrees_with(report)
+                assert sent.streams.items() >= report.streams.items() and sent.bytes == report.bytes
         assert os.listdir(shm_dir) == []
     assert sorted(os.listdir(directory)) == ["version-00000002", "version-00000003"]
     assert (directory / "version-00000003" / "bucket-000000.safetensors").is_file()
@@ -148,7 +159,7 @@ def sorted_as(weights, loaded):
 def test_missing_or_changed_files_are_errors(tmp_path, monkeypatch, fault):
     words = {
         "not shared": "cannot be read here .* must be on a file system that trainers and engines share",
-        "changed": "got other bytes than were sent in bucket 0",
+        "changed": "got other bytes than trainer 0 sent in bucket 0",
         "full": "could not be written to .* two versions of the whole model must fit",
     }
     directory = tmp_path / "weights"
@@ -173,7 +184,7 @@ def test_missing_or_changed_files_are_errors(tmp_path, monkeypatch, fault):
         ThreadPoolExecutor(1) as pool,
     ):
         waiting = pool.submit(receive, FullReceiver(sender.session, "e0"), 1)
-        for failing in (lambda: sender.send(1, make_weights(0).items()), waiting.result):
+        for failing in (lambda: sender.send(1, make_weights(0).items), waiting.result):
             with pytest.raises(WeightSyncError, match=words[fault]):
                 failing()
 
@@ -182,9 +193,9 @@ def test_flipped_bit_names_bucket_tensors_and_receiver(tmp_path, monkeypatch):
     here = host_id(str(tmp_path))
     take = FullReceiver._take
 
-    def corrupt(self, number, *arguments):
-        memory = take(self, number, *arguments)
-        if self.name == "bad" and number == 1:
+    def corrupt(self, bucket, entries):
+        memory = take(self, bucket, entries)
+        if self.name == "bad" and bucket.header["bucket"] == 1:
             memory[100] ^= 4
         return memory
 
@@ -199,13 +210,13 @@ def test_flipped_bit_names_bucket_tensors_and_receiver(tmp_path, monkeypatch):
                 drained.append(item[0])
                 yield item
 
-        for failing in (lambda: sender.send(1, weights()), waiting[0].result, waiting[1].result):
+        for failing in (lambda: sender.send(1, weights), waiting[0].result, waiting[1].result):
             with pytest.raises(WeightSyncError, match=r"receiver 'bad' got other bytes .* bucket 1 \(big") as error:
                 failing()
             assert "fingerprint" in str(error.value)
         assert drained == list(make_weights(0))  # other ranks of the export are not left hanging
         with pytest.raises(WeightSyncError, match="aborted"):
-            sender.send(2, make_weights(1).items())
+            sender.send(2, make_weights(1).items)
 
 
 def test_an_early_stop_and_a_wrong_version_end_the_update(tmp_path):
@@ -214,12 +225,12 @@ def test_an_early_stop_and_a_wrong_version_end_the_update(tmp_path):
         receiver = FullReceiver(sender.session, "e")
         future = pool.submit(receive, receiver, 7)
         with pytest.raises(WeightSyncError, match="expects version 7, got 1"):
-            sender.send(1, make_weights(0).items())
+            sender.send(1, make_weights(0).items)
         with pytest.raises(WeightSyncError, match="expects version 7, got 1"):
             future.result(5)
     with full_sender([("e", here)], tmp_path) as sender, ThreadPoolExecutor(1) as pool:
         receiver = FullReceiver(sender.session, "e")
-        sending = pool.submit(sender.send, 1, make_weights(0).items())
+        sending = pool.submit(sender.send, 1, make_weights(0).items)
         next(receiver.weights(1))
         with pytest.raises(WeightSyncError, match="stopped before the end"):
             receiver.finish()
@@ -235,7 +246,7 @@ def test_abort_ends_every_wait_with_its_reason(tmp_path):
     with full_sender(endpoints, tmp_path, timeout=60) as sender, ThreadPoolExecutor(3) as pool:
         receivers = [FullReceiver(sender.session, name) for name in ("waits", "remote")]
         futures = [pool.submit(receive, r, 1) for r in receivers]
-        futures.append(pool.submit(sender.send, 1, make_weights(0).items()))
+        futures.append(pool.submit(sender.send, 1, make_weights(0).items))
         time.sleep(0.3)
         start = time.monotonic()
         sender.session.abort("engine 3 was killed")
@@ -251,10 +262,10 @@ def test_silent_peers_are_named_after_the_timeout(tmp_path):
     with full_sender([("here", here), ("silent", here)], tmp_path, timeout=0.5) as sender:
         FullReceiver(sender.session, "here")
         with pytest.raises(WeightSyncError, match=r"waited 0.5 s for receivers to connect \(hello/silent\)"):
-            sender.send(1, make_weights(0).items())
+            sender.send(1, make_weights(0).items)
     with full_sender([("e", here)], tmp_path, timeout=0.5) as sender:
         receiver = FullReceiver(sender.session, "e")
-        with pytest.raises(WeightSyncError, match=r"waited 0.5 s for bucket 0 from the sender"):
+        with pytest.raises(WeightSyncError, match=r"waited 0.5 s for the sender and all other receivers to connect"):
             next(receiver.weights(1))
 
 
@@ -272,9 +283,9 @@ def test_unusable_sessions(tmp_path):
         with pytest.raises(ValueError, match="'f' is not part"):
             FullReceiver(sender.session, "f")
         with pytest.raises(ValueError, match="'w' was exported twice"):
-            sender.send(1, [("w", torch.zeros(1)), ("w", torch.zeros(1))])
+            sender.send(1, lambda: [("w", torch.zeros(1)), ("w", torch.zeros(1))])
     with full_sender([("e", here)], tmp_path) as sender, pytest.raises(ValueError, match="yielded nothing"):
-        sender.send(1, [])
+        sender.send(1, list)
 
 
 @pytest.fixture
@@ -294,7 +305,7 @@ def test_full_shared_memory_is_an_error_with_the_arithmetic(small_tmpfs):
         with ThreadPoolExecutor(1) as pool:
             future = pool.submit(receive, receiver, 1)
             with pytest.raises(OSError, match=r"needs 400,000 bytes and 65,536 are free.*--shm-size"):
-                sender.send(1, [("w", torch.zeros(100_000))])
+                sender.send(1, lambda: [("w", torch.zeros(100_000))])
             with pytest.raises(WeightSyncError, match="is full: a weight bucket needs 400,000 bytes"):
                 future.result(5)
     assert os.listdir(small_tmpfs) == []
@@ -318,20 +329,22 @@ def test_a_killed_sender_fails_its_receivers(tmp_path):
         from megarl.weight_sync.full.sender import FullSender
         from megarl.weight_sync.session import host_id
         shm = sys.argv[1]
-        sender = FullSender.open("127.0.0.1", [("e", host_id(shm))], bucket_bytes=1024, timeout=60, shm_dir=shm)
+        sender = FullSender.open(
+            "127.0.0.1", [("e", host_id(shm))], bucket_bytes=1024, timeout=60, heartbeat_timeout=8, shm_dir=shm
+        )
         print(sender.session.to_json(), flush=True)
         def weights():
             yield "a", torch.zeros(200)
             yield "b", torch.zeros(200)
             time.sleep(60)
             yield "c", torch.zeros(200)
-        sender.send(1, weights())
+        sender.send(1, weights)
     """)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, env=environment)
     try:
         assert process.stdout is not None
-        session = FullSession.from_json(process.stdout.readline().decode())
+        session = Session.from_json(process.stdout.readline().decode())
         receiver = FullReceiver(session, "e")
         weights = receiver.weights(1)
         assert next(weights)[0] == "a"
@@ -358,7 +371,9 @@ def test_a_small_update_is_quick(tmp_path):
         seconds = []
         for version in range(6):
             future = pool.submit(receive, receiver, version)
-            seconds.append(sender.send(version, weights.items()).seconds)
+            start = time.perf_counter()
+            sender.send(version, weights.items)
+            seconds.append(time.perf_counter() - start)
             future.result(10)
     assert min(seconds[1:]) < 0.05, json.dumps(seconds)
 

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -18,9 +17,11 @@ import pytest
 import torch
 
 from megarl.weight_sync.full.receiver import FullReceiver
+from megarl.weight_sync.incoming import IncomingBuckets
+from megarl.weight_sync.outgoing import OutgoingBuckets
 from megarl.weight_sync.process_group import BroadcastGroup
 from megarl.weight_sync.relay import Relay, full_relays
-from megarl.weight_sync.session import FullSession, WeightSyncError, compare_full_reports, host_id
+from megarl.weight_sync.session import Session, WeightSyncError, compare_reports, host_id, merge_reports
 from tests.weight_sync.test_full import assert_same, full_sender, make_weights, receive
 
 HOSTS = {"a0": "here", "b0": "b", "c0": "c", "a1": "here", "b1": "b", "c1": "c", "b2": "b", "d0": "d"}
@@ -55,9 +56,9 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 def update(sender: Any, receivers: list[FullReceiver], version: int, weights: dict[str, torch.Tensor]) -> Any:
     with ThreadPoolExecutor(len(receivers)) as pool:
         waiting = [pool.submit(receive, receiver, version) for receiver in receivers]
-        sent = sender.send(version, weights.items())
+        sent = sender.send(version, weights.items)
         results = [future.result(20) for future in waiting]
-    compare_full_reports(sent, {r.name: report for r, (_, report) in zip(receivers, results, strict=True)})
+    compare_reports(sent, merge_reports([report for _, report in results]))
     for got, _ in results:
         assert_same(got, weights)
     return sent
@@ -69,7 +70,7 @@ def test_each_host_gets_a_version_once(tmp_path: Any, network: Counter[str]) -> 
     for hosts in (HOSTS, dict.fromkeys(HOSTS, "here")):
         network.clear()
         with full_sender(endpoints_of(tmp_path, hosts), tmp_path) as sender:
-            session = FullSession.from_json(sender.session.to_json())
+            session = Session.from_json(sender.session.to_json())
             assert session == sender.session
             receivers = [FullReceiver(session, name) for name in hosts]
             sent = [update(sender, receivers, version, make_weights(version)) for version in (1, 2, 3)]
@@ -77,7 +78,7 @@ def test_each_host_gets_a_version_once(tmp_path: Any, network: Counter[str]) -> 
             assert os.listdir(tmp_path) == [], "a slot kept its name"
             for receiver in receivers:
                 receiver.close()
-        fingerprints.append([report.fingerprint for report in sent])
+        fingerprints.append([report.streams for report in sent])
         heads = {"into 1": total, "into 2": total, "into 7": total}  # b0, c0, d0
         links = {"out of trainer0": total, "out of engine1": total, "out of engine2": total}
         assert network == (heads | links if hosts is HOSTS else {})
@@ -108,25 +109,24 @@ def test_relays_visit_each_host_once(tmp_path: Any) -> None:
 
 def test_links_carry_buckets_at_the_same_time(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each transfer has a fixed duration. Sequential links would need buckets x links transfer times."""
-    each, finish = 0.02, BroadcastGroup.finish
+    each, complete = 0.02, IncomingBuckets._complete
 
-    def slow(self: Any, work: Any, awaited: str) -> None:
-        if threading.current_thread().name.startswith("receives"):
-            time.sleep(each)
-        finish(self, work, awaited)
+    def slow(self: Any, bucket: Any) -> None:
+        time.sleep(each)
+        complete(self, bucket)
 
-    monkeypatch.setattr(BroadcastGroup, "finish", slow)
+    monkeypatch.setattr(IncomingBuckets, "_complete", slow)
     hosts = {f"{host}0": host for host in "bcdef"}
     weights = {f"w{number}": torch.full((256,), float(number)) for number in range(16)}
     with (
         full_sender(endpoints_of(tmp_path, hosts), tmp_path, bucket_bytes=1024) as sender,
-        ThreadPoolExecutor(len(hosts), thread_name_prefix="receives") as pool,
+        ThreadPoolExecutor(len(hosts)) as pool,
     ):
         receivers = [FullReceiver(sender.session, name) for name in hosts]
         for version in (1, 2):  # hosts connect in the first
             start = time.monotonic()
             waiting = [pool.submit(receive, receiver, version) for receiver in receivers]
-            sent = sender.send(version, weights.items())
+            sent = sender.send(version, weights.items)
             for future in waiting:
                 future.result(20)
         seconds = time.monotonic() - start
@@ -137,23 +137,21 @@ def test_links_carry_buckets_at_the_same_time(tmp_path: Any, monkeypatch: pytest
 @pytest.mark.parametrize("reader", ["of its host", "behind it"])
 def test_corrupted_buckets_are_detected(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, reader: str) -> None:
     """A relay's memory changes after its check: its readers and the next hosts report other bytes."""
-    from megarl.weight_sync.full.relay import RelaySender
+    send = OutgoingBuckets.send
 
-    offer = RelaySender.offer
+    def corrupted(self: Any, memory: Any, relay: Relay, header: dict[str, Any], description: str) -> None:
+        if relay.holder == ("engine", 0) and header["bucket"] == 2:
+            memory.memory[7] ^= 1
+        send(self, memory, relay, header, description)
 
-    def corrupted(self: Any, number: int, memory: torch.Tensor, fingerprint: str, names: list[str]) -> None:
-        if self.holder == "b0" and number == 2:
-            memory[7] ^= 1
-        offer(self, number, memory, fingerprint, names)
-
-    monkeypatch.setattr(RelaySender, "offer", corrupted)
+    monkeypatch.setattr(OutgoingBuckets, "send", corrupted)
     hosts = {"b0": "b", "b1": "b"} if reader == "of its host" else {"b0": "b", "c0": "c"}
     with full_sender(endpoints_of(tmp_path, hosts), tmp_path) as sender, ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(receive, FullReceiver(sender.session, name), 1) for name in hosts]
-        with pytest.raises(WeightSyncError, match="got other bytes than were sent in bucket 2"):
-            sender.send(1, make_weights(1).items())
+        with pytest.raises(WeightSyncError, match="got other bytes than b0 sent in bucket 2"):
+            sender.send(1, make_weights(1).items)
         for future in waiting:
-            with pytest.raises(WeightSyncError, match="got other bytes than were sent in bucket 2"):
+            with pytest.raises(WeightSyncError, match="got other bytes than b0 sent in bucket 2"):
                 future.result(10)
 
 
@@ -170,8 +168,8 @@ def test_a_silent_relay_is_detected_by_its_predecessor(tmp_path: Any) -> None:
         stopped = pool.submit(stops)
         waiting = [pool.submit(receive, receiver, 1) for receiver in receivers[1:]]
         start = time.monotonic()
-        with pytest.raises(WeightSyncError, match=r"waited 0.7 s for .* of bucket|aborted: .*waited 0.7 s for "):
-            sender.send(1, make_weights(1).items())
+        with pytest.raises(WeightSyncError, match=r"waited 0.7 s for .*bucket|aborted: .*waited 0.7 s for "):
+            sender.send(1, make_weights(1).items)
         for future in waiting:
             with pytest.raises(WeightSyncError):
                 future.result(10)
@@ -182,8 +180,8 @@ def test_a_silent_relay_is_detected_by_its_predecessor(tmp_path: Any) -> None:
 RELAY = """
 import sys, time
 from megarl.weight_sync.full.receiver import FullReceiver
-from megarl.weight_sync.session import FullSession
-receiver = FullReceiver(FullSession.from_json(sys.stdin.readline()), "b0")
+from megarl.weight_sync.session import Session
+receiver = FullReceiver(Session.from_json(sys.stdin.readline()), "b0")
 for count, _ in enumerate(receiver.weights(1)):
     if count == 20:
         print("in flight", flush=True)
@@ -207,12 +205,14 @@ def test_a_killed_relay_ends_the_update_on_all_receivers(tmp_path: Any) -> None:
             print(sender.session.to_json(), file=process.stdin, flush=True)
             names = [name for name in hosts if name != "b0"]
             waiting = [pool.submit(receive, FullReceiver(sender.session, name), 1) for name in names]
-            waiting.append(pool.submit(sender.send, 1, make_weights(1).items()))
+            waiting.append(pool.submit(sender.send, 1, make_weights(1).items))
             assert process.stdout.readline() == "in flight\n"
             start = time.monotonic()
             process.send_signal(signal.SIGKILL)
             for future in waiting:
-                with pytest.raises(WeightSyncError, match=r"broadcast of bucket|the sender failed"):
+                with pytest.raises(
+                    WeightSyncError, match=r"engine rank b0 \(process \d+ on .*\) died in the update to version 1"
+                ):
                     future.result(20)
             assert time.monotonic() - start < 5
     finally:

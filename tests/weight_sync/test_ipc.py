@@ -24,12 +24,11 @@ from megarl.commands.accept.stages import weight_sync as weight_sync_stage
 from megarl.platform import select
 from megarl.platform.cpu import CPUPlatform
 from megarl.platform.ipc import DeviceMemory, HostMemory, open_device_memory, without_expandable_segments
-from megarl.weight_sync import fingerprint
+from megarl.weight_sync import fingerprint, incoming
 from megarl.weight_sync.fingerprint import word_sums
+from megarl.weight_sync.mailbox import AckWriter
+from megarl.weight_sync.outgoing import OutgoingBuckets
 from megarl.weight_sync.process_group import BroadcastGroup
-from megarl.weight_sync.sharded import receiver
-from megarl.weight_sync.sharded.buckets import OutgoingBuckets
-from megarl.weight_sync.sharded.mailbox import AckWriter
 from megarl.weight_sync.sharded.receiver import ShardedReceiver
 from tests.support.sharded_ranks import open_cluster
 from tests.support.upstream_sources import missing, torch_npu
@@ -107,8 +106,8 @@ def test_gloo_transfers_only_host_memory(tmp_path, monkeypatch):
         moved.append(memory.untyped_storage().data_ptr())
         return start(self, memory)
 
-    def claimed(self, size):
-        held = claim(self, size)
+    def claimed(self, size, **options):
+        held = claim(self, size, **options)
         packed.append(held.memory.untyped_storage().data_ptr())
         return held
 
@@ -149,7 +148,7 @@ def test_an_acknowledgement_follows_the_devices_copies(tmp_path, monkeypatch):
         publish(self, *arguments)
 
     monkeypatch.setattr(AckWriter, "publish", published)
-    monkeypatch.setattr(receiver, "select", lambda name: Device())
+    monkeypatch.setattr(incoming, "select", lambda name: Device())
     with open_cluster(tmp_path, HERE, transport="ipc") as cluster:
         cluster.connect()
         cluster.update(1)

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from megarl.weight_sync import heartbeat
+from megarl.weight_sync import heartbeat, outgoing
+from megarl.weight_sync import sender as sender_module
+from megarl.weight_sync.outgoing import OutgoingBuckets
 from megarl.weight_sync.session import WeightSyncError
-from megarl.weight_sync.sharded import buckets, manifest
-from megarl.weight_sync.sharded import sender as planned_sender
-from megarl.weight_sync.sharded.buckets import OutgoingBuckets
+from megarl.weight_sync.sharded import manifest
 from megarl.weight_sync.sharded.receiver import ShardedReceiver
 from megarl.weight_sync.sharded.sender import ShardedSender
 from megarl.weight_sync.store import StoreChannel
@@ -86,7 +86,7 @@ def test_a_failed_sender_releases_threads_and_connections(tmp_path, monkeypatch,
     session, store = open_session(tmp_path)
     held, before = trainers()[0], set(threading.enumerate())
     if fault == "client":
-        monkeypatch.setattr(planned_sender, "HeartbeatClient", fail)
+        monkeypatch.setattr(sender_module, "HeartbeatClient", fail)
     elif fault == "slice table":
         monkeypatch.setattr(manifest, "publish", fail)
     else:
@@ -130,7 +130,7 @@ def test_memory_of_unpublished_buckets_is_released(tmp_path, monkeypatch, place)
 
     with open_cluster(tmp_path) as cluster:
         cluster.connect()
-        monkeypatch.setattr(buckets, place, fail)
+        monkeypatch.setattr(outgoing, place, fail)
         monkeypatch.setattr(OutgoingBuckets, "__init__", created)
         sending, receiving = cluster.start(1)
         assert all("cannot be published" in str(rank.exception(20)) for rank in (*sending, *receiving))
@@ -149,9 +149,9 @@ def test_links_formed_before_a_failure_are_closed(tmp_path, monkeypatch):
             formed.append(name)
             self.close = lambda: closed.append(name)
 
-    monkeypatch.setattr(buckets, "BroadcastGroup", Group)
+    monkeypatch.setattr(outgoing, "BroadcastGroup", Group)
     session, store = open_session(tmp_path)
-    links = [buckets.Relay(("trainer", 0), (), reader) for reader in (0, 1)]
+    links = [outgoing.Relay(("trainer", 0), (), reader) for reader in (0, 1)]
     with pytest.raises(WeightSyncError, match="the second could not form"):
-        buckets.form_links(StoreChannel(session, store), session, ("trainer", 0), links)
+        outgoing.form_links(StoreChannel(session, store), session, ("trainer", 0), links)
     assert formed == closed == ["link/trainer0/0"]

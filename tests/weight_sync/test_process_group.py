@@ -18,8 +18,8 @@ from megarl.platform.cuda import CUDAPlatform
 from megarl.platform.npu import NPUPlatform
 from megarl.weight_sync.fingerprint import Fingerprinter, fingerprint
 from megarl.weight_sync.process_group import BroadcastGroup
+from megarl.weight_sync.sender import start_session
 from megarl.weight_sync.session import WeightSyncError
-from megarl.weight_sync.sharded.sender import open_sharded_session
 from megarl.weight_sync.store import StoreChannel
 from tests.support.upstream_sources import missing, torch_npu
 
@@ -63,8 +63,15 @@ class _Library(CPUPlatform):
 
 @pytest.fixture
 def channel():
-    options = {"transport": "device", "bucket_bytes": 64, "timeout": 60.0, "check_every": 0, "heartbeat_timeout": 8.0}
-    session, store = open_sharded_session("127.0.0.1", ["a"], [("e0/0", "a")], **options)
+    options = {
+        "transport": "device",
+        "sharded": True,
+        "bucket_bytes": 64,
+        "timeout": 60.0,
+        "check_every": 0,
+        "heartbeat_timeout": 8.0,
+    }
+    session, store = start_session("127.0.0.1", ["a"], [("e0/0", "a")], **options)
     return StoreChannel(session, store)
 
 

@@ -15,19 +15,18 @@ from megarl.errors import RecipeError
 from megarl.preflight.load import load_recipe
 from megarl.weight_sync.fingerprint import Fingerprinter, fingerprint
 from megarl.weight_sync.relay import Relay, max_connections, relay_path, stream_relays
+from megarl.weight_sync.sender import start_session
 from megarl.weight_sync.session import (
-    ShardedSession,
+    Session,
     WeightSyncError,
-    compare_sharded_reports,
+    compare_reports,
     host_id,
-    session_from_json,
 )
 from megarl.weight_sync.sharded import receiver as planned_receiver
 from megarl.weight_sync.sharded import verify
 from megarl.weight_sync.sharded.copy import StreamCopier
 from megarl.weight_sync.sharded.plan import Hosts, Stream
 from megarl.weight_sync.sharded.receiver import ShardedReceiver
-from megarl.weight_sync.sharded.sender import open_sharded_session
 from megarl.weight_sync.sharded.slices import SliceTableBuilder
 from megarl.weight_sync.store import StoreChannel
 from tests.support.sharded_ranks import SHAPES, ShardedCluster, open_cluster, replaced
@@ -43,7 +42,7 @@ APART = ["b", "b", "c", "c"]
 )
 def test_every_element_arrives_once_and_is_verified(tmp_path, places, transport):
     with open_cluster(tmp_path, places, transport=transport) as cluster:
-        assert session_from_json(cluster.session.to_json()) == cluster.session
+        assert Session.from_json(cluster.session.to_json()) == cluster.session
         cluster.connect()
         needed = sum(rank.description.nbytes for rank in cluster.engines)
         for version in (3, 4, 5):
@@ -56,7 +55,7 @@ def test_every_element_arrives_once_and_is_verified(tmp_path, places, transport)
         once = {key.split(" to ")[0] for key in sent.streams}
         assert len(once) < len(sent.streams), "replicas read the buckets of the first"
         with pytest.raises(WeightSyncError, match=r"1 streams differ: 0 to e0/0: sent x, received"):
-            compare_sharded_reports(replaced(sent, streams=sent.streams | {"0 to e0/0": "x"}), received)
+            compare_reports(replaced(sent, streams=sent.streams | {"0 to e0/0": "x"}), received)
 
 
 @pytest.mark.parametrize(("places", "transport"), [(HERE, "auto"), (APART, "auto"), (HERE, "device")])
@@ -141,9 +140,9 @@ def test_each_bucket_needs_few_store_requests_and_no_new_key(tmp_path, monkeypat
 
 
 def test_relays_and_connections_of_a_stream(tmp_path):
-    session, _ = open_sharded_session(
+    session, _ = start_session(
         "127.0.0.1", ["a", "a"], [("0", "a"), ("1", "a"), ("2", "b"), ("3", "b"), ("4", "c")],
-        transport="auto", bucket_bytes=1, timeout=1.0, check_every=0, heartbeat_timeout=8, shm_dir=str(tmp_path),
+        transport="auto", sharded=True, bucket_bytes=1, timeout=1.0, check_every=0, heartbeat_timeout=8, shm_dir=str(tmp_path),
     )  # fmt: skip
     stream = Stream(7, 1, (0, 1, 2, 3, 4), "float32", *[torch.zeros(0).numpy()] * 3)
     assert stream_relays(stream, session) == [
@@ -158,9 +157,9 @@ def test_relays_and_connections_of_a_stream(tmp_path):
     alone = Stream(8, 0, (4,), "float32", *[torch.zeros(0).numpy()] * 3)
     assert stream_relays(alone, session) == [Relay(("trainer", 0), (), 4)]
     with pytest.raises(ValueError, match="'0' does not share /dev/shm"):
-        open_sharded_session(
+        start_session(
             "127.0.0.1", ["a"], [("0", "b")],
-            transport="shared_memory", bucket_bytes=1, timeout=1.0, check_every=0, heartbeat_timeout=8,
+            transport="shared_memory", sharded=True, bucket_bytes=1, timeout=1.0, check_every=0, heartbeat_timeout=8,
         )  # fmt: skip
 
 
@@ -173,15 +172,13 @@ def failures(cluster: ShardedCluster, version: int) -> list[BaseException | None
 def test_a_flipped_bit_names_bucket_tensors_and_ranks(tmp_path, monkeypatch, places):
     take = ShardedReceiver._load
 
-    def corrupt(self, bucket, target):
+    def corrupt(self, incoming, bucket, target):
         if self.name == "e1/1" and len(bucket.memory) > 100:
             bucket.memory = bucket.memory.clone()  # only this reader's copy
-            bucket.group and bucket.group.finish(bucket.broadcast, "x")
             bucket.memory[100] ^= 4
-            bucket.group = None
         before = list(target.left)
         try:
-            take(self, bucket, target)
+            take(self, incoming, bucket, target)
         except WeightSyncError:
             assert target.left == before, "unverified bytes must not reach a parameter"
             raise
@@ -277,9 +274,9 @@ def test_an_unexpected_version_is_refused(tmp_path):
 
 
 def test_every_nth_version_is_checked():
-    session = ShardedSession(
+    session = Session(
         host="", port=0, prefix="", receivers=(), bucket_bytes=1, timeout=1, senders=(), transport="auto",
-        check_every=3, heartbeat_timeout=8,
+        check_every=3, heartbeat_timeout=8, sharded=True,
     )  # fmt: skip
     assert [version for version in range(5, 16) if session.is_checked(version, 5)] == [5, 8, 11, 14]
 
@@ -333,12 +330,12 @@ def test_a_full_shared_memory_is_an_error(tmp_path, monkeypatch):
             "weight_sync.check_every.*no sharded update to compare",
         ),
         (
-            {"weight_sync.route": "full", "weight_sync.silence": 20},
-            "weight_sync.silence.*weights are sent whole: weight_sync.route=full",
+            {"weight_sync.route": "full", "weight_sync.silence": 20, "weight_sync.timeout": 10},
+            "weight_sync.silence.*the wait ends after .* = 10 s",
         ),
         (
-            {"weight_sync.transport": "files", "weight_sync.silence": 20},
-            "weight_sync.silence.*weights are sent whole: .*transport=files",
+            {"weight_sync.transport": "files", "weight_sync.silence": 20, "weight_sync.timeout": 20},
+            "weight_sync.silence.*the wait ends after .* = 20 s",
         ),
         (
             {"weight_sync.transport": "device", "lora.rank": 4},
@@ -358,6 +355,7 @@ def test_unsupported_weight_sync_settings_are_refused(settings, words):
         "recipes/quickstart.yaml", ["weight_sync.route=sharded", "weight_sync.check_every=5", "weight_sync.silence=60"]
     )
     load_recipe("recipes/quickstart.yaml", ["weight_sync.route=full", "weight_sync.timeout=5"])
+    load_recipe("recipes/quickstart.yaml", ["weight_sync.route=full", "weight_sync.silence=20"])
 
 
 def test_slices_are_converted_once():

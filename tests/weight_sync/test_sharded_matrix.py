@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megarl.weight_sync.session import compare_full_reports, compare_sharded_reports, merge_reports
+from megarl.weight_sync.session import compare_reports, merge_reports
 from tests.support.engine_process import VOCABULARY, EngineProcess, build_model, make_requests, spec
 from tests.support.live_trainers import Trainers
 from tests.support.megatron_layouts import LAYOUTS, PARITY
@@ -97,7 +97,7 @@ def check(engines: Engines, trainers: Trainers, layout: dict[str, Any]) -> None:
         sending: Future[list[Any]] = trainers.begin("send_planned", version)
         received = merge_reports(engines.all("update_weights", version))
         sent = merge_reports(sending.result(PATIENCE))
-        compare_sharded_reports(sent, received)
+        compare_reports(sent, received)
         assert received.checked == sent.checked > 0, layout
         digests = engines.all("rpc", "digests")
         assert version == 4 or all(left != right for left, right in zip(digests, former, strict=False)), (
@@ -109,7 +109,7 @@ def check(engines: Engines, trainers: Trainers, layout: dict[str, Any]) -> None:
     engines.all("connect_weight_sync", trainers.call("open_export", engines.receivers)[0])
     exporting = trainers.begin("send_export", 5)
     reports = engines.all("update_weights", 5)
-    compare_full_reports(exporting.result(PATIENCE)[0], {f"e{number}": report for number, report in enumerate(reports)})
+    compare_reports(exporting.result(PATIENCE)[0], merge_reports(reports))
     for number, (planned, exported) in enumerate(zip(former, engines.all("rpc", "digests"), strict=True)):
         for rank, (left, right) in enumerate(zip(planned, exported, strict=True)):
             differing = [name for name in left.keys() | right.keys() if left.get(name) != right.get(name)]

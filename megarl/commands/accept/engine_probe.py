@@ -130,7 +130,7 @@ class WeightSyncRank(ActorWorker):
     def send_and_die(self, version: int) -> Any:
         """Send weights, but let the last rank exit after packing its first bucket."""
         if self.rank == self.world_size - 1:
-            assert self.sharded, "only ranks of the sharded route are watched"
+            assert self.sender.session.sharded, "this rank must have an OutgoingBuckets"
             self.sender._outgoing.send = lambda *_: os._exit(9)
         return self.send_weights(version)
 

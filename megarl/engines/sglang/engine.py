@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from megarl.engines.backed import TAGS, BackedEngine, asleep_after_wake, check_tokens, engine_report
+from megarl.engines.backed import TAGS, BackedEngine, asleep_after_wake, check_tokens
 from megarl.engines.base import EngineRefused, EngineSpec
 from megarl.engines.group import EngineGroup
 from megarl.engines.sglang.args import LOADER, build_engine_args, eos_ids, merged_because
 from megarl.engines.sglang.worker import read_results, update_task
 from megarl.types import Completion, GenerationRequest, Sampling
-from megarl.weight_sync.session import FullReport, FullSession, Session, ShardedSession, WeightSyncError, host_id
+from megarl.weight_sync.session import Session, UpdateReport, WeightSyncError, host_id, merge_reports
 
 _GRAPHS = "cuda_graph"  # SGLang's third tag, in addition to TAGS
 _STEP_SECONDS = 0.05  # that a step waits for a finished sample
@@ -52,7 +52,7 @@ class _SglangBackend:
         self._engine: Any = None
         self._vocab_size = 0
         self._eos_ids: set[int] = set()
-        self._session: FullSession | None = None
+        self._session: Session | None = None
         self._tasks: dict[str, list[asyncio.Task]] = {}  # per request: one task per sample, in seed order
         self._requests: dict[str, GenerationRequest] = {}
         self.unloaded: str | None = None if spec.load_weights else "has dummy weights"
@@ -155,12 +155,12 @@ class _SglangBackend:
         self._run(self._engine.tokenizer_manager.continue_generation(ContinueGenerationReqInput()))
 
     def connect_weight_sync(self, session: Session) -> str | None:
-        if isinstance(session, ShardedSession):
+        if session.sharded:
             return "SGLang loads only whole tensors"
         self._session = session  # each rank joins at its first update
         return None
 
-    def update_weights(self, version: int, running: int) -> FullReport:
+    def update_weights(self, version: int, running: int) -> UpdateReport:
         name = self._spec.name
         if running:
             raise EngineRefused(
@@ -170,12 +170,11 @@ class _SglangBackend:
             raise EngineRefused(f"engine {name!r} has no memory for weights while they sleep; wake them first")
         if self._session is None:
             raise EngineRefused(f"engine {name!r} has no weight sync session; connect it first")
-        report = engine_report(self._receive(self._session, version), name)
-        assert isinstance(report, FullReport)
+        report = merge_reports(self._receive(self._session, version))
         self.unloaded = None
         return report
 
-    def _receive(self, session: FullSession, version: int) -> list[FullReport]:
+    def _receive(self, session: Session, version: int) -> list[UpdateReport]:
         folder = tempfile.mkdtemp(prefix="megarl-sglang-")
         try:
             task = update_task(session.to_json(), self._spec.name, version, folder)
@@ -189,7 +188,7 @@ class _SglangBackend:
             if failed:
                 raise WeightSyncError(f"engine {self._spec.name!r} did not load version {version}: {'; '.join(failed)}")
             _check_success(self._engine.end_weight_update(), "end a weight update")
-            return [FullReport(**result["report"]) for result in results]
+            return [UpdateReport(**result["report"]) for result in results]
         finally:
             shutil.rmtree(folder)
 

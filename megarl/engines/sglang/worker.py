@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megarl.weight_sync.full.receiver import FullReceiver
-from megarl.weight_sync.session import FullSession
+from megarl.weight_sync.session import Session
 
 _SHOWN = 5  # names in an error
 _receivers: dict[str, FullReceiver] = {}  # by session; at most one per process
@@ -56,7 +56,7 @@ def _update(model: torch.nn.Module, task: dict[str, Any], rank: int) -> dict[str
     if receiver is None:
         while _receivers:
             _receivers.popitem()[1].close()
-        receiver = FullReceiver(FullSession.from_json(task["session"]), f"{task['engine']}/{rank}")
+        receiver = FullReceiver(Session.from_json(task["session"]), f"{task['engine']}/{rank}")
         _receivers[task["session"]] = receiver
     try:
         load(model, receiver.weights(task["version"]))

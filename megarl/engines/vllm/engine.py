@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from megarl.engines.backed import TAGS, BackedEngine, asleep_after_wake, check_tokens, engine_report
+from megarl.engines.backed import TAGS, BackedEngine, asleep_after_wake, check_tokens
 from megarl.engines.base import EngineRefused, EngineSpec
 from megarl.engines.group import EngineGroup, free_ports
 from megarl.engines.vllm.args import build_engine_args, has_exact_log_probs, log_probs_mode, merged_because
 from megarl.engines.vllm.images import check_images, engine_input, has_prepared_inputs
 from megarl.engines.vllm.outputs import completions
 from megarl.types import Completion, GenerationRequest, Prompt, SampleImages
-from megarl.weight_sync.session import FullSession, Report, Session, ShardedSession, report_from_dict
+from megarl.weight_sync.session import Session, UpdateReport, merge_reports
 
 _SHOWN = 5  # names in an error
 _PORTS = 4  # consecutive ports of a group; vLLM uses two, for its engines and for its workers
@@ -216,11 +216,11 @@ class _VllmBackend:
     def connect_weight_sync(self, session: Session) -> str | None:
         if not self._can.layerwise_reload:
             raise EngineRefused(self._no_updates())
-        reason = self._not_sharded_because() if isinstance(session, ShardedSession) else None
+        reason = self._not_sharded_because() if session.sharded else None
         if reason is not None:
             return reason
         self._adapter = None
-        if isinstance(session, FullSession) and session.adapter_alpha is not None:
+        if session.adapter_alpha is not None:
             if self._spec.adapters is None:
                 return "it was started without room for adapters"
             from megarl.engines.vllm.adapters import request
@@ -240,7 +240,7 @@ class _VllmBackend:
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
 
-    def update_weights(self, version: int, running: int) -> Report:
+    def update_weights(self, version: int, running: int) -> UpdateReport:
         if running and not self._can.preempting_reset:
             raise EngineRefused(
                 f"vLLM {self._can.version} cannot take weights while {running} requests run; let them finish or abort"
@@ -250,7 +250,7 @@ class _VllmBackend:
                 f"engine {self._spec.name!r} has no memory for weights while they sleep; wake them first"
             )
         results = self._engine.collective_rpc("megarl_update", args=(version,))
-        report = engine_report([report_from_dict(report) for report, _, _ in results], self._spec.name)
+        report = merge_reports([UpdateReport(**report) for report, _, _ in results])
         self._check_read(results[0][1], [set(unread) for _, _, unread in results])
         self._drop_cached_prefixes()
         if not self._spec.seeded:  # reseed, so that a resumed run does not repeat the draws of its first steps

@@ -21,7 +21,7 @@ from vllm.platforms import current_platform
 from megarl.engines.vllm import adapters, ascend, compat, cpu_collectives
 from megarl.engines.vllm.layerwise_update import LayerwiseUpdate, check_complete, live_needed_slices
 from megarl.weight_sync.full.receiver import FullReceiver
-from megarl.weight_sync.session import ShardedSession, host_id, session_from_json
+from megarl.weight_sync.session import Session, host_id
 from megarl.weight_sync.sharded.receiver import ShardedReceiver
 from megarl.weight_sync.sharded.slices import held_tensors
 
@@ -59,9 +59,8 @@ class WorkerExtension:
         """
         self.megarl_disconnect()
         self._megarl_has_base = False  # True once this session has brought the base weights of the adapters
-        joined, name = session_from_json(session), f"{engine}/{self.rank}"
-        if not isinstance(joined, ShardedSession):
-            self._megarl_alpha = joined.adapter_alpha
+        joined, name = Session.from_json(session), f"{engine}/{self.rank}"
+        if not joined.sharded:
             self._megarl_receiver: FullReceiver | ShardedReceiver = FullReceiver(joined, name)
             return None
         receiver = self._megarl_receiver = ShardedReceiver(joined, name)  # `megarl_disconnect` closes it
@@ -107,12 +106,10 @@ class WorkerExtension:
         Names are returned in the first update only, and must not change later. Raises ValueError if a parameter is not
         completely loaded or names changed.
         """
-        receiver = self._megarl_receiver
+        receiver: Any = self._megarl_receiver
         try:
-            if isinstance(receiver, ShardedReceiver):
-                names, unread = self._megarl_update_sharded(receiver, version)
-            else:
-                names, unread = self._megarl_update_full(receiver.weights(version))
+            update = self._megarl_update_sharded if receiver.session.sharded else self._megarl_update_full
+            names, unread = update(receiver, version)
             return [receiver.finish().to_dict(), names, unread]
         except BaseException as error:
             receiver.fail(f"{type(error).__name__}: {error}")
@@ -127,9 +124,10 @@ class WorkerExtension:
         needed = set(self._megarl_needed.tensors)
         return names, [name for name in names if name not in needed]
 
-    def _megarl_update_full(self, weights: Iterator[tuple[str, torch.Tensor]]) -> tuple[list[str], list[str]]:
+    def _megarl_update_full(self, receiver: FullReceiver, version: int) -> tuple[list[str], list[str]]:
         """Load full weights; or adapters, which follow the base weights in a session's first update."""
-        if self._megarl_alpha is None:
+        weights, alpha = receiver.weights(version), receiver.session.adapter_alpha
+        if alpha is None:
             return self._megarl_load(weights)
         matrices: dict[str, torch.Tensor] = {}
         base = adapters.split_off(weights, matrices)
@@ -140,7 +138,7 @@ class WorkerExtension:
             raise ValueError(f"{name} came again, but later updates must contain only adapters")
         with self._megarl_context():
             group = get_tp_group()
-            adapters.load(self.model_runner.model, matrices, self._megarl_alpha, group.rank_in_group, group.world_size)
+            adapters.load(self.model_runner.model, matrices, alpha, group.rank_in_group, group.world_size)
         self._megarl_has_base = True
         return names
 

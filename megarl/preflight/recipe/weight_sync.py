@@ -52,15 +52,9 @@ def _device_memory_errors(recipe: Recipe) -> Iterator[RecipeError]:
 
 
 def _heartbeat_errors(recipe: Recipe) -> Iterator[RecipeError]:
-    weight_sync, sharded = recipe.weight_sync, is_sharded(recipe)
+    weight_sync = recipe.weight_sync
     is_set = weight_sync.silence != WeightSyncConfig().silence
-    if not sharded:
-        if is_set:
-            reason = why_not_sharded(recipe) or "weight_sync.route=full"
-            problem = f"only sharded weight sync has heartbeats, and weights are sent whole: {reason}"
-            yield RecipeError("weight_sync.silence", problem, "leave it out", value=weight_sync.silence)
-        return
-    if weight_sync.silence < weight_sync.timeout:
+    if weight_sync.silence < weight_sync.timeout or not (is_set or is_sharded(recipe)):
         return
     if is_set:
         problem = f"the wait ends after weight_sync.timeout = {weight_sync.timeout:g} s, before the heartbeat timeout"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from megarl.weight_sync.session import abbreviate_names
 
 _ALIGNMENT = 64  # bytes; every data type's alignment, and a cache line
 
@@ -86,6 +88,11 @@ def parse(text: str) -> list[BucketEntry]:
     """Read the entries that `describe` wrote."""
     rows: list[Any] = json.loads(text)
     return [BucketEntry(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in rows]
+
+
+def describe_bucket(number: int, names: Sequence[str]) -> str:
+    """Return a bucket's description for messages."""
+    return f"bucket {number} ({abbreviate_names(names)})"
 
 
 def _aligned(size: int) -> int:

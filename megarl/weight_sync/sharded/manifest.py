@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 
-from megarl.weight_sync.session import ShardedSession, WeightSyncError
+from megarl.weight_sync.session import Session, WeightSyncError
 from megarl.weight_sync.sharded.plan import Hosts, TransferPlan, plan_transfers
 from megarl.weight_sync.sharded.slices import SliceTable
 from megarl.weight_sync.store import StoreChannel
@@ -39,7 +39,7 @@ def needed_key(receiver: str) -> str:
 
 
 def plan_update(
-    channel: StoreChannel, session: ShardedSession, held: Sequence[SliceTable], *, first: bool
+    channel: StoreChannel, session: Session, held: Sequence[SliceTable], *, first: bool
 ) -> tuple[TransferPlan, list[SliceTable]]:
     """Wait for the engines' slice tables and plan the updates of a session. Returns the plan and these tables.
 
@@ -52,9 +52,7 @@ def plan_update(
     return plan_transfers(held, needed, hosts, session.bucket_bytes), needed
 
 
-def _check_same_inputs(
-    channel: StoreChannel, session: ShardedSession, tables: Sequence[SliceTable], *, first: bool
-) -> None:
+def _check_same_inputs(channel: StoreChannel, session: Session, tables: Sequence[SliceTable], *, first: bool) -> None:
     digest = hashlib.blake2b(json.dumps(dataclasses.asdict(session)).encode(), digest_size=16)
     for table in tables:
         digest.update(table.digest.encode())

@@ -2,81 +2,21 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import time
-import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from megarl.weight_sync.fingerprint import Fingerprint, Fingerprinter, VersionFingerprint
-from megarl.weight_sync.heartbeat import HeartbeatClient, HeartbeatMonitor
-from megarl.weight_sync.process_group import CAUSE_SECONDS
+from megarl.weight_sync.fingerprint import Fingerprint, VersionFingerprint
+from megarl.weight_sync.outgoing import BucketMemory, OutgoingBuckets, form_links
 from megarl.weight_sync.relay import Peer, relays_from
-from megarl.weight_sync.session import (
-    DEVICE_TRANSPORTS,
-    SHARED_MEMORY_DIR,
-    ShardedReport,
-    ShardedSession,
-    WeightSyncError,
-    compare_sharded_reports,
-    merge_reports,
-    resolve_transports,
-    stream_key,
-)
+from megarl.weight_sync.sender import Export, Sender
+from megarl.weight_sync.session import PhaseTimer, Session, UpdateReport, stream_key
 from megarl.weight_sync.sharded import manifest
-from megarl.weight_sync.sharded.buckets import BucketMemory, OutgoingBuckets, form_links
 from megarl.weight_sync.sharded.copy import StreamCopier
 from megarl.weight_sync.sharded.slices import SliceTable
 from megarl.weight_sync.sharded.verify import differing_tensors, expected_fingerprints
-from megarl.weight_sync.shared_memory import remove_stale_files
-from megarl.weight_sync.store import StoreChannel
-
-Export = Callable[[], Iterable[tuple[str, torch.Tensor]]]
-
-
-def open_sharded_session(
-    host: str,
-    senders: Sequence[str],
-    receivers: Sequence[tuple[str, str]],
-    *,
-    transport: str,
-    bucket_bytes: int,
-    timeout: float,
-    check_every: int,
-    heartbeat_timeout: float,
-    device: str = "cpu",
-    shm_dir: str = SHARED_MEMORY_DIR,
-) -> tuple[ShardedSession, Any]:
-    """Start a session and its key-value store. Call it in the process of the trainers' rank 0.
-
-    `host`: this machine's address as the others reach it. `senders`: `host_id` of every trainer rank. `receivers`: (name,
-    `host_id`) of every engine rank. `device`: device kind of all ranks, for the transports "device" and "ipc". Other
-    arguments: see `ShardedSession`. Raises ValueError if the transport cannot reach a receiver.
-    """
-    for sender in set(senders):
-        resolve_transports(transport, sender, receivers)
-    store = dist.TCPStore(host, 0, None, is_master=True, timeout=timedelta(seconds=timeout), wait_for_workers=False)
-    session = ShardedSession(
-        host=host,
-        port=store.port,
-        prefix=uuid.uuid4().hex,
-        receivers=tuple(receivers),
-        bucket_bytes=bucket_bytes,
-        timeout=timeout,
-        shm_dir=shm_dir,
-        senders=tuple(senders),
-        transport=transport,
-        check_every=check_every,
-        heartbeat_timeout=heartbeat_timeout,
-        device=device if transport in DEVICE_TRANSPORTS else "cpu",
-    )
-    return session, store
 
 
 @dataclass
@@ -89,15 +29,12 @@ class _Packed:
     fingerprint: Fingerprint
 
 
-class ShardedSender:
-    """Sends this rank's streams of every version. Every trainer rank has one. Not thread-safe.
-
-    After an error the session is unusable: close this sender and open a new session.
-    """
+class ShardedSender(Sender):
+    """Sends this rank's streams of every version. Every trainer rank has one."""
 
     def __init__(
         self,
-        session: ShardedSession,
+        session: Session,
         rank: int,
         held: SliceTable,
         tensors: Callable[[], Sequence[torch.Tensor]],
@@ -107,52 +44,17 @@ class ShardedSender:
 
         `store`: the session's store, in the process that serves it.
         """
-        remove_stale_files(session.shm_dir)
-        self.session = session
-        self._rank, self._held, self._tensors = rank, held, tensors
-        self._channel = StoreChannel(session, store)
+        self._held, self._tensors = held, tensors
         self._copiers: dict[int, StreamCopier] | None = None  # by stream, once planned
-        self._outgoing: OutgoingBuckets | None = None
-        self._fingerprinter = Fingerprinter(on_device=session.stays_on_devices)
         self._first: int | None = None  # the first version sent
-        with contextlib.ExitStack() as undo:  # close threads and connections if a later step fails
-            monitor = None if store is None else HeartbeatMonitor(session, self._channel)
-            self._monitor = monitor and undo.enter_context(contextlib.closing(monitor))
-            self._heartbeat = undo.enter_context(contextlib.closing(HeartbeatClient(self._channel, f"trainer {rank}")))
-            manifest.publish(self._channel, manifest.held_key(rank), held)
-            undo.pop_all()
-        atexit.register(self.close)
+        super().__init__(session, rank, store)
 
-    def send(self, version: int, export: Export) -> ShardedReport:
-        """Send the slices that engines need from this rank as `version`, and wait until they are loaded.
+    def _join(self) -> None:
+        manifest.publish(self._channel, manifest.held_key(self._rank), self._held)
 
-        If the update is checked, this call is collective over the trainer's ranks: it calls `export` and drains it. No
-        parameter may change meanwhile. Raises WeightSyncError if an engine failed, stopped, got other bytes or loaded other
-        values than those exported; OSError if /dev/shm is full.
-        """
-        try:
-            with self._heartbeat.update(version):
-                return self._send(version, export)
-        except BaseException as error:
-            with contextlib.suppress(WeightSyncError):  # the session is aborted already, or its store is gone
-                if isinstance(error, RuntimeError) and "onnection" in str(error):
-                    self._wait_for_cause()
-                self._channel.abort(f"trainer {self._rank} failed: {type(error).__name__}: {error}")
-            raise
-
-    def _wait_for_cause(self) -> None:
-        """Give the heartbeat monitor time to name the dead rank that broke the trainers' process group.
-
-        Raises WeightSyncError once the session is aborted.
-        """
-        deadline = time.monotonic() + CAUSE_SECONDS
-        while time.monotonic() < deadline:
-            self._channel.raise_if_aborted()
-            time.sleep(0.02)
-
-    def _send(self, version: int, export: Export) -> ShardedReport:
-        self._channel.raise_if_aborted()
-        seconds = dict.fromkeys(("pack", "fingerprint", "wait", "check"), 0.0)
+    def _send(self, version: int, export: Export) -> UpdateReport:
+        """If the update is checked, this call is collective over the trainer's ranks: it calls `export` and drains it."""
+        timer = PhaseTimer("pack", "fingerprint", "wait", "check")
         copiers = self._plan() if self._copiers is None else self._copiers
         assert self._outgoing is not None
         self._first = version if self._first is None else self._first
@@ -161,39 +63,31 @@ class ShardedSender:
         tensors = self._tensors()
         assert all(tensor.is_contiguous() for tensor in tensors), "slices are locations in contiguous memory"
         last: _Packed | None = None
+        timer.start()
         for number, bucket in _interleaved(copiers):
-            times = [time.perf_counter()]
             size = copiers[number].nbytes(bucket)
             memory = self._outgoing.claim(size)
-            times.append(time.perf_counter())
+            timer.lap("wait")
             fingerprint = copiers[number].pack(bucket, memory.memory, tensors.__getitem__, self._fingerprinter)
             if self._relays[number].remote is not None:
                 memory.copy_to_network()
-            times.append(time.perf_counter())
+            timer.lap("pack")
             self._announce(version, last, totals)
             last = _Packed(number, bucket, memory, fingerprint)
-            times.append(time.perf_counter())
-            for phase, begin, end in zip(("wait", "pack", "fingerprint"), times[:-1], times[1:], strict=True):
-                seconds[phase] += end - begin
+            timer.lap("fingerprint")
             nbytes, buckets = nbytes + size, buckets + 1
-        start = time.perf_counter()
         self._announce(version, last, totals)
-        seconds["fingerprint"] += time.perf_counter() - start
-        start = time.perf_counter()
+        timer.lap("fingerprint")
         self._outgoing.drain()
-        drained = time.perf_counter()
+        timer.lap("wait")
         checked = self._check(version, export) if self.session.is_checked(version, self._first) else 0
-        seconds["wait"] += drained - start
-        seconds["check"] = time.perf_counter() - drained
-        names = self.session.names
+        timer.lap("check")
         streams = {
-            stream_key(number, names[target]): totals[number].hexdigest()
+            stream_key(number, self.session.names[target]): totals[number].hexdigest()
             for number, copier in copiers.items()
             for target in copier.stream.targets
         }
-        report = ShardedReport(version, streams, nbytes, buckets, checked, seconds)
-        self._wait_until_loaded(report)
-        return report
+        return UpdateReport(version, streams, nbytes, buckets, checked, timer.seconds)
 
     def _announce(self, version: int, packed: _Packed | None, totals: dict[int, VersionFingerprint]) -> None:
         """Send a packed bucket to its readers, once its fingerprint is computed."""
@@ -201,7 +95,14 @@ class ShardedSender:
             return
         assert self._outgoing is not None and self._copiers is not None
         number, bucket, value = packed.stream, packed.bucket, packed.fingerprint.result()
-        header = {"version": version, "stream": number, "bucket": bucket, "fingerprint": value}
+        header = {
+            "version": version,
+            "stream": number,
+            "bucket": bucket,
+            "content": str(bucket),
+            "nbytes": len(packed.memory.memory),
+            "fingerprint": value,
+        }
         description = self._copiers[number].describe(bucket, self._held.tensors)
         self._outgoing.send(packed.memory, self._relays[number], header, description)
         totals[number].add(str(bucket), value)
@@ -219,6 +120,7 @@ class ShardedSender:
         largest = max((copier.largest for copier in copiers.values()), default=0)
         self._outgoing = OutgoingBuckets(channel, session, peer, self._relays.values(), largest)
         self._outgoing.connect(form_links(channel, session, peer, self._relays.values()))
+        self._targets = sorted({target for stream in streams for target in stream.targets})
         self._copiers = copiers
         return copiers
 
@@ -237,28 +139,6 @@ class ShardedSender:
             self._channel.delete([key])
             self._channel.publish(f"verdict/{version}/{name}", differing_tensors(table, loaded, expected))
         return sum(len(expected) for expected in all_expected)
-
-    def _wait_until_loaded(self, sent: ShardedReport) -> None:
-        """Wait until every engine rank that this rank sends to has loaded the version, and compare reports."""
-        assert self._copiers is not None
-        targets = sorted({target for copier in self._copiers.values() for target in copier.stream.targets})
-        names = [self.session.names[target] for target in targets]
-        keys = [f"done/{sent.version}/{name}" for name in names]
-        values = self._channel.wait(keys, f"receivers to load version {sent.version}")
-        if values:
-            received = merge_reports([ShardedReport(**report) for report in values])
-            streams = {key: value for key, value in received.streams.items() if key in sent.streams}
-            compare_sharded_reports(sent, ShardedReport(**{**received.to_dict(), "streams": streams}))
-
-    def close(self) -> None:
-        """Free the slots and leave the session. May be called twice."""
-        atexit.unregister(self.close)
-        self._heartbeat.close()
-        if self._monitor is not None:
-            self._monitor.close()
-        self._fingerprinter.close()
-        if self._outgoing is not None:
-            self._outgoing.close()
 
 
 def _interleaved(copiers: dict[int, StreamCopier]) -> Iterator[tuple[int, int]]:

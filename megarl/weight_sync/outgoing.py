@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from megarl.platform import select
+from megarl.weight_sync.mailbox import MailboxWriter, create_ack_keys, wait_for_acks
 from megarl.weight_sync.process_group import BroadcastGroup
 from megarl.weight_sync.relay import Peer, Relay, peer_name
-from megarl.weight_sync.session import SHARDED_SLOTS, ShardedSession, WeightSyncError
-from megarl.weight_sync.sharded.mailbox import MailboxWriter, create_ack_keys, wait_for_acks
+from megarl.weight_sync.session import Session, WeightSyncError
 from megarl.weight_sync.shared_memory import DeviceSlot, PrivateSlot, SharedSlot
 from megarl.weight_sync.store import StoreChannel
 
@@ -55,20 +55,22 @@ class OutgoingBuckets:
     def __init__(
         self,
         channel: StoreChannel,
-        session: ShardedSession,
+        session: Session,
         holder: Peer,
         relays: Iterable[Relay],
         bucket_bytes: int,
     ) -> None:
         """Allocate and offer the slots; `connect` completes the connection to readers.
 
-        `relays`: every relay that starts at `holder`. `bucket_bytes`: of the largest bucket.
+        `relays`: every relay that starts at `holder`. `bucket_bytes`: of the largest bucket, for slots that readers map now.
+        0: slots grow, and the notice of a bucket names the file to map.
         """
         self._channel, self._session, self._holder = channel, session, holder
         relays = list(relays)
         self._local = sorted({reader for relay in relays for reader in relay.local})
         self._readers = sorted({reader for relay in relays for reader in relay.readers})
-        number = SHARDED_SLOTS if relays else 0
+        self._mapping = self._local if bucket_bytes else []
+        number = session.slots if relays else 0
         slots = [self._new_slot() for _ in range(number)]
         self._slots = slots
         # An engine rank received its buckets over the network, so it needs network memory even if all readers are local.
@@ -84,7 +86,7 @@ class OutgoingBuckets:
             for slot in slots:
                 slot.reserve(bucket_bytes)
             create_ack_keys(channel, holder, self._readers)
-            for reader in self._local:
+            for reader in self._mapping:
                 channel.publish(
                     handles_key(holder, reader), [slot.handle() for slot in slots if not isinstance(slot, PrivateSlot)]
                 )
@@ -92,7 +94,8 @@ class OutgoingBuckets:
 
     def _new_slot(self) -> SharedSlot | DeviceSlot | PrivateSlot:
         session = self._session
-        if not self._local:  # in device memory even if gloo sends a host copy: fingerprints are faster on the device
+        if not self._local or session.directory is not None:
+            # In device memory even if gloo sends a host copy: fingerprints are faster on the device.
             return PrivateSlot(select(session.device).device())
         return DeviceSlot(select(session.device)) if session.stays_on_devices else SharedSlot(session.shm_dir)
 
@@ -102,18 +105,21 @@ class OutgoingBuckets:
         `links`: the result of `form_links`. This object owns them: `close` closes them.
         """
         self._links = links
-        names = ", ".join(self._session.names[reader] for reader in self._local)
-        self._channel.wait([mapped_key(self._holder, reader) for reader in self._local], f"{names} to map its memory")
+        names = ", ".join(self._session.names[reader] for reader in self._mapping)
+        self._channel.wait([mapped_key(self._holder, reader) for reader in self._mapping], f"{names} to map its memory")
         for slot in self._slots:
             slot.unlink()
         self._mailboxes = MailboxWriter(self._channel, self._readers, "engines to plan what they receive")
 
-    def claim(self, nbytes: int) -> BucketMemory:
-        """Return memory for a bucket. If all slots are in use, waits until the oldest bucket has been read."""
+    def claim(self, nbytes: int, *, reserve: int = 0) -> BucketMemory:
+        """Return memory for a bucket. If all slots are in use, waits until the oldest bucket has been read.
+
+        A slot grows to `reserve` bytes at least. Raises OSError if it does not fit.
+        """
         if not self._free:
             self._wait_for_oldest()
         number = self._free.pop(0)
-        memory = self._slots[number].reserve(nbytes)
+        memory = self._slots[number].reserve(max(nbytes, reserve))[:nbytes]
         return BucketMemory(number, memory, self._copies[number].reserve(nbytes) if self._copies else memory)
 
     def send(self, memory: BucketMemory, relay: Relay, header: dict[str, Any], description: str) -> None:
@@ -123,6 +129,7 @@ class OutgoingBuckets:
             "holder": list(self._holder),
             "count": self._count,
             "slot": memory.slot,
+            "slot_file": self._slots[memory.slot].name,
         }
         for reader in relay.local:
             self._mailboxes.post(reader, {**notice, "local": True})
@@ -161,6 +168,7 @@ class OutgoingBuckets:
                     f"receiver {names[reader]!r} got other bytes than {peer_name(self._holder, names)} sent in "
                     f"{bucket.description}: fingerprint {value}, sent {bucket.fingerprint}"
                 )
+        self._slots[bucket.memory.slot].unlink()  # every reader has mapped it
         self._in_flight.pop(0)
         self._free.append(bucket.memory.slot)
 
@@ -183,7 +191,7 @@ def mapped_key(holder: Peer, reader: int) -> str:
 
 
 def form_links(
-    channel: StoreChannel, session: ShardedSession, peer: Peer, relays: Iterable[Relay]
+    channel: StoreChannel, session: Session, peer: Peer, relays: Iterable[Relay]
 ) -> dict[Link, BroadcastGroup]:
     """Form all network connections of `peer`, as holder or as reader. `relays`: every relay of `peer`.
 

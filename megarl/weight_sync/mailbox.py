@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from megarl.weight_sync.relay import Peer
-from megarl.weight_sync.session import SHARDED_SLOTS
 from megarl.weight_sync.store import StoreChannel
 
 
@@ -20,10 +19,10 @@ class Mailbox:
     def __init__(self, channel: StoreChannel, reader: int, holders: int) -> None:
         """`holders`: number of peers that write to it.
 
-        Each holder has at most one unread notice per slot, so a ring of `holders * SHARDED_SLOTS` keys never overwrites an
+        Each holder has at most one unread notice per slot, so a ring of `holders * Session.slots` keys never overwrites an
         unread notice.
         """
-        self._channel, self._reader, self._size = channel, reader, holders * SHARDED_SLOTS
+        self._channel, self._reader, self._size = channel, reader, holders * channel.session.slots
         self._next = 0  # counts over all versions
         for index in range(self._size):
             channel.publish(_notice_key(reader, index), None)
@@ -73,7 +72,7 @@ class AckWriter:
 
     def publish(self, holder: Peer, count: int, fingerprint: str) -> None:
         """Acknowledge bucket `count` of `holder`, counted over all versions."""
-        last = [*self._last.get(holder, []), (count, fingerprint)][-SHARDED_SLOTS:]
+        last = [*self._last.get(holder, []), (count, fingerprint)][-self._channel.session.slots :]
         self._last[holder] = last
         self._channel.publish(_ack_key(holder, self._reader), last)
 

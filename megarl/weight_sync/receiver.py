@@ -1,0 +1,51 @@
+"""Base class of the engine ranks' receivers."""
+
+from __future__ import annotations
+
+import contextlib
+
+from megarl.weight_sync.fingerprint import Fingerprinter
+from megarl.weight_sync.heartbeat import HeartbeatClient
+from megarl.weight_sync.incoming import IncomingBuckets
+from megarl.weight_sync.session import Session, UpdateReport, WeightSyncError, done_key
+from megarl.weight_sync.store import StoreChannel
+
+
+class Receiver:
+    """Receives versions one after the other. Not thread-safe.
+
+    On any error call `fail(reason)`, which ends the update on all ranks.
+    """
+
+    def __init__(self, session: Session, name: str) -> None:
+        """`name`: of this receiver in `session.receivers`; ValueError if it is not there."""
+        if name not in session.names:
+            raise ValueError(f"receiver {name!r} is not part of this session; it has {sorted(session.names)}")
+        self.session, self.name, self.rank = session, name, session.names.index(name)
+        self._channel = StoreChannel(session)
+        self._incoming: IncomingBuckets | None = None  # once connected
+        self._fingerprinter = Fingerprinter(on_device=session.stays_on_devices)
+        self._updates = 0  # reported to the senders
+        # Last: it has a thread and a connection.
+        self._heartbeat = HeartbeatClient(self._channel, f"engine rank {name}")
+
+    def _publish_report(self, report: UpdateReport) -> UpdateReport:
+        """Report to the senders that the version is loaded."""
+        self._channel.publish(done_key(self._updates, self.name), report.to_dict())
+        if self._updates:  # senders have read the last report: they have sent another version
+            self._channel.delete([done_key(self._updates - 1, self.name)])
+        self._updates += 1
+        self._heartbeat.end()
+        return report
+
+    def fail(self, reason: str) -> None:
+        """Abort the update on all ranks: this receiver could not receive or load it."""
+        with contextlib.suppress(WeightSyncError):  # raised only if the store is gone, and every rank detects that
+            self._channel.abort(f"receiver {self.name!r}: {reason}")
+        self._heartbeat.end()
+
+    def close(self) -> None:
+        self._heartbeat.close()
+        self._fingerprinter.close()
+        if self._incoming is not None:
+            self._incoming.close()
