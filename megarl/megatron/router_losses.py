@@ -53,8 +53,8 @@ class RouterLosses:
         self._tokens = tokens.clamp_(min=1.0)
         self._statistics = torch.zeros(self.config.num_layers, self.config.num_moe_experts + 2, device=device)
 
-    def metrics(self) -> dict[str, float]:
-        """Return metrics of the mini batch since `begin`, over all ranks, without the role's prefix. Collective.
+    def metrics(self, role: str) -> dict[str, float]:
+        """Return metrics of the mini batch since `begin`, over all ranks, of `role`. Collective.
 
         `moe_aux_loss` and `moe_z_loss`, each if its coefficient is set: mean over layers, before the coefficient.
         `moe_load/...`: tokens of a layer's busiest expert divided by the mean over its experts, as maximum and mean
@@ -69,11 +69,11 @@ class RouterLosses:
         if not len(rows):
             return {}
         load = rows[:, _LOAD].amax(1) / rows[:, _LOAD].mean(1)
-        metrics = {"moe_load/max": load.max().item(), "moe_load/mean": load.mean().item()}
+        metrics = {f"{role}/moe_load/max": load.max().item(), f"{role}/moe_load/mean": load.mean().item()}
         if self.balance:
-            metrics["moe_aux_loss"] = rows[:, _BALANCE].mean().item()
+            metrics[f"{role}/moe_aux_loss"] = rows[:, _BALANCE].mean().item()
         if self.z:
-            metrics["moe_z_loss"] = rows[:, _Z].mean().item()
+            metrics[f"{role}/moe_z_loss"] = rows[:, _Z].mean().item()
         return metrics
 
     def _route(

@@ -195,14 +195,14 @@ class Trainer:
         if not updated:
             logger.warning("optimizer step %d skipped: the gradient norm is %s", self.step, norm)
         peak = max_over_ranks(self.platform.peak_memory(), self.platform.device())
-        routers = self._router_losses.metrics()
+        routers = self._router_losses.metrics(self.role)
         if contributions is None:
             return None
         step_metrics = {
             f"{self.role}/grad_norm": norm,
             f"{self.role}/lr": rate,
             f"{self.role}/skipped_updates": float(not updated),
-            **{f"{self.role}/{name}": value for name, value in routers.items()},
+            **routers,
             "perf/max_memory_allocated_gb": peak,
         }
         return {**sum_metrics(contributions, self.platform.device()), **step_metrics}

@@ -81,7 +81,7 @@ def evaluation_metrics(groups: Sequence[Group], greedy: Sequence[Group], ks: Seq
     answers = [group.samples[0] for group in greedy if not group.failures]
     if answers:
         metrics["eval/greedy"] = float(np.mean([is_correct(sample) for sample in answers]))
-    failed = scoring_counts([*groups, *greedy])["scoring_failed"]
+    failed = scoring_counts([*groups, *greedy], "eval")["eval/scoring_failed"]
     if failed:
         metrics["eval/scoring_failed"] = failed
     return metrics

@@ -53,8 +53,8 @@ def sampled_figures(tried: Sequence[TriedGroup]) -> Metrics:
             f"source/{data_source}/response_length/max": float(np.max(lengths)),
             f"source/{data_source}/truncated": float(np.mean([sample.truncated for sample in samples])),
         }
-        figures = {**scoring_counts(groups), **agent_figures(samples)}
-        metrics |= {f"source/{data_source}/{name}": value for name, value in figures.items()}
+        metrics |= scoring_counts(groups, f"source/{data_source}")
+        metrics |= {f"source/{data_source}/{metric}": value for metric, value in agent_figures(samples).items()}
     return metrics
 
 

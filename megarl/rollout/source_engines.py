@@ -209,7 +209,7 @@ def _metrics(tried: list[TriedGroup], count: int) -> dict[str, float]:
         "rollout/groups_filtered": float(len(tried) - accepted - unscored),
         "rollout/groups_missing": float(count - accepted),
         "rollout/groups_unscored": float(unscored),
-        **{f"rollout/{name}": count for name, count in scoring_counts([item.group for item in tried]).items()},
+        **scoring_counts([item.group for item in tried], "rollout"),
         **({"rollout/judge_seconds": float(np.mean(waits))} if waits else {}),
         **({"rollout/rewards/mean": float(np.mean(rewards))} if rewards else {}),
         "rollout/truncated": float(np.mean([sample.truncated for sample in samples])),

@@ -44,15 +44,16 @@ def _too_many(count: str, max_share: float, failure: SampleFailure) -> str:
     return f"{count} could not be finished or scored ({limit}). The last cause: {failure}. {remedy}."
 
 
-def scoring_counts(groups: Sequence[Group]) -> Metrics:
-    """Return the numbers of samples that could not be scored, in all and by kind of the last failure, and of repeated attempts."""
+def scoring_counts(groups: Sequence[Group], area: str) -> Metrics:
+    """Return the numbers of samples that could not be scored, in all and by kind of the last failure, and of repeated
+    attempts, as metrics of `area`."""
     kinds = [failure.kind for group in groups for failure in group.failures]
     return {
-        "scoring_failed": float(len(kinds)),
-        "scoring_timeouts": float(kinds.count("timeout")),
-        "scoring_crashes": float(kinds.count("crash")),
-        "scoring_errors": float(kinds.count("error")),
-        "scoring_retries": float(sum(group.scoring_retries for group in groups)),
+        f"{area}/scoring_failed": float(len(kinds)),
+        f"{area}/scoring_timeouts": float(kinds.count("timeout")),
+        f"{area}/scoring_crashes": float(kinds.count("crash")),
+        f"{area}/scoring_errors": float(kinds.count("error")),
+        f"{area}/scoring_retries": float(sum(group.scoring_retries for group in groups)),
     }
 
 

@@ -156,6 +156,13 @@ class TestMetrics:
         assert table("## summary.json") == list(json.loads((tmp_path / "summary.json").read_text()))
 
 
+AREAS = {  # values of the variables at the start of a metric's name
+    "<self.role>": ("actor", "critic"),
+    "<role>": ("actor", "critic"),
+    "<area>": ("rollout", "source/<data_source>"),
+}
+
+
 def metrics_in_the_code() -> set[str]:
     """Metrics under the names in the reporting modules, with variable parts in angle brackets."""
     areas = r"(?:actor|critic|data/rows|data/epochs|source|agent|rollout|eval|weight_sync|checkpoint|perf|response_length|prompt_length)"
@@ -163,16 +170,20 @@ def metrics_in_the_code() -> set[str]:
     for path in (ROOT / "megarl").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             name = text_of(node)
-            shows = {"observe", "compare"} & set(path.parts)  # these show metrics that other modules report
-            if name and not shows and re.fullmatch(rf"{areas}/[\w@<>/]*[\w>]", name):
-                names.add(name)
+            shows = {"observe", "compare", "plan"} & set(path.parts)  # these read metrics that other modules report
+            first, _, rest = (name or "").partition("/")
+            full = [f"{area}/{rest}" for area in AREAS.get(first, (first,))]
+            if not shows:
+                names.update(name for name in full if re.fullmatch(rf"{areas}/[\w@<>/]*[\w>]", name))
             if isinstance(node, ast.Call) and node.args and (name := text_of(node.args[0])):
                 called = getattr(node.func, "attr", getattr(node.func, "id", ""))
                 if called == "spread" or (called == "metrics" and "/" in name):
                     stems.add(name)
                 elif called == "phase":
                     names.add(f"timing_s/{name}")
-    return (names - stems) | {f"{stem}/{part}" for stem in stems for part in ("mean", "max", "min")}
+    return (names - stems - set(AREAS["<area>"])) | {
+        f"{stem}/{part}" for stem in stems for part in ("mean", "max", "min")
+    }
 
 
 def text_of(node: ast.AST) -> str | None:
