@@ -86,7 +86,7 @@ def resharded(layout: str, *, slow: bool = False) -> dict[str, Any]:
 
 
 IN_WORKERS = [
-    resharded("TP2xEP2"),
+    resharded("TP2xEP2", slow=True),
     resharded("TP2xETP2", slow=True),
     resharded("PP2xVPP2", slow=True),
     {**lora("qwen3_moe", "EP2", slow=True), "name": "lora-bf16", "dtype": "bfloat16", "resume": True},

@@ -161,23 +161,35 @@ def test_torchrun_gives_the_same_run(reference: Path, quickstart_data: Path, tmp
     assert without_times(metrics(tmp_path / "torchrun"))[:3] == without_times(metrics(reference))[:3]
 
 
-def test_one_step_off_and_two_engines(quickstart_data: Path, tmp_path: Path) -> None:
-    """Engines sample ahead; metrics have the samples' version and staleness; a resumed run uses the waiting samples."""
-    more = [
-        "rollout.max_staleness=1",
-        "cluster.placement=disaggregated",
-        "rollout.engines=2",
-        "evaluation.at_start=false",
-    ]
-    whole = train(quickstart_data, tmp_path, "whole", "train.steps=3", *more, torchrun=2)
-    assert whole.returncode == 0, whole.stderr + whole.stdout
-    lines = metrics(tmp_path / "whole")
-    assert [line["rollout/staleness_max"] for line in lines] == [0, 1, 1]
-    resume = f"train.resume={tmp_path / 'whole' / 'checkpoints' / 'step_000002'}"
-    rest = train(quickstart_data, tmp_path, "rest", "train.steps=3", resume, *more, torchrun=2)
+ONE_STEP_OFF = [
+    "train.steps=3",
+    "rollout.max_staleness=1",
+    "cluster.placement=disaggregated",
+    "rollout.engines=2",
+    "evaluation.at_start=false",
+]
+
+
+@pytest.fixture(scope="module")
+def one_step_off(quickstart_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three steps in which two engines sample one step ahead."""
+    runs = tmp_path_factory.mktemp("runs")
+    done = train(quickstart_data, runs, "whole", *ONE_STEP_OFF, torchrun=2)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return runs / "whole"
+
+
+def test_two_engines_sample_one_step_ahead(one_step_off: Path) -> None:
+    assert [line["rollout/staleness_max"] for line in metrics(one_step_off)] == [0, 1, 1]
+
+
+@pytest.mark.slow
+def test_a_resumed_run_uses_the_waiting_samples(one_step_off: Path, quickstart_data: Path, tmp_path: Path) -> None:
+    resume = f"train.resume={one_step_off / 'checkpoints' / 'step_000002'}"
+    rest = train(quickstart_data, tmp_path, "rest", *ONE_STEP_OFF, resume, torchrun=2)
     assert rest.returncode == 0, rest.stderr
     (line,) = metrics(tmp_path / "rest")
-    assert without_times([line]) == without_times(lines[2:])
+    assert without_times([line]) == without_times(metrics(one_step_off)[2:])
 
 
 @pytest.mark.slow
