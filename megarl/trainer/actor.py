@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -32,9 +32,18 @@ from megarl.trainer.worker import Worker, collect_parts, traced
 from megarl.types import DataRef, Metrics, SampleTokens, Shard, ShardSample, TokenScores
 from megarl.weight_sync.session import Session, is_check_due
 
+if TYPE_CHECKING:  # Megatron must not be imported before the platform has prepared it
+    from torch import Tensor
+
+    from megarl.algorithms.inputs import LossInputs
+    from megarl.megatron.batch import MicroBatch
+    from megarl.megatron.trainer import PolicyTrainer
+
 
 class ActorWorker(Worker):
     """One device's share of the actor."""
+
+    trainer: PolicyTrainer
 
     def __init__(self, recipe: Recipe, total_optimizer_steps: int, weights_only: bool = False):
         super().__init__(recipe, total_optimizer_steps, weights_only)
@@ -51,7 +60,7 @@ class ActorWorker(Worker):
         if runs_reference_pass(recipe.algorithm) and not weights_only:
             self.trainer.keep_reference()
 
-    def _make_trainer(self, total_optimizer_steps: int, weights_only: bool) -> Any:
+    def _make_trainer(self, total_optimizer_steps: int, weights_only: bool) -> PolicyTrainer:
         from megarl.megatron.trainer import PolicyTrainer
 
         return PolicyTrainer(self.recipe, self.platform, total_optimizer_steps, weights_only=weights_only)
@@ -60,7 +69,7 @@ class ActorWorker(Worker):
         super().load_shard(shard)
         self.numbers, self.token_kl, self.token_advantages = [sample.number for sample in shard.samples], {}, []
 
-    def _micro_batch(self, members: list[tuple[ShardSample, SampleTokens]], loss_tokens: int) -> Any:
+    def _micro_batch(self, members: list[tuple[ShardSample, SampleTokens]], loss_tokens: int) -> MicroBatch:
         import torch
 
         batch = super()._micro_batch(members, loss_tokens)
@@ -71,7 +80,7 @@ class ActorWorker(Worker):
             self._add_teacher(batch, [vectors.teacher for _, vectors in members])
         return batch
 
-    def _add_teacher(self, batch: Any, scores: list[TokenScores | None]) -> None:
+    def _add_teacher(self, batch: MicroBatch, scores: list[TokenScores | None]) -> None:
         """Add the teacher's `scores` of the samples to `batch`."""
         import torch
 
@@ -120,7 +129,7 @@ class ActorWorker(Worker):
             return None
         settings = self.recipe.algorithm.correction
 
-        def totals(batch: Any) -> np.ndarray:
+        def totals(batch: MicroBatch) -> np.ndarray:
             old = batch.vectors["old_log_probs"]
             return weight_totals(self.trainer.loss_inputs(batch, old), old, settings)
 
@@ -207,12 +216,12 @@ class ActorWorker(Worker):
             pieces = [np.full(n, per_sample[member]) for member, n in zip(members, batch.lengths, strict=True)]
             self._set_advantages(batch, pieces)
 
-    def _micro_batches(self) -> list[tuple[Any, list[int]]]:
+    def _micro_batches(self) -> list[tuple[MicroBatch, list[int]]]:
         """Return each micro batch of the step with the shard indices of its samples."""
         batches = [batch for mini_batch in self.batches for batch in mini_batch]
         return list(zip(batches, [members for mini_batch in self.members for members in mini_batch], strict=True))
 
-    def _set_advantages(self, batch: Any, pieces: list[np.ndarray]) -> None:
+    def _set_advantages(self, batch: MicroBatch, pieces: list[np.ndarray]) -> None:
         import torch
 
         advantages = torch.from_numpy(np.concatenate(pieces).astype(np.float32))
@@ -248,7 +257,9 @@ class ActorWorker(Worker):
             scale = correction_scales[number] if correction_scales else 1.0
             first = measure and number == 0 and self.recipe.train.source == "rollout"
 
-            def learn(inputs: Any, scale: float = scale, first: bool = first) -> tuple[Any, dict[str, Any]]:
+            def learn(
+                inputs: LossInputs, scale: float = scale, first: bool = first
+            ) -> tuple[Tensor, dict[str, Tensor]]:
                 if first:  # later mini batches see a policy that the earlier updates have changed
                     self.mismatch += Mismatch.of(inputs, trainers_policy(inputs, settings))
                 return objective(inputs, settings, correction_scale=scale, kl_weight=kl_weight)
@@ -264,7 +275,7 @@ class ActorWorker(Worker):
         self.batches, self.token_kl, self.token_advantages = [], {}, []
         return [step for step in metrics if step is not None] if self.trainer.coordinates.reports else None
 
-    def _select(self, number: int, mini_batch: list[Any]) -> None:
+    def _select(self, number: int, mini_batch: list[MicroBatch]) -> None:
         """Select the tokens of a whole mini batch that the loss treats separately; see algorithms/covariance.py."""
         import torch
 

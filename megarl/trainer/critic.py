@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,15 +14,23 @@ from megarl.recipe.schema import Recipe
 from megarl.trainer.worker import Worker, collect_parts
 from megarl.types import DataRef, Metrics, Shard
 
+if TYPE_CHECKING:  # Megatron must not be imported before the platform has prepared it
+    from torch import Tensor
+
+    from megarl.megatron.batch import MicroBatch
+    from megarl.megatron.critic import CriticTrainer
+
 
 class CriticWorker(Worker):
     """One rank of the critic. `recipe`: the critic's view of the recipe; see recipe/critic.py."""
+
+    trainer: CriticTrainer
 
     def __init__(self, recipe: Recipe, total_optimizer_steps: int, weights_only: bool = False):
         super().__init__(recipe, total_optimizer_steps, weights_only)
         self.advantages: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by shard index: advantages, loss mask
 
-    def _make_trainer(self, total_optimizer_steps: int, weights_only: bool) -> Any:
+    def _make_trainer(self, total_optimizer_steps: int, weights_only: bool) -> CriticTrainer:
         from megarl.megatron.critic import CriticTrainer
 
         return CriticTrainer(self.recipe, self.platform, total_optimizer_steps, weights_only=weights_only)
@@ -48,7 +56,7 @@ class CriticWorker(Worker):
         return moments if self.trainer.coordinates.reports else None
 
     def _estimate(
-        self, batch: Any, values: Any, numbers: list[int], kl: dict[int, np.ndarray], kl_weight: float
+        self, batch: MicroBatch, values: Tensor, numbers: list[int], kl: dict[int, np.ndarray], kl_weight: float
     ) -> ValueMoments:
         """Compute advantages and returns of one micro batch on the host, in float64. Returns their moments."""
         import torch

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -27,6 +27,12 @@ from megarl.recipe.observe import trace_options
 from megarl.recipe.schema import Recipe
 from megarl.types import DataRef, SampleTokens, Shard, ShardSample, Steps, fetch
 from megarl.weight_sync.session import host_id
+
+if TYPE_CHECKING:  # these modules import Megatron, which the platform must prepare
+    from megarl.megatron.batch import MicroBatch
+    from megarl.megatron.checkpoint import Save
+    from megarl.megatron.routing import Routing
+    from megarl.megatron.trainer import Trainer
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -79,16 +85,16 @@ class Worker:
         )
         _seed_everything(recipe.train.seed)
 
-        self.trainer = self._make_trainer(total_optimizer_steps, weights_only)
+        self.trainer: Trainer = self._make_trainer(total_optimizer_steps, weights_only)
         self.profiler: Profiler | None = None  # set while it records
         self.profile_folder: Path | None = None  # set while each `traced` call writes a separate trace
-        self.save: Any = None  # checkpoint.Save of the last checkpoint
-        self.batches: list[list[Any]] = []  # MicroBatch, per mini batch
+        self.save: Save  # of the last checkpoint; `stage_save` sets it
+        self.batches: list[list[MicroBatch]] = []  # per mini batch
         self.members: list[list[list[int]]] = []  # per micro batch: shard indices of its samples
         self.rewards: list[float] = []  # per sample of the shard: reward of its last token
         self.steps: list[Steps] = []  # per sample of the shard: rewards of earlier tokens
 
-    def _make_trainer(self, total_optimizer_steps: int, weights_only: bool) -> Any:
+    def _make_trainer(self, total_optimizer_steps: int, weights_only: bool) -> Trainer:
         raise NotImplementedError
 
     def describe(self) -> dict[str, Any]:
@@ -163,7 +169,7 @@ class Worker:
         parts = [kl.get(member, np.zeros(length)) for member, length in zip(members, lengths, strict=True)]
         return kl_penalties(parts, kl_weight)
 
-    def _micro_batch(self, members: list[tuple[ShardSample, SampleTokens]], loss_tokens: int) -> Any:
+    def _micro_batch(self, members: list[tuple[ShardSample, SampleTokens]], loss_tokens: int) -> MicroBatch:
         import torch
 
         from megarl.megatron.batch import MicroBatch
@@ -193,7 +199,7 @@ class Worker:
             images=Images.of([vectors.images for _, vectors in members]),
         )
 
-    def _routing(self, vectors: list[SampleTokens]) -> Any:
+    def _routing(self, vectors: list[SampleTokens]) -> Routing | None:
         """Return the engine's expert choices, for `megatron.routing_replay: rollout`; None otherwise."""
         if self.recipe.megatron.routing_replay != "rollout":
             return None
