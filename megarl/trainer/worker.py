@@ -242,6 +242,9 @@ class Worker:
         self.trainer.save_hf(Path(directory))
 
     def save_adapter(self, directory: str) -> None:
+        from megarl.megatron.trainer import PolicyTrainer
+
+        assert isinstance(self.trainer, PolicyTrainer), "a critic has no adapters"
         self.trainer.save_adapter(Path(directory))
 
     def compare_with_hf(self, directory: str) -> tuple[int, int]:
