@@ -53,11 +53,11 @@ class DisturbingWorker(ActorWorker):
                 matches = self.disturbed is not None and fnmatch.fnmatchcase(name, self.disturbed)
                 yield name, tensor.flatten().roll(1).view_as(tensor) if matches else tensor
 
-        self.trainer.export_weights = wrong
+        self.trainer.export_weights = wrong  # type: ignore[method-assign]
         try:
             return super().send_weights(version)
         finally:
-            self.trainer.export_weights = export
+            self.trainer.export_weights = export  # type: ignore[method-assign]
 
 
 def recipe_of(case: Case, model: Path, directory: Path) -> Recipe:
