@@ -42,8 +42,8 @@ PRODUCTS = "rollout/mismatch_chi2_sequence"
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "ppo_clip": {},
     "gspo": {"loss": "gspo", "clip_low": 0.01, "clip_high": 0.01},
-    "kl_cov": {"loss": "kl_cov", "cov_share": 0.05},
-    "clip_cov": {"loss": "clip_cov", "cov_share": 0.05, "cov_low": 0.01, "cov_high": 3.0},
+    "kl_cov": {"loss": "kl_cov", "cov_share": 0.052},
+    "clip_cov": {"loss": "clip_cov", "cov_share": 0.052, "cov_low": 0.01, "cov_high": 3.0},
     "corrected": {
         "correction": CorrectionConfig(weights="token", truncate=1.1, normalize=True, mask="token", mask_low=0.8)
     },
