@@ -79,9 +79,9 @@ def test_settings_of_the_devices_profiler_are_accepted() -> None:
     npu += ["observe.profile_export=db", "observe.profile_analysis=false", "observe.profile_contents=[device,stack]"]
     load_recipe(GRPO, ["cluster.device=npu", *overrides, *npu])
     recipe = load_recipe(GRPO, ["cluster.device=auto", *overrides, *npu])
-    check_traces(recipe, kind_of("npu"))
+    check_traces(recipe.observe, kind_of("npu"))
     with pytest.raises(RecipeError, match="of CPU cores"):
-        check_traces(recipe, kind_of("cpu"))  # once auto has become a CPU
+        check_traces(recipe.observe, kind_of("cpu"))  # once auto has become a CPU
 
 
 def test_the_contents_reach_torchs_profiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_judges_services_and_servers_are_listed_but_not_called(quickstart_data: 
     report = look("quickstart", *here(quickstart_data, *overrides))
     lines = "\n".join(report.unchecked)
     assert "reward: judge is not called in a plan" in lines and "agent.mcp: search" in lines
-    assert not any("127.0.0.1" in refusal.what for refusal in report.refusals)
+    assert not any("127.0.0.1" in refusal.problem for refusal in report.refusals)
 
 
 def test_checkpoints_larger_than_this_disk_are_reported(tmp_path: Path) -> None:
