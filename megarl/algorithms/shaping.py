@@ -1,4 +1,4 @@
-"""Rewards before advantages: overlong penalty and filter, group filter (DAPO, arXiv 2503.14476), KL penalty."""
+"""Rewards before advantages: overlong penalty and filter, group filter by equal rewards (DAPO, arXiv 2503.14476), KL penalty."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Types and texts of process failures, reported once with the first cause. `ray/cluster.py` and `torchrun/` detect them.
+"""Failures of processes, reported once with the first cause; the run then ends. `ray/cluster.py` and `torchrun/` detect them.
 
 A trainer that dies makes its peers fail in their collective. `collect` therefore waits a moment for further
 failures and reports one that is not a broken connection, if there is any.

@@ -1,4 +1,4 @@
-"""Server side of a `Service`: one object that serves calls on one asyncio loop."""
+"""Server side of a `Service` (an engine's process): one object that serves calls on one asyncio loop."""
 
 from __future__ import annotations
 

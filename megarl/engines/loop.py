@@ -1,4 +1,4 @@
-"""The thread that owns an engine: it steps while requests run, and serves commands between steps.
+"""The thread that owns an engine: steps while requests run, commands between them. An engine that fails ends all requests.
 
 Inference libraries are not thread-safe, and a step must not overlap an update. So a single thread does everything, and
 other threads queue commands for it. An exception in this thread is fatal: every waiting caller receives it, and the

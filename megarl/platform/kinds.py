@@ -1,6 +1,7 @@
 """All device kinds, in order of preference. A new kind needs an entry here and a pair of files like cuda.py, cuda_kind.py.
 
-Code outside this package and the engines reads the fields of a `DeviceKind`.
+It also needs its name in `DeviceName`, rows in devices.yaml, and its arguments in `engines/vllm/args.py` and
+`engines/sglang/args.py`. Other code reads the fields of a `DeviceKind`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Load a recipe and check its values. Errors name the file that set a wrong value."""
+"""Load a recipe: read it (`recipe/load.py`) and check its values. Errors name the file that set a wrong value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses with other defaults than `AlgorithmConfig`, as in their papers."""
+"""Apply the defaults that a loss declares (`@policy_loss(defaults=...)`) to keys that the recipe leaves open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of engines, devices and user functions: they need code and the machine, but no model and no data."""
+"""Checks that need code and the machine, but no model and no data: engines, devices and user functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Load a recipe: schema <- base files <- recipe <- command line. Each layer is checked against the schema.
+"""Read a recipe's layers: schema <- base files <- recipe <- command line. Keys and types are checked, values are not.
 
 `base:` names a parent file or a list of them, relative to the file it is in. Later parents win.
 """

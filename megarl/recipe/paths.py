@@ -1,4 +1,4 @@
-"""Paths of a recipe."""
+"""Make the relative paths of a recipe absolute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A service as a child process on this machine, connected by an inherited socket pair."""
+"""A service (an engine's process) as a child on this machine, connected by a socket pair; its death fails every call."""
 
 from __future__ import annotations
 

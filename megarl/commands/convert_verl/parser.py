@@ -1,4 +1,4 @@
-"""Parser of the training command in a shell script, with its variables expanded. The script is never run."""
+"""Find the training command in a shell script, evaluated by `interpreter.py`. The script is never run."""
 
 from __future__ import annotations
 

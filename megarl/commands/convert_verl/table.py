@@ -1,4 +1,4 @@
-"""Table of verl's options and the corresponding settings of megarl. `translate.py` applies it.
+"""Table of verl's options and the corresponding settings of megarl. `Sheet.apply` applies it.
 
 `RL` has the options of verl.trainer.main_ppo and of the entry points of DAPO and one-step-off. `SFT` has the options of
 fsdp_sft_trainer and sft_trainer. ``*`` in the name of an option matches any text.
