@@ -8,7 +8,7 @@ sampling (yingru.notion.site/When-Speed-Kills-Stability), IcePop (arXiv 2510.188
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -53,12 +53,12 @@ def corrections(
     """Return the factor of each token's loss [T], and per-token metrics as a loss returns them.
 
     With `normalize`, `scale` makes the mean weight of the mini batch's accepted tokens 1: see `correction_scales`. Otherwise
-    it is 1.
+    it is 1. A sequence's weight is over all of its loss tokens, rejected ones included (as verl's).
     """
     mismatch = log_mismatch(inputs, policy)
     weights, metrics = mismatch.new_ones(mismatch.shape), {}
     if settings.weights != "none":
-        ratio = ratios(inputs, mismatch, settings.weights)
+        ratio = ratios(replace(inputs, accepted=None), mismatch, settings.weights)
         weights = ratio.clamp(max=settings.truncate) * scale
         metrics["rollout/correction_weight"] = weights
         metrics["rollout/correction_truncated"] = (ratio > settings.truncate).to(ratio.dtype)
@@ -74,6 +74,7 @@ def accepted_tokens(inputs: LossInputs, policy: Tensor, settings: CorrectionConf
 
     NaN is outside of any interval.
     """
+    inputs = replace(inputs, accepted=None)  # sums of a sequence over all of its loss tokens
     mismatch = log_mismatch(inputs, policy)
     keep = inputs.loss_mask > 0
     if settings.mask != "none":
@@ -89,6 +90,7 @@ def weight_totals(inputs: LossInputs, policy: Tensor, settings: CorrectionConfig
     """Return sum and number [2] of the truncated weights of one micro batch: per accepted token or, unless `weights` is
     "token", per sequence with an accepted token. Summed over a mini batch, their quotient is the mean that `normalize`
     divides by."""
+    inputs = replace(inputs, accepted=None)
     weights = ratios(inputs, log_mismatch(inputs, policy), settings.weights).clamp(max=settings.truncate)
     if rejects(settings):
         inputs = inputs.accepting(accepted_tokens(inputs, policy, settings))

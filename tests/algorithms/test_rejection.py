@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from math import exp
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from megarl.algorithms.catalogue import LOSSES
-from megarl.algorithms.correction import accepted_tokens, correction_scales, corrections, weight_totals
+from megarl.algorithms.correction import accepted_tokens, correction_scales, corrections, rejects, weight_totals
 from megarl.algorithms.covariance import covariances, threshold
 from megarl.algorithms.inputs import LossInputs
 from megarl.algorithms.objective import objective, trainers_policy, without_rejected
@@ -165,6 +166,31 @@ def test_a_token_loss_keeps_its_value_and_metrics() -> None:
         assert torch.equal(metrics[name], expected[name]), name
 
 
+@pytest.mark.parametrize(
+    ("rejecting", "rho", "share"),
+    [
+        ({"mask": "token"}, [1.0, 9.0, 1.0], 1 / 6),
+        ({"mask": "sequence"}, [1.0, 9.0, 1.0], 1 / 2),
+        ({"mask": "geometric", "mask_high": 1.5}, [9.0, 9.0, 1.0], 1 / 2),
+        ({"veto": 1e-4}, [1.0, 1e-9, 1.0], 1 / 2),
+        ({"veto": 1e-4, "mask": "token"}, [1.0, 1e-9, 1.0], 1 / 2),
+    ],
+)
+def test_the_loss_and_its_metrics_are_without_rejected_tokens(
+    rejecting: dict[str, Any], rho: list[float], share: float
+) -> None:
+    """Of two sequences of three tokens with ratio 1 and advantage 1, the first has tokens that are rejected."""
+    batch = random_inputs(0, [3, 3])
+    batch.loss_mask = torch.ones(6, dtype=torch.float64)
+    batch.loss_weights = batch.token_share = batch.loss_mask / 6
+    batch.advantages, batch.log_probs = batch.loss_mask.clone(), batch.old_log_probs.clone()  # type: ignore[union-attr]
+    mismatch = torch.tensor([*rho, 1.0, 1.0, 1.0], dtype=torch.float64).log()
+    batch.rollout_log_probs = batch.old_log_probs - mismatch
+    loss, metrics = objective(batch, config_of("ppo_clip", rejecting))
+    assert metrics["rollout/correction_masked"].item() == pytest.approx(share)
+    assert loss.item() == metrics["actor/pg_loss"].item() == pytest.approx(-(1 - share))
+
+
 class TestNormalize:
     """`normalize` divides by the mean weight of accepted tokens, or of sequences with an accepted token."""
 
@@ -172,6 +198,8 @@ class TestNormalize:
         policy = batch.old_log_probs
         assert policy is not None
         (scale,) = correction_scales([np.stack([weight_totals(batch, policy, config)])])
+        if rejects(config):  # as in `objective`
+            batch = batch.accepting(accepted_tokens(batch, policy, config))
         return scale, corrections(batch, policy, config, scale)[0]
 
     @pytest.mark.parametrize("rejecting", REJECTING)
