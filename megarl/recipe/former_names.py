@@ -25,6 +25,11 @@ def with_present_names(content: dict[str, Any], origin: str | None) -> dict[str,
         if former not in renamed:
             continue
         section, other = renamed.pop(former), renamed.get(present)
+        if present in renamed and section is None:  # an empty section
+            continue
+        if present in renamed and not (isinstance(section, dict) and isinstance(other, dict)):
+            problem = f"{present} is the same section, and it is set too"
+            raise RecipeError(former, problem, "delete one of them", value=section, origin=origin)
         if isinstance(section, dict) and isinstance(other, dict):
             for name in section.keys() & other.keys():
                 problem = f"{present}.{name} is the same key, and it is set too"

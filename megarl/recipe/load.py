@@ -150,11 +150,18 @@ def _parse_overrides(overrides: Sequence[str]) -> tuple[DictConfig, list[RecipeE
             continue
         try:
             OmegaConf.update(layer, name, OmegaConf.create(f"value: {value}" if value else "value: ''").value)
-        except (yaml.YAMLError, OmegaConfBaseException) as error:
+        except (
+            yaml.YAMLError,
+            OmegaConfBaseException,
+            IndexError,
+        ) as error:  # IndexError: a bracket that is not closed
             problem = f"the value does not parse: {' '.join(str(error).split())}"
             errors.append(RecipeError(name, problem, "quote it", value=value, origin=COMMAND_LINE))
     content = typing.cast("dict[str, Any]", OmegaConf.to_container(layer))
-    return OmegaConf.create(with_present_names(content, COMMAND_LINE)), errors
+    try:
+        return OmegaConf.create(with_present_names(content, COMMAND_LINE)), errors
+    except RecipeError as error:
+        return OmegaConf.create({}), [*errors, error]
 
 
 def _leaves(layer: DictConfig) -> Iterator[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 
 from megarl.weight_sync.fingerprint import Fingerprinter
 from megarl.weight_sync.heartbeat import HeartbeatClient
 from megarl.weight_sync.incoming import IncomingBuckets
 from megarl.weight_sync.session import Session, UpdateReport, WeightSyncError, done_key
+from megarl.weight_sync.shared_memory import remove_stale_files
 from megarl.weight_sync.store import StoreChannel
 
 
@@ -21,6 +23,7 @@ class Receiver:
         """`name`: of this receiver in `session.receivers`; ValueError if it is not there."""
         if name not in session.names:
             raise ValueError(f"receiver {name!r} is not part of this session; it has {sorted(session.names)}")
+        remove_stale_files(session.shm_dir)  # of a killed relay, on a host without senders
         self.session, self.name, self.rank = session, name, session.names.index(name)
         self._channel = StoreChannel(session)
         self._incoming: IncomingBuckets | None = None  # once connected
@@ -28,6 +31,7 @@ class Receiver:
         self._updates = 0  # reported to the senders
         # Last: it has a thread and a connection.
         self._heartbeat = HeartbeatClient(self._channel, f"engine rank {name}")
+        atexit.register(self.close)
 
     def _publish_report(self, report: UpdateReport) -> UpdateReport:
         """Report to the senders that the version is loaded."""
@@ -45,6 +49,8 @@ class Receiver:
         self._heartbeat.end()
 
     def close(self) -> None:
+        """Free the slots and leave the session. May be called twice."""
+        atexit.unregister(self.close)
         self._heartbeat.close()
         self._fingerprinter.close()
         if self._incoming is not None:

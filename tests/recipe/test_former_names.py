@@ -57,8 +57,28 @@ def test_a_key_under_both_names_is_refused(tmp_path: Path) -> None:
         RecipeError, match=r"(?s)exchange.timeout = 99.*weight_sync.timeout is the same key.*delete one"
     ):
         read_recipe(path)
-    with pytest.raises(RecipeError, match=r"exchange.route = 'planned'"):
-        read_recipe(written(tmp_path, "name: x\n"), ["exchange.route=planned", "weight_sync.route=full"])
+    conflict = ["exchange.route=planned", "weight_sync.route=full", "no_equals"]
+    errors = read_recipe(written(tmp_path, "name: x\n"), conflict).errors
+    assert [error.setting for error in errors] == ["no_equals", "exchange.route = 'planned'"]
+
+
+@pytest.mark.filterwarnings("ignore::megarl.recipe.former_names.FormerNameWarning")
+@pytest.mark.parametrize(
+    ("former", "present"), [("{route: full}", "foo"), ("{route: full}", "null"), ("3", "{silence: 9}")]
+)
+def test_two_sections_of_which_one_is_none_are_refused(tmp_path: Path, former: str, present: str) -> None:
+    with pytest.raises(RecipeError, match=r"(?s)exchange = .*weight_sync is the same section"):
+        read_recipe(written(tmp_path, f"exchange: {former}\nweight_sync: {present}\n"))
+
+
+def test_an_empty_former_section_changes_nothing(tmp_path: Path) -> None:
+    reading = read_recipe(written(tmp_path, "exchange:\nweight_sync: {route: full}\n"))
+    assert reading.recipe.weight_sync.route == "full" and not reading.errors
+
+
+def test_a_bracket_that_is_not_closed_is_an_error(tmp_path: Path) -> None:
+    (error,) = read_recipe(written(tmp_path, "name: x\n"), ["[weight_sync=full"]).errors
+    assert error.problem.startswith("the value does not parse")
 
 
 @pytest.mark.filterwarnings("ignore::megarl.recipe.former_names.FormerNameWarning")

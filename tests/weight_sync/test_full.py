@@ -311,6 +311,16 @@ def test_full_shared_memory_is_an_error_with_the_arithmetic(small_tmpfs):
     assert os.listdir(small_tmpfs) == []
 
 
+def test_a_receiver_removes_files_of_dead_owners(tmp_path):
+    """On a host without senders no other process does: a killed relay left them."""
+    here = host_id(str(tmp_path))
+    with full_sender([("e", here)], tmp_path) as sender:
+        (tmp_path / "megarl-weights-left-behind").write_bytes(b"x")
+        receiver = FullReceiver(sender.session, "e")
+        assert "megarl-weights-left-behind" not in os.listdir(tmp_path)
+        receiver.close()
+
+
 def test_only_files_of_dead_owners_are_removed(tmp_path):
     slot = SharedSlot(str(tmp_path))
     slot.reserve(100)
