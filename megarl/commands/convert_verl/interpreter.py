@@ -249,6 +249,9 @@ class Interpreter(Statements):
         at = next((i for i, argument in enumerate(arguments) if re.fullmatch(r"-\w*c", argument)), None)
         documents = [redirect["Hdoc"] for redirect in statement.get("Redirs", []) if "Hdoc" in redirect]
         line = node["Line"]
+        if at is not None and at + 2 < len(arguments):
+            problem = "the arguments after the text of bash -c are not read; write them into the text"
+            raise InputError(f"line {line}: {problem}")
         if at is not None and at + 1 < len(arguments):
             return self.isolated(lambda: self._nested(arguments[at + 1], line))
         if documents and all(argument.startswith("-") for argument in arguments):

@@ -261,6 +261,11 @@ class TestUnknown:
             arguments(f"for lr in 1 2; do {MAIN} lr=$lr; done")
 
 
+def test_arguments_after_the_text_of_a_shell_are_refused() -> None:
+    with pytest.raises(InputError, match="the arguments after the text of bash -c are not read"):
+        arguments(f"bash -c '{MAIN} a=1 \"$@\"' _ b=2")
+
+
 def test_the_trainers_module_can_be_a_variable() -> None:
     command = read_command(
         'LAUNCH=(uv run python3)\nM=verl.trainer.main_ppo\n"${LAUNCH[@]}" -m $M a=$X b=1', {"X": "1"}, MACHINE
