@@ -127,12 +127,14 @@ def begin(folder: Path, step: int, state: dict[str, Any], notice: Callable[[str]
     """Create the partial folder of `step`, write the controller's `state` into it and return its path.
 
     `state`: plain values and a SampleSource's state. Deletes partial folders of killed runs and completes deletions;
-    `notice` receives the failures.
+    `notice` receives the failures. Raises OSError if the partial folder of `step` itself cannot be replaced.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in [*folder.glob(".step_*.partial"), *folder.glob(".step_*.deleted")]:
         _delete(leftover, notice)
     partial = partial_path(folder, step)
+    if partial.exists():
+        shutil.rmtree(partial)  # raises the reason why it could not be deleted
     partial.mkdir()
     try:
         write_state(partial, state)
@@ -180,8 +182,8 @@ def _delete(path: Path, notice: Callable[[str], None]) -> None:
 
     The folder is renamed first, so that a kill during deletion leaves no incomplete `step_...` folder.
     """
-    name = path.name.removeprefix(".").partition(".")[0]
+    is_leftover = path.name.startswith(".")
     try:
-        shutil.rmtree(path.rename(path.parent / f".{name}.deleted") if path.name == name else path)
+        shutil.rmtree(path if is_leftover else path.rename(path.parent / f".{path.name}.deleted"))
     except OSError as error:
-        notice(f"{name} could not be deleted ({error}): it occupies disk space, and the next save tries again")
+        notice(f"{path.name} could not be deleted ({error}): it occupies disk space, and the next save tries again")

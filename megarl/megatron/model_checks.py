@@ -1,8 +1,8 @@
 """Model families that the trainer supports (`PROVEN`), and settings of config.json that it refuses. Pure functions.
 
 A new family starts here; its sizes are in `hf/shape.py`, its adapters in `megatron/lora/targets.py`, its layout rules in
-`megatron/layout.py`, mends of its bridge in `megatron/upstream_fixes.py`, its engine arguments in `engines/vllm/args.py`, its tiny models in
-`commands/data/tiny_model.py` and `tiny_weights.py`.
+`megatron/layout.py`, mends of its bridge in `megatron/upstream_fixes.py`, its engine arguments in `engines/vllm/args.py`,
+its tiny models in `commands/data/tiny_model.py` and `tiny_weights.py`.
 """
 
 from __future__ import annotations

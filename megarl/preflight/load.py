@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.errors import RecipeError, raise_all
-from megarl.preflight.loss_defaults import take_loss_defaults
+from megarl.preflight.loss_defaults import apply_loss_defaults
+from megarl.preflight.recipe.algorithm import name_errors
 from megarl.preflight.recipe.general import recipe_errors
 from megarl.recipe.load import read_recipe
 from megarl.recipe.schema import Recipe
@@ -15,15 +16,16 @@ from megarl.recipe.schema import Recipe
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, check: bool = True) -> Recipe:
     """Read the recipe at `path`, apply dotted `overrides` ("rollout.temperature=0.7") and check it.
 
+    Imports the user's modules. Settings that the recipe leaves open have the defaults of its loss.
     Raises RecipeError for a missing file, YAML that does not parse, unknown keys, wrong types and, with `check`, values and
     combinations that cannot work. All independent errors are raised together, as RecipeErrors if there is more than one.
     """
     reading = read_recipe(path, overrides)
     errors: list[ValueError] = [*reading.errors]
-    if not check:
-        take_loss_defaults(reading.recipe.algorithm, reading.origins)
-    else:
-        for error in recipe_errors(reading.recipe, reading.origins):
+    names = list(name_errors(reading.recipe.algorithm))  # imports the user's modules
+    apply_loss_defaults(reading.recipe.algorithm, reading.origins)
+    if check:
+        for error in recipe_errors(reading.recipe, names):
             if isinstance(error, RecipeError):
                 error.origin = reading.origins.get(error.key, f"{path} (default value)")
             errors.append(error)

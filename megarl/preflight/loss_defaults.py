@@ -8,10 +8,10 @@ from megarl.algorithms.catalogue import LOSSES
 from megarl.recipe.algorithm import AlgorithmConfig
 
 
-def take_loss_defaults(algorithm: AlgorithmConfig, keys: Container[str]) -> None:
+def apply_loss_defaults(algorithm: AlgorithmConfig, keys: Container[str]) -> None:
     """Set the defaults of `algorithm.loss` that are not among `keys`, the dotted keys that the recipe sets.
 
-    A loss that is not registered has no defaults.
+    The modules of `algorithm.modules` must be imported. A loss that is not registered has no defaults.
     """
     if algorithm.loss not in LOSSES:
         return

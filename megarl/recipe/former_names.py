@@ -18,7 +18,8 @@ class FormerNameWarning(FutureWarning):
 def with_present_names(content: dict[str, Any], origin: str | None) -> dict[str, Any]:
     """Return the settings of one layer of a recipe with present names. `origin`: the layer's file, or "command line".
 
-    Warns about each former name, unless `origin` is None (a recipe that megarl wrote). Raises RecipeError if a layer sets a key under both names.
+    Warns about each former name, unless `origin` is None (a recipe that megarl wrote). Raises RecipeError if a layer sets a
+    key under both names.
     """
     renamed = dict(content)
     for former, present in SECTIONS.items():

@@ -231,7 +231,7 @@ class WeightSyncConfig:
 
     route: Literal["full", "sharded", "auto"] = key(
         "auto",
-        "sharded: every trainer rank sends the slices that engine ranks need, once (vLLM only, without adapters). full: mbridge gathers the model, and rank 0 sends all of it to every engine rank. auto: sharded if recipe, model and engines allow it, else full; a notice at the start gives the choice and the reason.",
+        "sharded: every trainer rank sends the slices that engine ranks need, once (vLLM only, without adapters). full: mbridge gathers the model, and rank 0 sends all of it once to each host with engines. auto: sharded if recipe, model and engines allow it, else full; a notice at the start gives the choice and the reason.",
     )
     check_every: int = key(
         0,

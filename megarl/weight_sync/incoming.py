@@ -104,8 +104,9 @@ class IncomingBuckets:
         return self.timer
 
     def take(self, expected: float, awaited: Callable[[], str]) -> Iterator[IncomingBucket]:
-        """Yield `expected` buckets, or those up to the one marked last. Acknowledge each before the next.
+        """Yield the buckets of the update, each after the former was acknowledged.
 
+        `expected`: their number; math.inf: until the bucket whose header is marked `last`.
         `awaited` describes the next bucket in error messages. Raises WeightSyncError for a wrong version, changed bytes, an
         abort, or a sender that died or stopped.
         """

@@ -93,12 +93,24 @@ def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_the_run(
     for step in (2, 3):
         save(step)
         assert names(tmp_path) == sorted([left, f"step_{step:06d}"])
-        assert notices and all("step_000001 could not be deleted" in notice and "busy" in notice for notice in notices)
+        assert {notice.partition(" could not be deleted")[0] for notice in notices} <= {"step_000001", left}
+        assert notices and all("could not be deleted" in notice and "busy" in notice for notice in notices)
     assert not run_saver.pending and run_saver.rescue(wait=True) is None
     refuse = False
     notices.clear()
     save(4)
     assert names(tmp_path) == ["step_000004"] and notices == []
+
+
+def test_the_reason_is_raised_if_the_steps_partial_folder_cannot_be_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".step_000001.partial").mkdir()
+    monkeypatch.setattr("shutil.rmtree", raise_error(PermissionError(errno.EBUSY, "Device or resource busy")))
+    notices = list[str]()
+    with pytest.raises(PermissionError, match="busy"):
+        saver(tmp_path, Trainers(), notices.append).save(1, state())
+    assert [notice.partition(" could")[0] for notice in notices] == [".step_000001.partial"]
 
 
 def raise_error(error: Exception) -> Callable[..., None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,8 @@ def test_other_losses_have_the_defaults_of_the_schema_and_no_notice(tmp_path: Pa
     assert loss_notice(recipe.algorithm) is None
 
 
-def test_a_loss_of_a_user_may_have_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("check", [True, False])
+def test_a_loss_of_a_user_may_have_defaults(check: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "loss_with_defaults.py").write_text(
@@ -111,8 +113,9 @@ def test_a_loss_of_a_user_may_have_defaults(tmp_path: Path, monkeypatch: pytest.
     )
     try:
         text = "algorithm: {loss: mine_with_defaults, modules: [loss_with_defaults]}"
-        assert load_recipe(recipe_file(tmp_path, text)).algorithm.clip_low == 0.07
+        assert load_recipe(recipe_file(tmp_path, text), check=check).algorithm.clip_low == 0.07
     finally:
+        sys.modules.pop("loss_with_defaults", None)
         LOSSES._entries.pop("mine_with_defaults", None)
 
 

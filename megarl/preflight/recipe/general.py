@@ -8,13 +8,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
 from megarl.algorithms.objective import runs_old_log_prob_pass
 from megarl.errors import RecipeError, raise_all
-from megarl.preflight.loss_defaults import take_loss_defaults
 from megarl.preflight.recipe.agent import agent_errors
 from megarl.preflight.recipe.algorithm import algorithm_errors, name_errors, source_errors
 from megarl.preflight.recipe.critic import critic_errors
@@ -38,22 +37,16 @@ Errors = Iterator[RecipeError]
 
 def validate(recipe: Recipe) -> None:
     """Raise a RecipeError for everything in `recipe` that cannot work."""
-    raise_all(recipe_errors(recipe))
+    raise_all(recipe_errors(recipe, list(name_errors(recipe.algorithm))))
 
 
-def recipe_errors(recipe: Recipe, keys: Container[str] | None = None) -> Iterator[ValueError]:
-    """Yield the errors that the recipe alone shows.
+def recipe_errors(recipe: Recipe, names: Sequence[RecipeError]) -> Iterator[ValueError]:
+    """Yield the errors that the recipe alone shows. `names`: those of `name_errors`, which has imported the user's modules.
 
     The first checks examine single settings: bounds, and names of algorithms. For the checks of combinations, a setting with
     such an error is reset to its default, and `train.source` is set to the source that the loss needs.
     `megarl.errors.independent` drops errors that may follow from earlier ones.
-
-    keys: the dotted keys that the recipe sets. With them, other settings take the defaults of the loss once its module is
-    imported: see `take_loss_defaults`.
     """
-    names = list(name_errors(recipe.algorithm))
-    if keys is not None:
-        take_loss_defaults(recipe.algorithm, keys)
     single = [*bound_errors(recipe), *names]
     yield from single
     combined = with_defaults(recipe, [error.key for error in single])
