@@ -29,6 +29,10 @@ megarl evaluates variables, arrays, arithmetic, `if`, `case`, loops, functions a
 | `$(command)`, `[ -f FILE ]`, the success of a command | unknown: both paths are followed, and an error if the training command depends on it |
 | a check that exits if an argument or a file is missing | skipped |
 
+`set -e` ends the script as in bash. A value that needs one of these forms is unknown: brace expansion, `$'...\\n'`, `${!NAME}`,
+`${ARRAY[@]:1}`, `$((A ? B : C))`, associative arrays, and variables set by `read`, `mapfile`, `getopts`, `printf -v` or
+`BASH_REMATCH`. `;&` in a `case`, and scripts above 200,000 characters, are refused.
+
 To supply a value, add `NAME=value` after the file; it overrides the script's. `1=value` is the script's first argument. An
 argument with a dot in its name is a setting of the recipe and overrides the converted one. Files that the script sources are
 not read.

@@ -44,6 +44,7 @@ class Interpreter(Statements):
 
     def _assignments(self, assigns: list[Node]) -> Status:
         status: Status = True
+        self.substituted = True
         for node in assigns:
             name = node["Name"]["Value"]
             with self.tracing():
@@ -51,7 +52,7 @@ class Interpreter(Statements):
                 self.assign(name, value)
             if isinstance(value, Undetermined):
                 status = Undetermined(str(value), value.causes, external=True)
-        return status
+        return self.substituted if status is True else status
 
     def _assigned(self, node: Node, name: str) -> str | tuple[str, ...] | Undetermined:
         line = node["Line"]
@@ -89,7 +90,8 @@ class Interpreter(Statements):
                 self.locals[-1].setdefault(name, self.state.variables.pop(name, None))
             if not argument.get("Naked"):
                 assigns.append(argument)
-        status = self._assignments(assigns)
+        failed = self._assignments(assigns)
+        status = failed if isinstance(failed, Undetermined) else True  # that of `declare`, not of $(...)
         if re.search("[Ain]", flags):
             for argument in assigns:
                 self.assign(
@@ -189,6 +191,7 @@ class Interpreter(Statements):
     def _positions(self, name: str, arguments: list[str], cause: Undetermined | None, line: int) -> Status:
         """Evaluate `shift` or `set`."""
         if name == "set":
+            self._options(arguments)
             if "--" in arguments:
                 rest = arguments[arguments.index("--") + 1 :]
                 self.state.positional = tuple(ShellVariable(text, self.context) for text in rest)
@@ -199,8 +202,18 @@ class Interpreter(Statements):
             self.state.positional_unknown = cause or self.state.positional_unknown
             return True
         possible = count <= len(self.state.positional)
+        self.facts |= {Fact(unset=str(i)) for i in range(len(self.state.positional) + 1, count + 1)}
         self.state.positional = self.state.positional[count:] if possible else self.state.positional
         return possible
+
+    def _options(self, arguments: list[str]) -> None:
+        """Evaluate `set -e`, `set -o errexit` and their opposites."""
+        rest = list(arguments)
+        while rest and rest[0] != "--" and rest[0][:1] in ("-", "+"):
+            letters = rest.pop(0)
+            named = rest.pop(0) if "o" in letters and rest else ""
+            if "e" in letters or named == "errexit":
+                self.state.errexit = letters[0] == "-"
 
     def _function(self, name: str, words: list[Expanded], line: int) -> Status:
         body = self.state.functions[name]
@@ -253,13 +266,13 @@ class Interpreter(Statements):
             problem = "the arguments after the text of bash -c are not read; write them into the text"
             raise InputError(f"line {line}: {problem}")
         if at is not None and at + 1 < len(arguments):
-            return self.isolated(lambda: self._nested(arguments[at + 1], line))
+            return self.isolated(lambda: self._nested(arguments[at + 1], line), errexit=False)
         if documents and all(argument.startswith("-") for argument in arguments):
             try:
                 text = self.text(documents[-1])
             except Undetermined as error:
                 raise InputError(f"line {line}: the here-document of {arguments or 'bash'}: {error}") from error
-            return self.isolated(lambda: self._nested(text, line + 1))
+            return self.isolated(lambda: self._nested(text, line + 1), errexit=False)
         self.lose_output(node)
         return self.unknown_status(node)
 

@@ -14,6 +14,9 @@ from megarl.errors import InputError
 TRAINERS = re.compile(r"(?:^|[./])(main_ppo|main_dapo|fsdp_sft_trainer|sft_trainer)(?:\.py)?$")
 """verl's training modules."""
 
+LARGEST = 200_000
+"""Longest script, in characters. verl's longest has 12,000."""
+
 _NO_LAUNCHERS = {"echo", "printf", "grep", "pgrep", "pkill", "ls", "cp", "cat"}
 
 
@@ -47,6 +50,8 @@ def read_command(text: str, variables: Mapping[str, str], machine: ScriptContext
     machine: the surroundings; None: this machine, and a script from standard input.
     Raises InputError, with line and construct, if a value cannot be determined.
     """
+    if len(text) > LARGEST:
+        raise InputError(f"{len(text):,} characters are not a launch script: at most {LARGEST:,} are read")
     shell = Interpreter(variables, machine or ScriptContext(), _is_training)
     try:
         shell.run(parse(text))

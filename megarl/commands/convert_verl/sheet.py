@@ -80,6 +80,8 @@ class Sheet:
     def _take(self, name: str, option: Option) -> None:
         value = self.get(name)
         assert option.to is not None
+        if value == "":
+            raise InputError(f"{self.where(name)}{name}= has no value")
         if option.names:
             key = value if isinstance(value, (str, bool, type(None))) else str(value)
             if key not in option.names:
@@ -88,6 +90,8 @@ class Sheet:
                 return
             value = option.names[key]
         elif value is None:
+            if name in self.options and self.defaults.get(name) is not None:
+                self.note(name, f"{option.to} has megarl's default")
             return
         to = option.to
         if to.endswith(".*"):
@@ -124,6 +128,8 @@ def value_of(text: str, line: int) -> Any:
 
     Raises InputError if it refers to other options.
     """
+    if not text:
+        return text
     if "${" in text:
         raise InputError(f"line {line}: {text!r} refers to other options of verl; write the value instead")
     if _NUMBER.fullmatch(text):

@@ -28,6 +28,8 @@ from megarl.errors import InputError
 
 _STEPS = 20_000  # statements that are evaluated
 _CAPTURED = (None, "1")
+_ENDING = ("CallExpr", "DeclClause", "TestClause", "ArithmCmd", "LetClause", "Subshell")
+"""Statements whose failure ends a script after `set -e`. In lists, pipelines and compound statements their parts do."""
 SETTING_COMMANDS = ("read", "mapfile", "readarray", "getopts", "unset", "printf", "shift", "set", "cd")
 """Commands whose arguments may be names of variables that they set."""
 
@@ -36,6 +38,7 @@ class Statements(Words):
     """Evaluates statements. A derived class evaluates simple commands and assignments.
 
     calls: the training commands so far. doubts: the unknown conditions that the current path depends on.
+    substituted: the status of the last command substitution. conditions: the conditions around the current statement.
     """
 
     def __init__(self, given: Mapping[str, str], machine: ScriptContext):
@@ -43,6 +46,8 @@ class Statements(Words):
         self.calls: list[Call] = []
         self.doubts: list[Undetermined] = []
         self.steps = 0
+        self.substituted: Status = True
+        self.conditions = 0
 
     def call(self, node: Node, statement: Node) -> Status:
         """Evaluate a simple command, with the redirections of its statement."""
@@ -88,7 +93,12 @@ class Statements(Words):
         finally:
             if redirected:
                 self.state.output = output
-        return (not status) if node.get("Negated") and isinstance(status, bool) else status
+        if node.get("Negated"):
+            return (not status) if isinstance(status, bool) else status
+        ends = self.state.errexit and status is False and not self.conditions
+        if ends and command is not None and command["Type"] in _ENDING and not node.get("Background"):
+            raise Jump("exit", node["Line"], frozenset(self.facts) | self.context, False)
+        return status
 
     def _command(self, node: Node, statement: Node) -> Status:
         kind = node["Type"]
@@ -121,15 +131,16 @@ class Statements(Words):
             return self.statement(node["Stmt"]) if node.get("Stmt") else True
         raise InputError(f"line {node['Line']}: {node['Source'].splitlines()[0]} is not supported")
 
-    def isolated(self, path: Callable[[], Status]) -> Status:
-        """Evaluate `path` in a subshell: it leaves nothing but its output."""
+    def isolated(self, path: Callable[[], Status], *, errexit: bool = True) -> Status:
+        """Evaluate `path` in a subshell: it leaves nothing but its output. `errexit`: `set -e` holds in it too."""
         before = self.state.copy()
+        self.state.errexit = self.state.errexit and errexit
         try:
             status = path()
         except Jump as jump:
-            status = doubt_of(jump)
+            status = jump.status if jump.kind == "exit" else doubt_of(jump)
             if jump.kind == "unknown" and self.state.output is not None:
-                self.state.output = status
+                self.state.output = doubt_of(jump)
         output, self.state = self.state.output, before
         self.state.output = output
         return status
@@ -138,7 +149,7 @@ class Statements(Words):
         before = self.state.output
         self.state.output = ""
         try:
-            self.isolated(lambda: self.run(statements))
+            self.substituted = self.isolated(lambda: self.run(statements), errexit=False)
             output = self.state.output
         finally:
             self.state.output = before
@@ -268,8 +279,12 @@ class Statements(Words):
         return True
 
     def _condition(self, statements: list[Node]) -> tuple[Status, Facts]:
-        with self.tracing() as facts:
-            status = self.run(statements)
+        self.conditions += 1
+        try:
+            with self.tracing() as facts:
+                status = self.run(statements)
+        finally:
+            self.conditions -= 1
         self.facts |= facts
         return status, frozenset(facts)
 

@@ -15,6 +15,7 @@ Node = dict[str, Any]
 """A node as `shfmt --to-json` prints it, with two more keys: Line, its first line, and Source, its text."""
 
 INSTALL = "pip install 'megarl[convert]'"
+_SECONDS = 15  # a launch script takes some milliseconds; time and memory grow with the square of the nesting
 _ERROR = re.compile(r"(?:.*:)?(\d+):\d+: (.*)")
 
 
@@ -24,11 +25,17 @@ def parse(text: str, line: int = 1) -> list[Node]:
     Raises InputError if bash could not parse the script either, or if shfmt is not installed.
     """
     source = text.replace("\r\n", "\n").encode("utf-8", "replace")
-    done = subprocess.run([_shfmt(), "--to-json", "--language-dialect=bash"], input=source, capture_output=True)
+    command = [_shfmt(), "--to-json", "--language-dialect=bash"]
+    try:
+        done = subprocess.run(command, input=source, capture_output=True, timeout=_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise InputError(f"shfmt has not parsed the script within {_SECONDS} s: it is nested too deeply") from error
     if done.returncode:
         message = done.stderr.decode(errors="replace").strip()
         if match := _ERROR.match(message):
             raise InputError(f"line {int(match[1]) + line - 1}: {match[2]}")
+        if "max depth" in message:
+            raise InputError("the script is nested too deeply")
         raise InputError(f"shfmt cannot parse the script: {message}")
     try:
         tree: Node = json.loads(done.stdout)

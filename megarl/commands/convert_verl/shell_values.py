@@ -66,6 +66,7 @@ class State:
     positional: $1 and so on; an absent one is None. positional_unknown: set if they are unknown.
     functions: bodies by name; None if two paths through the script define different functions.
     folder: the current folder. output: the standard output that $(...) collects; None: it is not collected.
+    errexit: `set -e` holds.
     """
 
     folder: str | Undetermined
@@ -74,6 +75,7 @@ class State:
     positional_unknown: Undetermined | None = None
     functions: dict[str, Node | None] = field(default_factory=dict)
     output: str | Undetermined | None = None
+    errexit: bool = False
 
     def copy(self) -> State:
         return replace(self, variables=dict(self.variables), functions=dict(self.functions))
@@ -133,6 +135,7 @@ def merge(states: list[State], cause: Undetermined, line: int) -> State:
         merged.folder = unknown
     if any(state.output != first.output for state in rest):
         merged.output = unknown
+    merged.errexit = all(state.errexit for state in states)
     return merged
 
 

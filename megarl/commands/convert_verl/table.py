@@ -44,7 +44,7 @@ _SAME_ADVANTAGES = (
 )  # fmt: skip
 ADVANTAGES = {**{name: name for name in _SAME_ADVANTAGES}, "grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
 LOSSES = {
-    "vanilla": "ppo_clip", "gspo": "gspo", "sapo": "sapo", "gpg": "gpg", "clip_cov": "clip_cov", "kl_cov": "kl_cov",
+    "vanilla": "ppo_clip", "gspo": "gspo", "sapo": "sapo", "gpg": "reinforce", "clip_cov": "clip_cov", "kl_cov": "kl_cov",
     "geo_mean": "gmpo", "cispo": "cispo",
 }  # fmt: skip
 AGGREGATIONS = {

@@ -239,6 +239,10 @@ def _loss(sheet: Sheet) -> None:
         and f"{_A}.clip_ratio_c" in sheet.options
     ):
         sheet.note(f"{_A}.clip_ratio_c", "not used: verl's gspo has no dual clip")
+    if settings.get("algorithm.advantage") == "gpg":
+        sheet.note(
+            "algorithm.adv_estimator", "alpha is the paper's: verl counts non-zero scores instead (docs/algorithms.md)"
+        )
     if loss == "kl_cov":
         settings.setdefault("algorithm.cov_share", 2e-4)
         settings.setdefault("algorithm.cov_kl_coef", 0.1)

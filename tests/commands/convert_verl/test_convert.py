@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from megarl.commands.convert_verl.sheet import value_of
 from megarl.commands.convert_verl.table import RL, SFT, TRAINER, Option
 from megarl.errors import InputError
 from megarl.exit_status import guarded
-from megarl.recipe.algorithm import AlgorithmConfig
 from megarl.recipe.load import flat_settings, to_yaml
 from megarl.recipe.schema import Recipe
 
@@ -43,10 +41,6 @@ def settings(text: str, *overrides: str, rows: int | None = None) -> dict[str, A
 
     walk(yaml.safe_load(convert(text, overrides, rows=rows).text), "")
     return flat
-
-
-def arguments(text: str, **options: str) -> list[str]:
-    return [argument.text for argument in read_command(text, options).arguments]
 
 
 class TestScript:
@@ -243,6 +237,8 @@ class TestMeaning:
             ("~data.train_files", "deletes an option"),
             ("data.x='${data.y}'", "refers to other options"),
             ("words", "is not an override of the form key=value"),
+            ("actor_rollout_ref.rollout.n=", "line 1: actor_rollout_ref.rollout.n= has no value"),
+            ("data.train_batch_size=", "data.train_batch_size= has no value"),
         ],
     )
     def test_unsupported_options_are_refused(self, extra: str, message: str) -> None:
@@ -279,103 +275,22 @@ class TestMeaning:
         assert PAGE.read_text() == document(), "run python -m docs.generate.from_verl"
 
 
-class TestShell:
-    MAIN = "python -m verl.trainer.main_ppo"
-
-    @pytest.mark.parametrize(
-        ("text", "expected"),
-        [
-            ("a='x y' b=\"p q\" \\\n  c=1", ["a=x y", "b=p q", "c=1"]),
-            ("a=['console']", ["a=[console]"]),
-            ("a=1\\\nb", ["a=1b"]),  # without a blank the shell joins them, too
-            ('a="$V" b=$V $NONE_', ["a=1 2", "b=1", "2"]),
-            ('"${L[@]}" x=${L}', ["k=1", "m=a b", "x=k=1"]),
-            ("a=$((N*2+7/2)) b=$((-7/2)) c=$((${N}%4)) d=$(( (1+2)*3 ))", ["a=23", "b=-3", "c=2", "d=9"]),
-            ("a=${U:-d e} b=${N:-7} c=${E:-x} d=${E-x} f=${N:+y}", ["a=d", "e", "b=10", "c=x", "d=", "f=y"]),
-            ('a=${U:-"$N/z"} # b=1', ["a=10/z"]),
-            ("a=1 > log 2>&1 &", ["a=1"]),
-            ('a=\\"q\\" $@ "$@"', ['a="q"']),
-        ],
-    )
-    def test_words_are_split_as_in_bash(self, text: str, expected: list[str]) -> None:
-        """Words are split as bash splits them; the test runs bash to compare."""
-        script = f"V='1 2'\nN=10\nE=\nNONE_=\nL=(k=1 'm=a b')\n{self.MAIN} {text}\n"
-        assert arguments(script) == expected
-        if " $@" not in text and ">" not in text:
-            assert self.by_bash(script) == expected
-
-    @classmethod
-    def by_bash(cls, script: str) -> list[str]:
-        import subprocess
-
-        printing = script.replace(cls.MAIN, "printf '%s\\0'")
-        return subprocess.run(["bash", "-c", printing], capture_output=True, text=True, check=True).stdout.split("\0")[
-            :-1
-        ]
-
-    @pytest.mark.parametrize(
-        ("text", "message"),
-        [
-            ("a=$(nproc)", "line 1: the value of $(nproc) is unknown until the script runs"),
-            ("a=`nproc`", "the value of `nproc`"),
-            ("a=$U", "line 1: the script does not set $U"),
-            ("a=${U%.sh}", "${U%.sh}"),
-            ("a={1,2}", "the brace expansion"),
-            ("a=$((1 ? 2 : 3))", "the arithmetic $((1 ? 2 : 3)) is not supported"),
-            ("a='b", "line 1: reached EOF without closing quote `'`"),
-            ("<<EOF", "line 1: unclosed here-document"),
-        ],
-    )
-    def test_values_that_only_a_shell_can_compute_are_an_error(self, text: str, message: str) -> None:
-        with pytest.raises(InputError, match=re.escape(message)):
-            arguments(f"{self.MAIN} {text}")
-
-    @pytest.mark.parametrize(
-        "before",
-        [
-            "if [ -d /data ]; then X=1; fi",
-            "for X in $(ls); do Y=$X; X=3; done",
-            "nvidia-smi && X=1",
-            "f() {\nX=1\n}",
-            "( X=1 )",
-            "case $(hostname) in a) X=1;; esac",
-            "while read -r X; do :; done < file",
-            "f() {\n[ -d /data ] && return\nX=1\n}\nf",
-        ],
-    )
-    def test_a_variable_set_in_a_branch_is_unknown(self, before: str) -> None:
-        """The converter does not guess which branch is taken."""
-        with pytest.raises(InputError, match=r"the value of \$X is unknown: line \d|the script does not set \$X"):
-            arguments(f"{before}\n{self.MAIN} a=$X")
-        assert arguments(f"{before}\n{self.MAIN} a=$X", X="7") == ["a=7"]
-
-    def test_unknown_values_outside_the_training_command_are_accepted(self) -> None:
-        assert arguments(f"NOW=$(date)\nLOG=logs/$NOW\nmkdir -p $LOG\n{self.MAIN} a=1 | tee $LOG") == ["a=1"]
-
-    def test_a_script_must_have_exactly_one_training_command(self) -> None:
-        with pytest.raises(InputError, match="no training command"):
-            arguments("python -m other a=1")
-        with pytest.raises(InputError, match="several training commands, in lines 1, 2"):
-            arguments(f"{self.MAIN} a=1\n{self.MAIN} a=2")
-        with pytest.raises(InputError, match="line 2: the training command is inside"):
-            arguments(f"if [ -d /data ]; then\n{self.MAIN} a=1\nfi")
-
-    @pytest.mark.parametrize(
-        ("text", "value"),
-        [
-            ("1e-6", 1e-6),
-            ("0.", 0.0),
-            ("-1", -1),
-            ("True", True),
-            ("null", None),
-            ("[q_proj,v_proj]", ["q_proj", "v_proj"]),
-            ("[[6],[8]]", [[6], [8]]),
-            ("a/b.parquet", "a/b.parquet"),
-        ],
-    )
-    def test_values(self, text: str, value: Any) -> None:
-        """YAML reads 1e-6 as a string."""
-        assert value_of(text, 1) == value and type(value_of(text, 1)) is type(value)
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-6", 1e-6),
+        ("0.", 0.0),
+        ("-1", -1),
+        ("True", True),
+        ("null", None),
+        ("[q_proj,v_proj]", ["q_proj", "v_proj"]),
+        ("[[6],[8]]", [[6], [8]]),
+        ("a/b.parquet", "a/b.parquet"),
+    ],
+)
+def test_values(text: str, value: Any) -> None:
+    """YAML reads 1e-6 as a string."""
+    assert value_of(text, 1) == value and type(value_of(text, 1)) is type(value)
 
 
 class TestCommandLine:
@@ -401,51 +316,3 @@ class TestCommandLine:
     def test_errors_are_printed_as_one_block(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert self.run("no/such.sh") == 2
         assert "input error: no/such.sh cannot be read" in capsys.readouterr().err
-
-
-class TestLosses:
-    """Losses with other defaults in megarl keep verl's values; `verl/trainer/ppo/core_algos.py` has its losses."""
-
-    @pytest.fixture
-    def converted(self, tmp_path: Path) -> Callable[..., AlgorithmConfig]:
-        def of(loss: str, *options: str) -> AlgorithmConfig:
-            actor = "actor_rollout_ref.actor"
-            command = [GRPO, f"{actor}.policy_loss.loss_mode={loss}", *(f"{actor}.{option}" for option in options)]
-            (tmp_path / "recipe.yaml").write_text(convert(" ".join(command)).text)
-            return load_recipe(tmp_path / "recipe.yaml").algorithm
-
-        return of
-
-    @pytest.mark.parametrize("loss", ["vanilla", "gspo", "cispo", "geo_mean"])
-    def test_clip_bounds_are_verls_defaults(self, converted: Callable[..., AlgorithmConfig], loss: str) -> None:
-        algorithm = converted(loss)
-        assert (algorithm.clip_low, algorithm.clip_high) == (0.2, 0.2)
-
-    def test_clip_bounds_of_the_command_are_converted(self, converted: Callable[..., AlgorithmConfig]) -> None:
-        algorithm = converted("gspo", "clip_ratio_low=3e-4", "clip_ratio_high=4e-4")
-        assert (algorithm.clip_low, algorithm.clip_high) == (3e-4, 4e-4)
-
-    @pytest.mark.parametrize("mode", ["loss_agg_mode=token-mean", "entropy_coeff=0"])
-    @pytest.mark.parametrize("loss", ["gspo", "sapo", "geo_mean"])
-    def test_three_losses_are_means_over_sequences(
-        self, converted: Callable[..., AlgorithmConfig], loss: str, mode: str
-    ) -> None:
-        assert converted(loss, mode).aggregation == "seq_mean_token_mean"
-        assert converted("vanilla", mode).aggregation == "token_mean"
-
-    def test_gspo_has_no_dual_clip(self, converted: Callable[..., AlgorithmConfig]) -> None:
-        assert converted("gspo").dual_clip is None and converted("gspo", "clip_ratio_c=4.0").dual_clip is None
-        assert converted("vanilla").dual_clip == 3.0
-
-    def test_kl_cov_has_verls_share_and_coefficient(self, converted: Callable[..., AlgorithmConfig]) -> None:
-        assert (converted("kl_cov").cov_share, converted("kl_cov").cov_kl_coef) == (2e-4, 0.1)
-        chosen = converted("kl_cov", "policy_loss.kl_cov_ratio=0.002", "policy_loss.ppo_kl_coef=1.0")
-        assert (chosen.cov_share, chosen.cov_kl_coef) == (2e-3, 1.0)
-
-    def test_an_unused_option_has_a_note(self) -> None:
-        actor = "actor_rollout_ref.actor"
-        notes = convert(
-            f"{GRPO} {actor}.policy_loss.loss_mode=gspo {actor}.loss_agg_mode=token-mean {actor}.clip_ratio_c=4"
-        )
-        assert re.search(r"loss_agg_mode=token-mean: not used: verl's gspo", "\n".join(notes.notes))
-        assert re.search(r"clip_ratio_c=4: not used: verl's gspo has no dual clip", "\n".join(notes.notes))

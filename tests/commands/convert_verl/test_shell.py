@@ -82,6 +82,8 @@ SCRIPTS = {
     "export": 'export A=1 B="x y"\nreadonly C=$A\ndeclare -a D=(1 2)\nexport A\nMAIN $A "$B" $C ${D[@]}',
     "unset": "A=1\nunset A\nMAIN ${A:-u}",
     "negation": "if ! [ a = b ]; then X=1; fi\n! true || Y=2\nMAIN $X ${Y:-y}",
+    "status of a substitution": "X=$(false) || X=5\nY=$(true) || Y=6\nif Z=$(exit 3); then Z=a; else Z=b; fi\nMAIN $X $Y $Z",
+    "failures that set -e permits": "set -o pipefail -e\nf() { false; X=1; }\nif f; then X=2; fi\nfalse || Y=2\nfalse && Y=3\n! true\n(set +e; false; true)\nexport V=$(false; echo a)\nMAIN $X $Y $V",
     "home": "X=~/m\nMAIN $X ~/d '~/e' a=~/f",
     "redirections": "X=$(echo a; echo b >&2; echo c > /dev/null) 2> /dev/null\nMAIN $X",
     "quoted equals": "MAIN +a.b=c ~x 'a=[1,2]' \"a={'b':1}\" a=\\{b\\}",
@@ -290,6 +292,41 @@ def test_an_endless_script_is_an_error_within_seconds(script: str) -> None:
     with pytest.raises(InputError):
         arguments(f"{script}\n{MAIN} a=$Y")
     assert time.monotonic() - start < 20
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "set -e\nfalse",
+        "set -euo pipefail\n[ a = b ]",
+        "set -o errexit\n((0))",
+        "set -e\nX=$(false)",
+        "set -e\n(false)",
+        "set -e\ntrue && false",
+        "f() { false; true; }; set -e\nf",
+    ],
+)
+def test_a_failure_ends_a_script_after_set_e(script: str) -> None:
+    with pytest.raises(InputError, match=r"line [12]: the script ends here, before a training command"):
+        arguments(f"{script}\n{MAIN} a=1")
+    without = script.replace("set -euo pipefail", "set -u").replace("set -e", ":").replace("set -o errexit", ":")
+    assert arguments(f"{without}\n{MAIN} a=1") == ["a=1"]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "X" * 200_001,
+        "echo hello\n" * 900_000,
+        "( " * 5000 + ":" + " )" * 5000,
+        "if true; then :\n" * 5000 + "fi\n" * 5000,
+    ],
+)
+def test_a_script_that_is_too_large_or_nested_is_refused_within_seconds(script: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(InputError, match=r"are not a launch script|nested too deeply"):
+        arguments(f"{script}\n{MAIN} a=1")
+    assert time.monotonic() - start < 10
 
 
 def test_no_command_of_a_script_is_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
