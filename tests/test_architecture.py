@@ -159,9 +159,7 @@ def test_sizes(path: Path) -> None:
 
 @EACH_FILE
 def test_a_function_that_reads_one_section_takes_it(path: Path) -> None:
-    """A function takes a `Recipe` to read two sections of it or to pass it on; commands/ is not checked."""
-    if room_of(path) == "commands":
-        return
+    """A function takes a `Recipe` to read two sections of it or to pass it on."""
     for function in ast.walk(tree_of(path)):
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             continue

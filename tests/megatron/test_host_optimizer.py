@@ -170,8 +170,8 @@ def test_a_plan_counts_states_on_the_host() -> None:
 def test_the_planners_lower_bound_excludes_host_states() -> None:
     recipe = recipe_of(OFFLOAD)
     shape = model_shape(published.read("Qwen3-8B"))
-    (part,) = largest_parts(recipe, shape)
-    owned = parameters(recipe, shape, part)
+    (part,) = largest_parts(recipe.megatron, shape)
+    owned = parameters(recipe.megatron, shape, part)
     assert min_held_bytes(recipe, shape, part) == pytest.approx(6 * (owned.every + owned.routed)), (
         "weights and gradients"
     )

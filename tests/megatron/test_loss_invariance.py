@@ -60,6 +60,7 @@ def test_loss_and_gradient_do_not_depend_on_the_split(results: Path, case: Case)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # the fixture runs every layout
 @pytest.mark.parametrize("case", splits_of(full()), ids=lambda case: case.name)
 def test_loss_and_gradient_do_not_depend_on_any_split(all_results: Path, case: Case) -> None:
     check(case, all_results)

@@ -24,7 +24,7 @@ from megarl.preflight.load import load_recipe
 from megarl.preflight.models import read_hf_config
 from megarl.recipe.load import to_yaml
 from megarl.recipe.paths import with_absolute_paths
-from megarl.recipe.schema import Recipe
+from megarl.recipe.schema import Recipe, RolloutConfig
 from megarl.recipe.training import MegatronConfig
 
 RECIPE = "cut.yaml"
@@ -66,7 +66,7 @@ def make_cut(path: Path, overrides: Sequence[str], folder: Path, device: str, de
     cut.cluster.device, cut.cluster.threads = device, recipe.cluster.threads  # type: ignore[assignment]
     for_trainers, for_engines = split(recipe, devices)
     cut.megatron, cut.cluster.trainers = fit_layout(recipe.megatron, recipe.cluster.trainers, for_trainers)
-    _engines(cut, recipe, for_engines)
+    _engines(cut.rollout, recipe.rollout, for_engines)
     _sizes(cut, recipe)
     config = cut_config(config, recipe.megatron, cut.megatron)
     model = folder / "model"
@@ -85,7 +85,9 @@ def make_cut(path: Path, overrides: Sequence[str], folder: Path, device: str, de
     if 2 * STATE_BYTES * parameters > shutil.disk_usage(folder).free:
         cut.train.save_every, cut.train.save_at_end = 0, False
     (folder / RECIPE).write_text(to_yaml(cut), encoding="utf-8")
-    return Cut(folder / RECIPE, load_recipe(folder / RECIPE, []), config, describe_layout(recipe, cut, config))
+    return Cut(
+        folder / RECIPE, load_recipe(folder / RECIPE, []), config, describe_layout(cut, recipe.cluster.trainers, config)
+    )
 
 
 def split(recipe: Recipe, devices: int) -> tuple[int, int]:
@@ -172,9 +174,8 @@ def fewer_experts(config: dict[str, Any], ranks: int, like: int) -> dict[str, in
     return with_experts(config, fewer)
 
 
-def _engines(cut: Recipe, recipe: Recipe, devices: int) -> None:
-    """Keep the recipe's engine and its arguments, with as many engines as the devices allow."""
-    rollout, like = cut.rollout, recipe.rollout
+def _engines(rollout: RolloutConfig, like: RolloutConfig, devices: int) -> None:
+    """Set the engine of `like` and its arguments, with as many engines as the devices allow."""
     rollout.engine, rollout.engine_args = like.engine, copy.deepcopy(like.engine_args)
     rollout.tensor_parallel = common_divisor(like.tensor_parallel, devices)
     rollout.data_parallel = common_divisor(like.data_parallel, devices // rollout.tensor_parallel)
@@ -234,17 +235,16 @@ def _values(torch: Any, tile: Any, name: str, shape: tuple[int, ...]) -> Any:
     return tile.repeat(-(-count // _TILE))[:count].reshape(shape)
 
 
-def describe_layout(recipe: Recipe, cut: Recipe, config: dict[str, Any]) -> str:
-    """Describe both layouts: `TP4 PP2 EP2 ETP4 on 8 trainers (the recipe: 16), 2 engines of TP2, 4 layers`."""
+def describe_layout(cut: Recipe, trainers: int, config: dict[str, Any]) -> str:
+    """Describe the layout of a cut and the recipe's number of trainers: `TP4 PP2 EP2 ETP4 on 8 trainers (the recipe: 16), 2 engines of TP2, 4 layers`."""
     megatron = cut.megatron
     sizes = {
         "TP": megatron.tensor_parallel, "PP": megatron.pipeline_parallel, "CP": megatron.context_parallel,
         "EP": megatron.expert_parallel, "ETP": megatron.expert_tensor_parallel or 1,
     }  # fmt: skip
     layout = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one rank"
-    trainers = f"{cut.cluster.trainers} trainers (the recipe: {recipe.cluster.trainers})"
     rollout = cut.rollout
     engines = f"{rollout.engines} engines of TP{rollout.tensor_parallel}" + (
         f" in groups of {rollout.data_parallel}" if rollout.data_parallel > 1 else ""
     )
-    return f"{layout} on {trainers}, {engines}, {config['num_hidden_layers']} layers"
+    return f"{layout} on {cut.cluster.trainers} trainers (the recipe: {trainers}), {engines}, {config['num_hidden_layers']} layers"

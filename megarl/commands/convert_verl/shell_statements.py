@@ -48,6 +48,15 @@ class Statements(Words):
         self.steps = 0
         self.substituted: Status = True
         self.conditions = 0
+        self._evaluators: dict[str, Callable[[Node], Status]] = {
+            "DeclClause": self.declare, "BinaryCmd": self._binary, "IfClause": self._if, "CaseClause": self._case,
+            "ForClause": self._for, "WhileClause": self._while, "FuncDecl": self._define,
+            "ArithmCmd": self._arithmetic, "LetClause": self._arithmetic,
+            "Block": lambda node: self.run(node.get("Stmts", [])),
+            "Subshell": lambda node: self.isolated(lambda: self.run(node.get("Stmts", []))),
+            "TestClause": lambda node: double_bracket(node["X"], self, node["Line"]),
+            "TimeClause": lambda node: self.statement(node["Stmt"]) if node.get("Stmt") else True,
+        }  # fmt: skip
 
     def call(self, node: Node, statement: Node) -> Status:
         """Evaluate a simple command, with the redirections of its statement."""
@@ -101,35 +110,15 @@ class Statements(Words):
         return status
 
     def _command(self, node: Node, statement: Node) -> Status:
-        kind = node["Type"]
-        if kind == "CallExpr":
+        if node["Type"] == "CallExpr":
             return self.call(node, statement)
-        if kind == "DeclClause":
-            return self.declare(node)
-        if kind == "BinaryCmd":
-            return self._binary(node)
-        if kind == "IfClause":
-            return self._if(node)
-        if kind == "CaseClause":
-            return self._case(node)
-        if kind == "ForClause":
-            return self._for(node)
-        if kind == "WhileClause":
-            return self._while(node)
-        if kind == "Block":
-            return self.run(node.get("Stmts", []))
-        if kind == "Subshell":
-            return self.isolated(lambda: self.run(node.get("Stmts", [])))
-        if kind == "FuncDecl":
-            self.state.functions[node["Name"]["Value"]] = node["Body"]
-            return True
-        if kind == "TestClause":
-            return double_bracket(node["X"], self, node["Line"])
-        if kind in ("ArithmCmd", "LetClause"):
-            return self._arithmetic(node)
-        if kind == "TimeClause":
-            return self.statement(node["Stmt"]) if node.get("Stmt") else True
-        raise InputError(f"line {node['Line']}: {node['Source'].splitlines()[0]} is not supported")
+        if node["Type"] not in self._evaluators:
+            raise InputError(f"line {node['Line']}: {node['Source'].splitlines()[0]} is not supported")
+        return self._evaluators[node["Type"]](node)
+
+    def _define(self, node: Node) -> Status:
+        self.state.functions[node["Name"]["Value"]] = node["Body"]
+        return True
 
     def isolated(self, path: Callable[[], Status], *, errexit: bool = True) -> Status:
         """Evaluate `path` in a subshell: it leaves nothing but its output. `errexit`: `set -e` holds in it too."""

@@ -18,7 +18,7 @@ from megarl.preflight.environment import environment_notices
 from megarl.preflight.findings import STAGES, Available, Survey
 from megarl.preflight.settings import check_device, demand_of, only_evaluates
 from megarl.preflight.survey import survey
-from megarl.recipe.schema import Recipe
+from megarl.recipe.schema import Recipe, TrainConfig
 from megarl.recipe.weight_sync import is_sharded
 from megarl.text import pluralize
 from megarl.weight_sync.session import FULL_SLOTS, HOST_MEMORY_TRANSPORTS, SHARDED_SLOTS
@@ -57,7 +57,7 @@ def needs_of(recipe: Recipe | None, environ: dict[str, str]) -> Needs:
         buckets=buckets,
         shared_memory=recipe.weight_sync.transport in HOST_MEMORY_TRANSPORTS,
         checkpoint_bytes=checkpoint_bytes(recipe, sum(sizes)),
-        checkpoints=checkpoints_at_a_time(recipe),
+        checkpoints=checkpoints_at_a_time(recipe.train),
         sandbox=runs[0] if runs else "",
         ray_address=recipe.cluster.ray_address or environ.get("RAY_ADDRESS", ""),
     )
@@ -72,9 +72,9 @@ def checkpoint_bytes(recipe: Recipe, parameters: int) -> int:
     return 0 if recipe.lora.rank else parameters * (each + 8 + (4 if each == 2 else 0))
 
 
-def checkpoints_at_a_time(recipe: Recipe) -> int:
+def checkpoints_at_a_time(train: TrainConfig) -> int:
     """Return the largest number of checkpoints on disk, including the one being written."""
-    return (recipe.train.keep_checkpoints + 1) if recipe.train.save_every else int(recipe.train.save_at_end)
+    return (train.keep_checkpoints + 1) if train.save_every else int(train.save_at_end)
 
 
 def stages(recipe: Recipe) -> Iterator[Finding]:

@@ -28,7 +28,7 @@ from megarl.engines.specs import policy_spec
 from megarl.hf.config import number_of_experts, text_fields
 from megarl.platform.devices import Device
 from megarl.platform.kinds import kind_of
-from megarl.recipe.schema import Recipe
+from megarl.recipe.schema import ClusterConfig, Recipe
 from megarl.recipe.weight_sync import is_sharded, wants_adapters
 
 _WHOLE = 27.0
@@ -124,7 +124,7 @@ def _counted(
         if (rank := rank_of(kind, memory, libraries.communicators.get(kind.section, 0)))
     }
     not_counted_by_section = {kind.section: why for kind in kinds if (why := not_counted(kind, memory))}
-    largest, keeps = largest_tensor(recipe, actor), keeps_weights(recipe, device)
+    largest, keeps = largest_tensor(recipe.model.dtype, actor), keeps_weights(recipe.cluster, device)
     occupants = Occupants(recipe, stages, ranks, swaps_of(recipe), largest, keeps)
     hosts = hosts_of(occupants, device)
     if device is not None and hosts:
@@ -142,7 +142,7 @@ def _counted(
         readers={section: rank for section, rank in ranks.items() if section != ROLLOUT},
         not_counted=list(not_counted_by_section),
         unchecked=list(not_counted_by_section.values()),
-        notes=[*not_planned, *_notes(recipe, stages, kinds, actor), *_of_device(recipe, device), *ASSUMED],
+        notes=[*not_planned, *_notes(recipe, stages, kinds, actor), *_of_device(recipe.cluster, device), *ASSUMED],
     )
     return plan, kinds, ranks
 
@@ -195,7 +195,7 @@ def _adapters(
         "device. Engines also reserve memory for adapters, which is not counted: "
         f"{adapters_held(recipe, model) / 2**20:.1f} MiB at most."
     ]
-    if is_time_shared(recipe):
+    if is_time_shared(recipe.cluster):
         notes.append("While engines sleep, these weights are in host memory: no later update sends them again.")
     return adapters_alone(recipe, model, per_node), notes
 
@@ -212,9 +212,9 @@ def _with_suggestions(
     return replace(plan, suggestions=layouts, notes=[*notes, *plan.notes])
 
 
-def _of_device(recipe: Recipe, device: Device | None) -> list[str]:
+def _of_device(cluster: ClusterConfig, device: Device | None) -> list[str]:
     """Return notes on software for the planned device that is missing here; the machines of the run may have it."""
-    name = device_kind(recipe, device)
+    name = device_kind(cluster, device)
     return [] if name is None else [f"In this environment {notice}." for notice in kind_of(name).installation_notices()]
 
 

@@ -14,15 +14,15 @@ from megarl.platform.devices import Device
 from megarl.platform.environment import RoleSettings
 from megarl.platform.kinds import kind_of
 from megarl.recipe.environment import variables
-from megarl.recipe.schema import Recipe
+from megarl.recipe.schema import ClusterConfig, Recipe
 
 OF_SHELL = "set in this shell; a run started from it inherits the variable, so its memory is counted"
 
 
-def device_kind(recipe: Recipe, device: Device | None) -> str | None:
+def device_kind(cluster: ClusterConfig, device: Device | None) -> str | None:
     """Return the kind of device of a plan (a name of `kinds.py`); None if neither recipe nor plan has one."""
-    if recipe.cluster.device != "auto":
-        return recipe.cluster.device
+    if cluster.device != "auto":
+        return cluster.device
     return device.kind if device is not None else None
 
 
@@ -35,7 +35,7 @@ def environment_of(
     takes device memory: a run started from this shell inherits it. Raises RecipeError for a variable of the recipe that
     breaks its processes.
     """
-    kind = device_kind(recipe, device)
+    kind = device_kind(recipe.cluster, device)
     if kind is None:
         return []
     platform, buffer = kind_of(kind).platform(), kind_of(kind).buffer_variable

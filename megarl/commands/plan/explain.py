@@ -38,14 +38,14 @@ class NotInstalled(ValueError):
 def full_links(recipe: Recipe, model: dict[str, Any], per_node: int | None) -> Links:
     """Return the bytes of one full update: rank 0 has the whole model, and every engine rank reads all of it. Arguments as
     in `plan_of_recipe`."""
-    return _from_the_first("full", model_shape(model).total * _bytes_of_a_number(recipe), recipe, per_node)
+    return _from_the_first("full", model_shape(model).total * _bytes_of_a_number(recipe.model.dtype), recipe, per_node)
 
 
 def adapters_alone(recipe: Recipe, model: dict[str, Any], per_node: int | None) -> Links:
     """Return the bytes of one update, after the first, that sends only adapters: rank 0 has all, every engine rank reads
     all."""
     sizes = adapter_sizes(text_fields(model), recipe.lora.rank, recipe.lora.targets)
-    return _from_the_first("adapters", sum(sizes.values()) * _bytes_of_a_number(recipe), recipe, per_node)
+    return _from_the_first("adapters", sum(sizes.values()) * _bytes_of_a_number(recipe.model.dtype), recipe, per_node)
 
 
 def adapters_held(recipe: Recipe, model: dict[str, Any]) -> int:
@@ -54,8 +54,8 @@ def adapters_held(recipe: Recipe, model: dict[str, Any]) -> int:
     return sum(sizes.values()) * (4 if (recipe.rollout.dtype or recipe.model.dtype) == "float32" else 2)
 
 
-def _bytes_of_a_number(recipe: Recipe) -> int:
-    return 4 if recipe.model.dtype == "float32" else 2
+def _bytes_of_a_number(dtype: str) -> int:
+    return 4 if dtype == "float32" else 2
 
 
 def _from_the_first(route: str, size: int, recipe: Recipe, per_node: int | None) -> Links:

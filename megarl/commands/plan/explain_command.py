@@ -20,7 +20,7 @@ from megarl.errors import InputError, as_input_error
 from megarl.preflight.load import load_recipe
 from megarl.preflight.models import config_of
 from megarl.recipe.header import hardware_of
-from megarl.recipe.schema import Recipe
+from megarl.recipe.schema import Recipe, WeightSyncConfig
 from megarl.recipe.weight_sync import is_sharded, why_not_sharded
 from megarl.text import pluralize
 from megarl.weight_sync.relay import max_connections
@@ -52,7 +52,7 @@ def show_weight_sync(
         return 0
     console = Console(width=100)
     console.print(_table(rows))
-    for line in [*_lines(recipe, plan, rows, sums, seconds), *notes]:
+    for line in [*_lines(recipe.weight_sync, plan, rows, sums, seconds), *notes]:
         console.print(f"- {line}", highlight=False)
     return 0
 
@@ -79,34 +79,35 @@ def _table(rows: Sequence[Flow]) -> Table:
     return table(transposed([head, *cells]), "One update of the engines, in bytes", left=("weights",))
 
 
-def _lines(recipe: Recipe, plan: TransferPlan, rows: Sequence[Flow], sums: Totals, seconds: float) -> list[str]:
+def _lines(
+    weight_sync: WeightSyncConfig, plan: TransferPlan, rows: Sequence[Flow], sums: Totals, seconds: float
+) -> list[str]:
     trainers, engines = len(plan.hosts.trainers), len(plan.hosts.engines)
     model = _whole_model(plan)
     return [
-        f"to: number of engine ranks that need the same data. relayed: bytes that all of them but the first receive, {_relays(recipe)}. "
+        f"to: number of engine ranks that need the same data. relayed: bytes that all of them but the first receive, {_relays(weight_sync.transport)}. "
         "a rank, engine: maximum over the sending ranks and over the receiving engine ranks. nodes: bytes between machines. "
         "buckets: buckets with data of this row, each counted once; a bucket with experts and other weights counts in two rows.",
         f"Sent by {pluralize(trainers, 'trainer rank')}: {decimal(sums.sent)}, at most {decimal(sums.sent_by_rank)} per rank; "
         f"received by {pluralize(engines, 'engine rank')}: {decimal(sums.received)}, at most {decimal(sums.received_by_rank)} per "
         f"rank, of which up to {decimal(sums.relayed_by_rank)} are relayed to other ranks; between machines: "
         f"{decimal(sums.between_hosts)}.",
-        f"{pluralize(sums.streams, 'stream')}, {pluralize(sums.buckets, 'bucket')} of at most {recipe.weight_sync.bucket_mb} MiB"
+        f"{pluralize(sums.streams, 'stream')}, {pluralize(sums.buckets, 'bucket')} of at most {weight_sync.bucket_mb} MiB"
         f"{_shared(rows, sums)}; "
         f"described, traced and planned in {seconds:.1f} s.",
-        _connections(recipe, plan),
+        _connections(weight_sync.transport, plan),
         f"With a full export instead, every trainer rank gathers and every engine rank reads {decimal(model)}.",
     ]
 
 
-def _relays(recipe: Recipe) -> str:
+def _relays(transport: str) -> str:
     """Describe the path of a bucket from the first engine rank to the others (megarl/weight_sync/relay.py: path)."""
-    if recipe.weight_sync.transport not in SHARED_MEMORY_TRANSPORTS:
+    if transport not in SHARED_MEMORY_TRANSPORTS:
         return "each from the previous rank"
     return "over the network once for each further machine, else out of memory that the ranks of a machine share"
 
 
-def _connections(recipe: Recipe, plan: TransferPlan) -> str:
-    transport = recipe.weight_sync.transport
+def _connections(transport: str, plan: TransferPlan) -> str:
     how = "device to device" if transport == "device" else "over gloo"
     most = max_connections(plan, shares_memory=transport in SHARED_MEMORY_TRANSPORTS)
     return f"A rank has at most {pluralize(most, 'connection')}, {how}."

@@ -86,7 +86,7 @@ def _check_disk_space(recipe: Recipe, result: Survey) -> None:
     if uses_critic(recipe.algorithm):
         learners.append(result.configs.get(CRITIC, result.configs[POLICY]))
     each = checkpoint_bytes(recipe, sum(model_shape(config).total for config in learners))
-    count = checkpoints_at_a_time(recipe)
+    count = checkpoints_at_a_time(recipe.train)
     place = Path(recipe.runs_dir).absolute()
     free = shutil.disk_usage(next(parent for parent in (place, *place.parents) if parent.is_dir())).free
     text = f"{pluralize(count, 'checkpoint')} of about {decimal(each)} {'is' if count == 1 else 'are'} there at a time"

@@ -18,7 +18,7 @@ def expected_routes(recipe: Recipe, device: Device | None) -> list[WeightRoute]:
     a vLLM, its version comes first. Empty for a recipe without engines."""
     if recipe.train.source != "rollout":
         return []
-    name = device_kind(recipe, device)
+    name = device_kind(recipe.cluster, device)
     if name is None:
         return [route_of(recipe, None)]
     kind = kind_of(name)

@@ -14,7 +14,7 @@ from megarl.commands.rehearse.scorer import NAME as COIN
 from megarl.data.rows import iterate_rows
 from megarl.errors import RecipeError
 from megarl.recipe.data import files_of
-from megarl.recipe.schema import Recipe
+from megarl.recipe.schema import Recipe, RewardConfig
 from megarl.rewards import resolve
 
 _COUNT = 8
@@ -59,7 +59,7 @@ def write_data(recipe: Recipe, small: Recipe, folder: Path, changes: Changes) ->
         key = f"data.mix.{name}.files"
         changes.set(part, key, write(key, part.files), _GENERATED)
     if recipe.train.source == "rollout":
-        _add_coin(small, sources, changes)
+        _add_coin(small.reward, sources, changes)
 
 
 def columns_of(recipe: Recipe, key: str, file: str) -> Columns:
@@ -96,9 +96,8 @@ def _write(columns: Columns, file: str, folder: Path, number: int) -> str:
     return str(write_tiny_rows(path, columns.layout, columns.data_source, _COUNT, number))
 
 
-def _add_coin(small: Recipe, sources: set[str], changes: Changes) -> None:
+def _add_coin(reward: RewardConfig, sources: set[str], changes: Changes) -> None:
     """Add the coin as the first of the recipe's scorers, since the first one determines the accuracy."""
-    reward = small.reward
     scorers = dict(reward.functions) or dict.fromkeys(
         [reward.function] if reward.function else sorted({scorer.name for scorer in resolve(None, sources).values()}),
         1.0,

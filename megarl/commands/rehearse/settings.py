@@ -10,6 +10,7 @@ from megarl.commands.rehearse.changes import Changes, settings_of
 from megarl.commands.rehearse.layout import processes_for, shrink_layout
 from megarl.megatron.config_fields import fields_of_megatron
 from megarl.platform.kinds import kind_of
+from megarl.recipe.observe import ObserveConfig
 from megarl.recipe.schema import Recipe
 from megarl.recipe.training import ActorConfig, CriticConfig, MegatronConfig
 
@@ -165,12 +166,12 @@ def _run(small: Recipe, changes: Changes) -> None:
         changes.set(observe, "observe.profile_steps", [STEPS], _SIZE)
         changes.set(observe, "observe.profile_ranks", observe.profile_ranks and [0], _CORES)
         changes.set(observe, "observe.profile_engines", observe.profile_engines and [0], _CORES)
-    _plain_traces(small, changes)
+    _plain_traces(small.observe, changes)
 
 
-def _plain_traces(small: Recipe, changes: Changes) -> None:
+def _plain_traces(observe: ObserveConfig, changes: Changes) -> None:
     """Remove profiler settings that a CPU does not support."""
-    observe, can = small.observe, kind_of("cpu").tracing
+    can = kind_of("cpu").tracing
     contents = [content for content in observe.profile_contents if content in can.contents]
     changes.set(observe, "observe.profile_contents", contents, _MACHINE)
     for name in ("profile_level", "profile_metrics", "profile_export"):

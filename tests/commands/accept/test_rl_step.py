@@ -244,15 +244,15 @@ class TestFewLayers:
     def test_overrides_of_the_recipe_are_kept(self):
         recipe = Recipe()
         recipe.rollout.engine_args = {"hf_overrides": {"rope_theta": 5.0, "num_hidden_layers": 9}}
-        assert engine.few_layers(recipe, {}, 1) == {"rope_theta": 5.0, "num_hidden_layers": engine.LAYERS}
-        nested = engine.few_layers(recipe, {"text_config": {"num_hidden_layers": 9}}, 1)
+        assert engine.few_layers(recipe.rollout, {}, 1) == {"rope_theta": 5.0, "num_hidden_layers": engine.LAYERS}
+        nested = engine.few_layers(recipe.rollout, {"text_config": {"num_hidden_layers": 9}}, 1)
         assert nested["text_config"] == {"num_hidden_layers": engine.LAYERS} and nested["rope_theta"] == 5.0
 
     def test_a_rank_keeps_its_number_of_experts(self):
         recipe = Recipe()
         recipe.rollout.data_parallel = 128
-        assert engine.few_layers(recipe, self.MOE, 16)["n_routed_experts"] == 32
-        assert "n_routed_experts" not in engine.few_layers(recipe, self.MOE, 128)
+        assert engine.few_layers(recipe.rollout, self.MOE, 16)["n_routed_experts"] == 32
+        assert "n_routed_experts" not in engine.few_layers(recipe.rollout, self.MOE, 128)
         assert cut.fewer_experts(self.MOE, 4, 128) == {"n_routed_experts": 16}, "two of each group, and the chosen ones"
         assert cut.fewer_experts({"num_hidden_layers": 2}, 4, 128) == {}
 

@@ -341,8 +341,8 @@ def test_disaggregated_engines_can_be_on_another_node() -> None:
     beside_critic = {"algorithm__advantage": "gae", "critic__trainers": 1}
     assert exported(cluster__placement="disaggregated", **beside_critic) == pytest.approx(near + size / 5e7)
     recipe = trainers(2, weight_sync__bucket_mb=1).recipe
-    assert export_host_seconds(recipe, DEVICE, 1e6, first=0, count=4) == 0.0
-    two_nodes = export_host_seconds(recipe, DEVICE, 1e6, first=0, count=12)
+    assert export_host_seconds(recipe.weight_sync, DEVICE, 1e6, first=0, count=4) == 0.0
+    two_nodes = export_host_seconds(recipe.weight_sync, DEVICE, 1e6, first=0, count=12)
     assert two_nodes == pytest.approx((1e6 + 2**20) / 5e7), "the second begins a bucket later"
 
 

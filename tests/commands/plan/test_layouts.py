@@ -166,15 +166,15 @@ def test_layouts_that_a_run_refuses_are_refused() -> None:
 def test_only_non_dominated_stages_can_have_the_peak() -> None:
     shape = model_shape(SPARSE)
     even = recipe(6, pipeline_parallel=6)
-    assert [part.number for part in largest_parts(even, shape)] == [0, 5]
+    assert [part.number for part in largest_parts(even.megatron, shape)] == [0, 5]
     uneven = recipe(4, pipeline_parallel=4, first_stage_layers=1, last_stage_layers=1)
-    assert [part.number for part in largest_parts(uneven, shape)] == [0, 1, 3]
+    assert [part.number for part in largest_parts(uneven.megatron, shape)] == [0, 1, 3]
     assert StagePart(0, 2, 1, True, False).covers(StagePart(1, 1, 1, False, False))
     assert not StagePart(0, 2, 1, True, False).covers(StagePart(1, 1, 2, False, False)), "another kind of layers"
 
 
 def test_chunks_in_flight() -> None:
     """Same warm-up as Megatron's schedules: of 4 stages with 2 chunks, the first runs 2 x 3 + 4 + 1 forward passes first."""
-    assert [chunks_in_flight(recipe(4, pipeline_parallel=4), stage) for stage in (0, 3)] == [(4, 1), (1, 1)]
+    assert [chunks_in_flight(recipe(4, pipeline_parallel=4).megatron, stage) for stage in (0, 3)] == [(4, 1), (1, 1)]
     interleaved = recipe(4, pipeline_parallel=4, virtual_pipeline=2)
-    assert [chunks_in_flight(interleaved, stage) for stage in (0, 3)] == [(11, 2), (5, 2)]
+    assert [chunks_in_flight(interleaved.megatron, stage) for stage in (0, 3)] == [(11, 2), (5, 2)]

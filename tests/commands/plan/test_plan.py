@@ -111,9 +111,9 @@ def test_earlier_stages_have_more_micro_batches_in_flight() -> None:
 def test_the_largest_image() -> None:
     """The largest image fills the prompt or the pixel limit (28 x 28 a token), nearly square, in whole tokens."""
     run_recipe = recipe(1000, 100, 300)
-    assert image_tokens(run_recipe, 28 * 28) == 100
+    assert image_tokens(run_recipe.data, 28 * 28) == 100
     run_recipe.data.max_pixels = 28 * 28 * 30 + 1
-    assert image_tokens(run_recipe, 28 * 28) == 30
+    assert image_tokens(run_recipe.data, 28 * 28) == 30
     assert image_grid(30, 2) == (10, 12) and image_grid(1, 2) == (2, 2) and image_grid(7, 1) == (2, 3)
 
 

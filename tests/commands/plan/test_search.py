@@ -198,7 +198,9 @@ def test_resident_trainers_must_leave_memory_for_engines() -> None:
     """Engines take 0.9 of the device, and the trainers need a fifth, so they must offload."""
     task = subject()
     choice = replace(choice_of(task.recipe), recompute="full")
-    resident = max(min_held_bytes(task.recipe, task.shape, part) for part in largest_parts(task.recipe, task.shape))
+    resident = max(
+        min_held_bytes(task.recipe, task.shape, part) for part in largest_parts(task.recipe.megatron, task.shape)
+    )
     task.recipe.rollout.engine_args = {"gpu_memory_utilization": 0.9}
     task = replace(task, device=replace(H100, memory=5 * resident / 2**30))
     assert too_large(task, replace(choice, offload=False))
@@ -294,7 +296,7 @@ def test_no_layout_that_fits_is_pruned(model: dict[str, Any], tmp_path: Path) ->
                 for stage in stages_of("actor", chosen_recipe, chosen_recipe.megatron, client)
             }
             assert min_peak_bytes(chosen_recipe, task.shape) <= max(peaks.values()), choice
-            looked_at = [part.number for part in largest_parts(chosen_recipe, task.shape)]
+            looked_at = [part.number for part in largest_parts(chosen_recipe.megatron, task.shape)]
             assert max(peaks.values()) == max(peaks[number] for number in looked_at), (choice, peaks)
             assert forecast.peak(chosen_recipe) == pytest.approx(max(peaks.values()), rel=0.5), choice
 

@@ -39,7 +39,7 @@ from megarl.errors import RecipeError
 from megarl.hf.config import text_fields
 from megarl.preflight.models import config_of, read_hf_config
 from megarl.recipe.environment import variables
-from megarl.recipe.schema import Recipe
+from megarl.recipe.schema import Recipe, RolloutConfig
 from megarl.types import Completion, GenerationRequest
 
 GAP = 0.02  # nats, mean
@@ -306,7 +306,7 @@ def _of_recipe(context: StageContext) -> None:
         return
     size = common_divisor(recipe.rollout.data_parallel, devices // parallel)
     context.doing(f"starting {size} of the recipe's engines with dummy weights and {LAYERS} layers")
-    overrides = few_layers(recipe, read_hf_config(recipe.model.path), size)
+    overrides = few_layers(recipe.rollout, read_hf_config(recipe.model.path), size)
     group: list[LocalService] = []
     try:
         for number in range(size):
@@ -322,11 +322,11 @@ def _of_recipe(context: StageContext) -> None:
         _stop(group)
 
 
-def few_layers(recipe: Recipe, config: dict[str, Any], size: int) -> dict[str, Any]:
+def few_layers(rollout: RolloutConfig, config: dict[str, Any], size: int) -> dict[str, Any]:
     """Return the recipe's `hf_overrides` with few layers, and with the recipe's experts per rank in a group of `size`."""
-    overrides = dict(recipe.rollout.engine_args.get("hf_overrides") or {})
+    overrides = dict(rollout.engine_args.get("hf_overrides") or {})
     text = overrides.get("text_config") or {} if "text_config" in config else overrides
-    fewer = fewer_experts(text_fields(config), size, recipe.rollout.data_parallel)
+    fewer = fewer_experts(text_fields(config), size, rollout.data_parallel)
     small = {**text, "num_hidden_layers": LAYERS, **fewer}
     return {**overrides, "text_config": small} if "text_config" in config else small
 

@@ -106,7 +106,7 @@ def largest_images(trainer: Trainer, lengths: list[int]) -> Images | None:
     layout = trainer.model.image_layout
     if layout is None:
         return None
-    most = image_tokens(trainer.recipe, pixels=(layout.merge * layout.patch) ** 2)
+    most = image_tokens(trainer.recipe.data, pixels=(layout.merge * layout.patch) ** 2)
     grids = [[1, *image_grid(min(most, length), layout.merge)] for length in lengths]
     pixels = torch.zeros(sum(rows * columns for _, rows, columns in grids), layout.patch_values)
     return Images(pixels, torch.tensor(grids), sequences=list(range(len(lengths))), starts=[0] * len(lengths))

@@ -35,10 +35,10 @@ def swaps_of(recipe: Recipe) -> dict[str, int | None]:
     return {"actor": swapped_parts(recipe.megatron.extra), "critic": swapped_parts(recipe.critic.megatron.extra)}
 
 
-def largest_tensor(recipe: Recipe, model: dict[str, Any]) -> int:
+def largest_tensor(dtype: str, model: dict[str, Any]) -> int:
     """Return the bytes of the embedding: no tensor of a checkpoint is larger."""
     text = text_fields(model)
-    return int(text["vocab_size"] * text["hidden_size"] * (4 if recipe.model.dtype == "float32" else 2))
+    return int(text["vocab_size"] * text["hidden_size"] * (4 if dtype == "float32" else 2))
 
 
 def weight_sync_buffers(recipe: Recipe, largest: int) -> int:
@@ -88,7 +88,7 @@ class TimeSharing:
     @classmethod
     def of(cls, recipe: Recipe) -> TimeSharing:
         offload = {"actor": trainers_offload(recipe), "critic": trainers_offload(critic_view(recipe))}
-        return cls(recipe.cluster.placement == "colocated", is_time_shared(recipe), offload)
+        return cls(recipe.cluster.placement == "colocated", is_time_shared(recipe.cluster), offload)
 
 
 def places(

@@ -22,7 +22,7 @@ from megarl.platform.devices import Device
 from megarl.platform.kinds import is_accelerator, kind_of
 from megarl.recipe.critic import critic_view
 from megarl.recipe.offload import copies_checkpoints
-from megarl.recipe.schema import Recipe
+from megarl.recipe.schema import ClusterConfig, Recipe
 from megarl.recipe.weight_sync import is_sharded, wants_adapters
 from megarl.text import pluralize
 from megarl.weight_sync.session import HOST_MEMORY_TRANSPORTS, SHARDED_SLOTS
@@ -81,9 +81,9 @@ def hosts_of(occupants: Occupants, device: Device | None) -> list[HostUse]:
     return host_uses(occupants, device)
 
 
-def keeps_weights(recipe: Recipe, device: Device | None) -> bool:
+def keeps_weights(cluster: ClusterConfig, device: Device | None) -> bool:
     """Return True if sleeping engines copy their weights to the host."""
-    name = device_kind(recipe, device)
+    name = device_kind(cluster, device)
     return name is not None and kind_of(name).sleep_keeps_weights
 
 

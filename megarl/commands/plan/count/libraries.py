@@ -16,7 +16,7 @@ from megarl.commands.plan.show.units import GIB, MIB
 from megarl.platform.devices import Device
 from megarl.platform.kinds import kind_of
 from megarl.recipe.critic import critic_view
-from megarl.recipe.schema import Recipe
+from megarl.recipe.schema import Recipe, RolloutConfig
 
 if TYPE_CHECKING:
     from megarl.recipe.training import MegatronConfig
@@ -70,7 +70,7 @@ def libraries_of(
     groups = {
         "actor": trainer_groups(recipe.megatron, recipe.cluster.trainers) * of_trainers,
         "critic": trainer_groups(critic.megatron, critic.cluster.trainers) * of_trainers,
-        "rollout": _of_engines(recipe, device.communicator, sizes.get("engines", device.communicator)),
+        "rollout": _of_engines(recipe.rollout, device.communicator, sizes.get("engines", device.communicator)),
     }
     communicators = {role: round(size * MIB) for role, size in groups.items()}
     graphs = 0.0 if recipe.rollout.engine_args.get("enforce_eager") else device.graphs
@@ -80,7 +80,7 @@ def libraries_of(
 def counted_libraries(recipe: Recipe, models: Mapping[str, dict[str, Any]], device: Device | None) -> Libraries:
     """Return the libraries' memory with the buffer sizes of the recipe, its layout and this shell. Empty on a CPU and
     without a device. `models`: section -> config.json."""
-    name = device_kind(recipe, device)
+    name = device_kind(recipe.cluster, device)
     if device is None or name is None or kind_of(name).ray_resource is None:
         return NOT_COUNTED
     return libraries_of(recipe, device, environment_of(recipe, models, device), kind_of(name).buffer_variable)
@@ -100,10 +100,9 @@ def trainer_groups(megatron: MegatronConfig, world: int) -> int:
     return sum(size > 1 for size in sizes)
 
 
-def _of_engines(recipe: Recipe, each: float, of_dispatch: float) -> float:
+def _of_engines(rollout: RolloutConfig, each: float, of_dispatch: float) -> float:
     """Return MiB of an engine rank's communicators: world, tensor and data parallel; if experts are spread, also the
     expert group and its dispatch, which alone has the buffer size of the environment."""
-    rollout = recipe.rollout
     ranks = rollout.tensor_parallel * rollout.data_parallel
     sizes = [ranks, rollout.tensor_parallel, rollout.data_parallel]
     spread = rollout.spreads_experts and ranks > 1

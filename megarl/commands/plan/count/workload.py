@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass
 
 from megarl.platform.kinds import is_accelerator
+from megarl.recipe.data import DataConfig
 from megarl.recipe.offload import offloads
-from megarl.recipe.schema import Recipe
+from megarl.recipe.schema import ClusterConfig, Recipe
 from megarl.recipe.training import MegatronConfig
 
 
@@ -52,10 +53,10 @@ def first_ranks(megatron: MegatronConfig, world_size: int) -> list[int]:
     return [stage * each for stage in range(megatron.pipeline_parallel)]
 
 
-def image_tokens(recipe: Recipe, pixels: int) -> int:
+def image_tokens(data: DataConfig, pixels: int) -> int:
     """Return the tokens of the largest image: `data.max_pixels` at `pixels` per token, or the longest prompt."""
-    longest = recipe.data.max_prompt_length
-    return longest if recipe.data.max_pixels is None else min(longest, max(1, recipe.data.max_pixels // pixels))
+    longest = data.max_prompt_length
+    return longest if data.max_pixels is None else min(longest, max(1, data.max_pixels // pixels))
 
 
 def image_grid(tokens: int, merge: int) -> tuple[int, int]:
@@ -64,11 +65,11 @@ def image_grid(tokens: int, merge: int) -> tuple[int, int]:
     return rows * merge, tokens // rows * merge
 
 
-def is_time_shared(recipe: Recipe) -> bool:
+def is_time_shared(cluster: ClusterConfig) -> bool:
     """Return True if colocated processes can leave a shared device (a CPU has host memory only)."""
-    return recipe.cluster.placement == "colocated" and is_accelerator(recipe.cluster.device)
+    return cluster.placement == "colocated" and is_accelerator(cluster.device)
 
 
 def trainers_offload(recipe: Recipe) -> bool:
     """Return True if the actor's trainers offload while others use the device. For the critic: with `critic_view`."""
-    return is_time_shared(recipe) and offloads(recipe)
+    return is_time_shared(recipe.cluster) and offloads(recipe)

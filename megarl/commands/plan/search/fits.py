@@ -117,7 +117,7 @@ class FitChecker:
     def is_forecast(self, choice: Choice) -> bool:
         """Return True if `excess` needs no further counting, which takes seconds."""
         recipe = chosen(self._built, choice)
-        return self._forecast.knows(recipe) and (self._chosen.done() or not _stays(choice, recipe))
+        return self._forecast.knows(recipe.megatron) and (self._chosen.done() or not _stays(choice, recipe))
 
     def excess(self, choice: Choice, near: float = _NEAR) -> float:
         """Return the bytes by which the forecast exceeds `near` times the device; 0: the layout might fit."""
@@ -132,7 +132,9 @@ class FitChecker:
         """Count the bytes of the fullest device. Raises ValueError if Megatron refuses the layout, and HostTooSmallError if
         it fits the devices but not the hosts."""
         recipe = self._with_some(self._built, choice)  # engines do not change the trainers' memory
-        numbers = [part.number for part in largest_parts(recipe, self._shape)] if self._is_uniform(recipe) else None
+        numbers = (
+            [part.number for part in largest_parts(recipe.megatron, self._shape)] if self._is_uniform(recipe) else None
+        )
         stages = stages_of("actor", recipe, self._subject.recipe.megatron, self._client, numbers)
         recipe = self.with_choice(self._built, choice)
         critic = self._critic.result()
@@ -153,8 +155,8 @@ class FitChecker:
             stages,
             {} if rank is None else {ROLLOUT: rank},
             swaps_of(original),
-            largest_tensor(original, self._subject.model),
-            keeps_weights(original, self._subject.device),
+            largest_tensor(original.model.dtype, self._subject.model),
+            keeps_weights(original.cluster, self._subject.device),
         )
 
     def _check_hosts(self, occupants: Occupants, counted: list[PipelineStage], critic: list[PipelineStage]) -> None:
@@ -186,7 +188,7 @@ class FitChecker:
         """Return True if every trainer shares its device with the same processes."""
         used = {engines.engines * engines.tensor_parallel for engines in self._choices}
         everywhere = recipe.train.source != "rollout" or used == {recipe.cluster.trainers}
-        return self._subject.critic_model is None and (everywhere or not _shared(recipe))
+        return self._subject.critic_model is None and (everywhere or recipe.cluster.placement != "colocated")
 
     def _with_some(self, recipe: Recipe, choice: Choice) -> Recipe:
         """Return `recipe` with candidate engines, without waiting for the choice."""
@@ -241,13 +243,9 @@ def too_large(subject: Subject, choice: Choice) -> bool:
 
 def _stays(choice: Choice, recipe: Recipe) -> bool:
     """Return True if trainers stay on a shared device while engines sample."""
-    return _shared(recipe) and recipe.train.source == "rollout" and not choice.offload
+    return recipe.cluster.placement == "colocated" and recipe.train.source == "rollout" and not choice.offload
 
 
 def _resident(recipe: Recipe, shape: ModelShape) -> float:
     """Return a lower bound of the bytes that trainers hold."""
-    return max(min_held_bytes(recipe, shape, part) for part in parts(recipe, shape))
-
-
-def _shared(recipe: Recipe) -> bool:
-    return recipe.cluster.placement == "colocated"
+    return max(min_held_bytes(recipe, shape, part) for part in parts(recipe.megatron, shape))

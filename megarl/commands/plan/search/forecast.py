@@ -19,6 +19,7 @@ from megarl.commands.plan.search.lower_bound import StagePart, chunks_in_flight,
 from megarl.hf.config import number_of_experts, text_fields, with_experts
 from megarl.hf.shape import ModelShape
 from megarl.recipe.schema import Recipe
+from megarl.recipe.training import MegatronConfig
 
 _CONTEXT = 2
 """Largest context parallel size of a sample: with larger ones the memory per token differs by a few percent."""
@@ -57,15 +58,15 @@ class Forecast:
         sample = self._known(recipe)
         if sample is None:
             return 0.0
-        return max(self._of_part(recipe, part, sample) for part in largest_parts(recipe, self._shape))
+        return max(self._of_part(recipe, part, sample) for part in largest_parts(recipe.megatron, self._shape))
 
-    def knows(self, recipe: Recipe) -> bool:
+    def knows(self, megatron: MegatronConfig) -> bool:
         """Return True if `peak` needs no further counting."""
-        return setting(recipe) in self._samples
+        return setting(megatron) in self._samples
 
     def _known(self, recipe: Recipe) -> MemorySample | None:
         """Return the sample for the setting of `recipe`; the first caller counts it, others wait."""
-        key = setting(recipe)
+        key = setting(recipe.megatron)
         with self._lock:
             lock = self._locks.setdefault(key, threading.Lock())
         with lock:
@@ -76,7 +77,7 @@ class Forecast:
     def _of_part(self, recipe: Recipe, part: StagePart, sample: MemorySample) -> float:
         tokens = _tokens(recipe, part.number)
         end = int(part.last)
-        times, chunks = chunks_in_flight(recipe, part.number)
+        times, chunks = chunks_in_flight(recipe.megatron, part.number)
         kept = times * part.layers / chunks * sample.layer + times * sample.inputs[end] / chunks
         passes = max(kept + sample.beyond[end], sample.forward[end])
         return min_held_bytes(recipe, self._shape, part) + max(passes * tokens, sample.step)
@@ -128,9 +129,8 @@ class Forecast:
         )
 
 
-def setting(recipe: Recipe) -> tuple[Any, ...]:
+def setting(megatron: MegatronConfig) -> tuple[Any, ...]:
     """Return the settings that determine the memory per token of a layer."""
-    megatron = recipe.megatron
     return (
         megatron.tensor_parallel,
         min(_CONTEXT, megatron.context_parallel),

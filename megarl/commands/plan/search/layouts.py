@@ -146,7 +146,7 @@ def layouts(recipe: Recipe, model: dict[str, Any], per_node: int) -> Iterator[Tr
     layers = text["num_hidden_layers"]
     for tensor, pipeline, context in _three(trainers, per_node, layers):
         stage = trainers // pipeline
-        cuts = list(_pipelines(recipe, layers, pipeline))
+        cuts = list(_pipelines(recipe.megatron, layers, pipeline))
         if not any(_divides(recipe, model, TrainerLayout(tensor, pipeline, context, 1, 1, *cut)) for cut in cuts):
             continue
         for expert, expert_tensor in _experts(number_of_experts(text), stage):
@@ -165,10 +165,12 @@ def _three(trainers: int, per_node: int, layers: int) -> Iterator[tuple[int, int
                         yield tensor, pipeline, context
 
 
-def _pipelines(recipe: Recipe, layers: int, stages: int) -> Iterator[tuple[int | None, int | None, int | None]]:
+def _pipelines(
+    megatron: MegatronConfig, layers: int, stages: int
+) -> Iterator[tuple[int | None, int | None, int | None]]:
     """Yield (virtual_pipeline, first_stage_layers, last_stage_layers) for `stages` stages, the recipe's first."""
-    current = recipe.megatron.virtual_pipeline, recipe.megatron.first_stage_layers, recipe.megatron.last_stage_layers
-    cuts = [current] if stages == recipe.megatron.pipeline_parallel else []
+    current = megatron.virtual_pipeline, megatron.first_stage_layers, megatron.last_stage_layers
+    cuts = [current] if stages == megatron.pipeline_parallel else []
     if stages == 1:
         cuts.append((None, None, None))
     else:

@@ -14,6 +14,7 @@ from megarl.megatron.layout import layers_of_chunks, uses_sequence_parallel
 from megarl.platform.adaptor import swapped_parts
 from megarl.recipe.optimizer_extra import host_share
 from megarl.recipe.schema import Recipe
+from megarl.recipe.training import MegatronConfig
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,10 @@ class StagePart:
         )
 
 
-def parts(recipe: Recipe, shape: ModelShape) -> list[StagePart]:
+def parts(megatron: MegatronConfig, shape: ModelShape) -> list[StagePart]:
     """Return the part of each pipeline stage."""
-    stages = recipe.megatron.pipeline_parallel
-    chunks = layers_of_chunks(shape.layers, recipe.megatron)
+    stages = megatron.pipeline_parallel
+    chunks = layers_of_chunks(shape.layers, megatron)
     result = []
     for stage in range(stages):
         layers = [shape.sparse[layer] for chunk in chunks[stage::stages] for layer in chunk]
@@ -52,22 +53,22 @@ def parts(recipe: Recipe, shape: ModelShape) -> list[StagePart]:
     return result
 
 
-def largest_parts(recipe: Recipe, shape: ModelShape) -> list[StagePart]:
+def largest_parts(megatron: MegatronConfig, shape: ModelShape) -> list[StagePart]:
     """Return the pipeline stages that could hold the memory peak (covered by no earlier stage)."""
     result: list[StagePart] = []
-    for part in parts(recipe, shape):
+    for part in parts(megatron, shape):
         if not any(earlier.covers(part) for earlier in result):
             result.append(part)
     return result
 
 
-def chunks_in_flight(recipe: Recipe, stage: int) -> tuple[int, int]:
+def chunks_in_flight(megatron: MegatronConfig, stage: int) -> tuple[int, int]:
     """Return (n, v): at the peak, n chunks of layers keep activations, each 1 / v of the stage's layers.
 
     1F1B: a micro batch for each stage from this one on. Interleaved: Megatron's warm-up, 2 (p - s - 1) + (v - 1) p
     chunks, and one more.
     """
-    stages, chunks = recipe.megatron.pipeline_parallel, recipe.megatron.virtual_pipeline
+    stages, chunks = megatron.pipeline_parallel, megatron.virtual_pipeline
     if chunks is None:
         return stages - stage, 1
     return 2 * (stages - stage - 1) + (chunks - 1) * stages + 1, chunks
@@ -81,8 +82,7 @@ class Parameters:
     routed: float  # experts
 
 
-def parameters(recipe: Recipe, shape: ModelShape, part: StagePart) -> Parameters:
-    megatron = recipe.megatron
+def parameters(megatron: MegatronConfig, shape: ModelShape, part: StagePart) -> Parameters:
     plain = part.layers * shape.attention.weights + part.dense * shape.dense + part.sparse * shape.shared
     plain += shape.output * (part.first + (part.last and not (part.first and shape.tied)))
     cut = megatron.expert_parallel * (megatron.expert_tensor_parallel or 1)
@@ -92,7 +92,7 @@ def parameters(recipe: Recipe, shape: ModelShape, part: StagePart) -> Parameters
 def min_held_bytes(recipe: Recipe, shape: ModelShape, part: StagePart) -> float:
     """Return bytes of weights and, without adapters, of float32 gradients and of optimizer states on the device."""
     megatron, narrow = recipe.megatron, recipe.model.dtype == "bfloat16"
-    counts = parameters(recipe, shape, part)
+    counts = parameters(recipe.megatron, shape, part)
     weights = (counts.every + counts.routed) * (2 if narrow else 4)
     if recipe.lora.rank:
         return weights
@@ -123,7 +123,7 @@ def min_kept_bytes(recipe: Recipe, shape: ModelShape, part: StagePart) -> float:
         intermediate += part.sparse * shape.chosen * (shape.hidden + shape.expert / shape.hidden)
         inputs += intermediate / megatron.tensor_parallel
     tokens = sum(peak_workload(recipe, part.number).lengths) / megatron.context_parallel
-    times, chunks = chunks_in_flight(recipe, part.number)
+    times, chunks = chunks_in_flight(recipe.megatron, part.number)
     return times / chunks * tokens * inputs * (2 if recipe.model.dtype == "bfloat16" else 4)
 
 
@@ -131,5 +131,5 @@ def min_peak_bytes(recipe: Recipe, shape: ModelShape) -> float:
     """Return the bytes of the fullest rank's device."""
     return max(
         min_held_bytes(recipe, shape, part) + min_kept_bytes(recipe, shape, part)
-        for part in largest_parts(recipe, shape)
+        for part in largest_parts(recipe.megatron, shape)
     )

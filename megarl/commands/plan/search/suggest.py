@@ -177,7 +177,9 @@ def _by_changes(subject: Subject, too_large: Callable[[Choice], bool], clock: St
         may_fit = [choice for choice in near if not too_large(choice)]
         # First the choices with the recipe's forecast setting: each other setting is counted first, which takes seconds.
         laid_out = [(choice, chosen(subject.recipe, choice)) for choice in may_fit]
-        laid_out.sort(key=lambda entry: (setting(entry[1]) != setting(subject.recipe), clock.seconds(entry[1])))
+        laid_out.sort(
+            key=lambda entry: (setting(entry[1].megatron) != setting(subject.recipe.megatron), clock.seconds(entry[1]))
+        )
         yield from (choice for choice, _ in laid_out)
 
 

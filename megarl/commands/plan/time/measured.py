@@ -64,7 +64,7 @@ def read_run(path: Path, recipe: Recipe, shape: ModelShape) -> Measured:
     seconds = {name.removeprefix(_TIMING): median(line.get(name, 0.0) for line in lines) for name in names}
     step = seconds.pop("step", sum(seconds.values()))
     top_level = {FORMER_PHASES.get(name, name): value for name, value in seconds.items() if "/" not in name}
-    return Measured(path, len(lines), top_level, step, _lengths(lines), _tried(lines, recipe))
+    return Measured(path, len(lines), top_level, step, _lengths(lines), _tried(lines, recipe.data.prompts_per_step))
 
 
 def _check_recipe(run_dir: RunDirectory, recipe: Recipe) -> None:
@@ -111,7 +111,7 @@ def _lengths(lines: list[dict[str, float]]) -> Lengths:
     return Lengths.around(prompt, response, mean("response_length/max"), origin)
 
 
-def _tried(lines: list[dict[str, float]], recipe: Recipe) -> float:
+def _tried(lines: list[dict[str, float]], prompts_per_step: int) -> float:
     name = "rollout/prompts_tried"
     tried = [line[name] for line in lines if name in line]
-    return fmean(tried) / recipe.data.prompts_per_step if tried else 1.0
+    return fmean(tried) / prompts_per_step if tried else 1.0

@@ -12,7 +12,7 @@ from megarl.commands.plan.time.cost import Cost, host_network_seconds, host_seco
 from megarl.commands.plan.time.engines import Engines
 from megarl.commands.plan.time.trainers import Trainers, state_bytes, weight_bytes
 from megarl.platform.devices import Device
-from megarl.recipe.schema import Recipe
+from megarl.recipe.schema import Recipe, WeightSyncConfig
 from megarl.weight_sync.session import SHARED_MEMORY_TRANSPORTS
 
 
@@ -42,11 +42,11 @@ def weight_sync_cost(trainers: Trainers, engines: Engines, sharded: Links | None
         return Cost(links=links, host=host_seconds(device, copied))
     whole = float(trainers.shape.total * trainers.number)
     links = ring_seconds(device, whole, trainers.world)
-    links += export_host_seconds(trainers.recipe, device, whole, *_engine_ranks(trainers))
+    links += export_host_seconds(trainers.recipe.weight_sync, device, whole, *_engine_ranks(trainers))
     return Cost(links=links, host=2 * host_seconds(device, whole))
 
 
-def export_host_seconds(recipe: Recipe, device: Device, size: float, first: int, count: int) -> float:
+def export_host_seconds(weight_sync: WeightSyncConfig, device: Device, size: float, first: int, count: int) -> float:
     """Return the seconds in which an export of `size` bytes reaches `count` engine ranks, on devices from `first` on.
 
     The first engine rank of each further node receives all bytes and relays each bucket to the next node; the others of its
@@ -58,8 +58,8 @@ def export_host_seconds(recipe: Recipe, device: Device, size: float, first: int,
     del nodes[0]
     if not nodes:
         return 0.0
-    each = 1 if recipe.weight_sync.transport in SHARED_MEMORY_TRANSPORTS else max(nodes.values())
-    return host_network_seconds(device, each * size + (len(nodes) - 1) * (recipe.weight_sync.bucket_mb << 20))
+    each = 1 if weight_sync.transport in SHARED_MEMORY_TRANSPORTS else max(nodes.values())
+    return host_network_seconds(device, each * size + (len(nodes) - 1) * (weight_sync.bucket_mb << 20))
 
 
 def _engine_ranks(trainers: Trainers) -> tuple[int, int]:
