@@ -1,21 +1,16 @@
-"""Record MindSpeed's settings from its sources: `python -m megarl.platform.mindspeed_keys SOURCE`.
+"""MindSpeed's settings, read from its sources.
 
-SOURCE is a checkout, or the folder with the installed package `mindspeed`. It is parsed, not imported: an import would need
-torch_npu and CANN. Writes a table per version to `mindspeed_tables/`, for recipe checks on machines without MindSpeed.
+The sources are parsed, not imported: an import would need torch_npu and CANN. `mindspeed_tables/` has a recorded table per
+version, for recipe checks on machines without MindSpeed; tests/support/mindspeed_calls.py writes it.
 """
 
 from __future__ import annotations
 
 import ast
-import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-
-from megarl.platform.mindspeed_calls import read_calls
 
 TABLES = Path(__file__).parent / "mindspeed_tables"
 _FEATURES = Path("mindspeed", "features_manager")
@@ -27,18 +22,17 @@ class Table:
     """Settings of a MindSpeed version.
 
     options: allowed values by option, as a list, or their type: "flag", "int", "float", "text". switches: fields or
-    arguments of Megatron that turn on a feature of MindSpeed. calls: see `mindspeed_calls.read_calls`.
+    arguments of Megatron that turn on a feature of MindSpeed.
     """
 
     version: str  # from setup.py; branches for different Megatrons may have the same version
     source: str  # commit of the sources
     options: dict[str, str | list[str | int]] = field(default_factory=dict)
     switches: list[str] = field(default_factory=list)
-    calls: dict[str, list[str]] = field(default_factory=dict)
 
 
 def read_source(source: Path) -> Table:
-    """Read the table of the MindSpeed in `source`, with an empty commit.
+    """Read the table of the MindSpeed in `source`, with an empty commit: a checkout, or the folder with the installed package.
 
     Raises ValueError if `source` does not contain MindSpeed, or a version with unsupported source code.
     """
@@ -62,9 +56,7 @@ def read_source(source: Path) -> Table:
         choices = options.get(dest)  # None: a Megatron option
         if isinstance(choices, list) and choice not in choices:
             choices.append(choice)
-    return Table(
-        _version(source), "", dict(sorted(options.items())), sorted(switches - options.keys()), read_calls(source)
-    )
+    return Table(_version(source), "", dict(sorted(options.items())), sorted(switches - options.keys()))
 
 
 def _files_of_features(index: Path) -> list[Path]:
@@ -165,20 +157,3 @@ def _version(source: Path) -> str:
     text = setup.read_text(encoding="utf-8") if setup.is_file() else ""
     match = re.search(r"^__version__ = ['\"](.+)['\"]", text, re.M)
     return match[1] if match else ""
-
-
-def _commit(source: Path) -> str:
-    process = subprocess.run(["git", "-C", str(source), "rev-parse", "HEAD"], capture_output=True, text=True)
-    return process.stdout.strip()
-
-
-def write(table: Table) -> Path:
-    """Write the table of a version, one value per line, and return the file."""
-    path = TABLES / f"{table.version}.json"
-    path.write_text(json.dumps(asdict(table), indent=1) + "\n")
-    return path
-
-
-if __name__ == "__main__":
-    for argument in sys.argv[1:]:
-        print(write(replace(read_source(Path(argument)), source=_commit(Path(argument)))))

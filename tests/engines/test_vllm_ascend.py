@@ -27,6 +27,12 @@ from tests.support.upstream_sources import missing, torch_npu, unpacked
 
 ROOT = Path(__file__).parents[2]
 SOURCES = os.environ.get("MEGARL_VLLM_ASCEND")
+# Git references of the versions in megarl's table.
+_VERSIONS = (
+    "0.11.0rc1 0.11.0 0.12.0rc1 0.13.0 0.14.0rc1 0.15.0rc1 0.16.0rc1 0.17.0rc1 0.18.0rc1 0.18.0 0.19.1rc1 0.20.2rc1 "
+    "0.21.0rc1 0.22.1rc1 0.23.0rc1 0.23.0 0.24.0rc1 0.25.1rc1"
+)
+REFERENCES = {version: f"v{version}" for version in _VERSIONS.split()} | {"0.26.0rc1": "releases/v0.26.0rc"}
 EACH = pytest.mark.parametrize(
     "version",
     [
@@ -39,7 +45,7 @@ EACH = pytest.mark.parametrize(
                 else "MEGARL_VLLM_ASCEND names no git directory of vllm-ascend, and CI has the wheels of two versions",
             ),
         )
-        for version in ascend.SOURCES
+        for version in REFERENCES
     ],
 )
 
@@ -62,7 +68,7 @@ def files_of(version: str) -> dict[str, str]:
         assert wheel is not None
         package = wheel / "vllm_ascend"
         return {str(path.relative_to(package)): path.read_text() for path in package.rglob("*.py")}
-    ref = ascend.SOURCES[version]
+    ref = REFERENCES[version]
     paths = [
         path for path in git("ls-tree", "-r", "--name-only", ref, "--", "vllm_ascend").split() if path[-3:] == ".py"
     ]
@@ -175,6 +181,8 @@ def test_keys_of_a_version(running) -> None:
     assert "rollout.engine_args.additional_config.weight_nz_mode cannot be set" in refusal({"weight_nz_mode": 2})
     assert "over the candidates of each device" in refusal({"enable_reduce_sample": True})
     assert "must be a mapping" in refusal("{}")
+    message = refusal({1: True})  # YAML's `1: true`
+    assert message == "rollout.engine_args.additional_config has the key 1, but vllm-ascend's keys are text"
 
 
 def test_without_vllm_ascend_only_keys_unknown_to_all_versions_are_refused(running) -> None:

@@ -20,12 +20,12 @@ from megarl.errors import RecipeError
 from megarl.hf import published
 from megarl.megatron.config_fields import adaptor_settings, check_extra
 from megarl.platform import mindspeed
-from megarl.platform.mindspeed_calls import RELIED, read_calls
 from megarl.platform.mindspeed_keys import TABLES, Table, read_source
 from megarl.platform.mindspeed_rules import RULES, contradiction
 from megarl.recipe.schema import Recipe
+from tests.support.mindspeed_calls import CALLS, RELIED, read_calls, recorded_calls
 from tests.support.mindspeed_checkout import WITH_SOURCES, checkout, source_of
-from tests.support.mindspeed_record import newest
+from tests.support.mindspeed_record import NEWEST
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted(TABLES.glob("*.json"))
@@ -291,7 +291,8 @@ def test_calls_are_read_from_sources(tmp_path: Path) -> None:
 
 def test_every_relied_on_call_is_recorded() -> None:
     """Every place that RELIED lists is in the newest record, and the stand-in for MindSpeed's entry has its arguments."""
-    calls = newest().calls
+    calls = recorded_calls(NEWEST)
+    assert sorted(path.name for path in CALLS.iterdir()) == [path.name for path in SHIPPED]
     assert calls.keys() == {relied.key for relied in RELIED}
     for relied in RELIED:
         assert set(relied.attributes) <= set(calls[relied.key]), relied
@@ -311,6 +312,7 @@ def test_recorded_tables_equal_the_sources(path: Path, tmp_path: Path) -> None:
         "more than the option has its name"
     )
     assert asdict(table) | {"source": shipped.source} == asdict(shipped)
+    assert read_calls(source) == recorded_calls(shipped.version)
     real = run_mindspeed(source, [])["options"]
     assert {name: sorted(kind, key=str) if isinstance(kind, list) else None for name, kind in table.options.items()} == real  # fmt: skip
 

@@ -1,23 +1,21 @@
-"""Compare megarl's models with the recorded tables of MindSpeed (`megarl/platform/mindspeed_tables`) without MindSpeed."""
+"""Compare megarl's models with the recorded calls of MindSpeed (tests/fixtures/mindspeed_calls) without MindSpeed."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-from megarl.platform.mindspeed_calls import RELIED
-from megarl.platform.mindspeed_keys import TABLES, Table
+from tests.support.mindspeed_calls import RELIED, recorded_calls
 
-
-def newest() -> Table:
-    return Table(**json.loads((TABLES / "0.16.0.json").read_text()))
+NEWEST = "0.16.0"
 
 
 def check_config(chunks: list[Any]) -> None:
     """Assert that the model's configuration has every field that MindSpeed's replacement modules read."""
     config = chunks[0].config
     if config.multi_latent_attention:
-        (read,) = (newest().calls[r.key] for r in RELIED if r.reads and r.name == "multi_latent_attention_init_impl")
+        (read,) = (
+            recorded_calls(NEWEST)[r.key] for r in RELIED if r.reads and r.name == "multi_latent_attention_init_impl"
+        )
         missing = [name for name in read if not hasattr(config, name)]
         assert not missing, f"MindSpeed's latent attention reads {missing}, which {type(config).__name__} lacks"
         assert config.max_position_embeddings == config.original_max_position_embeddings

@@ -1,7 +1,8 @@
 """Differences between versions of vllm-ascend, vLLM's plugin for Ascend NPUs.
 
-Collected from the source of each version, not verified on a device. `SOURCES` has the git reference of each version; a
-test checks the facts against sources in MEGARL_VLLM_ASCEND. Each fact names its source file.
+Collected from the source of each version, not verified on a device. Each fact names its source file;
+tests/engines/test_vllm_ascend.py lists the versions and checks the facts against sources in MEGARL_VLLM_ASCEND.
+Versions before the first do not support vLLM 0.11; versions after the last are treated like it.
 """
 
 from __future__ import annotations
@@ -22,13 +23,6 @@ from megarl.platform.version_sets import version_of
 
 if TYPE_CHECKING:
     import torch
-
-# The versions that were read. Earlier ones do not support vLLM 0.11; later ones are treated as the last.
-_READ = (
-    "0.11.0rc1 0.11.0 0.12.0rc1 0.13.0 0.14.0rc1 0.15.0rc1 0.16.0rc1 0.17.0rc1 0.18.0rc1 0.18.0 0.19.1rc1 0.20.2rc1 "
-    "0.21.0rc1 0.22.1rc1 0.23.0rc1 0.23.0 0.24.0rc1 0.25.1rc1"
-)
-SOURCES = {version: f"v{version}" for version in _READ.split()} | {"0.26.0rc1": "releases/v0.26.0rc"}
 
 # Keys of `additional_config` by the versions that read them: (first, end exclusive), mostly in
 # vllm_ascend/ascend_config.py. Other keys are silently ignored.
@@ -179,6 +173,8 @@ def check_additional_config(config: Any, name: str) -> None:
     version = installed()
     keys = keys_of(version) | (_keys_installed() if version else frozenset())  # sources may read a key in unseen ways
     for key in config:
+        if not isinstance(key, str):
+            raise ValueError(f"{name} has the key {key!r}, but vllm-ascend's keys are text")
         if key == "weight_nz_mode":
             raise ValueError(f"{name}.{key} cannot be set: megarl sets it to 0 if vllm-ascend has it")
         if key == "enable_reduce_sample" and config[key]:

@@ -1,18 +1,24 @@
-"""Read the MindSpeed functions and attributes that megarl depends on from MindSpeed's sources.
+"""Record MindSpeed's settings, functions and attributes that megarl depends on: `python -m tests.support.mindspeed_calls SOURCE`.
 
-They are part of the recorded `mindspeed_keys.Table`s, so that tests can compare megarl's calls with MindSpeed without an
-installation. `RELIED` lists them, each with the part of megarl that depends on it.
+SOURCE is a checkout of MindSpeed. Writes the settings to megarl/platform/mindspeed_tables/VERSION.json, and the functions
+and attributes to tests/fixtures/mindspeed_calls/VERSION.json, so that tests can compare megarl's calls with MindSpeed
+without an installation. `RELIED` lists the latter, each with the part of megarl that depends on it.
 """
 
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
+import json
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from megarl.platform.mindspeed_keys import TABLES, read_source
 from megarl.platform.swapped import HOST_TENSORS, SWAPS, TO_HOST
 
 Record = dict[str, list[str]]
+CALLS = Path(__file__).parents[1] / "fixtures" / "mindspeed_calls"
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,12 @@ RELIED = (
 )
 
 
-def read_calls(source: Path) -> dict[str, list[str]]:
+def recorded_calls(version: str) -> Record:
+    record: Record = json.loads((CALLS / f"{version}.json").read_text())
+    return record
+
+
+def read_calls(source: Path) -> Record:
     """Read the present entries of `RELIED` from `source`, a checkout or site-packages folder.
 
     Values: the arguments of a function, in order; the attributes of `RELIED` that a class or its methods set; with `reads`,
@@ -116,3 +127,17 @@ def _config_reads(function: ast.ClassDef | ast.FunctionDef) -> list[str]:
             and ast.unparse(node.value) in ("config", "self.config")
         }
     )
+
+
+def write(source: Path) -> None:
+    commit = subprocess.run(["git", "-C", str(source), "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    table = replace(read_source(source), source=commit.stdout.strip())
+    for folder, record in ((TABLES, asdict(table)), (CALLS, read_calls(source))):
+        path = folder / f"{table.version}.json"
+        path.write_text(json.dumps(record, indent=1) + "\n")
+        print(path)
+
+
+if __name__ == "__main__":
+    for argument in sys.argv[1:]:
+        write(Path(argument))
