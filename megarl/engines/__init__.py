@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 from megarl.platform.environment import RoleSettings, users_first
 
 if TYPE_CHECKING:
-    from megarl.engines.base import EngineLimits, EngineSpec, RolloutEngine
+    from megarl.engines.backed import BackedEngine
+    from megarl.engines.base import EngineLimits, EngineSpec
 
 _ENGINES = {"vllm": "megarl.engines.vllm.engine:VllmEngine", "sglang": "megarl.engines.sglang.engine:SglangEngine"}
 _ARGUMENTS = {"vllm": "megarl.engines.vllm.args", "sglang": "megarl.engines.sglang.args"}
 _GROUPS = ("vllm",)  # engines that can spread experts over a group
 
 
-def create(name: str, spec: EngineSpec) -> RolloutEngine:
+def create(name: str, spec: EngineSpec) -> BackedEngine:
     """Create the engine `name` without starting it. ValueError for an unknown name."""
     check_name(name)
     module, attribute = _ENGINES[name].split(":")

@@ -1,9 +1,8 @@
-"""A `RolloutEngine` over an inference library that one thread owns."""
+"""Interface of rollout engines: an inference library that one thread owns."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from megarl.engines.base import EngineRefused, EngineSpec, OnFinished
 from megarl.engines.loop import Backend, EngineLoop
@@ -13,63 +12,68 @@ from megarl.weight_sync.session import Session, UpdateReport
 TAGS = ("weights", "kv_cache")  # memory that sleeps; vLLM and SGLang use the same names
 
 
-class WeightsBackend(Backend, Protocol):
-    """A `Backend` with weight updates. Only the owning thread calls it, except for `check`. `running`: running requests."""
-
-    unloaded: str | None  # why it has no usable weights until the next update; None if it has
-    asleep: tuple[str, ...]  # the TAGS that are asleep
-
-    def check(self, request: GenerationRequest) -> None:
-        """Raise ValueError for an invalid request. Called from any thread."""
-        ...
-
-    def connect_weight_sync(self, session: Session) -> str | None: ...
-
-    def update_weights(self, version: int, running: int) -> UpdateReport: ...
-
-    def sleep(self, running: int) -> None: ...
-
-    def wake(self, tags: Sequence[str] | None) -> None: ...
-
-    def profile(self, name: str | None) -> None:
-        """Start a trace called `name`; None ends it."""
-        ...
-
-
 class BackedEngine(EngineLoop):
-    """A `RolloutEngine` over a `WeightsBackend`."""
+    """A replica of the policy that samples. Every method is thread-safe, and raises EngineDead after the engine failed.
 
-    def __init__(self, backend: WeightsBackend, spec: EngineSpec) -> None:
+    Engines of a group (`EngineSpec.data_parallel`) update weights, sleep and wake together: each of these calls blocks
+    until every engine of the group has received it. They also step together. All other calls concern one engine.
+    """
+
+    def __init__(self, backend: Backend, spec: EngineSpec) -> None:
         super().__init__(backend, spec.name)
-        self._weights = backend
         self._spec = spec
 
     def generate(self, requests: Sequence[GenerationRequest], on_finished: OnFinished) -> None:
+        """Sample all `requests`; returns when the last is finished.
+
+        The requests enter the engine's queue in order and before its next step, so that equal calls make equal batches.
+        `on_finished(group, completions)` is called in the calling thread once all n samples of a group are finished.
+        `Completion.log_probs` are NaN for requests that the engine cannot score exactly, because their sampling differs
+        from the spec's (greedy or filtered evaluation). `Completion.prompt` is set for requests with `prompt_top_k`, at
+        temperature 1 for any sampling. ValueError for an invalid request: then no request is admitted.
+        GenerationAborted after `abort`.
+        """
         for request in requests:
-            self._weights.check(request)
-        if self._weights.asleep:
-            raise EngineRefused(f"engine {self._spec.name!r} sleeps ({', '.join(self._weights.asleep)}); wake it first")
-        if self._weights.unloaded is not None:
-            raise EngineRefused(f"engine {self._spec.name!r} {self._weights.unloaded}; update its weights first")
+            self._backend.check(request)
+        if self._backend.asleep:
+            raise EngineRefused(f"engine {self._spec.name!r} sleeps ({', '.join(self._backend.asleep)}); wake it first")
+        if self._backend.unloaded is not None:
+            raise EngineRefused(f"engine {self._spec.name!r} {self._backend.unloaded}; update its weights first")
         super().generate(requests, on_finished)
 
     def connect_weight_sync(self, session: Session) -> str | None:
-        return self.call(lambda: self._weights.connect_weight_sync(session))
+        """Join a weight sync session, which replaces an earlier one. Returns why the engine cannot join a sharded session,
+        or None; it may still join a full one. EngineRefused if the engine's software cannot update weights safely."""
+        return self.call(lambda: self._backend.connect_weight_sync(session))
 
     def update_weights(self, version: int) -> UpdateReport:
-        return self.call(lambda: self._weights.update_weights(version, self.running), collective=True)
+        """Receive and load weights of `version`. No step runs meanwhile; cached prefixes are dropped.
+
+        Running requests continue with the new weights (their KV cache is recomputed) if info["can_update_in_flight"].
+        EngineRefused otherwise, and while weights are asleep. Any failure leaves the engine dead, since its weights may be
+        a mixture of two versions.
+        """
+        return self.call(lambda: self._backend.update_weights(version, self.running), collective=True)
 
     def sleep(self) -> None:
-        self.call(lambda: self._weights.sleep(self.running), collective=True)
+        """Release device memory. EngineRefused if info["can_sleep"] is False or requests are running."""
+        self.call(lambda: self._backend.sleep(self.running), collective=True)
 
     def wake(self, tags: Sequence[str] | None = None) -> None:
-        self.call(lambda: self._weights.wake(tags), collective=True)
+        """Allocate memory again: all of it, or only the memory of the `tags` "weights" and "kv_cache".
+
+        `generate` raises EngineRefused until all memory is back and, if sleep dropped the weights, until an update. An
+        update needs only "weights". EngineRefused for a tag that is unknown or not asleep.
+        """
+        self.call(lambda: self._backend.wake(tags), collective=True)
 
     def start_profile(self, name: str) -> None:
-        self.call(lambda: self._weights.profile(name))
+        """Trace the engine's steps until `stop_profile`, as in `EngineSpec.traces`. `name` becomes part of the file names if
+        the engine's software supports it."""
+        self.call(lambda: self._backend.profile(name))
 
     def stop_profile(self) -> None:
-        self.call(lambda: self._weights.profile(None))
+        self.call(lambda: self._backend.profile(None))
 
 
 def check_tokens(request: GenerationRequest, spec: EngineSpec, vocab_size: int) -> None:

@@ -23,6 +23,7 @@ from typing import Any, Protocol, TypeVar
 from megarl.engines.base import EngineDead, EngineRefused, GenerationAborted, GroupRank, OnFinished
 from megarl.engines.group import EngineGroup
 from megarl.types import Completion, GenerationRequest
+from megarl.weight_sync.session import Session, UpdateReport
 
 T = TypeVar("T")
 Command = tuple[Callable[[], Any], Future]
@@ -31,13 +32,20 @@ _IDLE_SECONDS = 0.005  # interval at which an idle engine of a group synchronize
 
 
 class Backend(Protocol):
-    """Interface to an inference library. Only the owning thread calls it."""
+    """Interface to an inference library. Only the owning thread calls it, except for `check`. `running`: running requests."""
+
+    unloaded: str | None  # why it has no usable weights until the next update; None if it has
+    asleep: tuple[str, ...]  # the parts of memory ("weights", "kv_cache") that are asleep
 
     def join(self, group: EngineGroup) -> None:
         """Set the engine's group, before `start`. Steps and updates are then collective."""
         ...
 
     def start(self) -> dict[str, Any]: ...
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raise ValueError for an invalid request. Called from any thread."""
+        ...
 
     def admit(self, key: str, request: GenerationRequest) -> None:
         """Queue a valid request. An exception here is fatal."""
@@ -50,6 +58,18 @@ class Backend(Protocol):
 
     def cancel(self, keys: list[str]) -> None: ...
 
+    def connect_weight_sync(self, session: Session) -> str | None: ...
+
+    def update_weights(self, version: int, running: int) -> UpdateReport: ...
+
+    def sleep(self, running: int) -> None: ...
+
+    def wake(self, tags: Sequence[str] | None) -> None: ...
+
+    def profile(self, name: str | None) -> None:
+        """Start a trace called `name`; None ends it."""
+        ...
+
     def shutdown(self) -> None: ...
 
 
@@ -61,7 +81,7 @@ class _Job:
 
 
 class EngineLoop:
-    """Runs a backend in its thread. `RolloutEngine` documents the methods."""
+    """Runs a backend in its thread. Every method is thread-safe, and raises EngineDead after the engine failed."""
 
     def __init__(self, backend: Backend, name: str) -> None:
         self._backend = backend
@@ -84,6 +104,13 @@ class EngineLoop:
         self._fatal: Future | None = None  # of the command that ended the engine, completed at the very end
 
     def start(self, group_rank: GroupRank | None = None) -> dict[str, Any]:
+        """Load the model; blocks. `group_rank`: rank of the engine in its group, which loads together; None without a group.
+
+        Returns plain values: `engine`, `version` (of the engine's software), `device`, `can_sleep`,
+        `can_update_in_flight`, `merged_because` (the reason why it needs merged weights; None: it takes the adapters of its
+        spec) and `receivers` ([name, host id] pairs for weight sync). RuntimeError if the engine starts with dummy weights
+        and its software cannot update weights.
+        """
         assert self._thread is None, "an engine is started once"
         self._dead = None
         self._thread = threading.Thread(target=self._run, name=f"megarl-{self._name}", daemon=True)
@@ -119,15 +146,18 @@ class EngineLoop:
             raise
 
     def pause(self) -> None:
+        """Return once no step is running; no step starts until `resume`, in the whole group. Requests are still admitted."""
         self.call(lambda: self._set_paused(True))
 
     def resume(self) -> None:
         self.call(lambda: self._set_paused(False))
 
     def abort(self) -> None:
+        """End every running request; their `generate` calls raise GenerationAborted."""
         self.call(lambda: self._cancel(lambda owner: True))
 
     def shutdown(self) -> None:
+        """End the engine with its processes, and the other engines of its group. May be called twice."""
         if self._thread is None:
             return
         with contextlib.suppress(EngineDead):  # already ended
@@ -135,6 +165,7 @@ class EngineLoop:
         self._thread.join()  # it may destroy process-wide state
 
     def watch(self) -> None:
+        """Block until the engine is shut down. Raises EngineDead as soon as it fails, even without a pending call."""
         self._ended.wait()
         if self._failure is not None:
             raise EngineDead(f"engine {self._name!r} {self._dead}") from self._failure

@@ -29,7 +29,7 @@ MAX_LENGTH = 256
 
 
 class EngineProbe:
-    """A `megarl.engines.base.RolloutEngine` whose calls run in threads, with methods that measure its memory."""
+    """A `megarl.engines.backed.BackedEngine` whose calls run in threads, with methods that measure its memory."""
 
     def __init__(self, name: str, spec: EngineSpec) -> None:
         self.engine, self.device = engines.create(name, spec), spec.device or "auto"

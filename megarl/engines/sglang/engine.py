@@ -29,7 +29,7 @@ _STEP_SECONDS = 0.05  # that a step waits for a finished sample
 
 
 class SglangEngine(BackedEngine):
-    """SGLang as a `RolloutEngine`. Its process must start with the environment of `engine_env`."""
+    """SGLang as a rollout engine. Its process must start with the environment of `engine_env`."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._sglang = _SglangBackend(spec)

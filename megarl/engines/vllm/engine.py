@@ -23,7 +23,7 @@ _PORTS = 4  # consecutive ports of a group; vLLM uses two, for its engines and f
 
 
 class VllmEngine(BackedEngine):
-    """vLLM as a `RolloutEngine`. Its process must start with the environment of `engine_env`."""
+    """vLLM as a rollout engine. Its process must start with the environment of `engine_env`."""
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(_VllmBackend(spec), spec)
