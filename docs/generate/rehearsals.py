@@ -43,7 +43,7 @@ def rehearse(path: Path, outcome: Outcome) -> Outcome:
         changes = json.loads(record.read_text(encoding="utf-8"))["changes"] if record.is_file() else []
     if done.returncode:
         print(done.stderr[-2000:], file=sys.stderr, flush=True)
-    outcomes = [change["fate"] for change in changes]
+    outcomes = [change["outcome"] for change in changes]
     return replace(
         outcome,
         rehearsal="failed" if done.returncode else "passed",
@@ -51,7 +51,7 @@ def rehearse(path: Path, outcome: Outcome) -> Outcome:
         date=datetime.date.today().isoformat(),
         kept=outcomes.count("kept"),
         reduced=outcomes.count("reduced"),
-        left_out=tuple(change["key"] for change in changes if change["fate"] == "left out"),
+        left_out=tuple(change["key"] for change in changes if change["outcome"] == "left out"),
     )
 
 

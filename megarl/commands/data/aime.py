@@ -22,24 +22,33 @@ LAYOUTS = (("Problem", "Answer"), ("problem", "answer"), ("question", "answer"),
 
 
 def prepare(
-    source: str, out: Path, year: int | None = None, split: str = "train", config: str | None = None
+    source: str, out: Path, year: int | None = None, split: str | None = None, config: str | None = None
 ) -> Prepared:
     """Write out/test.parquet.
 
-    `source` is a file, a folder with `split`, or a name on the hub (with `split` and `config`). The rows' data source is
-    ``aime_YEAR``, or ``aime`` without a year. Rows in verl's columns keep their data source and prompt.
+    `source` is a file, a folder with `split` (default: train), or a name on the hub (with `split` and `config`). The
+    rows' data source is ``aime_YEAR``, or ``aime`` without a year. Rows in verl's columns keep their data source and
+    prompt.
 
     Raises:
-        ValueError: the source is none of these, or a file or column is missing.
+        ValueError: the source is none of these, a file or column is missing, or an argument does not apply to the source.
     """
+    if split is not None and Path(source).is_file():
+        raise ValueError(f"--split {split}: a file has only one split. Omit --split, or name a folder.")
+    if config is not None and Path(source).exists():
+        raise ValueError(f"--config {config}: only data sets on the hub have configurations. Omit --config.")
+    return write_distinct(Path(out) / "test.parquet", _rows(source, year, split or "train", config))
+
+
+def _rows(source: str, year: int | None, split: str, config: str | None) -> Iterator[dict[str, Any]]:
     name = "aime" if year is None else f"aime_{year}"
-    return write_distinct(Path(out) / "test.parquet", _rows(source, name, split, config))
-
-
-def _rows(source: str, name: str, split: str, config: str | None) -> Iterator[dict[str, Any]]:
     optional = ("ability", "extra_info")
     for index, row in enumerate(rows_of(source, split, *LAYOUTS, optional=optional, config=config)):
         if all(column in row.values for column in COLUMNS):
+            if year is not None:
+                raise ValueError(
+                    f"{row.where}: --year {year}: rows in verl's columns keep their data_source. Omit --year."
+                )
             yield verl_row(row, "test", index)
             continue
         problem = next(row.values[column] for column in ("Problem", "problem", "question") if column in row.values)

@@ -82,7 +82,9 @@ def aime(
     ],
     out: Annotated[Path, typer.Option(help="Folder to write test.parquet to.")],
     year: Annotated[Optional[int], typer.Option(help="Sets the rows' data source to aime_YEAR; unset: aime.")] = None,
-    split: Annotated[str, typer.Option(help="Split of a folder or of a data set on the hub.")] = "train",
+    split: Annotated[
+        Optional[str], typer.Option(help="Split of a folder or of a data set on the hub. Default: train.")
+    ] = None,
     config: Annotated[
         Optional[str], typer.Option(help="Configuration of a data set on the hub, if it has any.")
     ] = None,

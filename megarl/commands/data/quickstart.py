@@ -62,9 +62,12 @@ def _reason_to_write(out: Path, settings: dict[str, Any]) -> str | None:
     """Return why the files must be written, or None if they are intact and have these settings."""
     try:
         manifest = json.loads((out / MANIFEST).read_text(encoding="utf-8"))
+        damaged = not all(isinstance(manifest[key], dict) for key in ("settings", "sha256", "rows"))
     except FileNotFoundError:
         return f"{MANIFEST} was missing"
-    except json.JSONDecodeError:
+    except (ValueError, KeyError, TypeError):
+        damaged = True
+    if damaged:
         return f"{MANIFEST} was damaged"
     if manifest["settings"] != settings:
         return f"the settings were {manifest['settings']}, not {settings}"

@@ -53,7 +53,7 @@ def _split_files(folder: Path, split: str) -> list[Path]:
         if parts := sorted(place.glob(f"{split}-*-of-*.parquet")):
             return parts
     content = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
-    raise ValueError(f"{folder} has neither {split}.jsonl nor {split}.parquet, but {content}. You can also name a file")
+    raise ValueError(f"{folder} has neither {split}.jsonl nor {split}.parquet, but {content}")
 
 
 def _from_hub(
@@ -111,7 +111,12 @@ def write_splits(
     """Write out/train.parquet and out/test.parquet, after both splits were read.
 
     `prompt_row`: (row of `source`, split, index) -> row in verl's columns. Other arguments as of `rows_of`.
+
+    Raises:
+        ValueError: the source is a single file, which cannot have both splits, or `rows_of` rejects it.
     """
+    if Path(source).is_file():
+        raise ValueError(f"{source} is one file; name a folder with train and test (.jsonl or .parquet), or a hub name")
     files = {}
     for split in ("train", "test"):
         rows = rows_of(source, split, columns, optional=optional, config=config)

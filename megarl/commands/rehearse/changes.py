@@ -26,16 +26,6 @@ class Change:
     after: Any = None
     reason: str = ""
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the entry of rehearsal.json."""
-        return {
-            "fate": self.outcome,
-            "key": self.key,
-            "given": self.before,
-            "now": self.after,
-            "why": self.reason,
-        }
-
 
 @dataclass
 class Changes:

@@ -46,13 +46,15 @@ def rehearse(
         except BaseException:
             for incomplete in folder.iterdir():  # otherwise the next call fails because the folder is not empty
                 shutil.rmtree(incomplete) if incomplete.is_dir() else incomplete.unlink()
+            if out is None:
+                folder.rmdir()
             raise
     print(f"tiny copy: {tiny.path}", flush=True)
     began = time.monotonic()
     status = train_copy(tiny, resume=resume)
     seconds = time.monotonic() - began
     (folder / REPORT).write_text(table(tiny.changes, width=None) + "\n", encoding="utf-8")
-    changes = [change.as_json() for change in tiny.changes]
+    changes = [vars(change) for change in tiny.changes]
     text = json.dumps({"recipe": str(path), "status": status, "seconds": seconds, "changes": changes}, indent=1)
     (folder / RECORD).write_text(text + "\n", encoding="utf-8")
     if status:  # print no table: it would hide the training's error message
@@ -146,14 +148,14 @@ def _cut(line: str, width: int | None) -> str:
 
 
 def _folder(out: Path | None) -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="megarl-rehearsal-")) if out is None else _create(out)
+    folder = Path(tempfile.gettempdir()) if out is None else _create(out)
     free = shutil.disk_usage(folder).free
     if free < LEAST_FREE_BYTES:
         raise ValueError(
             f"{folder} has {free >> 20} MiB free, and a tiny copy with its run needs {LEAST_FREE_BYTES >> 20}: free some "
             "space, or choose another disk with --out"
         )
-    return folder
+    return Path(tempfile.mkdtemp(prefix="megarl-rehearsal-")) if out is None else folder
 
 
 def _create(out: Path) -> Path:

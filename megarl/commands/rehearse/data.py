@@ -65,13 +65,17 @@ def write_data(recipe: Recipe, small: Recipe, folder: Path, changes: Changes) ->
 def columns_of(recipe: Recipe, key: str, file: str) -> Columns:
     """Determine the columns of a `file` in the setting `key`: from its first row, or from its folder's name if missing.
 
-    Raises RecipeError if neither determines them.
+    Raises RecipeError if neither determines them, or if the first row is empty.
     """
     path = Path(file)
     if path.is_file():
         row = next(iterate_rows(path, ("prompt",), ("messages",), ("chosen", "rejected"), optional=("data_source", "images", "response")), None)  # fmt: skip
         if row is not None:
-            layout = next(layout for column, layout in _BY_COLUMN.items() if row.values.get(column))
+            layout = next((layout for column, layout in _BY_COLUMN.items() if row.values.get(column)), None)
+            if layout is None:
+                raise RecipeError(
+                    key, f"the first row of {file} has an empty prompt", "fill or delete this row", value=file
+                )
             return Columns(layout, row.get("data_source", str) or path.parent.name)
     by_folder = _FOLDERS.get(path.parent.name)
     source = by_folder.data_source if by_folder else path.parent.name

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 from typer.testing import CliRunner
 
-from megarl.commands.data import gsm8k, word_problems
+from megarl.commands.data import geo3k, gsm8k, math, word_problems
 from megarl.commands.data.command import app
 from megarl.commands.data.quickstart import prepare_quickstart
 from megarl.data import PromptDataset, SFTDataset, load_tokenizer
@@ -78,6 +78,14 @@ def test_invalid_gsm8k_sources_are_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match="pip install datasets"):
         gsm8k.prepare("openai/gsm8k", tmp_path / "out")
+
+
+@pytest.mark.parametrize("dataset", [gsm8k, math, geo3k])
+def test_one_file_for_two_splits_is_refused(tmp_path, dataset):
+    """Otherwise train and test would have the same rows."""
+    with pytest.raises(ValueError, match=r"train\.jsonl is one file; name a folder with train and test"):
+        dataset.prepare(str(SAMPLE / "train.jsonl"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_held_out_numbers_never_appear_in_training(problems):
@@ -215,6 +223,14 @@ def test_an_intact_quickstart_is_kept_and_a_changed_one_rewritten(few_rows, tmp_
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="is a file"):
         prepare_quickstart(tmp_path / "file", seed=0)
+
+
+@pytest.mark.parametrize("manifest", ["{}", "[]", '{"settings": {}, "sha256": [], "rows": {}}', "{"])
+def test_a_damaged_manifest_is_rewritten(few_rows, tmp_path, manifest):
+    prepare_quickstart(tmp_path, seed=0)
+    (tmp_path / "quickstart.json").write_text(manifest)
+    assert prepare_quickstart(tmp_path, seed=0).reason == "quickstart.json was damaged"
+    assert not prepare_quickstart(tmp_path, seed=0).reason
 
 
 def test_the_commands(few_rows, tmp_path):

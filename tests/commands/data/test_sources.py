@@ -206,6 +206,19 @@ def test_aime_in_verls_columns_is_kept(tmp_path: Path) -> None:
     assert prepared["data_source"] == "math_dapo" and prepared["prompt"][0]["content"] == "Solve."
 
 
+def test_aime_refuses_arguments_that_its_source_ignores(tmp_path: Path) -> None:
+    verl = write_jsonl(tmp_path / "verl" / "train.jsonl", [dapo("Solve.", "33", "7")])
+    with pytest.raises(ValueError, match=r"train\.jsonl, line 1: --year 2024: rows in verl's columns keep"):
+        aime.prepare(str(verl), tmp_path / "out", year=2024)
+    with pytest.raises(ValueError, match="--split train: a file has only one split"):
+        aime.prepare(str(verl), tmp_path / "out", split="train")
+    for source in (verl, verl.parent):
+        with pytest.raises(ValueError, match="--config main: only data sets on the hub"):
+            aime.prepare(str(source), tmp_path / "out", config="main")
+    assert not (tmp_path / "out").exists()
+    assert aime.prepare(str(verl.parent), tmp_path / "out", split="train")[0] == {tmp_path / "out" / "test.parquet": 1}
+
+
 def test_an_aime_answer_above_999_is_refused(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [{"problem": "x", "answer": "1000"}])
     with pytest.raises(ValueError, match=r"line 1: the answer '1000' is not an integer from 0 to 999"):

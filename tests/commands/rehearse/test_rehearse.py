@@ -28,7 +28,7 @@ from megarl.commands.rehearse.layout import layers_for, shrink_layout
 from megarl.commands.rehearse.model import shrink_model
 from megarl.commands.rehearse.settings import shrink_settings
 from megarl.commands.rehearse.tiny_copy import TinyCopy, make_tiny_copy
-from megarl.errors import RecipeError
+from megarl.errors import InputError, RecipeError
 from megarl.hf import published
 from megarl.hf.config import number_of_experts
 from megarl.megatron.layout import check_layout
@@ -186,6 +186,26 @@ def test_rows_have_the_columns_of_the_file_if_it_exists(tmp_path: Path) -> None:
     assert (columns(str(file)).data_source, columns(str(file)).layout) == ("me/own", "pictures")
     with pytest.raises(RecipeError, match=r"set reward\.function"):
         columns("data/unheard_of/train.parquet")
+
+
+def test_an_empty_first_row_is_refused(tmp_path: Path) -> None:
+    recipe = load_recipe(ROOT / "recipes" / "grpo_qwen3_8b.yaml")
+    (tmp_path / "train.jsonl").write_text(
+        json.dumps({"data_source": "openai/gsm8k", "prompt": "", "images": []}) + "\n"
+    )
+    with pytest.raises(RecipeError, match=r"the first row of .*train\.jsonl has an empty prompt"):
+        columns_of(recipe, "data.train_files", str(tmp_path / "train.jsonl"))
+
+
+def test_a_temporary_folder_is_removed_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command.tempfile, "tempdir", str(tmp_path))
+    start = partial(rehearse, ROOT / "recipes" / "grpo_qwen3_8b.yaml", processes=None, shape=None, resume=False)
+    with pytest.raises(RecipeError):
+        start(["data.eval_files=[unheard_of/a.parquet]"], out=None)
+    monkeypatch.setattr(command.shutil, "disk_usage", lambda folder: SimpleNamespace(free=300_000))
+    with pytest.raises(InputError, match="0 MiB free"):
+        start([], out=None)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
