@@ -4,7 +4,10 @@ The row's ground truth has the format of verl's code data sets, as JSON or as th
 
     {"inputs": ["1 2\\n", ...], "outputs": ["3\\n", ...]}                    standard input and output
     {"inputs": ["[1, 2]\\n3", ...], "outputs": ["6", ...], "fn_name": "f"}   calls: one argument per line, as JSON
-    {"assert_case": ["assert f(1) == 2", ...]}                              statements after the program
+    {"assert_case": ["assert f(1) == 2", ...]}                              statements that use the program
+
+No verdict is formed where the program runs: expected values never enter its process, and statements run in another one
+(statement_runner.py).
 """
 
 from __future__ import annotations
@@ -12,10 +15,10 @@ from __future__ import annotations
 import json
 import math
 import re
-import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from megarl import sandbox
@@ -29,7 +32,7 @@ BLOCK = re.compile(r"```(?:python3?|py)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.
 TIME = ("cpu", "wall")
 
 # Runs inside the sandbox. It reads its task, one line of JSON, from stdin before the program starts, and writes its
-# answer to a file descriptor that print does not use.
+# answer to a file descriptor that print does not use. The expected result is not in the sandbox.
 HARNESS = """
 import json, os, sys
 task = json.loads(sys.stdin.readline())
@@ -40,24 +43,22 @@ exec("import bisect, collections, functools, heapq, itertools, math, operator, r
 exec("from typing import *; from collections import *; from functools import *; from itertools import *", names)
 exec("from bisect import *; from heapq import *; from math import *; from builtins import *", names)
 exec(compile(task["program"], "program.py", "exec"), names)
-if "call" in task:
-    holder = names["Solution"]() if "Solution" in names else None
-    function = getattr(holder, task["call"], None) or names[task["call"]]
-    answer = function(*task["arguments"])
-else:
-    exec(compile(task["statement"], "test.py", "exec"), names)
-    answer = task["token"]
+holder = names["Solution"]() if "Solution" in names else None
+function = getattr(holder, task["call"], None) or names[task["call"]]
+answer = function(*task["arguments"])
 os.write(answers, json.dumps(answer, default=list).encode())
 """
+STATEMENT_RUNNER = Path(__file__).with_name("statement_runner.py").read_text()
 
 
 @dataclass(frozen=True)
 class Test:
-    """One run: its source and input, and whether its output is right."""
+    """One run: its source and input, and whether its output is right. `processes`: those besides the program's."""
 
     source: str
     stdin: str
     right: Callable[[str], bool]
+    processes: int = 0
 
 
 def prepare(settings: ScorerSettings) -> None:
@@ -92,12 +93,14 @@ def grade(
         SandboxUnavailable, SandboxError: the tests could not run.
     """
     blocks = BLOCK.findall(request.response)
-    tests = tests_of(request.ground_truth, blocks[-1] if blocks else "")
+    program = (blocks[-1] if blocks else "").encode(errors="replace").decode()  # replaces lone surrogates
+    tests = tests_of(request.ground_truth, program)
     sandbox.require()
     passed = timeouts = 0
+    each = limits or sandbox.Limits()
 
     def run(test: Test) -> sandbox.Result:
-        return sandbox.run(test.source, test.stdin, limits, packages)
+        return sandbox.run(test.source, test.stdin, replace(each, processes=each.processes + test.processes), packages)
 
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="code-test") as threads:
         for start in range(0, len(tests) if blocks else 0, AT_ONCE):
@@ -148,29 +151,35 @@ def _call(program: str, name: str, inputs: Any, result: Any) -> Test:
 
 
 def _statement(program: str, statement: str) -> Test:
-    token = secrets.token_hex()  # a program that exits before the statement cannot print it
-    task = {"program": program, "statement": statement, "token": token}
-    return Test(HARNESS, json.dumps(task) + "\n", lambda output: output == json.dumps(token))
+    stdin = f"{len(program.encode())}\n{program}{statement}"
+    return Test(STATEMENT_RUNNER, stdin, lambda output: output == "passed", processes=1)
 
 
 def _matches(output: str, expected: Any) -> bool:
     """Compare a call's result with `expected`, or with its only element: some data sets put results into a list."""
     try:
         answer = json.loads(output)
-    except ValueError:
+        return same_value(answer, expected) or (
+            isinstance(expected, list) and len(expected) == 1 and same_value(answer, expected[0])
+        )
+    except (ValueError, RecursionError):  # no JSON, or nested deeper than any expected result
         return False
-    return same_value(answer, expected) or (
-        isinstance(expected, list) and len(expected) == 1 and same_value(answer, expected[0])
-    )
 
 
 def same_value(answer: Any, expected: Any) -> bool:
-    """Compare two JSON values (tuples are lists, keys are text); floats may differ by CLOSE."""
+    """Compare two JSON values (tuples are lists, keys are text).
+
+    A float may differ by CLOSE: relative to an expected float, absolute from an expected integer. 1 is not true.
+    """
     if isinstance(answer, list) and isinstance(expected, list):
         return len(answer) == len(expected) and all(map(same_value, answer, expected))
     if isinstance(answer, dict) and isinstance(expected, dict):
         return answer.keys() == expected.keys() and all(same_value(answer[key], expected[key]) for key in expected)
-    if isinstance(answer, float) and isinstance(expected, (int, float)):
+    if isinstance(answer, bool) or isinstance(expected, bool):
+        return answer is expected
+    if isinstance(answer, float) and isinstance(expected, int):
+        return abs(answer - expected) <= CLOSE if abs(expected) < 2**53 else answer == expected
+    if isinstance(answer, (int, float)) and isinstance(expected, float):
         return math.isclose(answer, expected, rel_tol=CLOSE, abs_tol=CLOSE)
     return bool(answer == expected)
 

@@ -16,6 +16,7 @@ from megarl.rewards.code import grade, same_output, same_value
 from megarl.rewards.scoring import Scoring
 from megarl.rewards.weighted import terms_of
 from tests.support.sandbox_machine import needs_sandbox
+from tests.support.verdict_forgeries import CALL_FORGERIES, FORGERIES
 
 SUMS = {"inputs": ["1 2\n", "3 4\n", "-1 1\n", "10 20\n"], "outputs": ["3\n", "7\n", "0\n", "30\n"]}
 CALLS = {"inputs": ["[1, 2]\n3", "[]\n0"], "outputs": ["6", "0"], "fn_name": "total"}
@@ -91,6 +92,83 @@ def test_results_in_a_list_of_one_are_unwrapped() -> None:
 )
 def test_statements(program: str, passed: int) -> None:
     assert score(program, ASSERTS).parts["passed"] == passed
+
+
+# Programs that are right, and statements that data sets have.
+STACK = "class Stack:\n    def __init__(self): self.items = []\n    def push(self, x): self.items.append(x); return self\n    def pop(self): return self.items.pop()\n    def __len__(self): return len(self.items)\n    def __eq__(self, o): return self.items == o.items\n    def __repr__(self): return f'Stack({self.items})'"
+RIGHT = {
+    "literals": ("def f(x): return {'a': [(1, 2.5), None, True], 2: {3}, 'b': b'x', 'c': 1j}", "assert f(0) == {'a': [(1, 2.5), None, True], 2: {3}, 'b': b'x', 'c': 1j}"),
+    "a tuple is not a list": ("def f(x): return (1, 2)", "assert f(0) == (1, 2) and f(0) != [1, 2]"),
+    "comparison": ("def f(x): return x / 3", "assert abs(f(1) - 0.3333333) < 1e-6 and math.isclose(f(3), 1) and f(9) > 2"),
+    "sorted and set": ("def f(x): return [3, 1, 1]", "assert sorted(f(0)) == [1, 1, 3] and set(f(0)) == {1, 3} and len(f(0)) == 3"),
+    "nested calls": ("def f(x): return x + 1", "assert f(f(f(1))) == 4"),
+    "keywords": ("def f(x, *, y=1): return x + y", "assert f(1, y=4) == 5 and f(x=2) == 3"),
+    "changes its argument": ("def f(xs): xs.sort()", "xs = [3, 1]\nassert f(xs) is None\nassert xs == [1, 3]"),
+    "changes a dictionary and a set": ("def f(d, s): d['a'] = 1; s.discard(2)", "d, s = {}, {1, 2}\nf(d, s)\nassert d == {'a': 1} and s == {1}"),
+    "takes a function": ("def f(g, xs): return [g(x) for x in xs]", "assert f(lambda x: x * 2, [1, 2]) == [2, 4]"),
+    "returns a function": ("def f(x): return lambda y: x + y", "assert f(1)(2) == 3"),
+    "returns a generator": ("def f(x):\n    yield from range(x)", "assert list(f(3)) == [0, 1, 2] and sum(f(4)) == 6"),
+    "an endless generator": ("def f():\n    x = 0\n    while True:\n        yield x\n        x += 1", "g = f()\nassert [next(g) for _ in range(3)] == [0, 1, 2]"),
+    "a class": (STACK, "s = Stack()\ns.push(1).push(2)\nassert s.pop() == 2 and len(s) == 1 and isinstance(s, Stack)\nassert s == Stack().push(1) and s != Stack()\nassert str(s) == 'Stack([1])' and s.items == [1]"),
+    "attributes": ("class P:\n    x = 1", "p = P()\np.x = 5\nassert p.x == 5 and P.x == 1"),
+    "operators between objects": ("class V:\n    def __init__(self, x): self.x = x\n    def __add__(self, o): return V(self.x + o.x)\n    def __lt__(self, o): return self.x < o.x", "assert (V(1) + V(2)).x == 3 and V(1) < V(2)"),
+    "a built-in error": ("def f(x): raise ValueError('too small')", "try:\n    f(1)\nexcept ValueError as error:\n    assert str(error) == 'too small'\nelse:\n    assert False"),
+    "an error class of the program": ("class E(KeyError): pass\ndef f(x): raise E(1)", "try:\n    f(1)\n    assert False\nexcept LookupError:\n    pass"),
+    "the name of a built-in": ("def sum(a, b): return a * b", "assert sum(10, 15) == 150"),
+    "the name of a library function": ("def gcd(a, b): return 'mine'", "assert gcd(4, 6) == 'mine'"),
+    "libraries of the statement": ("import collections\ndef f(x): return collections.Counter(x)", "from collections import Counter\nassert f('aab') == Counter('aab')"),
+    "libraries of the program": ("import fractions as fr\nfrom decimal import Decimal\ndef f(x): return fr.Fraction(x, 3), Decimal('1.5')", "assert f(1) == (fr.Fraction(1, 3), Decimal('1.5'))"),
+    "a constant": ("LIMIT = 10\ndef f(x): return x", "assert LIMIT == 10"),
+    "a method of Solution": ("class Solution:\n    def f(self, xs: List[int]) -> int: return max(xs)", "assert Solution().f([1, 5]) == 5"),
+    "check of a candidate": ("def f(x): return x + 1", "METADATA = {}\ndef check(candidate):\n    assert candidate(1) == 2\n    assert candidate(-1) == 0, 'message'\ncheck(f)"),
+    "a huge number": ("def f(x): return 10 ** 5000", "assert f(1) == 10 ** 5000"),
+    "text with all characters": ("def f(x): return x + '\\x00\\U0001f600é'", "assert f('ü') == 'ü\\x00\\U0001f600é'"),
+    "large arguments": ("def f(xs): return len(xs)", "assert f(list(range(100000))) == 100000"),
+    "nan": ("def f(x): return float('nan')", "assert math.isnan(f(1)) and f(1) != f(1)"),
+    "a deque": ("from collections import deque\ndef f(x): return deque([x, 2])", "assert f(1) == deque([1, 2]) and list(f(1)) == [1, 2]"),
+    "prints": ("def f(x): print('passed', x); return x", "assert f(1) == 1"),
+    "no assertion": ("def f(x): return x", "import os"),
+}  # fmt: skip
+
+
+@needs_sandbox
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_program_passes_a_statement(name: str) -> None:
+    program, statement = RIGHT[name]
+    assert score(program, {"assert_case": [statement]}).value == 1
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("program", "statement"), [case[1:] for case in FORGERIES], ids=[case[0] for case in FORGERIES]
+)
+def test_no_statement_is_forged(program: str, statement: str) -> None:
+    limits = sandbox.Limits(cpu_seconds=2, wall_seconds=4)
+    assert grade(request(program, {"assert_case": [statement]}), False, limits)["passed"] == 0
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("program", "expected"), [case[1:] for case in CALL_FORGERIES], ids=[case[0] for case in CALL_FORGERIES]
+)
+def test_no_result_of_a_call_is_forged(program: str, expected: Any) -> None:
+    truth = {"inputs": [[3]], "outputs": [expected], "fn_name": "f"}
+    assert grade(request(program, truth), False)["passed"] == 0
+
+
+@needs_sandbox
+def test_a_program_may_have_as_few_processes_as_a_recipe_allows() -> None:
+    """The process of the statement does not count."""
+    truth = {"assert_case": ["assert f(1) == 1"]}
+    limits = sandbox.Limits(processes=1)
+    assert grade(request("def f(x): return x", truth), False, limits)["passed"] == 1
+    forks = "import os\ndef f(x): return os.fork() >= 0"
+    assert grade(request(forks, truth), False, limits)["passed"] == 0
+
+
+@needs_sandbox
+def test_lone_surrogates_in_a_response_are_a_wrong_answer() -> None:
+    assert score("print('\ud800')", {"inputs": [""], "outputs": ["x"]}).value == 0
 
 
 @needs_sandbox
