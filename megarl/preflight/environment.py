@@ -22,7 +22,14 @@ def environment_notices(recipe: Recipe, platform: Any, *, training: bool = True)
     notices = trainer_notices(recipe, platform) if training else []
     if training:
         notices += [
-            notice for notice in (loss_notice(recipe.algorithm), seeds_notice(recipe), traces_notice(recipe)) if notice
+            notice
+            for notice in (
+                loss_notice(recipe.algorithm),
+                warmup_notice(recipe),
+                seeds_notice(recipe),
+                traces_notice(recipe),
+            )
+            if notice
         ]
     for engine, spec in first_specs(recipe, training=training):
         if training and recipe.train.source != "rollout" and spec.recipe_section == "rollout":
@@ -36,3 +43,14 @@ def environment_notices(recipe: Recipe, platform: Any, *, training: bool = True)
                 "beta; see docs/numerics.md"
             )
     return list(dict.fromkeys(notices))
+
+
+def warmup_notice(recipe: Recipe) -> str | None:
+    """Return a notice if the run ends before the learning rate's warm-up does."""
+    warmup, steps = recipe.actor.optimizer.warmup_steps, recipe.train.steps * recipe.actor.mini_batches
+    if warmup <= steps:
+        return None
+    return (
+        f"the run has {steps} optimizer steps, and actor.optimizer.warmup_steps is {warmup}: the learning rate reaches "
+        f"{steps / warmup:.0%} of actor.optimizer.lr"
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, Optional
 
-from megarl.recipe.key import key
+from megarl.recipe.key import MOST_PROCESSES, key
 
 JUDGE = "judge"
 """The judge's name in `reward.function`, `reward.functions` and metrics."""
@@ -21,7 +21,7 @@ class JudgeConfig:
         None, "Hugging Face directory of the judge, with its tokenizer and chat template. Required with a judge."
     )
     engine: str = key("vllm", "Engine, as `rollout.engine`.")
-    engines: int = key(1, "Number of engines. Each is a replica of the judge.", at_least=1)
+    engines: int = key(1, "Number of engines. Each is a replica of the judge.", at_least=1, at_most=MOST_PROCESSES)
     tensor_parallel: int = key(1, "Tensor-parallel size within an engine.", at_least=1)
     dtype: Optional[Literal["float32", "bfloat16", "float16"]] = key(None, "Data type. Unset: `model.dtype`.")
     engine_args: dict[str, Any] = key({}, "Further arguments of the engine, as `rollout.engine_args`.")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+MOST_PROCESSES = 100_000
+"""Engines or trainers of a run: ten times the largest cluster that was reported."""
+
 
 def key(
     default: Any, doc: str, *, at_least: float | None = None, above: float | None = None, at_most: float | None = None

@@ -24,6 +24,8 @@ from megarl.recipe.schema import Recipe
 from megarl.registry import nearest
 
 COMMAND_LINE = "command line"
+LONGEST_NAME = 255
+"""Bytes of a file or folder name."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def _file_layers(path: Path, children: tuple[Path, ...]) -> Iterator[tuple[Path,
         raise RecipeError("base", f"{path} is among its own base files", "remove one of them", origin=str(children[-1]))
     content = _read_yaml(path, named_by)
     bases = content.pop("base", [])
-    for base in [bases] if isinstance(bases, str) else bases:
+    for base in bases if isinstance(bases, list) else [bases]:
         if not isinstance(base, str):
             raise RecipeError(
                 "base", "a base must be a file name", "write base: other.yaml", value=base, origin=str(path)
@@ -113,6 +115,9 @@ def _file_layers(path: Path, children: tuple[Path, ...]) -> Iterator[tuple[Path,
 
 
 def _read_yaml(path: Path, named_by: str) -> dict[str, Any]:
+    if len(path.name) > LONGEST_NAME:
+        problem = f"the file name has {len(path.name)} characters, and a file system allows {LONGEST_NAME}"
+        raise RecipeError("recipe", problem, "give the file of a recipe", origin=named_by)
     if not path.is_file():
         folder = path.parent if path.parent.is_dir() else Path(".")
         close = nearest(path.name, [file.name for file in folder.glob("*.yaml")])
@@ -127,6 +132,9 @@ def _read_yaml(path: Path, named_by: str) -> dict[str, Any]:
             "correct the line that the message names",
             origin=str(path),
         ) from error
+    except RecursionError as error:
+        problem = "the YAML is nested too deeply"
+        raise RecipeError("recipe", problem, "a recipe has sections and keys", origin=str(path)) from error
     if not isinstance(loaded, DictConfig):
         raise RecipeError(
             "recipe", "a recipe must be a mapping of sections", "start with e.g. model:", origin=str(path)
@@ -154,7 +162,8 @@ def _parse_overrides(overrides: Sequence[str]) -> tuple[DictConfig, list[RecipeE
             yaml.YAMLError,
             OmegaConfBaseException,
             IndexError,
-        ) as error:  # IndexError: a bracket that is not closed
+            RecursionError,
+        ) as error:  # IndexError: a bracket that is not closed. RecursionError: brackets within brackets
             problem = f"the value does not parse: {' '.join(str(error).split())}"
             errors.append(RecipeError(name, problem, "quote it", value=value, origin=COMMAND_LINE))
     content = typing.cast("dict[str, Any]", OmegaConf.to_container(layer))
@@ -188,6 +197,10 @@ def _merge(merged: DictConfig, layer: DictConfig, origin: str) -> Iterator[Recip
             yield RecipeError(name, problem, "give true or false", value=value, origin=origin)
             continue
         value = _as_list_if_declared(value, _type_of(name))
+        items = value if isinstance(value, list) and _type_of(name) == list[str] else []
+        if wrong := [item for item in items if not isinstance(item, (str, int, float))]:
+            yield RecipeError(name, "an item is not text", "give a list of texts", value=wrong[0], origin=origin)
+            continue
         try:
             OmegaConf.update(merged, name, value, merge=not isinstance(value, Mapping) or bool(value))
         except OmegaConfBaseException as error:

@@ -16,7 +16,7 @@ from megarl.recipe.algorithm import AlgorithmConfig
 from megarl.recipe.data import DataConfig
 from megarl.recipe.environment import EnvironmentConfig
 from megarl.recipe.judge import JudgeConfig
-from megarl.recipe.key import key
+from megarl.recipe.key import MOST_PROCESSES, key
 from megarl.recipe.observe import ObserveConfig
 from megarl.recipe.remote import RemoteConfig
 from megarl.recipe.sandbox import SandboxConfig
@@ -69,7 +69,7 @@ class RolloutConfig:
     """Sampling, and the engines that sample."""
 
     engine: str = key("vllm", "Rollout engine: `vllm`, or `sglang` (accelerators only).")
-    engines: int = key(1, "Number of engines. Each is a replica of the policy.", at_least=1)
+    engines: int = key(1, "Number of engines. Each is a replica of the policy.", at_least=1, at_most=MOST_PROCESSES)
     tensor_parallel: int = key(1, "Tensor-parallel size within an engine.", at_least=1)
     data_parallel: int = key(
         1,
@@ -128,7 +128,7 @@ class TeacherConfig:
         None, "Hugging Face directory of the teacher. Its tokenizer must equal the policy's. Required with a teacher."
     )
     engine: str = key("vllm", "Engine, as `rollout.engine`.")
-    engines: int = key(1, "Number of engines. Each is a replica of the teacher.", at_least=1)
+    engines: int = key(1, "Number of engines. Each is a replica of the teacher.", at_least=1, at_most=MOST_PROCESSES)
     tensor_parallel: int = key(1, "Tensor-parallel size within an engine.", at_least=1)
     dtype: Optional[Literal["float32", "bfloat16", "float16"]] = key(None, "Data type. Unset: `model.dtype`.")
     engine_args: dict[str, Any] = key({}, "Further arguments of the engine, as `rollout.engine_args`.")
@@ -206,7 +206,9 @@ class ClusterConfig:
     transport: Literal["auto", "ray", "torchrun"] = key(
         "auto", "Launcher of the worker processes. auto: torchrun if megarl was started by it, else Ray."
     )
-    trainers: int = key(1, "Trainer processes, one per device. Under torchrun: --nproc-per-node.", at_least=1)
+    trainers: int = key(
+        1, "Trainer processes, one per device. Under torchrun: --nproc-per-node.", at_least=1, at_most=MOST_PROCESSES
+    )
     device_peak_tflops: Optional[float] = key(
         None,
         "Dense bf16 peak of a trainer's device in TFLOP/s, the reference of `perf/mfu`. Unset: looked up by the device's name; an unknown device has no MFU.",

@@ -89,7 +89,7 @@ class MegatronConfig:
 class OptimizerConfig:
     """AdamW and its learning-rate schedule. Each mini batch is an optimizer step."""
 
-    lr: float = key(1e-6, "Peak learning rate.", at_least=0)
+    lr: float = key(1e-6, "Peak learning rate.", at_least=0, at_most=1)
     min_lr_ratio: float = key(0.0, "Learning rate at the end of the decay, as a share of `lr`.", at_least=0, at_most=1)
     warmup_steps: int = key(0, "Optimizer steps of linear warm-up.", at_least=0)
     decay: Literal["constant", "linear", "cosine"] = key("constant", "Shape of the schedule after warm-up.")
@@ -126,7 +126,7 @@ class LoraConfig:
 class CriticOptimizerConfig(OptimizerConfig):
     """The critic's AdamW: the actor's settings, but a higher default rate, because the value head starts untrained."""
 
-    lr: float = key(1e-5, "Peak learning rate.", at_least=0)
+    lr: float = key(1e-5, "Peak learning rate.", at_least=0, at_most=1)
 
 
 @dataclass

@@ -364,7 +364,7 @@ def test_a_model_is_built_from_mindspeeds_modules(quickstart_data: Path, tmp_pat
 
 
 def run_mindspeed(source: Path, cases: Any) -> dict[str, Any]:
-    command = [sys.executable, str(ROOT / "tests" / "mindspeed_worker.py"), str(source)]
+    command = [sys.executable, str(ROOT / "tests" / "support" / "mindspeed_worker.py"), str(source)]
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, input=json.dumps(cases), capture_output=True, text=True, timeout=900, env=environ)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -18,7 +18,7 @@ from megarl.hf.published import read
 from megarl.platform import environment
 from megarl.platform.environment import Requirement, RoleSettings, at_least
 from megarl.platform.npu import NPUPlatform
-from megarl.preflight.environment import environment_notices
+from megarl.preflight.environment import environment_notices, warmup_notice
 from megarl.preflight.load import load_recipe
 from megarl.recipe.environment import variables
 
@@ -259,3 +259,12 @@ def test_the_neutral_allocator_variable_has_precedence() -> None:
     assert role.environment(shell) == shell, "torch would ignore the other name"
     (notice,) = role.notices(shell)
     assert "PYTORCH_ALLOC_CONF=max_split_size_mb:64, which is kept" in notice
+
+
+def test_a_warm_up_longer_than_the_run_has_a_notice() -> None:
+    recipe = load_recipe(DEEPSEEK)
+    recipe.train.steps, recipe.actor.mini_batches = 5, 2
+    recipe.actor.optimizer.warmup_steps = 10
+    assert warmup_notice(recipe) is None
+    recipe.actor.optimizer.warmup_steps = 40
+    assert "has 10 optimizer steps" in str(warmup_notice(recipe)) and "reaches 25%" in str(warmup_notice(recipe))

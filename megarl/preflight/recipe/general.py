@@ -33,6 +33,9 @@ from megarl.recipe.schema import EvaluationConfig, Recipe, RolloutConfig
 from megarl.recipe.training import LoraConfig
 
 Errors = Iterator[RecipeError]
+LONGEST_RUN_NAME = 200  # bytes; files beside the run's folder have longer names, and a file system allows 255
+LARGEST_NUMBER = 1e15
+"""Larger settings are refused: no size, time or coefficient of a run comes near it, and kernels overflow."""
 
 
 def validate(recipe: Recipe) -> None:
@@ -98,8 +101,13 @@ def bound_errors(section: Any, prefix: str = "") -> Errors:
 
 
 def _bound_errors(name: str, value: float, metadata: Any) -> Errors:
-    if math.isnan(value):
-        yield RecipeError(name, "the value is NaN", "give a number", value=value)
+    if isinstance(value, float) and not math.isfinite(value):
+        yield RecipeError(
+            name, f"the value is {'NaN' if math.isnan(value) else value}", "give a finite number", value=value
+        )
+        return
+    if abs(value) > LARGEST_NUMBER:
+        yield RecipeError(name, f"must be at most {LARGEST_NUMBER:g}", "give a smaller number", value=value)
         return
     for bound, holds, words in (
         ("at_least", lambda value, limit: value >= limit, "at least"),
@@ -127,9 +135,10 @@ def with_defaults(recipe: Recipe, keys: Sequence[str]) -> Recipe:
 def required_key_errors(recipe: Recipe) -> Errors:
     if not recipe.model.path:
         yield RecipeError("model.path", "unset", "give the Hugging Face directory of the starting model", value="")
-    if not recipe.name or "/" in recipe.name or recipe.name in (".", ".."):
-        remedy = "use letters, digits, - and _"
-        yield RecipeError("name", "a run's name must be a folder name", remedy, value=recipe.name)
+    is_folder_name = recipe.name not in ("", ".", "..") and "/" not in recipe.name and recipe.name.isprintable()
+    if not is_folder_name or len(recipe.name.encode(errors="replace")) > LONGEST_RUN_NAME:
+        problem = f"a run's name must be a folder name of at most {LONGEST_RUN_NAME} bytes"
+        yield RecipeError("name", problem, "use letters, digits, - and _", value=recipe.name)
 
 
 def actor_errors(recipe: Recipe) -> Errors:

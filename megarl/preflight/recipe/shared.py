@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from megarl.errors import RecipeError
@@ -10,11 +9,7 @@ from megarl.recipe.training import MegatronConfig, OptimizerConfig
 
 
 def optimizer_errors(section: str, optimizer: OptimizerConfig) -> Iterator[RecipeError]:
-    """Yield an error for each infinite setting of `section`.optimizer and for betas outside [0, 1)."""
-    for name, value in vars(optimizer).items():
-        if isinstance(value, float) and math.isinf(value):
-            problem = "an infinite value would turn every weight into NaN"
-            yield RecipeError(f"{section}.optimizer.{name}", problem, "give a finite number", value=value)
+    """Yield an error for betas outside [0, 1)."""
     if any(beta < 0 or beta >= 1 for beta in optimizer.betas):
         key, betas = f"{section}.optimizer.betas", list(optimizer.betas)
         yield RecipeError(key, "each beta must be in [0, 1)", "set betas in this range, e.g. [0.9, 0.98]", value=betas)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from megarl.errors import RecipeError
@@ -24,9 +23,6 @@ def weight_sync_errors(recipe: Recipe) -> Iterator[RecipeError]:
         problem = f"weight_sync.transport={weight_sync.transport} writes no files"
         remedy = "leave it out, or set weight_sync.transport=files"
         yield RecipeError("weight_sync.directory", problem, remedy, value=weight_sync.directory)
-    if math.isinf(weight_sync.timeout):
-        remedy = "give seconds, e.g. 3600"
-        yield RecipeError("weight_sync.timeout", "the timeout must be finite", remedy, value=weight_sync.timeout)
     yield from _heartbeat_errors(recipe)
     if weight_sync.route == "full" and weight_sync.check_every and not wants_adapters(recipe):
         problem = "weight_sync.route=full has no sharded update to compare with the export"
