@@ -32,6 +32,24 @@ def number_of_experts(config: dict[str, Any]) -> int:
     return next((int(config[name]) for name in EXPERTS if config.get(name)), 0)
 
 
+def with_layers(config: dict[str, Any], layers: int, *, dense: int = 1) -> dict[str, Any]:
+    """Return the fields of config.json that set the number of layers, with the lists that transformers 5 writes per layer.
+
+    `config`: from `text_fields`. `dense`: largest number of dense layers before mixtures of experts, which keep at least
+    one layer.
+    """
+    dense = min(dense, config.get("first_k_dense_replace") or 0)
+    layers = max(layers, dense + 1)
+    fields: dict[str, Any] = {"num_hidden_layers": layers}
+    if config.get("first_k_dense_replace"):
+        fields["first_k_dense_replace"] = dense
+    if kinds := config.get("layer_types"):
+        fields["layer_types"] = (kinds * layers)[:layers]
+    if config.get("max_window_layers") is not None:
+        fields["max_window_layers"] = min(config["max_window_layers"], layers)
+    return fields
+
+
 def context_length(hf_config: dict[str, Any]) -> int | None:
     """Return the model's context length in tokens; None if config.json does not state it. With scaled rotary embeddings
     only the engine computes it."""

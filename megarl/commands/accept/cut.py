@@ -16,10 +16,9 @@ from megarl.commands.data.tiny_weights import shapes
 from megarl.commands.rehearse.changes import Changes
 from megarl.commands.rehearse.data import write_data
 from megarl.commands.rehearse.layout import layers_for, stage_layers
-from megarl.commands.rehearse.model import fields_per_layer
 from megarl.commands.rehearse.settings import shrink_settings
 from megarl.engines.specs import fixed_models, longest_sample
-from megarl.hf.config import number_of_experts, text_fields, with_experts
+from megarl.hf.config import number_of_experts, text_fields, with_experts, with_layers
 from megarl.preflight.load import load_recipe
 from megarl.preflight.models import read_hf_config
 from megarl.recipe.load import to_yaml
@@ -150,14 +149,8 @@ def layers_of(megatron: MegatronConfig) -> int:
 def cut_config(config: dict[str, Any], original: MegatronConfig, cut: MegatronConfig) -> dict[str, Any]:
     """Return a config.json with few layers, and with the recipe's number of experts per rank."""
     small = {name: value for name, value in config.items() if name not in ("text_config", "quantization_config")}
-    dense = min(1, config.get("first_k_dense_replace") or 0)
-    layers = max(layers_of(cut), dense + 1)
-    small["num_hidden_layers"] = layers
-    if dense:
-        small["first_k_dense_replace"] = dense
-    return (
-        small | fields_per_layer(config, layers) | fewer_experts(config, cut.expert_parallel, original.expert_parallel)
-    )
+    experts = fewer_experts(config, cut.expert_parallel, original.expert_parallel)
+    return small | with_layers(config, layers_of(cut)) | experts
 
 
 def fewer_experts(config: dict[str, Any], ranks: int, like: int) -> dict[str, int]:

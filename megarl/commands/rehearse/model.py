@@ -6,7 +6,7 @@ from typing import Any
 
 from megarl.commands.data.tiny_tokenizer import EOS_ID, FIRST_IMAGE_ID, IMAGE_TOKENS, PAD_ID, VOCAB_LIMIT
 from megarl.commands.rehearse.changes import Changes
-from megarl.hf.config import number_of_experts, text_fields, with_experts
+from megarl.hf.config import number_of_experts, text_fields, with_experts, with_layers
 
 Config = dict[str, Any]
 
@@ -32,25 +32,11 @@ def shrink_model(hf_config: Config, layers: int, changes: Changes) -> Config:
     config = text_fields(hf_config)
     config.pop("text_config", None)
     small = {**config, **_attention(config), **_experts(config), **_ids(config)}
-    dense = min(1, config.get("first_k_dense_replace") or 0)
-    if dense:
-        small["first_k_dense_replace"] = dense
-    small |= {"num_hidden_layers": max(layers, dense + 1), "vocab_size": VOCAB_LIMIT, "initializer_range": _SPREAD}
+    small |= with_layers(config, layers) | {"vocab_size": VOCAB_LIMIT, "initializer_range": _SPREAD}
     small |= {"intermediate_size": WIDTH, "dtype" if "dtype" in config else "torch_dtype": "float32"}
-    small |= fields_per_layer(config, small["num_hidden_layers"])
     if "vision_config" in config:
         small |= _vision(config, small)
     _note(config, small, changes)
-    return small
-
-
-def fields_per_layer(config: Config, layers: int) -> Config:
-    """Return the fields that transformers 5 writes per layer."""
-    small: Config = {}
-    if kinds := config.get("layer_types"):
-        small["layer_types"] = (kinds * layers)[:layers]
-    if config.get("max_window_layers") is not None:
-        small["max_window_layers"] = min(config["max_window_layers"], layers)
     return small
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from megarl.commands.plan.build import make_plan
 from megarl.commands.plan.count.devices import Occupants
@@ -231,6 +232,19 @@ def test_equal_settings_are_counted_once(tmp_path: Path) -> None:
     assert len(client.requests) == 3, "two stages of a layer each, and one of two"
     forecast.peak(task.recipe)
     assert len(client.requests) == 6, "without context parallel, attention keeps other things"
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_samples_of_a_forecast_are_valid_models(nested: bool, tmp_path: Path) -> None:
+    """Fields per layer are shortened, and a text section does not override the number of layers."""
+    text = {**DENSE, "head_dim": 8, "layer_types": ["full_attention"] * 6, "max_window_layers": 6}
+    vision = {"hidden_size": 64, "num_heads": 2, "depth": 2, "out_hidden_size": 32}
+    whole = {**text, "model_type": "qwen2_5_vl", "text_config": text, "vision_config": vision}
+    task = subject(4, whole if nested else text)
+    Forecast(NO_CLIENT, task.recipe, task.model, task.shape, tmp_path)
+    for layers in (2, 3):
+        read = transformers.AutoConfig.from_pretrained(tmp_path / f"of_{layers}").get_text_config()
+        assert read.num_hidden_layers == len(read.layer_types) == layers and read.hidden_size == 32
 
 
 def test_uncounted_engines_are_named() -> None:

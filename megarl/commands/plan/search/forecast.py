@@ -16,7 +16,7 @@ from megarl.commands.plan.count.rank_client import CannotCount, RankClient, Rank
 from megarl.commands.plan.count.types import Activations
 from megarl.commands.plan.count.workload import Workload, peak_workload
 from megarl.commands.plan.search.lower_bound import StagePart, chunks_in_flight, largest_parts, min_held_bytes
-from megarl.hf.config import number_of_experts, text_fields, with_experts
+from megarl.hf.config import number_of_experts, text_fields, with_experts, with_layers
 from megarl.hf.shape import ModelShape
 from megarl.recipe.schema import Recipe
 from megarl.recipe.training import MegatronConfig
@@ -148,10 +148,10 @@ def _tokens(recipe: Recipe, stage: int) -> float:
 def _small(model: dict[str, Any], layers: int) -> dict[str, Any]:
     """Return `model` with this many equal layers, and with few experts: a rank's experts still receive as many tokens."""
     text = text_fields(model)
-    few: dict[str, Any] = {"num_hidden_layers": layers, "num_nextn_predict_layers": 0}
+    text.pop("text_config", None)
+    few = with_layers(text, layers, dense=0) | {"num_nextn_predict_layers": 0}
     if experts := number_of_experts(text):
         count = min(experts, max(2 * text["num_experts_per_tok"], 4 * (text.get("n_group") or 1)))
         few |= with_experts(text, count)
-        few |= {"first_k_dense_replace": 0} if "first_k_dense_replace" in text else {}
         few |= {"mlp_only_layers": []} if "mlp_only_layers" in text else {}
-    return {**model, **few}
+    return {**text, **few}
