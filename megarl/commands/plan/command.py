@@ -14,7 +14,7 @@ from megarl.commands.plan.count.types import RecipePlan
 from megarl.commands.plan.environment import environment_of
 from megarl.commands.plan.options import SECONDS, PlanOptions, device_of
 from megarl.commands.plan.preflight import Checked, checked
-from megarl.commands.plan.routes import expected_routes
+from megarl.commands.plan.routes import as_expected, expected_routes
 from megarl.commands.plan.search.command import load_for_search, require_device, subject_of, with_suggestions
 from megarl.commands.plan.search.search import search
 from megarl.commands.plan.show import search_console
@@ -39,7 +39,7 @@ def plan(path: Path, overrides: Sequence[str], options: PlanOptions, model: str 
     """
     kind, table, device_notes = _device(path, options)
     if options.search:
-        return _search(path, overrides, options, model, require_device(kind))
+        return _search(path, overrides, options, model, require_device(kind), device_notes)
     with with_suggestions(path, overrides, model, kind):
         recipe = load_recipe(path, overrides)
         look = checked(recipe, path, model)
@@ -89,13 +89,19 @@ def _device(path: Path, options: PlanOptions) -> tuple[Device | None, Device | N
     return calibration.apply(kind) if calibration is not None else kind, kind, notes
 
 
-def _search(path: Path, overrides: Sequence[str], options: PlanOptions, model: str | None, device: Device) -> int:
+def _search(
+    path: Path, overrides: Sequence[str], options: PlanOptions, model: str | None, device: Device, notes: list[str]
+) -> int:
     recipe, divides = load_for_search(path, overrides, model, device)
     look = checked(divides, path, model)
     look.require(strict=options.strict)
-    subject = subject_of(recipe, _models(look), device, options.response)
     with as_input_error():
+        routes = expected_routes(divides, device)
+        for route in routes[:1]:
+            check_route(divides, route)
+        subject = subject_of(as_expected(recipe, routes), _models(look), device, options.response)
         result = search(subject, seconds=options.seconds or SECONDS)
+        result = replace(result, unchecked=look.unchecked, notes=[*look.notes, *notes])
         if options.as_json:
             print(search_console.as_json(subject, result))
         else:

@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 import transformers
 
+from megarl.commands.plan import command
 from megarl.commands.plan.build import make_plan
 from megarl.commands.plan.count.devices import Occupants
 from megarl.commands.plan.count.rank_client import RankClient, RankRequest
 from megarl.commands.plan.count.stages import built_from, stages_of
 from megarl.commands.plan.count.types import Activations, PipelineStage, RankMemory
+from megarl.commands.plan.options import PlanOptions
+from megarl.commands.plan.preflight import Checked
 from megarl.commands.plan.search import search as module
 from megarl.commands.plan.search import suggest
 from megarl.commands.plan.search.command import require_device
@@ -28,8 +31,10 @@ from megarl.commands.plan.search.search import SearchResult, families, search
 from megarl.commands.plan.search.step_time import StepTimes
 from megarl.commands.plan.show.search_console import name_of, show, summary_lines, why
 from megarl.commands.plan.time.estimate import estimate
-from megarl.errors import InputError
+from megarl.engines.routes import WeightRoute
+from megarl.errors import InputError, RecipeError
 from megarl.preflight.load import load_recipe
+from megarl.preflight.models import POLICY
 from megarl.recipe.load import to_yaml
 from megarl.recipe.schema import Recipe
 from tests.support.layout_search import DENSE, H100, NO_CLIENT, SPARSE, FakeFitChecker, recipe, subject
@@ -45,7 +50,7 @@ def run(task: Subject, checker: FakeFitChecker, *, seconds: float = 60.0, count:
 def everything(result: SearchResult) -> int:
     rejected = result.too_large + result.unlikely + result.counted_too_large + sum(result.refused.values())
     rejected += result.hosts_too_small
-    return len(result.best) + rejected + result.slower + result.not_reached
+    return len(result.best) + rejected + result.slower + result.not_reached + result.not_examined
 
 
 def test_candidates_are_sorted_by_time_with_one_per_shape() -> None:
@@ -177,6 +182,14 @@ def test_a_search_stops_at_its_time_limit() -> None:
     assert any("Not reached in" in line for line in summary_lines(result))
 
 
+def test_a_search_that_found_enough_does_not_ask_for_more_time() -> None:
+    result = run(subject(), FakeFitChecker(), count=2)
+    assert result.not_examined > 0 == result.not_reached and everything(result) == result.possible
+    lines = summary_lines(result)
+    assert f"Not examined, since 2 layouts were found: {result.not_examined:,}." in lines
+    assert not any("--seconds" in line or "All were examined" in line for line in lines)
+
+
 def test_the_recipes_layout_is_counted_even_with_little_time() -> None:
     """The recipe's layout is the slowest here; all faster ones take long to count and are too large."""
     task = subject(pipeline_parallel=2, recompute="full", offload=True)
@@ -268,6 +281,41 @@ def test_step_times_equal_the_estimate() -> None:
 def test_a_search_without_a_device_is_refused() -> None:
     with pytest.raises(InputError, match="give --device"):
         require_device(None)
+
+
+def search_command(route: str, monkeypatch: pytest.MonkeyPatch, as_json: bool = True) -> tuple[int, list[Subject]]:
+    """Run `plan --search` where the expected route is full, with a search that finds nothing. Return the subjects."""
+    subjects: list[Subject] = []
+
+    def nothing(task: Subject, *, seconds: float) -> SearchResult:
+        subjects.append(task)
+        return SearchResult()
+
+    task = subject(4, DENSE)
+    task.recipe.weight_sync.route = route  # type: ignore[assignment]
+    look = Checked(unchecked=["rewards: no judge here"], notes=["seeds differ"], models={POLICY: task.model})
+    monkeypatch.setattr(command, "load_for_search", lambda *_: (task.recipe, task.recipe))
+    monkeypatch.setattr(command, "checked", lambda *_: look)
+    monkeypatch.setattr(command, "search", nothing)
+    monkeypatch.setattr(command, "device_of", lambda *_: (H100, ["the device is H100, as the recipe says"]))
+    full = WeightRoute("full", "this vLLM has no layerwise update", "vLLM 0.16")
+    monkeypatch.setattr(command, "expected_routes", lambda *_: [full])
+    return command.plan(Path("x.yaml"), [], PlanOptions(search=True, as_json=as_json)), subjects
+
+
+def test_a_search_uses_the_expected_route_and_shows_the_notes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, subjects = search_command("auto", monkeypatch)
+    assert status == 1 and [task.recipe.weight_sync.route for task in subjects] == ["full"]
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["unchecked"] == ["rewards: no judge here"]
+    assert shown["notes"] == ["seeds differ", "the device is H100, as the recipe says"]
+    search_command("auto", monkeypatch, as_json=False)
+    printed = capsys.readouterr().out
+    assert "Not checked: rewards: no judge here" in printed and "as the recipe says" in printed
+    with pytest.raises(RecipeError, match="engines do not support it"):
+        search_command("sharded", monkeypatch)
 
 
 def test_the_table_is_within_100_columns(capsys: pytest.CaptureFixture[str]) -> None:

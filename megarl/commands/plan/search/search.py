@@ -58,9 +58,12 @@ class SearchResult:
     host_refusal: str | None = None  # of the fastest of them
     refused: Counter[str] = field(default_factory=Counter)  # by error of a run
     slower: int = 0  # than a fitting layout of the same shape
-    not_reached: int = 0
+    not_reached: int = 0  # within the time
+    not_examined: int = 0  # since there were enough layouts
     seconds: float = 0.0
     not_counted: str | None = None  # unknown memory of the engines on the devices of `best`
+    unchecked: list[str] = field(default_factory=list)  # what the preflight cannot check on this machine
+    notes: list[str] = field(default_factory=list)  # of the preflight and of the device
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,7 @@ class _Search:
         self._queue: list[tuple[float, int, _Family]] = []
         self._unlikely: list[tuple[float, int, Choice]] = []
         self._pushed = 0
+        self._counting: tuple[_Family, ...] = ()  # at the end of the search
         self._result = SearchResult()
         self._own = choice_of(subject.recipe)
         self._own_verdict: Future[_Verdict] | None = None  # None: before `run`
@@ -151,7 +155,10 @@ class _Search:
             self._count_all(workers)
         finally:
             workers.shutdown(wait=False, cancel_futures=True)  # their requests end with the client
-        result.not_reached += sum(len(family.choices) for _, _, family in self._queue)
+        if len(result.best) >= self._count:
+            result.not_examined = self._left()
+        else:
+            result.not_reached += self._left()
         result.unlikely = len(self._unlikely)
         self._add_own()
         if result.best:
@@ -208,7 +215,12 @@ class _Search:
             left = max(0.0, self._deadline - time.monotonic())
             for future in wait(running, timeout=left, return_when=FIRST_COMPLETED).done:
                 self._settle(running.pop(future), future.result())
-        self._result.not_reached += sum(len(family.choices) for family in running.values())
+        self._counting = tuple(running.values())
+
+    def _left(self) -> int:
+        """Return the number of choices that are queued or were being counted at the end."""
+        queued = sum(len(family.choices) for _, _, family in self._queue)
+        return queued + sum(len(family.choices) for family in self._counting)
 
     def _next(self, busy: set[tuple[int, ...]]) -> _Family | None:
         """Return the fastest family that may fit, of a shape that is not being counted (`busy`)."""

@@ -41,12 +41,14 @@ def show(subject: Subject, result: SearchResult) -> None:
     else:
         hosts = f" and hosts of {subject.device.host_memory:,.10g} GiB" if result.hosts_too_small else ""
         console.print(f"No layout that fits into {sized(subject.limit)}{hosts} was found.")
-    for line in summary_lines(result):
+    unchecked = [f"Not checked: {line}" for line in result.unchecked]
+    for line in (*summary_lines(result), *unchecked, *result.notes):
         console.print(f"- {line}", style="dim", highlight=False)
 
 
 def as_json(subject: Subject, result: SearchResult) -> str:
-    counts = {name: value for name, value in asdict(result).items() if name != "best"}
+    lists = {"unchecked": result.unchecked, "notes": result.notes}
+    counts = {name: value for name, value in asdict(result).items() if name not in ("best", *lists)}
     best = [
         {
             "overrides": _overrides(subject, fitting.choice),
@@ -56,7 +58,7 @@ def as_json(subject: Subject, result: SearchResult) -> str:
         }
         for fitting in result.best
     ]
-    return json.dumps({"memory_gib": subject.limit / GIB, "best": best, "choices": counts})
+    return json.dumps({"memory_gib": subject.limit / GIB, "best": best, "choices": counts, **lists})
 
 
 def summary_lines(result: SearchResult) -> list[str]:
@@ -74,9 +76,7 @@ def summary_lines(result: SearchResult) -> list[str]:
         ),
         "Slower than a layout in the table that differs only in layers of stages, micro batch, recomputation or offloading: "
         f"{result.slower:,}.",
-        f"Not reached in {result.seconds:.0f} s (--seconds): {result.not_reached:,}."
-        if result.not_reached
-        else f"All were examined, in {result.seconds:.0f} s.",
+        *(_left(result) or [f"All were examined, in {result.seconds:.0f} s."]),
         *([f"Engines are not counted in the memory. {result.not_counted}."] if result.not_counted else []),
         "Seconds are estimated (docs/planner.md). Teacher, judge and critic stay as in the recipe.",
     ]
@@ -84,6 +84,16 @@ def summary_lines(result: SearchResult) -> list[str]:
         f"Refused by a run, {pluralize(times, 'choice')}: {' '.join(error.split())}"
         for error, times in result.refused.most_common(3)
     ]
+
+
+def _left(result: SearchResult) -> list[str]:
+    """Return sentences on the choices that the search did not examine."""
+    lines = []
+    if result.not_examined:
+        lines.append(f"Not examined, since {len(result.best)} layouts were found: {result.not_examined:,}.")
+    if result.not_reached:
+        lines.append(f"Not reached in {result.seconds:.0f} s (--seconds): {result.not_reached:,}.")
+    return lines
 
 
 def name_of(layout: TrainerLayout) -> str:
