@@ -4,7 +4,7 @@ How to write a stage
 --------------------
 A stage is a module in `stages/` with one function, listed in `catalogue.py`:
 
-    def run(context: Context) -> None:
+    def run(context: StageContext) -> None:
         context.doing("all_reduce in the tensor-parallel group")   # a stage that hangs fails with this text
         context.at_most("attention bfloat16 forward", 3e-3, limit=1e-2, unit="relative error", cause="...")
         context.at_least("all_reduce tp", 41.0, limit=30.0, unit="GB/s")

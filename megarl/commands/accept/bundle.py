@@ -8,6 +8,7 @@ import io
 import os
 import platform
 import re
+import stat
 import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -42,20 +43,27 @@ def write_bundle(directory: Path, settings: Settings, results: Sequence[StageRes
     (directory / "environment.txt").write_text(environment(os.environ), encoding="utf-8")
     (directory / "devices.txt").write_text(device_status(settings, problems), encoding="utf-8")
     partial = archive.with_name(f".{archive.name}.partial")
-    with tarfile.open(partial, "w:gz") as tar:
-        root = archive.name.removesuffix(".tar.gz")
-        files = sorted(_files(directory))
-        traces = _traces(directory, files)
-        for path in files:
-            if TRACES not in path.relative_to(directory).parts or path in traces:
-                _add(tar, path, f"{root}/{path.relative_to(directory)}", problems, most=traces.get(path, MOST))
-        omitted = [path for path in files if TRACES in path.relative_to(directory).parts and path not in traces]
-        if omitted:
-            problems.append(f"{len(omitted)} files of traces, above {ALL_TRACES >> 20} MiB: {omitted[0].parent}")
-        for path in _device_logs(settings.device):
-            _add(tar, path, f"{root}/device_logs/{str(path).lstrip('/').replace('/', '__')}", problems)
-    os.replace(partial, archive)
+    try:
+        with tarfile.open(partial, "w:gz") as tar:
+            _add_all(tar, directory, archive.name.removesuffix(".tar.gz"), settings, problems)
+        os.replace(partial, archive)
+    finally:
+        partial.unlink(missing_ok=True)
     return problems
+
+
+def _add_all(tar: tarfile.TarFile, directory: Path, root: str, settings: Settings, problems: list[str]) -> None:
+    """Add the files of `directory` and the device's logs below the folder `root` of the archive."""
+    files = sorted(_files(directory))
+    traces = _traces(directory, files)
+    for path in files:
+        if TRACES not in path.relative_to(directory).parts or path in traces:
+            _add(tar, path, f"{root}/{path.relative_to(directory)}", problems, most=traces.get(path, MOST))
+    omitted = [path for path in files if TRACES in path.relative_to(directory).parts and path not in traces]
+    if omitted:
+        problems.append(f"{len(omitted)} files of traces, above {ALL_TRACES >> 20} MiB: {omitted[0].parent}")
+    for path in _device_logs(settings.device, problems):
+        _add(tar, path, f"{root}/device_logs/{str(path).lstrip('/').replace('/', '__')}", problems)
 
 
 def verdict_page(settings: Settings, results: Sequence[StageResult]) -> str:
@@ -136,11 +144,19 @@ def device_status(settings: Settings, problems: list[str]) -> str:
     return "\n".join(texts)
 
 
-def _device_logs(device: str) -> list[Path]:
-    """Return the newest logs of runtime and driver."""
+def _device_logs(device: str, problems: list[str]) -> list[Path]:
+    """Return the newest logs of runtime and driver. Logs that this user may not see are added to `problems`."""
     patterns = [os.path.expanduser(pattern).lstrip("/") for pattern in kind_of(device).logs]
-    paths = [path for pattern in patterns for path in Path("/").glob(pattern) if path.is_file()]
-    return sorted(paths, key=lambda path: path.stat().st_mtime)[-DEVICE_LOGS:]
+    times: dict[Path, float] = {}
+    for path in (path for pattern in patterns for path in Path("/").glob(pattern)):
+        try:
+            status = path.stat()
+        except OSError as error:
+            problems.append(f"{path}: {error.strerror}")
+            continue
+        if stat.S_ISREG(status.st_mode):
+            times[path] = status.st_mtime
+    return sorted(times, key=lambda path: times[path])[-DEVICE_LOGS:]
 
 
 def _files(directory: Path) -> list[Path]:
@@ -163,18 +179,27 @@ def _traces(directory: Path, files: Sequence[Path]) -> dict[Path, int]:
 
 
 def _add(tar: tarfile.TarFile, path: Path, name: str, problems: list[str], most: int = MOST) -> None:
-    """Add the end of a log, or another file of at most `most` bytes."""
-    size = path.stat().st_size
-    is_text = path.suffix in (".log", ".txt", ".jsonl")
-    if size > most and not is_text:
-        problems.append(f"{name}: omitted, {size >> 20} MiB")
+    """Add the end of a log, or another file of at most `most` bytes. A file that cannot be read becomes a problem."""
+    try:
+        content, status = _content(path, most), path.stat()
+    except OSError as error:
+        problems.append(f"{name}: {error.strerror}")
         return
-    if size <= (TAIL if is_text else most):
-        tar.add(path, name)
+    if content is None:
+        problems.append(f"{name}: omitted, {status.st_size >> 20} MiB")
         return
-    with path.open("rb") as stream:
-        stream.seek(-TAIL, os.SEEK_END)
-        text = f"... the last {TAIL >> 10} KiB of {size >> 10}\n".encode() + stream.read(TAIL)
     entry = tarfile.TarInfo(name)
-    entry.size, entry.mtime = len(text), int(path.stat().st_mtime)
-    tar.addfile(entry, io.BytesIO(text))
+    entry.size, entry.mtime = len(content), int(status.st_mtime)
+    tar.addfile(entry, io.BytesIO(content))
+
+
+def _content(path: Path, most: int) -> bytes | None:
+    """Return the content of a file, of a long log its end. None for another file above `most` bytes."""
+    size, is_text = path.stat().st_size, path.suffix in (".log", ".txt", ".jsonl")
+    if size > most and not is_text:
+        return None
+    with path.open("rb") as stream:
+        if size <= (TAIL if is_text else most):
+            return stream.read()
+        stream.seek(-TAIL, os.SEEK_END)
+        return f"... the last {TAIL >> 10} KiB of {size >> 10}\n".encode() + stream.read(TAIL)

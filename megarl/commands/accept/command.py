@@ -62,12 +62,11 @@ def accept(recipe: Path | None, overrides: Sequence[str], options: AcceptOptions
     together = CPU_TOGETHER if settings.tiny else 1
     results = run_stages(directory, stages, ends, lambda text: print(text, flush=True), together=together)
     archive = directory.with_name(f"{directory.name}.tar.gz")
+    verdict, reason = verdict_of(results)
+    print(f"{verdict}{': ' + reason if reason else ''} ({time.monotonic() - began:.0f} s)", flush=True)
     if BUNDLE in settings.stages:
         for problem in write_bundle(directory, settings, results, archive):
             print(f"  not in the bundle: {problem}")
-    verdict, reason = verdict_of(results)
-    print(f"{verdict}{': ' + reason if reason else ''} ({time.monotonic() - began:.0f} s)")
-    if BUNDLE in settings.stages:
         print(f"report: {directory / VERDICT}, bundle: {archive}")
     return 0 if verdict == PASS or (not stages and verdict != FAIL) else 1
 
@@ -110,7 +109,8 @@ def _prepare(recipe: Path | None, overrides: Sequence[str], options: AcceptOptio
 
 
 def _resumed(options: AcceptOptions) -> Settings:
-    """Read the settings in the folder of `--resume`. Stages named by `--stages` lose their results and run again.
+    """Read the settings in the folder of `--resume`. Stages named by `--stages` lose their results and run again; with
+    `--expect` nothing is written.
 
     Raises InputError for an option that cannot be changed by `--resume`.
     """
@@ -123,11 +123,13 @@ def _resumed(options: AcceptOptions) -> Settings:
                 "or start another acceptance without --resume."
             )
     results = read_results(options.resume)
-    if options.stages is not None and not options.expect:
-        again = parse_stages(options.stages, stage_numbers())
+    if options.stages is None:
+        return settings
+    again = parse_stages(options.stages, stage_numbers())
+    settings = replace(settings, stages=tuple(sorted({*settings.stages, *again})))
+    if not options.expect:
         kept = [result for result in results if result.number not in again]
         write_atomically(options.resume / RESULTS, to_json(kept).encode())
-        settings = replace(settings, stages=tuple(sorted({*settings.stages, *again})))
         write_settings(options.resume, settings)
     return settings
 

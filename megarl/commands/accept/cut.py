@@ -63,7 +63,7 @@ def make_cut(path: Path, overrides: Sequence[str], folder: Path, device: str, de
     config = text_fields(read_hf_config(recipe.model.path))
     cut = shrink_settings(recipe, devices, Changes())
     cut.cluster.device, cut.cluster.threads = device, recipe.cluster.threads  # type: ignore[assignment]
-    for_trainers, for_engines = split(recipe, devices)
+    for_trainers, for_critic, for_engines = split(recipe, devices)
     cut.megatron, cut.cluster.trainers = fit_layout(recipe.megatron, recipe.cluster.trainers, for_trainers)
     _engines(cut.rollout, recipe.rollout, for_engines)
     _sizes(cut, recipe)
@@ -74,7 +74,7 @@ def make_cut(path: Path, overrides: Sequence[str], folder: Path, device: str, de
     if uses_critic(recipe.algorithm):
         cut.critic.model_path = str(model) if recipe.critic.model_path else recipe.critic.model_path
         like = recipe.critic
-        cut.critic.megatron, cut.critic.trainers = fit_layout(like.megatron, like.trainers, for_trainers)
+        cut.critic.megatron, cut.critic.trainers = fit_layout(like.megatron, like.trainers, for_critic)
     cut.runs_dir, cut.name = str(folder / "runs"), "cut"
     cut.weight_sync = replace(
         recipe.weight_sync, directory=None if recipe.weight_sync.directory is None else str(folder / "x")
@@ -89,25 +89,23 @@ def make_cut(path: Path, overrides: Sequence[str], folder: Path, device: str, de
     )
 
 
-def split(recipe: Recipe, devices: int) -> tuple[int, int]:
-    """Return the number of devices for trainers and for engines, which may be the same devices.
+def split(recipe: Recipe, devices: int) -> tuple[int, int, int]:
+    """Return the number of devices for trainers, for the critic and for engines, which may be the same devices.
 
-    Raises CannotCut if they need separate devices and there is only one.
+    Raises CannotCut if they need separate devices and there are too few.
     """
     engines = recipe.rollout.engines * recipe.rollout.tensor_parallel if recipe.train.source == "rollout" else 0
+    critics = recipe.critic.trainers if uses_critic(recipe.algorithm) else 0
     if not engines or recipe.cluster.placement == "colocated":
-        return devices, devices
-    if recipe.cluster.trainers + engines <= devices:
-        return recipe.cluster.trainers, engines
-    if devices < 2:
-        raise CannotCut("trainers and engines need separate devices, and this node has one")
-    engine_devices = min(engines, devices // 2)
-    return devices - engine_devices, engine_devices
-
-
-def common_divisor(size: int, devices: int) -> int:
-    """Return the largest parallel size that divides both `size` and the number of devices."""
-    return math.gcd(size, devices)
+        return devices, devices, devices
+    if recipe.cluster.trainers + critics + engines <= devices:
+        return recipe.cluster.trainers, critics, engines
+    if devices < (3 if critics else 2):
+        groups = "trainers, critic and engines" if critics else "trainers and engines"
+        raise CannotCut(f"{groups} need separate devices, and this node has {devices}")
+    for_engines = min(engines, devices // 2)
+    for_critic = min(critics, (devices - for_engines) // 2)
+    return devices - for_engines - for_critic, for_critic, for_engines
 
 
 def fit_layout(megatron: MegatronConfig, trainers: int, devices: int) -> tuple[MegatronConfig, int]:
@@ -119,18 +117,18 @@ def fit_layout(megatron: MegatronConfig, trainers: int, devices: int) -> tuple[M
     if trainers <= devices:
         return replace(megatron), trainers
     pipeline = 2 if megatron.pipeline_parallel > 1 and devices % 2 == 0 else 1
-    tensor = common_divisor(megatron.tensor_parallel, devices // pipeline)
-    context = common_divisor(min(megatron.context_parallel, 2), devices // (tensor * pipeline))
+    tensor = math.gcd(megatron.tensor_parallel, devices // pipeline)
+    context = math.gcd(min(megatron.context_parallel, 2), devices // (tensor * pipeline))
     ranks = devices // pipeline
     experts_cut = megatron.expert_tensor_parallel
     if experts_cut is not None:
-        experts_cut = common_divisor(experts_cut, ranks)
+        experts_cut = math.gcd(experts_cut, ranks)
     small = replace(
         megatron,
         tensor_parallel=tensor,
         pipeline_parallel=pipeline,
         context_parallel=context,
-        expert_parallel=common_divisor(megatron.expert_parallel, ranks // (experts_cut or 1)),
+        expert_parallel=math.gcd(megatron.expert_parallel, ranks // (experts_cut or 1)),
         expert_tensor_parallel=experts_cut,
         sequence_parallel=megatron.sequence_parallel if tensor > 1 else None,
         virtual_pipeline=2 if megatron.virtual_pipeline and pipeline > 1 else None,
@@ -170,8 +168,8 @@ def fewer_experts(config: dict[str, Any], ranks: int, like: int) -> dict[str, in
 def _engines(rollout: RolloutConfig, like: RolloutConfig, devices: int) -> None:
     """Set the engine of `like` and its arguments, with as many engines as the devices allow."""
     rollout.engine, rollout.engine_args = like.engine, copy.deepcopy(like.engine_args)
-    rollout.tensor_parallel = common_divisor(like.tensor_parallel, devices)
-    rollout.data_parallel = common_divisor(like.data_parallel, devices // rollout.tensor_parallel)
+    rollout.tensor_parallel = math.gcd(like.tensor_parallel, devices)
+    rollout.data_parallel = math.gcd(like.data_parallel, devices // rollout.tensor_parallel)
     rollout.expert_parallel = like.expert_parallel
     groups = min(like.engines // like.data_parallel, devices // rollout.tensor_parallel // rollout.data_parallel)
     rollout.engines = max(1, groups) * rollout.data_parallel
@@ -202,7 +200,7 @@ def _write_model(model: Path, config: dict[str, Any], source: Path, folder: Path
         raise CannotCut(str(error)) from error
     weight_bytes, free = 2 * sum(math.prod(shape) for _, shape in tensors), shutil.disk_usage(folder).free
     if 2 * weight_bytes > free:
-        raise CannotCut(f"its weights need {weight_bytes >> 30} GiB, and {folder} has {free >> 30} GiB free")
+        raise CannotCut(f"twice its weights need {2 * weight_bytes >> 30} GiB, and {folder} has {free >> 30} GiB free")
     model.mkdir(parents=True)
     for path in source.iterdir():
         if path.suffix in _FILES and not path.name.endswith(".index.json"):

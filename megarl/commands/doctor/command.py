@@ -14,6 +14,7 @@ from megarl.commands.doctor.check import run_check, within
 from megarl.commands.doctor.finding import Finding, Needs, fail, warning
 from megarl.commands.doctor.machine import Machine
 from megarl.commands.doctor.nodes import NodeReport, check_all_nodes, report_of
+from megarl.commands.doctor.platform_detection import platform_of
 from megarl.commands.doctor.recipe import ALL_NODES, device_demand, environment, needs_of, run_name, stages, weights
 from megarl.commands.doctor.system import write_token
 from megarl.preflight.load import load_recipe
@@ -68,7 +69,7 @@ def _check_all(machine: Machine, needs: Needs, recipe: Recipe | None, all_nodes:
                 write(text)
             findings += report.findings
     if recipe is not None:
-        findings += _recipe(machine, recipe, reports, write)
+        findings += _recipe(machine, needs, recipe, reports, write)
     return findings
 
 
@@ -86,14 +87,18 @@ def _check_nodes(machine: Machine, needs: Needs) -> tuple[list[NodeReport] | Non
             Path(token[0]).unlink(missing_ok=True)
 
 
-def _recipe(machine: Machine, recipe: Recipe, reports: Sequence[NodeReport], write: Print) -> list[Finding]:
+def _recipe(
+    machine: Machine, needs: Needs, recipe: Recipe, reports: Sequence[NodeReport], write: Print
+) -> list[Finding]:
     """Run the recipe's checks on this machine, as the controller would."""
     machines = [(report.host, report.devices) for report in reports]
+    answered = [report.device for report in reports if report.device]
+    device = answered[0] if answered else platform_of(machine, needs).kind.name
     parts: list[tuple[str, Callable[[], list[Finding]]]] = [
         ("recipe: model", lambda: list(stages(recipe))),
-        ("recipe: devices", lambda: [device_demand(recipe, reports[0].device, machines)]),
+        ("recipe: devices", lambda: [device_demand(recipe, device, machines)]),
         ("recipe: weights", lambda: weights(recipe)),
-        ("recipe: environment", lambda: environment(recipe, reports[0].device)),
+        ("recipe: environment", lambda: environment(recipe, device)),
         ("recipe: run", lambda: [run_name(recipe)]),
     ]
     findings = []

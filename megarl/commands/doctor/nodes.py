@@ -23,12 +23,13 @@ _COMPARED = sorted({name for versions in SETS for name in versions.packages})
 
 @dataclass(frozen=True)
 class NodeReport:
-    """Findings of one node, its kind of device, the number of its devices, and its package versions."""
+    """Findings of one node, its kind of device ("" if it did not answer), the number of its devices, and its package
+    versions."""
 
     host: str
     rank: int | None
     findings: list[Finding]
-    device: str = "cpu"
+    device: str = ""
     devices: int = 0
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
 

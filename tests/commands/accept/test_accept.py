@@ -10,7 +10,9 @@ import sys
 import tarfile
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -259,6 +261,44 @@ class TestBundle:
         assert "rank0.json.gz" in names and "rank1.json.gz" not in names
         assert any("1 files of traces, above 2 MiB" in problem for problem in problems)
 
+    def test_logs_that_cannot_be_read_are_left_out(self, tmp_path, monkeypatch):
+        """Logs of a driver may be readable by root only."""
+        directory, logs = tmp_path / "accept-x", tmp_path / "slog"
+        directory.mkdir()
+        logs.mkdir()
+        for name in ("closed", "hidden", "open"):
+            (logs / f"{name}.log").write_text("x" * (bundle.TAIL + 1))
+
+        def refuse(method: str, name: str) -> None:
+            original = getattr(Path, method)
+
+            def refused(path: Path, *args: object, **options: object) -> object:
+                if path.name == name:
+                    raise PermissionError(13, "Permission denied", str(path))
+                return original(path, *args, **options)
+
+            monkeypatch.setattr(Path, method, refused)
+
+        refuse("open", "closed.log")
+        refuse("stat", "hidden.log")
+        kind = SimpleNamespace(logs=(f"{logs}/*.log",), status_commands=(), device_commands=(), plural="devices")
+        monkeypatch.setattr(bundle, "kind_of", lambda _: kind)
+        archive = tmp_path / "accept-x.tar.gz"
+        problems = bundle.write_bundle(directory, Settings("cpu", 2), self.results(), archive)
+        assert len(problems) == 2 and all(problem.endswith(": Permission denied") for problem in problems)
+        assert "hidden.log" in problems[0] and "closed.log" in problems[1]
+        with tarfile.open(archive) as tar:
+            assert next(name for name in tar.getnames() if "slog" in name).endswith("open.log")
+
+    def test_an_incomplete_archive_is_deleted(self, tmp_path, monkeypatch):
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(bundle, "_add_all", full)
+        with pytest.raises(OSError, match="No space left"):
+            bundle.write_bundle(tmp_path, Settings("cpu", 2), self.results(), tmp_path / "accept-x.tar.gz")
+        assert not list(tmp_path.glob("*.tar.gz*")) and not list(tmp_path.glob(".*"))
+
     def test_commands_of_each_device(self, monkeypatch):
         """hccn_tool for every device; a command that is not installed is named once."""
         names: list[str] = []
@@ -315,6 +355,27 @@ class TestCommand:
         for stage in STAGES:
             assert f"{stage.number} {stage.name}, " in text and stage.passes in text
         assert "8 bundle" in text and not list(tmp_path.iterdir())
+
+    def test_expected_stages_of_a_resumed_acceptance(self, capsys, tmp_path):
+        """`--expect` shows the stages of `--stages` too, and writes nothing."""
+        write_settings(tmp_path, Settings("cpu", 2, stages=(0,)))
+        before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        options = command.AcceptOptions(resume=tmp_path, stages="1", expect=True)
+        assert command.accept(None, [], options) == 0
+        text = capsys.readouterr().out
+        assert "0 environment, " in text and "1 kernels, " in text and "2 model" not in text
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+        with pytest.raises(InputError, match="names no stages"):
+            command.accept(None, [], replace(options, stages="99"))
+
+    def test_the_verdict_is_printed_if_the_bundle_fails(self, monkeypatch, tmp_path, capsys):
+        def full(*_: object) -> list[str]:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(command, "write_bundle", full)
+        with pytest.raises(OSError, match="No space left"):
+            command.accept(None, [], command.AcceptOptions(device="cpu", stages="8", out=tmp_path))
+        assert "NOT RUN: no stage was run" in capsys.readouterr().out
 
     def test_bad_input_is_refused_before_files_are_written(self, tmp_path):
         with pytest.raises(InputError, match="RAY_ADDRESS"):

@@ -283,11 +283,33 @@ class TestFewLayers:
     def test_devices_of_trainers_and_engines(self):
         recipe = Recipe()
         recipe.cluster.trainers, recipe.rollout.engines, recipe.cluster.placement = 8, 8, "colocated"
-        assert cut.split(recipe, 8) == (8, 8)
+        assert cut.split(recipe, 8) == (8, 8, 8)
         recipe.cluster.placement = "disaggregated"
-        assert cut.split(recipe, 16) == (8, 8) and cut.split(recipe, 8) == (4, 4) and cut.split(recipe, 3) == (2, 1)
-        with pytest.raises(cut.CannotCut, match="this node has one"):
+        assert cut.split(recipe, 16) == (8, 0, 8)
+        assert cut.split(recipe, 8) == (4, 0, 4) and cut.split(recipe, 3) == (2, 0, 1)
+        with pytest.raises(cut.CannotCut, match="trainers and engines need separate devices, and this node has 1"):
             cut.split(recipe, 1)
+
+    def test_devices_of_a_critic(self):
+        """A disaggregated critic has separate devices; their sum is the number of devices."""
+        recipe = Recipe()
+        recipe.algorithm.advantage, recipe.cluster.placement = "gae", "disaggregated"
+        recipe.cluster.trainers = recipe.critic.trainers = recipe.rollout.engines = 4
+        assert cut.split(recipe, 12) == (4, 4, 4)
+        assert cut.split(recipe, 8) == (2, 2, 4) and cut.split(recipe, 3) == (1, 1, 1)
+        with pytest.raises(cut.CannotCut, match="trainers, critic and engines need separate devices"):
+            cut.split(recipe, 2)
+        recipe.cluster.placement = "colocated"
+        assert cut.split(recipe, 4) == (4, 4, 4)
+
+    def test_copy_that_does_not_fit_the_disk(self, tmp_path, monkeypatch):
+        """The message has the bytes that are compared: twice the weights."""
+        source = make_tiny_model("qwen3_moe", tmp_path / "source", 0)
+        config = json.loads((source / "config.json").read_text())
+        monkeypatch.setattr(cut, "shapes", lambda _: [("x", (2**30,))])
+        monkeypatch.setattr(cut.shutil, "disk_usage", lambda _: SimpleNamespace(free=3 * 2**30))
+        with pytest.raises(cut.CannotCut, match=r"twice its weights need 4 GiB, and .* has 3 GiB free"):
+            cut._write_model(tmp_path / "model", config, source, tmp_path)
 
     def test_copy_of_a_recipe(self, tmp_path):
         """The copy has real widths, a layout for two devices, and dummy weights with transformers' names and shapes."""

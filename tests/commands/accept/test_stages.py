@@ -19,6 +19,7 @@ from megarl.commands.doctor.finding import Finding
 from megarl.commands.doctor.recipe import needs_of
 from megarl.platform.devices import devices
 from megarl.recipe.schema import Recipe
+from megarl.weight_sync.session import TRANSPORTS
 
 
 @pytest.fixture
@@ -50,6 +51,16 @@ class TestEnvironment:
         context.checks.clear()
         environment._route(context, capabilities | {"no_sharded": None})
         assert not failed(context)
+
+    def test_every_transport_is_described(self, context):
+        context.__dict__["recipe"] = recipe = Recipe()
+        texts = {}
+        for transport in TRANSPORTS:
+            recipe.weight_sync.transport = transport
+            environment._route(context, {"no_sharded": None})
+            texts[transport] = next(str(c.value) for c in reversed(context.checks) if c.name.endswith("transport"))
+        assert len({text.partition(": ")[2] for text in texts.values()}) == len(TRANSPORTS)
+        assert "device memory" in texts["ipc"] and "/dev/shm" not in texts["collective"]
 
     def test_capabilities_have_the_fields_that_accept_reads(self):
         from megarl.engines.vllm.compat import Capabilities
@@ -194,6 +205,15 @@ class TestCollectives:
         assert next(line for line in failed(context) if "memory" in line).startswith(
             "all: memory of the communicator: 2"
         )
+
+    def test_two_processes_on_a_device_need_two_devices_of_a_node(self, monkeypatch, context):
+        """Two nodes of one device: a second rank of this node has no device."""
+        monkeypatch.setattr("megarl.platform.kinds.kind_of", lambda _: SimpleNamespace(port_ranges=("X",)))
+        monkeypatch.setattr(collectives, "local_ranks", lambda *_, **__: pytest.fail("ranks were started"))
+        context.settings = replace(context.settings, device="cuda", devices=1, nodes=2)
+        collectives._two_on_a_device(context)
+        (check,) = context.checks
+        assert check.verdict == "NOT RUN" and "one device" in check.cause
 
     def test_slow_pairs_are_named(self, context):
         context.settings = replace(context.settings, device="cuda")

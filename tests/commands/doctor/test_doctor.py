@@ -226,6 +226,27 @@ class TestRecipe:
         assert demand.status == "FAIL" and "1 on a, 1 on b" in demand.text
         assert device_demand(recipe, "cpu", [("a", 0)]).status == "ok"
 
+    def test_devices_of_a_cluster_without_its_first_node(
+        self, quickstart_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The kind of device is that of a node that answered."""
+        recipe = self.recipe(quickstart_data, tmp_path)
+        silent = Answer("10.0.0.1", 0, error="no answer within 240 s")
+        reports = compared([silent, Answer("10.0.0.2", 1, NodeReport("b", 1, [], "cuda", 1))])
+        devices: list[str] = []
+
+        def checked(name: str) -> Finding:
+            devices.append(name)
+            return ok("fine")
+
+        monkeypatch.setattr(command, "device_demand", lambda _, device, __: checked(device))
+        monkeypatch.setattr(command, "environment", lambda _, device: [checked(device)])
+        machine, needs = cpu_machine(tmp_path), needs_of(recipe, {})
+        command._recipe(machine, needs, recipe, reports, lambda _: None)
+        assert devices == ["cuda", "cuda"]
+        command._recipe(machine, needs, recipe, reports[:1], lambda _: None)
+        assert devices[2:] == ["cpu", "cpu"], "no node answered: this machine's kind"
+
     def test_a_recipe_without_training_data_needs_one_engine(self, quickstart_data: Path, tmp_path: Path) -> None:
         """An evaluation needs one engine and no trainer."""
         recipe = self.recipe(quickstart_data, tmp_path, "data.train_files=[]")

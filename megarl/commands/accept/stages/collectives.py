@@ -174,6 +174,9 @@ def _two_on_a_device(context: StageContext) -> None:
     if not kind_of(context.device).port_ranges:
         context.not_run("two processes on a device", "this kind of device uses no port ranges")
         return
+    if context.settings.devices < 2:
+        context.not_run("two processes on a device", "this node has one device, and a group needs two")
+        return
     context.doing("two more ranks on devices that are in use")
     with local_ranks(context, RANK, 2, name="beside") as second:
         answers: Any = second.call("lay_out", MegatronConfig(tensor_parallel=2), COLLECTIVE_SECONDS)

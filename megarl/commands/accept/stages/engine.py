@@ -17,7 +17,7 @@ from megarl import platform as platforms
 from megarl.cluster.failures import CallFailed
 from megarl.cluster.torchrun.local_service import LocalService
 from megarl.commands.accept.context import StageContext
-from megarl.commands.accept.cut import common_divisor, fewer_experts
+from megarl.commands.accept.cut import fewer_experts
 from megarl.commands.accept.engine_probe import (
     CALL_SECONDS,
     PROBE,
@@ -304,7 +304,7 @@ def _of_recipe(context: StageContext) -> None:
     if parallel > devices:
         context.not_run(name, f"rollout.tensor_parallel={parallel}, and this node has {devices} devices")
         return
-    size = common_divisor(recipe.rollout.data_parallel, devices // parallel)
+    size = math.gcd(recipe.rollout.data_parallel, devices // parallel)
     context.doing(f"starting {size} of the recipe's engines with dummy weights and {LAYERS} layers")
     overrides = few_layers(recipe.rollout, read_hf_config(recipe.model.path), size)
     group: list[LocalService] = []

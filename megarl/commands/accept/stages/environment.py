@@ -37,6 +37,15 @@ _TRAINER = (
     "print('\\n' + json.dumps(dict(native=chosen.uses_native_layers, megatron=megatron.core.__version__)))"
 )
 
+_TRANSPORTS = {
+    "auto": "/dev/shm within a node, the network between nodes",
+    "shared_memory": "/dev/shm",
+    "ipc": "mapped device memory of the trainers within a node, the network between nodes",
+    "collective": "gloo over the network, also within a node",
+    "device": "from device to device",
+    "files": "files",
+}
+
 
 def run(context: StageContext) -> None:
     """Run the doctor's checks, also for the recipe; then check imports, route and memory."""
@@ -194,12 +203,8 @@ def _route(context: StageContext, capabilities: dict[str, object] | None) -> Non
         context.figure("weight sync: route", f"{route}, because {reason}" if reason else route)
     platform = platforms.select(context.device)
     shared = recipe.cluster.placement == "colocated"
-    way = "/dev/shm within a node, the network between nodes"
-    if recipe.weight_sync.transport == "device":
-        way = "from device to device"
-    elif recipe.weight_sync.transport == "files":
-        way = "files"
-    context.figure("weight sync: transport", f"{recipe.weight_sync.transport}: {way}")
+    transport = recipe.weight_sync.transport
+    context.figure("weight sync: transport", f"{transport}: {_TRANSPORTS[transport]}")
     if platform.ray_resource is not None:
         context.figure("weight sync: trainers and engines", "share devices" if shared else "use separate devices")
 
