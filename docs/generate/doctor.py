@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megarl.commands.doctor.catalogue import CHECKS, MORE
+from megarl.commands.doctor.catalogue import CHECKS, RECIPE_AND_NODE_CHECKS
 from megarl.commands.doctor.versions import MINIMUM_VERSIONS, SETS
 from megarl.platform.version_sets import VersionSet
 
@@ -52,7 +52,7 @@ _TABLE_HEAD = "| check | condition |\n|---|---|"
 def document() -> str:
     """Return the text of the page."""
     checks = [f"| `{check.name}` | {check.description} |" for check in CHECKS]
-    more = [f"| `{name}` | {description} |" for name, description in MORE.items()]
+    more = [f"| `{name}` | {description} |" for name, description in RECIPE_AND_NODE_CHECKS.items()]
     minimum = [f"- {least.package} before {least.version}: {least.problem}" for least in MINIMUM_VERSIONS]
     parts = [_HEAD, _TABLE_HEAD, *checks]
     parts += ["\nFor a recipe or a cluster:\n", _TABLE_HEAD, *more]

@@ -13,7 +13,7 @@ import pytest
 import typer
 
 from megarl.cli import app
-from megarl.commands.doctor.catalogue import CHECKS, MORE
+from megarl.commands.doctor.catalogue import CHECKS, RECIPE_AND_NODE_CHECKS
 from megarl.platform.environment import NEEDED
 from megarl.platform.npu import NPUPlatform
 from megarl.preflight.load import load_recipe
@@ -101,7 +101,7 @@ class TestPage:
                 ), key
 
     def test_checks_exist(self, page: str) -> None:
-        checks = {check.name for check in CHECKS} | set(MORE)
+        checks = {check.name for check in CHECKS} | set(RECIPE_AND_NODE_CHECKS)
         lines = re.findall(r"^Doctor: (.*?)\. Source:", PAGES[page], re.M | re.S)
         lines += re.findall(r"(`cann`[^.。|]*?)\s(?:are those|是与)", PAGES[page])
         names = re.findall(r"`([^`]+)`", " ".join(lines))

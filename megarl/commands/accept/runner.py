@@ -14,19 +14,18 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import megarl
 from megarl.atomic_files import write_atomically
 from megarl.cluster.orphan_reaper import OrphanReaper
 from megarl.commands.accept import stage_main
 from megarl.commands.accept.catalogue import Stage
 from megarl.commands.accept.context import CHECKS, DOING
 from megarl.commands.accept.result import RecordedCheck, StageResult, from_json, stage_verdict, to_json
+from megarl.commands.doctor.machine import import_path
 from megarl.errors import InputError
 
 RESULTS, LOG = "results.json", "log.txt"
 STACK_SECONDS = 30.0  # time limit for processes to write their stacks and end
 _POLL = 0.05
-_IMPORT_PATH = Path(megarl.__file__).resolve().parents[1]  # on sys.path of child processes, for `import megarl`
 
 Say = Callable[[str], None]
 
@@ -89,11 +88,10 @@ def run_stage(directory: Path, stage: Stage, seconds: float, stop: threading.Eve
     for name in (CHECKS, DOING, stage_main.ERROR):
         (folder / name).unlink(missing_ok=True)
     reaper = OrphanReaper()
-    paths = [str(_IMPORT_PATH), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ,
         **reaper.env,
-        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONPATH": import_path(os.environ),
         "PYTHONFAULTHANDLER": "1",
         "HF_HUB_OFFLINE": "1",
     }

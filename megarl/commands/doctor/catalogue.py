@@ -38,7 +38,7 @@ CHECKS: list[Check] = [
 ]
 
 # Checks that recipe.py and nodes.py add for a recipe or a cluster: name -> description.
-MORE = {
+RECIPE_AND_NODE_CHECKS = {
     "recipe: settings": "the engine, its arguments and the recipe's Python functions exist",
     "recipe: model": "config.json, weights, tokenizer and layout pass the checks of `train`, for critic and teacher too",
     "recipe: data": "every row can be read and tokenized (the result stays in the cache for the run)",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ def check(name: str, description: str, *, seconds: float = 15.0) -> Callable[[Fu
 def run_check(check: Check, machine: Machine, needs: Needs) -> list[Finding]:
     """Run one check and return its findings. An exception or a timeout becomes a finding that fails."""
     findings = within(lambda: list(check.function(machine, needs)), check.seconds)
-    return [dataclasses.replace(finding, check=check.name, host=machine.host) for finding in findings]
+    return [finding.labelled(check.name, machine.host) for finding in findings]
 
 
 def within(job: Callable[[], list[Finding]], seconds: float) -> list[Finding]:

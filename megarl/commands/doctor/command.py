@@ -58,7 +58,7 @@ def _check_all(machine: Machine, needs: Needs, recipe: Recipe | None, all_nodes:
     elif needs.nodes > 1:
         text = f"{needs.nodes} nodes, and only this one is checked"
         finding = warning(text, f"start {ALL_NODES} on each of them")
-        findings += _printed([dataclasses.replace(finding, check="node", host=machine.host)], write)
+        findings += _printed([finding.labelled("node", machine.host)], write)
     if reports is None:
         local = [finding for check in CHECKS for finding in _printed(run_check(check, machine, needs), write)]
         findings += local
@@ -80,8 +80,7 @@ def _check_nodes(machine: Machine, needs: Needs) -> tuple[list[NodeReport] | Non
         return check_all_nodes(dataclasses.replace(needs, token=token)), None
     except (ValueError, ImportError) as error:
         remedy = "only this machine is checked: correct cluster.ray_address or RAY_ADDRESS, or pass --no-nodes"
-        problem = fail(" ".join(str(error).split()), remedy)
-        return None, dataclasses.replace(problem, check="node", host=machine.host)
+        return None, fail(" ".join(str(error).split()), remedy).labelled("node", machine.host)
     finally:
         if token is not None:
             Path(token[0]).unlink(missing_ok=True)
@@ -103,11 +102,9 @@ def _recipe(
     ]
     findings = []
     for name, job in parts:
-        named = [
-            dataclasses.replace(finding, check=finding.check or name, host=machine.host)
-            for finding in within(job, _PREFLIGHT_SECONDS)
-        ]
-        findings += _printed(named, write)
+        findings += _printed(
+            [finding.labelled(name, machine.host) for finding in within(job, _PREFLIGHT_SECONDS)], write
+        )
     return findings
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Status = Literal["ok", "warning", "FAIL"]
@@ -18,6 +18,10 @@ class Finding:
     check: str = ""
     host: str = ""
     rank: int | None = None
+
+    def labelled(self, check: str, host: str = "") -> Finding:
+        """Return the finding with `check` and `host` where it has none."""
+        return replace(self, check=self.check or check, host=self.host or host)
 
 
 def ok(text: str) -> Finding:

@@ -14,14 +14,12 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import megarl
-
-_IMPORT_PATH = Path(megarl.__file__).resolve().parents[1]  # on sys.path of child processes, for `import megarl`
 
 
 @dataclass(frozen=True)
@@ -81,8 +79,7 @@ class Machine:
 
     def python_code(self, code: str, seconds: float, **environment: str) -> Output:
         """Run code that can import megarl in a child process, so that a crash or a hang becomes an `Output`."""
-        paths = [str(_IMPORT_PATH), *filter(None, [self.environ.get("PYTHONPATH")])]
-        environ = {**self.environ, "PYTHONPATH": os.pathsep.join(paths), **environment}
+        environ = {**self.environ, "PYTHONPATH": import_path(self.environ), **environment}
         output = run([sys.executable, "-c", code], environ, seconds)
         assert output is not None
         return output
@@ -126,8 +123,7 @@ class Machine:
 
     def disk(self, path: str) -> tuple[int, int]:
         """Return total and free bytes of the file system of `path`, or of its nearest existing parent."""
-        target = self.path(path).absolute()
-        usage = shutil.disk_usage(next(folder for folder in (target, *target.parents) if folder.exists()))
+        usage = shutil.disk_usage(existing_path(self.path(path)))
         return usage.total, usage.free
 
     def cores(self) -> int:
@@ -142,6 +138,18 @@ class Machine:
         from megarl import sandbox
 
         return sandbox.missing()
+
+
+def existing_path(path: Path) -> Path:
+    """Return the path, or its nearest existing parent."""
+    return next(part for part in (path.absolute(), *path.absolute().parents) if part.exists())
+
+
+def import_path(environ: Mapping[str, str]) -> str:
+    """Return the PYTHONPATH of a child process that imports megarl: the folder of this package first."""
+    return os.pathsep.join(
+        [str(Path(megarl.__file__).resolve().parents[1]), *filter(None, [environ.get("PYTHONPATH")])]
+    )
 
 
 def run(command: Sequence[str], environ: dict[str, str], seconds: float) -> Output | None:
@@ -165,7 +173,7 @@ def run(command: Sequence[str], environ: dict[str, str], seconds: float) -> Outp
     return Output(done.returncode, done.stdout, done.stderr)
 
 
-def once(function: Callable[..., Any]) -> Callable[[Machine], Any]:
+def cached_per_machine(function: Callable[..., Any]) -> Callable[[Machine], Any]:
     """Cache the result of a function of a machine on that machine, for checks that share it."""
     lock, name = threading.Lock(), f"_cached_{function.__name__}"
 

@@ -79,7 +79,7 @@ def compared(answers: Sequence[Any]) -> list[NodeReport]:
 def _node(answer: Any, common: dict[str, str]) -> list[Finding]:
     if answer.error:
         remedy = "check that this node runs Ray (ray status) and has megarl installed"
-        return [dataclasses.replace(fail(answer.error, remedy), check="node")]
+        return [fail(answer.error, remedy).labelled("node")]
     versions, findings = answer.value.versions, []
     different = [
         f"{name} {versions.get(name, 'not installed')} (most nodes: {common.get(name, 'not installed')})"
@@ -92,7 +92,7 @@ def _node(answer: Any, common: dict[str, str]) -> list[Finding]:
         text = f"its clock is {answer.clock_ahead:+.1f} s from the controller's"
         findings.append(warning(text, "start chronyd or systemd-timesyncd there: logs and traces cannot be compared"))
     text = f"answers; its clock is within {abs(answer.clock_ahead) + answer.clock_error:.2f} s of the controller's"
-    return [dataclasses.replace(finding, check="node") for finding in findings or [ok(text)]]
+    return [finding.labelled("node") for finding in findings or [ok(text)]]
 
 
 def _common(nodes: Sequence[dict[str, str]]) -> dict[str, str]:

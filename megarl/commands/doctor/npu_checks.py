@@ -29,7 +29,7 @@ _INSTALL_INFO = ("ascend_toolkit_install.info", "ascend_all_cann_install.info")
 _LOAD_SECONDS = 10.0
 
 
-def concerns(machine: Machine, needs: Needs) -> bool:
+def applies_to(machine: Machine, needs: Needs) -> bool:
     """Return True if the machine has NPU files or a driver, or NPUs are selected."""
     present = machine.glob(NPU.files) or machine.path(f"{ASCEND}/driver").exists()
     return bool(present) or platform_of(machine, needs).kind is NPU
@@ -37,7 +37,7 @@ def concerns(machine: Machine, needs: Needs) -> bool:
 
 @check("cann", "CANN is installed and sourced, in the version of its set; libascendcl and libhccl load", seconds=40)
 def cann(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    if not concerns(machine, needs):
+    if not applies_to(machine, needs):
         return
     chosen = set_of(machine)
     expected = chosen.system[CANN]
@@ -74,7 +74,7 @@ def cann(machine: Machine, needs: Needs) -> Iterator[Finding]:
 
 @check("nnal", "NNAL (ATB, for vllm-ascend) is installed and sourced, in CANN's version, and libatb loads", seconds=25)
 def nnal(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    if not concerns(machine, needs):
+    if not applies_to(machine, needs):
         return
     home = machine.environ.get("ATB_HOME_PATH")
     folders = [str(PurePosixPath(home).parent.parent), home] if home else []
@@ -101,7 +101,7 @@ def nnal(machine: Machine, needs: Needs) -> Iterator[Finding]:
     "the driver (`/usr/local/Ascend/driver/version.info`) supports the set's CANN (else the finding names a set that it supports); /dev has the managers' files",
 )
 def driver(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    if not concerns(machine, needs):
+    if not applies_to(machine, needs):
         return
     text = machine.read(f"{ASCEND}/driver/version.info") or ""
     version = _driver_version(text)
@@ -121,7 +121,7 @@ def driver(machine: Machine, needs: Needs) -> Iterator[Finding]:
 
 @check("npu health", "`npu-smi info`: all chips are OK and have a file in /dev; no other process uses their memory")
 def health(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    if not concerns(machine, needs):
+    if not applies_to(machine, needs):
         return
     output = machine.run(["npu-smi", "info"], 10.0)
     if output is None:

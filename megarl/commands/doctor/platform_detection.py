@@ -10,7 +10,7 @@ from typing import Any
 
 from megarl import platform
 from megarl.commands.doctor.finding import Finding, Needs, warning
-from megarl.commands.doctor.machine import Machine, once
+from megarl.commands.doctor.machine import Machine, cached_per_machine
 from megarl.platform.device_kind import DeviceKind
 from megarl.platform.kinds import KINDS, kind_of
 
@@ -54,7 +54,7 @@ def seen() -> dict[str, Any]:
     return {"kind": kind.name, "names": names, "version": torch.__version__, "cuda": torch.version.cuda}
 
 
-@once
+@cached_per_machine
 def torch_sees(machine: Machine) -> TorchSees:
     """Run `seen` on `machine`, in a child process."""
     output = machine.python_code(_ASK_TORCH, _TORCH_SECONDS)

@@ -91,11 +91,11 @@ def stages(recipe: Recipe) -> Iterator[Finding]:
             failure = _failure(error)
             if error is errors[-1] and skipped:
                 failure = fail(f"{failure.text} (not reached: {skipped})", failure.remedy)
-            yield _named(stage, failure)
+            yield failure.labelled(f"recipe: {stage}")
         if not problems and stage in result.stages:
-            yield _named(stage, ok(_summary(stage, result)))
+            yield ok(_summary(stage, result)).labelled(f"recipe: {stage}")
     for notice in result.prepared.notices if result.prepared is not None else []:
-        yield _named("data", warning(notice, "check that this is intended"))
+        yield warning(notice, "check that this is intended").labelled("recipe: data")
 
 
 def _summary(stage: str, result: Survey) -> str:
@@ -113,10 +113,6 @@ def _summary(stage: str, result: Survey) -> str:
         return f"{pluralize(rows, 'row')} to learn from" if rows else STAGES["data"]
     sources = ", ".join(prepared.data_sources)
     return f"scorers for {sources} are ready" if sources else "no rows to score"
-
-
-def _named(stage: str, finding: Finding) -> Finding:
-    return Finding(finding.status, finding.text, finding.remedy, check=f"recipe: {stage}")
 
 
 def _failure(error: ValueError) -> Finding:

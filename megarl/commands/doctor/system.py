@@ -10,15 +10,15 @@ from pathlib import Path
 
 from megarl.commands.doctor.check import check
 from megarl.commands.doctor.finding import Finding, Needs, fail, ok, warning
-from megarl.commands.doctor.machine import Machine
+from megarl.commands.doctor.machine import Machine, existing_path
 from megarl.commands.doctor.platform_detection import platform_of
 from megarl.platform.kinds import KINDS
+from megarl.preflight.run_directory import LEAST_FREE_BYTES
 from megarl.text import pluralize
 
 GIB = 1 << 30
 _EARLIEST_TIME = 1_735_689_600  # 2025-01-01; an earlier wall clock was never set
 _CLUSTER_FILES, _FILES = 32768, 4096  # open files: Ray keeps a connection to every worker
-_LEAST_FREE = 64 << 20  # bytes, equal to the minimum in megarl/preflight/run_directory.py
 _STORE_LEAST, _STORE_SHARE = 256 << 20, 0.3  # object store of a private Ray, as in megarl/cluster/ray/start.py
 _PROCESS_MEMORY = 2 * GIB  # a process with torch, Megatron or vLLM and a tiny model: 1 to 1.5 GiB measured
 _HUB_SECONDS = 3.0
@@ -139,7 +139,7 @@ def run_directory(machine: Machine, needs: Needs) -> Iterator[Finding]:
     _, free = machine.disk(needs.runs_dir)
     required = needs.checkpoint_bytes * needs.checkpoints
     shared = ", shared with the controller" if needs.token is not None else ""
-    if free < _LEAST_FREE:
+    if free < LEAST_FREE_BYTES:
         yield fail(f"{needs.runs_dir} has {_size(free)} free", "free some space, or set runs_dir to another disk")
     elif free < required:
         text = f"{needs.runs_dir} has {_size(free)} free; {pluralize(needs.checkpoints, 'checkpoint')} of about {_size(needs.checkpoint_bytes)}"
@@ -157,7 +157,7 @@ def run_directory(machine: Machine, needs: Needs) -> Iterator[Finding]:
 
 def _cannot_write(place: Path) -> str:
     """Return why no file can be created in the folder or its nearest existing parent, or "" if one can."""
-    existing = next(folder for folder in (place.absolute(), *place.absolute().parents) if folder.exists())
+    existing = existing_path(place)
     if not existing.is_dir():
         return f"{existing} is a file"
     probe = existing / f".megarl-doctor-{uuid.uuid4().hex}"
@@ -221,10 +221,8 @@ def write_token(runs_dir: str) -> tuple[str, str] | None:
     Returns its path and text, or None if it cannot be written (the check `run directory` reports why). The caller
     deletes the file.
     """
-    target = Path(runs_dir).absolute()
-    folder = next(folder for folder in (target, *target.parents) if folder.is_dir())
     text = uuid.uuid4().hex
-    path = folder / f".megarl-doctor-{text}"
+    path = existing_path(Path(runs_dir)) / f".megarl-doctor-{text}"
     try:
         path.write_text(text)
     except OSError:

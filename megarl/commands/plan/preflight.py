@@ -12,6 +12,7 @@ from typing import Any
 
 from megarl.algorithms.advantages import uses_critic
 from megarl.checkpoint.identity import identity_of
+from megarl.commands.doctor.machine import existing_path
 from megarl.commands.doctor.recipe import checkpoint_bytes, checkpoints_at_a_time
 from megarl.commands.plan.count.types import Refusal
 from megarl.commands.plan.score_once import score_once
@@ -88,7 +89,7 @@ def _check_disk_space(recipe: Recipe, result: Survey) -> None:
     each = checkpoint_bytes(recipe, sum(model_shape(config).total for config in learners))
     count = checkpoints_at_a_time(recipe.train)
     place = Path(recipe.runs_dir).absolute()
-    free = shutil.disk_usage(next(parent for parent in (place, *place.parents) if parent.is_dir())).free
+    free = shutil.disk_usage(existing_path(place)).free
     text = f"{pluralize(count, 'checkpoint')} of about {decimal(each)} {'is' if count == 1 else 'are'} there at a time"
     if each * count > free:
         result.unavailable(f"runs_dir: {text}, and {place} has {decimal(free)} free on this machine")

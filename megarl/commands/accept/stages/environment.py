@@ -105,7 +105,7 @@ def _of_recipe(context: StageContext, machines: list[tuple[str, int]]) -> None:
     kind, seconds = kind_of(context.device), max(min(context.seconds_left - _RESERVE, _READING), 1.0)
     for finding in within(lambda: list(stages(recipe)), seconds):
         reason = not_here(recipe, finding, seconds)
-        named = dataclasses.replace(finding, check=finding.check or "recipe: model")
+        named = finding.labelled("recipe: model")
         if reason:
             context.not_run(f"doctor: {named.check}", reason)
         else:
@@ -126,7 +126,7 @@ def _of_recipe(context: StageContext, machines: list[tuple[str, int]]) -> None:
 
 
 def _named(context: StageContext, name: str, findings: list[Finding]) -> None:
-    context.record(*(check_of(dataclasses.replace(finding, check=f"recipe: {name}")) for finding in findings))
+    context.record(*(check_of(finding.labelled(f"recipe: {name}")) for finding in findings))
 
 
 def not_here(recipe: Recipe, finding: Finding, seconds: float) -> str:
