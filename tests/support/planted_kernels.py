@@ -218,7 +218,7 @@ def main() -> None:
     for name, fault in PARITY.items():
         rank.fault, checks = fault, context(models / "checks")
         case = Case("dense", str(models / "dense"), "float32", {}, str(models / "checkpoint"))
-        model_parity.judge_case(checks, case, [rank.run(case)])
+        model_parity.check_case(checks, case, [rank.run(case)])
         results[f"parity {name}"] = failed(checks.checks)
     print(json.dumps(results), file=answer)
 

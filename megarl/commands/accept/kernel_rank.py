@@ -22,7 +22,7 @@ COUNTS = (0, 13, 1, 0, 40, 7, 35, 0)  # rows of each expert: first, last and one
 
 
 @dataclass(frozen=True)
-class Error:
+class Deviation:
     """The largest error of a tensor, `relative` to the reference's largest value, and its index `place`."""
 
     kernel: str
@@ -42,7 +42,7 @@ class Error:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Condition:
     """A condition that is true or false. `cause` describes the failure."""
 
     name: str
@@ -50,14 +50,14 @@ class Outcome:
     cause: str
 
 
-def error_of(kernel: str, value: Any, right: Any) -> Error:
+def deviation_of(kernel: str, value: Any, right: Any) -> Deviation:
     """Return the largest error of `value`, and its index."""
     value = value.detach().float().cpu().double().reshape(right.shape)
     difference = torch.where(value.isfinite(), (value - right.detach()).abs(), torch.full_like(value, math.inf))
     flat = int(difference.argmax())
     place = tuple(int(number) for number in np.unravel_index(flat, tuple(right.shape)))
     relative = float(difference.flatten()[flat]) / max(float(right.detach().abs().max()), 1e-30)
-    return Error(kernel, tuple(right.shape), relative, place, float(value[place]), float(right[place]))
+    return Deviation(kernel, tuple(right.shape), relative, place, float(value[place]), float(right[place]))
 
 
 class KernelRank(ParityRank):
@@ -66,11 +66,11 @@ class KernelRank(ParityRank):
     def __init__(self, device: str) -> None:
         super().__init__(device, deterministic=True)
 
-    def check(self, family: str, model: str, dtype: str) -> tuple[list[Error], list[Outcome]]:
+    def check(self, family: str, model: str, dtype: str) -> tuple[list[Deviation], list[Condition]]:
         """Errors of layers and their gradients; and conditions: two calls give the same bits, memory is freed."""
         self.dtype = getattr(torch, dtype)
-        self.errors: list[Error] = []
-        self.outcomes: list[Outcome] = []
+        self.deviations: list[Deviation] = []
+        self.conditions: list[Condition] = []
         self.trainer = self._build(Case(family, model, dtype))
         from megarl.megatron.output_heads import language_model
 
@@ -88,7 +88,7 @@ class KernelRank(ParityRank):
         finally:
             del self.trainer, self.model
             forget_model()
-        return self.errors, self.outcomes
+        return self.deviations, self.conditions
 
     def _guarded(self, part: Callable[[], None]) -> None:
         try:
@@ -96,7 +96,7 @@ class KernelRank(ParityRank):
         except (RuntimeError, ValueError, AssertionError, TypeError, NotImplementedError) as error:
             name = part.__name__.strip("_").replace("_", " ")
             text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            self.errors.append(Error(name, (), math.inf, (), math.nan, math.nan, text))
+            self.deviations.append(Deviation(name, (), math.inf, (), math.nan, math.nan, text))
 
     def _input(self, name: str, *shape: int) -> tuple[Any, Any]:
         """Return the same values on the device, and in float64 on the CPU, both with requires_grad."""
@@ -120,10 +120,10 @@ class KernelRank(ParityRank):
             calls.append((output, *torch.autograd.grad(output, [tensor for tensor, _ in inputs], gradient)))
         same = all(torch.equal(first, second) for first, second in zip(*calls, strict=True))
         cause = f"{name} is not repeatable under train.deterministic"
-        self.outcomes.append(Outcome(f"{name}: same bits twice", same, cause))
-        self.errors.append(error_of(f"{name} forward", calls[0][0], right))
+        self.conditions.append(Condition(f"{name}: same bits twice", same, cause))
+        self.deviations.append(deviation_of(f"{name} forward", calls[0][0], right))
         for number, (value, expected) in enumerate(zip(calls[0][1:], right_gradients, strict=True), 1):
-            self.errors.append(error_of(f"{name} backward, input {number}", value, expected))
+            self.deviations.append(deviation_of(f"{name} backward, input {number}", value, expected))
 
     def _packed(self) -> Any:
         """Megatron's description of the packed sequences, as the model gets it."""
@@ -228,18 +228,18 @@ class KernelRank(ParityRank):
         output.backward(upstream.to(output.device, output.dtype))
         reference(right).backward(upstream.double())
         gradients = self._gradients(".layers.1.mlp.experts.")
-        busy: list[Error] = []
-        empty: list[Error] = []
+        busy: list[Deviation] = []
+        empty: list[Deviation] = []
         for expert, tensors in enumerate(experts):
             for name, tensor in zip(("gate", "up", "down"), tensors, strict=True):
                 value = gradients[f"model.layers.1.mlp.experts.{expert}.{name}_proj.weight"]
                 expected = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-                error = error_of(f"grouped matmul, weight gradient of expert {expert} {name}", value, expected)
-                (busy if COUNTS[expert] else empty).append(error)
-        worst = max(busy, key=lambda error: error.relative)
-        self.errors.append(replace(worst, check="grouped matmul, weight gradients"))
-        worst = max(empty, key=lambda error: abs(error.value))
-        self.errors.append(
+                deviation = deviation_of(f"grouped matmul, weight gradient of expert {expert} {name}", value, expected)
+                (busy if COUNTS[expert] else empty).append(deviation)
+        worst = max(busy, key=lambda deviation: deviation.relative)
+        self.deviations.append(replace(worst, check="grouped matmul, weight gradients"))
+        worst = max(empty, key=lambda deviation: abs(deviation.value))
+        self.deviations.append(
             replace(worst, check="grouped matmul, gradients of experts without rows", relative=abs(worst.value))
         )
 
@@ -301,15 +301,17 @@ class KernelRank(ParityRank):
             name: value.detach().double().cpu() for name, value in self.trainer.export_weights() if name in names
         }
         settings = goldens.LEARNING_RATE, goldens.BETAS, goldens.EPSILON
-        errors = [
-            error_of(
+        deviations = [
+            deviation_of(
                 name,
                 weights_after[name],
                 references.adam(self.weights[name], [step[name] for step in gradients], *settings),
             )
             for name in names
         ]
-        self.errors.append(replace(max(errors, key=lambda error: error.relative), check="Adam, 2 steps"))
+        self.deviations.append(
+            replace(max(deviations, key=lambda deviation: deviation.relative), check="Adam, 2 steps")
+        )
 
     def _memory(self) -> None:
         """A storage that is freed and filled again keeps its tensors and views; copies from page-locked memory are exact."""
@@ -324,10 +326,10 @@ class KernelRank(ParityRank):
         freed = tensor.untyped_storage().size() == 0
         tensor.untyped_storage().resize_(host.numel())
         whole.copy_(host)
-        self.errors.append(error_of("storage freed and filled: tensor", tensor, values.double()))
-        self.errors.append(error_of("storage freed and filled: view", view, values[100:200].double()))
+        self.deviations.append(deviation_of("storage freed and filled: tensor", tensor, values.double()))
+        self.deviations.append(deviation_of("storage freed and filled: view", view, values[100:200].double()))
         cause = "the storage keeps its bytes, so offloading would free nothing"
-        self.outcomes.append(Outcome("storage.resize_(0) frees the memory", freed, cause))
+        self.conditions.append(Condition("storage.resize_(0) frees the memory", freed, cause))
         if tensor.device.type != "cpu":
             cause = "the copy is in pageable memory, so copies to the device are slow and wait for it"
-            self.outcomes.append(Outcome("copies on the host are page-locked", host.is_pinned(), cause))
+            self.conditions.append(Condition("copies on the host are page-locked", host.is_pinned(), cause))

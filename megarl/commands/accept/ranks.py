@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megarl import platform as platforms
+from megarl.cluster.base import WorkerGroup
 from megarl.cluster.process import free_port
 from megarl.cluster.torchrun.local_service import LocalService
 from megarl.commands.accept.context import StageContext
@@ -16,17 +17,6 @@ from megarl.platform.environment import users_first
 
 COLLECTIVE_SECONDS = 120.0  # time limit of a collective
 GRACE = 3.0  # seconds to wait for the other ranks' errors after the first one
-
-
-class Ranks(Protocol):
-    """SPMD processes with one object each. A method call goes to all of them."""
-
-    def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method on all ranks and return the results in rank order.
-
-        Raises RuntimeError with the first cause if a rank raised or died.
-        """
-        ...
 
 
 class LocalRanks:
@@ -56,6 +46,10 @@ class LocalRanks:
         return [service.call(method, *args) for service in self.services]
 
     def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method on all ranks and return the results in rank order.
+
+        Raises RuntimeError with the first cause if a rank raised or died.
+        """
         calls = self.begin(method, *args)
         _, pending = wait(calls, return_when=FIRST_EXCEPTION)
         if pending:
@@ -69,10 +63,19 @@ class LocalRanks:
         return [call.result() for call in calls]
 
     def close(self) -> None:
-        for service in self.services:
-            service.begin_stop()
-        for service in self.services:
-            service.stop()
+        stop_all(self.services)
+
+
+Ranks = LocalRanks | WorkerGroup
+"""Processes with one object each. `call` calls a method on all of them."""
+
+
+def stop_all(services: Sequence[LocalService]) -> None:
+    """Stop processes at the same time."""
+    for service in services:
+        service.begin_stop()
+    for service in services:
+        service.stop()
 
 
 def _is_about_a_peer(text: str) -> bool:

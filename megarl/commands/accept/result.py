@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
 Verdict = Literal["PASS", "FAIL", "NOT RUN", "REPORT"]
@@ -53,7 +53,6 @@ class StageResult:
     reason: str = ""
     seconds: float = 0.0
     checks: tuple[RecordedCheck, ...] = ()
-    files: tuple[str, ...] = field(default=())  # within the stage's folder: stacks and logs of a failure
 
     def line(self) -> str:
         """Format the verdict: `1 kernels: PASS` or `3 collectives: FAIL (reason)`."""
@@ -127,7 +126,7 @@ def from_json(text: str) -> list[StageResult]:
     results = []
     for entry in json.loads(text):
         checks = tuple(RecordedCheck(**check) for check in entry.pop("checks"))
-        results.append(StageResult(**{**entry, "files": tuple(entry["files"])}, checks=checks))
+        results.append(StageResult(**entry, checks=checks))
     return results
 
 

@@ -155,7 +155,7 @@ class TestStep:
     }
 
     def of(self, context: StageContext, *changes: dict[str, Any]) -> list[str]:
-        rl_step.judge_metrics(
+        rl_step.check_metrics(
             context, "x", [{**self.line, **{"step": n}, **values} for n, values in enumerate(changes, 1)], 2
         )
         return failed(context)
@@ -176,10 +176,10 @@ class TestStep:
 
     def test_missing_comparison_with_the_engine_fails(self, context):
         lines = [{key: value for key, value in self.line.items() if "gap" not in key} | {"step": n} for n in (1, 2)]
-        rl_step.judge_metrics(context, "x", lines, 2)
+        rl_step.check_metrics(context, "x", lines, 2)
         assert "no rollout/logprob_gap_mean of fresh samples" in failed(context)[0]
         context.checks.clear()
-        rl_step.judge_metrics(context, "x", lines, 2, compares=False)
+        rl_step.check_metrics(context, "x", lines, 2, compares=False)
         assert not failed(context) and any(check.verdict == "NOT RUN" for check in context.checks)
 
     def test_importance_ratio_of_the_first_update(self, context):
@@ -187,14 +187,14 @@ class TestStep:
         line = {**self.line, "actor/ratio": 1.05, "rollout/logprob_gap_k1": -0.1}
         line["rollout/logprob_gap_k3"] = math.exp(0.1) - 1.1
         assert rl_step.behaviour_ratio(line) == pytest.approx(math.exp(0.1))
-        rl_step.judge_metrics(context, "x", [line], 1, first=True)
+        rl_step.check_metrics(context, "x", [line], 1, first=True)
         update, engine_ratio = failed(context)
         assert update.startswith("x: importance ratio of the first update, less 1: 0.05 (<= 0.02)")
         assert engine_ratio.startswith(
             "x: ratio of trainer to engine before the first update, less 1: 0.1052 (<= 0.02)"
         )
         context.checks.clear()
-        rl_step.judge_metrics(context, "x", [self.line], 1, first=True)
+        rl_step.check_metrics(context, "x", [self.line], 1, first=True)
         assert len(failed(context)) == 2, "a missing ratio does not count as 1"
 
     def test_peak_of_a_trainer_is_compared_with_its_tensors(self, context, monkeypatch):
@@ -227,9 +227,9 @@ class TestGraphs:
 
     def test_stale_inputs_of_a_graph_are_detected(self, context):
         good, stale = completion([1, 2, 3, 4], [0.1] * 4), completion([7, 7, 7, 7], [0.1] * 4)
-        engine.judge_replay(context, "graphs", [good], [good])
+        engine.check_replay(context, "graphs", [good], [good])
         assert not failed(context)
-        engine.judge_replay(context, "graphs", [stale], [good])
+        engine.check_replay(context, "graphs", [stale], [good])
         assert len(failed(context)) == 2 and "graphs, tokens: 0 " in failed(context)[0]
 
 

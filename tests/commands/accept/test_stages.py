@@ -12,7 +12,7 @@ import pytest
 
 from megarl.commands.accept.collective_rank import Timing
 from megarl.commands.accept.context import StageContext
-from megarl.commands.accept.kernel_rank import Outcome
+from megarl.commands.accept.kernel_rank import Condition
 from megarl.commands.accept.settings import Settings
 from megarl.commands.accept.stages import collectives, environment, kernels
 from megarl.commands.doctor.finding import Finding
@@ -111,8 +111,11 @@ class TestEnvironment:
 
 class TestKernels:
     def test_condition_fails_with_its_cause(self, context):
-        outcomes = [Outcome("copies on the host are page-locked", False, "pageable"), Outcome("x", True, "unused")]
-        kernels.record(context, [], outcomes, "float32")
+        conditions = [
+            Condition("copies on the host are page-locked", False, "pageable"),
+            Condition("x", True, "unused"),
+        ]
+        kernels.record(context, [], conditions, "float32")
         (line,) = failed(context)
         assert line == "float32 copies on the host are page-locked: False (== True): pageable"
 

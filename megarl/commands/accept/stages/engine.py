@@ -33,7 +33,7 @@ from megarl.commands.accept.engine_probe import (
     visible,
 )
 from megarl.commands.accept.families import write_family
-from megarl.commands.accept.ranks import LocalRanks
+from megarl.commands.accept.ranks import LocalRanks, stop_all
 from megarl.engines.specs import policy_spec
 from megarl.errors import RecipeError
 from megarl.hf.config import text_fields
@@ -137,10 +137,10 @@ def _without_graphs(
         eager = timed(engine.call("generate", replay_requests(family)))[0]
     finally:
         engine.stop()
-    judge_replay(context, name, replayed, eager)
+    check_replay(context, name, replayed, eager)
 
 
-def judge_replay(context: StageContext, name: str, replayed: list[Completion], eager: list[Completion]) -> None:
+def check_replay(context: StageContext, name: str, replayed: list[Completion], eager: list[Completion]) -> None:
     """Check that both have the same tokens, and the same log-probs up to the first different token of each pair."""
     share, difference = agreement(replayed, eager)
     cause = "a graph was replayed with the inputs of another step, or captured other kernels"
@@ -198,7 +198,7 @@ def _group(context: StageContext) -> None:
                 limit=GAP, unit="nats", cause="tokens are routed to other experts than in the trainer, or experts have other weights",
             )  # fmt: skip
     finally:
-        _stop(group)
+        stop_all(group)
         trainers.close()
 
 
@@ -207,13 +207,6 @@ def _together(group: list[LocalService], method: str, arguments: list[Any] | Non
     each = [()] * len(group) if arguments is None else [(argument,) for argument in arguments]
     calls = [engine.call(method, *args) for engine, args in zip(group, each, strict=True)]
     return [call.result(CALL_SECONDS) for call in calls]
-
-
-def _stop(group: list[LocalService]) -> None:
-    for engine in group:
-        engine.begin_stop()
-    for engine in group:
-        engine.stop()
 
 
 def _is_latent(context: StageContext) -> bool:
@@ -319,7 +312,7 @@ def _of_recipe(context: StageContext) -> None:
         sampled = _together(group, "generate", [requests("dense", 32, 16)] * size)
         context.equal(f"{name}: samples", sum(map(len, sampled)), 32 * size)
     finally:
-        _stop(group)
+        stop_all(group)
 
 
 def few_layers(rollout: RolloutConfig, config: dict[str, Any], size: int) -> dict[str, Any]:

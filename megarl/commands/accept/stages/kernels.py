@@ -6,7 +6,7 @@ import math
 
 from megarl.commands.accept.context import StageContext
 from megarl.commands.accept.families import write_family
-from megarl.commands.accept.kernel_rank import Error, Outcome
+from megarl.commands.accept.kernel_rank import Condition, Deviation
 from megarl.commands.accept.ranks import local_ranks
 
 RANK = "megarl.commands.accept.kernel_rank:KernelRank"
@@ -23,23 +23,21 @@ def run(context: StageContext) -> None:
         for dtype in LIMITS:
             for family in _FAMILIES:
                 context.doing(f"layers of the {family} model in {dtype}")
-                ((errors, outcomes),) = ranks.call("check", family, str(context.shared / family), dtype)
-                record(context, errors, outcomes, dtype)
+                ((deviations, conditions),) = ranks.call("check", family, str(context.shared / family), dtype)
+                record(context, deviations, conditions, dtype)
 
 
-def record(context: StageContext, errors: list[Error], outcomes: list[Outcome], dtype: str) -> None:
-    """Record a check for every layer and every condition."""
-    for error in errors:
-        _record(context, error, dtype)
-    for outcome in outcomes:
-        context.equal(f"{dtype} {outcome.name}", outcome.good, True, cause=outcome.cause)
+def record(context: StageContext, deviations: list[Deviation], conditions: list[Condition], dtype: str) -> None:
+    """Record a check for every layer and every condition.
 
-
-def _record(context: StageContext, error: Error, dtype: str) -> None:
-    """Record one error. On devices a missing float32 kernel is NOT RUN, since trainers use bfloat16 there."""
-    name = f"{dtype} {error.check or error.kernel}"
-    if error.problem and dtype == "float32" and not context.tiny:
-        context.not_run(name, error.problem)
-        return
-    relative = error.relative if math.isfinite(error.relative) else math.inf
-    context.at_most(name, relative, limit=LIMITS[dtype], unit="of the largest value", cause=error.cause)
+    On devices a missing float32 kernel is NOT RUN, since trainers use bfloat16 there.
+    """
+    for deviation in deviations:
+        name = f"{dtype} {deviation.check or deviation.kernel}"
+        if deviation.problem and dtype == "float32" and not context.tiny:
+            context.not_run(name, deviation.problem)
+            continue
+        relative = deviation.relative if math.isfinite(deviation.relative) else math.inf
+        context.at_most(name, relative, limit=LIMITS[dtype], unit="of the largest value", cause=deviation.cause)
+    for condition in conditions:
+        context.equal(f"{dtype} {condition.name}", condition.good, True, cause=condition.cause)

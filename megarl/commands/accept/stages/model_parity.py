@@ -81,7 +81,7 @@ def _try(context: StageContext, case: Case, ranks: LocalRanks) -> None:
             context.not_run(case.name, " ".join(str(error).split())[:300])
             return
         raise
-    judge_case(context, case, answers, resumed=0.0 if context.tiny else RESUMED)
+    check_case(context, case, answers, resumed=0.0 if context.tiny else RESUMED)
 
 
 def cases(context: StageContext, size: int, families: list[str]) -> Iterator[Case]:
@@ -100,7 +100,7 @@ def cases(context: StageContext, size: int, families: list[str]) -> Iterator[Cas
                 yield Case(family, model, "bfloat16", swapped, f"{folder}-swapped")
 
 
-def judge_case(context: StageContext, case: Case, answers: list[dict[str, Any]], resumed: float = 0.0) -> None:
+def check_case(context: StageContext, case: Case, answers: list[dict[str, Any]], resumed: float = 0.0) -> None:
     """Record the checks of one case. `answers`: results of its ranks; `resumed`: limit of the difference after a resume."""
     golden, dtype = read_golden(case.family), case.dtype
     layer, difference = first_layer_apart(golden, answers[0]["sketches"], LAYER[dtype])

@@ -119,7 +119,7 @@ def _train(
     compares: bool = True,
     first: bool = False,
 ) -> list[dict[str, Any]]:
-    """Run `megarl train`, check its metrics, and return them, or [] if it failed. `compares`, `first`: `judge_metrics`."""
+    """Run `megarl train`, check its metrics, and return them, or [] if it failed. `compares`, `first`: `check_metrics`."""
     context.doing(f"{name}: megarl train {recipe.name}")
     log = context.folder / f"{name.replace(',', '').replace(' ', '-')}.log"
     environ = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
@@ -136,11 +136,11 @@ def _train(
     written = yaml.safe_load(recipe.read_text())
     folder = Path(written["runs_dir"]) / written["name"]
     lines = [line for line in read_metrics(folder / "metrics.jsonl") if line["step"]]
-    judge_metrics(context, name, lines, steps, compares=compares, first=first)
+    check_metrics(context, name, lines, steps, compares=compares, first=first)
     return lines
 
 
-def judge_metrics(
+def check_metrics(
     context: StageContext,
     name: str,
     lines: list[dict[str, Any]],
