@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from megarl.commands.plan.search.fits import Subject
-from megarl.commands.plan.search.layouts import Choice, EngineLayout, chosen
+from megarl.commands.plan.search.layouts import Choice, EngineLayout, apply_choice
 from megarl.platform.devices import devices
 from megarl.recipe.schema import Recipe
 
@@ -67,5 +67,5 @@ class FakeFitChecker:
         self.counted.append(choice)
         return 2**30 if choice.recompute == "full" else 2**40
 
-    def with_choice(self, recipe: Recipe, choice: Choice) -> Recipe:
-        return chosen(recipe, choice)
+    def with_chosen_engines(self, recipe: Recipe, choice: Choice) -> Recipe:
+        return apply_choice(recipe, choice)

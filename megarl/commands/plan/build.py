@@ -20,7 +20,7 @@ from megarl.commands.plan.count.workload import is_time_shared
 from megarl.commands.plan.environment import device_kind
 from megarl.commands.plan.explain import NotInstalled, adapters_alone, adapters_held, full_links, links, planned_from
 from megarl.commands.plan.routes import as_expected, expected_routes
-from megarl.commands.plan.search.fits import Chosen, Subject
+from megarl.commands.plan.search.fits import EngineChoice, Subject
 from megarl.commands.plan.search.layouts import choice_of
 from megarl.commands.plan.search.suggest import suggest
 from megarl.engines import merged_because
@@ -201,7 +201,7 @@ def _adapters(
 
 
 def _with_suggestions(
-    plan: RecipePlan, subject: Subject, trainers: RankClient, engines_known: Chosen | None, *, seconds: float
+    plan: RecipePlan, subject: Subject, trainers: RankClient, engines_known: EngineChoice | None, *, seconds: float
 ) -> RecipePlan:
     try:
         layouts, stopped = suggest(subject, trainers, engines=engines_known, seconds=seconds)

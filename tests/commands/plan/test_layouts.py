@@ -13,8 +13,8 @@ from megarl.commands.plan.search.layouts import (
     Choice,
     EngineLayout,
     TrainerLayout,
+    apply_choice,
     choice_of,
-    chosen,
     engine_layouts,
     layouts,
     overrides,
@@ -41,7 +41,7 @@ def brute_force(recipe: Recipe, model: dict[str, Any], per_node: int) -> set[Tra
             continue
         for chunks in (None, 2, 3, 4, 5, 6):
             layout = TrainerLayout(tensor, pipeline, context, expert, within, chunks)
-            megatron = chosen(recipe, replace(choice_of(recipe), layout=layout)).megatron
+            megatron = apply_choice(recipe, replace(choice_of(recipe), layout=layout)).megatron
             try:
                 check_layout(model, megatron, recipe.cluster.trainers)
             except ValueError:
@@ -83,7 +83,7 @@ def test_two_uneven_stages_are_not_interleaved() -> None:
         check_layout(
             DENSE,
             replace(
-                chosen(recipe(2), choice_of(recipe(2))).megatron,
+                apply_choice(recipe(2), choice_of(recipe(2))).megatron,
                 pipeline_parallel=2,
                 virtual_pipeline=2,
                 first_stage_layers=2,
@@ -109,7 +109,7 @@ def test_overrides_of_a_choice_reproduce_its_recipe(tmp_path: Path) -> None:
     )
     loaded = load_recipe(file, ["cluster.trainers=4"])
     choice = Choice(TrainerLayout(1, 2, 1, 1, 1, 3), "full", True, 777, EngineLayout(2, 2, 1, None))
-    chosen_recipe = chosen(loaded, choice)
+    chosen_recipe = apply_choice(loaded, choice)
     settings = overrides(loaded, chosen_recipe)
     assert "megatron.sequence_parallel=null" in settings, "one device cuts no sequences"
     assert "megatron.recompute=full" in settings and "megatron.expert_tensor_parallel=1" not in settings

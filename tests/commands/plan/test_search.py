@@ -25,7 +25,7 @@ from megarl.commands.plan.search import suggest
 from megarl.commands.plan.search.command import require_device
 from megarl.commands.plan.search.fits import FitChecker, HostTooSmallError, Subject, too_large
 from megarl.commands.plan.search.forecast import Forecast
-from megarl.commands.plan.search.layouts import Choice, EngineLayout, choice_of, chosen, overrides
+from megarl.commands.plan.search.layouts import Choice, EngineLayout, apply_choice, choice_of, overrides
 from megarl.commands.plan.search.lower_bound import largest_parts, min_held_bytes, min_peak_bytes
 from megarl.commands.plan.search.search import SearchResult, families, search
 from megarl.commands.plan.search.step_time import StepTimes
@@ -72,7 +72,7 @@ def test_the_first_candidate_is_the_fastest_that_fits() -> None:
     first = run(task, FakeFitChecker(), count=1).best[0]
     clock = StepTimes(task.device, task.shape, None, None)
     fitting = [
-        clock.seconds(chosen(task.recipe, choice))
+        clock.seconds(apply_choice(task.recipe, choice))
         for family in families(task)
         for choice in family.choices
         if choice.recompute == "full" and choice.layout.pipeline_parallel < 4
@@ -136,7 +136,7 @@ def test_hosts_of_a_layout_that_fits_the_devices_are_counted(monkeypatch: pytest
     chosen.set_result((EngineLayout(1, 1, 1, None), None))
     critic.set_result([])
     checker._built, checker._shape = checker._subject.recipe, checker._subject.shape
-    checker._chosen, checker._critic, checker._choices = chosen, critic, [EngineLayout(1, 1, 1, None)]
+    checker._chosen, checker._critic, checker._engine_candidates = chosen, critic, [EngineLayout(1, 1, 1, None)]
     stages = [PipelineStage("actor", number, 0, held(10), beyond, None, {}) for number in range(4)]
     monkeypatch.setattr("megarl.commands.plan.search.fits.stages_of", lambda *_: stages)
     choice = choice_of(checker._subject.recipe)
@@ -272,7 +272,7 @@ def test_step_times_equal_the_estimate() -> None:
     sampled = families(task)[::7]
     assert sampled
     for family in sampled:
-        chosen_recipe = chosen(task.recipe, family.choices[0])
+        chosen_recipe = apply_choice(task.recipe, family.choices[0])
         assert clock.seconds(chosen_recipe) == pytest.approx(
             estimate(chosen_recipe, task.model, None, H100, response=20.0).seconds
         )
@@ -352,7 +352,7 @@ def test_no_layout_that_fits_is_pruned(model: dict[str, Any], tmp_path: Path) ->
     with RankClient() as client:
         forecast = Forecast(client, built, task.model, task.shape, tmp_path / "samples")
         for choice in every[:: max(1, len(every) // 16)]:
-            chosen_recipe = chosen(built, choice)
+            chosen_recipe = apply_choice(built, choice)
             peaks = {
                 stage.number: max(phase.device for phase in stage.phases.values())
                 for stage in stages_of("actor", chosen_recipe, chosen_recipe.megatron, client)
@@ -379,7 +379,7 @@ def test_the_best_candidate_fits(tmp_path: Path) -> None:
     result = search(task, seconds=120, count=3)
     assert result.best
     for candidate in result.best:
-        settings = overrides(task.recipe, chosen(task.recipe, candidate.choice))
+        settings = overrides(task.recipe, apply_choice(task.recipe, candidate.choice))
         loaded = load_recipe(tmp_path / "recipe.yaml", settings)
         plan = make_plan(loaded, {"rollout": task.model}, task.device)
         assert not plan.refusals, (settings, plan.refusals)

@@ -10,7 +10,7 @@ from typing import Any
 
 from megarl.algorithms.advantages import uses_critic
 from megarl.commands.plan.search.fits import Subject
-from megarl.commands.plan.search.layouts import choice_of, chosen, engine_layouts, layouts, overrides, refusal
+from megarl.commands.plan.search.layouts import apply_choice, choice_of, engine_layouts, layouts, overrides, refusal
 from megarl.commands.plan.search.suggest import uncounted_layouts
 from megarl.errors import InputError, RecipeError
 from megarl.platform.devices import Device
@@ -69,4 +69,4 @@ def _laid_out(recipe: Recipe, model: dict[str, Any], device: Device) -> Recipe:
     choice = choice_of(recipe)
     layout = next(layouts(recipe, model, device.per_node), choice.layout)
     engines = next(engine_layouts(recipe, model, device.per_node), choice.engines)
-    return chosen(recipe, replace(choice, layout=layout, engines=engines))
+    return apply_choice(recipe, replace(choice, layout=layout, engines=engines))

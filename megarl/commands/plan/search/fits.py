@@ -16,7 +16,7 @@ from megarl.commands.plan.count.rank_client import RankClient
 from megarl.commands.plan.count.stages import built_from, stages_of
 from megarl.commands.plan.count.types import EngineRank, PipelineStage, RankMemory
 from megarl.commands.plan.search.forecast import Forecast
-from megarl.commands.plan.search.layouts import Choice, EngineLayout, choice_of, chosen, refusal
+from megarl.commands.plan.search.layouts import Choice, EngineLayout, apply_choice, choice_of, refusal
 from megarl.commands.plan.search.lower_bound import largest_parts, min_held_bytes, min_peak_bytes, parts
 from megarl.commands.plan.search.step_time import StepTimes
 from megarl.errors import InputError
@@ -25,10 +25,10 @@ from megarl.platform.devices import Device
 from megarl.recipe.schema import Recipe
 from megarl.text import pluralize
 
-Chosen = tuple[EngineLayout, EngineRank | None]
+EngineChoice = tuple[EngineLayout, EngineRank | None]
 """Engines, and one device of them; None: no engines, or they cannot be counted here."""
 
-_NEAR = 1.01
+NEAR = 1.01
 """A layout is counted if its forecast is at most this multiple of the limit: forecasts are off by some thousandths."""
 
 
@@ -82,11 +82,12 @@ class FitChecker:
         directory: Path,
         engines: list[EngineLayout],
         deadline: float,
-        counted_engines: Chosen | None = None,
+        counted_engines: EngineChoice | None = None,
     ) -> None:
         self._subject, self._client, self._shape = subject, client, subject.shape
         self._deadline = deadline
-        self._directory, self._choices = directory, engines if counted_engines is None else [counted_engines[0]]
+        self._directory = directory
+        self._engine_candidates = engines if counted_engines is None else [counted_engines[0]]
         self._not_counted: str | None = None  # until engines are chosen
         self._built = built_from(subject.recipe, subject.model, directory / "model")
         self._forecast = Forecast(client, self._built, subject.model, self._shape, directory / "samples")
@@ -108,7 +109,7 @@ class FitChecker:
 
     def refused(self, choice: Choice) -> str | None:
         """Return the error of a run with this layout, or None. All candidate engines are valid."""
-        return refusal(self._with_some(self._subject.recipe, choice), self._subject.model)
+        return refusal(self._with_first_engines(self._subject.recipe, choice), self._subject.model)
 
     def too_large(self, choice: Choice) -> bool:
         """Return True if the layout cannot fit, by arithmetic alone."""
@@ -116,12 +117,12 @@ class FitChecker:
 
     def is_forecast(self, choice: Choice) -> bool:
         """Return True if `excess` needs no further counting, which takes seconds."""
-        recipe = chosen(self._built, choice)
+        recipe = apply_choice(self._built, choice)
         return self._forecast.knows(recipe.megatron) and (self._chosen.done() or not _stays(choice, recipe))
 
-    def excess(self, choice: Choice, near: float = _NEAR) -> float:
+    def excess(self, choice: Choice, near: float = NEAR) -> float:
         """Return the bytes by which the forecast exceeds `near` times the device; 0: the layout might fit."""
-        most, recipe = near * self._subject.limit, chosen(self._built, choice)
+        most, recipe = near * self._subject.limit, apply_choice(self._built, choice)
         if _stays(choice, recipe) and (rank := self._chosen.result()[1]) is not None:
             needed = _resident(recipe, self._shape) + rank.weights + (rank.cache or 0) + rank.working
             if needed > most:
@@ -131,12 +132,12 @@ class FitChecker:
     def peak(self, choice: Choice) -> int:
         """Count the bytes of the fullest device. Raises ValueError if Megatron refuses the layout, and HostTooSmallError if
         it fits the devices but not the hosts."""
-        recipe = self._with_some(self._built, choice)  # engines do not change the trainers' memory
+        recipe = self._with_first_engines(self._built, choice)  # engines do not change the trainers' memory
         numbers = (
             [part.number for part in largest_parts(recipe.megatron, self._shape)] if self._is_uniform(recipe) else None
         )
         stages = stages_of("actor", recipe, self._subject.recipe.megatron, self._client, numbers)
-        recipe = self.with_choice(self._built, choice)
+        recipe = self.with_chosen_engines(self._built, choice)
         critic = self._critic.result()
         for stage in (*stages, *critic):
             if stage.activations is None:
@@ -186,25 +187,25 @@ class FitChecker:
 
     def _is_uniform(self, recipe: Recipe) -> bool:
         """Return True if every trainer shares its device with the same processes."""
-        used = {engines.engines * engines.tensor_parallel for engines in self._choices}
+        used = {engines.engines * engines.tensor_parallel for engines in self._engine_candidates}
         everywhere = recipe.train.source != "rollout" or used == {recipe.cluster.trainers}
         return self._subject.critic_model is None and (everywhere or recipe.cluster.placement != "colocated")
 
-    def _with_some(self, recipe: Recipe, choice: Choice) -> Recipe:
+    def _with_first_engines(self, recipe: Recipe, choice: Choice) -> Recipe:
         """Return `recipe` with candidate engines, without waiting for the choice."""
-        return chosen(recipe, replace(choice, engines=self._choices[0]))
+        return apply_choice(recipe, replace(choice, engines=self._engine_candidates[0]))
 
-    def with_choice(self, recipe: Recipe, choice: Choice) -> Recipe:
+    def with_chosen_engines(self, recipe: Recipe, choice: Choice) -> Recipe:
         """Return `recipe` with `choice` and the chosen engines."""
-        return chosen(recipe, replace(choice, engines=self.engines))
+        return apply_choice(recipe, replace(choice, engines=self.engines))
 
-    def _choose_engines(self) -> Chosen:
+    def _choose_engines(self) -> EngineChoice:
         recipe, choice = self._subject.recipe, choice_of(self._subject.recipe)
         if recipe.train.source != "rollout":
             return choice.engines, None
-        candidates = [chosen(recipe, replace(choice, engines=engines)) for engines in self._choices]
+        candidates = [apply_choice(recipe, replace(choice, engines=engines)) for engines in self._engine_candidates]
         kinds = policy_engines(candidates, self._subject.model, self._deadline)
-        for engines, kind in zip(self._choices, kinds, strict=True):
+        for engines, kind in zip(self._engine_candidates, kinds, strict=True):
             rank = rank_of(kind, self._subject.device.memory, self._libraries(recipe).communicators.get("rollout", 0))
             if rank is not None and too_small(kind, rank, self._subject.device.memory) is None:
                 self._not_counted = not_counted(kind, self._subject.device.memory)
@@ -235,7 +236,7 @@ def worst_case_stages(counted: list[PipelineStage], stages: int) -> list[Pipelin
 
 def too_large(subject: Subject, choice: Choice) -> bool:
     """Return True if the layout cannot fit, by arithmetic alone."""
-    recipe = chosen(subject.recipe, choice)
+    recipe = apply_choice(subject.recipe, choice)
     if _stays(choice, recipe) and _resident(recipe, subject.shape) + subject.min_engine_bytes > subject.limit:
         return True
     return min_peak_bytes(recipe, subject.shape) > subject.limit

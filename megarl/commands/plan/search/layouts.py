@@ -97,7 +97,7 @@ def choice_of(recipe: Recipe) -> Choice:
     return Choice(layout, megatron.recompute, offloads(recipe), recipe.actor.max_tokens_per_micro_batch, engines)
 
 
-def chosen(recipe: Recipe, choice: Choice) -> Recipe:
+def apply_choice(recipe: Recipe, choice: Choice) -> Recipe:
     """Return `recipe` with the layout of `choice`."""
     # An unset key stays unset if its default equals the choice.
     offload = recipe.megatron.offload if choice.offload == offloads(recipe) else choice.offload

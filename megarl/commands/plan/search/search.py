@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megarl.commands.plan.count.rank_client import CannotCount, RankClient
-from megarl.commands.plan.search.fits import FitChecker, HostTooSmallError, Subject
+from megarl.commands.plan.search.fits import NEAR, FitChecker, HostTooSmallError, Subject
 from megarl.commands.plan.search.layouts import (
     RECOMPUTE,
     Choice,
     EngineLayout,
+    apply_choice,
     choice_of,
-    chosen,
     engine_layouts,
     layouts,
     sizes_of_micro_batches,
@@ -68,10 +68,10 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class _Family:
-    """Choices of one layout and micro batch, fastest first. `doubted`: counted although the forecast is too large."""
+    """Choices of one layout and micro batch, fastest first. `above_forecast`: counted although the forecast is too large."""
 
     choices: tuple[Choice, ...]
-    doubted: bool = False
+    above_forecast: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -103,12 +103,32 @@ def search(subject: Subject, *, seconds: float, count: int = 10) -> SearchResult
         return _Search(subject, checker, clock, deadline, count).run()
 
 
+def examine(checker: FitChecker, choice: Choice, near: float | None) -> _Verdict:
+    """Forecast and count a choice. A forecast above `near` times the device is a verdict; None: no forecast. Raises
+    InputError if no layout of the model can be counted."""
+    if near is not None and (excess := checker.excess(choice, near)):
+        return _Unlikely(excess)
+    refused = checker.refused(choice)
+    if refused is not None:
+        return refused
+    try:
+        return checker.peak(choice)
+    except InputError:
+        raise
+    except HostTooSmallError as error:
+        return error
+    except ValueError as error:  # a rule of Megatron, checked while a rank is built
+        return str(error)
+    except CannotCount as error:
+        return str(error).strip().splitlines()[-1]
+
+
 def fastest_engines(subject: Subject, clock: StepTimes) -> list[EngineLayout]:
     """Return the fastest engine layouts by estimate; the trainers' layout does not matter."""
     recipe, choice = subject.recipe, choice_of(subject.recipe)
     candidates = list(engine_layouts(recipe, subject.model, subject.device.per_node))
     choice = replace(choice, layout=next(layouts(recipe, subject.model, subject.device.per_node), choice.layout))
-    candidates.sort(key=lambda engines: clock.seconds(chosen(recipe, replace(choice, engines=engines))))
+    candidates.sort(key=lambda engines: clock.seconds(apply_choice(recipe, replace(choice, engines=engines))))
     return candidates[:_ENGINES]
 
 
@@ -173,7 +193,7 @@ class _Search:
             return refused
         if self._checker.too_large(self._own):
             return _Unlikely(math.inf)
-        return self._examine(_Family((self._own,), doubted=True))
+        return self._examine(_Family((self._own,), above_forecast=True))
 
     def _add_own(self) -> None:
         """Add the recipe's layout if it fits and the search did not reach it."""
@@ -233,15 +253,15 @@ class _Search:
                 self._result.slower += len(family.choices)
             elif family.shape in busy:
                 put_off.append((seconds, number, family))
-            elif not self._doubts(family):
+            elif not self._set_aside_by_forecast(family):
                 chosen_family = family
         for item in put_off:
             heapq.heappush(self._queue, item)
         if chosen_family is None and not self._queue and time.monotonic() < self._deadline:
-            return self._doubted(fitting | busy)
+            return self._least_excess(fitting | busy)
         return chosen_family
 
-    def _doubts(self, family: _Family) -> bool:
+    def _set_aside_by_forecast(self, family: _Family) -> bool:
         """Return True after setting the family aside, if an existing forecast says that it is too large."""
         choice = family.choices[0]
         excess = self._checker.excess(choice) if self._checker.is_forecast(choice) else 0.0
@@ -249,13 +269,13 @@ class _Search:
             self._settle(family, _Unlikely(excess))
         return bool(excess)
 
-    def _doubted(self, left_out: set[tuple[int, ...]]) -> _Family | None:
+    def _least_excess(self, left_out: set[tuple[int, ...]]) -> _Family | None:
         """Return the choice with the smallest excess by forecast, without these shapes."""
         remaining = [item for item in self._unlikely if item[-1].layout.shape not in left_out]
         if not remaining:
             return None
         self._unlikely.remove(min(remaining))
-        return _Family((min(remaining)[-1],), doubted=True)
+        return _Family((min(remaining)[-1],), above_forecast=True)
 
     def _verdict(self, family: _Family) -> _Verdict:
         if family.choices[0] == self._own and self._own_verdict is not None:
@@ -263,22 +283,7 @@ class _Search:
         return self._examine(family)
 
     def _examine(self, family: _Family) -> _Verdict:
-        choice = family.choices[0]
-        if not family.doubted and (excess := self._checker.excess(choice)):
-            return _Unlikely(excess)
-        refused = self._checker.refused(choice)
-        if refused is not None:
-            return refused
-        try:
-            return self._checker.peak(choice)
-        except InputError:
-            raise  # applies to every layout of the model
-        except HostTooSmallError as error:
-            return error
-        except ValueError as error:  # a rule of Megatron, checked while a rank is built
-            return str(error)
-        except CannotCount as error:
-            return str(error).strip().splitlines()[-1]
+        return examine(self._checker, family.choices[0], near=None if family.above_forecast else NEAR)
 
     def _settle(self, family: _Family, verdict: _Verdict) -> None:
         choice = family.choices[0]
@@ -305,4 +310,4 @@ class _Search:
         self._result.best.append(FittingLayout(choice, self._seconds(choice), peak))
 
     def _seconds(self, choice: Choice) -> float:
-        return self._clock.seconds(chosen(self._subject.recipe, choice))
+        return self._clock.seconds(apply_choice(self._subject.recipe, choice))

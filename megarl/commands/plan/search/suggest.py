@@ -12,22 +12,21 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megarl.commands.plan.count.rank_client import CannotCount, RankClient
+from megarl.commands.plan.count.rank_client import RankClient
 from megarl.commands.plan.count.types import Suggestion
-from megarl.commands.plan.search.fits import Chosen, FitChecker, HostTooSmallError, Subject, too_large
+from megarl.commands.plan.search.fits import EngineChoice, FitChecker, Subject, too_large
 from megarl.commands.plan.search.forecast import setting
 from megarl.commands.plan.search.layouts import (
     Choice,
     EngineLayout,
+    apply_choice,
     choice_of,
-    chosen,
     engine_layouts,
     overrides,
     refusal,
 )
-from megarl.commands.plan.search.search import families, fastest_engines
+from megarl.commands.plan.search.search import examine, families, fastest_engines
 from megarl.commands.plan.search.step_time import StepTimes
-from megarl.errors import InputError
 
 _COUNT = 3
 _AT_A_TIME = 2  # layouts under examination
@@ -42,7 +41,9 @@ class Suggestions(NamedTuple):
     stopped: bool
 
 
-def suggest(subject: Subject, client: RankClient, *, engines: Chosen | None = None, seconds: float) -> Suggestions:
+def suggest(
+    subject: Subject, client: RankClient, *, engines: EngineChoice | None = None, seconds: float
+) -> Suggestions:
     """Return up to `_COUNT` layouts that fit, each counted, within `seconds`.
 
     Sorted by number of changed keys, then by cost of the forecast, then by step time. `engines`: None: choose them.
@@ -76,11 +77,12 @@ class _SuggestionSearch:
 
     def run(self) -> None:
         while (choice := self._next()) is not None:
-            fits = _fits(self._checker, choice, self._subject.limit)
+            verdict = examine(self._checker, choice, near=_FITS)
+            fits = isinstance(verdict, int) and verdict <= self._subject.limit
             with self._lock:
                 self._counting.remove(_without_layers(choice))
-                if fits and not self._is_idle(choice):
-                    recipe = self._checker.with_choice(self._subject.recipe, choice)
+                if fits and not self._is_dominated(choice):
+                    recipe = self._checker.with_chosen_engines(self._subject.recipe, choice)
                     line = " ".join(overrides(self._subject.recipe, recipe))
                     times = self._times(choice)
                     # An earlier candidate may have been counted later.
@@ -101,12 +103,12 @@ class _SuggestionSearch:
                 if choice is None:
                     self.over = True
                     return None
-                if not self._is_idle(choice) and _without_layers(choice) not in self._counting:
+                if not self._is_dominated(choice) and _without_layers(choice) not in self._counting:
                     self._counting.add(_without_layers(choice))
                     return choice
         return None
 
-    def _is_idle(self, choice: Choice) -> bool:
+    def _is_dominated(self, choice: Choice) -> bool:
         """Return True if an earlier suggestion is as good."""
         return any(self._is_no_better(choice, other, suggestion.times) for other, suggestion in self._suggestions)
 
@@ -127,7 +129,7 @@ class _SuggestionSearch:
 
     def _times(self, choice: Choice) -> float:
         recipe = self._subject.recipe
-        return self._clock.seconds(self._checker.with_choice(recipe, choice)) / self._clock.seconds(recipe)
+        return self._clock.seconds(self._checker.with_chosen_engines(recipe, choice)) / self._clock.seconds(recipe)
 
 
 def _settings(choice: Choice) -> tuple[Any, ...]:
@@ -149,7 +151,7 @@ def uncounted_layouts(subject: Subject) -> list[str]:
     engines = _own_engines(subject)
     near = _by_changes(subject, lambda choice: too_large(subject, choice), subject.step_times())
     for choice in islice(near, _EXAMINED):
-        candidate = chosen(recipe, replace(choice, engines=engines))
+        candidate = apply_choice(recipe, replace(choice, engines=engines))
         if choice.layout.shape not in lines and refusal(candidate, subject.model) is None:
             lines[choice.layout.shape] = " ".join(overrides(recipe, candidate))
         if len(lines) == _COUNT:
@@ -176,19 +178,8 @@ def _by_changes(subject: Subject, too_large: Callable[[Choice], bool], clock: St
         near = (choice for choice in group if number and choice.layout.virtual_pipeline in interleaving)
         may_fit = [choice for choice in near if not too_large(choice)]
         # First the choices with the recipe's forecast setting: each other setting is counted first, which takes seconds.
-        laid_out = [(choice, chosen(subject.recipe, choice)) for choice in may_fit]
+        laid_out = [(choice, apply_choice(subject.recipe, choice)) for choice in may_fit]
         laid_out.sort(
             key=lambda entry: (setting(entry[1].megatron) != setting(subject.recipe.megatron), clock.seconds(entry[1]))
         )
         yield from (choice for choice, _ in laid_out)
-
-
-def _fits(checker: FitChecker, choice: Choice, limit: float) -> bool:
-    if checker.excess(choice, near=_FITS) or checker.refused(choice):
-        return False
-    try:
-        return checker.peak(choice) <= limit
-    except InputError:
-        raise  # applies to every layout of the model
-    except (ValueError, CannotCount, HostTooSmallError):  # refused by Megatron, or hosts are too small
-        return False

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from megarl.commands.plan.count.types import Estimate
 from megarl.commands.plan.search.fits import Subject
-from megarl.commands.plan.search.layouts import Choice, TrainerLayout, chosen, overrides
+from megarl.commands.plan.search.layouts import Choice, TrainerLayout, apply_choice, overrides
 from megarl.commands.plan.search.search import FittingLayout, SearchResult
 from megarl.commands.plan.show.units import GIB, Unit, sized
 from megarl.commands.plan.time.estimate import estimate
@@ -156,7 +156,7 @@ def why(new: Estimate, current: Estimate | None) -> str:
 
 
 def _estimate(subject: Subject, choice: Choice) -> Estimate:
-    recipe = chosen(subject.recipe, choice)
+    recipe = apply_choice(subject.recipe, choice)
     return estimate(recipe, subject.model, subject.critic_model, subject.device, response=subject.response)
 
 
@@ -169,4 +169,4 @@ def _own_estimate(subject: Subject) -> Estimate | None:
 
 
 def _overrides(subject: Subject, choice: Choice) -> list[str]:
-    return overrides(subject.recipe, chosen(subject.recipe, choice))
+    return overrides(subject.recipe, apply_choice(subject.recipe, choice))
