@@ -32,28 +32,10 @@ from typing import *; from collections import *; from functools import *; from i
 from bisect import *; from heapq import *; from math import *; from builtins import *
 """
 # Names of Python that statements compare with. A program's definition replaces one only if it is the only candidate.
-COMPARING = frozenset(
-    [
-        "set",
-        "frozenset",
-        "sorted",
-        "list",
-        "tuple",
-        "dict",
-        "len",
-        "abs",
-        "round",
-        "all",
-        "any",
-        "isinstance",
-        "str",
-        "int",
-        "float",
-        "bool",
-        "type",
-        "repr",
-    ]
-)
+COMPARING = frozenset([
+    "set", "frozenset", "sorted", "list", "tuple", "dict", "len", "abs", "round", "all", "any", "isinstance", "str", "int",
+    "float", "bool", "type", "repr",
+])  # fmt: skip
 # An answer to these questions about a plain value is not taken from a program's object.
 PREDICATES = frozenset(
     {"startswith", "endswith", "issubset", "issuperset", "isdisjoint"}
