@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,13 @@ from typing import Any
 import yaml
 
 from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
+from megarl.atomic_files import check_new, write_atomically
+from megarl.commands.convert_verl.conversion import Conversion, read_options, value_of
 from megarl.commands.convert_verl.parser import TRAINERS, Command, read_command
-from megarl.commands.convert_verl.sheet import Sheet, read_options, value_of
 from megarl.commands.convert_verl.shell_values import ScriptContext
-from megarl.commands.convert_verl.table import DEFAULTS, RL, SFT, SFT_DEFAULTS, TRAINER
-from megarl.commands.convert_verl.translate import translate_rl, translate_sft
+from megarl.commands.convert_verl.table import DEFAULTS, LOSS_MODE, RL, SFT, SFT_DEFAULTS, TRAINER
+from megarl.commands.convert_verl.table import LOSSES as LOSS_MODES
+from megarl.commands.convert_verl.translate import translate_rl, translate_sft, unread_options
 from megarl.engines.vllm.args import check_engine_args
 from megarl.errors import InputError, RecipeError
 from megarl.hf import published
@@ -44,37 +46,43 @@ def convert(
     *,
     rows: int | None = None,
     source: str = "a command line",
-    machine: ScriptContext | None = None,
+    context: ScriptContext | None = None,
 ) -> Converted:
     """Convert the training command in `text` to a recipe. The text is parsed, never run.
 
     arguments: "NAME=value" sets a shell variable; "dotted.key=value" is a setting that overrides the command's.
     rows: number of rows of training data, to convert epochs to steps; None: unknown.
-    machine: see `read_command`.
+    context: see `read_command`.
     Raises InputError if a value cannot be determined, or if the resulting recipe is invalid.
     """
     pairs = [_pair(argument) for argument in arguments]
     variables = {"HOME": os.path.expanduser("~"), **{name: value for name, value in pairs if "." not in name}}
-    command = read_command(text, variables, machine)
+    overrides = {name: _setting(name, value) for name, value in pairs if "." in name}
+    chosen = {
+        name: str(value) for name, value in overrides.items() if name in ("algorithm.advantage", "algorithm.loss")
+    }
+    command = read_command(text, variables, context)
     options, config = read_options(command.arguments)
     kind = TRAINERS.search(command.trainer)
     assert kind
     if kind[1] in SFT_DEFAULTS:
-        sheet = Sheet(options, SFT_DEFAULTS[kind[1]])
-        sheet.apply([*SFT, *TRAINER])
-        translate_sft(sheet, processes=_processes(command), rows=rows)
+        conversion = Conversion(options, SFT_DEFAULTS[kind[1]])
+        conversion.apply([*SFT, *TRAINER])
+        translate_sft(conversion, processes=_processes(command), rows=rows)
     else:
-        sheet = Sheet(options, DEFAULTS)
-        sheet.apply([*RL, *TRAINER])
-        megatron = "megatron" in config or sheet.get("actor_rollout_ref.actor.strategy") == "megatron"
-        translate_rl(sheet, megatron=megatron, one_step_off="one_step_off" in command.trainer, rows=rows)
-    _drop_unused(sheet)
-    _drop_rejected(sheet)
-    sheet.settings |= {name: _setting(name, value) for name, value in pairs if "." in name}
-    _note_model(sheet)
-    sheet.notes += command.notes
-    sheet.notes.sort(key=_line)
-    return Converted(_recipe(sheet, source), sheet.notes)
+        conversion = Conversion(options, DEFAULTS)
+        megatron = "megatron" in config or conversion.get("actor_rollout_ref.actor.strategy") == "megatron"
+        loss = chosen.get("algorithm.loss") or LOSS_MODES.get(str(conversion.get(LOSS_MODE, "vanilla")), "")
+        conversion.apply([*RL, *TRAINER], unread_options(conversion.options, megatron=megatron, loss=loss))
+        conversion.settings |= chosen  # other settings depend on them
+        translate_rl(conversion, megatron=megatron, one_step_off="one_step_off" in command.trainer, rows=rows)
+    conversion.settings |= overrides
+    _drop_unused(conversion, overrides.keys())
+    _drop_rejected(conversion, overrides.keys())
+    _note_model(conversion)
+    conversion.notes += command.notes
+    conversion.notes.sort(key=_line)
+    return Converted(_recipe(conversion, source), conversion.notes)
 
 
 def _line(note: str) -> int:
@@ -86,22 +94,22 @@ def _line(note: str) -> int:
 def convert_file(file: str, arguments: Sequence[str], *, out: Path | None, rows: int | None) -> None:
     """Convert `file` ("-": standard input) and write the recipe to `out` or standard output, and notes to stderr.
 
-    Raises InputError if `file` cannot be read or `out` exists.
+    Raises InputError if `file` cannot be read, and ValueError if `out` exists or its folder cannot be written.
     """
-    if out is not None and out.exists():
-        raise InputError(f"{out} already exists: name another file with --out, or remove it")
+    if out is not None:
+        check_new("--out", out)
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{file} cannot be read: {error}") from error
     source, script = ("a command line", None) if file == "-" else (Path(file).name, file)
-    converted = convert(text, arguments, rows=rows, source=source, machine=ScriptContext(script))
+    converted = convert(text, arguments, rows=rows, source=source, context=ScriptContext(script))
     for note in converted.notes:
         print(note, file=sys.stderr)
     if out is None:
         print(converted.text, end="")
     else:
-        out.write_text(converted.text)
+        write_atomically(out, converted.text.encode())
         print(f"wrote {out}", file=sys.stderr)
 
 
@@ -129,63 +137,71 @@ def _processes(command: Command) -> int:
     return count
 
 
-def _drop_unused(sheet: Sheet) -> None:
-    """Remove settings that the chosen advantage and loss do not use."""
-    settings = sheet.settings
-    advantage, loss = settings.get("algorithm.advantage", "grpo"), settings.get("algorithm.loss", "ppo_clip")
+def _drop_unused(conversion: Conversion, kept: Collection[str]) -> None:
+    """Remove settings that the chosen advantage and loss do not use, except the settings `kept`."""
+    settings = conversion.settings
+    advantage = str(settings.get("algorithm.advantage", "grpo"))
+    loss = str(settings.get("algorithm.loss", "ppo_clip"))
+    if advantage not in ADVANTAGES or loss not in LOSSES:
+        return  # `_recipe` raises
     used = {*ADVANTAGES[advantage].settings, *LOSSES[loss].settings}
     for name in sorted(
         {name for registry in (ADVANTAGES, LOSSES) for key in registry.names() for name in registry[key].settings}
     ):
-        if name not in used and f"algorithm.{name}" in settings:
+        if name not in used and f"algorithm.{name}" in settings.keys() - kept:
             del settings[f"algorithm.{name}"]
-            if (origin := sheet.origins.get(f"algorithm.{name}")) in sheet.options:
-                sheet.note(str(origin), f"omitted: {advantage} and {loss} do not use algorithm.{name}")
+            if (origin := conversion.origins.get(f"algorithm.{name}")) in conversion.options:
+                conversion.note(str(origin), f"omitted: {advantage} and {loss} do not use algorithm.{name}")
 
 
-def _drop_rejected(sheet: Sheet) -> None:
-    """Remove Megatron fields that other settings determine, and arguments that the installed vLLM lacks."""
-    for key, value in list(sheet.settings.items()):
+def _drop_rejected(conversion: Conversion, kept: Collection[str]) -> None:
+    """Remove Megatron fields that other settings determine, and arguments that the installed vLLM lacks.
+
+    The settings `kept` are not removed.
+    """
+    for key, value in [item for item in conversion.settings.items() if item[0] not in kept]:
         section, _, name = key.rpartition(".extra.")
         refusal = refusal_of_extra(name, section) if section else None
         if ".ddp." in key:
             refusal = refusal_of_ddp(key.rpartition(".ddp.")[2])
         if refusal:
-            del sheet.settings[key]
-            sheet.notes.append(f"{key}={value}: omitted, {refusal[0]}; {refusal[1]}")
+            del conversion.settings[key]
+            conversion.notes.append(f"{key}={value}: omitted, {refusal[0]}; {refusal[1]}")
         if key.startswith("rollout.engine_args."):
             top = key.split(".")[2]
             try:
                 check_engine_args({top: value})
             except ValueError as error:
-                del sheet.settings[key]
-                sheet.notes.append(f"{key}={value}: omitted, {error}")
+                del conversion.settings[key]
+                conversion.notes.append(f"{key}={value}: omitted, {error}")
 
 
-def _note_model(sheet: Sheet) -> None:
+def _note_model(conversion: Conversion) -> None:
     """Add notes if the model path is a name on the hub, or if the layout does not fit a published model."""
-    path = str(sheet.settings.get("model.path", ""))
+    path = str(conversion.settings.get("model.path", ""))
     if re.fullmatch(r"[\w-]+/[\w.-]+", path):
-        sheet.notes.append(f"model.path={path}: a name on the hub, but model.path must be a folder with the model")
+        conversion.notes.append(f"model.path={path}: a name on the hub, but model.path must be a folder with the model")
     name = path.rstrip("/").rsplit("/", 1)[-1]
     if name not in published.names():
         return
     try:
-        recipe = _load(_nested(sheet.settings))
+        recipe = _load(_nested(conversion.settings))
         check_layout(published.read(name), recipe.megatron, recipe.cluster.trainers)
     except RecipeError:
         return  # `_recipe` reports it
     except ValueError as error:
-        sheet.notes.append(f"the layout does not fit {name}: {error}")
+        conversion.notes.append(f"the layout does not fit {name}: {error}")
 
 
-def _recipe(sheet: Sheet, source: str) -> str:
+def _recipe(conversion: Conversion, source: str) -> str:
     """Return the recipe as YAML, without settings that equal megarl's defaults. Raises InputError if it does not load."""
     defaults = flat_settings(to_yaml(Recipe()))
-    loss = sheet.settings.get("algorithm.loss", "ppo_clip")
+    loss = str(conversion.settings.get("algorithm.loss", "ppo_clip"))
     if loss in LOSSES:  # otherwise `_load` raises
         defaults |= {f"algorithm.{name}": value for name, value in LOSSES[loss].defaults.items()}
-    changed = {key: value for key, value in sheet.settings.items() if key not in defaults or value != defaults[key]}
+    changed = {
+        key: value for key, value in conversion.settings.items() if key not in defaults or value != defaults[key]
+    }
     content = _nested(changed)
     try:
         _load(content)
@@ -195,7 +211,7 @@ def _recipe(sheet: Sheet, source: str) -> str:
             f"the command results in an invalid recipe:{error}\n  Add the setting after the file, as in {error.key}=VALUE."
         ) from error
     head = [f"# Converted from {source} by megarl convert-config. Options that were changed or omitted:"]
-    head += [f"#   {note}" for note in sheet.notes] or ["#   nothing"]
+    head += [f"#   {note}" for note in conversion.notes] or ["#   nothing"]
     return "\n".join(head) + "\n" + yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
 
 

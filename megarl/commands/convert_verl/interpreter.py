@@ -36,8 +36,10 @@ _SHELLS = ("bash", "sh", "/bin/bash", "/bin/sh", "/usr/bin/bash")
 class Interpreter(Statements):
     """Evaluates a script. `is_training` recognizes a training command by its fields."""
 
-    def __init__(self, given: Mapping[str, str], machine: ScriptContext, is_training: Callable[[list[str]], bool]):
-        super().__init__(given, machine)
+    def __init__(
+        self, user_values: Mapping[str, str], context: ScriptContext, is_training: Callable[[list[str]], bool]
+    ):
+        super().__init__(user_values, context)
         self.is_training = is_training
         self.locals: list[dict[str, ShellVariable | None]] = []
         self.depth = 0
@@ -123,7 +125,7 @@ class Interpreter(Statements):
             return self._function(name, expanded[1:], node["Line"])
         if name in _JUMPS:
             status = cause or (arguments[:1] in ([], ["0"]))
-            raise Jump(name, node["Line"], frozenset(self.facts) | self.context, status)
+            raise Jump(name, node["Line"], frozenset(self.facts) | self.condition_facts, status)
         if cause is None and name in _SHELLS:
             return self._shell(arguments, statement, node)
         if name in ("shift", "set", "cd", "pushd", "popd", *SETTING_COMMANDS) or name == "eval":
@@ -152,7 +154,7 @@ class Interpreter(Statements):
             self.lose_output(node)
             return self.unknown_status(node)
         if isinstance(self.state.output, str):
-            self.facts |= self.context
+            self.facts |= self.condition_facts
             self.state.output += output
         return True
 
@@ -194,7 +196,7 @@ class Interpreter(Statements):
             self._options(arguments)
             if "--" in arguments:
                 rest = arguments[arguments.index("--") + 1 :]
-                self.state.positional = tuple(ShellVariable(text, self.context) for text in rest)
+                self.state.positional = tuple(ShellVariable(text, self.condition_facts) for text in rest)
                 self.state.positional_unknown = cause
             return True
         count = int(arguments[0]) if arguments and arguments[0].isdigit() else 1

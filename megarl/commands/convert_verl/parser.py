@@ -43,16 +43,16 @@ class Command:
     notes: list[str]
 
 
-def read_command(text: str, variables: Mapping[str, str], machine: ScriptContext | None = None) -> Command:
+def read_command(text: str, variables: Mapping[str, str], context: ScriptContext | None = None) -> Command:
     """Return the training command of `text`, a script or a single command line.
 
     variables: values that take precedence over the script's assignments; "1" is the first positional parameter.
-    machine: the surroundings; None: this machine, and a script from standard input.
+    context: the surroundings; None: this machine, and a script from standard input.
     Raises InputError, with line and construct, if a value cannot be determined.
     """
     if len(text) > LARGEST:
         raise InputError(f"{len(text):,} characters are not a launch script: at most {LARGEST:,} are read")
-    shell = Interpreter(variables, machine or ScriptContext(), _is_training)
+    shell = Interpreter(variables, context or ScriptContext(), _is_training)
     try:
         shell.run(parse(text))
     except Jump as jump:

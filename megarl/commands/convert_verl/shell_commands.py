@@ -35,7 +35,7 @@ def printf(arguments: list[str], shell: Words, line: int) -> str | None:
 
 
 def date(arguments: list[str], shell: Words, line: int) -> str | None:
-    now = shell.machine.now
+    now = shell.context.now
     if not arguments:
         form = "%a %b %e %H:%M:%S %Z %Y"
     elif len(arguments) == 1 and re.fullmatch(r"\+([^%]|%[YmdHMSyjFTsbB%])*", arguments[0]):
@@ -107,7 +107,7 @@ OUTPUTS: dict[str, Output] = {
 def change_folder(arguments: list[str], shell: Words, line: int) -> None:
     """Set the current folder as `cd` does, if the folder exists."""
     paths = [argument for argument in arguments if argument not in ("--", "-P", "-L")]
-    target = paths[0] if paths else shell.given.get("HOME", "-")
+    target = paths[0] if paths else shell.user_values.get("HOME", "-")
     if len(paths) > 1 or target.startswith("-"):
         shell.state.folder = Undetermined(f"line {line}: cd {' '.join(arguments)}")
     elif target.startswith("/"):

@@ -41,8 +41,8 @@ class Statements(Words):
     substituted: the status of the last command substitution. conditions: the conditions around the current statement.
     """
 
-    def __init__(self, given: Mapping[str, str], machine: ScriptContext):
-        super().__init__(given, machine)
+    def __init__(self, user_values: Mapping[str, str], context: ScriptContext):
+        super().__init__(user_values, context)
         self.calls: list[Call] = []
         self.doubts: list[Undetermined] = []
         self.steps = 0
@@ -68,8 +68,8 @@ class Statements(Words):
 
     def assign(self, name: str, value: str | tuple[str, ...] | Undetermined) -> None:
         """Set a variable, unless the user gave its value."""
-        if name not in self.given:
-            self.state.variables[name] = ShellVariable(value, frozenset(self.facts) | self.context)
+        if name not in self.user_values:
+            self.state.variables[name] = ShellVariable(value, frozenset(self.facts) | self.condition_facts)
 
     # Statements.
 
@@ -106,7 +106,7 @@ class Statements(Words):
             return (not status) if isinstance(status, bool) else status
         ends = self.state.errexit and status is False and not self.conditions
         if ends and command is not None and command["Type"] in _ENDING and not node.get("Background"):
-            raise Jump("exit", node["Line"], frozenset(self.facts) | self.context, False)
+            raise Jump("exit", node["Line"], frozenset(self.facts) | self.condition_facts, False)
         return status
 
     def _command(self, node: Node, statement: Node) -> Status:
@@ -280,12 +280,12 @@ class Statements(Words):
     @contextmanager
     def _within(self, facts: Facts) -> Iterator[None]:
         """Add the facts of a condition to every value that the block sets."""
-        before = self.context
-        self.context |= facts
+        before = self.condition_facts
+        self.condition_facts |= facts
         try:
             yield
         finally:
-            self.context = before
+            self.condition_facts = before
 
     def _guarded(self, path: Callable[[], Status], facts: Facts, otherwise: Callable[[], Status]) -> Status:
         """Evaluate `path`. If it exits only because a variable is unset, as a check of arguments does, skip it."""
@@ -333,7 +333,7 @@ class Statements(Words):
         unknown = Undetermined(
             f"line {line} sets it in a loop or function that cannot be followed: {cause}", cause.causes
         )
-        for name in names - self.given.keys():
+        for name in names - self.user_values.keys():
             before.variables[name] = ShellVariable(unknown)
         if "shift" in names or "set" in names:
             before.positional_unknown = unknown

@@ -37,19 +37,20 @@ class Segment(NamedTuple):
 class Words:
     """Expands words with the variables of `state`.
 
-    given: the user's values of variables, which take precedence over the script's. machine: the surroundings.
+    user_values: the values of variables that the user sets, which take precedence over the script's. context: the
+    surroundings of the script. condition_facts: the facts that the conditions around the current statement depend on.
     facts: collects the facts that the expanded values depend on. testing: a positional parameter that is not set is
     empty, as in [ "$1" = x ]. required: errors of ${NAME:?message}, which ends a script. lenient: a variable that is empty if it is not set, as in [ -z "$NAME" ].
     """
 
-    def __init__(self, given: Mapping[str, str], machine: ScriptContext):
-        self.given, self.machine = given, machine
-        positional = {int(name): text for name, text in given.items() if name.isdigit() and int(name) < 1000}
+    def __init__(self, user_values: Mapping[str, str], context: ScriptContext):
+        self.user_values, self.context = user_values, context
+        positional = {int(name): text for name, text in user_values.items() if name.isdigit() and int(name) < 1000}
         last = max(positional, default=0)
         places = (ShellVariable(positional[i]) if i in positional else None for i in range(1, last + 1))
-        self.state = State(machine.folder, positional=tuple(places))
+        self.state = State(context.folder, positional=tuple(places))
         self.facts: set[Fact] = set()
-        self.context: Facts = frozenset()
+        self.condition_facts: Facts = frozenset()
         self.testing, self.lenient = False, ""
         self.required: list[Undetermined] = []
 
@@ -212,7 +213,7 @@ class Words:
         symbol = operation.get("Op", "")
         if node.get("Slice") or node.get("Repl") or (symbol and symbol.removeprefix(":") not in ("-", "+")):
             raise self._unknown(node)
-        absent = symbol and name not in ("@", "*", *self.state.variables, *self.given)
+        absent = symbol and name not in ("@", "*", *self.state.variables, *self.user_values)
         items = [] if absent else self._items(name, line, node["Source"])
         if node.get("Length"):
             yield Segment(str(len(items)), "quoted")
@@ -314,15 +315,15 @@ class Words:
     # Variables.
 
     def is_set(self, name: str) -> bool:
-        return name in ("0", "#", "PWD", "BASH_SOURCE", *self.given, *self.state.variables) or name in _RUNNING
+        return name in ("0", "#", "PWD", "BASH_SOURCE", *self.user_values, *self.state.variables) or name in _RUNNING
 
     def _variable_text(self, name: str, line: int, source: str) -> str:
         value = self._value(name, line, source)
         return value if isinstance(value, str) else "".join(value[:1])
 
     def _value(self, name: str, line: int, source: str) -> str | tuple[str, ...]:
-        if name in self.given:
-            return self.given[name]
+        if name in self.user_values:
+            return self.user_values[name]
         if name in self.state.variables:
             variable = self.state.variables[name]
             self.facts |= variable.facts
@@ -338,9 +339,9 @@ class Words:
             count = len(self._places())
             self.facts.add(Fact(unset=str(count + 1)))
             return str(count)
-        if name in ("0", "BASH_SOURCE") and self.machine.script is not None:
-            self.facts.add(Fact(f"line {line}: the script's path is {self.machine.script}"))
-            return self.machine.script
+        if name in ("0", "BASH_SOURCE") and self.context.script is not None:
+            self.facts.add(Fact(f"line {line}: the script's path is {self.context.script}"))
+            return self.context.script
         if name == "PWD":
             return self.current_folder(line)
         if name in _RUNNING or name in ("0", "BASH_SOURCE"):
@@ -383,5 +384,5 @@ class Words:
 
     def set_text(self, name: str, text: str, line: int) -> None:
         """Set a variable from within an expansion: ${NAME:=text} or ((NAME = 1))."""
-        if name not in self.given:
-            self.state.variables[name] = ShellVariable(text, frozenset(self.facts) | self.context)
+        if name not in self.user_values:
+            self.state.variables[name] = ShellVariable(text, frozenset(self.facts) | self.condition_facts)

@@ -1,4 +1,4 @@
-"""Table of verl's options and the corresponding settings of megarl. `Sheet.apply` applies it.
+"""Table of verl's options and the corresponding settings of megarl. `Conversion.apply` applies it.
 
 `RL` has the options of verl.trainer.main_ppo and of the entry points of DAPO and one-step-off. `SFT` has the options of
 fsdp_sft_trainer and sft_trainer. ``*`` in the name of an option matches any text.
@@ -33,6 +33,7 @@ def _none(remark: str, *options: str, same: tuple[Any, ...] = ()) -> list[Option
 
 
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+LOSS_MODE = f"{_A}.policy_loss.loss_mode"
 OVERLONG = (
     "reward_model.overlong_buffer",
     "reward_model.reward_kwargs.overlong_buffer_cfg",
@@ -97,7 +98,7 @@ RL = [
     Option("algorithm.rollout_correction.rollout_is_threshold", "algorithm.correction.truncate"),
     Option("algorithm.rollout_correction.rollout_is_batch_normalize", "algorithm.correction.normalize"),
     Option("algorithm.rollout_correction.bypass_mode", "algorithm.old_log_probs", names={True: "rollout", False: "computed"}),
-    Option(f"{_A}.policy_loss.loss_mode", "algorithm.loss", names=LOSSES),
+    Option(LOSS_MODE, "algorithm.loss", names=LOSSES),
     Option(f"{_A}.policy_loss.clip_cov_ratio", "algorithm.cov_share"),
     Option(f"{_A}.policy_loss.kl_cov_ratio", "algorithm.cov_share"),
     Option(f"{_A}.policy_loss.clip_cov_lb", "algorithm.cov_low"),
@@ -274,20 +275,20 @@ DEFAULTS: dict[str, Any] = {
     "actor_rollout_ref.actor.kl_loss_type": "low_var_kl", "algorithm.kl_ctrl.kl_coef": 0.001, "algorithm.kl_penalty": "kl",
     "actor_rollout_ref.rollout.n": 1, "actor_rollout_ref.rollout.tensor_model_parallel_size": 2,
     "actor_rollout_ref.rollout.gpu_memory_utilization": 0.5, "trainer.n_gpus_per_node": 8, "trainer.nnodes": 1,
-    "trainer.val_before_train": True, "trainer.resume_mode": "auto", "trainer.save_freq": -1,
+    "trainer.val_before_train": True, "trainer.resume_mode": "auto", "trainer.save_freq": -1, "trainer.total_epochs": 30,
 }  # fmt: skip
-"""verl's defaults that differ from megarl's, or from those of one of its losses."""
+"""verl's defaults (verl/trainer/config/) that differ from megarl's, or from those of one of its losses."""
 
 SFT_DEFAULTS: dict[str, dict[str, Any]] = {
     "fsdp_sft_trainer": {
         "data.train_batch_size": 256, "data.max_length": 1024, "data.micro_batch_size_per_gpu": 4, "data.truncation": "error",
         "optim.lr": 1e-5, "optim.betas": [0.9, 0.95], "optim.lr_warmup_steps_ratio": 0.1, "optim.lr_scheduler": "cosine",
         "model.lora_alpha": 16, "model.enable_gradient_checkpointing": True, "trainer.seed": 1, "trainer.save_freq": -1,
-        "trainer.resume_mode": "auto",
+        "trainer.resume_mode": "auto", "trainer.total_epochs": 4,
     },
     "sft_trainer": {
         "data.train_batch_size": 256, "data.max_length": 1024, "data.max_token_len_per_gpu": 8192, "data.use_dynamic_bsz": True,
         "data.truncation": "error", "optim.lr": 1e-3, "model.lora_alpha": 16, "model.enable_gradient_checkpointing": True,
-        "trainer.seed": 1, "trainer.save_freq": -1, "trainer.resume_mode": "auto",
+        "trainer.seed": 1, "trainer.save_freq": -1, "trainer.resume_mode": "auto", "trainer.total_epochs": 4,
     },
 }  # fmt: skip

@@ -15,8 +15,8 @@ from docs.generate.from_verl import PAGE, document
 from megarl import load_recipe
 from megarl.cli import app
 from megarl.commands.convert_verl.command import convert
+from megarl.commands.convert_verl.conversion import value_of
 from megarl.commands.convert_verl.parser import read_command
-from megarl.commands.convert_verl.sheet import value_of
 from megarl.commands.convert_verl.table import RL, SFT, TRAINER, Option
 from megarl.errors import InputError
 from megarl.exit_status import guarded
@@ -110,6 +110,55 @@ class TestScript:
     def test_settings_after_the_file_override_it(self) -> None:
         converted = settings(SCRIPT, *VALUES, "megatron.expert_parallel=4", "NNODES=1")
         assert converted["megatron.expert_parallel"] == 4 and converted["cluster.trainers"] == 16
+
+    @pytest.mark.parametrize(
+        ("command", "epochs", "batch"),
+        [
+            (GRPO, 30, 1024),
+            ("torchrun --nproc_per_node=2 -m verl.trainer.sft_trainer model.path=m data.train_files=a.parquet", 4, 256),
+        ],
+    )
+    def test_epochs_have_verls_default(self, command: str, epochs: int, batch: int) -> None:
+        assert settings(command, rows=2048)["train.steps"] == 2048 // batch * epochs
+        notes = "\n".join(convert(command).notes)
+        assert f"set it to rows x {epochs} / {batch}, or pass --rows" in notes
+        assert settings(f"{command} trainer.total_epochs=2", rows=2048)["train.steps"] == 2048 // batch * 2
+
+    @pytest.mark.parametrize(
+        ("options", "key", "value", "note"),
+        [
+            (("optim.clip_grad=0.5", "grad_clip=2.0"), "actor.optimizer.clip_grad", 0.5, "verl reads optim.clip_grad"),
+            (("grad_clip=2.0",), "actor.optimizer.clip_grad", 2.0, ""),
+            (("grad_clip=2.0", "strategy=megatron"), "actor.optimizer.clip_grad", None, "verl reads optim.clip_grad"),
+            (
+                ("optim.lr_decay_style=linear", "optim.lr_scheduler_type=cosine"),
+                "actor.optimizer.decay",
+                "cosine",
+                "optim.lr_scheduler_type also sets actor.optimizer.decay",
+            ),
+        ],
+    )
+    @pytest.mark.parametrize("order", [1, -1])
+    def test_two_options_of_one_setting(
+        self, options: tuple[str, ...], key: str, value: Any, note: str, order: int
+    ) -> None:
+        if "also sets" in note and order == -1:
+            value, note = "linear", note.replace("lr_scheduler_type", "lr_decay_style")
+        text = " ".join([GRPO, *(f"actor_rollout_ref.actor.{option}" for option in options[::order])])
+        assert settings(text).get(key) == value
+        assert note in "\n".join(convert(text).notes)
+
+    @pytest.mark.parametrize("order", [1, -1])
+    def test_the_seed_of_the_data_is_verls_seed(self, order: int) -> None:
+        text = " ".join([GRPO, *["data.seed=3", "trainer.seed=4"][::order]])
+        assert settings(text)["train.seed"] == 3
+        assert "trainer.seed=4: not used: verl's RL trainers read data.seed" in "\n".join(convert(text).notes)
+
+    def test_a_default_does_not_replace_an_option(self) -> None:
+        command = "torchrun --nproc_per_node=2 -m verl.trainer.fsdp_sft_trainer model.partial_pretrain=m data.train_files=a.jsonl"
+        constant = settings(f"{command} optim.lr_scheduler_type=constant")
+        assert settings(command)["actor.optimizer.decay"] == "cosine"
+        assert constant.get("actor.optimizer.decay", "constant") == "constant"
 
     @pytest.mark.parametrize(
         ("options", "groups", "spread"),
@@ -306,7 +355,15 @@ class TestCommandLine:
         assert "data.truncation=left" in output.err and "# Converted from run.sh" in out.read_text()
         assert all(f"#   {line}" in out.read_text() for line in output.err.splitlines() if line.startswith("line "))
         assert self.run(str(script), *VALUES, "--out", str(out)) == 2
-        assert "already exists" in capsys.readouterr().err
+        assert "exists and would be overwritten" in capsys.readouterr().err
+        assert [path.name for path in sorted(tmp_path.iterdir())] == ["recipe.yaml", "run.sh"]
+
+    def test_a_missing_folder_is_refused_before_the_conversion(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert self.run("no/such.sh", "--out", str(tmp_path / "none" / "recipe.yaml")) == 2
+        error = capsys.readouterr().err
+        assert "none does not exist" in error and "such.sh" not in error
 
     def test_standard_input(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         monkeypatch.setattr("sys.stdin", io.StringIO(GRPO))

@@ -10,6 +10,7 @@ import pytest
 
 from megarl import load_recipe
 from megarl.commands.convert_verl.command import convert
+from megarl.errors import InputError
 from megarl.recipe.algorithm import AlgorithmConfig
 from tests.commands.convert_verl.test_convert import GRPO
 
@@ -52,6 +53,33 @@ def test_kl_cov_has_verls_share_and_coefficient(converted: Callable[..., Algorit
     assert (converted("kl_cov").cov_share, converted("kl_cov").cov_kl_coef) == (2e-4, 0.1)
     chosen = converted("kl_cov", "policy_loss.kl_cov_ratio=0.002", "policy_loss.ppo_kl_coef=1.0")
     assert (chosen.cov_share, chosen.cov_kl_coef) == (2e-3, 1.0)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize(("loss", "share"), [("clip_cov", 0.01), ("kl_cov", 0.02)])
+def test_the_covariance_ratio_belongs_to_the_loss(
+    converted: Callable[..., AlgorithmConfig], loss: str, share: float, order: int
+) -> None:
+    options = ["policy_loss.clip_cov_ratio=0.01", "policy_loss.kl_cov_ratio=0.02"][::order]
+    assert converted(loss, *options).cov_share == share
+
+
+def test_a_loss_after_the_file_has_its_own_settings(tmp_path: Path) -> None:
+    """Values of the script's loss are dropped, and values of the user's loss are kept."""
+
+    def algorithm(script: str, *arguments: str) -> AlgorithmConfig:
+        (tmp_path / "recipe.yaml").write_text(convert(script, arguments).text)
+        return load_recipe(tmp_path / "recipe.yaml").algorithm
+
+    assert algorithm(GRPO, "algorithm.loss=cispo").loss == "cispo"
+    ratio = "actor_rollout_ref.actor.policy_loss.clip_cov_ratio=0.01"
+    assert algorithm(f"{GRPO} {ratio}", "algorithm.loss=clip_cov").cov_share == 0.01
+    assert algorithm(GRPO, "algorithm.loss=kl_cov").cov_share == 2e-4
+    with pytest.raises(InputError, match=r"algorithm\.dual_clip"):
+        convert(GRPO, ["algorithm.loss=cispo", "algorithm.dual_clip=2"])
+    for wrong in ("nothing", "[a]", "null"):
+        with pytest.raises(InputError, match=r"algorithm\.loss"):
+            convert(GRPO, [f"algorithm.loss={wrong}"])
 
 
 def test_gpg_is_the_plain_policy_gradient_with_the_papers_alpha(converted: Callable[..., AlgorithmConfig]) -> None:

@@ -24,9 +24,9 @@ NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
 MACHINE = ScriptContext(script="scripts/run.sh", folder="/home/me/verl", now=NOW)
 
 
-def arguments(script: str, machine: ScriptContext = MACHINE, **variables: str) -> list[str]:
+def arguments(script: str, context: ScriptContext = MACHINE, **variables: str) -> list[str]:
     """Return the arguments of the training command."""
-    return [argument.text for argument in read_command(script, {"HOME": "/h", **variables}, machine).arguments]
+    return [argument.text for argument in read_command(script, {"HOME": "/h", **variables}, context).arguments]
 
 
 def notes(script: str, **variables: str) -> list[str]:
@@ -123,7 +123,7 @@ def test_date_folder_and_path_come_from_the_conversion() -> None:
 
 def test_notes_are_written_to_the_recipe() -> None:
     options = "algorithm.adv_estimator=grpo actor_rollout_ref.model.path=$PWD/m data.train_files=a.parquet"
-    done = convert(f"{MAIN} {options} actor_rollout_ref.rollout.n=2", machine=MACHINE)
+    done = convert(f"{MAIN} {options} actor_rollout_ref.rollout.n=2", context=MACHINE)
     assert "line 1: the current folder is /home/me/verl, as in this conversion" in done.notes
     assert "path: /home/me/verl/m" in done.text and "the current folder is /home/me/verl" in done.text
 

@@ -6,6 +6,7 @@ import fnmatch
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -28,7 +29,7 @@ class OptionValue:
 
 
 @dataclass
-class Sheet:
+class Conversion:
     """Options, and the settings derived from them so far.
 
     options: the options of the command by name. defaults: verl's defaults. settings: the recipe's, by dotted key.
@@ -63,8 +64,11 @@ class Sheet:
         value = f"={_short(self.options[option].value)}" if option in self.options else " (verl's default)"
         self.notes.append(f"{self.where(option)}{option}{value}: {reason}")
 
-    def apply(self, table: Sequence[Option]) -> None:
-        """Convert all options by `table`. Options that it lacks get a note."""
+    def apply(self, table: Sequence[Option], unread: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Convert all options by `table`. Options that it lacks get a note.
+
+        unread: reasons why verl does not read an option in this run, by option.
+        """
         for name in [*self.options, *(name for name in self.defaults if name not in self.options)]:
             option = next((row for row in table if fnmatch.fnmatchcase(name, row.verl)), None)
             if option is None:
@@ -74,6 +78,8 @@ class Sheet:
                 continue
             elif option.to is None:
                 self.note(name, f"no counterpart: {option.remark}")
+            elif name in unread:
+                self.note(name, f"not used: {unread[name]}")
             elif not option.derived:
                 self._take(name, option)
 
@@ -98,6 +104,10 @@ class Sheet:
             to = to[:-1] + name[len(option.verl) - 1 :]
         if option.to.removesuffix("s").endswith("_file") or to == "lora.targets":
             value = value if isinstance(value, list) else [value]
+        if to in self.settings and self.settings[to] != value:
+            if name not in self.options:
+                return  # a default does not replace an option of the command
+            self.note(self.origins[to], f"not used: {name} also sets {to}")
         self.settings[to], self.origins[to] = value, name
 
 
