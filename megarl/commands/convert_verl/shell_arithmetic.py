@@ -5,10 +5,13 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from megarl.commands.convert_verl.shell_syntax import Node, literal
 from megarl.commands.convert_verl.shell_values import Undetermined
+
+if TYPE_CHECKING:
+    from megarl.commands.convert_verl.shell_words import Words
 
 _NUMBER = re.compile(r"[-+]?(0[xX][0-9a-fA-F]+|\d+)")
 _NAME = re.compile(r"[A-Za-z_]\w*")
@@ -27,16 +30,6 @@ _BINARY: dict[str, Callable[[int, int], int]] = {
 }  # fmt: skip
 
 
-class Numbers(Protocol):
-    """The variables that arithmetic reads and sets."""
-
-    def text(self, word: Node) -> str: ...
-
-    def number_of(self, name: str, line: int, source: str) -> int: ...
-
-    def set_text(self, name: str, text: str, line: int) -> None: ...
-
-
 def integer(text: str) -> int | None:
     """Read an integer as bash does: 0x is hexadecimal, a leading 0 is octal. None: no integer."""
     if not _NUMBER.fullmatch(text):
@@ -49,26 +42,26 @@ def integer(text: str) -> int | None:
     return sign * int(digits)
 
 
-def compute(expression: Node, numbers: Numbers, line: int, source: str) -> int:
+def compute(expression: Node, shell: Words, line: int, source: str) -> int:
     """Return the value of an arithmetic expression. `source`: its text with brackets, for errors.
 
     Raises Undetermined for a variable without an integer and for operators that are not supported.
     """
-    return _Expression(numbers, line, source).value(expression)
+    return _Expression(shell, line, source).value(expression)
 
 
 class _Expression:
-    def __init__(self, numbers: Numbers, line: int, source: str):
-        self.numbers, self.line, self.source = numbers, line, source
+    def __init__(self, shell: Words, line: int, source: str):
+        self.shell, self.line, self.source = shell, line, source
 
     def value(self, node: Node) -> int:
         kind = node["Type"]
         if kind == "Word":
-            text = self.numbers.text(node).strip()
+            text = self.shell.text(node).strip()
             if (number := integer(text)) is not None:
                 return number
             if _NAME.fullmatch(text):
-                return self.numbers.number_of(text, self.line, self.source)
+                return self.shell.number_of(text, self.line, self.source)
         elif kind == "ParenArithm":
             return self.value(node["X"])
         elif kind == "BinaryArithm":
@@ -113,7 +106,7 @@ class _Expression:
         name = literal(node) if node["Type"] == "Word" else None
         if not name or not _NAME.fullmatch(name):
             raise self._unsupported()
-        self.numbers.set_text(name, str(value), self.line)
+        self.shell.set_text(name, str(value), self.line)
         return value
 
     def _unsupported(self) -> Undetermined:

@@ -81,13 +81,12 @@ def readlink(arguments: list[str], shell: Words, line: int) -> str | None:
 
 
 def seq(arguments: list[str], shell: Words, line: int) -> str | None:
-    numbers = [integer(argument) for argument in arguments]
-    if not 1 <= len(numbers) <= 3 or None in numbers:
+    numbers = [number for argument in arguments if (number := integer(argument)) is not None]
+    if not 1 <= len(numbers) == len(arguments) <= 3:
         return None
-    first, step, last = ([1, 1, *numbers] if len(numbers) == 1 else [numbers[0], 1, numbers[1]])[:3]
-    if len(numbers) == 3:
-        first, step, last = numbers
-    assert first is not None and step is not None and last is not None
+    first = numbers[0] if len(numbers) > 1 else 1
+    step = numbers[1] if len(numbers) == 3 else 1
+    last = numbers[-1]
     if not step or abs(last - first) // abs(step) > 10_000:
         return None
     return "".join(f"{number}\n" for number in range(first, last + (1 if step > 0 else -1), step))

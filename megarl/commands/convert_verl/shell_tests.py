@@ -22,20 +22,18 @@ _TEXTS: dict[str, Callable[[str, str], bool]] = {
 
 def bracket(words: list[Node], shell: Words, line: int, source: str) -> Status:
     """Return the result of `[ words ]` or `test words`."""
-    try:
-        shell.testing = True
-        return _bracket(words, shell, line, source)
-    except Undetermined as error:
-        return error
-    finally:
-        shell.testing = False
+    return _status(lambda: _bracket(words, shell, line, source), shell)
 
 
 def double_bracket(expression: Node, shell: Words, line: int) -> Status:
     """Return the result of `[[ expression ]]`."""
+    return _status(lambda: _expression(expression, shell, line), shell)
+
+
+def _status(test: Callable[[], bool], shell: Words) -> Status:
+    shell.testing = True
     try:
-        shell.testing = True
-        return _expression(expression, shell, line)
+        return test()
     except Undetermined as error:
         return error
     finally:
@@ -102,7 +100,7 @@ def _expression(node: Node, shell: Words, line: int) -> bool:
         return _unary(symbol, node["X"], shell, line, node["Source"])
     left, right = node["X"], node["Y"]
     if symbol in ("&&", "||"):
-        return _either(left, right, shell, line) if symbol == "||" else _both(left, right, shell, line)
+        return _joined(left, right, shell, line, decisive=symbol == "||")
     if symbol in ("=", "==", "!="):
         return fnmatch.fnmatchcase(shell.text(left), shell.pattern(right)) == (symbol != "!=")
     if symbol == "=~":
@@ -112,27 +110,18 @@ def _expression(node: Node, shell: Words, line: int) -> bool:
     return _binary(symbol, shell.text(left), shell.text(right), line, node["Source"])
 
 
-def _both(left: Node, right: Node, shell: Words, line: int) -> bool:
-    """Return whether both tests hold. One that fails decides, even if the other is unknown."""
-    try:
-        if not _expression(left, shell, line):
-            return False
-    except Undetermined:
-        if _expression(right, shell, line):
-            raise
-        return False
-    return _expression(right, shell, line)
+def _joined(left: Node, right: Node, shell: Words, line: int, *, decisive: bool) -> bool:
+    """Return the result of two tests. One with the result `decisive` decides, even if the other is unknown.
 
-
-def _either(left: Node, right: Node, shell: Words, line: int) -> bool:
-    """Return whether a test holds. One that holds decides, even if the other is unknown."""
+    decisive: False for && and True for ||.
+    """
     try:
-        if _expression(left, shell, line):
-            return True
+        if _expression(left, shell, line) == decisive:
+            return decisive
     except Undetermined:
-        if not _expression(right, shell, line):
+        if _expression(right, shell, line) != decisive:
             raise
-        return True
+        return decisive
     return _expression(right, shell, line)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,46 +79,17 @@ def _token_prediction(config: Config, prefix: str) -> Shapes:
         yield f"{prefix}{name}.weight", (vocab, hidden)
 
 
-def _projections(config: Config, head: int) -> Shapes:
+def _attention(config: Config, *, bias: bool = False, norms: bool = False) -> Shapes:
+    """Iterate over the tensors of grouped-query attention. norms: queries and keys of each head are normalized."""
     hidden, queries, keys = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
-    yield "q_proj.weight", (queries * head, hidden)
-    yield "k_proj.weight", (keys * head, hidden)
-    yield "v_proj.weight", (keys * head, hidden)
+    head = config.get("head_dim") or hidden // queries
+    for name, heads in (("q", queries), ("k", keys), ("v", keys)):
+        yield f"{name}_proj.weight", (heads * head, hidden)
     yield "o_proj.weight", (hidden, queries * head)
-
-
-def _head(config: Config) -> int:
-    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-
-
-def _llama_attention(config: Config) -> Shapes:
-    yield from _projections(config, _head(config))
-
-
-def _qwen2_attention(config: Config) -> Shapes:
-    yield from _biased_projections(config, config["hidden_size"] // config["num_attention_heads"])
-
-
-def _biased_projections(config: Config, head: int) -> Shapes:
-    yield from _projections(config, head)
-    for name, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads"), ("v", "num_key_value_heads")):
-        yield f"{name}_proj.bias", (config[heads] * head,)
-
-
-def _qwen3_attention(config: Config) -> Shapes:
-    yield from _projections(config, _head(config))
-    yield from _head_norms(config)
-
-
-def _head_norms(config: Config) -> Shapes:
-    yield "q_norm.weight", (_head(config),)
-    yield "k_norm.weight", (_head(config),)
-
-
-def _glm_attention(config: Config) -> Shapes:
-    yield from _biased_projections(config, _head(config))
-    if config.get("use_qk_norm"):
-        yield from _head_norms(config)
+    for name, heads in (("q", queries), ("k", keys), ("v", keys)) if bias else ():
+        yield f"{name}_proj.bias", (heads * head,)
+    for name in ("q", "k") if norms else ():
+        yield f"{name}_norm.weight", (head,)
 
 
 def _latent_attention(config: Config) -> Shapes:
@@ -137,13 +109,13 @@ def _latent_attention(config: Config) -> Shapes:
 
 
 KINDS: dict[str, Callable[[Config], Shapes]] = {
-    "llama": _llama_attention,
-    "qwen2": _qwen2_attention,
-    "qwen2_5_vl": _qwen2_attention,
-    "qwen3": _qwen3_attention,
-    "qwen3_moe": _qwen3_attention,
+    "llama": _attention,
+    "qwen2": partial(_attention, bias=True),
+    "qwen2_5_vl": partial(_attention, bias=True),
+    "qwen3": partial(_attention, norms=True),
+    "qwen3_moe": partial(_attention, norms=True),
     "deepseek_v3": _latent_attention,
-    "glm4_moe": _glm_attention,
+    "glm4_moe": lambda config: _attention(config, bias=True, norms=bool(config.get("use_qk_norm"))),
 }
 """Function that yields the attention tensors, for each supported `model_type`."""
 

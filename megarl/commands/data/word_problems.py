@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.commands.data.source import problem_row
 from megarl.data.rows import write_parquet
 
 DATA_SOURCE = "megarl/word_problems"
@@ -165,16 +166,11 @@ def _prompts(rng: random.Random, split: str, count: int) -> list[dict[str, Any]]
     while len(problems) < count:
         problem = draw(rng, held_out=split == "test")
         problems[problem.question] = problem
-    return [
-        {
-            "data_source": DATA_SOURCE,
-            "prompt": [{"role": "user", "content": problem.prompt}],
-            "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": str(problem.results[1])},
-            "extra_info": {"split": split, "index": index, "answer": problem.worked, "question": problem.question},
-        }
-        for index, problem in enumerate(problems.values())
-    ]
+    rows = []
+    for index, problem in enumerate(problems.values()):
+        info = {"answer": problem.worked, "question": problem.question}
+        rows.append(problem_row(DATA_SOURCE, problem.prompt, str(problem.results[1]), split, index, **info))
+    return rows
 
 
 def _demonstrations(rng: random.Random, split: str, count: int, held_out: bool = False) -> list[dict[str, Any]]:
