@@ -63,6 +63,10 @@ class RecipeErrors(RecipeError):
         return join_blocks(blocks, self._hidden)
 
 
+class ReadingError(RecipeError):
+    """An unknown key or a value of a wrong type. It does not follow from another error."""
+
+
 class NotHereError(RecipeError):
     """A recipe that cannot run on this machine now, but may run on another: a missing model, package or free directory."""
 
@@ -120,13 +124,12 @@ def raise_all(errors: Iterable[ValueError]) -> None:
 def independent(errors: Iterable[ValueError]) -> list[ValueError]:
     """Drop repeated errors, and errors that a correction of an earlier error may remove.
 
-    Two errors are related if one of them names the key of the other. The first of related errors is kept.
+    Two errors are related if one of them names the key of the other. The first of related errors is kept, and every
+    `ReadingError`: the suggestion for an unknown key may name a key with a value of a wrong type.
     """
     kept: list[ValueError] = []
     for error in errors:
-        if not any(
-            str(earlier) == str(error) or _concerns(earlier, error) or _concerns(error, earlier) for earlier in kept
-        ):
+        if not any(str(earlier) == str(error) or _follows(error, earlier) for earlier in kept):
             kept.append(error)
     return kept
 
@@ -134,6 +137,10 @@ def independent(errors: Iterable[ValueError]) -> list[ValueError]:
 def hidden_errors(errors: Iterable[ValueError], kept: Iterable[ValueError]) -> int:
     """Return the number of different errors that `independent` dropped from `errors`."""
     return len({str(error) for error in errors} - {str(error) for error in kept})
+
+
+def _follows(error: ValueError, earlier: ValueError) -> bool:
+    return not isinstance(error, ReadingError) and (_concerns(earlier, error) or _concerns(error, earlier))
 
 
 def _concerns(error: ValueError, other: ValueError) -> bool:

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megarl.algorithms.inputs import LossInputs, advantages_of, kept
+from megarl.algorithms.inputs import LossInputs, TokenSums, advantages_of, kept
 from megarl.algorithms.loss_registry import CLIP, Metrics, clipped_surrogate, log_ratio, policy_loss
-from megarl.algorithms.token_sums import TokenSums
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,12 +30,16 @@ def covariances(inputs: LossInputs, sums: TokenSums) -> np.ndarray:
     return (log_probs - sums.log_probs / tokens) * (advantages - sums.advantages / tokens)
 
 
+def highest(scores: Sequence[np.ndarray], count: int) -> np.ndarray:
+    """Return the `count` highest scores above -inf, ascending; fewer if there are fewer. NaN is not a score."""
+    joined = np.concatenate([np.empty(0), *scores])
+    return np.sort(joined[joined > -np.inf])[-count:]
+
+
 def threshold(scores: Sequence[np.ndarray], count: int) -> float:
     """Return the lowest of the `count` highest scores; inf if no score is above -inf."""
-    eligible = np.concatenate([part[part > -np.inf] for part in scores]) if scores else np.empty(0)
-    if not eligible.size:
-        return np.inf
-    return float(np.sort(eligible)[-min(count, eligible.size)])
+    top = highest(scores, count)
+    return float(top[0]) if top.size else np.inf
 
 
 def _eligible(inputs: LossInputs) -> np.ndarray:

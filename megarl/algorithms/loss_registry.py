@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megarl.algorithms.inputs import LossInputs, advantages_of, with_slope
+from megarl.algorithms.inputs import LossInputs, TokenSums, advantages_of, with_slope
 from megarl.algorithms.kl import limited
 from megarl.recipe.algorithm import check_settings
 from megarl.registry import Registry
@@ -20,12 +20,11 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from megarl.algorithms.token_sums import TokenSums
     from megarl.recipe.algorithm import AlgorithmConfig
 
 Metrics = dict[str, "Tensor"]
 TokenLoss = Callable[[LossInputs, "AlgorithmConfig"], "tuple[Tensor, Metrics]"]
-Scores = Callable[[LossInputs, "TokenSums", "np.ndarray", "AlgorithmConfig"], "np.ndarray"]
+Scores = Callable[[LossInputs, TokenSums, "np.ndarray", "AlgorithmConfig"], "np.ndarray"]
 
 
 @dataclass(frozen=True)

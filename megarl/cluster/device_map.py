@@ -181,7 +181,7 @@ def place_on_cpus(cpus: Sequence[int], demand: Demand) -> DeviceMap:
 
 
 def _place(free: Sequence[int], demand: Demand) -> DeviceMap | None:
-    """ProcessInfo fixed models' engines last or, if they do not fit then, first; None if neither order fits."""
+    """Place fixed models' engines last or, if they do not fit then, first; None if neither order fits."""
     rest = replace(demand, fixed=())
     if not demand.fixed:
         return _place_rest(free, rest)
@@ -227,7 +227,7 @@ def _minus(free: Sequence[int], used: Sequence[int]) -> list[int]:
 
 
 def _place_rest(free: Sequence[int], demand: Demand) -> DeviceMap | None:
-    """ProcessInfo trainers, critics and rollout engines; None if they do not fit."""
+    """Place trainers, critics and rollout engines; None if they do not fit."""
     largest = max(free, default=0)
     block, critic_block = (size if largest >= size else 1 for size in (demand.trainer_block, demand.critic_block))
     if not demand.shared:

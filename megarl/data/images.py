@@ -137,11 +137,11 @@ def with_image_parts(row: Row, messages: Sequence[dict[str, Any]], chat_template
     placeholders = sum(_placeholders(message["content"]) for message in messages)
     if placeholders != count:
         raise ValueError(
-            f"{row.where}: the prompt has {placeholders} {PLACEHOLDER} and the column 'images' has {count}: each image "
+            f"the prompt has {placeholders} {PLACEHOLDER} and the column 'images' has {count}: each image "
             f"needs one {PLACEHOLDER}, where it belongs in the text"
         )
     if count and not chat_template:
-        raise ValueError(f"{row.where}: images need a chat template: set data.chat_template: true")
+        raise ValueError("images need a chat template: set data.chat_template: true")
     return messages
 
 

@@ -139,8 +139,8 @@ def _render(row: Row, tokenizer: Tokenizer, config: DataConfig, tools: Sequence[
     messages = messages_of(row, "prompt")
     if config.prompt_suffix:
         messages = _with_suffix(row, messages, config.prompt_suffix)
-    messages = with_image_parts(row, messages, config.chat_template)
     try:
+        messages = with_image_parts(row, messages, config.chat_template)
         return tokenizer.render_text(messages, config.chat_template, config.chat_template_args, tools=tools)
     except ValueError as error:
         raise ValueError(f"{row.where}: {error}") from error

@@ -37,7 +37,9 @@ def check_judge(recipe: Recipe, config: dict[str, Any], sets: Sequence[PromptDat
         )
     try:
         codec = JudgeCodec(tokenizer, judge)
-        template_tokens = max(len(codec.tokens(replace(data[0], question=""), "")) for data in sets)
+        template_tokens = max(
+            (len(codec.tokens(replace(data[0], question=""), "")) for data in sets if len(data)), default=0
+        )
     except ValueError as error:
         raise RecipeError("judge.prompt", str(error), "correct the template, or the rows' columns") from error
     if "ground_truth" in codec.template.reads:

@@ -18,7 +18,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megarl.errors import RecipeError, plain
+from megarl.errors import ReadingError, RecipeError, plain
 from megarl.recipe.former_names import with_present_names
 from megarl.recipe.schema import Recipe
 from megarl.registry import nearest
@@ -185,7 +185,7 @@ def _leaves(layer: DictConfig) -> Iterator[str]:
     yield from walk(OmegaConf.to_container(layer), "")
 
 
-def _merge(merged: DictConfig, layer: DictConfig, origin: str) -> Iterator[RecipeError]:
+def _merge(merged: DictConfig, layer: DictConfig, origin: str) -> Iterator[ReadingError]:
     """Set the values of `layer` in `merged`. Yield an error for each key or value that the schema refuses; it is not set."""
     content = OmegaConf.to_container(layer)
     assert isinstance(content, dict)
@@ -194,7 +194,7 @@ def _merge(merged: DictConfig, layer: DictConfig, origin: str) -> Iterator[Recip
     for name, value in settings:
         if isinstance(value, (int, float)) and not isinstance(value, bool) and _type_name(name).split()[0] == "bool":
             problem = "this is a switch, not a number"
-            yield RecipeError(name, problem, "give true or false", value=value, origin=origin)
+            yield ReadingError(name, problem, "give true or false", value=value, origin=origin)
             continue
         value = _as_list_if_declared(value, _type_of(name))
         items = value if isinstance(value, list) and _type_of(name) == list[str] else []
@@ -207,7 +207,7 @@ def _merge(merged: DictConfig, layer: DictConfig, origin: str) -> Iterator[Recip
             yield _type_error(name, value, error, origin)
 
 
-def _type_error(name: str, value: Any, error: OmegaConfBaseException, origin: str) -> RecipeError:
+def _type_error(name: str, value: Any, error: OmegaConfBaseException, origin: str) -> ReadingError:
     cause = str(error).splitlines()[0]
     declared = typing.get_origin(_type_of(name))
     right_container = isinstance(declared, type) and isinstance(value, declared)
@@ -219,7 +219,7 @@ def _type_error(name: str, value: Any, error: OmegaConfBaseException, origin: st
     remedy = f"give a value of type {_type_name(name)}"
     if isinstance(value, Mapping) and any(":" in str(key) and item is None for key, item in value.items()):
         remedy += "; in YAML a space follows the colon: {name: value}"
-    refusal = RecipeError(name, cause, remedy, value=value, origin=origin)
+    refusal = ReadingError(name, cause, remedy, value=value, origin=origin)
     refusal.__cause__ = error
     return refusal
 
@@ -250,7 +250,7 @@ def _without_none(kind: Any) -> Any:
 
 def _sort_keys(
     content: Mapping[Any, Any], section: type, prefix: str, origin: str, settings: list[tuple[str, Any]]
-) -> Iterator[RecipeError]:
+) -> Iterator[ReadingError]:
     """Append (dotted key, value) to `settings` for every leaf that `content` sets and the schema has.
 
     Yield an error for each key that the schema does not have, with the nearest key that it has.
@@ -260,7 +260,7 @@ def _sort_keys(
         dotted = f"{prefix}{name}"
         if name not in types:
             remedy = _suggestion(str(name), prefix, types)
-            yield RecipeError(dotted, "unknown key", remedy, value=value, origin=origin)
+            yield ReadingError(dotted, "unknown key", remedy, value=value, origin=origin)
         elif not dataclasses.is_dataclass(types[name]):
             settings.append((dotted, value))
         elif isinstance(value, Mapping):
@@ -268,7 +268,7 @@ def _sort_keys(
         else:
             problem = "this is a section, not a value"
             remedy = f"set one of its keys: {', '.join(section_types(types[name]))}"
-            yield RecipeError(dotted, problem, remedy, value=value, origin=origin)
+            yield ReadingError(dotted, problem, remedy, value=value, origin=origin)
 
 
 def _suggestion(name: str, prefix: str, types: Mapping[str, Any]) -> str:

@@ -18,14 +18,9 @@ from megarl.rollout.unscored_groups import scoring_counts
 from megarl.types import Group, Metrics, Sample
 
 # Names of sources may contain slashes, so the patterns match the end of a metric's name.
-_LENGTHS_AND_REWARDS = r"rewards/mean|response_length/\w+|scoring_\w+"
-_SAMPLED = re.compile(
-    rf"source/(?P<source>.*)/(?P<figure>groups_\w+|samples|accuracy|truncated|{_LENGTHS_AND_REWARDS}|agent/.+)",
-    re.DOTALL,
-)
-_EVALUATED = re.compile(
-    rf"eval/(?P<source>.*)/(?P<figure>problems|greedy|pass@\d+|maj@\d+|{_LENGTHS_AND_REWARDS})", re.DOTALL
-)
+_FIGURES = r"rewards/mean|response_length/\w+|scoring_\w+|agent/.+"
+_SAMPLED = re.compile(rf"source/(?P<source>.*)/(?P<figure>groups_\w+|samples|accuracy|truncated|{_FIGURES})", re.DOTALL)
+_EVALUATED = re.compile(rf"eval/(?P<source>.*)/(?P<figure>problems|greedy|pass@\d+|maj@\d+|{_FIGURES})", re.DOTALL)
 
 T = TypeVar("T")
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
 from megarl.algorithms.correction import Mismatch, weight_totals
-from megarl.algorithms.covariance import threshold
-from megarl.algorithms.inputs import TokenOutcomes
+from megarl.algorithms.covariance import highest, threshold
+from megarl.algorithms.inputs import TokenOutcomes, TokenSums
 from megarl.algorithms.moments import Moments, Whitening
 from megarl.algorithms.objective import (
     held_out_metrics,
@@ -25,7 +25,6 @@ from megarl.algorithms.objective import (
     with_proximal_policy,
     without_rejected,
 )
-from megarl.algorithms.token_sums import TokenSums
 from megarl.recipe.schema import Recipe
 from megarl.recipe.weight_sync import weights_directory
 from megarl.trainer.worker import Worker, collect_parts, traced
@@ -301,8 +300,7 @@ class ActorWorker(Worker):
             scores_of(batch_inputs, sums, draw, settings) for batch_inputs, draw in zip(inputs, draws, strict=True)
         ]
         count = sums.count(settings.cov_share)
-        highest = np.sort(np.concatenate(scores))[-count:]
-        limit = threshold(self.trainer.gather(highest), count)
+        limit = threshold(self.trainer.gather(highest(scores, count)), count)
         for batch, batch_scores in zip(mini_batch, scores, strict=True):
             batch.vectors["selected"] = torch.from_numpy(batch_scores >= limit)
 

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from megarl.algorithms.catalogue import LOSSES
-from megarl.algorithms.covariance import covariances, threshold
-from megarl.algorithms.inputs import LossInputs
-from megarl.algorithms.token_sums import TokenSums
+from megarl.algorithms.covariance import covariances, highest, threshold
+from megarl.algorithms.inputs import LossInputs, TokenSums
 from megarl.recipe.algorithm import AlgorithmConfig
 from tests.support.loss_cases import inputs, part_of, random_inputs, sequences_of, settings
 
@@ -21,7 +20,7 @@ def selected(parts: list[LossInputs], draws: list[np.ndarray], config: Algorithm
     assert scores_of is not None
     scores = [scores_of(part, sums, draw, config) for part, draw in zip(parts, draws, strict=True)]
     count = sums.count(config.cov_share)
-    limit = threshold([np.sort(part)[-count:] for part in scores], count)
+    limit = threshold([highest([part], count) for part in scores], count)
     return [part >= limit for part in scores]
 
 
@@ -77,6 +76,12 @@ def test_the_selection_does_not_depend_on_the_split(loss: str) -> None:
         np.testing.assert_array_equal(got, expected_part)
     counted = int(batch.loss_mask.sum())
     assert whole.sum() == int(0.1 * counted) and not whole[batch.loss_mask.numpy() == 0].any()
+
+
+def test_scores_that_are_not_numbers_replace_no_other() -> None:
+    parts = [np.array([np.nan, 3.0, -np.inf]), np.array([1.0, np.nan, np.nan])]
+    assert highest(parts[:1], 1).tolist() == [3.0] and highest(parts, 9).tolist() == [1.0, 3.0]
+    assert threshold([highest([part], 1) for part in parts], 1) == 3.0
 
 
 def test_threshold() -> None:

@@ -13,9 +13,8 @@ import torch
 from megarl.algorithms.catalogue import LOSSES
 from megarl.algorithms.correction import accepted_tokens, correction_scales, corrections, rejects, weight_totals
 from megarl.algorithms.covariance import covariances, threshold
-from megarl.algorithms.inputs import LossInputs
+from megarl.algorithms.inputs import LossInputs, TokenSums
 from megarl.algorithms.objective import objective, trainers_policy, without_rejected
-from megarl.algorithms.token_sums import TokenSums
 from megarl.recipe.algorithm import AlgorithmConfig, CorrectionConfig
 from tests.support.loss_cases import assert_gradient, random_inputs, sequences_of, settings
 

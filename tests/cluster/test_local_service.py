@@ -1,9 +1,11 @@
 """Services as child processes: calls, failures, and no orphans."""
 
+import os
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -74,6 +76,25 @@ def test_a_killed_service_fails_every_call_and_its_children_end(start):
         engine.call("scaled", 1).result()
     engine.stop()
     assert not alive(child)
+
+
+def test_a_call_of_a_stopped_service_does_not_block(start):
+    """The process does not read, and the message is larger than the buffers of a socket."""
+    engine = start()
+    assert engine.call("scaled", 1).result(timeout=30) == 3
+    os.kill(engine.place.pid, signal.SIGSTOP)
+    try:
+        calls = ThreadPoolExecutor(1)
+        future = calls.submit(engine.call, "scaled", "x" * (16 << 20)).result(timeout=10)
+        assert not future.done() and engine.alive()
+    finally:
+        os.kill(engine.place.pid, signal.SIGCONT)
+    assert len(future.result(timeout=30)) == 48 << 20
+    os.kill(engine.place.pid, signal.SIGSTOP)
+    waiting = engine.call("scaled", "x" * (16 << 20))
+    engine.stop()
+    with pytest.raises(ServiceDied, match="it was stopped"):
+        waiting.result(timeout=10)
 
 
 def test_a_constructor_that_raises_is_the_cause_of_death(start):

@@ -144,6 +144,16 @@ def test_contents_in_parts_equal_contents_with_placeholders(tmp_path: Path, mode
     assert prompt.tokens == other.tokens
 
 
+def test_an_error_of_a_content_names_the_row_once(tmp_path: Path, model: Path, tokenizer: Tokenizer) -> None:
+    (tmp_path / "a.png").write_bytes(picture(60, 60))
+    for content, problem in (
+        (5, "a message's content is 5, neither text nor a list of parts"),
+        ("w7", "the prompt has 0"),
+    ):
+        with pytest.raises(ValueError, match=rf"^\S*rows\.jsonl, line 1: {problem}"):
+            dataset(jsonl(tmp_path, row(content, ["a.png"])), tokenizer, ImageReader(str(model)))
+
+
 def test_rows_without_images_are_tokenized_as_text(tmp_path: Path, model: Path, tokenizer: Tokenizer) -> None:
     rows = [row("w7", None), row("w7", []), row("<image>", [picture(60, 60)])]
     data = dataset(parquet(tmp_path, *rows), tokenizer, ImageReader(str(model)))

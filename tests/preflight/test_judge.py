@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from megarl.data import PromptDataset, load_tokenizer
+from megarl.preflight.judge import check_judge
 from megarl.preflight.load import load_recipe
 from megarl.preflight.run import prepare_evaluation, prepare_training
 from megarl.recipe import RecipeError
@@ -127,3 +129,15 @@ class TestItsModelAndQuestion:
         with pytest.raises(RecipeError):
             prepare(both, f"judge.max_prompt_length={judge_bytes + 111}")
         prepare(f"judge.max_prompt_length={judge_bytes + 111}")  # one that does not read the prompt
+
+    def test_a_sample_without_a_row_that_fits_is_not_asked(self, quickstart_data: Path) -> None:
+        """`plan` samples large files. Rows outside of the sample may be shorter, so the sample may keep no row."""
+        settings = [*JUDGE, f"judge.path={quickstart_data}/model", "judge.max_prompt_length=448", "judge.max_tokens=64"]
+        recipe = load_recipe(
+            QUICKSTART, [*settings, "data.max_prompt_length=1", "data.overlong_prompts=filter", "data.cache=null"]
+        )
+        file, tokenizer = quickstart_data / "data" / "train.parquet", load_tokenizer(quickstart_data / "model")
+        empty = PromptDataset([file], tokenizer, recipe.data, sample=2)
+        assert not len(empty)
+        config = json.loads((quickstart_data / "model" / "config.json").read_text())
+        check_judge(recipe, config, [empty])

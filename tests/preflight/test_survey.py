@@ -124,6 +124,17 @@ def test_plan_reports_files_missing_on_this_machine(tmp_path: Path) -> None:
     )
 
 
+def test_a_wrong_type_beside_a_misspelled_key_is_reported() -> None:
+    """The suggestion for the unknown key names the key with the wrong type."""
+    with pytest.raises(RecipeErrors) as caught:
+        load_recipe(QUICKSTART, ["rollout.engines=two", "rollout.enginess=3"])
+    keys = {error.key: error.problem for error in caught.value.all if isinstance(error, RecipeError)}
+    assert list(keys) == ["rollout.enginess", "rollout.engines"] and "did you mean rollout.engines?" in str(
+        caught.value
+    )
+    assert "could not be converted to Integer" in keys["rollout.engines"]
+
+
 class TestIndependent:
     def test_an_error_that_names_the_key_of_another_is_dropped(self) -> None:
         first = RecipeError("data.prompts_per_step", "must be at least 1", "raise it", value=0)

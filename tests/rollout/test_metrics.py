@@ -99,11 +99,13 @@ def test_metric_names_are_attributed_to_any_source_name(source: str) -> None:
     metrics = sampled_figures([TriedGroup(group(source, *USES), True)])
     assert set(of_sampled({**metrics, "step": 1, "rollout/rewards/mean": 0.5, "agent/turns/mean": 1.0})) == {source}
     assert {source_of(name) for name in metrics} == {source}
-    evaluated = by_source([group(source, sample(1.0, 5)), group("other", sample(0.0, 5))], [], [1])
+    evaluated = by_source([group(source, *USES), group("other", sample(0.0, 5))], [], [1])
     assert set(of_evaluated({**evaluated, "eval/pass@1": 0.5, "eval/rewards/mean": 0.5})) == {source, "other"}
+    assert {source_of(name) for name in evaluated} == {source, "other"}
+    assert of_evaluated(evaluated)[source]["agent/turns/mean"] == 5
 
 
-@pytest.mark.parametrize("name", ["eval/rewards/mean", "eval/pass@1", "eval/response_length/clip_ratio", "eval/loss"])
+@pytest.mark.parametrize("name", ["eval/rewards/mean", "eval/pass@1", "eval/agent/turns/mean", "eval/loss"])
 def test_metrics_of_all_sources_have_no_source(name: str) -> None:
     assert source_of(name) is None
 

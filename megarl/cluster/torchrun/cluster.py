@@ -43,7 +43,7 @@ from megarl.cluster.torchrun.rank import (
     StopMessage,
     socket_path,
 )
-from megarl.cluster.torchrun.wire import Wire, packed
+from megarl.cluster.torchrun.wire import SendQueue, Wire
 from megarl.types import DataRef, InlineData
 
 TERMINATE_SECONDS = 3.0  # time to find the failed rank after torchrun's SIGTERM
@@ -57,10 +57,8 @@ class _Peer:
         self.wire, self.place = wire, place
         self.death: Failure | None = None
         self.answers: queue.SimpleQueue[Returned | Failure] = queue.SimpleQueue()
-        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._outgoing = SendQueue(wire)
         threading.Thread(target=self._read, daemon=True).start()
-        self._writer = threading.Thread(target=self._write, daemon=True)
-        self._writer.start()
 
     def _read(self) -> None:
         while True:
@@ -73,21 +71,11 @@ class _Peer:
                 return
             self.answers.put(outcome if isinstance(outcome, Returned) else Failure.raised(self.place, outcome))
 
-    def _write(self) -> None:
-        while (data := self._outgoing.get()) is not None:
-            try:
-                self.wire.send_packed(data)
-            except OSError:
-                return  # the process has ended; the reader thread reports it
-
     def send(self, message: Any) -> None:
-        """Queue a message without blocking: a stopped process does not read. Raises pickling errors."""
-        self._outgoing.put(packed(message))
+        self._outgoing.send(message)
 
     def finish(self) -> None:
-        """Wait up to `TERMINATE_SECONDS` until all queued messages are sent."""
-        self._outgoing.put(None)
-        self._writer.join(TERMINATE_SECONDS)
+        self._outgoing.finish(TERMINATE_SECONDS)
 
     def wake(self) -> None:
         """Continue the process if it is stopped: otherwise torchrun waits half a minute before it kills it."""

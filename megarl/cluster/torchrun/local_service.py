@@ -25,7 +25,7 @@ from megarl.cluster.failures import (
 from megarl.cluster.orphan_reaper import OrphanReaper
 from megarl.cluster.process import without_torchrun
 from megarl.cluster.service import CONSTRUCTED, ServiceCall, ServiceStart, ServiceStop
-from megarl.cluster.torchrun.wire import Wire
+from megarl.cluster.torchrun.wire import SendQueue, Wire
 from megarl.types import InlineData
 
 STOP_SECONDS = 5.0  # time for an object's shutdown() before its process is killed
@@ -59,13 +59,14 @@ class LocalService:
         remote.close()
         self.place = ProcessInfo(f"service {name}", self.host, self._process.pid, str(log))
         self._wire = Wire(local)
+        self._outgoing = SendQueue(self._wire)
         self._numbers = itertools.count(CONSTRUCTED + 1)
         self._lock = threading.Lock()  # protects _waiting and failure
         self._waiting: dict[int, tuple[Future[Any], bool]] = {}
         self.failure: Failure | None = None
         self.stopping = False
         self._reader = threading.Thread(target=self._read, name=f"service-{name}", daemon=True)
-        self._send(ServiceStart(class_path, args, self.place.name, str(log)))
+        self._outgoing.send(ServiceStart(class_path, args, self.place.name, str(log)))
         self._reader.start()
 
     def call(self, method: str, *args: Any) -> Future[Any]:
@@ -85,19 +86,14 @@ class LocalService:
             self._process.kill()
         self._reaper.close()
         self._reader.join()
+        self._outgoing.finish(STOP_SECONDS)
         self._wire.close()
 
     def begin_stop(self) -> None:
         """Request the end of the process without waiting, so that several services end in parallel."""
         if not self.stopping:
             self.stopping = True
-            self._send(ServiceStop())
-
-    def _send(self, message: Any) -> None:
-        try:
-            self._wire.send(message)
-        except OSError:
-            return  # the process has ended; the reader thread fails every pending call
+            self._outgoing.send(ServiceStop())
 
     def _call(self, method: str, args: tuple[Any, ...], with_data: bool) -> Future[Any]:
         future: Future[Any] = Future()
@@ -109,7 +105,7 @@ class LocalService:
             number = next(self._numbers)
             self._waiting[number] = future, with_data
         try:
-            self._send(ServiceCall(number, method, args))
+            self._outgoing.send(ServiceCall(number, method, args))
         except BaseException:  # the arguments do not pickle: no reply will come
             with self._lock:
                 self._waiting.pop(number, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import queue
 import socket
 import struct
 import threading
@@ -63,3 +64,29 @@ class Wire:
             return
         finally:
             self._socket.close()
+
+
+class SendQueue:
+    """Sends messages over a wire from a thread: a stopped process does not read, and a write to a full socket blocks."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._send, daemon=True)
+        self._thread.start()
+
+    def send(self, message: Any) -> None:
+        """Queue a message without blocking. Raises pickling errors."""
+        self._messages.put(packed(message))
+
+    def finish(self, seconds: float) -> None:
+        """Wait up to `seconds` until all queued messages are sent, and end the thread."""
+        self._messages.put(None)
+        self._thread.join(seconds)
+
+    def _send(self) -> None:
+        while (data := self._messages.get()) is not None:
+            try:
+                self._wire.send_packed(data)
+            except OSError:
+                return  # the process has ended; the reader of the wire reports it
