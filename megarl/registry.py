@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import sys
+import typing
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -32,6 +34,35 @@ def nearest(name: str, candidates: Iterable[str]) -> str | None:
     lowered = {candidate.lower(): candidate for candidate in candidates}
     matches = difflib.get_close_matches(name.lower(), list(lowered), n=1, cutoff=0.6)
     return lowered[matches[0]] if matches else None
+
+
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
+    """Return the end of a sentence about an unknown `name`: "; did you mean 'x'?", or "." without a near candidate."""
+    close = nearest(name, candidates)
+    return f"; did you mean {close!r}?" if close else "."
+
+
+def import_function(path: str, label: str) -> Callable[..., Any]:
+    """Import the function `path` (``module:function``) of a user's module, as `import_user_module` does.
+
+    Raises ValueError, with `label` in front of the path, if the import fails or the module has no such function.
+    """
+    module_name, _, name = path.partition(":")
+    try:
+        module = import_user_module(module_name)
+    except Exception as error:
+        raise ValueError(
+            f"{label} {path!r}: importing {module_name!r} failed with {type(error).__name__}: {error}. "
+            f"It is searched in {Path.cwd()} and on PYTHONPATH"
+        ) from error
+    function: Any = getattr(module, name, None)
+    if not callable(function):
+        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        raise ValueError(
+            f"{label} {path!r}: {module_name} has no function {name!r}{did_you_mean(name, functions)} "
+            f"Its functions: {', '.join(sorted(functions)) or 'none'}"
+        )
+    return typing.cast("Callable[..., Any]", function)
 
 
 class Registry(Generic[T]):
@@ -63,7 +94,4 @@ class Registry(Generic[T]):
 
     def unknown(self, name: str) -> str:
         """Return the error message for a name without an entry."""
-        close = nearest(name, self._entries)
-
-        hint = f"; did you mean '{close}'?" if close else "."
-        return f"unknown {self.kind} '{name}'{hint} Known: {', '.join(self.names())}."
+        return f"unknown {self.kind} '{name}'{did_you_mean(name, self._entries)} Known: {', '.join(self.names())}."

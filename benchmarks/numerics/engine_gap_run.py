@@ -196,7 +196,12 @@ def main() -> None:
             ),
             name=spec.name,
             devices=1,
-            env=engine_env("vllm", platform.rollout_env(), recipe.cluster.threads, recipe.rollout.engine_args),
+            env=engine_env(
+                "vllm",
+                platform.engines_env(recipe.train.deterministic),
+                recipe.cluster.threads,
+                recipe.rollout.engine_args,
+            ),
         )
         engine = EngineHandle(service)
         starting = engine.start()

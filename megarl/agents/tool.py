@@ -8,10 +8,9 @@ import types
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, Union
 
-from megarl.registry import Registry, import_user_module, nearest
+from megarl.registry import Registry, import_function
 
 Prepare = Callable[[dict[str, Any]], Any]
 
@@ -138,25 +137,10 @@ def find(name: str) -> Tool:
         if name not in TOOLS:
             raise ValueError(f"{TOOLS.unknown(name)} Your own is given as module:function")
         return TOOLS[name]
-    module_name, _, function_name = name.partition(":")
-    try:
-        module = import_user_module(module_name)
-    except Exception as error:
-        absent = isinstance(error, ModuleNotFoundError) and error.name == module_name.split(".")[0]
-        where = f". It is looked for in {Path.cwd()} and on PYTHONPATH" if absent else ""
-        raise ValueError(
-            f"tool {name!r}: importing {module_name!r} failed with {type(error).__name__}: {error}{where}"
-        ) from error
-    function_tool = getattr(getattr(module, function_name, None), "__megarl_tool__", None)
-    if function_tool is None:
-        tools = [key for key, value in vars(module).items() if hasattr(value, "__megarl_tool__")]
-        close = nearest(function_name, tools)
-        hint = f"; did you mean {close!r}?" if close else ""
-        problem = "not decorated with megarl.agents.tool" if hasattr(module, function_name) else "not there"
-        raise ValueError(
-            f"tool {name!r}: {function_name} of {module_name} is {problem}{hint} Its tools: {', '.join(tools) or 'none'}"
-        )
-    return typing.cast(Tool, function_tool)
+    described = getattr(import_function(name, "tool"), "__megarl_tool__", None)
+    if described is None:
+        raise ValueError(f"tool {name!r}: the function is not decorated with megarl.agents.tool")
+    return typing.cast(Tool, described)
 
 
 def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:

@@ -58,7 +58,7 @@ class Checkpoints:
 
     def finish(self) -> None:
         """Wait for a background save."""
-        self.saver.finish()
+        self.saver.poll(wait=True)
 
     def rescue(self, error: BaseException) -> None:
         """Commit the save in progress of a run that ends with `error`."""

@@ -33,11 +33,8 @@ class SavingGroup(Protocol):
     def write_save(self) -> None:
         """Start writing the staged parts."""
 
-    def save_done(self) -> bool:
-        """Return whether all parts are on disk. Raises the error of a failed write."""
-
-    def wait_save(self) -> None:
-        """Wait until all parts are on disk. Raises the error of a failed write."""
+    def save_done(self, wait: bool) -> bool:
+        """Return whether all parts are on disk. `wait`: wait until they are. Raises the error of a failed write."""
 
 
 class Saver:
@@ -69,7 +66,7 @@ class Saver:
 
         Returns the metrics of `poll`. On failure the partial checkpoint is deleted and older checkpoints stay.
         """
-        metrics = self.finish()
+        metrics = self.poll(wait=True)
         partial = checkpoint.begin(self.folder, step, state, self._notice)
         try:
             background = self.config.save_in_background
@@ -80,7 +77,7 @@ class Saver:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         self._step = step
-        return metrics if background else metrics | self.finish()
+        return metrics if background else metrics | self.poll(wait=True)
 
     def _stage(self, partial: Path) -> int:
         """Let every group stage its part. Returns the number of bytes to write."""
@@ -99,8 +96,8 @@ class Saver:
         """True while a save is in progress."""
         return self._step is not None
 
-    def poll(self) -> Metrics:
-        """Commit the save in progress if it is written. Raises the error of a failed write.
+    def poll(self, *, wait: bool = False) -> Metrics:
+        """Commit the save in progress if it is written. `wait`: wait until it is. Raises the error of a failed write.
 
         Returns metrics of the committed save: checkpoint/write_seconds (of the slowest rank) and checkpoint/bytes.
         """
@@ -108,22 +105,10 @@ class Saver:
             return {}
 
         def commit_if_done() -> Metrics:
-            done = [group.save_done() for group in self.groups.values()]  # calls every group
+            done = [group.save_done(wait) for group in self.groups.values()]  # calls every group
             return self._commit() if all(done) else {}
 
         return self._or_remove(commit_if_done)
-
-    def finish(self) -> Metrics:
-        """Wait for the save in progress and commit it. Returns the metrics of `poll`."""
-        if self._step is None:
-            return {}
-
-        def wait() -> Metrics:
-            for group in self.groups.values():
-                group.wait_save()
-            return self._commit()
-
-        return self._or_remove(wait)
 
     def rescue(self, *, wait: bool) -> Path | None:
         """Commit the save in progress when the run ends in the middle of a step. `wait`: wait for the writers.

@@ -120,15 +120,7 @@ def connect(
     if platform.ray_resource is not None:  # CPU processes need no devices
         demand.require_trainers_devices_suffice()
     threads = {"OMP_NUM_THREADS": str(recipe.cluster.threads)}
-    role_env = {
-        "trainer_env": threads | trainer_settings(recipe, platform).environment(),
-        "service_env": threads
-        | RoleSettings(
-            "engines",
-            platform.engines_env(recipe.train.deterministic),
-            variables(recipe.cluster.environment, "engines"),
-        ).environment(),
-    }
+    trainer_env = threads | trainer_settings(recipe, platform).environment()
     if transport(recipe.cluster) == "torchrun":
         from megarl.cluster.devices import LocalDevices
         from megarl.cluster.torchrun.cluster import TorchrunCluster
@@ -138,7 +130,9 @@ def connect(
         numbers = [*range(engines_first, engines_first + demand.engine_devices)]
         numbers += range(fixed_first, fixed_first + demand.fixed_devices)
         local = LocalDevices(platform.visible_devices_env, numbers)
-        return TorchrunCluster(recipe.cluster.trainers if trainers else None, log_dir(recipe), local, **role_env)
+        return TorchrunCluster(
+            recipe.cluster.trainers if trainers else None, log_dir(recipe), local, trainer_env=trainer_env
+        )
     if importlib.util.find_spec("ray") is None:
         raise ValueError(
             f"cluster.transport is {recipe.cluster.transport}, which resolves to Ray, and Ray is not installed: pip install "
@@ -152,4 +146,4 @@ def connect(
     from megarl.cluster.ray.devices import RayDevices
 
     devices = RayDevices(platform.ray_resource, platform.visible_devices_env, demand)
-    return RayCluster(address, devices, log_dir(recipe), **role_env)
+    return RayCluster(address, devices, log_dir(recipe), trainer_env=trainer_env)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 import functools
 import inspect
 import math
@@ -12,12 +11,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from numbers import Real
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megarl.registry import import_user_module
+from megarl.registry import Registry, did_you_mean, import_function
 from megarl.rewards.settings import ScorerSettings
 from megarl.types import Turn
 
@@ -109,7 +107,7 @@ class Scorer:
         return inspect.iscoroutinefunction(self.function)
 
 
-_scorers: dict[str, Scorer] = {}
+SCORERS: Registry[Scorer] = Registry("scorer")
 _sources: dict[str, Scorer] = {}  # data_source, or a pattern such as aime*, to its scorer
 
 
@@ -129,9 +127,7 @@ def scorer(
     """
 
     def register(function: ScoreFunction) -> ScoreFunction:
-        entry = Scorer(name, function, in_process, prepare, settings, needs_ground_truth)
-        assert name not in _scorers, f"scorer {name!r} is registered twice"
-        _scorers[name] = entry
+        entry = SCORERS.register(name)(Scorer(name, function, in_process, prepare, settings, needs_ground_truth))
         for source in sources:
             assert source not in _sources, f"{source!r} is claimed by {_sources[source].name!r} and {name!r}"
             _sources[source] = entry
@@ -160,12 +156,14 @@ def resolve(
 
 def demands_ground_truth(name: str) -> bool:
     """Return True if the scorer `name` rejects rows without a ground truth; False for ``module:function``."""
-    return name in _scorers and _scorers[name].needs_ground_truth
+    return name in SCORERS and SCORERS[name].needs_ground_truth
 
 
 def find(name: str, settings: ScorerSettings | None = None) -> Scorer:
     """Return the scorer registered as `name`, or import ``module:function``. Settings and errors as in `resolve`."""
-    return _with(settings, _import_scorer(name) if ":" in name else _registered(name))
+    if ":" not in name and name not in SCORERS:
+        raise ValueError(f"reward.function: {SCORERS.unknown(name)} A scorer of your own is given as module:function")
+    return _with(settings, _import_scorer(name) if ":" in name else SCORERS[name])
 
 
 def _with(settings: ScorerSettings | None, entry: Scorer) -> Scorer:
@@ -279,15 +277,6 @@ def _finite(scorer: Scorer, request: ScoreRequest, label: str, value: Any) -> fl
     return number
 
 
-def _registered(name: str) -> Scorer:
-    if name not in _scorers:
-        raise ValueError(
-            f"reward.function: no scorer is named {name!r}{_suggestion(name, _scorers)}. "
-            f"Scorers: {', '.join(sorted(_scorers))}, or module:function for a scorer from your code"
-        )
-    return _scorers[name]
-
-
 def _scorer_of(source: str) -> Scorer:
     if source in _sources:
         return _sources[source]
@@ -299,39 +288,20 @@ def _scorer_of(source: str) -> Scorer:
             f"data_source {source!r} matches the scorers {sorted(matches)}: set reward.function to one of them"
         )
     raise ValueError(
-        f"no scorer for data_source {source!r}{_suggestion(source, _sources)}. "
+        f"no scorer for data_source {source!r}{did_you_mean(source, _sources)} "
         f"Data sources with a scorer: {', '.join(sorted(_sources))}. "
-        f"Rename the rows' data_source, or set reward.function to a scorer ({', '.join(sorted(_scorers))}) "
+        f"Rename the rows' data_source, or set reward.function to a scorer ({', '.join(SCORERS.names())}) "
         f"or to module:function for a scorer from your code"
     )
 
 
-def _suggestion(name: str, candidates: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
-
-
 def _import_scorer(path: str) -> Scorer:
-    module_name, _, function_name = path.partition(":")
-    try:
-        module = import_user_module(module_name)
-    except Exception as error:
-        raise ValueError(
-            f"reward.function {path!r}: importing {module_name!r} failed with {type(error).__name__}: {error}. "
-            f"It is searched in {Path.cwd()} and on PYTHONPATH"
-        ) from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        functions = [name for name, value in vars(module).items() if inspect.isfunction(value)]
-        raise ValueError(
-            f"reward.function {path!r}: {module_name} has no function {function_name!r}"
-            f"{_suggestion(function_name, functions)}. Its functions: {', '.join(sorted(functions)) or 'none'}"
-        )
+    function = import_function(path, "reward.function")
     try:
         inspect.signature(function).bind(None)
     except TypeError as error:
         raise ValueError(
             f"reward.function {path!r} is called with one argument, a ScoreRequest, "
-            f"but its signature is {function_name}{inspect.signature(function)}"
+            f"but its signature is {path.partition(':')[2]}{inspect.signature(function)}"
         ) from error
     return Scorer(path, function)

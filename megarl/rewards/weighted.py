@@ -7,10 +7,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megarl.recipe.judge import JUDGE
-from megarl.rewards.base import Score, Scorer, demands_ground_truth, find, resolve
+from megarl.rewards.base import Score, Scorer, ScoreRequest, demands_ground_truth, find, resolve, scorer
 from megarl.rewards.settings import ScorerSettings
 
 _NOTHING = "unscored"  # scorer of the rollout process if the judge is the only term
+
+
+@scorer(_NOTHING, in_process=True, needs_ground_truth=False)
+def unscored(request: ScoreRequest) -> dict[str, float]:
+    """Return 0: for runs that do not learn from rewards, such as distillation."""
+    return {"score": 0.0}
 
 
 @dataclass(frozen=True)

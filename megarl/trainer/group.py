@@ -98,11 +98,8 @@ class TrainerGroup:
     def write_save(self) -> None:
         self._call(Worker.write_save)
 
-    def save_done(self) -> bool:
-        return all(self._call(Worker.save_done))
-
-    def wait_save(self) -> None:
-        self._call(Worker.wait_save)
+    def save_done(self, wait: bool) -> bool:
+        return all(self._call(Worker.save_done, wait))
 
     def load_checkpoint(self, folder: Path) -> list[str | None]:
         """Return each rank's notice if its run does not continue bit for bit, else None."""

@@ -226,13 +226,11 @@ class Worker:
         """Start writing the staged part in the background."""
         self.save.start()
 
-    def save_done(self) -> bool:
-        """Return whether the part is on disk. Raises the error of a failed write."""
+    def save_done(self, wait: bool) -> bool:
+        """Return whether the part is on disk. `wait`: wait until it is. Raises the error of a failed write."""
+        if wait:
+            self.save.wait()
         return self.save.done()
-
-    def wait_save(self) -> None:
-        """Wait until the part is on disk. Raises the error of a failed write."""
-        self.save.wait()
 
     def load(self, directory: str) -> str | None:
         """Load a checkpoint. Returns a notice if the run does not continue bit for bit, else None."""

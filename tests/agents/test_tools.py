@@ -118,7 +118,7 @@ def test_functions_without_a_complete_schema_are_refused(function: Callable[...,
     ("name", "words"),
     [
         ("code_interpretr", "unknown tool 'code_interpretr'; did you mean 'code_interpreter'"),
-        (f"{OWN}:ad", "ad of tests.support.agent_tools is not there; did you mean 'add'"),
+        (f"{OWN}:ad", "tests.support.agent_tools has no function 'ad'; did you mean 'add'"),
         (f"{OWN}:not_a_tool", "is not decorated with megarl.agents.tool"),
         ("no_such_module:add", "importing 'no_such_module' failed with ModuleNotFoundError"),
     ],

@@ -36,7 +36,7 @@ def test_a_background_checkpoint_is_listed_after_it_is_written(tmp_path: Path) -
     )
     run_saver.save(3, state())  # waits for the previous write
     assert names(tmp_path) == [".step_000003.partial", "step_000002"]
-    run_saver.finish()
+    run_saver.poll(wait=True)
     assert names(tmp_path) == ["step_000003"] and find_damage(tmp_path / "step_000003") is None
 
 
@@ -83,7 +83,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_the_run(
 
     def save(step: int) -> None:
         run_saver.save(step, state())
-        assert run_saver.finish() or not background
+        assert run_saver.poll(wait=True) or not background
         check_whole(tmp_path / f"step_{step:06d}")
 
     monkeypatch.setattr(os, operation, refused)
@@ -132,7 +132,7 @@ def test_rescue_waits_for_receipts_without_calling_the_trainers(tmp_path: Path) 
         trainers.work()
 
     run_saver._check = check
-    for method in ("stage_save", "write_save", "save_done", "wait_save"):
+    for method in ("stage_save", "write_save", "save_done"):
         setattr(trainers, method, None)
     assert run_saver.rescue(wait=True) == tmp_path / "step_000001"
     assert looks == [1] and names(tmp_path) == ["step_000001"]

@@ -13,6 +13,7 @@ from tests.support.cluster_workers import ROOT, alive, descendants, wait_until
 
 pytestmark = pytest.mark.stack
 THREADS = {"OMP_NUM_THREADS": "1"}
+ENGINE_ENV = THREADS | {"ROLE": "engine"}
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +48,7 @@ def connect(one_ray, tmp_path):
     def connect(trainers=0, engines=0, tensor_parallel=1, *, critics=0, npus=False, shared=True):
         kind = ("NPU", "ASCEND_RT_VISIBLE_DEVICES") if npus else (None, "")
         devices = RayDevices(*kind, Demand(trainers, engines, tensor_parallel, shared=shared, critics=critics))
-        role = {"trainer_env": THREADS | {"ROLE": "trainer"}, "service_env": THREADS | {"ROLE": "engine"}}
-        clusters.append(RayCluster(None, devices, tmp_path, **role))
+        clusters.append(RayCluster(None, devices, tmp_path, trainer_env=THREADS | {"ROLE": "trainer"}))
         return clusters[-1]
 
     yield connect
@@ -79,7 +79,9 @@ def test_calls_scatters_and_collectives(connect, tmp_path):
 )
 def test_the_first_cause_is_raised_within_seconds(connect, method, message):
     cluster = connect(2, 1)
-    engine = cluster.start_service("tests.support.cluster_workers:Engine", (3,), name="engine0", devices=1, env={})
+    engine = cluster.start_service(
+        "tests.support.cluster_workers:Engine", (3,), name="engine0", devices=1, env=ENGINE_ENV
+    )
     pids = [*engine.call("child_pid").result(timeout=60)]
     group = cluster.start_trainers("tests.support.cluster_workers:Reducer", 2, (), {})
     pids += [place[1] for place in group.call("identify")]
@@ -114,7 +116,7 @@ def test_an_error_in_a_constructor_is_raised(connect):
     with pytest.raises(WorkerFailed, match="TypeError"):
         connect(1).start_trainers("tests.support.cluster_workers:Engine", 1, (), {})
     engine = connect(0, 1, shared=False).start_service(
-        "tests.support.cluster_workers:Engine", (-1,), name="engine0", devices=1, env={}
+        "tests.support.cluster_workers:Engine", (-1,), name="engine0", devices=1, env=ENGINE_ENV
     )
     with pytest.raises(ServiceDied, match="ValueError: scale is negative"):
         engine.call("scaled", 1).result(timeout=60)
@@ -137,7 +139,9 @@ def test_a_critic_shares_the_trainers_device(connect, one_ray, tmp_path):
 
 def test_a_service_runs_many_calls_concurrently(connect, one_ray, tmp_path):
     cluster = connect(1, 1)
-    engine = cluster.start_service("tests.support.cluster_workers:Engine", (3,), name="engine0", devices=1, env={})
+    engine = cluster.start_service(
+        "tests.support.cluster_workers:Engine", (3,), name="engine0", devices=1, env=ENGINE_ENV
+    )
     futures = [engine.call("slow", i) for i in range(300)]
     assert [future.result(timeout=60) for future in futures] == list(range(300))
     assert engine.call("concurrency").result() > 100
@@ -165,7 +169,9 @@ def test_a_service_runs_many_calls_concurrently(connect, one_ray, tmp_path):
 
 def test_a_killed_service_ends_the_trainers_call(connect):
     cluster = connect(1, 1)
-    engine = cluster.start_service("tests.support.cluster_workers:Engine", (3,), name="engine0", devices=1, env={})
+    engine = cluster.start_service(
+        "tests.support.cluster_workers:Engine", (3,), name="engine0", devices=1, env=ENGINE_ENV
+    )
     group = cluster.start_trainers("tests.support.cluster_workers:Echo", 1, (), {})
     engine.call("die_later", 0.3).result(timeout=60)
     waiting = [engine.call("slow", i) for i in range(3)]
@@ -181,7 +187,9 @@ def test_a_killed_service_ends_the_trainers_call(connect):
 def start_engines(cluster, count, devices=1):
     """Start engines and return the visible devices of each."""
     engines = [
-        cluster.start_service("tests.support.cluster_workers:Engine", (3,), name=f"engine{i}", devices=devices, env={})
+        cluster.start_service(
+            "tests.support.cluster_workers:Engine", (3,), name=f"engine{i}", devices=devices, env=ENGINE_ENV
+        )
         for i in range(count)
     ]
     return [engine.call("variable", "ASCEND_RT_VISIBLE_DEVICES").result(timeout=60) for engine in engines]
@@ -227,7 +235,9 @@ def test_a_process_not_started_by_ray_is_named(connect, monkeypatch):
 
     cluster = connect(1, 1, npus=True)
     cluster.start_trainers("tests.support.cluster_workers:Echo", 1, (), {})
-    engine = cluster.start_service("tests.support.cluster_workers:Engine", (3,), name="engine0", devices=1, env={})
+    engine = cluster.start_service(
+        "tests.support.cluster_workers:Engine", (3,), name="engine0", devices=1, env=ENGINE_ENV
+    )
     time.sleep(4.1)
     with pytest.raises(ServiceDied, match=r"service engine0 on 127\.0\.0\.1 failed: Ray has not started"):
         cluster.check()
@@ -237,7 +247,9 @@ def test_a_process_not_started_by_ray_is_named(connect, monkeypatch):
 
 def test_an_idle_trainer_that_dies_is_named(connect):
     cluster = connect(2, 1)
-    engine = cluster.start_service("tests.support.cluster_workers:Engine", (3,), name="engine0", devices=1, env={})
+    engine = cluster.start_service(
+        "tests.support.cluster_workers:Engine", (3,), name="engine0", devices=1, env=ENGINE_ENV
+    )
     group = cluster.start_trainers("tests.support.cluster_workers:Echo", 2, (), {})
     engine.call("scaled", 1).result(timeout=60)
     began = time.monotonic()
@@ -258,7 +270,9 @@ def test_an_idle_trainer_that_dies_is_named(connect):
 def test_a_dead_service_is_named_and_a_stopped_service_is_not(connect):
     cluster = connect(0, 2, shared=False)
     first, second = (
-        cluster.start_service("tests.support.cluster_workers:Engine", (3,), name=f"engine{i}", devices=1, env={})
+        cluster.start_service(
+            "tests.support.cluster_workers:Engine", (3,), name=f"engine{i}", devices=1, env=ENGINE_ENV
+        )
         for i in range(2)
     )
     second.call("scaled", 1).result(timeout=60)

@@ -28,7 +28,7 @@ PAGE = (ROOT / "docs" / "rewards.md").read_text()
 def test_the_table_equals_the_registry() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", PAGE, re.MULTILINE)
     shown = {name: set(re.findall(r"`([^`]+)`", sources)) for name, sources in rows}
-    listed_sources: dict[str, set[str]] = {name: set() for name in base._scorers}
+    listed_sources: dict[str, set[str]] = {name: set() for name in base.SCORERS.names()}
     for source, scorer in base._sources.items():
         listed_sources[scorer.name].add(source)
     assert shown == listed_sources

@@ -18,6 +18,7 @@ import torch
 
 from megarl import load_recipe, platform
 from megarl.engines import engine_env, rollout_env
+from megarl.engines.specs import policy_spec
 from megarl.megatron import model as models
 from megarl.platform import environment
 from megarl.platform.cpu import CPUPlatform
@@ -28,6 +29,7 @@ from megarl.platform.npu import NPUPlatform
 from megarl.platform.npu_kind import NPU
 from megarl.preflight.environment import environment_notices
 from megarl.recipe.schema import Recipe
+from megarl.rollout.start_engines import engine_environment
 from tests.support.upstream_sources import missing, torch_npu
 
 ROOT = Path(__file__).parents[2]
@@ -250,7 +252,7 @@ def test_engine_specs_name_their_device() -> None:
 
 
 def test_processes_start_in_their_roles_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`connect` passes the variables of the shell, the recipe and the platform, in this precedence."""
+    """`connect` and `start_engines` pass the variables of the shell, the recipe and the platform, in this precedence."""
     from megarl import cluster
 
     received: dict[str, Any] = {}
@@ -261,7 +263,8 @@ def test_processes_start_in_their_roles_environment(monkeypatch: pytest.MonkeyPa
     recipe = Recipe()
     recipe.train.deterministic = True
     cluster.connect(recipe, NPUPlatform())
-    trainer, engine = received["trainer_env"], received["service_env"]
+    trainer, spec = received["trainer_env"], policy_spec(recipe, "engine0", load_weights=True)
+    engine = engine_environment(recipe, NPUPlatform(), "vllm", spec).environment()
     assert (trainer["HCCL_EXEC_TIMEOUT"], engine["HCCL_EXEC_TIMEOUT"]) == ("77", "77")
     assert trainer["HCCL_DETERMINISTIC"] == "true" and engine["HCCL_DETERMINISTIC"] == "strict"
     assert engine["VLLM_BATCH_INVARIANT"] == "1" and "VLLM_BATCH_INVARIANT" not in trainer

@@ -21,6 +21,7 @@ from megarl.platform.npu import NPUPlatform
 from megarl.preflight.environment import environment_notices, warmup_notice
 from megarl.preflight.load import load_recipe
 from megarl.recipe.environment import variables
+from megarl.rollout.start_engines import engine_environment
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 DEEPSEEK = RECIPES / "grpo_deepseek_v3.yaml"
@@ -121,7 +122,9 @@ def test_processes_start_with_the_recipes_variables(monkeypatch: pytest.MonkeyPa
     recipe = of("all.FROM_SHELL=recipe", "trainers.ONE=1", "engines.TWO=2")
     cluster.connect(recipe, NPUPlatform())
     assert (roles["trainer_env"]["ONE"], roles["trainer_env"]["FROM_SHELL"]) == ("1", "shell")
-    assert roles["service_env"]["TWO"] == "2" and "TWO" not in roles["trainer_env"]
+    spec = policy_spec(recipe, "engine0", load_weights=True)
+    engine = engine_environment(recipe, NPUPlatform(), "vllm", spec).environment()
+    assert (engine["TWO"], engine["FROM_SHELL"]) == ("2", "shell") and "TWO" not in roles["trainer_env"]
     notices = environment_notices(recipe, NPUPlatform())
     assert (
         "engines have TWO=2: cluster.environment" in notices and "trainers have ONE=1: cluster.environment" in notices

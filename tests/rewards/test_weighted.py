@@ -10,6 +10,7 @@ from megarl.preflight.data import Prepared, prepare_rewards
 from megarl.preflight.load import load_recipe
 from megarl.recipe import RecipeError
 from megarl.recipe.schema import Recipe
+from megarl.registry import Registry
 from megarl.rewards import Score, Scorer, find
 from megarl.rewards.weighted import Term, combine, terms_of
 
@@ -83,7 +84,8 @@ def test_a_scorer_that_cannot_be_prepared_is_refused_before_the_start(monkeypatc
 
     from megarl.rewards import base
 
-    monkeypatch.setattr(base, "_scorers", {"checker": Scorer("checker", lambda request: 0.0, prepare=prepare)})
+    monkeypatch.setattr(base, "SCORERS", Registry("scorer"))
+    base.SCORERS.register("checker")(Scorer("checker", lambda request: 0.0, prepare=prepare))
     recipe = Recipe()
     recipe.reward.function = "checker"
 

@@ -70,13 +70,12 @@ class Trainers:
 
     def write_save(self) -> None: ...
 
-    def save_done(self) -> bool:
+    def save_done(self, wait: bool) -> bool:
+        if wait:
+            self.work()
         if self.error:
             raise self.error
         return self._wrote
-
-    def wait_save(self) -> None:
-        self.work()
 
     def work(self) -> None:
         if self.error:

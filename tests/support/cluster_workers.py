@@ -181,11 +181,12 @@ def torchrun(scenario, logs):
         return
     devices = LocalDevices("TEST_VISIBLE_DEVICES", [2])
     sigstop_watch.LOOK_SECONDS = 0.3  # detection within 3 s instead of 20 s
-    with torchrun.TorchrunCluster(
-        2, logs, devices, trainer_env={"ROLE": "trainer"}, service_env={"ROLE": "engine"}
-    ) as cluster:
+    with torchrun.TorchrunCluster(2, logs, devices, trainer_env={"ROLE": "trainer"}) as cluster:
         group = cluster.start_trainers("tests.support.cluster_workers:Reducer", 2, (), {})
-        engine = cluster.start_service("tests.support.cluster_workers:Engine", (3,), name="engine0", devices=1, env={})
+        role = {"ROLE": "engine"}
+        engine = cluster.start_service(
+            "tests.support.cluster_workers:Engine", (3,), name="engine0", devices=1, env=role
+        )
         print("FACT", group.call("identify"), flush=True)
         print("FACT", group.call("sum", 2), group.scatter("echo", [("a",), ("b",)]), flush=True)
         results = group.scatter_with_data("give", [([[1]], [[2, 3]]), ([], [[4]])], parts=2)

@@ -277,7 +277,7 @@ class RayCluster:
     whose ports only this machine can reach. If this process is already connected to Ray, that connection is
     used and stays open.
     log_dir: directory of the output files, on the machine of each process.
-    trainer_env, service_env: variables of every trainer and service; the caller's `env` overrides them.
+    trainer_env: variables of every trainer; the caller's `env` overrides them.
     """
 
     def __init__(
@@ -287,11 +287,10 @@ class RayCluster:
         log_dir: Path,
         *,
         trainer_env: dict[str, str],
-        service_env: dict[str, str],
     ) -> None:
         self._devices, self._log_dir = devices, log_dir
         self._reaper = OrphanReaper()
-        self._trainer_env, self._service_env = trainer_env | self._reaper.env, service_env | self._reaper.env
+        self._trainer_env = trainer_env | self._reaper.env
         self._groups: list[RayGroup] = []
         self._services: list[RayService] = []
         self._owns_ray = not ray.is_initialized()
@@ -329,7 +328,7 @@ class RayCluster:
         self, class_path: str, args: tuple[Any, ...], *, name: str, devices: int, env: dict[str, str]
     ) -> RayService:
         claimed = self._devices.next_engine(devices)
-        role_env = self._service_env | env | self._devices.visible(claimed)
+        role_env = self._reaper.env | env | self._devices.visible(claimed)
         options = self._devices.options(claimed[0]) | _environment(role_env)
         actor = ray.remote(ServiceActor).options(max_concurrency=CONCURRENT_CALLS, **options).remote()
         place = ProcessInfo(f"service {name}", claimed[0].node_ip, log=str(self._log_dir / f"{name}.log"))

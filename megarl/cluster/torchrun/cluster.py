@@ -201,7 +201,7 @@ class TorchrunCluster:
 
     trainers: number of ranks that the recipe needs; None if the command starts no trainers.
     log_dir: directory of the output files; rank 0 writes to the console.
-    trainer_env, service_env: variables of every trainer and service; the caller's `env` overrides them.
+    trainer_env: variables of every trainer; the caller's `env` overrides them.
     """
 
     def __init__(
@@ -211,7 +211,6 @@ class TorchrunCluster:
         devices: LocalDevices,
         *,
         trainer_env: dict[str, str],
-        service_env: dict[str, str],
     ) -> None:
         self._world_size = int(os.environ["WORLD_SIZE"])
         local = int(os.environ.get("LOCAL_WORLD_SIZE", self._world_size))
@@ -226,7 +225,7 @@ class TorchrunCluster:
                 f"start it with --nproc-per-node {trainers}, or set cluster.trainers={self._world_size}."
             )
         self._log_dir, self._devices = log_dir, devices
-        self._trainer_env, self._service_env = trainer_env, service_env
+        self._trainer_env = trainer_env
         self._services: list[LocalService] = []
         self._local_rank = _LocalRank()
         self._ranks: list[_LocalRank | _Peer] = [self._local_rank, *_listen(self._world_size)]
@@ -246,7 +245,7 @@ class TorchrunCluster:
     def start_service(
         self, class_path: str, args: tuple[Any, ...], *, name: str, devices: int, env: dict[str, str]
     ) -> Service:
-        environment = self._service_env | self._devices.claim(devices) | env
+        environment = self._devices.claim(devices) | env
         log = self._log_dir / f"{name}.log"
         service = LocalService(class_path, args, name=name, log=log, env=environment)
         self._services.append(service)
