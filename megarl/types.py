@@ -296,3 +296,8 @@ def fetch(samples: Sequence[ShardSample]) -> list[SampleTokens]:
             groups[id(sample.data)] = sample.data.get()
         vectors.append(groups[id(sample.data)][sample.index])
     return vectors
+
+
+def derived_seed(*words: int) -> int:
+    """Return a seed of 62 bits that depends only on `words`."""
+    return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> np.uint64(2))

@@ -18,7 +18,6 @@ from megarl.data.tokenizer import Tokenizer
 from megarl.errors import NotHereError, as_recipe_error
 from megarl.recipe.agent import AgentConfig
 from megarl.recipe.schema import Recipe
-from megarl.recipe.uses import uses_tools
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class AgentSetup:
     @classmethod
     def of(cls, recipe: Recipe) -> AgentSetup | None:
         """Return the setup of a recipe, or None if it names no tool."""
-        if not uses_tools(recipe.agent):
+        if not recipe.agent.uses_tools:
             return None
         return cls(recipe.agent, dict(recipe.data.chat_template_args), {"sandbox": asdict(recipe.sandbox)})
 

@@ -18,7 +18,7 @@ from megarl.agents.tool_responses import AnswerTokens
 from megarl.agents.toolbox import Toolbox, refused
 from megarl.data.tokenizer import Tokenizer
 from megarl.recipe.agent import AgentConfig
-from megarl.types import Completion, GenerationRequest, Prompt, SampleFailure, ToolUse, Turn
+from megarl.types import Completion, GenerationRequest, Prompt, SampleFailure, ToolUse, Turn, derived_seed
 
 _HEAD = 16  # tokens before a turn, in which a template may open <think>
 SampleTurn = Callable[[GenerationRequest], Awaitable[Completion]]
@@ -183,7 +183,7 @@ def turn_seed(seed: int | None, turn: int) -> int | None:
     """Return the seed of turn number `turn`, from 0: the sample's seed for the first, derived ones after it; None without seeds."""
     if turn == 0 or seed is None:
         return seed
-    return int(np.random.SeedSequence([seed, turn]).generate_state(1, np.uint64)[0] >> np.uint64(2))
+    return derived_seed(seed, turn)
 
 
 def _next_request(request: GenerationRequest, written: _Written, room: int) -> GenerationRequest:

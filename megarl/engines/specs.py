@@ -9,7 +9,6 @@ from megarl.engines.base import AdapterSpec, EngineSpec
 from megarl.recipe.judge import JUDGE
 from megarl.recipe.schema import Recipe
 from megarl.recipe.seeded import samples_are_seeded
-from megarl.recipe.uses import uses_judge
 from megarl.recipe.weight_sync import wants_adapters
 
 
@@ -50,7 +49,7 @@ def judge_spec(recipe: Recipe, name: str) -> EngineSpec:
 
 def fixed_models(recipe: Recipe) -> list[str]:
     """Return the recipe's sections of fixed models with engines, in the order in which they claim devices."""
-    used = {"teacher": needs_teacher(recipe.algorithm), JUDGE: uses_judge(recipe.reward)}
+    used = {"teacher": needs_teacher(recipe.algorithm), JUDGE: recipe.reward.uses_judge}
     return [section for section, is_used in used.items() if is_used]
 
 
@@ -59,7 +58,7 @@ def first_specs(recipe: Recipe, *, training: bool) -> list[tuple[str, EngineSpec
     specs = [(recipe.rollout.engine, policy_spec(recipe, "engine0", load_weights=not training))]
     if training and needs_teacher(recipe.algorithm):
         specs.append((recipe.teacher.engine, teacher_spec(recipe, "teacher0")))
-    if uses_judge(recipe.reward):
+    if recipe.reward.uses_judge:
         specs.append((recipe.judge.engine, judge_spec(recipe, "judge0")))
     return specs
 

@@ -24,7 +24,6 @@ from megarl.recipe.data import DataConfig
 from megarl.recipe.header import shape_of
 from megarl.recipe.schema import Recipe
 from megarl.recipe.training import ModelConfig
-from megarl.recipe.uses import uses_judge
 
 Config = dict[str, Any]
 POLICY, CRITIC, TEACHER, JUDGE = "model.path", "critic.model_path", "teacher.path", "judge.path"
@@ -43,7 +42,7 @@ def models_of(recipe: Recipe) -> dict[str, str]:
         directories[CRITIC] = recipe.critic.model_path
     if needs_teacher(recipe.algorithm):
         directories[TEACHER] = str(recipe.teacher.path)
-    if uses_judge(recipe.reward):
+    if recipe.reward.uses_judge:
         directories[JUDGE] = str(recipe.judge.path)
     return directories
 

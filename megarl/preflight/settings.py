@@ -23,7 +23,6 @@ from megarl.recipe.critic import critic_view
 from megarl.recipe.data import DataConfig
 from megarl.recipe.judge import JUDGE
 from megarl.recipe.schema import Recipe
-from megarl.recipe.uses import uses_judge
 from megarl.text import pluralize
 
 
@@ -48,7 +47,7 @@ def training_setting_errors(recipe: Recipe) -> Iterator[ValueError]:
     yield from errors_of(check_engines, recipe.rollout)
     if needs_teacher(recipe.algorithm):
         yield from errors_of(check_engine, "teacher", recipe.teacher)
-    if uses_judge(recipe.reward):
+    if recipe.reward.uses_judge:
         yield from errors_of(check_engine, "judge", recipe.judge)
     yield from errors_of(check_extra_names, recipe, "megatron")
     if uses_critic(recipe.algorithm):
@@ -72,7 +71,7 @@ def evaluation_setting_errors(recipe: Recipe) -> Iterator[ValueError]:
         problem = "the recipe has no evaluation data"
         yield RecipeError("data.eval_files", problem, "name .parquet or .jsonl files", value=[])
     yield from errors_of(check_engines, recipe.rollout)
-    if uses_judge(recipe.reward):
+    if recipe.reward.uses_judge:
         yield from errors_of(check_engine, "judge", recipe.judge)
 
 

@@ -21,7 +21,6 @@ from megarl.preflight.judge import check_judge
 from megarl.preflight.models import CRITIC, JUDGE, POLICY
 from megarl.preflight.settings import route_notices
 from megarl.recipe.data import MixedSet, files_of
-from megarl.recipe.uses import uses_judge
 from megarl.rewards.weighted import needed_columns
 from megarl.text import pluralize
 
@@ -56,7 +55,7 @@ def check_scorers(survey: Survey) -> None:
     assert prepared is not None
     with survey.part("reward"):
         prepare_rewards(recipe, prepared)
-    if uses_judge(recipe.reward):
+    if recipe.reward.uses_judge:
         with survey.part(JUDGE):
             check_judge(recipe, survey.configs[JUDGE], prepared.prompt_sets)
     if survey.available.training:

@@ -76,3 +76,8 @@ class AgentConfig:
         "Further attempts if a tool is not available (the sandbox or an MCP server fails; not if a call raises). If all fail, the sample's group is left out and counted, as after a scorer failure.",
         at_least=0,
     )
+
+    @property
+    def uses_tools(self) -> bool:
+        """True if an agent loop with tools makes the samples."""
+        return bool(self.tools or self.mcp)

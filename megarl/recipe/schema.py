@@ -15,7 +15,7 @@ from megarl.recipe.agent import AgentConfig
 from megarl.recipe.algorithm import AlgorithmConfig
 from megarl.recipe.data import DataConfig
 from megarl.recipe.environment import EnvironmentConfig
-from megarl.recipe.judge import JudgeConfig
+from megarl.recipe.judge import JUDGE, JudgeConfig
 from megarl.recipe.key import MOST_PROCESSES, key
 from megarl.recipe.observe import ObserveConfig
 from megarl.recipe.remote import RemoteConfig
@@ -62,6 +62,16 @@ class RewardConfig:
         at_most=1,
     )
     remote: RemoteConfig = key(RemoteConfig, "")
+
+    @property
+    def uses_judge(self) -> bool:
+        """True if the judge is a term of the reward."""
+        return JUDGE in (self.function, *self.functions)
+
+    @property
+    def uses_remote(self) -> bool:
+        """True if the scorer `remote` is a term of the reward."""
+        return "remote" in (self.function, *self.functions)
 
 
 @dataclass

@@ -13,9 +13,8 @@ from megarl.cluster.calls import StallTimer, attach, wait
 from megarl.recipe.schema import EvaluationConfig, Recipe, RolloutConfig
 from megarl.rollout.engine_handle import SamplingEngine
 from megarl.rollout.metrics import agent_figures, groups_by_source
-from megarl.rollout.source_engines import group_seed
 from megarl.rollout.unscored_groups import check_evaluation, scoring_counts, scoring_notice
-from megarl.types import GenerationRequest, Group, Metrics, Prompt, Sample, Sampling
+from megarl.types import GenerationRequest, Group, Metrics, Prompt, Sample, Sampling, derived_seed
 
 EVALUATION_SEED = 0x5EED  # differs from training's seeds; the same at every evaluation
 FIRST_EVALUATION_GROUP = 1 << 48  # evaluation groups have different numbers than training's
@@ -149,7 +148,7 @@ def _run(
     """Submit the problems round-robin, with one message per engine; return the groups in the problems' order."""
     shares: list[list[GenerationRequest]] = [[] for _ in engines]
     for number, prompt in enumerate(problems):
-        seed = group_seed(EVALUATION_SEED, number)
+        seed = derived_seed(EVALUATION_SEED, number)
         shares[number % len(engines)].append(GenerationRequest(FIRST_EVALUATION_GROUP + number, prompt, sampling, seed))
     submitted = [engine.submit(share) for engine, share in zip(engines, shares, strict=True) if share]
     collected = [

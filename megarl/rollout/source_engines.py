@@ -27,12 +27,7 @@ from megarl.rollout.engine_handle import SamplingEngine
 from megarl.rollout.metrics import agent_figures, sampled_figures
 from megarl.rollout.source import Batch
 from megarl.rollout.unscored_groups import FailedShare, scoring_counts, scoring_notice
-from megarl.types import DataRef, GenerationRequest, InlineData, Sampling
-
-
-def group_seed(run_seed: int, number: int) -> int:
-    """Seed of a group's first sample. It depends only on the arguments."""
-    return int(np.random.SeedSequence([run_seed, number]).generate_state(1, np.uint64)[0] >> np.uint64(2))
+from megarl.types import DataRef, GenerationRequest, InlineData, Sampling, derived_seed
 
 
 class EnginesSource:
@@ -156,7 +151,7 @@ class EnginesSource:
             engine = min(range(len(self.engines)), key=lambda index: (self._load[index], index))
             self._load[engine] += 1
             prompt = self.prompts[self.sampler.at(number)]
-            seed = group_seed(self.recipe.train.seed, number) if self._seeded else None
+            seed = derived_seed(self.recipe.train.seed, number) if self._seeded else None
             request = GenerationRequest(number, prompt, self.sampling, seed, with_greedy=self._with_greedy)
             submitted[engine].append(request)
         for engine, requests in enumerate(submitted):

@@ -19,7 +19,7 @@ from megarl.platform.environment import RoleSettings
 from megarl.recipe.environment import variables
 from megarl.recipe.observe import trace_options
 from megarl.recipe.schema import Recipe, RolloutConfig
-from megarl.recipe.uses import uses_judge
+from megarl.recipe.seeded import samples_are_seeded
 from megarl.rollout.engine_handle import EngineHandle, JudgeHandle, TeacherHandle
 
 ROLLOUT_SERVER = "megarl.rollout.server:RolloutServer"
@@ -42,10 +42,10 @@ def start_engines(
     scoring = (recipe.reward, sources, recipe.sandbox)
     engines = []
     for number in range(rollout.engines):
-        spec = replace(policy_spec(recipe, f"engine{number}", load_weights=load_weights), device=platform.name)
+        spec = policy_spec(recipe, f"engine{number}", load_weights=load_weights)
         if traces is not None and number in recipe.observe.profile_engines:
             spec = replace(spec, traces=EngineTraces(str(traces / f"engine{number}"), trace_options(recipe.observe)))
-        args = (rollout.engine, spec, tokenizer, *scoring, images, AgentSetup.of(recipe), uses_judge(recipe.reward))
+        args = (tokenizer, *scoring, images, AgentSetup.of(recipe), recipe.reward.uses_judge)
         engines.append(EngineHandle(_start(ROLLOUT_SERVER, rollout.engine, spec, args, recipe, platform, cluster)))
     return engines
 
@@ -82,25 +82,17 @@ def wait_for_start(
 def start_teacher(recipe: Recipe, platform: Any, cluster: Cluster) -> list[TeacherHandle]:
     """Start the teacher's engines. Call it after `start_engines`: the cluster assigns devices to policy, teacher, judge
     in this order."""
-    engines = []
-    for number in range(recipe.teacher.engines):
-        spec = replace(teacher_spec(recipe, f"teacher{number}"), device=platform.name)
-        args = (recipe.teacher.engine, spec)
-        engines.append(
-            TeacherHandle(_start(TEACHER_SERVER, recipe.teacher.engine, spec, args, recipe, platform, cluster))
-        )
-    return engines
+    specs = [teacher_spec(recipe, f"teacher{number}") for number in range(recipe.teacher.engines)]
+    engine = recipe.teacher.engine
+    return [TeacherHandle(_start(TEACHER_SERVER, engine, spec, (), recipe, platform, cluster)) for spec in specs]
 
 
 def start_judge(recipe: Recipe, platform: Any, cluster: Cluster) -> list[JudgeHandle]:
     """Start the judge's engines; none if no reward uses the judge."""
     judge = recipe.judge
-    engines = []
-    for number in range(judge.engines if uses_judge(recipe.reward) else 0):
-        spec = replace(judge_spec(recipe, f"judge{number}"), device=platform.name)
-        args = (judge.engine, spec, judge, recipe.train.seed if spec.seeded else None)
-        engines.append(JudgeHandle(_start(JUDGE_SERVER, judge.engine, spec, args, recipe, platform, cluster)))
-    return engines
+    specs = [judge_spec(recipe, f"judge{number}") for number in range(judge.engines if recipe.reward.uses_judge else 0)]
+    args = (judge, recipe.train.seed if samples_are_seeded(recipe) else None)
+    return [JudgeHandle(_start(JUDGE_SERVER, judge.engine, spec, args, recipe, platform, cluster)) for spec in specs]
 
 
 def _start(
@@ -112,8 +104,10 @@ def _start(
     platform: Any,
     cluster: Cluster,
 ) -> Service:
+    """Start the process of an engine. `args`: arguments of the class `server` after the engine's name and spec."""
+    spec = replace(spec, device=platform.name)
     env = process_env(engine, recipe.cluster.threads) | engine_environment(recipe, platform, engine, spec).environment()
-    return cluster.start_service(server, args, name=spec.name, devices=spec.tensor_parallel, env=env)
+    return cluster.start_service(server, (engine, spec, *args), name=spec.name, devices=spec.tensor_parallel, env=env)
 
 
 def engine_environment(recipe: Recipe, platform: Any, engine: str, spec: EngineSpec) -> RoleSettings:

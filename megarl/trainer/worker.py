@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-import random
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -83,8 +82,6 @@ class Worker:
         torch.distributed.init_process_group(
             self.platform.process_group_backend, timeout=timedelta(seconds=recipe.cluster.timeout)
         )
-        _seed_everything(recipe.train.seed)
-
         self.trainer: Trainer = self._make_trainer(total_optimizer_steps, weights_only)
         self.profiler: Profiler | None = None  # set while it records
         self.profile_folder: Path | None = None  # set while each `traced` call writes a separate trace
@@ -277,14 +274,6 @@ def _advantages(sample: ShardSample, vectors: SampleTokens) -> np.ndarray:
 def collect_parts(parts: list[tuple[DataRef, list[int]]]) -> dict[int, np.ndarray]:
     """Fetch vectors from another group's processes, by shard index. Samples without loss weight are in no part."""
     return {member: vector for data, members in parts for member, vector in zip(members, data.get(), strict=True)}
-
-
-def _seed_everything(seed: int) -> None:
-    import torch
-
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
 
 
 def kernel_notices(ranks: Sequence[dict[str, Any]]) -> list[str]:

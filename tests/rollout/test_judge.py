@@ -24,7 +24,7 @@ from megarl.rewards.weighted import Term, combine, terms_of, with_judgement
 from megarl.rollout.engine_handle import EngineHandle, JudgeHandle
 from megarl.rollout.judge import server as judge_server
 from megarl.rollout.judge import service as judged
-from megarl.rollout.judge.server import JudgeCodec, JudgeServer, Verdict, judge_seed
+from megarl.rollout.judge.server import JUDGE_SEEDS, JudgeCodec, JudgeServer, Verdict
 from megarl.rollout.judge.service import with_judge
 from megarl.rollout.judge.verdicts import JudgeTemplate, number_in, shortened
 from megarl.types import (
@@ -37,6 +37,7 @@ from megarl.types import (
     SampleFailure,
     SampleTokens,
     Sampling,
+    derived_seed,
 )
 
 ROW = Prompt("row/7", (1, 2), "<user>2 + 2?", "test", "4", {"level": 3}, question="2 + 2?")
@@ -219,7 +220,8 @@ class TestServer:
             "whole, and no more"
         )
         seeds = [request.seed for call in engine.calls for request in call]
-        assert seeds[:2] == [judge_seed(5, 11, 0), judge_seed(5, 11, 0) + 1] and len(set(seeds)) == 5
+        first = derived_seed(5, JUDGE_SEEDS, 11, 0)
+        assert seeds[:2] == [first, first + 1] and len(set(seeds)) == 5
         (first, *_), _ = engine.calls
         assert (first.sampling.n, first.sampling.temperature, first.sampling.max_tokens) == (1, 0.5, 512)
         assert first.sampling.stop_token_ids == server.codec.tokenizer.stop_ids

@@ -15,7 +15,6 @@ from megarl.preflight.data import check_rewards
 from megarl.preflight.findings import Survey
 from megarl.recipe.judge import JUDGE
 from megarl.recipe.schema import Recipe
-from megarl.recipe.uses import uses_judge, uses_remote, uses_tools
 from megarl.rewards import Score, ScoreRequest
 from megarl.rewards.scoring import Outcome, Scoring
 from megarl.rewards.weighted import Term, needed_columns
@@ -26,7 +25,7 @@ WRONG = "I do not know."
 
 def score_once(recipe: Recipe, rows: Sequence[Row], result: Survey) -> None:
     """Add the findings to `result`. Judges, services and other scorers that wait for an answer are reported, not called."""
-    for name, used in ((JUDGE, uses_judge(recipe.reward)), ("remote", uses_remote(recipe.reward))):
+    for name, used in ((JUDGE, recipe.reward.uses_judge), ("remote", recipe.reward.uses_remote)):
         if used:
             result.unavailable(f"reward: {name} is not called in a plan")
     requests: dict[str, ScoreRequest] = {}
@@ -63,7 +62,7 @@ def _score(recipe: Recipe, term: Term, request: ScoreRequest, result: Survey) ->
     """Score a wrong answer, and right answers in the formats that scorers read."""
     requests = []
     for response in (WRONG, *_right_responses(request.ground_truth)):
-        turns = (Turn("assistant", response),) if uses_tools(recipe.agent) else ()  # of a sample that called no tool
+        turns = (Turn("assistant", response),) if recipe.agent.uses_tools else ()  # of a sample that called no tool
         requests.append(replace(request, response=response, turns=turns))
     outcomes = _outcomes(recipe, term, requests)
     name = term.scorer.name

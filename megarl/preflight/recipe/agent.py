@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megarl.errors import RecipeError, errors_of
-from megarl.recipe.agent import AgentConfig, McpServer
+from megarl.preflight.recipe.shared import unused_section_errors
+from megarl.recipe.agent import McpServer
 from megarl.recipe.schema import Recipe
 from megarl.recipe.urls import check_headers, check_url
-from megarl.recipe.uses import uses_tools
 
 
 def agent_errors(recipe: Recipe) -> Iterator[ValueError]:
     agent = recipe.agent
-    if not uses_tools(recipe.agent):
-        if agent != AgentConfig():
-            problem = "no tool is named, so this section has no effect"
-            yield RecipeError(
-                "agent", problem, "name a tool in agent.tools or a server in agent.mcp, or leave the section out"
-            )
+    if not agent.uses_tools:
+        remedy = "name a tool in agent.tools or a server in agent.mcp"
+        yield from unused_section_errors("agent", agent, "no tool is named", remedy)
         return
     if recipe.train.source != "rollout":
         problem = f"train.source={recipe.train.source} samples nothing, so tools are never called"

@@ -6,9 +6,14 @@ from collections.abc import Iterator
 
 from megarl.algorithms.advantages import uses_critic
 from megarl.errors import RecipeError
-from megarl.preflight.recipe.shared import mini_batch_errors, optimizer_errors, parallel_size_errors
+from megarl.preflight.recipe.shared import (
+    mini_batch_errors,
+    optimizer_errors,
+    parallel_size_errors,
+    unused_section_errors,
+)
 from megarl.recipe.schema import Recipe
-from megarl.recipe.training import CriticConfig, MegatronConfig
+from megarl.recipe.training import MegatronConfig
 
 ONE_LAYOUT = (
     "under torchrun every process is an actor trainer in a single Megatron layout; the critic needs additional processes, "
@@ -19,11 +24,8 @@ ONE_LAYOUT = (
 def critic_errors(recipe: Recipe) -> Iterator[RecipeError]:
     algorithm, critic = recipe.algorithm, recipe.critic
     if not uses_critic(algorithm):
-        if critic != CriticConfig():
-            problem = (
-                f"algorithm.advantage is '{algorithm.advantage}', which uses no critic, so this section has no effect"
-            )
-            yield RecipeError("critic", problem, "set algorithm.advantage=gae, or leave the section out")
+        cause = f"algorithm.advantage is '{algorithm.advantage}', which uses no critic"
+        yield from unused_section_errors("critic", critic, cause, "set algorithm.advantage=gae")
         return
     if recipe.train.source != "rollout":
         problem = f"train.source={recipe.train.source} has no rewards to learn values from"

@@ -7,19 +7,15 @@ from collections.abc import Iterator
 
 from megarl.algorithms.catalogue import ADVANTAGES
 from megarl.errors import RecipeError
-from megarl.recipe.judge import JudgeConfig
+from megarl.preflight.recipe.shared import unused_section_errors
 from megarl.recipe.schema import Recipe
-from megarl.recipe.uses import uses_judge
 
 
 def judge_errors(recipe: Recipe) -> Iterator[RecipeError]:
     judge = recipe.judge
-    if not uses_judge(recipe.reward):
-        if judge != JudgeConfig():
-            problem = "the reward does not use the judge, so this section has no effect"
-            yield RecipeError(
-                "judge", problem, "name judge in reward.function or reward.functions, or leave the section out"
-            )
+    if not recipe.reward.uses_judge:
+        remedy = "name judge in reward.function or reward.functions"
+        yield from unused_section_errors("judge", judge, "the reward does not use the judge", remedy)
         return
     if recipe.train.source != "rollout":
         problem = f"a judge scores samples of the policy, and train.source is '{recipe.train.source}'"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megarl.errors import RecipeError, raise_all
+from megarl.observe.sinks import TRACKERS
 from megarl.platform.device_kind import DeviceKind
 from megarl.platform.kinds import kind_of
 from megarl.recipe.observe import ObserveConfig
@@ -14,13 +15,9 @@ from megarl.recipe.schema import Recipe
 def observe_errors(recipe: Recipe) -> Iterator[RecipeError]:
     observe = recipe.observe
     for tracker in observe.trackers:
-        if tracker not in ("wandb", "swanlab", "mlflow"):
-            yield RecipeError(
-                "observe.trackers",
-                f"unknown tracker '{tracker}'",
-                "choose from wandb, swanlab, mlflow",
-                value=list(observe.trackers),
-            )
+        if tracker not in TRACKERS:
+            problem, remedy = f"unknown tracker '{tracker}'", f"choose from {', '.join(TRACKERS)}"
+            yield RecipeError("observe.trackers", problem, remedy, value=list(observe.trackers))
     for name, numbers, first, last, counted in (
         ("profile_steps", observe.profile_steps, 1, recipe.train.steps, "steps (train.steps)"),
         ("profile_ranks", observe.profile_ranks, 0, recipe.cluster.trainers - 1, "ranks (cluster.trainers)"),

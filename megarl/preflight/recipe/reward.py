@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from urllib.parse import SplitResult, urlsplit
 
 from megarl.errors import RecipeError, errors_of
-from megarl.recipe.remote import RemoteConfig
+from megarl.preflight.recipe.shared import unused_section_errors
 from megarl.recipe.schema import RewardConfig
 from megarl.recipe.urls import check_headers, check_url
-from megarl.recipe.uses import uses_remote
 
 
 def reward_errors(reward: RewardConfig) -> Iterator[ValueError]:
@@ -44,10 +43,9 @@ def reward_errors(reward: RewardConfig) -> Iterator[ValueError]:
 
 def _remote_errors(reward: RewardConfig) -> Iterator[ValueError]:
     remote = reward.remote
-    if not uses_remote(reward):
-        if remote != RemoteConfig():
-            problem = "the reward does not use the scorer `remote`, so this section has no effect"
-            yield RecipeError("reward.remote", problem, "set reward.function=remote, or leave the section out")
+    if not reward.uses_remote:
+        cause = "the reward does not use the scorer `remote`"
+        yield from unused_section_errors("reward.remote", remote, cause, "set reward.function=remote")
         return
     if not remote.url:
         problem = "the reward uses the scorer `remote`, but its URL is unset"
@@ -69,7 +67,7 @@ def _remote_errors(reward: RewardConfig) -> Iterator[ValueError]:
 
 def remote_notices(reward: RewardConfig) -> list[str]:
     """Return a notice if samples are sent to another machine without encryption."""
-    if not uses_remote(reward) or not reward.remote.url:
+    if not reward.uses_remote or not reward.remote.url:
         return []
     url = urlsplit(reward.remote.url)
     if url.scheme == "https" or _is_this_machine(url):

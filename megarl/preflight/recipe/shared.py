@@ -1,11 +1,18 @@
-"""Checks that actor and critic share: optimizer, mini batches and parallel sizes."""
+"""Checks that sections share: unused sections, optimizer, mini batches and parallel sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from megarl.errors import RecipeError
 from megarl.recipe.training import MegatronConfig, OptimizerConfig
+
+
+def unused_section_errors(section: str, settings: Any, cause: str, remedy: str) -> Iterator[RecipeError]:
+    """Yield an error if `settings`, those of an unused `section`, differ from the defaults."""
+    if settings != type(settings)():
+        yield RecipeError(section, f"{cause}, so this section has no effect", f"{remedy}, or leave the section out")
 
 
 def optimizer_errors(section: str, optimizer: OptimizerConfig) -> Iterator[RecipeError]:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from megarl.algorithms.catalogue import LOSSES
 from megarl.algorithms.objective import needs_reference, needs_teacher
 from megarl.errors import RecipeError
-from megarl.recipe.schema import Recipe, TeacherConfig
+from megarl.preflight.recipe.shared import unused_section_errors
+from megarl.recipe.schema import Recipe
 
 
 def teacher_errors(recipe: Recipe) -> Iterator[RecipeError]:
@@ -20,9 +21,8 @@ def teacher_errors(recipe: Recipe) -> Iterator[RecipeError]:
         remedy = "set algorithm.kl_coef (recipes/base/on_policy_distillation.yaml), or algorithm.loss=gkd"
         yield RecipeError("algorithm.reference", problem, remedy, value="teacher")
     if not needs_teacher(algorithm):
-        if recipe.teacher != TeacherConfig():
-            problem = "algorithm.reference is not teacher, so this section has no effect"
-            yield RecipeError("teacher", problem, "set algorithm.reference=teacher, or leave the section out")
+        cause, remedy = "algorithm.reference is not teacher", "set algorithm.reference=teacher"
+        yield from unused_section_errors("teacher", recipe.teacher, cause, remedy)
         return
     if not recipe.teacher.path:
         problem = "algorithm.reference is teacher, but the teacher's model is unset"

@@ -9,18 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from megarl import engines
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.engines.base import EngineSpec
 from megarl.recipe.judge import JUDGE, JudgeConfig
 from megarl.rollout.judge.verdicts import JudgeTemplate, number_in, shortened
-from megarl.types import Completion, DataRef, GenerationRequest, Prompt, SampleFailure, Sampling
+from megarl.types import Completion, DataRef, GenerationRequest, Prompt, SampleFailure, Sampling, derived_seed
 
 _SHOWN = 2000  # characters of a verdict in logs and reports
 _SHOWN_IN_CAUSE = 80
-_JUDGE_SEEDS = 0x10D6E  # differs from the policy's
+JUDGE_SEEDS = 0x10D6E  # differs from the policy's
 
 
 @dataclass(frozen=True)
@@ -112,7 +110,7 @@ class JudgeServer:
 
     def _sample_verdicts(self, number: int, attempt: int, questions: dict[int, tuple[int, ...]]) -> dict[int, str]:
         """Sample a verdict for each of `questions` in a single call to the engine."""
-        seed = None if self.run_seed is None else judge_seed(self.run_seed, number, attempt)
+        seed = None if self.run_seed is None else derived_seed(self.run_seed, JUDGE_SEEDS, number, attempt)
         settings = self.settings
         sampling = Sampling(1, settings.max_tokens, settings.temperature, stop_token_ids=self.codec.tokenizer.stop_ids)
         requests = [
@@ -136,9 +134,3 @@ class JudgeServer:
         attempts = self.settings.attempts
         cause = f"judge.pattern finds no number in its verdict, which ends with {last[-_SHOWN_IN_CAUSE:]!r}"
         return Verdict(SampleFailure(JUDGE, prompt.uid, "error", cause, attempts), attempts - 1)
-
-
-def judge_seed(run_seed: int, group: int, attempt: int) -> int:
-    """Seed of the verdict on a group's first sample. It depends only on the arguments."""
-    words = np.random.SeedSequence([run_seed, _JUDGE_SEEDS, group, attempt]).generate_state(1, np.uint64)
-    return int(words[0] >> np.uint64(2))
