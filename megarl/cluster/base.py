@@ -123,9 +123,11 @@ class Cluster(Protocol):
         """End all processes of this cluster. Idempotent."""
         ...
 
-    def __enter__(self) -> Cluster: ...
+    def __enter__(self) -> Cluster:
+        return self
 
-    def __exit__(self, *exc: object) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
 
 
 def load_class(path: str) -> type:

@@ -59,17 +59,18 @@ async def close(target: Any) -> None:
             print(outcome.traceback, file=sys.stderr)
 
 
-class _Server:
+class ServiceServer:
     """Serves calls on the running loop. A thread reads the socket, so that callers never block on a write."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
-        self._loop = asyncio.get_running_loop()
         self._target: Any = None
         self._running: set[asyncio.Task[None]] = set()
         self._stopped = asyncio.Event()
 
     async def serve(self, start: ServiceStart) -> None:
+        """Construct the object of `start` and serve the calls that arrive until `ServiceStop`."""
+        self._loop = asyncio.get_running_loop()
         # Start the reader before the constructor: it also notices the controller's death while the object loads.
         threading.Thread(target=self._read, daemon=True).start()
         outcome = run(lambda: load_class(start.class_path)(*start.args))
@@ -108,8 +109,3 @@ class _Server:
             raise  # the controller has ended: the reader thread ends this process
         except Exception as error:  # noqa: BLE001 -- the result does not pickle
             self._wire.send((number, Raised.of(error)))
-
-
-async def serve(wire: Wire, start: ServiceStart) -> None:
-    """Construct the object of `start` and serve the calls that arrive over `wire` until `ServiceStop`."""
-    await _Server(wire).serve(start)

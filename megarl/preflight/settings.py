@@ -54,7 +54,7 @@ def training_setting_errors(recipe: Recipe) -> Iterator[ValueError]:
         yield from errors_of(check_extra_names, critic_view(recipe), "critic.megatron")
     yield from errors_of(try_user_functions, recipe.algorithm)
     if kind_of(platforms.kind(recipe.cluster.device)).ray_resource is not None:  # CPU processes share cores
-        yield from errors_of(check_demand, recipe)
+        yield from errors_of(demand_of(recipe).require_trainers_devices_suffice)
 
 
 def evaluation_setting_errors(recipe: Recipe) -> Iterator[ValueError]:
@@ -73,13 +73,6 @@ def evaluation_setting_errors(recipe: Recipe) -> Iterator[ValueError]:
     yield from errors_of(check_engines, recipe.rollout)
     if recipe.reward.uses_judge:
         yield from errors_of(check_engine, "judge", recipe.judge)
-
-
-def check_demand(recipe: Recipe) -> None:
-    """Raise ValueError if colocated engines or the critic need more devices than the trainers have."""
-    uses_rollout, critic = recipe.train.source == "rollout", uses_critic(recipe.algorithm)
-    demand = Demand.of(recipe, trainers=True, engines=uses_rollout, critic=critic, fixed=fixed_models(recipe))
-    demand.require_trainers_devices_suffice()
 
 
 def check_device(recipe: Recipe, device: str, *, training: bool = True) -> None:

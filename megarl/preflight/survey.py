@@ -15,7 +15,6 @@ from megarl.preflight.findings import Available, Survey
 from megarl.preflight.models import POLICY
 from megarl.preflight.run_directory import run_directory_errors
 from megarl.preflight.settings import (
-    check_demand,
     check_device,
     demand_of,
     evaluation_setting_errors,
@@ -56,7 +55,7 @@ def _check_settings(survey: Survey) -> None:
         return
     if recipe.cluster.device == "auto":  # `plan` plans for devices that this machine may lack
         with survey.part("megatron.extra"):
-            check_demand(recipe)
+            demand_of(recipe).require_trainers_devices_suffice()
     with survey.part("rollout.tensor_parallel"):
         _check_machines(survey)
     _report_packages(survey)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -64,15 +65,13 @@ class Scoring:
 
     async def _outcomes(self, scorer: Scorer, requests: Sequence[ScoreRequest]) -> Sequence[Outcome]:
         if scorer.in_process:
-            return await asyncio.get_running_loop().run_in_executor(self.threads, self._in_process, scorer, requests)
+            attempts = functools.partial(self._attempts, scorer)
+            return await asyncio.get_running_loop().run_in_executor(self.threads, lambda: list(map(attempts, requests)))
         pool = self.pools[scorer.awaited]
         results = await asyncio.gather(
             *(asyncio.wrap_future(pool.submit(scorer.name, request)) for request in requests)
         )
         return [_outcome(scorer.name, request, result) for request, result in zip(requests, results, strict=True)]
-
-    def _in_process(self, scorer: Scorer, requests: Sequence[ScoreRequest]) -> list[Outcome]:
-        return [self._attempts(scorer, request) for request in requests]
 
     def _attempts(self, scorer: Scorer, request: ScoreRequest) -> Outcome:
         for attempt in range(self.retries + 1):

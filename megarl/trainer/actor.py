@@ -11,7 +11,7 @@ import numpy as np
 from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
 from megarl.algorithms.correction import Mismatch, weight_totals
 from megarl.algorithms.covariance import highest, threshold
-from megarl.algorithms.inputs import TokenOutcomes, TokenSums
+from megarl.algorithms.inputs import TokenSums
 from megarl.algorithms.moments import Moments, Whitening
 from megarl.algorithms.objective import (
     held_out_metrics,
@@ -191,16 +191,9 @@ class ActorWorker(Worker):
         if not self.trainer.coordinates.is_last_stage:  # other stages compute no loss
             return None
         for batch, members in self._micro_batches():
-            mask = batch.vectors["loss_mask"].cpu().numpy() > 0
-            outcomes = TokenOutcomes(
-                rewards=np.array([self.rewards[member] for member in members]),
-                step_rewards=self._step_rewards(members, batch.lengths, mask),
-                penalties=self._penalties(members, batch.lengths, self.token_kl, kl_weight),
-                mask=mask,
-                lengths=batch.lengths,
-            )
+            outcomes = self._outcomes(batch, members, self.token_kl, kl_weight)
             self.token_advantages.append(estimate(outcomes, self.recipe.algorithm))
-            moments += Moments.of(self.token_advantages[-1][mask])
+            moments += Moments.of(self.token_advantages[-1][outcomes.mask])
         return moments if self.trainer.coordinates.reports else None
 
     def whiten_advantages(self, whitening: Whitening) -> None:

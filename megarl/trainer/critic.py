@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megarl.algorithms.inputs import sum_of
 from megarl.algorithms.moments import Moments, Whitening
 from megarl.algorithms.returns import gae
 from megarl.algorithms.values import ValueMoments, value_objective
@@ -61,14 +60,12 @@ class CriticWorker(Worker):
         """Compute advantages and returns of one micro batch on the host, in float64. Returns their moments."""
         import torch
 
-        settings = self.recipe.algorithm
-        mask = batch.vectors["loss_mask"].cpu().numpy() > 0
-        on_host = values.cpu().numpy()
-        rewards = np.array([self.rewards[number] for number in numbers])
-        step_rewards = self._step_rewards(numbers, batch.lengths, mask)
-        token_rewards = sum_of(step_rewards, self._penalties(numbers, batch.lengths, kl, kl_weight))
-        discounts = {"gamma": settings.gamma, "lam": settings.lam}
-        advantages, returns = gae(rewards, on_host, mask, batch.lengths, **discounts, token_rewards=token_rewards)
+        settings, on_host = self.recipe.algorithm, values.cpu().numpy()
+        outcomes = self._outcomes(batch, numbers, kl, kl_weight)
+        mask, discounts = outcomes.mask, {"gamma": settings.gamma, "lam": settings.lam}
+        advantages, returns = gae(
+            outcomes.rewards, on_host, mask, batch.lengths, **discounts, token_rewards=outcomes.token_rewards
+        )
         batch.vectors["old_values"] = values
         batch.vectors["returns"] = torch.from_numpy(returns.astype(np.float32))
         cuts = np.cumsum(batch.lengths)[:-1]

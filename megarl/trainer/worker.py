@@ -19,6 +19,7 @@ import numpy as np
 
 from megarl import platform as platforms
 from megarl.algorithms.catalogue import import_modules
+from megarl.algorithms.inputs import TokenOutcomes
 from megarl.algorithms.process_advantages import step_returns, step_rewards_per_token
 from megarl.algorithms.shaping import kl_penalties
 from megarl.platform.base import Profiler
@@ -142,29 +143,24 @@ class Worker:
             for mini_batch, loss_tokens in zip(shard.mini_batches, shard.loss_tokens, strict=True)
         ]
 
-    def _step_rewards(self, members: list[int], lengths: list[int], mask: np.ndarray) -> np.ndarray | None:
-        """Return the reward of the steps that end at each token of a micro batch, float64 [T]; None: no sample has steps.
+    def _outcomes(
+        self, batch: MicroBatch, members: list[int], kl: dict[int, np.ndarray], kl_weight: float
+    ) -> TokenOutcomes:
+        """Return the outcomes of a micro batch with the samples `members` (shard indices).
 
-        mask [T]: loss tokens.
+        kl: KL vectors by shard index; empty: no KL in the reward. A sample without one has loss weight 0, and its penalty
+        is 0.
         """
-        if not any(self.steps[member] for member in members):
-            return None
-        parts = np.split(mask, np.cumsum(lengths)[:-1])
-        return np.concatenate(
-            [step_rewards_per_token(self.steps[member], part) for member, part in zip(members, parts, strict=True)]
-        )
-
-    def _penalties(
-        self, members: list[int], lengths: list[int], kl: dict[int, np.ndarray], kl_weight: float
-    ) -> np.ndarray | None:
-        """Return the KL penalty of each token of a micro batch, float64 [T]; None: no KL in the reward.
-
-        kl: KL vectors by shard index. A sample without one has loss weight 0, and its penalty is 0.
-        """
-        if not kl:
-            return None
-        parts = [kl.get(member, np.zeros(length)) for member, length in zip(members, lengths, strict=True)]
-        return kl_penalties(parts, kl_weight)
+        mask = batch.vectors["loss_mask"].cpu().numpy() > 0
+        rewards, step_rewards, penalties = np.array([self.rewards[member] for member in members]), None, None
+        if any(self.steps[member] for member in members):
+            masks = zip(members, np.split(mask, np.cumsum(batch.lengths)[:-1]), strict=True)
+            steps = [step_rewards_per_token(self.steps[member], part) for member, part in masks]
+            step_rewards = np.concatenate(steps)
+        if kl:
+            vectors = [kl.get(member, np.zeros(length)) for member, length in zip(members, batch.lengths, strict=True)]
+            penalties = kl_penalties(vectors, kl_weight)
+        return TokenOutcomes(rewards, mask, batch.lengths, step_rewards, penalties)
 
     def _micro_batch(self, members: list[tuple[ShardSample, SampleTokens]], loss_tokens: int) -> MicroBatch:
         import torch

@@ -15,6 +15,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
+from megarl.cluster.base import Cluster
 from megarl.cluster.failures import (
     CallFailed,
     ClusterError,
@@ -270,7 +271,7 @@ class RayService:
             result.set_exception(ServiceDied(failure))
 
 
-class RayCluster:
+class RayCluster(Cluster):
     """See `megarl.cluster.base.Cluster`.
 
     address: of a running cluster ("auto", host:port); None starts a private cluster on this machine,
@@ -366,12 +367,6 @@ class RayCluster:
             self._owns_ray = False
             os.environ.pop(VARIABLE, None)
         self._reaper.close()
-
-    def __enter__(self) -> RayCluster:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
 
 
 def _environment(env: dict[str, str]) -> dict[str, Any]:

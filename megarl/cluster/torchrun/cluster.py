@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from megarl.cluster.base import Service, load_class
+from megarl.cluster.base import Cluster, Service, load_class
 from megarl.cluster.devices import LocalDevices
 from megarl.cluster.failures import (
     ClusterError,
@@ -196,7 +196,7 @@ class _Waiting:
             raise SystemExit(128 + signal.SIGTERM)
 
 
-class TorchrunCluster:
+class TorchrunCluster(Cluster):
     """See `megarl.cluster.base.Cluster`; exists in rank 0 only.
 
     trainers: number of ranks that the recipe needs; None if the command starts no trainers.
@@ -320,12 +320,6 @@ class TorchrunCluster:
             service.stop()
         self._services = []
         signal.signal(signal.SIGTERM, self._former_handler)
-
-    def __enter__(self) -> TorchrunCluster:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
 
 
 def _listen(world_size: int) -> list[_Peer]:

@@ -7,7 +7,7 @@ import socket
 import sys
 
 from megarl.cluster.process import ignore_interrupt, redirect_output
-from megarl.cluster.service import ServiceStart, serve
+from megarl.cluster.service import ServiceServer, ServiceStart
 from megarl.cluster.torchrun.wire import Wire
 
 if __name__ == "__main__":
@@ -15,4 +15,4 @@ if __name__ == "__main__":
     wire = Wire(socket.socket(fileno=int(sys.argv[1])))
     start: ServiceStart = wire.receive()
     redirect_output(start.log, start.name)
-    asyncio.run(serve(wire, start))
+    asyncio.run(ServiceServer(wire).serve(start))

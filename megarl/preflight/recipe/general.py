@@ -84,7 +84,8 @@ def combination_errors(recipe: Recipe) -> Iterator[ValueError]:
     yield from engine_group_errors(recipe.rollout)
     yield from offload_errors(recipe)
     yield from extra_errors(recipe)
-    yield from optimizer_offload_errors(recipe)
+    yield from optimizer_extra_errors(recipe, "actor.optimizer")
+    yield from optimizer_extra_errors(critic_view(recipe), "critic.optimizer")
     yield from ddp_errors(recipe)
     yield from data_errors(recipe.data)
     yield from observe_errors(recipe)
@@ -298,8 +299,3 @@ def offload_errors(recipe: Recipe) -> Errors:
             "set megatron.offload=false, or cluster.placement=colocated",
             value=True,
         )
-
-
-def optimizer_offload_errors(recipe: Recipe) -> Errors:
-    yield from optimizer_extra_errors(recipe, "actor.optimizer")
-    yield from optimizer_extra_errors(critic_view(recipe), "critic.optimizer")

@@ -32,11 +32,10 @@ class JudgedData:
 
     def get(self) -> list[SampleTokens]:
         pairs = zip(self.vectors.get(), self.verdicts.get(), strict=True)
-        return [replace(sample, reason=_reasons(sample.reason, verdict)) for sample, verdict in pairs]
-
-
-def _reasons(scorers: str, verdict: str) -> str:
-    return "\n".join(part for part in (scorers, f"{JUDGE}: {verdict}") if part)
+        return [
+            replace(sample, reason="\n".join(filter(None, (sample.reason, f"{JUDGE}: {verdict}"))))
+            for sample, verdict in pairs
+        ]
 
 
 @dataclass
