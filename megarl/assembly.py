@@ -124,30 +124,15 @@ def prepare_run(recipe: Recipe) -> RunSetup:
 
 
 @contextlib.contextmanager
-def connected(
-    recipe: Recipe, platform: Any, *, trainers: bool, engines: bool, critic: bool = False, fixed: Sequence[str] = ()
-) -> Iterator[Cluster]:
-    """Connect to a cluster and reserve devices for the named parts. `fixed`: "teacher", "judge", whose weights never change.
+def connected(recipe: Recipe, platform: Any, demand: Demand) -> Iterator[Cluster]:
+    """Connect to a cluster and reserve devices for `demand`.
 
     Raises InputError if the cluster cannot be reached or has too few devices.
     """
     with as_input_error():
-        cluster = connect(recipe, platform, trainers=trainers, engines=engines, critic=critic, fixed=fixed)
+        cluster = connect(recipe, platform, demand)
     with cluster:
         yield cluster
-
-
-def connected_for_training(setup: RunSetup) -> contextlib.AbstractContextManager[Cluster]:
-    """Connect to a cluster with devices for everything that `setup` starts."""
-    recipe = setup.recipe
-    return connected(
-        recipe,
-        setup.platform,
-        trainers=True,
-        engines=recipe.train.source == "rollout",
-        critic=uses_critic(recipe.algorithm),
-        fixed=fixed_models(recipe),
-    )
 
 
 def build_run(setup: RunSetup, cluster: Cluster, log: RunLog) -> Run:

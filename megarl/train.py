@@ -9,13 +9,14 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from megarl.assembly import Run, build_run, connected_for_training, prepare_run
+from megarl.assembly import Run, build_run, connected, prepare_run
 from megarl.checkpoint.next_commands import after_training, naming_checkpoint
 from megarl.checkpoint.resume import is_due
 from megarl.cluster import is_controller, serve
 from megarl.errors import as_input_error
 from megarl.observe.log import RunLog
 from megarl.preflight.environment import environment_notices
+from megarl.preflight.settings import demand_of
 from megarl.recipe import Recipe
 from megarl.step import train_on_next_batch
 
@@ -36,7 +37,7 @@ def train(recipe: Recipe) -> Path:
     with naming_checkpoint(recipe, directory), log:  # in this order: closing the log may fail on a full disk
         for notice in [*setup.notices, *environment_notices(recipe, setup.platform)]:
             log.notice(notice)
-        with connected_for_training(setup) as cluster:
+        with connected(recipe, setup.platform, demand_of(recipe)) as cluster:
             with log.phase("start"):
                 run = build_run(setup, cluster, log)
             run_steps(run, resume_from=setup.place.checkpoint)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -94,29 +93,15 @@ def trainer_notices(recipe: Recipe, platform: Platform) -> list[str]:
     return [*platform.installation_notices(), *settings.notices(), *computed]
 
 
-def connect(
-    recipe: Recipe,
-    platform: Platform,
-    *,
-    trainers: bool = True,
-    engines: bool | None = None,
-    critic: bool = False,
-    fixed: Sequence[str] = (),
-) -> Cluster:
+def connect(recipe: Recipe, platform: Platform, demand: Demand | None = None) -> Cluster:
     """Connect to the recipe's cluster and reserve its devices; no process is started yet.
 
-    trainers, engines, critic: true if the caller will start them, which reserves their devices. engines None: true if the
-    recipe trains on rollouts. fixed: the sections (teacher, judge) whose engines the caller will start after the policy's.
+    demand: the processes that the caller will start; None: trainers, and engines if the recipe trains on rollouts.
     Raises ValueError, with the remedy, if the cluster cannot be reached, was started differently from what the
     recipe expects, or has too few devices.
     """
-    demand = Demand.of(
-        recipe,
-        trainers=trainers,
-        engines=recipe.train.source == "rollout" if engines is None else engines,
-        critic=critic,
-        fixed=fixed,
-    )
+    if demand is None:
+        demand = Demand.of(recipe, trainers=True, engines=recipe.train.source == "rollout")
     if platform.ray_resource is not None:  # CPU processes need no devices
         demand.require_trainers_devices_suffice()
     threads = {"OMP_NUM_THREADS": str(recipe.cluster.threads)}
@@ -130,9 +115,7 @@ def connect(
         numbers = [*range(engines_first, engines_first + demand.engine_devices)]
         numbers += range(fixed_first, fixed_first + demand.fixed_devices)
         local = LocalDevices(platform.visible_devices_env, numbers)
-        return TorchrunCluster(
-            recipe.cluster.trainers if trainers else None, log_dir(recipe), local, trainer_env=trainer_env
-        )
+        return TorchrunCluster(demand.trainers or None, log_dir(recipe), local, trainer_env=trainer_env)
     if importlib.util.find_spec("ray") is None:
         raise ValueError(
             f"cluster.transport is {recipe.cluster.transport}, which resolves to Ray, and Ray is not installed: pip install "

@@ -8,6 +8,7 @@ import sys
 from megarl import platform as platforms
 from megarl.assembly import check_for, connected
 from megarl.cluster import is_controller, serve
+from megarl.cluster.device_map import Demand
 from megarl.engines.specs import fixed_models
 from megarl.errors import as_input_error
 from megarl.preflight.environment import environment_notices
@@ -35,7 +36,8 @@ def evaluate_model(recipe: Recipe) -> EvaluationResult:
         print(notice, file=sys.stderr)
     assert prepared.evaluation is not None
     judge = [section for section in fixed_models(recipe) if section == JUDGE]  # an evaluation needs no teacher
-    with connected(recipe, platform, trainers=False, engines=True, fixed=judge) as cluster:
+    demand = Demand.of(recipe, trainers=False, engines=True, fixed=judge)
+    with connected(recipe, platform, demand) as cluster:
         sources, limit = prepared.data_sources, recipe.rollout.start_timeout
         engines = start_engines(recipe, sources, platform, cluster, traces=None, load_weights=True)
         judges = start_judge(recipe, platform, cluster)

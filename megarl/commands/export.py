@@ -10,6 +10,7 @@ from megarl.assembly import ACTOR, CRITIC, connected
 from megarl.checkpoint.folder import check_whole, checkpoint_name, list_checkpoints
 from megarl.checkpoint.identity import check_base
 from megarl.cluster import is_controller, serve
+from megarl.cluster.device_map import Demand
 from megarl.errors import as_input_error
 from megarl.observe.run_dir import RunDirectory
 from megarl.preflight.load import load_recipe
@@ -42,7 +43,7 @@ def export(run_path: Path, out: Path, step: int | None = None, *, critic: bool =
         return out
     if critic:
         recipe = critic_view(recipe)
-    with connected(recipe, platform, trainers=True, engines=False) as cluster:
+    with connected(recipe, platform, Demand.of(recipe, trainers=True, engines=False)) as cluster:
         worker, steps, weights_only = CRITIC if critic else ACTOR, 0, True
         workers = cluster.start_trainers(worker, recipe.cluster.trainers, (recipe, steps, weights_only), env={})
         trainers = TrainerGroup(workers, recipe)

@@ -31,10 +31,4 @@ class SandboxConfig:
 
     def limits(self) -> Limits:
         """Return the limits of one run."""
-        return Limits(
-            cpu_seconds=self.cpu_seconds,
-            wall_seconds=self.wall_seconds,
-            memory_mb=self.memory_mb,
-            output_kb=self.output_kb,
-            processes=self.processes,
-        )
+        return Limits(**{name: value for name, value in vars(self).items() if name != "packages"})

@@ -113,11 +113,13 @@ def all_ranks(context: StageContext, class_path: str, *args: Any, name: str = "r
             yield ranks
         return
     from megarl.cluster import connect
+    from megarl.cluster.device_map import Demand
     from megarl.recipe.schema import Recipe
 
     recipe = Recipe()
     recipe.cluster.device, recipe.cluster.transport = context.device, "ray"  # type: ignore[assignment]
     recipe.cluster.ray_address, recipe.cluster.trainers = context.settings.ray_address, context.devices
     recipe.runs_dir, recipe.name = str(context.folder), name
-    with connect(recipe, platforms.select(context.device), engines=False) as cluster:
+    demand = Demand.of(recipe, trainers=True, engines=False)
+    with connect(recipe, platforms.select(context.device), demand) as cluster:
         yield cluster.start_trainers(class_path, context.devices, (context.device, *args), env={})
