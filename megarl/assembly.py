@@ -27,9 +27,9 @@ from megarl.observe.profiling import Profiling
 from megarl.platform.devices import peak_flops
 from megarl.platform.kinds import kind_of
 from megarl.preflight.data import Prepared
-from megarl.preflight.run import prepare_training
 from megarl.preflight.run_directory import RunPlace, open_run_directory
 from megarl.preflight.settings import check_device
+from megarl.preflight.survey import prepare_training
 from megarl.recipe import Recipe
 from megarl.recipe.critic import critic_view
 from megarl.recipe.offload import learners_take_turns, offloads

@@ -59,10 +59,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def without_torchrun(environment: dict[str, str]) -> dict[str, str]:
-    """Copy of `environment` without the variables that torchrun sets."""
-    return {
+def child_environment(more: dict[str, str]) -> dict[str, str]:
+    """Environment of a child process: without torchrun's variables, with `more` and with this process's import path."""
+    environment = {
         name: value
-        for name, value in environment.items()
+        for name, value in os.environ.items()
         if name not in TORCHRUN_VARIABLES and not name.startswith("TORCHELASTIC_")
     }
+    return environment | more | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}

@@ -12,8 +12,8 @@ from megarl.cluster.device_map import Demand
 from megarl.engines.specs import fixed_models
 from megarl.errors import as_input_error
 from megarl.preflight.environment import environment_notices
-from megarl.preflight.run import prepare_evaluation
 from megarl.preflight.settings import check_device
+from megarl.preflight.survey import prepare_evaluation
 from megarl.recipe import Recipe
 from megarl.recipe.judge import JUDGE
 from megarl.recipe.paths import with_absolute_paths

@@ -11,6 +11,7 @@ from megarl import platform as platforms
 from megarl.cluster.device_map import place
 from megarl.engines.specs import fixed_models
 from megarl.megatron.config_fields import fields_of_megatron
+from megarl.preflight.data import Prepared
 from megarl.preflight.findings import Available, Survey
 from megarl.preflight.models import POLICY
 from megarl.preflight.run_directory import run_directory_errors
@@ -89,3 +90,20 @@ def _check_run(survey: Survey) -> None:
     if POLICY in survey.configs:
         with survey.part("cluster.device"):
             check_device(survey.recipe, platforms.kind(survey.recipe.cluster.device))
+
+
+def prepare_training(recipe: Recipe) -> Prepared:
+    """Return the tokenizer and data of `train`. Raises all errors together: RecipeError if a key causes them, else ValueError."""
+    return _prepare(recipe, Available(run=True))
+
+
+def prepare_evaluation(recipe: Recipe) -> Prepared:
+    """Return the tokenizer and data of `eval`. Raises as `prepare_training` does."""
+    return _prepare(recipe, Available(training=False))
+
+
+def _prepare(recipe: Recipe, available: Available) -> Prepared:
+    result = survey(recipe, available)
+    result.raise_errors()
+    assert result.prepared is not None, "a survey without errors has read the data"
+    return result.prepared

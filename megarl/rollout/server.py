@@ -166,9 +166,8 @@ class RolloutServer:
         if not request.prompt.images:
             return request, None
         assert self.images is not None
-        in_thread = asyncio.get_running_loop().run_in_executor
         try:
-            return replace(request, images=await in_thread(self.texts, self.images.prepare, request.prompt)), None
+            return replace(request, images=await self._in_texts(self.images.prepare, request.prompt)), None
         except (ValueError, OSError) as error:
             return request, SampleFailure("images", request.prompt.uid, "error", str(error))
 

@@ -15,7 +15,6 @@ import contextlib
 import itertools
 import json
 import math
-import os
 import pickle
 import selectors
 import signal
@@ -29,7 +28,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
 
-from megarl.cluster.process import without_torchrun
+from megarl.cluster.process import child_environment
 from megarl.subprocess_pool.channel import NonblockingChannel
 from megarl.subprocess_pool.fork_server import PACKET
 from megarl.subprocess_pool.job import Answered, Failed, Outcome
@@ -78,12 +77,10 @@ class ProcessPool:
         if len(setup) > PACKET:
             raise ValueError(f"names and settings of {factory} take {len(setup)} bytes: at most {PACKET}")
         self._control.send(setup)
-        environment = without_torchrun(dict(os.environ))
-        environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
-        environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self._fork_server = subprocess.Popen(
             [sys.executable, "-m", FORK_SERVER, str(theirs.fileno())],
-            env=environment,
+            env=child_environment(one_thread),
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # keeps Ctrl-C away from it

@@ -22,7 +22,7 @@ from megarl.data.images import MAX_PIXELS, ImageReader
 from megarl.data.rows import write_parquet
 from megarl.engines.vllm.images import check_images
 from megarl.errors import RecipeError
-from megarl.preflight.run import prepare_training
+from megarl.preflight.survey import prepare_training
 from megarl.recipe.schema import DataConfig
 from tests.support.vl_model import END, IMAGE, MERGE, PATCH_VALUES, START, config, write_processor
 

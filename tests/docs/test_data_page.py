@@ -10,7 +10,7 @@ import pytest
 from megarl import load_recipe
 from megarl.commands.data.command import app
 from megarl.data.images import ImageReader
-from megarl.preflight.run import prepare_training
+from megarl.preflight.survey import prepare_training
 from megarl.rollout.source_engines import EnginesSource
 from tests.support.vl_model import PATCH_VALUES, write_processor, write_vl_model
 

@@ -11,7 +11,7 @@ import pytest
 from megarl.data import PromptDataset, load_tokenizer
 from megarl.preflight.judge import check_judge
 from megarl.preflight.load import load_recipe
-from megarl.preflight.run import prepare_evaluation, prepare_training
+from megarl.preflight.survey import prepare_evaluation, prepare_training
 from megarl.recipe import RecipeError
 from tests.support.stack import ROOT
 

@@ -11,8 +11,7 @@ from megarl.cli import app
 from megarl.errors import InputError, RecipeErrors, errors_of, independent, raise_all
 from megarl.exit_status import guarded
 from megarl.preflight.findings import Available
-from megarl.preflight.run import prepare_training
-from megarl.preflight.survey import survey
+from megarl.preflight.survey import prepare_training, survey
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "recipes" / "quickstart.yaml")

@@ -10,7 +10,7 @@ import pytest
 
 from megarl.data.tokenizer import check_same_tokens, load_tokenizer
 from megarl.preflight.load import load_recipe
-from megarl.preflight.run import prepare_training
+from megarl.preflight.survey import prepare_training
 from megarl.recipe import RecipeError
 from tests.support.stack import ROOT
 

@@ -26,7 +26,8 @@ from megarl.rollout.judge import server as judge_server
 from megarl.rollout.judge import service as judged
 from megarl.rollout.judge.server import JUDGE_SEEDS, JudgeCodec, JudgeServer, Verdict
 from megarl.rollout.judge.service import with_judge
-from megarl.rollout.judge.verdicts import JudgeTemplate, number_in, shortened
+from megarl.rollout.judge.verdicts import JudgeTemplate, number_in
+from megarl.text import cut_middle
 from megarl.types import (
     Completion,
     GenerationRequest,
@@ -136,8 +137,8 @@ class TestQuestions:
         assert text == "system: Be brief.\n\nuser: What is this?"
 
     def test_a_long_verdict_keeps_both_ends(self) -> None:
-        assert shortened("x" * 10, 10) == "x" * 10
-        assert shortened("abcdefghijk", 6) == "abc [...] ijk"
+        assert cut_middle("x" * 10, 10) == "x" * 10
+        assert cut_middle("abcdefghijk", 6) == "abc\n[… 5 characters left out here …]\nijk"
 
 
 class TestTerm:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import socket
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from megarl.cluster.failures import (
     exit_cause,
 )
 from megarl.cluster.orphan_reaper import OrphanReaper
-from megarl.cluster.process import without_torchrun
+from megarl.cluster.process import child_environment
 from megarl.cluster.service import CONSTRUCTED, ServiceCall, ServiceStart, ServiceStop
 from megarl.cluster.torchrun.wire import SendQueue, Wire
 from megarl.types import InlineData
@@ -47,11 +46,9 @@ class LocalService:
         self.address = "127.0.0.1"  # all of this cluster is on this machine
         self._reaper = OrphanReaper()
         local, remote = socket.socketpair()
-        environment = without_torchrun(dict(os.environ)) | (env or {}) | self._reaper.env
-        environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "megarl.cluster.torchrun.service_main", str(remote.fileno())],
-            env=environment,
+            env=child_environment({**(env or {}), **self._reaper.env}),
             pass_fds=[remote.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # a new process group, which ends together and does not receive Ctrl-C

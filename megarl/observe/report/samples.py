@@ -9,6 +9,7 @@ from typing import Any
 from megarl.observe.json_lines import json_line, strict
 from megarl.observe.run_dir import RunDirectory
 from megarl.observe.samples import choose, read_samples, sample_steps
+from megarl.text import cut_middle
 
 MAX_SAMPLE_STEPS = 120
 MAX_SAMPLES_A_STEP = 16
@@ -56,7 +57,7 @@ def shortened(record: dict[str, Any]) -> dict[str, Any]:
         short_record["response"] = str(record.get("response", ""))
     for name in ("prompt", "response", "reason"):
         if name in short_record or name == "prompt":
-            short_record[name] = _cut(str(short_record.get(name, "")), MAX_TEXT)
+            short_record[name] = cut_middle(str(short_record.get(name, "")), MAX_TEXT)
     return short_record
 
 
@@ -86,10 +87,10 @@ def _turns(record: dict[str, Any]) -> list[dict[str, Any]]:
 def _plain_turn(turn: dict[str, Any]) -> dict[str, Any]:
     arguments = turn.get("arguments")
     pairs = list(arguments.items()) if isinstance(arguments, dict) else []
-    shown = [(_cut(str(name), MAX_NAME), _text(value)) for name, value in pairs[:MAX_ARGUMENTS]]
+    shown = [(cut_middle(str(name), MAX_NAME), _text(value)) for name, value in pairs[:MAX_ARGUMENTS]]
     if len(pairs) > MAX_ARGUMENTS:
         shown.append(("…", f"{len(pairs) - MAX_ARGUMENTS:,} arguments left out here"))
-    name = _cut(str(turn.get("name", "")), MAX_NAME)
+    name = cut_middle(str(turn.get("name", "")), MAX_NAME)
     kept: dict[str, Any] = {key: turn[key] for key in ("role", "tokens", "failure", "seconds", "reward") if key in turn}
     return {**kept, "text": str(turn.get("text", "")), "name": name, "arguments": shown}
 
@@ -110,14 +111,6 @@ def _fair_length(lengths: Sequence[int], budget: int) -> int:
             return share
         left -= length
     return max(lengths, default=0)
-
-
-def _cut(text: str, most: int) -> str:
-    """Return `text`, or only its two ends if it has more than `most` characters."""
-    if len(text) <= most:
-        return text
-    half = most // 2
-    return f"{text[:half]}\n[… {len(text) - 2 * half:,} characters left out here …]\n{text[len(text) - half :]}"
 
 
 def _cut_bytes(text: str, most: int) -> str:

@@ -13,7 +13,8 @@ from megarl import engines
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.engines.base import EngineSpec
 from megarl.recipe.judge import JUDGE, JudgeConfig
-from megarl.rollout.judge.verdicts import JudgeTemplate, number_in, shortened
+from megarl.rollout.judge.verdicts import JudgeTemplate, number_in
+from megarl.text import cut_middle
 from megarl.types import Completion, DataRef, GenerationRequest, Prompt, SampleFailure, Sampling, derived_seed
 
 _SHOWN = 2000  # characters of a verdict in logs and reports
@@ -103,7 +104,7 @@ class JudgeServer:
                 number, attempt, {index: questions[index] for index in waiting}
             ).items():
                 score = self.codec.score(text)
-                texts[index] = shortened(text, _SHOWN)
+                texts[index] = cut_middle(text, _SHOWN)  # the end has the number
                 verdicts[index] = None if score is None else Verdict(score, attempt)
         results = [verdict or self._no_number(prompt, text) for verdict, text in zip(verdicts, texts, strict=True)]
         return results, texts

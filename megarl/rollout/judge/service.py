@@ -129,8 +129,10 @@ class JudgedEngine:
         def collected(call: Future[tuple[Group, DataRef]]) -> None:
             group, data = call.result()
             prompt = self._prompts.pop(group.number)
-            if group.failures:  # a group that could not be scored is not judged
-                result.set_result((_without_rewards(group), data))
+            if group.failures:  # a group that could not be scored is not judged: its rewards stay incomplete
+                for sample in group.samples:
+                    sample.reward = math.nan
+                result.set_result((group, data))
                 return
 
             def judge(call: Future[tuple[None, DataRef]]) -> None:
@@ -154,13 +156,6 @@ def _when_done(call: Future[Any], then: Callable[[Future[Any]], None], result: F
             result.set_exception(error)
 
     call.add_done_callback(done)
-
-
-def _without_rewards(group: Group) -> Group:
-    """Set all rewards to NaN: without the judge's term they are incomplete."""
-    for sample in group.samples:
-        sample.reward = math.nan
-    return group
 
 
 def with_judge(

@@ -56,11 +56,3 @@ def number_in(verdict: str, pattern: re.Pattern[str]) -> float | None:
     except ValueError:
         return None
     return number if math.isfinite(number) else None
-
-
-def shortened(text: str, longest: int) -> str:
-    """Cut the middle of `text` if it exceeds `longest` characters. The end stays: it has the verdict's number."""
-    if len(text) <= longest:
-        return text
-    head = longest // 2
-    return f"{text[:head]} [...] {text[head - longest :]}"

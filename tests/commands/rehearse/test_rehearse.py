@@ -33,7 +33,7 @@ from megarl.hf import published
 from megarl.hf.config import number_of_experts
 from megarl.megatron.layout import check_layout
 from megarl.megatron.model_checks import PROVEN
-from megarl.preflight.run import prepare_training
+from megarl.preflight.survey import prepare_training
 from megarl.recipe.training import MegatronConfig
 from tests.support.megatron_models import MODELS
 from tests.support.megatron_models import write_model as write_hf_model
