@@ -28,7 +28,7 @@ from megarl.platform.devices import peak_flops
 from megarl.platform.kinds import kind_of
 from megarl.preflight.data import Prepared
 from megarl.preflight.run_directory import RunPlace, open_run_directory
-from megarl.preflight.settings import check_device
+from megarl.preflight.settings import check_device, demand_of
 from megarl.preflight.survey import prepare_training
 from megarl.recipe import Recipe
 from megarl.recipe.critic import critic_view
@@ -170,7 +170,7 @@ def build_run(setup: RunSetup, cluster: Cluster, log: RunLog) -> Run:
             recipe.observe, actor, engines, log, folder.profile, recipe.rollout.start_timeout, trace_note
         ),
         log=log,
-        device_count=_device_count(recipe, actor),
+        device_count=demand_of(recipe).devices,
         device_peak=peak_tflops * 1e12 if peak_tflops else peak_flops(actor.ranks[0]["device_name"]),
     )
 
@@ -338,12 +338,3 @@ def _checkpoint_loader(
         return actor.load_checkpoint(checkpoint / "trainer") + notices
 
     return load
-
-
-def _device_count(recipe: Recipe, actor: ActorGroup) -> int:
-    """Return the number of devices of trainers, critic and engines together."""
-    separate = recipe.train.source == "rollout" and recipe.cluster.placement == "disaggregated"
-    engines = recipe.rollout.engines * recipe.rollout.tensor_parallel
-    critic = recipe.critic.trainers if uses_critic(recipe.algorithm) else 0
-    fixed = Demand.of(recipe, trainers=False, engines=False, fixed=fixed_models(recipe)).fixed_devices
-    return len(actor.ranks) + (engines + critic if separate else 0) + fixed

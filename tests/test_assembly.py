@@ -105,7 +105,7 @@ def test_rl_with_a_critic(placement: Any, tmp_path: Path, monkeypatch: pytest.Mo
     recipe = Recipe()
     recipe.train.steps, recipe.rollout.engines, recipe.cluster.placement = 5, 2, placement
     recipe.algorithm.advantage, recipe.critic.warmup_steps = "gae", 2
-    recipe.weight_sync.route = "full"
+    recipe.weight_sync.route, recipe.cluster.trainers = "full", 2
     run, cluster = build(recipe, tmp_path, monkeypatch, prompts=["row"], evaluation=["problem"])
     trainers = recipe.cluster.trainers
     mini_batches = recipe.actor.mini_batches, recipe.critic.mini_batches
