@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import functools
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -262,6 +262,7 @@ def _sort_keys(
             remedy = _suggestion(str(name), prefix, types)
             yield ReadingError(dotted, "unknown key", remedy, value=value, origin=origin)
         elif not dataclasses.is_dataclass(types[name]):
+            value = yield from _with_declared_keys(value, types[name], dotted, origin)
             settings.append((dotted, value))
         elif isinstance(value, Mapping):
             yield from _sort_keys(value, typing.cast("type", types[name]), f"{dotted}.", origin, settings)
@@ -269,6 +270,22 @@ def _sort_keys(
             problem = "this is a section, not a value"
             remedy = f"set one of its keys: {', '.join(section_types(types[name]))}"
             yield ReadingError(dotted, problem, remedy, value=value, origin=origin)
+
+
+def _with_declared_keys(value: Any, kind: Any, dotted: str, origin: str) -> Generator[RecipeError, None, Any]:
+    """Return a mapping of sections (`data.mix`) without undeclared keys, and any other value unchanged.
+
+    Yield an error for each undeclared key. The remaining keys of a section may have values of a wrong type.
+    """
+    section = typing.get_args(kind)[1] if typing.get_origin(kind) is dict else None
+    if not dataclasses.is_dataclass(section) or not isinstance(value, Mapping):
+        return value
+    types, sections = section_types(typing.cast("type", section)), dict(value)
+    for name, content in value.items():
+        if isinstance(content, Mapping):
+            yield from _sort_keys(content, typing.cast("type", section), f"{dotted}.{name}.", origin, [])
+            sections[name] = {key: item for key, item in content.items() if key in types}
+    return sections
 
 
 def _suggestion(name: str, prefix: str, types: Mapping[str, Any]) -> str:

@@ -184,7 +184,11 @@ def test_a_mix_in_a_recipe() -> None:
             "must be finite and above 0",
         ),
         (["data.train_files=[]", "data.mix={a/b: {files: [x.jsonl]}}"], "data.mix", "part of a metric name"),
-        (["data.train_files=[]", "data.mix={a: {file: [x.jsonl]}}"], "data.mix", "file"),
+        (
+            ["data.train_files=[]", "data.mix={a: {file: [x.jsonl]}}"],
+            "data.mix.a.file",
+            "did you mean data.mix.a.files?",
+        ),
         (["data.train_files=[]", "data.mix={a: {files: [x.csv]}}"], "data.mix.a.files", "neither .parquet nor .jsonl"),
         (["data.train_files=[x.csv]"], "data.train_files", "as docs/data.md shows"),
         (["data.curriculum_epochs=2"], "data.curriculum_epochs", "set data.curriculum"),

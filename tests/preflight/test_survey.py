@@ -134,6 +134,17 @@ def test_a_wrong_type_beside_a_misspelled_key_is_reported() -> None:
     assert "could not be converted to Integer" in keys["rollout.engines"]
 
 
+def test_every_wrong_entry_of_a_mapping_of_sections_is_reported() -> None:
+    """`data.mix` and `agent.mcp` are mappings of sections: an unknown key, and a wrong type in the same section."""
+    wrong = ["data.mix={a: {files: [x.jsonl], weigth: 2, weight: many}}", "agent.mcp={s: {comand: [x]}}"]
+    with pytest.raises(RecipeErrors) as caught:
+        load_recipe(QUICKSTART, wrong)
+    problems = {error.key: error.problem for error in caught.value.all if isinstance(error, RecipeError)}
+    assert {problems["data.mix.a.weigth"], problems["agent.mcp.s.comand"]} == {"unknown key"}
+    assert "'many' of type 'str' could not be converted to Float" in problems["data.mix"]
+    assert "did you mean agent.mcp.s.command?" in str(caught.value)
+
+
 class TestIndependent:
     def test_an_error_that_names_the_key_of_another_is_dropped(self) -> None:
         first = RecipeError("data.prompts_per_step", "must be at least 1", "raise it", value=0)
