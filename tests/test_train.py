@@ -110,7 +110,8 @@ class Saver:
             old.rmdir()
         return {}
 
-    def finish(self) -> None: ...
+    def poll(self, *, wait: bool = False) -> dict[str, float]:
+        return {}
 
     def rescue(self, *, wait: bool) -> None: ...
 

@@ -173,9 +173,12 @@ TRACKERS: dict[str, Callable[[Recipe, RunDirectory], Sink]] = {
 def make_sinks(recipe: Recipe, run_dir: RunDirectory, first_step: int, warn: Callable[[str], None]) -> list[Sink]:
     """Return the sinks that ``recipe.observe`` selects.
 
-    Raises ValueError if the package of a tracker is not installed. A tracker that cannot start (no login, no server) raises
-    an error of its package: the run does not begin without its trackers.
+    Raises ValueError if a tracker is unknown or its package is not installed. A tracker that cannot start (no login, no
+    server) raises an error of its package: the run does not begin without its trackers.
     """
+    unknown = [name for name in recipe.observe.trackers if name not in TRACKERS]
+    if unknown:
+        raise ValueError(f"observe.trackers: {unknown[0]!r} is an unknown tracker. Choose from {', '.join(TRACKERS)}.")
     sinks: list[Sink] = [TensorBoardSink(run_dir, first_step)] if recipe.observe.tensorboard else []
     sinks += [GuardedTracker(name, TRACKERS[name](recipe, run_dir), warn) for name in recipe.observe.trackers]
     return sinks
