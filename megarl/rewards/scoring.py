@@ -6,17 +6,18 @@ import asyncio
 import functools
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from megarl import rewards
 from megarl.recipe.sandbox import SandboxConfig
 from megarl.recipe.schema import RewardConfig
-from megarl.rewards import Score, Scorer, ScoreRequest, ScorerSettings
+from megarl.rewards import RewardError, Score, Scorer, ScoreRequest, ScorerSettings
 from megarl.rewards.weighted import Term, combine
-from megarl.rewards.worker import FINDER
 from megarl.subprocess_pool import job
 from megarl.subprocess_pool.pool import ProcessPool
 from megarl.types import SampleFailure
 
+FINDER = f"{__name__}:scorer_job"
 Outcome = tuple["Score | SampleFailure", int]
 """Score or failure of a sample, and the number of repeated attempts."""
 
@@ -80,6 +81,28 @@ class Scoring:
             except rewards.RewardError as error:
                 cause = error.cause
         return SampleFailure(f"scorer {scorer.name!r}", request.uid, "error", cause, self.retries + 1), self.retries
+
+
+def scorer_job(name: str, settings: dict[str, Any]) -> job.Job:
+    """Return the job of the scorer `name`, registered or ``module:function``. `settings`: `ScorerSettings.as_json()`.
+
+    Raises ValueError if the scorer does not exist.
+    """
+    scorer = rewards.find(name, ScorerSettings.of_json(settings))
+
+    def score(request: ScoreRequest) -> Score:
+        try:
+            return rewards.score(scorer, request)
+        except RewardError as error:
+            raise job.CallError(error.cause) from error
+
+    async def score_awaited(request: ScoreRequest) -> Score:
+        try:
+            return await rewards.score_awaited(scorer, request)
+        except RewardError as error:
+            raise job.CallError(error.cause) from error
+
+    return job.Job(score_awaited if scorer.awaited else score, scorer.prepare)
 
 
 def scorer_pool(
