@@ -1,12 +1,13 @@
-"""Notices of environment variables that the shell, the recipe and megarl set differently."""
+"""Notices of environment variables that the shell, the recipe and megarl set differently, and of defaults of a loss."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from megarl.algorithms.catalogue import LOSSES
 from megarl.cluster import trainer_notices
 from megarl.engines.specs import first_specs
-from megarl.preflight.loss_defaults import loss_notice
+from megarl.recipe.algorithm import AlgorithmConfig
 from megarl.recipe.observe import traces_notice
 from megarl.recipe.schema import Recipe
 from megarl.recipe.seeded import seeds_notice
@@ -54,3 +55,12 @@ def warmup_notice(recipe: Recipe) -> str | None:
         f"the run has {steps} optimizer steps, and actor.optimizer.warmup_steps is {warmup}: the learning rate reaches "
         f"{steps / warmup:.0%} of actor.optimizer.lr"
     )
+
+
+def loss_notice(algorithm: AlgorithmConfig) -> str | None:
+    """Return a notice of the values of settings for which `algorithm.loss` has other defaults; None if it has none."""
+    values = []
+    for name, default in LOSSES[algorithm.loss].defaults.items():
+        value = getattr(algorithm, name)
+        values.append(f"{name} {value}" if value == default else f"{name} {value} (default of this loss: {default})")
+    return f"algorithm.loss={algorithm.loss} trains with {', '.join(values)}" if values else None

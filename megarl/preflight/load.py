@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 
+from megarl.algorithms.catalogue import LOSSES
 from megarl.errors import RecipeError, raise_all
-from megarl.preflight.loss_defaults import apply_loss_defaults
 from megarl.preflight.recipe.algorithm import name_errors
 from megarl.preflight.recipe.general import recipe_errors
+from megarl.recipe.algorithm import AlgorithmConfig
 from megarl.recipe.load import read_recipe
 from megarl.recipe.schema import Recipe
 
@@ -31,3 +32,15 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, check: bool 
             errors.append(error)
     raise_all(errors)
     return reading.recipe
+
+
+def apply_loss_defaults(algorithm: AlgorithmConfig, keys: Container[str]) -> None:
+    """Set the defaults of `algorithm.loss` that are not among `keys`, the dotted keys that the recipe sets.
+
+    The modules of `algorithm.modules` must be imported. A loss that is not registered has no defaults.
+    """
+    if algorithm.loss not in LOSSES:
+        return
+    for name, value in LOSSES[algorithm.loss].defaults.items():
+        if f"algorithm.{name}" not in keys:
+            setattr(algorithm, name, value)

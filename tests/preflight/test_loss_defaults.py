@@ -12,8 +12,7 @@ from omegaconf import OmegaConf
 from megarl import load_recipe
 from megarl.algorithms.catalogue import LOSSES
 from megarl.platform.cpu import CPUPlatform
-from megarl.preflight.environment import environment_notices
-from megarl.preflight.loss_defaults import loss_notice
+from megarl.preflight.environment import environment_notices, loss_notice
 from megarl.recipe.algorithm import AlgorithmConfig
 from megarl.recipe.load import to_yaml
 

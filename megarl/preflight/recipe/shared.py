@@ -10,7 +10,7 @@ from megarl.recipe.training import MegatronConfig, OptimizerConfig
 
 
 def unused_section_errors(section: str, settings: Any, cause: str, remedy: str) -> Iterator[RecipeError]:
-    """Yield an error if `settings`, those of an unused `section`, differ from the defaults."""
+    """Yield an error if the unused `section` has `settings` other than the defaults."""
     if settings != type(settings)():
         yield RecipeError(section, f"{cause}, so this section has no effect", f"{remedy}, or leave the section out")
 
