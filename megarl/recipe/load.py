@@ -199,7 +199,7 @@ def _merge(merged: DictConfig, layer: DictConfig, origin: str) -> Iterator[Readi
         value = _as_list_if_declared(value, _type_of(name))
         items = value if isinstance(value, list) and _type_of(name) == list[str] else []
         if wrong := [item for item in items if not isinstance(item, (str, int, float))]:
-            yield RecipeError(name, "an item is not text", "give a list of texts", value=wrong[0], origin=origin)
+            yield ReadingError(name, "an item is not text", "give a list of texts", value=wrong[0], origin=origin)
             continue
         try:
             OmegaConf.update(merged, name, value, merge=not isinstance(value, Mapping) or bool(value))
@@ -272,7 +272,7 @@ def _sort_keys(
             yield ReadingError(dotted, problem, remedy, value=value, origin=origin)
 
 
-def _with_declared_keys(value: Any, kind: Any, dotted: str, origin: str) -> Generator[RecipeError, None, Any]:
+def _with_declared_keys(value: Any, kind: Any, dotted: str, origin: str) -> Generator[ReadingError, None, Any]:
     """Return a mapping of sections (`data.mix`) without undeclared keys, and any other value unchanged.
 
     Yield an error for each undeclared key. The remaining keys of a section may have values of a wrong type.
