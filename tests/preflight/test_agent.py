@@ -37,7 +37,7 @@ def load(tmp_path: Path, text: str) -> object:
         ("agent: {tools: [a], tool_timeout: 0}", "agent.tool_timeout", "above 0"),
         ("agent: {tools: [a], format: qwen}", "agent.format", "hermes"),
         ("agent: {tolls: [a]}", "agent.tolls", "did you mean"),
-        ("agent: {mcp: {s: {comand: [y]}}}", "agent.mcp", "Did you mean: 'command'"),
+        ("agent: {mcp: {s: {comand: [y]}}}", "agent.mcp.s.comand", "did you mean agent.mcp.s.command?"),
     ],
 )
 def test_invalid_agent_settings_are_refused(tmp_path: Path, text: str, key: str, words: str) -> None:
