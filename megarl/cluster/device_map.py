@@ -83,6 +83,16 @@ class Demand:
         return self.engines * self.tensor_parallel
 
     @property
+    def first_critic(self) -> int:
+        """Number of the critic's first device: trainers, critic and engines fill devices in this order."""
+        return 0 if self.shared else self.trainers
+
+    @property
+    def first_engine(self) -> int:
+        """Number of the first engine's first device."""
+        return 0 if self.shared else self.trainers + self.critics
+
+    @property
     def fixed_devices(self) -> int:
         return sum(kind.devices for kind in self.fixed)
 

@@ -85,7 +85,7 @@ def make_plan(
             if kind.section in ranks and (refusal := too_small(kind, ranks[kind.section], memory))
         ]
         of_hosts = host_refusals(plan.hosts, plan.device.host_memory) if plan.device is not None else []
-        plan = replace(plan, refusals=[*refusals, *too_large(plan.places, memory)])
+        plan = replace(plan, refusals=[*refusals, *too_large(plan.places, memory, kinds)])
         if not advise or not plan.refusals or plan.device is None:
             return replace(plan, refusals=[*plan.refusals, *of_hosts])
         small = any(refusal.key.startswith(ROLLOUT) for refusal in refusals)

@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megarl.algorithms.advantages import uses_critic
+from megarl.cluster.device_map import Demand
 from megarl.commands.plan.count.engines import NO_VLLM
 from megarl.commands.plan.count.rank_client import ENGINES, EngineRequest, RankClient
 from megarl.commands.plan.count.stages import built_from, held_slices
@@ -94,13 +96,13 @@ def planned_from(
 
 
 def hosts(recipe: Recipe, per_node: int | None) -> Hosts:
-    """Return the host of each rank. Trainers fill machines in rank order; colocated engines share them, others follow."""
-    trainers, engines = recipe.cluster.trainers, recipe.rollout.engines * recipe.rollout.tensor_parallel
-    first = 0 if recipe.cluster.placement == "colocated" else trainers
-    each = per_node or trainers + engines
+    """Return the host of each rank. Trainers fill machines in rank order, then the critic, then engines, unless they are
+    colocated."""
+    demand = Demand.of(recipe, trainers=True, engines=True, critic=uses_critic(recipe.algorithm))
+    each = per_node or demand.devices
     return Hosts(
-        [f"node {rank // each}" for rank in range(trainers)],
-        [f"node {(first + rank) // each}" for rank in range(engines)],
+        [f"node {rank // each}" for rank in range(demand.trainers)],
+        [f"node {(demand.first_engine + rank) // each}" for rank in range(demand.engine_devices)],
     )
 
 

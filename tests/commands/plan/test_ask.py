@@ -9,7 +9,7 @@ from concurrent.futures import wait
 import pytest
 
 from megarl.commands.plan.count import rank_client as module
-from megarl.commands.plan.count.rank_client import RankClient, RankRequest
+from megarl.commands.plan.count.rank_client import CannotCount, RankClient, RankRequest
 from megarl.recipe.schema import Recipe
 
 # A stand-in for child.py that repeats the request as its answer; rank 7 fails, rank 8 ends it, rank 9 takes long.
@@ -26,12 +26,50 @@ for line in sys.stdin:
 """
 
 
-@pytest.fixture(autouse=True)
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+# The server itself: no process can be started for rank 0, and the one for rank 1 ends while it sends its answer.
+SERVER = """
+import os, struct, sys
+from multiprocessing.context import ForkProcess
+from megarl.commands.plan.count import serve
+
+def start(process, real=ForkProcess.start):
+    if process._args[2]["rank"] == 0:
+        raise OSError(11, "Resource temporarily unavailable")
+    real(process)
+
+def send(sender, answer, question):
+    if question["rank"] == 1:
+        os.write(sender.fileno(), struct.pack("!i", 100) + b"part")
+        os._exit(9)
+    sender.send({"answer": answer(question)})
+
+ForkProcess.start, serve._send = start, send
+serve.serve(dict, 2, "json")
+"""
+
+
+def run_instead(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     real = subprocess.Popen
     monkeypatch.setattr(
-        module.subprocess, "Popen", lambda arguments, **options: real([arguments[0], "-c", CHILD], **options)
+        module.subprocess, "Popen", lambda arguments, **options: real([arguments[0], "-c", code], **options)
     )
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_instead(monkeypatch, CHILD)
+
+
+def test_a_rank_whose_process_cannot_start_or_dies_fails_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    run_instead(monkeypatch, SERVER)
+    with RankClient() as client:
+        refused, killed, good = (client.submit(RankRequest(Recipe(), rank)) for rank in range(3))
+        with pytest.raises(CannotCount, match="Resource temporarily unavailable"):
+            refused.result(timeout=60)
+        with pytest.raises(CannotCount, match="ended with status 9"):
+            killed.result(timeout=60)
+        assert good.result(timeout=60)["rank"] == 2
 
 
 def test_a_recipe_is_sent_once() -> None:

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from megarl.commands.plan.count import engines as engines_module
 from megarl.commands.plan.count.devices import Occupants, places, too_large, weight_sync_buffers
-from megarl.commands.plan.count.engines import Engine, not_counted, rank_of, too_small
+from megarl.commands.plan.count.engines import Engine, not_counted, policy_engines, rank_of, too_small
+from megarl.commands.plan.count.rank_client import RankClient
 from megarl.commands.plan.count.types import Activations, DeviceUses, EngineRank, PipelineStage, RankMemory, Use
 from megarl.commands.plan.show.console import _places, show
 from megarl.commands.plan.show.units import Unit
 from megarl.engines.base import EngineLimits, EngineSpec
 from megarl.engines.specs import policy_spec
+from megarl.errors import InputError
 from megarl.recipe.schema import Recipe
 from tests.support import plans
 
 GIB = 2**30
 HELD = RankMemory(parameters=1, trained=1, weights=20, buffers=1, gradients=40, masters=30, moments=60, reference=20)
 BEYOND = Activations(forward=3, update=9, kept=5, optimizer=7, forward_logits=1, update_logits=2)
+SGLANG = {"share_key": "mem_fraction_static", "covers_step": False}
 ENGINE = EngineRank(10, 20, 2.0, 5, cache=100, sequences=3.0, devices=4, largest=6)
 
 
@@ -230,7 +235,7 @@ def large(recipe: Recipe, memory: float) -> list[tuple[str, str]]:
     rank = EngineRank(10, 20 * GIB, 2.0, 5 * GIB, cache=100 * GIB, sequences=3.0, devices=4)
     stages = [PipelineStage("actor", 0, 0, held, beyond, None, {})]
     uses = places(Occupants(recipe, stages, {"rollout": rank}, {}, 0, keeps_weights=False))
-    return [(refusal.key, refusal.problem) for refusal in too_large(uses, memory)]
+    return [(refusal.key, refusal.problem) for refusal in too_large(uses, memory, [])]
 
 
 def test_a_phase_above_the_devices_memory_is_refused_with_its_arithmetic() -> None:
@@ -250,8 +255,60 @@ def test_an_engine_next_to_resident_trainers_is_refused_with_the_key_offload() -
     rank = EngineRank(10, 20 * GIB, 2.0, 5 * GIB, cache=100 * GIB, sequences=3.0, devices=4)
     lying = [PipelineStage("actor", 0, 0, held, Activations(1, 1, 1, 1), None, {})]
     uses = places(Occupants(run_recipe, lying, {"rollout": rank}, {}, 0, keeps_weights=False))
-    (refusal,) = too_large(uses, 200)
+    (refusal,) = too_large(uses, 200, [])
     assert refusal.key == "megatron.offload" and "in gen: KV cache 100.0" in refusal.problem
+
+
+@pytest.mark.parametrize(
+    ("section", "limits", "largest", "key", "remedy"),
+    [
+        ("rollout", {}, 1, "gpu_memory_utilization", "set it to 0.99 or less"),
+        ("rollout", {}, 30 * GIB, "gpu_memory_utilization", "set it to 0.78 or less"),
+        ("rollout", SGLANG, 1, "mem_fraction_static", "set it to 0.96 or less"),
+        ("rollout", {"cache": 1}, 1, "kv_cache_memory_bytes", f"set it to {120 * GIB} or less"),
+        ("rollout", {"cache": 1}, 30 * GIB, "kv_cache_memory_bytes", f"set it to {95 * GIB} or less"),
+        ("teacher", {"cache": 1}, 1, "kv_cache_memory_bytes", f"set it to {120 * GIB} or less"),
+    ],
+)
+def test_an_engine_with_a_large_cache_is_refused_with_the_argument_of_its_cache(
+    section: str, limits: dict[str, Any], largest: int, key: str, remedy: str
+) -> None:
+    """With a largest layer of 30 GiB the weight sync is the largest phase, else sampling."""
+    kind = replace(engine(spec(40), **limits), section=section)
+    rank = EngineRank(10, 20 * GIB, 2.0, 5 * GIB, cache=200 * GIB, devices=4, largest=largest)
+    occupants = Occupants(recipe(placement="disaggregated"), [stage()], {section: rank}, {}, 0, keeps_weights=False)
+    (refusal,) = too_large(places(occupants), 145, [kind])
+    assert (refusal.key, refusal.remedy) == (f"{section}.engine_args.{key}", remedy)
+
+
+def test_an_engine_with_large_weights_is_refused_with_the_key_tensor_parallel() -> None:
+    rank = EngineRank(10, 200 * GIB, 2.0, 5 * GIB, cache=GIB, devices=4)
+    occupants = Occupants(recipe(placement="disaggregated"), [stage()], {"rollout": rank}, {}, 0, keeps_weights=False)
+    (refusal,) = too_large(places(occupants), 100, [engine(spec(40))])
+    assert refusal.key == "rollout.tensor_parallel" and "raise it above 4" in refusal.remedy
+    resident = recipe()
+    resident.megatron.offload = False
+    large_trainers = replace(stage(), held=replace(HELD, weights=99 * GIB), activations=None)
+    occupants = Occupants(resident, [large_trainers], {"rollout": rank}, {}, 0, keeps_weights=False)
+    (refusal,) = too_large(places(occupants), 100, [engine(spec(40))])
+    assert refusal.key == "megatron.offload"
+
+
+def test_engines_that_are_not_counted_in_time_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class FutureTimeout(Exception):
+        """`concurrent.futures.TimeoutError` of Python 3.10, which is not the built-in TimeoutError."""
+
+    class Unfinished(RankClient):
+        def submit(self, question: object) -> Future[dict[str, Any]]:
+            future: Future[dict[str, Any]] = Future()
+            future.set_exception(FutureTimeout())
+            return future
+
+    monkeypatch.setattr(engines_module, "FutureTimeout", FutureTimeout)
+    monkeypatch.setattr(engines_module, "RankClient", Unfinished)
+    monkeypatch.setattr(engines_module.importlib.util, "find_spec", lambda name: object())
+    with pytest.raises(InputError, match="not counted in time"):
+        policy_engines([recipe()], {}, deadline=0.0)
 
 
 def test_many_phases_are_printed_as_rows(capsys: pytest.CaptureFixture[str]) -> None:

@@ -101,6 +101,9 @@ def test_ranks_are_placed_on_nodes_by_placement() -> None:
     recipe.cluster.placement = "disaggregated"
     assert explain.hosts(recipe, 2).engines == ["node 2", "node 2", "node 3", "node 3"]
     assert set(explain.hosts(recipe, None).engines) == {"node 0"}
+    recipe.algorithm.advantage, recipe.critic.trainers = "gae", 2
+    assert explain.hosts(recipe, 2).engines == ["node 3", "node 3", "node 4", "node 4"], "the critic comes before"
+    assert set(explain.hosts(recipe, None).engines) == {"node 0"}
 
 
 def test_a_plan_with_device_transport_notes_uncounted_connections() -> None:

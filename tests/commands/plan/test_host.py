@@ -101,6 +101,16 @@ def test_parts_of_host_memory_follow_the_settings(
     assert {name: memory.get(name) for name in first} == first
 
 
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_states_of_an_optimizer_on_the_host_name_its_setting(role: str) -> None:
+    run_recipe = recipe(algorithm__advantage="gae", critic__trainers=8, megatron__offload=False)
+    kept = [stage(0, replace(HELD, on_host=50 * GIB if name == role else 0), name) for name in ("actor", "critic")]
+    (refusal,) = host_refusals(
+        host_uses(Occupants(run_recipe, kept, {"rollout": ENGINE}, {}, GIB, True), DEVICE), 100.0
+    )
+    assert refusal.key == f"{role}.optimizer.extra.optimizer_cpu_offload" and "200.0" in refusal.problem
+
+
 def test_disaggregated_engines_have_separate_machines_and_do_not_sleep() -> None:
     hosts = uses(recipe(cluster__placement="disaggregated", megatron__offload=False))
     assert [host.name for host in hosts] == ["node 0", "nodes 1-2"], "trainers and engines take as much"

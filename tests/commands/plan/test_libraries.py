@@ -96,5 +96,5 @@ def test_communicators_of_a_trainer_can_exceed_the_device() -> None:
     libraries = Libraries({"actor": 5 * GIB})
     occupants = Occupants(recipe(placement="disaggregated"), [stage], {}, {}, 0, keeps_weights=False)
     (place,) = places(occupants, libraries=libraries)
-    (refusal,) = too_large([place], 64.0)
+    (refusal,) = too_large([place], 64.0, [])
     assert "communicators 5.0" in refusal.problem

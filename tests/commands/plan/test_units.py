@@ -43,7 +43,7 @@ def test_a_refusal_uses_the_unit_of_the_needed_memory() -> None:
     places = [
         DeviceUses("actor 0", 1, [Use("update_actor", {"weights": 3 * MIB, "activations": 300 * MIB, "logits": 2000})])
     ]
-    (refusal,) = too_large(places, 0.25)
+    (refusal,) = too_large(places, 0.25, [])
     assert "303.0 MiB in update_actor: activations 300.0 + weights 3.0; there are 256" in refusal.problem
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -193,7 +194,7 @@ def _death(pair: _Pair) -> None:
         try:
             call.result(max(left, 0.1))
             errors.append("returned")
-        except TimeoutError:
+        except FutureTimeout:
             errors.append("still waits")
         except Exception as error:  # noqa: BLE001 - any exception ends the wait
             errors.append(" ".join(str(error).split()))

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megarl.algorithms.objective import runs_old_log_prob_pass, runs_reference_pass
+from megarl.commands.plan.count.engines import Engine
 from megarl.commands.plan.count.libraries import NOT_COUNTED, Libraries
 from megarl.commands.plan.count.types import DeviceUses, EngineRank, PipelineStage, Refusal, Use
 from megarl.commands.plan.count.workload import is_time_shared, trainers_offload
@@ -28,6 +29,7 @@ from megarl.weight_sync.session import DEVICE_TRANSPORTS, FULL_SLOTS, RECEIVE_AH
 
 ROLLOUT = "rollout"
 BUFFERS = "weight-sync buffers"
+_ENGINE_PARTS = _WEIGHTS, _CACHE, _STEP = "engine weights", "KV cache", "engine's step"
 _REMEDY = "change it, or the layout; megarl plan --search looks for layouts that fit"
 
 
@@ -252,8 +254,8 @@ class _Device:
         if engine is None:
             return occupied
         occupied[BUFFERS] += self.loading(engine)
-        cache = {} if self.sharing.sleeps else {"KV cache": engine.cache or 0}
-        return {**occupied, "engine weights": engine.weights, **cache}
+        cache = {} if self.sharing.sleeps else {_CACHE: engine.cache or 0}
+        return {**occupied, _WEIGHTS: engine.weights, **cache}
 
 
 def _passing(whole: int, logits: int) -> dict[str, int]:
@@ -261,16 +263,17 @@ def _passing(whole: int, logits: int) -> dict[str, int]:
 
 
 def _sampling(engine: EngineRank, *, steps: bool = True) -> dict[str, int]:
-    parts = {"engine weights": engine.weights, "KV cache": engine.cache or 0}
-    return {**parts, "engine's step": engine.working} if steps else parts
+    parts = {_WEIGHTS: engine.weights, _CACHE: engine.cache or 0}
+    return {**parts, _STEP: engine.working} if steps else parts
 
 
 # --- refusals ------------------------------------------------------------------------------------
 
 
-def too_large(places: list[DeviceUses], memory: float) -> list[Refusal]:
-    """Return a refusal for each place with a peak above `memory` GiB."""
+def too_large(places: list[DeviceUses], memory: float, engines: Iterable[Engine]) -> list[Refusal]:
+    """Return a refusal for each place with a peak above `memory` GiB. `engines`: every engine that is in `places`."""
     refusals = []
+    by_section = {engine.section: engine for engine in engines}
     for place in places:
         use = place.peak
         if use.total <= memory * GIB:
@@ -280,10 +283,12 @@ def too_large(places: list[DeviceUses], memory: float) -> list[Refusal]:
             f"{place.name} needs {unit.tenths(use.total)} {unit.name} in {use.phase}: {sum_of_parts(use.parts, unit)}; there are "
             f"{unit.whole(memory * GIB)}"
         )
-        if use.phase == "gen":
-            refusals.append(_of_engine(use, explanation, memory))
+        largest = max(use.parts, key=lambda part: use.parts[part])
+        if use.phase == "gen" or largest in _ENGINE_PARTS:
+            key, remedy = _engine_remedy(use, by_section.get(place.name, by_section.get(ROLLOUT)), memory)
         else:
-            refusals.append(Refusal(_key(use), explanation, _REMEDY))
+            key, remedy = _key(use.phase, largest), _REMEDY
+        refusals.append(Refusal(key, explanation, remedy))
     return refusals
 
 
@@ -293,29 +298,37 @@ def sum_of_parts(parts: Mapping[str, int], unit: Unit) -> str:
     return " + ".join(f"{name} {unit.tenths(size)}" for name, size in by_size if size / unit.size >= 0.05)
 
 
-def _of_engine(use: Use, explanation: str, memory: float) -> Refusal:
-    """Return the refusal for sampling: engines take their share of the device whatever else is on it."""
-    engine_bytes = sum(
-        size for part, size in use.parts.items() if part in ("engine weights", "KV cache", "engine's step")
-    )
-    other_bytes = use.total - engine_bytes
+def _engine_remedy(use: Use, engine: Engine | None, memory: float) -> tuple[str, str]:
+    """Return the recipe key and the remedy if engines are too large: let trainers leave the device, else reduce the KV cache,
+    else cut the weights further."""
     stayed = {"actor": "megatron.offload", "critic": "critic.megatron.offload"}
-    keys = [key for role, key in stayed.items() if f"{role}'s weights" in use.parts]
+    keys = [key for role, key in stayed.items() if use.phase == "gen" and f"{role}'s weights" in use.parts]
     if keys:
         settings = " and ".join(f"{key}=true" for key in keys)
-        return Refusal(keys[0], explanation, f"set {settings}: trainers then leave the device while engines sample")
-    share = (memory * GIB - other_bytes) / (memory * GIB)
-    key = "rollout.engine_args.gpu_memory_utilization"
-    return Refusal(key, explanation, f"set it to {max(0.0, share - 0.01):.2f} or less")
+        return keys[0], f"set {settings}: trainers then leave the device while engines sample"
+    assert engine is not None
+    device, limits, arguments = memory * GIB, engine.limits, f"{engine.section}.engine_args"
+    weights, cache, step = (use.parts.get(part, 0) for part in _ENGINE_PARTS)
+    room = device - (use.total - cache)
+    if cache and room > 0 and limits.cache is not None:
+        return f"{arguments}.kv_cache_memory_bytes", f"set it to {int(room)} or less"
+    if cache and limits.cache is None:
+        needed = weights + step if limits.covers_step else weights
+        share = (room + needed) / device - 0.01
+        if share * device > needed:
+            return f"{arguments}.{limits.share_key}", f"set it to {share:.2f} or less"
+    return (
+        f"{engine.section}.tensor_parallel",
+        f"raise it above {engine.spec.tensor_parallel}, so that each device has less of weights and cache",
+    )
 
 
-def _key(use: Use) -> str:
-    """Return the recipe key that controls the largest part."""
-    role = "critic" if "critic" in use.phase else "actor"
+def _key(phase: str, largest: str) -> str:
+    """Return the recipe key that controls the largest part of a phase."""
+    role = "critic" if "critic" in phase else "actor"
     megatron = "critic.megatron" if role == "critic" else "megatron"
-    largest = max(use.parts, key=lambda part: use.parts[part])
     if largest.startswith(("actor's", "critic's")):  # memory of an idle role that does not offload
         return "megatron.offload" if largest.startswith("actor") else "critic.megatron.offload"
     batch = f"{role}.max_tokens_per_micro_batch"
-    keys = {"activations": batch, "logits": batch, "weight-sync buffers": "weight_sync.bucket_mb"}
+    keys = {"activations": batch, "logits": batch, BUFFERS: "weight_sync.bucket_mb"}
     return keys.get(largest, f"{megatron}.pipeline_parallel")

@@ -8,6 +8,7 @@ import math
 import tempfile
 import time
 from collections.abc import Mapping
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ def policy_engines(recipes: list[Recipe], model: dict[str, Any], deadline: float
     with RankClient(child=ENGINES) as client:
         try:
             return _counted([_policy(recipe) for recipe in recipes], {"rollout": model}, client, deadline)
-        except TimeoutError as error:
+        except FutureTimeout as error:
             raise InputError("Engines were not counted in time, so no layout can be shown to fit.") from error
 
 
@@ -88,7 +89,7 @@ def _engine(recipe: Recipe, name: str, spec: EngineSpec) -> Engine:
 def _counted(
     engines: list[Engine], models: Mapping[str, dict[str, Any]], client: RankClient, deadline: float = math.inf
 ) -> list[Engine]:
-    """Return `engines` with their counts, or with the reason if they cannot be counted. Raises TimeoutError after
+    """Return `engines` with their counts, or with the reason if they cannot be counted. Raises FutureTimeout after
     `deadline`."""
     installed = importlib.util.find_spec("vllm") is not None
     with tempfile.TemporaryDirectory() as directory:

@@ -29,18 +29,21 @@ from megarl.weight_sync.session import HOST_MEMORY_TRANSPORTS, SHARDED_SLOTS
 
 OFFLOADED, SWAPPED, REFERENCE = "offloaded", "swapped", "reference"
 ASLEEP, SHARED_MEMORY, PROCESSES, SAMPLES = "asleep", "/dev/shm", "processes", "samples"
-CHECKPOINT = "checkpoint"
+CHECKPOINT, OPTIMIZER, CRITIC_OPTIMIZER = "checkpoint", "optimizer", "critic's optimizer"
 LEGEND = (
     "Host memory: offloaded (weights and optimizer states of trainers that leave their devices), swapped (optimizer states "
-    "of swap_optimizer, or of an optimizer on the host), reference (weights of the reference policy) and asleep (weights of "
-    "sleeping engines) are page-locked, and page-locked memory comes in powers of two; /dev/shm (buckets of the weight "
-    "sync); processes (assumed: device.process_memory each); samples of two steps; checkpoint (copies of what trainers "
+    "of swap_optimizer), reference (weights of the reference policy) and asleep (weights of sleeping engines) are "
+    "page-locked, and page-locked memory comes in powers of two; optimizer (states and gradients of optimizer_cpu_offload); "
+    "/dev/shm (buckets of the weight sync); processes (assumed: device.process_memory each); samples of two steps; checkpoint (copies of what trainers "
     "write, if training continues meanwhile or actor and critic time-share devices)."
 )
 _BYTES_A_TOKEN = 64  # of a sample: token, log-probs, mask, advantages, positions; two copies (trainers, store)
+_HOST_OPTIMIZER = "set it to false or lower optimizer_offload_fraction if the devices have room, or use more machines"
 _REMEDIES = {
     OFFLOADED: ("megatron.offload", "set it to false if the devices have room, or spread the model over more machines"),
     SWAPPED: ("megatron.extra.swap_optimizer", "leave it out if the devices have room, or use more machines"),
+    OPTIMIZER: ("actor.optimizer.extra.optimizer_cpu_offload", _HOST_OPTIMIZER),
+    CRITIC_OPTIMIZER: ("critic.optimizer.extra.optimizer_cpu_offload", _HOST_OPTIMIZER),
     REFERENCE: (
         "algorithm.kl_coef",
         "set it to 0, which needs no reference policy, or spread the model over more machines",
@@ -110,26 +113,17 @@ def _devices(occupants: Occupants, process: int) -> list[dict[str, int]]:
     demand = Demand.of(recipe, trainers=True, engines=samples, critic=critic, fixed=fixed_models(recipe))
     result: list[dict[str, int]] = [{} for _ in range(demand.devices)]
 
-    def add(device: int, parts: Mapping[str, int]) -> None:
-        result[device] = _sum([result[device], parts])
+    def add_process(device: int, parts: Mapping[str, int]) -> None:
+        result[device] = _sum([result[device], parts, {PROCESSES: process}])
 
-    actor = [stage for stage in occupants.stages if stage.role == "actor"]
-    for rank in range(demand.trainers):
-        add(
-            rank, _trainer(occupants, sharing, actor[rank * len(actor) // demand.trainers], rank) | {PROCESSES: process}
-        )
-    critics = [stage for stage in occupants.stages if stage.role == "critic"]
-    first = 0 if sharing.colocated else demand.trainers
-    for rank in range(demand.critics):
-        add(
-            first + rank,
-            _trainer(occupants, sharing, critics[rank * len(critics) // demand.critics], rank) | {PROCESSES: process},
-        )
-    first = 0 if sharing.colocated else demand.trainers + demand.critics
+    for role, first, ranks in (("actor", 0, demand.trainers), ("critic", demand.first_critic, demand.critics)):
+        stages = [stage for stage in occupants.stages if stage.role == role]
+        for rank in range(ranks):
+            add_process(first + rank, _trainer(occupants, sharing, stages[rank * len(stages) // ranks], rank))
     for rank in range(demand.engine_devices):
-        add(first + rank, _engine(occupants, sharing) | {PROCESSES: process})
+        add_process(demand.first_engine + rank, _engine(occupants, sharing))
     for device in range(demand.devices - demand.fixed_devices, demand.devices):
-        add(device, {PROCESSES: process})
+        add_process(device, {})
     return result
 
 
@@ -147,8 +141,10 @@ def _trainer(occupants: Occupants, sharing: TimeSharing, stage: PipelineStage, r
     swapped = bool(occupants.swaps.get(stage.role))
     if sharing.offload[stage.role]:
         parts[OFFLOADED] = held.weights_pinned + (0 if swapped else held.states_pinned)
-    if swapped or held.on_host:
-        parts[SWAPPED] = held.on_host + (held.states_pinned if swapped else 0)
+    if swapped:
+        parts[SWAPPED] = held.states_pinned
+    if held.on_host:
+        parts[OPTIMIZER if stage.role == "actor" else CRITIC_OPTIMIZER] = held.on_host
     if stage.role == "actor" and runs_reference_pass(occupants.recipe.algorithm):
         parts[REFERENCE] = held.reference_pinned
     sends = (

@@ -32,7 +32,10 @@ def serve(answer: Answer, processes: int, module: str) -> None:
     lock = threading.Lock()
 
     def handle(question: dict[str, Any]) -> None:
-        result = _in_a_fork(answer, question)
+        try:
+            result = _in_a_fork(answer, question)
+        except Exception:  # noqa: BLE001 - the client receives the traceback, e.g. if no process can be started
+            result = {"failed": traceback.format_exc()[-4000:]}
         with lock:
             print(json.dumps({"number": question["number"], **result}), file=answers, flush=True)
 
@@ -52,7 +55,7 @@ def _in_a_fork(answer: Answer, question: dict[str, Any]) -> dict[str, Any]:
     sender.close()
     try:
         return dict(receiver.recv())
-    except EOFError:
+    except (EOFError, OSError):  # it ended before it sent the whole answer
         fork.join()
         return {"failed": f"its process ended with status {fork.exitcode}"}
     finally:

@@ -42,7 +42,8 @@ def weight_sync_cost(trainers: Trainers, engines: Engines, sharded: Links | None
         return Cost(links=links, host=host_seconds(device, copied))
     whole = float(trainers.shape.total * trainers.number)
     links = ring_seconds(device, whole, trainers.world)
-    links += export_host_seconds(trainers.recipe.weight_sync, device, whole, *_engine_ranks(trainers))
+    demand = _demand(trainers.recipe)
+    links += export_host_seconds(trainers.recipe.weight_sync, device, whole, demand.first_engine, demand.engine_devices)
     return Cost(links=links, host=2 * host_seconds(device, whole))
 
 
@@ -50,7 +51,7 @@ def export_host_seconds(weight_sync: WeightSyncConfig, device: Device, size: flo
     """Return the seconds in which an export of `size` bytes reaches `count` engine ranks, on devices from `first` on.
 
     The first engine rank of each further node receives all bytes and relays each bucket to the next node; the others of its
-    node read its memory (megarl/weight_sync/full/relay.py). So each node receives and sends one model, on all links at the
+    node read its memory (megarl/weight_sync/relay.py). So each node receives and sends one model, on all links at the
     same time, and each further node starts a bucket later. Without shared memory each rank receives its own copy, and the
     ranks of a node share their host's interface.
     """
@@ -62,16 +63,10 @@ def export_host_seconds(weight_sync: WeightSyncConfig, device: Device, size: flo
     return host_network_seconds(device, each * size + (len(nodes) - 1) * (weight_sync.bucket_mb << 20))
 
 
-def _engine_ranks(trainers: Trainers) -> tuple[int, int]:
-    """Return the first engine rank's device, and the number of engine ranks. Engines that are not colocated come last."""
-    demand = _demand(trainers.recipe)
-    return (0 if demand.shared else demand.devices - demand.engine_devices), demand.engine_devices
-
-
 def _nodes(trainers: Trainers) -> int:
     """Return the number of nodes with engines; their interfaces share the bytes between nodes, since ranks relay."""
-    first, count = _engine_ranks(trainers)
-    return len({(first + rank) // trainers.device.per_node for rank in range(count)})
+    demand = _demand(trainers.recipe)
+    return len({(demand.first_engine + rank) // trainers.device.per_node for rank in range(demand.engine_devices)})
 
 
 def uncounted(trainers: Trainers, engines: Engines) -> Links:
@@ -93,7 +88,7 @@ def moved(trainers: Trainers) -> Cost:
 def _reaches_another_node(trainers: Trainers) -> bool:
     """Return True if engines are on another node than rank 0."""
     demand = _demand(trainers.recipe)
-    return (demand.engine_devices if demand.shared else demand.devices) > trainers.device.per_node
+    return demand.first_engine + demand.engine_devices > trainers.device.per_node
 
 
 def _demand(recipe: Recipe) -> Demand:
