@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.commands.plan.count.stages import phases
-from megarl.commands.plan.count.types import RankMemory
+from megarl.commands.plan.count.devices import Occupants, places
+from megarl.commands.plan.count.host import host_copies
+from megarl.commands.plan.count.types import PipelineStage, RankMemory
 from megarl.commands.plan.search.lower_bound import largest_parts, min_held_bytes, parameters
 from megarl.errors import RecipeError
 from megarl.hf import published
@@ -161,9 +162,12 @@ def test_a_plan_counts_states_on_the_host() -> None:
     moved = held.with_states_on_host(0.5)
     assert (moved.masters, moved.moments, moved.on_host) == (20, 40, 20 + 20 + 40)
     before, after = (
-        phases(memory, None, reference=True, trainers_offload=False)["resident"] for memory in (held, moved)
+        places(Occupants(Recipe(), [PipelineStage("actor", 0, 0, memory, None, None)], {}, {}, 0, keeps_weights=False))
+        for memory in (held, moved)
     )
-    assert (before.device - after.device, after.host - before.host) == (60, 80)
+    assert before[0].uses[0].total - after[0].uses[0].total == 60
+    copies = host_copies("actor", moved, offloads=False, swaps=None, reference=False)
+    assert copies == {"optimizer": 80}
     assert held.with_states_on_host(0.0) == held
 
 

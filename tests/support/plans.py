@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megarl.commands.plan.count.stages import phases
 from megarl.commands.plan.count.types import (
     Activations,
     DeviceUses,
@@ -29,8 +28,7 @@ _BEYOND = Activations(2 * GIB, 14 * GIB, 11 * GIB, 3 * GIB)
 
 def stage(number: int, role: str = "actor", chunks: int = 1) -> PipelineStage:
     held = replace(_HELD, weights=(5 + number % 4) * GIB)
-    of_phases = phases(held, _BEYOND, reference=True, trainers_offload=True, swaps=16)
-    return PipelineStage(role, number, 32 * number, held, _BEYOND, None, of_phases, chunks)
+    return PipelineStage(role, number, 32 * number, held, _BEYOND, None, 48 * GIB, chunks)
 
 
 def place(number: int) -> DeviceUses:
@@ -95,7 +93,7 @@ _TINY = RankMemory(200_000, 200_000, 800_000, 4096, 800_000, 800_000, 1_600_000,
 SMALL = RecipePlan(
     recipe="quickstart",
     device=None,
-    stages=[PipelineStage("actor", 0, 0, _TINY, Activations(300_000, 900_000, 700_000, 200_000), None, {})],
+    stages=[PipelineStage("actor", 0, 0, _TINY, Activations(300_000, 900_000, 700_000, 200_000), None)],
     engine=None,
     places=[DeviceUses("actor", 2, [Use("update_actor", {"weights": 800_000, "activations": 900_000})])],
     estimate=None,

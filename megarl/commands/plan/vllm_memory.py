@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from megarl.commands.plan.count.types import EngineRank
 from megarl.commands.plan.vllm_rank import RankModel
 from megarl.engines.base import EngineLimits, EngineSpec
 from megarl.platform.adaptor import asleep
@@ -19,28 +19,16 @@ _IN_FLOAT32 = 4
 _OF_A_LAYER = re.compile(r".*\.(?:layers|blocks)\.\d+(?=\.)")
 
 
-@dataclass(frozen=True)
-class RankCounts:
-    """Memory of one rank: bytes, except the number of parameters."""
-
-    parameters: int
-    weights: int  # of the parameters
-    tables: int  # rotary tables and the like, and copies of a weight that MLA makes
-    cache_per_token: float  # KV cache per token of one sequence
-    working: int  # of the largest step
-    largest: int  # parameters of the largest module
-    recomputed: int  # copies of a weight that MLA recomputes at the first update and that do not sleep
-    asleep: int  # on the host while the engine sleeps and keeps its weights
-
-
-def counted(built: RankModel, spec: EngineSpec, limits: EngineLimits) -> RankCounts:
+def counted(built: RankModel, spec: EngineSpec, limits: EngineLimits) -> EngineRank:
+    """Count the memory of a rank. Its `cache` is not known yet."""
     parameters = {parameter.untyped_storage()._cdata: parameter for parameter in built.model.parameters()}
     buffers = {buffer.untyped_storage()._cdata: buffer for buffer in built.model.buffers()}
     copies = sum(module.kv_b_proj.weight.nbytes for module in _attention(built) if hasattr(module, "kv_b_proj"))
-    return RankCounts(
+    tables = _bytes({key: tensor for key, tensor in buffers.items() if key not in parameters}) + copies
+    return EngineRank(
         parameters=sum(parameter.numel() for parameter in parameters.values()),
-        weights=_bytes(parameters),
-        tables=_bytes({key: tensor for key, tensor in buffers.items() if key not in parameters}) + copies,
+        weights=_bytes(parameters) + tables,
+        tables=tables,
         cache_per_token=_cache_per_token(built),
         working=_layers(built, limits) + _logits(built, spec, limits),
         largest=max(

@@ -39,7 +39,7 @@ def recipe(**cluster: Any) -> Recipe:
 
 
 def stage(role: str = "actor", number: int = 0) -> PipelineStage:
-    return PipelineStage(role, number, 0, HELD, BEYOND, None, {})
+    return PipelineStage(role, number, 0, HELD, BEYOND, None)
 
 
 def of(recipe: Recipe, stages: list[PipelineStage], engine: EngineRank | None = ENGINE) -> dict[str, DeviceUses]:
@@ -73,6 +73,22 @@ def test_trainers_without_offload_stay_on_the_device() -> None:
     memory = totals(of(run_recipe, [stage()])["actor 0 + engine"])
     assert memory["gen"] == 20 + 100 + 5 + 151
     assert memory["update_actor"] == 151 + 9, "engines sleep in any case"
+
+
+def test_swapped_states_come_to_the_device_in_parts() -> None:
+    occupants = Occupants(recipe(placement="disaggregated"), [stage()], {}, {"actor": 3}, 0, keeps_weights=False)
+    (place,) = places(occupants)
+    assert totals(place)["update_actor"] == 61 + 9
+    assert totals(place)["update_actor, Adam"] == 61 + 30, "a third of the states at a time"
+
+
+def test_without_activations_only_resident_memory_is_counted() -> None:
+    uncounted = replace(stage(), activations=None)
+    run_recipe = recipe(placement="disaggregated")
+    run_recipe.megatron.offload = False
+    sending = weight_sync_buffers(run_recipe, 0)
+    (place,) = places(Occupants(run_recipe, [uncounted], {}, {}, 0, keeps_weights=False))
+    assert totals(place) == {"update_actor": 151, "weight_sync": 151 + sending}
 
 
 def test_on_a_cpu_nothing_is_offloaded() -> None:
@@ -176,14 +192,14 @@ def test_an_engine_that_determines_its_share_at_run_time_is_not_counted() -> Non
 
 def engine(spec: EngineSpec, **limits: Any) -> Engine:
     defaults = {"tokens": 1, "sequences": 1, "share": 0.5, "share_key": "gpu_memory_utilization", "covers_step": True}
-    counts = {"parameters": 1, "weights": 3 * GIB, "tables": GIB, "cache_per_token": GIB / 10, "working": 2 * GIB}
+    counts = EngineRank(1, 4 * GIB, GIB / 10, 2 * GIB, largest=1, asleep=1, tables=GIB)
     return Engine(
         "rollout",
         "vllm",
         2,
         spec,
         EngineLimits(**{**defaults, **limits}),
-        {**counts, "largest": 1, "asleep": 1, "recomputed": 0},
+        counts,
     )
 
 
@@ -233,7 +249,7 @@ def large(recipe: Recipe, memory: float) -> list[tuple[str, str]]:
     held = RankMemory(1, 1, 20 * GIB, 0, 40 * GIB, 30 * GIB, 60 * GIB, 0)
     beyond = Activations(3 * GIB, 200 * GIB, 5 * GIB, 7 * GIB, update_logits=2 * GIB)
     rank = EngineRank(10, 20 * GIB, 2.0, 5 * GIB, cache=100 * GIB, sequences=3.0, devices=4)
-    stages = [PipelineStage("actor", 0, 0, held, beyond, None, {})]
+    stages = [PipelineStage("actor", 0, 0, held, beyond, None)]
     uses = places(Occupants(recipe, stages, {"rollout": rank}, {}, 0, keeps_weights=False))
     return [(refusal.key, refusal.problem) for refusal in too_large(uses, memory, [])]
 
@@ -253,7 +269,7 @@ def test_an_engine_next_to_resident_trainers_is_refused_with_the_key_offload() -
     run_recipe.actor.max_tokens_per_micro_batch, run_recipe.megatron.offload = 1, False
     held = RankMemory(1, 1, 20 * GIB, 0, 40 * GIB, 30 * GIB, 60 * GIB, 0)
     rank = EngineRank(10, 20 * GIB, 2.0, 5 * GIB, cache=100 * GIB, sequences=3.0, devices=4)
-    lying = [PipelineStage("actor", 0, 0, held, Activations(1, 1, 1, 1), None, {})]
+    lying = [PipelineStage("actor", 0, 0, held, Activations(1, 1, 1, 1), None)]
     uses = places(Occupants(run_recipe, lying, {"rollout": rank}, {}, 0, keeps_weights=False))
     (refusal,) = too_large(uses, 200, [])
     assert refusal.key == "megatron.offload" and "in gen: KV cache 100.0" in refusal.problem

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from megarl.commands.plan.count.devices import Occupants
-from megarl.commands.plan.count.host import host_refusals, host_uses
+from megarl.commands.plan.count.host import host_copies, host_refusals, hosts_of
 from megarl.commands.plan.count.types import EngineRank, HostUse, PipelineStage, RankMemory
 from megarl.commands.plan.show.console import host_table
 from megarl.platform.adaptor import asleep, pinned
@@ -37,13 +37,13 @@ def recipe(**settings: Any) -> Recipe:
 
 
 def stage(number: int, held: RankMemory = HELD, role: str = "actor") -> PipelineStage:
-    return PipelineStage(role, number, number, held, None, None, {})
+    return PipelineStage(role, number, number, held, None, None)
 
 
 def uses(recipe: Recipe, *, swaps: int | None = None, keeps_weights: bool = True) -> list[HostUse]:
     stages = [stage(0), stage(1, replace(HELD, weights_pinned=4 * GIB))]
     engines = {"rollout": ENGINE} if recipe.train.source == "rollout" else {}
-    return host_uses(Occupants(recipe, stages, engines, {"actor": swaps}, 1 * GIB, keeps_weights), DEVICE)
+    return hosts_of(Occupants(recipe, stages, engines, {"actor": swaps}, 1 * GIB, keeps_weights), DEVICE)
 
 
 def gib(host: HostUse) -> dict[str, float]:
@@ -60,6 +60,23 @@ def test_a_sleeping_rank_copies_torchs_segments() -> None:
     segment of 34, which takes 64. One of 16 MiB: 16."""
     sizes = [MIB // 2] * 5 + [8 * MIB] * 3 + [33 * MIB, 16 * MIB]
     assert asleep(sizes) == (2 * 2 + 2 * 32 + 64 + 16) * MIB
+
+
+@pytest.mark.parametrize(
+    ("settings", "copies"),
+    [
+        ({"reference": True}, {"reference": 3 * GIB}),
+        ({"offloads": True}, {"offloaded": 10 * GIB}),
+        ({"swaps": 3}, {"swapped": 8 * GIB}),
+        ({"offloads": True, "swaps": 3, "reference": True}, {"offloaded": 2, "swapped": 8, "reference": 3}),
+    ],
+)
+def test_copies_of_a_rank_on_the_host(settings: dict[str, Any], copies: dict[str, int]) -> None:
+    options: dict[str, Any] = {"offloads": False, "swaps": None, "reference": False, **settings}
+    unit = 1 if max(copies.values()) > 100 else GIB
+    assert host_copies("actor", HELD, **options) == {part: size * unit for part, size in copies.items()}
+    options["reference"] = False
+    assert "reference" not in host_copies("critic", HELD, **options)
 
 
 def test_host_memory_of_two_machines_by_hand() -> None:
@@ -105,9 +122,7 @@ def test_parts_of_host_memory_follow_the_settings(
 def test_states_of_an_optimizer_on_the_host_name_its_setting(role: str) -> None:
     run_recipe = recipe(algorithm__advantage="gae", critic__trainers=8, megatron__offload=False)
     kept = [stage(0, replace(HELD, on_host=50 * GIB if name == role else 0), name) for name in ("actor", "critic")]
-    (refusal,) = host_refusals(
-        host_uses(Occupants(run_recipe, kept, {"rollout": ENGINE}, {}, GIB, True), DEVICE), 100.0
-    )
+    (refusal,) = host_refusals(hosts_of(Occupants(run_recipe, kept, {"rollout": ENGINE}, {}, GIB, True), DEVICE), 100.0)
     assert refusal.key == f"{role}.optimizer.extra.optimizer_cpu_offload" and "200.0" in refusal.problem
 
 
@@ -120,7 +135,7 @@ def test_disaggregated_engines_have_separate_machines_and_do_not_sleep() -> None
 def test_equal_machines_are_one_entry() -> None:
     run_recipe = recipe(cluster__trainers=16, rollout__engines=8)
     stages = [stage(0)]
-    hosts = host_uses(Occupants(run_recipe, stages, {"rollout": ENGINE}, {}, GIB, True), DEVICE)
+    hosts = hosts_of(Occupants(run_recipe, stages, {"rollout": ENGINE}, {}, GIB, True), DEVICE)
     assert [(host.name, host.nodes) for host in hosts] == [("node 0", 1), ("nodes 1-3", 3)]
 
 
@@ -141,7 +156,7 @@ def test_a_checkpoint_copy_uses_host_memory(settings: dict[str, Any], copies: in
     """The copy adds to the states that swapping or offloading keeps on the host."""
     run_recipe = recipe(megatron__tensor_parallel=2, **settings)
     occupants = Occupants(run_recipe, [stage(0, SAVES)], {"rollout": ENGINE}, {"actor": 16}, GIB, True)
-    memory = gib(host_uses(occupants, DEVICE)[0])
+    memory = gib(hosts_of(occupants, DEVICE)[0])
     assert memory.get("checkpoint", 0) == copies * 5 and memory["swapped"] == 4 * 8
 
 
@@ -150,9 +165,9 @@ def test_time_shared_actor_and_critic_copy_their_checkpoints() -> None:
     run_recipe = recipe(algorithm__advantage="gae", cluster__trainers=4, rollout__engines=2)
     run_recipe.critic.trainers, run_recipe.critic.megatron.offload = 4, True
     occupants = Occupants(run_recipe, [stage(0, SAVES), stage(0, SAVES, "critic")], {"rollout": ENGINE}, {}, GIB, True)
-    assert gib(host_uses(occupants, DEVICE)[0])["checkpoint"] == 4 * (5 + 5)
+    assert gib(hosts_of(occupants, DEVICE)[0])["checkpoint"] == 4 * (5 + 5)
     run_recipe.megatron.offload = run_recipe.critic.megatron.offload = False
-    assert "checkpoint" not in gib(host_uses(occupants, DEVICE)[0])
+    assert "checkpoint" not in gib(hosts_of(occupants, DEVICE)[0])
 
 
 def test_a_host_too_small_only_for_checkpoint_copies_names_save_in_background() -> None:

@@ -10,7 +10,7 @@ import pytest
 from megarl.commands.plan.count.devices import Occupants, places, too_large
 from megarl.commands.plan.count.engines import Engine, rank_of
 from megarl.commands.plan.count.libraries import Libraries, libraries_of, trainer_groups
-from megarl.commands.plan.count.types import PipelineStage, RankMemory, Variable
+from megarl.commands.plan.count.types import EngineRank, PipelineStage, RankMemory, Variable
 from megarl.engines.base import EngineLimits
 from megarl.engines.specs import policy_spec
 from megarl.platform.devices import device_named
@@ -67,7 +67,7 @@ def test_libraries_count_in_every_phase() -> None:
     """A trainer and an engine rank share a device: two contexts, the groups of both, graphs, and allocated weights."""
     libraries = Libraries({"actor": 7, "rollout": 5}, context=3, graphs=11)
     engine = replace(ENGINE, recomputed=2)
-    stage = PipelineStage("actor", 0, 0, HELD, None, None, {})
+    stage = PipelineStage("actor", 0, 0, HELD, None, None)
     occupants = Occupants(recipe(), [stage], {"rollout": engine}, {}, 0, keeps_weights=False)
     (before,), (after,) = places(occupants), places(occupants, libraries=libraries)
     for old, new in zip(before.uses, after.uses, strict=True):
@@ -82,9 +82,9 @@ def test_libraries_count_in_every_phase() -> None:
 def test_communicators_of_an_engine_reduce_its_cache() -> None:
     run_recipe = load_recipe(RECIPES / "grpo_qwen3_8b.yaml", [])
     spec = policy_spec(run_recipe, "engine0", load_weights=False)
-    counts = {"weights": GIB, "tables": 0, "cache_per_token": 1.0, "working": GIB, "parameters": 1, "largest": 1}
+    counts = EngineRank(1, GIB, 1.0, GIB, largest=1, asleep=1)
     limits = EngineLimits(tokens=1, sequences=1, share=0.5, share_key="x", covers_step=True)
-    engine = Engine("rollout", "vllm", 1, spec, limits, {**counts, "asleep": 1, "recomputed": 0})
+    engine = Engine("rollout", "vllm", 1, spec, limits, counts)
     plain, less = rank_of(engine, 64.0), rank_of(engine, 64.0, communicators=GIB)
     assert plain is not None and less is not None
     assert (plain.cache, less.cache) == (30 * GIB, 29 * GIB)
@@ -92,7 +92,7 @@ def test_communicators_of_an_engine_reduce_its_cache() -> None:
 
 def test_communicators_of_a_trainer_can_exceed_the_device() -> None:
     held = RankMemory(1, 1, 20 * GIB, 0, 40 * GIB, 0, 0, 0)
-    stage = PipelineStage("actor", 0, 0, held, None, None, {})
+    stage = PipelineStage("actor", 0, 0, held, None, None)
     libraries = Libraries({"actor": 5 * GIB})
     occupants = Occupants(recipe(placement="disaggregated"), [stage], {}, {}, 0, keeps_weights=False)
     (place,) = places(occupants, libraries=libraries)

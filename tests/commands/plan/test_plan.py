@@ -23,10 +23,9 @@ from megarl.commands.plan.count.stages import (
     ends,
     inner_stages,
     interpolated,
-    phases,
     stages_of,
 )
-from megarl.commands.plan.count.types import Activations, Phase, PipelineStage, RankMemory, Suggestion
+from megarl.commands.plan.count.types import Activations, PipelineStage, RankMemory, Suggestion
 from megarl.commands.plan.count.workload import Workload, first_ranks, image_grid, image_tokens, peak_workload
 from megarl.commands.plan.meta_device import KnownValues
 from megarl.commands.plan.options import PlanOptions, device_of
@@ -55,7 +54,7 @@ def recipe(tokens: int, prompt: int, response: int, **megatron: object) -> Recip
 def test_without_vllm_the_route_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     """The route of a run elsewhere is unknown, since vLLM there may allow sharded updates."""
     run_recipe = recipe(1000, 100, 300)
-    counts = Counted([PipelineStage("actor", 0, 0, HELD, BEYOND, None, {})], [])
+    counts = Counted([PipelineStage("actor", 0, 0, HELD, BEYOND, None)], [])
     monkeypatch.setattr("megarl.commands.plan.explain.importlib.util.find_spec", lambda _: None)
     monkeypatch.setattr(build, "counted", lambda *_, **__: counts)
     monkeypatch.setattr(build, "engines", lambda *_: [])
@@ -74,7 +73,7 @@ def test_a_model_that_cannot_be_sharded_uses_the_full_route_if_allowed(
 
     run_recipe = recipe(1000, 100, 300)
     run_recipe.weight_sync.route = route
-    counts = Counted([PipelineStage("actor", 0, 0, HELD, BEYOND, None, {})], [])
+    counts = Counted([PipelineStage("actor", 0, 0, HELD, BEYOND, None)], [])
     monkeypatch.setattr(build, "planned_from", refused)
     monkeypatch.setattr(build, "counted", lambda *_, **__: counts)
     monkeypatch.setattr(build, "engines", lambda *_: [])
@@ -162,24 +161,6 @@ def test_device_only_dispatchers_are_replaced_and_noted(monkeypatch: pytest.Monk
     assert "moe_token_dispatcher_type=flex" in str(listed[0].not_counted) and listed[0].activations is None
 
 
-def test_phases_without_offload() -> None:
-    memory = phases(HELD, BEYOND, reference=True, trainers_offload=False)
-    assert memory["update"] == Phase(151 + 9, 21)
-    assert memory["optimizer"] == Phase(151 + 50, 21)
-    assert memory["rollout"] == memory["weight_sync"] == memory["resident"] == Phase(151, 21)
-
-
-def test_phases_with_offload() -> None:
-    memory = phases(HELD, None, reference=False, trainers_offload=True)
-    assert memory == {"resident": Phase(151, 110), "weight_sync": Phase(21, 110), "rollout": Phase(1, 110)}
-
-
-def test_swapped_states_are_on_the_host() -> None:
-    memory = phases(HELD, BEYOND, reference=False, trainers_offload=False, swaps=3)
-    assert memory["update"] == Phase(61 + 9, 90)
-    assert memory["optimizer"] == Phase(61 + 30, 90), "a third of the states at a time"
-
-
 def test_live_memory_counts_each_storage_once() -> None:
     meta = torch.device("meta")
     weight = torch.empty(100, 100, device=meta, requires_grad=True)
@@ -202,9 +183,7 @@ def test_live_memory_counts_each_storage_once() -> None:
 def test_a_device_is_too_small(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """With sleeping engines, a trainer needs 151 GiB, and 50 GiB more in the optimizer step."""
     held, beyond = (type(memory)(**{k: v << 30 for k, v in asdict(memory).items()}) for memory in (HELD, BEYOND))
-    stage = PipelineStage(
-        "actor", 0, 0, held, beyond, None, phases(held, beyond, reference=True, trainers_offload=False)
-    )
+    stage = PipelineStage("actor", 0, 0, held, beyond, None)
     monkeypatch.setattr("megarl.commands.plan.build.counted", lambda *_, **__: Counted([stage]))
     monkeypatch.setattr("megarl.commands.plan.build.engines", lambda *_: [])
     monkeypatch.setattr(
@@ -241,9 +220,7 @@ def test_an_invalid_calibration_file_is_reported_before_a_missing_device(tmp_pat
 def test_a_plan_with_uncounted_activations_does_not_claim_to_fit(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stage = PipelineStage(
-        "actor", 0, 0, HELD, None, "images", phases(HELD, None, reference=True, trainers_offload=False)
-    )
+    stage = PipelineStage("actor", 0, 0, HELD, None, "images")
     monkeypatch.setattr("megarl.commands.plan.build.counted", lambda *_, **__: Counted([stage]))
     monkeypatch.setattr("megarl.commands.plan.build.engines", lambda *_: [])
     monkeypatch.setattr("megarl.commands.plan.build.counted_libraries", lambda *_: NOT_COUNTED)

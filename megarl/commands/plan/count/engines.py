@@ -36,7 +36,7 @@ class Engine:
     count: int
     spec: EngineSpec
     limits: EngineLimits
-    counts: Mapping[str, Any] | None  # fields of `vllm_memory.RankCounts`
+    counts: EngineRank | None  # without the KV cache
     not_counted: str | None = None  # the reason if `counts` is None
 
 
@@ -55,7 +55,7 @@ def min_engine_bytes(recipe: Recipe, memory: float) -> float:
     """Return a lower bound of the memory that a policy engine takes from a device of `memory` GiB, from its arguments."""
     if recipe.train.source != "rollout":
         return 0.0
-    limits = _policy(recipe).limits
+    limits = policy_engine(recipe).limits
     return (limits.share or 0.0) * memory * 2**30 if limits.cache is None else float(limits.cache)
 
 
@@ -64,17 +64,13 @@ def policy_engines(recipes: list[Recipe], model: dict[str, Any], deadline: float
     (time.monotonic)."""
     with RankClient(child=ENGINES) as client:
         try:
-            return _counted([_policy(recipe) for recipe in recipes], {"rollout": model}, client, deadline)
+            return _counted([policy_engine(recipe) for recipe in recipes], {"rollout": model}, client, deadline)
         except FutureTimeout as error:
             raise InputError("Engines were not counted in time, so no layout can be shown to fit.") from error
 
 
-def limits_of_policy(recipe: Recipe) -> EngineLimits:
-    """Return the limits of the policy's engines."""
-    return _policy(recipe).limits
-
-
-def _policy(recipe: Recipe) -> Engine:
+def policy_engine(recipe: Recipe) -> Engine:
+    """Return the policy's engines, uncounted."""
     return _engine(recipe, recipe.rollout.engine, policy_spec(recipe, "engine0", load_weights=False))
 
 
@@ -111,7 +107,7 @@ def _counted(
             seconds = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
             answer = {"error": NO_VLLM} if future is None else future.result(seconds)
             error = answer.get("error")
-            result.append(replace(engine, counts=None if error else answer, not_counted=error))
+            result.append(replace(engine, counts=None if error else EngineRank(**answer), not_counted=error))
     return result
 
 
@@ -123,27 +119,15 @@ def rank_of(engine: Engine, memory: float | None, communicators: int = 0) -> Eng
 
     `communicators`: bytes of the engine's communicators, which vLLM subtracts from its share before it sizes the cache.
     """
-    counts, limits = engine.counts, engine.limits
-    if counts is None:
+    rank, limits = engine.counts, engine.limits
+    if rank is None:
         return None
-    weights = counts["weights"] + counts["tables"]
     cache = limits.cache
     if cache is None and memory is not None and limits.share is not None:
-        step = counts["working"] if limits.covers_step else 0
-        cache = max(0, int(limits.share * memory * GIB) - weights - step - communicators)
-    of_sequence = counts["cache_per_token"] * engine.spec.max_model_len
-    return EngineRank(
-        devices=engine.count * engine.spec.tensor_parallel,
-        parameters=counts["parameters"],
-        weights=weights,
-        largest=counts["largest"],
-        asleep=counts["asleep"],
-        recomputed=counts["recomputed"],
-        cache_per_token=counts["cache_per_token"],
-        working=counts["working"],
-        cache=cache,
-        sequences=None if cache is None else cache / of_sequence,
-    )
+        step = rank.working if limits.covers_step else 0
+        cache = max(0, int(limits.share * memory * GIB) - rank.weights - step - communicators)
+    sequences = None if cache is None else cache / (rank.cache_per_token * engine.spec.max_model_len)
+    return replace(rank, devices=engine.count * engine.spec.tensor_parallel, cache=cache, sequences=sequences)
 
 
 def not_counted(engine: Engine, memory: float | None) -> str | None:
@@ -157,7 +141,7 @@ def not_counted(engine: Engine, memory: float | None) -> str | None:
     return f"{engine.section}: memory of its engines is not known: {key} is not set, so they choose it at start"
 
 
-def too_small(engine: Engine, rank: EngineRank, memory: float | None) -> Refusal | None:
+def too_small(engine: Engine, rank: EngineRank, memory: float) -> Refusal | None:
     """Return a refusal if the KV cache has no room for one sequence of the longest length: the engine would not start."""
     if rank.cache is None or rank.sequences is None or rank.sequences >= 1:
         return None
@@ -166,7 +150,7 @@ def too_small(engine: Engine, rank: EngineRank, memory: float | None) -> Refusal
     needed_room = (
         f"one of {longest:,} tokens takes {sized(of_sequence)} of the KV cache on each of the engine's devices"
     )
-    if limits.cache is not None or memory is None or limits.share is None:
+    if limits.cache is not None or limits.share is None:
         return Refusal(
             f"{engine.section}.engine_args.kv_cache_memory_bytes",
             f"{rank.cache:,} bytes have room for {rank.sequences:.2f} sequences: {needed_room}",

@@ -14,7 +14,7 @@ from megarl.algorithms.advantages import uses_critic
 from megarl.algorithms.objective import runs_reference_pass
 from megarl.cluster.device_map import Demand
 from megarl.commands.plan.count.devices import ROLLOUT, Occupants, TimeSharing, slots, sum_of_parts
-from megarl.commands.plan.count.types import HostUse, PipelineStage, Refusal
+from megarl.commands.plan.count.types import HostUse, PipelineStage, RankMemory, Refusal
 from megarl.commands.plan.environment import device_kind
 from megarl.commands.plan.show.units import GIB, Unit
 from megarl.engines.specs import fixed_models
@@ -62,8 +62,11 @@ _REMEDIES = {
 }
 
 
-def host_uses(occupants: Occupants, device: Device) -> list[HostUse]:
-    """Return the host memory of each machine (`device.per_node` devices); equal neighbours are one entry."""
+def hosts_of(occupants: Occupants, device: Device | None) -> list[HostUse]:
+    """Return the host memory of each machine (`device.per_node` devices); equal neighbours are one entry. Empty without a
+    device, and on a CPU, which has host memory only."""
+    if device is None or not is_accelerator(occupants.recipe.cluster.device) or not occupants.stages:
+        return []
     devices = _devices(occupants, round(device.process_memory * GIB))
     nodes = [_sum(devices[first : first + device.per_node]) for first in range(0, len(devices), device.per_node)]
     controller = {PROCESSES: round(device.process_memory * GIB), SAMPLES: _samples(occupants.recipe)}
@@ -75,13 +78,6 @@ def host_uses(occupants: Occupants, device: Device) -> list[HostUse]:
         result.append(HostUse(name, count, {part: size for part, size in parts.items() if size}))
         number += count
     return result
-
-
-def hosts_of(occupants: Occupants, device: Device | None) -> list[HostUse]:
-    """Return `host_uses`; empty without a device, and on a CPU, which has host memory only."""
-    if device is None or not is_accelerator(occupants.recipe.cluster.device) or not occupants.stages:
-        return []
-    return host_uses(occupants, device)
 
 
 def keeps_weights(cluster: ClusterConfig, device: Device | None) -> bool:
@@ -127,6 +123,24 @@ def _devices(occupants: Occupants, process: int) -> list[dict[str, int]]:
     return result
 
 
+def host_copies(role: str, held: RankMemory, *, offloads: bool, swaps: int | None, reference: bool) -> dict[str, int]:
+    """Return the bytes that a trainer rank keeps on the host, by part.
+
+    `offloads`: it leaves the device while engines use it. `swaps`: optimizer states are on the host and come to the device in
+    this many parts. `reference`: the recipe has a reference policy. Copies stay allocated from their first use on.
+    """
+    parts = {}
+    if offloads:
+        parts[OFFLOADED] = held.weights_pinned + (0 if swaps else held.states_pinned)
+    if swaps:
+        parts[SWAPPED] = held.states_pinned
+    if held.on_host:
+        parts[OPTIMIZER if role == "actor" else CRITIC_OPTIMIZER] = held.on_host
+    if role == "actor" and reference:
+        parts[REFERENCE] = held.reference_pinned
+    return parts
+
+
 def _sum(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     total = Counter[str]()
     for each in parts:
@@ -135,18 +149,15 @@ def _sum(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def _trainer(occupants: Occupants, sharing: TimeSharing, stage: PipelineStage, rank: int) -> dict[str, int]:
-    held, parts = stage.held, {}
+    parts = host_copies(
+        stage.role,
+        stage.held,
+        offloads=sharing.offload[stage.role],
+        swaps=occupants.swaps.get(stage.role),
+        reference=runs_reference_pass(occupants.recipe.algorithm),
+    )
     if _saves_a_copy(occupants.recipe, stage.role, rank):
-        parts[CHECKPOINT] = held.saved
-    swapped = bool(occupants.swaps.get(stage.role))
-    if sharing.offload[stage.role]:
-        parts[OFFLOADED] = held.weights_pinned + (0 if swapped else held.states_pinned)
-    if swapped:
-        parts[SWAPPED] = held.states_pinned
-    if held.on_host:
-        parts[OPTIMIZER if stage.role == "actor" else CRITIC_OPTIMIZER] = held.on_host
-    if stage.role == "actor" and runs_reference_pass(occupants.recipe.algorithm):
-        parts[REFERENCE] = held.reference_pinned
+        parts[CHECKPOINT] = stage.held.saved
     sends = (
         occupants.recipe.train.source == "rollout" and occupants.recipe.weight_sync.transport in HOST_MEMORY_TRANSPORTS
     )

@@ -12,8 +12,9 @@ from typing import Any
 
 from megarl.algorithms.advantages import uses_critic
 from megarl.algorithms.objective import runs_reference_pass
+from megarl.commands.plan.count.host import host_copies
 from megarl.commands.plan.count.rank_client import RankClient, RankRequest
-from megarl.commands.plan.count.types import Activations, Phase, PipelineStage, RankMemory
+from megarl.commands.plan.count.types import Activations, PipelineStage, RankMemory
 from megarl.commands.plan.count.workload import Workload, first_ranks, peak_workload, trainers_offload
 from megarl.megatron.config_fields import check_extra, fields_of_megatron
 from megarl.megatron.layout import check_layout
@@ -223,41 +224,11 @@ def _stage(
 ) -> PipelineStage:
     held = RankMemory(**answer["held"])
     beyond = Activations(**answer["activations"]) if "activations" in answer else None
-    in_phases = phases(
-        held,
-        beyond,
-        reference=role == "actor" and runs_reference_pass(view.algorithm),
-        trainers_offload=trainers_offload(view),
-        swaps=swaps,
+    copies = host_copies(
+        role, held, offloads=trainers_offload(view), swaps=swaps, reference=runs_reference_pass(view.algorithm)
     )
-    chunks = view.megatron.virtual_pipeline or 1
-    return PipelineStage(role, number, question.rank, held, beyond, None if beyond else _NOT_COUNTED, in_phases, chunks)
-
-
-def phases(
-    held: RankMemory, beyond: Activations | None, *, reference: bool, trainers_offload: bool, swaps: int | None = None
-) -> dict[str, Phase]:
-    """Return the memory of one rank in each phase of a step.
-
-    `reference`: the recipe has a reference policy. `trainers_offload`: the trainer offloads to the host while engines use
-    the device (`Offloader`). `swaps`: optimizer states are on the host and come to the device in this many parts. Without
-    `beyond` the computing phases are absent. Host copies stay allocated from their first use on.
-    """
-    states = held.masters + held.moments
-    on_device = 0 if swaps else states
-    all_of_it = held.weights + held.buffers + held.gradients + on_device
-    kept = held.reference if reference else 0
-    host = (
-        kept + held.on_host + (held.weights if trainers_offload else 0) + (states if trainers_offload or swaps else 0)
-    )
-    result = {"resident": Phase(all_of_it, host)}
-    if beyond is not None:
-        result["log_probs"] = Phase(all_of_it + beyond.forward, host)
-        result["update"] = Phase(all_of_it + beyond.update, host)
-        result["optimizer"] = Phase(all_of_it + (states // swaps if swaps else beyond.optimizer), host)
-    result["weight_sync"] = Phase(held.weights + held.buffers if trainers_offload else all_of_it, host)
-    result["rollout"] = Phase(held.buffers if trainers_offload else all_of_it, host)
-    return result
+    host, chunks = sum(copies.values()), view.megatron.virtual_pipeline or 1
+    return PipelineStage(role, number, question.rank, held, beyond, None if beyond else _NOT_COUNTED, host, chunks)
 
 
 # --- equal pipeline stages -----------------------------------------------------------------------

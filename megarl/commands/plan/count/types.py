@@ -55,14 +55,6 @@ class Activations:
 
 
 @dataclass(frozen=True)
-class Phase:
-    """Bytes of one rank on its device and in host memory."""
-
-    device: int
-    host: int
-
-
-@dataclass(frozen=True)
 class PipelineStage:
     """One pipeline stage, represented by its rank with the largest share of the optimizer states."""
 
@@ -72,17 +64,12 @@ class PipelineStage:
     held: RankMemory
     activations: Activations | None
     not_counted: str | None  # the reason if `activations` is None
-    phases: dict[str, Phase]
+    host: int = 0  # bytes of host memory: see `host.host_copies`
     chunks: int = 1  # model chunks of the stage: more than one under virtual pipeline stages
 
     @property
     def name(self) -> str:
         return f"{self.role} {self.number}"
-
-    @property
-    def host(self) -> int:
-        """Largest host memory of a phase in bytes."""
-        return max((phase.host for phase in self.phases.values()), default=0)
 
 
 @dataclass(frozen=True)
@@ -97,6 +84,7 @@ class EngineRank:
     sequences: float | None = None  # sequences of the longest length that fit into the whole engine at a time
     devices: int = 1  # of all engines of this model
     largest: int = 0  # bytes of the largest layer, which exists twice while new weights are loaded
+    tables: int = 0  # part of `weights`: rotary tables and the like, and copies of a weight that MLA makes
     recomputed: int = 0  # bytes of weights that MLA recomputes at the first update and keeps while asleep
     asleep: int = 0  # bytes on the host while the engine sleeps and keeps its weights
 

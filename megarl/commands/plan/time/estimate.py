@@ -13,7 +13,7 @@ from typing import Any
 from megarl.algorithms.advantages import AdvantageSource, uses_critic
 from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
 from megarl.algorithms.objective import needs_teacher, runs_old_log_prob_pass, runs_reference_pass
-from megarl.commands.plan.count.engines import limits_of_policy
+from megarl.commands.plan.count.engines import policy_engine
 from megarl.commands.plan.count.types import EngineRank, Estimate, Links, PhaseTime, RecipePlan
 from megarl.commands.plan.time import trainers as training
 from megarl.commands.plan.time.cost import Cost, host_seconds
@@ -175,7 +175,7 @@ class Step:
             spread=rollout.spreads_experts and bool(self.shape.experts),
             prefix=rollout.engine_args.get("enable_prefix_caching", True) is not False,
         )
-        return replace(engines, sequences=room(engines, self.lengths, limits_of_policy(self.recipe), self.engine))
+        return replace(engines, sequences=room(engines, self.lengths, policy_engine(self.recipe).limits, self.engine))
 
     def phases(self) -> list[PhaseTime]:
         """Return the phases in the order of the training loop. Engines that may run ahead overlap with the trainers."""
