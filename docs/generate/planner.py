@@ -107,7 +107,7 @@ def estimated(published: Published) -> Estimate:
     recipe = published.recipe()
     lengths = Lengths.around(published.prompt, published.response, recipe.rollout.max_response_length, "as published")
     model = model_configs.read(published.model)
-    whole_estimate = estimate(recipe, model, None, device_named(published.device), lengths=lengths)
+    whole_estimate = estimate(recipe, {"rollout": model}, device_named(published.device), lengths=lengths)
     phases = [phase for phase in whole_estimate.phases if phase.name != "weight_sync"]
     return replace(whole_estimate, phases=phases, seconds=max(end for _, end in spans(phases)))
 
@@ -131,7 +131,8 @@ def left_out() -> str:
     rows = []
     for published in STEPS:
         experts = bool(model_shape(model_configs.read(published.model)).experts)
-        predicted = spreads(estimated(published), experts=experts, ratios=all_ratios, without=published.name)
+        other_runs = [entry for entry in all_ratios if entry.run != published.name]
+        predicted = spreads(estimated(published), experts=experts, ratios=other_runs)
         for spread in predicted:
             if spread.name in published.seconds and (not published.compared or spread.name in published.compared):
                 took = published.seconds[spread.name]

@@ -95,7 +95,7 @@ def test_a_plan_counts_the_expected_route(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_console_names_the_route_and_both_costs() -> None:
     links = Links("sharded", 10**6, 10**6, 10**6, 0)
-    times = estimate(recipe(rollout__engines=8, cluster__trainers=8), QWEN, None, DEVICE, links=links)
+    times = estimate(recipe(rollout__engines=8, cluster__trainers=8), {"rollout": QWEN}, DEVICE, links=links)
     assert set(times.weights) == {"sharded", "full"} and times.weights["full"] > 10 * times.weights["sharded"]
     phase = next(phase for phase in times.phases if phase.name == "weight_sync")
     assert times.weights["sharded"] == pytest.approx(phase.seconds)

@@ -20,9 +20,9 @@ from megarl.commands.plan.search.search import search
 from megarl.commands.plan.show import search_console
 from megarl.commands.plan.show.console import show
 from megarl.commands.plan.show.page import write_page
-from megarl.commands.plan.time.calibrate_command import calibrate_run
+from megarl.commands.plan.time.calibrate import calibrate_run
 from megarl.commands.plan.time.calibration import read_calibration
-from megarl.commands.plan.time.timed import with_estimate
+from megarl.commands.plan.time.estimate import with_estimate
 from megarl.engines.routes import check_route
 from megarl.errors import InputError, as_input_error
 from megarl.platform.devices import Device

@@ -12,9 +12,9 @@ import pytest
 
 from megarl.batching.flops import model_flops
 from megarl.commands.plan.count.types import Estimate, Links
-from megarl.commands.plan.time.calibrate_command import calibrate_run
+from megarl.commands.plan.time.calibrate import calibrate_run
 from megarl.commands.plan.time.calibration import read_calibration
-from megarl.commands.plan.time.estimate import estimate, estimate_of
+from megarl.commands.plan.time.estimate import estimate
 from megarl.commands.plan.time.lengths import Lengths
 from megarl.errors import InputError
 from megarl.platform.devices import Device, device_named
@@ -39,7 +39,7 @@ Change = Callable[[dict[str, float]], dict[str, float]]
 @pytest.fixture(autouse=True)
 def counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure nothing: estimates use formulas only."""
-    monkeypatch.setattr("megarl.commands.plan.time.calibrate_command.make_plan", lambda *_, **__: COUNTED)
+    monkeypatch.setattr("megarl.commands.plan.time.calibrate.make_plan", lambda *_, **__: COUNTED)
 
 
 def write_run(path: Path, recipe: Recipe, times: Estimate, steps: int = 5, change: Change = lambda line: line) -> Path:
@@ -62,7 +62,7 @@ def write_run(path: Path, recipe: Recipe, times: Estimate, steps: int = 5, chang
 
 
 def of(recipe: Recipe, device: Device) -> Estimate:
-    return estimate(recipe, QWEN, None, device, lengths=LENGTHS)
+    return estimate(recipe, {"rollout": QWEN}, device, lengths=LENGTHS)
 
 
 def fitted(recipe: Recipe, run: Path, tmp_path: Path) -> tuple[Device, str]:
@@ -138,7 +138,7 @@ def test_decode_share_of_async_sampling_is_fitted_if_trainers_waited(tmp_path: P
 
 def test_sampling_time_of_filtered_groups_is_fitted(tmp_path: Path) -> None:
     run_recipe = recipe(**ORDINARY)
-    times = estimate(run_recipe, QWEN, None, TRUE, lengths=LENGTHS, tried=3.0)
+    times = estimate(run_recipe, {"rollout": QWEN}, TRUE, lengths=LENGTHS, tried=3.0)
     run = write_run(tmp_path / "run", run_recipe, times, change=lambda line: line | {"rollout/prompts_tried": 96.0})
     assert fitted(run_recipe, run, tmp_path)[0].decode_share == pytest.approx(TRUE.decode_share, rel=0.02)
 
@@ -148,11 +148,9 @@ def test_a_run_is_compared_with_the_estimate_of_its_plan(tmp_path: Path, monkeyp
     run_recipe = recipe(**ORDINARY, weight_sync__route="sharded", algorithm__reference="teacher", teacher__path="t")
     run_recipe.rollout.engine_args = {"max_num_seqs": 64}
     plan = replace(COUNTED, engine=rank(cache=4 * 1000 * 280), weight_sync=Links("sharded", 10**9, 10**9, 10**9, 0))
-    monkeypatch.setattr("megarl.commands.plan.time.calibrate_command.make_plan", lambda *_, **__: plan)
+    monkeypatch.setattr("megarl.commands.plan.time.calibrate.make_plan", lambda *_, **__: plan)
     models = {"rollout": QWEN, "teacher": {**QWEN, "num_hidden_layers": 32}}
-    inputs: dict[str, Any] = {"engine": plan.engine, "links": plan.weight_sync, "teacher_model": models["teacher"]}
-    times = estimate(run_recipe, QWEN, QWEN, TRUE, lengths=LENGTHS, **inputs)
-    assert estimate_of(plan, run_recipe, models, TRUE, lengths=LENGTHS) == times
+    times = estimate(run_recipe, models, TRUE, lengths=LENGTHS, engine=plan.engine, links=plan.weight_sync)
     assert "teacher" in {phase.name for phase in times.phases}
     run = write_run(tmp_path / "run", run_recipe, times)
     calibrate_run(run_recipe, models, H100, run, tmp_path / "own.yaml")

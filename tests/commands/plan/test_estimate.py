@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def of(**settings: Any) -> Any:
-    return estimate(recipe(**settings), QWEN, QWEN, device_named("H100"))
+    return estimate(recipe(**settings), {"rollout": QWEN, "critic": QWEN}, device_named("H100"))
 
 
 def names(**settings: Any) -> list[str]:
@@ -67,25 +67,26 @@ def test_greedy_samples_and_filtered_groups_add_sampling_time() -> None:
     plain, greedy = (of(algorithm__advantage=name).phases[0].seconds for name in ("grpo", "remax"))
     assert greedy > plain
     run_recipe = recipe(algorithm__dynamic_sampling__enabled=True)
-    tried = estimate(run_recipe, QWEN, None, device_named("H100"), tried=4.0).phases[0]
+    tried = estimate(run_recipe, {"rollout": QWEN}, device_named("H100"), tried=4.0).phases[0]
     assert tried.seconds > plain and "75% of groups are filtered" in tried.assumed
 
 
 def test_counted_engines_and_links_replace_formulas() -> None:
     counted, device = recipe(rollout__engine_args={"max_num_seqs": 64}, megatron__offload=False), device_named("H100")
     free, narrow = (
-        estimate(counted, QWEN, None, device, engine=engine).phases[0] for engine in (None, rank(cache=2 * 1000 * 1024))
+        estimate(counted, {"rollout": QWEN}, device, engine=engine).phases[0]
+        for engine in (None, rank(cache=2 * 1000 * 1024))
     )
     assert narrow.seconds > free.seconds and "2 sequences at a time" in narrow.assumed
     assert "experts" not in narrow.assumed, "the model is dense"
-    sharded = estimate(counted, QWEN, None, device, links=Links("sharded", 10, 10, 10, 0)).phases[-1]
+    sharded = estimate(counted, {"rollout": QWEN}, device, links=Links("sharded", 10, 10, 10, 0)).phases[-1]
     assert sharded.seconds < 1e-6 and "sharded copies" in sharded.assumed
 
 
 def test_factors_multiply_their_phase() -> None:
     device = device_named("H100")
     slower = replace(device, factors={"gen": 3.0})
-    plain, tripled = (estimate(recipe(), QWEN, None, variant).phases[0] for variant in (device, slower))
+    plain, tripled = (estimate(recipe(), {"rollout": QWEN}, variant).phases[0] for variant in (device, slower))
     assert tripled.seconds == pytest.approx(3 * plain.seconds) and "times 3, the measured factor" in tripled.assumed
 
 
@@ -113,7 +114,7 @@ def test_settings_that_must_be_faster(slower: dict[str, Any], faster: dict[str, 
 def test_a_better_share_is_faster(name: str) -> None:
     device = device_named("910C")
     run_recipe = recipe(cluster__trainers=8, megatron__tensor_parallel=2, megatron__offload=True)
-    worse, better = (estimate(run_recipe, QWEN, None, replace(device, **{name: share})) for share in (0.2, 0.4))
+    worse, better = (estimate(run_recipe, {"rollout": QWEN}, replace(device, **{name: share})) for share in (0.2, 0.4))
     assert better.seconds < worse.seconds
 
 
@@ -125,7 +126,7 @@ def test_recipes_of_each_kind_are_estimated(name: str) -> None:
     shape = re.search(r"^# Shape: (.*)$", path.read_text(), re.MULTILINE)
     assert shape
     model = published.read(shape[1])
-    result = estimate(load_recipe(path, []), model, model, device_named("910B"))
+    result = estimate(load_recipe(path, []), {"rollout": model, "critic": model}, device_named("910B"))
     assert 0 < result.seconds < 86_400 and result.tokens_per_micro_batch > 1
     assert all(phase.seconds > 0 and phase.bound and phase.assumed for phase in result.phases)
     phases, *columns = seconds_columns(replace(plans.BARE, estimate=result))

@@ -77,7 +77,7 @@ def test_padding_is_computed_and_groups_stay_together() -> None:
     assert micro_batches(small, DENSE, equal, 8, 1, together=2) == MicroBatches(4, 400, 2 * 200 * 201 / 2)
     pairs = recipe(train__source="preferences", algorithm__loss="dpo", algorithm__advantage="none")
     pairs.actor.max_tokens_per_micro_batch = 300
-    result = estimate(pairs, QWEN, None, device_named("H100"), lengths=equal)
+    result = estimate(pairs, {"rollout": QWEN}, device_named("H100"), lengths=equal)
     assert (result.micro_batches, result.tokens_per_micro_batch, result.tokens) == (32, 400, 64 * 200)
 
 
@@ -282,7 +282,7 @@ def test_the_limit_of_sequences_follows_each_engines_argument_and_default(
     engine: str, arguments: dict[str, Any], sequences: int
 ) -> None:
     run_recipe = recipe(rollout__engine=engine, rollout__engine_args=arguments)
-    phase = estimate(run_recipe, QWEN, None, device_named("H100")).phases[0]
+    phase = estimate(run_recipe, {"rollout": QWEN}, device_named("H100")).phases[0]
     assert f"; {sequences} sequences at a time" in phase.assumed
 
 

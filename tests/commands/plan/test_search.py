@@ -274,7 +274,7 @@ def test_step_times_equal_the_estimate() -> None:
     for family in sampled:
         chosen_recipe = apply_choice(task.recipe, family.choices[0])
         assert clock.seconds(chosen_recipe) == pytest.approx(
-            estimate(chosen_recipe, task.model, None, H100, response=20.0).seconds
+            estimate(chosen_recipe, {"rollout": task.model}, H100, response=20.0).seconds
         )
 
 
@@ -332,7 +332,7 @@ def test_names_of_layouts_and_reasons_of_speed() -> None:
     assert name_of(layout) == "TP2 PP2x3"
     assert name_of(replace(layout, tensor_parallel=1, pipeline_parallel=1, virtual_pipeline=None)) == "DP"
     task = subject(pipeline_parallel=2)
-    base = estimate(task.recipe, task.model, None, H100)
+    base = estimate(task.recipe, {"rollout": task.model}, H100)
     assert why(base, base) == "as the recipe"
     assert why(base, None) == "the recipe's layout cannot run"
 

@@ -15,7 +15,6 @@ from megarl.commands.accept.context import StageContext
 from megarl.commands.accept.engine_probe import (
     START_SECONDS,
     requests,
-    shares_devices,
     start_engine,
     start_trainers,
     timed,
@@ -24,7 +23,7 @@ from megarl.commands.accept.engine_probe import (
 from megarl.commands.accept.families import LENGTHS, write_family
 from megarl.commands.accept.ranks import LocalRanks, local_ranks
 from megarl.commands.accept.speed_rank import REPEATS
-from megarl.commands.plan.time.calibration import Calibration, CalibrationEntry, Observation
+from megarl.commands.plan.time.calibration import Calibration, CalibrationEntry
 from megarl.platform.devices import Device, device_of, devices
 from megarl.platform.kinds import KINDS
 
@@ -36,17 +35,14 @@ TRAIN_SIZE, TRAIN_REPEATS = 8, 10
 def run(context: StageContext) -> None:
     """Report the rate of each operation and its share of the rate in the table of devices. Only a crash fails the stage."""
     rates: dict[str, CalibrationEntry] = {}
-    observations: list[Observation] = []
     context.doing("timing products, copies and the optimizer")
     # One rank on a CPU, since its processes have no links.
     with local_ranks(context, RANK, 1 if context.tiny else min(context.settings.devices, 8), name="rates") as ranks:
         name = ranks.call("describe")[0]["device"]
         device = devices()["CPU"] if context.tiny else device_of(name)
         _rates(context, ranks, rates, device)
-    _training(context, observations)
-    _decoding(context, observations)
-    for observation in observations:
-        context.figure(observation.name, observation.value, unit=observation.unit)
+    _training(context)
+    _decoding(context)
     if device is None:
         context.not_run(
             "calibration.yaml", f"{name} is not in the table of devices: docs/planner.md says how to add it"
@@ -54,7 +50,7 @@ def run(context: StageContext) -> None:
         return
     source = f"acceptance on {machine.node()}, {datetime.date.today()}"
     path = context.folder / FILE
-    Calibration(device.name, source, rates, {}, tuple(observations), versions()).write(path)
+    Calibration(device.name, source, rates, {}, versions()).write(path)
     context.figure("calibration", f"megarl plan RECIPE --device {device.name} --calibration {path}")
 
 
@@ -72,8 +68,8 @@ def _rates(context: StageContext, ranks: LocalRanks, rates: dict[str, Calibratio
     def measure(rate: str, work: float, method: str, *arguments: Any, how: str) -> None:
         context.doing(f"timing {rate}")
         reached = [work / statistics.median(seconds) for seconds in ranks.call(method, *arguments)]
-        text = f"{how}, median of {REPEATS}, the slowest of {len(reached)} devices"
-        rates[rate] = CalibrationEntry(min(reached), "measured", text, low=min(reached), high=max(reached))
+        slowest = f"the slowest of {len(reached)} devices; the fastest: {max(reached):.4g}"
+        rates[rate] = CalibrationEntry(min(reached), "measured", f"{how}, median of {REPEATS}, {slowest}")
         context.figure(f"{rate}: reached", min(reached) / 1e9, unit="G/s")
         if rate in expected:
             context.figure(f"{rate}: of the table's", min(reached) / expected[rate], unit="share")
@@ -87,8 +83,8 @@ def _rates(context: StageContext, ranks: LocalRanks, rates: dict[str, Calibratio
         measure("link", 4.0 * elements, "send", elements, how="rank 0 to rank 1")
 
 
-def _training(context: StageContext, observations: list[Observation]) -> None:
-    """Measure the tokens per second of one trainer of the tiny dense model."""
+def _training(context: StageContext) -> None:
+    """Measure the tokens per second of one trainer of the tiny dense model, calls included."""
     context.doing("timing a trainer")
     write_family("dense", context.shared)
     recipe = tiny_recipe(context, "dense", 1)
@@ -99,17 +95,16 @@ def _training(context: StageContext, observations: list[Observation]) -> None:
         for _ in range(TRAIN_REPEATS):
             trainers.call("probe", samples)
         seconds = (time.monotonic() - began) / TRAIN_REPEATS
-    how = f"tiny dense model, {TRAIN_SIZE} sequences of 64 tokens, calls included"
-    observations.append(Observation("log-probs of a trainer", TRAIN_SIZE * 64 / seconds, "tokens/s", how))
+    context.figure("log-probs of a trainer", TRAIN_SIZE * 64 / seconds, unit="tokens/s")
 
 
-def _decoding(context: StageContext, observations: list[Observation]) -> None:
-    """Measure the tokens per second of an engine: decoding with several numbers of sequences, and prefill."""
+def _decoding(context: StageContext) -> None:
+    """Measure the tokens per second of an engine of the tiny dense model: decoding with several numbers of sequences, and
+    prefill, cached prefixes included."""
     context.doing("timing an engine")
     recipe = tiny_recipe(context, "dense", 1)
     tokens, counts = (24, (1, 8)) if context.tiny else (128, (1, 32, 128))
     engine = start_engine(context, recipe, load_weights=True)
-    where = "sharing its device" if shares_devices(context) else "alone on its device"
     try:
         timed(engine.call("start"), START_SECONDS)
 
@@ -120,14 +115,11 @@ def _decoding(context: StageContext, observations: list[Observation]) -> None:
 
         for count in counts:
             value = rate(count, tokens, lambda count=count: float(count * tokens))  # type: ignore[misc]
-            how = f"tiny dense model, {tokens} tokens each, {where}"
-            observations.append(Observation(f"decode, {count} sequences", value, "tokens/s", how))
+            context.figure(f"decode, {count} sequences", value, unit="tokens/s")
         prompts = counts[-1]
         work = float(sum(LENGTHS[number % len(LENGTHS)] for number in range(prompts)))
         value = rate(prompts, 1, lambda: work)
-        observations.append(
-            Observation(f"prefill, {prompts} prompts", value, "tokens/s", "tiny dense model, cached prefixes included")
-        )
+        context.figure(f"prefill, {prompts} prompts", value, unit="tokens/s")
     finally:
         engine.stop()
 

@@ -50,6 +50,11 @@ class Subject:
         return StepTimes(self.device, self.shape, self.critic_shape, self.response)
 
     @property
+    def models(self) -> dict[str, dict[str, Any]]:
+        """config.json of each model, by section of the recipe."""
+        return {ROLLOUT: self.model} | ({"critic": self.critic_model} if self.critic_model else {})
+
+    @property
     def limit(self) -> float:
         """Bytes of a device."""
         return self.device.memory * 2**30

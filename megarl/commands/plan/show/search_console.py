@@ -157,7 +157,7 @@ def why(new: Estimate, current: Estimate | None) -> str:
 
 def _estimate(subject: Subject, choice: Choice) -> Estimate:
     recipe = apply_choice(subject.recipe, choice)
-    return estimate(recipe, subject.model, subject.critic_model, subject.device, response=subject.response)
+    return estimate(recipe, subject.models, subject.device, response=subject.response)
 
 
 def _own_estimate(subject: Subject) -> Estimate | None:
@@ -165,7 +165,7 @@ def _own_estimate(subject: Subject) -> Estimate | None:
         check_layout(subject.model, subject.recipe.megatron, subject.recipe.cluster.trainers)
     except ValueError:
         return None
-    return estimate(subject.recipe, subject.model, subject.critic_model, subject.device, response=subject.response)
+    return estimate(subject.recipe, subject.models, subject.device, response=subject.response)
 
 
 def _overrides(subject: Subject, choice: Choice) -> list[str]:

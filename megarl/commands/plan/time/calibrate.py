@@ -1,4 +1,4 @@
-"""`plan --calibrate RUN`: fits a device's shares and factors to the measured seconds of a run. Pure.
+"""`plan RECIPE --calibrate RUN [--out FILE]`: fits a device's shares and factors to the measured seconds of a run.
 
 A share is fitted to the sum of all phases that it affects; the remaining deviation of a phase becomes its factor.
 """
@@ -7,13 +7,21 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
+from megarl.atomic_files import check_new
+from megarl.commands.plan.build import make_plan
 from megarl.commands.plan.count.types import Estimate
 from megarl.commands.plan.time.calibration import LINKS, SHARES, Calibration, CalibrationEntry
-from megarl.commands.plan.time.measured import Measured
+from megarl.commands.plan.time.estimate import estimate
+from megarl.commands.plan.time.measured import Measured, read_run
+from megarl.errors import as_input_error
+from megarl.hf.shape import model_shape
 from megarl.platform.devices import Device
+from megarl.recipe.schema import Recipe
 from megarl.text import pluralize
 
 _TRAINED = ("old_log_prob", "reference", "values", "update_critic", "update_actor")
@@ -44,14 +52,36 @@ class Fit:
     notes: list[str]
 
 
-def calibrate(measured: Measured, device: Device, estimate: Callable[[Device], Estimate]) -> Fit:
-    """Fit `device` to a run. `estimate`: returns the estimate of the run's recipe, with the run's lengths, on a device."""
-    seconds, notes = _comparable(measured, estimate(device)), []
+def calibrate_run(
+    recipe: Recipe, models: Mapping[str, dict[str, Any]], device: Device, run: Path, out: Path | None
+) -> list[str]:
+    """Return lines for the console, and write `out`. `models`: as in `make_plan`. Raises InputError for another recipe's run."""
+    with as_input_error():
+        if out is not None:
+            check_new("--out", out)
+        measured = read_run(run, recipe, model_shape(models["rollout"]))
+        counted = make_plan(recipe, models, device, advise=False)
+
+    def estimate_on(candidate: Device) -> Estimate:
+        links, lengths, tried = counted.weight_sync, measured.lengths, measured.tried
+        return estimate(recipe, models, candidate, lengths=lengths, engine=counted.engine, links=links, tried=tried)
+
+    fit = calibrate(measured, device, estimate_on)
+    lines = calibration_lines(fit, measured)
+    if out is not None:
+        calibration_of(fit, measured).write(out)
+        lines.append(f"  written to {out}: plan RECIPE --device {device.name} --calibration {out}")
+    return lines
+
+
+def calibrate(measured: Measured, device: Device, estimate_on: Callable[[Device], Estimate]) -> Fit:
+    """Fit `device` to a run. `estimate_on`: returns the estimate of the run's recipe, with the run's lengths, on a device."""
+    seconds, notes = _comparable(measured, estimate_on(device)), []
 
     def fit(names: tuple[str, ...], now: Device, scaled: Callable[[Device, float], Device]) -> Device:
         """Scale shares of `now` so that the sum of the phases equals the measured sum."""
         goal = sum(seconds.get(name, 0.0) for name in names)
-        return _fitted(goal, now, scaled, lambda device: _sum(estimate(device), names, seconds)) if goal else now
+        return _fitted(goal, now, scaled, lambda device: _sum(estimate_on(device), names, seconds)) if goal else now
 
     fitted = replace(device, factors={})
     fitted = fit(("gen", "teacher"), fitted, _scale_engines)
@@ -64,11 +94,11 @@ def calibrate(measured: Measured, device: Device, estimate: Callable[[Device], E
             f"link_share is unchanged: weight sync would need {linked.link_share:.1g}, so the links are not its bottleneck. "
             "It gets a factor instead."
         )
-    if "gen" in {phase.name for phase in estimate(fitted).phases} and "gen" not in seconds:
+    if "gen" in {phase.name for phase in estimate_on(fitted).phases} and "gen" not in seconds:
         notes.append("gen is not fitted: the trainers never waited for it, so no timing contains its seconds.")
-    factors = _factors(estimate(fitted), seconds)
+    factors = _factors(estimate_on(fitted), seconds)
     after = replace(fitted, factors=factors, source=f"fitted to {measured.run.name}; the rest as {device.name}")
-    return Fit(device, after, _rows(measured, seconds, estimate(device), estimate(after)), notes)
+    return Fit(device, after, _rows(measured, seconds, estimate_on(device), estimate_on(after)), notes)
 
 
 def calibration_of(fit: Fit, measured: Measured) -> Calibration:

@@ -9,14 +9,12 @@ A file is YAML (`Calibration.to_yaml`, `read_calibration`):
       train_flops: {value: 1.06e14, origin: measured, how: "Qwen3-8B, 8 layers, micro batches of 8,192 tokens"}
       host_link: {value: 2.7e10, origin: measured, how: "page-locked copy of 1 GiB, median of 20"}
     factors:
-      gen: {value: 2.1, origin: measured, how: "steps 3 to 10 of runs/mine", low: 1.9, high: 2.4}
-    observations:
-      - {name: "decode, 32 sequences", value: 1850, unit: tokens/s, how: "Qwen3-8B, TP 1, graphs"}
+      gen: {value: 2.1, origin: measured, how: "steps 3 to 10 of runs/mine"}
     versions: {torch: 2.10.0}
 
 All sections but `schema`, `device` and `source` may be absent. Rates are measured, not copied from a data sheet. A factor
-is measured seconds / estimated seconds of a phase of `timing_s/...`, after the rates have been applied. Observations are
-stored but no estimate uses them.
+is measured seconds / estimated seconds of a phase of `timing_s/...`, after the rates have been applied. Files of
+earlier versions also have `observations`, and `low` and `high` of entries, which are ignored.
 """
 
 from __future__ import annotations
@@ -65,30 +63,15 @@ RATES: dict[str, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class CalibrationEntry:
-    """A rate or factor. `low` and `high`: range of several measurements."""
+    """A rate or factor."""
 
     value: float
     origin: str  # one of ORIGINS
     how: str  # workload and repetitions; for `assumed`, the reason
-    low: float | None = None
-    high: float | None = None
 
     def plain(self) -> dict[str, Any]:
-        """Return the entry as in a file, without absent bounds."""
-        bounds = {"low": self.low, "high": self.high}
-        numbers = {"value": self.value, **{name: bound for name, bound in bounds.items() if bound is not None}}
-        rounded = {name: float(f"{number:.4g}") for name, number in numbers.items()}
-        return rounded | {"origin": self.origin, "how": self.how}
-
-
-@dataclass(frozen=True)
-class Observation:
-    """A measurement that no estimate uses, such as decode tokens/s of one model."""
-
-    name: str
-    value: float
-    unit: str
-    how: str = ""
+        """Return the entry as in a file."""
+        return {"value": float(f"{self.value:.4g}"), "origin": self.origin, "how": self.how}
 
 
 @dataclass(frozen=True)
@@ -99,7 +82,6 @@ class Calibration:
     source: str
     rates: Mapping[str, CalibrationEntry] = field(default_factory=dict)
     factors: Mapping[str, CalibrationEntry] = field(default_factory=dict)
-    observations: tuple[Observation, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -113,9 +95,6 @@ class Calibration:
             if name not in RATES:
                 near = nearest(name, RATES)
                 faults.append(f"rates has no {name!r}. " + (f"Nearest: {near}." if near else f"There are {_NAMES}."))
-        for observation in self.observations:
-            if not _is_number(observation.value):
-                faults.append(f"observations: {observation.name} is {observation.value!r}; give a number.")
         if faults:
             raise InputError("a calibration is wrong:\n  " + "\n  ".join(faults))
 
@@ -157,7 +136,6 @@ class Calibration:
         plain: dict[str, Any] = {"schema": SCHEMA, "device": self.device, "source": self.source}
         plain["rates"] = {name: entry.plain() for name, entry in self.rates.items()}
         plain["factors"] = {name: entry.plain() for name, entry in self.factors.items()}
-        plain["observations"] = [vars(observation) for observation in self.observations]
         plain["versions"] = dict(self.versions)
         return yaml.safe_dump(
             {key: value for key, value in plain.items() if value}, sort_keys=False, allow_unicode=True
@@ -187,16 +165,13 @@ def read_calibration(path: Path) -> Calibration:
 def _parsed(content: dict[Any, Any]) -> Calibration:
     if content.get("schema") != SCHEMA:
         raise InputError(f"schema is {content.get('schema')!r}; this version of megarl reads schema {SCHEMA}.")
-    sections = ("schema", "device", "source", "rates", "factors", "observations", "versions")
-    unknown = sorted(str(key) for key in content if key not in sections)
+    sections = ("schema", "device", "source", "rates", "factors", "versions")
+    unknown = sorted(str(key) for key in content if key not in (*sections, "observations"))
     if unknown:
         raise InputError(f"has no section {', '.join(unknown)}. There are {', '.join(sections)}.")
     missing = [key for key in ("device", "source") if key not in content]
     if missing:
         raise InputError(f"lacks {', '.join(missing)}.")
-    observations = content.get("observations") or []
-    if not isinstance(observations, list):
-        raise InputError("observations is not a list.")
     versions = _mapping(content, "versions")
     return Calibration(
         device=str(content["device"]),
@@ -206,7 +181,6 @@ def _parsed(content: dict[Any, Any]) -> Calibration:
             FORMER_PHASES.get(name, name): _entry("factors", name, value)
             for name, value in _mapping(content, "factors").items()
         },
-        observations=tuple(_observation(value) for value in observations),
         versions={name: str(value) for name, value in versions.items()},
     )
 
@@ -222,17 +196,9 @@ def _entry(section: str, name: str, value: Any) -> CalibrationEntry:
     keys = ("value", "origin", "how", "low", "high")
     if not isinstance(value, dict) or not set(value) <= set(keys) or not {"value", "origin", "how"} <= set(value):
         raise InputError(
-            f"{section}.{name} is {value!r}. Give {{value: NUMBER, origin: {'|'.join(ORIGINS)}, how: TEXT}}, and low and high "
-            "for several measurements."
+            f"{section}.{name} is {value!r}. Give {{value: NUMBER, origin: {'|'.join(ORIGINS)}, how: TEXT}}."
         )
-    numbers = {key: _number(value.get(key)) for key in ("value", "low", "high")}
-    return CalibrationEntry(origin=value["origin"], how=value["how"], **numbers)
-
-
-def _observation(value: Any) -> Observation:
-    if not isinstance(value, dict) or not {"name", "value", "unit"} <= set(value) <= {"name", "value", "unit", "how"}:
-        raise InputError(f"observations has {value!r}. Give {{name: TEXT, value: NUMBER, unit: TEXT, how: TEXT}}.")
-    return Observation(str(value["name"]), _number(value["value"]), str(value["unit"]), str(value.get("how", "")))
+    return CalibrationEntry(_number(value["value"]), value["origin"], value["how"])
 
 
 def _number(value: Any) -> Any:
@@ -245,12 +211,8 @@ def _number(value: Any) -> Any:
 
 def _faults(entry: CalibrationEntry) -> list[str]:
     faults = []
-    for name in ("value", "low", "high"):
-        number = getattr(entry, name)
-        if (number is not None or name == "value") and not (_is_number(number) and number > 0):
-            faults.append(f"{name} is {number!r}; give a number above 0.")
-    if not faults and not (entry.low or entry.value) <= entry.value <= (entry.high or entry.value):
-        faults.append(f"value is {entry.value:g}, not between low {entry.low} and high {entry.high}.")
+    if not (_is_number(entry.value) and entry.value > 0):
+        faults.append(f"value is {entry.value!r}; give a number above 0.")
     if entry.origin not in ORIGINS:
         faults.append(f"origin is {entry.origin!r}; there are {', '.join(ORIGINS)}.")
     if fault := _text_fault(entry.how):

@@ -19,8 +19,11 @@ from megarl.commands.plan.time import trainers as training
 from megarl.commands.plan.time.cost import Cost, host_seconds
 from megarl.commands.plan.time.engines import Engines, generate, read, room
 from megarl.commands.plan.time.lengths import Lengths, MicroBatches, micro_batches
+from megarl.commands.plan.time.spread import published_ratios, runs_of_kind, spreads
 from megarl.commands.plan.time.trainers import Trainers
 from megarl.commands.plan.time.weight_sync import moved, uncounted, weight_sync_cost
+from megarl.hf import published
+from megarl.hf.config import number_of_experts, text_fields
 from megarl.hf.shape import ModelShape, model_shape
 from megarl.platform.devices import Device
 from megarl.recipe.critic import critic_view
@@ -36,31 +39,29 @@ _VECTORS = "a few vectors with one number per token"
 
 def estimate(
     recipe: Recipe,
-    model: dict[str, Any],
-    critic_model: dict[str, Any] | None,
+    models: Mapping[str, dict[str, Any]],
     device: Device,
     *,
     response: float | None = None,
     lengths: Lengths | None = None,
     engine: EngineRank | None = None,
     links: Links | None = None,
-    teacher_model: dict[str, Any] | None = None,
     tried: float = 1.0,
 ) -> Estimate:
     """Estimate one step of `recipe` after the critic's warm-up, without evaluation and checkpoints.
 
-    `..._model`: config.json. `response`: mean tokens of a response (`Lengths.of`); `lengths`: all lengths instead.
-    `engine`: counted memory of an engine rank; `links`: bytes of the weight sync; None: computed by formula.
-    `teacher_model`: None: as large as the policy. `tried`: prompts sampled per prompt that is trained on. Raises ValueError
-    for a model without a FLOP count.
+    `models`: config.json of the policy ("rollout"), and of critic and teacher, which are as large as the policy if absent.
+    `response`: mean tokens of a response (`Lengths.of`); `lengths`: all lengths instead. `engine`: counted memory of an engine
+    rank; `links`: bytes of the weight sync; None: computed by formula. `tried`: prompts sampled per prompt that is trained on.
+    Raises ValueError for a model without a FLOP count.
     """
     step = Step(
         recipe,
         device,
         lengths or Lengths.of(recipe, response),
-        model_shape(model),
-        model_shape(critic_model) if critic_model else None,
-        model_shape(teacher_model) if teacher_model else None,
+        model_shape(models["rollout"]),
+        model_shape(models["critic"]) if "critic" in models else None,
+        model_shape(models["teacher"]) if "teacher" in models else None,
         engine,
         links,
         tried,
@@ -79,32 +80,48 @@ def estimate(
     )
 
 
-def estimate_of(
-    plan: RecipePlan,
+def with_estimate(
+    counted: RecipePlan,
     recipe: Recipe,
     models: Mapping[str, dict[str, Any]],
     device: Device,
-    *,
-    response: float | None = None,
-    lengths: Lengths | None = None,
-    tried: float = 1.0,
-) -> Estimate:
-    """Estimate `plan` with its counted memory and bytes: the estimate of `megarl plan` and of a calibration.
+    table: Device | None,
+    response: float | None,
+) -> RecipePlan:
+    """Return `counted` with its estimate.
 
-    `models`: as in `make_plan`; other arguments as in `estimate`.
+    With a calibrated `device` the estimate for the `table`'s device is added, else the range over published runs.
     """
-    policy = models["rollout"]
-    return estimate(
-        recipe,
-        policy,
-        models.get("critic", policy),
-        device,
-        response=response,
-        lengths=lengths,
-        engine=plan.engine,
-        links=plan.weight_sync,
-        teacher_model=models.get("teacher"),
-        tried=tried,
+
+    def estimate_on(candidate: Device) -> Estimate:
+        return estimate(recipe, models, candidate, response=response, engine=counted.engine, links=counted.weight_sync)
+
+    result = estimate_on(device)
+    if table is not None and table != device:
+        return replace(counted, estimate=replace(result, uncalibrated=estimate_on(table)))
+    if device.factors:
+        return replace(counted, estimate=result)
+    return _with_spread(counted, result, models["rollout"])
+
+
+def _with_spread(counted: RecipePlan, estimate: Estimate, model: dict[str, Any]) -> RecipePlan:
+    """Add the range of `estimate` over published runs; for the step also without runs of the recipe's model."""
+    experts, ratios = bool(number_of_experts(text_fields(model))), published_ratios()
+    spread = spreads(estimate, experts=experts, ratios=ratios)
+    if not spread:
+        return replace(counted, estimate=estimate)
+    runs, shape = runs_of_kind(experts=experts, ratios=ratios), model_shape(model)
+    of_model = [run for run in runs if model_shape(published.read(run.model)) == shape]
+    other_runs = [run for run in runs if run not in of_model]
+    other_spreads = spreads(estimate, experts=experts, ratios=other_runs) if of_model else []
+    return replace(
+        counted,
+        estimate=estimate,
+        spread=spread,
+        compared=[run.run for run in runs],
+        model_kind="with experts" if experts else "without experts",
+        own_runs=[run.run for run in of_model] if other_spreads else [],
+        without_own=other_spreads[-1] if other_spreads else None,
     )
 
 

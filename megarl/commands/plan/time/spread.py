@@ -39,22 +39,22 @@ def published_ratios() -> tuple[Ratios, ...]:
     )
 
 
-def runs_of_kind(*, experts: bool, ratios: Iterable[Ratios], without: str = "") -> list[Ratios]:
-    """Return published runs of models with or without experts, except the run `without`."""
-    return [entry for entry in ratios if entry.experts == experts and entry.run != without]
+def runs_of_kind(*, experts: bool, ratios: Iterable[Ratios]) -> list[Ratios]:
+    """Return published runs of models with or without experts."""
+    return [entry for entry in ratios if entry.experts == experts]
 
 
-def ratios_of(phase: str, *, experts: bool, ratios: Iterable[Ratios], without: str = "") -> list[float]:
-    """Return the ratios of a phase in runs of this kind of model, except the run `without`."""
-    runs = runs_of_kind(experts=experts, ratios=ratios, without=without)
+def ratios_of(phase: str, *, experts: bool, ratios: Iterable[Ratios]) -> list[float]:
+    """Return the ratios of a phase in runs of this kind of model."""
+    runs = runs_of_kind(experts=experts, ratios=ratios)
     return [run.of.get(phase, run.of.get(STEP, 0.0)) for run in runs if phase in run.of or set(run.of) == {STEP}]
 
 
-def spreads(estimate: Estimate, *, experts: bool, ratios: Iterable[Ratios], without: str = "") -> list[Spread]:
+def spreads(estimate: Estimate, *, experts: bool, ratios: Iterable[Ratios]) -> list[Spread]:
     """Return the spread of each phase with published runs, and of the step, with all other phases as estimated."""
     runs, result = tuple(ratios), []
     for phase in estimate.phases:
-        seen = ratios_of(phase.name, experts=experts, ratios=runs, without=without)
+        seen = ratios_of(phase.name, experts=experts, ratios=runs)
         if seen:
             typical = math.exp(sum(map(math.log, seen)) / len(seen))
             low, typical, high = (phase.seconds * ratio for ratio in (min(seen), typical, max(seen)))
