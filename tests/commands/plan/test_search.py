@@ -28,7 +28,6 @@ from megarl.commands.plan.search.forecast import Forecast
 from megarl.commands.plan.search.layouts import Choice, EngineLayout, apply_choice, choice_of, overrides
 from megarl.commands.plan.search.lower_bound import largest_parts, min_held_bytes, min_peak_bytes
 from megarl.commands.plan.search.search import SearchResult, families, search
-from megarl.commands.plan.search.step_time import StepTimes
 from megarl.commands.plan.show.search_console import name_of, show, summary_lines, why
 from megarl.commands.plan.time.estimate import estimate
 from megarl.engines.routes import WeightRoute
@@ -43,8 +42,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def run(task: Subject, checker: FakeFitChecker, *, seconds: float = 60.0, count: int = 10) -> SearchResult:
-    clock = StepTimes(task.device, task.shape, None, None)
-    return module._Search(task, checker, clock, time.monotonic() + seconds, count).run()  # type: ignore[arg-type]
+    return module._Search(task, checker, time.monotonic() + seconds, count).run()  # type: ignore[arg-type]
 
 
 def everything(result: SearchResult) -> int:
@@ -70,9 +68,8 @@ def test_the_first_candidate_is_the_fastest_that_fits() -> None:
     """The first candidate is the fastest of all layouts that fit."""
     task = subject()
     first = run(task, FakeFitChecker(), count=1).best[0]
-    clock = StepTimes(task.device, task.shape, None, None)
     fitting = [
-        clock.seconds(apply_choice(task.recipe, choice))
+        task.step_seconds(apply_choice(task.recipe, choice))
         for family in families(task)
         for choice in family.choices
         if choice.recompute == "full" and choice.layout.pipeline_parallel < 4
@@ -267,13 +264,12 @@ def test_uncounted_engines_are_named() -> None:
 
 
 def test_step_times_equal_the_estimate() -> None:
-    task = subject(pipeline_parallel=2, recompute="full")
-    clock = StepTimes(task.device, task.shape, None, 20.0)
+    task = replace(subject(pipeline_parallel=2, recompute="full"), response=20.0)
     sampled = families(task)[::7]
     assert sampled
     for family in sampled:
         chosen_recipe = apply_choice(task.recipe, family.choices[0])
-        assert clock.seconds(chosen_recipe) == pytest.approx(
+        assert task.step_seconds(chosen_recipe) == pytest.approx(
             estimate(chosen_recipe, {"rollout": task.model}, H100, response=20.0).seconds
         )
 

@@ -10,7 +10,6 @@ import pytest
 
 from megarl.commands.plan.search import suggest
 from megarl.commands.plan.search.layouts import Choice, choice_of, refusal
-from megarl.commands.plan.search.step_time import StepTimes
 from megarl.preflight.load import load_recipe
 from megarl.recipe.load import to_yaml
 from tests.support.layout_search import NO_CLIENT, FakeFitChecker, subject
@@ -75,11 +74,10 @@ def test_suggestions_change_as_few_settings_as_possible(monkeypatch: pytest.Monk
     )
     assert all(len(suggestion.overrides.split()) <= 3 for suggestion in suggestions), suggestions
     assert [suggestion.times for suggestion in suggestions] == sorted(suggestion.times for suggestion in suggestions)
-    clock = StepTimes(task.device, task.shape, None, None)
     for suggestion in suggestions:
         (tmp_path / "recipe.yaml").write_text(to_yaml(task.recipe))
         loaded = load_recipe(tmp_path / "recipe.yaml", suggestion.overrides.split(), check=False)
-        assert suggestion.times == pytest.approx(clock.seconds(loaded) / clock.seconds(task.recipe))
+        assert suggestion.times == pytest.approx(task.step_seconds(loaded) / task.step_seconds(task.recipe))
 
 
 def test_suggestions_of_one_shape_change_different_settings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -18,7 +19,8 @@ from megarl.commands.plan.count.types import EngineRank, PipelineStage, RankMemo
 from megarl.commands.plan.search.forecast import Forecast
 from megarl.commands.plan.search.layouts import Choice, EngineLayout, apply_choice, choice_of, refusal
 from megarl.commands.plan.search.lower_bound import largest_parts, min_held_bytes, min_peak_bytes, parts
-from megarl.commands.plan.search.step_time import StepTimes
+from megarl.commands.plan.time.estimate import Step, duration
+from megarl.commands.plan.time.lengths import Lengths
 from megarl.errors import InputError
 from megarl.hf.shape import ModelShape, model_shape
 from megarl.platform.devices import Device
@@ -46,8 +48,15 @@ class Subject:
     device: Device
     response: float | None = None
 
-    def step_times(self) -> StepTimes:
-        return StepTimes(self.device, self.shape, self.critic_shape, self.response)
+    def step_seconds(self, recipe: Recipe) -> float:
+        """Return the estimated seconds of a step of `recipe`, which differs from this one only in its layout."""
+        lengths = Lengths.of(recipe, self.response)
+        step = Step(recipe, self.device, lengths, self.shape, self.critic_shape, cache=self._step_parts)
+        return duration(step.phases())
+
+    @cached_property
+    def _step_parts(self) -> dict[Hashable, Any]:
+        return {}
 
     @property
     def models(self) -> dict[str, dict[str, Any]]:

@@ -23,7 +23,6 @@ from megarl.commands.plan.search.layouts import (
     layouts,
     sizes_of_micro_batches,
 )
-from megarl.commands.plan.search.step_time import StepTimes
 from megarl.errors import InputError
 from megarl.recipe.offload import offloads
 
@@ -98,9 +97,8 @@ def search(subject: Subject, *, seconds: float, count: int = 10) -> SearchResult
     so it is among them if it fits."""
     deadline = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as directory, RankClient(_PROCESSES) as client:
-        clock = subject.step_times()
-        checker = FitChecker(subject, client, Path(directory), fastest_engines(subject, clock), deadline)
-        return _Search(subject, checker, clock, deadline, count).run()
+        checker = FitChecker(subject, client, Path(directory), fastest_engines(subject), deadline)
+        return _Search(subject, checker, deadline, count).run()
 
 
 def examine(checker: FitChecker, choice: Choice, near: float | None) -> _Verdict:
@@ -123,12 +121,12 @@ def examine(checker: FitChecker, choice: Choice, near: float | None) -> _Verdict
         return str(error).strip().splitlines()[-1]
 
 
-def fastest_engines(subject: Subject, clock: StepTimes) -> list[EngineLayout]:
+def fastest_engines(subject: Subject) -> list[EngineLayout]:
     """Return the fastest engine layouts by estimate; the trainers' layout does not matter."""
     recipe, choice = subject.recipe, choice_of(subject.recipe)
     candidates = list(engine_layouts(recipe, subject.model, subject.device.per_node))
     choice = replace(choice, layout=next(layouts(recipe, subject.model, subject.device.per_node), choice.layout))
-    candidates.sort(key=lambda engines: clock.seconds(apply_choice(recipe, replace(choice, engines=engines))))
+    candidates.sort(key=lambda engines: subject.step_seconds(apply_choice(recipe, replace(choice, engines=engines))))
     return candidates[:_ENGINES]
 
 
@@ -153,8 +151,8 @@ def _offloads(subject: Subject) -> tuple[bool, ...]:
 
 
 class _Search:
-    def __init__(self, subject: Subject, checker: FitChecker, clock: StepTimes, deadline: float, count: int) -> None:
-        self._subject, self._checker, self._clock = subject, checker, clock
+    def __init__(self, subject: Subject, checker: FitChecker, deadline: float, count: int) -> None:
+        self._subject, self._checker = subject, checker
         self._deadline, self._count = deadline, count
         self._began = time.monotonic()
         self._queue: list[tuple[float, int, _Family]] = []
@@ -310,4 +308,4 @@ class _Search:
         self._result.best.append(FittingLayout(choice, self._seconds(choice), peak))
 
     def _seconds(self, choice: Choice) -> float:
-        return self._clock.seconds(apply_choice(self._subject.recipe, choice))
+        return self._subject.step_seconds(apply_choice(self._subject.recipe, choice))

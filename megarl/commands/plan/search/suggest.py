@@ -26,7 +26,6 @@ from megarl.commands.plan.search.layouts import (
     refusal,
 )
 from megarl.commands.plan.search.search import examine, families, fastest_engines
-from megarl.commands.plan.search.step_time import StepTimes
 
 _COUNT = 3
 _AT_A_TIME = 2  # layouts under examination
@@ -48,11 +47,11 @@ def suggest(
 
     Sorted by number of changed keys, then by cost of the forecast, then by step time. `engines`: None: choose them.
     """
-    deadline, clock = time.monotonic() + seconds, subject.step_times()
+    deadline = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as directory:
-        ways = [_own_engines(subject), *fastest_engines(subject, clock)] if engines is None else []
+        ways = [_own_engines(subject), *fastest_engines(subject)] if engines is None else []
         checker = FitChecker(subject, client, Path(directory), list(dict.fromkeys(ways)), deadline, engines)
-        search = _SuggestionSearch(subject, checker, clock, deadline)
+        search = _SuggestionSearch(subject, checker, deadline)
         workers = ThreadPoolExecutor(_AT_A_TIME)
         running = {workers.submit(search.run) for _ in range(_AT_A_TIME)}
         workers.shutdown(wait=False)  # requests in flight end with the client
@@ -67,10 +66,10 @@ def suggest(
 class _SuggestionSearch:
     """Search for layouts that fit, shared by several threads."""
 
-    def __init__(self, subject: Subject, checker: FitChecker, clock: StepTimes, deadline: float) -> None:
-        self._subject, self._checker, self._clock, self._deadline = subject, checker, clock, deadline
+    def __init__(self, subject: Subject, checker: FitChecker, deadline: float) -> None:
+        self._subject, self._checker, self._deadline = subject, checker, deadline
         self._own = _settings(choice_of(subject.recipe))
-        self._nearest = _by_changes(subject, checker.too_large, clock)
+        self._nearest = _by_changes(subject, checker.too_large)
         self._suggestions: list[tuple[Choice, Suggestion]] = []
         self._counting: set[Choice] = set()
         self._lock, self.over = threading.Lock(), False  # over: no candidate is left
@@ -129,7 +128,8 @@ class _SuggestionSearch:
 
     def _times(self, choice: Choice) -> float:
         recipe = self._subject.recipe
-        return self._clock.seconds(self._checker.with_chosen_engines(recipe, choice)) / self._clock.seconds(recipe)
+        seconds = self._subject.step_seconds
+        return seconds(self._checker.with_chosen_engines(recipe, choice)) / seconds(recipe)
 
 
 def _settings(choice: Choice) -> tuple[Any, ...]:
@@ -149,7 +149,7 @@ def uncounted_layouts(subject: Subject) -> list[str]:
     """
     recipe, lines = subject.recipe, dict[tuple[int, ...], str]()
     engines = _own_engines(subject)
-    near = _by_changes(subject, lambda choice: too_large(subject, choice), subject.step_times())
+    near = _by_changes(subject, lambda choice: too_large(subject, choice))
     for choice in islice(near, _EXAMINED):
         candidate = apply_choice(recipe, replace(choice, engines=engines))
         if choice.layout.shape not in lines and refusal(candidate, subject.model) is None:
@@ -165,7 +165,7 @@ def _own_engines(subject: Subject) -> EngineLayout:
     return next(engine_layouts(subject.recipe, subject.model, subject.device.per_node), current)
 
 
-def _by_changes(subject: Subject, too_large: Callable[[Choice], bool], clock: StepTimes) -> Iterator[Choice]:
+def _by_changes(subject: Subject, too_large: Callable[[Choice], bool]) -> Iterator[Choice]:
     current = _settings(choice_of(subject.recipe))
 
     interleaving = (None, subject.recipe.megatron.virtual_pipeline)  # others take more memory and long to count
@@ -180,6 +180,9 @@ def _by_changes(subject: Subject, too_large: Callable[[Choice], bool], clock: St
         # First the choices with the recipe's forecast setting: each other setting is counted first, which takes seconds.
         laid_out = [(choice, apply_choice(subject.recipe, choice)) for choice in may_fit]
         laid_out.sort(
-            key=lambda entry: (setting(entry[1].megatron) != setting(subject.recipe.megatron), clock.seconds(entry[1]))
+            key=lambda entry: (
+                setting(entry[1].megatron) != setting(subject.recipe.megatron),
+                subject.step_seconds(entry[1]),
+            )
         )
         yield from (choice for choice, _ in laid_out)

@@ -5,10 +5,10 @@ Every number is an estimate. Each phase states its assumptions; docs/planner.md 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from megarl.algorithms.advantages import AdvantageSource, uses_critic
 from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
@@ -31,6 +31,7 @@ from megarl.recipe.schema import Recipe
 from megarl.recipe.weight_sync import is_sharded
 from megarl.text import pluralize
 
+T = TypeVar("T")
 HAND_OVER = "hand_over"
 """The phase in which trainers return to the devices. No metric timing_s/... exists for it; timing_s/step contains it."""
 
@@ -66,11 +67,10 @@ def estimate(
         links,
         tried,
     )
-    phases = step.phases()
-    batches = step.batches
+    phases, batches = step.phases(), step.batches
     return Estimate(
         phases=phases,
-        seconds=max(end for _, end in spans(phases)),
+        seconds=duration(phases),
         tokens=step.samples * step.lengths.tokens,
         micro_batches=batches.count,
         tokens_per_micro_batch=batches.tokens,
@@ -135,9 +135,14 @@ def spans(phases: list[PhaseTime]) -> list[tuple[float, float]]:
     return result
 
 
+def duration(phases: list[PhaseTime]) -> float:
+    """Return the seconds of a step."""
+    return max(end for _, end in spans(phases))
+
+
 @dataclass
 class Step:
-    """One step of a recipe, and the cost of each phase."""
+    """One step of a recipe, and the cost of each phase. Steps of recipes that differ only in layout may share `cache`."""
 
     recipe: Recipe
     device: Device
@@ -148,6 +153,7 @@ class Step:
     engine: EngineRank | None = None
     links: Links | None = None
     tried: float = 1.0
+    cache: dict[Hashable, Any] = field(default_factory=dict)  # parts that steps with another layout share
     _found: list[PhaseTime] = field(default_factory=list)
     _begin: float | None = None  # begin of the next phase, if it is not the end of the previous one
 
@@ -173,10 +179,20 @@ class Step:
     def batches(self) -> MicroBatches:
         return self._batches(self.actor)
 
+    def _once(self, key: Hashable, compute: Callable[[], T]) -> T:
+        if key not in self.cache:
+            self.cache[key] = compute()
+        value: T = self.cache[key]
+        return value
+
     def _batches(self, trainers: Trainers) -> MicroBatches:
-        each = self.samples / trainers.recipe.actor.mini_batches
-        together = self._siblings if LOSSES[trainers.recipe.algorithm.loss].whole_groups else 1
-        return micro_batches(trainers.recipe, trainers.shape, self.lengths, each, trainers.data_parallel, together)
+        recipe, megatron, ranks = trainers.recipe, trainers.recipe.megatron, trainers.data_parallel
+        each = self.samples / recipe.actor.mini_batches
+        together = self._siblings if LOSSES[recipe.algorithm.loss].whole_groups else 1
+        every = megatron.pipeline_parallel if megatron.virtual_pipeline else 1
+        tokens = recipe.actor.max_tokens_per_micro_batch
+        key = "batches", trainers.output, ranks, megatron.context_parallel, every, tokens
+        return self._once(key, lambda: micro_batches(recipe, trainers.shape, self.lengths, each, ranks, together))
 
     @cached_property
     def engines(self) -> Engines:
@@ -246,8 +262,10 @@ class Step:
 
     def _generate(self) -> Cost:
         greedy = ADVANTAGES[self.recipe.algorithm.advantage].needs_greedy
-        samples = self.recipe.rollout.samples_per_prompt + greedy
-        return generate(self.engines, self.lengths, self.recipe.data.prompts_per_step * self.tried, samples)
+        rollout, prompts = self.recipe.rollout, self.recipe.data.prompts_per_step * self.tried
+        key = "gen", rollout.engines, rollout.tensor_parallel, rollout.data_parallel, rollout.expert_parallel
+        samples = rollout.samples_per_prompt + greedy
+        return self._once(key, lambda: generate(self.engines, self.lengths, prompts, samples))
 
     @property
     def _teachers(self) -> Engines:
