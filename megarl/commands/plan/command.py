@@ -13,7 +13,7 @@ from megarl.commands.plan.build import make_plan
 from megarl.commands.plan.count.types import RecipePlan
 from megarl.commands.plan.environment import environment_of
 from megarl.commands.plan.options import SECONDS, PlanOptions, device_of
-from megarl.commands.plan.preflight import Checked, checked
+from megarl.commands.plan.preflight import checked, require
 from megarl.commands.plan.routes import as_expected, expected_routes
 from megarl.commands.plan.search.command import load_for_search, require_device, subject_of, with_suggestions
 from megarl.commands.plan.search.search import search
@@ -26,6 +26,7 @@ from megarl.commands.plan.time.estimate import with_estimate
 from megarl.engines.routes import check_route
 from megarl.errors import InputError, as_input_error
 from megarl.platform.devices import Device
+from megarl.preflight.findings import Survey
 from megarl.preflight.load import load_recipe
 from megarl.preflight.models import CRITIC, JUDGE, POLICY, TEACHER
 
@@ -43,7 +44,7 @@ def plan(path: Path, overrides: Sequence[str], options: PlanOptions, model: str 
     with with_suggestions(path, overrides, model, kind):
         recipe = load_recipe(path, overrides)
         look = checked(recipe, path, model)
-        look.require(strict=options.strict)
+        require(look, strict=options.strict)
     models = _models(look)
     with as_input_error():
         if options.calibrate is not None:
@@ -57,8 +58,8 @@ def plan(path: Path, overrides: Sequence[str], options: PlanOptions, model: str 
             result = with_estimate(result, recipe, models, kind, table, options.response)
     result = replace(
         result,
-        unchecked=[*result.unchecked, *look.unchecked],
-        notes=[*look.notes, *device_notes, *result.notes],
+        unchecked=[*result.unchecked, *look.texts("unavailable")],
+        notes=[*look.texts("notice"), *device_notes, *result.notes],
         environment=environment,
     )
     if options.html is not None:
@@ -94,14 +95,14 @@ def _search(
 ) -> int:
     recipe, divides = load_for_search(path, overrides, model, device)
     look = checked(divides, path, model)
-    look.require(strict=options.strict)
+    require(look, strict=options.strict)
     with as_input_error():
         routes = expected_routes(divides, device)
         for route in routes[:1]:
             check_route(divides, route)
         subject = subject_of(as_expected(recipe, routes), _models(look), device, options.response)
         result = search(subject, seconds=options.seconds or SECONDS)
-        result = replace(result, unchecked=look.unchecked, notes=[*look.notes, *notes])
+        result = replace(result, unchecked=look.texts("unavailable"), notes=[*look.texts("notice"), *notes])
         if options.as_json:
             print(search_console.as_json(subject, result))
         else:
@@ -109,9 +110,9 @@ def _search(
     return int(not result.best)
 
 
-def _models(look: Checked) -> dict[str, dict[str, Any]]:
+def _models(look: Survey) -> dict[str, dict[str, Any]]:
     """Return the config.json of each model, by section of the recipe."""
-    return {_SECTIONS[key]: config for key, config in look.models.items()}
+    return {_SECTIONS[key]: config for key, config in look.configs.items()}
 
 
 def as_dict(plan: RecipePlan) -> dict[str, object]:

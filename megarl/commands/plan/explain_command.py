@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.commands.plan.explain import plan_of_recipe
-from megarl.commands.plan.preflight import checked
+from megarl.commands.plan.preflight import checked, require
 from megarl.commands.plan.show.tables import table, transposed
 from megarl.commands.plan.show.units import decimal
 from megarl.commands.plan.weight_flows import Flow, Totals, flows, totals
@@ -36,7 +36,7 @@ def show_weight_sync(
     recipe = load_recipe(path, overrides)
     if recipe.train.source != "rollout":
         raise InputError(f"{path}: train.source is {recipe.train.source}, which has no engines, so no weights are sent")
-    checked(recipe, path, model).require(strict=False)
+    require(checked(recipe, path, model), strict=False)
     with as_input_error():
         config = config_of(recipe.model.path, path, name=model)
         machine = hardware_of(path)

@@ -6,7 +6,7 @@ What this machine lacks is reported and does not refuse the recipe. Of each data
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,12 @@ from megarl.algorithms.advantages import uses_critic
 from megarl.checkpoint.identity import identity_of
 from megarl.commands.doctor.machine import existing_path
 from megarl.commands.doctor.recipe import checkpoint_bytes, checkpoints_at_a_time
-from megarl.commands.plan.count.types import Refusal
 from megarl.commands.plan.score_once import score_once
 from megarl.commands.plan.show.units import decimal
 from megarl.errors import InputError, RecipeError, block, join_blocks
 from megarl.hf.shape import model_shape
 from megarl.preflight.findings import Available, Survey, one_line
-from megarl.preflight.models import CRITIC, POLICY, Config
+from megarl.preflight.models import CRITIC, POLICY
 from megarl.preflight.recipe.optimizer_extra import optimizer_notices
 from megarl.preflight.run_directory import find_place
 from megarl.preflight.survey import survey
@@ -32,41 +31,7 @@ from megarl.recipe.seeded import seeds_notice
 from megarl.text import pluralize
 
 
-@dataclass(frozen=True)
-class Checked:
-    """Findings by their effect on the plan.
-
-    `refusals`: what `train` refuses on every machine. `unchecked`: what this machine cannot check, and what would stop the
-    run only here. `notes`: other findings. `models`: config.json of each model by its setting, without unreadable ones.
-    `hidden`: number of errors that may follow from `refusals` and are not among them.
-    """
-
-    refusals: list[Refusal] = field(default_factory=list)
-    unchecked: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    models: dict[str, Config] = field(default_factory=dict)
-    hidden: int = 0
-
-    @classmethod
-    def of(cls, result: Survey) -> Checked:
-        return cls(
-            [_refusal(error, result.key_of(error)) for error in result.errors],
-            result.texts("unavailable"),
-            result.texts("notice"),
-            result.configs,
-            result.hidden,
-        )
-
-    def require(self, *, strict: bool) -> None:
-        """Raise InputError with all refusals. `strict`: also with everything that this machine cannot check."""
-        blocks = [block(key=refusal.key, what=refusal.problem, do=refusal.remedy) for refusal in self.refusals]
-        if strict:
-            blocks += [f"\n  --strict {line}" for line in self.unchecked]
-        if blocks:
-            raise InputError(join_blocks(blocks, self.hidden))
-
-
-def checked(recipe: Recipe, path: Path, model: str | None = None) -> Checked:
+def checked(recipe: Recipe, path: Path, model: str | None = None) -> Survey:
     """Check everything that this machine can check of `recipe`.
 
     `path`: the recipe's file. `model`: the published model, or the folder, whose config.json stands for that of `model.path`;
@@ -78,7 +43,7 @@ def checked(recipe: Recipe, path: Path, model: str | None = None) -> Checked:
             score_once(recipe, result.rows, result)
         _check_disk_space(recipe, result)
         check_run(recipe, result)
-    return Checked.of(result)
+    return result
 
 
 def _check_disk_space(recipe: Recipe, result: Survey) -> None:
@@ -124,11 +89,21 @@ def check_run(recipe: Recipe, result: Survey) -> None:
             result.notice(f"The run would go on from {place.checkpoint}.")
 
 
-def _refusal(error: ValueError, key: str) -> Refusal:
-    """`key`: the setting to blame if the error names none."""
+def require(result: Survey, *, strict: bool) -> None:
+    """Raise InputError with the errors, which `train` refuses on every machine. `strict`: also with everything that this
+    machine cannot check, and what would stop the run only here."""
+    blocks = [_block(error, result.key_of(error)) for error in result.errors]
+    if strict:
+        blocks += [f"\n  --strict {line}" for line in result.texts("unavailable")]
+    if blocks:
+        raise InputError(join_blocks(blocks, result.hidden))
+
+
+def _block(error: ValueError, key: str) -> str:
+    """Format an error for a message. `key`: the setting to blame if the error names none."""
     if isinstance(error, RecipeError):
-        return Refusal(error.setting, one_line(error.problem), one_line(error.remedy))
-    return Refusal(_first_key(str(error)) or key, one_line(str(error)), "")
+        return block(key=error.setting, what=one_line(error.problem), do=one_line(error.remedy))
+    return block(key=_first_key(str(error)) or key, what=one_line(str(error)))
 
 
 def _first_key(text: str) -> str | None:

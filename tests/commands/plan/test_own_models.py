@@ -35,10 +35,10 @@ def folder(tmp_path: Path) -> Path:
 def test_a_folder_with_only_a_config_is_planned(tmp_path: Path) -> None:
     recipe = load_recipe(QUICKSTART, [f"model.path={folder(tmp_path)}", "megatron.expert_parallel=1"])
     report = checked(recipe, QUICKSTART)
-    assert report.refusals == [] and report.models["model.path"]["num_hidden_layers"] == 2
-    assert f"model.path: {tmp_path} has only a config.json: its weights and tokenizer" in report.unchecked
+    assert report.errors == [] and report.configs["model.path"]["num_hidden_layers"] == 2
+    assert f"model.path: {tmp_path} has only a config.json: its weights and tokenizer" in report.texts("unavailable")
     (tmp_path / "model.safetensors").write_bytes(b"")
-    assert checked(recipe, QUICKSTART).refusals, "weights that are there are read"
+    assert checked(recipe, QUICKSTART).errors, "weights that are there are read"
 
 
 def test_a_folder_can_replace_a_published_model(tmp_path: Path) -> None:

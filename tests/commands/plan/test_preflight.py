@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import time
 from pathlib import Path
 
 import pytest
 
 from docs.generate import rehearsed
-from megarl.commands.plan.preflight import Checked, checked
+from megarl.commands.plan.preflight import checked, require
 from megarl.data.rows import sample_rows, write_parquet
+from megarl.errors import InputError
 from megarl.hf import weights
+from megarl.preflight.findings import Survey
 from megarl.preflight.load import load_recipe
 from megarl.recipe.header import shape_of
 from megarl.recipe.source_fields import fields_of, problem
@@ -21,7 +24,7 @@ ROOT = Path(__file__).parents[3]
 COLUMNS = ("prompt", "data_source", "reward_model")
 
 
-def look(name: str, *overrides: str) -> Checked:
+def look(name: str, *overrides: str) -> Survey:
     path = ROOT / "recipes" / f"{name}.yaml"
     return checked(load_recipe(path, overrides), path)
 
@@ -38,16 +41,16 @@ def test_every_recipe_passes_without_its_model_and_data(
     """On a laptop nothing is refused, and missing files are named."""
     monkeypatch.chdir(tmp_path)
     report = checked(load_recipe(path), path)
-    assert not report.refusals
-    assert any(line.startswith("model.path: ") for line in report.unchecked)
-    assert any(line.startswith("data.train_files: ") for line in report.unchecked)
+    assert not report.errors
+    assert any(line.startswith("model.path: ") for line in report.texts("unavailable"))
+    assert any(line.startswith("data.train_files: ") for line in report.texts("unavailable"))
 
 
 def test_local_files_are_checked(quickstart_data: Path, tmp_path: Path) -> None:
     """Local files are checked: a sample of the rows, their number, and the scorer's verdict on their ground truth."""
     report = look("quickstart", *here(quickstart_data), f"runs_dir={tmp_path}")
-    assert not report.refusals and not report.unchecked
-    notes = "\n".join(report.notes)
+    assert not report.errors and not report.texts("unavailable")
+    notes = "\n".join(report.texts("notice"))
     assert "At most 1 checkpoint of about " in notes and " MB is there at a time" in notes
     assert "Of 256 of 4,096 training rows the longest has 36 tokens; data.max_prompt_length is 64" in notes
     assert "Scorer gsm8k, megarl/word_problems: a correct answer scores 1, a wrong one 0." in notes
@@ -56,8 +59,8 @@ def test_local_files_are_checked(quickstart_data: Path, tmp_path: Path) -> None:
 
 def test_columns_are_checked_without_a_tokenizer(quickstart_data: Path, tmp_path: Path) -> None:
     report = look("grpo_qwen3_8b", *here(quickstart_data)[1:], f"runs_dir={tmp_path}")
-    assert not report.refusals
-    assert any("without a tokenizer" in line for line in report.unchecked)
+    assert not report.errors
+    assert any("without a tokenizer" in line for line in report.texts("unavailable"))
 
 
 def test_an_existing_run_does_not_refuse_the_plan(quickstart_data: Path, tmp_path: Path) -> None:
@@ -65,8 +68,8 @@ def test_an_existing_run_does_not_refuse_the_plan(quickstart_data: Path, tmp_pat
     (tmp_path / "quickstart").mkdir()
     (tmp_path / "quickstart" / "metrics.jsonl").write_text('{"step": 1}\n')
     report = look("quickstart", *here(quickstart_data), f"runs_dir={tmp_path}")
-    assert not report.refusals
-    assert any("already holds a run" in line and "train.resume=auto" in line for line in report.unchecked)
+    assert not report.errors
+    assert any("already holds a run" in line and "train.resume=auto" in line for line in report.texts("unavailable"))
 
 
 def test_judges_services_and_servers_are_listed_but_not_called(quickstart_data: Path, tmp_path: Path) -> None:
@@ -75,15 +78,17 @@ def test_judges_services_and_servers_are_listed_but_not_called(quickstart_data: 
         "data.chat_template=true", "agent.mcp.search.url=http://127.0.0.1:1/mcp", f"runs_dir={tmp_path}",
     ]  # fmt: skip
     report = look("quickstart", *here(quickstart_data, *overrides))
-    lines = "\n".join(report.unchecked)
+    lines = "\n".join(report.texts("unavailable"))
     assert "reward: judge is not called in a plan" in lines and "agent.mcp: search" in lines
-    assert not any("127.0.0.1" in refusal.problem for refusal in report.refusals)
+    assert not any("127.0.0.1" in str(error) for error in report.errors)
 
 
 def test_checkpoints_larger_than_this_disk_are_reported(tmp_path: Path) -> None:
     """671 B parameters of 14 bytes, in two checkpoints and a third being written, may go to another machine's disk."""
     report = look("grpo_deepseek_v3", "train.save_every=5", f"runs_dir={tmp_path}")
-    assert any("3 checkpoints of about 9.39 TB are there" in line for line in report.unchecked), report.unchecked
+    assert any("3 checkpoints of about 9.39 TB are there" in line for line in report.texts("unavailable")), (
+        report.texts("unavailable")
+    )
 
 
 def test_a_judge_with_an_unknown_model_is_reported(tmp_path: Path) -> None:
@@ -95,15 +100,20 @@ def test_a_judge_with_an_unknown_model_is_reported(tmp_path: Path) -> None:
         f"runs_dir={tmp_path}",
     ]
     report = look("grpo_qwen3_8b", *overrides)
-    assert not report.refusals and any(
-        line.startswith("judge.path: the directory does not exist") for line in report.unchecked
+    assert not report.errors and any(
+        line.startswith("judge.path: the directory does not exist") for line in report.texts("unavailable")
     )
 
 
 def test_all_errors_are_reported_together() -> None:
     overrides = ["rollout.engine_args.max_sequences=4", "megatron.expert_parallel=2", "critic.model_path=null"]
     report = look("grpo_qwen3_8b", *overrides)
-    assert {refusal.key for refusal in report.refusals} == {"rollout.engine_args", "megatron.expert_parallel"}
+    with pytest.raises(InputError) as raised:
+        require(report, strict=False)
+    keys = re.findall(r"^  key +(\S+)$", str(raised.value), re.MULTILINE)
+    assert sorted(keys) == ["megatron.expert_parallel", "rollout.engine_args"] and str(raised.value).endswith(
+        "2 errors"
+    )
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])

@@ -19,7 +19,6 @@ from megarl.commands.plan.count.rank_client import RankClient, RankRequest
 from megarl.commands.plan.count.stages import built_from, stages_of
 from megarl.commands.plan.count.types import Activations, PipelineStage, RankMemory
 from megarl.commands.plan.options import PlanOptions
-from megarl.commands.plan.preflight import Checked
 from megarl.commands.plan.search import search as module
 from megarl.commands.plan.search import suggest
 from megarl.commands.plan.search.command import require_device
@@ -32,6 +31,7 @@ from megarl.commands.plan.show.search_console import name_of, show, summary_line
 from megarl.commands.plan.time.estimate import estimate
 from megarl.engines.routes import WeightRoute
 from megarl.errors import InputError, RecipeError
+from megarl.preflight.findings import Survey
 from megarl.preflight.load import load_recipe
 from megarl.preflight.models import POLICY
 from megarl.recipe.load import to_yaml
@@ -289,7 +289,10 @@ def search_command(route: str, monkeypatch: pytest.MonkeyPatch, as_json: bool = 
 
     task = subject(4, DENSE)
     task.recipe.weight_sync.route = route  # type: ignore[assignment]
-    look = Checked(unchecked=["rewards: no judge here"], notes=["seeds differ"], models={POLICY: task.model})
+    look = Survey(task.recipe)
+    look.unavailable("rewards: no judge here")
+    look.notice("seeds differ")
+    look.configs[POLICY] = task.model
     monkeypatch.setattr(command, "load_for_search", lambda *_: (task.recipe, task.recipe))
     monkeypatch.setattr(command, "checked", lambda *_: look)
     monkeypatch.setattr(command, "search", nothing)

@@ -68,9 +68,8 @@ def counted(
     """Count every stage of the actor, then of the critic if there is one.
 
     `..._model`: config.json. `held_slices`: also describe the actor ranks' slices of the checkpoint's tensors. Raises
-    ValueError as `check_trainable` does.
+    ValueError for a layout that does not divide; `check_trainable` checks more.
     """
-    check_trainable(recipe, actor_model, critic_model)
     with tempfile.TemporaryDirectory() as directory:
         built = built_from(recipe, actor_model, Path(directory, "actor"))
         result = _counted("actor", built, recipe.megatron, client, held_slices=held_slices)
