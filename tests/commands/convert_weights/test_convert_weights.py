@@ -1,15 +1,12 @@
-"""`megarl convert-weights`: FP8 models in bfloat16, bit by bit as an independent slow reference; kills, changes, refusals."""
+"""`megarl convert-weights`: FP8 models in bfloat16, bit by bit as an independent slow reference; refusals."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import signal
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,30 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from megarl.commands.convert_weights import command as convert_weights
 from megarl.commands.convert_weights.command import convert
-from megarl.commands.convert_weights.fp8_shards import ShardJob, ShardResult, convert_shard
 from megarl.errors import InputError
-
-INDEX = "model.safetensors.index.json"
-BLOCK = 4
-ATTENTION = {
-    "model.layers.0.q": (8, 12),
-    "model.layers.0.kv": (6, 10),
-    "model.layers.1.mlp": (1, 4),
-    "model.layers.2.eh": (3, 13),
-}
-
-
-def quantized(weight: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize by DeepSeek's description: each block divided by its largest absolute value over 448, rounded to e4m3."""
-    rows, columns = weight.shape
-    scales = torch.zeros(-(-rows // block), -(-columns // block))
-    codes = torch.zeros_like(weight)
-    for i in range(scales.shape[0]):
-        for j in range(scales.shape[1]):
-            place = slice(i * block, (i + 1) * block), slice(j * block, (j + 1) * block)
-            scales[i, j] = weight[place].abs().max() / 448
-            codes[place] = weight[place] / scales[i, j]
-    return codes.to(torch.float8_e4m3fn), scales
+from tests.support.fp8_model import ATTENTION, BLOCK, INDEX
 
 
 def value_of_e4m3(code: int) -> float:
@@ -66,39 +41,6 @@ def reference(codes: torch.Tensor, scales: torch.Tensor, block: int) -> list[lis
         [bfloat16_bits(single(value_of_e4m3(code) * factors[i // block][j // block])) for j, code in enumerate(row)]
         for i, row in enumerate(raw)
     ]
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    """Three files with a float32 bias and a multi-token-prediction layer; a matrix and its scales are in different files."""
-    folder = tmp_path / "fp8"
-    folder.mkdir()
-    generator = torch.Generator().manual_seed(3)
-    tensors: dict[str, torch.Tensor] = {}
-    for name, shape in ATTENTION.items():
-        weight = torch.randn(shape, generator=generator) * 0.05
-        tensors[f"{name}.weight"], tensors[f"{name}.weight_scale_inv"] = quantized(weight, BLOCK)
-    tensors["model.embed_tokens.weight"] = torch.randn(5, 3, generator=generator).to(torch.bfloat16)
-    tensors["model.layers.1.gate.bias"] = torch.randn(7, generator=generator)
-    files = {name: 1 for name in tensors}
-    files |= {name: 2 for name in tensors if ".1." in name or ".kv" in name}
-    files |= {name: 3 for name in tensors if ".2." in name or name == "model.layers.0.kv.weight_scale_inv"}
-    placed = {name: f"model-0000{number}-of-00003.safetensors" for name, number in files.items()}
-    for file in {*placed.values()}:
-        save_file({name: tensors[name] for name in tensors if placed[name] == file}, folder / file)
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": placed}))
-    quantization = {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "weight_block_size": [BLOCK, BLOCK],
-        "activation_scheme": "dynamic",
-    }
-    config = {"model_type": "deepseek_v3", "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
-    config |= {"torch_dtype": "float8", "num_nextn_predict_layers": 1, "quantization_config": quantization}
-    (folder / "config.json").write_text(json.dumps(config))
-    for name in ("tokenizer.json", "configuration_deepseek.py", "consolidated.bin"):
-        (folder / name).write_text(f"{name} as published")
-    return folder
 
 
 def everything(folder: Path) -> dict[str, torch.Tensor]:
@@ -163,121 +105,6 @@ def change(model: Path, **settings: Any) -> None:
     config = json.loads((model / "config.json").read_text())
     config["quantization_config"] |= settings
     (model / "config.json").write_text(json.dumps(config))
-
-
-def interrupted(job: ShardJob) -> ShardResult:
-    """Die in the second file, with part of it written."""
-    if job.target.name.startswith("model-00002"):
-        first = job.target.with_name("model-00001-of-00003.safetensors")
-        while not (first.exists() and "00001" in (job.target.parent / "conversion.megarl.json").read_text()):
-            time.sleep(0.01)
-        job.target.with_name(f".{job.target.name}.partial").write_bytes(b"half of it")
-        os.kill(os.getpid(), signal.SIGKILL)
-    return convert_shard(job)
-
-
-def test_a_killed_conversion_resumes(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out, whole = tmp_path / "out", tmp_path / "whole"
-    convert(model, whole, workers=1)
-    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="a worker process was killed"):
-        patched.setattr(convert_weights, "convert_shard", interrupted)
-        convert(model, out, workers=2)
-    assert not (out / "config.json").exists(), "an incomplete model has a config.json"
-    assert not (out / "model-00002-of-00003.safetensors").exists()
-    done = json.loads((out / "conversion.megarl.json").read_text())["files"]
-    times = {name: (out / name).stat().st_mtime_ns for name in done}
-    capsys.readouterr()
-    convert(model, out, workers=1)
-    assert times == {name: (out / name).stat().st_mtime_ns for name in done}, "complete files were written again"
-    assert "of them" in capsys.readouterr().out and "model-00001-of-00003.safetensors" in done
-    names = sorted(path.name for path in whole.iterdir())
-    assert names == sorted(path.name for path in out.iterdir()) and len(names) == 7
-    for name in names:
-        assert (out / name).read_bytes() == (whole / name).read_bytes(), name
-
-
-def test_ctrl_c_prints_how_to_resume(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The second file is not begun; neither the lock nor an incomplete model remains."""
-    real, calls = convert_shard, []
-
-    def stop_at_the_second(job: ShardJob) -> ShardResult:
-        calls.append(job.target.name)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return real(job)
-
-    out = tmp_path / "out"
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(convert_weights, "convert_shard", stop_at_the_second)
-        convert(model, out, workers=1)
-    assert f"1 of 3 files are complete in {out}; the same command resumes" in capsys.readouterr().out
-    assert sorted(path.name for path in out.iterdir()) == ["conversion.megarl.json", calls[0]]
-    convert(model, out, workers=1)
-    assert "1 file of them is already complete in" in capsys.readouterr().out and (out / "config.json").exists()
-
-
-def test_concurrent_conversions_never_write_to_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first call ends and removes its lock after the second has opened the same file: the second must hold a lock that
-    blocks a third."""
-    real, out = fcntl.flock, tmp_path / "out"
-    first = convert_weights._locked(out)
-    first.__enter__()
-    with pytest.raises(InputError, match="another convert-weights is writing"), convert_weights._locked(out):
-        pass
-
-    def ends_meanwhile(file: Any, how: int) -> None:
-        monkeypatch.setattr(fcntl, "flock", real)
-        first.__exit__(None, None, None)
-        real(file, how)
-
-    monkeypatch.setattr(fcntl, "flock", ends_meanwhile)
-    with (
-        convert_weights._locked(out),
-        pytest.raises(InputError, match="another convert-weights is writing"),
-        convert_weights._locked(out),
-    ):
-        pass
-    assert list(out.iterdir()) == []
-
-
-def test_files_that_a_concurrent_call_completed_are_kept(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The other call held the lock while this call looked for an earlier conversion and found none."""
-    real, out = convert_weights._locked, tmp_path / "out"
-
-    def other_first(folder: Path) -> Any:
-        monkeypatch.setattr(convert_weights, "_locked", real)
-        convert(model, out, workers=1)
-        monkeypatch.setattr(convert_weights, "convert_shard", lambda job: pytest.fail(f"{job.target} again"))
-        return real(folder)
-
-    monkeypatch.setattr(convert_weights, "_locked", other_first)
-    convert(model, out, workers=1)
-
-
-def test_a_file_truncated_after_the_conversion_is_converted_again(model: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    convert(model, out, workers=1)
-    file = out / "model-00003-of-00003.safetensors"
-    data = file.read_bytes()
-    file.write_bytes(data[:-1])
-    convert(model, out, workers=1)
-    assert file.read_bytes() == data
-
-
-def test_a_changed_source_is_refused(model: Path, tmp_path: Path) -> None:
-    convert(model, tmp_path / "out", workers=1)
-    file = model / "model-00002-of-00003.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-3] ^= 1
-    file.write_bytes(data)
-    with pytest.raises(InputError, match=f"changed since the conversion began: {file.name} differs"):
-        convert(model, tmp_path / "out", workers=1)
 
 
 @pytest.mark.parametrize(
@@ -370,80 +197,6 @@ def test_memory_use_is_independent_of_the_file_size(tmp_path: Path) -> None:
     assert int(done.stdout) == 2 * rows * columns * count + 2 * 16384 * 8192
     with safe_open(folder / "out.safetensors", framework="pt") as opened:
         assert torch.equal(opened.get_slice("1.weight")[8191:, :4], torch.full((1, 4), 0.5, dtype=torch.bfloat16))
-
-
-@pytest.mark.slow
-def test_the_processes_end_with_the_command(model: Path, tmp_path: Path) -> None:
-    """SIGKILL of the command leaves no process; the same command then continues."""
-    fifo = tmp_path / "out" / ".model-00001-of-00003.safetensors.partial"
-    fifo.parent.mkdir()
-    command = [
-        sys.executable,
-        "-m",
-        "megarl",
-        "convert-weights",
-        str(model),
-        "--out",
-        str(tmp_path / "out"),
-        "--workers",
-        "2",
-    ]
-    (tmp_path / "out" / "conversion.megarl.json").write_text('{"files": {}}')
-    os.mkfifo(fifo)  # opening it for writing blocks: a file that takes for ever
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        patience = time.monotonic() + 60
-        while not (children := children_of(process.pid)) and time.monotonic() < patience:
-            time.sleep(0.1)
-        assert children
-        time.sleep(1.0)
-    finally:
-        process.kill()
-        process.wait()
-    while any(Path(f"/proc/{child}").exists() for child in children) and time.monotonic() < patience:
-        time.sleep(0.1)
-    assert not [child for child in children if Path(f"/proc/{child}").exists()]
-    fifo.unlink()
-    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
-    assert (tmp_path / "out" / "config.json").exists()
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_the_processes_first(model: Path, tmp_path: Path) -> None:
-    """One process is writing a file. When the command has ended, the lock is free and no process writes."""
-    fifo = tmp_path / "out" / ".model-00001-of-00003.safetensors.partial"
-    fifo.parent.mkdir()
-    (tmp_path / "out" / "conversion.megarl.json").write_text('{"files": {}}')
-    os.mkfifo(fifo)
-    command = [
-        sys.executable,
-        "-m",
-        "megarl",
-        "convert-weights",
-        str(model),
-        "--out",
-        str(fifo.parent),
-        "--workers",
-        "2",
-    ]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    patience = time.monotonic() + 60
-    while not any("00003" in path.name for path in fifo.parent.glob("model*")) and time.monotonic() < patience:
-        time.sleep(0.1)
-    converting = [
-        child for child in children_of(process.pid) if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
-    ]  # and not Python's tracker of resources
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
-    assert process.returncode == 130 and "the same command resumes" in out and "stopped by Ctrl-C" in err, (out, err)
-    assert len(converting) == 2 and not [child for child in converting if Path(f"/proc/{child}").exists()]
-
-
-def children_of(pid: int) -> list[int]:
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except FileNotFoundError:
-        return []
 
 
 @pytest.mark.parametrize("index", ["{}", "[]", '{"weight_map": 3}', "{"])
