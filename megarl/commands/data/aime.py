@@ -30,8 +30,7 @@ def prepare(
     rows' data source is ``aime_YEAR``, or ``aime`` without a year. Rows in verl's columns keep their data source and
     prompt.
 
-    Raises:
-        ValueError: the source is none of these, a file or column is missing, or an argument does not apply to the source.
+    Raises ValueError as `rows_of`, and for an argument that does not apply to the source.
     """
     if split is not None and Path(source).is_file():
         raise ValueError(f"--split {split}: a file has only one split. Omit --split, or name a folder.")

@@ -19,8 +19,7 @@ def prepare(source: str, out: Path) -> Prepared:
     hub. The rows already have verl's columns, and prompts that ask for the answer in the scorer's form, so both are kept.
     The published file has each row about 100 times.
 
-    Raises:
-        ValueError: the source is none of these, or a file or column is missing.
+    Raises ValueError as `rows_of`.
     """
     named = [place / f"{FILE}.parquet" for place in (Path(source), Path(source) / "data")]
     file = next((str(path) for path in named if path.is_file()), source)

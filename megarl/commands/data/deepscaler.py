@@ -17,8 +17,7 @@ def prepare(source: str, out: Path) -> Prepared:
 
     `source` is a file or a folder with the split train, in columns ``problem`` and ``answer``, or a name on the hub.
 
-    Raises:
-        ValueError: the source is none of these, a file or column is missing, or an answer is empty.
+    Raises ValueError as `rows_of`, and for an empty answer.
     """
     rows = enumerate(rows_of(source, "train", ("problem", "answer")))
     return write_distinct(Path(out) / "train.parquet", (_prompt_row(row, index) for index, row in rows))

@@ -25,9 +25,7 @@ def prepare(source: str, out: Path) -> Prepared:
     `source` is a folder with both splits, in columns ``images``, ``problem`` (with one ``<image>`` per image) and
     ``answer``, or a name on the hub. Images are bytes or paths relative to the folder; the output has bytes.
 
-    Raises:
-        ValueError: the source is none of these, a file or column is missing, or a row lacks an answer, an image or its
-            placeholder.
+    Raises ValueError as `write_splits`, and for a row without an answer, an image or its placeholder.
     """
     return write_splits(out, source, ("images", "problem", "answer"), partial(_prompt_row, folder=Path(source)))
 

@@ -18,8 +18,7 @@ def prepare(source: str, out: Path) -> Prepared:
     The column `response` has the worked answer, for SFT. `source` is a folder with train and test as .jsonl or .parquet
     files with ``question`` and ``answer``, or a name on the Hugging Face hub (``openai/gsm8k``).
 
-    Raises:
-        ValueError: the source is none of these, a file or column is missing, or an answer has no ``####``.
+    Raises ValueError as `write_splits`, and for an answer without ``####``.
     """
     return write_splits(out, source, ("question", "answer"), _prompt_row, config="main")
 

@@ -21,8 +21,7 @@ def prepare(source: str, out: Path) -> Prepared:
     ``type``, or a name on the hub. The answer is the content of the solution's last box. `extra_info.level` is the level
     as a number, for a curriculum, or null for "Level ?".
 
-    Raises:
-        ValueError: the source is none of these, a file or column is missing, or a solution has no box.
+    Raises ValueError as `write_splits`, and for a solution without a box.
     """
     return write_splits(out, source, ("problem", "solution"), _prompt_row, optional=("level", "type"))
 

@@ -27,8 +27,7 @@ def prepare(source: str, out: Path) -> Prepared:
     `source` is a file or a folder with the split train, in a column ``messages`` (a question and the assistant's text),
     or a name on the hub. Rows that cannot be split into messages are omitted, with a notice.
 
-    Raises:
-        ValueError: the source is none of these, a file or column is missing, or every row would be omitted.
+    Raises ValueError as `rows_of`, and if every row would be omitted.
     """
     rows, omitted, first = [], 0, ""
     for index, row in enumerate(rows_of(source, "train", ("messages",))):

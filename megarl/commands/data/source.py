@@ -53,7 +53,8 @@ def _split_files(folder: Path, split: str) -> list[Path]:
         if parts := sorted(place.glob(f"{split}-*-of-*.parquet")):
             return parts
     content = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
-    raise ValueError(f"{folder} has neither {split}.jsonl nor {split}.parquet, but {content}")
+    advice = "A data set of one split can also be a file"
+    raise ValueError(f"{folder} has neither {split}.jsonl nor {split}.parquet, but {content}. {advice}")
 
 
 def _from_hub(
