@@ -29,28 +29,19 @@ class Kernel:
     reason: str = ""  # why no kernel is available
 
 
-def grouped_gemm(device: torch.device, dtype: torch.dtype) -> Kernel:
-    """Return torch's grouped matrix product (a, b, offs=...) for `device` and `dtype`.
-
-    torch 2.8 has `torch._grouped_mm` (bfloat16, CUDA); 2.10 and later `torch.nn.functional.grouped_mm`, on CPUs as well.
-    """
-    return _grouped_gemm(device.type, dtype)
-
-
 @lru_cache(maxsize=16)
-def _grouped_gemm(device: str, dtype: torch.dtype) -> Kernel:
-    if device == "meta":
+def grouped_gemm(device: torch.device, dtype: torch.dtype) -> Kernel:
+    """Return `torch.nn.functional.grouped_mm` (a, b, offs=...) for `device` and `dtype`: torch 2.10 and later."""
+    if device.type == "meta":
         return Kernel(_shape_of_product, "shapes only")
-    for owner, name in ((F, "grouped_mm"), (torch, "_grouped_mm")):
-        function = getattr(owner, name, None)
-        if function is None:
-            continue
-        try:
-            _try_grouped(function, device, dtype)
-        except (RuntimeError, NotImplementedError, TypeError) as error:
-            return Kernel(None, "", f"{owner.__name__}.{name}: {_first_line(error)}")
-        return Kernel(function, f"{owner.__name__}.{name}")
-    return Kernel(None, "", f"torch {torch.__version__} has no grouped_mm")
+    name, function = "torch.nn.functional.grouped_mm", getattr(F, "grouped_mm", None)
+    if function is None:
+        return Kernel(None, "", f"torch {torch.__version__} has no grouped_mm")
+    try:
+        _try_grouped(function, device, dtype)
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        return Kernel(None, "", f"{name}: {_first_line(error)}")
+    return Kernel(function, name)
 
 
 def _shape_of_product(a: torch.Tensor, b: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
@@ -58,7 +49,7 @@ def _shape_of_product(a: torch.Tensor, b: torch.Tensor, *, offs: torch.Tensor) -
     return a.new_empty(*([len(offs)] if b.dim() == 2 else []), a.shape[0], b.shape[-1])
 
 
-def _try_grouped(function: Callable[..., Any], device: str, dtype: torch.dtype) -> None:
+def _try_grouped(function: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> None:
     """Run the three products of a linear: output, input gradient and weight gradient."""
     rows = torch.ones(_ROWS, _SIZE, device=device, dtype=dtype)
     weights = torch.ones(_EXPERTS, _SIZE, _SIZE, device=device, dtype=dtype)

@@ -12,7 +12,7 @@ from megarl.megatron.held_slices import held_slices, parameters
 from megarl.megatron.model import Model
 from megarl.recipe.schema import WeightSyncConfig
 from megarl.weight_sync.sender import start_session
-from megarl.weight_sync.session import host_id, resolve_transports
+from megarl.weight_sync.session import check_transport, host_id
 from megarl.weight_sync.sharded.sender import ShardedSender
 
 
@@ -30,17 +30,17 @@ def open_sender(
     for number, (_, problem) in enumerate(all_ranks):
         if problem is not None:
             return f"trainer rank {number}: {problem}"
+    hosts = [host_of_rank for host_of_rank, _ in all_ranks]
     try:
         # Every rank checks: `start_session` runs on rank 0 only, and the others would wait for it.
-        for host_of_rank, _ in all_ranks:
-            resolve_transports(weight_sync.transport, host_of_rank, receivers)
+        check_transport(weight_sync.transport, hosts, receivers)
     except ValueError as error:
         return str(error)
     session_box: list[Any] = [None]
     if rank == 0:
         session, store = start_session(
             host,
-            [host_of_rank for host_of_rank, _ in all_ranks],
+            hosts,
             receivers,
             transport=weight_sync.transport,
             sharded=True,

@@ -23,10 +23,10 @@ from megarl.weight_sync.session import (
     Session,
     UpdateReport,
     WeightSyncError,
+    check_transport,
     compare_reports,
     done_key,
     merge_reports,
-    resolve_transports,
 )
 from megarl.weight_sync.shared_memory import remove_stale_files
 from megarl.weight_sync.store import StoreChannel
@@ -49,8 +49,7 @@ def start_session(
     `host`: this machine's address as the others reach it. `device`: device kind of all ranks, for the transports "device" and
     "ipc". Other arguments: see `Session`. Raises ValueError if the transport cannot reach a receiver.
     """
-    for sender in set(senders):
-        resolve_transports(transport, sender, receivers)
+    check_transport(transport, senders, receivers)
     store = dist.TCPStore(host, 0, None, is_master=True, timeout=timedelta(seconds=timeout), wait_for_workers=False)
     session = Session(
         host=host,

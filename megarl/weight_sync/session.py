@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -16,7 +16,6 @@ SHARED_MEMORY_DIR = "/dev/shm"
 # every rank: it packs some buckets while engines load the others.
 FULL_SLOTS, SHARDED_SLOTS = 2, 4
 RECEIVE_AHEAD = 2  # buckets that a receiver has in flight over a network, including the one it loads
-TRANSPORTS = ("auto", "shared_memory", "ipc", "collective", "device", "files")
 HOST_MEMORY_TRANSPORTS = ("auto", "shared_memory")  # ranks of a host map each other's files in /dev/shm
 SHARED_MEMORY_TRANSPORTS = (*HOST_MEMORY_TRANSPORTS, "ipc")  # ranks of a host map each other's host or device memory
 DEVICE_TRANSPORTS = ("device", "ipc")  # buckets are in device memory
@@ -41,27 +40,24 @@ def host_id(shm_dir: str = SHARED_MEMORY_DIR) -> str:
     return f"{boot}/{directory.st_dev}/{directory.st_ino}"
 
 
-def resolve_transports(transport: str, sender_host: str, endpoints: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Return the transport to each receiver (name, host id): "shared_memory", "collective", "device", "ipc" or "files".
+def check_transport(transport: str, senders: Sequence[str], receivers: Sequence[tuple[str, str]]) -> None:
+    """Raise ValueError for a duplicate name, no receivers, or "shared_memory" across hosts.
 
-    Raises ValueError for an unknown transport, a duplicate name, no receivers, or "shared_memory" across hosts.
+    `senders`: host ids of the trainer ranks that send. `receivers`: (name, host id).
     """
-    if transport not in TRANSPORTS:
-        raise ValueError(f"weight_sync.transport is {transport!r}; must be one of {', '.join(TRANSPORTS)}")
-    resolved: dict[str, str] = {}
-    for name, host in endpoints:
-        if name in resolved:
+    names: set[str] = set()
+    for name, host in receivers:
+        if name in names:
             raise ValueError(f"two receivers of weights are called {name!r}; give every engine its own name")
-        if transport == "shared_memory" and host != sender_host:
+        names.add(name)
+        remote = next((sender for sender in senders if sender != host), None)
+        if transport == "shared_memory" and remote is not None:
             raise ValueError(
                 f"weight_sync.transport is shared_memory, but receiver {name!r} does not share /dev/shm with the "
-                f"sending trainer (it runs on {host}, the trainer on {sender_host}); use auto or collective"
+                f"sending trainer (it runs on {host}, the trainer on {remote}); use auto or collective"
             )
-        automatic = "shared_memory" if transport == "auto" and host == sender_host else "collective"
-        resolved[name] = automatic if transport == "auto" else transport
-    if not resolved:
+    if not names:
         raise ValueError("weight sync needs at least one receiver")
-    return resolved
 
 
 @dataclass(frozen=True, kw_only=True)

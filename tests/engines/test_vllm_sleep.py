@@ -12,6 +12,7 @@ import pytest
 from megarl.engines.base import AdapterSpec, EngineDead, EngineRefused, EngineSpec
 from megarl.engines.vllm.compat import Capabilities
 from megarl.engines.vllm.engine import VllmEngine
+from megarl.engines.vllm.route_support import support_of
 from megarl.types import GenerationRequest, Prompt, Sampling
 from megarl.weight_sync.session import Session
 
@@ -46,7 +47,7 @@ def capabilities(**changes: Any) -> Capabilities:
     has = {
         "version": "0.15.1",
         "device": "cuda",
-        "layerwise_reload": True,
+        "no_updates": None,
         "no_sharded": None,
         "preempting_reset": True,
         "flat_logprobs": True,
@@ -169,18 +170,17 @@ def test_another_device_than_the_recipes_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 def test_weight_updates_are_refused_without_layerwise_reload(monkeypatch: pytest.MonkeyPatch, vllm: FakeVllm) -> None:
-    waiting = engine(monkeypatch, load_weights=False, layerwise_reload=False)
-    with pytest.raises(
-        RuntimeError, match=r"vLLM 0\.15\.1 cannot take new weights safely.*Install vLLM 0\.16 or later"
-    ):
+    reason = support_of("0.15.1").no_updates
+    waiting = engine(monkeypatch, load_weights=False, no_updates=reason)
+    with pytest.raises(RuntimeError, match=r"vLLM 0\.15\.1 has no layerwise reload: .*from vLLM 0\.16\.0 on"):
         waiting.start()
-    with pytest.raises(EngineDead, match="cannot take new weights"):
+    with pytest.raises(EngineDead, match="has no layerwise reload"):
         waiting.update_weights(1)
     assert vllm.calls == [], "it was refused before anything was loaded"
 
-    fixed = engine(monkeypatch, layerwise_reload=False)
+    fixed = engine(monkeypatch, no_updates=reason)
     fixed.start()
-    with pytest.raises(EngineRefused, match="cannot take new weights"):
+    with pytest.raises(EngineRefused, match="has no layerwise reload"):
         fixed.connect_weight_sync(None)
     assert "megarl_connect" not in vllm.calls
     fixed.shutdown()

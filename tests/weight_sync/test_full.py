@@ -10,11 +10,14 @@ import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megarl import load_recipe
+from megarl.errors import RecipeError
 from megarl.weight_sync.full import receiver as receiver_module
 from megarl.weight_sync.full.buckets import BucketEntry
 from megarl.weight_sync.full.files import BucketFiles
@@ -24,14 +27,15 @@ from megarl.weight_sync.relay import full_relays
 from megarl.weight_sync.session import (
     Session,
     WeightSyncError,
+    check_transport,
     compare_reports,
     host_id,
     merge_reports,
-    resolve_transports,
 )
 from megarl.weight_sync.shared_memory import SharedSlot, remove_stale_files
 
 KIB = 1024
+ROOT = Path(__file__).parents[2]
 
 
 def make_weights(seed):
@@ -94,11 +98,8 @@ def test_all_versions_arrive(tmp_path, transport):
     with full_sender(endpoints, tmp_path, setting) as sender, ThreadPoolExecutor(2) as pool:
         session = Session.from_json(sender.session.to_json())
         assert session == sender.session
-        kinds = {"auto": {"shared_memory"}, "collective": {"collective"}, "mixed": {"shared_memory", "collective"}}
-        resolved = resolve_transports(session.transport, session.senders[0], session.receivers)
-        assert set(resolved.values()) == kinds[transport]
         local = sum(len(relay.local) for relay in full_relays(session))
-        assert local == list(resolved.values()).count("shared_memory")
+        assert local == {"auto": 2, "collective": 0, "mixed": 1}[transport]  # readers of shared memory
         receivers = [FullReceiver(session, name) for name, _ in endpoints]
         seen = []
         for version in (1, 2, 3):
@@ -270,14 +271,14 @@ def test_silent_peers_are_named_after_the_timeout(tmp_path):
 
 
 def test_unusable_sessions(tmp_path):
-    with pytest.raises(ValueError, match="one of auto"):
-        resolve_transports("rdma", "a", [("e", "a")])
+    with pytest.raises(RecipeError, match="none of auto, shared_memory"):
+        load_recipe(ROOT / "recipes" / "dapo_qwen2.5_32b.yaml", ["weight_sync.transport=rdma"])
     with pytest.raises(ValueError, match="'e' does not share /dev/shm"):
-        resolve_transports("shared_memory", "a", [("e", "b")])
+        check_transport("shared_memory", ["b", "a"], [("e", "b")])
     with pytest.raises(ValueError, match="two receivers"):
-        resolve_transports("auto", "a", [("e", "b"), ("e", "a")])
+        check_transport("auto", ["a"], [("e", "b"), ("e", "a")])
     with pytest.raises(ValueError, match="at least one"):
-        resolve_transports("auto", "a", [])
+        check_transport("auto", ["a"], [])
     here = host_id(str(tmp_path))
     with full_sender([("e", here)], tmp_path) as sender:
         with pytest.raises(ValueError, match="'f' is not part"):

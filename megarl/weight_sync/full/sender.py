@@ -12,14 +12,7 @@ from megarl.weight_sync.full.files import BucketFiles
 from megarl.weight_sync.outgoing import OutgoingBuckets, form_links
 from megarl.weight_sync.relay import full_relays
 from megarl.weight_sync.sender import Export, Sender, start_session
-from megarl.weight_sync.session import (
-    SHARED_MEMORY_DIR,
-    PhaseTimer,
-    UpdateReport,
-    host_id,
-    resolve_transports,
-    stream_key,
-)
+from megarl.weight_sync.session import SHARED_MEMORY_DIR, PhaseTimer, UpdateReport, host_id, stream_key
 
 # Full sync packs into host memory: the transports with the same hosts and memory.
 _HOST_TRANSPORTS = {"device": "collective", "ipc": "auto"}
@@ -50,11 +43,9 @@ class FullSender(Sender):
         `host`: this machine's address as receivers reach it. `receivers`: (name, `host_id`) of each. `directory`: for the files
         of `transport` "files". Raises ValueError if the transport cannot reach a receiver.
         """
-        here = host_id(shm_dir)
-        resolve_transports(transport, here, receivers)
         session, store = start_session(
             host,
-            [here],
+            [host_id(shm_dir)],
             receivers,
             transport=_HOST_TRANSPORTS.get(transport, transport),
             timeout=timeout,

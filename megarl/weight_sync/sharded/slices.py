@@ -15,7 +15,6 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -60,31 +59,30 @@ class SliceTable:
     @cached_property
     def digest(self) -> str:
         """Hash of the uncompressed table: equal tables have equal digests on every machine."""
-        return hashlib.blake2b(_uncompressed(self._header, [self.slices]), digest_size=16).hexdigest()
+        return hashlib.blake2b(self._uncompressed(), digest_size=16).hexdigest()
 
     def to_bytes(self) -> bytes:
-        return to_bytes(self._header, [self.slices])
+        return zlib.compress(self._uncompressed(), 1)
 
-    @property
-    def _header(self) -> dict[str, Any]:
-        return {
-            "tensors": self.tensors,
-            "shapes": self.shapes,
-            "parameters": self.parameters,
-            "dtypes": self.dtypes,
-            "whole": sorted(self.whole),
-        }
+    def _uncompressed(self) -> bytes:
+        """Return the length of a JSON header, the header, and `slices`."""
+        header = [self.tensors, self.shapes, self.parameters, self.dtypes, sorted(self.whole)]
+        text = json.dumps(header, separators=(",", ":")).encode()
+        return len(text).to_bytes(8, "little") + text + np.ascontiguousarray(self.slices, "<i8").tobytes()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> SliceTable:
-        header, (slices,) = from_bytes(data)
+        plain = zlib.decompress(data)
+        start = 8 + int.from_bytes(plain[:8], "little")
+        tensors, shapes, parameters, dtypes, whole = json.loads(plain[8:start])
+        slices = np.frombuffer(plain, "<i8", offset=start).reshape(-1, len(SLICE_COLUMNS))
         return cls(
-            tuple(header["tensors"]),
-            tuple(map(tuple, header["shapes"])),
-            tuple(header["parameters"]),
-            tuple(header["dtypes"]),
+            tuple(tensors),
+            tuple(map(tuple, shapes)),
+            tuple(parameters),
+            tuple(dtypes),
             slices,
-            frozenset(header["whole"]),
+            frozenset(whole),
         )
 
 
@@ -133,30 +131,6 @@ class SliceTableBuilder:
             np.array(self._slices, np.int64).reshape(-1, len(SLICE_COLUMNS)),
             frozenset(self._whole),
         )
-
-
-def to_bytes(header: dict[str, Any], arrays: Sequence[np.ndarray]) -> bytes:
-    """Pack JSON values and int64 arrays into one compressed message."""
-    return zlib.compress(_uncompressed(header, arrays), 1)
-
-
-def _uncompressed(header: dict[str, Any], arrays: Sequence[np.ndarray]) -> bytes:
-    text = json.dumps([header, [array.shape for array in arrays]], separators=(",", ":")).encode()
-    body = b"".join(np.ascontiguousarray(array, "<i8").tobytes() for array in arrays)
-    return len(text).to_bytes(8, "little") + text + body
-
-
-def from_bytes(data: bytes) -> tuple[dict[str, Any], list[np.ndarray]]:
-    """Unpack a message of `to_bytes`."""
-    plain = zlib.decompress(data)
-    start = 8 + int.from_bytes(plain[:8], "little")
-    header, shapes = json.loads(plain[8:start])
-    arrays = []
-    for shape in shapes:
-        count = math.prod(shape)
-        arrays.append(np.frombuffer(plain, "<i8", count, start).reshape(shape))
-        start += 8 * count
-    return header, arrays
 
 
 def held_tensors(tables: Sequence[SliceTable]) -> list[tuple[str, tuple[int, ...], str]]:
