@@ -36,7 +36,7 @@ def measure(experts: int, tokens: int, hidden: int, width: int, rounds: int) -> 
     times: dict[str, list[float]] = {way: [] for way in ways}
     for number in range(rounds + 2):
         for way, kernel in ways.items():
-            native_experts.grouped_gemm = lambda *_, kernel=kernel: kernel
+            native_experts.grouped_gemm = lambda *_, kernel=kernel: kernel  # type: ignore[assignment]
             elapsed = seconds(lambda: native_experts.expert_linears(x, counts, weights).sum().backward())
             if number >= 2:
                 times[way].append(elapsed)

@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 import difflib
-import importlib
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+import importlib.util
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from megarl.platform.environment import RoleSettings, users_first
 
 if TYPE_CHECKING:
     from megarl.engines.backed import BackedEngine
     from megarl.engines.base import EngineLimits, EngineSpec
+    from megarl.platform.environment import Requirement
 
 _ENGINES = {"vllm": "megarl.engines.vllm.engine:VllmEngine", "sglang": "megarl.engines.sglang.engine:SglangEngine"}
 _ARGUMENTS = {"vllm": "megarl.engines.vllm.args", "sglang": "megarl.engines.sglang.args"}
 _GROUPS = ("vllm",)  # engines that can spread experts over a group
+
+
+class EngineArguments(Protocol):
+    """Functions of each module in `_ARGUMENTS`, which imports nothing heavy. megarl/engines/vllm/args.py documents them."""
+
+    def fields(self) -> Collection[str]: ...
+    def check_engine_args(self, engine_args: Mapping[str, Any], section: str = "rollout") -> None: ...
+    def check_plan(self, spec: EngineSpec, device: str) -> None: ...
+    def merged_because(self, spec: EngineSpec, device: str, config: Mapping[str, Any] | None = None) -> str | None: ...
+    def limits(self, spec: EngineSpec) -> EngineLimits: ...
+    def task_queue(self, engine_args: Mapping[str, Any]) -> str: ...
+    def process_env(self, threads: int) -> dict[str, str]: ...
+    def required_environment(
+        self, spec: EngineSpec, device: str, config: Mapping[str, Any] | None = None
+    ) -> dict[str, Requirement]: ...
 
 
 def create(name: str, spec: EngineSpec) -> BackedEngine:
@@ -32,6 +49,12 @@ def check_name(name: str, key: str = "rollout.engine") -> None:
         raise ValueError(f"{key} is {name!r}, which is not known; did you mean {near!r}? ({', '.join(_ENGINES)})")
 
 
+def arguments_of(name: str) -> EngineArguments:
+    """Return the functions that check the arguments of the engine `name` before its start. ValueError for an unknown name."""
+    check_name(name)
+    return cast(EngineArguments, importlib.import_module(_ARGUMENTS[name]))
+
+
 def check_groups(name: str, data_parallel: int) -> None:
     """Raise ValueError if the engine `name` cannot form groups of `data_parallel` engines."""
     if data_parallel > 1 and name not in _GROUPS:
@@ -39,33 +62,6 @@ def check_groups(name: str, data_parallel: int) -> None:
             f"rollout.data_parallel is {data_parallel}, but engines of rollout.engine {name!r} form no groups; set it to 1, "
             f"or rollout.engine to {' or '.join(_GROUPS)}"
         )
-
-
-def check_args(name: str, engine_args: Mapping[str, Any], section: str) -> None:
-    """Raise ValueError for arguments that the engine `name` does not have or that another setting determines. Imports
-    nothing heavy. `section`: the recipe's section with these `engine_args`."""
-    _arguments(name).check_engine_args(engine_args, section)
-
-
-def can_check_args(name: str) -> bool:
-    """Return True if the engine `name` is installed here, so that `check_args` can check argument names."""
-    return bool(_arguments(name).fields())
-
-
-def check_plan(name: str, spec: EngineSpec, device: str) -> None:
-    """Raise RecipeError or ValueError if `spec` is impossible on `device` ("cpu", "cuda", "npu")."""
-    _arguments(name).check_plan(spec, device)
-
-
-def merged_because(name: str, spec: EngineSpec, device: str, config: Mapping[str, Any] | None = None) -> str | None:
-    """Return why the engine `name` cannot hold the adapters of `spec` and needs merged weights; None if it can, judged
-    before its start. `config`: the model's config.json; None: read from `spec.model_path`."""
-    return _arguments(name).merged_because(spec, device, config)
-
-
-def limits_of(name: str, spec: EngineSpec) -> EngineLimits:
-    """Return the step size and the device memory of the engine `name`."""
-    return _arguments(name).limits(spec)
 
 
 def engine_settings(
@@ -82,13 +78,12 @@ def engine_settings(
     config.json; None: read from the spec's path. Without the file, no variable is derived from the model.
     """
     defaults = rollout_env(name, platform_env, spec.engine_args)
-    return RoleSettings("engines", defaults, variables, _arguments(name).required_environment(spec, device, config))
+    return RoleSettings("engines", defaults, variables, arguments_of(name).required_environment(spec, device, config))
 
 
 def process_env(name: str, threads: int) -> dict[str, str]:
     """Return the variables that the engine `name` needs before its process starts, for `threads` CPU threads."""
-    variables: dict[str, str] = _arguments(name).process_env(threads)
-    return variables
+    return arguments_of(name).process_env(threads)
 
 
 def engine_env(
@@ -100,10 +95,32 @@ def engine_env(
 
 def rollout_env(name: str, platform_env: Mapping[str, str], engine_args: Mapping[str, Any]) -> dict[str, str]:
     """Return `platform_env`, the platform's settings for engines, adapted to the engine's arguments."""
-    queue = {"TASK_QUEUE_ENABLE": _arguments(name).task_queue(engine_args)}  # an NPU setting that depends on arguments
+    queue = {
+        "TASK_QUEUE_ENABLE": arguments_of(name).task_queue(engine_args)
+    }  # an NPU setting that depends on arguments
     return {variable: queue.get(variable, value) for variable, value in platform_env.items()}
 
 
-def _arguments(name: str):
-    check_name(name)
-    return importlib.import_module(_ARGUMENTS[name])
+def package_folder(package: str) -> Path | None:
+    """Return the folder of a package without importing it; None if it is not installed."""
+    spec = importlib.util.find_spec(package)
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+    return Path(folders[0]) if folders else None
+
+
+def check_argument(
+    name: str, section: str, library: str, supported: Iterable[str], owned: Mapping[str, str | None]
+) -> None:
+    """Raise ValueError for an argument in `section`.engine_args that another setting determines or that is unknown.
+
+    `supported`: argument names of the installed library; empty if it is not installed. `owned`: arguments that other
+    settings determine -> the setting, in which {section} is replaced; None if megarl sets a fixed value.
+    """
+    key, supported = f"{section}.engine_args.{name}", list(supported)
+    if name in owned:
+        owner = owned[name]
+        instead = f"set {owner.format(section=section)} instead" if owner else "megarl sets it"
+        raise ValueError(f"{key} cannot be set: {instead}")
+    if supported and name not in supported:
+        near = difflib.get_close_matches(name, supported, 1, 0.0)[0]
+        raise ValueError(f"{key}: {library} has no such engine argument; did you mean {near!r}?")

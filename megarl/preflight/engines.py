@@ -20,7 +20,7 @@ def check_engines(rollout: RolloutConfig) -> None:
 def check_engine(section: str, settings: RolloutConfig | TeacherConfig | JudgeConfig) -> None:
     """Raise ValueError for an unknown engine or unknown arguments. `settings`: the section `section` of the recipe."""
     engines.check_name(settings.engine, f"{section}.engine")
-    engines.check_args(settings.engine, settings.engine_args, section)
+    engines.arguments_of(settings.engine).check_engine_args(settings.engine_args, section)
 
 
 def check_experts(rollout: RolloutConfig, config: dict[str, Any]) -> None:

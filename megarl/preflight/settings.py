@@ -84,9 +84,10 @@ def check_device(recipe: Recipe, device: str, *, training: bool = True) -> None:
         check_traces(recipe.observe, kind_of(device))
     if recipe.train.source == "rollout":
         for engine, spec in first_specs(recipe, training=training):
-            engines.check_plan(engine, spec, device)
+            arguments = engines.arguments_of(engine)
+            arguments.check_plan(spec, device)
             only_adapters = recipe.weight_sync.adapters == "only" and spec.adapters is not None
-            if only_adapters and (reason := engines.merged_because(engine, spec, device)) is not None:
+            if only_adapters and (reason := arguments.merged_because(spec, device)) is not None:
                 raise RecipeError(
                     "weight_sync.adapters", reason, "set weight_sync.adapters=merged, or auto", value="only"
                 )

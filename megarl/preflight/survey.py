@@ -79,7 +79,7 @@ def _report_packages(survey: Survey) -> None:
     for section in [*(["rollout"] if uses_rollout else []), *fixed_models(recipe)]:
         settings = getattr(recipe, section)
         with survey.part(f"{section}.engine"):
-            if settings.engine_args and not engines.can_check_args(settings.engine):
+            if settings.engine_args and not engines.arguments_of(settings.engine).fields():
                 survey.unavailable(f"{section}.engine_args: {settings.engine} is not installed here")
     if recipe.megatron.extra and fields_of_megatron() is None:
         survey.unavailable("megatron.extra: Megatron is not installed here")

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from megarl import load_recipe
-from megarl.engines import check_args, check_plan, create, engine_env
+from megarl.engines import arguments_of, create, engine_env
 from megarl.engines.base import EngineDead, EngineRefused, EngineSpec, GenerationAborted
 from megarl.engines.sglang import args, worker
 from megarl.engines.sglang.args import LOADER, build_engine_args
@@ -231,13 +231,13 @@ def test_an_sglang_without_begin_weight_update_is_refused(fake, spec, monkeypatc
 def test_arguments(spec, monkeypatch) -> None:
     monkeypatch.setattr(args, "fields", lambda: ["mem_fraction_static", "attention_backend"])
     with pytest.raises(ValueError, match="did you mean 'mem_fraction_static'"):
-        check_args("sglang", {"mem_fraction": 0.3}, "rollout")
+        arguments_of("sglang").check_engine_args({"mem_fraction": 0.3}, "rollout")
     with pytest.raises(ValueError, match=r"rollout\.engine_args\.tp_size cannot be set: set rollout\.tensor_parallel"):
-        check_args("sglang", {"tp_size": 2}, "rollout")
+        arguments_of("sglang").check_engine_args({"tp_size": 2}, "rollout")
     with pytest.raises(ValueError, match=r"model_path cannot be set: set model\.path instead"):
-        check_args("sglang", {"model_path": "x"}, "rollout")
+        arguments_of("sglang").check_engine_args({"model_path": "x"}, "rollout")
     with pytest.raises(ValueError, match=r"ep_size cannot be set: set rollout\.expert_parallel"):
-        check_args("sglang", {"ep_size": 2}, "rollout")
+        arguments_of("sglang").check_engine_args({"ep_size": 2}, "rollout")
     spread = build_engine_args(replace(spec, tensor_parallel=4, expert_parallel=True), "npu")
     assert (spread["tp_size"], spread["ep_size"]) == (4, 4), "rollout.expert_parallel was read and ignored"
     monkeypatch.setattr(args, "fields", lambda: ["ep_size"])
@@ -280,20 +280,20 @@ def test_environment() -> None:
 )
 def test_plans_that_sglang_cannot_serve(spec, change, device, message) -> None:
     with pytest.raises(RecipeError, match=message):
-        check_plan("sglang", EngineSpec(spec.name, spec.model_path, spec.dtype, 40, **change), device)
-    check_plan("sglang", spec, "npu")
+        arguments_of("sglang").check_plan(EngineSpec(spec.name, spec.model_path, spec.dtype, 40, **change), device)
+    arguments_of("sglang").check_plan(spec, "npu")
 
 
 def test_seeds_on_an_npu_need_a_package(spec, fake) -> None:
     with pytest.raises(RecipeError, match="batch_invariant_ops"):
-        check_plan("sglang", spec, "npu")
-    check_plan("sglang", spec, "cuda")
+        arguments_of("sglang").check_plan(spec, "npu")
+    arguments_of("sglang").check_plan(spec, "cuda")
 
 
 def test_images_are_refused(spec) -> None:
     Path(spec.model_path, "config.json").write_text(json.dumps({"vision_config": {}}))
     with pytest.raises(RecipeError, match="images"):
-        check_plan("sglang", spec, "npu")
+        arguments_of("sglang").check_plan(spec, "npu")
 
 
 def test_the_sglang_recipe_is_refused_on_a_cpu() -> None:

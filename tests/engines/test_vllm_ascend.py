@@ -17,7 +17,7 @@ import pytest
 from packaging.version import Version
 
 from megarl import load_recipe
-from megarl.engines import check_args, engine_env
+from megarl.engines import arguments_of, engine_env
 from megarl.engines.base import EngineSpec
 from megarl.engines.vllm import ascend
 from megarl.engines.vllm.args import build_engine_args, check_plan
@@ -157,16 +157,18 @@ def running(monkeypatch):
 
 def refusal(config: object) -> str:
     with pytest.raises(ValueError) as error:
-        check_args("vllm", {"additional_config": config}, "rollout")
+        arguments_of("vllm").check_engine_args({"additional_config": config}, "rollout")
     return str(error.value)
 
 
 def test_keys_of_a_version(running) -> None:
     running("0.11.0rc1")
-    check_args("vllm", {"additional_config": {"torchair_graph_config": {"enabled": False}, "refresh": True}}, "rollout")
+    arguments_of("vllm").check_engine_args(
+        {"additional_config": {"torchair_graph_config": {"enabled": False}, "refresh": True}}, "rollout"
+    )
     assert "does not read it, versions from 0.13.0 on do" in refusal({"eplb_config": {}})
     running("0.23.1.dev4+g1234567")  # a checkout of releases/v0.23.0
-    check_args("vllm", {"additional_config": {"enable_sleep_mode_extra_cleanup": True}}, "rollout")
+    arguments_of("vllm").check_engine_args({"additional_config": {"enable_sleep_mode_extra_cleanup": True}}, "rollout")
     message = refusal({"torchair_graph_config": {}})
     assert (
         "vllm-ascend 0.23.1.dev4+g1234567 does not read it, versions from 0.11.0rc1 until before 0.12.0rc1 do"
@@ -187,7 +189,9 @@ def test_keys_of_a_version(running) -> None:
 
 def test_without_vllm_ascend_only_keys_unknown_to_all_versions_are_refused(running) -> None:
     running(None)
-    check_args("vllm", {"additional_config": {"torchair_graph_config": {}, "scheduler_config": {}}}, "rollout")
+    arguments_of("vllm").check_engine_args(
+        {"additional_config": {"torchair_graph_config": {}, "scheduler_config": {}}}, "rollout"
+    )
     assert "no version of vllm-ascend reads such a key; did you mean 'scheduler_config'" in refusal(
         {"schedular_config": 1}
     )
@@ -217,7 +221,7 @@ def test_keys_are_read_from_the_installed_source(tmp_path, monkeypatch) -> None:
 
 def test_external_launcher_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot be external_launcher"):
-        check_args("vllm", {"distributed_executor_backend": "external_launcher"}, "rollout")
+        arguments_of("vllm").check_engine_args({"distributed_executor_backend": "external_launcher"}, "rollout")
 
 
 # --- what an engine starts with -----------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megarl.commands.plan.build import _links
-from megarl.engines import check_args, merged_because
+from megarl.engines import arguments_of
 from megarl.engines.base import AdapterSpec, EngineSpec
 from megarl.engines.specs import policy_spec
 from megarl.engines.vllm.args import build_engine_args
@@ -48,12 +48,12 @@ def engine(directory: Path, config: dict[str, Any], **changes: Any) -> EngineSpe
 def test_vllm_holds_adapters_of_supported_models(
     tmp_path: Path, config: dict[str, Any], changes: dict[str, Any], device: str, words: str | None
 ) -> None:
-    reason = merged_because("vllm", engine(tmp_path, DENSE | config, **changes), device)
+    reason = arguments_of("vllm").merged_because(engine(tmp_path, DENSE | config, **changes), device)
     assert reason is None if words is None else words in str(reason)
 
 
 def test_sglang_holds_no_adapters(tmp_path: Path) -> None:
-    assert "SGLang" in str(merged_because("sglang", engine(tmp_path, DENSE), "cuda"))
+    assert "SGLang" in str(arguments_of("sglang").merged_because(engine(tmp_path, DENSE), "cuda"))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_vllm_allocates_one_adapter_only_on_its_linears(
 
 def test_vllms_lora_arguments_are_refused_in_recipes() -> None:
     with pytest.raises(ValueError, match=r"rollout.engine_args.max_lora_rank cannot be set: set lora and weight_sync"):
-        check_args("vllm", {"max_lora_rank": 64}, "rollout")
+        arguments_of("vllm").check_engine_args({"max_lora_rank": 64}, "rollout")
 
 
 def test_adapters_of_an_engine_follow_the_recipe(tmp_path: Path) -> None:

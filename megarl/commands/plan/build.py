@@ -23,7 +23,7 @@ from megarl.commands.plan.routes import as_expected, expected_routes
 from megarl.commands.plan.search.fits import EngineChoice, Subject
 from megarl.commands.plan.search.layouts import choice_of
 from megarl.commands.plan.search.suggest import suggest
-from megarl.engines import merged_because
+from megarl.engines import arguments_of
 from megarl.engines.specs import policy_spec
 from megarl.hf.config import number_of_experts, text_fields
 from megarl.platform.devices import Device
@@ -185,7 +185,7 @@ def _adapters(
     """Return the bytes of adapter updates with notes, or of merged weights with the reason for merging."""
     kind = device.kind if device is not None and recipe.cluster.device == "auto" else recipe.cluster.device
     spec, whole = policy_spec(recipe, "engine0", load_weights=False), full_links(recipe, model, per_node)
-    reason = merged_because(recipe.rollout.engine, spec, kind, model)
+    reason = arguments_of(recipe.rollout.engine).merged_because(spec, kind, model)
     if reason is not None:
         return whole, [
             f"weight_sync.adapters={recipe.weight_sync.adapters}: engines are sent merged weights, because {reason}."

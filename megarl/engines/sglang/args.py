@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megarl.engines.arguments import check_argument, package_folder
+from megarl.engines import check_argument, package_folder
 from megarl.engines.base import EngineLimits, EngineSpec
 from megarl.errors import RecipeError
 from megarl.platform.environment import Requirement

@@ -10,7 +10,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from megarl.engines.arguments import check_argument, package_folder
+from megarl.engines import check_argument, package_folder
 from megarl.engines.base import EngineLimits, EngineSpec, EngineTraces
 from megarl.engines.vllm import ascend, lora
 from megarl.engines.vllm.ascend import task_queue as task_queue

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
-from megarl.engines.arguments import package_folder
+from megarl.engines import package_folder
 from megarl.errors import RecipeError
 from megarl.platform.version_sets import version_of
 

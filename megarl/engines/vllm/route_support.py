@@ -13,7 +13,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from megarl.engines.arguments import package_folder
+from megarl.engines import package_folder
 from megarl.platform.version_sets import version_of
 
 FIRST, LAST = Version("0.16.0"), Version("0.33.0")  # the reload of these and every minor version between was read

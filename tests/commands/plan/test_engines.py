@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megarl.commands.plan.count.rank_client import ENGINES, EngineRequest
-from megarl.engines import limits_of
+from megarl.engines import arguments_of
 from megarl.engines.base import EngineSpec
 from megarl.hf import published
 from tests.support.count_ranks import count_ranks
@@ -85,11 +85,15 @@ def test_counted_bytes_equal_those_of_a_real_vllm_worker(name: str, experts: boo
 
 
 def test_limits_follow_the_engine_arguments() -> None:
-    vllm = limits_of("vllm", spec(Path("m")))
+    vllm = arguments_of("vllm").limits(spec(Path("m")))
     assert (vllm.tokens, vllm.sequences, vllm.share, vllm.covers_step) == (2048, 128, 0.92, True)
-    whole = limits_of("vllm", spec(Path("m"), engine_args={"enable_chunked_prefill": False, "max_num_seqs": 7}))
+    whole = arguments_of("vllm").limits(
+        spec(Path("m"), engine_args={"enable_chunked_prefill": False, "max_num_seqs": 7})
+    )
     assert (whole.tokens, whole.sequences) == (3072, 7)
-    cpu = limits_of("vllm", spec(Path("m"), device="cpu"))
+    cpu = arguments_of("vllm").limits(spec(Path("m"), device="cpu"))
     assert (cpu.tokens, cpu.cache) == (8192, 256 << 20)
-    sglang = limits_of("sglang", spec(Path("m"), engine_args={"mem_fraction_static": 0.3, "chunked_prefill_size": -1}))
+    sglang = arguments_of("sglang").limits(
+        spec(Path("m"), engine_args={"mem_fraction_static": 0.3, "chunked_prefill_size": -1})
+    )
     assert (sglang.tokens, sglang.share, sglang.covers_step) == (16384, 0.3, False) and sglang.assumed

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.commands.plan import vllm_rank
-from megarl.engines import limits_of
+from megarl.engines import arguments_of
 from megarl.engines.base import EngineSpec
 
 vllm_rank.prepare()  # before vLLM is imported, below
@@ -26,7 +26,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     The result is {"error": ...} for a rank that does not exist or with a loader that cannot be traced.
     """
     spec = EngineSpec(**question["spec"])
-    bounds = limits_of(question["engine"], spec)
+    bounds = arguments_of(question["engine"]).limits(spec)
     if question["engine"] != "vllm":
         spec = dataclasses.replace(spec, engine_args={})
     try:

@@ -16,7 +16,7 @@ from typing import Any
 from megarl.commands.plan.count.rank_client import ENGINES, EngineRequest, RankClient
 from megarl.commands.plan.count.types import EngineRank, Refusal
 from megarl.commands.plan.show.units import GIB, Unit, sized
-from megarl.engines import limits_of
+from megarl.engines import arguments_of
 from megarl.engines.base import EngineLimits, EngineSpec
 from megarl.engines.specs import first_specs, policy_spec
 from megarl.errors import InputError
@@ -79,7 +79,7 @@ def _engine(recipe: Recipe, name: str, spec: EngineSpec) -> Engine:
     device = None if is_accelerator(recipe.cluster.device) else recipe.cluster.device
     spec = replace(spec, engine_args=dict(spec.engine_args), device=device)
     count = getattr(recipe, spec.recipe_section).engines
-    return Engine(spec.recipe_section, name, count, spec, limits_of(name, spec), None)
+    return Engine(spec.recipe_section, name, count, spec, arguments_of(name).limits(spec), None)
 
 
 def _counted(
