@@ -30,7 +30,7 @@ pytestmark = pytest.mark.stack
 
 def run(python: Path, tests: tuple[str, ...], timeout: int) -> str:
     """Run `tests` under the interpreter `python`; returns the last line of pytest's output."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}/tests/older_vllm_site:{ROOT}", "PYTEST_ADDOPTS": ""}
     command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, f"{python}:\n{done.stdout[-6000:]}\n{done.stderr[-2000:]}"

@@ -9,17 +9,13 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from packaging.version import Version
-
 from megarl.engines.vllm import ascend as vllm_ascend
 from megarl.engines.vllm import route_support
-from megarl.platform.environment import variable_set
 
 if TYPE_CHECKING:
     import torch
@@ -232,8 +228,7 @@ def fix_expert_parallel_on_cpu() -> None:
     """
     try:
         from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-    except ImportError:  # in older versions another class runs the kernel
-        _fix_older_experts_on_cpu()
+    except ImportError:  # in older versions another class runs the kernel: tests/support/older_vllm.py
         return
 
     original = CPUUnquantizedExperts.apply
@@ -246,7 +241,7 @@ def fix_expert_parallel_on_cpu() -> None:
         expert_map = call.arguments["expert_map"]
         if expert_map is not None:
             ids, weights = call.arguments["topk_ids"], call.arguments["topk_weights"]
-            call.arguments["topk_ids"], call.arguments["topk_weights"] = _local_experts(expert_map, ids, weights)
+            call.arguments["topk_ids"], call.arguments["topk_weights"] = local_experts(expert_map, ids, weights)
             call.arguments["expert_map"] = None
         return original(*call.args, **call.kwargs)
 
@@ -254,76 +249,7 @@ def fix_expert_parallel_on_cpu() -> None:
     CPUUnquantizedExperts.apply = apply
 
 
-def start_without_preloads_on_cpu() -> None:
-    """Start vLLM's CPU worker without libtcmalloc and libiomp in LD_PRELOAD.
-
-    The libraries only improve speed. Later versions warn, but 0.18 refuses to start; it only checks the variable
-    (v1/worker/cpu_worker.py:57).
-    """
-    from vllm.v1.worker.cpu_worker import CPUWorker
-
-    original = CPUWorker.init_device
-
-    def init_device(self):
-        try:
-            return original(self)
-        except RuntimeError as error:
-            if "is not found in LD_PRELOAD" not in str(error):
-                raise
-        with variable_set("LD_PRELOAD", f"{os.environ.get('LD_PRELOAD', '')}:libtcmalloc:libiomp"):
-            return original(self)
-
-    CPUWorker.init_device = init_device
-
-
-def keep_cache_size_on_cpu() -> None:
-    """Apply `kv_cache_memory_bytes` to the KV cache on a CPU.
-
-    Until 0.18 the worker takes half of the machine's memory instead (v1/worker/cpu_worker.py:136, platforms/cpu.py:126).
-    """
-    from vllm.config import CacheConfig
-    from vllm.v1.worker.cpu_worker import CPUWorker
-
-    original = CPUWorker.determine_available_memory
-    if "cpu_kvcache_space_bytes" in getattr(CacheConfig, "__dataclass_fields__", ()):
-        CPUWorker.determine_available_memory = lambda self: self.cache_config.kv_cache_memory_bytes or original(self)
-
-
-def sample_without_compiling_on_cpu() -> None:
-    """Use the eager function that samples requests without a seed.
-
-    0.18 compiles it at its first call (v1/sample/ops/topk_topp_sampler.py:237), which crashes with a segmentation fault if
-    an earlier engine of the process has sampled. 0.23 does not.
-    """
-    version = route_support.installed_version()
-    if version == "unknown" or Version(version) >= Version("0.19"):
-        return
-    from vllm.v1.sample.ops import topk_topp_sampler as sampler
-
-    compiled = sampler.compiled_random_sample
-    sampler.compiled_random_sample = getattr(compiled, "_torchdynamo_orig_callable", compiled)
-
-
-def _fix_older_experts_on_cpu() -> None:
-    from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
-
-    for name in ("forward_grouped_gemm", "forward_torch"):
-        original = getattr(CPUFusedMOE, name)
-        if not getattr(original, "maps_experts", False):
-            setattr(CPUFusedMOE, name, _with_local_experts(original))
-
-
-def _with_local_experts(forward: Any) -> Any:
-    def mapped(self, layer, input, topk_weights, topk_ids, *args, **kwargs):
-        if layer.expert_map is not None:
-            topk_ids, topk_weights = _local_experts(layer.expert_map, topk_ids, topk_weights)
-        return forward(self, layer, input, topk_weights, topk_ids, *args, **kwargs)
-
-    mapped.maps_experts = True  # type: ignore[attr-defined]
-    return mapped
-
-
-def _local_experts(expert_map: Any, ids: Any, weights: Any) -> tuple[Any, Any]:
+def local_experts(expert_map: Any, ids: Any, weights: Any) -> tuple[Any, Any]:
     """Map global expert ids, with their weights, to this rank's experts.
 
     `ids`, `weights`: [tokens, top-k]. `expert_map`: [experts], local id or -1. Other ranks' experts get weight 0.

@@ -30,9 +30,6 @@ _SHOWN = 5  # names in an error
 if current_platform.is_cpu():
     compat.fix_expert_parallel_on_cpu()  # before any model is built
     cpu_collectives.fix_uneven_collectives_on_cpu()
-    compat.start_without_preloads_on_cpu()
-    compat.keep_cache_size_on_cpu()
-    compat.sample_without_compiling_on_cpu()
 
 
 class WorkerExtension:

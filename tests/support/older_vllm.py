@@ -1,0 +1,90 @@
+"""Fixes of vLLM 0.18's CPU backend, which megarl supports on Ascend only. Imported in vLLM's workers: tests/older_vllm_site."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from packaging.version import Version
+
+from megarl.engines.vllm.compat import local_experts
+from megarl.engines.vllm.route_support import installed_version
+from megarl.platform.environment import variable_set
+
+
+def install() -> None:
+    """Apply the fixes to vLLM up to 0.18. Call before the worker starts and the model is built."""
+    version = installed_version()
+    if version == "unknown" or Version(version) >= Version("0.19"):
+        return
+    apply_expert_map()
+    start_without_preloads()
+    keep_cache_size()
+    sample_without_compiling()
+
+
+def apply_expert_map() -> None:
+    """Make the expert kernels of versions up to 0.18 apply the expert map: see `compat.fix_expert_parallel_on_cpu`."""
+    from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
+
+    for name in ("forward_grouped_gemm", "forward_torch"):
+        original = getattr(CPUFusedMOE, name)
+        if not getattr(original, "maps_experts", False):
+            setattr(CPUFusedMOE, name, _with_local_experts(original))
+
+
+def _with_local_experts(forward: Any) -> Any:
+    def mapped(self, layer, input, topk_weights, topk_ids, *args, **kwargs):
+        if layer.expert_map is not None:
+            topk_ids, topk_weights = local_experts(layer.expert_map, topk_ids, topk_weights)
+        return forward(self, layer, input, topk_weights, topk_ids, *args, **kwargs)
+
+    mapped.maps_experts = True
+    return mapped
+
+
+def start_without_preloads() -> None:
+    """Start vLLM's CPU worker without libtcmalloc and libiomp in LD_PRELOAD.
+
+    The libraries only improve speed. Later versions warn, but 0.18 refuses to start; it only checks the variable
+    (v1/worker/cpu_worker.py:57).
+    """
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    original = CPUWorker.init_device
+
+    def init_device(self):
+        try:
+            return original(self)
+        except RuntimeError as error:
+            if "is not found in LD_PRELOAD" not in str(error):
+                raise
+        with variable_set("LD_PRELOAD", f"{os.environ.get('LD_PRELOAD', '')}:libtcmalloc:libiomp"):
+            return original(self)
+
+    CPUWorker.init_device = init_device
+
+
+def keep_cache_size() -> None:
+    """Apply `kv_cache_memory_bytes` to the KV cache on a CPU.
+
+    Until 0.18 the worker takes half of the machine's memory instead (v1/worker/cpu_worker.py:136, platforms/cpu.py:126).
+    """
+    from vllm.config import CacheConfig
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    original = CPUWorker.determine_available_memory
+    if "cpu_kvcache_space_bytes" in getattr(CacheConfig, "__dataclass_fields__", ()):
+        CPUWorker.determine_available_memory = lambda self: self.cache_config.kv_cache_memory_bytes or original(self)
+
+
+def sample_without_compiling() -> None:
+    """Use the eager function that samples requests without a seed.
+
+    0.18 compiles it at its first call (v1/sample/ops/topk_topp_sampler.py:237), which crashes with a segmentation fault if
+    an earlier engine of the process has sampled. 0.23 does not.
+    """
+    from vllm.v1.sample.ops import topk_topp_sampler as sampler
+
+    compiled = sampler.compiled_random_sample
+    sampler.compiled_random_sample = getattr(compiled, "_torchdynamo_orig_callable", compiled)
