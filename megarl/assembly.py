@@ -47,7 +47,7 @@ from megarl.trainer.group import ActorGroup, CriticGroup, TrainerGroup
 from megarl.trainer.held_out import HeldOut
 from megarl.trainer.worker import kernel_notices
 from megarl.weight_sync.connect import open_weight_sync
-from megarl.weight_sync.handover import Colocated, Disaggregated, Handover, Occupant, TrainersOnly
+from megarl.weight_sync.handover import Colocated, Disaggregated, Handover, Occupant
 from megarl.weight_sync.publish import publish
 
 ACTOR = "megarl.trainer.actor:ActorWorker"
@@ -204,7 +204,7 @@ def _start_processes(setup: RunSetup, cluster: Cluster, log: RunLog) -> Started:
     loading_fixed = [engine.start() for engine in fixed]
     loading = load_engines(recipe.rollout, engines)
     descriptions: list[dict[str, Any]] = []
-    time_shared = rollout and recipe.cluster.placement == "colocated" and platform.ray_resource is not None
+    time_shared = rollout and recipe.cluster.placement == "colocated" and platform.kind.ray_resource is not None
     if time_shared:  # an engine measures the free memory when it loads, so trainers start after it sleeps
         descriptions = wait_for_start(engines, loading, doing="load", limit=limit)
         wait_for_start(engines, [engine.sleep() for engine in engines], doing="go to sleep", limit=limit)
@@ -273,7 +273,7 @@ def connect_engines(recipe: Recipe, started: Started, notice: Callable[[str], No
     """Open the weight sync between the actor and the engines, and choose how they occupy the devices."""
     actor, engines = started.actor, started.engines
     if not engines:
-        return TrainersOnly()
+        return Handover()
     session = open_weight_sync(recipe, actor, engines, started.descriptions, notice)
     if recipe.cluster.placement == "disaggregated":
         return Disaggregated(actor, engines, session)

@@ -15,7 +15,7 @@ from megarl.observe.run_dir import RunDirectory
 from megarl.platform.cpu import CPUPlatform
 from megarl.recipe.schema import Recipe
 from megarl.trainer.group import ActorGroup, CriticGroup
-from megarl.weight_sync.handover import Colocated, Disaggregated, TrainersOnly
+from megarl.weight_sync.handover import Colocated, Disaggregated, Handover
 
 
 class Service:
@@ -94,7 +94,7 @@ def test_sft_starts_only_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     run, cluster = build(recipe, tmp_path, monkeypatch, examples=["row"])
     assert cluster.started == [("ActorWorker", (2, 6))]
     assert cluster.calls == ["trainer.sees", "trainer.describe"]
-    assert isinstance(run.devices, TrainersOnly) and run.source == "data source" and run.evaluate is None
+    assert type(run.devices) is Handover and run.source == "data source" and run.evaluate is None
     assert run.device_count == 2 and not list((tmp_path / "run").glob(".shared-*"))
     run.checkpoints.load_weights(tmp_path)
     assert cluster.calls[2:] == ["trainer.load"]

@@ -24,7 +24,7 @@ from megarl.step import training_step
 from megarl.train import run_steps
 from megarl.trainer.group import ActorGroup, CriticGroup
 from megarl.types import Group, InlineData, Sample, SampleTokens, Shard, fetch
-from megarl.weight_sync.handover import TrainersOnly
+from megarl.weight_sync.handover import Handover
 
 
 class Workers:
@@ -170,7 +170,7 @@ def build(
         critic=critic_group,
         teacher=None,
         source=source,
-        devices=TrainersOnly(),
+        devices=Handover(),
         evaluate=None,
         checkpoints=Checkpoints(recipe.train, saver, source, kl_weight, skipped, {}, lambda path: [None], log),
         skipped=skipped,

@@ -90,7 +90,7 @@ def trainer_notices(recipe: Recipe, platform: Platform) -> list[str]:
     """
     settings = trainer_settings(recipe, platform)
     computed = [f"trainers have {name}={value}: {why}" for name, value, why in settings.computed()]
-    return [*platform.installation_notices(), *settings.notices(), *computed]
+    return [*platform.kind.installation_notices(), *settings.notices(), *computed]
 
 
 def connect(recipe: Recipe, platform: Platform, demand: Demand | None = None) -> Cluster:
@@ -102,7 +102,7 @@ def connect(recipe: Recipe, platform: Platform, demand: Demand | None = None) ->
     """
     if demand is None:
         demand = Demand.of(recipe, trainers=True, engines=recipe.train.source == "rollout")
-    if platform.ray_resource is not None:  # CPU processes need no devices
+    if platform.kind.ray_resource is not None:  # CPU processes need no devices
         demand.require_trainers_devices_suffice()
     threads = {"OMP_NUM_THREADS": str(recipe.cluster.threads)}
     trainer_env = threads | trainer_settings(recipe, platform).environment()
@@ -114,7 +114,7 @@ def connect(recipe: Recipe, platform: Platform, demand: Demand | None = None) ->
         fixed_first = demand.trainers if demand.shared else demand.trainers + demand.engine_devices
         numbers = [*range(engines_first, engines_first + demand.engine_devices)]
         numbers += range(fixed_first, fixed_first + demand.fixed_devices)
-        local = LocalDevices(platform.visible_devices_env, numbers)
+        local = LocalDevices(platform.kind.visible, numbers)
         return TorchrunCluster(demand.trainers or None, log_dir(recipe), local, trainer_env=trainer_env)
     if importlib.util.find_spec("ray") is None:
         raise ValueError(
@@ -128,5 +128,5 @@ def connect(recipe: Recipe, platform: Platform, demand: Demand | None = None) ->
     from megarl.cluster.ray.cluster import RayCluster
     from megarl.cluster.ray.devices import RayDevices
 
-    devices = RayDevices(platform.ray_resource, platform.visible_devices_env, demand)
+    devices = RayDevices(platform.kind.ray_resource, platform.kind.visible, demand)
     return RayCluster(address, devices, log_dir(recipe), trainer_env=trainer_env)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 class LocalDevices:
     """Assigns this machine's devices to processes in order, through the visible-devices variable.
 
-    variable: the platform's ``visible_devices_env``; "" if it has none (CPU).
+    variable: ``DeviceKind.visible``; "" if it has none (CPU).
     numbers: device numbers to assign, in this order.
     """
 

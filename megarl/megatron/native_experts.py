@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
@@ -30,17 +28,11 @@ class _GroupedLinear(torch.nn.Module):
         *,
         config: Any,
         init_method: Callable[[torch.Tensor], Any],
-        pg_collection: Any = None,
+        pg_collection: Any,
         is_expert: bool = True,
         **_: Any,
     ) -> None:
         super().__init__()
-        if pg_collection is None:  # Megatron before 0.16
-            pg_collection = types.SimpleNamespace(
-                ep=parallel_state.get_expert_model_parallel_group(),
-                expt_tp=parallel_state.get_expert_tensor_parallel_group(),
-                expt_dp=parallel_state.get_expert_data_parallel_group(),
-            )
         self.num_gemms, self.groups = num_gemms, pg_collection
         shards = pg_collection.expt_tp.size()
         shape = [output_size, input_size]

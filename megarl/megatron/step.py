@@ -19,7 +19,6 @@ from megarl.megatron.batch import MicroBatch, PackedStream, pack
 from megarl.megatron.current_batch import stream_params
 from megarl.megatron.images import ImageLayout
 from megarl.megatron.output_heads import OutputHead, language_model
-from megarl.megatron.overlap import set_sync_functions
 
 Objective = Callable[[Any], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """From loss inputs to a loss (scalar, normalized over the whole mini batch) and metrics (scalars to be summed)."""
@@ -33,7 +32,39 @@ def configure(config: Any, chunks: list[Any]) -> None:
     """
     assert config.calculate_per_token_loss, "must be set when the model is built: DDP reads it there"
     config.finalize_model_grads_func = _finalize_without_token_count
-    set_sync_functions(config, chunks)
+    _set_sync_functions(config, chunks)
+
+
+def _set_sync_functions(config: Any, chunks: list[Any]) -> None:
+    """Pass the sync functions of DDP-wrapped `chunks` to Megatron's schedules, as Megatron's training loop does.
+
+    Each gradient bucket is then reduced as soon as the last micro batch's backward pass fills it; with
+    `align_param_gather` all stages gather together.
+    """
+    settings = getattr(chunks[0], "ddp_config", None)
+    if settings is None or not settings.overlap_grad_reduce:
+        return
+    config.no_sync_func = _one_or_all([chunk.no_sync for chunk in chunks])
+    if settings.overlap_param_gather and settings.align_param_gather:
+        config.param_sync_func = _one_or_all([chunk.start_param_sync for chunk in chunks])
+
+
+def _one_or_all(functions: list[Callable[..., Any]]) -> Any:
+    return functions if len(functions) > 1 else functions[0]
+
+
+def finish_param_gather(chunks: list[Any]) -> None:
+    """Gather parameters that the last update left sharded, and wait for running gathers. Collective over data parallel.
+
+    With `overlap_param_gather`, an optimizer step updates only this rank's shard, and forward hooks gather each bucket when
+    a module needs it. Any other reader of the weights must call this function first.
+    """
+    for chunk in chunks:
+        if not getattr(chunk, "use_forward_hook", False):  # not DDP-wrapped, or gathered by the optimizer step
+            continue
+        for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+            if group.param_gather_handle is not None or not group.param_gather_dispatched:
+                group.start_param_sync(force_sync=True)
 
 
 def _finalize_without_token_count(chunks: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:

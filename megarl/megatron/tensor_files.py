@@ -113,7 +113,9 @@ class TensorFiles:
         torch.distributed.broadcast_object_list(index, src=0)
         assert index[0] is not None
         self._stored: dict[str, _Stored] = index[0]
-        self._open = functools.lru_cache(_OPEN_FILES)(self._open_file)
+        self._open = functools.lru_cache(_OPEN_FILES)(
+            lambda file: safe_open(directory / file, framework="pt", device="cpu").__enter__()
+        )
 
     def fill(self, shard: TensorShard) -> None:
         """Copy the stored elements of `shard` into `shard.tensor`; padding that is not stored becomes 0.
@@ -151,9 +153,6 @@ class TensorFiles:
         if not where:
             return handle.get_tensor(key)
         return handle.get_slice(key)[tuple(slice(int(part.start), int(part.stop)) for part in where)]
-
-    def _open_file(self, file: str) -> Any:
-        return safe_open(self.directory / file, framework="pt", device="cpu").__enter__()
 
 
 def _read_headers(directory: Path) -> dict[str, _Stored]:

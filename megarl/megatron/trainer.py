@@ -22,11 +22,10 @@ from megarl.megatron.model import Model, build, parameters_on_rank
 from megarl.megatron.offload import Offloader, copy_to_host, swap
 from megarl.megatron.optimizer import build_optimizer, guarded_step, learning_rate
 from megarl.megatron.output_heads import OutputHead, PolicyHead
-from megarl.megatron.overlap import finish_param_gather
 from megarl.megatron.ranks import coordinates, gather, max_over_ranks, sum_metrics
 from megarl.megatron.router_losses import RouterLosses
 from megarl.megatron.routing import Routing
-from megarl.megatron.step import Objective, configure, run_pipeline
+from megarl.megatron.step import Objective, configure, finish_param_gather, run_pipeline
 from megarl.platform import Platform
 from megarl.recipe.schema import Recipe
 
@@ -347,10 +346,6 @@ class PolicyTrainer(Trainer):
         if self.model.lora is None:
             self.finish_param_gather()
             self._reference = [copy_to_host(weight) for weight in self._weights()]
-
-    def reference_bytes(self) -> int:
-        """Return the bytes of host memory that `keep_reference` takes."""
-        return sum(self.reference_sizes())
 
     def reference_sizes(self) -> list[int]:
         """Return the bytes of each tensor that `keep_reference` copies to the host."""

@@ -107,9 +107,8 @@ def _fix_deepseek(bridge: Any) -> None:
     build = bridge._build_base_config
 
     def build_base_config(self: Any, **kwargs: Any) -> Any:
-        names = {field.name for field in dataclasses.fields(self.TransformerConfigClass)}
-        if "max_position_embeddings" not in names:  # renamed in Megatron 0.14
-            kwargs["original_max_position_embeddings"] = kwargs.pop("max_position_embeddings")
+        # Renamed in Megatron 0.14.
+        kwargs["original_max_position_embeddings"] = kwargs.pop("max_position_embeddings")
         scaling = rotary_scaling(self.hf_config.to_dict())
         if scaling["rope_type"] == "yarn":  # mbridge reads names that transformers 5 no longer has
             kwargs.update(yarn_fields(scaling))

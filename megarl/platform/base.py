@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from megarl.platform.device_kind import DeviceKind
-    from megarl.platform.ipc import Shareable
+    from megarl.platform.ipc import DeviceMemory, HostMemory
 
 
 class Profiler(Protocol):
@@ -47,16 +47,6 @@ class Platform(ABC):
         return self.kind.name
 
     @property
-    def ray_resource(self) -> str | None:
-        """Ray resource of the device; None if processes need no device."""
-        return self.kind.ray_resource
-
-    @property
-    def visible_devices_env(self) -> str:
-        """Environment variable with the visible devices of a process; "" if the kind has none."""
-        return self.kind.visible
-
-    @property
     @abstractmethod
     def uses_native_layers(self) -> bool:
         """True if Transformer Engine is missing and megarl/megatron/native_layers.py replaces it."""
@@ -84,10 +74,6 @@ class Platform(ABC):
     def deterministic_env(self) -> dict[str, str]:
         """Variables of a trainer process for `train.deterministic`, in addition to torch's own settings."""
         return {}
-
-    def installation_notices(self) -> list[str]:
-        """Notices about missing packages and untested versions, with their cost, for the start of a run."""
-        return self.kind.installation_notices()
 
     def rollout_env(self) -> dict[str, str]:
         """Environment of an engine process, to be set before it starts."""
@@ -147,12 +133,12 @@ class Platform(ABC):
         """
 
     @abstractmethod
-    def shareable_memory(self, size: int) -> Shareable:
+    def shareable_memory(self, size: int) -> DeviceMemory | HostMemory:
         """Allocate `size` bytes on this process's device that other processes of the machine can map."""
 
     @abstractmethod
     def open_shared(self, handle: dict[str, Any]) -> torch.Tensor:
-        """Map memory of another process on this machine: uint8 [size]. `handle`: from its `Shareable.handle`.
+        """Map memory of another process on this machine: uint8 [size]. `handle`: from the memory's `handle`.
 
         Raises RuntimeError or OSError if the memory cannot be mapped.
         """

@@ -49,7 +49,7 @@ class DeviceKind:
     present: str = ""  # text if it is available
     absent: str = ""  # text if it is not available
     install: str = ""  # remedy if it is not available
-    installation_notices: Callable[[], list[str]] = list  # see `Platform.installation_notices`; does not import torch
+    installation_notices: Callable[[], list[str]] = list  # missing packages and untested versions, with their cost
 
     # Fields for `megarl doctor` and `megarl accept`.
     checks: str = ""  # module with the CHECKS of this kind, imported by the doctor

@@ -14,33 +14,20 @@ import mmap
 import os
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 
-class Shareable(Protocol):
-    """Memory of this process that other processes of the machine can map."""
-
-    memory: torch.Tensor  # uint8 [size]
-
-    def handle(self) -> dict[str, Any]:
-        """Create a handle, as JSON. Each reader needs a new handle and opens it once."""
-        ...
-
-    def close(self) -> None:
-        """Release the memory after all readers have closed theirs."""
-        ...
-
-
 class DeviceMemory:
-    """Device memory with handles from torch's storage."""
+    """Memory of a device that other processes of the machine can map, with handles from torch's storage."""
 
     def __init__(self, memory: torch.Tensor, describe: str) -> None:
         """`memory`: a whole allocation. `describe`: name of the method of torch's storage that creates a handle."""
         self.memory, self._describe = memory, describe
 
     def handle(self) -> dict[str, Any]:
+        """Create a handle, as JSON. Each reader needs a new handle and opens it once."""
         storage = self.memory.untyped_storage()
         if not hasattr(storage, self._describe):
             raise RuntimeError(
@@ -60,6 +47,7 @@ class DeviceMemory:
         }
 
     def close(self) -> None:
+        """Release the memory after all readers have closed theirs."""
         self.memory = torch.empty(0, dtype=torch.uint8, device=self.memory.device)
 
 

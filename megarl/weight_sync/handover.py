@@ -16,8 +16,8 @@ from megarl.weight_sync.publish import ReceivingEngine, SendingTrainers, publish
 from megarl.weight_sync.session import Session
 
 
-class Handover(Protocol):
-    """Gives the devices to the part of the run that computes next."""
+class Handover:
+    """Gives the devices to the part of the run that computes next. In this class: a run without engines."""
 
     def give_to_critic(self) -> None:
         """Prepare the devices for the critic."""
@@ -27,6 +27,7 @@ class Handover(Protocol):
 
     def update_engines(self, version: int) -> Metrics:
         """Send the actor's weights to the engines as `version`, and let the engines sample. Returns the sync's metrics."""
+        return {}
 
 
 class OffloadingTrainers(Protocol):
@@ -47,26 +48,11 @@ class SleepingEngine(ReceivingEngine, Protocol):
     def wake(self, tag: str) -> Future[None]: ...
 
 
-class TrainersOnly:
-    """A run without engines."""
-
-    def give_to_critic(self) -> None: ...
-
-    def give_to_actor(self) -> None: ...
-
-    def update_engines(self, version: int) -> Metrics:
-        return {}
-
-
-class Disaggregated:
+class Disaggregated(Handover):
     """Actor, critic and engines have separate devices."""
 
     def __init__(self, trainers: SendingTrainers, engines: Sequence[ReceivingEngine], session: Session):
         self.trainers, self.engines, self.session = trainers, list(engines), session
-
-    def give_to_critic(self) -> None: ...
-
-    def give_to_actor(self) -> None: ...
 
     def update_engines(self, version: int) -> Metrics:
         return publish(self.trainers, self.engines, self.session, version)
@@ -95,7 +81,7 @@ class Occupant:
             self.on_device = False
 
 
-class Colocated:
+class Colocated(Handover):
     """Actor, critic and engines time-share the same devices."""
 
     def __init__(

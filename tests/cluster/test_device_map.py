@@ -145,8 +145,7 @@ def test_processes_without_devices_are_always_placed():
 
 def npus():
     return types.SimpleNamespace(
-        ray_resource="NPU",
-        visible_devices_env="X",
+        kind=types.SimpleNamespace(ray_resource="NPU", visible="X"),
         trainer_env=lambda timeout: {},
         engines_env=lambda deterministic: {},
     )  # any other attribute raises

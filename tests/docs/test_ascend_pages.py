@@ -155,7 +155,7 @@ def test_the_table_of_the_environment() -> None:
     table_text, after, _ = section("ascend.md", "Environment").partition("\nIf the command's environment")
     assert after
     table = {row[0].strip("`"): row[1:3] for row in rows(table_text)}
-    assert table.pop(platform.visible_devices_env) == ["its device", "its devices"]
+    assert table.pop(platform.kind.visible) == ["its device", "its devices"]
     for column, environ in enumerate(roles):
         shown = {name: cells[column] for name, cells in table.items() if cells[column] != "-"}
         assert shown == environ

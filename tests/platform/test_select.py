@@ -40,7 +40,7 @@ def test_absent_devices_are_refused_with_the_missing_part(monkeypatch: pytest.Mo
 def test_auto_prefers_npu_then_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     _here(monkeypatch, "npu", "cuda")
     chosen = platform.select()
-    assert (chosen.name, chosen.process_group_backend, chosen.ray_resource) == ("npu", "cpu:gloo,npu:hccl", "NPU")
+    assert (chosen.name, chosen.process_group_backend, chosen.kind.ray_resource) == ("npu", "cpu:gloo,npu:hccl", "NPU")
     assert "PYTORCH_NPU_ALLOC_CONF" in chosen.trainer_env(600)
     assert chosen.trainer_env(7200.5)["HCCL_EXEC_TIMEOUT"] == "7201", "collectives time out when the recipe says"
     assert "True" not in chosen.rollout_env()["PYTORCH_NPU_ALLOC_CONF"], "sleep mode refuses expandable segments"

@@ -198,7 +198,7 @@ def visible(context: StageContext, devices: Sequence[int]) -> dict[str, str]:
 
     devices: indices among the devices that this process sees.
     """
-    variable = platforms.select(context.device).visible_devices_env
+    variable = platforms.select(context.device).kind.visible
     if not variable:
         return {}
     devices_here = (os.environ.get(variable) or ",".join(map(str, range(context.settings.devices)))).split(",")

@@ -205,7 +205,7 @@ def _route(context: StageContext, capabilities: dict[str, object] | None) -> Non
     shared = recipe.cluster.placement == "colocated"
     transport = recipe.weight_sync.transport
     context.figure("weight sync: transport", f"{transport}: {_TRANSPORTS[transport]}")
-    if platform.ray_resource is not None:
+    if platform.kind.ray_resource is not None:
         context.figure("weight sync: trainers and engines", "share devices" if shared else "use separate devices")
 
 

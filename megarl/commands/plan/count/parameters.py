@@ -39,7 +39,7 @@ def held(trainer: Trainer) -> RankMemory:
         gradients=_bytes(_storages(gradients)),
         masters=_bytes(own_masters),
         moments=moments_bytes,
-        reference=trainer.reference_bytes() if isinstance(trainer, PolicyTrainer) else 0,
+        reference=sum(trainer.reference_sizes()) if isinstance(trainer, PolicyTrainer) else 0,
         weights_pinned=_pinned(weights),
         states_pinned=_pinned(own_masters) + _pinned(_storages(moments)),
         reference_pinned=sum(pinned(size) for size in trainer.reference_sizes())
