@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from megarl.algorithms.values import ValueInputs
-from megarl.megatron import export
 from megarl.megatron.batch import MicroBatch
+from megarl.megatron.export import ExportChange
 from megarl.megatron.trainer import Trainer
 from megarl.megatron.value_head import BIAS, WEIGHT, ValueHead
 from megarl.platform import Platform
@@ -31,13 +30,12 @@ def _as_token_classifier(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "architectures": architectures, "id2label": {"0": "value"}, "label2id": {"value": 0}}
 
 
-_CHANGE = export.ExportChange(removed=("lm_head.weight",), added=(WEIGHT, BIAS), config=_as_token_classifier)
-
-
 class CriticTrainer(Trainer):
     """Trainer of a model with a value head. `recipe`: the critic's view of the recipe (recipe/critic.py)."""
 
     role = "critic"
+    # A token classification model with one label, the value.
+    export_change = ExportChange(removed=("lm_head.weight",), added=(WEIGHT, BIAS), config=_as_token_classifier)
 
     def __init__(
         self, recipe: Recipe, platform: Platform, total_optimizer_steps: int, *, weights_only: bool = False
@@ -75,10 +73,3 @@ class CriticTrainer(Trainer):
             yield name, weight
             if name == WEIGHT:
                 yield BIAS, weight.new_zeros(1)
-
-    def save_hf(self, directory: Path) -> None:
-        """Write a Hugging Face directory: a token classification model with one label, the value."""
-        export.save_hf(directory, Path(self.recipe.model.path), self.export_weights(), _CHANGE)
-
-    def compare_with_hf(self, directory: Path) -> export.ExportComparison:
-        return export.compare_with_hf(directory, self.export_weights(), Path(self.recipe.model.path), _CHANGE)

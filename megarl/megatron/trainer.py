@@ -41,6 +41,7 @@ class Trainer:
     """
 
     role: str  # "actor" or "critic", the first part of metric names
+    export_change = export.ExportChange()  # differences of `save_hf` from model.path
 
     def __init__(
         self,
@@ -120,11 +121,12 @@ class Trainer:
 
     def save_hf(self, directory: Path) -> None:
         """Write a Hugging Face directory with the model's configuration and tokenizer."""
-        export.save_hf(directory, Path(self.recipe.model.path), self.export_weights())
+        export.save_hf(directory, Path(self.recipe.model.path), self.export_weights(), self.export_change)
 
     def compare_with_hf(self, directory: Path) -> export.ExportComparison:
         """Compare a directory that `save_hf` wrote with the current weights; see `export.compare_with_hf`."""
-        return export.compare_with_hf(directory, self.export_weights(), Path(self.recipe.model.path))
+        source = Path(self.recipe.model.path)
+        return export.compare_with_hf(directory, self.export_weights(), source, self.export_change)
 
     def stage_save(self, directory: Path, *, copy: bool) -> checkpoint.Save:
         """Return this rank's part of a checkpoint, not yet started (`checkpoint.Save`). The caller makes it atomic."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ from megarl.recipe.schema import Recipe, WeightSyncConfig
 from megarl.recipe.weight_sync import wants_adapters, why_not_sharded
 from megarl.weight_sync.publish import ReceivingEngine, SendingTrainers
 from megarl.weight_sync.session import DEVICE_TRANSPORTS, Session
+
+OpenRoute = Callable[[str], "Session | str"]  # opens a session for a route, or returns the reason against it
 
 
 class RouteRefused(RuntimeError):
@@ -30,12 +33,13 @@ def open_weight_sync(
     it. Raises RouteRefused if `sharded` is required and not possible.
     """
     receivers = [(name, host) for description in descriptions for name, host in description["receivers"]]
+    open_route = functools.partial(_open, recipe.weight_sync, trainers, engines, receivers)
     if wants_adapters(recipe):
-        return _open_adapters(recipe.weight_sync, trainers, engines, descriptions, receivers, notice)
+        return _open_adapters(recipe.weight_sync, open_route, engines, descriptions, notice)
     route = recipe.weight_sync.route
     if route == "full":
-        return _open_full(recipe.weight_sync, trainers, engines, receivers)
-    session = why_not_sharded(recipe) or _open(recipe.weight_sync, trainers, engines, receivers, "sharded")
+        return _open_full(open_route)
+    session = why_not_sharded(recipe) or open_route("sharded")
     if not isinstance(session, str):
         if route == "auto":
             notice("weight_sync.route=auto: sharded; every trainer rank sends the engines the slices that they need")
@@ -45,21 +49,20 @@ def open_weight_sync(
         transport = ", and weight_sync.transport=auto" if recipe.weight_sync.transport in DEVICE_TRANSPORTS else ""
         raise RouteRefused(f"weight_sync.route=sharded: {reason}. Set weight_sync.route=full, or auto{transport}")
     notice(f"weight_sync.route=auto: full, not sharded, because {reason}{_ignored_setting(recipe.weight_sync)}")
-    return _open_full(recipe.weight_sync, trainers, engines, receivers)
+    return _open_full(open_route)
 
 
 def _open_adapters(
     weight_sync: WeightSyncConfig,
-    trainers: SendingTrainers,
+    open_route: OpenRoute,
     engines: Sequence[ReceivingEngine],
     descriptions: Sequence[dict[str, Any]],
-    receivers: list[tuple[str, str]],
     notice: Callable[[str], None],
 ) -> Session:
     """Send adapters only, after the base weights in the first update; merged weights if an engine cannot hold adapters."""
     setting, reasons = weight_sync.adapters, [description["merged_because"] for description in descriptions]
     refusals = (f"{engine.name}: {reason}" for engine, reason in zip(engines, reasons, strict=True) if reason)
-    session = next(refusals, None) or _open(weight_sync, trainers, engines, receivers, "adapters")
+    session = next(refusals, None) or open_route("adapters")
     if not isinstance(session, str):
         if setting == "auto":
             notice("weight_sync.adapters=auto: only adapters are sent; the first update also sends the base weights")
@@ -69,7 +72,7 @@ def _open_adapters(
         raise RouteRefused(f"weight_sync.adapters=only: {reason}. Set weight_sync.adapters=merged, or auto")
     ignored = _ignored_setting(weight_sync)
     notice(f"weight_sync.adapters=auto: merged weights, exported, in every update, because {reason}{ignored}")
-    return _open_full(weight_sync, trainers, engines, receivers)
+    return _open_full(open_route)
 
 
 def _ignored_setting(weight_sync: WeightSyncConfig) -> str:
@@ -78,13 +81,8 @@ def _ignored_setting(weight_sync: WeightSyncConfig) -> str:
     return f"; weight_sync.check_every={weight_sync.check_every:g} has no effect" if changed else ""
 
 
-def _open_full(
-    weight_sync: WeightSyncConfig,
-    trainers: SendingTrainers,
-    engines: Sequence[ReceivingEngine],
-    receivers: list[tuple[str, str]],
-) -> Session:
-    session = _open(weight_sync, trainers, engines, receivers, "full")
+def _open_full(open_route: OpenRoute) -> Session:
+    session = open_route("full")
     assert not isinstance(session, str), "every engine can receive whole tensors"
     return session
 

@@ -48,7 +48,8 @@ def fill_buckets(weights: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int)
         if name in names:
             raise ValueError(f"weight {name!r} was exported twice in one version")
         names.add(name)
-        size = _aligned(tensor.numel() * tensor.element_size())
+        nbytes = tensor.numel() * tensor.element_size()
+        size = max(-(-nbytes // _ALIGNMENT), 1) * _ALIGNMENT  # at least one unit: empty memory cannot be mapped
         if entries and used + size > bucket_bytes:
             yield Bucket(entries, tensors, used, last=False)
             entries, tensors, used = [], [], 0
@@ -93,7 +94,3 @@ def parse(text: str) -> list[BucketEntry]:
 def describe_bucket(number: int, names: Sequence[str]) -> str:
     """Return a bucket's description for messages."""
     return f"bucket {number} ({abbreviate_names(names)})"
-
-
-def _aligned(size: int) -> int:
-    return max(-(-size // _ALIGNMENT), 1) * _ALIGNMENT  # at least one unit: empty memory cannot be mapped

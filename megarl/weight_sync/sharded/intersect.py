@@ -38,9 +38,6 @@ class SliceIndex:
     group: np.ndarray  # int64 [n]
     groups: tuple[tuple[int, ...], ...]
 
-    def ranks_with(self, number: int) -> tuple[int, ...]:
-        return self.groups[self.group[number]]
-
     def of_rank(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the numbers of the slices in the table of `rank`, rising, and their rows there."""
         in_class = self.classes == self.class_of[rank]
@@ -171,6 +168,6 @@ def _refuse_overlaps(held: SliceIndex, names: Sequence[str]) -> None:
 
 
 def _ranks(index: SliceIndex, number: int) -> str:
-    ranks = index.ranks_with(number)
+    ranks = index.groups[index.group[number]]
     shown = ", ".join(map(str, ranks[:_SHOWN])) + (f", ... ({len(ranks)})" if len(ranks) > _SHOWN else "")
     return f"{index.ranks} rank{'s' if len(ranks) > 1 else ''} {shown}"
