@@ -9,7 +9,7 @@ import pytest
 
 from megarl.commands.plan.count.devices import Occupants, places, too_large
 from megarl.commands.plan.count.engines import Engine, rank_of
-from megarl.commands.plan.count.libraries import Libraries, libraries_of, trainer_groups
+from megarl.commands.plan.count.libraries import Libraries, counted_libraries, trainer_groups
 from megarl.commands.plan.count.types import EngineRank, PipelineStage, RankMemory, Variable
 from megarl.engines.base import EngineLimits
 from megarl.engines.specs import policy_spec
@@ -48,19 +48,20 @@ def test_groups_of_a_layout(layout: dict[str, int], world: int, groups: int) -> 
     assert trainer_groups(settings, world) == groups
 
 
-def test_deepseek_v3_on_256_devices() -> None:
+def test_deepseek_v3_on_256_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines: everyone, TP 2, DP 128 and the experts' 256 ranks have 2 x 200 MiB, their dispatch 2 x 240."""
     run_recipe = load_recipe(RECIPES / "grpo_deepseek_v3.yaml", [])
     variables = [Variable("engines", "HCCL_BUFFSIZE", "240", "computed")]
-    buffers = libraries_of(run_recipe, NPU, variables, "HCCL_BUFFSIZE")
+    monkeypatch.setattr("megarl.commands.plan.count.libraries.environment_of", lambda *_: variables)
+    buffers = counted_libraries(run_recipe, {}, NPU)
     assert buffers.communicators["actor"] == 6 * 400 * MIB
     assert buffers.communicators["rollout"] == (4 * 400 + 480) * MIB
     assert (buffers.context, buffers.graphs) == (GIB // 2, GIB)
-    trainers = [Variable("trainers", "HCCL_BUFFSIZE", "300", "cluster.environment")]
-    assert libraries_of(run_recipe, NPU, trainers, "HCCL_BUFFSIZE").communicators["actor"] == 6 * 600 * MIB
+    variables = [Variable("trainers", "HCCL_BUFFSIZE", "300", "cluster.environment")]
+    assert counted_libraries(run_recipe, {}, NPU).communicators["actor"] == 6 * 600 * MIB
     run_recipe.rollout.engine_args["enforce_eager"] = True
-    assert libraries_of(run_recipe, NPU).graphs == 0
-    assert libraries_of(run_recipe, None) == Libraries()
+    assert counted_libraries(run_recipe, {}, NPU).graphs == 0
+    assert counted_libraries(run_recipe, {}, None) == Libraries()
 
 
 def test_libraries_count_in_every_phase() -> None:

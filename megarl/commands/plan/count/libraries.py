@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megarl.commands.plan.count.types import EngineRank, PipelineStage, Variable
+from megarl.commands.plan.count.types import EngineRank, PipelineStage
 from megarl.commands.plan.environment import device_kind, environment_of
 from megarl.commands.plan.show.units import GIB, MIB
 from megarl.platform.devices import Device
@@ -53,16 +53,16 @@ class Libraries:
 NOT_COUNTED = Libraries()
 
 
-def libraries_of(
-    recipe: Recipe, device: Device | None, variables: Iterable[Variable] = (), buffer: str = ""
-) -> Libraries:
-    """Return the libraries' memory on `device`. `buffer`: environment variable with the size of a communicator's buffer in
-    MiB; its value is looked up in `variables`."""
-    if device is None:
+def counted_libraries(recipe: Recipe, models: Mapping[str, dict[str, Any]], device: Device | None) -> Libraries:
+    """Return the libraries' memory with the buffer sizes (MiB) of the recipe, its layout and this shell. Empty on a CPU and
+    without a device. `models`: section -> config.json."""
+    name = device_kind(recipe.cluster, device)
+    if device is None or name is None or kind_of(name).ray_resource is None:
         return NOT_COUNTED
+    buffer = kind_of(name).buffer_variable
     sizes = {
         variable.role: 2 * int(variable.value)
-        for variable in variables
+        for variable in environment_of(recipe, models, device)
         if buffer and variable.name == buffer and variable.value.isdecimal()
     }
     of_trainers = sizes.get("trainers", device.communicator)
@@ -75,15 +75,6 @@ def libraries_of(
     communicators = {role: round(size * MIB) for role, size in groups.items()}
     graphs = 0.0 if recipe.rollout.engine_args.get("enforce_eager") else device.graphs
     return Libraries(communicators, round(device.context * GIB), round(graphs * GIB))
-
-
-def counted_libraries(recipe: Recipe, models: Mapping[str, dict[str, Any]], device: Device | None) -> Libraries:
-    """Return the libraries' memory with the buffer sizes of the recipe, its layout and this shell. Empty on a CPU and
-    without a device. `models`: section -> config.json."""
-    name = device_kind(recipe.cluster, device)
-    if device is None or name is None or kind_of(name).ray_resource is None:
-        return NOT_COUNTED
-    return libraries_of(recipe, device, environment_of(recipe, models, device), kind_of(name).buffer_variable)
 
 
 def trainer_groups(megatron: MegatronConfig, world: int) -> int:
