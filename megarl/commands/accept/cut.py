@@ -15,7 +15,7 @@ from megarl.algorithms.advantages import uses_critic
 from megarl.commands.data.tiny_weights import shapes
 from megarl.commands.rehearse.changes import Changes
 from megarl.commands.rehearse.data import write_data
-from megarl.commands.rehearse.layout import layers_for, stage_layers
+from megarl.commands.rehearse.layout import layers_for, with_sizes
 from megarl.commands.rehearse.settings import shrink_settings
 from megarl.engines.specs import fixed_models, longest_sample
 from megarl.hf.config import number_of_experts, text_fields, with_experts, with_layers
@@ -123,18 +123,8 @@ def fit_layout(megatron: MegatronConfig, trainers: int, devices: int) -> tuple[M
     experts_cut = megatron.expert_tensor_parallel
     if experts_cut is not None:
         experts_cut = math.gcd(experts_cut, ranks)
-    small = replace(
-        megatron,
-        tensor_parallel=tensor,
-        pipeline_parallel=pipeline,
-        context_parallel=context,
-        expert_parallel=math.gcd(megatron.expert_parallel, ranks // (experts_cut or 1)),
-        expert_tensor_parallel=experts_cut,
-        sequence_parallel=megatron.sequence_parallel if tensor > 1 else None,
-        virtual_pipeline=2 if megatron.virtual_pipeline and pipeline > 1 else None,
-    )
-    first, last = stage_layers(small)
-    return replace(small, first_stage_layers=first, last_stage_layers=last), devices
+    expert = math.gcd(megatron.expert_parallel, ranks // (experts_cut or 1))
+    return with_sizes(megatron, tensor, pipeline, context, expert, experts_cut), devices
 
 
 def layers_of(megatron: MegatronConfig) -> int:

@@ -39,18 +39,26 @@ def shrink_layout(megatron: MegatronConfig, trainers: int, processes: int) -> tu
     experts_in = tp * cp * dp
     ep = min(megatron.expert_parallel, 2, experts_in)
     etp = min(megatron.expert_tensor_parallel or 1, 2, experts_in // ep)
+    small = with_sizes(megatron, tp, pp, cp, ep, None if megatron.expert_tensor_parallel is None else etp)
+    return small, tp * pp * cp * dp
+
+
+def with_sizes(
+    megatron: MegatronConfig, tensor: int, pipeline: int, context: int, expert: int, expert_tensor: int | None
+) -> MegatronConfig:
+    """Return a layout with these parallel sizes. Settings that they exclude are left out, and stages stay uneven."""
     small = replace(
         megatron,
-        tensor_parallel=tp,
-        pipeline_parallel=pp,
-        context_parallel=cp,
-        expert_parallel=ep,
-        expert_tensor_parallel=None if megatron.expert_tensor_parallel is None else etp,
-        sequence_parallel=megatron.sequence_parallel if tp > 1 else None,
-        virtual_pipeline=2 if megatron.virtual_pipeline and pp > 1 else None,
+        tensor_parallel=tensor,
+        pipeline_parallel=pipeline,
+        context_parallel=context,
+        expert_parallel=expert,
+        expert_tensor_parallel=expert_tensor,
+        sequence_parallel=megatron.sequence_parallel if tensor > 1 else None,
+        virtual_pipeline=2 if megatron.virtual_pipeline and pipeline > 1 else None,
     )
     first, last = stage_layers(small)
-    return replace(small, first_stage_layers=first, last_stage_layers=last), tp * pp * cp * dp
+    return replace(small, first_stage_layers=first, last_stage_layers=last)
 
 
 def stage_layers(megatron: MegatronConfig) -> tuple[int | None, int | None]:
