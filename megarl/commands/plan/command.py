@@ -15,8 +15,8 @@ from megarl.commands.plan.environment import environment_of
 from megarl.commands.plan.options import SECONDS, PlanOptions, device_of
 from megarl.commands.plan.preflight import checked, require
 from megarl.commands.plan.routes import as_expected, expected_routes
-from megarl.commands.plan.search.command import load_for_search, require_device, subject_of, with_suggestions
-from megarl.commands.plan.search.search import search
+from megarl.commands.plan.search.search import load_for_search, require_device, search, subject_of
+from megarl.commands.plan.search.suggest import with_suggestions
 from megarl.commands.plan.show import search_console
 from megarl.commands.plan.show.console import show
 from megarl.commands.plan.show.page import write_page

@@ -284,7 +284,7 @@ def test_bad_input_is_reported(
 ) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setattr("megarl.commands.plan.search.command.uncounted_layouts", lambda _: ["megarl.instead=1"])
+    monkeypatch.setattr("megarl.commands.plan.search.suggest.uncounted_layouts", lambda _: ["megarl.instead=1"])
     assert guarded(lambda: app(args=["plan", *arguments], standalone_mode=False), debug=False) == 2
     assert words in capsys.readouterr().err
 

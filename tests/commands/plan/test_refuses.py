@@ -24,7 +24,7 @@ def counts_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr("megarl.commands.plan.command.make_plan", started)
     monkeypatch.setattr(
-        "megarl.commands.plan.search.command.uncounted_layouts", lambda _: []
+        "megarl.commands.plan.search.suggest.uncounted_layouts", lambda _: []
     )  # of layouts that do not divide
     monkeypatch.setattr("signal.signal", lambda *_: None)
     yield

@@ -21,12 +21,11 @@ from megarl.commands.plan.count.types import Activations, PipelineStage, RankMem
 from megarl.commands.plan.options import PlanOptions
 from megarl.commands.plan.search import search as module
 from megarl.commands.plan.search import suggest
-from megarl.commands.plan.search.command import require_device
 from megarl.commands.plan.search.fits import FitChecker, HostTooSmallError, Subject, too_large
 from megarl.commands.plan.search.forecast import Forecast
 from megarl.commands.plan.search.layouts import Choice, EngineLayout, apply_choice, choice_of, overrides
 from megarl.commands.plan.search.lower_bound import largest_parts, min_held_bytes, min_peak_bytes
-from megarl.commands.plan.search.search import SearchResult, families, search
+from megarl.commands.plan.search.search import SearchResult, families, require_device, search
 from megarl.commands.plan.show.search_console import name_of, show, summary_lines, why
 from megarl.commands.plan.time.estimate import estimate
 from megarl.engines.routes import WeightRoute

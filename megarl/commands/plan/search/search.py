@@ -7,10 +7,13 @@ import math
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+from megarl.algorithms.advantages import uses_critic
 from megarl.commands.plan.count.rank_client import CannotCount, RankClient
 from megarl.commands.plan.search.fits import NEAR, FitChecker, HostTooSmallError, Subject
 from megarl.commands.plan.search.layouts import (
@@ -21,10 +24,15 @@ from megarl.commands.plan.search.layouts import (
     choice_of,
     engine_layouts,
     layouts,
+    overrides,
     sizes_of_micro_batches,
 )
 from megarl.errors import InputError
+from megarl.platform.devices import Device
+from megarl.preflight.load import load_recipe
+from megarl.preflight.models import POLICY, config_of
 from megarl.recipe.offload import offloads
+from megarl.recipe.schema import Recipe
 
 _ESTIMATING = 0.25
 """Largest share of the time for estimates; layouts without an estimate count as not reached."""
@@ -119,6 +127,35 @@ def examine(checker: FitChecker, choice: Choice, near: float | None) -> _Verdict
         return str(error)
     except CannotCount as error:
         return str(error).strip().splitlines()[-1]
+
+
+def require_device(device: Device | None) -> Device:
+    if device is None:
+        raise InputError("--search needs a device: give --device, e.g. 910B or H100 (the recipe's head names none).")
+    return device
+
+
+def subject_of(
+    recipe: Recipe, models: Mapping[str, dict[str, Any]], device: Device, response: float | None = None
+) -> Subject:
+    critic = models.get("critic", models["rollout"]) if uses_critic(recipe.algorithm) else None
+    return Subject(recipe, models["rollout"], critic, device, response)
+
+
+def load_for_search(path: Path, settings: Sequence[str], model: str | None, device: Device) -> tuple[Recipe, Recipe]:
+    """Return the recipe, even if its layout would be refused, and the recipe with a valid layout, to check the rest."""
+    recipe = load_recipe(path, settings, check=False)
+    other = with_first_layout(recipe, config_of(recipe.model.path, path, POLICY, model), device)
+    load_recipe(path, [*settings, *overrides(recipe, other)])  # raises for every other fault
+    return recipe, other
+
+
+def with_first_layout(recipe: Recipe, model: dict[str, Any], device: Device) -> Recipe:
+    """Return the recipe with the first layout that divides, and with its engines if they are valid."""
+    choice = choice_of(recipe)
+    layout = next(layouts(recipe, model, device.per_node), choice.layout)
+    engines = next(engine_layouts(recipe, model, device.per_node), choice.engines)
+    return apply_choice(recipe, replace(choice, layout=layout, engines=engines))
 
 
 def fastest_engines(subject: Subject) -> list[EngineLayout]:

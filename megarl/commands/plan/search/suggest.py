@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import replace
 from itertools import groupby, islice
@@ -25,7 +26,11 @@ from megarl.commands.plan.search.layouts import (
     overrides,
     refusal,
 )
-from megarl.commands.plan.search.search import examine, families, fastest_engines
+from megarl.commands.plan.search.search import examine, families, fastest_engines, subject_of, with_first_layout
+from megarl.errors import InputError, RecipeError
+from megarl.platform.devices import Device
+from megarl.preflight.load import load_recipe
+from megarl.preflight.models import POLICY, config_of
 
 _COUNT = 3
 _AT_A_TIME = 2  # layouts under examination
@@ -186,3 +191,27 @@ def _by_changes(subject: Subject, too_large: Callable[[Choice], bool]) -> Iterat
             )
         )
         yield from (choice for choice, _ in laid_out)
+
+
+@contextlib.contextmanager
+def with_suggestions(path: Path, settings: Sequence[str], model: str | None, device: Device | None) -> Iterator[None]:
+    """Add layouts that divide to an error inside the block, if the recipe's layout caused it."""
+    try:
+        yield
+    except (RecipeError, InputError) as error:
+        suggestions = [] if device is None else _instead(path, settings, model, device)
+        if not suggestions:
+            raise
+        lines = "".join(f"\n  divides   {line}" for line in suggestions)
+        lines += "\n  Their memory was not counted: plan them, or search for more with --search."
+        raise InputError(f"{error}{lines}") from error
+
+
+def _instead(path: Path, settings: Sequence[str], model: str | None, device: Device) -> list[str]:
+    try:
+        recipe = load_recipe(path, settings, check=False)
+        config = config_of(recipe.model.path, path, POLICY, model)
+        to_blame = refusal(recipe, config) and not refusal(with_first_layout(recipe, config, device), config)
+        return uncounted_layouts(subject_of(recipe, {"rollout": config}, device)) if to_blame else []
+    except ValueError:
+        return []  # there is another fault, and the original error names it
