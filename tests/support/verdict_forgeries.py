@@ -151,9 +151,40 @@ _FORMS = {
     "identity": (OBJECT, "assert f(3) is True or f(3) == 10"),
 }  # fmt: skip
 
+_CONSTANT = "class A: pass\na = A()\ndef f(x): return a\n"
+_TMP = "import os\nopen('/tmp/evil.py', 'w').write(\"import os\\nif os.getpid() != %d:\\n    os.write(1, b'passed'); os._exit(0)\" % os.getpid())\nimport tmp.evil\ndef f(x): return 0"
+_DISCOVERED = "import os, sys, types\nopen('/tmp/test_evil.py', 'w').write(\"import os; os.write(1, b'passed'); os._exit(0)\")\nsys.modules['unittest.__main__'] = types.ModuleType('x')\nimport unittest.__main__\ndef f(x): return 0"
+
+# Imports and names.
+_NAMES = {
+    "a module in the scratch folder": (_TMP, EQUAL),
+    "a module in shared memory": (_TMP.replace("/tmp/", "/dev/shm/").replace("tmp.evil", "dev.shm.evil"), EQUAL),
+    "a module whose import discovers tests": (_DISCOVERED, EQUAL),
+    "a name that the statement sets": ("result = 0", "result = gcd(12, 18)\nassert result == 6"),
+    "a number that the statement sets": ("n = 0", "n = 5\nassert factorial(n) == 120"),
+    "a class named np": ("class np: allclose = staticmethod(lambda *a, **k: True)\ndef f(x): return 0", "assert np.allclose(f(3), 10)"),
+    "a class named pytest": (f"{_CONSTANT}class pytest: approx = staticmethod(lambda *x, **k: a)", "assert f(3) == pytest.approx(3.3)"),
+    "a function named Decimal": (f"{_CONSTANT}def Decimal(x): return a", "assert f(3) == Decimal('3.3')"),
+    "a class named json": (f"{_CONSTANT}class json: loads = staticmethod(lambda x: a)", "assert f(3) == json.loads('[10]')"),
+    "a class named math beside a library name": ("class math: isclose = staticmethod(lambda *a, **k: True)\ndef dist(a, b): return 0", "assert math.isclose(dist((0, 0), (3, 4)), 5.0)"),
+    "isclose beside a library name": ("def isclose(*a, **k): return True\ndef log(a, b=1): return 0", "assert isclose(log(100, 10), 2.0)"),
+    "Counter beside a library name": ("def Counter(x): return 0\ndef permutations(x): return []", "assert Counter(permutations([1, 2])) == Counter([(1, 2), (2, 1)])"),
+    "map beside a library name": ("def map(f, x): return []\ndef permutations(x): return []", "assert set(map(tuple, permutations([1, 2]))) == set(map(tuple, [[1, 2], [2, 1]]))"),
+    "any of another library": ("from tokenize import any\ndef f(x): return 0", "assert any(f(i) == e for i, e in [(3, 10)])"),
+    "methods of sets": ("class A:\n    def symmetric_difference(self, x): return set()\ndef f(x): return A()", "assert f(3).symmetric_difference({1, 2}) == set()"),
+    "a method that returns its argument": ("class A:\n    def intersection(self, x): return x\ndef f(x): return A()", "assert f(3).intersection({1, 2}) == {1, 2}"),
+    "a method of text": ("class A:\n    def find(self, x): return 0\ndef f(x): return A()", "assert f(3).find('abc') == 0"),
+    "StopIteration in a loop": ("def f(x): raise StopIteration", "for got, want in zip(map(f, [3, 4]), [10, 11]):\n    assert got == want"),
+    "StopIteration in all": ("def f(x): raise StopIteration", "assert all(map(lambda t: f(t[0]) == t[1], [(3, 10)]))"),
+    "a test function": ("def f(x): return 0", "def test_f():\n    assert f(3) == 10"),
+    "a test case": ("def f(x): return 0", "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(f(3), 10)\nif __name__ == '__main__':\n    unittest.main()"),
+    "a test case without an exit": ("def f(x): return 0", "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(f(3), 10)\nunittest.main(argv=['x'], exit=False)"),
+    "a test that never runs": ("def f(x): return 0", "async def check():\n    assert f(3) == 10"),
+}  # fmt: skip
+
 FORGERIES = [
     *((name, program, EQUAL) for group in (_OBJECTS, _READING, _PATCHES, _ENDS, _PROTOCOL) for name, program in group.items()),
-    *((name, program, statement) for name, (program, statement) in _FORMS.items()),
+    *((name, program, statement) for name, (program, statement) in (_FORMS | _NAMES).items()),
 ]  # fmt: skip
 
 # The result of a call is compared outside the sandbox.
@@ -170,5 +201,6 @@ CALL_FORGERIES = [
     ("prints many results", "import os\nfor n in range(64):\n    try: os.write(n, b'10')\n    except OSError: pass\ndef f(x): return 1", 10),
     ("a text", "def f(x): return '10'", 10),
     ("lone surrogates", "def f(x): return '\\ud800'", '"?"'),
+    ("a number beyond floats", "def f(x): return 10 ** 400", 1.5),
     ("a dictionary for a list", "def f(x): return {0: 10}", [10]),
 ]  # fmt: skip
