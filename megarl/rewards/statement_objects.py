@@ -118,6 +118,7 @@ class Peer:
             return ["yours", remote._number]
         if (content := write(value, lambda item: self.encoded(item, level + 1))) is not None:
             return content
+        base: Any
         for base in (int, float, str, bytes, tuple, frozenset):
             if isinstance(value, base):  # a subclass, such as a named tuple: its plain value, and where to ask for more
                 return ["shadow", [self.encoded(base.__new__(base, value), level + 1), self.number_of(value)]]

@@ -174,7 +174,7 @@ def test(statement: str, names: dict[str, Any], libraries: dict[str, Any], peer:
         value = module.__dict__[name] = peer.request("named", name)
         if isinstance(value, Remote) and name[:1].isupper():
             object.__setattr__(value, "_free", True)
-    unittest.main = lambda *a, **k: None  # type: ignore[misc,assignment] # the cases are run below
+    unittest.main = lambda *a, **k: None  # type: ignore[assignment]  # the cases are run below
     before = peer.requests
     exec(compile(tree, "test.py", "exec", dont_inherit=True), module.__dict__)
     own = [value for value in module.__dict__.values() if getattr(value, "__module__", None) == "statement"]
