@@ -42,7 +42,7 @@ class RewardConfig:
     concurrent: int = key(64, "Concurrent samples of an async scorer, per process.", at_least=1)
     timeout: float = key(
         10.0,
-        "Time limit of a scorer for one sample, in seconds, without queueing. A process that exceeds it is killed and replaced.",
+        "Time limit of a scorer for one sample, in seconds, without queueing. A process that exceeds it is killed and replaced. The scorers `math` and `geometry3k` then count the answer as wrong; others have failed (`reward.retries`). `code` and `code_all` share 80 % of it among the tests of a response.",
         above=0,
     )
     memory_mb: Optional[int] = key(

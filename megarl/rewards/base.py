@@ -92,6 +92,8 @@ class Scorer:
         the import, and raises if a library is not installed.
     settings: `find` and `resolve` bind the recipe's `ScorerSettings` as the last argument of both functions.
     needs_ground_truth: rows without a ground truth are rejected.
+    slow_is_wrong: a response that cannot be scored within reward.timeout has the score 0 and the part `too_slow`, at once. For
+        scorers that compute with the response, as an answer such as 2^100000000 costs. Otherwise it is a failure.
     """
 
     name: str
@@ -100,6 +102,7 @@ class Scorer:
     prepare: Callable[..., Any] | None = None
     settings: bool = False
     needs_ground_truth: bool = False
+    slow_is_wrong: bool = False
 
     @property
     def awaited(self) -> bool:
@@ -119,15 +122,18 @@ def scorer(
     prepare: Callable[..., Any] | None = None,
     settings: bool = False,
     needs_ground_truth: bool = True,
+    slow_is_wrong: bool = False,
 ) -> Callable[[ScoreFunction], ScoreFunction]:
     """Register a function as the scorer `name`, the default for rows with a `data_source` among `sources`.
 
     A source may be a shell pattern (``aime*``); an exact name takes precedence over a pattern.
-    `in_process`, `prepare`, `settings` and `needs_ground_truth`: see `Scorer`. Returns the function unchanged.
+    The other arguments: see `Scorer`. Returns the function unchanged.
     """
 
     def register(function: ScoreFunction) -> ScoreFunction:
-        entry = SCORERS.register(name)(Scorer(name, function, in_process, prepare, settings, needs_ground_truth))
+        entry = SCORERS.register(name)(
+            Scorer(name, function, in_process, prepare, settings, needs_ground_truth, slow_is_wrong)
+        )
         for source in sources:
             assert source not in _sources, f"{source!r} is claimed by {_sources[source].name!r} and {name!r}"
             _sources[source] = entry

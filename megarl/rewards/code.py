@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -26,6 +27,8 @@ from megarl.rewards.base import ScoreRequest, scorer
 from megarl.rewards.settings import ScorerSettings
 
 AT_ONCE = 4  # tests of a response that run at the same time
+SHARE_OF_TIMEOUT = 0.8  # of reward.timeout: the tests end before the pool ends the process
+LEAST_SECONDS = 0.2  # a test that would have less is not started
 MOST_TIMEOUTS = 3  # after this many time-outs the remaining tests are not run and count as failed
 CLOSE = 1e-6  # relative and absolute error of numbers that have a decimal point or an exponent
 BLOCK = re.compile(r"```(?:python3?|py)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
@@ -86,13 +89,18 @@ def prepare(settings: ScorerSettings) -> None:
 @scorer("code", sources=("codecontests", "apps", "codeforces", "taco"), prepare=prepare, settings=True)
 def code(request: ScoreRequest, settings: ScorerSettings) -> dict[str, float]:
     """Return the share of tests that the last ```python block passes."""
-    return grade(request, False, settings.sandbox.limits(), tuple(settings.sandbox.packages))
+    return _graded(request, settings, all_or_nothing=False)
 
 
 @scorer("code_all", prepare=prepare, settings=True)
 def code_all(request: ScoreRequest, settings: ScorerSettings) -> dict[str, float]:
     """Return 1 if the last ```python block passes all tests, else 0; stop at the first failure."""
-    return grade(request, True, settings.sandbox.limits(), tuple(settings.sandbox.packages))
+    return _graded(request, settings, all_or_nothing=True)
+
+
+def _graded(request: ScoreRequest, settings: ScorerSettings, *, all_or_nothing: bool) -> dict[str, float]:
+    limits, packages = settings.sandbox.limits(), tuple(settings.sandbox.packages)
+    return grade(request, all_or_nothing, limits, packages, SHARE_OF_TIMEOUT * settings.timeout)
 
 
 def grade(
@@ -100,24 +108,29 @@ def grade(
     all_or_nothing: bool,
     limits: sandbox.Limits | None = None,
     packages: tuple[str, ...] = (),
+    seconds: float = math.inf,
 ) -> dict[str, float]:
     """Run the tests of a row. `limits` and `packages`: see megarl.sandbox.run; they apply to each test.
 
+    seconds: time for all tests together. A test that still runs then is a time-out, and the rest is not run.
     `passed`, `timeouts` and `tests` count tests. A response without a program passes none.
 
     Raises:
         ValueError: the ground truth does not have the format of this module's docstring.
         SandboxUnavailable, SandboxError: the tests could not run.
+        TimeoutError: no test was slow, but all together are.
     """
     blocks = BLOCK.findall(request.response)
     program = (blocks[-1] if blocks else "").encode(errors="replace").decode()  # replaces lone surrogates
     tests = tests_of(request.ground_truth, program)
     sandbox.require()
     passed = timeouts = 0
-    each = limits or sandbox.Limits()
+    each, end = limits or sandbox.Limits(), time.monotonic() + seconds
 
     def run(test: Test) -> sandbox.Result:
-        return sandbox.run(test.source, test.stdin, replace(each, processes=each.processes + test.processes), packages)
+        wall = min(each.wall_seconds, max(LEAST_SECONDS, end - time.monotonic()))
+        test_limits = replace(each, processes=each.processes + test.processes, wall_seconds=wall)
+        return sandbox.run(test.source, test.stdin, test_limits, packages)
 
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="code-test") as threads:
         for start in range(0, len(tests) if blocks else 0, AT_ONCE):
@@ -125,7 +138,10 @@ def grade(
             for test, result in zip(chosen, threads.map(run, chosen), strict=True):
                 passed += result.ok and test.right(result.stdout)
                 timeouts += result.limit in TIME
-            if timeouts >= MOST_TIMEOUTS or (all_or_nothing and passed < start + len(chosen)):
+            late = time.monotonic() > end - LEAST_SECONDS
+            if late and not timeouts and start + len(chosen) < len(tests):
+                raise TimeoutError(f"{len(tests)} tests take longer than {seconds:g} s: raise reward.timeout")
+            if late or timeouts >= MOST_TIMEOUTS or (all_or_nothing and passed < start + len(chosen)):
                 break
     accuracy = float(passed == len(tests))
     return {

@@ -9,7 +9,7 @@ FORMAT = 0.1  # weight of the form; the answer has the rest
 _ORDER = ("<think>", "</think>", r"\boxed{", "}")
 
 
-@scorer("geometry3k", sources=("hiyouga/geometry3k",), prepare=prepare)
+@scorer("geometry3k", sources=("hiyouga/geometry3k",), prepare=prepare, slow_is_wrong=True)
 def geometry3k(request: ScoreRequest) -> dict[str, float | str | None]:
     r"""Return 0.9 for an answer that `math` scores as correct, plus 0.1 for the form: the whole response matches
     ``<think>.*</think>.*\boxed{.*}.*``."""

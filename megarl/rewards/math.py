@@ -25,14 +25,14 @@ def prepare() -> None:
         "agentica-org/DeepScaleR-Preview-Dataset",
     ),
     prepare=prepare,
+    slow_is_wrong=True,
 )
 def math(request: ScoreRequest) -> dict[str, float | str | None]:
     r"""Return 1 if the response's last ``\boxed{...}`` equals the ground truth, else 0. Without braces: ``\boxed 7``.
 
     Identical texts are equal; math-verify compares other texts with sympy: 1/2 equals 0.5, x + 1 equals 1 + x, [1, 2]
-    does not equal (1, 2). math-verify's time limits, which count a slow answer as wrong, are off: the subprocess pool
-    kills the scoring process instead, and the sample counts as not scored. An answer of more than `LONGEST` characters
-    is wrong.
+    does not equal (1, 2). math-verify's time limits are off: the subprocess pool kills the scoring process at reward.timeout,
+    and the answer is wrong (`slow_is_wrong`). An answer of more than `LONGEST` characters is wrong.
     """
     correct, answer = check_answer(request.response, request.ground_truth)
     return {"score": correct, "accuracy": correct, "answer": answer}

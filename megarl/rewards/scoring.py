@@ -70,9 +70,12 @@ class Scoring:
             return await asyncio.get_running_loop().run_in_executor(self.threads, lambda: list(map(attempts, requests)))
         pool = self.pools[scorer.awaited]
         results = await asyncio.gather(
-            *(asyncio.wrap_future(pool.submit(scorer.name, request)) for request in requests)
+            *(
+                asyncio.wrap_future(pool.submit(scorer.name, request, repeats_timeouts=not scorer.slow_is_wrong))
+                for request in requests
+            )
         )
-        return [_outcome(scorer.name, request, result) for request, result in zip(requests, results, strict=True)]
+        return [_outcome(scorer, request, result) for request, result in zip(requests, results, strict=True)]
 
     def _attempts(self, scorer: Scorer, request: ScoreRequest) -> Outcome:
         for attempt in range(self.retries + 1):
@@ -113,7 +116,7 @@ def scorer_pool(
     return ProcessPool(
         FINDER,
         names,
-        ScorerSettings(settings.remote, sandbox or SandboxConfig()).as_json(),
+        ScorerSettings(settings.remote, sandbox or SandboxConfig(), settings.timeout).as_json(),
         processes=settings.processes,
         timeout=settings.timeout,
         retries=settings.retries,
@@ -123,10 +126,12 @@ def scorer_pool(
     )
 
 
-def _outcome(scorer: str, request: ScoreRequest, result: job.Outcome) -> Outcome:
+def _outcome(scorer: Scorer, request: ScoreRequest, result: job.Outcome) -> Outcome:
     if isinstance(result, job.Answered):
         return result.value, result.retries
-    failure = SampleFailure(f"scorer {scorer!r}", request.uid, result.kind, result.cause, result.attempts)
+    if result.kind == "timeout" and scorer.slow_is_wrong:
+        return Score(0.0, {"accuracy": 0.0, "too_slow": 1.0}, reason=result.cause), 0
+    failure = SampleFailure(f"scorer {scorer.name!r}", request.uid, result.kind, result.cause, result.attempts)
     return failure, result.attempts - 1
 
 

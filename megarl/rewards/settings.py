@@ -7,14 +7,16 @@ from typing import Any
 
 from megarl.recipe.remote import RemoteConfig
 from megarl.recipe.sandbox import SandboxConfig
+from megarl.recipe.schema import RewardConfig
 
 
 @dataclass(frozen=True)
 class ScorerSettings:
-    """The recipe's sections that registered scorers read: `reward.remote` and `sandbox`."""
+    """What registered scorers read of the recipe: `reward.remote`, `sandbox` and `reward.timeout`."""
 
     remote: RemoteConfig = field(default_factory=RemoteConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    timeout: float = RewardConfig.timeout
 
     def as_json(self) -> dict[str, Any]:
         """Return JSON values for another process, which reads them with `of_json`."""
@@ -22,4 +24,4 @@ class ScorerSettings:
 
     @staticmethod
     def of_json(values: dict[str, Any]) -> ScorerSettings:
-        return ScorerSettings(RemoteConfig(**values["remote"]), SandboxConfig(**values["sandbox"]))
+        return ScorerSettings(RemoteConfig(**values["remote"]), SandboxConfig(**values["sandbox"]), values["timeout"])

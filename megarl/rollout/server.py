@@ -52,7 +52,9 @@ class RolloutServer:
         self.engine = engines.create(engine, spec)
         self.tokenizer = load_tokenizer(tokenizer)  # only for text: stop tokens come with each request
         self.scoring = Scoring(
-            terms_of(reward.function, reward.functions, sources, ScorerSettings(reward.remote, sandbox)),
+            terms_of(
+                reward.function, reward.functions, sources, ScorerSettings(reward.remote, sandbox, reward.timeout)
+            ),
             reward,
             sandbox,
         )

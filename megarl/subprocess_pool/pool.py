@@ -116,16 +116,19 @@ class ProcessPool:
             raise RuntimeError(f"{', '.join(self.names)} could not be imported in a separate process: {cause}")
         self._thread.start()
 
-    def submit(self, name: str, request: Any, timeout: float | None = None) -> Future[Outcome]:
+    def submit(
+        self, name: str, request: Any, timeout: float | None = None, *, repeats_timeouts: bool = True
+    ) -> Future[Outcome]:
         """Call job `name` with `request`. `timeout`: seconds for this call, at most the pool's.
 
+        repeats_timeouts: the pool's `retries` apply to time-outs, too.
         The future raises only if the pool itself has failed or closed. Raises pickle's error if the request cannot be
         pickled.
         """
         assert name in self.names, f"{name!r} is not one of {self.names}"
         data = pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL)
         limit = self.timeout if timeout is None else min(timeout, self.timeout)
-        call = PendingCall(next(self._numbers), name, data, limit)
+        call = PendingCall(next(self._numbers), name, data, limit, repeats_timeouts=repeats_timeouts)
         call.future.set_running_or_notify_cancel()  # rules out cancellation
         with self._lock:
             if self._broken is not None or self._closed:
@@ -338,7 +341,7 @@ class ProcessPool:
     def _fail(self, call: PendingCall, kind: Literal["error", "timeout", "crash"], cause: str, seconds: float) -> None:
         """Count a failed attempt: retry the call, or set its outcome after the last one."""
         call.attempts += 1
-        if call.attempts <= self.retries:
+        if call.attempts <= self.retries and (kind != "timeout" or call.repeats_timeouts):
             self._queue.append(call)
         else:
             call.future.set_result(Failed(kind, cause, call.attempts, seconds))

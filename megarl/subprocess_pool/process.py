@@ -15,7 +15,10 @@ GRACE = 1.0  # seconds after its time limit in which a concurrent call must be c
 
 @dataclass
 class PendingCall:
-    """A call without an outcome yet. Times come from time.monotonic; `limit` is in seconds."""
+    """A call without an outcome yet. Times come from time.monotonic; `limit` is in seconds.
+
+    repeats_timeouts: further attempts follow after a time-out, too.
+    """
 
     number: int
     name: str
@@ -24,6 +27,7 @@ class PendingCall:
     future: Future[Outcome] = field(default_factory=Future)
     attempts: int = 0
     started: float | None = None  # None: waiting
+    repeats_timeouts: bool = True
 
 
 @dataclass

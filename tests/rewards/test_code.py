@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import pytest
@@ -204,6 +205,20 @@ def test_after_three_timeouts_the_remaining_tests_are_skipped() -> None:
     limits = sandbox.Limits(cpu_seconds=0.2, wall_seconds=20)
     got = grade(request("while True: pass", {"inputs": [""] * 40, "outputs": [""] * 40}), False, limits)
     assert (got["timeouts"], got["tests"], got["score"]) == (4, 40, 0)
+
+
+@needs_sandbox
+def test_the_tests_of_a_response_share_a_time() -> None:
+    """An endless program is wrong within reward.timeout; many quick tests that take longer together are a failure."""
+    start = time.monotonic()
+    got = grade(request("while True: pass", {"inputs": [""] * 40, "outputs": [""] * 40}), False, seconds=1.0)
+    assert (got["timeouts"], got["score"]) == (4, 0) and time.monotonic() - start < 5
+    naps = "import time\nif input(): time.sleep(60)\nprint(1)"
+    half = {"inputs": ["\n", "\n", "x\n", "\n"], "outputs": ["1"] * 4}
+    got = grade(request(naps, half), False, seconds=1.0)
+    assert (got["passed"], got["timeouts"]) == (3, 1)
+    with pytest.raises(TimeoutError, match=r"400 tests take longer than 1 s: raise reward\.timeout"):
+        grade(request("print(1)", {"inputs": [""] * 400, "outputs": ["1"] * 400}), False, seconds=1.0)
 
 
 @needs_sandbox

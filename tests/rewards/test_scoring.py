@@ -90,6 +90,26 @@ def test_the_cause_is_named_and_the_next_sample_is_scored(
     assert (failed[0].kind, failed[0].cause) == (kind, cause)
 
 
+def test_an_answer_that_takes_forever_is_wrong_and_costs_its_sample_alone() -> None:
+    """Other scorers fail at their limit, and are repeated."""
+    answers = [r"\boxed{4}", r"\boxed{2^{2^{2^{2^{2^2}}}}}", r"\boxed{10^{10^{10}}+1}", r"\boxed{2+2}"]
+    requests = [ScoreRequest(answer, "4", "math", uid=answer) for answer in answers]
+    scoring = Scoring(
+        terms_of("math", {}, ["math"]), RewardConfig(function="math", processes=2, timeout=3.0, retries=1)
+    )
+    scoring.start()
+    start = time.monotonic()
+    try:
+        results = asyncio.run(scoring.score(requests))
+    finally:
+        scoring.close()
+    assert time.monotonic() - start < 12, "the answers are not tried again"
+    scores = [score for score, _ in results if isinstance(score, Score)]
+    assert [score.value for score in scores] == [1.0, 0.0, 0.0, 1.0] and [tries for _, tries in results] == [0] * 4
+    assert any(score.parts.get("too_slow") for score in scores)
+    assert all("3 s (reward.timeout)" in score.reason for score in scores if score.parts.get("too_slow"))
+
+
 def test_time_in_the_queue_is_not_scoring_time(make: Callable[..., ProcessPool]) -> None:
     """32 samples of 0.1 s each, one after the other in one process with a limit of 0.5 s: the last waits for 3.1 s, and
     the first eight, 0.8 s of work, are handed over together."""
