@@ -245,6 +245,8 @@ class TestFewLayers:
         recipe = Recipe()
         recipe.rollout.engine_args = {"hf_overrides": {"rope_theta": 5.0, "num_hidden_layers": 9}}
         assert engine.few_layers(recipe.rollout, {}, 1) == {"rope_theta": 5.0, "num_hidden_layers": engine.LAYERS}
+        kinds = {"layer_types": ["full_attention", "sliding_attention"] * 9}
+        assert len(engine.few_layers(recipe.rollout, kinds, 1)["layer_types"]) == engine.LAYERS
         nested = engine.few_layers(recipe.rollout, {"text_config": {"num_hidden_layers": 9}}, 1)
         assert nested["text_config"] == {"num_hidden_layers": engine.LAYERS} and nested["rope_theta"] == 5.0
 

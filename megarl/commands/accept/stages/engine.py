@@ -36,7 +36,7 @@ from megarl.commands.accept.families import write_family
 from megarl.commands.accept.ranks import LocalRanks, stop_all
 from megarl.engines.specs import policy_spec
 from megarl.errors import RecipeError
-from megarl.hf.config import text_fields
+from megarl.hf.config import text_fields, with_layers
 from megarl.preflight.models import config_of, read_hf_config
 from megarl.recipe.environment import variables
 from megarl.recipe.schema import Recipe, RolloutConfig
@@ -319,8 +319,12 @@ def few_layers(rollout: RolloutConfig, config: dict[str, Any], size: int) -> dic
     """Return the recipe's `hf_overrides` with few layers, and with the recipe's experts per rank in a group of `size`."""
     overrides = dict(rollout.engine_args.get("hf_overrides") or {})
     text = overrides.get("text_config") or {} if "text_config" in config else overrides
-    fewer = fewer_experts(text_fields(config), size, rollout.data_parallel)
-    small = {**text, "num_hidden_layers": LAYERS, **fewer}
+    fields = text_fields(config)
+    small = {
+        **text,
+        **with_layers(fields, LAYERS, dense=LAYERS - 1),
+        **fewer_experts(fields, size, rollout.data_parallel),
+    }
     return {**overrides, "text_config": small} if "text_config" in config else small
 
 
