@@ -35,11 +35,14 @@ def with_source(row: Row, file: Path, needed: Sequence[str]) -> Row:
 
 
 def ground_truth_of(row: Row, *, needed: bool) -> Any:
-    """Return ``reward_model.ground_truth``, None if absent. Raises ValueError if it is absent but needed."""
+    """Return ``reward_model.ground_truth``, None if absent. Raises ValueError if it is needed, but absent, null or NaN."""
     reward_model = row.need("reward_model", dict) if needed else row.get("reward_model", dict) or {}
     if needed and "ground_truth" not in reward_model:
         raise ValueError(f"{row.where}: reward_model has no ground_truth, but {sorted(reward_model)}")
-    return reward_model.get("ground_truth")
+    truth = reward_model.get("ground_truth")
+    if needed and (truth is None or truth != truth):
+        raise ValueError(f"{row.where}: reward_model.ground_truth is {'null' if truth is None else truth}")
+    return truth
 
 
 class PromptDataset(RowDataset[Prompt]):

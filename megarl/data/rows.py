@@ -140,7 +140,8 @@ def write_parquet(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     import pyarrow.parquet
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path, compression="zstd")
+    table = pyarrow.Table.from_pylist(list(rows))
+    pyarrow.parquet.write_table(table, path, compression="zstd", write_page_checksum=True)
 
 
 def check_file(file: Path) -> None:
@@ -157,12 +158,12 @@ def _open_parquet(file: Path, layouts: Layouts, optional: Sequence[str]) -> Iter
     import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(file) as opened:
+        with pyarrow.parquet.ParquetFile(file, page_checksum_verification=True) as opened:
             present = opened.schema_arrow.names
             _check_columns(file, layouts, present)
             columns = [name for name in present if name in _columns(layouts, optional)]
             yield opened, {"columns": columns, "batch_size": _BATCH_OF_IMAGES if "images" in columns else _BATCH}
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:
         raise ValueError(f"{file} is not a readable parquet file: {error}") from error
 
 
@@ -221,8 +222,12 @@ def _jsonl_sample(file: Path, count: int, layouts: Layouts, optional: Sequence[s
 def _jsonl_row(where: str, line: bytes, layouts: Layouts, optional: Sequence[str]) -> Row:
     try:
         values = json.loads(line)
-    except ValueError as error:  # includes UnicodeDecodeError
+        if b"\\ud" in line.lower():
+            json.dumps(values, ensure_ascii=False).encode()  # raises UnicodeEncodeError for a lone surrogate
+    except ValueError as error:  # includes UnicodeError
         raise ValueError(f"{where} is not JSON: {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"{where} is nested too deeply") from error
     if not isinstance(values, dict):
         raise ValueError(f"{where} is {_short(values)}, not an object of columns")
     _check_columns(where, layouts, values)

@@ -82,6 +82,8 @@ def test_a_filter_that_omits_all_prompts_is_an_error(dataset):
     "change, message",
     [
         ({"reward_model": {"style": "rule"}}, "line 2: reward_model has no ground_truth"),
+        ({"reward_model": {"ground_truth": None}}, "line 2: reward_model.ground_truth is null"),
+        ({"reward_model": {"ground_truth": float("nan")}}, "line 2: reward_model.ground_truth is nan"),
         ({"reward_model": "4"}, "line 2: column 'reward_model' is '4', not a dict"),
         ({"data_source": None}, "line 2: column 'data_source' is empty"),
         ({"prompt": []}, r"line 2: column 'prompt' is \[\]"),

@@ -58,21 +58,42 @@ def test_an_invalid_file_is_named_with_its_problem(tmp_path):
     (tmp_path / "rows.csv").write_text("prompt\n")
     (tmp_path / "cut.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b\n')
     (tmp_path / "list.jsonl").write_text("[1, 2]\n")
+    (tmp_path / "deep.jsonl").write_text('{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
+    (tmp_path / "half.jsonl").write_text('{"prompt": "a"}\n{"prompt": "\\ud83d"}\n')
+    (tmp_path / "smile.jsonl").write_text('{"prompt": "\\ud83d\\ude00"}\n')
     (tmp_path / "uneven.jsonl").write_text('{"prompt": "a"}\n{"question": "b"}\n')
     pyarrow.parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), tmp_path / "no.parquet")
     for name, message in {
-        "missing.parquet": "missing.parquet: no such file; .* has cut.jsonl, empty.jsonl, good.parquet",
+        "missing.parquet": "missing.parquet: no such file; .* has cut.jsonl, deep.jsonl, empty.jsonl, good.parquet",
         "nowhere/a.parquet": "no such file .nor a directory",
         "text.parquet": "text.parquet is not a readable parquet file",
         "empty.jsonl": "empty.jsonl: the file has no rows",
         "no.parquet": "no.parquet: the file has no rows",
         "rows.csv": "rows.csv: data files are .parquet or .jsonl, not .csv",
         "cut.jsonl": "cut.jsonl, line 2 is not JSON",
+        "deep.jsonl": "deep.jsonl, line 1 is nested too deeply",
+        "half.jsonl": "half.jsonl, line 2 is not JSON: .*surrogates not allowed",
         "list.jsonl": r"list.jsonl, line 1 is \[1, 2\], not an object",
         "uneven.jsonl": "uneven.jsonl, line 2: no column 'prompt'; it has question",
     }.items():
         with pytest.raises(ValueError, match=message):
             sample_rows(tmp_path / name, 10, ("prompt",))
+    assert sample_rows(tmp_path / "smile.jsonl", 10, ("prompt",))[0][0].values == {"prompt": "\U0001f600"}
+
+
+def test_a_flipped_bit_in_a_parquet_file_is_refused_with_the_files_name(tmp_path):
+    file = tmp_path / "a.parquet"
+    write_parquet(file, [{"prompt": f"what is {number} + {number}?"} for number in range(2000)])
+    rows, content = read_rows([file], ("prompt",)), file.read_bytes()
+    changed = refused = 0
+    for place in range(0, len(content), len(content) // 100):
+        file.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
+        try:
+            changed += [row.values for row in read_rows([file], ("prompt",))] != [row.values for row in rows]
+        except ValueError as error:
+            assert "a.parquet is not a readable parquet file" in str(error)
+            refused += 1
+    assert changed <= 1 and refused >= 90, "headers have no checksum"
 
 
 def test_missing_columns_are_named_with_the_existing_columns(tmp_path):
