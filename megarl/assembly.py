@@ -12,7 +12,7 @@ from typing import Any
 from megarl import platform as platforms
 from megarl.algorithms.advantages import uses_critic
 from megarl.algorithms.kl import KLWeight
-from megarl.checkpoint.identity import identity_of
+from megarl.checkpoint.identity import CONTENTS, data_digest, identity_of
 from megarl.checkpoint.resume import Checkpoints
 from megarl.checkpoint.saver import Saver
 from megarl.checkpoint.skipped_steps import SkippedSteps
@@ -120,6 +120,7 @@ def prepare_run(recipe: Recipe) -> RunSetup:
     platform = platforms.select(recipe.cluster.device)
     check_device(recipe, platform.name)
     identity = identity_of(recipe, prepared.model, prepared.critic_model, prepared.rows_of_sets)
+    identity[CONTENTS] = data_digest(recipe.data)
     return RunSetup(recipe, prepared, platform, open_run_directory(recipe, identity))
 
 

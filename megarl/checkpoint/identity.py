@@ -11,6 +11,7 @@ from typing import Any
 from megarl.errors import RecipeError
 from megarl.hf.config import text_fields
 from megarl.recipe.critic import critic_view
+from megarl.recipe.data import DataConfig
 from megarl.recipe.schema import Recipe
 from megarl.recipe.training import ModelConfig
 
@@ -22,6 +23,7 @@ _SIZES = (
     "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim",
 )  # fmt: skip
 
+CONTENTS = "contents of the training data"  # key of `data_digest`; checkpoints of earlier versions do not have it
 _WHOLE_BYTES = 16 << 20  # weight files up to this size are hashed completely
 _SAMPLES, _SAMPLE_BYTES = 16, 4096  # of larger files: evenly spaced samples, the header with names and shapes included
 
@@ -53,6 +55,17 @@ def identity_of(
     }
 
 
+def data_digest(data: DataConfig) -> str:
+    """Return the SHA-256, in hex, of the contents of the training files in order. Raises OSError for unreadable files."""
+    digest = hashlib.sha256()
+    for file in [*data.train_files, *(file for part in data.mix.values() for file in part.files)]:
+        digest.update(f"{Path(file).stat().st_size}/".encode())
+        with open(file, "rb") as stream:
+            while block := stream.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
+
+
 def weights_digest(directory: Path) -> str:
     """SHA-256, in hex, of the directory's *.safetensors: names, sizes, and complete or sampled contents.
 
@@ -81,7 +94,7 @@ def saved_identity(checkpoint: Path) -> dict[str, Any]:
 def check_identity(checkpoint: Path, identity: dict[str, Any]) -> None:
     """Raise RecipeError, with the key that differs, if `checkpoint` does not have the run's `identity`."""
     saved = saved_identity(checkpoint)
-    if not {*identity} <= {*saved} or "weights" not in saved["model"]:
+    if not {*identity} - {CONTENTS} <= {*saved} or "weights" not in saved["model"]:
         raise RecipeError(
             "train.resume",
             f"the checkpoint {checkpoint} was written by an earlier megarl and lacks a part of its identity",
@@ -105,8 +118,15 @@ def check_identity(checkpoint: Path, identity: dict[str, Any]) -> None:
             f"set {settings}, or start a new run (another name) from exported weights",
             value=(identity["lora"] or {"rank": 0})["rank"],
         )
+    if saved.get(CONTENTS, identity.get(CONTENTS)) != identity.get(CONTENTS):
+        raise RecipeError(
+            "data.train_files",
+            f"the rows of {', '.join(identity['data.train_files']) or 'data.mix'} have changed since {checkpoint} was "
+            "written, so its data position would refer to other rows",
+            "restore the files, or start a new run (another name) from exported weights",
+        )
     for key, value in identity.items():
-        if key not in ("model", "critic", "lora") and saved[key] != value:
+        if key not in ("model", "critic", "lora", CONTENTS) and saved[key] != value:
             raise RecipeError(
                 key,
                 f"the checkpoint {checkpoint} was written with {saved[key]!r}: its data position would refer to other rows",

@@ -11,10 +11,18 @@ import pytest
 
 from megarl.checkpoint.controller_state import load_state
 from megarl.checkpoint.folder import find_checkpoint, list_checkpoints, resume_hint, set_aside_later
-from megarl.checkpoint.identity import check_base, identity_of, weights_digest
+from megarl.checkpoint.identity import (
+    CONTENTS,
+    check_base,
+    check_identity,
+    data_digest,
+    identity_of,
+    weights_digest,
+)
 from megarl.checkpoint.manifest import MANIFEST, find_damage
 from megarl.errors import RecipeError
 from megarl.preflight.run_directory import open_run_directory
+from megarl.recipe.data import DataConfig
 from megarl.recipe.load import to_yaml
 from megarl.recipe.schema import Recipe
 from megarl.recipe.training import ModelConfig
@@ -197,6 +205,27 @@ def test_other_base_weights_are_refused_and_their_path_does_not_matter(tmp_path:
     recipe.model.path = f"{tmp_path}/other"
     with pytest.raises(RecipeError, match="started from other weights"):
         check_base(checkpoint, recipe.model)
+
+
+def test_changed_rows_are_refused_and_older_checkpoints_are_accepted(tmp_path: Path) -> None:
+    """Reversed rows have the same number and name, and the data position would refer to other rows."""
+    file = tmp_path / "train.jsonl"
+    data = DataConfig(train_files=[str(file)])
+    recipe = Recipe(data=data)
+    file.write_text("a\nb\n")
+    identity = identity_of(recipe, CONFIG, None, {"train": 2})
+    saver(tmp_path / "old").save(1, {**state(), "identity": dict(identity)})
+    identity[CONTENTS] = data_digest(data)
+    saver(tmp_path / "new").save(1, {**state(), "identity": identity})
+    for folder in ("old", "new"):
+        check_identity(tmp_path / folder / "step_000001", identity)
+    file.write_text("b\na\n")
+    identity = {**identity, CONTENTS: data_digest(data)}
+    check_identity(tmp_path / "old" / "step_000001", identity)
+    with pytest.raises(
+        RecipeError, match=r"(?s)data\.train_files.*rows of train\.jsonl have changed.*restore the files"
+    ):
+        check_identity(tmp_path / "new" / "step_000001", identity)
 
 
 def test_the_digest_of_a_large_file_covers_both_ends_and_the_size(tmp_path: Path) -> None:
