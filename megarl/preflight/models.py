@@ -86,6 +86,13 @@ def _missing_remedy(path: str) -> str:
     )
 
 
+LARGEST_SIZES = {
+    "num_hidden_layers": 10_000, "hidden_size": 1_000_000, "intermediate_size": 10_000_000, "vocab_size": 10_000_000,
+    "num_attention_heads": 100_000, "num_experts": 100_000, "n_routed_experts": 100_000,
+}  # fmt: skip
+"""Bounds far above any model: a damaged config.json would otherwise take all memory of the check."""
+
+
 def read_hf_config(path: str, key: str = POLICY) -> Config:
     """Return config.json of the Hugging Face directory `path`, the value of the setting `key`. Raises RecipeError."""
     directory = Path(path)
@@ -97,13 +104,18 @@ def read_hf_config(path: str, key: str = POLICY) -> Config:
     except FileNotFoundError:
         remedy = "give a Hugging Face directory: config.json, *.safetensors and a tokenizer"
         raise RecipeError(key, "it contains no config.json", remedy, value=path) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RecipeError(key, f"its config.json is not valid JSON: {error}", "correct the file", value=path) from error
     except OSError as error:
         problem = f"its config.json cannot be read: {error.strerror}"
         raise RecipeError(key, problem, "make it readable", value=path) from error
     if not isinstance(config, dict):
         raise RecipeError(key, "its config.json is not a JSON object", "give the model's own file", value=path)
+    for name, most in LARGEST_SIZES.items():
+        size = text_fields(config).get(name)
+        if isinstance(size, (int, float)) and not 0 <= size <= most:
+            problem = f"its config.json has {name} {size}, and megarl reads 0 to {most:,}"
+            raise RecipeError(key, problem, "give the model's own file", value=path)
     return config
 
 

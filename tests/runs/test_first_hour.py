@@ -100,6 +100,22 @@ def test_the_quickstart_accepts_debug() -> None:
     assert done.returncode == 2 and "train.steps" in done.stderr and "Traceback" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"num_hidden_layers": 1000000000}', "num_hidden_layers 1000000000, and megarl reads 0 to 10,000"),
+        ('{"text_config": {"hidden_size": -5}}', "hidden_size -5"),
+        ('{"vocab_size": 1e99}', "vocab_size 1e"),
+        ("[" * 100_000, "not valid JSON"),
+        ("[]", "not a JSON object"),
+    ],
+)
+def test_a_damaged_config_is_refused_in_seconds(tmp_path: Path, content: str, words: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(RecipeError, match=words):
+        read_hf_config(str(tmp_path))
+
+
 def test_a_missing_quickstart_model_names_the_command_to_make_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
