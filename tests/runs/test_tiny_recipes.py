@@ -68,7 +68,7 @@ def check(lines: list[dict[str, float]], name: str, source: str = "rollout") -> 
 OWN = {
     "pass_at_k": ["reward.function=tests.support.scorers:mostly_letters"],  # a reward above 0 counts as correct
     # One sample of each prompt, as in its recipe; the greedy sample is a second.
-    "remax": ["algorithm.kl_coef=0.001", "train.steps=14", "data.prompts_per_step=64", "rollout.samples_per_prompt=1"],
+    "remax": ["algorithm.kl_coef=0.001", "train.steps=20", "data.prompts_per_step=64", "rollout.samples_per_prompt=1"],
     "gspo": ["train.steps=14"],  # its clip bounds mask most tokens after a step's first mini batch
     "ppo": ["critic.warmup_steps=1", f"train.steps={STEPS + 1}"],
 }
