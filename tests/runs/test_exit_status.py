@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from megarl import assembly, cli
+from megarl import cli
 from megarl.atomic_files import DiskFullError
 from megarl.checkpoint import next_commands
 from megarl.errors import InputError
@@ -35,7 +36,7 @@ def failing(
             during()
             raise error
 
-        monkeypatch.setattr(assembly, "connected", fails)
+        monkeypatch.setattr(importlib.import_module("megarl.train"), "connected", fails)
         arguments = [
             "train",
             str(ROOT / "recipes/quickstart.yaml"),

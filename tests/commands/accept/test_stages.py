@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
@@ -18,8 +18,9 @@ from megarl.commands.accept.stages import collectives, environment, kernels
 from megarl.commands.doctor.finding import Finding
 from megarl.commands.doctor.recipe import needs_of
 from megarl.platform.devices import devices
-from megarl.recipe.schema import Recipe
-from megarl.weight_sync.session import TRANSPORTS
+from megarl.recipe.schema import Recipe, WeightSyncConfig
+
+TRANSPORTS = get_args(get_type_hints(WeightSyncConfig)["transport"])
 
 
 @pytest.fixture
