@@ -59,7 +59,7 @@ def serve(connection):
     def rpc(method, *arguments):
         """Call a method in each of the engine's workers; returns their results."""
         engine = state["engine"]
-        return engine.call(lambda: engine._weights._engine.collective_rpc(method, args=arguments))
+        return engine.call(lambda: engine._backend._engine.collective_rpc(method, args=arguments))
 
     functions = {
         "rpc": rpc,
