@@ -1,4 +1,5 @@
-"""Fixes of vLLM 0.18's CPU backend, which megarl supports on Ascend only. Imported in vLLM's workers: tests/older_vllm_site."""
+"""Fixes of the CPU backends of vLLM 0.18 and 0.23, which megarl supports on Ascend only. Imported in vLLM's workers:
+tests/older_vllm_site."""
 
 from __future__ import annotations
 
@@ -13,19 +14,25 @@ from megarl.platform.environment import variable_set
 
 
 def install() -> None:
-    """Apply the fixes to vLLM up to 0.18. Call before the worker starts and the model is built."""
+    """Apply the fixes that the installed vLLM needs. Call before the worker starts and the model is built."""
+    apply_expert_map()
     version = installed_version()
     if version == "unknown" or Version(version) >= Version("0.19"):
         return
-    apply_expert_map()
     start_without_preloads()
     keep_cache_size()
     sample_without_compiling()
 
 
 def apply_expert_map() -> None:
-    """Make the expert kernels of versions up to 0.18 apply the expert map: see `compat.fix_expert_parallel_on_cpu`."""
-    from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
+    """Make the expert kernels of older versions apply the expert map: see `compat.fix_expert_parallel_on_cpu`.
+
+    0.18 and 0.23 have this class; without the fix, an engine with expert parallelism dies in the kernel.
+    """
+    try:
+        from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
+    except ImportError:  # a later version
+        return
 
     for name in ("forward_grouped_gemm", "forward_torch"):
         original = getattr(CPUFusedMOE, name)
