@@ -53,13 +53,14 @@ def assert_names_the_run(lines: list[str], directory: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [8, 12, 16])
+@pytest.mark.parametrize("seconds", [0, 4, 8])
 def test_sigterm_ends_a_run_during_its_start(started, seconds: int) -> None:
-    """SIGTERM ends the run while Ray, the engine or the trainers start.
+    """SIGTERM ends the run while Ray, the engine or the trainers start: `seconds` after Ray's first processes.
 
     Early in its start, Ray's C++ part handles the signal: it prints its stack (`RAYS_OWN`) and calls our handler.
     """
     training = started("starting")
+    training.wait_for_processes()
     time.sleep(seconds)
     processes = descendants(training.process.pid)
     training.process.send_signal(signal.SIGTERM)

@@ -43,6 +43,10 @@ def train(data: Path, runs: Path, name: str, *more: str, torchrun: int = 0) -> s
     return run("train", "recipes/quickstart.yaml", *settings(data, runs, name, *more), torchrun=torchrun)
 
 
+FEWEST_PROCESSES = 3
+"""Child processes that every run has once Ray has started."""
+
+
 class Run:
     """A training in the background; the fixture `started` kills it at the end of the test."""
 
@@ -63,6 +67,14 @@ class Run:
         while not (self.directory / "metrics.jsonl").exists() or len(metrics_so_far(self.directory)) < count:
             assert self.process.poll() is None, self.process.communicate()[1]
             assert time.monotonic() < deadline, "no step was done in time"
+            time.sleep(0.05)
+
+    def wait_for_processes(self) -> None:
+        """Wait until the run has started Ray's first processes."""
+        deadline = time.monotonic() + 240
+        while len(psutil.Process(self.process.pid).children(recursive=True)) < FEWEST_PROCESSES:
+            assert self.process.poll() is None, self.process.communicate()[1]
+            assert time.monotonic() < deadline, "no process was started in time"
             time.sleep(0.05)
 
     def end(self, seconds: float) -> tuple[int, str]:
@@ -87,7 +99,7 @@ def metrics_so_far(run_dir: Path) -> list[str]:
 def descendants(pid: int) -> list[psutil.Process]:
     """Return every process that a run has started: workers, engines and Ray's."""
     children = psutil.Process(pid).children(recursive=True)
-    assert len(children) >= 3, "a run has more processes than that"
+    assert len(children) >= FEWEST_PROCESSES, "a run has more processes than that"
     return children
 
 
