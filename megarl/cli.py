@@ -306,13 +306,17 @@ def convert_config(
     rows: Annotated[
         Optional[int], typer.Option(min=1, help="Number of training rows, to convert epochs to steps.")
     ] = None,
+    accept: Annotated[
+        Optional[list[str]],
+        typer.Option(help="Option of verl to leave out although it changes what is computed; may be repeated."),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Convert a verl script to a recipe without running it; stderr lists the options that have no counterpart."""
     from megarl.commands.convert_verl.command import convert_file
 
     with as_input_error():
-        convert_file(file, settings or [], out=out, rows=rows)
+        convert_file(file, settings or [], out=out, rows=rows, accepted=accept or [])
 
 
 def _format_warning(message: Warning | str, category: type[Warning], *place: Any, **line: Any) -> str:

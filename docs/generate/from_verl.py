@@ -38,7 +38,8 @@ argument with a dot in its name is a setting of the recipe and overrides the con
 not read.
 
 The command may run main_ppo, main_dapo, one-step-off's main_ppo, fsdp_sft_trainer or sft_trainer. Options that are changed or
-have no counterpart are listed with their lines, as comments at the top of the recipe and on stderr. An option that the command
+have no counterpart are listed with their lines, as comments at the top of the recipe and on stderr. One that changes what is
+computed is an error: add the recipe's setting after the file, or `--accept OPTION` to leave it out. An option that the command
 does not set has verl's default where it differs from megarl's. `--rows` is the number of rows of the training data, which
 converts epochs to steps. The recipe is loaded before it is written, and an invalid one is an error with its remedy. For models
 with a config.json in `megarl/model_configs/`, a note reports a layout that does not divide the model.

@@ -10,7 +10,7 @@ A group of one sample has advantage 0, except with `remax`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -120,6 +120,16 @@ def grpo(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
     return centred / (group.std + STD_EPS) if settings.normalize_by_std else centred
 
 
+@advantage("gdpo", settings=("normalize_by_std", "reward_parts"), needs_siblings=True, reads_scores=True)
+def gdpo(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
+    """Group reward-decoupled normalization (GDPO, arXiv 2601.05242): the weighted sum over `reward_parts` of each part's
+    `grpo` advantage, then whitened over all tokens of the batch. A part with a large spread does not hide the others."""
+    total = np.zeros(len(outcomes.rewards))
+    for name, weight in settings.reward_parts.items():
+        total += weight * grpo(replace(outcomes, rewards=outcomes.parts[name]), settings)
+    return Whitening.by(Moments.of(total, outcomes.loss_tokens))(total)
+
+
 @advantage("rloo", needs_siblings=True)
 def rloo(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
     """REINFORCE leave-one-out (arXiv 2402.14740): r - the mean of the sample's siblings, itself excluded.
@@ -128,6 +138,14 @@ def rloo(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
     """
     group = GroupStatistics.of(outcomes)
     return (outcomes.rewards - group.mean) * group.size / np.maximum(group.size - 1, 1)
+
+
+@advantage("max_rl", needs_siblings=True, reads_scores=True)
+def max_rl(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
+    """Maximum-likelihood RL (MaxRL, arXiv 2602.02710): (r - mean) / mean, which weights prompts that are rarely solved
+    like 1 / success rate. For rewards of 0 or more, in the paper 0 and 1; 0 in a group with a mean of 0 or less."""
+    mean = GroupStatistics.of(outcomes).mean
+    return np.divide(outcomes.rewards - mean, mean, out=np.zeros(len(mean)), where=mean > 0)
 
 
 @advantage("remax", needs_greedy=True)

@@ -1,4 +1,4 @@
-"""Rollout correction: importance weights and masks for the mismatch between engine and trainer log-probs. Pure functions.
+"""Rollout correction: importance weights for the mismatch between engine and trainer log-probs. Pure functions.
 
 rho = p(trainer) / p(engine) of a sampled token; `objective.trainers_policy` defines the trainer's policy. Log-ratios are
 clamped to +-20 before exp. Sources: truncated importance sampling (fengyao.notion.site/off-policy-rl), masked importance
@@ -15,6 +15,7 @@ import numpy as np
 
 from megarl.algorithms.inputs import LossInputs, kept
 from megarl.algorithms.kl import LOG_RATIO_LIMIT
+from megarl.algorithms.rejection import accepted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +30,7 @@ def corrects(settings: CorrectionConfig) -> bool:
 
 def rejects(settings: CorrectionConfig) -> bool:
     """Return whether a correction may leave tokens out of the loss."""
-    return settings.mask != "none" or settings.veto is not None
+    return any(limit is not None for limit in settings.reject.values())
 
 
 def log_mismatch(inputs: LossInputs, policy: Tensor) -> Tensor:
@@ -70,20 +71,8 @@ def corrections(
 
 
 def accepted_tokens(inputs: LossInputs, policy: Tensor, settings: CorrectionConfig) -> Tensor:
-    """Return 1.0 for the tokens of `loss_mask` that neither mask nor veto rejects, else 0.0: [T].
-
-    NaN is outside of any interval.
-    """
-    inputs = replace(inputs, accepted=None)  # sums of a sequence over all of its loss tokens
-    mismatch = log_mismatch(inputs, policy)
-    keep = inputs.loss_mask > 0
-    if settings.mask != "none":
-        ratio = ratios(inputs, mismatch, settings.mask)
-        keep = keep & (ratio >= settings.mask_low) & (ratio <= settings.mask_high)
-    if settings.veto is not None:
-        below = (mismatch < float(np.log(settings.veto))).to(mismatch.dtype)
-        keep = keep & (inputs.on_tokens(inputs.sequence_sums(below)) == 0)
-    return keep.to(mismatch.dtype)
+    """Return 1.0 for the tokens of `loss_mask` that no criterion rejects, else 0.0: [T]. policy [T]: the trainer's log-probs."""
+    return accepted(inputs, log_mismatch(inputs, policy), settings.reject)
 
 
 def weight_totals(inputs: LossInputs, policy: Tensor, settings: CorrectionConfig) -> np.ndarray:

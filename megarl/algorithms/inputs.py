@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,7 @@ class Outcomes:
     # Steps of the batch, sample by sample: float64 [S], their rewards; int64 [S], the sample's index in the vectors above.
     step_rewards: np.ndarray = field(default_factory=lambda: np.zeros(0))
     step_samples: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    parts: Mapping[str, np.ndarray] = field(default_factory=dict)  # float64 [B]: the parts in `algorithm.reward_parts`
 
 
 @dataclass(frozen=True)

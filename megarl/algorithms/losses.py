@@ -74,19 +74,22 @@ def sapo(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics
 @policy_loss(
     "dppo_tv",
     needs_old_log_probs=True,
-    settings=(*CLIP, "ratio_cap"),
+    settings=(*CLIP, "ratio_cap", "log_ratio_coef"),
     defaults={"clip_low": 0.15, "clip_high": 0.15},
 )
 def dppo_tv(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
     """Divergence PPO, binary total variation (DPPO, arXiv 2602.04879): -sg(min(ratio, cap)) A log_prob for tokens
-    within a trust region of the probability p: p - old p at most `clip_high` if A > 0, else at least -`clip_low`."""
+    within a trust region of the probability p: p - old p at most `clip_high` if A > 0, else at least -`clip_low`.
+
+    With `log_ratio_coef` c, every token also has the loss c (log ratio)^2: 1e-3 in prime-rl's default loss.
+    """
     assert inputs.old_log_probs is not None
     moved = inputs.log_probs.detach().exp() - inputs.old_log_probs.exp()
     room = (moved + settings.clip_low).lerp(settings.clip_high - moved, positive_advantage(inputs))
     return _trust_region_loss(room.ge_(0), inputs, settings)
 
 
-@policy_loss("dppo_kl", needs_old_log_probs=True, settings=(*CLIP, "ratio_cap"))
+@policy_loss("dppo_kl", needs_old_log_probs=True, settings=(*CLIP, "ratio_cap", "log_ratio_coef"))
 def dppo_kl(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
     """Divergence PPO, binary KL (DPPO, arXiv 2602.04879): as `dppo_tv`, but the trust region bounds KL(old || current)
     of "this token or another" by `clip_high` (A > 0) or `clip_low` (else), and only where p moves in A's direction.
@@ -113,15 +116,26 @@ def _within_divergence(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
 
 
 def _trust_region_loss(inside: Tensor, inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """Return DPPO's loss [T]: 0 for tokens outside the trust region. inside [T]: 1.0 or 0.0."""
-    change = log_ratio(inputs).detach()
-    ratio = change.exp()
-    loss = -ratio.clamp(max=settings.ratio_cap) * advantages_of(inputs) * inputs.log_probs
-    return kept(loss, inside), {
+    """Return DPPO's loss [T]: no policy gradient for tokens outside the trust region. inside [T]: 1.0 or 0.0."""
+    change = log_ratio(inputs)
+    ratio = change.detach().exp()
+    loss = kept(-ratio.clamp(max=settings.ratio_cap) * advantages_of(inputs) * inputs.log_probs, inside)
+    if settings.log_ratio_coef:
+        loss = loss + settings.log_ratio_coef * change.square()
+    return loss, {
         "actor/pg_clipfrac": 1.0 - inside,
         "actor/ratio": ratio,
-        "actor/ppo_kl": -change,
+        "actor/ppo_kl": -change.detach(),
     }
+
+
+@policy_loss("dro", needs_old_log_probs=True, settings=("log_ratio_coef",), defaults={"log_ratio_coef": 0.5})
+def dro(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
+    """Direct reward optimization (DRO, arXiv 2405.19107) with an advantage for its reward minus value:
+    -A log_prob + c (log ratio)^2, with c = `log_ratio_coef`, half of the paper's tau (and of verl's `dro_beta`)."""
+    change = log_ratio(inputs)
+    loss = settings.log_ratio_coef * change.square() - advantages_of(inputs) * inputs.log_probs
+    return loss, {"actor/ratio": change.detach().exp(), "actor/ppo_kl": -change.detach()}
 
 
 @policy_loss("reinforce", needs_old_log_probs=False)

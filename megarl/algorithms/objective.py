@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from megarl.algorithms.catalogue import KL_ESTIMATORS, LOSSES
 from megarl.algorithms.correction import accepted_tokens, corrections, corrects, rejects
 from megarl.algorithms.inputs import LossInputs
-from megarl.algorithms.kl import mse
+from megarl.algorithms.kl import limited, mse
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -125,10 +125,14 @@ def held_out_metrics(inputs: LossInputs, settings: AlgorithmConfig) -> dict[str,
 
 
 def kl_to_reference(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
-    """Return the KL loss of each token [T]; with `kl_straight_through`, its value with the gradient of k2."""
+    """Return the KL loss of each token [T]; with `kl_straight_through`, its value with the gradient of k2; with
+    `kl_importance`, weighted by p(current) / p(engine)."""
     assert inputs.reference_log_probs is not None
     value = KL_ESTIMATORS[settings.kl_estimator](inputs.log_probs, inputs.reference_log_probs)
-    if not settings.kl_straight_through:
-        return value
-    k2 = mse(inputs.log_probs, inputs.reference_log_probs)
-    return value.detach() + k2 - k2.detach()
+    if settings.kl_straight_through:
+        k2 = mse(inputs.log_probs, inputs.reference_log_probs)
+        value = value.detach() + k2 - k2.detach()
+    if settings.kl_importance:
+        assert inputs.rollout_log_probs is not None
+        value = value * limited(inputs.log_probs - inputs.rollout_log_probs).exp()
+    return value

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megarl.algorithms.advantages import AdvantageEstimator
+from megarl.algorithms.aggregation import aggregate
 from megarl.algorithms.catalogue import ADVANTAGES, AGGREGATIONS, LOSSES
 from megarl.algorithms.inputs import Outcomes
 from megarl.algorithms.shaping import counts_in_loss, group_numbers
@@ -49,7 +50,12 @@ def plan_step(
     )
     rewards = np.array([sample.reward for sample in samples], dtype=np.float64)
     outcomes = Outcomes(
-        rewards, group_numbers(groups), loss_tokens, _greedy_rewards(groups), *_step_rewards_of(samples)
+        rewards,
+        group_numbers(groups),
+        loss_tokens,
+        _greedy_rewards(groups),
+        *_step_rewards_of(samples),
+        _reward_parts(samples, recipe.algorithm),
     )
     estimator = ADVANTAGES[recipe.algorithm.advantage]
     estimate = None if recipe.algorithm.kl_in_reward else estimator.function
@@ -64,7 +70,9 @@ def plan_step(
         members = range(firsts[run.start], firsts[run.stop])
         sizes = _bundles(groups[run.start : run.stop], recipe.algorithm)
         tokens = loss_tokens[members.start : members.stop]
-        weights = AGGREGATIONS[recipe.algorithm.aggregation](tokens, recipe.rollout.max_response_length)
+        divisor = recipe.algorithm.aggregation_divisor or recipe.rollout.max_response_length
+        numbers = outcomes.groups[members.start : members.stop]
+        weights = aggregate(AGGREGATIONS[recipe.algorithm.aggregation], tokens, divisor, numbers)
         run_lengths, run_costs = lengths[members], costs[members]
         plan = plan_mini_batch(run_lengths, run_costs, sizes, recipe, data_parallel, micro_batches_multiple_of)
         packing.add(plan, run_lengths, run_costs, _limit(recipe))
@@ -162,6 +170,21 @@ def _sums(steps: Sequence[Steps]) -> np.ndarray:
 def sums_of(values: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
     """Return the sum of each run of adjacent values: the first `sizes[0]` values, the next `sizes[1]`, ..."""
     return np.add.reduceat(values, np.cumsum([0, *sizes[:-1]]))
+
+
+def _reward_parts(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> dict[str, np.ndarray]:
+    """Return the parts in `algorithm.reward_parts` of each sample [B]; 0 if a sample lacks one, as a response that took
+    too long to score does. Raises ValueError if no sample has it."""
+    reported = {name for sample in samples for name in sample.reward_parts}
+    if unknown := [name for name in algorithm.reward_parts if name not in reported]:
+        raise ValueError(
+            f"algorithm.reward_parts names '{unknown[0]}', which the reward does not report. Its parts: "
+            f"{', '.join(sorted(reported)) or 'none'}"
+        )
+    return {
+        name: np.array([sample.reward_parts.get(name, 0.0) for sample in samples], dtype=np.float64)
+        for name in algorithm.reward_parts
+    }
 
 
 def _greedy_rewards(groups: Sequence[Group]) -> np.ndarray | None:

@@ -6,10 +6,11 @@ from collections.abc import Container, Sequence
 from pathlib import Path
 
 from megarl.algorithms.catalogue import LOSSES
+from megarl.algorithms.rejection import of_icepop
 from megarl.errors import RecipeError, raise_all
 from megarl.preflight.recipe.algorithm import name_errors
 from megarl.preflight.recipe.general import recipe_errors
-from megarl.recipe.algorithm import AlgorithmConfig
+from megarl.recipe.algorithm import AlgorithmConfig, CorrectionConfig
 from megarl.recipe.load import read_recipe
 from megarl.recipe.schema import Recipe
 
@@ -25,6 +26,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, check: bool 
     errors: list[ValueError] = [*reading.errors]
     names = list(name_errors(reading.recipe.algorithm))  # imports the user's modules
     apply_loss_defaults(reading.recipe.algorithm, reading.origins)
+    apply_icepop(reading.recipe.algorithm.correction, reading.origins)
     if check:
         for error in recipe_errors(reading.recipe, names):
             if isinstance(error, RecipeError):
@@ -44,3 +46,17 @@ def apply_loss_defaults(algorithm: AlgorithmConfig, keys: Container[str]) -> Non
     for name, value in LOSSES[algorithm.loss].defaults.items():
         if f"algorithm.{name}" not in keys:
             setattr(algorithm, name, value)
+
+
+def apply_icepop(correction: CorrectionConfig, keys: Container[str]) -> None:
+    """Set what `icepop` stands for, unless the recipe sets it, by `keys`; the recipe check compares the two."""
+    if correction.icepop is None:
+        return
+    try:
+        values = of_icepop(correction)
+    except ValueError:  # the recipe check reports it
+        return
+    for name in ("weights", "truncate"):
+        if f"algorithm.correction.{name}" not in keys:
+            setattr(correction, name, values[name])
+    correction.reject = {**values["reject"], **correction.reject}

@@ -60,19 +60,15 @@ class CorrectionConfig:
     truncate: float = key(2.0, "Maximum weight.", above=0)
     normalize: bool = key(
         False,
-        "Divide the weights by their mean over the mini batch: over its tokens, or its sequences. Tokens that `mask` or `veto` rejects do not count in this mean.",
+        "Divide the weights by their mean over the mini batch: over its tokens, or its sequences. Rejected tokens do not count in this mean.",
     )
-    mask: Literal["none", "token", "sequence", "geometric"] = key(
-        "none",
-        "Reject tokens with rho outside [mask_low, mask_high], computed as for `weights` (masked importance sampling). IcePop: `mask` and `weights` by token, with `truncate` at mask_high. A rejected token gets no gradient and is in no sequence ratio of the loss; it still counts in the loss's normalizer.",
+    reject: dict[str, Any] = key(
+        {},
+        "Reject tokens and sequences by the mismatch: limits by criterion, e.g. {token_ratio: [0.5, 5], mean_k3: 0.01}; see docs/algorithms.md. A rejected token gets no gradient and is in no sequence ratio of the loss; it still counts in the loss's normalizer. A limit of null switches a criterion off.",
     )
-    mask_low: float = key(0.5, "Lower bound of rho.", at_least=0)
-    mask_high: float = key(5.0, "Upper bound of rho.", above=0)
-    veto: Optional[float] = key(
+    icepop: Optional[list[float]] = key(
         None,
-        "Reject the whole sequence if any token's rho is below this, e.g. 1e-4: the trainer's policy would almost never sample that token. Unset: off.",
-        above=0,
-        at_most=1,
+        "IcePop (arXiv 2510.18855) with the interval [low, high] of rho, e.g. [0.5, 5]: sets `weights: token`, `truncate: high` and `reject: {token_ratio: [low, high]}`.",
     )
 
 
@@ -87,6 +83,9 @@ class AlgorithmConfig:
         "grpo, grpo_passk, grpo_process: divide by the group's standard deviation. Without it, grpo is Dr.GRPO.",
     )
     pass_k: int = key(4, "pass_at_k: k of the pass@k rate that training optimizes.", at_least=1)
+    reward_parts: dict[str, float] = key(
+        {}, "gdpo: the reward parts to normalize one by one, with their weights, e.g. {accuracy: 1.0, format: 0.5}."
+    )
     gamma: float = key(1.0, "gae, reinforce_plus_plus: discount factor per token.", at_least=0, at_most=1)
     lam: float = key(0.95, "gae: lambda, from one-step estimates (0) to full returns (1).", at_least=0, at_most=1)
     whiten_advantages: bool = key(
@@ -120,6 +119,11 @@ class AlgorithmConfig:
     )
     tau_negative: float = key(1.05, "sapo: temperature of the gate for all other tokens.", above=0)
     ratio_cap: float = key(20.0, "dppo_*: maximum weight of a token.", above=0)
+    log_ratio_coef: float = key(
+        0.0,
+        "dppo_*, dro: weight c of the loss c (log ratio)^2, which holds the policy near the old policy.",
+        at_least=0,
+    )
     cov_share: float = key(
         2e-4,
         "clip_cov, kl_cov: tokens that are restricted, as a share of the mini batch's tokens. Rounded down, at least one token.",
@@ -139,6 +143,11 @@ class AlgorithmConfig:
     )
     aggregation: str = key(
         "token_mean", "Reduction of per-token losses to a number. Normalizers are counted over the whole mini batch."
+    )
+    aggregation_divisor: Optional[float] = key(
+        None,
+        "token_sum, seq_mean_token_sum_norm: the constant that divides the sum. Unset: `rollout.max_response_length`.",
+        above=0,
     )
     reference: Literal["start", "teacher"] = key(
         "start",
@@ -172,6 +181,10 @@ class AlgorithmConfig:
         10000,
         "Samples over which the adapted weight changes by at most a fifth. At least the samples of a step.",
         at_least=1,
+    )
+    kl_importance: bool = key(
+        False,
+        "Weight the KL loss of each token by p(current) / p(engine), with its gradient: the KL's estimate is then unbiased although the engine's policy, not the current one, sampled the token (DeepSeek-V3.2, arXiv 2512.02556).",
     )
     entropy_coef: float = key(0.0, "Weight of the entropy bonus. 0: no bonus.", at_least=0)
     modules: list[str] = key(

@@ -8,6 +8,7 @@ from typing import Any
 from megarl.errors import RecipeError
 
 SECTIONS = {"exchange": "weight_sync"}  # former section -> present one
+REJECTION = {"mask": "none", "mask_low": 0.5, "mask_high": 5.0, "veto": None}  # former keys and their defaults
 VALUES = {"weight_sync.route": {"planned": "sharded", "export": "full"}}  # key -> former value -> present one
 
 
@@ -45,7 +46,33 @@ def with_present_names(content: dict[str, Any], origin: str | None) -> dict[str,
         if isinstance(value, str) and value in values:
             _warn(f"{key}={value} is now {key}={values[value]}", origin)
             renamed[section_name] = {**section, name: values[value]}
+    algorithm = renamed.get("algorithm")
+    if isinstance(algorithm, dict) and isinstance(algorithm.get("correction"), dict):
+        correction = _with_reject(algorithm["correction"], origin)
+        renamed["algorithm"] = {**algorithm, "correction": correction}
     return renamed
+
+
+def _with_reject(section: dict[str, Any], origin: str | None) -> dict[str, Any]:
+    """Return the settings of `algorithm.correction` with `reject` instead of `mask`, `mask_low`, `mask_high` and `veto`."""
+    former = {name: section[name] for name in REJECTION if name in section}
+    if not former:
+        return section
+    key, values = "algorithm.correction", {**REJECTION, **former}
+    limits: dict[str, Any] = {}
+    if values["mask"] != "none":
+        span = {"geometric": "mean"}.get(str(values["mask"]), values["mask"])
+        limits[f"{span}_ratio"] = [values["mask_low"], values["mask_high"]]
+    elif "mask" not in former and former.keys() - {"veto"}:
+        name = sorted(former.keys() - {"veto"})[0]
+        problem = f"{key}.reject replaces it, and {key}.mask, which says what to reject, is not set here"
+        remedy = f"set e.g. {key}.reject={{token_ratio: [0.5, 5.0]}}"
+        raise RecipeError(f"{key}.{name}", problem, remedy, value=former[name], origin=origin)
+    if values["veto"] is not None:
+        limits["worst_ratio"] = [values["veto"], None]
+    _warn(f"{', '.join(f'{key}.{name}' for name in former)} is now {key}.reject={limits}", origin)
+    present = {name: value for name, value in section.items() if name not in REJECTION}
+    return {**present, "reject": {**limits, **(section.get("reject") or {})}}
 
 
 def _warn(change: str, origin: str | None) -> None:

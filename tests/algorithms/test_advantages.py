@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from math import comb, sqrt
 
 import numpy as np
@@ -16,8 +17,9 @@ from megarl.algorithms.inputs import Outcomes, TokenOutcomes
 from megarl.recipe.algorithm import AlgorithmConfig
 from tests.support.loss_cases import outcomes, settings
 
-OF_GROUPS = ["grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_passk", "pass_at_k"]
+OF_GROUPS = ["grpo", "rloo", "max_rl", "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_passk", "pass_at_k"]
 ELSEWHERE = [
+    "gdpo",
     "grpo_process",
     "on_policy_distillation",
 ]  # tests/algorithms/test_process_rewards.py, tests/rollout/test_distillation.py
@@ -49,6 +51,26 @@ class TestByHand:
         # Siblings of 6: (2 + 1) / 2 = 1.5; of 2: 3.5; of 1: 4. The pair: each other's reward.
         got = advantages("rloo", outcomes([6, 3, 2, 1, 5], [0, 1, 0, 0, 1]))
         np.testing.assert_allclose(got, [4.5, -2, -1.5, -3, 2])
+
+    def test_max_rl(self) -> None:
+        # Means 1/4 and 3/4: a success weighs 3 and 1/3, a failure -1 in both; no success, no advantage.
+        got = advantages("max_rl", outcomes([1, 0, 0, 0, 1, 1, 1, 0, 0, 0], [0] * 4 + [1] * 4 + [2] * 2))
+        np.testing.assert_allclose(got, [3, -1, -1, -1, 1 / 3, 1 / 3, 1 / 3, -1, 0, 0], rtol=1e-12)
+        np.testing.assert_array_equal(advantages("max_rl", outcomes([-1, 0], [0, 0])), [0, 0])
+
+    def test_gdpo(self) -> None:
+        # Group 0: accuracy 1 and 0 (mean 1/2, std sqrt(1/2)), style 10 and 30. Group 1: accuracy equal, style 0 and 4.
+        # With weights 2 and 1 the sums are (1, -1), (-1, 1) in units of std 1 / sqrt(2); then whitened over 1, 1, 2, 2 tokens.
+        batch = replace(
+            outcomes([0, 0, 0, 0], [0, 0, 1, 1], [1, 1, 2, 2]),
+            parts={"accuracy": np.array([1.0, 0, 1, 1]), "style": np.array([10.0, 30, 0, 4])},
+        )
+        got = advantages("gdpo", batch, reward_parts={"accuracy": 2.0, "style": 1.0})
+        one = sqrt(0.5)  # half a difference over its standard deviation, |x| / sqrt(2 x^2)
+        before = np.array([2 * one - one, -2 * one + one, -one, one])
+        tokens = np.repeat(before, [1, 1, 2, 2])
+        expected = (before - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8)
+        np.testing.assert_allclose(got, expected, rtol=1e-5)
 
     def test_reinforce_plus_plus_baseline(self) -> None:
         # Centred: 1, -1 with 1 and 3 tokens. Over 4 tokens: mean (1 - 3) / 4 = -1/2,
@@ -125,6 +147,10 @@ def slow_rloo(r: list[float], lengths: list[int], s: AlgorithmConfig) -> list[fl
     return [x - sum(r[:i] + r[i + 1 :]) / (len(r) - 1) if len(r) > 1 else 0.0 for i, x in enumerate(r)]
 
 
+def slow_max_rl(r: list[float], lengths: list[int], s: AlgorithmConfig) -> list[float]:
+    return [x * len(r) / sum(r) - 1 for x in r] if sum(r) > 0 else [0.0] * len(r)
+
+
 def slow_opo(r: list[float], lengths: list[int], s: AlgorithmConfig) -> list[float]:
     baseline = sum(x * n for x, n in zip(r, lengths, strict=True)) / sum(lengths)
     return [x - baseline for x in r]
@@ -155,6 +181,7 @@ def slow_pass_at_k(r: list[float], lengths: list[int], s: AlgorithmConfig) -> li
 SLOW: dict[str, Callable[[list[float], list[int], AlgorithmConfig], list[float]]] = {
     "grpo": slow_grpo,
     "rloo": slow_rloo,
+    "max_rl": slow_max_rl,
     "opo": slow_opo,
     "grpo_passk": slow_grpo_passk,
     "pass_at_k": slow_pass_at_k,
@@ -179,6 +206,21 @@ def test_slow_reference(name: str, normalize: bool) -> None:
         in_group = batch.groups == group
         expected = SLOW[name](batch.rewards[in_group].tolist(), batch.loss_tokens[in_group].tolist(), config)
         np.testing.assert_allclose(got[in_group], expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("p", [0.05, 0.3, 0.8])
+def test_max_rl_climbs_the_likelihood(p: float) -> None:
+    """arXiv 2602.02710: the mean policy gradient over all outcomes of N samples that succeed with probability p is the
+    gradient of log p's expansion -sum (1 - p)^k / k. A group without success has no advantage, which takes the term of
+    order N away: sum of (1 - p)^(k - 1) over k < N."""
+    size, expected = 5, 0.0
+    for rewards in itertools.product([0.0, 1.0], repeat=size):
+        r = np.array(rewards)
+        score = (r - p) / (p * (1 - p))  # d log probability / dp
+        expected += (
+            np.prod(np.where(r > 0, p, 1 - p)) * (advantages("max_rl", outcomes(list(r), [0] * size)) * score).mean()
+        )
+    assert expected == pytest.approx(sum((1 - p) ** (k - 1) for k in range(1, size)))
 
 
 def test_slow_reinforce_plus_plus_baseline() -> None:

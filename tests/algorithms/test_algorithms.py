@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.algorithms.aggregation import aggregate
 from megarl.algorithms.catalogue import AGGREGATIONS, KL_ESTIMATORS
 from megarl.algorithms.kl import KLWeight
 from megarl.algorithms.objective import kl_to_reference, objective, runs_old_log_prob_pass
@@ -18,6 +19,7 @@ from tests.support.loss_cases import inputs, random_inputs, settings
 
 class TestAggregation:
     lengths = np.array([2, 0, 6])  # the second sample is excluded
+    groups = np.array([4, 4, 1])
 
     @pytest.mark.parametrize(
         ("name", "weights"),
@@ -26,15 +28,24 @@ class TestAggregation:
             ("seq_mean_token_mean", [1 / 4, 0, 1 / 12]),  # 2 samples count: 1/2 * 1/2 and 1/2 * 1/6
             ("seq_mean_token_sum", [1 / 2, 0, 1 / 2]),
             ("seq_mean_token_sum_norm", [1 / 20, 0, 1 / 20]),  # over max_response_length 10
+            ("token_sum", [1 / 10, 0, 1 / 10]),
+            ("prompt_mean", [1 / 4, 0, 1 / 12]),  # here each prompt has one sample that counts
         ],
     )
     def test_by_hand(self, name: str, weights: list[float]) -> None:
-        np.testing.assert_allclose(AGGREGATIONS[name](self.lengths, 10), weights)
+        np.testing.assert_allclose(aggregate(AGGREGATIONS[name], self.lengths, 10, self.groups), weights)
+
+    def test_prompts_share_their_weight_by_tokens(self) -> None:
+        weights = aggregate(AGGREGATIONS["prompt_mean"], np.array([2, 6, 4, 0]), 10, np.array([9, 9, 3, 5]))
+        np.testing.assert_allclose(weights, [1 / 16, 1 / 16, 1 / 8, 0])  # two prompts count, with 8 and 4 tokens
+
+    def test_a_function_of_two_parameters_gets_no_groups(self) -> None:
+        assert aggregate(lambda tokens, divisor: tokens / divisor, np.array([5]), 10, np.array([0])).tolist() == [0.5]
 
     @pytest.mark.parametrize("name", AGGREGATIONS.names())
     def test_samples_without_loss_tokens_have_finite_weights(self, name: str) -> None:
         tokens = np.zeros(3)
-        assert np.isfinite(AGGREGATIONS[name](tokens, 10)).all()
+        assert np.isfinite(aggregate(AGGREGATIONS[name], tokens, 10, np.arange(len(tokens)))).all()
 
 
 def test_kl_estimators_by_hand() -> None:
@@ -104,6 +115,26 @@ class TestObjective:
         through = kl(name, straight=True)
         torch.testing.assert_close(through[0], kl(name, straight=False)[0])
         torch.testing.assert_close(through[1], kl("mse", straight=False)[1])
+
+    def test_an_importance_weighted_kl_is_unbiased(self) -> None:
+        """arXiv 2512.02556, section 3.1: the mean over an engine's samples equals KL(policy || reference), and so does its
+        gradient, although the engine has another policy. Without the weights neither holds."""
+        logits = torch.tensor([0.3, -0.5, 0.9], dtype=torch.float64).requires_grad_()
+        policy = logits.log_softmax(0)
+        engine, reference = torch.tensor([[0.2, 0.5, 0.3], [0.6, 0.3, 0.1]], dtype=torch.float64).log()
+        batch = random_inputs(0, [3])
+        batch.log_probs, batch.rollout_log_probs, batch.reference_log_probs = policy, engine, reference
+
+        def mean(importance: bool) -> tuple[torch.Tensor, torch.Tensor]:
+            config = settings(kl_coef=1.0, kl_estimator="low_var_kl", kl_importance=importance)
+            value = (engine.exp() * kl_to_reference(batch, config)).sum()
+            return value, torch.autograd.grad(value, logits, retain_graph=True)[0]
+
+        exact = (policy.exp() * (policy - reference)).sum()
+        (slope,) = torch.autograd.grad(exact, logits, retain_graph=True)
+        torch.testing.assert_close(mean(True), (exact, slope))
+        plain = mean(False)
+        assert abs(plain[0] - exact) > 0.05 and (plain[1] - slope).abs().max() > 0.05
 
     def test_kl_weight_overrides_the_recipes_kl_coef(self) -> None:
         batch = random_inputs(3, [6])

@@ -19,6 +19,7 @@ from megarl.algorithms.correction import (
 )
 from megarl.algorithms.inputs import LossInputs
 from megarl.algorithms.objective import objective
+from megarl.algorithms.rejection import of_icepop
 from megarl.recipe.algorithm import CorrectionConfig
 from tests.support.loss_cases import correcting, inputs, part_of, random_inputs, sequences_of, settings
 
@@ -59,35 +60,36 @@ class TestByHand:
         root = 3 ** (1 / 3)
         assert self.of(weights="geometric") == pytest.approx([root, root, root, 0.5, 0.5])
 
-    def test_mask_of_tokens(self) -> None:
-        assert self.of(mask="token", mask_low=0.6, mask_high=2.5) == [1, 0, 0, 0, 0]
-        assert self.of(mask="token", mask_low=0.4, mask_high=1.9) == [0, 1, 0, 1, 1]
+    def test_rejection_of_tokens(self) -> None:
+        assert self.of(reject={"token_ratio": [0.6, 2.5]}) == [1, 0, 0, 0, 0]
+        assert self.of(reject={"token_ratio": [0.4, 1.9]}) == [0, 1, 0, 1, 1]
 
-    def test_mask_of_sequences(self) -> None:
-        assert self.of(mask="sequence", mask_low=0.2, mask_high=2.9) == [0, 0, 0, 1, 1]
-        assert self.of(mask="geometric", mask_low=0.6, mask_high=2.9) == [1, 1, 1, 0, 0]
+    def test_rejection_of_sequences(self) -> None:
+        assert self.of(reject={"sequence_ratio": [0.2, 2.9]}) == [0, 0, 0, 1, 1]
+        assert self.of(reject={"mean_ratio": [0.6, 2.9]}) == [1, 1, 1, 0, 0]
 
     def test_ice_pop_weights_the_tokens_that_it_keeps(self) -> None:
-        assert self.of(weights="token", truncate=5, mask="token", mask_low=0.6) == pytest.approx([2, 0, 3, 0, 0])
+        config = of_icepop(CorrectionConfig(icepop=[0.6, 5.0]))
+        assert self.of(**config) == pytest.approx([2, 0, 3, 0, 0])
 
-    def test_veto_drops_the_whole_sequence(self) -> None:
+    def test_the_worst_token_rejects_its_sequence(self) -> None:
         batch, policy = mismatched([1.0, 1e-5, 1.0, 1.0, 1e-5], [3, 2], mask=[1, 1, 1, 1, 0])
-        assert weights(batch, policy, veto=1e-4) == [0, 0, 0, 1, 0]
-        assert weights(batch, policy, veto=1e-6)[:4] == [1, 1, 1, 1]
+        assert weights(batch, policy, reject={"worst_ratio": [1e-4, None]}) == [0, 0, 0, 1, 0]
+        assert weights(batch, policy, reject={"worst_ratio": [1e-6, None]})[:4] == [1, 1, 1, 1]
 
     def test_metrics(self) -> None:
-        config = CorrectionConfig(weights="token", mask="token", mask_low=0.6)
+        config = CorrectionConfig(weights="token", reject={"token_ratio": [0.6, 5.0]})
         _, metrics = corrections(self.batch, self.policy, config, 1.0)
         of_counted = {name: [values.tolist()[token] for token in self.counted] for name, values in metrics.items()}
-        assert of_counted["rollout/correction_weight"] == pytest.approx([2, 0.5, 2, 0.5, 0.5]), "before the mask"
+        assert of_counted["rollout/correction_weight"] == pytest.approx([2, 0.5, 2, 0.5, 0.5]), "before the rejection"
         assert of_counted["rollout/correction_truncated"] == [0, 0, 1, 0, 0]
         assert of_counted["rollout/correction_masked"] == [0, 1, 0, 1, 1]
 
 
-def test_mask_bounds_are_inclusive() -> None:
+def test_limits_are_inclusive() -> None:
     batch, policy = mismatched([1.0], [1])
-    assert weights(batch, policy, mask="token", mask_low=1.0, mask_high=2.0) == [1]
-    assert weights(batch, policy, mask="token", mask_low=0.5, mask_high=1.0) == [1]
+    assert weights(batch, policy, reject={"token_ratio": [1.0, 2.0]}) == [1]
+    assert weights(batch, policy, reject={"token_ratio": [0.5, 1.0]}) == [1]
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
@@ -142,7 +144,7 @@ class TestInTheObjective:
         batch, policy = mismatched([1.0, 9.0, 1.0], [3])
         batch.old_log_probs = policy
         batch.log_probs = policy.clone().requires_grad_()
-        loss, _ = objective(batch, correcting(mask="token"))
+        loss, _ = objective(batch, correcting(reject={"token_ratio": [0.5, 5.0]}))
         assert loss.item() == pytest.approx(-2 / 3)
         (gradient,) = torch.autograd.grad(loss, batch.log_probs)
         torch.testing.assert_close(gradient, torch.tensor([-1 / 3, 0, -1 / 3], dtype=torch.float64))
@@ -150,13 +152,14 @@ class TestInTheObjective:
     def test_masking_without_weights_in_bypass_mode_uses_the_current_policy(self) -> None:
         batch, policy = mismatched([1.0, 9.0], [2])
         batch.old_log_probs, batch.log_probs = None, policy.clone().requires_grad_()
-        config = correcting(mask="token")
+        config = correcting(reject={"token_ratio": [0.5, 5.0]})
         config.old_log_probs = "rollout"
         assert objective(batch, config)[1]["rollout/correction_masked"].item() == 0.5
 
     def test_correction_is_off_by_default(self) -> None:
         assert not corrects(CorrectionConfig())
-        assert corrects(CorrectionConfig(veto=1e-4)) and corrects(CorrectionConfig(mask="token"))
+        assert corrects(CorrectionConfig(weights="token")) and corrects(CorrectionConfig(reject={"mean_k3": 0.1}))
+        assert not corrects(CorrectionConfig(reject={"mean_k3": None}))
         _, metrics = objective(random_inputs(3, [4]), settings())
         assert not any(name.startswith("rollout/correction") for name in metrics)
 

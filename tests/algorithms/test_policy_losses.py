@@ -84,6 +84,23 @@ def test_dppo_tv_by_hand() -> None:
     close(gradient(batch, loss), [-1.1, 0, 0.8, 0, 1.1, -0.4])
 
 
+def test_dppo_with_a_squared_log_ratio_by_hand() -> None:
+    """prime-rl's default loss: -A ratio inside the trust region, and kl_tau (log ratio)^2 for every token."""
+    batch = inputs([0.6, 0.8], [1.0, 1.0])
+    batch.old_log_probs = torch.full((2,), 0.5, dtype=torch.float64).log()
+    loss, metrics = token_loss(batch, "dppo_tv", clip_low=0.2, clip_high=0.2, log_ratio_coef=0.5)
+    assert metrics["actor/pg_clipfrac"].tolist() == [0, 1]
+    close(loss, [-1.2 * log(0.6) + 0.5 * log(1.2) ** 2, 0.5 * log(1.6) ** 2])
+    close(gradient(batch, loss), [-1.2 + log(1.2), log(1.6)])  # the policy gradient at its ratio + 2 c log ratio
+
+
+def test_dro_by_hand() -> None:
+    batch = inputs([2.0, 0.5], [1.0, -1.0])
+    loss, _ = token_loss(batch, "dro", log_ratio_coef=0.25)
+    close(loss, [-log(2) + 0.25 * log(2) ** 2, -log(2) + 0.25 * log(2) ** 2])
+    close(gradient(batch, loss), [-1 + 0.5 * log(2), 1 - 0.5 * log(2)])
+
+
 def test_dppo_kl_by_hand() -> None:
     """q = 0.5: KL of p = 0.6 is (log(0.5/0.6) + log(0.5/0.4)) / 2 = 0.0204; of 0.8 and 0.2: 0.2231."""
     batch = inputs([0.6, 0.8, 0.4, 0.2, 0.8, 0.2], [1.0, 1.0, -1.0, -1.0, -1.0, 1.0])
@@ -186,6 +203,11 @@ def slow_dppo_tv(p: float, fixed: float, old: float, a: float, s: AlgorithmConfi
 
 
 @by_token
+def slow_dro(p: float, fixed: float, old: float, a: float, s: AlgorithmConfig) -> float:
+    return -(a * p - s.log_ratio_coef * (p - old) ** 2)
+
+
+@by_token
 def slow_dppo_kl(p: float, fixed: float, old: float, a: float, s: AlgorithmConfig) -> float:
     q, now, away = exp(old), exp(fixed), (fixed > old) == (a > 0)
     distance = q * log(q / now) + (1 - q) * log((1 - q) / (1 - now))
@@ -232,7 +254,7 @@ def slow_gmpo(p: Numbers, fixed: Numbers, old: Numbers, a: Numbers, s: Algorithm
 SLOW: dict[str, Reference] = {
     "ppo_clip": slow_ppo, "cispo": slow_cispo, "sapo": slow_sapo, "dppo_tv": slow_dppo_tv, "dppo_kl": slow_dppo_kl,
     "gspo": slow_gspo, "gspo_token": slow_gspo_token, "gmpo": slow_gmpo, "reinforce": slow_reinforce, "sft": slow_sft,
-    "clip_cov": slow_ppo, "kl_cov": slow_ratio,
+    "clip_cov": slow_ppo, "kl_cov": slow_ratio, "dro": slow_dro,
 }  # fmt: skip
 # Of selected tokens, from the reference's loss, log-prob and old log-prob.
 OF_SELECTED: dict[str, Callable[[float, float, float], float]] = {
@@ -245,6 +267,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     "cispo": {"clip_low": 0.1, "clip_high": 0.3},
     "sapo": {"tau_positive": 0.8, "tau_negative": 2.0},
     "dppo_tv": {"clip_low": 0.04, "clip_high": 0.06, "ratio_cap": 1.3},
+    "dro": {"log_ratio_coef": 0.7},
     "dppo_kl": {"clip_low": 0.01, "clip_high": 0.02, "ratio_cap": 1.3},
     "gspo": {"clip_low": 0.02, "clip_high": 0.04},
     "gspo_token": {"clip_low": 0.02, "clip_high": 0.04},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from math import exp
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from megarl.algorithms.correction import accepted_tokens, correction_scales, cor
 from megarl.algorithms.covariance import covariances, threshold
 from megarl.algorithms.inputs import LossInputs, TokenSums
 from megarl.algorithms.objective import objective, trainers_policy, without_rejected
+from megarl.algorithms.rejection import NAMES, Criterion, criteria
 from megarl.recipe.algorithm import AlgorithmConfig, CorrectionConfig
 from tests.support.loss_cases import assert_gradient, random_inputs, sequences_of, settings
 
@@ -22,11 +23,13 @@ LENGTHS = [9, 1, 14, 3, 6, 11]
 WITHOUT_PAIRS = [name for name in LOSSES.names() if not LOSSES[name].whole_groups]
 """Preference losses learn from rows, which have no correction."""
 REJECTING = {
-    "token": {"mask": "token", "mask_low": 0.8, "mask_high": 1.4},
-    "sequence": {"mask": "sequence", "mask_low": 0.7, "mask_high": 2.0},
-    "geometric": {"mask": "geometric", "mask_low": 0.9, "mask_high": 1.2},
-    "veto": {"veto": 0.6},
-    "token and veto": {"mask": "token", "mask_low": 0.8, "mask_high": 1.4, "veto": 0.5},
+    "token": {"reject": {"token_ratio": [0.8, 1.4]}},
+    "sequence": {"reject": {"sequence_ratio": [0.7, 2.0]}},
+    "mean": {"reject": {"mean_ratio": [0.9, 1.2]}},
+    "worst": {"reject": {"worst_ratio": [0.6, None]}},
+    "token and worst": {"reject": {"token_ratio": [0.8, 1.4], "worst_ratio": [0.5, 2.5]}},
+    "k2 and k3": {"reject": {"token_k2": 0.1, "mean_k3": 0.12}},
+    "negative": {"reject": {"negative_mean_ratio": [0.99, None]}},
 }
 WEIGHTS = ["none", "token", "sequence", "geometric"]
 
@@ -168,11 +171,11 @@ def test_a_token_loss_keeps_its_value_and_metrics() -> None:
 @pytest.mark.parametrize(
     ("rejecting", "rho", "share"),
     [
-        ({"mask": "token"}, [1.0, 9.0, 1.0], 1 / 6),
-        ({"mask": "sequence"}, [1.0, 9.0, 1.0], 1 / 2),
-        ({"mask": "geometric", "mask_high": 1.5}, [9.0, 9.0, 1.0], 1 / 2),
-        ({"veto": 1e-4}, [1.0, 1e-9, 1.0], 1 / 2),
-        ({"veto": 1e-4, "mask": "token"}, [1.0, 1e-9, 1.0], 1 / 2),
+        ({"token_ratio": [0.5, 5.0]}, [1.0, 9.0, 1.0], 1 / 6),
+        ({"sequence_ratio": [0.5, 5.0]}, [1.0, 9.0, 1.0], 1 / 2),
+        ({"mean_ratio": [0.5, 1.5]}, [9.0, 9.0, 1.0], 1 / 2),
+        ({"worst_ratio": [1e-4, None]}, [1.0, 1e-9, 1.0], 1 / 2),
+        ({"worst_ratio": [1e-4, None], "token_ratio": [0.5, 5.0]}, [1.0, 1e-9, 1.0], 1 / 2),
     ],
 )
 def test_the_loss_and_its_metrics_are_without_rejected_tokens(
@@ -185,7 +188,7 @@ def test_the_loss_and_its_metrics_are_without_rejected_tokens(
     batch.advantages, batch.log_probs = batch.loss_mask.clone(), batch.old_log_probs.clone()  # type: ignore[union-attr]
     mismatch = torch.tensor([*rho, 1.0, 1.0, 1.0], dtype=torch.float64).log()
     batch.rollout_log_probs = batch.old_log_probs - mismatch
-    loss, metrics = objective(batch, config_of("ppo_clip", rejecting))
+    loss, metrics = objective(batch, config_of("ppo_clip", {"reject": rejecting}))
     assert metrics["rollout/correction_masked"].item() == pytest.approx(share)
     assert loss.item() == metrics["actor/pg_loss"].item() == pytest.approx(-(1 - share))
 
@@ -220,17 +223,17 @@ class TestNormalize:
         batch.loss_mask = torch.ones(4, dtype=torch.float64)
         assert batch.old_log_probs is not None
         batch.rollout_log_probs = batch.old_log_probs - torch.tensor([0.5, 1, 1.5, 9], dtype=torch.float64).log()
-        config = CorrectionConfig(weights="token", normalize=True, mask="token", mask_low=0.5 - 1e-9)
+        config = CorrectionConfig(weights="token", normalize=True, reject={"token_ratio": [0.5 - 1e-9, 5.0]})
         scale, weights = self.scale_and_weights(batch, config)
         assert scale == pytest.approx(1.0)
         assert weights.tolist() == pytest.approx([0.5, 1, 1.5, 0])
-        without_mask, _ = self.scale_and_weights(batch, CorrectionConfig(weights="token", normalize=True))
-        assert without_mask == pytest.approx(1 / 1.25)
+        without_rejection, _ = self.scale_and_weights(batch, CorrectionConfig(weights="token", normalize=True))
+        assert without_rejection == pytest.approx(1 / 1.25)
 
     def test_a_mini_batch_of_rejected_tokens_has_scale_1(self) -> None:
         batch = random_inputs(1, [4])
         scale, weights = self.scale_and_weights(
-            batch, CorrectionConfig(weights="token", normalize=True, mask="token", mask_low=1e8, mask_high=1e9)
+            batch, CorrectionConfig(weights="token", normalize=True, reject={"token_ratio": [1e8, 1e9]})
         )
         assert scale == 1.0 and not weights.any()
 
@@ -261,6 +264,70 @@ def test_a_token_with_a_broken_log_prob_is_rejected() -> None:
     batch.loss_mask = torch.ones_like(batch.loss_mask)
     assert batch.rollout_log_probs is not None
     batch.rollout_log_probs[2] = math.nan
-    loss, _ = objective(batch, config_of("gspo", {"mask": "token", "mask_low": 0.0, "mask_high": 1e9}))
+    loss, _ = objective(batch, config_of("gspo", {"reject": {"token_ratio": [None, 1e9]}}))
     (gradient,) = torch.autograd.grad(loss, batch.log_probs)
     assert torch.isfinite(loss) and torch.isfinite(gradient).all() and gradient[2] == 0
+
+
+class TestCriteria:
+    """Every criterion against its definition, one token and one sequence at a time."""
+
+    LIMITS: ClassVar[dict[str, Any]] = {"ratio": [0.9, 1.15], "k2": 0.02, "k3": 0.01}
+
+    @staticmethod
+    def measure(name: str, d: np.ndarray) -> np.ndarray:
+        return {"ratio": np.exp(d), "k2": d**2 / 2, "k3": np.exp(d) - d - 1}[name]
+
+    def passes(self, span: str, name: str, d: np.ndarray, token: int, counted: np.ndarray) -> bool:
+        """Whether `token` of one sequence with log-ratios `d` and loss tokens `counted` is within `LIMITS`."""
+        limit = self.LIMITS[name]
+        low, high = limit if isinstance(limit, list) else (-math.inf, limit)
+        if span == "token":
+            values = self.measure(name, d[[token]])
+        elif span == "worst":
+            values = self.measure(name, d[counted])
+        elif name == "ratio":  # the product, or the geometric mean
+            total = d[counted].sum()
+            values = np.exp([total if span == "sequence" else total / counted.sum()])
+        else:
+            values = self.measure(name, d[counted])
+            values = np.array([values.sum() if span == "sequence" else values.mean()])
+        return bool(np.all((low <= values) & (values <= high)))
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_by_definition(self, name: str) -> None:
+        span, measure = name.removeprefix("negative_").split("_")
+        batch = random_inputs(20, [5, 1, 8, 3, 6])
+        batch.loss_mask[sequences_of(batch) == 1] = 0.0
+        assert batch.old_log_probs is not None and batch.rollout_log_probs is not None and batch.advantages is not None
+        gaps = torch.tensor([0.1, 1.0, 0.02, 1.0, 0.4], dtype=torch.float64)[sequences_of(batch)]
+        batch.rollout_log_probs = batch.old_log_probs - gaps * (batch.old_log_probs - batch.rollout_log_probs)
+        config = CorrectionConfig(reject={name: self.LIMITS[measure]})
+        got = accepted_tokens(batch, batch.old_log_probs, config).numpy()
+        d = (batch.old_log_probs - batch.rollout_log_probs).numpy()
+        mask, sequence = batch.loss_mask.numpy() > 0, sequences_of(batch).numpy()
+        expected = np.zeros(len(d))
+        for token in np.flatnonzero(mask):
+            members = np.flatnonzero(sequence == sequence[token])
+            inside = self.passes(span, measure, d[members], int(token - members[0]), mask[members])
+            exempt = name.startswith("negative_") and batch.advantages[token] >= 0
+            expected[token] = float(inside or exempt)
+        np.testing.assert_array_equal(got, expected)
+        assert 0 < got.sum() < mask.sum(), "the case must have both kinds of tokens"
+
+    def test_deepseek_v32_masks_bad_sequences_that_the_policy_has_left(self) -> None:
+        """arXiv 2512.02556, equation 9: A < 0 and mean log(p engine / p trainer) > 0.5 has no loss."""
+        batch = random_inputs(0, [2, 2, 2])
+        batch.loss_mask = torch.ones(6, dtype=torch.float64)
+        batch.advantages = torch.tensor([-1.0, -1.0, -1.0, -1.0, 1.0, 1.0], dtype=torch.float64)
+        assert batch.old_log_probs is not None
+        left = torch.tensor([0.7, 0.4, 0.5, 0.4, 2.0, 2.0], dtype=torch.float64)  # means 0.55, 0.45 and 2
+        batch.rollout_log_probs = batch.old_log_probs + left
+        config = CorrectionConfig(reject={"negative_mean_ratio": [exp(-0.5), None]})
+        assert accepted_tokens(batch, batch.old_log_probs, config).tolist() == [0, 0, 1, 1, 1, 1]
+
+    def test_a_criterion_of_null_is_off(self) -> None:
+        assert not rejects(CorrectionConfig(reject={"mean_k3": None}))
+        assert criteria({"mean_k3": None, "token_ratio": [None, 2.0]}) == [
+            Criterion("token", "ratio", -math.inf, math.log(2.0))
+        ]

@@ -38,7 +38,7 @@ def refused(recipe: Path, overrides: list[str], key: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "setting", "words"),
     [
-        (["advantage=rloo", "normalize_by_std=false"], "normalize_by_std", "only grpo, grpo_passk or grpo_process reads it"),
+        (["advantage=rloo", "normalize_by_std=false"], "normalize_by_std", "only gdpo, grpo, grpo_passk or grpo_process reads it"),
         (["pass_k=2"], "pass_k", "only pass_at_k reads it"),
         (["loss=sapo", "clip_high=0.3"], "clip_high", "algorithm.loss 'sapo'; only cispo, clip_cov, dppo_kl"),
         (["loss=gmpo", "dual_clip=3"], "dual_clip", "only gspo, gspo_token or ppo_clip"),
@@ -48,13 +48,15 @@ def refused(recipe: Path, overrides: list[str], key: str, words: str) -> None:
         (["kl_estimator=kl"], "kl_estimator", "algorithm.kl_coef is 0"),
         (["kl_straight_through=true"], "kl_straight_through", "algorithm.kl_coef is 0"),
         (["kl_in_reward=true"], "kl_in_reward", "algorithm.kl_coef is 0"),
+        (["kl_importance=true"], "kl_importance", "algorithm.kl_coef is 0"),
+        (["kl_coef=0.1", "kl_in_reward=true", "kl_importance=true"], "kl_importance", "has no gradient"),
+        (["log_ratio_coef=0.1"], "log_ratio_coef", "only dppo_kl, dppo_tv or dro reads it"),
         (["kl_target=0.1"], "kl_target", "algorithm.kl_coef is 0"),
         (["kl_coef=0.1", "kl_horizon=10"], "kl_horizon", "algorithm.kl_target is unset"),
         (["kl_coef=0.1", "kl_in_reward=true", "kl_straight_through=true"], "kl_straight_through", "has no gradient"),
         (["advantage=reinforce_plus_plus", "lam=0.5"], "lam", "only gae reads it"),
         (["correction.truncate=3"], "correction.truncate", "algorithm.correction.weights is none"),
         (["correction.normalize=true"], "correction.normalize", "algorithm.correction.weights is none"),
-        (["correction.mask_low=0.1"], "correction.mask_low", "algorithm.correction.mask is none"),
     ],
 )  # fmt: skip
 def test_a_setting_without_effect_is_refused(recipe: Path, overrides: list[str], setting: str, words: str) -> None:
@@ -66,7 +68,22 @@ def test_a_setting_without_effect_is_refused(recipe: Path, overrides: list[str],
     [
         (["old_log_probs=current", "actor.mini_batches=2"], "old_log_probs", "the policy changes within a step"),
         (["advantage=pass_at_k", "pass_k=9"], "pass_k", "a group has 8 samples"),
-        (["correction.mask=token", "correction.mask_low=5"], "correction.mask_high", "is empty"),
+        (["correction.reject.token_ratio=[5, 5]"], "correction.reject.token_ratio", "no ratio is between 5.0 and 5.0"),
+        (["correction.reject.token_ratio=5"], "correction.reject.token_ratio", "are [low, high]"),
+        (["correction.reject.mean_k3=[0, 1]"], "correction.reject.mean_k3", "a number above 0"),
+        (["correction.reject.mean_k3=-1"], "correction.reject.mean_k3", "a number above 0"),
+        (
+            ["correction.reject.token_k1=0.1"],
+            "correction.reject.token_k1",
+            "this criterion is unknown; did you mean token_ratio",
+        ),
+        (["correction.icepop=[5, 0.5]"], "correction.icepop", "with 0 < low < high"),
+        (["correction.icepop=[0.5, 5]", "correction.truncate=2"], "correction.truncate", "sets it to 5.0"),
+        (
+            ["correction.icepop=[0.5, 5]", "correction.reject.token_ratio=[0.5, 4]"],
+            "correction.reject",
+            "icepop=[0.5, 5.0] sets it to",
+        ),
         (["correction.weights=token", "old_log_probs=rollout"], "correction.weights", "would apply it twice"),
         (
             ["loss=reinforce", "correction.weights=token", "correction.normalize=true"],
@@ -87,8 +104,16 @@ def test_a_setting_without_effect_is_refused(recipe: Path, overrides: list[str],
         (["train.source=preferences", "loss=dpo"], "aggregation", "a mean over pairs"),
         (["train.source=preferences", "loss=sft"], "loss", "the loss needs train.source=sft"),
         (["loss=dpo", "aggregation=seq_mean_token_mean"], "loss", "the loss needs train.source=preferences"),
+        (["advantage=gdpo"], "reward_parts", "normalizes each part"),
+        (["reward_parts={accuracy: 1}"], "reward_parts", "only gdpo reads it"),
+        (
+            ["advantage=gdpo", "reward_parts={accuracy: 1}", "overlong.penalty_buffer=8"],
+            "reward_parts",
+            "overlong_penalty, which is not among them",
+        ),
+        (["aggregation_divisor=8"], "aggregation_divisor", "which divides by counts"),
+        (["kl_coef=0.1", "kl_straight_through=true", "kl_importance=true"], "kl_importance", "replaces the gradient"),
         (["options.share=1"], "options", "algorithm.modules is empty"),
-        (["correction.veto=2"], "correction.veto", "at most 1"),
         (["modules=[no.such.module]"], "modules", "No module named 'no'"),
     ],
 )
@@ -97,7 +122,7 @@ def test_an_unsupported_combination_is_refused(recipe: Path, overrides: list[str
 
 
 def test_demonstrations_have_no_mismatch_to_correct(recipe: Path) -> None:
-    sft = ["train.source=sft", "loss=sft", "advantage=none", "correction.veto=0.1"]
+    sft = ["train.source=sft", "loss=sft", "advantage=none", "correction.reject.mean_k3=0.1"]
     refused(recipe, sft, "correction", "has no samples and no rewards")
 
 
@@ -105,8 +130,12 @@ def test_demonstrations_have_no_mismatch_to_correct(recipe: Path) -> None:
     "overrides",
     [
         ["loss=gspo", "clip_low=3e-4", "clip_high=4e-4", "aggregation=seq_mean_token_mean"],
-        ["loss=dppo_kl", "old_log_probs=rollout", "correction.mask=token"],
-        ["loss=reinforce", "correction.weights=token", "correction.mask=sequence", "correction.veto=1e-4"],
+        ["loss=dppo_kl", "old_log_probs=rollout", "correction.reject.token_ratio=[0.5, 5]"],
+        [
+            "loss=reinforce",
+            "correction.weights=token",
+            "correction.reject={sequence_ratio: [0.5, 5], worst_ratio: [1e-4, null]}",
+        ],
         ["advantage=reinforce_plus_plus", "loss=reinforce", "kl_coef=0.1", "kl_in_reward=true", "gamma=0.9"],
         ["advantage=gae", "kl_coef=0.1", "kl_in_reward=true", "kl_target=0.05", "kl_horizon=500"],
         ["old_log_probs=current", "correction.weights=sequence"],

@@ -25,9 +25,16 @@ WITH_DEFAULTS = {
     "sapo": {"aggregation": "seq_mean_token_mean"},
     "cispo": {"clip_low": 1.0, "clip_high": 4.0},
     "dppo_tv": {"clip_low": 0.15, "clip_high": 0.15},
+    "dro": {"log_ratio_coef": 0.5},
     "kl_cov": {"cov_share": 2e-3},
 }
-OTHERS = {"clip_low": 0.05, "clip_high": 0.06, "aggregation": "seq_mean_token_sum", "cov_share": 0.5}
+OTHERS = {
+    "log_ratio_coef": 0.25,
+    "clip_low": 0.05,
+    "clip_high": 0.06,
+    "aggregation": "seq_mean_token_sum",
+    "cov_share": 0.5,
+}
 """Values that no loss has as defaults."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import warnings
@@ -110,3 +111,26 @@ def test_the_former_command_names_the_present_one(capsys: pytest.CaptureFixture[
     with pytest.raises(RecipeError, match=r"nowhere.yaml does not exist"):
         app(args=["exchange", "nowhere.yaml", "--explain"], standalone_mode=False)
     assert "megarl exchange is now megarl weight-sync" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("former", "limits"),
+    [
+        ({"mask": "token"}, {"token_ratio": [0.5, 5.0]}),
+        ({"mask": "geometric", "mask_low": 0.9, "mask_high": 1.1}, {"mean_ratio": [0.9, 1.1]}),
+        ({"mask": "sequence", "veto": 1e-4}, {"sequence_ratio": [0.5, 5.0], "worst_ratio": [1e-4, None]}),
+        ({"veto": 1e-4, "reject": {"mean_k3": 0.1}}, {"worst_ratio": [1e-4, None], "mean_k3": 0.1}),
+        ({"mask": "none", "mask_low": 0.5, "mask_high": 5.0, "veto": None}, {}),  # the defaults of an older checkpoint
+    ],
+)
+def test_masks_and_veto_of_corrections_are_criteria(tmp_path: Path, former: dict[str, object], limits: dict) -> None:
+    path = written(tmp_path, json.dumps({"algorithm": {"correction": {"weights": "token", **former}}}))
+    with pytest.warns(FormerNameWarning, match=r"is now algorithm.correction.reject="):
+        correction = read_recipe(path).recipe.algorithm.correction
+    assert correction.reject == limits and correction.weights == "token"
+
+
+def test_bounds_without_a_mask_are_refused(tmp_path: Path) -> None:
+    path = written(tmp_path, "algorithm: {correction: {mask_low: 0.1}}\n")
+    with pytest.raises(RecipeError, match=r"(?s)algorithm.correction.mask_low = 0.1.*reject replaces it.*token_ratio"):
+        read_recipe(path)

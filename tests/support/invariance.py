@@ -45,7 +45,9 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "kl_cov": {"loss": "kl_cov", "cov_share": 0.052},
     "clip_cov": {"loss": "clip_cov", "cov_share": 0.052, "cov_low": 0.01, "cov_high": 3.0},
     "corrected": {
-        "correction": CorrectionConfig(weights="token", truncate=1.1, normalize=True, mask="token", mask_low=0.8)
+        "correction": CorrectionConfig(
+            weights="token", truncate=1.1, normalize=True, reject={"token_ratio": [0.8, 5.0]}
+        )
     },
     "reinforce_plus_plus": {"advantage": "reinforce_plus_plus", "gamma": 0.99, "kl_in_reward": True},
     "on_policy_distillation": {"advantage": "on_policy_distillation", "kl_estimator": "kl", "kl_in_reward": True},

@@ -18,7 +18,7 @@ from megarl.atomic_files import check_new, write_atomically
 from megarl.commands.convert_verl.conversion import Conversion, read_options, value_of
 from megarl.commands.convert_verl.parser import TRAINERS, Command, read_command
 from megarl.commands.convert_verl.shell_values import ScriptContext
-from megarl.commands.convert_verl.table import DEFAULTS, LOSS_MODE, RL, SFT, SFT_DEFAULTS, TRAINER
+from megarl.commands.convert_verl.table import ACTOR, DEFAULTS, LOSS_MODE, RL, SFT, SFT_DEFAULTS, TRAINER
 from megarl.commands.convert_verl.table import LOSSES as LOSS_MODES
 from megarl.commands.convert_verl.translate import translate_rl, translate_sft, unread_options
 from megarl.engines.vllm.args import check_engine_args
@@ -45,6 +45,7 @@ def convert(
     arguments: Sequence[str] = (),
     *,
     rows: int | None = None,
+    accepted: Collection[str] = (),
     source: str = "a command line",
     context: ScriptContext | None = None,
 ) -> Converted:
@@ -52,6 +53,7 @@ def convert(
 
     arguments: "NAME=value" sets a shell variable; "dotted.key=value" is a setting that overrides the command's.
     rows: number of rows of training data, to convert epochs to steps; None: unknown.
+    accepted: options of the algorithm that may be left out.
     context: see `read_command`.
     Raises InputError if a value cannot be determined, or if the resulting recipe is invalid.
     """
@@ -70,8 +72,9 @@ def convert(
         conversion.apply([*SFT, *TRAINER])
         translate_sft(conversion, processes=_processes(command), rows=rows)
     else:
-        conversion = Conversion(options, DEFAULTS)
-        megatron = "megatron" in config or conversion.get("actor_rollout_ref.actor.strategy") == "megatron"
+        conversion = Conversion(options, DEFAULTS, given=frozenset({*overrides, *accepted}))
+        engine = conversion.get("model_engine")
+        megatron = engine == "megatron" or "megatron" in config or conversion.get(f"{ACTOR}.strategy") == "megatron"
         loss = chosen.get("algorithm.loss") or LOSS_MODES.get(str(conversion.get(LOSS_MODE, "vanilla")), "")
         conversion.apply([*RL, *TRAINER], unread_options(conversion.options, megatron=megatron, loss=loss))
         conversion.settings |= chosen  # other settings depend on them
@@ -91,7 +94,9 @@ def _line(note: str) -> int:
     return int(match[1]) if match else 1 << 30
 
 
-def convert_file(file: str, arguments: Sequence[str], *, out: Path | None, rows: int | None) -> None:
+def convert_file(
+    file: str, arguments: Sequence[str], *, out: Path | None, rows: int | None, accepted: Collection[str] = ()
+) -> None:
     """Convert `file` ("-": standard input) and write the recipe to `out` or standard output, and notes to stderr.
 
     Raises InputError if `file` cannot be read, and ValueError if `out` exists or its folder cannot be written.
@@ -103,7 +108,7 @@ def convert_file(file: str, arguments: Sequence[str], *, out: Path | None, rows:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{file} cannot be read: {error}") from error
     source, script = ("a command line", None) if file == "-" else (Path(file).name, file)
-    converted = convert(text, arguments, rows=rows, source=source, context=ScriptContext(script))
+    converted = convert(text, arguments, rows=rows, accepted=accepted, source=source, context=ScriptContext(script))
     for note in converted.notes:
         print(note, file=sys.stderr)
     if out is None:

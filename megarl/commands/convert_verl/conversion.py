@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -17,6 +17,9 @@ from megarl.errors import InputError
 from megarl.registry import nearest
 
 _OVERRIDE = re.compile(r"(~|\+{0,2})([\w@./-]+?)(?:=(.*))?", re.DOTALL)
+_ALGORITHMIC = ("algorithm.", "actor_rollout_ref.actor.policy_loss.")
+_SWITCHES = ("distillation.enabled", "reward_model.enable", "reward.reward_model.enable")
+"""Options that replace the reward or the loss if they are True."""
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
@@ -33,6 +36,7 @@ class Conversion:
     """Options, and the settings derived from them so far.
 
     options: the options of the command by name. defaults: verl's defaults. settings: the recipe's, by dotted key.
+    given: keys of the recipe that the user sets, and options of verl that may be left out; nothing is refused for them.
     origins: the option that each setting came from. notes: one line per option that was changed or omitted.
     """
 
@@ -41,6 +45,7 @@ class Conversion:
     settings: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    given: Collection[str] = ()
 
     def get(self, option: str, otherwise: Any = None) -> Any:
         """Return the command's value, else verl's default, else `otherwise`."""
@@ -64,6 +69,22 @@ class Conversion:
         value = f"={_short(self.options[option].value)}" if option in self.options else " (verl's default)"
         self.notes.append(f"{self.where(option)}{option}{value}: {reason}")
 
+    def leave_out(self, option: str, reason: str, *, to: str = "") -> None:
+        """Note that `option` is left out. Raises InputError if that changes the algorithm, unless the user accepts it.
+
+        to: the recipe's key, if there is one.
+        """
+        algorithmic = option.startswith(_ALGORITHMIC) or to.startswith(("algorithm.", "actor.optimizer."))
+        algorithmic = algorithmic or (option in _SWITCHES and self.get(option) is True)
+        if algorithmic and option in self.options and not {option, to} & set(self.given):
+            value = _short(self.options[option].value)
+            instead = f"{to}=VALUE after the file, or " if to else ""
+            raise InputError(
+                f"{self.where(option)}{option}={value}: {reason}. The recipe would compute something else: give {instead}"
+                f"--accept {option} to leave the option out"
+            )
+        self.note(option, reason)
+
     def apply(self, table: Sequence[Option], unread: Mapping[str, str] = MappingProxyType({})) -> None:
         """Convert all options by `table`. Options that it lacks get a note.
 
@@ -73,7 +94,7 @@ class Conversion:
             option = next((row for row in table if fnmatch.fnmatchcase(name, row.verl)), None)
             if option is None:
                 near = nearest(name, [row.verl for row in table])
-                self.note(name, f"unknown option, omitted{f'; nearest: {near}' if near else ''}")
+                self.leave_out(name, f"unknown option, omitted{f'; nearest: {near}' if near else ''}")
             elif option.to is None and self.get(name) in option.same:
                 continue
             elif option.to is None:
@@ -92,7 +113,7 @@ class Conversion:
             key = value if isinstance(value, (str, bool, type(None))) else str(value)
             if key not in option.names:
                 supported = ", ".join(map(str, option.names))
-                self.note(name, f"this value has no counterpart; supported: {supported}")
+                self.leave_out(name, f"this value has no counterpart; supported: {supported}", to=str(option.to))
                 return
             value = option.names[key]
         elif value is None:

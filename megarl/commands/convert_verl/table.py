@@ -33,6 +33,7 @@ def _none(remark: str, *options: str, same: tuple[Any, ...] = ()) -> list[Option
 
 
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+ACTOR = _A
 LOSS_MODE = f"{_A}.policy_loss.loss_mode"
 OVERLONG = (
     "reward_model.overlong_buffer",
@@ -43,14 +44,19 @@ OVERLONG = (
 _SAME_ADVANTAGES = (
     "gae", "grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "opo", "grpo_passk", "gpg",
 )  # fmt: skip
-ADVANTAGES = {**{name: name for name in _SAME_ADVANTAGES}, "grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
+ADVANTAGES = {
+    **{name: name for name in _SAME_ADVANTAGES},
+    "grpo_vectorized": "grpo",
+    "rloo_vectorized": "rloo",
+    "gdpo": "gdpo",
+}
 LOSSES = {
     "vanilla": "ppo_clip", "gspo": "gspo", "sapo": "sapo", "gpg": "reinforce", "clip_cov": "clip_cov", "kl_cov": "kl_cov",
-    "geo_mean": "gmpo", "cispo": "cispo",
+    "geo_mean": "gmpo", "cispo": "cispo", "dppo_tv": "dppo_tv", "dppo_kl": "dppo_kl", "dro": "dro",
 }  # fmt: skip
 AGGREGATIONS = {
     "token-mean": "token_mean", "seq-mean-token-sum": "seq_mean_token_sum", "seq-mean-token-mean": "seq_mean_token_mean",
-    "seq-mean-token-sum-norm": "seq_mean_token_sum_norm",
+    "seq-mean-token-sum-norm": "seq_mean_token_sum_norm", "token-sum": "token_sum",
 }  # fmt: skip
 KL_ESTIMATORS = {
     "low_var_kl": "low_var_kl", "k3": "low_var_kl", "kl": "kl", "k1": "kl", "mse": "mse", "k2": "mse", "abs": "abs",
@@ -95,7 +101,11 @@ RL = [
     Option("algorithm.filter_groups.metric", "algorithm.dynamic_sampling.metric", names=METRICS),
     Option("algorithm.filter_groups.max_num_gen_batches", "algorithm.dynamic_sampling.max_attempts", "x data.gen_batch_size / data.train_batch_size: an attempt is a batch of data.prompts_per_step", derived=True),
     Option("algorithm.rollout_correction.rollout_is", "algorithm.correction.weights", names={"token": "token", "sequence": "sequence", None: "none"}),
-    Option("algorithm.rollout_correction.rollout_is_threshold", "algorithm.correction.truncate"),
+    Option("algorithm.rollout_correction.rollout_is_threshold", "algorithm.correction.truncate, algorithm.correction.reject", "a number truncates; LOW_HIGH rejects tokens outside", derived=True),
+    Option("algorithm.rollout_correction.rollout_rs", "algorithm.correction.reject", "token_k1 is token_ratio, seq_mean_k3 mean_k3, ...; bounds of k1 are 1 / verl's: its k1 is log p(engine) / p(trainer)", derived=True),
+    Option("algorithm.rollout_correction.rollout_rs_threshold*", "algorithm.correction.reject", "the limits of rollout_rs", derived=True),
+    Option("algorithm.rollout_correction.loss_type", "algorithm.loss", "in bypass mode: ppo_clip, or reinforce", derived=True),
+    Option("algorithm.rollout_correction.rollout_token_veto_threshold", "algorithm.correction.reject", "the lower limit of worst_ratio", derived=True),
     Option("algorithm.rollout_correction.rollout_is_batch_normalize", "algorithm.correction.normalize"),
     Option("algorithm.rollout_correction.bypass_mode", "algorithm.old_log_probs", names={True: "rollout", False: "computed"}),
     Option(LOSS_MODE, "algorithm.loss", names=LOSSES),
@@ -111,6 +121,9 @@ RL = [
     Option(f"{_A}.tau_pos", "algorithm.tau_positive"),
     Option(f"{_A}.tau_neg", "algorithm.tau_negative"),
     Option(f"{_A}.loss_agg_mode", "algorithm.aggregation", names=AGGREGATIONS),
+    Option(f"{_A}.loss_scale_factor", "algorithm.aggregation_divisor", "1 with loss_agg_mode=token-sum", derived=True),
+    Option(f"{_A}.policy_loss.dro_beta", "algorithm.log_ratio_coef", "half of it", derived=True),
+    Option("algorithm.gdpo_reward_*", "algorithm.reward_parts", "the names with their weights", derived=True),
     Option(f"{_A}.entropy_coeff", "algorithm.entropy_coef"),
     Option(f"{_A}.use_kl_loss", "algorithm.kl_coef", "False is 0", derived=True),
     Option(f"{_A}.kl_loss_coef", "algorithm.kl_coef", "if use_kl_loss is True", derived=True),
@@ -133,7 +146,7 @@ RL = [
     Option(f"{_A}.optim.lr_decay_style", "actor.optimizer.decay", names={"constant": "constant", "cosine": "cosine", "linear": "linear"}),
     *_none("AdamW is the only optimizer", f"{_A}.optim.optimizer"),
     *_none("optimizer states in host memory: actor.optimizer.extra.optimizer_cpu_offload or megatron.extra.swap_optimizer, depending on the device", f"{_A}.optim.override_optimizer_config*"),
-    Option(f"{_A}.strategy", None, "megarl trains with Megatron"),
+    *_none("it selects verl's trainers; megarl trains with Megatron", f"{_A}.strategy", "model_engine", same=("megatron",)),
     Option(f"{_A}.megatron.tensor_model_parallel_size", "megatron.tensor_parallel"),
     Option(f"{_A}.megatron.pipeline_model_parallel_size", "megatron.pipeline_parallel"),
     Option(f"{_A}.megatron.virtual_pipeline_model_parallel_size", "megatron.virtual_pipeline"),
@@ -274,7 +287,8 @@ DEFAULTS: dict[str, Any] = {
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 16384, "actor_rollout_ref.actor.kl_loss_coef": 0.001,
     "actor_rollout_ref.actor.kl_loss_type": "low_var_kl", "algorithm.kl_ctrl.kl_coef": 0.001, "algorithm.kl_penalty": "kl",
     "actor_rollout_ref.rollout.n": 1, "actor_rollout_ref.rollout.tensor_model_parallel_size": 2,
-    "actor_rollout_ref.rollout.gpu_memory_utilization": 0.5, "trainer.n_gpus_per_node": 8, "trainer.nnodes": 1,
+    "actor_rollout_ref.rollout.gpu_memory_utilization": 0.5, "actor_rollout_ref.rollout.max_num_seqs": 256,
+    "actor_rollout_ref.rollout.max_num_batched_tokens": 8192, "trainer.n_gpus_per_node": 8, "trainer.nnodes": 1,
     "trainer.val_before_train": True, "trainer.resume_mode": "auto", "trainer.save_freq": -1, "trainer.total_epochs": 30,
 }  # fmt: skip
 """verl's defaults (verl/trainer/config/) that differ from megarl's, or from those of one of its losses."""

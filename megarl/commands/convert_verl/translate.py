@@ -7,6 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 from megarl.commands.convert_verl.conversion import Conversion
+from megarl.commands.convert_verl.correction import translate_correction
 from megarl.commands.convert_verl.table import KL_ESTIMATORS, OVERLONG
 from megarl.errors import InputError
 
@@ -44,6 +45,7 @@ def translate_rl(conversion: Conversion, *, megatron: bool, one_step_off: bool, 
     _layout(conversion, megatron=megatron, one_step_off=one_step_off)
     _kl(conversion)
     _loss(conversion)
+    translate_correction(conversion)
     _dynamic_sampling(conversion)
     _overlong(conversion)
     common(conversion, rows=rows, mini_batches=conversion.settings["actor.mini_batches"], optimizer=f"{_A}.optim")
@@ -136,15 +138,18 @@ def _prompts(conversion: Conversion) -> None:
 def _batches(conversion: Conversion) -> None:
     settings = conversion.settings
     settings["actor.mini_batches"] = _mini_batches(conversion, f"{_A}.ppo_mini_batch_size")
+    context_parallel = int(settings.get("megatron.context_parallel", 1))
     longest = settings["data.max_prompt_length"] + settings["rollout.max_response_length"]
     micro = conversion.first(f"{_A}.ppo_micro_batch_size_per_gpu")
     size = conversion.get(f"{_A}.ulysses_sequence_parallel_size", 1)
     if conversion.get(f"{_A}.use_dynamic_bsz") is True or not micro:
         settings["actor.max_tokens_per_micro_batch"] = conversion.number(f"{_A}.ppo_max_token_len_per_gpu") * size
     else:
-        settings["actor.max_tokens_per_micro_batch"] = micro * longest
+        settings["actor.max_tokens_per_micro_batch"] = -(-micro * longest // context_parallel)
+        shared = f" on {context_parallel} context-parallel devices" if context_parallel > 1 else ""
         conversion.note(
-            f"{_A}.ppo_micro_batch_size_per_gpu", f"{micro} x {longest} tokens: actor.max_tokens_per_micro_batch"
+            f"{_A}.ppo_micro_batch_size_per_gpu",
+            f"{micro} x {longest} tokens{shared}: actor.max_tokens_per_micro_batch",
         )
     if conversion.get("actor_rollout_ref.model.lora_rank", 0) == 0:
         _drop(conversion, "lora.", "")
@@ -171,11 +176,8 @@ def _layout(conversion: Conversion, *, megatron: bool, one_step_off: bool) -> No
     offload = _offloaded(conversion, f"{_A}.")
     if one_step_off:
         sampling = conversion.number("rollout.nnodes", 1) * conversion.number("rollout.n_gpus_per_node", 8)
-        settings |= {
-            "cluster.placement": "disaggregated",
-            "rollout.max_staleness": 1,
-            "algorithm.old_log_probs": "rollout",
-        }
+        settings |= {"cluster.placement": "disaggregated", "rollout.max_staleness": 1}
+        settings.setdefault("algorithm.old_log_probs", "rollout")
         for name in offload:
             conversion.note(name, "trainers do not share their devices: nothing is offloaded")
     elif offload:
@@ -244,6 +246,10 @@ def _estimator(conversion: Conversion, option: str, kind: str) -> str:
 def _loss(conversion: Conversion) -> None:
     """Set the values that verl's loss fixes, and its defaults."""
     settings, loss = conversion.settings, conversion.settings.get("algorithm.loss")
+    low = settings.get("algorithm.clip_low")
+    if isinstance(low, int | float) and low > 1:
+        settings["algorithm.clip_low"] = 1.0
+        conversion.note(f"{_A}.clip_ratio_low", "1.0: no ratio is below 0, so neither bound has an effect")
     if loss in ("gspo", "sapo", "gmpo"):
         if (
             f"{_A}.loss_agg_mode" in conversion.options
@@ -264,6 +270,30 @@ def _loss(conversion: Conversion) -> None:
     if loss == "kl_cov":
         settings.setdefault("algorithm.cov_share", 2e-4)
         settings.setdefault("algorithm.cov_kl_coef", 0.1)
+    if loss in ("dppo_tv", "dppo_kl"):  # verl's cap is the bound of its dual clip
+        settings["algorithm.ratio_cap"] = settings.pop("algorithm.dual_clip", None) or 20.0
+    beta = conversion.get(f"{_A}.policy_loss.dro_beta")
+    if loss == "dro":
+        if not isinstance(beta, int | float) or beta <= 0:
+            raise InputError(f"loss_mode=dro needs {_A}.policy_loss.dro_beta, a number above 0")
+        settings["algorithm.log_ratio_coef"] = beta / 2
+    divisor = conversion.get(f"{_A}.loss_scale_factor")
+    if settings.get("algorithm.aggregation") == "token_sum":
+        settings["algorithm.aggregation_divisor"] = 1.0
+    elif settings.get("algorithm.aggregation") == "seq_mean_token_sum_norm" and divisor is not None:
+        settings["algorithm.aggregation_divisor"] = float(divisor)
+    if settings.get("algorithm.advantage") == "gdpo":
+        settings["algorithm.reward_parts"] = _reward_parts(conversion)
+
+
+def _reward_parts(conversion: Conversion) -> dict[str, float]:
+    names, weights = (conversion.get(f"algorithm.gdpo_reward_{name}") for name in ("keys", "weights"))
+    if not isinstance(names, list) or not names:
+        raise InputError("adv_estimator=gdpo needs algorithm.gdpo_reward_keys, a list of reward parts")
+    weights = [1.0] * len(names) if weights is None else weights
+    if not isinstance(weights, list) or len(weights) != len(names):
+        raise InputError(f"algorithm.gdpo_reward_weights={weights} does not have one weight for each of {names}")
+    return {str(name): float(weight) for name, weight in zip(names, weights, strict=True)}
 
 
 def _dynamic_sampling(conversion: Conversion) -> None:
@@ -308,6 +338,8 @@ def _validation(conversion: Conversion) -> None:
     settings["evaluation.temperature"] = float(conversion.get(f"{values}.temperature", 0)) if sampled else 0.0
     if not sampled:
         _drop(conversion, "evaluation.top_p", "")
+        if settings.pop("evaluation.samples", 1) != 1:
+            conversion.note(f"{values}.n", "1: greedy samples of a prompt are equal")
 
 
 def _drop_evaluation_data(conversion: Conversion) -> None:
@@ -318,6 +350,9 @@ def _drop_evaluation_data(conversion: Conversion) -> None:
 def _critic(conversion: Conversion, *, one_step_off: bool) -> None:
     settings = conversion.settings
     settings["critic.trainers"] = settings["cluster.trainers"]
+    warmup = settings.get("critic.warmup_steps", 0)
+    if "train.steps" not in settings and warmup:  # the number of steps is unknown: see `_steps`
+        settings["train.steps"] = warmup + 1
     option = "critic.ppo_mini_batch_size"
     settings["critic.mini_batches"] = (
         _mini_batches(conversion, option) if option in conversion.options else settings["actor.mini_batches"]

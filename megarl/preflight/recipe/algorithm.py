@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sysconfig
 import traceback
@@ -11,8 +10,9 @@ from typing import Any
 
 from megarl.algorithms.catalogue import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, LOSSES, import_modules
 from megarl.algorithms.objective import runs_old_log_prob_pass
+from megarl.algorithms.rejection import NAMES, criteria, of_icepop
 from megarl.errors import RecipeError, plain
-from megarl.recipe.algorithm import AlgorithmConfig
+from megarl.recipe.algorithm import AlgorithmConfig, CorrectionConfig
 from megarl.recipe.schema import Recipe
 
 Errors = Iterator[RecipeError]
@@ -58,6 +58,7 @@ def algorithm_errors(recipe: Recipe) -> Errors:
     yield from _old_log_prob_errors(recipe)
     yield from _kl_in_reward_errors(recipe.algorithm)
     yield from _correction_errors(recipe.algorithm)
+    yield from _reward_part_errors(recipe.algorithm)
     if recipe.algorithm.pass_k > recipe.rollout.samples_per_prompt and recipe.algorithm.advantage == "pass_at_k":
         problem = f"a group has {recipe.rollout.samples_per_prompt} samples (rollout.samples_per_prompt)"
         remedy = f"set it to at most {recipe.rollout.samples_per_prompt}, or raise rollout.samples_per_prompt"
@@ -124,6 +125,10 @@ def _unread_errors(algorithm: AlgorithmConfig) -> Errors:
         chosen = f"algorithm.advantage is '{algorithm.advantage}' and algorithm.loss '{algorithm.loss}'"
         problem = f"{chosen}; only {_alternatives(readers[setting])} reads it"
         yield from _unless_default(algorithm, setting, problem, f"choose {_alternatives(readers[setting])}")
+    if algorithm.aggregation in ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "prompt_mean"):
+        problem = f"algorithm.aggregation is '{algorithm.aggregation}', which divides by counts"
+        remedy = "choose token_sum or seq_mean_token_sum_norm"
+        yield from _unless_default(algorithm, "aggregation_divisor", problem, remedy)
     if algorithm.options and not algorithm.modules:
         problem = "only user functions read it, and algorithm.modules is empty"
         remedy = "name their module, or leave it out"
@@ -132,7 +137,7 @@ def _unread_errors(algorithm: AlgorithmConfig) -> Errors:
         problem = f"algorithm.loss is '{algorithm.loss}', which reads no old log-probs"
         yield from _unless_default(algorithm, "old_log_probs", problem, "set another algorithm.loss")
     if not algorithm.kl_coef:
-        for setting in ("kl_estimator", "kl_in_reward", "kl_straight_through", "kl_target"):
+        for setting in ("kl_estimator", "kl_in_reward", "kl_straight_through", "kl_importance", "kl_target"):
             problem = "algorithm.kl_coef is 0, which disables the KL to the reference policy"
             yield from _unless_default(algorithm, setting, problem, "set algorithm.kl_coef")
     if algorithm.kl_target is None:
@@ -140,16 +145,19 @@ def _unread_errors(algorithm: AlgorithmConfig) -> Errors:
         yield from _unless_default(algorithm, "kl_horizon", problem, "set algorithm.kl_target")
     if algorithm.kl_in_reward:
         problem = "with algorithm.kl_in_reward the KL has no gradient"
-        yield from _unless_default(algorithm, "kl_straight_through", problem, "set algorithm.kl_in_reward=false")
+        for setting in ("kl_straight_through", "kl_importance"):
+            yield from _unless_default(algorithm, setting, problem, "set algorithm.kl_in_reward=false")
+    if algorithm.kl_straight_through and algorithm.kl_importance:
+        problem = (
+            "algorithm.kl_straight_through replaces the gradient of the KL by its own; weights would change it again"
+        )
+        yield RecipeError("algorithm.kl_importance", problem, "choose one of the two", value=True)
 
 
 def _unless_default(section: Any, setting: str, problem: str, remedy: str, prefix: str = "algorithm") -> Errors:
-    (field,) = (field for field in dataclasses.fields(section) if field.name == setting)
-    value = getattr(section, setting)
-    if value != field.default:
-        yield RecipeError(
-            f"{prefix}.{setting}", problem, f"{remedy}, or leave it at {plain(field.default)}", value=value
-        )
+    value, default = getattr(section, setting), getattr(type(section)(), setting)
+    if value != default:
+        yield RecipeError(f"{prefix}.{setting}", problem, f"{remedy}, or leave it at {plain(default)}", value=value)
 
 
 def _alternatives(names: Iterable[str]) -> str:
@@ -173,7 +181,7 @@ def _data_set_errors(recipe: Recipe) -> Errors:
     if algorithm.advantage not in ("none", default.advantage):
         problem = f"train.source={source} has no rewards to compute advantages from"
         yield RecipeError("algorithm.advantage", problem, "set algorithm.advantage=none", value=algorithm.advantage)
-    for setting in ("entropy_coef", "kl_in_reward", "correction", "dynamic_sampling", "overlong"):
+    for setting in ("entropy_coef", "kl_in_reward", "kl_importance", "correction", "dynamic_sampling", "overlong"):
         if getattr(algorithm, setting) != getattr(default, setting):
             problem = f"train.source={source} has no samples and no rewards, so this has no effect"
             yield RecipeError(f"algorithm.{setting}", problem, "leave it out")
@@ -246,6 +254,18 @@ def _kl_in_reward_errors(algorithm: AlgorithmConfig) -> Errors:
         yield RecipeError("algorithm.kl_target", problem, "leave it out", value=algorithm.kl_target)
 
 
+def _reward_part_errors(algorithm: AlgorithmConfig) -> Errors:
+    key, parts = "algorithm.reward_parts", algorithm.reward_parts
+    if algorithm.advantage != "gdpo":
+        return
+    if not parts:
+        problem = "algorithm.advantage=gdpo normalizes each part of the reward"
+        yield RecipeError(key, problem, "name the parts with their weights, e.g. {accuracy: 1.0}", value=parts)
+    elif algorithm.overlong.penalty_buffer and "overlong_penalty" not in parts:
+        problem = "algorithm.overlong.penalty_buffer is a part of the reward, overlong_penalty, which is not among them"
+        yield RecipeError(key, problem, "add overlong_penalty: 1.0, or leave the penalty out", value=dict(parts))
+
+
 def _correction_errors(algorithm: AlgorithmConfig) -> Errors:
     key, correction = "algorithm.correction", algorithm.correction
     if correction.weights == "none":
@@ -260,12 +280,19 @@ def _correction_errors(algorithm: AlgorithmConfig) -> Errors:
             f"{key}.weights=none",
             value=correction.weights,
         )
-    if correction.mask == "none":
-        for setting in ("mask_low", "mask_high"):
-            yield from _unless_default(correction, setting, f"{key}.mask is none", f"set {key}.mask", key)
-    elif correction.mask_low >= correction.mask_high:
-        problem = f"the interval from {key}.mask_low={correction.mask_low} to mask_high={correction.mask_high} is empty"
-        yield RecipeError(f"{key}.mask_high", problem, "raise it above mask_low", value=correction.mask_high)
+    if correction.icepop is not None:
+        yield from _icepop_errors(correction)
+    for name, limit in correction.reject.items():
+        try:
+            criteria({name: limit})
+        except ValueError as error:
+            example = "a ratio's is e.g. [0.5, 2.0], others' 0.01"
+            remedy = (
+                f"choose from: {', '.join(NAMES)}"
+                if name not in NAMES
+                else f"{example}; docs/algorithms.md explains them"
+            )
+            yield RecipeError(f"{key}.reject.{name}", str(error), remedy, value=limit)
     if correction.normalize and not runs_old_log_prob_pass(algorithm):
         yield RecipeError(
             f"{key}.normalize",
@@ -274,3 +301,19 @@ def _correction_errors(algorithm: AlgorithmConfig) -> Errors:
             "set a loss that reads old log-probs and algorithm.old_log_probs=computed, or leave it off",
             value=True,
         )
+
+
+def _icepop_errors(correction: CorrectionConfig) -> Errors:
+    """Yield an error if `icepop` is no interval, or if another key contradicts it."""
+    key = "algorithm.correction"
+    try:
+        expected = of_icepop(correction)
+    except ValueError as error:
+        yield RecipeError(f"{key}.icepop", str(error), "set it to e.g. [0.5, 5.0]", value=correction.icepop)
+        return
+    for name, value in expected.items():
+        if getattr(correction, name) != value:
+            problem = f"{key}.icepop={correction.icepop} sets it to {plain(value)}"
+            yield RecipeError(
+                f"{key}.{name}", problem, f"leave it out, or {key}.icepop", value=getattr(correction, name)
+            )

@@ -60,6 +60,8 @@ class TestScript:
             "rollout.engines": 8,  # 2 x 16 devices / 4
             "rollout.engine_args.enforce_eager": True,
             "rollout.engine_args.gpu_memory_utilization": 0.5,  # verl's default
+            "rollout.engine_args.max_num_seqs": 256,  # verl's default
+            "rollout.engine_args.max_num_batched_tokens": 8192,  # verl's default
             "algorithm.clip_high": 0.28,
             "algorithm.dual_clip": 10.0,
             "algorithm.aggregation": "seq_mean_token_sum",
@@ -104,7 +106,9 @@ class TestScript:
         table = [*RL, *TRAINER]
         for argument in read_command(SCRIPT, {"1": "x", "HOME": "/h"}).arguments:
             name = argument.text.lstrip("+").split("=")[0]
-            matched = any(option.to and re.fullmatch(option.verl.replace("*", ".*"), name) for option in table)
+            matched = any(
+                (option.to or option.same) and re.fullmatch(option.verl.replace("*", ".*"), name) for option in table
+            )
             assert matched or name in notes or name.startswith("--"), name
 
     def test_settings_after_the_file_override_it(self) -> None:
