@@ -27,7 +27,7 @@ from megarl.platform.ipc import HostMemory, open_host_memory
 
 CPU = torch.device("cpu")
 
-# Megatron compiles small functions with torch.compile, which would call a C++ compiler at run time.
+# Megatron and vLLM compile small functions with torch.compile, which calls a C++ compiler: seconds at each first use.
 _ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
 
 
@@ -51,6 +51,9 @@ class CPUPlatform(Platform):
         _unequal_parts()
 
     def trainer_env(self, timeout: float) -> dict[str, str]:
+        return _ENVIRONMENT
+
+    def rollout_env(self) -> dict[str, str]:
         return _ENVIRONMENT
 
     def set_device(self, local_rank: int) -> None:

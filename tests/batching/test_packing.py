@@ -208,6 +208,37 @@ def test_shards_have_global_normalizers() -> None:
     assert plan.metrics["critic/rewards/mean"] == pytest.approx(0.5)
 
 
+def test_prompts_of_a_mini_batch_have_equal_weights() -> None:
+    # One mini batch of two groups with 10 and 5 tokens: 1/20 and 1/10. token_sum divides every token by the divisor.
+    batch = groups([(4, 1.0), (6, 0.0)], [(2, 0.0), (3, 1.0)])
+    for name, divisor, expected in (
+        ("prompt_mean", None, {4: 1 / 20, 6: 1 / 20, 2: 1 / 10, 3: 1 / 10}),
+        ("token_sum", 5.0, dict.fromkeys((4, 6, 2, 3), 1 / 5)),
+    ):
+        config = recipe(aggregation=name, aggregation_divisor=divisor)
+        config.actor.mini_batches = 1
+        (shard,) = plan_step(batch, config, data_parallel=1, micro_batches_multiple_of=1).shards
+        assert {sample.length - 3: sample.loss_weight for sample in shard.samples} == pytest.approx(expected)
+
+
+def test_gdpo_reads_the_parts_of_the_rewards() -> None:
+    batch = groups([(4, 1.0), (6, 0.0)], [(2, 0.0), (3, 0.0)])
+    for group in batch:
+        for index, sample in enumerate(group.samples):
+            sample.reward_parts = {"accuracy": sample.reward, "style": float(index)}
+    del batch[1].samples[0].reward_parts["style"]  # as a response that took too long to score: it counts as 0
+    config = recipe(advantage="gdpo", reward_parts={"accuracy": 1.0, "style": 2.0})
+    plan = plan_step(batch, config, data_parallel=1, micro_batches_multiple_of=1)
+    assert plan.outcomes.parts["style"].tolist() == [0, 1, 0, 1]
+    signs = {sample.length - 3: np.sign(sample.advantage) for sample in plan.shards[0].samples}
+    assert signs == {4: -1, 6: 1, 2: -1, 3: 1}, "style, with twice the weight, decides"
+    config.algorithm.reward_parts = {"acuracy": 1.0}
+    with pytest.raises(
+        ValueError, match=r"names 'acuracy', which the reward does not report\. Its parts: accuracy, style"
+    ):
+        plan_step(batch, config, data_parallel=1, micro_batches_multiple_of=1)
+
+
 def test_a_filler_has_loss_weight_zero() -> None:
     plan = plan_step(groups([(4, 1.0)], [(2, 0.0)]), recipe(), data_parallel=3, micro_batches_multiple_of=1)
     per_rank = [shard.samples[shard.mini_batches[0][0][0]].loss_weight for shard in plan.shards]

@@ -15,6 +15,7 @@ from megarl.preflight.load import load_recipe
 from megarl.preflight.user_functions import try_user_functions
 from megarl.recipe import RecipeError
 from megarl.recipe.algorithm import AlgorithmConfig
+from megarl.recipe.load import to_yaml
 from tests.support.loss_cases import inputs, outcomes
 
 
@@ -141,10 +142,22 @@ def test_demonstrations_have_no_mismatch_to_correct(recipe: Path) -> None:
         ["old_log_probs=current", "correction.weights=sequence"],
         ["correction.weights=token", "correction.normalize=true"],
         ["advantage=pass_at_k", "pass_k=8", "kl_coef=0.1", "kl_straight_through=true"],
+        ["advantage=gdpo", "reward_parts={accuracy: 1, overlong_penalty: 1}", "overlong.penalty_buffer=8"],
+        ["kl_coef=0.1", "kl_importance=true", "aggregation=token_sum", "aggregation_divisor=64"],
     ],
 )
 def test_supported_combinations_are_accepted(recipe: Path, overrides: list[str]) -> None:
     load_recipe(recipe, [f"algorithm.{override}" for override in overrides])
+
+
+def test_icepop_is_weights_inside_an_interval(recipe: Path, tmp_path: Path) -> None:
+    overrides = ["algorithm.correction.icepop=[0.5, 4]", "algorithm.correction.reject.mean_k3=0.1"]
+    loaded = load_recipe(recipe, overrides)
+    correction = loaded.algorithm.correction
+    assert (correction.weights, correction.truncate) == ("token", 4.0)
+    assert correction.reject == {"token_ratio": [0.5, 4.0], "mean_k3": 0.1}
+    (tmp_path / "resolved.yaml").write_text(to_yaml(loaded))
+    assert load_recipe(tmp_path / "resolved.yaml").algorithm == loaded.algorithm
 
 
 MODULE = """
@@ -215,7 +228,7 @@ def test_one_sample_per_prompt_is_refused_with_dynamic_sampling(recipe: Path) ->
 def test_the_documented_example_runs(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
     (module,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    (section,) = re.findall(r"```yaml\n(algorithm:.*?)```", page, re.DOTALL)
+    (section,) = re.findall(r"```yaml\n(algorithm: {modules.*?)```", page, re.DOTALL)
     (tmp_path / "my_ideas.py").write_text(module)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "my_ideas", raising=False)
@@ -252,7 +265,7 @@ def test_an_error_in_a_user_function_is_found_before_the_start(
 ) -> None:
     page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
     (module,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    (section,) = re.findall(r"```yaml\n(algorithm:.*?)```", page, re.DOTALL)
+    (section,) = re.findall(r"```yaml\n(algorithm: {modules.*?)```", page, re.DOTALL)
     assert slip[0] in module
     (tmp_path / "my_ideas.py").write_text(module.replace(*slip))
     monkeypatch.syspath_prepend(tmp_path)

@@ -18,6 +18,7 @@ import torch
 from megarl.engines import create, engine_env
 from megarl.engines.base import EngineSpec
 from megarl.engines.group import Rendezvous
+from megarl.platform.cpu import CPUPlatform
 from megarl.types import GenerationRequest, Prompt, Sampling
 from megarl.weight_sync.full.sender import FullSender
 
@@ -159,7 +160,7 @@ def copy_of(error):
 class EngineProcess:
     def __init__(self):
         before = dict(os.environ)
-        os.environ.update(engine_env("vllm", {}, threads=1, engine_args={}))
+        os.environ.update(engine_env("vllm", CPUPlatform().rollout_env(), threads=1, engine_args={}))
         try:
             context = multiprocessing.get_context("spawn")
             self.connection, theirs = context.Pipe()
