@@ -225,7 +225,7 @@ def _start_processes(setup: RunSetup, cluster: Cluster, log: RunLog) -> Started:
 def _start_actor(setup: RunSetup, cluster: Cluster) -> ActorGroup:
     recipe = setup.recipe
     updated_steps = recipe.train.steps - recipe.critic.warmup_steps  # warmup_steps is 0 without a critic
-    args = (recipe, updated_steps * recipe.actor.mini_batches)
+    args = (recipe, updated_steps * recipe.actor.optimizer_steps)
     workers = cluster.start_trainers(ACTOR, recipe.cluster.trainers, args, env={})
     actor = ActorGroup(workers, recipe, setup.prepared.flops)
     _check_shared_storage(actor, setup.place.directory.path)
@@ -239,7 +239,7 @@ def _start_critic(setup: RunSetup, cluster: Cluster, actor: Occupant) -> tuple[C
         return None, None
     actor.offload()
     view = critic_view(recipe)
-    args = (view, recipe.train.steps * recipe.critic.mini_batches)
+    args = (view, recipe.train.steps * view.actor.optimizer_steps)
     workers = cluster.start_trainers(CRITIC, recipe.critic.trainers, args, env={}, name="critic")
     critic = CriticGroup(workers, view, setup.prepared.critic_flops)
     _check_shared_storage(critic, setup.place.directory.path)

@@ -35,7 +35,7 @@ def train_on_next_batch(run: Run, step: int) -> None:
         run.profiling.nothing_to_compute(step)
         run.devices.give_to_actor()
         run.log.warn(f"step {step}: no group with spread was found, so the policy is not updated")
-        run.log.add({"actor/skipped_updates": float(run.recipe.actor.mini_batches)})
+        run.log.add({"actor/skipped_updates": float(run.recipe.actor.optimizer_steps)})
         run.skipped.note("actor", step, "no group with spread was found")
 
 

@@ -87,7 +87,7 @@ def plan_step(
     if model_flops is None:
         return StepPlan(shards, metrics, outcomes, 0.0, 0.0)
     update = model_flops.of_update(lengths, frozen=recipe.lora.rank > 0)
-    return StepPlan(shards, metrics, outcomes, float(costs.sum()), float(update.sum()))
+    return StepPlan(shards, metrics, outcomes, float(costs.sum()), float(update.sum()) * recipe.actor.epochs)
 
 
 def held_out_weights(loss_tokens: np.ndarray, recipe: Recipe) -> np.ndarray:

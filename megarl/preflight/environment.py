@@ -48,7 +48,7 @@ def environment_notices(recipe: Recipe, platform: Any, *, training: bool = True)
 
 def warmup_notice(recipe: Recipe) -> str | None:
     """Return a notice if the run ends before the learning rate's warm-up does."""
-    warmup, steps = recipe.actor.optimizer.warmup_steps, recipe.train.steps * recipe.actor.mini_batches
+    warmup, steps = recipe.actor.optimizer.warmup_steps, recipe.train.steps * recipe.actor.optimizer_steps
     if warmup <= steps:
         return None
     return (

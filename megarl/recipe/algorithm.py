@@ -139,7 +139,7 @@ class AlgorithmConfig:
     )
     old_log_probs: Literal["computed", "current", "rollout"] = key(
         "computed",
-        "The proximal policy of the losses. computed: a forward pass before the step's updates. current: the current policy, without that pass; requires `actor.mini_batches: 1`, with which the numbers are equal. rollout: the engine's log-probs (bypass mode).",
+        "The proximal policy of the losses. computed: a forward pass before the step's updates. current: the current policy, without that pass; requires one optimizer step per controller step (`actor.mini_batches`, `actor.epochs`), with which the numbers are equal. rollout: the engine's log-probs (bypass mode).",
     )
     aggregation: str = key(
         "token_mean", "Reduction of per-token losses to a number. Normalizers are counted over the whole mini batch."

@@ -22,6 +22,7 @@ def critic_view(recipe: Recipe) -> Recipe:
         actor=replace(
             recipe.actor,
             mini_batches=critic.mini_batches,
+            epochs=critic.epochs,
             max_tokens_per_micro_batch=critic.max_tokens_per_micro_batch,
             optimizer=critic.optimizer,
         ),

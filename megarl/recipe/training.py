@@ -134,7 +134,14 @@ class ActorConfig:
     """The policy's update."""
 
     mini_batches: int = key(
-        1, "Optimizer steps per controller step: the batch's groups are split into this many mini batches.", at_least=1
+        1,
+        "Parts into which the groups of a step's batch are split, each with an optimizer step.",
+        at_least=1,
+    )
+    epochs: int = key(
+        1,
+        "Passes over the batch of a step, each with an optimizer step per mini batch. Advantages and old log-probs stay those of before the first.",
+        at_least=1,
     )
     max_tokens_per_micro_batch: int = key(
         16384,
@@ -142,6 +149,11 @@ class ActorConfig:
         at_least=1,
     )
     optimizer: OptimizerConfig = key(OptimizerConfig, "")
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Return the number of optimizer steps of a controller step."""
+        return self.mini_batches * self.epochs
 
 
 @dataclass
@@ -159,8 +171,9 @@ class CriticConfig:
         at_least=1,
     )
     mini_batches: int = key(
-        1, "Optimizer steps per controller step: the batch's groups are split into this many mini batches.", at_least=1
+        1, "Parts of a step's batch, each with an optimizer step, as `actor.mini_batches`.", at_least=1
     )
+    epochs: int = key(1, "Passes over the batch of a step, as `actor.epochs`.", at_least=1)
     max_tokens_per_micro_batch: int = key(
         16384, "Tokens per device in a forward pass, as `actor.max_tokens_per_micro_batch`.", at_least=1
     )

@@ -235,7 +235,7 @@ class ActorWorker(Worker):
     def update_actor(
         self, kl_weight: float | None = None, correction_scales: list[float] | None = None
     ) -> list[Metrics] | None:
-        """Make one optimizer step per mini batch. Returns the metrics of each, on reporting ranks.
+        """Make one optimizer step per mini batch and epoch. Returns the metrics of each, on reporting ranks.
 
         kl_weight: weight of the KL loss; None: the recipe's. correction_scales: factor of the correction weights of each
         mini batch.
@@ -243,16 +243,18 @@ class ActorWorker(Worker):
         settings, measure = self.recipe.algorithm, not runs_old_log_prob_pass(self.recipe.algorithm)
         metrics = []
         self.mismatch = Mismatch() if measure else self.mismatch
-        for number, mini_batch in enumerate(self.batches):
+        for update in range(self.recipe.actor.optimizer_steps):
+            number = update % len(self.batches)
+            mini_batch = self.batches[number]
             if LOSSES[settings.loss].scores is not None:
-                self._select(number, mini_batch)
+                self._select(update, mini_batch)
             scale = correction_scales[number] if correction_scales else 1.0
-            first = measure and number == 0 and self.recipe.train.source == "rollout"
+            first = measure and update == 0 and self.recipe.train.source == "rollout"
 
             def learn(
                 inputs: LossInputs, scale: float = scale, first: bool = first
             ) -> tuple[Tensor, dict[str, Tensor]]:
-                if first:  # later mini batches see a policy that the earlier updates have changed
+                if first:  # later updates see a policy that the earlier ones have changed
                     self.mismatch += Mismatch.of(inputs, trainers_policy(inputs, settings))
                 return objective(inputs, settings, correction_scale=scale, kl_weight=kl_weight)
 
@@ -267,15 +269,18 @@ class ActorWorker(Worker):
         self.batches, self.token_kl, self.token_advantages = [], {}, []
         return [step for step in metrics if step is not None] if self.trainer.coordinates.reports else None
 
-    def _select(self, number: int, mini_batch: list[MicroBatch]) -> None:
-        """Select the tokens of a whole mini batch that the loss treats separately; see algorithms/covariance.py."""
+    def _select(self, update: int, mini_batch: list[MicroBatch]) -> None:
+        """Select the tokens of a whole mini batch that the loss treats separately; see algorithms/covariance.py.
+
+        update: the number of the optimizer step within the controller step.
+        """
         import torch
 
         settings = self.recipe.algorithm
         scores_of = LOSSES[settings.loss].scores
         assert scores_of is not None
         # Before the first update, the old log-probs are the current policy's.
-        if number == 0 and runs_old_log_prob_pass(settings):
+        if update == 0 and runs_old_log_prob_pass(settings):
             log_probs = [batch.vectors.get("old_log_probs") for batch in mini_batch]
         else:
             results = self.trainer.log_probs(mini_batch, temperature=self.temperature, record=False)
@@ -288,7 +293,7 @@ class ActorWorker(Worker):
         ]
         sums = sum((TokenSums.of(batch_inputs) for batch_inputs in inputs), TokenSums())
         sums = sum(self.trainer.gather(sums), TokenSums())
-        draws = self._random_numbers(number)
+        draws = self._random_numbers(update)
         scores = [
             scores_of(batch_inputs, sums, draw, settings) for batch_inputs, draw in zip(inputs, draws, strict=True)
         ]
@@ -297,12 +302,12 @@ class ActorWorker(Worker):
         for batch, batch_scores in zip(mini_batch, scores, strict=True):
             batch.vectors["selected"] = torch.from_numpy(batch_scores >= limit)
 
-    def _random_numbers(self, number: int) -> list[np.ndarray]:
-        """Draw a random number for each token of mini batch `number`; returned per micro batch.
+    def _random_numbers(self, update: int) -> list[np.ndarray]:
+        """Draw a random number for each token of the mini batch of optimizer step `update`; returned per micro batch.
 
         The numbers of a sample do not depend on the parallel layout.
         """
-        seed, step = self.recipe.train.seed, self.trainer.step
+        seed, step, number = self.recipe.train.seed, self.trainer.step, update % len(self.batches)
 
         def draw(member: int, length: int) -> np.ndarray:
             return np.random.default_rng([seed, step, self.numbers[member]]).random(length)

@@ -88,10 +88,11 @@ class CriticWorker(Worker):
         return None, [[whiten(member) for member in part] for part in members]
 
     def update_critic(self) -> list[Metrics] | None:
-        """Make one optimizer step per mini batch. Returns the metrics of each, on reporting ranks."""
+        """Make one optimizer step per mini batch and epoch. Returns the metrics of each, on reporting ranks."""
         clip = self.recipe.critic.value_clip
         metrics = [
             self.trainer.train_step(mini_batch, lambda inputs: value_objective(inputs, clip))
+            for _ in range(self.recipe.actor.epochs)
             for mini_batch in self.batches
         ]
         self.batches, self.advantages = [], {}

@@ -357,6 +357,7 @@ def _critic(conversion: Conversion, *, one_step_off: bool) -> None:
     settings["critic.mini_batches"] = (
         _mini_batches(conversion, option) if option in conversion.options else settings["actor.mini_batches"]
     )
+    settings["critic.epochs"] = conversion.number("critic.ppo_epochs", int(settings.get("actor.epochs", 1)))
     settings["critic.max_tokens_per_micro_batch"] = settings["actor.max_tokens_per_micro_batch"]
     if size := conversion.first("critic.ulysses_sequence_parallel_size"):
         settings["critic.megatron.tensor_parallel"] = size

@@ -204,13 +204,13 @@ def _reward_errors(recipe: Recipe) -> Errors:
 
 
 def _old_log_prob_errors(recipe: Recipe) -> Errors:
-    algorithm, mini_batches = recipe.algorithm, recipe.actor.mini_batches
-    if algorithm.old_log_probs == "current" and mini_batches > 1:
+    algorithm, updates = recipe.algorithm, recipe.actor.optimizer_steps
+    if algorithm.old_log_probs == "current" and updates > 1:
         yield RecipeError(
             "algorithm.old_log_probs",
-            f"with actor.mini_batches={mini_batches} the policy changes within a step, so its current log-probs differ from "
-            "its log-probs at the start of the step",
-            "set it to computed, or actor.mini_batches=1",
+            f"with {updates} optimizer steps (actor.mini_batches x epochs) the policy changes within a step, so its current "
+            "log-probs differ from its log-probs at the start of the step",
+            "set it to computed, or actor.mini_batches=1 and actor.epochs=1",
             value="current",
         )
     samples = recipe.data.prompts_per_step * recipe.rollout.samples_per_prompt

@@ -234,7 +234,7 @@ class Step:
             self._consult_critic()
         elif ADVANTAGES[settings.advantage].source is AdvantageSource.TOKENS:
             self._add("adv", self._vectors(), _VECTORS)
-        learned = training.update(self.actor, self.batches, recipe.actor.mini_batches)
+        learned = training.update(self.actor, self.batches, recipe.actor.mini_batches) * recipe.actor.epochs
         self._add("update_actor", learned, self._of_trainers())
         if rolls:
             if overlaps:
@@ -281,7 +281,8 @@ class Step:
         batches, mini_batches = self._batches(critic), critic.recipe.actor.mini_batches
         self._add("values", training.forward(critic, batches, mini_batches), self._of_trainers())
         self._add("adv", self._vectors(), _VECTORS)
-        self._add("update_critic", training.update(critic, batches, mini_batches), self._of_trainers())
+        learned = training.update(critic, batches, mini_batches) * critic.recipe.actor.epochs
+        self._add("update_critic", learned, self._of_trainers())
 
     def _vectors(self) -> Cost:
         """Return the cost of three vectors of four bytes per token, to the host and back, per data-parallel rank."""

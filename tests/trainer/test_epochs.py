@@ -1,0 +1,36 @@
+"""Several epochs over the batch of a step (`actor.epochs`), with a real trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.megatron_models import write_model
+from tests.support.trainer_processes import run_ranks
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("epochs")
+    model = write_model("qwen3", folder)
+    arguments = [model, folder / "results"]
+    run_ranks("tests.support.epochs_worker", 1, arguments, log=folder / "rank", timeout=300)
+    return torch.load(folder / "results", weights_only=True)
+
+
+def test_two_epochs_are_two_steps_on_the_same_batch(results: Any) -> None:
+    """With a loss that reads no old log-probs: the order of the mini batches, the learning rates, the weights."""
+    epochs, batches = results["two epochs"], results["two batches"]
+    assert len(epochs["metrics"]) == len(batches["metrics"]) == 4
+    for one, other in zip(epochs["metrics"], batches["metrics"], strict=True):
+        assert one["actor/loss"] == other["actor/loss"] and one["actor/grad_norm"] == other["actor/grad_norm"]
+    for name, weight in epochs["weights"].items():
+        assert torch.equal(weight, batches["weights"][name]), name
+
+
+def test_old_log_probs_are_those_of_before_the_first_epoch(results: Any) -> None:
+    ratios = [metrics["actor/ratio"] for metrics in results["ratios"]["metrics"]]
+    assert ratios[0] == pytest.approx(1.0, abs=1e-6)
+    assert abs(ratios[2] - 1.0) > 1e-4, "the first mini batch again, after two updates"
