@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from megarl.cluster.torchrun.cluster import TERMINATE_SECONDS, _Waiting
 from megarl.recipe.schema import Recipe
 from tests.support.cluster_workers import ROOT, alive, wait_until
 
@@ -92,6 +93,21 @@ def test_all_processes_end_with_torchrun(launch, how):
     assert all(map(alive, pids))
     process.send_signal(how)
     assert wait_until(lambda: not any(map(alive, pids)), 10)
+
+
+def test_a_sigterm_ends_the_wait_once(monkeypatch):
+    # the end of the run waits again, for a checkpoint that is being written
+    waiting = _Waiting()
+    now = 100.0
+    monkeypatch.setattr("megarl.cluster.torchrun.cluster.time.monotonic", lambda: now)
+    waiting.terminated_at = now
+    waiting.check()
+    now += TERMINATE_SECONDS + 0.1
+    with pytest.raises(SystemExit) as ended:
+        waiting.check()
+    assert ended.value.code == 128 + signal.SIGTERM
+    now += TERMINATE_SECONDS + 0.1
+    waiting.check()
 
 
 def test_a_wrong_launch_is_refused_with_the_command(monkeypatch, tmp_path):

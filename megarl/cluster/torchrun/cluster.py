@@ -192,7 +192,9 @@ class _Waiting:
         return self._depth > 0
 
     def check(self) -> None:
+        """Raise SystemExit once the wait after a SIGTERM is over; once, since the run's end may wait for a checkpoint."""
         if self.terminated_at is not None and time.monotonic() > self.terminated_at + TERMINATE_SECONDS:
+            self.terminated_at = None
             raise SystemExit(128 + signal.SIGTERM)
 
 
