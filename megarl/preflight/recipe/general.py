@@ -147,7 +147,7 @@ def actor_errors(recipe: Recipe) -> Errors:
 
 
 def fp32_head_errors(recipe: Recipe) -> Errors:
-    dtypes = {recipe.model.dtype}
+    dtypes: set[str] = {recipe.model.dtype}
     if recipe.train.source == "rollout":
         dtypes.add(recipe.rollout.dtype or recipe.model.dtype)
     if recipe.megatron.fp32_head and dtypes == {"float32"}:
