@@ -182,6 +182,7 @@ def main() -> None:
         max_model_len=recipe.data.max_prompt_length + recipe.rollout.max_response_length,
         load_weights=False,
         temperature=case.temperature,
+        fp32_head=recipe.megatron.fp32_head,
     )
     with connect(recipe, platform) as cluster:
         service = cluster.start_service(

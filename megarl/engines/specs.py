@@ -33,6 +33,7 @@ def policy_spec(recipe: Recipe, name: str, *, load_weights: bool) -> EngineSpec:
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
+        fp32_head=recipe.megatron.fp32_head,
         return_routed_experts=recipe.megatron.routing_replay == "rollout" and not load_weights,
         adapters=None if load_weights else adapters,
     )

@@ -44,6 +44,7 @@ class PolicyHead:
     with_candidates: bool  # ignored for a micro batch without candidates
     vocab_size: int  # entries past it are padding
     keep_logits: bool  # for the backward pass, instead of recomputing them
+    fp32: bool = False  # compute logits and their gradients in float32
 
     def __call__(self, model: Any, hidden: torch.Tensor, stream: PackedStream) -> tuple[torch.Tensor | None, ...]:
         labels = stream.labels[:, None]
@@ -59,6 +60,7 @@ class PolicyHead:
             vocab_size=self.vocab_size,
             with_entropy=self.with_entropy,
             keep_logits=self.keep_logits,
+            fp32=self.fp32,
             group=_group_or_none(parallel_state.get_tensor_model_parallel_group()),
         )
         return (

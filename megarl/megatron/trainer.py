@@ -360,8 +360,14 @@ class PolicyTrainer(Trainer):
 
     def head(self, temperature: float, with_entropy: bool, *, with_candidates: bool) -> PolicyHead:
         """Return the output head for log-probs, and optionally entropy and candidates."""
+        megatron = self.recipe.megatron
         return PolicyHead(
-            temperature, with_entropy, with_candidates, self.model.vocab_size, self.recipe.megatron.keep_logits
+            temperature,
+            with_entropy,
+            with_candidates,
+            self.model.vocab_size,
+            megatron.keep_logits,
+            fp32=megatron.fp32_head,
         )
 
     def _weights(self) -> list[torch.Tensor]:

@@ -28,6 +28,7 @@ def log_probs_and_entropy(
     with_entropy: bool,
     keep_logits: bool,
     group: dist.ProcessGroup | None,
+    fp32: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the log-prob of each label and the entropy of each row under softmax(hidden @ weight.T / temperature).
 
@@ -36,8 +37,11 @@ def log_probs_and_entropy(
     `labels` is int64 [t, n], repetitions allowed. Returns float32 [t, n] and float32 [t] (or None), equal on all
     ranks of `group`. `group=None`: the output layer is not split. The gradient of `hidden` is this rank's
     contribution: the caller sums it over `group`. `keep_logits` keeps all logits (t x local entries) for the backward
-    pass instead of recomputing them: bit-identical results and a third less work in the output layer.
+    pass instead of recomputing them: bit-identical results and a third less work in the output layer. `fp32`: multiply
+    float32 copies of `hidden` and `weight` (`megatron.fp32_head`); otherwise bfloat16 rounds every logit to 8 bits.
     """
+    if fp32:
+        hidden, weight = (tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in (hidden, weight))
     keep = keep_logits and torch.is_grad_enabled()
     log_probs, entropy = _LogProbsAndEntropy.apply(
         hidden, weight, labels, temperature, vocab_size, with_entropy, keep, group

@@ -53,6 +53,10 @@ class MegatronConfig:
         False,
         "Keep all logits for the backward pass instead of recomputing them block by block. Saves a third of the work in the output layer, and costs memory for tokens x vocabulary / TP numbers.",
     )
+    fp32_head: bool = key(
+        False,
+        "Compute the output layer of the policy in float32, in trainers and engines. In bfloat16 every logit is rounded to 8 bits. Costs memory for float32 copies of the output weight and its inputs, and a slower product. Refused if the engine cannot do it: vLLM needs head_dtype (0.32), SGLang enable_fp32_lm_head.",
+    )
     packing: bool = key(
         True,
         "Concatenate the sequences of a micro batch without padding. false: pad each to the longest of its micro batch, for attention kernels without support for packed sequences; `actor.max_tokens_per_micro_batch` then includes padding.",

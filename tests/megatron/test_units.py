@@ -254,6 +254,39 @@ def test_kept_logits_do_not_change_values_or_gradients(dtype: torch.dtype, monke
         assert torch.equal(recomputed, kept)
 
 
+@pytest.mark.parametrize("keep_logits", [False, True])
+@pytest.mark.parametrize("blocked", [False, True])
+def test_an_output_layer_in_float32_has_exact_logits(
+    keep_logits: bool, blocked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the softmax of float64 products of the same bfloat16 numbers: values and gradients before their rounding."""
+    if blocked:
+        small_blocks(monkeypatch)
+    torch.manual_seed(0)
+    start = (torch.randn(7, 64) * 1.5).bfloat16(), torch.randn(11, 64).bfloat16()
+    labels, slopes = torch.randint(0, 9, (7, 2)), torch.randn(7, dtype=torch.float64)
+
+    def results(fp32: bool) -> tuple[torch.Tensor, ...]:
+        hidden, weight = (tensor.clone().requires_grad_() for tensor in start)
+        settings = {"temperature": 0.7, "vocab_size": 9, "with_entropy": True, "keep_logits": keep_logits}
+        log_probs, entropy = log_probs_and_entropy(hidden, weight, labels, **settings, group=None, fp32=fp32)
+        assert entropy is not None and log_probs.dtype == entropy.dtype == torch.float32
+        ((log_probs.sum(1) + entropy) * slopes.float()).sum().backward()
+        assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
+        return log_probs.detach(), entropy.detach(), hidden.grad, weight.grad
+
+    hidden, weight = (tensor.double().requires_grad_() for tensor in start)
+    expected = ((hidden @ weight.T)[:, :9] / 0.7).log_softmax(-1)
+    chosen, entropy = expected.gather(1, labels), -(expected.exp() * expected).sum(-1)
+    ((chosen.sum(1) + entropy) * slopes).sum().backward()
+    log_probs, entropies, grad_hidden, grad_weight = results(fp32=True)
+    torch.testing.assert_close(log_probs.double(), chosen.detach(), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(entropies.double(), entropy.detach(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(grad_hidden.double(), hidden.grad, rtol=2**-8, atol=1e-4)
+    torch.testing.assert_close(grad_weight.double(), weight.grad, rtol=2**-8, atol=1e-4)
+    assert (results(fp32=False)[0].double() - chosen).abs().max() > 0.02, "bfloat16 rounds the logits"
+
+
 def test_norm_and_rotation_have_correct_values_and_gradients() -> None:
     torch.manual_seed(0)
     x = torch.randn(3, 2, 5, dtype=torch.float64, requires_grad=True)

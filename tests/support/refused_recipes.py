@@ -196,6 +196,7 @@ ALGORITHMS = [
     bad(PPO, "critic.warmup_steps=100", "critic.warmup_steps", "fewer steps"),
     bad(PPO, "cluster.transport=torchrun", "cluster.transport", "ray"),
     bad(PPO, "critic.megatron.keep_logits=true", "critic.megatron.keep_logits", "leave it out"),
+    bad(PPO, "critic.megatron.fp32_head=true", "critic.megatron.fp32_head", "leave it out"),
     bad(PPO, "critic.trainers=16", "critic.trainers", "cluster.placement=disaggregated"),
     bad(PPO, "critic.mini_batches=3", "critic.mini_batches", "choose a divisor"),
     bad(PPO, "critic.model_path=models/Qwen2.5-VL-7B-Instruct", "critic.model_path", "name a language model"),

@@ -52,6 +52,17 @@ def test_bfloat16_is_near(model: str, tmp_path: Path) -> None:
     assert all(gap.mean < 0.1 < result.stale.mean for gap in result.gaps), result
 
 
+@pytest.mark.stack
+@pytest.mark.slow
+@pytest.mark.timeout(1600)
+def test_a_float32_output_layer_narrows_the_gap_in_bfloat16(tmp_path: Path) -> None:
+    """Same weights and seeds; `megatron.fp32_head` changes the output layer of trainers and engine, and nothing else."""
+    plain = measure(Case("qwen3_moe", "bfloat16", updates=1), tmp_path / "plain")
+    exact = measure(Case("qwen3_moe", "bfloat16", updates=1, megatron={"fp32_head": True}), tmp_path / "fp32")
+    for gap, narrower in zip(plain.gaps, exact.gaps, strict=True):
+        assert narrower.mean < 0.9 * gap.mean, (gap, narrower)
+
+
 def check(result: Result) -> None:
     case, bound = result.case, f"the bound is {BOUND}: {result}"
     assert len(result.gaps) == case.updates + 1

@@ -37,6 +37,7 @@ _OWNED = {
     "custom_weight_loader": None,
     "skip_tokenizer_init": None,
     "enable_deterministic_inference": None,
+    "enable_fp32_lm_head": "megatron.fp32_head",
     "tokenizer_worker_num": None,
     "dp_size": None,
     "pp_size": None,
@@ -112,6 +113,9 @@ def check_plan(spec: EngineSpec, device: str) -> None:
             "SGLang on a CPU needs kernels that are built from source and a CPU with AMX; megarl does not support it"
         )
         raise RecipeError(f"{section}.engine", problem, use_vllm, value="sglang")
+    if spec.fp32_head and fields() and "enable_fp32_lm_head" not in fields():
+        problem = "this version of SGLang computes logits in the model's dtype: it lacks enable_fp32_lm_head"
+        raise RecipeError("megatron.fp32_head", problem, "set megatron.fp32_head=false", value=True)
     if spec.return_routed_experts:
         raise RecipeError(
             "megatron.routing_replay",
@@ -161,6 +165,7 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
         # independent of the other requests in the batch.
         "enable_deterministic_inference": spec.seeded,
         "enable_memory_saver": spec.sleep_mode,
+        **({"enable_fp32_lm_head": True} if spec.fp32_head else {}),
         **spec.engine_args,
     }
     if device == "npu":

@@ -12,7 +12,7 @@ from packaging.version import Version
 
 from megarl.engines import check_argument, package_folder
 from megarl.engines.base import EngineLimits, EngineSpec, EngineTraces
-from megarl.engines.vllm import ascend, lora
+from megarl.engines.vllm import ascend, fp32_head, lora
 from megarl.engines.vllm.ascend import task_queue as task_queue
 from megarl.engines.vllm.dispatch_buffers import DEFAULT_MB, dispatch_buffer
 from megarl.engines.vllm.images import image_args
@@ -126,6 +126,8 @@ def check_plan(spec: EngineSpec, device: str) -> None:
             "set megatron.routing_replay=old_log_probs, or none",
             value="rollout",
         )
+    if spec.fp32_head:
+        fp32_head.check(spec.engine_args, device)
     if device == "npu" and spec.deterministic:
         _without_whole_graphs(spec.engine_args, spec.recipe_section)
     version = ascend.installed()
@@ -264,8 +266,8 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
     config = _model_config(spec.model_path)
     arguments.update(image_args(config, device))
     arguments.update(spec.engine_args)
-    if config.get("model_type") == "deepseek_v3":
-        arguments["hf_overrides"] = {**_missing_routing(config), **arguments.get("hf_overrides", {})}
+    if overrides := _config_overrides(spec, config, device):
+        arguments["hf_overrides"] = overrides
     if device == "npu":
         version = ascend.running()
         _check_npu(spec, version)
@@ -320,6 +322,17 @@ def _profiler_config(traces: EngineTraces) -> dict[str, Any]:
 def _model_config(model_path: str) -> dict[str, Any]:
     with open(os.path.join(model_path, "config.json")) as file:
         return json.load(file)
+
+
+def _config_overrides(spec: EngineSpec, config: Mapping[str, Any], device: str) -> dict[str, Any]:
+    """Return the fields of config.json that vLLM must read with other values: the recipe's, and those that megarl needs."""
+    overrides = dict(spec.engine_args.get("hf_overrides") or {})
+    if config.get("model_type") == "deepseek_v3":
+        overrides = {**_missing_routing(config), **overrides}
+    if spec.fp32_head:
+        fp32_head.check(spec.engine_args, device)
+        overrides |= fp32_head.OVERRIDE
+    return overrides
 
 
 def _missing_routing(config: Mapping[str, Any]) -> dict[str, Any]:

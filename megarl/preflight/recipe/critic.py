@@ -48,7 +48,7 @@ def critic_errors(recipe: Recipe) -> Iterator[RecipeError]:
 
 def _megatron_errors(recipe: Recipe) -> Iterator[RecipeError]:
     megatron, default = recipe.critic.megatron, MegatronConfig()
-    for name in ("keep_logits", "routing_replay"):
+    for name in ("keep_logits", "fp32_head", "routing_replay"):
         value = getattr(megatron, name)
         if value != getattr(default, name):
             yield RecipeError(f"critic.megatron.{name}", "a critic computes no log-probs", "leave it out", value=value)

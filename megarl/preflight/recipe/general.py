@@ -73,6 +73,7 @@ def combination_errors(recipe: Recipe) -> Iterator[ValueError]:
     yield from agent_errors(recipe)
     yield from weight_sync_errors(recipe)
     yield from routing_replay_errors(recipe)
+    yield from fp32_head_errors(recipe)
     yield from advantage_errors(recipe)
     yield from group_size_errors(recipe)
     yield from lora_errors(recipe.lora)
@@ -146,6 +147,15 @@ def actor_errors(recipe: Recipe) -> Errors:
     yield from optimizer_errors("actor", recipe.actor.optimizer)
     yield from mini_batch_errors("actor", recipe.actor.mini_batches, recipe.data.prompts_per_step)
     yield from parallel_size_errors("cluster.trainers", recipe.cluster.trainers, "megatron", recipe.megatron)
+
+
+def fp32_head_errors(recipe: Recipe) -> Errors:
+    dtypes: set[str] = {recipe.model.dtype}
+    if recipe.train.source == "rollout":
+        dtypes.add(recipe.rollout.dtype or recipe.model.dtype)
+    if recipe.megatron.fp32_head and dtypes == {"float32"}:
+        problem = "the whole model computes in float32 (model.dtype), so this has no effect"
+        yield RecipeError("megatron.fp32_head", problem, "leave it out", value=True)
 
 
 def routing_replay_errors(recipe: Recipe) -> Errors:
