@@ -9,7 +9,9 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib
+import importlib.util
 import inspect
 import sys
 import typing
@@ -22,11 +24,32 @@ T = TypeVar("T")
 
 
 def import_user_module(module: str) -> ModuleType:
-    """Import a user's module from the current directory or PYTHONPATH. Raises whatever the import raises."""
+    """Import a user's module from the current directory or PYTHONPATH, or a file with the suffix .py by its path.
+
+    Raises whatever the import raises.
+    """
     here = str(Path.cwd())
     if here not in sys.path:  # unlike python -m, an installed command does not add the current directory
         sys.path.insert(0, here)
-    return importlib.import_module(module)
+    return _import_file(Path(module)) if module.endswith(".py") else importlib.import_module(module)
+
+
+def _import_file(file: Path) -> ModuleType:
+    """Import a file once per process. Its module gets a name of its own, so that math.py does not replace `math`."""
+    name = f"{file.stem}_{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if not file.is_file():
+        raise FileNotFoundError(f"no such file: {file}")
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None, file
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
@@ -43,7 +66,7 @@ def did_you_mean(name: str, candidates: Iterable[str]) -> str:
 
 
 def import_function(path: str, label: str) -> Callable[..., Any]:
-    """Import the function `path` (``module:function``) of a user's module, as `import_user_module` does.
+    """Import the function `path` (``module:function`` or ``file.py:function``) as `import_user_module` does.
 
     Raises ValueError, with `label` in front of the path, if the import fails or the module has no such function.
     """
@@ -51,9 +74,10 @@ def import_function(path: str, label: str) -> Callable[..., Any]:
     try:
         module = import_user_module(module_name)
     except Exception as error:
+        places = f"{Path.cwd()}" if module_name.endswith(".py") else f"{Path.cwd()} and on PYTHONPATH"
         raise ValueError(
             f"{label} {path!r}: importing {module_name!r} failed with {type(error).__name__}: {error}. "
-            f"It is searched in {Path.cwd()} and on PYTHONPATH"
+            f"It is searched in {places}"
         ) from error
     function: Any = getattr(module, name, None)
     if not callable(function):

@@ -44,8 +44,52 @@ does not set has verl's default where it differs from megarl's. `--rows` is the 
 converts epochs to steps. The recipe is loaded before it is written, and an invalid one is an error with its remedy. For models
 with a config.json in `megarl/model_configs/`, a note reports a layout that does not divide the model.
 
-Check three settings yourself. A script with FSDP has no Megatron layout: choose `megatron.tensor_parallel` if the script has no
-sequence parallelism. `model.path` must be a folder, not a name on the hub. Rows must have [verl's columns](data.md).
+Check two settings yourself. A script with FSDP has no Megatron layout: choose `megatron.tensor_parallel` if the script has no
+sequence parallelism. `model.path` must be a folder, not a name on the hub.
+
+Then `python -m megarl plan grpo.yaml` checks the recipe, the data and the memory, and `python -m megarl rehearse grpo.yaml` runs a
+tiny copy of it on this machine.
+
+## Data
+
+verl's parquet files are read as they are: `prompt`, `data_source`, `reward_model`, `extra_info`, `images`, and `messages` for SFT.
+Keys such as `data.prompt_key` become `data.columns` ([data.md](data.md)). A dataset class (`data.custom_cls`) is an error: write
+its rows to a file once, as [data.md](data.md#other-formats) shows.
+
+## Rewards
+
+`custom_reward_function.path`, `name` and `reward_kwargs` become `reward.function` and `reward.arguments`, and the file
+[runs unchanged](rewards.md#a-reward-function-of-verl). Without one, the `data_source` of a row selects the scorer, as in verl;
+[rewards.md](rewards.md) has the table. The managers naive, dapo, prime and gdpo score each sample separately, as megarl does; others
+are errors. A reward file that imports verl needs verl on PYTHONPATH.
+
+## Tools
+
+verl's tools are classes with a YAML file. Write each as a function with `@tool` ([agents.md](agents.md#write-a-tool)), or use an MCP
+server, and give it after the file: `agent.tools='["my_tools:search"]'`. verl's code sandbox is `code_interpreter`. What
+`BaseTool.create` received in `tools_kwargs` is `Context.extra_info`, and a tool's reward is `Answer(text, reward=...)`. Limits of
+turns and calls are converted. Interactions and agent loops of your own are errors.
+
+## Metrics
+
+`critic/*`, `actor/*`, `timing_s/*`, `perf/*`, `prompt_length/*` and `response_length/*` have verl's names where they mean the same
+([metrics.md](metrics.md)). Others differ:
+
+| verl | megarl |
+|---|---|
+| `val-core/SOURCE/acc/mean@N` | `eval/SOURCE/pass@1`; `eval/pass@1` with one source |
+| `val-core/SOURCE/acc/best@N/mean` | `eval/SOURCE/pass@N`, without bootstrapping |
+| `val-core/SOURCE/acc/maj@N/mean` | `eval/SOURCE/maj@N` |
+| `val-aux/*` | `eval/SOURCE/rewards/mean` |
+| `rollout_corr/*` | `rollout/mismatch_*`, `rollout/correction_*` |
+
+## What differs
+
+[algorithms.md](algorithms.md#where-megarl-differs-from-others) lists where the same name computes something else. Three differences show in every
+run: prompts are never truncated, a sample whose scorer fails has no reward (in verl the exception ends the run), and a step has as many groups as
+`data.prompts_per_step` says, since dropped groups are replaced.
+
+# Options
 """
 
 

@@ -56,8 +56,11 @@ def identity_of(
 
 
 def data_digest(data: DataConfig) -> str:
-    """Return the SHA-256, in hex, of the contents of the training files in order. Raises OSError for unreadable files."""
-    digest = hashlib.sha256()
+    """Return the SHA-256, in hex, of the contents of the training files in order, and of `data.columns`.
+
+    Raises OSError for unreadable files.
+    """
+    digest = hashlib.sha256(repr(sorted(data.columns.items())).encode() if data.columns else b"")
     for file in [*data.train_files, *(file for part in data.mix.values() for file in part.files)]:
         digest.update(f"{Path(file).stat().st_size}/".encode())
         with open(file, "rb") as stream:

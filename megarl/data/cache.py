@@ -91,6 +91,7 @@ def key_of(file: Path, kind: str, tokenizer: Tokenizer, config: DataConfig) -> s
         _file_digest(file),
         tokenizer_digest(tokenizer),
         repr((config.chat_template, sorted(config.chat_template_args.items()), config.prompt_suffix)),
+        repr(sorted(config.columns.items())),
         tokenizer.today() if config.chat_template else "",
         _code_digest(),
     ):

@@ -64,7 +64,7 @@ class RowDataset(Sequence[Item], ABC, Generic[Item]):
     ) -> None:
         """`limit`: maximum tokens of a row. `difficulty`: name of the number in extra_info that the curriculum sorts by.
         `sample`: rows to read of each file, evenly spread; None: all."""
-        self._sample, self._totals = sample, dict[Path, int]()
+        self._sample, self._totals, self._names = sample, dict[Path, int](), config.columns
         with gc_disabled():
             self._read(files, tokenizer, config, limit, difficulty)
 
@@ -120,8 +120,8 @@ class RowDataset(Sequence[Item], ABC, Generic[Item]):
     def rows_of(self, file: Path, optional: Sequence[str]) -> Iterable[Row]:
         """Return the rows of one file, or a sample of them, with the columns in `layouts` and `optional`."""
         if self._sample is None:
-            return iterate_rows(file, *self.layouts, optional=optional)
-        rows, self._totals[file] = sample_rows(file, self._sample, *self.layouts, optional=optional)
+            return iterate_rows(file, *self.layouts, optional=optional, names=self._names)
+        rows, self._totals[file] = sample_rows(file, self._sample, *self.layouts, optional=optional, names=self._names)
         return rows
 
     def expand(self, row: Row, texts: Sequence[Encoded]) -> Sequence[Encoded]:

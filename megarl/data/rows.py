@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-Layouts = Sequence[Sequence[str]]
+from megarl.data.columns import Selection
 
 _BATCH = 4096  # rows of a parquet file that are converted to Python objects at a time
 _BATCH_OF_IMAGES = 64  # the same for rows with images, which are large
@@ -43,20 +43,30 @@ class Row:
         return value
 
 
-def iterate_rows(file: Path, *layouts: Sequence[str], optional: Sequence[str] = ()) -> Iterator[Row]:
+def iterate_rows(
+    file: Path, *layouts: Sequence[str], optional: Sequence[str] = (), names: Mapping[str, str] | None = None
+) -> Iterator[Row]:
     """Iterate over the rows of one file, with a few thousand in memory at a time and only the columns in the arguments.
 
-    `layouts`: alternative sets of columns; the file must have all columns of one set. `optional`: columns to read if present.
+    `layouts`, `optional`, `names`: see `Selection`.
 
     Raises:
         ValueError: the file is missing, unreadable, of an unknown format or lacks a required column (the message lists its
             columns).
     """
     check_file(file)
-    yield from (_parquet_rows if file.suffix == ".parquet" else _jsonl_rows)(file, layouts, optional)
+    yield from (_parquet_rows if file.suffix == ".parquet" else _jsonl_rows)(
+        file, Selection(layouts, optional, names or {})
+    )
 
 
-def sample_rows(file: Path, count: int, *layouts: Sequence[str], optional: Sequence[str] = ()) -> tuple[list[Row], int]:
+def sample_rows(
+    file: Path,
+    count: int,
+    *layouts: Sequence[str],
+    optional: Sequence[str] = (),
+    names: Mapping[str, str] | None = None,
+) -> tuple[list[Row], int]:
     """Return at most `count` evenly spread rows of one file, and its total number of rows. Otherwise as `iterate_rows`.
 
     From a parquet file with many row groups only a few groups are read, so that any file takes seconds. ValueError if the
@@ -64,7 +74,7 @@ def sample_rows(file: Path, count: int, *layouts: Sequence[str], optional: Seque
     """
     check_file(file)
     read = _parquet_sample if file.suffix == ".parquet" else _jsonl_sample
-    rows, total = read(file, count, layouts, optional)
+    rows, total = read(file, count, Selection(layouts, optional, names or {}))
     if not total:
         raise ValueError(f"{file}: the file has no rows")
     return rows, total
@@ -152,7 +162,7 @@ def check_file(file: Path) -> None:
 
 
 @contextmanager
-def _open_parquet(file: Path, layouts: Layouts, optional: Sequence[str]) -> Iterator[tuple[Any, dict[str, Any]]]:
+def _open_parquet(file: Path, selection: Selection) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Open a parquet file; yield it and the arguments of its `iter_batches`: columns and batch size."""
     import pyarrow
     import pyarrow.parquet
@@ -160,25 +170,28 @@ def _open_parquet(file: Path, layouts: Layouts, optional: Sequence[str]) -> Iter
     try:
         with pyarrow.parquet.ParquetFile(file, page_checksum_verification=True) as opened:
             present = opened.schema_arrow.names
-            _check_columns(file, layouts, present)
-            columns = [name for name in present if name in _columns(layouts, optional)]
-            yield opened, {"columns": columns, "batch_size": _BATCH_OF_IMAGES if "images" in columns else _BATCH}
+            selection.check(file, present)
+            sources = {selection.source(column) for column in selection.columns}
+            columns = [name for name in present if name in sources]
+            with_images = "images" in selection.columns and selection.source("images") in columns
+            yield opened, {"columns": columns, "batch_size": _BATCH_OF_IMAGES if with_images else _BATCH}
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:
         raise ValueError(f"{file} is not a readable parquet file: {error}") from error
 
 
-def _parquet_rows(file: Path, layouts: Layouts, optional: Sequence[str]) -> Iterator[Row]:
+def _parquet_rows(file: Path, selection: Selection) -> Iterator[Row]:
     number = 0
-    with _open_parquet(file, layouts, optional) as (opened, options):
+    with _open_parquet(file, selection) as (opened, options):
         for batch in opened.iter_batches(**options):
             for values in batch.to_pylist():
-                yield Row(f"{file}, row {number}", values)
+                where = f"{file}, row {number}"
+                yield Row(where, selection.values(where, values))
                 number += 1
 
 
-def _parquet_sample(file: Path, count: int, layouts: Layouts, optional: Sequence[str]) -> tuple[list[Row], int]:
+def _parquet_sample(file: Path, count: int, selection: Selection) -> tuple[list[Row], int]:
     rows: list[Row] = []
-    with _open_parquet(file, layouts, optional) as (opened, options):
+    with _open_parquet(file, selection) as (opened, options):
         sizes = [opened.metadata.row_group(group).num_rows for group in range(opened.num_row_groups)]
         groups = _spread(len(sizes), _SAMPLED_GROUPS)
         for place, group in enumerate(groups):
@@ -187,7 +200,8 @@ def _parquet_sample(file: Path, count: int, layouts: Layouts, optional: Sequence
             for batch in opened.iter_batches(row_groups=[group], **options):
                 for number in sorted(selected & {*range(start, start + len(batch))}):
                     (values,) = batch.slice(number - start, 1).to_pylist()
-                    rows.append(Row(f"{file}, row {sum(sizes[:group]) + number}", values))
+                    where = f"{file}, row {sum(sizes[:group]) + number}"
+                    rows.append(Row(where, selection.values(where, values)))
                 start += len(batch)
         return rows, sum(sizes)
 
@@ -199,14 +213,14 @@ def _spread(size: int, count: int) -> list[int]:
     return sorted({round(number * (size - 1) / max(count - 1, 1)) for number in range(count)})
 
 
-def _jsonl_rows(file: Path, layouts: Layouts, optional: Sequence[str]) -> Iterator[Row]:
+def _jsonl_rows(file: Path, selection: Selection) -> Iterator[Row]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                yield _jsonl_row(f"{file}, line {number}", line, layouts, optional)
+                yield _jsonl_row(f"{file}, line {number}", line, selection)
 
 
-def _jsonl_sample(file: Path, count: int, layouts: Layouts, optional: Sequence[str]) -> tuple[list[Row], int]:
+def _jsonl_sample(file: Path, count: int, selection: Selection) -> tuple[list[Row], int]:
     with file.open("rb") as lines:
         total = sum(1 for line in lines if line.strip())
     selected, place, rows = {*_spread(total, count)}, 0, []
@@ -214,12 +228,12 @@ def _jsonl_sample(file: Path, count: int, layouts: Layouts, optional: Sequence[s
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 if place in selected:
-                    rows.append(_jsonl_row(f"{file}, line {number}", line, layouts, optional))
+                    rows.append(_jsonl_row(f"{file}, line {number}", line, selection))
                 place += 1
     return rows, total
 
 
-def _jsonl_row(where: str, line: bytes, layouts: Layouts, optional: Sequence[str]) -> Row:
+def _jsonl_row(where: str, line: bytes, selection: Selection) -> Row:
     try:
         values = json.loads(line)
         if b"\\ud" in line.lower():
@@ -230,20 +244,8 @@ def _jsonl_row(where: str, line: bytes, layouts: Layouts, optional: Sequence[str
         raise ValueError(f"{where} is nested too deeply") from error
     if not isinstance(values, dict):
         raise ValueError(f"{where} is {_short(values)}, not an object of columns")
-    _check_columns(where, layouts, values)
-    return Row(where, {name: values[name] for name in _columns(layouts, optional) & values.keys()})
-
-
-def _columns(layouts: Layouts, optional: Sequence[str]) -> set[str]:
-    return {*optional, *(name for layout in layouts for name in layout)}
-
-
-def _check_columns(where: str | Path, layouts: Layouts, present: Iterable[str]) -> None:
-    present = list(present)
-    missing = [[name for name in layout if name not in present] for layout in layouts]
-    if all(missing):
-        lacks = ", or ".join(" and ".join(map(repr, names)) for names in missing)
-        raise ValueError(f"{where}: no column {lacks}; it has {', '.join(present) or 'none'}")
+    selection.check(where, values)
+    return Row(where, selection.values(where, values))
 
 
 def _neighbours(file: Path) -> str:

@@ -123,7 +123,7 @@ def check_rewards(recipe: Recipe, data_sources: Sequence[str]) -> dict[str, tupl
 
     Raises ValueError for an unknown scorer, and NotHereError for a scorer that this machine cannot run.
     """
-    reward, settings = recipe.reward, ScorerSettings(recipe.reward.remote, recipe.sandbox, recipe.reward.timeout)
+    reward, settings = recipe.reward, ScorerSettings.of(recipe.reward, recipe.sandbox)
     terms = terms_of(reward.function, reward.functions, data_sources, settings)
     for scorer in {term.scorer.name: term.scorer for row in terms.values() for term in row}.values():
         try:

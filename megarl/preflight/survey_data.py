@@ -92,13 +92,14 @@ def _file_is_here(survey: Survey, key: str, file: str) -> bool:
 
 
 def _sample(survey: Survey, file: Path) -> list[Row]:
-    recipe = survey.recipe
+    recipe, names = survey.recipe, survey.recipe.data.columns
     if recipe.train.source != "rollout":
         kind = _KINDS[recipe.train.source]
-        return sample_rows(file, ROWS, *kind.layouts, optional=kind.optional)[0]
+        return sample_rows(file, ROWS, *kind.layouts, optional=kind.optional, names=names)[0]
     needed = needed_columns(recipe.reward.function, recipe.reward.functions)
     layouts, optional = layout_of(needed)
-    return [with_source(row, file, needed) for row in sample_rows(file, ROWS, *layouts, optional=optional)[0]]
+    rows, _ = sample_rows(file, ROWS, *layouts, optional=optional, names=names)
+    return [with_source(row, file, needed) for row in rows]
 
 
 def _read_sample(survey: Survey, tokenizer: Tokenizer, files: Mapping[str, list[str]]) -> None:

@@ -28,6 +28,10 @@ class DataConfig:
         {},
         "Several training sets drawn by weight, instead of `train_files`: a name with `files` and `weight` (1), e.g. {gsm8k: {files: [a.parquet]}, math: {files: [b.parquet], weight: 3}}. The weight alone sets the share of a set, not its size. Each set has separate epochs.",
     )
+    columns: dict[str, str] = key(
+        {},
+        "Names of columns in your files where they differ from docs/data.md, e.g. {prompt: question, response: extra_info.solution}; a dot reads a field of a column. `ground_truth` names a column of plain answers, instead of `reward_model`. Applies to all files.",
+    )
     eval_files: list[str] = key([], "Held-out rows for evaluation, in the columns of the training rows.")
     prompts_per_step: int = key(32, "Prompts per controller step (for SFT: examples).", at_least=1)
     max_prompt_length: int = key(1024, "Maximum length of a prompt, in tokens.", at_least=1)

@@ -30,8 +30,9 @@ class RewardConfig:
 
     function: Optional[str] = key(
         None,
-        "Scorer for all rows: a registered name, `judge` (section `judge`), or `module:function`. Unset: each row's `data_source` selects the scorer.",
+        "Scorer for all rows: a registered name, `judge` (section `judge`), or your function: `module:function` or `path/file.py:function`. A function with a parameter `solution_str` is called as verl calls it. Unset: each row's `data_source` selects the scorer.",
     )
+    arguments: dict[str, Any] = key({}, "Keyword arguments of your `reward.function`, e.g. {strict: true}.")
     functions: dict[str, float] = key(
         {},
         "Several scorers for all rows, each with its weight, e.g. {gsm8k: 1.0, 'my_module:brevity': 0.1}. The reward is the weighted sum. Names as in `reward.function`. Instead of `reward.function`.",

@@ -17,6 +17,7 @@ import numpy as np
 
 from megarl.registry import Registry, did_you_mean, import_function
 from megarl.rewards.settings import ScorerSettings
+from megarl.rewards.verl_functions import is_verl_function, verl_scorer
 from megarl.types import Turn
 
 
@@ -147,9 +148,9 @@ def resolve(
 ) -> dict[str, Scorer]:
     """Return the scorer of each data source, with the recipe's settings (None: the defaults).
 
-    `function` (the recipe's reward.function) is a registered name or ``module:function``, imported
-    from the current directory or PYTHONPATH, and scores every row; None chooses by data source. Call this before the
-    run starts processes.
+    `function` (the recipe's reward.function) is a registered name, ``module:function``, imported from the current
+    directory or PYTHONPATH, or ``file.py:function``. It scores every row; None chooses by data source. Call this before
+    the run starts processes.
 
     Raises:
         ValueError: the scorer does not exist; the message suggests the most similar name.
@@ -167,9 +168,11 @@ def demands_ground_truth(name: str) -> bool:
 
 def find(name: str, settings: ScorerSettings | None = None) -> Scorer:
     """Return the scorer registered as `name`, or import ``module:function``. Settings and errors as in `resolve`."""
-    if ":" not in name and name not in SCORERS:
+    if ":" in name:
+        return _import_scorer(name, {} if settings is None else settings.arguments)
+    if name not in SCORERS:
         raise ValueError(f"reward.function: {SCORERS.unknown(name)} A scorer of your own is given as module:function")
-    return _with(settings, _import_scorer(name) if ":" in name else SCORERS[name])
+    return _with(settings, SCORERS[name])
 
 
 def _with(settings: ScorerSettings | None, entry: Scorer) -> Scorer:
@@ -301,13 +304,18 @@ def _scorer_of(source: str) -> Scorer:
     )
 
 
-def _import_scorer(path: str) -> Scorer:
+def _import_scorer(path: str, arguments: dict[str, Any]) -> Scorer:
     function = import_function(path, "reward.function")
+    of_verl = is_verl_function(function)
     try:
-        inspect.signature(function).bind(None)
+        if of_verl:
+            return Scorer(path, verl_scorer(function, arguments))
+        inspect.signature(function).bind(None, **arguments)
     except TypeError as error:
+        form = "verl's four arguments" if of_verl else "one argument, a ScoreRequest"
+        more = f" and reward.arguments ({', '.join(arguments)})" if arguments else ""
         raise ValueError(
-            f"reward.function {path!r} is called with one argument, a ScoreRequest, "
-            f"but its signature is {path.partition(':')[2]}{inspect.signature(function)}"
+            f"reward.function {path!r} is called with {form}{more}, "
+            f"but its signature is {path.partition(':')[2]}{inspect.signature(function)}: {error}"
         ) from error
-    return Scorer(path, function)
+    return Scorer(path, functools.partial(function, **arguments) if arguments else function)

@@ -116,7 +116,7 @@ def scorer_pool(
     return ProcessPool(
         FINDER,
         names,
-        ScorerSettings(settings.remote, sandbox or SandboxConfig(), settings.timeout).as_json(),
+        ScorerSettings.of(settings, sandbox).as_json(),
         processes=settings.processes,
         timeout=settings.timeout,
         retries=settings.retries,

@@ -12,11 +12,16 @@ from megarl.recipe.schema import RewardConfig
 
 @dataclass(frozen=True)
 class ScorerSettings:
-    """What registered scorers read of the recipe: `reward.remote`, `sandbox` and `reward.timeout`."""
+    """What scorers read of the recipe: `reward.remote`, `sandbox`, `reward.timeout` and `reward.arguments`."""
 
     remote: RemoteConfig = field(default_factory=RemoteConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     timeout: float = RewardConfig.timeout
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of(reward: RewardConfig, sandbox: SandboxConfig | None = None) -> ScorerSettings:
+        return ScorerSettings(reward.remote, sandbox or SandboxConfig(), reward.timeout, reward.arguments)
 
     def as_json(self) -> dict[str, Any]:
         """Return JSON values for another process, which reads them with `of_json`."""
@@ -24,4 +29,9 @@ class ScorerSettings:
 
     @staticmethod
     def of_json(values: dict[str, Any]) -> ScorerSettings:
-        return ScorerSettings(RemoteConfig(**values["remote"]), SandboxConfig(**values["sandbox"]), values["timeout"])
+        return ScorerSettings(
+            RemoteConfig(**values["remote"]),
+            SandboxConfig(**values["sandbox"]),
+            values["timeout"],
+            values["arguments"],
+        )

@@ -52,9 +52,7 @@ class RolloutServer:
         self.engine = engines.create(engine, spec)
         self.tokenizer = load_tokenizer(tokenizer)  # only for text: stop tokens come with each request
         self.scoring = Scoring(
-            terms_of(
-                reward.function, reward.functions, sources, ScorerSettings(reward.remote, sandbox, reward.timeout)
-            ),
+            terms_of(reward.function, reward.functions, sources, ScorerSettings.of(reward, sandbox)),
             reward,
             sandbox,
         )

@@ -50,6 +50,20 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert none.value == pytest.approx(0.2 * 0.93) and none.answer is None
 
 
+def test_a_function_of_verl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, recipe = blocks("A reward function of verl")
+    (tmp_path / "rewards").mkdir()
+    (tmp_path / "rewards" / "brief.py").write_text(code)
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    settings = load_recipe(tmp_path / "recipe.yaml").reward
+    monkeypatch.chdir(tmp_path)
+    rows = [ScoreRequest(response, "42", "mine") for response in ("It is 42", f"{'long ' * 20}42", "")]
+    right, long, empty = (outcome for outcome, _ in outcomes(settings, rows))
+    assert right == Score(1.0, {"acc": 1.0, "accuracy": 1.0}, "42")
+    assert long == Score(0.0, {"acc": 1.0, "accuracy": 1.0}, "42"), "reward.arguments"
+    assert empty == Score(0.0, {"acc": 0.0, "accuracy": 0.0}, None)
+
+
 def test_the_judges_example(tmp_path: Path) -> None:
     """Run the example as written: the recipe, the judge's question, and the reward in the text."""
     part = PAGE.split("\n## A judge\n")[1]

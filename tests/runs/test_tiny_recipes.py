@@ -69,6 +69,8 @@ OWN = {
     "pass_at_k": ["reward.function=tests.support.scorers:mostly_letters"],  # a reward above 0 counts as correct
     # One sample of each prompt, as in its recipe; the greedy sample is a second.
     "remax": ["algorithm.kl_coef=0.001", "train.steps=20", "data.prompts_per_step=64", "rollout.samples_per_prompt=1"],
+    "dro": ["train.steps=14"],  # its penalty holds the policy back within a step
+    "gdpo": ["reward.function=tests.support.scorers:graded_letters", "algorithm.overlong.penalty_buffer=4"],
     "gspo": ["train.steps=14"],  # its clip bounds mask most tokens after a step's first mini batch
     "ppo": ["critic.warmup_steps=1", f"train.steps={STEPS + 1}"],
 }

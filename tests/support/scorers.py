@@ -20,6 +20,12 @@ def letters(request: ScoreRequest) -> dict[str, float]:
     return {"score": share, "accuracy": float(share > 0.5)}
 
 
+def graded_letters(request: ScoreRequest) -> dict[str, float]:
+    """The share of letters, also as the part that an algorithm over several parts reads."""
+    share = letters(request)["score"]
+    return {"score": share, "accuracy": share}
+
+
 def mostly_letters(request: ScoreRequest) -> float:
     """1 if the response has more letters than most samples of a random model, else 0."""
     return float(letters(request)["score"] > 0.7)

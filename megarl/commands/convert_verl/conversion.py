@@ -17,7 +17,7 @@ from megarl.errors import InputError
 from megarl.registry import nearest
 
 _OVERRIDE = re.compile(r"(~|\+{0,2})([\w@./-]+?)(?:=(.*))?", re.DOTALL)
-_ALGORITHMIC = ("algorithm.", "actor_rollout_ref.actor.policy_loss.")
+_ALGORITHMIC = ("algorithm.", "actor_rollout_ref.actor.policy_loss.", "actor_rollout_ref.actor.optim.", "critic.optim.")
 _SWITCHES = ("distillation.enabled", "reward_model.enable", "reward.reward_model.enable")
 """Options that replace the reward or the loss if they are True."""
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
@@ -69,12 +69,12 @@ class Conversion:
         value = f"={_short(self.options[option].value)}" if option in self.options else " (verl's default)"
         self.notes.append(f"{self.where(option)}{option}{value}: {reason}")
 
-    def leave_out(self, option: str, reason: str, *, to: str = "") -> None:
+    def leave_out(self, option: str, reason: str, *, to: str = "", changes: bool = False) -> None:
         """Note that `option` is left out. Raises InputError if that changes the algorithm, unless the user accepts it.
 
-        to: the recipe's key, if there is one.
+        to: the recipe's key, if there is one. changes: it is known that the algorithm changes.
         """
-        algorithmic = option.startswith(_ALGORITHMIC) or to.startswith(("algorithm.", "actor.optimizer."))
+        algorithmic = changes or option.startswith(_ALGORITHMIC) or to.startswith(("algorithm.", "actor.optimizer."))
         algorithmic = algorithmic or (option in _SWITCHES and self.get(option) is True)
         if algorithmic and option in self.options and not {option, to} & set(self.given):
             value = _short(self.options[option].value)
@@ -97,6 +97,8 @@ class Conversion:
                 self.leave_out(name, f"unknown option, omitted{f'; nearest: {near}' if near else ''}")
             elif option.to is None and self.get(name) in option.same:
                 continue
+            elif option.changes:
+                self.leave_out(name, f"no counterpart: {option.remark}", changes=True)
             elif option.to is None:
                 self.note(name, f"no counterpart: {option.remark}")
             elif name in unread:

@@ -18,6 +18,7 @@ class Option:
     names: verl's value -> megarl's value. If it is not empty, other values have no counterpart.
     derived: translate.py computes the value from several options, as `remark` describes.
     same: values of an option without counterpart that match what megarl always does.
+    changes: a recipe without the option computes something else.
     """
 
     verl: str
@@ -26,10 +27,11 @@ class Option:
     names: dict[Any, Any] = field(default_factory=dict)
     derived: bool = False
     same: tuple[Any, ...] = ()
+    changes: bool = False
 
 
-def _none(remark: str, *options: str, same: tuple[Any, ...] = ()) -> list[Option]:
-    return [Option(option, None, remark, same=same) for option in options]
+def _none(remark: str, *options: str, same: tuple[Any, ...] = (), changes: bool = False) -> list[Option]:
+    return [Option(option, None, remark, same=same, changes=changes) for option in options]
 
 
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -71,8 +73,7 @@ _ALWAYS = "megarl always does this"
 _FSDP = "an FSDP option; megarl trains with Megatron"
 _TOKENS = "micro batches are measured in tokens; actor.max_tokens_per_micro_batch also applies to the log-prob passes"
 _REFERENCE = "the actor's processes compute the reference policy, in the actor's layout"
-_BY_ROW = "the data_source of a row selects its scorer (docs/rewards.md); reward.function selects another one"
-_COLUMNS = "rows have the columns of docs/data.md"
+_BY_ROW = "each sample is scored separately: by reward.function, or by the scorer of its data_source (docs/rewards.md)"
 
 RL = [
     Option("actor_rollout_ref.model.path", "model.path"),
@@ -88,7 +89,11 @@ RL = [
     Option("data.shuffle", "data.shuffle"),
     Option("data.seed", "train.seed"),
     Option("data.apply_chat_template_kwargs", "data.chat_template_args"),
-    *_none(_COLUMNS, "data.prompt_key", "data.image_key", "data.video_key", "data.reward_fn_key"),
+    Option("data.prompt_key", "data.columns.prompt"),
+    Option("data.image_key", "data.columns.images"),
+    Option("data.video_key", "data.columns.videos"),
+    Option("data.reward_fn_key", "data.columns.data_source"),
+    *_none("rows are read by megarl: write them as docs/data.md describes", "data.custom_cls.*", same=(None,), changes=True),
     *_none("the preparation of rows has no setting", "data.filter_overlong_prompts_workers", "data.dataloader_num_workers", "data.return_raw_chat", "data.return_raw_input_ids"),
     Option("algorithm.adv_estimator", "algorithm.advantage", names=ADVANTAGES),
     Option("algorithm.norm_adv_by_std_in_grpo", "algorithm.normalize_by_std"),
@@ -144,7 +149,10 @@ RL = [
     Option(f"{_A}.optim.warmup_style", "actor.optimizer.decay", names={"constant": "constant", "cosine": "cosine"}),
     Option(f"{_A}.optim.lr_scheduler_type", "actor.optimizer.decay", names={"constant": "constant", "cosine": "cosine"}),
     Option(f"{_A}.optim.lr_decay_style", "actor.optimizer.decay", names={"constant": "constant", "cosine": "cosine", "linear": "linear"}),
-    *_none("AdamW is the only optimizer", f"{_A}.optim.optimizer"),
+    Option(f"{_A}.optim.lr_decay_steps", "actor.optimizer.decay_steps", "x optimizer steps per step; without a decay it has no effect", derived=True),
+    Option(f"{_A}.optim.min_lr", "actor.optimizer.min_lr_ratio", "divided by lr; without a decay it has no effect", derived=True),
+    *_none("warm-up starts at 0", f"{_A}.optim.lr_warmup_init", "critic.optim.lr_warmup_init", same=(0, 0.0), changes=True),
+    *_none("AdamW is the only optimizer", f"{_A}.optim.optimizer", "critic.optim.optimizer", same=("AdamW", "adamw", "adam"), changes=True),
     *_none("optimizer states in host memory: actor.optimizer.extra.optimizer_cpu_offload or megatron.extra.swap_optimizer, depending on the device", f"{_A}.optim.override_optimizer_config*"),
     *_none("it selects verl's trainers; megarl trains with Megatron", f"{_A}.strategy", "model_engine", same=("megatron",)),
     Option(f"{_A}.megatron.tensor_model_parallel_size", "megatron.tensor_parallel"),
@@ -175,6 +183,17 @@ RL = [
     Option("actor_rollout_ref.model.target_modules", "lora.targets"),
     *_none(_TOKENS, f"{_R}.log_prob_*"),
     *_none(_REFERENCE, "actor_rollout_ref.ref.*"),
+    Option(f"{_R}.multi_turn.enable", "agent.tools", "verl's tools are classes: write functions (docs/agents.md) and give agent.tools after the file", derived=True),
+    Option(f"{_R}.multi_turn.max_assistant_turns", "agent.max_turns"),
+    Option(f"{_R}.multi_turn.max_parallel_calls", "agent.max_calls_per_turn"),
+    Option(f"{_R}.multi_turn.format", "agent.format", names={"hermes": "hermes"}),
+    *_none("agent.tools names them", f"{_R}.multi_turn.tool_config_path"),
+    *_none("the user's turns are the tools' answers, which agent.max_turns limits", f"{_R}.multi_turn.max_user_turns"),
+    *_none("agent.max_answer_tokens limits tokens, not characters", f"{_R}.multi_turn.max_tool_response_length", f"{_R}.multi_turn.tool_response_truncate_side"),
+    *_none("an agent loop has tools only", f"{_R}.multi_turn.interaction_config_path", same=(None,), changes=True),
+    *_none("megarl's agent loop calls tools over several turns", f"{_R}.agent.default_agent_loop", same=("single_turn_agent", "tool_agent"), changes=True),
+    *_none("agent loops of one's own are not supported", f"{_R}.agent.agent_loop_config_path", f"{_R}.agent.agent_loop_manager_class", same=(None,), changes=True),
+    *_none("agent.processes is per engine", f"{_R}.agent.num_workers"),
     Option(f"{_R}.name", "rollout.engine", names={"vllm": "vllm"}),
     Option(f"{_R}.mode", None, "engines always run in separate processes"),
     Option(f"{_R}.load_format", None, "engines receive their weights from the trainers"),
@@ -201,6 +220,15 @@ RL = [
     Option("critic.model.path", "critic.model_path"),
     Option("critic.optim.lr", "critic.optimizer.lr"),
     Option("critic.optim.weight_decay", "critic.optimizer.weight_decay"),
+    Option("critic.optim.betas", "critic.optimizer.betas"),
+    Option("critic.optim.clip_grad", "critic.optimizer.clip_grad"),
+    Option("critic.grad_clip", "critic.optimizer.clip_grad"),
+    *(Option(f"critic.optim.{name}", "critic.optimizer.decay", names={"constant": "constant", "cosine": "cosine", "linear": "linear"}) for name in ("lr_scheduler_type", "warmup_style", "lr_decay_style")),
+    Option("critic.optim.lr_warmup_steps", "critic.optimizer.warmup_steps", "x the critic's optimizer steps per step", derived=True),
+    Option("critic.optim.lr_warmup_steps_ratio", "critic.optimizer.warmup_steps", "x the number of the critic's optimizer steps", derived=True),
+    Option("critic.optim.lr_decay_steps", "critic.optimizer.decay_steps", "x the critic's optimizer steps per step", derived=True),
+    Option("critic.optim.min_lr", "critic.optimizer.min_lr_ratio", "divided by lr", derived=True),
+    *_none("optimizer states in host memory: critic.optimizer.extra.optimizer_cpu_offload or critic.megatron.extra.swap_optimizer", "critic.optim.override_optimizer_config*"),
     Option("critic.ppo_mini_batch_size", "critic.mini_batches", "data.train_batch_size / this value; if unset, the actor's", derived=True),
     Option("critic.cliprange_value", "critic.value_clip"),
     Option("critic.ppo_epochs", "critic.epochs", "if unset, the actor's", derived=True),
@@ -212,7 +240,10 @@ RL = [
     Option("critic.*_offload", "critic.megatron.offload", "true if any is True", derived=True),
     *_none(_TOKENS, "critic.ppo_micro_batch_size*", "critic.use_dynamic_bsz", "critic.ppo_max_token_len_per_gpu", "critic.forward_*"),
     *_none(_FSDP, "critic.strategy", "critic.model.fsdp_config.*", "critic.model.use_remove_padding"),
-    *_none(_BY_ROW, "reward_model.reward_manager", "reward.reward_manager.*", "custom_reward_function.*", "reward.custom_reward_function.*"),
+    *(Option(f"{prefix}custom_reward_function.{name}", "reward.function", "path:name", derived=True) for prefix in ("", "reward.") for name in ("path", "name")),
+    *(Option(f"{prefix}custom_reward_function.reward_kwargs.*", "reward.arguments.*", "same name in megarl") for prefix in ("", "reward.")),
+    *_none(_BY_ROW, "reward_model.reward_manager", "reward.reward_manager.name", same=("naive", "dapo", "prime", "gdpo"), changes=True),
+    *_none(_BY_ROW, "reward.reward_manager.*", same=("register",), changes=True),
     *_none("always rollout.max_response_length", "reward_model.reward_kwargs.max_resp_len", "reward.reward_kwargs.max_resp_len"),
     *(option for prefix in OVERLONG for option in (
         Option(f"{prefix}.enable", "algorithm.overlong.penalty_buffer", "False is 0", derived=True),
@@ -256,7 +287,16 @@ SFT = [
     Option("data.micro_batch_size_per_gpu", "actor.max_tokens_per_micro_batch", "x data.max_length, unless use_dynamic_bsz is True", derived=True),
     Option("data.max_token_len_per_gpu", "actor.max_tokens_per_micro_batch", "x the sequence-parallel size", derived=True),
     Option("data.use_dynamic_bsz", "actor.max_tokens_per_micro_batch", "selects one of the two options above", derived=True),
-    *_none(_COLUMNS + ": prompt and response, or messages", "data.prompt_key", "data.response_key", "data.prompt_dict_keys", "data.response_dict_keys", "data.messages_key", "data.tools_key", "data.multiturn.*", "data.ignore_input_ids_mismatch", "data.pad_mode"),
+    Option("data.prompt_key", "data.columns.prompt", "with data.prompt_dict_keys: the field of it", derived=True),
+    Option("data.prompt_dict_keys", "data.columns.prompt", "the field of data.prompt_key", derived=True),
+    Option("data.response_key", "data.columns.response", "with data.response_dict_keys: the field of it", derived=True),
+    Option("data.response_dict_keys", "data.columns.response", "the field of data.response_key", derived=True),
+    Option("data.messages_key", "data.columns.messages", derived=True),
+    Option("data.multiturn.messages_key", "data.columns.messages", derived=True),
+    Option("data.tools_key", "data.columns.tools", derived=True),
+    *_none("columns messages, or prompt and response, of the file decide", "data.multiturn.*"),
+    *_none("the preparation of rows has no setting", "data.ignore_input_ids_mismatch", "data.pad_mode"),
+    *_none("rows are read by megarl: write them as docs/data.md describes", "data.custom_cls.*", same=(None,), changes=True),
     Option("data.apply_chat_template_kwargs", "data.chat_template_args"),
     Option("optim.lr", "actor.optimizer.lr"),
     Option("optim.betas", "actor.optimizer.betas"),
@@ -297,6 +337,7 @@ DEFAULTS: dict[str, Any] = {
 SFT_DEFAULTS: dict[str, dict[str, Any]] = {
     "fsdp_sft_trainer": {
         "data.train_batch_size": 256, "data.max_length": 1024, "data.micro_batch_size_per_gpu": 4, "data.truncation": "error",
+        "data.prompt_key": "question", "data.response_key": "answer",
         "optim.lr": 1e-5, "optim.betas": [0.9, 0.95], "optim.lr_warmup_steps_ratio": 0.1, "optim.lr_scheduler": "cosine",
         "model.lora_alpha": 16, "model.enable_gradient_checkpointing": True, "trainer.seed": 1, "trainer.save_freq": -1,
         "trainer.resume_mode": "auto", "trainer.total_epochs": 4,

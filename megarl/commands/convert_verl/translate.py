@@ -27,6 +27,9 @@ def unread_options(options: Collection[str], *, megatron: bool, loss: str) -> di
         unread["actor_rollout_ref.model.enable_gradient_checkpointing"] = (
             "verl's Megatron actor ignores it and uses override_transformer_config.recompute_*"
         )
+        unread["critic.model.enable_gradient_checkpointing"] = (
+            "verl's Megatron critic ignores it and uses override_transformer_config.recompute_*"
+        )
     if megatron or f"{_A}.optim.clip_grad" in options:
         unread[f"{_A}.grad_clip"] = "verl reads optim.clip_grad"
     if "data.seed" in options:
@@ -48,7 +51,11 @@ def translate_rl(conversion: Conversion, *, megatron: bool, one_step_off: bool, 
     translate_correction(conversion)
     _dynamic_sampling(conversion)
     _overlong(conversion)
-    common(conversion, rows=rows, mini_batches=conversion.settings["actor.mini_batches"], optimizer=f"{_A}.optim")
+    _reward_function(conversion)
+    _tools(conversion)
+    _columns(conversion)
+    updates = conversion.settings["actor.mini_batches"] * int(conversion.settings.get("actor.epochs", 1))
+    common(conversion, rows=rows, updates=updates, optimizer=f"{_A}.optim")
     _validation(conversion)
     if conversion.settings.get("algorithm.advantage") == "gae":
         _critic(conversion, one_step_off=one_step_off)
@@ -63,6 +70,7 @@ def translate_sft(conversion: Conversion, *, processes: int, rows: int | None) -
     settings |= {"train.source": "sft", "algorithm.advantage": "none", "algorithm.loss": "sft"}
     settings |= {"data.max_prompt_length": longest - longest // 2, "rollout.max_response_length": longest // 2}
     _prompts(conversion)
+    _sft_columns(conversion)
     size = conversion.first("ulysses_sequence_parallel_size", "engine.ulysses_sequence_parallel_size") or 1
     if size > 1:
         settings["megatron.tensor_parallel"] = size
@@ -73,15 +81,15 @@ def translate_sft(conversion: Conversion, *, processes: int, rows: int | None) -
     settings["cluster.trainers"] = processes
     if not settings.get("lora.rank"):
         _drop(conversion, "lora.", "")
-    common(conversion, rows=rows, mini_batches=1, optimizer="optim")
+    common(conversion, rows=rows, updates=1, optimizer="optim")
     if "data.eval_files" in settings and not {"evaluation.every", "evaluation.at_end"} & settings.keys():
         _drop_evaluation_data(conversion)
 
 
-def common(conversion: Conversion, *, rows: int | None, mini_batches: int, optimizer: str) -> None:
-    """Derive settings of RL and SFT: name, trackers, number of steps, checkpoints, evaluation and warm-up.
+def common(conversion: Conversion, *, rows: int | None, updates: int, optimizer: str) -> None:
+    """Derive settings of RL and SFT: name, trackers, number of steps, checkpoints, evaluation and schedule.
 
-    mini_batches: optimizer steps per training step. optimizer: prefix of the optimizer's options in verl.
+    updates: optimizer steps per training step. optimizer: prefix of the optimizer's options in verl.
     """
     settings = conversion.settings
     name = str(conversion.get("trainer.experiment_name") or "run")
@@ -97,16 +105,31 @@ def common(conversion: Conversion, *, rows: int | None, mini_batches: int, optim
     every = conversion.number("trainer.test_freq", -1)
     if every > 0 and "data.eval_files" in settings:
         settings |= {"evaluation.every": every, "evaluation.at_end": True}
+    _schedule(conversion, "actor.optimizer", optimizer, updates)
+
+
+def _schedule(conversion: Conversion, section: str, optimizer: str, updates: int) -> None:
+    """Derive the learning-rate schedule in `section`. verl's advances once per training step, of `updates` optimizer steps."""
+    settings = conversion.settings
+    if conversion.get("model_engine") == "veomni":
+        settings.setdefault(f"{section}.decay", "cosine")  # verl/trainer/config/optim/veomni.yaml
     warmup = conversion.get(f"{optimizer}.lr_warmup_steps", -1)
     ratio = conversion.get(f"{optimizer}.lr_warmup_steps_ratio", 0)
     if isinstance(warmup, int) and warmup > 0:
-        settings["actor.optimizer.warmup_steps"] = warmup * mini_batches
+        settings[f"{section}.warmup_steps"] = warmup * updates
     elif ratio and "train.steps" in settings:
-        settings["actor.optimizer.warmup_steps"] = int(ratio * settings["train.steps"] * mini_batches)
+        settings[f"{section}.warmup_steps"] = int(ratio * settings["train.steps"] * updates)
     elif ratio:
         conversion.note(
-            f"{optimizer}.lr_warmup_steps_ratio", "the number of steps is unknown: set actor.optimizer.warmup_steps"
+            f"{optimizer}.lr_warmup_steps_ratio", f"the number of steps is unknown: set {section}.warmup_steps"
         )
+    if settings.get(f"{section}.decay", "constant") == "constant":
+        return
+    steps, lowest = conversion.get(f"{optimizer}.lr_decay_steps"), conversion.get(f"{optimizer}.min_lr")
+    if isinstance(steps, int) and steps > 0:
+        settings[f"{section}.decay_steps"] = steps * updates
+    if lowest:
+        settings[f"{section}.min_lr_ratio"] = float(lowest) / float(settings[f"{section}.lr"])
 
 
 def _steps(conversion: Conversion, rows: int | None) -> None:
@@ -325,6 +348,57 @@ def _overlong(conversion: Conversion) -> None:
             conversion.settings["algorithm.overlong.penalty_factor"] = conversion.get(f"{prefix}.penalty_factor", 1.0)
 
 
+def _reward_function(conversion: Conversion) -> None:
+    """Set reward.function to verl's custom_reward_function: a file, or pkg:// and a module."""
+    for prefix in ("reward.custom_reward_function", "custom_reward_function"):
+        path, name = conversion.get(f"{prefix}.path"), conversion.get(f"{prefix}.name", "compute_score")
+        if not path:
+            continue
+        path = str(path).removeprefix("file://")
+        if not path.startswith("pkg://") and not path.endswith(".py"):
+            raise InputError(f"{conversion.where(f'{prefix}.path')}{prefix}.path={path} is not a .py file")
+        conversion.settings["reward.function"] = f"{path.removeprefix('pkg://')}:{name}"
+        return
+    _drop(conversion, "reward.arguments.", "verl uses it with custom_reward_function.path")
+
+
+def _tools(conversion: Conversion) -> None:
+    """Refuse a run with tools, unless the user names megarl's; drop the limits of tools of a run without."""
+    option = f"{_R}.multi_turn.enable"
+    if conversion.get(option) is True:
+        if any(name.startswith(("agent.tools", "agent.mcp")) for name in conversion.given):
+            return
+        reason = "verl's tools are classes, megarl's are functions (docs/agents.md)"
+        conversion.leave_out(option, reason, to="agent.tools", changes=True)
+    _drop(conversion, "agent.", "")
+
+
+def _columns(conversion: Conversion) -> None:
+    """Leave out names of columns that are megarl's."""
+    for key in [key for key in conversion.settings if key.startswith("data.columns.")]:
+        if conversion.settings[key] == key.removeprefix("data.columns."):
+            del conversion.settings[key]
+
+
+def _sft_columns(conversion: Conversion) -> None:
+    """Set the columns of demonstrations. Of verl's SFT trainers the first reads prompt and response, or messages."""
+    get = conversion.get
+    if "data.prompt_key" in conversion.defaults and get("data.multiturn.enable") is not True:
+        columns = {"prompt": "data.prompt", "response": "data.response"}
+        names = {key: [get(f"{option}_key"), *(get(f"{option}_dict_keys") or [])] for key, option in columns.items()}
+    else:
+        options = {
+            key: conversion.first(f"data.multiturn.{key}_key", f"data.{key}_key") for key in ("messages", "tools")
+        }
+        names = {key: [name] for key, name in options.items() if name is not None}
+        for option in ("data.prompt_key", "data.response_key"):
+            if option in conversion.options:
+                conversion.note(option, "not used: the trainer reads messages")
+    for key, path in names.items():
+        conversion.settings[f"data.columns.{key}"] = ".".join(map(str, path))
+    _columns(conversion)
+
+
 def _validation(conversion: Conversion) -> None:
     settings, values = conversion.settings, f"{_R}.val_kwargs"
     settings["evaluation.at_start"] = (
@@ -358,6 +432,9 @@ def _critic(conversion: Conversion, *, one_step_off: bool) -> None:
         _mini_batches(conversion, option) if option in conversion.options else settings["actor.mini_batches"]
     )
     settings["critic.epochs"] = conversion.number("critic.ppo_epochs", int(settings.get("actor.epochs", 1)))
+    _schedule(
+        conversion, "critic.optimizer", "critic.optim", settings["critic.mini_batches"] * settings["critic.epochs"]
+    )
     settings["critic.max_tokens_per_micro_batch"] = settings["actor.max_tokens_per_micro_batch"]
     if size := conversion.first("critic.ulysses_sequence_parallel_size"):
         settings["critic.megatron.tensor_parallel"] = size

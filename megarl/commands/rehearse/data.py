@@ -58,6 +58,7 @@ def write_data(recipe: Recipe, small: Recipe, folder: Path, changes: Changes) ->
     for name, part in data.mix.items():
         key = f"data.mix.{name}.files"
         changes.set(part, key, write(key, part.files), _GENERATED)
+    changes.set(data, "data.columns", {}, _GENERATED)
     if recipe.train.source == "rollout":
         _add_coin(small.reward, sources, changes)
 
@@ -69,7 +70,7 @@ def columns_of(recipe: Recipe, key: str, file: str) -> Columns:
     """
     path = Path(file)
     if path.is_file():
-        row = next(iterate_rows(path, ("prompt",), ("messages",), ("chosen", "rejected"), optional=("data_source", "images", "response")), None)  # fmt: skip
+        row = next(iterate_rows(path, ("prompt",), ("messages",), ("chosen", "rejected"), optional=("data_source", "images", "response"), names=recipe.data.columns), None)  # fmt: skip
         if row is not None:
             layout = next((layout for column, layout in _BY_COLUMN.items() if row.values.get(column)), None)
             if layout is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.engines.arguments import package_folder
+from megarl.engines import package_folder
 from megarl.errors import RecipeError
 
 OVERRIDE = {"head_dtype": "float32"}

@@ -7,6 +7,28 @@ from collections.abc import Iterator
 
 from megarl.errors import RecipeError
 from megarl.recipe.data import DataConfig, files_of
+from megarl.registry import did_you_mean
+
+COLUMNS = {
+    "rollout": ("prompt", "data_source", "reward_model", "ground_truth", "extra_info", "images", "videos"),
+    "sft": ("messages", "prompt", "response", "tools", "data_source", "extra_info"),
+    "preferences": ("prompt", "chosen", "rejected", "data_source", "extra_info"),
+}
+"""Columns that a run reads, by train.source."""
+
+
+def column_errors(source: str, columns: dict[str, str]) -> Iterator[RecipeError]:
+    """Check `data.columns` of a run with train.source `source`."""
+    for name, column in columns.items():
+        key = f"data.columns.{name}"
+        if name not in COLUMNS[source]:
+            problem = f"train.source={source} reads no column {name!r}{did_you_mean(name, COLUMNS[source])}"
+            yield RecipeError(key, problem, f"use one of {', '.join(COLUMNS[source])}", value=column)
+        elif not all(column.split(".")):
+            yield RecipeError(key, "it is not a column, nor a column.field", "give the file's name of it", value=column)
+    if {"reward_model", "ground_truth"} <= columns.keys():
+        problem = "data.columns.reward_model already names the column with the ground truth"
+        yield RecipeError("data.columns.ground_truth", problem, "leave one out", value=columns["ground_truth"])
 
 
 def data_errors(data: DataConfig) -> Iterator[RecipeError]:

@@ -17,7 +17,7 @@ from megarl.errors import RecipeError, raise_all
 from megarl.preflight.recipe.agent import agent_errors
 from megarl.preflight.recipe.algorithm import algorithm_errors, name_errors, source_errors
 from megarl.preflight.recipe.critic import critic_errors
-from megarl.preflight.recipe.data import data_errors
+from megarl.preflight.recipe.data import column_errors, data_errors
 from megarl.preflight.recipe.environment import environment_errors
 from megarl.preflight.recipe.judge import judge_errors
 from megarl.preflight.recipe.megatron_ddp import ddp_errors
@@ -89,6 +89,7 @@ def combination_errors(recipe: Recipe) -> Iterator[ValueError]:
     yield from optimizer_extra_errors(critic_view(recipe), "critic.optimizer")
     yield from ddp_errors(recipe)
     yield from data_errors(recipe.data)
+    yield from column_errors(recipe.train.source, recipe.data.columns)
     yield from observe_errors(recipe)
 
 

@@ -15,6 +15,9 @@ from megarl.recipe.urls import check_headers, check_url
 
 def reward_errors(reward: RewardConfig) -> Iterator[ValueError]:
     yield from _remote_errors(reward)
+    if reward.arguments and ":" not in (reward.function or ""):
+        problem = "only a function of your own in reward.function has arguments"
+        yield RecipeError("reward.arguments", problem, "leave it out", value=dict(reward.arguments))
     if not reward.functions:
         return
     if reward.function is not None:

@@ -20,6 +20,7 @@ from megarl.commands.convert_verl.parser import read_command
 from megarl.commands.convert_verl.table import RL, SFT, TRAINER, Option
 from megarl.errors import InputError
 from megarl.exit_status import guarded
+from megarl.preflight.recipe.data import COLUMNS
 from megarl.recipe.load import flat_settings, to_yaml
 from megarl.recipe.schema import Recipe
 
@@ -41,6 +42,94 @@ def settings(text: str, *overrides: str, rows: int | None = None) -> dict[str, A
 
     walk(yaml.safe_load(convert(text, overrides, rows=rows).text), "")
     return flat
+
+
+SFT_RUN = "torchrun --nproc-per-node=2 -m verl.trainer.{} model.path=m data.train_files=a.parquet trainer.total_training_steps=1"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "options", "columns"),
+    [
+        ("fsdp_sft_trainer", "", {"prompt": "question", "response": "answer"}),
+        ("fsdp_sft_trainer", "data.prompt_key=prompt data.response_key=response", {}),
+        (
+            "fsdp_sft_trainer",
+            "data.prompt_key=extra_info data.response_key=extra_info +data.prompt_dict_keys=['question'] "
+            "+data.response_dict_keys=['answer']",
+            {"prompt": "extra_info.question", "response": "extra_info.answer"},
+        ),
+        ("fsdp_sft_trainer", "data.multiturn.enable=true data.multiturn.messages_key=turns", {"messages": "turns"}),
+        ("sft_trainer", "data.messages_key=prompt", {"messages": "prompt"}),
+        ("sft_trainer", "data.messages_key=messages data.tools_key=functions", {"tools": "functions"}),
+    ],
+)
+def test_columns_of_demonstrations(trainer: str, options: str, columns: dict[str, str]) -> None:
+    converted = settings(f"{SFT_RUN.format(trainer)} {options}")
+    assert {key: value for key, value in converted.items() if key.startswith("data.columns")} == {
+        f"data.columns.{name}": column for name, column in columns.items()
+    }
+
+
+def test_columns_of_prompts() -> None:
+    same = settings(f"{GRPO} data.prompt_key=prompt data.image_key=images data.reward_fn_key=data_source")
+    assert not [key for key in same if key.startswith("data.columns")]
+    other = settings(f"{GRPO} data.prompt_key=question data.reward_fn_key=source")
+    assert (other["data.columns.prompt"], other["data.columns.data_source"]) == ("question", "source")
+
+
+@pytest.mark.parametrize("prefix", ["", "reward."])
+def test_a_reward_function_with_its_arguments(prefix: str) -> None:
+    options = f"{prefix}custom_reward_function.path=rewards/mine.py {prefix}custom_reward_function.name=score_it"
+    arguments = f"+{prefix}custom_reward_function.reward_kwargs.strict=True"
+    converted = settings(f"{GRPO} {options} {arguments}")
+    assert converted["reward.function"] == "rewards/mine.py:score_it"
+    assert converted["reward.arguments.strict"] is True
+    default = settings(f"{GRPO} {prefix}custom_reward_function.path=pkg://my.rewards")
+    assert default["reward.function"] == "my.rewards:compute_score"
+    unused = convert(f"{GRPO} {arguments}", [])
+    assert "reward:" not in unused.text and "custom_reward_function.path" in "".join(unused.notes)
+    with pytest.raises(InputError, match=r"rewards/mine is not a \.py file"):
+        settings(f"{GRPO} {prefix}custom_reward_function.path=rewards/mine")
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "reward_model.reward_manager=batch",
+        "reward.reward_manager.name=collabllm",
+        "reward.reward_manager.source=importlib",
+        "data.custom_cls.path=my/dataset.py",
+        "actor_rollout_ref.rollout.multi_turn.enable=True",
+        "actor_rollout_ref.rollout.multi_turn.interaction_config_path=a.yaml",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=my_agent",
+        "actor_rollout_ref.rollout.agent.agent_loop_config_path=a.yaml",
+    ],
+)
+def test_what_scores_or_reads_otherwise_is_refused_unless_accepted(option: str) -> None:
+    name = option.partition("=")[0]
+    with pytest.raises(InputError, match=f"--accept {name}"):
+        convert(f"{GRPO} {option}", [])
+    accepted = convert(f"{GRPO} {option}", [], accepted=[name])
+    assert any(option in note for note in accepted.notes)
+    for harmless in (
+        "reward_model.reward_manager=dapo",
+        "reward.reward_manager.name=naive",
+        "data.custom_cls.path=null",
+    ):
+        assert not any(harmless in note for note in convert(f"{GRPO} {harmless}", []).notes)
+
+
+def test_a_run_with_tools_needs_megarls_tools() -> None:
+    options = "multi_turn.enable=True multi_turn.max_assistant_turns=5 multi_turn.format=hermes multi_turn.max_parallel_calls=2"
+    command = f"{GRPO} " + " ".join(f"actor_rollout_ref.rollout.{option}" for option in options.split())
+    with pytest.raises(InputError, match=r"give agent\.tools=VALUE after the file, or --accept"):
+        settings(command)
+    converted = settings(command, "agent.tools=[code_interpreter]")
+    agent = {"tools": ["code_interpreter"], "max_turns": 5, "format": "hermes", "max_calls_per_turn": 2}
+    assert {key: value for key, value in converted.items() if key.startswith("agent.")} == {
+        f"agent.{name}": value for name, value in agent.items()
+    }
+    assert not [key for key in settings(command.replace("enable=True", "enable=False")) if key.startswith("agent.")]
 
 
 class TestScript:
@@ -318,7 +407,15 @@ class TestMeaning:
         keys = flat_settings(to_yaml(Recipe())).keys()
 
         def exists(key: str) -> bool:
-            fields = ("megatron.extra.", "megatron.ddp.", "critic.megatron.ddp.", "rollout.engine_args.")
+            fields = (
+                "megatron.extra.",
+                "megatron.ddp.",
+                "critic.megatron.ddp.",
+                "rollout.engine_args.",
+                "reward.arguments.",
+            )
+            if key.startswith("data.columns."):
+                return key.removeprefix("data.columns.") in {*COLUMNS["rollout"], *COLUMNS["sft"]}
             return key in keys or key.startswith(fields)
 
         options: list[Option] = [*RL, *SFT, *TRAINER]

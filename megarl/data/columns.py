@@ -1,0 +1,90 @@
+"""Which columns to read of a data file, and under which names the file has them (`data.columns`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+GROUND_TRUTH = "ground_truth"  # in `data.columns`: the file's column of plain answers, instead of `reward_model`
+_OBJECTS = ("extra_info", "reward_model")  # a file may have them as JSON text
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Columns to read of a file.
+
+    layouts: alternative sets of columns; the file must have all columns of one set. optional: columns to read if present.
+    names: `data.columns`: a column to the file's column, or to a field of one, as in ``extra_info.question``.
+    """
+
+    layouts: Sequence[Sequence[str]]
+    optional: Sequence[str] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def columns(self) -> set[str]:
+        return {*self.optional, *(name for layout in self.layouts for name in layout)}
+
+    def source(self, column: str) -> str:
+        """Return the name of the file's column that has `column`."""
+        return self._path(column)[0]
+
+    def check(self, where: str | Path, present: Iterable[str]) -> None:
+        """Raise ValueError if the file's columns `present` lack those of every layout, or one that `names` has."""
+        present = list(present)
+        missing = [[column for column in layout if self.source(column) not in present] for layout in self.layouts]
+        named = [column for column in self._named() if self.source(column) not in present]
+        if all(missing) or named:
+            lacks = [named] if named else missing
+            text = ", or ".join(" and ".join(map(self._label, columns)) for columns in lacks)
+            raise ValueError(f"{where}: no column {text}; it has {', '.join(present) or 'none'}")
+
+    def values(self, where: str, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the selected columns of a row of the file. ValueError if a field or JSON text in it is wrong."""
+        return {column: self._value(where, row, column) for column in self.columns if self.source(column) in row}
+
+    def _named(self) -> Collection[str]:
+        """Return the selected columns for which `names` has another name."""
+        return [column for column in sorted(self.columns) if self._key(column) in self.names]
+
+    def _key(self, column: str) -> str:
+        return GROUND_TRUTH if column == "reward_model" and GROUND_TRUTH in self.names else column
+
+    def _path(self, column: str) -> list[str]:
+        key = self._key(column)
+        return self.names.get(key, key).split(".")
+
+    def _label(self, column: str) -> str:
+        key = self._key(column)
+        return repr(self.source(column)) + (f" (data.columns.{key})" if key in self.names else "")
+
+    def _value(self, where: str, row: Mapping[str, Any], column: str) -> Any:
+        source, *fields = self._path(column)
+        value = row[source]
+        if isinstance(value, str) and (fields or (column in _OBJECTS and self._key(column) == column)):
+            value = _object(where, source, value)
+        for name in fields:
+            if value is None:
+                break
+            if not isinstance(value, dict) or name not in value:
+                has = ", ".join(map(str, value)) or "none" if isinstance(value, dict) else "none"
+                path = self.names[self._key(column)]
+                raise ValueError(f"{where}: column {source!r} has no field {path!r}; fields: {has}")
+            value = value[name]
+        return {GROUND_TRUTH: value} if self._key(column) == GROUND_TRUTH else value
+
+
+def _object(where: str, column: str, text: str) -> Any:
+    """Parse the JSON text of an object. Empty text is an empty column; other text stays, as it is no object."""
+    if not text.strip():
+        return None
+    if not text.lstrip().startswith("{"):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        short = text if len(text) <= 80 else f"{text[:77]}..."
+        raise ValueError(f"{where}: column {column!r} is {short!r}, which is not JSON: {error}") from error

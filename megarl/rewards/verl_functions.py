@@ -1,0 +1,93 @@
+"""Reward functions written for verl, `compute_score(data_source, solution_str, ground_truth, extra_info)`, as scorers.
+
+The contract is that of verl's reward managers naive and dapo (verl/experimental/reward_loop/reward_manager/naive.py).
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Sequence
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megarl.types import Turn
+
+if TYPE_CHECKING:
+    from megarl.rewards.base import ScoreRequest
+
+_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+
+def is_verl_function(function: Callable[..., Any]) -> bool:
+    """Return True for a function with a parameter `solution_str`."""
+    return "solution_str" in inspect.signature(function).parameters
+
+
+def verl_scorer(function: Callable[..., Any], arguments: dict[str, Any]) -> Callable[[ScoreRequest], Any]:
+    """Return a function of a `ScoreRequest` that calls `function` as verl does; async if `function` is.
+
+    arguments: keyword arguments that take precedence over verl's four (custom_reward_function.reward_kwargs).
+    Raises TypeError if `function` cannot be called so.
+    """
+    inspect.signature(function).bind(**{**dict.fromkeys(_PARAMETERS), **arguments})
+    if inspect.iscoroutinefunction(function):
+
+        async def score_awaited(request: ScoreRequest) -> Any:
+            return _result(await function(**{**_call(request), **arguments}))
+
+        return score_awaited
+
+    def score(request: ScoreRequest) -> Any:
+        return _result(function(**{**_call(request), **arguments}))
+
+    return score
+
+
+def _call(request: ScoreRequest) -> dict[str, Any]:
+    added = {"num_turns": _turns(request.turns), "rollout_reward_scores": {}}
+    return {
+        "data_source": request.data_source,
+        "solution_str": request.response,
+        "ground_truth": request.ground_truth,
+        "extra_info": {**request.extra_info, **added},
+    }
+
+
+def _turns(turns: Sequence[Turn]) -> int:
+    """Return verl's number of turns: the prompt, the policy's turns, and tools' answers to a turn together as one."""
+    if not turns:
+        return 2
+    roles = [role for role, _ in itertools.groupby(turns, key=lambda turn: turn.role)]
+    return 1 + sum(turn.role == "assistant" for turn in turns) + roles.count("tool")
+
+
+def _result(result: Any) -> Any:
+    """Convert verl's result: `acc` (a number's own value) is the accuracy, and `pred` the answer.
+
+    Other values of a dict that are not numbers have no place in a score, and verl only logs them: they are left out.
+    """
+    if not isinstance(result, dict):
+        number = _plain(result)
+        return {"score": number, "accuracy": number} if isinstance(number, Real) else result
+    values = {name: _plain(value) for name, value in result.items()}
+    score = {name: value for name, value in values.items() if name == "score" or isinstance(value, Real)}
+    if "acc" in score:
+        score.setdefault("accuracy", score["acc"])
+    for name in ("steps", "answer", "reason"):  # megarl's own names, which verl does not know
+        score.pop(name, None)
+    if values.get("pred") is not None:
+        score.pop("pred", None)
+        score["answer"] = str(values["pred"])
+    return score
+
+
+def _plain(value: Any) -> Any:
+    """Return the number of a numpy or torch scalar, and other values as they are."""
+    if isinstance(value, np.bool_):
+        return bool(value)
+    if not isinstance(value, Real) and getattr(value, "shape", None) == () and hasattr(value, "item"):
+        return value.item()
+    return value
