@@ -152,16 +152,16 @@ def _key(row: Option, name: str) -> str:
 def derived(options: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     """Iterate over (option, key, expected value) of settings that follow from several options."""
     get = options.get
-    devices = get("trainer.nnodes") * get("trainer.n_gpus_per_node")
-    prompts, mini = get("data.train_batch_size"), get(f"{_A}.ppo_mini_batch_size")
-    longest = get("data.max_prompt_length") + get("data.max_response_length")
+    devices = options["trainer.nnodes"] * options["trainer.n_gpus_per_node"]
+    prompts, mini = options["data.train_batch_size"], options[f"{_A}.ppo_mini_batch_size"]
+    longest = options["data.max_prompt_length"] + options["data.max_response_length"]
     megatron = get(f"{_A}.strategy") == "megatron"
     yield "trainer.nnodes", "cluster.trainers", devices
     yield f"{_A}.ppo_mini_batch_size", "actor.mini_batches", max(prompts // mini, 1)
     sequence = 1 if megatron else get(f"{_A}.ulysses_sequence_parallel_size") or 1
     micro = get(f"{_A}.ppo_micro_batch_size_per_gpu")
     if get(f"{_A}.use_dynamic_bsz") or not micro:
-        tokens = get(f"{_A}.ppo_max_token_len_per_gpu") * sequence
+        tokens = options[f"{_A}.ppo_max_token_len_per_gpu"] * sequence
     else:
         context = get(f"{_A}.megatron.context_parallel_size") or 1 if megatron else 1
         tokens = -(-micro * longest // context)
@@ -172,7 +172,7 @@ def derived(options: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     coefficient = get(f"{_A}.kl_loss_coef") if in_loss else get("algorithm.kl_ctrl.kl_coef") if in_reward else 0
     yield f"{_A}.use_kl_loss", "algorithm.kl_coef", coefficient
     yield "algorithm.use_kl_in_reward", "algorithm.kl_in_reward", bool(in_reward and coefficient)
-    size = get(f"{_R}.tensor_model_parallel_size")
+    size = options[f"{_R}.tensor_model_parallel_size"]
     yield f"{_R}.tensor_model_parallel_size", "rollout.tensor_parallel", size
     if "one_step_off" not in str(get("trainer.project_name")) and "rollout.nnodes" not in options:
         yield f"{_R}.tensor_model_parallel_size", "rollout.engines", devices // size
@@ -180,7 +180,7 @@ def derived(options: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
         yield f"{_A}.clip_ratio_c", "algorithm.ratio_cap", get(f"{_A}.clip_ratio_c")
     warmup = get(f"{_A}.optim.lr_warmup_steps") or -1
     if warmup > 0:
-        updates = max(prompts // mini, 1) * get(f"{_A}.ppo_epochs")
+        updates = max(prompts // mini, 1) * options[f"{_A}.ppo_epochs"]
         yield f"{_A}.optim.lr_warmup_steps", "actor.optimizer.warmup_steps", warmup * updates
     yield "trainer.save_freq", "train.save_every", max(get("trainer.save_freq") or 0, 0)
     if get("algorithm.adv_estimator") == "gae":

@@ -19,7 +19,7 @@ _LEAST_REST = 1e-6  # probability of all other tokens together: the precision of
 @policy_loss(
     "gkd",
     needs_old_log_probs=False,
-    settings=("distill_top_k", "distill_beta"),
+    settings=("distill_top_k", "distill_beta", "distill_max"),
     needs_advantages=False,
     needs_reference=True,
     needs_top=True,
@@ -32,10 +32,13 @@ def gkd(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]
     The distributions have `distill_top_k` + 1 outcomes: the teacher's most likely tokens, and "any other token". The
     divergence is non-negative, and 0 where the two distributions over these outcomes agree. If the policy leaves less than
     1e-6 to "any other token", the loss has no gradient that raises it; this can happen with a `distill_top_k` of 1 or 2.
+    A token whose loss is above `distill_max` has that loss and no gradient.
     """
     teacher, policy = inputs.reference_top_log_probs, inputs.top_log_probs
     assert teacher is not None and policy is not None
     loss = divergence(with_rest(teacher), with_rest(policy), settings.distill_beta)
+    if settings.distill_max is not None:
+        loss = loss.clamp(max=settings.distill_max)
     return loss, {
         "actor/distill_mass": policy.detach().exp().sum(1),
         "actor/distill_teacher_mass": teacher.exp().sum(1),

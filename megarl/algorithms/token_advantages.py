@@ -47,9 +47,11 @@ def reinforce_plus_plus(outcomes: TokenOutcomes, settings: AlgorithmConfig) -> n
     )
 
 
-@token_advantage("on_policy_distillation", needs_kl_in_reward=True)
+@token_advantage("on_policy_distillation", settings=("distill_max",), needs_kl_in_reward=True)
 def on_policy_distillation(outcomes: TokenOutcomes, settings: AlgorithmConfig) -> np.ndarray:
     """On-policy distillation (Thinking Machines, 2025; MiniLLM, arXiv 2306.08543, without its later rewards): the advantage
-    is the KL penalty of each token, -kl_coef (log p(policy) - log p(teacher)); outcomes and step rewards are not used."""
+    is the KL penalty of each token, -kl_coef (log p(policy) - log p(teacher)), between -`distill_max` and `distill_max`; outcomes and step rewards are
+    not used."""
     assert outcomes.penalties is not None
-    return np.where(outcomes.mask, outcomes.penalties, 0.0)
+    limit = np.inf if settings.distill_max is None else settings.distill_max
+    return np.where(outcomes.mask, outcomes.penalties.clip(-limit, limit), 0.0)

@@ -162,6 +162,11 @@ class AlgorithmConfig:
         at_least=0,
         at_most=1,
     )
+    distill_max: Optional[float] = key(
+        None,
+        "gkd: largest loss of a token. on_policy_distillation: largest absolute advantage of a token. Unset: no limit.",
+        above=0,
+    )
     kl_coef: float = key(0.0, "Weight of the KL to the reference policy. 0: no KL.", at_least=0)
     kl_estimator: str = key("low_var_kl", "Estimator of the KL: kl (k1), abs, mse (k2), low_var_kl (k3).")
     kl_in_reward: bool = key(

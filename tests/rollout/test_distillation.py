@@ -85,6 +85,20 @@ class TestDivergence:
         # The divergence has its minimum here, so its gradient is zero.
         assert slope.abs().max() < 1e-12
 
+    def test_a_loss_above_the_limit_has_no_gradient(self) -> None:
+        batch = distilling(0, [40])
+        assert batch.top_log_probs is not None
+        free, _ = gkd(batch, settings(loss="gkd"))
+        limit = float(free.detach().median())
+        limited, _ = gkd(batch, settings(loss="gkd", distill_max=limit))
+        above = free.detach() > limit
+        assert 0 < above.sum() < len(above)
+        torch.testing.assert_close(limited, free.clamp(max=limit))
+        (slope,) = torch.autograd.grad(limited.sum(), batch.top_log_probs, retain_graph=True)
+        (expected,) = torch.autograd.grad(free.sum(), batch.top_log_probs)
+        assert (slope[above] == 0).all()
+        torch.testing.assert_close(slope[~above], expected[~above])
+
     def test_impossible_tokens_do_not_change_the_divergence(self) -> None:
         teacher, policy = logs([[0.5, 0.25]]), logs([[0.25, 0.25]])
         none = torch.full((1, 1), IMPOSSIBLE, dtype=torch.float64)
@@ -183,6 +197,7 @@ def test_on_policy_distillation_uses_the_kl_penalties_as_advantages() -> None:
     )
     estimate = ADVANTAGES["on_policy_distillation"].of_tokens
     assert estimate(outcomes, settings()).tolist() == [-0.5, 0.25, 0.0, -1.0]
+    assert estimate(outcomes, settings(distill_max=0.4)).tolist() == [-0.4, 0.25, 0.0, -0.4]
 
 
 def test_reference_pass_and_teacher_follow_the_settings() -> None:

@@ -18,8 +18,8 @@ from megarl.registry import nearest
 
 _OVERRIDE = re.compile(r"(~|\+{0,2})([\w@./-]+?)(?:=(.*))?", re.DOTALL)
 _ALGORITHMIC = ("algorithm.", "actor_rollout_ref.actor.policy_loss.", "actor_rollout_ref.actor.optim.", "critic.optim.")
-_SWITCHES = ("distillation.enabled", "reward_model.enable", "reward.reward_model.enable")
-"""Options that replace the reward or the loss if they are True."""
+_SWITCHES = ("reward_model.enable", "reward.reward_model.enable")
+"""Options that replace the reward if they are True."""
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
@@ -170,6 +170,8 @@ def value_of(text: str, line: int) -> Any:
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
+        if text.startswith("{"):
+            return text  # a mapping in Hydra's own syntax, which no option in the table has
         raise InputError(f"line {line}: the value {text!r} cannot be read") from error
     return text if isinstance(value, (dict, float)) and not text.startswith("{") else value
 

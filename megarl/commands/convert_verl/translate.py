@@ -8,6 +8,7 @@ from typing import Any
 
 from megarl.commands.convert_verl.conversion import Conversion
 from megarl.commands.convert_verl.correction import translate_correction
+from megarl.commands.convert_verl.distillation import translate_distillation
 from megarl.commands.convert_verl.table import KL_ESTIMATORS, OVERLONG
 from megarl.errors import InputError
 
@@ -49,6 +50,7 @@ def translate_rl(conversion: Conversion, *, megatron: bool, one_step_off: bool, 
     _kl(conversion)
     _loss(conversion)
     translate_correction(conversion)
+    translate_distillation(conversion)
     _dynamic_sampling(conversion)
     _overlong(conversion)
     _reward_function(conversion)

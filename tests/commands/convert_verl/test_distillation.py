@@ -1,0 +1,91 @@
+"""verl's on-policy distillation: the teacher, its loss and its advantage, or an error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+
+from megarl.commands.convert_verl.command import convert
+from megarl.errors import InputError
+
+LOSS = "distillation.distillation_loss."
+TEACHER = "distillation.teacher_models.teacher_model."
+RUN = f"""python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=m data.train_files=a.parquet algorithm.adv_estimator=grpo \
+actor_rollout_ref.rollout.n=2 distillation.enabled=True distillation.nnodes=2 {TEACHER}model_path=models/teacher \
+{TEACHER}inference.tensor_model_parallel_size=4 {TEACHER}inference.name=vllm {TEACHER}inference.gpu_memory_utilization=0.3 """
+TEACHER_OF_RUN = {
+    "path": "models/teacher",
+    "tensor_parallel": 4,
+    "engines": 4,  # 2 nodes of 8 devices
+    "engine_args": {"gpu_memory_utilization": 0.3},
+}
+
+
+def recipe(options: str, *accepted: str) -> dict[str, Any]:
+    return yaml.safe_load(convert(RUN + options, accepted=accepted).text)
+
+
+def losses(options: str) -> str:
+    return " ".join(f"{LOSS}{option}" for option in options.split())
+
+
+def test_a_policy_gradient_with_the_reverse_kl() -> None:
+    converted = recipe(losses("loss_mode=k1 use_policy_gradient=True use_task_rewards=False loss_max_clamp=10.0"))
+    algorithm = converted["algorithm"]
+    expected = {
+        "reference": "teacher", "advantage": "on_policy_distillation", "kl_coef": 1.0, "kl_in_reward": True,
+        "kl_estimator": "kl", "distill_max": 10.0, "dual_clip": 3.0, "whiten_advantages": False,
+    }  # fmt: skip
+    assert expected.items() <= algorithm.items() and "loss" not in algorithm, "ppo_clip is the default"
+    assert converted["teacher"] == TEACHER_OF_RUN
+
+
+def test_the_forward_kl_of_the_top_tokens() -> None:
+    options = losses(
+        "loss_mode=forward_kl_topk topk=64 use_task_rewards=False use_policy_gradient=False loss_max_clamp=10.0"
+    )
+    converted = recipe(options)
+    expected = {"reference": "teacher", "advantage": "none", "loss": "gkd", "distill_max": 10.0}
+    assert expected.items() <= converted["algorithm"].items()  # 64 is the default of distill_top_k
+    assert "kl_coef" not in converted["algorithm"] and converted["teacher"] == TEACHER_OF_RUN
+    assert recipe(options.replace("topk=64", "topk=8"))["algorithm"]["distill_top_k"] == 8
+    limit = f" {LOSS}log_prob_min_clamp=-10.0"
+    with pytest.raises(InputError, match=f"--accept {LOSS}log_prob_min_clamp"):
+        recipe(options + limit)
+    assert recipe(options + limit, f"{LOSS}log_prob_min_clamp")["algorithm"]["loss"] == "gkd"
+
+
+def test_task_rewards_and_a_kl_to_the_teacher() -> None:
+    algorithm = recipe(losses("loss_mode=k3 distillation_loss_coef=0.5"))["algorithm"]
+    assert (algorithm["reference"], algorithm["kl_coef"]) == ("teacher", 0.5)
+    assert algorithm.get("kl_estimator", "low_var_kl") == "low_var_kl" and algorithm.get("advantage", "grpo") == "grpo"
+    with pytest.raises(InputError, match="one KL term"):
+        recipe("actor_rollout_ref.actor.use_kl_loss=True")
+    with pytest.raises(InputError, match=f"--accept {LOSS}loss_max_clamp"):
+        recipe(losses("loss_max_clamp=5"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (losses("loss_mode=k3 use_policy_gradient=True use_task_rewards=False"), "a policy gradient needs k1"),
+        (losses("loss_mode=k1 use_policy_gradient=True"), "a policy gradient needs k1 and use_task_rewards=False"),
+        (losses("loss_mode=k3 use_task_rewards=False"), "forward_kl_topk"),
+        (losses("loss_mode=forward_kl_topk"), "an estimator of the KL"),
+        ("distillation.teacher_models.other.model_path=x", "one teacher"),
+        (f"{TEACHER}inference.tensor_model_parallel_size=3", "not a multiple"),
+        (f"{TEACHER}model_path=null", "needs .*model_path"),
+        ("distillation.mixture=1", "--accept distillation.mixture"),
+    ],
+)
+def test_another_distillation_is_refused(options: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        recipe(options)
+
+
+def test_a_run_that_does_not_distill_has_no_teacher() -> None:
+    assert "teacher" not in recipe("distillation.enabled=False")
+    accepted = recipe(losses("loss_mode=k3 use_task_rewards=False"), "distillation.enabled")
+    assert "teacher" not in accepted and "reference" not in accepted["algorithm"]
