@@ -41,9 +41,9 @@ _CONFIGS = {
 }
 """Folder and name of an entry point's configuration."""
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_DISTILLATION = "distillation.distillation_loss"
 _MISSING = "<missing>"
 _SWITCHES = {
-    "actor_rollout_ref.model.lora_rank": ["actor_rollout_ref.model.lora_*", "actor_rollout_ref.model.target_modules"],
     f"{_R}.multi_turn.enable": [f"{_R}.multi_turn.*"],
     "algorithm.filter_groups.enable": ["algorithm.filter_groups.*"],
     f"{_R}.val_kwargs.do_sample": [f"{_R}.val_kwargs.top_p", f"{_R}.val_kwargs.n"],
@@ -122,6 +122,8 @@ def unused(options: Mapping[str, Any]) -> list[str]:
     patterns += [f"{_A}.clip_ratio_*"] if loss in ("gpg", "sapo", "kl_cov", "dro") else []
     if options.get("algorithm.adv_estimator") != "gae":
         patterns += ["critic.*", "trainer.critic_warmup", "algorithm.lam"]
+    if options.get("distillation.enabled") and not options.get(f"{_DISTILLATION}.use_task_rewards"):
+        patterns += ["algorithm.adv_estimator", f"{_A}.policy_loss.*", f"{_A}.clip_ratio_*"]
     for switch, names in _SWITCHES.items():
         if options.get(switch) in (None, False, 0):
             patterns += names
@@ -166,10 +168,21 @@ def derived(options: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
         context = get(f"{_A}.megatron.context_parallel_size") or 1 if megatron else 1
         tokens = -(-micro * longest // context)
     yield f"{_A}.ppo_max_token_len_per_gpu", "actor.max_tokens_per_micro_batch", tokens
+    rank = get("actor_rollout_ref.model.lora.rank") if megatron else get("actor_rollout_ref.model.lora_rank")
+    yield "actor_rollout_ref.model.lora_rank", "lora.rank", rank or 0
+    if rank:
+        alpha = get("actor_rollout_ref.model.lora.alpha") if megatron else get("actor_rollout_ref.model.lora_alpha")
+        yield "actor_rollout_ref.model.lora_alpha", "lora.alpha", alpha
     if not megatron:
         yield f"{_A}.ulysses_sequence_parallel_size", "megatron.tensor_parallel", sequence
     in_loss, in_reward = get(f"{_A}.use_kl_loss"), get("algorithm.use_kl_in_reward")
     coefficient = get(f"{_A}.kl_loss_coef") if in_loss else get("algorithm.kl_ctrl.kl_coef") if in_reward else 0
+    if get("distillation.enabled"):
+        by_gradient = get(f"{_DISTILLATION}.use_policy_gradient")
+        in_reward = by_gradient
+        coefficient = 1.0 if by_gradient else 0
+        if get(f"{_DISTILLATION}.use_task_rewards"):
+            coefficient = get(f"{_DISTILLATION}.distillation_loss_coef")
     yield f"{_A}.use_kl_loss", "algorithm.kl_coef", coefficient
     yield "algorithm.use_kl_in_reward", "algorithm.kl_in_reward", bool(in_reward and coefficient)
     size = options[f"{_R}.tensor_model_parallel_size"]

@@ -52,6 +52,7 @@ def _check(conversion: Conversion, supported: bool, reason: str) -> None:
 
 def _policy_gradient(conversion: Conversion) -> None:
     settings = conversion.settings
+    conversion.note("algorithm.adv_estimator", "not used: without task rewards the advantages are the teacher's")
     settings |= {
         "algorithm.advantage": "on_policy_distillation",
         "algorithm.whiten_advantages": False,

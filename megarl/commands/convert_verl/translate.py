@@ -9,6 +9,7 @@ from typing import Any
 from megarl.commands.convert_verl.conversion import Conversion
 from megarl.commands.convert_verl.correction import translate_correction
 from megarl.commands.convert_verl.distillation import translate_distillation
+from megarl.commands.convert_verl.lora import translate_lora
 from megarl.commands.convert_verl.table import KL_ESTIMATORS, OVERLONG
 from megarl.errors import InputError
 
@@ -46,6 +47,7 @@ def translate_rl(conversion: Conversion, *, megatron: bool, one_step_off: bool, 
     """
     _prompts(conversion)
     _batches(conversion)
+    translate_lora(conversion, megatron=megatron)
     _layout(conversion, megatron=megatron, one_step_off=one_step_off)
     _kl(conversion)
     _loss(conversion)
@@ -176,8 +178,6 @@ def _batches(conversion: Conversion) -> None:
             f"{_A}.ppo_micro_batch_size_per_gpu",
             f"{micro} x {longest} tokens{shared}: actor.max_tokens_per_micro_batch",
         )
-    if conversion.get("actor_rollout_ref.model.lora_rank", 0) == 0:
-        _drop(conversion, "lora.", "")
 
 
 def _mini_batches(conversion: Conversion, option: str) -> int:

@@ -412,6 +412,7 @@ class TestMeaning:
                 "megatron.ddp.",
                 "critic.megatron.ddp.",
                 "rollout.engine_args.",
+                "teacher.engine_args.",
                 "reward.arguments.",
             )
             if key.startswith("data.columns."):

@@ -70,7 +70,7 @@ RECIPE = {
     "cluster.trainers": 8, "actor.mini_batches": 4, "actor.max_tokens_per_micro_batch": 4096, "algorithm.kl_coef": 0.0,
     "algorithm.kl_in_reward": False, "rollout.tensor_parallel": 2, "rollout.engines": 4, "train.save_every": 0,
     "actor.optimizer.warmup_steps": 20, "algorithm.gamma": 0.9, "algorithm.advantage": "grpo", "data.prompts_per_step": 64,
-    "data.max_prompt_length": 512, "rollout.max_response_length": 512, "actor.epochs": 1,
+    "data.max_prompt_length": 512, "rollout.max_response_length": 512, "actor.epochs": 1, "lora.rank": 0,
 }  # fmt: skip
 
 
