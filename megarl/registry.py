@@ -24,23 +24,25 @@ T = TypeVar("T")
 
 
 def import_user_module(module: str) -> ModuleType:
-    """Import a user's module from the current directory or PYTHONPATH, or a file with the suffix .py by its path.
+    """Import a user's module from the current directory or PYTHONPATH. Raises whatever the import raises."""
+    _add_current_directory()
+    return importlib.import_module(module)
 
-    Raises whatever the import raises.
-    """
-    here = str(Path.cwd())
-    if here not in sys.path:  # unlike python -m, an installed command does not add the current directory
+
+def _add_current_directory() -> None:
+    """Let imports search the current directory: unlike python -m, an installed command does not add it."""
+    if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
-    return _import_file(Path(module)) if module.endswith(".py") else importlib.import_module(module)
 
 
 def _import_file(file: Path) -> ModuleType:
-    """Import a file once per process. Its module gets a name of its own, so that math.py does not replace `math`."""
+    """Import a user's file once per process. Its module has a name of its own, so that math.py does not replace `math`."""
     name = f"{file.stem}_{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
     if not file.is_file():
         raise FileNotFoundError(f"no such file: {file}")
+    _add_current_directory()
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None, file
     module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
@@ -66,15 +68,16 @@ def did_you_mean(name: str, candidates: Iterable[str]) -> str:
 
 
 def import_function(path: str, label: str) -> Callable[..., Any]:
-    """Import the function `path` (``module:function`` or ``file.py:function``) as `import_user_module` does.
+    """Import the function `path`: ``module:function`` as `import_user_module` does, or ``file.py:function``.
 
     Raises ValueError, with `label` in front of the path, if the import fails or the module has no such function.
     """
     module_name, _, name = path.partition(":")
+    is_file = module_name.endswith(".py")
     try:
-        module = import_user_module(module_name)
+        module = _import_file(Path(module_name)) if is_file else import_user_module(module_name)
     except Exception as error:
-        places = f"{Path.cwd()}" if module_name.endswith(".py") else f"{Path.cwd()} and on PYTHONPATH"
+        places = f"{Path.cwd()}" if is_file else f"{Path.cwd()} and on PYTHONPATH"
         raise ValueError(
             f"{label} {path!r}: importing {module_name!r} failed with {type(error).__name__}: {error}. "
             f"It is searched in {places}"

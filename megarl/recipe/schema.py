@@ -274,8 +274,8 @@ class WeightSyncConfig:
         above=0,
     )
     silence: float = key(
-        8.0,
-        "Heartbeat timeout in seconds. A rank without a heartbeat for this long during an update counts as stopped, or its machine or network as down. Each rank sends a heartbeat per second, however busy it is. Raise the value if machines swap or are paused. Must be below `weight_sync.timeout`.",
+        30.0,
+        "Heartbeat timeout in seconds. A rank without a heartbeat for this long during an update counts as stopped, or its machine or network as down; the end of a process is noticed at once. Each rank sends a heartbeat per second from a separate thread. Raise the value if machines swap or are paused. Must be below `weight_sync.timeout`.",
         at_least=3,
     )
 

@@ -38,7 +38,9 @@ def translate_lora(conversion: Conversion, *, megatron: bool) -> None:
     settings["lora.targets"] = _targets(conversion, targets, megatron=megatron)
     if get(f"{_MODEL}.lora.merge") is True:
         settings["weight_sync.adapters"] = "merged"
-    others = {f"{read}{name}": same for name, same in _SAME.items()} | {f"{_MODEL}.exclude_modules": (None, [])}
+    others = {f"{read}{name}": same for name, same in _SAME.items()} | {
+        f"{_MODEL}.exclude_modules": (None, [], "DONT_EXCLUDE")
+    }
     for option, same in others.items():
         if option in conversion.options and get(option) not in same:
             conversion.leave_out(option, "megarl's adapters have no counterpart", changes=True)

@@ -52,6 +52,12 @@ def test_megatrons_layers_by_their_names_in_the_model(targets: str, layers: list
     assert recipe(options)["lora"]["targets"] == layers
 
 
+def test_a_run_with_fsdp_starts_with_new_adapters() -> None:
+    with pytest.raises(InputError, match="--accept .*lora_adapter_path"):
+        recipe(f"{FLAT} {MODEL}lora_adapter_path=adapter")
+    assert "lora" not in recipe(f"{MODEL}exclude_modules=.*head {MODEL}lora_adapter_path=adapter"), "no adapters at all"
+
+
 def test_merged_adapters() -> None:
     assert recipe(f"model_engine=megatron {NESTED} {MODEL}lora.merge=True")["weight_sync"] == {"adapters": "merged"}
 
@@ -64,7 +70,7 @@ def test_merged_adapters() -> None:
         f"{MODEL}lora.adapter_path=adapter",
         f"{MODEL}lora.exclude_modules=[lm_head]",
         f"{MODEL}lora.target_modules=[router,linear_proj]",
-        f"{MODEL}lora_adapter_path=adapter",
+        f"{MODEL}exclude_modules=.*head",
         "critic.model.lora.rank=8",
     ],
 )
