@@ -53,7 +53,7 @@ def test_megatrons_layers_by_their_names_in_the_model(targets: str, layers: list
 
 
 def test_a_run_with_fsdp_starts_with_new_adapters() -> None:
-    with pytest.raises(InputError, match="--accept .*lora_adapter_path"):
+    with pytest.raises(InputError, match=r"--accept .*lora_adapter_path"):
         recipe(f"{FLAT} {MODEL}lora_adapter_path=adapter")
     assert "lora" not in recipe(f"{MODEL}exclude_modules=.*head {MODEL}lora_adapter_path=adapter"), "no adapters at all"
 
