@@ -13,6 +13,7 @@ from megarl.algorithms import (  # noqa: F401 - they register
     losses,
     preference_losses,
     process_advantages,
+    second_moment,
     sequence_losses,
     token_advantages,
 )

@@ -1,8 +1,7 @@
 """Clip-Cov and KL-Cov (arXiv 2505.22617): restrain the few tokens with the highest covariance of log-prob and advantage,
 which lower the policy's entropy fastest.
 
-The tokens are selected over a whole mini batch, before its update: each rank scores its tokens (`PolicyLoss.scores`), and
-the highest scores over all ranks are selected (`threshold`). The selection does not depend on how the batch is split.
+The tokens are selected over a whole mini batch, before its update: the `cov_share` with the highest scores (`Selection`).
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megarl.algorithms.inputs import LossInputs, TokenSums, advantages_of, kept
-from megarl.algorithms.loss_registry import CLIP, Metrics, clipped_surrogate, log_ratio, policy_loss
+from megarl.algorithms.loss_registry import CLIP, Metrics, Selection, clipped_surrogate, log_ratio, policy_loss
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,6 +39,14 @@ def threshold(scores: Sequence[np.ndarray], count: int) -> float:
     """Return the lowest of the `count` highest scores; inf if no score is above -inf."""
     top = highest(scores, count)
     return float(top[0]) if top.size else np.inf
+
+
+def _candidates(scores: Sequence[np.ndarray], sums: TokenSums, settings: AlgorithmConfig) -> np.ndarray:
+    return highest(scores, sums.count(settings.cov_share))
+
+
+def _limit(candidates: Sequence[np.ndarray], sums: TokenSums, settings: AlgorithmConfig) -> float:
+    return threshold(candidates, sums.count(settings.cov_share))
 
 
 def _eligible(inputs: LossInputs) -> np.ndarray:
@@ -69,7 +76,7 @@ def clip_cov_scores(
     "clip_cov",
     needs_old_log_probs=True,
     settings=(*CLIP, "cov_share", "cov_low", "cov_high"),
-    scores=clip_cov_scores,
+    selection=Selection(clip_cov_scores, _candidates, _limit),
 )
 def clip_cov(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
     """Clip-Cov (arXiv 2505.22617): PPO's clipped surrogate, without the gradient of a random `cov_share` of all tokens,
@@ -89,7 +96,7 @@ def clip_cov(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Met
     "kl_cov",
     needs_old_log_probs=True,
     settings=("cov_share", "cov_kl_coef"),
-    scores=kl_cov_scores,
+    selection=Selection(kl_cov_scores, _candidates, _limit),
     defaults={"cov_share": 2e-3},
 )
 def kl_cov(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:

@@ -7,7 +7,7 @@ and the settings it reads, so that a recipe with an unused setting is refused. `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -28,13 +28,26 @@ Scores = Callable[[LossInputs, TokenSums, "np.ndarray", "AlgorithmConfig"], "np.
 
 
 @dataclass(frozen=True)
+class Selection:
+    """Tokens of a whole mini batch that a loss treats separately: those with a score of at least a limit.
+
+    Each rank scores its tokens and sends `candidates`; `limit` is computed from those of all ranks, so that the selection
+    does not depend on how the mini batch is split.
+    """
+
+    scores: Scores  # of a micro batch's tokens [T], with random numbers [T] to draw by; -inf: never selected
+    candidates: Callable[[Sequence[np.ndarray], TokenSums, AlgorithmConfig], np.ndarray]  # of a rank's scores
+    limit: Callable[[Sequence[np.ndarray], TokenSums, AlgorithmConfig], float]  # inf: no token is selected
+
+
+@dataclass(frozen=True)
 class PolicyLoss:
     """A registered loss."""
 
     function: TokenLoss
     needs_old_log_probs: bool  # it compares the policy with the proximal policy
     settings: tuple[str, ...]  # the fields of `AlgorithmConfig` that it reads
-    scores: Scores | None = None  # selects the tokens of the mini batch with the highest scores: see covariance.py
+    selection: Selection | None = None  # tokens of the mini batch that it treats separately
     source: str = "rollout"  # the `train.source` that it learns from
     needs_advantages: bool = True
     needs_reference: bool = False  # the reference policy's log-probs, even if `kl_coef` is 0

@@ -133,6 +133,9 @@ class AlgorithmConfig:
     cov_low: float = key(1.0, "clip_cov: lowest covariance of a restricted token.")
     cov_high: float = key(5.0, "clip_cov: highest covariance of a restricted token.")
     cov_kl_coef: float = key(1.0, "kl_cov: weight of |log ratio| in the loss of restricted tokens.", at_least=0)
+    second_moment: float = key(
+        0.04, "m2po: largest mean of (log ratio)^2 over the tokens of a mini batch that stay in the loss.", above=0
+    )
     dpo_beta: float = key(0.1, "dpo: beta. A higher value keeps the policy closer to the starting policy.", above=0)
     dpo_label_smoothing: float = key(
         0.0, "dpo: probability that a preference label is reversed.", at_least=0, at_most=0.5

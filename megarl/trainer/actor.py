@@ -10,7 +10,6 @@ import numpy as np
 
 from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
 from megarl.algorithms.correction import Mismatch, weight_totals
-from megarl.algorithms.covariance import highest, threshold
 from megarl.algorithms.inputs import TokenSums
 from megarl.algorithms.moments import Moments, Whitening
 from megarl.algorithms.objective import (
@@ -246,7 +245,7 @@ class ActorWorker(Worker):
         for update in range(self.recipe.actor.optimizer_steps):
             number = update % len(self.batches)
             mini_batch = self.batches[number]
-            if LOSSES[settings.loss].scores is not None:
+            if LOSSES[settings.loss].selection is not None:
                 self._select(update, mini_batch)
             scale = correction_scales[number] if correction_scales else 1.0
             first = measure and update == 0 and self.recipe.train.source == "rollout"
@@ -270,15 +269,15 @@ class ActorWorker(Worker):
         return [step for step in metrics if step is not None] if self.trainer.coordinates.reports else None
 
     def _select(self, update: int, mini_batch: list[MicroBatch]) -> None:
-        """Select the tokens of a whole mini batch that the loss treats separately; see algorithms/covariance.py.
+        """Select the tokens of a whole mini batch that the loss treats separately (`Selection`).
 
         update: the number of the optimizer step within the controller step.
         """
         import torch
 
         settings = self.recipe.algorithm
-        scores_of = LOSSES[settings.loss].scores
-        assert scores_of is not None
+        selection = LOSSES[settings.loss].selection
+        assert selection is not None
         # Before the first update, the old log-probs are the current policy's.
         if update == 0 and runs_old_log_prob_pass(settings):
             log_probs = [batch.vectors.get("old_log_probs") for batch in mini_batch]
@@ -295,10 +294,11 @@ class ActorWorker(Worker):
         sums = sum(self.trainer.gather(sums), TokenSums())
         draws = self._random_numbers(update)
         scores = [
-            scores_of(batch_inputs, sums, draw, settings) for batch_inputs, draw in zip(inputs, draws, strict=True)
+            selection.scores(batch_inputs, sums, draw, settings)
+            for batch_inputs, draw in zip(inputs, draws, strict=True)
         ]
-        count = sums.count(settings.cov_share)
-        limit = threshold(self.trainer.gather(highest(scores, count)), count)
+        candidates = self.trainer.gather(selection.candidates(scores, sums, settings))
+        limit = selection.limit(candidates, sums, settings)
         for batch, batch_scores in zip(mini_batch, scores, strict=True):
             batch.vectors["selected"] = torch.from_numpy(batch_scores >= limit)
 

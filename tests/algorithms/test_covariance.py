@@ -1,4 +1,4 @@
-"""Clip-Cov and KL-Cov: which tokens are held back, against numbers worked by hand and however a mini batch is split."""
+"""Losses that select tokens of a mini batch, against numbers worked by hand and however the mini batch is split."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from megarl.algorithms.catalogue import LOSSES
 from megarl.algorithms.covariance import covariances, highest, threshold
 from megarl.algorithms.inputs import LossInputs, TokenSums
+from megarl.algorithms.second_moment import second_moment_limit
 from megarl.recipe.algorithm import AlgorithmConfig
 from tests.support.loss_cases import inputs, part_of, random_inputs, sequences_of, settings
 
@@ -16,11 +17,10 @@ from tests.support.loss_cases import inputs, part_of, random_inputs, sequences_o
 def selected(parts: list[LossInputs], draws: list[np.ndarray], config: AlgorithmConfig) -> list[np.ndarray]:
     """Select tokens as processes do that hold one part of the mini batch each."""
     sums = sum((TokenSums.of(part) for part in parts), TokenSums())
-    scores_of = LOSSES[config.loss].scores
-    assert scores_of is not None
-    scores = [scores_of(part, sums, draw, config) for part, draw in zip(parts, draws, strict=True)]
-    count = sums.count(config.cov_share)
-    limit = threshold([highest([part], count) for part in scores], count)
+    selection = LOSSES[config.loss].selection
+    assert selection is not None
+    scores = [selection.scores(part, sums, draw, config) for part, draw in zip(parts, draws, strict=True)]
+    limit = selection.limit([selection.candidates([part], sums, config) for part in scores], sums, config)
     return [part >= limit for part in scores]
 
 
@@ -61,11 +61,37 @@ def test_clip_cov_draws_unclipped_tokens_within_its_bounds() -> None:
     assert gradient.tolist() == [0, 0, 0, 0], "clipped, of no advantage, held back"
 
 
-@pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
+def test_m2po_leaves_out_the_tokens_that_moved_furthest() -> None:
+    """log ratios 0.1, -0.4, 0.2, 0.3: moments 0.01, 0.16, 0.04, 0.09, mean 0.075; without 0.16: 0.0467; then 0.025."""
+    batch = inputs([0.5] * 4, [1, -1, 1, 2])
+    batch.old_log_probs = batch.log_probs.detach() - torch.tensor([0.1, -0.4, 0.2, 0.3])
+    for limit, expected in ((0.08, []), (0.05, [1]), (0.04, [1, 3]), (0.001, [0, 1, 2, 3])):
+        (chosen,) = selected([batch], [np.zeros(4)], settings(loss="m2po", second_moment=limit))
+        assert np.flatnonzero(chosen).tolist() == expected, limit
+    batch.selected = torch.tensor([False, True, False, True])
+    loss, metrics = LOSSES["m2po"].function(batch, settings())
+    assert loss.tolist() == pytest.approx([-np.exp(0.1), 0, -np.exp(0.2), 0])
+    (gradient,) = torch.autograd.grad(loss.sum(), batch.log_probs)
+    assert gradient.tolist() == pytest.approx([-np.exp(0.1), 0, -np.exp(0.2), 0])
+    assert metrics["actor/second_moment_excluded"].tolist() == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_second_moment_of_the_others_is_at_most_the_limit(seed: int) -> None:
+    """And no smaller set could be left out: with the smallest excluded token the mean is above it."""
+    moments = np.random.default_rng(seed).standard_normal(50) ** 2
+    limit = second_moment_limit(moments, 0.5)
+    others = moments[moments < limit]
+    assert others.mean() <= 0.5 < np.append(others, limit).mean()
+    assert second_moment_limit(moments, 100.0) == np.inf == second_moment_limit(np.empty(0), 0.5)
+    assert second_moment_limit(np.array([0.3, 0.2]), 0.1) == 0.2, "nothing stays"
+
+
+@pytest.mark.parametrize("loss", ["clip_cov", "kl_cov", "m2po"])
 def test_the_selection_does_not_depend_on_the_split(loss: str) -> None:
     batch = random_inputs(0, [30, 7, 50, 13])
     draws = np.random.default_rng(1).random(100)
-    config = settings(loss=loss, cov_share=0.1, cov_low=0.1, cov_high=3.0)
+    config = settings(loss=loss, cov_share=0.1, cov_low=0.1, cov_high=3.0, second_moment=0.02)
     (whole,) = selected([batch], [draws], config)
     sequence = sequences_of(batch).numpy()
     parts = [[2], [3, 0], [1]]
@@ -75,7 +101,8 @@ def test_the_selection_does_not_depend_on_the_split(loss: str) -> None:
     for got, expected_part in zip(chosen, expected, strict=True):
         np.testing.assert_array_equal(got, expected_part)
     counted = int(batch.loss_mask.sum())
-    assert whole.sum() == int(0.1 * counted) and not whole[batch.loss_mask.numpy() == 0].any()
+    assert whole.sum() == int(0.1 * counted) or (loss == "m2po" and 0 < whole.sum() < counted)
+    assert not whole[batch.loss_mask.numpy() == 0].any()
 
 
 def test_scores_that_are_not_numbers_replace_no_other() -> None:
@@ -100,5 +127,6 @@ def test_the_number_of_selected_tokens_is_rounded_down(tokens: int, share: float
 def test_a_mini_batch_without_loss_tokens_selects_none() -> None:
     batch = random_inputs(1, [4])
     batch.loss_mask.zero_()
-    (chosen,) = selected([batch], [np.zeros(4)], settings(loss="kl_cov"))
-    assert not chosen.any()
+    for loss in ("kl_cov", "m2po"):
+        (chosen,) = selected([batch], [np.zeros(4)], settings(loss=loss))
+        assert not chosen.any()

@@ -254,11 +254,12 @@ def slow_gmpo(p: Numbers, fixed: Numbers, old: Numbers, a: Numbers, s: Algorithm
 SLOW: dict[str, Reference] = {
     "ppo_clip": slow_ppo, "cispo": slow_cispo, "sapo": slow_sapo, "dppo_tv": slow_dppo_tv, "dppo_kl": slow_dppo_kl,
     "gspo": slow_gspo, "gspo_token": slow_gspo_token, "gmpo": slow_gmpo, "reinforce": slow_reinforce, "sft": slow_sft,
-    "clip_cov": slow_ppo, "kl_cov": slow_ratio, "dro": slow_dro,
+    "clip_cov": slow_ppo, "kl_cov": slow_ratio, "dro": slow_dro, "m2po": slow_ratio,
 }  # fmt: skip
 # Of selected tokens, from the reference's loss, log-prob and old log-prob.
 OF_SELECTED: dict[str, Callable[[float, float, float], float]] = {
     "clip_cov": lambda loss, p, old: 0.0,
+    "m2po": lambda loss, p, old: 0.0,
     "kl_cov": lambda loss, p, old: loss + 0.7 * abs(p - old),
 }
 # Bounds at which about a third of the tokens are clipped.

@@ -250,9 +250,9 @@ def test_covariances_are_of_accepted_tokens(loss: str) -> None:
     assert sums.tokens == remaining.sum() and batch.advantages is not None
     p, a = (vector.detach().numpy()[remaining] for vector in (batch.log_probs, batch.advantages))
     np.testing.assert_allclose(covariances(narrowed, sums)[remaining], (p - p.mean()) * (a - a.mean()), rtol=1e-9)
-    scores_of = LOSSES[loss].scores
-    assert scores_of is not None
-    scores = scores_of(narrowed, sums, np.random.default_rng(0).random(sum(LENGTHS)), config)
+    selection = LOSSES[loss].selection
+    assert selection is not None
+    scores = selection.scores(narrowed, sums, np.random.default_rng(0).random(sum(LENGTHS)), config)
     count = sums.count(0.3)
     chosen = scores >= threshold([np.sort(scores)[-count:]], count)
     assert count == int(0.3 * remaining.sum()) and chosen.sum() == count

@@ -41,6 +41,7 @@ LEARNING = [
 # Metrics of every step that show that the algorithm was active.
 SIGNS = {
     "clip_cov": ["actor/cov_selected"],
+    "m2po": ["actor/second_moment", "actor/second_moment_excluded"],
     "kl_cov": ["actor/cov_selected"],
     "grpo": ["actor/kl_loss"],
     "remax": ["critic/rewards/greedy", "actor/reward_kl_penalty"],

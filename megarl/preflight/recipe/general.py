@@ -265,7 +265,7 @@ def _held_out_loss_errors(recipe: Recipe) -> Errors:
         if getattr(evaluation, name) != getattr(default, name):
             problem = f"with train.source={recipe.train.source} an evaluation computes the loss of held-out rows and samples nothing"
             yield RecipeError(f"evaluation.{name}", problem, "leave it out", value=getattr(evaluation, name))
-    if LOSSES[loss].scores is not None and _evaluates(evaluation):
+    if LOSSES[loss].selection is not None and _evaluates(evaluation):
         yield RecipeError(
             "algorithm.loss",
             "it treats the highest-scored tokens of a mini batch specially, and held-out rows form no mini batch",
