@@ -6,8 +6,8 @@
 
 hydra composes a script's options with verl's own YAML files, so that defaults which no script names count. Every setting is
 compared: those that the converter's table copies (`megarl/commands/convert_verl/table.py`), and those that it derives, by a
-second formula from the composed values. A difference is silent unless a note of the conversion names the option or the setting.
-Exit status 1 if there is one. No tables of megarl's defaults are used.
+second formula from the composed values. A difference is silent unless a note of the conversion is about the option or the setting.
+Exit status 1 if there is one.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -50,6 +51,7 @@ _SWITCHES = {
     "algorithm.rollout_correction.rollout_is": ["algorithm.rollout_correction.rollout_is_*"],
 }
 """Options that verl reads only if a switch is on, by the switch."""
+_SUBJECT = re.compile(r"(?:line \d+: )?([\w.@*-]+)(?:=| \()")
 _OPEN = ("megatron.extra", "megatron.ddp", "critic.megatron.ddp", "rollout.engine_args", "reward.arguments")
 _OF_THE_MACHINE = (
     "cluster.timeout", "cluster.device", "weight_sync.bucket_mb", "observe.project", "megatron.extra.attention_backend",
@@ -214,7 +216,8 @@ def differences(
         values = [_value(recipe, name) for name in names]
         if any(_same(expected, value) for value in values):
             continue
-        note = next((note for note in notes if option in note or any(name in note for name in names)), "")
+        about = {match[1]: note for note in notes if (match := _SUBJECT.match(note))}
+        note = next((about[name] for name in (option, *names) if name in about), "")
         yield Difference(option, options.get(option), key, expected, values[0], note)
 
 

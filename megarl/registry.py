@@ -41,7 +41,7 @@ def _import_file(file: Path) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     if not file.is_file():
-        raise FileNotFoundError(f"no such file: {file}")
+        raise FileNotFoundError(f"no such file: {file.absolute()}")
     _add_current_directory()
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None, file
@@ -77,10 +77,9 @@ def import_function(path: str, label: str) -> Callable[..., Any]:
     try:
         module = _import_file(Path(module_name)) if is_file else import_user_module(module_name)
     except Exception as error:
-        places = f"{Path.cwd()}" if is_file else f"{Path.cwd()} and on PYTHONPATH"
+        places = "" if is_file else f". It is searched in {Path.cwd()} and on PYTHONPATH"
         raise ValueError(
-            f"{label} {path!r}: importing {module_name!r} failed with {type(error).__name__}: {error}. "
-            f"It is searched in {places}"
+            f"{label} {path!r}: importing {module_name!r} failed with {type(error).__name__}: {error}{places}"
         ) from error
     function: Any = getattr(module, name, None)
     if not callable(function):

@@ -67,8 +67,8 @@ are errors. A reward file that imports verl needs verl on PYTHONPATH.
 
 verl's tools are classes with a YAML file. Write each as a function with `@tool` ([agents.md](agents.md#write-a-tool)), or use an MCP
 server, and give it after the file: `agent.tools='["my_tools:search"]'`. verl's code sandbox is `code_interpreter`. What
-`BaseTool.create` received in `tools_kwargs` is `Context.extra_info`, and a tool's reward is `Answer(text, reward=...)`. Limits of
-turns and calls are converted. Interactions and agent loops of your own are errors.
+`BaseTool.create` received in `tools_kwargs` is `Context.extra_info`, and a tool's reward is `Answer(text, reward=...)`. The limits of
+the policy's turns and of calls per turn are converted. Interactions and agent loops of your own are errors.
 
 ## Metrics
 

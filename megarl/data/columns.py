@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,16 @@ class Selection:
         """Return the name of the file's column that has `column`."""
         return self._path(column)[0]
 
-    def check(self, where: str | Path, present: Iterable[str]) -> None:
-        """Raise ValueError if the file's columns `present` lack those of every layout, or one that `names` has."""
+    def check(self, where: str | Path, present: Iterable[str], *, named: bool = True) -> None:
+        """Raise ValueError if the file's columns `present` lack those of every layout.
+
+        named: also if they lack an optional column that `names` has.
+        """
         present = list(present)
         missing = [[column for column in layout if self.source(column) not in present] for layout in self.layouts]
-        named = [column for column in self._named() if self.source(column) not in present]
-        if all(missing) or named:
-            lacks = [named] if named else missing
+        absent = [column for column in self.named() if self.source(column) not in present] if named else []
+        if all(missing) or absent:
+            lacks = [absent] if absent else missing
             text = ", or ".join(" and ".join(map(self._label, columns)) for columns in lacks)
             raise ValueError(f"{where}: no column {text}; it has {', '.join(present) or 'none'}")
 
@@ -46,7 +49,7 @@ class Selection:
         """Return the selected columns of a row of the file. ValueError if a field or JSON text in it is wrong."""
         return {column: self._value(where, row, column) for column in self.columns if self.source(column) in row}
 
-    def _named(self) -> Collection[str]:
+    def named(self) -> list[str]:
         """Return the selected columns for which `names` has another name."""
         return [column for column in sorted(self.columns) if self._key(column) in self.names]
 
@@ -78,8 +81,8 @@ class Selection:
 
 
 def _object(where: str, column: str, text: str) -> Any:
-    """Parse the JSON text of an object. Empty text is an empty column; other text stays, as it is no object."""
-    if not text.strip():
+    """Parse the JSON text of an object. Empty text and null are an empty column; other text stays, as it is no object."""
+    if text.strip() in ("", "null"):
         return None
     if not text.lstrip().startswith("{"):
         return text

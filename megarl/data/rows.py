@@ -214,10 +214,15 @@ def _spread(size: int, count: int) -> list[int]:
 
 
 def _jsonl_rows(file: Path, selection: Selection) -> Iterator[Row]:
+    absent, empty = {*selection.named()}, True
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                yield _jsonl_row(f"{file}, line {number}", line, selection)
+                row = _jsonl_row(f"{file}, line {number}", line, selection)
+                absent, empty = absent - row.values.keys(), False
+                yield row
+    if absent and not empty:  # a row may lack an optional column, but not every row one that the recipe names
+        selection.check(file, [selection.source(column) for column in selection.columns - absent])
 
 
 def _jsonl_sample(file: Path, count: int, selection: Selection) -> tuple[list[Row], int]:
@@ -244,7 +249,7 @@ def _jsonl_row(where: str, line: bytes, selection: Selection) -> Row:
         raise ValueError(f"{where} is nested too deeply") from error
     if not isinstance(values, dict):
         raise ValueError(f"{where} is {_short(values)}, not an object of columns")
-    selection.check(where, values)
+    selection.check(where, values, named=False)
     return Row(where, selection.values(where, values))
 
 

@@ -92,7 +92,7 @@ def example_of(row: Row, uid: str, text: Encoded, source: str) -> Example:
 def encode_demonstrations(rows: Sequence[Row], tokenizer: Tokenizer, config: DataConfig) -> list[Encoded]:
     """Encode each row's conversation with all assistant turns in the loss mask."""
     conversations = [
-        Conversation(row, _messages(row), tools=_without_empty(row.get("tools", list) or [])) for row in rows
+        Conversation(row, _messages(row, config), tools=_without_empty(row.get("tools", list) or [])) for row in rows
     ]
     return encode_conversations(conversations, tokenizer, config)
 
@@ -125,8 +125,10 @@ def _text_and_calls(message: dict[str, Any]) -> str:
     return "\n".join([*([message["content"]] if message["content"] else []), *calls])
 
 
-def _messages(row: Row) -> list[dict[str, Any]]:
-    if row.values.get("messages") is not None:
+def _messages(row: Row, config: DataConfig) -> list[dict[str, Any]]:
+    """Return a row's conversation: `messages`, unless it is empty or `data.columns` names prompt or response alone."""
+    names_a_prompt = {"prompt", "response"} & config.columns.keys() and "messages" not in config.columns
+    if row.values.get("messages") is not None and not names_a_prompt:
         messages = messages_of(row, "messages")
     else:
         answer = {"role": "assistant", "content": row.need("response", str)}

@@ -14,11 +14,16 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
     def absolute(path: str) -> str:
         return os.path.abspath(os.path.expanduser(path))
 
+    def absolute_file(function: str) -> str:
+        """`file.py:function` with an absolute path; other names are unchanged."""
+        file, colon, name = function.partition(":")
+        return f"{absolute(file)}{colon}{name}" if file.endswith(".py") else function
+
     def absolute_or_none(path: str | None) -> str | None:
         return absolute(path) if path else None
 
     data, model, critic, teacher, judge = recipe.data, recipe.model, recipe.critic, recipe.teacher, recipe.judge
-    weight_sync = recipe.weight_sync
+    weight_sync, reward = recipe.weight_sync, recipe.reward
     return dataclasses.replace(
         recipe,
         runs_dir=absolute(recipe.runs_dir),
@@ -27,6 +32,11 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
         critic=dataclasses.replace(critic, model_path=absolute_or_none(critic.model_path)),
         teacher=dataclasses.replace(teacher, path=absolute_or_none(teacher.path)),
         judge=dataclasses.replace(judge, path=absolute_or_none(judge.path)),
+        reward=dataclasses.replace(
+            reward,
+            function=absolute_file(reward.function) if reward.function else None,
+            functions={absolute_file(name): weight for name, weight in reward.functions.items()},
+        ),
         data=dataclasses.replace(
             data,
             train_files=[absolute(file) for file in data.train_files],

@@ -32,7 +32,10 @@ class RewardConfig:
         None,
         "Scorer for all rows: a registered name, `judge` (section `judge`), or your function: `module:function` or `path/file.py:function`. A function with a parameter `solution_str` is called as verl calls it. Unset: each row's `data_source` selects the scorer.",
     )
-    arguments: dict[str, Any] = key({}, "Keyword arguments of your `reward.function`, e.g. {strict: true}.")
+    arguments: dict[str, Any] = key(
+        {},
+        "Keyword arguments of your function in `reward.function`, or of the only one in `reward.functions`, e.g. {strict: true}.",
+    )
     functions: dict[str, float] = key(
         {},
         "Several scorers for all rows, each with its weight, e.g. {gsm8k: 1.0, 'my_module:brevity': 0.1}. The reward is the weighted sum. Names as in `reward.function`. Instead of `reward.function`.",
@@ -63,6 +66,12 @@ class RewardConfig:
         at_most=1,
     )
     remote: RemoteConfig = key(RemoteConfig, "")
+
+    @property
+    def own_functions(self) -> list[str]:
+        """Names of functions that are not megarl's."""
+        names = [self.function or "", *self.functions]
+        return [name for name in names if ":" in name and not name.startswith("megarl.")]
 
     @property
     def uses_judge(self) -> bool:

@@ -169,7 +169,7 @@ def demands_ground_truth(name: str) -> bool:
 def find(name: str, settings: ScorerSettings | None = None) -> Scorer:
     """Return the scorer registered as `name`, or import ``module:function``. Settings and errors as in `resolve`."""
     if ":" in name:
-        return _import_scorer(name, {} if settings is None else settings.arguments)
+        return _import_scorer(name, {} if settings is None else settings.arguments.get(name, {}))
     if name not in SCORERS:
         raise ValueError(f"reward.function: {SCORERS.unknown(name)} A scorer of your own is given as module:function")
     return _with(settings, SCORERS[name])
@@ -306,7 +306,10 @@ def _scorer_of(source: str) -> Scorer:
 
 def _import_scorer(path: str, arguments: dict[str, Any]) -> Scorer:
     function = import_function(path, "reward.function")
-    of_verl = is_verl_function(function)
+    try:
+        of_verl = is_verl_function(function)
+    except ValueError as error:
+        raise ValueError(f"reward.function {path!r} is not a function written in Python: {error}") from error
     try:
         if of_verl:
             return Scorer(path, verl_scorer(function, arguments))

@@ -17,11 +17,12 @@ class ScorerSettings:
     remote: RemoteConfig = field(default_factory=RemoteConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     timeout: float = RewardConfig.timeout
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, dict[str, Any]] = field(default_factory=dict)  # of the user's functions, by name
 
     @staticmethod
     def of(reward: RewardConfig, sandbox: SandboxConfig | None = None) -> ScorerSettings:
-        return ScorerSettings(reward.remote, sandbox or SandboxConfig(), reward.timeout, reward.arguments)
+        arguments = dict.fromkeys(reward.own_functions[:1], reward.arguments)
+        return ScorerSettings(reward.remote, sandbox or SandboxConfig(), reward.timeout, arguments)
 
     def as_json(self) -> dict[str, Any]:
         """Return JSON values for another process, which reads them with `of_json`."""

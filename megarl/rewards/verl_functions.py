@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -22,8 +23,13 @@ _PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
 def is_verl_function(function: Callable[..., Any]) -> bool:
-    """Return True for a function with a parameter `solution_str`."""
-    return "solution_str" in inspect.signature(function).parameters
+    """Return True for a function with a parameter `solution_str`, or with keyword arguments of any name alone.
+
+    Raises ValueError if the function has no signature.
+    """
+    parameters = inspect.signature(function).parameters
+    kinds = [parameter.kind for parameter in parameters.values()]
+    return "solution_str" in parameters or kinds == [inspect.Parameter.VAR_KEYWORD]
 
 
 def verl_scorer(function: Callable[..., Any], arguments: dict[str, Any]) -> Callable[[ScoreRequest], Any]:
@@ -47,7 +53,13 @@ def verl_scorer(function: Callable[..., Any], arguments: dict[str, Any]) -> Call
 
 
 def _call(request: ScoreRequest) -> dict[str, Any]:
-    added = {"num_turns": _turns(request.turns), "rollout_reward_scores": {}}
+    tools = [turn.reward for turn in request.turns if turn.role == "tool"]
+    added = {
+        "num_turns": _turns(request.turns),
+        "rollout_reward_scores": {},
+        "turn_scores": [],
+        "tool_rewards": tools,
+    }
     return {
         "data_source": request.data_source,
         "solution_str": request.response,
@@ -67,13 +79,13 @@ def _turns(turns: Sequence[Turn]) -> int:
 def _result(result: Any) -> Any:
     """Convert verl's result: `acc` (a number's own value) is the accuracy, and `pred` the answer.
 
-    Other values of a dict that are not numbers have no place in a score, and verl only logs them: they are left out.
+    Other values of a dict that are not finite numbers have no place in a score, and verl only logs them: they are left out.
     """
     if not isinstance(result, dict):
         number = _plain(result)
         return {"score": number, "accuracy": number} if isinstance(number, Real) else result
     values = {name: _plain(value) for name, value in result.items()}
-    score = {name: value for name, value in values.items() if name == "score" or isinstance(value, Real)}
+    score = {name: value for name, value in values.items() if name == "score" or _is_finite(value)}
     if "acc" in score:
         score.setdefault("accuracy", score["acc"])
     for name in ("steps", "answer", "reason"):  # megarl's own names, which verl does not know
@@ -82,6 +94,10 @@ def _result(result: Any) -> Any:
         score.pop("pred", None)
         score["answer"] = str(values["pred"])
     return score
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)
 
 
 def _plain(value: Any) -> Any:

@@ -16,6 +16,7 @@ from megarl.data.preferences import PreferenceDataset
 from megarl.data.prompts import COLUMNS as PROMPT_COLUMNS
 from megarl.data.rows import sample_rows, write_parquet
 from megarl.data.sft import SFTDataset
+from megarl.errors import RecipeError
 from megarl.preflight.recipe.data import COLUMNS
 from megarl.recipe.schema import DataConfig
 
@@ -67,6 +68,37 @@ def test_a_dot_reads_a_field(file, tokenizer):
     names = {"prompt": "question", "response": "info.solution"}
     examples = SFTDataset([file], tokenizer, DataConfig(columns=names), 100)
     assert [example.text for example in examples] == [f"so #### {number + 2}" for number in range(5)]
+
+
+def test_a_named_prompt_counts_before_messages(tmp_path, tokenizer):
+    """verl's first SFT trainer reads prompt and response of files that also have messages."""
+    turns = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "from messages"}]
+    write_parquet(tmp_path / "both.parquet", [{"question": "q", "answer": "from columns", "messages": turns}])
+    for names, text in (
+        ({"prompt": "question", "response": "answer"}, "from columns"),
+        ({}, "from messages"),
+        ({"messages": "messages"}, "from messages"),
+    ):
+        (example,) = SFTDataset([tmp_path / "both.parquet"], tokenizer, DataConfig(columns=names), 100)
+        assert example.text == text, names
+
+
+def test_a_row_may_lack_an_optional_column_but_not_every_row(tmp_path, tokenizer):
+    rows = [{"prompt": "q", "response": "a", "functions": []}, {"prompt": "p", "response": "b"}]
+    names = {"tools": "functions"}
+    for part, path in ((rows, tmp_path / "some.jsonl"), (rows[1:], tmp_path / "none.jsonl")):
+        path.write_text("".join(json.dumps(row) + "\n" for row in part))
+    assert len(SFTDataset([tmp_path / "some.jsonl"], tokenizer, DataConfig(columns=names), 100)) == 2
+    with pytest.raises(ValueError, match=r"none\.jsonl: no column 'functions' \(data\.columns\.tools\)"):
+        SFTDataset([tmp_path / "none.jsonl"], tokenizer, DataConfig(columns=names), 100)
+
+
+def test_images_under_another_name(tmp_path, tokenizer):
+    """The column is counted as images: a file name that does not exist is refused with its row."""
+    row = {"prompt": "<image>q", "data_source": "s", "reward_model": {"ground_truth": "4"}, "picture": ["a.png"]}
+    write_parquet(tmp_path / "a.parquet", [row])
+    with pytest.raises(ValueError, match=r"a\.parquet, row 0: .*image"):
+        PromptDataset([tmp_path / "a.parquet"], tokenizer, DataConfig(columns={"images": "picture"}))
 
 
 def test_pairs(tmp_path, tokenizer):
@@ -125,6 +157,11 @@ def test_the_recipes_columns_are_those_of_the_data_sets():
     assert {*COLUMNS["rollout"]} == {"prompt", "ground_truth", *PROMPT_COLUMNS}
     assert {*COLUMNS["sft"]} == of(SFTDataset)
     assert {*COLUMNS["preferences"]} == of(PreferenceDataset)
+
+
+def test_a_column_is_a_name():
+    with pytest.raises(RecipeError, match=r"data\.columns\.prompt"):
+        load_recipe(Path(__file__).parents[2] / "recipes" / "quickstart.yaml", ["data.columns={prompt: [a]}"])
 
 
 def test_a_recipe_names_columns():

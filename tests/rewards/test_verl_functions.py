@@ -69,7 +69,8 @@ def file(tmp_path):
 
 
 def scorer(file, name, **arguments):
-    return find(f"{file}:{name}", ScorerSettings(arguments=arguments))
+    path = f"{file}:{name}"
+    return find(path, ScorerSettings(arguments={path: arguments}))
 
 
 def test_a_dict_becomes_score_accuracy_and_answer(file):
@@ -94,13 +95,13 @@ def test_an_async_function_is_awaited(file):
 def test_a_function_sees_verls_values(file):
     with pytest.raises(ValueError) as error:
         score(scorer(file, "seen"), REQUEST)
-    expected = "openai/gsm8k so #### 4 4 [('index', 3), ('num_turns', 2), ('rollout_reward_scores', {})]"
+    expected = "openai/gsm8k so #### 4 4 [('index', 3), ('num_turns', 2), ('rollout_reward_scores', {}), ('tool_rewards', []), ('turn_scores', [])]"
     assert expected in str(error.value)
     assert REQUEST.extra_info == {"index": 3}
     # two calls in the first turn, one in the second: verl counts prompt, 3 policy turns, 2 batches of tool answers
     roles = ("assistant", "tool", "tool", "assistant", "tool", "assistant")
-    agent = ScoreRequest("x", "4", "s", turns=tuple(Turn(role, "") for role in roles))
-    with pytest.raises(ValueError, match=r"'num_turns', 6\)"):
+    agent = ScoreRequest("x", "4", "s", turns=tuple(Turn(role, "", reward=0.5) for role in roles))
+    with pytest.raises(ValueError, match=r"'num_turns', 6\).*'tool_rewards', \[0.5, 0.5, 0.5\]"):
         score(scorer(file, "seen"), agent)
 
 
@@ -112,6 +113,7 @@ def test_a_function_sees_verls_values(file):
         (torch.tensor(0.25), Score(0.25, {"accuracy": 0.25})),
         ({"score": np.int64(1), "format": np.bool_(True)}, Score(1.0, {"format": 1.0})),
         ({"score": -1.0, "acc": 0, "pred": 7, "log": ["a"]}, Score(-1.0, {"acc": 0.0, "accuracy": 0.0}, "7")),
+        ({"score": 1.0, "acc": 1.0, "length": np.nan}, Score(1.0, {"acc": 1.0, "accuracy": 1.0})),
         ({"score": 1.0, "accuracy": 1, "acc": 0, "reason": "x"}, Score(1.0, {"accuracy": 1.0, "acc": 0.0})),
     ],
 )
@@ -137,6 +139,25 @@ def test_a_result_without_a_number_is_a_failure(result, cause, tmp_path, monkeyp
     monkeypatch.setattr(_module_of(path), "RESULT", result, raising=False)
     with pytest.raises(ValueError, match=cause):
         score(function, REQUEST)
+
+
+def test_a_function_of_any_keywords_is_verls(tmp_path):
+    path = tmp_path / "any.py"
+    path.write_text("def compute_score(**sample):\n    return sample['solution_str'] == sample['ground_truth']\n")
+    assert score(scorer(path, "compute_score"), ScoreRequest("4", "4", "s")).value == 1.0
+
+
+def test_a_builtin_is_refused():
+    with pytest.raises(ValueError, match=r"'builtins:max' is not a function written in Python"):
+        find("builtins:max")
+
+
+def test_only_the_users_function_has_the_arguments(file):
+    """The first scorer is megarl's, which `rehearse` adds."""
+    own, coin = f"{file}:of_megarl", "megarl.commands.rehearse.scorer:coin"
+    reward = RewardConfig(functions={coin: 1.0, own: 1.0}, arguments={"weight": 3.0})
+    (terms,) = terms_of(None, reward.functions, ["s"], ScorerSettings.of(reward)).values()
+    assert [score(term.scorer, REQUEST).value for term in terms][1] == 27.0
 
 
 def test_own_functions_take_arguments_too(file):

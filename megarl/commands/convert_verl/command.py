@@ -76,7 +76,9 @@ def convert(
         engine = conversion.get("model_engine")
         megatron = engine == "megatron" or "megatron" in config or conversion.get(f"{ACTOR}.strategy") == "megatron"
         loss = chosen.get("algorithm.loss") or LOSS_MODES.get(str(conversion.get(LOSS_MODE, "vanilla")), "")
-        conversion.apply([*RL, *TRAINER], unread_options(conversion.options, megatron=megatron, loss=loss))
+        critic = (chosen.get("algorithm.advantage") or conversion.get("algorithm.adv_estimator")) == "gae"
+        unread = unread_options(conversion.options, megatron=megatron, loss=loss, critic=critic)
+        conversion.apply([*RL, *TRAINER], unread)
         conversion.settings |= chosen  # other settings depend on them
         translate_rl(conversion, megatron=megatron, one_step_off="one_step_off" in command.trainer, rows=rows)
     conversion.settings |= overrides

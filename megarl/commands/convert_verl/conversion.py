@@ -85,6 +85,21 @@ class Conversion:
             )
         self.note(option, reason)
 
+    def _take_arguments(self, name: str, value: Any) -> None:
+        """Set an argument of the reward function; null and empty text are values, and a mapping has several."""
+        if isinstance(value, dict):
+            for part, item in value.items():
+                self._take_arguments(f"{name}.{part}" if name else str(part), item)
+        else:
+            self.settings[f"reward.arguments.{name}"] = value
+
+    def drop(self, prefix: str, reason: str = "") -> None:
+        """Remove the settings that start with `prefix`. With a reason, add a note for each."""
+        for key in [key for key in self.settings if key.startswith(prefix)]:
+            value = self.settings.pop(key)
+            if reason and value:
+                self.notes.append(f"{key}={value}: omitted, {reason}")
+
     def apply(self, table: Sequence[Option], unread: Mapping[str, str] = MappingProxyType({})) -> None:
         """Convert all options by `table`. Options that it lacks get a note.
 
@@ -97,21 +112,24 @@ class Conversion:
                 self.leave_out(name, f"unknown option, omitted{f'; nearest: {near}' if near else ''}")
             elif option.to is None and self.get(name) in option.same:
                 continue
+            elif name in unread:
+                self.note(name, f"not used: {unread[name]}")
             elif option.changes:
                 self.leave_out(name, f"no counterpart: {option.remark}", changes=True)
             elif option.to is None:
                 self.note(name, f"no counterpart: {option.remark}")
-            elif name in unread:
-                self.note(name, f"not used: {unread[name]}")
             elif not option.derived:
                 self._take(name, option)
 
     def _take(self, name: str, option: Option) -> None:
         value = self.get(name)
         assert option.to is not None
+        if option.to == "reward.arguments.*":
+            self._take_arguments(name.partition("reward_kwargs.")[2], value)
+            return
         if value == "":
             raise InputError(f"{self.where(name)}{name}= has no value")
-        if option.names:
+        if option.names and (value is not None or None in option.names):
             key = value if isinstance(value, (str, bool, type(None))) else str(value)
             if key not in option.names:
                 supported = ", ".join(map(str, option.names))
@@ -171,9 +189,12 @@ def value_of(text: str, line: int) -> Any:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
         if text.startswith("{"):
-            return text  # a mapping in Hydra's own syntax, which no option in the table has
+            return text  # a mapping in Hydra's own syntax
         raise InputError(f"line {line}: the value {text!r} cannot be read") from error
-    return text if isinstance(value, (dict, float)) and not text.startswith("{") else value
+    if isinstance(value, (str, list, type(None))) or text.startswith("{"):
+        return value
+    # YAML reads further words as True or False, and 12:30 or 0x10 as numbers; Hydra reads them as text
+    return value if isinstance(value, bool) and text.lower() in ("true", "false") else text
 
 
 def _short(value: Any) -> str:

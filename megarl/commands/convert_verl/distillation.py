@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import fnmatch
+
 from megarl.commands.convert_verl.conversion import Conversion
-from megarl.commands.convert_verl.table import KL_ESTIMATORS
+from megarl.commands.convert_verl.table import AGGREGATIONS, KL_ESTIMATORS
 from megarl.errors import InputError
 
 _ENABLED = "distillation.enabled"
 _LOSS = "distillation.distillation_loss"
 _TEACHER = "distillation.teacher_models.teacher_model"
+_KNOWN = (
+    _ENABLED, "distillation.nnodes", "distillation.n_gpus_per_node", "distillation.teacher_key",
+    "distillation.teacher_models.*", f"{_LOSS}.loss_mode", f"{_LOSS}.topk", f"{_LOSS}.use_task_rewards",
+    f"{_LOSS}.distillation_loss_coef", f"{_LOSS}.loss_max_clamp", f"{_LOSS}.log_prob_min_clamp",
+    f"{_LOSS}.use_policy_gradient", f"{_LOSS}.clip_ratio*", f"{_LOSS}.use_chunked_topk", f"{_LOSS}.chunked_topk_chunk_size",
+)  # fmt: skip
 
 
 def translate_distillation(conversion: Conversion) -> None:
@@ -16,6 +24,10 @@ def translate_distillation(conversion: Conversion) -> None:
     settings, get = conversion.settings, conversion.get
     if get(_ENABLED) is not True or {_ENABLED, "algorithm.reference"} & {*conversion.given}:
         return
+    for name in conversion.options:
+        known = any(fnmatch.fnmatchcase(name, pattern) for pattern in _KNOWN)
+        if name.startswith("distillation.") and not known:
+            conversion.leave_out(name, "megarl's distillation has no counterpart", changes=True)
     mode, rewards = str(get(f"{_LOSS}.loss_mode", "k3")), get(f"{_LOSS}.use_task_rewards", True)
     settings["algorithm.reference"] = "teacher"
     if get(f"{_LOSS}.use_policy_gradient", False):
@@ -50,8 +62,17 @@ def _check(conversion: Conversion, supported: bool, reason: str) -> None:
         )
 
 
+def _drop_policy_loss(conversion: Conversion) -> None:
+    """Remove the terms of verl's policy loss, which is 0 without task rewards."""
+    for prefix in ("entropy_coef", "kl_"):
+        conversion.drop(f"algorithm.{prefix}", "without task rewards verl's loss has no such term")
+    mode = conversion.get("actor_rollout_ref.actor.loss_agg_mode")
+    conversion.settings["algorithm.aggregation"] = AGGREGATIONS[mode]
+
+
 def _policy_gradient(conversion: Conversion) -> None:
     settings = conversion.settings
+    _drop_policy_loss(conversion)
     conversion.note("algorithm.adv_estimator", "not used: without task rewards the advantages are the teacher's")
     settings |= {
         "algorithm.advantage": "on_policy_distillation",
@@ -71,6 +92,7 @@ def _policy_gradient(conversion: Conversion) -> None:
 
 
 def _forward_kl(conversion: Conversion) -> None:
+    _drop_policy_loss(conversion)
     conversion.settings |= {
         "algorithm.advantage": "none",
         "algorithm.loss": "gkd",

@@ -19,8 +19,9 @@ _ALL = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]  # the default 
 _SAME = {
     "dropout": (0, 0.0), "exclude_modules": (None, []), "type": ("lora", "canonical_lora"), "adapter_path": (None,),
     "a2a_experimental": (False,), "lora_A_init_method": ("xavier",), "lora_B_init_method": ("zero",), "dtype": (None,),
+    "freeze_language_model": (True,), "freeze_vision_model": (True,), "freeze_vision_projection": (True,),
 }  # fmt: skip
-"""Options of model.lora with the values that match what megarl does."""
+"""Options of model.lora with the values that megarl's adapters have, but for the initialization of A: uniform, as PEFT's."""
 
 
 def translate_lora(conversion: Conversion, *, megatron: bool) -> None:
@@ -38,6 +39,8 @@ def translate_lora(conversion: Conversion, *, megatron: bool) -> None:
     settings["lora.targets"] = _targets(conversion, targets, megatron=megatron)
     if get(f"{_MODEL}.lora.merge") is True:
         settings["weight_sync.adapters"] = "merged"
+    if megatron and get(f"{read}type", "lora") == "lora":
+        conversion.note(f"{read}type", "each of the fused layers has adapters of its own, as with canonical_lora")
     others = {f"{read}{name}": same for name, same in _SAME.items()} | {
         f"{_MODEL}.exclude_modules": (None, [], "DONT_EXCLUDE")
     }
@@ -49,8 +52,8 @@ def translate_lora(conversion: Conversion, *, megatron: bool) -> None:
 def _targets(conversion: Conversion, targets: Any, *, megatron: bool) -> list[str]:
     names = targets if isinstance(targets, list) else [targets]
     if not megatron:
-        return [str(name) for name in names]
-    if names == _ALL:
+        return ["all-linear"] if targets is None else [str(name) for name in names]
+    if {*names} == {*_ALL}:
         return ["all-linear"]
     if unknown := [name for name in names if name not in _FUSED]:
         option = f"{_MODEL}.lora.target_modules"

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from typing import Any
 
 from megarl.commands.convert_verl.conversion import Conversion
 from megarl.commands.convert_verl.correction import translate_correction
 from megarl.commands.convert_verl.distillation import translate_distillation
+from megarl.commands.convert_verl.inputs import (
+    translate_columns,
+    translate_reward_function,
+    translate_sft_columns,
+    translate_tools,
+)
 from megarl.commands.convert_verl.lora import translate_lora
+from megarl.commands.convert_verl.schedule import translate_schedule
 from megarl.commands.convert_verl.table import KL_ESTIMATORS, OVERLONG
 from megarl.errors import InputError
 
@@ -17,10 +23,11 @@ _TRACKERS = ("wandb", "swanlab", "mlflow")
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
-def unread_options(options: Collection[str], *, megatron: bool, loss: str) -> dict[str, str]:
+def unread_options(options: Collection[str], *, megatron: bool, loss: str, critic: bool) -> dict[str, str]:
     """Return the reasons why verl does not read some options of an RL run, by option.
 
-    options: the options of the command. megatron: see `translate_rl`. loss: megarl's name of the loss.
+    options: the options of the command. megatron: see `translate_rl`. loss: megarl's name of the loss. critic: the run has
+    one.
     Source: verl/trainer/ppo/core_algos.py (ratios), verl/utils/megatron/optimizer.py:130, verl/trainer/ppo/utils.py:160.
     """
     ratios = {"clip_cov", "kl_cov"} - {loss}
@@ -32,6 +39,9 @@ def unread_options(options: Collection[str], *, megatron: bool, loss: str) -> di
         unread["critic.model.enable_gradient_checkpointing"] = (
             "verl's Megatron critic ignores it and uses override_transformer_config.recompute_*"
         )
+    unread["critic.grad_clip"] = "verl reads critic.optim.clip_grad"
+    if not critic:
+        unread |= dict.fromkeys((name for name in options if name.startswith("critic.")), "the run has no critic")
     if megatron or f"{_A}.optim.clip_grad" in options:
         unread[f"{_A}.grad_clip"] = "verl reads optim.clip_grad"
     if "data.seed" in options:
@@ -50,21 +60,24 @@ def translate_rl(conversion: Conversion, *, megatron: bool, one_step_off: bool, 
     translate_lora(conversion, megatron=megatron)
     _layout(conversion, megatron=megatron, one_step_off=one_step_off)
     _kl(conversion)
+    translate_distillation(conversion)
     _loss(conversion)
     translate_correction(conversion)
-    translate_distillation(conversion)
+    if conversion.settings.get("algorithm.loss") == "gkd":
+        for name in ("weights", "truncate", "normalize"):
+            conversion.drop(f"algorithm.correction.{name}", "verl's supervised loss has no weights")
     _dynamic_sampling(conversion)
     _overlong(conversion)
-    _reward_function(conversion)
-    _tools(conversion)
-    _columns(conversion)
+    translate_reward_function(conversion)
+    translate_tools(conversion)
+    translate_columns(conversion)
     updates = conversion.settings["actor.mini_batches"] * int(conversion.settings.get("actor.epochs", 1))
-    common(conversion, rows=rows, updates=updates, optimizer=f"{_A}.optim")
+    common(conversion, rows=rows, updates=updates, optimizer=f"{_A}.optim", megatron=megatron)
     _validation(conversion)
     if conversion.settings.get("algorithm.advantage") == "gae":
-        _critic(conversion, one_step_off=one_step_off)
+        _critic(conversion, one_step_off=one_step_off, megatron=megatron)
     else:
-        _drop(conversion, "critic.", "no critic: algorithm.advantage is not gae")
+        conversion.drop("critic.", "no critic: algorithm.advantage is not gae")
 
 
 def translate_sft(conversion: Conversion, *, processes: int, rows: int | None) -> None:
@@ -74,7 +87,7 @@ def translate_sft(conversion: Conversion, *, processes: int, rows: int | None) -
     settings |= {"train.source": "sft", "algorithm.advantage": "none", "algorithm.loss": "sft"}
     settings |= {"data.max_prompt_length": longest - longest // 2, "rollout.max_response_length": longest // 2}
     _prompts(conversion)
-    _sft_columns(conversion)
+    translate_sft_columns(conversion)
     size = conversion.first("ulysses_sequence_parallel_size", "engine.ulysses_sequence_parallel_size") or 1
     if size > 1:
         settings["megatron.tensor_parallel"] = size
@@ -84,13 +97,13 @@ def translate_sft(conversion: Conversion, *, processes: int, rows: int | None) -
         settings["actor.max_tokens_per_micro_batch"] = conversion.number("data.micro_batch_size_per_gpu", 4) * longest
     settings["cluster.trainers"] = processes
     if not settings.get("lora.rank"):
-        _drop(conversion, "lora.", "")
+        conversion.drop("lora.")
     common(conversion, rows=rows, updates=1, optimizer="optim")
     if "data.eval_files" in settings and not {"evaluation.every", "evaluation.at_end"} & settings.keys():
         _drop_evaluation_data(conversion)
 
 
-def common(conversion: Conversion, *, rows: int | None, updates: int, optimizer: str) -> None:
+def common(conversion: Conversion, *, rows: int | None, updates: int, optimizer: str, megatron: bool = False) -> None:
     """Derive settings of RL and SFT: name, trackers, number of steps, checkpoints, evaluation and schedule.
 
     updates: optimizer steps per training step. optimizer: prefix of the optimizer's options in verl.
@@ -109,31 +122,7 @@ def common(conversion: Conversion, *, rows: int | None, updates: int, optimizer:
     every = conversion.number("trainer.test_freq", -1)
     if every > 0 and "data.eval_files" in settings:
         settings |= {"evaluation.every": every, "evaluation.at_end": True}
-    _schedule(conversion, "actor.optimizer", optimizer, updates)
-
-
-def _schedule(conversion: Conversion, section: str, optimizer: str, updates: int) -> None:
-    """Derive the learning-rate schedule in `section`. verl's advances once per training step, of `updates` optimizer steps."""
-    settings = conversion.settings
-    if conversion.get("model_engine") == "veomni":
-        settings.setdefault(f"{section}.decay", "cosine")  # verl/trainer/config/optim/veomni.yaml
-    warmup = conversion.get(f"{optimizer}.lr_warmup_steps", -1)
-    ratio = conversion.get(f"{optimizer}.lr_warmup_steps_ratio", 0)
-    if isinstance(warmup, int) and warmup > 0:
-        settings[f"{section}.warmup_steps"] = warmup * updates
-    elif ratio and "train.steps" in settings:
-        settings[f"{section}.warmup_steps"] = int(ratio * settings["train.steps"] * updates)
-    elif ratio:
-        conversion.note(
-            f"{optimizer}.lr_warmup_steps_ratio", f"the number of steps is unknown: set {section}.warmup_steps"
-        )
-    if settings.get(f"{section}.decay", "constant") == "constant":
-        return
-    steps, lowest = conversion.get(f"{optimizer}.lr_decay_steps"), conversion.get(f"{optimizer}.min_lr")
-    if isinstance(steps, int) and steps > 0:
-        settings[f"{section}.decay_steps"] = steps * updates
-    if lowest:
-        settings[f"{section}.min_lr_ratio"] = float(lowest) / float(settings[f"{section}.lr"])
+    translate_schedule(conversion, "actor.optimizer", optimizer, updates, megatron=megatron)
 
 
 def _steps(conversion: Conversion, rows: int | None) -> None:
@@ -258,7 +247,7 @@ def _kl(conversion: Conversion) -> None:
             if name.startswith("algorithm.kl_ctrl."):
                 conversion.note(name, "verl ignores it without use_kl_in_reward")
     if not settings.get("algorithm.kl_coef"):
-        _drop(conversion, "algorithm.kl_", "")
+        conversion.drop("algorithm.kl_")
 
 
 def _estimator(conversion: Conversion, option: str, kind: str) -> str:
@@ -324,7 +313,7 @@ def _reward_parts(conversion: Conversion) -> dict[str, float]:
 def _dynamic_sampling(conversion: Conversion) -> None:
     prefix = "algorithm.filter_groups"
     if conversion.get(f"{prefix}.enable") is not True:
-        _drop(conversion, "algorithm.dynamic_sampling.", "")
+        conversion.drop("algorithm.dynamic_sampling.")
         if (
             conversion.get("data.gen_batch_size", 0) != conversion.get("data.train_batch_size")
             and "data.gen_batch_size" in conversion.options
@@ -350,70 +339,19 @@ def _overlong(conversion: Conversion) -> None:
             conversion.settings["algorithm.overlong.penalty_factor"] = conversion.get(f"{prefix}.penalty_factor", 1.0)
 
 
-def _reward_function(conversion: Conversion) -> None:
-    """Set reward.function to verl's custom_reward_function: a file, or pkg:// and a module."""
-    for prefix in ("reward.custom_reward_function", "custom_reward_function"):
-        path, name = conversion.get(f"{prefix}.path"), conversion.get(f"{prefix}.name", "compute_score")
-        if not path:
-            continue
-        path = str(path).removeprefix("file://")
-        if not path.startswith("pkg://") and not path.endswith(".py"):
-            raise InputError(f"{conversion.where(f'{prefix}.path')}{prefix}.path={path} is not a .py file")
-        conversion.settings["reward.function"] = f"{path.removeprefix('pkg://')}:{name}"
-        return
-    _drop(conversion, "reward.arguments.", "verl uses it with custom_reward_function.path")
-
-
-def _tools(conversion: Conversion) -> None:
-    """Refuse a run with tools, unless the user names megarl's; drop the limits of tools of a run without."""
-    option = f"{_R}.multi_turn.enable"
-    if conversion.get(option) is True:
-        if any(name.startswith(("agent.tools", "agent.mcp")) for name in conversion.given):
-            return
-        reason = "verl's tools are classes, megarl's are functions (docs/agents.md)"
-        conversion.leave_out(option, reason, to="agent.tools", changes=True)
-    _drop(conversion, "agent.", "")
-
-
-def _columns(conversion: Conversion) -> None:
-    """Leave out names of columns that are megarl's."""
-    for key in [key for key in conversion.settings if key.startswith("data.columns.")]:
-        if conversion.settings[key] == key.removeprefix("data.columns."):
-            del conversion.settings[key]
-
-
-def _sft_columns(conversion: Conversion) -> None:
-    """Set the columns of demonstrations. Of verl's SFT trainers the first reads prompt and response, or messages."""
-    get = conversion.get
-    if "data.prompt_key" in conversion.defaults and get("data.multiturn.enable") is not True:
-        columns = {"prompt": "data.prompt", "response": "data.response"}
-        names = {key: [get(f"{option}_key"), *(get(f"{option}_dict_keys") or [])] for key, option in columns.items()}
-    else:
-        options = {
-            key: conversion.first(f"data.multiturn.{key}_key", f"data.{key}_key") for key in ("messages", "tools")
-        }
-        names = {key: [name] for key, name in options.items() if name is not None}
-        for option in ("data.prompt_key", "data.response_key"):
-            if option in conversion.options:
-                conversion.note(option, "not used: the trainer reads messages")
-    for key, path in names.items():
-        conversion.settings[f"data.columns.{key}"] = ".".join(map(str, path))
-    _columns(conversion)
-
-
 def _validation(conversion: Conversion) -> None:
     settings, values = conversion.settings, f"{_R}.val_kwargs"
     settings["evaluation.at_start"] = (
         conversion.get("trainer.val_before_train") is True and "data.eval_files" in settings
     )
     if not (settings["evaluation.at_start"] or "evaluation.every" in settings):
-        _drop(conversion, "evaluation.", "")
+        conversion.drop("evaluation.")
         _drop_evaluation_data(conversion)
         return
     sampled = conversion.get(f"{values}.do_sample") is True
     settings["evaluation.temperature"] = float(conversion.get(f"{values}.temperature", 0)) if sampled else 0.0
     if not sampled:
-        _drop(conversion, "evaluation.top_p", "")
+        conversion.drop("evaluation.top_p")
         if settings.pop("evaluation.samples", 1) != 1:
             conversion.note(f"{values}.n", "1: greedy samples of a prompt are equal")
 
@@ -423,7 +361,7 @@ def _drop_evaluation_data(conversion: Conversion) -> None:
         conversion.note("data.val_files", "omitted: evaluation is off (trainer.test_freq, trainer.val_before_train)")
 
 
-def _critic(conversion: Conversion, *, one_step_off: bool) -> None:
+def _critic(conversion: Conversion, *, one_step_off: bool, megatron: bool) -> None:
     settings = conversion.settings
     settings["critic.trainers"] = settings["cluster.trainers"]
     warmup = settings.get("critic.warmup_steps", 0)
@@ -434,9 +372,8 @@ def _critic(conversion: Conversion, *, one_step_off: bool) -> None:
         _mini_batches(conversion, option) if option in conversion.options else settings["actor.mini_batches"]
     )
     settings["critic.epochs"] = conversion.number("critic.ppo_epochs", int(settings.get("actor.epochs", 1)))
-    _schedule(
-        conversion, "critic.optimizer", "critic.optim", settings["critic.mini_batches"] * settings["critic.epochs"]
-    )
+    updates = settings["critic.mini_batches"] * settings["critic.epochs"]
+    translate_schedule(conversion, "critic.optimizer", "critic.optim", updates, megatron=megatron)
     settings["critic.max_tokens_per_micro_batch"] = settings["actor.max_tokens_per_micro_batch"]
     if size := conversion.first("critic.ulysses_sequence_parallel_size"):
         settings["critic.megatron.tensor_parallel"] = size
@@ -451,12 +388,3 @@ def _offloaded(conversion: Conversion, prefix: str) -> list[str]:
         for name, option in conversion.options.items()
         if name.startswith(prefix) and name.endswith("_offload") and option.value
     ]
-
-
-def _drop(conversion: Conversion, prefix: str, reason: str) -> None:
-    """Remove the settings that start with `prefix`. With a reason, add a note for each."""
-    dropped: list[Any] = [key for key in conversion.settings if key.startswith(prefix)]
-    for key in dropped:
-        value = conversion.settings.pop(key)
-        if reason and value:
-            conversion.notes.append(f"{key}={value}: omitted, {reason}")

@@ -24,7 +24,7 @@ def column_errors(source: str, columns: dict[str, str]) -> Iterator[RecipeError]
         if name not in COLUMNS[source]:
             problem = f"train.source={source} reads no column {name!r}{did_you_mean(name, COLUMNS[source])}"
             yield RecipeError(key, problem, f"use one of {', '.join(COLUMNS[source])}", value=column)
-        elif not all(column.split(".")):
+        elif not isinstance(column, str) or not all(column.split(".")):
             yield RecipeError(key, "it is not a column, nor a column.field", "give the file's name of it", value=column)
     if {"reward_model", "ground_truth"} <= columns.keys():
         problem = "data.columns.reward_model already names the column with the ground truth"

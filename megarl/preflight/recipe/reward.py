@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import math
 from collections.abc import Iterator
 from urllib.parse import SplitResult, urlsplit
@@ -12,12 +13,12 @@ from megarl.preflight.recipe.shared import unused_section_errors
 from megarl.recipe.schema import RewardConfig
 from megarl.recipe.urls import check_headers, check_url
 
+_LONGEST_ARGUMENTS = 50_000
+
 
 def reward_errors(reward: RewardConfig) -> Iterator[ValueError]:
     yield from _remote_errors(reward)
-    if reward.arguments and ":" not in (reward.function or ""):
-        problem = "only a function of your own in reward.function has arguments"
-        yield RecipeError("reward.arguments", problem, "leave it out", value=dict(reward.arguments))
+    yield from _argument_errors(reward)
     if not reward.functions:
         return
     if reward.function is not None:
@@ -42,6 +43,23 @@ def reward_errors(reward: RewardConfig) -> Iterator[ValueError]:
                 value=dict(reward.functions),
             )
         labels[label] = name
+
+
+def _argument_errors(reward: RewardConfig) -> Iterator[ValueError]:
+    arguments = dict(reward.arguments)
+    if not arguments:
+        return
+    if len(reward.own_functions) != 1:
+        count = "no" if not reward.own_functions else f"{len(reward.own_functions)}"
+        problem = f"the reward has {count} functions of your own, and the arguments are those of one"
+        yield RecipeError("reward.arguments", problem, "leave it out, or set defaults in your code", value=arguments)
+    try:
+        text = json.dumps(arguments, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        text = f"{error}"
+    if len(text) > _LONGEST_ARGUMENTS or (text[:1] == "{" and json.loads(text) != arguments) or text[:1] != "{":
+        problem = f"scorer processes get them as JSON with text keys, of at most {_LONGEST_ARGUMENTS:,} characters"
+        yield RecipeError("reward.arguments", problem, "use text, numbers, lists and mappings", value=arguments)
 
 
 def _remote_errors(reward: RewardConfig) -> Iterator[ValueError]:

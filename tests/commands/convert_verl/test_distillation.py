@@ -85,6 +85,33 @@ def test_another_distillation_is_refused(options: str, message: str) -> None:
         recipe(options)
 
 
+@pytest.mark.parametrize(
+    "mode", ["loss_mode=k1 use_policy_gradient=True", "loss_mode=forward_kl_topk use_policy_gradient=False"]
+)
+def test_without_task_rewards_the_policy_loss_has_no_other_term(mode: str) -> None:
+    """verl's policy loss is then 0: no entropy bonus, no KL, no aggregation or weights of its own."""
+    actor = "actor_rollout_ref.actor."
+    options = (
+        f"{actor}entropy_coeff=0.01 {actor}use_kl_loss=True {actor}kl_loss_coef=0.3 {actor}kl_loss_type=low_var_kl+"
+    )
+    options += f" {actor}policy_loss.loss_mode=gspo algorithm.rollout_correction.rollout_is=token"
+    algorithm = recipe(f"{options} {losses(f'{mode} use_task_rewards=False')}")["algorithm"]
+    assert "entropy_coef" not in algorithm and "kl_straight_through" not in algorithm
+    assert algorithm.get("aggregation", "token_mean") == "token_mean"
+    by_gradient = "k1" in mode
+    assert algorithm.get("kl_coef", 0) == (1.0 if by_gradient else 0)
+    assert ("correction" in algorithm) == by_gradient
+    plain = recipe(losses(f"{mode} use_task_rewards=False"))["algorithm"]
+    assert {**algorithm, "correction": 0} == {**plain, "correction": 0}
+
+
+def test_other_options_of_a_distillation_are_refused_if_there_is_one() -> None:
+    for option in ("distillation.num_workers=2", f"{LOSS}mixture=1"):
+        with pytest.raises(InputError, match=f"--accept {option.partition('=')[0]}"):
+            recipe(option)
+        assert "teacher" not in recipe(f"distillation.enabled=False {option}")
+
+
 def test_a_run_that_does_not_distill_has_no_teacher() -> None:
     assert "teacher" not in recipe("distillation.enabled=False")
     accepted = recipe(losses("loss_mode=k3 use_task_rewards=False"), "distillation.enabled")

@@ -58,6 +58,12 @@ def test_a_run_with_fsdp_starts_with_new_adapters() -> None:
     assert "lora" not in recipe(f"{MODEL}exclude_modules=.*head {MODEL}lora_adapter_path=adapter"), "no adapters at all"
 
 
+def test_a_critic_with_adapters_is_refused_if_there_is_one() -> None:
+    assert "critic" not in recipe("critic.model.lora.rank=8")
+    with pytest.raises(InputError, match=r"--accept critic\.model\.lora\.rank"):
+        recipe("algorithm.adv_estimator=gae critic.model.lora.rank=8")
+
+
 def test_merged_adapters() -> None:
     assert recipe(f"model_engine=megatron {NESTED} {MODEL}lora.merge=True")["weight_sync"] == {"adapters": "merged"}
 
@@ -71,7 +77,6 @@ def test_merged_adapters() -> None:
         f"{MODEL}lora.exclude_modules=[lm_head]",
         f"{MODEL}lora.target_modules=[router,linear_proj]",
         f"{MODEL}exclude_modules=.*head",
-        "critic.model.lora.rank=8",
     ],
 )
 def test_what_adapters_lack_is_refused(option: str) -> None:

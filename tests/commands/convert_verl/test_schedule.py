@@ -33,6 +33,22 @@ def test_steps_of_a_schedule_are_optimizer_steps() -> None:
     assert optimizer(f"{command} actor_rollout_ref.actor.ppo_epochs=2") == {"lr": 1e-5, **twice}
 
 
+def test_a_warm_up_by_ratio() -> None:
+    """verl's Megatron takes it of lr_decay_steps, if set; other engines of the run's steps."""
+    options = f"{GRPO} {ACTOR}lr_warmup_steps_ratio=0.1 trainer.total_training_steps=100"
+    assert optimizer(options)["warmup_steps"] == 40
+    assert optimizer(f"{options} model_engine=megatron {ACTOR}lr_decay_steps=1000")["warmup_steps"] == 400
+    assert optimizer(f"{options} model_engine=fsdp {ACTOR}lr_decay_steps=1000")["warmup_steps"] == 40
+    veomni = f"{GRPO} model_engine=veomni {ACTOR}lr_warmup_steps=5"
+    assert "warmup_steps" not in optimizer(veomni), "verl's VeOmni reads the ratio alone"
+
+
+def test_the_end_of_a_decay_needs_no_learning_rate() -> None:
+    command = f"{RUN.replace(f'{ACTOR}lr=1e-5', '')} algorithm.adv_estimator=grpo"
+    converted = optimizer(f"{command} {ACTOR}lr_decay_style=cosine {ACTOR}min_lr=1e-7 {ACTOR}lr_decay_steps=1e3")
+    assert converted == {"min_lr_ratio": pytest.approx(0.1), "decay": "cosine", "decay_steps": 4000}
+
+
 def test_a_constant_rate_has_no_end_of_decay() -> None:
     assert optimizer(f"{GRPO} {ACTOR}lr_decay_steps=10000000 {ACTOR}min_lr=1e-7") == {"lr": 1e-5}
 
@@ -87,5 +103,7 @@ def test_equal_configurations_have_no_difference() -> None:
 def test_a_difference_is_silent_unless_a_note_names_it(key: str, value: float) -> None:
     (found,) = differences(OPTIONS, {}, {**RECIPE, key: value}, ["line 3: something=else: unrelated"])
     assert (found.key, found.recipe, found.expected, found.note) == (key, value, RECIPE[key], "")
-    (found,) = differences(OPTIONS, {}, {**RECIPE, key: value}, [f"{key}={value}: for a reason"])
+    (found,) = differences(OPTIONS, {}, {**RECIPE, key: value}, [f"line 7: {key}={value}: for a reason"])
     assert found.note
+    (found,) = differences(OPTIONS, {}, {**RECIPE, key: value}, [f"line 7: {key}_more=3: set {key} to 3"])
+    assert not found.note, "a note about another option that mentions this one"

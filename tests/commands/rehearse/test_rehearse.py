@@ -188,6 +188,17 @@ def test_rows_have_the_columns_of_the_file_if_it_exists(tmp_path: Path) -> None:
         columns("data/unheard_of/train.parquet")
 
 
+def test_a_scorer_of_the_user_keeps_its_arguments(tmp_path: Path) -> None:
+    """The coin beside it has none."""
+    (tmp_path / "mine.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info, bonus):\n    return bonus\n"
+    )
+    overrides = [f"reward.function={tmp_path}/mine.py:compute_score", "reward.arguments.bonus=2"]
+    tiny = make_tiny_copy(ROOT / "recipes" / "grpo_qwen2.5_0.5b.yaml", overrides, tmp_path / "copy")
+    assert tiny.recipe.reward.arguments == {"bonus": 2} and len(tiny.recipe.reward.functions) == 2
+    prepare_training(tiny.recipe)
+
+
 def test_an_empty_first_row_is_refused(tmp_path: Path) -> None:
     recipe = load_recipe(ROOT / "recipes" / "grpo_qwen3_8b.yaml")
     (tmp_path / "train.jsonl").write_text(
