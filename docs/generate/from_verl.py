@@ -42,18 +42,19 @@ have no counterpart are listed with their lines, as comments at the top of the r
 computed is an error: add the recipe's setting after the file, or `--accept OPTION` to leave it out. An option that the command
 does not set has verl's default where it differs from megarl's. `--rows` is the number of rows of the training data, which
 converts epochs to steps. The recipe is loaded before it is written, and an invalid one is an error with its remedy. For models
-with a config.json in `megarl/model_configs/`, a note reports a layout that does not divide the model.
+with a config.json in `megarl/hf/published/`, a note reports a layout that does not divide the model.
 
 Check two settings yourself. A script with FSDP has no Megatron layout: choose `megatron.tensor_parallel` if the script has no
 sequence parallelism. `model.path` must be a folder, not a name on the hub.
 
-Then `python -m megarl plan grpo.yaml` checks the recipe, the data and the memory, and `python -m megarl rehearse grpo.yaml` runs a
+Then `python -m megarl plan grpo.yaml --device H100` (or `910B`, ...) checks the recipe, the data and the memory, and `python -m megarl rehearse grpo.yaml` runs a
 tiny copy of it on this machine.
 
 ## Data
 
 verl's parquet files are read as they are: `prompt`, `data_source`, `reward_model`, `extra_info`, `images`, and `messages` for SFT.
-Keys such as `data.prompt_key` become `data.columns` ([data.md](data.md)). A dataset class (`data.custom_cls`) is an error: write
+Keys such as `data.prompt_key` become `data.columns` ([data.md](data.md)); for answers in a column of their own add
+`data.columns.ground_truth=answer` after the file. A dataset class (`data.custom_cls`) is an error: write
 its rows to a file once, as [data.md](data.md#other-formats) shows.
 
 ## Rewards
@@ -65,10 +66,13 @@ are errors. A reward file that imports verl needs verl on PYTHONPATH.
 
 ## Tools
 
-verl's tools are classes with a YAML file. Write each as a function with `@tool` ([agents.md](agents.md#write-a-tool)), or use an MCP
-server, and give it after the file: `agent.tools='["my_tools:search"]'`. verl's code sandbox is `code_interpreter`. What
-`BaseTool.create` received in `tools_kwargs` is `Context.extra_info`, and a tool's reward is `Answer(text, reward=...)`. The limits of
-the policy's turns and of calls per turn are converted. Interactions and agent loops of your own are errors.
+verl's tools are classes with a YAML file. Write each as a function with `@tool` ([agents.md](agents.md#write-a-tool)) in a module of
+the current directory, or use an MCP server, and give it after the file: `agent.tools='["my_tools:search"]'`. `@tool(name=...)` keeps
+the name that prompts use. verl's code sandbox is `code_interpreter`. The row's `extra_info` is `Context.extra_info`, so
+`create_kwargs` of the tool `search` is `context.extra_info["tools_kwargs"]["search"]["create_kwargs"]`. A tool's reward is
+`Answer(text, reward=...)`. A function keeps no state between the calls of a sample: a tool whose reward depends on earlier calls
+has no counterpart. The limits of the policy's turns and of calls per turn are converted. Interactions and agent loops of your own
+are errors.
 
 ## Metrics
 

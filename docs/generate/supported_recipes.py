@@ -20,7 +20,7 @@ HEAD = """# Recipes for the models of verl's Ascend tables
 
 There is one recipe for each row of the tables in verl's Ascend quick start, with the settings of the row's public script, and one
 for each script of verl's precision report for Ascend, with the Megatron actor. None has run at full size yet. Tests check that
-each recipe loads, that its layout divides the model's real config.json (`megarl/model_configs/`), that its processes fill the
+each recipe loads, that its layout divides the model's real config.json (`megarl/hf/published/`), that its processes fill the
 devices named in its header, that its batches divide, and that its tiny copy (`megarl rehearse RECIPE`) trains on two CPU cores.
 
 Differences from the scripts:

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from megarl import engines
 from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
 from megarl.atomic_files import check_new, write_atomically
 from megarl.commands.convert_verl.conversion import Conversion, read_options, value_of
@@ -21,7 +22,6 @@ from megarl.commands.convert_verl.shell_values import ScriptContext
 from megarl.commands.convert_verl.table import ACTOR, DEFAULTS, LOSS_MODE, RL, SFT, SFT_DEFAULTS, TRAINER
 from megarl.commands.convert_verl.table import LOSSES as LOSS_MODES
 from megarl.commands.convert_verl.translate import translate_rl, translate_sft, unread_options
-from megarl.engines.vllm.args import check_engine_args
 from megarl.errors import InputError, RecipeError
 from megarl.hf import published
 from megarl.megatron.layout import check_layout
@@ -30,6 +30,9 @@ from megarl.preflight.recipe.megatron_extra import refusal_of_extra
 from megarl.recipe.load import flat_settings, to_yaml
 from megarl.recipe.megatron_ddp import refusal_of_ddp
 from megarl.recipe.schema import Recipe
+from megarl.registry import did_you_mean
+
+_SHELL = ("PATH", "PYTHONPATH", "HOME", "LD_LIBRARY_PATH", "RAY_ADDRESS", "NNODES", "PYTHONUNBUFFERED")
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,13 @@ def convert(
     }
     command = read_command(text, variables, context)
     options, config = read_options(command.arguments)
+    for name in accepted:
+        if name not in options:
+            raise InputError(f"--accept {name}: the command has no such option{did_you_mean(name, options)}")
+    for name in variables:
+        if name != "HOME" and not name.isdigit() and not re.search(rf"\b{re.escape(name)}\b", text):
+            assigned = re.findall(r"\b([A-Za-z_]\w*)=", text)
+            raise InputError(f"{name}=...: the script has no such variable{did_you_mean(name, assigned)}")
     kind = TRAINERS.search(command.trainer)
     assert kind
     if kind[1] in SFT_DEFAULTS:
@@ -81,11 +91,18 @@ def convert(
         conversion.apply([*RL, *TRAINER], unread)
         conversion.settings |= chosen  # other settings depend on them
         translate_rl(conversion, megatron=megatron, one_step_off="one_step_off" in command.trainer, rows=rows)
+    conversion.check()
     conversion.settings |= overrides
     _drop_unused(conversion, overrides.keys())
     _drop_rejected(conversion, overrides.keys())
     _note_model(conversion)
     conversion.notes += command.notes
+    exported = {name for name in re.findall(r"^\s*export\s+([A-Za-z_]\w*)=", text, re.MULTILINE) if name not in _SHELL}
+    if exported:
+        names = ", ".join(sorted(exported))
+        conversion.notes.append(
+            f"exported variables are not part of the recipe (cluster.environment.all sets some): {names}"
+        )
     conversion.notes.sort(key=_line)
     return Converted(_recipe(conversion, source), conversion.notes)
 
@@ -177,7 +194,9 @@ def _drop_rejected(conversion: Conversion, kept: Collection[str]) -> None:
         if key.startswith("rollout.engine_args."):
             top = key.split(".")[2]
             try:
-                check_engine_args({top: value})
+                engines.arguments_of(str(conversion.settings.get("rollout.engine", "vllm"))).check_engine_args(
+                    {top: value}
+                )
             except ValueError as error:
                 del conversion.settings[key]
                 conversion.notes.append(f"{key}={value}: omitted, {error}")
@@ -186,7 +205,7 @@ def _drop_rejected(conversion: Conversion, kept: Collection[str]) -> None:
 def _note_model(conversion: Conversion) -> None:
     """Add notes if the model path is a name on the hub, or if the layout does not fit a published model."""
     path = str(conversion.settings.get("model.path", ""))
-    if re.fullmatch(r"[\w-]+/[\w.-]+", path):
+    if re.fullmatch(r"[\w-]+/[\w.-]+", path) and not Path(path).is_dir():
         conversion.notes.append(f"model.path={path}: a name on the hub, but model.path must be a folder with the model")
     name = path.rstrip("/").rsplit("/", 1)[-1]
     if name not in published.names():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -14,10 +15,9 @@ import yaml
 from megarl.commands.convert_verl.parser import Argument
 from megarl.commands.convert_verl.table import Option
 from megarl.errors import InputError
-from megarl.registry import nearest
 
 _OVERRIDE = re.compile(r"(~|\+{0,2})([\w@./-]+?)(?:=(.*))?", re.DOTALL)
-_ALGORITHMIC = ("algorithm.", "actor_rollout_ref.actor.policy_loss.", "actor_rollout_ref.actor.optim.", "critic.optim.")
+_ALGORITHMIC = ("algorithm.", "actor_rollout_ref.actor.", "critic.optim.", "distillation.")
 _SWITCHES = ("reward_model.enable", "reward.reward_model.enable")
 """Options that replace the reward if they are True."""
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
@@ -46,6 +46,7 @@ class Conversion:
     origins: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     given: Collection[str] = ()
+    refused: dict[str, str] = field(default_factory=dict)  # options -> the reason, in the order of the command
 
     def get(self, option: str, otherwise: Any = None) -> Any:
         """Return the command's value, else verl's default, else `otherwise`."""
@@ -70,7 +71,7 @@ class Conversion:
         self.notes.append(f"{self.where(option)}{option}{value}: {reason}")
 
     def leave_out(self, option: str, reason: str, *, to: str = "", changes: bool = False) -> None:
-        """Note that `option` is left out. Raises InputError if that changes the algorithm, unless the user accepts it.
+        """Note that `option` is left out; refuse it if that changes the algorithm, unless the user accepts it (`check`).
 
         to: the recipe's key, if there is one. changes: it is known that the algorithm changes.
         """
@@ -79,11 +80,18 @@ class Conversion:
         if algorithmic and option in self.options and not {option, to} & set(self.given):
             value = _short(self.options[option].value)
             instead = f"{to}=VALUE after the file, or " if to else ""
-            raise InputError(
+            self.refused[option] = (
                 f"{self.where(option)}{option}={value}: {reason}. The recipe would compute something else: give {instead}"
                 f"--accept {option} to leave the option out"
             )
+            return
         self.note(option, reason)
+
+    def check(self) -> None:
+        """Raise InputError with all options that were refused."""
+        if self.refused:
+            every = "" if len(self.refused) == 1 else "\n" + " ".join(f"--accept {option}" for option in self.refused)
+            raise InputError("\n".join(self.refused.values()) + every)
 
     def _take_arguments(self, name: str, value: Any) -> None:
         """Set an argument of the reward function; null and empty text are values, and a mapping has several."""
@@ -108,8 +116,8 @@ class Conversion:
         for name in [*self.options, *(name for name in self.defaults if name not in self.options)]:
             option = next((row for row in table if fnmatch.fnmatchcase(name, row.verl)), None)
             if option is None:
-                near = nearest(name, [row.verl for row in table])
-                self.leave_out(name, f"unknown option, omitted{f'; nearest: {near}' if near else ''}")
+                near = difflib.get_close_matches(name, [row.verl for row in table], n=1, cutoff=0.85)
+                self.leave_out(name, f"unknown option, omitted{f'; nearest: {near[0]}' if near else ''}")
             elif option.to is None and self.get(name) in option.same:
                 continue
             elif name in unread:

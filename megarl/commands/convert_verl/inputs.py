@@ -1,4 +1,4 @@
-"""Reward functions, tools, and columns of rows."""
+"""Reward functions, tools, columns of rows, and arguments of engines."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from megarl.commands.convert_verl.conversion import Conversion
 from megarl.errors import InputError
 
 _R = "actor_rollout_ref.rollout"
+_SGLANG = {
+    "gpu_memory_utilization": "mem_fraction_static", "max_num_seqs": "max_running_requests", "max_num_batched_tokens": "",
+    "enforce_eager": "disable_cuda_graph", "enable_chunked_prefill": "", "enable_prefix_caching": "",
+}  # fmt: skip
+"""Arguments of vLLM's engine -> SGLang's; "": none."""
 
 
 def translate_reward_function(conversion: Conversion) -> None:
@@ -39,6 +44,14 @@ def translate_tools(conversion: Conversion) -> None:
     }
     options = [option for option, is_on in switches.items() if is_on]
     if options and any(name.startswith(("agent.tools", "agent.mcp")) for name in conversion.given):
+        conversion.settings.setdefault("agent.max_calls_per_turn", 1)
+        if "agent.max_turns" not in conversion.settings:
+            conversion.note(
+                f"{_R}.multi_turn.max_assistant_turns", "unlimited in verl; set agent.max_turns, which is 8"
+            )
+        if f"{_R}.multi_turn.max_tool_response_length" not in conversion.options:
+            reason = "256 characters in verl; agent.max_answer_tokens is 512 tokens"
+            conversion.note(f"{_R}.multi_turn.max_tool_response_length", reason)
         return
     if options and not {*options} & {*conversion.given}:
         reason = "verl's tools are classes, megarl's are functions (docs/agents.md)"
@@ -77,3 +90,17 @@ def translate_sft_columns(conversion: Conversion) -> None:
 
 def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def translate_engine(conversion: Conversion) -> None:
+    """Rename engine arguments for SGLang, and leave out those that it lacks."""
+    settings, section = conversion.settings, "rollout.engine_args."
+    if settings.get("rollout.engine") != "sglang":
+        return
+    for name in [key.removeprefix(section) for key in settings if key.startswith(section)]:
+        if name in _SGLANG:
+            value = settings.pop(section + name)
+            if _SGLANG[name]:
+                settings.setdefault(section + _SGLANG[name], value)
+            elif (option := f"{_R}.{name}") in conversion.options:
+                conversion.note(option, "vLLM's; set SGLang's argument in rollout.engine_args")

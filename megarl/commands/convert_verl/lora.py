@@ -18,7 +18,7 @@ _FUSED = {
 _ALL = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]  # the default of model.lora.target_modules
 _SAME = {
     "dropout": (0, 0.0), "exclude_modules": (None, []), "type": ("lora", "canonical_lora"), "adapter_path": (None,),
-    "a2a_experimental": (False,), "lora_A_init_method": ("xavier",), "lora_B_init_method": ("zero",), "dtype": (None,),
+    "a2a_experimental": (False,), "lora_A_init_method": ("xavier", "kaiming"), "lora_B_init_method": ("zero",), "dtype": (None,),
     "freeze_language_model": (True,), "freeze_vision_model": (True,), "freeze_vision_projection": (True,),
 }  # fmt: skip
 """Options of model.lora with the values that megarl's adapters have, but for the initialization of A: uniform, as PEFT's."""

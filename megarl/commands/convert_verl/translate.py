@@ -10,6 +10,7 @@ from megarl.commands.convert_verl.correction import translate_correction
 from megarl.commands.convert_verl.distillation import translate_distillation
 from megarl.commands.convert_verl.inputs import (
     translate_columns,
+    translate_engine,
     translate_reward_function,
     translate_sft_columns,
     translate_tools,
@@ -71,6 +72,7 @@ def translate_rl(conversion: Conversion, *, megatron: bool, one_step_off: bool, 
     translate_reward_function(conversion)
     translate_tools(conversion)
     translate_columns(conversion)
+    translate_engine(conversion)
     updates = conversion.settings["actor.mini_batches"] * int(conversion.settings.get("actor.epochs", 1))
     common(conversion, rows=rows, updates=updates, optimizer=f"{_A}.optim", megatron=megatron)
     _validation(conversion)
@@ -135,6 +137,8 @@ def _steps(conversion: Conversion, rows: int | None) -> None:
             option, f"the length of a run is train.steps, which is 1 here: set it to {product}, or pass --rows"
         )
         return
+    if rows < batch:
+        raise InputError(f"--rows {rows}: a step has {batch} prompts (data.train_batch_size), so verl would make none")
     epochs = conversion.number(option)
     conversion.settings["train.steps"] = max(1, rows // batch) * epochs
     conversion.note(option, f"train.steps={conversion.settings['train.steps']}: {epochs} x {rows} rows / {batch}")
@@ -348,9 +352,8 @@ def _validation(conversion: Conversion) -> None:
         conversion.drop("evaluation.")
         _drop_evaluation_data(conversion)
         return
-    sampled = conversion.get(f"{values}.do_sample") is True
-    settings["evaluation.temperature"] = float(conversion.get(f"{values}.temperature", 0)) if sampled else 0.0
-    if not sampled:
+    settings["evaluation.temperature"] = temperature = float(conversion.get(f"{values}.temperature", 0))
+    if not temperature:
         conversion.drop("evaluation.top_p")
         if settings.pop("evaluation.samples", 1) != 1:
             conversion.note(f"{values}.n", "1: greedy samples of a prompt are equal")

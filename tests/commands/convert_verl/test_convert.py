@@ -90,7 +90,7 @@ def test_a_reward_function_with_its_arguments(prefix: str) -> None:
         f"+{prefix}custom_reward_function.reward_kwargs.{pair}"
         for pair in ("none=null", "empty=", "on=on", "time=12:30")
     ]
-    assert settings(f"{GRPO} {options} {' '.join(more)}", rows=9) == settings(f"{GRPO} {options}", rows=9) | {
+    assert settings(f"{GRPO} {options} {' '.join(more)}", rows=9999) == settings(f"{GRPO} {options}", rows=9999) | {
         "reward.arguments.none": None,
         "reward.arguments.empty": "",
         "reward.arguments.on": "on",
@@ -139,11 +139,60 @@ def test_what_scores_or_reads_otherwise_is_refused_unless_accepted(option: str) 
         assert not any(harmless.partition("=")[0] in note for note in convert(f"{GRPO} {harmless}", []).notes)
 
 
+def test_all_refused_options_are_listed_with_one_line_to_accept_them() -> None:
+    options = ["data.custom_cls.path=a.py", "reward_model.reward_manager=batch"]
+    with pytest.raises(InputError) as refused:
+        convert(f"{GRPO} {' '.join(options)}", [])
+    *reasons, last = str(refused.value).splitlines()
+    assert len(reasons) == 2 and last == "--accept data.custom_cls.path --accept reward_model.reward_manager"
+    with pytest.raises(InputError, match=r"no such option; did you mean 'data\.custom_cls\.path'"):
+        convert(f"{GRPO} {options[0]}", [], accepted=["data.custom_cl.path"])
+
+
+def test_a_variable_that_the_script_lacks_is_refused() -> None:
+    script = f"MODEL_PATH=m\nexport HCCL_TIMEOUT=60\n{GRPO.replace('path=m', 'path=$MODEL_PATH')}\n"
+    with pytest.raises(InputError, match=r"MODEL_PTH.*did you mean 'MODEL_PATH'"):
+        convert(script, ["MODEL_PTH=x"])
+    converted = convert(script, ["MODEL_PATH=x"])
+    assert yaml.safe_load(converted.text)["model"]["path"] == "x"
+    assert any("HCCL_TIMEOUT" in note and "cluster.environment.all" in note for note in converted.notes)
+
+
+def test_too_few_rows_for_a_step_are_refused() -> None:
+    with pytest.raises(InputError, match="--rows 20: a step has 1024 prompts"):
+        convert(GRPO, rows=20)
+
+
+def test_validation_samples_at_its_temperature() -> None:
+    """verl's agent loop reads val_kwargs.temperature, and not do_sample."""
+    values = "actor_rollout_ref.rollout.val_kwargs."
+    sampled = settings(f"{GRPO} data.val_files=b.parquet trainer.test_freq=5 {values}temperature=1.0 {values}n=30")
+    assert sampled["evaluation.samples"] == 30 and sampled.get("evaluation.temperature", 1.0) == 1.0
+    greedy = settings(f"{GRPO} data.val_files=b.parquet trainer.test_freq=5 {values}do_sample=True")
+    assert greedy["evaluation.temperature"] == 0.0
+
+
+def test_sglang_has_arguments_of_its_own() -> None:
+    rollout = "actor_rollout_ref.rollout."
+    command = f"{GRPO} {rollout}name=sglang {rollout}gpu_memory_utilization=0.6 {rollout}enable_prefix_caching=True"
+    converted = settings(f"{command} {rollout}engine_kwargs.sglang.attention_backend=fa3")
+    assert converted["rollout.engine"] == "sglang"
+    arguments = {key: value for key, value in converted.items() if key.startswith("rollout.engine_args.")}
+    assert arguments == {
+        "rollout.engine_args.mem_fraction_static": 0.6,
+        "rollout.engine_args.max_running_requests": 256,
+        "rollout.engine_args.attention_backend": "fa3",
+    }
+
+
 def test_a_run_with_tools_needs_megarls_tools() -> None:
     options = "multi_turn.enable=True multi_turn.max_assistant_turns=5 multi_turn.format=hermes multi_turn.max_parallel_calls=2"
     command = f"{GRPO} " + " ".join(f"actor_rollout_ref.rollout.{option}" for option in options.split())
     with pytest.raises(InputError, match=r"give agent\.tools=VALUE after the file, or --accept"):
         settings(command)
+    limits = convert(GRPO + " actor_rollout_ref.rollout.multi_turn.enable=True", ["agent.tools=[code_interpreter]"])
+    assert yaml.safe_load(limits.text)["agent"]["max_calls_per_turn"] == 1, "verl's default"
+    assert sum("multi_turn.max_" in note for note in limits.notes) == 2
     converted = settings(command, "agent.tools=[code_interpreter]")
     agent = {"tools": ["code_interpreter"], "max_turns": 5, "format": "hermes", "max_calls_per_turn": 2}
     assert {key: value for key, value in converted.items() if key.startswith("agent.")} == {
@@ -203,7 +252,7 @@ class TestScript:
         """Every dropped option has a note with its line and the reason."""
         notes = "\n".join(convert(SCRIPT, VALUES).notes)
         assert "data.truncation=left: no truncation" in notes
-        assert re.search(r"line \d+: actor_rollout_ref\.actor\.not_an_option=1: unknown option", notes)
+        assert re.search(r"line \d+: trainer\.not_an_option=1: unknown option", notes)
         assert re.search(r"yarn_scaling_factor=40: no counterpart: the model's config.json determines it", notes)
         assert "trainer.total_epochs=3: the length of a run is train.steps" in notes
         line = SCRIPT.splitlines().index(next(text for text in SCRIPT.splitlines() if "yarn_" in text)) + 1

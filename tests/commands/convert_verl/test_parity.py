@@ -66,7 +66,7 @@ def test_fixed_micro_batches_are_shared_by_context_parallel_devices(recipe: Call
         ("actor_rollout_ref.actor.loss_agg_mode=new-mean", "algorithm.aggregation=VALUE"),
         ("actor_rollout_ref.actor.policy_loss.new_key=1", "unknown option"),
         ("algorithm.new_key=1", "unknown option"),
-        ("distillation.enabled=True", "unknown option"),
+        ("actor_rollout_ref.actor.loss_agg_mod=token-mean", "nearest: actor_rollout_ref.actor.loss_agg_mode"),
         ("reward_model.enable=True", "unknown option"),
         ("actor_rollout_ref.actor.optim.lr_scheduler_type=wsd", "actor.optimizer.decay=VALUE"),
     ],
