@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.commands.convert_verl.command import convert
+from megarl.commands.convert_verl.inputs import SGLANG
 from megarl.commands.convert_verl.parser import read_command
 from megarl.commands.convert_verl.shell_values import ScriptContext
 from megarl.commands.convert_verl.table import RL, TRAINER, Option
@@ -52,10 +53,12 @@ _SWITCHES = {
 }
 """Options that verl reads only if a switch is on, by the switch."""
 _SUBJECT = re.compile(r"(?:line \d+: )?([\w.@*-]+)(?:=| \()")
+_VLLM = tuple(f"{_R}.{name}" for name in SGLANG)
 _OPEN = ("megatron.extra", "megatron.ddp", "critic.megatron.ddp", "rollout.engine_args", "reward.arguments")
 _OF_THE_MACHINE = (
     "cluster.timeout", "cluster.device", "weight_sync.bucket_mb", "observe.project", "megatron.extra.attention_backend",
     "rollout.engine_args.enable_prefix_caching", "rollout.engine_args.enable_chunked_prefill", "rollout.engine_args.enforce_eager",
+    "rollout.engine_args.disable_cuda_graph",
 )  # fmt: skip
 """Settings of speed and place: verl's defaults do not count (the last three are also vLLM's), only what a script says."""
 
@@ -145,7 +148,11 @@ def copied(options: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
         row = next((row for row in [*RL, *TRAINER] if fnmatch.fnmatchcase(name, row.verl)), None)
         if row is None or row.to is None or row.derived or value in (None, _MISSING, ""):
             continue
-        yield name, _key(row, name), row.names.get(value, _MISSING) if row.names else value
+        key = _key(row, name)
+        if options.get(f"{_R}.name") == "sglang":
+            key = f"rollout.engine_args.{SGLANG.get(key.rpartition('.')[2], '')}" if name.startswith(_VLLM) else key
+        if not key.endswith("."):
+            yield name, key, row.names.get(value, _MISSING) if row.names else value
 
 
 def _key(row: Option, name: str) -> str:

@@ -13,7 +13,7 @@ _OBJECTS = ("extra_info", "reward_model")  # a file may have them as JSON text
 
 
 @dataclass(frozen=True)
-class Selection:
+class ColumnSelection:
     """Columns to read of a file.
 
     layouts: alternative sets of columns; the file must have all columns of one set. optional: columns to read if present.

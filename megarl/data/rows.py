@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.data.columns import Selection
+from megarl.data.columns import ColumnSelection
 
 _BATCH = 4096  # rows of a parquet file that are converted to Python objects at a time
 _BATCH_OF_IMAGES = 64  # the same for rows with images, which are large
@@ -48,7 +48,7 @@ def iterate_rows(
 ) -> Iterator[Row]:
     """Iterate over the rows of one file, with a few thousand in memory at a time and only the columns in the arguments.
 
-    `layouts`, `optional`, `names`: see `Selection`.
+    `layouts`, `optional`, `names`: see `ColumnSelection`.
 
     Raises:
         ValueError: the file is missing, unreadable, of an unknown format or lacks a required column (the message lists its
@@ -56,7 +56,7 @@ def iterate_rows(
     """
     check_file(file)
     yield from (_parquet_rows if file.suffix == ".parquet" else _jsonl_rows)(
-        file, Selection(layouts, optional, names or {})
+        file, ColumnSelection(layouts, optional, names or {})
     )
 
 
@@ -74,7 +74,7 @@ def sample_rows(
     """
     check_file(file)
     read = _parquet_sample if file.suffix == ".parquet" else _jsonl_sample
-    rows, total = read(file, count, Selection(layouts, optional, names or {}))
+    rows, total = read(file, count, ColumnSelection(layouts, optional, names or {}))
     if not total:
         raise ValueError(f"{file}: the file has no rows")
     return rows, total
@@ -162,7 +162,7 @@ def check_file(file: Path) -> None:
 
 
 @contextmanager
-def _open_parquet(file: Path, selection: Selection) -> Iterator[tuple[Any, dict[str, Any]]]:
+def _open_parquet(file: Path, selection: ColumnSelection) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Open a parquet file; yield it and the arguments of its `iter_batches`: columns and batch size."""
     import pyarrow
     import pyarrow.parquet
@@ -179,7 +179,7 @@ def _open_parquet(file: Path, selection: Selection) -> Iterator[tuple[Any, dict[
         raise ValueError(f"{file} is not a readable parquet file: {error}") from error
 
 
-def _parquet_rows(file: Path, selection: Selection) -> Iterator[Row]:
+def _parquet_rows(file: Path, selection: ColumnSelection) -> Iterator[Row]:
     number = 0
     with _open_parquet(file, selection) as (opened, options):
         for batch in opened.iter_batches(**options):
@@ -189,7 +189,7 @@ def _parquet_rows(file: Path, selection: Selection) -> Iterator[Row]:
                 number += 1
 
 
-def _parquet_sample(file: Path, count: int, selection: Selection) -> tuple[list[Row], int]:
+def _parquet_sample(file: Path, count: int, selection: ColumnSelection) -> tuple[list[Row], int]:
     rows: list[Row] = []
     with _open_parquet(file, selection) as (opened, options):
         sizes = [opened.metadata.row_group(group).num_rows for group in range(opened.num_row_groups)]
@@ -213,7 +213,7 @@ def _spread(size: int, count: int) -> list[int]:
     return sorted({round(number * (size - 1) / max(count - 1, 1)) for number in range(count)})
 
 
-def _jsonl_rows(file: Path, selection: Selection) -> Iterator[Row]:
+def _jsonl_rows(file: Path, selection: ColumnSelection) -> Iterator[Row]:
     absent, empty = {*selection.named()}, True
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -225,7 +225,7 @@ def _jsonl_rows(file: Path, selection: Selection) -> Iterator[Row]:
         selection.check(file, [selection.source(column) for column in selection.columns - absent])
 
 
-def _jsonl_sample(file: Path, count: int, selection: Selection) -> tuple[list[Row], int]:
+def _jsonl_sample(file: Path, count: int, selection: ColumnSelection) -> tuple[list[Row], int]:
     with file.open("rb") as lines:
         total = sum(1 for line in lines if line.strip())
     selected, place, rows = {*_spread(total, count)}, 0, []
@@ -238,7 +238,7 @@ def _jsonl_sample(file: Path, count: int, selection: Selection) -> tuple[list[Ro
     return rows, total
 
 
-def _jsonl_row(where: str, line: bytes, selection: Selection) -> Row:
+def _jsonl_row(where: str, line: bytes, selection: ColumnSelection) -> Row:
     try:
         values = json.loads(line)
         if b"\\ud" in line.lower():

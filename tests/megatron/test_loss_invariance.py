@@ -119,7 +119,7 @@ def test_each_algorithm_has_a_different_gradient(results: Path) -> None:
     assert 0.1 < metrics["gspo"]["actor/pg_clipfrac"] < 0.9
     for name in ("kl_cov", "clip_cov"):
         assert metrics[name]["actor/cov_selected"] == pytest.approx(0.05, abs=0.002)
-    assert 0.02 < metrics["m2po"]["actor/second_moment_excluded"] < 0.9
+    assert 0.02 < metrics["m2po"]["actor/second_moment_excluded"] < 0.95
     corrected = metrics["corrected"]
     assert 0.1 < corrected["rollout/correction_masked"] < 0.9 and 0 < corrected["rollout/correction_truncated"] < 1
     norms = {round(case["metrics"]["actor/grad_norm"], 6) for case in gradients.values()}

@@ -44,7 +44,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "gspo": {"loss": "gspo", "clip_low": 0.01, "clip_high": 0.01},
     "kl_cov": {"loss": "kl_cov", "cov_share": 0.052},
     "clip_cov": {"loss": "clip_cov", "cov_share": 0.052, "cov_low": 0.01, "cov_high": 3.0},
-    "m2po": {"loss": "m2po", "second_moment": 0.01, "old_log_probs": "rollout"},
+    "m2po": {"loss": "m2po", "second_moment": 0.001, "old_log_probs": "rollout"},
     "corrected": {
         "correction": CorrectionConfig(
             weights="token", truncate=1.1, normalize=True, reject={"token_ratio": [0.8, 5.0]}

@@ -16,7 +16,7 @@ import yaml
 from megarl import engines
 from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
 from megarl.atomic_files import check_new, write_atomically
-from megarl.commands.convert_verl.conversion import Conversion, read_options, value_of
+from megarl.commands.convert_verl.conversion import Conversion, OptionValue, read_options, value_of
 from megarl.commands.convert_verl.parser import TRAINERS, Command, read_command
 from megarl.commands.convert_verl.shell_values import ScriptContext
 from megarl.commands.convert_verl.table import ACTOR, DEFAULTS, LOSS_MODE, RL, SFT, SFT_DEFAULTS, TRAINER
@@ -68,6 +68,22 @@ def convert(
     }
     command = read_command(text, variables, context)
     options, config = read_options(command.arguments)
+    _check_names(text, variables, accepted, options)
+    given = frozenset({*overrides, *accepted})
+    conversion = _translated(command, config, options, given, chosen, rows=rows)
+    conversion.check()
+    conversion.settings |= overrides
+    _drop_unused(conversion, overrides.keys())
+    _drop_rejected(conversion, overrides.keys())
+    _note_model(conversion)
+    _note_exports(conversion, text)
+    conversion.notes += command.notes
+    conversion.notes.sort(key=_line)
+    return Converted(_recipe(conversion, source), conversion.notes)
+
+
+def _check_names(text: str, variables: Collection[str], accepted: Collection[str], options: Collection[str]) -> None:
+    """Raise InputError for a variable that the script lacks, or an accepted option that the command lacks."""
     for name in accepted:
         if name not in options:
             raise InputError(f"--accept {name}: the command has no such option{did_you_mean(name, options)}")
@@ -75,36 +91,43 @@ def convert(
         if name != "HOME" and not name.isdigit() and not re.search(rf"\b{re.escape(name)}\b", text):
             assigned = re.findall(r"\b([A-Za-z_]\w*)=", text)
             raise InputError(f"{name}=...: the script has no such variable{did_you_mean(name, assigned)}")
+
+
+def _translated(
+    command: Command,
+    config: str,
+    options: dict[str, OptionValue],
+    given: frozenset[str],
+    chosen: Mapping[str, str],
+    *,
+    rows: int | None,
+) -> Conversion:
+    """Apply the tables and the derived settings. config: --config-name. chosen: advantage and loss that the user sets."""
     kind = TRAINERS.search(command.trainer)
     assert kind
     if kind[1] in SFT_DEFAULTS:
-        conversion = Conversion(options, SFT_DEFAULTS[kind[1]])
+        conversion = Conversion(options, SFT_DEFAULTS[kind[1]], given=given)
         conversion.apply([*SFT, *TRAINER])
         translate_sft(conversion, processes=_processes(command), rows=rows)
-    else:
-        conversion = Conversion(options, DEFAULTS, given=frozenset({*overrides, *accepted}))
-        engine = conversion.get("model_engine")
-        megatron = engine == "megatron" or "megatron" in config or conversion.get(f"{ACTOR}.strategy") == "megatron"
-        loss = chosen.get("algorithm.loss") or LOSS_MODES.get(str(conversion.get(LOSS_MODE, "vanilla")), "")
-        critic = (chosen.get("algorithm.advantage") or conversion.get("algorithm.adv_estimator")) == "gae"
-        unread = unread_options(conversion.options, megatron=megatron, loss=loss, critic=critic)
-        conversion.apply([*RL, *TRAINER], unread)
-        conversion.settings |= chosen  # other settings depend on them
-        translate_rl(conversion, megatron=megatron, one_step_off="one_step_off" in command.trainer, rows=rows)
-    conversion.check()
-    conversion.settings |= overrides
-    _drop_unused(conversion, overrides.keys())
-    _drop_rejected(conversion, overrides.keys())
-    _note_model(conversion)
-    conversion.notes += command.notes
-    exported = {name for name in re.findall(r"^\s*export\s+([A-Za-z_]\w*)=", text, re.MULTILINE) if name not in _SHELL}
-    if exported:
-        names = ", ".join(sorted(exported))
+        return conversion
+    conversion = Conversion(options, DEFAULTS, given=given)
+    engine = conversion.get("model_engine")
+    megatron = engine == "megatron" or "megatron" in config or conversion.get(f"{ACTOR}.strategy") == "megatron"
+    loss = chosen.get("algorithm.loss") or LOSS_MODES.get(str(conversion.get(LOSS_MODE, "vanilla")), "")
+    critic = (chosen.get("algorithm.advantage") or conversion.get("algorithm.adv_estimator")) == "gae"
+    unread = unread_options(conversion.options, megatron=megatron, loss=loss, critic=critic)
+    conversion.apply([*RL, *TRAINER], unread)
+    conversion.settings |= chosen  # other settings depend on them
+    translate_rl(conversion, megatron=megatron, one_step_off="one_step_off" in command.trainer, rows=rows)
+    return conversion
+
+
+def _note_exports(conversion: Conversion, text: str) -> None:
+    names = {name for name in re.findall(r"^\s*export\s+([A-Za-z_]\w*)=", text, re.MULTILINE) if name not in _SHELL}
+    if names:
         conversion.notes.append(
-            f"exported variables are not part of the recipe (cluster.environment.all sets some): {names}"
+            f"exported variables are not part of the recipe (cluster.environment.all sets some): {', '.join(sorted(names))}"
         )
-    conversion.notes.sort(key=_line)
-    return Converted(_recipe(conversion, source), conversion.notes)
 
 
 def _line(note: str) -> int:

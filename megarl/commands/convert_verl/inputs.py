@@ -8,7 +8,7 @@ from megarl.commands.convert_verl.conversion import Conversion
 from megarl.errors import InputError
 
 _R = "actor_rollout_ref.rollout"
-_SGLANG = {
+SGLANG = {
     "gpu_memory_utilization": "mem_fraction_static", "max_num_seqs": "max_running_requests", "max_num_batched_tokens": "",
     "enforce_eager": "disable_cuda_graph", "enable_chunked_prefill": "", "enable_prefix_caching": "",
 }  # fmt: skip
@@ -98,9 +98,9 @@ def translate_engine(conversion: Conversion) -> None:
     if settings.get("rollout.engine") != "sglang":
         return
     for name in [key.removeprefix(section) for key in settings if key.startswith(section)]:
-        if name in _SGLANG:
+        if name in SGLANG:
             value = settings.pop(section + name)
-            if _SGLANG[name]:
-                settings.setdefault(section + _SGLANG[name], value)
+            if SGLANG[name]:
+                settings.setdefault(section + SGLANG[name], value)
             elif (option := f"{_R}.{name}") in conversion.options:
                 conversion.note(option, "vLLM's; set SGLang's argument in rollout.engine_args")
