@@ -3,11 +3,14 @@
 import asyncio
 import inspect
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from megarl import load_recipe
+from megarl.errors import RecipeError
 from megarl.recipe.schema import RewardConfig
 from megarl.rewards import Score, ScoreRequest, ScorerSettings, find, score, score_awaited
 from megarl.rewards.scoring import Scoring
@@ -158,6 +161,13 @@ def test_only_the_users_function_has_the_arguments(file):
     reward = RewardConfig(functions={coin: 1.0, own: 1.0}, arguments={"weight": 3.0})
     (terms,) = terms_of(None, reward.functions, ["s"], ScorerSettings.of(reward)).values()
     assert [score(term.scorer, REQUEST).value for term in terms][1] == 27.0
+
+
+@pytest.mark.parametrize("arguments", ["{a: {1: 2}}", "{a: .nan}"])
+def test_arguments_that_do_not_survive_json_are_refused(arguments, file):
+    recipe = Path(__file__).parents[2] / "recipes" / "grpo_qwen3_8b.yaml"
+    with pytest.raises(RecipeError, match="as JSON with text keys"):
+        load_recipe(recipe, [f"reward.function={file}:compute_score", f"reward.arguments={arguments}"])
 
 
 def test_own_functions_take_arguments_too(file):
