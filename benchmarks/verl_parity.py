@@ -5,8 +5,8 @@
     python -m benchmarks.verl_parity --hydra hydra/bin/python verl verl/examples/**/*.sh
 
 hydra composes a script's options with verl's own YAML files, so that defaults which no script names count. Every setting is
-compared: those that the converter's table copies (`megarl/commands/convert_verl/table.py`), and those that it derives, by a
-second formula from the composed values. A difference is silent unless a note of the conversion is about the option or the setting.
+compared. The expected value is the composed one, converted by the table (`megarl/commands/convert_verl/table.py`), or the result
+of a second formula for settings that the converter derives from several options. A difference is silent unless a note of the conversion is about the option or the setting.
 Exit status 1 if there is one.
 """
 
@@ -65,7 +65,7 @@ _OF_THE_MACHINE = (
 
 @dataclass(frozen=True)
 class Difference:
-    """A setting whose value in the recipe differs from what verl's configuration means. `note`: "" if nothing names it."""
+    """A setting of the recipe that differs from its expected value. `note`: the converter's note about it, or ""."""
 
     option: str
     verl: Any
@@ -212,7 +212,7 @@ def derived(options: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 def differences(
     options: Mapping[str, Any], given: Collection[str], recipe: Mapping[str, Any], notes: list[str]
 ) -> Iterator[Difference]:
-    """Iterate over settings whose value is not what verl's configuration means.
+    """Iterate over settings that differ from their expected value.
 
     given: the options of the script. recipe: settings by dotted key.
     """

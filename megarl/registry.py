@@ -36,7 +36,7 @@ def _add_current_directory() -> None:
 
 
 def _import_file(file: Path) -> ModuleType:
-    """Import a user's file once per process. Its module has a name of its own, so that math.py does not replace `math`."""
+    """Import a user's file once per process. A digest in the module's name keeps math.py from replacing `math`."""
     name = f"{file.stem}_{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]

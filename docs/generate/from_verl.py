@@ -70,8 +70,8 @@ verl's tools are classes with a YAML file. Write each as a function with `@tool`
 the current directory, or use an MCP server, and give it after the file: `agent.tools='["my_tools:search"]'`. `@tool(name=...)` keeps
 the name that prompts use. verl's code sandbox is `code_interpreter`. The row's `extra_info` is `Context.extra_info`, so
 `create_kwargs` of the tool `search` is `context.extra_info["tools_kwargs"]["search"]["create_kwargs"]`. A tool's reward is
-`Answer(text, reward=...)`. A function keeps no state between the calls of a sample: a tool whose reward depends on earlier calls
-has no counterpart. The limits of the policy's turns and of calls per turn are converted. Interactions and agent loops of your own
+`Answer(text, reward=...)`. A function has no state between the calls of a sample, so a tool whose reward depends on earlier calls
+cannot be converted. The limits of the policy's turns and of calls per turn are converted. Interactions and agent loops of your own
 are errors.
 
 ## Metrics
@@ -89,9 +89,12 @@ are errors.
 
 ## What differs
 
-[algorithms.md](algorithms.md#where-megarl-differs-from-others) lists where the same name computes something else. Three differences show in every
-run: prompts are never truncated, a sample whose scorer fails has no reward (in verl the exception ends the run), and a step has as many groups as
-`data.prompts_per_step` says, since dropped groups are replaced.
+[algorithms.md](algorithms.md#where-megarl-differs-from-others) lists names that compute something else. Three differences apply to
+every run:
+
+- Prompts are never truncated.
+- A sample has no reward if its scorer fails; in verl the exception ends the run.
+- Each step trains on `data.prompts_per_step` groups: a dropped group is replaced.
 
 # Options
 """

@@ -29,10 +29,10 @@ Scores = Callable[[LossInputs, TokenSums, "np.ndarray", "AlgorithmConfig"], "np.
 
 @dataclass(frozen=True)
 class Selection:
-    """Tokens of a whole mini batch that a loss treats separately: those with a score of at least a limit.
+    """Selects tokens of a whole mini batch that a loss treats separately: those with a score of at least `limit`.
 
-    Each rank scores its tokens and sends `candidates`; `limit` is computed from those of all ranks, so that the selection
-    does not depend on how the mini batch is split.
+    Each rank scores its tokens and sends `candidates`. `limit` takes the candidates of all ranks, so the selection does not
+    depend on how the mini batch is split.
     """
 
     scores: Scores  # of a micro batch's tokens [T], with random numbers [T] to draw by; -inf: never selected

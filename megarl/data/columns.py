@@ -33,9 +33,9 @@ class ColumnSelection:
         return self._path(column)[0]
 
     def check(self, where: str | Path, present: Iterable[str], *, named: bool = True) -> None:
-        """Raise ValueError if the file's columns `present` lack those of every layout.
+        """Raise ValueError unless the file's columns `present` include all columns of one layout.
 
-        named: also if they lack an optional column that `names` has.
+        named: an optional column in `names` must be present, too.
         """
         present = list(present)
         missing = [[column for column in layout if self.source(column) not in present] for layout in self.layouts]
@@ -81,7 +81,7 @@ class ColumnSelection:
 
 
 def _object(where: str, column: str, text: str) -> Any:
-    """Parse the JSON text of an object. Empty text and null are an empty column; other text stays, as it is no object."""
+    """Parse the JSON text of an object. Empty text and null become None; text that does not start with { is returned."""
     if text.strip() in ("", "null"):
         return None
     if not text.lstrip().startswith("{"):

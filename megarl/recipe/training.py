@@ -144,7 +144,7 @@ class ActorConfig:
     )
     epochs: int = key(
         1,
-        "Passes over the batch of a step, each with an optimizer step per mini batch. Advantages and old log-probs stay those of before the first.",
+        "Passes over the batch of a step, each with an optimizer step per mini batch. Advantages and old log-probs are computed once, before the first pass.",
         at_least=1,
     )
     max_tokens_per_micro_batch: int = key(

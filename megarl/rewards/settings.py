@@ -12,7 +12,7 @@ from megarl.recipe.schema import RewardConfig
 
 @dataclass(frozen=True)
 class ScorerSettings:
-    """What scorers read of the recipe: `reward.remote`, `sandbox`, `reward.timeout` and `reward.arguments`."""
+    """Settings of the recipe that scorers read: `reward.remote`, `sandbox`, `reward.timeout` and `reward.arguments`."""
 
     remote: RemoteConfig = field(default_factory=RemoteConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)

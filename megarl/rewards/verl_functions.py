@@ -1,6 +1,6 @@
 """Reward functions written for verl, `compute_score(data_source, solution_str, ground_truth, extra_info)`, as scorers.
 
-The contract is that of verl's reward managers naive and dapo (verl/experimental/reward_loop/reward_manager/naive.py).
+They are called as by verl's reward managers naive and dapo (verl/experimental/reward_loop/reward_manager/naive.py).
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megarl import load_recipe
@@ -15,6 +16,9 @@ from megarl.engines.specs import policy_spec, teacher_spec
 from megarl.engines.vllm import args as vllm
 from megarl.engines.vllm import fp32_head
 from megarl.errors import RecipeError
+from megarl.types import GenerationRequest, Prompt, Sampling
+from tests.support.engine_process import VOCABULARY, EngineProcess, build_model
+from tests.support.engine_process import spec as engine_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 BFLOAT16 = [f"{section}.dtype=bfloat16" for section in ("model", "rollout")]
@@ -66,6 +70,25 @@ class TestVLLM:
 
     def test_the_installed_version_reads_it(self) -> None:
         assert fp32_head.package_folder("vllm") is not None and fp32_head._problem("cuda") is None
+
+
+@pytest.mark.stack
+@pytest.mark.slow
+@pytest.mark.parametrize("fp32_head", [False, True])
+def test_a_real_vllm_rounds_its_logits_or_not(fp32_head: bool, tmp_path: Path) -> None:
+    """bfloat16 has few numbers near a logit, so that likely tokens of a position have equal log-probs; float32 has many."""
+    tokens = tuple(np.random.default_rng(0).integers(1, VOCABULARY, 40).tolist())
+    request = GenerationRequest(0, Prompt("p", tokens, "", "x"), Sampling(1, 1, 0.0), 0, prompt_top_k=50)
+    process = EngineProcess()
+    try:
+        process.start(engine_spec(build_model(tmp_path), dtype="bfloat16", prompt_top_k=50, fp32_head=fp32_head))
+        _, scored = process.generate([request])
+    finally:
+        process.close()
+    places = scored[0][0].prompt.top_log_probs[1:]
+    assert places.shape == (39, 50)
+    equal = sum(len(place) - len(np.unique(place)) for place in places)
+    assert equal < 5 if fp32_head else equal > 100, equal
 
 
 class TestSGLang:

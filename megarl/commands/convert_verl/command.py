@@ -32,8 +32,6 @@ from megarl.recipe.megatron_ddp import refusal_of_ddp
 from megarl.recipe.schema import Recipe
 from megarl.registry import did_you_mean
 
-_SHELL = ("PATH", "PYTHONPATH", "HOME", "LD_LIBRARY_PATH", "RAY_ADDRESS", "NNODES", "PYTHONUNBUFFERED")
-
 
 @dataclass(frozen=True)
 class Converted:
@@ -123,7 +121,9 @@ def _translated(
 
 
 def _note_exports(conversion: Conversion, text: str) -> None:
-    names = {name for name in re.findall(r"^\s*export\s+([A-Za-z_]\w*)=", text, re.MULTILINE) if name not in _SHELL}
+    """Add a note about exported variables that the script does not read itself."""
+    exported = re.findall(r"^\s*export\s+([A-Za-z_]\w*)=", text, re.MULTILINE)
+    names = {name for name in exported if not re.search(rf"\${{?{name}\b", text)}
     if names:
         conversion.notes.append(
             f"exported variables are not part of the recipe (cluster.environment.all sets some): {', '.join(sorted(names))}"

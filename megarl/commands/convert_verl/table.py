@@ -14,9 +14,9 @@ from typing import Any
 class Option:
     """An option of verl.
 
-    to: the recipe's key, or several keys separated by ", "; None: there is no counterpart, for the reason in `remark`.
+    to: the recipe's key, or several keys separated by ", "; None: no counterpart, and `remark` has the reason.
     names: verl's value -> megarl's value. If it is not empty, other values have no counterpart.
-    derived: translate.py computes the value from several options, as `remark` describes.
+    derived: a translate_* function computes the value from several options, as `remark` describes.
     same: values of an option without counterpart that match what megarl always does.
     changes: a recipe without the option computes something else.
     """
@@ -374,7 +374,7 @@ DEFAULTS: dict[str, Any] = {
     "actor_rollout_ref.rollout.max_num_batched_tokens": 8192, "trainer.n_gpus_per_node": 8, "trainer.nnodes": 1,
     "trainer.val_before_train": True, "trainer.resume_mode": "auto", "trainer.save_freq": -1, "trainer.total_epochs": 30,
 }  # fmt: skip
-"""verl's defaults (verl/trainer/config/) that differ from megarl's, or from those of one of its losses."""
+"""verl's defaults (verl/trainer/config/), where megarl or one of its losses has another default."""
 
 SFT_DEFAULTS: dict[str, dict[str, Any]] = {
     "fsdp_sft_trainer": {

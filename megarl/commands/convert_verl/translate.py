@@ -140,7 +140,7 @@ def _steps(conversion: Conversion, rows: int | None) -> None:
     if rows < batch:
         raise InputError(f"--rows {rows}: a step has {batch} prompts (data.train_batch_size), so verl would make none")
     epochs = conversion.number(option)
-    conversion.settings["train.steps"] = max(1, rows // batch) * epochs
+    conversion.settings["train.steps"] = rows // batch * epochs
     conversion.note(option, f"train.steps={conversion.settings['train.steps']}: {epochs} x {rows} rows / {batch}")
 
 

@@ -50,8 +50,8 @@ def _argument_errors(reward: RewardConfig) -> Iterator[ValueError]:
     if not arguments:
         return
     if len(reward.own_functions) != 1:
-        count = "no" if not reward.own_functions else f"{len(reward.own_functions)}"
-        problem = f"the reward has {count} functions of your own, and the arguments are those of one"
+        count = len(reward.own_functions) or "no"
+        problem = f"arguments are passed to one function of yours, and the reward has {count}"
         yield RecipeError("reward.arguments", problem, "leave it out, or set defaults in your code", value=arguments)
     try:
         text = json.dumps(arguments, allow_nan=False)

@@ -150,12 +150,13 @@ def test_all_refused_options_are_listed_with_one_line_to_accept_them() -> None:
 
 
 def test_a_variable_that_the_script_lacks_is_refused() -> None:
-    script = f"MODEL_PATH=m\nexport HCCL_TIMEOUT=60\n{GRPO.replace('path=m', 'path=$MODEL_PATH')}\n"
+    script = f"export MODEL_PATH=m\nexport HCCL_TIMEOUT=60\n{GRPO.replace('path=m', 'path=$MODEL_PATH')}\n"
     with pytest.raises(InputError, match=r"MODEL_PTH.*did you mean 'MODEL_PATH'"):
         convert(script, ["MODEL_PTH=x"])
     converted = convert(script, ["MODEL_PATH=x"])
     assert yaml.safe_load(converted.text)["model"]["path"] == "x"
-    assert any("HCCL_TIMEOUT" in note and "cluster.environment.all" in note for note in converted.notes)
+    (exported,) = [note for note in converted.notes if "cluster.environment.all" in note]
+    assert exported.endswith(": HCCL_TIMEOUT"), "the command uses MODEL_PATH"
 
 
 def test_too_few_rows_for_a_step_are_refused() -> None:

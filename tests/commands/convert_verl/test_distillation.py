@@ -89,7 +89,7 @@ def test_another_distillation_is_refused(options: str, message: str) -> None:
     "mode", ["loss_mode=k1 use_policy_gradient=True", "loss_mode=forward_kl_topk use_policy_gradient=False"]
 )
 def test_without_task_rewards_the_policy_loss_has_no_other_term(mode: str) -> None:
-    """verl's policy loss is then 0: no entropy bonus, no KL, no aggregation or weights of its own."""
+    """Its policy loss is 0 in verl, so entropy bonus, KL, aggregation and weights of that loss are not converted."""
     actor = "actor_rollout_ref.actor."
     options = (
         f"{actor}entropy_coeff=0.01 {actor}use_kl_loss=True {actor}kl_loss_coef=0.3 {actor}kl_loss_type=low_var_kl+"

@@ -189,7 +189,7 @@ def test_rows_have_the_columns_of_the_file_if_it_exists(tmp_path: Path) -> None:
 
 
 def test_a_scorer_of_the_user_keeps_its_arguments(tmp_path: Path) -> None:
-    """The coin beside it has none."""
+    """`rehearse` adds the coin as a second scorer; the arguments are not passed to it."""
     (tmp_path / "mine.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info, bonus):\n    return bonus\n"
     )
