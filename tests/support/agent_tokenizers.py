@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 from functools import cache
 from pathlib import Path
+from shutil import rmtree
 from tempfile import mkdtemp
 
 from megarl.commands.data.tiny_tokenizer import make_tiny_tokenizer
@@ -80,6 +82,7 @@ DEEPSEEK_V3 = """{%- set ns = namespace(is_tool=false) -%}
 @cache
 def _made(template: str, added: tuple[str, ...]) -> Tokenizer:
     folder = Path(mkdtemp(prefix="agent-tokenizer-"))
+    atexit.register(rmtree, folder, ignore_errors=True)
     make_tiny_tokenizer(folder)
     from transformers import AutoTokenizer
 

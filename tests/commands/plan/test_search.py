@@ -371,10 +371,10 @@ def test_no_layout_that_fits_is_pruned(model: dict[str, Any], tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.stack
 def test_the_best_candidate_fits(tmp_path: Path) -> None:
-    """`plan` accepts the best candidate and refuses the recipe's layout, with the same memory."""
+    """Where some layouts are too large for the device, `plan` accepts the best ones, with the memory that was counted."""
     task = subject(4, DENSE)
     task.recipe.rollout.max_response_length = 8160
-    task = replace(task, device=replace(H100, memory=0.1))
+    task = replace(task, device=replace(H100, memory=1.1))
     task.recipe.rollout.engine_args = {
         "kv_cache_memory_bytes": 2**24,
         "max_num_batched_tokens": 256,
@@ -382,7 +382,7 @@ def test_the_best_candidate_fits(tmp_path: Path) -> None:
     }
     (tmp_path / "recipe.yaml").write_text(to_yaml(task.recipe))
     result = search(task, seconds=120, count=3)
-    assert result.best
+    assert result.best and result.counted_too_large
     for candidate in result.best:
         settings = overrides(task.recipe, apply_choice(task.recipe, candidate.choice))
         loaded = load_recipe(tmp_path / "recipe.yaml", settings)
