@@ -6,8 +6,10 @@ capacity assumes that every running group will be. If dynamic sampling filters a
 and another group may start; resampling needs no other rule. Without filtering, the capacity is
 (S + v + 1) P - accepted - running for P prompts per step.
 
-Groups enter batches in admission order, not in the order in which they finish. Batches are therefore not biased towards
-short responses and do not depend on timing. After `max_attempts` times P tried groups, a batch closes with fewer groups.
+A finished group enters a batch (it is released) if its number is less than n + W, where n is the oldest unreleased group and W
+the window. With W = 1 groups enter batches in admission order. At most W - 1 later groups can overtake a group, so it is trained on by policies of at most
+S + ceil((W - 1) / P) versions after the one that it started with. Groups are never dropped, so batches are not biased towards
+short responses. After `max_attempts` times P tried groups, a batch closes with fewer groups.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ class AdmissionState:
     """Counters of a run."""
 
     admitted: int = 0  # started groups: also the next group's number and the data cursor
-    released: int = 0  # groups in batches, filtered ones included: also the number of the next group to enter a batch
+    released: int = 0  # groups in batches, filtered ones included
     closed: int = 0  # closed batches
 
 
@@ -49,26 +51,29 @@ class Admission:
         max_attempts: int | None,
         continuous: bool,
         batches: int | None = None,
+        window: int = 1,
     ):
         self.prompts_per_step = prompts_per_step
         self.max_staleness = max_staleness
         self.max_attempts = max_attempts  # None: no filter and no limit
         self.continuous = continuous
         self.batches = batches  # batches of the whole run; None: unlimited
+        self.window = window
         self.state = AdmissionState()
         self.version: int | None = None  # of the engines' weights; None: no group may start
         self.running = 0
         self.tried: list[TriedGroup] = []  # groups of the current batch, filtered ones included
         self.closed: deque[list[TriedGroup]] = deque()  # batches ready for training
-        self._finished: dict[int, TriedGroup] = {}  # by number: groups that wait for an earlier group to finish
+        self._unreleased: list[int] = []  # numbers of running and waiting groups, oldest first
+        self._waiting: dict[int, TriedGroup] = {}  # by number: finished groups that are not released
 
     def capacity(self) -> int:
         """Return the number of groups that may start now."""
         if self.version is None or (self.running and not self.continuous):
             return 0
         batch, accepted, tried = self.state.closed, len(accepted_groups(self.tried)), len(self.tried)
-        for number in range(self.state.released, self.state.admitted):  # count running groups as accepted
-            accepted += number not in self._finished or self._finished[number].accepted
+        for number in self._unreleased:  # count running groups as accepted
+            accepted += number not in self._waiting or self._waiting[number].accepted
             tried += 1
             if self._places_left(accepted, tried) == 0:
                 batch, accepted, tried = batch + 1, 0, 0
@@ -88,25 +93,56 @@ class Admission:
     def start(self, count: int) -> range:
         """Start `count` groups; return their numbers."""
         numbers = range(self.state.admitted, self.state.admitted + count)
+        self._unreleased += numbers
         self.state.admitted += count
         self.running += count
         return numbers
 
     def finish(self, group: Group, accepted: bool) -> None:
-        """Record a finished group, and close batches that are now complete or exhausted."""
+        """Record a finished group, release the groups that may be, and close batches that are now complete or exhausted."""
         self.running -= 1
-        self._finished[group.number] = TriedGroup(group, accepted)
-        while self.state.released in self._finished:
-            self.tried.append(self._finished.pop(self.state.released))
+        self._waiting[group.number] = TriedGroup(group, accepted)
+        while (number := self._next_release()) is not None:
+            self._unreleased.remove(number)
+            self.tried.append(self._waiting.pop(number))
             self.state.released += 1
             self._close_if_due()
 
+    def _next_release(self) -> int | None:
+        """Return the oldest finished group in the window, if any."""
+        for number in self._unreleased:
+            if number >= self._unreleased[0] + self.window:
+                break
+            if number in self._waiting:
+                return number
+        return None
+
     def unfinished(self) -> list[int]:
         """Return the numbers of the running groups, oldest first."""
-        return [number for number in range(self.state.released, self.state.admitted) if number not in self._finished]
+        return [number for number in self._unreleased if number not in self._waiting]
+
+    def waiting(self) -> list[TriedGroup]:
+        """Return the finished groups that are not released, oldest first."""
+        return [self._waiting[number] for number in sorted(self._waiting)]
+
+    def restore(
+        self,
+        state: AdmissionState,
+        batches: list[list[TriedGroup]],
+        waiting: list[TriedGroup],
+        unfinished: list[int],
+    ) -> None:
+        """Restore a saved state. `batches`: the current one, then the closed ones. `unfinished`: groups that ran, and that
+        the caller starts again."""
+        self.state = state
+        self.tried, *closed = batches
+        self.closed = deque(closed)
+        self._waiting = {item.group.number: item for item in waiting}
+        self._unreleased = sorted([*unfinished, *self._waiting])
+        self.running = len(unfinished)
 
     def idle(self) -> bool:
-        """Return True if no group runs and none may start: weights can be replaced."""
+        """Return True if no group runs and none may start."""
         return self.running == 0 and self.capacity() == 0
 
     def _close_if_due(self) -> None:

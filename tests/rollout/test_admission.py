@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -124,3 +125,61 @@ def test_staleness_order_and_conservation(
                 admission.finish(in_flight.pop(rng.randrange(len(in_flight))), attempts is None or rng.random() < 0.5)
         admission.version = version + 1
     assert seen == list(range(len(seen)))
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    prompts=st.integers(1, 5),
+    staleness=st.integers(0, 3),
+    window=st.integers(1, 12),
+    attempts=st.sampled_from([None, 1, 2, 4]),
+)
+def test_lag_and_order_with_a_window(seed: int, prompts: int, staleness: int, window: int, attempts: int | None) -> None:
+    """Weights change while groups run. In any order of completion, the lag and the overtaking have their bounds, few groups
+    are alive, and no group is lost or repeated."""
+    rng = random.Random(seed)
+    admission = Admission(prompts, staleness, attempts, continuous=True, window=window)
+    started: dict[int, int] = {}  # version at the start, by number
+    running: list[int] = []
+    seen: list[int] = []
+    stuck = rng.random() < 0.5  # the oldest group finishes only if nothing else can
+    for version in range(8):
+        admission.version = version
+        while not admission.closed:
+            for number in admission.start(admission.capacity()):
+                started[number] = version
+                running.append(number)
+            assert running, "deadlock: nothing runs and nothing can start"
+            others = [number for number in running if number != min(running)]
+            number = rng.choice(others) if stuck and others and rng.random() < 0.9 else rng.choice(running)
+            running.remove(number)
+            admission.finish(group(number), attempts is None or rng.random() < 0.5)
+            assert len(running) + len(admission.waiting()) <= (staleness + 1) * prompts * (attempts or 1)
+        batch = [item.group.number for item in admission.closed.popleft()]
+        for number in batch:
+            assert version - started[number] <= staleness + -(-(window - 1) // prompts)
+            assert abs(len(seen) - number) < window
+            seen.append(number)
+    kept = sorted([*seen, *(item.group.number for item in admission.tried)])
+    kept += [item.group.number for closed in admission.closed for item in closed]
+    kept += [*running, *(item.group.number for item in admission.waiting())]
+    assert sorted(kept) == list(range(admission.state.admitted))
+
+
+def test_a_restored_admission_continues_with_the_same_groups() -> None:
+    first = Admission(2, 2, None, continuous=True, window=3)
+    first.version = 0
+    first.start(first.capacity())
+    for number in (1, 4, 2):
+        first.finish(group(number), True)
+    assert [item.group.number for item in first.closed[0]] == [1, 2]
+    second = Admission(2, 2, None, continuous=True, window=3)
+    batches = [list(first.tried), *first.closed]
+    second.restore(replace(first.state), batches, first.waiting(), first.unfinished())
+    assert second.unfinished() == [0, 3, 5] and second.running == 3
+    for admission in (first, second):
+        admission.version = 1
+        assert list(admission.start(admission.capacity())) == [6, 7]
+        for number in (0, 3, 5):
+            admission.finish(group(number), True)
+        assert [[item.group.number for item in batch] for batch in admission.closed] == [[1, 2], [0, 4], [3, 5]]
