@@ -119,9 +119,19 @@ class RolloutConfig:
         "Maximum lag of a sample behind the policy that trains on it, in weight versions. 0: synchronous. 1: one-step-off; engines sample the next batch while the actor trains.",
         at_least=0,
     )
-    admission: Literal["wave", "continuous"] = key(
-        "wave",
-        "When replacements of filtered groups start. wave: all together, after the running groups have finished; repeatable bit for bit with seeded samples (up to rounding with engine groups). continuous: each at once, which keeps engines busier.",
+    at_update: Literal["auto", "drain", "refresh", "keep"] = key(
+        "auto",
+        "What becomes of running requests when engines take new weights. drain: they finish first. refresh: they continue with the new weights, and their KV cache is recomputed. keep: they continue with the new weights and the KV cache of the old ones. Either way each token has the log-prob of the weights that sampled it. auto: refresh with `max_staleness` above 0; drain otherwise, with `train.deterministic` or `admission: wave`, and where requests cannot continue (SGLang, `megatron.routing_replay: rollout`).",
+    )
+    window: float = key(
+        0.3,
+        "Share of the (`max_staleness` + 1) x `data.prompts_per_step` oldest groups that may enter a batch before older, unfinished groups. The maximum lag rises by this number of groups over `data.prompts_per_step`. 0: batches are in admission order, as always with drain.",
+        at_least=0,
+        at_most=1,
+    )
+    admission: Optional[Literal["wave", "continuous"]] = key(
+        None,
+        "When replacements of filtered groups start. wave: all together, after the running groups have finished; repeatable bit for bit with seeded samples (up to rounding with engine groups). continuous: each at once, which keeps engines busier. Unset: wave with drain (`at_update`), else continuous.",
     )
     engine_args: dict[str, Any] = key(
         {}, "Further arguments of the engine, under the engine's names, e.g. {max_num_seqs: 256}."

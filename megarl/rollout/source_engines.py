@@ -20,6 +20,7 @@ from megarl.algorithms.shaping import add_overlong_penalty, has_spread
 from megarl.cluster.calls import StallTimer, attach
 from megarl.data.dataset import sampler_of
 from megarl.data.prompts import PromptDataset
+from megarl.recipe.at_update import is_continuous, window_groups
 from megarl.recipe.schema import Recipe
 from megarl.recipe.seeded import samples_are_seeded
 from megarl.rollout.admission import Admission, AdmissionState, TriedGroup, accepted_groups
@@ -62,8 +63,9 @@ class EnginesSource:
             recipe.data.prompts_per_step,
             rollout.max_staleness,
             dynamic.max_attempts if dynamic.enabled else None,
-            rollout.admission == "continuous",
+            is_continuous(recipe),
             batches=recipe.train.steps,
+            window=window_groups(recipe),
         )
         self._failed_share = FailedShare(recipe.reward.max_failed_share, recipe.data.prompts_per_step)
         self._stall_timer = StallTimer(rollout.timeout)

@@ -28,6 +28,7 @@ from megarl.preflight.recipe.reward import reward_errors
 from megarl.preflight.recipe.shared import mini_batch_errors, optimizer_errors, parallel_size_errors
 from megarl.preflight.recipe.teacher import teacher_errors
 from megarl.preflight.recipe.weight_sync import weight_sync_errors
+from megarl.recipe.at_update import cannot_continue
 from megarl.recipe.critic import critic_view
 from megarl.recipe.schema import EvaluationConfig, Recipe, RolloutConfig
 from megarl.recipe.training import LoraConfig
@@ -281,6 +282,33 @@ def staleness_errors(recipe: Recipe) -> Errors:
             "colocated engines and trainers are time-shared, so engines cannot sample ahead",
             "set cluster.placement=disaggregated, or rollout.max_staleness=0",
             value=recipe.rollout.max_staleness,
+        )
+    rule = recipe.rollout.at_update
+    if rule in ("auto", "drain"):
+        return
+    if recipe.rollout.max_staleness == 0:
+        yield RecipeError(
+            "rollout.at_update",
+            "with rollout.max_staleness=0 no request runs when the weights change",
+            "leave it out, or set rollout.max_staleness to 1 or more",
+            value=rule,
+        )
+    reason = cannot_continue(recipe, rule)
+    if reason is not None:
+        yield RecipeError("rollout.at_update", reason, "set rollout.at_update=drain", value=rule)
+    if recipe.train.deterministic:
+        yield RecipeError(
+            "rollout.at_update",
+            "the moment at which requests get new weights depends on time, so a run with train.deterministic would not repeat",
+            "set rollout.at_update=drain, or train.deterministic=false",
+            value=rule,
+        )
+    if recipe.rollout.admission == "wave":
+        yield RecipeError(
+            "rollout.admission",
+            f"waves wait until no request runs, and rollout.at_update={rule} does not",
+            "leave it out, or set rollout.at_update=drain",
+            value="wave",
         )
 
 
