@@ -21,7 +21,7 @@ from megarl.cluster.base import Cluster
 from megarl.cluster.device_map import Demand
 from megarl.data.tokenizer import Tokenizer
 from megarl.engines.specs import fixed_models
-from megarl.errors import as_input_error
+from megarl.errors import RecipeError, as_input_error
 from megarl.observe.log import RunLog
 from megarl.observe.profiling import Profiling
 from megarl.platform.devices import peak_flops
@@ -31,6 +31,7 @@ from megarl.preflight.run_directory import RunPlace, open_run_directory
 from megarl.preflight.settings import check_device, demand_of
 from megarl.preflight.survey import prepare_training
 from megarl.recipe import Recipe
+from megarl.recipe.at_update import update_rule
 from megarl.recipe.critic import critic_view
 from megarl.recipe.offload import learners_take_turns, offloads
 from megarl.recipe.paths import with_absolute_paths
@@ -89,7 +90,7 @@ class Run:
     device_peak: float | None  # FLOP/s of a trainer's device; None: unknown
 
     def publish_weights(self, version: int) -> None:
-        """Send the weights to the engines after the groups in flight are sampled. SFT and DPO have no engines."""
+        """Send the weights to the engines. SFT and DPO have no engines."""
         if self.recipe.train.source != "rollout":
             return
         with self.log.phase("drain"):
@@ -275,6 +276,7 @@ def connect_engines(recipe: Recipe, started: Started, notice: Callable[[str], No
     actor, engines = started.actor, started.engines
     if not engines:
         return Handover()
+    check_in_flight(recipe, started.descriptions)
     session = open_weight_sync(recipe, actor, engines, started.descriptions, notice)
     if recipe.cluster.placement == "disaggregated":
         return Disaggregated(actor, engines, session)
@@ -287,6 +289,18 @@ def connect_engines(recipe: Recipe, started: Started, notice: Callable[[str], No
         engines_asleep=started.engines_asleep,
         start_timeout=recipe.rollout.start_timeout,
     )
+
+
+def check_in_flight(recipe: Recipe, descriptions: Sequence[dict[str, Any]]) -> None:
+    """Raise RecipeError if an engine cannot take new weights while requests run, and `rollout.at_update` needs it."""
+    unable = next((each for each in descriptions if not each["can_update_in_flight"]), None)
+    if unable is not None and update_rule(recipe) != "drain":
+        raise RecipeError(
+            "rollout.at_update",
+            f"{unable['engine']} {unable['version']} cannot take new weights while requests run",
+            "set rollout.at_update=drain, or install another version",
+            value=update_rule(recipe),
+        )
 
 
 def _source(

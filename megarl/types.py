@@ -3,7 +3,7 @@
 Index convention: every per-token vector has ``len(tokens)`` entries, and index t describes token t. The shift by one
 between a logit and the token it predicts happens once, in megatron/output_heads.py and the PackedStream that it reads.
 
-Control and data are separate. The controller decides from `Sample` (lengths, reward, version), a few hundred bytes. The
+Control and data are separate. The controller decides from `Sample` (lengths, reward, versions), a few hundred bytes. The
 token vectors (`SampleTokens`) stay on the process that created them, behind a `DataRef`, until a trainer fetches them.
 """
 
@@ -100,6 +100,14 @@ class TokenScores:
 
 
 @dataclass(frozen=True)
+class Span:
+    """Consecutive sampled tokens with the same weights. A span ends where the next one begins."""
+
+    start: int  # index of its first token, in a completion or in a sample's response
+    version: int  # of the weights
+
+
+@dataclass(frozen=True)
 class Completion:
     """An engine's output for one sample.
 
@@ -113,6 +121,7 @@ class Completion:
     # token is never read). None: not requested.
     routed_experts: np.ndarray | None = None
     prompt: TokenScores | None = None  # of the prompt's tokens; None: not requested
+    spans: tuple[Span, ...] = (Span(0, 0),)  # set by the engine's loop; versions rise
 
 
 @dataclass(frozen=True)
@@ -197,7 +206,7 @@ class Sample:
     # "stop" | "length"; in an agent loop also "turns" or "tool_time" (a limit ended it) and "failed" (it could not be
     # finished, and its group is excluded)
     finish_reason: str = "stop"
-    version: int = 0  # of the weights that sampled it
+    spans: tuple[Span, ...] = (Span(0, 0),)  # weights that sampled its response; versions rise
     steps: Steps = ()
     tool_use: ToolUse | None = None  # None: no agent loop
 
@@ -213,6 +222,11 @@ class Sample:
     @property
     def truncated(self) -> bool:
         return self.finish_reason == "length"
+
+    @property
+    def version(self) -> int:
+        """Return the version of the weights that sampled its first token."""
+        return self.spans[0].version
 
 
 @dataclass(frozen=True)
@@ -243,7 +257,6 @@ class Group:
     number: int
     prompt_uid: str
     data_source: str
-    version: int
     samples: list[Sample]
     greedy: Sample | None = None  # scored as a baseline, not trained on; it has no vectors
     failures: tuple[SampleFailure, ...] = ()

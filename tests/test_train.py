@@ -80,7 +80,7 @@ class Source:
         data = InlineData([SampleTokens(None, None, None)] * 2)  # type: ignore[arg-type]
         self.alive = weakref.ref(data)
         samples = [Sample(self.taken, i, data, 2, 3, 3, reward=i) for i in range(2)]
-        return Batch([Group(self.taken, "row", "test", 0, samples)])
+        return Batch([Group(self.taken, "row", "test", samples)])
 
     def admit(self, version: int) -> None:
         assert self.alive() is None, "the last batch is still held when the next is sampled"

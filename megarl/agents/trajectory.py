@@ -18,7 +18,7 @@ from megarl.agents.tool_responses import AnswerTokens
 from megarl.agents.toolbox import Toolbox, refused
 from megarl.data.tokenizer import Tokenizer
 from megarl.recipe.agent import AgentConfig
-from megarl.types import Completion, GenerationRequest, Prompt, SampleFailure, ToolUse, Turn, derived_seed
+from megarl.types import Completion, GenerationRequest, Prompt, SampleFailure, Span, ToolUse, Turn, derived_seed
 
 _HEAD = 16  # tokens before a turn, in which a template may open <think>
 SampleTurn = Callable[[GenerationRequest], Awaitable[Completion]]
@@ -37,6 +37,7 @@ class Trajectory:
     finish_reason: str
     routed_experts: np.ndarray | None = None  # int16 [prompt + R, layers, topk]
     failure: SampleFailure | None = None  # a tool was unavailable, and the sample ended early
+    spans: tuple[Span, ...] = (Span(0, 0),)  # weights that sampled the response; tool tokens belong to the turn before
 
     @property
     def tool_use(self) -> ToolUse:
@@ -62,6 +63,7 @@ class Trajectory:
             ends=(length,),
             finish_reason=completion.finish_reason,
             routed_experts=completion.routed_experts,
+            spans=completion.spans,
         )
 
     @classmethod
@@ -81,6 +83,7 @@ class _Written:
     sampled: list[np.ndarray] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
     length: int = 0
 
     def add(self, tokens: np.ndarray, log_probs: np.ndarray | None) -> None:
@@ -140,6 +143,7 @@ class AgentLoop:
             finish_reason=reason,
             routed_experts=experts,
             failure=failure,
+            spans=tuple(written.spans),
         )
 
     def _take(self, request: GenerationRequest, written: _Written, completion: Completion) -> list[ToolCall]:
@@ -147,6 +151,9 @@ class AgentLoop:
         ids = completion.tokens.tolist()
         before = written.tokens[-1].tolist() if written.tokens else request.prompt.tokens
         head = self.tokenizer.decode(before[-_HEAD:], special=True)
+        for span in completion.spans:
+            if not written.spans or span.version != written.spans[-1].version:
+                written.spans.append(Span(written.length + span.start, span.version))
         written.add(completion.tokens, completion.log_probs.astype(np.float32))
         written.turns.append(Turn("assistant", self.tokenizer.decode(ids), tokens=len(ids)))
         written.ends.append(written.length)

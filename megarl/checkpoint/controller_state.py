@@ -15,7 +15,7 @@ import numpy as np
 
 from megarl.atomic_files import write_synced
 from megarl.rollout.admission import TriedGroup
-from megarl.types import Group, InlineData, Sample, SampleFailure, SampleImages, SampleTokens, ToolUse, Turn
+from megarl.types import Group, InlineData, Sample, SampleFailure, SampleImages, SampleTokens, Span, ToolUse, Turn
 
 _VECTORS = ("tokens", "loss_mask", "rollout_log_probs", "routed_experts")
 _IMAGES = ("pixels", "grids", "starts")
@@ -24,8 +24,10 @@ _IMAGES = ("pixels", "grids", "starts")
 def write_state(folder: Path, state: dict[str, Any]) -> None:
     """Write the controller's `state` (plain values and a SampleSource's state) into `folder`, and sync it."""
     vectors: dict[str, np.ndarray] = {}
-    gathered = [[_write_group(item, vectors) for item in batch] for batch in state["source"]["gathered"]]
-    plain = {**state, "source": {**state["source"], "gathered": gathered}}
+    source = dict(state["source"])
+    source["gathered"] = [[_write_group(item, vectors) for item in batch] for batch in source["gathered"]]
+    source["waiting"] = [_write_group(item, vectors) for item in source.get("waiting", [])]
+    plain = {**state, "source": source}
     file = io.BytesIO()
     np.savez(file, **vectors)  # type: ignore[arg-type]
     write_synced(folder / "waiting.npz", file.getvalue())
@@ -36,9 +38,9 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
     """Read the controller's state from a checkpoint, as passed to `write_state`."""
     state: dict[str, Any] = json.loads((checkpoint / "controller.json").read_text())
     with np.load(checkpoint / "waiting.npz", allow_pickle=False) as vectors:
-        state["source"]["gathered"] = [
-            [_read_group(item, vectors) for item in batch] for batch in state["source"]["gathered"]
-        ]
+        source = state["source"]
+        source["gathered"] = [[_read_group(item, vectors) for item in batch] for batch in source["gathered"]]
+        source["waiting"] = [_read_group(item, vectors) for item in source.get("waiting", [])]
     return state
 
 
@@ -59,7 +61,6 @@ def _write_group(item: TriedGroup, vectors: dict[str, np.ndarray]) -> dict[str, 
         "number": group.number,
         "prompt_uid": group.prompt_uid,
         "data_source": group.data_source,
-        "version": group.version,
         "samples": samples,
         "greedy": {**asdict(_without_data(group.greedy)), "data": None} if group.greedy is not None else None,
         "failures": [asdict(failure) for failure in group.failures],
@@ -93,7 +94,6 @@ def _read_group(item: dict[str, Any], vectors: Any) -> TriedGroup:
         number=number,
         prompt_uid=item["prompt_uid"],
         data_source=item["data_source"],
-        version=item["version"],
         samples=[_read_sample(values, data) for values in item["samples"]],
         greedy=_read_sample(item["greedy"], InlineData([])) if item.get("greedy") else None,
         failures=tuple(SampleFailure(**failure) for failure in item.get("failures", ())),
@@ -106,7 +106,9 @@ def _read_group(item: dict[str, Any], vectors: Any) -> TriedGroup:
 def _read_sample(values: dict[str, Any], data: InlineData) -> Sample:
     steps = tuple((token, reward) for token, reward in values.get("steps", ()))  # JSON has no tuples
     tool_use = ToolUse(**values["tool_use"]) if values.get("tool_use") else None
-    return Sample(**{**values, "data": data, "steps": steps, "tool_use": tool_use})
+    version = values.pop("version", 0)  # of checkpoints before `spans`
+    spans = tuple(Span(**span) for span in values.get("spans", [{"start": 0, "version": version}]))
+    return Sample(**{**values, "data": data, "steps": steps, "tool_use": tool_use, "spans": spans})
 
 
 def _without_data(sample: Sample) -> Sample:

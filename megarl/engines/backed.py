@@ -47,13 +47,19 @@ class BackedEngine(EngineLoop):
         return self.call(lambda: self._backend.connect_weight_sync(session))
 
     def update_weights(self, version: int) -> UpdateReport:
-        """Receive and load weights of `version`. No step runs meanwhile; cached prefixes are dropped.
+        """Receive and load weights of `version`. No step runs meanwhile, and later requests reuse no cached prefix.
 
-        Running requests continue with the new weights (their KV cache is recomputed) if info["can_update_in_flight"].
-        EngineRefused otherwise, and while weights are asleep. Any failure leaves the engine dead, since its weights may be
-        a mixture of two versions.
+        Running requests continue with the new weights if info["can_update_in_flight"]; `Completion.spans` has the version
+        of each token. Their KV cache is recomputed unless `EngineSpec.keep_cache`. EngineRefused otherwise, and while
+        weights are asleep. Any failure leaves the engine dead, since its weights may be a mixture of two versions.
         """
-        return self.call(lambda: self._backend.update_weights(version, self.running), collective=True)
+
+        def update() -> UpdateReport:
+            report = self._backend.update_weights(version, self.running)
+            self._spans.update(version, {key: self._backend.lengths(key) for key in self._running})
+            return report
+
+        return self.call(update, collective=True)
 
     def sleep(self) -> None:
         """Release device memory. EngineRefused if info["can_sleep"] is False or requests are running."""

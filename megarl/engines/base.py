@@ -55,6 +55,7 @@ class EngineSpec:
     seeded: bool = True  # requests have seeds; else the engine's generator, reseeded with each version, draws for all
     engine_args: dict[str, Any] = field(default_factory=dict)
     load_weights: bool = True  # False: dummy weights until the first weight update
+    keep_cache: bool = False  # updates keep the KV cache of running requests (rollout.at_update=keep)
     sleep_mode: bool = False  # prepare for sleep(); info["can_sleep"] is False if the platform has no sleep mode
     # Sampling settings of training: log-probs are exact for requests that sample at this temperature.
     temperature: float = 1.0

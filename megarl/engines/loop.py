@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 
 from megarl.engines.base import EngineDead, EngineRefused, GenerationAborted, GroupRank, OnFinished
 from megarl.engines.group import EngineGroup
+from megarl.engines.spans import RequestSpans
 from megarl.types import Completion, GenerationRequest
 from megarl.weight_sync.session import Session, UpdateReport
 
@@ -54,6 +55,10 @@ class Backend(Protocol):
     def step(self) -> list[tuple[str, list[Completion]]]:
         """Run one step; returns (key, completions) of requests with all samples finished. In a group, an engine without
         requests takes part in the step."""
+        ...
+
+    def lengths(self, key: str) -> dict[int, int]:
+        """Return the number of tokens so far of each unfinished sample of a running request, by index."""
         ...
 
     def cancel(self, keys: list[str]) -> None: ...
@@ -94,6 +99,7 @@ class EngineLoop:
         self._ended = threading.Event()
         # state of the owning thread
         self._running: dict[str, tuple[_Job, int]] = {}  # key -> (call, group number)
+        self._spans = RequestSpans()
         self._counter = itertools.count()
         self._paused = False
         self._stop = False
@@ -243,16 +249,19 @@ class EngineLoop:
         for request in requests:
             key = f"{request.group}-{next(self._counter)}"
             self._backend.admit(key, request)
+            self._spans.admit(key)
             self._running[key] = (job, request.group)
 
     def _report(self, finished: list[tuple[str, list[Completion]]]) -> None:
         for key, completions in finished:
             job, group = self._running.pop(key)
-            job.events.put((group, completions))
+            job.events.put((group, self._spans.finish(key, completions)))
 
     def _cancel(self, chosen: Callable[[_Job], bool]) -> None:
         keys = [key for key, (job, _) in self._running.items() if chosen(job)]
         self._backend.cancel(keys)
+        for key in keys:
+            self._spans.cancel(key)
         for job in {self._running.pop(key)[0] for key in keys}:
             job.events.put(GenerationAborted(f"engine {self._name!r} aborted its requests"))
 

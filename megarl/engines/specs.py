@@ -6,6 +6,7 @@ import zlib
 
 from megarl.algorithms.objective import needs_teacher, teacher_top_k
 from megarl.engines.base import AdapterSpec, EngineSpec
+from megarl.recipe.at_update import update_rule
 from megarl.recipe.judge import JUDGE
 from megarl.recipe.schema import Recipe
 from megarl.recipe.seeded import samples_are_seeded
@@ -29,6 +30,7 @@ def policy_spec(recipe: Recipe, name: str, *, load_weights: bool) -> EngineSpec:
         deterministic=recipe.train.deterministic,
         engine_args=rollout.engine_args,
         load_weights=load_weights,
+        keep_cache=update_rule(recipe) == "keep" and not load_weights,
         sleep_mode=recipe.cluster.placement == "colocated" and not load_weights,
         temperature=rollout.temperature,
         top_p=rollout.top_p,

@@ -44,6 +44,7 @@ def _record(group: Group, sample: Sample, vectors: SampleTokens, prompt: str, st
         "response_length": sample.response_length,
         "finish_reason": sample.finish_reason,
         "version": sample.version,
+        **({"spans": [[span.start, span.version] for span in sample.spans]} if len(sample.spans) > 1 else {}),
         "staleness": step - 1 - sample.version,
         **({"tool_use": asdict(sample.tool_use)} if sample.tool_use is not None else {}),
         "data_source": group.data_source,

@@ -36,7 +36,6 @@ def control_data(
     index: int,
     trajectory: Trajectory,
     scored: Score | SampleFailure,
-    version: int,
     decode: Decode,
     with_tools: bool,
 ) -> Sample:
@@ -58,7 +57,7 @@ def control_data(
         reward_parts=parts,
         answer=score.answer,
         finish_reason=trajectory.finish_reason,
-        version=version,
+        spans=trajectory.spans,
         steps=tuple((start + token, reward) for token, reward in steps),
         tool_use=trajectory.tool_use if with_tools else None,
     )

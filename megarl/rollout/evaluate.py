@@ -107,7 +107,7 @@ def evaluate(
     stop_token_ids: Sequence[int],
     check_processes: Callable[[], None],
 ) -> EvaluationResult:
-    """Sample every problem and score it. The engines must be idle, so that batches are repeatable.
+    """Sample every problem and score it. Batches are repeatable only if the engines are idle.
 
     `check_processes` is called every second and raises if a process of the run has died. Raises RuntimeError if no
     problem finishes within `rollout.timeout`, or if too many cannot be scored (`reward.max_failed_share`). If an answer

@@ -61,7 +61,6 @@ class RolloutServer:
         self.texts = ThreadPoolExecutor(max_workers=4, thread_name_prefix="texts")
         # A call to the engine blocks a thread; under continuous admission, many calls run at the same time.
         self.calls = ThreadPoolExecutor(max_workers=1024, thread_name_prefix="engine-call")
-        self.version = 0  # of the weights the engine holds
         self._results: dict[int, asyncio.Future[tuple[Group, list[SampleTokens]]]] = {}
         self._responses: dict[int, list[str]] | None = {} if judged else None
         self._settling: set[asyncio.Task[None]] = set()  # asyncio keeps only weak references to tasks
@@ -194,9 +193,7 @@ class RolloutServer:
 
     async def update_weights(self, version: int) -> Any:
         """Receive the weights of `version` from the trainers; returns the engine's report."""
-        report = await self._in_thread(self.engine.update_weights, version)
-        self.version = version
-        return report
+        return await self._in_thread(self.engine.update_weights, version)
 
     async def watch(self) -> None:
         """Return when the engine has been shut down; raise as soon as it has failed."""
@@ -257,14 +254,13 @@ class RolloutServer:
         together = list(zip(sampled, outcomes, strict=True))
         decode = self.tokenizer.decode
         samples = [
-            control_data(request, index % count, sample, result, self.version, decode, with_tools)
+            control_data(request, index % count, sample, result, decode, with_tools)
             for index, (sample, (result, _)) in enumerate(together)
         ]
         group = Group(
             number=request.group,
             prompt_uid=prompt.uid,
             data_source=prompt.data_source,
-            version=self.version,
             samples=samples[:count],
             greedy=samples[count] if len(samples) > count else None,
             failures=tuple(result for result, _ in outcomes if isinstance(result, SampleFailure)),

@@ -27,12 +27,12 @@ class SampleSource(Protocol):
         """Return the next `count` groups in admission order; fewer, with a notice, only if the recipe allows it."""
 
     def drain(self) -> None:
-        """Wait until all admitted groups have finished, so that weights may change."""
+        """Wait until weights may change: with `rollout.at_update: drain`, until all admitted groups have finished."""
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint: plain values, NumPy arrays, and groups that wait for training.
 
-        Call after `drain`.
+        Call after `drain`. Groups that still run are saved as numbers and sampled again after a resume.
         """
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from megarl.data.preferences import Pair, PreferenceDataset
 from megarl.data.sft import Example, SFTDataset
 from megarl.recipe.schema import Recipe
 from megarl.rollout.source import Batch
-from megarl.types import Group, InlineData, Sample, SampleTokens
+from megarl.types import Group, InlineData, Sample, SampleTokens, Span
 
 
 class DatasetSource:
@@ -66,8 +66,8 @@ def group_of(number: int, row: Example | Pair, version: int) -> Group:
             prompt_length=example.prompt_length,
             response_length=len(example.tokens) - example.prompt_length,
             loss_tokens=int(example.loss_mask.sum()),
-            version=version,
+            spans=(Span(0, version),),
         )
         for index, example in enumerate(examples)
     ]
-    return Group(number, examples[0].uid, examples[0].data_source, version, samples)
+    return Group(number, examples[0].uid, examples[0].data_source, samples)

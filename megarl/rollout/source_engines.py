@@ -20,7 +20,7 @@ from megarl.algorithms.shaping import add_overlong_penalty, has_spread
 from megarl.cluster.calls import StallTimer, attach
 from megarl.data.dataset import sampler_of
 from megarl.data.prompts import PromptDataset
-from megarl.recipe.at_update import is_continuous, window_groups
+from megarl.recipe.at_update import is_continuous, update_rule, window_groups
 from megarl.recipe.schema import Recipe
 from megarl.recipe.seeded import samples_are_seeded
 from megarl.rollout.admission import Admission, AdmissionState, TriedGroup, accepted_groups
@@ -74,6 +74,8 @@ class EnginesSource:
         self._with_greedy = ADVANTAGES[recipe.algorithm.advantage].needs_greedy
         self._seeded = samples_are_seeded(recipe)
         self._load = [0] * len(self.engines)  # groups running on each engine
+        self._drains = update_rule(recipe) == "drain"
+        self._interrupted: list[int] = []  # groups that ran when the resumed checkpoint was saved
 
     def admit(self, version: int) -> None:
         with self._change:
@@ -105,8 +107,9 @@ class EnginesSource:
         return batch
 
     def drain(self) -> None:
-        with self._change:
-            self._wait(self.admission.idle)
+        if self._drains:
+            with self._change:
+                self._wait(self.admission.idle)
 
     def close(self) -> None:
         with self._change:
@@ -114,17 +117,19 @@ class EnginesSource:
 
     def state(self) -> dict[str, Any]:
         with self._change:
-            assert self.admission.idle(), "drain first"
+            assert self.admission.idle() or not self._drains, "drain first"
             return {
                 "counters": asdict(self.admission.state),
                 "gathered": [list(self.admission.tried), *self.admission.closed],
+                "waiting": self.admission.waiting(),
+                "unfinished": self.admission.unfinished(),
             }
 
     def restore(self, state: dict[str, Any]) -> None:
+        self._interrupted = list(state.get("unfinished", []))
         with self._change:
-            self.admission.state = AdmissionState(**state["counters"])
-            self.admission.tried, *closed = state["gathered"]
-            self.admission.closed.extend(closed)
+            counters = AdmissionState(**state["counters"])
+            self.admission.restore(counters, state["gathered"], state["waiting"], self._interrupted)
 
     def _wait(self, condition: Callable[[], bool]) -> None:
         """Wait for `condition`. Raises an engine's error, or if a process has died or no group finishes within
@@ -147,7 +152,8 @@ class EnginesSource:
             return
         if not self.admission.running:
             self._stall_timer.reset()
-        numbers = self.admission.start(self.admission.capacity())
+        numbers = [*self._interrupted, *self.admission.start(self.admission.capacity())]
+        self._interrupted = []
         submitted: list[list[GenerationRequest]] = [[] for _ in self.engines]
         for number in numbers:
             engine = min(range(len(self.engines)), key=lambda index: (self._load[index], index))

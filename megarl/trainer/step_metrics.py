@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
 
 from megarl.checkpoint.skipped_steps import SkippedSteps
 from megarl.observe.log import RunLog
-from megarl.types import Group, Metrics
+from megarl.types import Group, Metrics, Sample
 
 MEMORY = "perf/max_memory_allocated_gb"
 
@@ -56,6 +57,18 @@ def speed(name: str, flops_per_second: float, peak: float | None) -> Metrics:
 
 
 def staleness(groups: Sequence[Group], version: int) -> Metrics:
-    """Return how many versions the samples lag behind the policy of `version`, which trains on them."""
-    lags = [version - sample.version for group in groups for sample in group.samples]
-    return {"rollout/staleness_mean": float(np.mean(lags)), "rollout/staleness_max": float(np.max(lags))}
+    """Return how many versions the response tokens lag behind the policy of `version`, which trains on them."""
+    samples = [sample for group in groups for sample in group.samples]
+    lags = [version - span.version for sample in samples for span in sample.spans]
+    tokens = [count for sample in samples for count in tokens_of_spans(sample)]
+    return {
+        "rollout/staleness_mean": float(np.average(lags, weights=tokens)) if sum(tokens) else float(np.mean(lags)),
+        "rollout/staleness_max": float(np.max(lags)),
+        "rollout/spans_mean": len(lags) / len(samples),
+    }
+
+
+def tokens_of_spans(sample: Sample) -> list[int]:
+    """Return the number of response tokens in each span of a sample."""
+    starts = [*(span.start for span in sample.spans), sample.response_length]
+    return [end - start for start, end in itertools.pairwise(starts)]

@@ -193,7 +193,7 @@ class TestShaping:
         assert overlong_penalty(np.array([9]), 10, 1, 2.0).tolist() == [0.0]
 
     def test_group_numbers_has_one_entry_per_sample(self) -> None:
-        groups = [Group(number, "", "", 0, [sample(0.0)] * size) for number, size in ((7, 2), (3, 1), (9, 3))]
+        groups = [Group(number, "", "", [sample(0.0)] * size) for number, size in ((7, 2), (3, 1), (9, 3))]
         assert group_numbers(groups).tolist() == [7, 7, 3, 9, 9, 9]
 
     def test_overlong_filter(self) -> None:

@@ -85,7 +85,7 @@ def batch(steps: list[list[Steps]], outcomes: list[list[float]], masks: dict[tup
                     reward_parts={"steps": earned}, steps=steps,
                 )
             )  # fmt: skip
-        groups.append(Group(number, "row", "test", 0, samples))
+        groups.append(Group(number, "row", "test", samples))
     return groups
 
 

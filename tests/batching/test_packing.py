@@ -183,7 +183,7 @@ def groups(*lengths_and_rewards: list[tuple[int, float]], finish: str = "stop") 
             Sample(number, index, data, 3, length, length, reward=reward, finish_reason=finish)
             for index, (length, reward) in enumerate(members)
         ]
-        batch.append(Group(number, f"row/{number}", "test", 0, samples))
+        batch.append(Group(number, f"row/{number}", "test", samples))
     return batch
 
 

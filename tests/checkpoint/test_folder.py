@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,12 @@ from megarl.recipe.load import to_yaml
 from megarl.recipe.schema import Recipe
 from megarl.recipe.training import ModelConfig
 from megarl.rollout.admission import TriedGroup
-from megarl.types import InlineData, SampleFailure, SampleImages, ToolUse, Turn
+from megarl.types import InlineData, SampleFailure, SampleImages, Span, ToolUse, Turn
 from tests.support.checkpoint_parts import Trainers, names, saver, spoil, state, tried
 
 
 def flat(saved: dict[str, Any]) -> list[TriedGroup]:
-    return [item for batch in saved["source"]["gathered"] for item in batch]
+    return [*(item for batch in saved["source"]["gathered"] for item in batch), *saved["source"]["waiting"]]
 
 
 def find(resume: str, folder: Path, checksums: bool = True) -> tuple[Path | None, list[str]]:
@@ -42,6 +43,7 @@ def find(resume: str, folder: Path, checksums: bool = True) -> tuple[Path | None
 
 def test_round_trip_is_exact(tmp_path: Path) -> None:
     saved = state([tried(3, True), tried(4, False)], [tried(5, True)])
+    saved["source"] |= {"waiting": [tried(8, True)], "unfinished": [6, 7]}
     first = flat(saved)[0].group
     first.greedy = replace(first.samples[0], reward=0.25, data=InlineData([]))
     first.failures = (SampleFailure("scorer 'mine'", "row/7", "timeout", "it ran for too long", 2),)
@@ -57,13 +59,10 @@ def test_round_trip_is_exact(tmp_path: Path) -> None:
     assert names(path / "trainer") == ["tensors_0", "tensors_1"]
     loaded = load_state(path)
     assert loaded["source"]["counters"] == {"admitted": 7} and loaded["step"] == 4
+    assert loaded["source"]["unfinished"] == [6, 7]
     for old, new in zip(flat(saved), flat(loaded), strict=True):
         assert old.accepted == new.accepted
-        assert (old.group.number, old.group.prompt_uid, old.group.version) == (
-            new.group.number,
-            new.group.prompt_uid,
-            new.group.version,
-        )
+        assert (old.group.number, old.group.prompt_uid) == (new.group.number, new.group.prompt_uid)
         assert old.group.greedy == new.group.greedy
         assert (old.group.failures, old.group.scoring_retries) == (new.group.failures, new.group.scoring_retries)
         for before, after in zip(old.group.samples, new.group.samples, strict=True):
@@ -73,6 +72,20 @@ def test_round_trip_is_exact(tmp_path: Path) -> None:
                 left, right = getattr(before, name), getattr(after, name)
                 assert left.dtype == right.dtype and np.array_equal(left, right)
             assert (before.text, before.reason, before.turns) == (after.text, after.reason, after.turns)
+
+
+def test_groups_of_a_checkpoint_before_spans_are_read(tmp_path: Path) -> None:
+    saver(tmp_path).save(4, state([tried(3, True)]))
+    path = tmp_path / "step_000004" / "controller.json"
+    written = json.loads(path.read_text())
+    del written["source"]["waiting"]
+    for sample in written["source"]["gathered"][0][0]["samples"]:
+        del sample["spans"]
+        sample["version"] = 2
+    path.write_text(json.dumps(written))
+    source = load_state(path.parent)["source"]
+    assert source["waiting"] == []
+    assert [sample.spans for sample in source["gathered"][0][0].group.samples] == [(Span(0, 2),)] * 2
 
 
 def test_a_failed_save_leaves_only_the_older_checkpoint(tmp_path: Path) -> None:

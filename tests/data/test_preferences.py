@@ -92,6 +92,8 @@ def test_a_pair_is_a_group_with_the_chosen_answer_first(tmp_path: Path, tokenize
     for number, group in enumerate(groups):
         vectors = group.samples[0].data.get()
         assert [vector.text for vector in vectors] == [f"yes {number}", f"no {number} no"]
-        assert [sample.index for sample in group.samples] == [0, 1] and group.version == 4
+        assert [sample.index for sample in group.samples] == [0, 1] and [
+            sample.version for sample in group.samples
+        ] == [4, 4]
         for sample, vector in zip(group.samples, vectors, strict=True):
             assert sample.length == len(vector.tokens) and sample.loss_tokens == vector.loss_mask.sum()

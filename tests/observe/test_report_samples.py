@@ -38,7 +38,7 @@ def test_a_record_omits_default_values() -> None:
     }
     assert (failed["failure"], failed["seconds"]) == ("timeout", 30.0)
     plain = Sample(0, 0, InlineData([SampleTokens(np.zeros(3), np.zeros(3), np.zeros(3), "so")]), 1, 2, 2)
-    (record,) = sample_records([Group(0, "row", "mine", 0, [plain])], 1, 1, Words("why"))  # type: ignore[arg-type]
+    (record,) = sample_records([Group(0, "row", "mine", [plain])], 1, 1, Words("why"))  # type: ignore[arg-type]
     assert not {"turns", "reason", "tool_use"} & set(record) and record["response"] == "so"
 
 

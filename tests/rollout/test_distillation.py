@@ -290,7 +290,7 @@ def group(number: int, samples: int) -> Group:
         for index in range(samples)
     ]
     data = InlineData(vectors)
-    return Group(number, "p", "s", 0, [Sample(number, index, data, 1, 2, 2) for index in range(samples)])
+    return Group(number, "p", "s", [Sample(number, index, data, 1, 2, 2) for index in range(samples)])
 
 
 @pytest.mark.parametrize("engines", [1, 2, 5])

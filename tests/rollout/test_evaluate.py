@@ -46,7 +46,7 @@ def test_metrics_over_problems() -> None:
             )
             for i, a in enumerate(answers)
         ]
-        return Group(0, "row", "source", 0, samples)
+        return Group(0, "row", "source", samples)
 
     metrics = accuracy_metrics([group("778"), group("888")], [1, 3])
     assert metrics["eval/pass@1"] == pytest.approx((2 / 3) / 2)
@@ -73,7 +73,7 @@ class Engine:
         failures = (
             (SampleFailure("scorer 'mine'", f"row/{number}", "crash", "its process was killed"),) if failed else ()
         )
-        group = Group(number, "row", "test", 0, [sample], failures=failures)
+        group = Group(number, "row", "test", [sample], failures=failures)
         return self._later((group, InlineData([])), after=self.collected)
 
     def _later(self, result: Any, after: int) -> Future[Any]:

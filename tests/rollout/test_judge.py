@@ -267,7 +267,7 @@ def group(number: int, *rewards: float, failures: tuple[SampleFailure, ...] = ()
         Sample(number, index, InlineData([]), 2, 1, 1, reward=reward, reward_parts={"gsm8k": reward})
         for index, reward in enumerate(rewards)
     ]
-    return Group(number, ROW.uid, "test", 0, samples, failures=failures)
+    return Group(number, ROW.uid, "test", samples, failures=failures)
 
 
 def recipe(**functions: float) -> Recipe:

@@ -21,7 +21,7 @@ def sample(reward: float, length: int, ended: str = "stop", use: ToolUse | None 
 
 def group(source: str, *samples: Sample, failed: tuple[str, ...] = (), retries: int = 0) -> Group:
     failures = tuple(SampleFailure("scorer 'mine'", "row", kind, "it failed") for kind in failed)
-    return Group(0, "row", source, 0, list(samples), failures=failures, scoring_retries=retries)
+    return Group(0, "row", source, list(samples), failures=failures, scoring_retries=retries)
 
 
 GSM8K = group("openai/gsm8k", sample(1.0, 10, accuracy=1.0), sample(0.0, 40, "length", accuracy=0.0))

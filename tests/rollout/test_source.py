@@ -23,6 +23,7 @@ class FakeService:
     def __init__(self, spread: Any = lambda number: True):
         self.spread = spread
         self.waves: list[list[int]] = []
+        self.requests: dict[int, GenerationRequest] = {}
         self.fail: BaseException | None = None
         self.silent = False
         self.unscored: Any = lambda number: False
@@ -31,6 +32,7 @@ class FakeService:
         assert method == "submit"
         self.with_greedy = [request.with_greedy for request in requests]
         self.waves.append([request.group for request in requests])
+        self.requests |= {request.group: request for request in requests}
         done: Future[Any] = Future()
         done.set_result(None)
         return done
@@ -42,6 +44,9 @@ class FakeService:
             threading.Timer(0.01, self._answer, (done, number)).start()
         return done
 
+    def requests_of(self, *numbers: int) -> list[GenerationRequest]:
+        return [self.requests[number] for number in numbers]
+
     def _answer(self, done: Future[Any], number: int) -> None:
         if self.fail is not None:
             done.set_exception(self.fail)
@@ -52,7 +57,7 @@ class FakeService:
         if self.unscored(number):
             samples[1].reward = math.nan
             failures = (SampleFailure("scorer 'mine'", f"row/{number}", "timeout", "it ran for longer than 5 s", 2),)
-        group = Group(number, f"row/{number}", "test", 0, samples, None, failures, scoring_retries=len(failures))
+        group = Group(number, f"row/{number}", "test", samples, None, failures, scoring_retries=len(failures))
         done.set_result((group, InlineData([])))
 
 
@@ -213,3 +218,60 @@ def test_a_restored_source_continues_at_its_position() -> None:
     second.admit(1)
     assert [group.number for group in second.take(4).groups] == [4, 5, 6, 7]
     assert service.waves == [[4, 5, 6, 7]]
+
+
+class ManualService(FakeService):
+    """Answers a request only when `finish` is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running: dict[int, Future[Any]] = {}
+
+    def call_with_data(self, method: str, number: int) -> Future[Any]:
+        self.running[number] = Future()
+        return self.running[number]
+
+    def finish(self, *numbers: int) -> None:
+        for number in numbers:
+            self._answer(self.running.pop(number), number)
+
+
+def refreshing(service: FakeService) -> EnginesSource:
+    """A source with four prompts a step, staleness 1 and a window of 3 groups."""
+    plain = source(service).recipe
+    plain.cluster.placement, plain.rollout.max_staleness, plain.rollout.window = "disaggregated", 1, 0.4
+    prompts = Prompts(Prompt(f"row/{i}", (1, 2, 3), "text", "test") for i in range(7))
+    return EnginesSource(plain, prompts, [EngineHandle(service)], [0], lambda: None)  # type: ignore[arg-type]
+
+
+def test_groups_of_a_window_overtake_while_others_run() -> None:
+    service = ManualService()
+    engines_source = refreshing(service)
+    engines_source.admit(0)
+    service.finish(1, 2, 3, 4, 0, 5)  # 3 and 4 wait for group 0, which the window of 3 starts with
+    assert [group.number for group in engines_source.take(4).groups] == [1, 2, 0, 3]
+    engines_source.drain()  # returns, although 6 and 7 run
+    engines_source.admit(1)
+    assert sorted(service.running) == [6, 7, 8, 9, 10, 11]
+
+
+def test_a_resumed_run_samples_the_groups_again_that_ran_at_the_checkpoint() -> None:
+    first = ManualService()
+    saved_source = refreshing(first)
+    saved_source.admit(0)
+    first.finish(0, 1, 5, 6)
+    saved_source.drain()
+    state = saved_source.state()
+    assert state["unfinished"] == [2, 3, 4, 7]
+    assert [item.group.number for item in state["waiting"]] == [5, 6]
+    second = ManualService()
+    resumed = refreshing(second)
+    resumed.restore(state)
+    resumed.admit(0)
+    assert second.waves == [[2, 3, 4, 7]] and first.requests_of(2, 3, 4, 7) == second.requests_of(2, 3, 4, 7)
+    second.finish(2, 3)
+    assert [group.number for group in resumed.take(4).groups] == [0, 1, 2, 5]
+    resumed.admit(1)
+    assert second.waves[1] == [8, 9, 10, 11]
+    second.finish(4, 7)
+    assert [group.number for group in resumed.take(4).groups] == [3, 6, 4, 7]

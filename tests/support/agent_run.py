@@ -68,14 +68,14 @@ def tool_group(number: int, source: str, step: int, text: str) -> Group:
         vectors.append(words)
     for sample in samples:
         sample.data = InlineData(vectors)
-    return Group(number, f"{source}/{number}", source, step - 1, samples)
+    return Group(number, f"{source}/{number}", source, samples)
 
 
 def unscored_group(number: int, source: str) -> Group:
     samples = [Sample(number, i, InlineData([]), 12, 30, 30, math.nan, tool_use=ToolUse()) for i in range(4)]
     kinds = ("timeout", "timeout", "crash", "error")
     failures = tuple(SampleFailure("scorer 'mine'", f"{source}/{number}", kind, "it failed", 3) for kind in kinds)
-    return Group(number, f"{source}/{number}", source, 0, samples, failures=failures, scoring_retries=8)
+    return Group(number, f"{source}/{number}", source, samples, failures=failures, scoring_retries=8)
 
 
 def make_agent_run(path: Path, sources: list[str], text: str = "", steps: int = 4) -> None:

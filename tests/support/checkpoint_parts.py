@@ -15,7 +15,7 @@ from megarl.checkpoint.manifest import file_sum
 from megarl.checkpoint.saver import Saver
 from megarl.recipe.schema import TrainConfig
 from megarl.rollout.admission import TriedGroup
-from megarl.types import Group, InlineData, Sample, SampleTokens
+from megarl.types import Group, InlineData, Sample, SampleTokens, Span
 
 
 def tried(number: int, accepted: bool) -> TriedGroup:
@@ -42,12 +42,12 @@ def tried(number: int, accepted: bool) -> TriedGroup:
             reward_parts={"accuracy": 1.0},
             answer="7",
             finish_reason="length",
-            version=4,
+            spans=(Span(0, 3), Span(2, 4)),
             steps=((2, 0.1), (4, -0.25)),
         )
         for i in range(2)
     ]
-    return TriedGroup(Group(number, f"row/{number}", "source", 4, samples), accepted)
+    return TriedGroup(Group(number, f"row/{number}", "source", samples), accepted)
 
 
 def state(*gathered: list[TriedGroup]) -> dict[str, Any]:

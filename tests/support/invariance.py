@@ -149,7 +149,7 @@ def batch() -> list[Group]:
                     finish_reason="length" if (number, index) == TRUNCATED else "stop",
                 )
             )
-        groups.append(Group(number, f"prompt/{number}", "test", 0, samples))
+        groups.append(Group(number, f"prompt/{number}", "test", samples))
     return groups
 
 

@@ -116,6 +116,12 @@ ENGINES = [
     bad(DENSE, "rollout.max_response_length=65536", "rollout.max_response_length", "context is 40960"),
     bad(DENSE, "data.max_prompt_length=40000 rollout.max_response_length=1000", "rollout.max_response_length", "lower the two"),
     bad(OFF, "rollout.max_staleness=1 cluster.placement=colocated", "rollout.max_staleness", "disaggregated"),
+    bad(OFF, "rollout.max_staleness=0 rollout.at_update=refresh", "rollout.at_update", "max_staleness to 1"),
+    bad(OFF, "rollout.at_update=keep train.deterministic=true", "rollout.at_update", "would not repeat"),
+    bad(OFF, "rollout.at_update=refresh rollout.admission=wave", "rollout.admission", "no request runs"),
+    bad(OFF, "rollout.at_update=keep rollout.engine_args.async_scheduling=true", "async_scheduling", "new weights"),
+    bad("grpo_qwen3_8b_sglang", "cluster.placement=disaggregated rollout.max_staleness=1 rollout.at_update=refresh", "rollout.at_update", "sglang ends"),
+    bad(DENSE, "rollout.window=1.5", "rollout.window", "at most 1"),
     bad(DENSE, "rollout.dtype=fp8", "rollout.dtype", "bfloat16"),
 ]  # fmt: skip
 

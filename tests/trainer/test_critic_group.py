@@ -24,7 +24,7 @@ def batch(lengths: list[int], truncated: set[int]) -> list[Group]:
             Sample(number, i, InlineData([]), 1, n, n, reward=n, finish_reason="length" if n in truncated else "stop")
             for i, n in enumerate(pair)
         ]
-        groups.append(Group(number, "", "", 0, samples))
+        groups.append(Group(number, "", "", samples))
     return groups
 
 

@@ -284,7 +284,7 @@ def staleness_errors(recipe: Recipe) -> Errors:
             value=recipe.rollout.max_staleness,
         )
     rule = recipe.rollout.at_update
-    if rule in ("auto", "drain"):
+    if rule != "refresh" and rule != "keep":
         return
     if recipe.rollout.max_staleness == 0:
         yield RecipeError(
