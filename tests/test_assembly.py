@@ -27,7 +27,14 @@ class Service:
     def call(self, method: str, *args: Any) -> Future[Any]:
         self.calls.append(f"{self.name}.{method}")
         done: Future[Any] = Future()
-        answers = {"start": {"receivers": [(f"{self.name}/0", "host")], "can_sleep": True, "can_update_in_flight": True, "merged_because": None}}
+        answers = {
+            "start": {
+                "receivers": [(f"{self.name}/0", "host")],
+                "can_sleep": True,
+                "can_update_in_flight": True,
+                "merged_because": None,
+            }
+        }
         done.set_result(answers.get(method))
         return done
 

@@ -1,0 +1,142 @@
+"""A real vLLM takes new weights while requests run: each token has the version and the log-prob of the weights that sampled it.
+
+`tests/engines/test_older_vllm.py` runs this file on older vLLM versions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache
+
+from megarl.types import Completion, GenerationRequest, Prompt, Sampling, Span
+from tests.support.engine_process import (
+    EngineProcess,
+    assert_exact,
+    build_model,
+    change,
+    full_sender,
+    gaps,
+    load_model,
+    make_requests,
+    spec,
+)
+
+pytestmark = pytest.mark.stack
+
+LONG = 100  # tokens of the requests that run during the updates
+EXACT = 5e-5  # largest gap of an engine's log-prob to Hugging Face's with the same weights
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[EngineProcess]:
+    process = EngineProcess()
+    yield process
+    process.close()
+
+
+class InFlight:
+    """An engine whose weights change twice while requests run. `models`: Hugging Face's, by version."""
+
+    def __init__(self, process: EngineProcess, folder: Path, **settings: Any) -> None:
+        self.process, self.folder = process, folder
+        path = build_model(folder / "model")
+        self.models = {0: load_model(path)}
+        self.info = process.start(spec(path, engine_args={"block_size": 32}, **settings))
+        assert self.info["can_update_in_flight"]
+        self.sender = full_sender(process, self.info)
+
+    def update(self, version: int) -> None:
+        model = load_model(self.folder / "model" if version == 1 else self.folder / str(version - 1))
+        (self.folder / str(version)).mkdir()
+        weights = change(model, version, self.folder / str(version))
+        self.models[version] = model
+        with ThreadPoolExecutor(1) as pool:
+            sending = pool.submit(self.sender.send, version, weights.items)
+            self.process.update_weights(version)
+            sending.result(60)
+
+    def run(self) -> tuple[list[GenerationRequest], dict[int, list[Completion]]]:
+        """Sample requests of `LONG` tokens, and change the weights when two shorter requests have finished."""
+        first, second, *long = make_requests(5, max_tokens=LONG)
+        shorts = [
+            dataclasses.replace(first, sampling=Sampling(1, 3)),
+            dataclasses.replace(second, sampling=Sampling(1, 40)),
+        ]
+        running = self.process.begin("generate", [*shorts, *long])
+        for version, short in enumerate(shorts, 1):
+            while short.group not in self.process.finished():
+                time.sleep(0.001)
+            self.process.pause()
+            self.update(version)
+            assert not running.done()
+            self.process.resume()
+        return long, running.result(120)[1]
+
+    def spans(self, request: GenerationRequest, sample: Completion) -> Iterator[tuple[Span, np.ndarray, np.ndarray]]:
+        """Yield each span, the gaps of its tokens to the weights of its version, and those to the version before."""
+        for span, end in zip(sample.spans, [*(span.start for span in sample.spans[1:]), LONG], strict=True):
+            exact = gaps(self.models[span.version], request, sample)[span.start : end]
+            other = gaps(self.models[abs(span.version - 1)], request, sample)[span.start : end]
+            yield span, exact, other
+
+    @torch.no_grad()
+    def with_kept_cache(self, request: GenerationRequest, sample: Completion) -> np.ndarray:
+        """Return Hugging Face's log-probs of the sample, where each version reads the KV cache of the versions before.
+
+        The last token before an update is an input of the first step after it.
+        """
+        prompt, tokens = len(request.prompt.tokens), torch.tensor([[*request.prompt.tokens, *sample.tokens.tolist()]])
+        starts = [0, *(prompt + span.start - 1 for span in sample.spans[1:]), tokens.shape[1]]
+        cache, parts = DynamicCache(), []
+        for span, (start, end) in zip(sample.spans, itertools.pairwise(starts), strict=True):
+            model = self.models[span.version]
+            parts.append(model(tokens[:, start:end], past_key_values=cache, use_cache=True).logits[0].float())
+        log_probs = torch.log_softmax(torch.cat(parts), -1)[prompt - 1 : -1]
+        return log_probs.gather(1, tokens[0, prompt:, None])[:, 0].numpy()
+
+
+def test_refreshed_requests_follow_each_new_policy_exactly(process: EngineProcess, tmp_path: Path) -> None:
+    engine = InFlight(process, tmp_path)
+    try:
+        requests, samples = engine.run()
+        for request in requests:
+            for sample in samples[request.group]:
+                assert [span.version for span in sample.spans] == [0, 1, 2] and sample.spans[0].start == 0
+                for _, exact, other in engine.spans(request, sample):
+                    assert exact.max() < EXACT and other[0] > EXACT, "a span starts exactly at its first token"
+        after = make_requests(3, seed=9)
+        assert_exact(engine.models[2], after, process.generate(after)[1])
+    finally:
+        engine.sender.close()
+        process.shutdown()
+
+
+def test_kept_requests_continue_and_no_old_prefix_is_reused(process: EngineProcess, tmp_path: Path) -> None:
+    """Log-probs are those of the new weights over the KV cache of the old ones; later requests see none of that cache."""
+    engine = InFlight(process, tmp_path, keep_cache=True)
+    try:
+        prompt = tuple(np.random.default_rng(4).integers(3, 200, 80).tolist())  # more than two blocks
+        cached = [GenerationRequest(50, Prompt("p", prompt, "", "x"), Sampling(2, 4), 7)]
+        assert_exact(engine.models[0], cached, process.generate(cached)[1])
+        requests, samples = engine.run()
+        shifted = []
+        for request in requests:
+            for sample in samples[request.group]:
+                assert [span.version for span in sample.spans] == [0, 1, 2]
+                assert np.abs(engine.with_kept_cache(request, sample) - sample.log_probs).max() < EXACT
+                shifted += [exact.max() for span, exact, _ in engine.spans(request, sample) if span.version]
+        assert min(shifted) > EXACT, "the KV cache was recomputed"
+        assert_exact(engine.models[2], cached, process.generate(cached)[1])
+    finally:
+        engine.sender.close()
+        process.shutdown()
