@@ -53,7 +53,7 @@ def training_step(run: Run, batch: Batch, step: int) -> None:
     run.actor.load_shards(plan.shards)
     if passes.old_log_probs:
         with run.log.phase("old_log_prob"):
-            run.log.add(run.actor.compute_old_log_probs())
+            run.log.add(run.actor.compute_old_log_probs(step - 1))
         log_speed(run.log, "old_log_prob", "old_log_prob", plan.flops * FORWARD, run.actor.size, run.device_peak)
     if passes.reference:
         with run.log.phase("reference"):
@@ -134,7 +134,7 @@ def update_actor(run: Run, plan: StepPlan, step: int, passes: StepPasses) -> Met
         scales = run.actor.correction_scales() if run.recipe.algorithm.correction.normalize else None
         metrics = log_update(run.log, run.skipped, step, "actor", run.actor.update(run.kl_weight.value, scales))
     if not passes.old_log_probs:
-        run.log.add(run.actor.mismatch_metrics())
+        run.log.add(run.actor.mismatch_metrics(step - 1))
     log_speed(run.log, "actor", "update_actor", plan.update_flops, run.actor.size, run.device_peak)
     return metrics
 

@@ -281,6 +281,8 @@ class ShardSample:
     loss_weight: float = 0.0
     steps: Steps = ()  # rewards of tokens within it
     step_advantages: Steps = ()  # added to `advantage` at the tokens up to each step's end
+    prompt_length: int = 0
+    spans: tuple[Span, ...] = (Span(0, 0),)  # weights that sampled its response
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ class Driver:
     def gap(self, label: str, groups: list[Group]) -> Gap:
         """Load `groups` into the trainers and compare their log-probs with the engine's."""
         self.actor.load_shards(self.actor.plan(groups).shards)
-        metrics = self.actor.compute_old_log_probs()
+        metrics = self.actor.compute_old_log_probs(self.version)
         mean, largest = metrics["rollout/logprob_gap_mean"], metrics["rollout/logprob_gap_max"]
         assert np.isfinite(mean), "a log-prob is not a number"
         tokens = sum(sample.loss_tokens for group in groups for sample in group.samples)

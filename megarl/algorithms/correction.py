@@ -8,7 +8,7 @@ sampling (yingru.notion.site/When-Speed-Kills-Stability), IcePop (arXiv 2510.188
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -104,6 +104,8 @@ class Mismatch:
     square: float = 0.0  # of rho^2
     sequence_square: float = 0.0  # of the square of the product of a sequence's rho
     largest: float = 0.0  # of |d|
+    # By version of the weights that sampled the tokens: their number, and the sum of |d|. Empty: not measured.
+    by_version: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, inputs: LossInputs, policy: Tensor) -> Mismatch:
@@ -128,14 +130,20 @@ class Mismatch:
             square=total(token.square()),
             sequence_square=float(means.square().sum().item()),
             largest=float(d.abs().max().item()),
+            by_version=_by_version(inputs, d.abs()),
         )
 
     def __add__(self, other: Mismatch) -> Mismatch:
-        sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
-        return Mismatch(**{**sums, "largest": float(np.maximum(self.largest, other.largest))})  # keeps a NaN
+        sums = {name: getattr(self, name) + getattr(other, name) for name in _SUMS}
+        largest = float(np.maximum(self.largest, other.largest))  # keeps a NaN
+        versions = dict(self.by_version)
+        for version, (tokens, absolute) in other.by_version.items():
+            before = versions.get(version, (0.0, 0.0))
+            versions[version] = (before[0] + tokens, before[1] + absolute)
+        return Mismatch(**sums, largest=largest, by_version=versions)
 
-    def metrics(self) -> dict[str, float]:
-        """Return the mismatch metrics; {} without tokens."""
+    def metrics(self, version: int) -> dict[str, float]:
+        """Return the mismatch metrics of a step that starts with the weights of `version`; {} without tokens."""
         if not self.tokens:
             return {}
         return {
@@ -146,7 +154,25 @@ class Mismatch:
             "rollout/mismatch_chi2_token": self.square / self.tokens - 1.0,
             "rollout/mismatch_chi2_sequence": self.sequence_square / self.sequences - 1.0,
             "rollout/mismatch_ess": self.ratio**2 / (self.tokens * self.square),
+            **{
+                f"rollout/logprob_gap_mean/lag_{version - sampled}": absolute / tokens
+                for sampled, (tokens, absolute) in sorted(self.by_version.items(), reverse=True)
+            },
         }
+
+
+_SUMS = tuple(each.name for each in fields(Mismatch) if each.name not in ("largest", "by_version"))
+
+
+def _by_version(inputs: LossInputs, gaps: Tensor) -> dict[int, tuple[float, float]]:
+    """Return, by version of the weights that sampled the loss tokens, their number and the sum of their `gaps` [T]."""
+    if inputs.versions is None:
+        return {}
+    loss, sums = inputs.loss_mask > 0, {}
+    for version in inputs.versions[loss].unique().tolist():
+        chosen = gaps[loss & (inputs.versions == version)]
+        sums[int(version)] = (float(chosen.numel()), float(chosen.sum().item()))
+    return sums
 
 
 def total_mismatch(parts: Iterable[Mismatch | None]) -> Mismatch:

@@ -291,6 +291,8 @@ def _place(
             loss_weight=float(weights[slot.sample]) if counts else 0.0,
             steps=sample.steps,
             step_advantages=scored.step_advantages[number],
+            prompt_length=sample.prompt_length,
+            spans=sample.spans,
         )
     )
     return len(shard.samples) - 1

@@ -166,13 +166,16 @@ class TrainerGroup:
 class ActorGroup(TrainerGroup):
     """The actor's processes (`ActorWorker`)."""
 
-    def compute_old_log_probs(self) -> Metrics:
-        """Compute log-probs before the step's updates. Returns metrics of their gap to the engine's."""
-        return total_mismatch(self._call(ActorWorker.compute_old_log_probs)).metrics()
+    def compute_old_log_probs(self, version: int) -> Metrics:
+        """Compute log-probs before the step's updates. Returns metrics of their gap to the engine's.
 
-    def mismatch_metrics(self) -> Metrics:
+        version: of the weights, for the lag of the tokens.
+        """
+        return total_mismatch(self._call(ActorWorker.compute_old_log_probs)).metrics(version)
+
+    def mismatch_metrics(self, version: int) -> Metrics:
         """Return metrics of the step's log-prob gap to the engine. See `ActorWorker.measured_mismatch`."""
-        return total_mismatch(self._call(ActorWorker.measured_mismatch)).metrics()
+        return total_mismatch(self._call(ActorWorker.measured_mismatch)).metrics(version)
 
     def compute_reference_log_probs(self) -> None:
         self._call(ActorWorker.compute_reference_log_probs)

@@ -173,6 +173,7 @@ class Worker:
 
         # A sample of weight 0 (filtered, or the filler of an empty micro batch) is computed but excluded from the loss.
         masks = [vectors.loss_mask * float(sample.loss_weight > 0) for sample, vectors in members]
+        stale = self.recipe.rollout.max_staleness > 0
         return MicroBatch(
             tokens=torch.from_numpy(np.concatenate([vectors.tokens for _, vectors in members]).astype(np.int64)).to(
                 self.platform.device()
@@ -187,6 +188,7 @@ class Worker:
                 "token_share": join([mask / max(loss_tokens, 1) for mask in masks]),
                 "advantages": join([_advantages(sample, vectors) for sample, vectors in members]),
                 "rollout_log_probs": join([vectors.rollout_log_probs for _, vectors in members]),
+                **({"versions": join([token_versions(sample) for sample, _ in members])} if stale else {}),
             },
             routing=self._routing([vectors for _, vectors in members]),
             images=Images.of([vectors.images for _, vectors in members]),
@@ -257,6 +259,12 @@ class Worker:
         import torch
 
         torch.distributed.destroy_process_group()
+
+
+def token_versions(sample: ShardSample) -> np.ndarray:
+    """Return the version of the weights that sampled each token: int64 [length]; the first version for the prompt."""
+    starts = [0, *(sample.prompt_length + span.start for span in sample.spans[1:]), sample.length]
+    return np.repeat([span.version for span in sample.spans], np.diff(starts))
 
 
 def _advantages(sample: ShardSample, vectors: SampleTokens) -> np.ndarray:

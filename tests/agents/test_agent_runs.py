@@ -89,7 +89,13 @@ def test_training_raises_rewards_and_tool_calls(taught: Path, tmp_path: Path) ->
 def test_a_run_with_tools_resumes_with_the_waiting_groups(taught: Path, tmp_path: Path) -> None:
     """With staleness 1, groups with turns wait in the checkpoint. Their batches depend on the tool's time, so losses may
     differ from an uninterrupted run; counts are equal."""
-    ahead = ["rollout.max_staleness=1", "train.save_every=1", "train.keep_checkpoints=9", "train.steps=2"]
+    ahead = [
+        "rollout.max_staleness=1",
+        "rollout.at_update=drain",
+        "train.save_every=1",
+        "train.keep_checkpoints=9",
+        "train.steps=2",
+    ]
     overrides = [*settings(taught, tmp_path, *ahead), "cluster.placement=disaggregated"]
     done = run("train", "recipes/tiny/grpo.yaml", *overrides)
     assert done.returncode == 0, done.stderr + done.stdout

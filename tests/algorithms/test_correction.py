@@ -169,7 +169,7 @@ class TestMismatch:
         """rho 2, 1/2 and an excluded token; then 4: d = ln 2, -ln 2, 2 ln 2. Squares 4, 1/4, 16; of sequences 1 and 16."""
         batch, policy = mismatched([2.0, 0.5, 77.0, 4.0], [3, 1], mask=[1, 1, 0, 1])
         two = log(2)
-        assert Mismatch.of(batch, policy).metrics() == {
+        assert Mismatch.of(batch, policy).metrics(0) == {
             "rollout/logprob_gap_mean": pytest.approx(4 * two / 3),
             "rollout/logprob_gap_max": pytest.approx(2 * two),
             "rollout/logprob_gap_k1": pytest.approx(-2 * two / 3),
@@ -181,21 +181,34 @@ class TestMismatch:
 
     def test_parts_add_up(self) -> None:
         batch = random_inputs(4, [6, 3, 9, 4])
-        whole = Mismatch.of(batch, batch.log_probs).metrics()
+        whole = Mismatch.of(batch, batch.log_probs).metrics(0)
         parts = [part_of(batch, numbers) for numbers in ([2], [0, 3], [1])]
         together = total_mismatch([None, *(Mismatch.of(part, part.log_probs) for part in parts)])
-        assert together.metrics() == pytest.approx(whole)
+        assert together.metrics(0) == pytest.approx(whole)
+
+    def test_the_gap_by_lag(self) -> None:
+        """Versions 3, 5, 5, excluded; then 3 in another part: lags 2 and 0 of a policy of version 5."""
+        batch, policy = mismatched([2.0, 0.5, 4.0, 77.0], [3, 1], mask=[1, 1, 1, 0])
+        other, other_policy = mismatched([8.0], [1])
+        batch.versions, other.versions = torch.tensor([3.0, 5.0, 5.0, 9.0]), torch.tensor([3.0])
+        metrics = total_mismatch([Mismatch.of(batch, policy), Mismatch.of(other, other_policy)]).metrics(5)
+        gaps = {name: value for name, value in metrics.items() if "lag" in name}
+        assert gaps == {
+            "rollout/logprob_gap_mean/lag_0": pytest.approx(3 * log(2) / 2),
+            "rollout/logprob_gap_mean/lag_2": pytest.approx(4 * log(2) / 2),
+        }
+        assert metrics["rollout/logprob_gap_mean"] == pytest.approx(7 * log(2) / 4)
 
     def test_equal_policies_have_no_mismatch(self) -> None:
         batch, policy = mismatched([1.0] * 5, [3, 2])
-        metrics = Mismatch.of(batch, policy).metrics()
+        metrics = Mismatch.of(batch, policy).metrics(0)
         assert metrics.pop("rollout/mismatch_ess") == 1
         assert set(metrics.values()) == {0}
 
     def test_a_batch_without_loss_tokens_has_no_metrics(self) -> None:
         batch, policy = mismatched([2.0, 3.0], [2])
         batch.loss_mask.zero_()
-        assert total_mismatch([None, Mismatch.of(batch, policy)]).metrics() == {}
+        assert total_mismatch([None, Mismatch.of(batch, policy)]).metrics(0) == {}
 
     @pytest.mark.parametrize("broken", [0, 1, 2])
     def test_a_nan_token_makes_every_metric_nan(self, broken: int) -> None:
@@ -206,10 +219,10 @@ class TestMismatch:
         together = total_mismatch(
             Mismatch.of(part, part_policy) for part, part_policy in zip(parts, (policy[:2], policy[2:]), strict=True)
         )
-        for metrics in (whole.metrics(), together.metrics()):
+        for metrics in (whole.metrics(0), together.metrics(0)):
             assert all(math.isnan(value) for value in metrics.values()), metrics
 
     def test_extremes_stay_finite(self) -> None:
         batch, policy = mismatched([1.0, 1.0], [2])
         policy[0] = 500.0
-        assert all(math.isfinite(value) for value in Mismatch.of(batch, policy).metrics().values())
+        assert all(math.isfinite(value) for value in Mismatch.of(batch, policy).metrics(0).values())

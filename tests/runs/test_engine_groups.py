@@ -43,7 +43,7 @@ def test_a_group_trains_like_a_single_engine(quickstart_data: Path, tmp_path: Pa
 def test_engines_sample_ahead_and_are_evaluated(quickstart_data: Path, tmp_path: Path) -> None:
     """One-step-off, continuous admission and evaluations between: each could make one engine wait for another."""
     more = [
-        "train.steps=4", "rollout.max_staleness=1", "cluster.placement=disaggregated", "rollout.engines=2",
+        "train.steps=4", "rollout.max_staleness=1", "rollout.at_update=drain", "cluster.placement=disaggregated", "rollout.engines=2",
         "rollout.admission=continuous", "evaluation.every=2", "evaluation.greedy=true", "cluster.transport=ray",
     ]  # fmt: skip
     for name, engines in (("alone", SMALL), ("group", GROUP)):

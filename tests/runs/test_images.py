@@ -93,13 +93,13 @@ def test_engine_and_trainer_read_the_same_images(folder: Path, tmp_path: Path) -
 def test_waiting_groups_keep_their_images_after_a_resume(folder: Path, tmp_path: Path) -> None:
     """One-step-off: the engine has sampled the next batch when a checkpoint is saved. The resumed run trains on it with
     equal metrics."""
-    train(folder, tmp_path, "whole", "rollout.max_staleness=1", "train.save_every=2")
+    train(folder, tmp_path, "whole", "rollout.max_staleness=1", "rollout.at_update=drain", "train.save_every=2")
     checkpoint = tmp_path / "whole" / "checkpoints" / "step_000002"
     waiting = [item.group for batch in load_state(checkpoint)["source"]["gathered"] for item in batch]
     sampled_images = [group.samples[0].data.get()[0].images for group in waiting]
     kept = [images for images in sampled_images if isinstance(images, SampleImages)]
     assert kept and all(len(images.pixels) == images.grids.prod(1).sum() for images in kept)
     resume = f"train.resume={checkpoint}"
-    train(folder, tmp_path, "rest", "rollout.max_staleness=1", resume)
+    train(folder, tmp_path, "rest", "rollout.max_staleness=1", "rollout.at_update=drain", resume)
     (line,) = metrics(tmp_path / "rest")
     assert without_times([line]) == without_times(metrics(tmp_path / "whole")[2:])

@@ -164,6 +164,7 @@ def test_torchrun_gives_the_same_run(reference: Path, quickstart_data: Path, tmp
 ONE_STEP_OFF = [
     "train.steps=3",
     "rollout.max_staleness=1",
+    "rollout.at_update=drain",
     "cluster.placement=disaggregated",
     "rollout.engines=2",
     "evaluation.at_start=false",

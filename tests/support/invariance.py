@@ -248,7 +248,7 @@ def load(case: Case, results: Path) -> dict[str, Any]:
     reward, by number of the sample."""
     result = torch.load(results / case.file, weights_only=True)
     gaps = [Mismatch(**torch.load(file, weights_only=True)) for file in sorted(results.glob(f"{case.file}.gap.*"))]
-    return {**result, "metrics": {**result["metrics"], **total_mismatch(gaps).metrics()}}
+    return {**result, "metrics": {**result["metrics"], **total_mismatch(gaps).metrics(0)}}
 
 
 def _relative(value: float, expected: float) -> float:
