@@ -1,4 +1,4 @@
-"""Which weights sampled which tokens of running requests."""
+"""The weight versions of the tokens of running requests."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from megarl.algorithms.catalogue import LOSSES
 from megarl.cluster import trainer_notices
 from megarl.engines.specs import first_specs
 from megarl.recipe.algorithm import AlgorithmConfig
+from megarl.recipe.at_update import update_notice
 from megarl.recipe.observe import traces_notice
 from megarl.recipe.schema import Recipe
 from megarl.recipe.seeded import seeds_notice
@@ -28,6 +29,7 @@ def environment_notices(recipe: Recipe, platform: Any, *, training: bool = True)
                 loss_notice(recipe.algorithm),
                 warmup_notice(recipe),
                 seeds_notice(recipe),
+                update_notice(recipe),
                 traces_notice(recipe),
             )
             if notice

@@ -1,4 +1,4 @@
-"""What becomes of running requests at an update of the weights (`rollout.at_update`), and the settings that follow from it."""
+"""How an update of the weights treats running requests (`rollout.at_update`), and the settings that depend on it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def is_continuous(recipe: Recipe) -> bool:
 
 
 def window_groups(recipe: Recipe) -> int:
-    """Return W: a finished group may enter a batch if its number is below that of the oldest unreleased group plus W."""
+    """Return W: a finished group may enter a batch if its number is less than n + W, with n the oldest unreleased group."""
     if update_rule(recipe) == "drain":
         return 1
     alive = (recipe.rollout.max_staleness + 1) * recipe.data.prompts_per_step
@@ -50,3 +50,17 @@ def window_groups(recipe: Recipe) -> int:
 def max_lag(recipe: Recipe) -> int:
     """Return the largest number of versions between the start of a group and the policy that trains on it."""
     return recipe.rollout.max_staleness + -(-(window_groups(recipe) - 1) // recipe.data.prompts_per_step)
+
+
+def update_notice(recipe: Recipe) -> str | None:
+    """Return a notice if running requests continue with new weights; None otherwise."""
+    rule = update_rule(recipe)
+    if recipe.train.source != "rollout" or rule == "drain":
+        return None
+    origin = f"auto with rollout.max_staleness={recipe.rollout.max_staleness}"
+    kept = "keep their KV cache" if rule == "keep" else "recompute their KV cache"
+    return (
+        f"rollout.at_update is {rule} ({origin if recipe.rollout.at_update == 'auto' else 'set by the recipe'}): running "
+        f"requests take new weights and {kept}; a sample's first token is at most {max_lag(recipe)} versions old; a repeated "
+        "run samples other responses; rollout.at_update=drain lets requests finish first, and repeats"
+    )

@@ -121,7 +121,7 @@ class RolloutConfig:
     )
     at_update: Literal["auto", "drain", "refresh", "keep"] = key(
         "auto",
-        "What becomes of running requests when engines take new weights. drain: they finish first. refresh: they continue with the new weights, and their KV cache is recomputed. keep: they continue with the new weights and the KV cache of the old ones. Either way each token has the log-prob of the weights that sampled it. auto: refresh with `max_staleness` above 0; drain otherwise, with `train.deterministic` or `admission: wave`, and where requests cannot continue (SGLang, `megatron.routing_replay: rollout`).",
+        "How an update of the weights treats running requests. drain: they finish first. refresh: they continue with the new weights, and their KV cache is recomputed. keep: they continue with the new weights and the KV cache of the old ones. Each token has the log-prob of the weights that sampled it. auto: refresh with `max_staleness` above 0; drain otherwise, with `train.deterministic` or `admission: wave`, and where requests cannot continue (SGLang, `megatron.routing_replay: rollout`).",
     )
     window: float = key(
         0.3,

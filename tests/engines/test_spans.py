@@ -1,4 +1,4 @@
-"""Which weights sampled which tokens of a request whose engine takes new weights meanwhile."""
+"""The weight versions of the tokens of requests that run during updates."""
 
 from __future__ import annotations
 

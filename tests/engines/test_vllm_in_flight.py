@@ -45,7 +45,7 @@ def process() -> Iterator[EngineProcess]:
 
 
 class InFlight:
-    """An engine whose weights change twice while requests run. `models`: Hugging Face's, by version."""
+    """An engine and updates of its weights while requests run. `models`: Hugging Face models by version."""
 
     def __init__(self, process: EngineProcess, folder: Path, **settings: Any) -> None:
         self.process, self.folder = process, folder
@@ -122,7 +122,7 @@ def test_refreshed_requests_follow_each_new_policy_exactly(process: EngineProces
 
 
 def test_kept_requests_continue_and_no_old_prefix_is_reused(process: EngineProcess, tmp_path: Path) -> None:
-    """Log-probs are those of the new weights over the KV cache of the old ones; later requests see none of that cache."""
+    """The new weights read the KV cache of the old ones. Requests after an update do not."""
     engine = InFlight(process, tmp_path, keep_cache=True)
     try:
         prompt = tuple(np.random.default_rng(4).integers(3, 200, 80).tolist())  # more than two blocks

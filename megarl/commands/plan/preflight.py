@@ -23,6 +23,7 @@ from megarl.preflight.models import CRITIC, POLICY
 from megarl.preflight.recipe.optimizer_extra import optimizer_notices
 from megarl.preflight.run_directory import find_place
 from megarl.preflight.survey import survey
+from megarl.recipe.at_update import update_notice
 from megarl.recipe.load import all_keys
 from megarl.recipe.megatron_ddp import ddp_notice
 from megarl.recipe.observe import traces_notice
@@ -64,7 +65,7 @@ def _check_disk_space(recipe: Recipe, result: Survey) -> None:
 
 def check_run(recipe: Recipe, result: Survey) -> None:
     """Report notices of the run, and check its directory and the checkpoint to resume from."""
-    for notice in (seeds_notice(recipe), traces_notice(recipe), *optimizer_notices(recipe)):
+    for notice in (seeds_notice(recipe), update_notice(recipe), traces_notice(recipe), *optimizer_notices(recipe)):
         if notice:
             result.notice(notice)
     policy = result.configs.get(POLICY)

@@ -1,0 +1,57 @@
+"""The rule of an update of the weights that a recipe selects, and the settings that follow from it."""
+
+from __future__ import annotations
+
+import pytest
+
+from megarl.recipe.at_update import is_continuous, max_lag, update_notice, update_rule, window_groups
+from megarl.recipe.schema import Recipe
+
+
+def ahead(staleness: int = 2) -> Recipe:
+    recipe = Recipe()
+    recipe.cluster.placement, recipe.rollout.max_staleness = "disaggregated", staleness
+    recipe.data.prompts_per_step = 8
+    return recipe
+
+
+def test_a_synchronous_run_drains_in_admission_order() -> None:
+    recipe = ahead(0)
+    assert update_rule(recipe) == "drain" and window_groups(recipe) == 1 and max_lag(recipe) == 0
+    assert not is_continuous(recipe) and update_notice(recipe) is None
+
+
+def test_engines_that_sample_ahead_refresh() -> None:
+    recipe = ahead()
+    assert update_rule(recipe) == "refresh" and is_continuous(recipe)
+    assert window_groups(recipe) == 7  # 0.3 x 3 x 8 = 7.2
+    assert max_lag(recipe) == 2 + 1  # 6 groups overtake
+    assert "at most 3 versions old" in str(update_notice(recipe))
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("train", "deterministic", True),
+        ("rollout", "admission", "wave"),
+        ("rollout", "engine", "sglang"),
+        ("megatron", "routing_replay", "rollout"),
+        ("rollout", "at_update", "drain"),
+    ],
+)
+def test_runs_that_drain(section: str, key: str, value: object) -> None:
+    recipe = ahead()
+    setattr(getattr(recipe, section), key, value)
+    assert update_rule(recipe) == "drain" and max_lag(recipe) == 2
+
+
+def test_a_window_of_0_keeps_the_order() -> None:
+    recipe = ahead()
+    recipe.rollout.window = 0.0
+    assert window_groups(recipe) == 1 and max_lag(recipe) == 2
+
+
+def test_kept_caches_serve_recorded_experts() -> None:
+    recipe = ahead()
+    recipe.rollout.at_update, recipe.megatron.routing_replay = "keep", "rollout"
+    assert update_rule(recipe) == "keep" and "keep their KV cache" in str(update_notice(recipe))

@@ -1,0 +1,78 @@
+"""Runs in which requests take new weights while they run: lag, log-probs by version, resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megarl.observe.run_dir import RunDirectory
+from megarl.observe.samples import read_samples
+from tests.support.stack import metrics
+from tests.support.training_runs import train
+
+pytestmark = pytest.mark.stack
+
+# Three batches of requests of up to 64 tokens are under way, 16 at a time: an update meets some of them.
+AHEAD = [
+    "cluster.trainers=1",
+    "megatron.expert_parallel=1",
+    "cluster.placement=disaggregated",
+    "rollout.max_staleness=2",
+    "rollout.max_response_length=64",
+    "evaluation.at_start=false",
+    "train.steps=5",
+]
+LARGEST_LAG = 2 + 1  # of the window, which is 0.3 x 3 x 4 prompts = 3 groups
+EXACT = 1e-4  # mean gap between trainer and engine, with the same weights
+
+
+@pytest.fixture(scope="module")
+def refreshed(quickstart_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    runs = tmp_path_factory.mktemp("runs")
+    done = train(quickstart_data, runs, "refreshed", *AHEAD, "actor.optimizer.lr=1e-2")
+    assert done.returncode == 0, done.stderr + done.stdout
+    return runs / "refreshed"
+
+
+def check_gaps(directory: Path) -> None:
+    """Tokens of the trained policy have its log-probs; older ones differ."""
+    gaps: dict[str, list[float]] = {}
+    for line in metrics(directory):
+        for name, value in line.items():
+            if "logprob_gap_mean/lag_" in name:
+                gaps.setdefault(name.rpartition("_")[2], []).append(value)
+    assert max(gaps.pop("0")) < EXACT
+    assert gaps and min(map(max, gaps.values())) > EXACT
+
+
+def test_requests_continue_with_refreshed_caches(refreshed: Path) -> None:
+    lines = metrics(refreshed)
+    assert max(line["rollout/spans_mean"] for line in lines) > 1, "no update met a running request"
+    assert 1 <= max(line["rollout/staleness_max"] for line in lines) <= LARGEST_LAG
+    check_gaps(refreshed)
+    records = [record for step in range(1, 6) for record in read_samples(RunDirectory(refreshed), step)]
+    spans = [record["spans"] for record in records if "spans" in record]
+    assert spans and all(each[0][0] == 0 and each == sorted(each) for each in spans)
+
+
+def test_a_resumed_run_samples_unfinished_groups_again(refreshed: Path, quickstart_data: Path, tmp_path: Path) -> None:
+    checkpoint = refreshed / "checkpoints" / "step_000003"
+    source = json.loads((checkpoint / "controller.json").read_text())["source"]
+    assert source["unfinished"], "the checkpoint was saved while groups ran"
+    done = train(quickstart_data, tmp_path, "rest", *AHEAD, "actor.optimizer.lr=1e-2", f"train.resume={checkpoint}")
+    assert done.returncode == 0, done.stderr + done.stdout
+    lines = metrics(tmp_path / "rest")
+    assert [line["step"] for line in lines] == [4, 5]
+    check_gaps(tmp_path / "rest")
+
+
+@pytest.mark.slow
+def test_requests_continue_with_kept_caches(quickstart_data: Path, tmp_path: Path) -> None:
+    """The new policy reads the KV cache of the old one, so that log-probs of the current version differ, too."""
+    done = train(quickstart_data, tmp_path, "kept", *AHEAD, "actor.optimizer.lr=1e-2", "rollout.at_update=keep")
+    assert done.returncode == 0, done.stderr + done.stdout
+    lines = metrics(tmp_path / "kept")
+    assert max(line["rollout/spans_mean"] for line in lines) > 1
+    assert max(line["rollout/staleness_max"] for line in lines) <= LARGEST_LAG
