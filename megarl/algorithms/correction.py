@@ -155,7 +155,7 @@ class Mismatch:
             "rollout/mismatch_chi2_sequence": self.sequence_square / self.sequences - 1.0,
             "rollout/mismatch_ess": self.ratio**2 / (self.tokens * self.square),
             **{
-                f"rollout/logprob_gap_mean/lag_{lag}": absolute / tokens
+                f"rollout/logprob_gap_by_lag/{lag}": absolute / tokens
                 for lag, (tokens, absolute) in sorted((version - key, sums) for key, sums in self.by_version.items())
             },
         }

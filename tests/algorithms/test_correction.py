@@ -192,10 +192,10 @@ class TestMismatch:
         other, other_policy = mismatched([8.0], [1])
         batch.versions, other.versions = torch.tensor([3.0, 5.0, 5.0, 9.0]), torch.tensor([3.0])
         metrics = total_mismatch([Mismatch.of(batch, policy), Mismatch.of(other, other_policy)]).metrics(5)
-        gaps = {name: value for name, value in metrics.items() if "lag" in name}
+        gaps = {name: value for name, value in metrics.items() if "by_lag" in name}
         assert gaps == {
-            "rollout/logprob_gap_mean/lag_0": pytest.approx(3 * log(2) / 2),
-            "rollout/logprob_gap_mean/lag_2": pytest.approx(4 * log(2) / 2),
+            "rollout/logprob_gap_by_lag/0": pytest.approx(3 * log(2) / 2),
+            "rollout/logprob_gap_by_lag/2": pytest.approx(4 * log(2) / 2),
         }
         assert metrics["rollout/logprob_gap_mean"] == pytest.approx(7 * log(2) / 4)
 

@@ -41,8 +41,8 @@ def check_gaps(directory: Path) -> None:
     gaps: dict[str, list[float]] = {}
     for line in metrics(directory):
         for name, value in line.items():
-            if "logprob_gap_mean/lag_" in name:
-                gaps.setdefault(name.rpartition("_")[2], []).append(value)
+            if "logprob_gap_by_lag/" in name:
+                gaps.setdefault(name.rpartition("/")[2], []).append(value)
     assert max(gaps.pop("0")) < EXACT
     assert gaps and min(map(max, gaps.values())) > EXACT
 
