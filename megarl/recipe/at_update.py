@@ -49,7 +49,8 @@ def window_groups(recipe: Recipe) -> int:
 
 def max_lag(recipe: Recipe) -> int:
     """Return the largest number of versions between the start of a group and the policy that trains on it."""
-    return recipe.rollout.max_staleness + -(-(window_groups(recipe) - 1) // recipe.data.prompts_per_step)
+    overtaking = -(-(window_groups(recipe) - 1) // recipe.data.prompts_per_step)
+    return math.ceil(recipe.rollout.max_staleness) + overtaking
 
 
 def update_notice(recipe: Recipe) -> str | None:
@@ -57,7 +58,7 @@ def update_notice(recipe: Recipe) -> str | None:
     rule = update_rule(recipe)
     if recipe.train.source != "rollout" or rule == "drain":
         return None
-    origin = f"auto with rollout.max_staleness={recipe.rollout.max_staleness}"
+    origin = f"auto with rollout.max_staleness={recipe.rollout.max_staleness:g}"
     kept = "keep their KV cache" if rule == "keep" else "recompute their KV cache"
     return (
         f"rollout.at_update is {rule} ({origin if recipe.rollout.at_update == 'auto' else 'set by the recipe'}): running "

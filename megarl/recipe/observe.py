@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -83,7 +84,7 @@ def traces_notice(recipe: Recipe) -> str | None:
     if not recipe.observe.profile_engines or ahead == 0:
         return None
     return (
-        f"observe.profile_engines with rollout.max_staleness={ahead}: engines sample up to {ahead + 1} steps at a time, so the "
+        f"observe.profile_engines with rollout.max_staleness={ahead:g}: engines sample up to {math.ceil(ahead) + 1} steps at a time, so the "
         "trace called step_N begins after the first samples of step N, and contains requests of later steps too; "
         "rollout.max_staleness=0 in a run of some steps gives traces of one step each"
     )

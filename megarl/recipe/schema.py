@@ -114,9 +114,9 @@ class RolloutConfig:
         "auto",
         "Draw each sample with a separate random generator and seed. A sample then does not depend on its batch, and a repeated or resumed run draws the same samples. Costs a Python loop over requests in every decode step. false: an engine draws all samples of a weight version from one generator. auto: true on CPUs and with `train.deterministic`, else false. Evaluation samples are always seeded in vLLM.",
     )
-    max_staleness: int = key(
-        0,
-        "Maximum lag of a sample behind the policy that trains on it, in weight versions. 0: synchronous. 1: one-step-off; engines sample the next batch while the actor trains.",
+    max_staleness: float = key(
+        0.0,
+        "Maximum lag of a sample behind the policy that trains on it, in weight versions. 0: synchronous. 1: one-step-off; engines sample the next batch while the actor trains. A fraction lets that share of a further batch start.",
         at_least=0,
     )
     at_update: Literal["auto", "drain", "refresh", "keep"] = key(

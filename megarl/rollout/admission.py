@@ -4,16 +4,17 @@ Batches count from 0, and batch b updates the policy from version b to b + 1. Wi
 group may start if it will be in batch v + S or earlier. Its batch depends on how many earlier groups are accepted, so the
 capacity assumes that every running group will be. If dynamic sampling filters a group, its place in the batch is free again
 and another group may start; resampling needs no other rule. Without filtering, the capacity is
-(S + v + 1) P - accepted - running for P prompts per step.
+(S + v + 1) P - accepted - running for P prompts per step. S may be a fraction: with S = 1.5, half of a batch may start as well.
 
 A finished group enters a batch (it is released) if its number is less than n + W, where n is the oldest unreleased group and W
 the window. With W = 1 groups enter batches in admission order. At most W - 1 later groups can overtake a group, so it is trained on by policies of at most
-S + ceil((W - 1) / P) versions after the one that it started with. Groups are never dropped, so batches are not biased towards
+ceil(S) + ceil((W - 1) / P) versions after the one that it started with. Groups are never dropped, so batches are not biased towards
 short responses. After `max_attempts` times P tried groups, a batch closes with fewer groups.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -47,7 +48,7 @@ class Admission:
     def __init__(
         self,
         prompts_per_step: int,
-        max_staleness: int,
+        max_staleness: float,
         max_attempts: int | None,
         continuous: bool,
         batches: int | None = None,
@@ -77,18 +78,18 @@ class Admission:
             tried += 1
             if self._places_left(accepted, tried) == 0:
                 batch, accepted, tried = batch + 1, 0, 0
-        last_batch = self.max_staleness + self.version
-        if self.batches is not None:
-            last_batch = min(last_batch, self.batches - 1)
-        further_batches = last_batch - batch
-        if further_batches < 0:
-            return 0
-        return self._places_left(accepted, tried) + further_batches * self.prompts_per_step
+        whole = math.floor(self.max_staleness)
+        last_batch, extra = self.version + whole, math.floor((self.max_staleness - whole) * self.prompts_per_step)
+        if self.batches is not None and last_batch >= self.batches - 1:
+            last_batch, extra = self.batches - 1, 0
+        if batch > last_batch:  # of the batch after the last, only `extra` groups may start
+            return max(0, self._places_left(accepted, tried, extra)) if batch == last_batch + 1 else 0
+        return self._places_left(accepted, tried) + (last_batch - batch) * self.prompts_per_step + extra
 
-    def _places_left(self, accepted: int, tried: int) -> int:
-        """Return the number of groups that the batch can still take if all of them are accepted."""
-        places = self.prompts_per_step - accepted
-        return places if self.max_attempts is None else min(places, self.max_attempts * self.prompts_per_step - tried)
+    def _places_left(self, accepted: int, tried: int, size: int | None = None) -> int:
+        """Return the number of groups that the batch can still take if all of them are accepted. `size`: a part of it."""
+        size = self.prompts_per_step if size is None else size
+        return size - accepted if self.max_attempts is None else min(size - accepted, self.max_attempts * size - tried)
 
     def start(self, count: int) -> range:
         """Start `count` groups; return their numbers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -137,12 +138,12 @@ def test_staleness_order_and_conservation(
 @given(
     seed=st.integers(0, 10_000),
     prompts=st.integers(1, 5),
-    staleness=st.integers(0, 3),
+    staleness=st.sampled_from([0, 0.5, 1, 1.7, 3]),
     window=st.integers(1, 12),
     attempts=st.sampled_from([None, 1, 2, 4]),
 )
 def test_lag_and_order_with_a_window(
-    seed: int, prompts: int, staleness: int, window: int, attempts: int | None
+    seed: int, prompts: int, staleness: float, window: int, attempts: int | None
 ) -> None:
     """Weights change while groups run. In any order of completion, the lag and the overtaking have their bounds, few groups
     are alive, and no group is lost or repeated."""
@@ -166,7 +167,7 @@ def test_lag_and_order_with_a_window(
             assert len(running) + len(admission.waiting()) <= (staleness + 1) * prompts * (attempts or 1)
         batch = [item.group.number for item in admission.closed.popleft()]
         for number in batch:
-            assert version - started[number] <= staleness + -(-(window - 1) // prompts)
+            assert version - started[number] <= math.ceil(staleness) + -(-(window - 1) // prompts)
             assert abs(len(seen) - number) < window
             seen.append(number)
     kept = sorted([*seen, *(item.group.number for item in admission.tried)])
@@ -192,3 +193,18 @@ def test_a_restored_admission_continues_with_the_same_groups() -> None:
         for number in (0, 3, 5):
             admission.finish(group(number), True)
         assert [[item.group.number for item in batch] for batch in admission.closed] == [[1, 2], [0, 4], [3, 5]]
+
+
+def test_a_fraction_of_a_batch_may_start() -> None:
+    """As verl's `staleness_threshold`: (1 + 0.5) x 4 groups after each update."""
+    admission = Admission(4, 0.5, None, continuous=True, batches=3)
+    admission.version = 0
+    assert list(admission.start(admission.capacity())) == [0, 1, 2, 3, 4, 5]
+    assert admission.capacity() == 0
+    for number in range(5):
+        admission.finish(group(number), True)
+    assert len(admission.closed) == 1 and admission.capacity() == 0
+    admission.version = 1
+    assert list(admission.start(admission.capacity())) == [6, 7, 8, 9]
+    admission.version = 2
+    assert list(admission.start(admission.capacity())) == [10, 11], "the last batch has no successor"
