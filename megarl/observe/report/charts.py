@@ -121,6 +121,14 @@ CHARTS = (
         log=True,
     ),
     Chart(
+        "Train/rollout gap by lag",
+        (("rollout/logprob_gap_by_lag/*", "lag *"),),
+        "Mean over the tokens that are this many versions old; lag 0 has the same weights. Log scale.",
+        tick=".0e",
+        log=True,
+        several=True,
+    ),
+    Chart(
         "Staleness",
         (("rollout/staleness_mean", "mean"), ("rollout/staleness_max", "most")),
         "Weight versions behind the trainer.",
