@@ -107,6 +107,18 @@ def test_a_run_with_tools_resumes_with_the_waiting_groups(taught: Path, tmp_path
     assert [line["step"] for line in metrics(tmp_path / "agent") if line["step"] > 0] == [1, 2, 3]
 
 
+def test_samples_with_tools_take_new_weights_between_and_within_turns(taught: Path, tmp_path: Path) -> None:
+    """A later turn prefills the earlier ones with the weights of its own version; the tokens keep their log-probs."""
+    ahead = ["rollout.max_staleness=2", "cluster.placement=disaggregated", "train.steps=4", "rollout.at_update=refresh"]
+    done = run("train", "recipes/tiny/grpo.yaml", *settings(taught, tmp_path, *ahead))
+    assert done.returncode == 0, done.stderr + done.stdout
+    lines = [line for line in metrics(tmp_path / "agent") if line["step"] > 0]
+    assert max(line["rollout/spans_mean"] for line in lines) > 1
+    assert max(line.get("rollout/logprob_gap_by_lag/0", 0.0) for line in lines) < 1e-4
+    assert max(line.get("rollout/logprob_gap_by_lag/1", 0.0) for line in lines) > 1e-4
+    assert max(line["agent/turns/max"] for line in lines) > 1
+
+
 def test_evaluation_with_tools_under_torchrun(taught: Path, tmp_path: Path) -> None:
     """The rollout process is another kind of child under torchrun."""
     overrides = settings(taught, tmp_path, "evaluation.limit=32")
