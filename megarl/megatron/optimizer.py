@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megarl.recipe.optimizer_extra import optimizer_settings
+from megarl.recipe.derived.optimizer_extra import optimizer_settings
 from megarl.recipe.training import OptimizerConfig
 
 

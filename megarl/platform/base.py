@@ -49,7 +49,7 @@ class Platform(ABC):
     @property
     @abstractmethod
     def uses_native_layers(self) -> bool:
-        """True if Transformer Engine is missing and megarl/megatron/native_layers.py replaces it."""
+        """True if Transformer Engine is missing and megarl/megatron/native_layers/ replaces it."""
 
     @property
     def fuses_gradient_accumulation(self) -> bool:
