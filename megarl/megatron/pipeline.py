@@ -1,6 +1,6 @@
-"""Forward and backward passes over micro batches through Megatron's pipeline schedules.
+"""Run forward and backward passes over micro batches through Megatron's pipeline schedules.
 
-The model's output at position t predicts token t + 1. `PackedStream` and `output_heads.py` handle that shift: all
+The model's output at position t predicts token t + 1. `PackedStream` and `heads/output_heads.py` handle that shift: all
 inputs and outputs of this module are indexed by token.
 """
 

@@ -1,4 +1,8 @@
-"""The trainer on one rank: log-probs, optimizer steps, weight export, checkpoints. critic.py has the critic's."""
+"""`Trainer`: model and optimizer of one rank. `PolicyTrainer` adds log-probs, updates of the policy and the reference policy.
+
+Trainer processes call these classes (`megarl/trainer/`). critic.py has `CriticTrainer`. pipeline.py runs the passes over micro
+batches, and optimizer.py makes the optimizer's step.
+"""
 
 from __future__ import annotations
 
@@ -185,7 +189,7 @@ class Trainer:
             return self._run(micro_batches, keep, head, forward_only=True)
 
     def _update(self, micro_batches: list[MicroBatch], loss: Any, head: OutputHead) -> dict[str, float] | None:
-        """Run one optimizer step. `loss(batch, *head(...))`: see `step.run`.
+        """Run one optimizer step. `loss(batch, *head(...))`: see `pipeline.run_pipeline`.
 
         Returns the summed metrics and the step's metrics (see `train_step`); None except on the last pipeline stage.
         """

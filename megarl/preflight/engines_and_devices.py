@@ -1,4 +1,4 @@
-"""Checks that need code and the machine, but no model and no data: engines, devices and user functions."""
+"""Checks of engines, devices and user functions: they need the machine and its packages, but no weights and no data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of the data and the rewards of a recipe."""
+"""The stages `data` and `rewards` of the survey: run the checks of data.py and judge.py, and collect the findings."""
 
 from __future__ import annotations
 

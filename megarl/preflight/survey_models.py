@@ -1,4 +1,4 @@
-"""Checks of the models that a recipe names."""
+"""The stage `model` of the survey: run the checks of models.py on every model of a recipe, and collect the findings."""
 
 from __future__ import annotations
 

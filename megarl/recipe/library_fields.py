@@ -1,4 +1,4 @@
-"""Read the fields of a class from its source, without importing it, and check values against their annotations."""
+"""Read the fields of a library's class from its source, without an import, and check values against their annotations."""
 
 from __future__ import annotations
 

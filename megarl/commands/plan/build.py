@@ -1,4 +1,4 @@
-"""Builds the plan of a recipe."""
+"""The plan of a recipe: memory of every stage, engine, device and host, put together from `count/`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,15 @@
 """Model families that the trainer supports (`PROVEN`), and settings of config.json that it refuses. Pure functions.
 
-A new family starts here; its sizes are in `hf/shape.py`, its adapters in `megatron/lora/targets.py`, its layout rules in
-`megatron/layout.py`, mends of its bridge in `megatron/model/upstream_fixes.py`, its engine arguments in `engines/vllm/args.py`,
-its tiny models in `commands/data/tiny_model.py` and `tiny_weights.py`.
+A new family needs:
+
+- its `model_type` in `PROVEN`, and a check here for each setting that Megatron or mbridge would ignore;
+- its sizes in `hf/shape.py`, and its linears in `hf/linears.py`;
+- layout rules, if it has any, in `megatron/layout.py`;
+- fixes of its mbridge bridge in upstream_fixes.py, or in a separate file like qwen2_5_vl.py;
+- for adapters: `FAMILIES` in `megatron/lora/targets.py`;
+- engine arguments in `engines/vllm/args.py`, if vLLM's defaults do not fit;
+- a tiny model in `commands/data/tiny_model.py` and `tiny_weights.py`;
+- in the tests: a model in `tests/support/megatron_models.py`, and layouts in `tests/support/megatron_layouts.py`.
 """
 
 from __future__ import annotations

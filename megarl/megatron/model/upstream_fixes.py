@@ -1,5 +1,7 @@
-"""Fixes for mbridge 0.15.1 (on transformers 5 and Megatron 0.14 and later) and megatron-core 0.16.1; docs/upstream.md
-lists them."""
+"""Replace functions of mbridge 0.15.1 and megatron-core 0.16.1 that have defects. docs/upstream.md lists each defect with its test.
+
+Most defects of mbridge appear with transformers 5 or Megatron 0.14 and later.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recorded expert choices of a micro batch, for routing replay (routing_replay.py)."""
+"""Expert choices of a micro batch, recorded for routing replay (routing_replay.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MindSpeed, which adapts Megatron to Ascend devices: check recipe settings and compute its arguments.
+"""MindSpeed's settings in a recipe: check their names and values, and compute the arguments that MindSpeed receives.
 
 MindSpeed accepts any name: a typo becomes a field that no code reads. It rejects wrong values only when the model is built,
 after all devices have been allocated. megarl therefore checks names and values against a table before a run starts, even on

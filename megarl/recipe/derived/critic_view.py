@@ -1,4 +1,7 @@
-"""The recipe as the critic's processes read it."""
+"""`critic_view`: the recipe with the critic's model, layout and optimizer in place of the actor's.
+
+Planning, training, checkpoints and export of both then share their code.
+"""
 
 from __future__ import annotations
 

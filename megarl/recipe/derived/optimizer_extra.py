@@ -1,4 +1,7 @@
-"""`actor.optimizer.extra` and `critic.optimizer.extra`: an AdamW with states and update on the host."""
+"""Fields of Megatron's OptimizerConfig that `actor.optimizer.extra` and `critic.optimizer.extra` may set.
+
+They select an AdamW with states and update on the host.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kind of weight sync that a recipe selects: sharded, full, or adapters only."""
+"""Route of the weight sync that a recipe selects (sharded, full, or adapters only), and its reasons against sharded."""
 
 from __future__ import annotations
 
