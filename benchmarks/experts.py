@@ -20,8 +20,8 @@ SIZES = {"Qwen3-30B-A3B / 8": (256, 96), "tiny": (64, 48)}  # hidden and interme
 
 def measure(experts: int, tokens: int, hidden: int, width: int, rounds: int) -> dict[str, float]:
     """Return median seconds for each implementation. Experts receive unequal numbers of tokens."""
-    from megarl.megatron import native_experts
-    from megarl.megatron.kernels import Kernel, grouped_gemm
+    from megarl.megatron.native_layers import experts as native_experts
+    from megarl.megatron.native_layers.fused_kernels import Kernel, grouped_gemm
 
     torch.manual_seed(0)
     device, dtype = platform.device(), torch.float32 if platform.name == "cpu" else torch.bfloat16

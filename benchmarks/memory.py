@@ -79,8 +79,8 @@ def materialized(trainer: Any, batch: Any) -> Any:
     """Compute log-probs from the materialized logits, with `log_softmax` and `gather`."""
     import torch
 
-    from megarl.megatron.output_heads import at_predicted_tokens, output_weight, whole_rows
-    from megarl.megatron.step import run_pipeline
+    from megarl.megatron.heads.output_heads import at_predicted_tokens, output_weight, whole_rows
+    from megarl.megatron.pipeline import run_pipeline
 
     def head(model: Any, hidden: Any, stream: Any) -> tuple[Any, ...]:
         logits = (whole_rows(hidden, model.config) @ output_weight(model).T).float()

@@ -57,7 +57,7 @@ def bare_step(trainer: Any, batches: list[MicroBatch]) -> None:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megarl.megatron.output_heads import language_model
+    from megarl.megatron.heads.output_heads import language_model
 
     chunk, config = trainer.model.chunks[0], trainer.model.config
 

@@ -24,16 +24,16 @@ from megarl.engines.specs import fixed_models
 from megarl.errors import RecipeError, as_input_error
 from megarl.observe.log import RunLog
 from megarl.observe.profiling import Profiling
-from megarl.platform.devices import peak_flops
+from megarl.platform.device_table import peak_flops
 from megarl.platform.kinds import kind_of
 from megarl.preflight.data import Prepared
+from megarl.preflight.engines_and_devices import check_device, demand_of
 from megarl.preflight.run_directory import RunPlace, open_run_directory
-from megarl.preflight.settings import check_device, demand_of
 from megarl.preflight.survey import prepare_training
 from megarl.recipe import Recipe
-from megarl.recipe.at_update import update_rule
-from megarl.recipe.critic import critic_view
-from megarl.recipe.offload import learners_take_turns, offloads
+from megarl.recipe.derived.at_update import update_rule
+from megarl.recipe.derived.critic_view import critic_view
+from megarl.recipe.derived.offload import learners_take_turns, offloads
 from megarl.recipe.paths import with_absolute_paths
 from megarl.recipe.schema import RolloutConfig
 from megarl.rollout.engine_handle import EngineHandle, JudgeHandle, SamplingEngine, TeacherHandle, with_engine_check

@@ -15,8 +15,8 @@ from megarl.checkpoint.resume import is_due
 from megarl.cluster import is_controller, serve
 from megarl.errors import as_input_error
 from megarl.observe.log import RunLog
+from megarl.preflight.engines_and_devices import demand_of
 from megarl.preflight.environment import environment_notices
-from megarl.preflight.settings import demand_of
 from megarl.recipe import Recipe
 from megarl.step import train_on_next_batch
 

@@ -1,7 +1,7 @@
 """The data types of a run: Prompt -> Group of Samples -> Shard -> MicroBatch.
 
 Index convention: every per-token vector has ``len(tokens)`` entries, and index t describes token t. The shift by one
-between a logit and the token it predicts happens once, in megatron/output_heads.py and the PackedStream that it reads.
+between a logit and the token it predicts happens once, in megatron/heads/output_heads.py and the PackedStream that it reads.
 
 Control and data are separate. The controller decides from `Sample` (lengths, reward, versions), a few hundred bytes. The
 token vectors (`SampleTokens`) stay on the process that created them, behind a `DataRef`, until a trainer fetches them.

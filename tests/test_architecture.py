@@ -6,7 +6,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import cache
 from pathlib import Path
 
@@ -39,8 +39,7 @@ ROOMS = [
 ]
 ROW = {room: number for number, rooms in enumerate(ROOMS) for room in rooms}
 
-# Outside packages, and the only rooms that import them.
-# Packages from outside, and the files or folders that import them.
+# Outside packages, and the only files and folders that import them.
 HOMES = {
     "ray": ("cluster/ray/", "commands/launch/", "commands/run_on_all_nodes.py"),
     "megatron": ("megatron/", "commands/accept/", "commands/plan/"),
@@ -60,7 +59,7 @@ HOMES = {
 LONGEST_FILE, LONGEST_FUNCTION = 400, 60
 LONGEST = {"train.py": 99, "step.py": 149}  # stricter limits
 FILES_AT_THE_TOP, ROOMS_AT_THE_TOP = 12, 20
-
+FILES_IN_A_FOLDER = 20  # Python files, __init__.py included
 
 # Words for devices: they stand only in the files that know devices, so that a new kind of device needs files there alone.
 DEVICE_WORDS = re.compile(r"(?<![a-z])(npus?|ascend|hccl|mindspeed|cann)(?![a-z])", re.IGNORECASE)
@@ -183,6 +182,9 @@ def test_folders_are_small() -> None:
     top = [path for path in PACKAGE.iterdir() if path.name != "__pycache__"]
     assert len([path for path in top if path.suffix == ".py"]) <= FILES_AT_THE_TOP
     assert len([path for path in top if path.is_dir()]) <= ROOMS_AT_THE_TOP
+    files = Counter(str(path.parent.relative_to(PACKAGE)) for path in FILES)
+    too_many = {folder: count for folder, count in files.items() if count > FILES_IN_A_FOLDER}
+    assert not too_many, f"at most {FILES_IN_A_FOLDER} Python files in a folder; group them: {too_many}"
 
 
 def test_class_names_are_unique() -> None:

@@ -140,7 +140,7 @@ def _table(rows: Iterable[tuple[str, Callable[..., Any], tuple[str, ...]]]) -> s
     lines = ["| name | description | settings | file |", "|---|---|---|---|"]
     for name, function, settings in rows:
         text = " ".join((function.__doc__ or "").split()).replace("|", "\\|").replace("``", "`")
-        file = f"{function.__module__.rpartition('.')[2]}.py"
+        file = function.__module__.removeprefix("megarl.algorithms.").replace(".", "/") + ".py"
         lines.append(f"| `{name}` | {text} | {', '.join(f'`{setting}`' for setting in settings)} | `{file}` |")
     return "\n".join(lines)
 

@@ -17,7 +17,7 @@ from megarl.commands.plan.time.lengths import Lengths
 from megarl.commands.plan.time.spread import RATIOS, STEP, Ratios, spreads
 from megarl.hf import published as model_configs
 from megarl.hf.shape import model_shape
-from megarl.platform.devices import Device, device_named, devices
+from megarl.platform.device_table import Device, device_named, devices
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "planner.md"
 BEGIN = "<!-- from here on made by `python -m docs.generate.planner` -->"

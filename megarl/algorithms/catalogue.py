@@ -7,20 +7,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megarl.algorithms import (  # noqa: F401 - they register
-    covariance,
-    distillation_losses,
-    losses,
-    preference_losses,
-    process_advantages,
-    second_moment,
-    sequence_losses,
-    token_advantages,
-)
+from megarl.algorithms import process_advantages, token_advantages  # noqa: F401 - they register
 from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.algorithms.kl import KL_ESTIMATORS
-from megarl.algorithms.loss_registry import LOSSES
+from megarl.algorithms.losses import (  # noqa: F401 - they register
+    covariance,
+    distillation_losses,
+    preference_losses,
+    second_moment,
+    sequence_losses,
+    token_losses,
+)
+from megarl.algorithms.losses.registry import LOSSES
 from megarl.registry import import_user_module
 
 if TYPE_CHECKING:

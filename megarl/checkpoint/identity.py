@@ -10,8 +10,8 @@ from typing import Any
 
 from megarl.errors import RecipeError
 from megarl.hf.config import text_fields
-from megarl.recipe.critic import critic_view
 from megarl.recipe.data import DataConfig
+from megarl.recipe.derived.critic_view import critic_view
 from megarl.recipe.schema import Recipe
 from megarl.recipe.training import ModelConfig
 

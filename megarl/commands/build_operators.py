@@ -10,7 +10,7 @@ import importlib
 import sys
 import time
 
-from megarl.platform.mindspeed_ops import OPERATORS
+from megarl.platform.mindspeed.build_lock import OPERATORS
 from megarl.platform.npu import NPUPlatform
 
 

@@ -11,8 +11,8 @@ from megarl.cluster import is_controller, serve
 from megarl.cluster.device_map import Demand
 from megarl.engines.specs import fixed_models
 from megarl.errors import as_input_error
+from megarl.preflight.engines_and_devices import check_device
 from megarl.preflight.environment import environment_notices
-from megarl.preflight.settings import check_device
 from megarl.preflight.survey import prepare_evaluation
 from megarl.recipe import Recipe
 from megarl.recipe.judge import JUDGE

@@ -14,7 +14,7 @@ from megarl.cluster.device_map import Demand
 from megarl.errors import as_input_error
 from megarl.observe.run_dir import RunDirectory
 from megarl.preflight.load import load_recipe
-from megarl.recipe.critic import critic_view
+from megarl.recipe.derived.critic_view import critic_view
 from megarl.recipe.paths import with_absolute_paths
 from megarl.trainer.group import TrainerGroup, adapter_folder
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from megarl.engines.vllm.route_support import RouteSupport, installed_support, support_of
 from megarl.errors import RecipeError
 from megarl.platform.version_sets import VersionSet
+from megarl.recipe.derived.weight_sync_route import is_sharded, wants_adapters, why_not_sharded
 from megarl.recipe.schema import Recipe
-from megarl.recipe.weight_sync import is_sharded, wants_adapters, why_not_sharded
 
 _ENGINE = "vllm"
 

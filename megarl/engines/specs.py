@@ -6,11 +6,11 @@ import zlib
 
 from megarl.algorithms.objective import needs_teacher, teacher_top_k
 from megarl.engines.base import AdapterSpec, EngineSpec
-from megarl.recipe.at_update import update_rule
+from megarl.recipe.derived.at_update import update_rule
+from megarl.recipe.derived.seeded import samples_are_seeded
+from megarl.recipe.derived.weight_sync_route import wants_adapters
 from megarl.recipe.judge import JUDGE
 from megarl.recipe.schema import Recipe
-from megarl.recipe.seeded import samples_are_seeded
-from megarl.recipe.weight_sync import wants_adapters
 
 
 def policy_spec(recipe: Recipe, name: str, *, load_weights: bool) -> EngineSpec:

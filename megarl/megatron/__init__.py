@@ -1,1 +1,1 @@
-"""The trainer: Megatron-core models built through mbridge, their forward and backward pass, optimizer and checkpoints."""
+"""The work of one trainer rank: Megatron models built through mbridge, forward and backward passes, optimizer, checkpoints."""

@@ -11,7 +11,7 @@ import torch
 from megarl.megatron.images import ImageLayout, Images, StreamImages, batch_places, batch_positions, check_images
 
 if TYPE_CHECKING:
-    from megarl.megatron.routing import Routing
+    from megarl.megatron.moe.recorded_routing import Routing
 
 
 @dataclass(frozen=True)

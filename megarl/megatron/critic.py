@@ -11,8 +11,8 @@ import torch
 from megarl.algorithms.values import ValueInputs
 from megarl.megatron.batch import MicroBatch
 from megarl.megatron.export import ExportChange
+from megarl.megatron.heads.value_head import BIAS, WEIGHT, ValueHead
 from megarl.megatron.trainer import Trainer
-from megarl.megatron.value_head import BIAS, WEIGHT, ValueHead
 from megarl.platform import Platform
 from megarl.recipe.schema import Recipe
 
@@ -31,7 +31,7 @@ def _as_token_classifier(config: dict[str, Any]) -> dict[str, Any]:
 
 
 class CriticTrainer(Trainer):
-    """Trainer of a model with a value head. `recipe`: the critic's view of the recipe (recipe/critic.py)."""
+    """Trainer of a model with a value head. `recipe`: the critic's view of the recipe (recipe/derived/critic_view.py)."""
 
     role = "critic"
     # A token classification model with one label, the value.

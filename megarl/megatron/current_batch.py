@@ -1,7 +1,8 @@
-"""The packed stream of the layer being computed, for code deep inside a model that needs sequence boundaries.
+"""Make the packed stream of a micro batch available inside layers: `current` returns the stream of the layer being computed.
 
-Megatron passes `packed_seq_params` to every layer, also when it recomputes one in the backward pass, but not to
-routers and experts inside. Pipeline schedules alternate between micro batches, so the latest batch may be wrong.
+Routers and experts need its sequence boundaries. Megatron passes `packed_seq_params` to every layer, also when it recomputes a
+layer in the backward pass, but not to routers and experts. Pipeline schedules alternate between micro batches, so the latest
+micro batch may be the wrong one.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megarl.megatron.model import Model
+from megarl.megatron.model.build import Model
 from megarl.weight_sync.sharded.slices import SliceTable, SliceTableBuilder, as_matrix
 
 _EXPERTS = ".mlp.experts.linear_fc"

@@ -1,9 +1,10 @@
 """Images in a micro batch: the location of their tokens, and the position ids of all tokens.
 
 A vision tower reads images as patches and returns one row per square of ``merge`` x ``merge`` patches; each row replaces
-the embedding of one placeholder token. Position ids have three axes (time, row, column): text advances on all three, an
-image has constant time and its grid's rows and columns, and text after it continues from the larger grid side (M-RoPE,
-Qwen2-VL, arXiv 2409.12191).
+the embedding of one placeholder token. Images are located by index, so a placeholder token that the policy sampled is text.
+
+Position ids have three axes (time, row, column): text advances on all three, an image has constant time and its grid's rows
+and columns, and text after it continues from the larger grid side (M-RoPE, Qwen2-VL, arXiv 2409.12191).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Check that a model and a number of processes divide by the recipe's `megatron` section. Pure functions."""
+"""Check that a model's sizes and the number of trainers are divisible by the parallel sizes in `megatron`. Pure functions.
+
+`layers_of_chunks` assigns layers to pipeline stages.
+"""
 
 from __future__ import annotations
 

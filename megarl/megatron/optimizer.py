@@ -1,4 +1,4 @@
-"""The optimizer: learning-rate schedule, construction, and a guarded step."""
+"""Megatron's optimizer: learning-rate schedule, construction, and a step that skips gradients with a non-finite norm."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megarl.recipe.optimizer_extra import optimizer_settings
+from megarl.recipe.derived.optimizer_extra import optimizer_settings
 from megarl.recipe.training import OptimizerConfig
 
 

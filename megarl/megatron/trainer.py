@@ -1,4 +1,8 @@
-"""The trainer on one rank: log-probs, optimizer steps, weight export, checkpoints. critic.py has the critic's."""
+"""`Trainer`: model and optimizer of one rank. `PolicyTrainer` adds log-probs, updates of the policy and the reference policy.
+
+Trainer processes call these classes (`megarl/trainer/`). critic.py has `CriticTrainer`. pipeline.py runs the passes over micro
+batches, and optimizer.py makes the optimizer's step.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +17,20 @@ import torch
 import torch.distributed as dist
 
 from megarl.algorithms.inputs import LossInputs
-from megarl.megatron import checkpoint, export
+from megarl.megatron import export
 from megarl.megatron.batch import MicroBatch
-from megarl.megatron.kernels import description
+from megarl.megatron.checkpoint import rank_part
+from megarl.megatron.heads.output_heads import OutputHead, PolicyHead
 from megarl.megatron.lora.peft import gather_adapters, save_adapter
 from megarl.megatron.lora.verify_merge import verify_merge
-from megarl.megatron.model import Model, build, parameters_on_rank
+from megarl.megatron.model.build import Model, build, parameters_on_rank
+from megarl.megatron.moe.recorded_routing import Routing
+from megarl.megatron.moe.router_losses import RouterLosses
+from megarl.megatron.native_layers.fused_kernels import description
 from megarl.megatron.offload import Offloader, copy_to_host, swap
 from megarl.megatron.optimizer import build_optimizer, guarded_step, learning_rate
-from megarl.megatron.output_heads import OutputHead, PolicyHead
+from megarl.megatron.pipeline import Objective, configure, finish_param_gather, run_pipeline
 from megarl.megatron.ranks import coordinates, gather, max_over_ranks, sum_metrics
-from megarl.megatron.router_losses import RouterLosses
-from megarl.megatron.routing import Routing
-from megarl.megatron.step import Objective, configure, finish_param_gather, run_pipeline
 from megarl.platform import Platform
 from megarl.recipe.schema import Recipe
 
@@ -128,11 +133,11 @@ class Trainer:
         source = Path(self.recipe.model.path)
         return export.compare_with_hf(directory, self.export_weights(), source, self.export_change)
 
-    def stage_save(self, directory: Path, *, copy: bool) -> checkpoint.Save:
-        """Return this rank's part of a checkpoint, not yet started (`checkpoint.Save`). The caller makes it atomic."""
+    def stage_save(self, directory: Path, *, copy: bool) -> rank_part.Save:
+        """Return this rank's part of a checkpoint, not yet started (`rank_part.Save`). The caller makes it atomic."""
         self.finish_param_gather()
         layout = self._layout()
-        return checkpoint.Save(directory, self.model, self.optimizer, step=self.step, layout=layout, copy=copy)
+        return rank_part.Save(directory, self.model, self.optimizer, step=self.step, layout=layout, copy=copy)
 
     def load(self, directory: Path) -> str | None:
         """Continue from a checkpoint: bit-identical in the same layout, else with the deviations in the returned notice.
@@ -141,10 +146,10 @@ class Trainer:
         """
         self.finish_param_gather()
         if self.optimizer is None:
-            checkpoint.load_weights(directory, self.model)
+            rank_part.load_weights(directory, self.model)
             return None
         layout, seed = self._layout(), self.recipe.train.seed
-        self.step, notice = checkpoint.load(directory, self.model, self.optimizer, layout=layout, seed=seed)
+        self.step, notice = rank_part.load(directory, self.model, self.optimizer, layout=layout, seed=seed)
         return notice
 
     def offload_optimizer(self) -> None:
@@ -184,7 +189,7 @@ class Trainer:
             return self._run(micro_batches, keep, head, forward_only=True)
 
     def _update(self, micro_batches: list[MicroBatch], loss: Any, head: OutputHead) -> dict[str, float] | None:
-        """Run one optimizer step. `loss(batch, *head(...))`: see `step.run`.
+        """Run one optimizer step. `loss(batch, *head(...))`: see `pipeline.run_pipeline`.
 
         Returns the summed metrics and the step's metrics (see `train_step`); None except on the last pipeline stage.
         """

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.megatron.held_slices import held_slices, parameters
-from megarl.megatron.model import Model
+from megarl.megatron.model.build import Model
 from megarl.recipe.schema import WeightSyncConfig
 from megarl.weight_sync.sender import start_session
 from megarl.weight_sync.session import check_transport, host_id

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.platform import mindspeed, mindspeed_rules
+from megarl.platform.mindspeed import contradictions
+from megarl.platform.mindspeed import settings as mindspeed
 
 Problem = tuple[str, str]  # description, remedy
 MIB = 1 << 20
@@ -34,7 +35,7 @@ class Adaptor:
 
     def contradiction(self, settings: Mapping[str, Any]) -> tuple[str, Problem] | None:
         """Return the first of `settings` that contradicts others, with the problem. Keys are Megatron's names."""
-        rule = mindspeed_rules.contradiction(mindspeed.arguments(settings)) if self.label else None
+        rule = contradictions.contradiction(mindspeed.arguments(settings)) if self.label else None
         if rule is None:
             return None
         return rule.name, (f"{rule.problem} (MindSpeed's {rule.file})", rule.remedy)

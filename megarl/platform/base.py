@@ -1,4 +1,4 @@
-"""Platform: the interface of a device kind to trainers and engines."""
+"""`Platform`: the calls of trainer and engine processes that differ between device kinds."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Platform(ABC):
     @property
     @abstractmethod
     def uses_native_layers(self) -> bool:
-        """True if Transformer Engine is missing and megarl/megatron/native_layers.py replaces it."""
+        """True if Transformer Engine is missing and megarl/megatron/native_layers/ replaces it."""
 
     @property
     def fuses_gradient_accumulation(self) -> bool:
@@ -63,7 +63,7 @@ class Platform(ABC):
     def adapt(self, settings: Mapping[str, Any]) -> None:
         """Configure the library that adapts Megatron to this device, if any. The last call counts.
 
-        `settings`: layout and computation of the process's model, from `config_fields.adaptor_settings`.
+        `settings`: layout and computation of the process's model, from `megatron.extra_settings.adaptor_settings`.
         """
         del settings  # Megatron supports this device itself
 
@@ -105,7 +105,7 @@ class Platform(ABC):
         return torch.device(self.kind.torch_api, self._api.current_device())
 
     def device_name(self) -> str:
-        """Model name of this process's device from the vendor's library, for `devices.device_of`."""
+        """Model name of this process's device from the vendor's library, for `device_table.device_of`."""
         return self._api.get_device_name()
 
     def empty_cache(self) -> None:

@@ -317,7 +317,7 @@ def _unequal_parts() -> None:
 
 
 _EXPECTED_WARNINGS = (
-    # Both are CUDA extensions, replaced by megarl/megatron/native_layers.py and adam.py.
+    # Both are CUDA extensions, replaced by megarl/megatron/native_layers/ and adam.py.
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
     "If you are using transformer_engine as the transformer implementation, the core_attn is from",

@@ -1,7 +1,16 @@
-"""All device kinds, in order of preference. A new kind needs an entry here and a pair of files like cuda.py, cuda_kind.py.
+"""All device kinds, in order of preference (`KINDS`), and the values of `cluster.device` (`DeviceName`).
 
-It also needs its name in `DeviceName`, rows in devices.yaml, and its arguments in `engines/vllm/args.py` and
-`engines/sglang/args.py`. Other code reads the fields of a `DeviceKind`.
+A new device kind needs:
+
+- a pair of files like cuda.py (a `Platform`: calls in processes) and cuda_kind.py (a `DeviceKind`: plain values);
+- its kind in `KINDS`, and its name in `DeviceName`;
+- its devices in devices.yaml, and its machines in `DEVICES_OF` of device_table.py;
+- its arguments in `engines/vllm/args.py` and `engines/sglang/args.py`;
+- for a library that adapts Megatron to it, like MindSpeed: a folder like mindspeed/, and a case in adaptor.py;
+- for `megarl doctor`: a module of checks, named in `DeviceKind.checks`, such as `commands/doctor/cuda_checks.py`;
+- its packages in setup.cfg and in launch/.
+
+Other code reads the fields of a `DeviceKind` and calls its `Platform`. It names no device.
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from megarl.platform import mindspeed
 from megarl.platform.base import Platform, Profiler
 from megarl.platform.ipc import DeviceMemory, open_device_memory, without_expandable_segments
-from megarl.platform.mindspeed_ops import build_in_turn, separate_build_folder
+from megarl.platform.mindspeed import settings as mindspeed
+from megarl.platform.mindspeed.build_lock import build_in_turn, separate_build_folder
 from megarl.platform.npu_kind import NPU
 from megarl.platform.tracing import TraceOptions
 

@@ -1,4 +1,7 @@
-"""Sets of compatible package versions."""
+"""Types for sets of compatible package versions, and comparisons with the installed versions.
+
+The sets of a device kind are in `DeviceKind.sets` (cpu_kind.py, cuda_kind.py, npu_kind.py).
+"""
 
 from __future__ import annotations
 

@@ -8,10 +8,10 @@ from megarl.algorithms.catalogue import LOSSES
 from megarl.cluster import trainer_notices
 from megarl.engines.specs import first_specs
 from megarl.recipe.algorithm import AlgorithmConfig
-from megarl.recipe.at_update import update_notice
+from megarl.recipe.derived.at_update import update_notice
+from megarl.recipe.derived.seeded import seeds_notice
 from megarl.recipe.observe import traces_notice
 from megarl.recipe.schema import Recipe
-from megarl.recipe.seeded import seeds_notice
 from megarl.rollout.start_engines import engine_environment
 
 

@@ -10,17 +10,17 @@ from megarl import engines
 from megarl import platform as platforms
 from megarl.cluster.device_map import place
 from megarl.engines.specs import fixed_models
-from megarl.megatron.config_fields import fields_of_megatron
+from megarl.megatron.extra_settings import fields_of_megatron
 from megarl.preflight.data import Prepared
-from megarl.preflight.findings import Available, Survey
-from megarl.preflight.models import POLICY
-from megarl.preflight.run_directory import run_directory_errors
-from megarl.preflight.settings import (
+from megarl.preflight.engines_and_devices import (
     check_device,
     demand_of,
     evaluation_setting_errors,
     training_setting_errors,
 )
+from megarl.preflight.findings import Available, Survey
+from megarl.preflight.models import POLICY
+from megarl.preflight.run_directory import run_directory_errors
 from megarl.preflight.survey_data import check_data, check_sample, check_scorers, check_without_rows
 from megarl.preflight.survey_models import check_models
 from megarl.recipe.header import hardware_of

@@ -1,4 +1,4 @@
-"""Checks of the data and the rewards of a recipe."""
+"""The stages `data` and `rewards` of the survey: run the checks of data.py and judge.py, and collect the findings."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from megarl.data.rows import Row, sample_rows
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import Tokenizer
 from megarl.preflight.data import Prepared, check_rewards, file_errors, prepare_rewards, read_data
+from megarl.preflight.engines_and_devices import route_notices
 from megarl.preflight.findings import Survey
 from megarl.preflight.judge import check_judge
 from megarl.preflight.models import CRITIC, JUDGE, POLICY
-from megarl.preflight.settings import route_notices
 from megarl.recipe.data import MixedSet, files_of
 from megarl.rewards.weighted import needed_columns
 from megarl.text import pluralize

@@ -1,4 +1,4 @@
-"""Checks of the models that a recipe names."""
+"""The stage `model` of the survey: run the checks of models.py on every model of a recipe, and collect the findings."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from megarl.algorithms.advantages import uses_critic
 from megarl.cluster import transport
 from megarl.data.tokenizer import check_vocabulary, load_tokenizer
 from megarl.errors import RecipeError, as_recipe_error
+from megarl.preflight.engines_and_devices import check_device
 from megarl.preflight.findings import Survey
 from megarl.preflight.judge import check_judge_model
 from megarl.preflight.models import (
@@ -28,7 +29,6 @@ from megarl.preflight.models import (
     sampled_errors,
 )
 from megarl.preflight.recipe.critic import ONE_LAYOUT
-from megarl.preflight.settings import check_device
 
 
 def check_models(survey: Survey) -> None:

@@ -1,6 +1,7 @@
-"""Read a recipe's layers: schema <- base files <- recipe <- command line. Keys and types are checked, values are not.
+"""Read a recipe from YAML files and the command line, in layers: schema <- base files <- recipe <- command line.
 
-`base:` names a parent file or a list of them, relative to the file it is in. Later parents win.
+Unknown keys and wrong types are errors here; megarl/preflight/ checks values. `base:` names a parent file or a list of them,
+relative to the file that contains it. Later parents win.
 """
 
 from __future__ import annotations

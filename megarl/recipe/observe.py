@@ -1,4 +1,4 @@
-"""The recipe's section `observe`."""
+"""The recipe's section `observe`: console, trackers, samples, report and profiler traces."""
 
 from __future__ import annotations
 

@@ -1,6 +1,16 @@
-"""The root `Recipe`, with the sections rollout, train, cluster, evaluation, weight_sync and others; larger ones have files.
+"""The root `Recipe`, and its sections reward, rollout, teacher, evaluation, train, cluster and weight_sync.
 
-These dataclasses hold the only defaults. Each field is declared with ``key(default, doc)``;
+Sections in other files: model, megatron, lora, actor and critic in training.py; algorithm, data, agent, judge, observe and
+sandbox in a file of that name; `cluster.environment` in environment.py; `reward.remote` in remote.py.
+
+A field is declared with ``key(default, doc)``: its first argument is the default, and the bounds follow the text. Defaults in
+other places:
+
+- `algorithm.loss` sets defaults of some keys of `algorithm` (`apply_loss_defaults` in megarl/preflight/load.py);
+- ``None`` and ``auto`` often stand for a value that other keys and the device determine (derived/);
+- a device sets defaults of `megatron.ddp` (`DeviceKind.ddp`);
+- the limits of `sandbox` come from `megarl.sandbox.base.Limits`.
+
 ``python -m docs.generate.recipes`` writes the text to ``docs/recipes.md``, so it addresses the author of a recipe.
 Nothing here imports torch: a recipe loads and is validated in milliseconds.
 """

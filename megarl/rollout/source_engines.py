@@ -20,9 +20,9 @@ from megarl.algorithms.shaping import add_overlong_penalty, has_spread
 from megarl.cluster.calls import StallTimer, attach
 from megarl.data.dataset import sampler_of
 from megarl.data.prompts import PromptDataset
-from megarl.recipe.at_update import is_continuous, update_rule, window_groups
+from megarl.recipe.derived.at_update import is_continuous, update_rule, window_groups
+from megarl.recipe.derived.seeded import samples_are_seeded
 from megarl.recipe.schema import Recipe
-from megarl.recipe.seeded import samples_are_seeded
 from megarl.rollout.admission import Admission, AdmissionState, TriedGroup, accepted_groups
 from megarl.rollout.engine_handle import SamplingEngine
 from megarl.rollout.metrics import agent_figures, sampled_figures

@@ -16,10 +16,10 @@ from megarl.engines import engine_settings, process_env
 from megarl.engines.base import EngineSpec, EngineTraces
 from megarl.engines.specs import judge_spec, policy_spec, teacher_spec
 from megarl.platform.environment import RoleSettings
+from megarl.recipe.derived.seeded import samples_are_seeded
 from megarl.recipe.environment import variables
 from megarl.recipe.observe import trace_options
 from megarl.recipe.schema import Recipe, RolloutConfig
-from megarl.recipe.seeded import samples_are_seeded
 from megarl.rollout.engine_handle import EngineHandle, JudgeHandle, TeacherHandle
 
 ROLLOUT_SERVER = "megarl.rollout.server:RolloutServer"

@@ -24,8 +24,8 @@ from megarl.algorithms.objective import (
     with_proximal_policy,
     without_rejected,
 )
+from megarl.recipe.derived.weight_sync_route import weights_directory
 from megarl.recipe.schema import Recipe
-from megarl.recipe.weight_sync import weights_directory
 from megarl.trainer.worker import Worker, collect_parts, traced
 from megarl.types import DataRef, Metrics, SampleTokens, Shard, ShardSample, TokenScores
 from megarl.weight_sync.session import Session, is_check_due
@@ -83,7 +83,7 @@ class ActorWorker(Worker):
         import torch
 
         from megarl.megatron.batch import Candidates
-        from megarl.megatron.output_heads import IMPOSSIBLE
+        from megarl.megatron.heads.output_heads import IMPOSSIBLE
 
         complete = [score for score in scores if score is not None]
         assert len(complete) == len(scores), "the teacher has not read these samples"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # Megatron must not be imported before the platform has prepa
 
 
 class CriticWorker(Worker):
-    """One rank of the critic. `recipe`: the critic's view of the recipe; see recipe/critic.py."""
+    """One rank of the critic. `recipe`: the critic's view of the recipe; see recipe/derived/critic_view.py."""
 
     trainer: CriticTrainer
 

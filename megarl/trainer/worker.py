@@ -30,8 +30,8 @@ from megarl.weight_sync.session import host_id
 
 if TYPE_CHECKING:  # these modules import Megatron, which the platform must prepare
     from megarl.megatron.batch import MicroBatch
-    from megarl.megatron.checkpoint import Save
-    from megarl.megatron.routing import Routing
+    from megarl.megatron.checkpoint.rank_part import Save
+    from megarl.megatron.moe.recorded_routing import Routing
     from megarl.megatron.trainer import Trainer
 
 P = ParamSpec("P")
@@ -200,7 +200,7 @@ class Worker:
             return None
         import torch
 
-        from megarl.megatron.routing import Routing
+        from megarl.megatron.moe.recorded_routing import Routing
 
         experts = [sample.routed_experts for sample in vectors]
         assert all(part is not None for part in experts), "the engine was started without return_routed_experts"

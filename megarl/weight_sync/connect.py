@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megarl.cluster.calls import wait_for_all
+from megarl.recipe.derived.weight_sync_route import wants_adapters, why_not_sharded
 from megarl.recipe.schema import Recipe, WeightSyncConfig
-from megarl.recipe.weight_sync import wants_adapters, why_not_sharded
 from megarl.weight_sync.publish import ReceivingEngine, SendingTrainers
 from megarl.weight_sync.session import DEVICE_TRANSPORTS, Session
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from megarl.algorithms.catalogue import LOSSES
-from megarl.algorithms.covariance import covariances, highest, threshold
 from megarl.algorithms.inputs import LossInputs, TokenSums
-from megarl.algorithms.second_moment import second_moment_limit
+from megarl.algorithms.losses.covariance import covariances, highest, threshold
+from megarl.algorithms.losses.second_moment import second_moment_limit
 from megarl.recipe.algorithm import AlgorithmConfig
 from tests.support.loss_cases import inputs, part_of, random_inputs, sequences_of, settings
 

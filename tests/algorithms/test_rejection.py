@@ -12,8 +12,8 @@ import torch
 
 from megarl.algorithms.catalogue import LOSSES
 from megarl.algorithms.correction import accepted_tokens, correction_scales, corrections, rejects, weight_totals
-from megarl.algorithms.covariance import covariances, threshold
 from megarl.algorithms.inputs import LossInputs, TokenSums
+from megarl.algorithms.losses.covariance import covariances, threshold
 from megarl.algorithms.objective import objective, trainers_policy, without_rejected
 from megarl.algorithms.rejection import NAMES, Criterion, criteria
 from megarl.recipe.algorithm import AlgorithmConfig, CorrectionConfig

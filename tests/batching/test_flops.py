@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megarl.batching.flops import FORWARD_BACKWARD, ModelFlops, model_flops
 from megarl.hf.shape import COUNTED
-from megarl.platform.devices import peak_flops
+from megarl.platform.device_table import peak_flops
 from megarl.trainer.step_metrics import speed
 from tests.support.megatron_models import COMMON, EXPERTS
 

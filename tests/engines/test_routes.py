@@ -15,7 +15,7 @@ from megarl.engines.routes import WeightRoute, check_route, route_of, routes_of_
 from megarl.engines.vllm.route_support import RouteSupport, support_of
 from megarl.errors import RecipeError
 from megarl.hf.published import read
-from megarl.platform.devices import device_named
+from megarl.platform.device_table import device_named
 from megarl.platform.kinds import kind_of
 from tests.support import plans
 from tests.support.estimate_cases import DEVICE, QWEN, recipe
@@ -62,7 +62,7 @@ def test_an_unsupported_route_is_refused_before_the_start() -> None:
 
 
 def test_train_has_a_notice_of_a_fallback_with_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megarl.preflight import settings
+    from megarl.preflight import engines_and_devices as settings
 
     monkeypatch.setattr("megarl.engines.routes.installed_support", lambda: UNKNOWN)
     changed = recipe(rollout__engines=4, rollout__tensor_parallel=2, model__dtype="bfloat16")

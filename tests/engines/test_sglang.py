@@ -25,7 +25,7 @@ from megarl.engines.base import EngineDead, EngineRefused, EngineSpec, Generatio
 from megarl.engines.sglang import args, worker
 from megarl.engines.sglang.args import LOADER, build_engine_args
 from megarl.errors import RecipeError
-from megarl.preflight.settings import check_device
+from megarl.preflight.engines_and_devices import check_device
 from megarl.types import GenerationRequest, Prompt, Sampling
 from megarl.weight_sync.full.sender import FullSender
 from megarl.weight_sync.session import WeightSyncError, compare_reports

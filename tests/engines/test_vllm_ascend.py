@@ -22,7 +22,7 @@ from megarl.engines.base import EngineSpec
 from megarl.engines.vllm import ascend
 from megarl.engines.vllm.args import build_engine_args, check_plan
 from megarl.errors import RecipeError
-from megarl.preflight.settings import check_device
+from megarl.preflight.engines_and_devices import check_device
 from tests.support.upstream_sources import missing, torch_npu, unpacked
 
 ROOT = Path(__file__).parents[2]

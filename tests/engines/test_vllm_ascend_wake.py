@@ -79,7 +79,7 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
-from megarl.engines import vllm_ascend
+from megarl.engines.vllm import ascend as vllm_ascend
 from megarl.engines.vllm.worker import load
 from tests.engines.test_vllm_ascend_wake import wake_up
 

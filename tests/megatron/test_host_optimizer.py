@@ -17,11 +17,11 @@ from megarl.commands.plan.search.lower_bound import largest_parts, min_held_byte
 from megarl.errors import RecipeError
 from megarl.hf import published
 from megarl.hf.shape import model_shape
-from megarl.megatron.config_fields import check_extra_names
+from megarl.megatron.extra_settings import check_extra_names
 from megarl.platform.device_kind import DeviceKind
 from megarl.preflight.recipe.general import validate
 from megarl.preflight.recipe.optimizer_extra import optimizer_notices
-from megarl.recipe.optimizer_extra import DRIVEN, host_share, optimizer_settings
+from megarl.recipe.derived.optimizer_extra import DRIVEN, host_share, optimizer_settings
 from megarl.recipe.schema import Recipe
 from tests.support.megatron_checkpoints import assembled, assert_same
 from tests.support.megatron_models import write_model

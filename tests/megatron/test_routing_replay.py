@@ -13,8 +13,8 @@ import torch
 import transformers
 
 from megarl.errors import RecipeError
+from megarl.preflight.engines_and_devices import check_device
 from megarl.preflight.recipe.general import validate
-from megarl.preflight.settings import check_device
 from megarl.recipe.schema import Recipe
 from tests.support.megatron_models import LENGTHS, write_model
 from tests.support.trainer_processes import run_cases

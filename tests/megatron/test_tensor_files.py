@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.checkpoint.manifest import file_sum
-from megarl.megatron.tensor_files import TensorShard, slices_of_range, write
+from megarl.megatron.checkpoint.tensor_files import TensorShard, slices_of_range, write
 
 
 def test_slices_by_hand() -> None:

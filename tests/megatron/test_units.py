@@ -14,12 +14,12 @@ from megarl.hf.config import number_of_experts, text_fields
 from megarl.hf.published import read as published
 from megarl.hf.shape import COUNTED
 from megarl.megatron.batch import MicroBatch, pack
-from megarl.megatron.config_fields import check_extra, check_extra_names, fields_of_megatron
+from megarl.megatron.extra_settings import check_extra, check_extra_names, fields_of_megatron
+from megarl.megatron.heads.log_probs import log_probs_and_entropy
 from megarl.megatron.layout import check_layout, uses_sequence_parallel, vocab_divisor
-from megarl.megatron.model_checks import PROVEN, check_model
-from megarl.megatron.native_kernels import rms_norm, rotate_packed
+from megarl.megatron.model.families import PROVEN, check_model
+from megarl.megatron.native_layers.norm_rotary import rms_norm, rotate_packed
 from megarl.megatron.optimizer import learning_rate
-from megarl.megatron.vocab import log_probs_and_entropy
 from megarl.recipe.schema import Recipe
 from megarl.recipe.training import MegatronConfig, OptimizerConfig
 from tests.support.megatron_models import MODELS
@@ -195,8 +195,8 @@ def test_learning_rates_worked_by_hand() -> None:
 
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use blocks of two rows."""
-    monkeypatch.setattr("megarl.megatron.vocab._BLOCK_ELEMENTS_CPU", 22)
-    monkeypatch.setattr("megarl.megatron.vocab._LEAST_ROWS", 1)
+    monkeypatch.setattr("megarl.megatron.heads.log_probs._BLOCK_ELEMENTS_CPU", 22)
+    monkeypatch.setattr("megarl.megatron.heads.log_probs._LEAST_ROWS", 1)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

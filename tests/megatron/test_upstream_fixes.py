@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from megarl.megatron.model_checks import PROVEN
+from megarl.megatron.model.families import PROVEN
 from tests.support.upstream_defects import DEFECTS
 
 ROOT = Path(__file__).parents[2]

@@ -18,10 +18,10 @@ from docs.generate.supported_recipes import rows
 from megarl import load_recipe
 from megarl.errors import RecipeError
 from megarl.hf import published
-from megarl.megatron.config_fields import adaptor_settings, check_extra
-from megarl.platform import mindspeed
-from megarl.platform.mindspeed_keys import TABLES, Table, read_source
-from megarl.platform.mindspeed_rules import RULES, contradiction
+from megarl.megatron.extra_settings import adaptor_settings, check_extra
+from megarl.platform.mindspeed import settings as mindspeed
+from megarl.platform.mindspeed.contradictions import RULES, contradiction
+from megarl.platform.mindspeed.source_keys import TABLES, Table, read_source
 from megarl.recipe.schema import Recipe
 from tests.support.mindspeed_calls import CALLS, RELIED, read_calls, recorded_calls
 from tests.support.mindspeed_checkout import WITH_SOURCES, checkout, source_of

@@ -32,7 +32,7 @@ ETP2      -      slow       slow         -
 TP2xEP2   -      slow       slow         -
 CP2       slow   slow       slow         -
 """
-"""Dense models have no experts to spread: no EP2, no ETP2. Context parallel with images is refused (mindspeed_rules.py)."""
+"""Dense models have no experts to spread: no EP2, no ETP2. Context parallel with images is refused (platform/mindspeed/contradictions.py)."""
 
 
 def _matrix() -> list[dict[str, Any]]:

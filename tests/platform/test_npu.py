@@ -19,7 +19,7 @@ import torch
 from megarl import load_recipe, platform
 from megarl.engines import engine_env, rollout_env
 from megarl.engines.specs import policy_spec
-from megarl.megatron import model as models
+from megarl.megatron.model import build as models
 from megarl.platform import environment
 from megarl.platform.cpu import CPUPlatform
 from megarl.platform.cuda import CUDAPlatform

@@ -8,7 +8,7 @@ import pytest
 
 from megarl.preflight.load import load_recipe
 from megarl.recipe import RecipeError
-from megarl.recipe.critic import critic_view
+from megarl.recipe.derived.critic_view import critic_view
 
 GAE = ["algorithm.advantage=gae", "train.steps=10"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.recipe.at_update import is_continuous, max_lag, update_notice, update_rule, window_groups
+from megarl.recipe.derived.at_update import is_continuous, max_lag, update_notice, update_rule, window_groups
 from megarl.recipe.schema import Recipe
 
 

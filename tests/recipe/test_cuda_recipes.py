@@ -14,9 +14,9 @@ import pytest
 
 from docs.generate.supported_recipes import Row
 from megarl import load_recipe
-from megarl.platform.devices import DEVICES_OF, device_named
+from megarl.platform.device_table import DEVICES_OF, device_named
+from megarl.recipe.derived.offload import offloads
 from megarl.recipe.header import hardware_of
-from megarl.recipe.offload import offloads
 from tests.recipe import test_supported_recipes as held
 
 ROOT = Path(__file__).parents[2]

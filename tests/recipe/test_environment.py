@@ -195,7 +195,7 @@ def test_a_run_sets_the_buffer_with_a_notice(tmp_path: Path) -> None:
 def test_plan_and_doctor_show_the_buffer(tmp_path: Path) -> None:
     from megarl.commands.doctor.recipe import environment as looked_at
     from megarl.commands.plan.environment import environment_of
-    from megarl.platform.devices import device_named
+    from megarl.platform.device_table import device_named
 
     recipe = load_recipe(DEEPSEEK, ["cluster.environment.trainers.ONE=1"])
     models = {"rollout": read("DeepSeek-V3")}
@@ -220,7 +220,7 @@ def test_plan_counts_buffers_inherited_from_the_shell(monkeypatch: pytest.Monkey
     shell has less."""
     from megarl.commands.plan.count.libraries import counted_libraries
     from megarl.commands.plan.environment import OF_SHELL, environment_of
-    from megarl.platform.devices import device_named
+    from megarl.platform.device_table import device_named
 
     recipe, models, device = load_recipe(DEEPSEEK, []), {"rollout": read("DeepSeek-V3")}, device_named("910C")
     monkeypatch.delenv("HCCL_BUFFSIZE", raising=False)
@@ -245,7 +245,7 @@ def test_plan_counts_buffers_inherited_from_the_shell(monkeypatch: pytest.Monkey
 
 def test_plan_refuses_the_same_variables_as_a_deterministic_run() -> None:
     from megarl.commands.plan.environment import environment_of
-    from megarl.platform.devices import device_named
+    from megarl.platform.device_table import device_named
 
     overrides = ["train.deterministic=true", "cluster.environment.engines.VLLM_BATCH_INVARIANT=0"]
     recipe = load_recipe(RECIPES / "grpo_qwen3_8b.yaml", overrides)

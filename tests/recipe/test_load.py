@@ -8,8 +8,8 @@ import pytest
 
 from megarl.preflight.load import load_recipe
 from megarl.recipe import RecipeError, to_yaml
+from megarl.recipe.derived.offload import offloads
 from megarl.recipe.load import all_keys
-from megarl.recipe.offload import offloads
 from megarl.recipe.schema import Recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from megarl.errors import RecipeError
-from megarl.megatron.config_fields import check_extra, check_extra_names
+from megarl.megatron.extra_settings import check_extra, check_extra_names
 from megarl.platform import transformer_engine
 from megarl.platform.device_kind import DeviceKind
 from megarl.preflight.recipe.general import validate
-from megarl.recipe.megatron_ddp import _FSDP, DRIVEN, ddp_notice, ddp_settings, refusal_of_ddp
+from megarl.recipe.derived.megatron_ddp import _FSDP, DRIVEN, ddp_notice, ddp_settings, refusal_of_ddp
 from megarl.recipe.schema import Recipe
 
 DENSE = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 12, "vocab_size": 1000}

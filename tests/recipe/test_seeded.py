@@ -13,8 +13,8 @@ from megarl.engines.specs import policy_spec
 from megarl.errors import RecipeError
 from megarl.platform.cpu import CPUPlatform
 from megarl.preflight.environment import environment_notices
+from megarl.recipe.derived.seeded import samples_are_seeded, seeds_notice
 from megarl.recipe.schema import Recipe
-from megarl.recipe.seeded import samples_are_seeded, seeds_notice
 from megarl.rollout.engine_handle import EngineHandle
 from megarl.rollout.judge import server as judge_server
 from megarl.rollout.server import _single_requests

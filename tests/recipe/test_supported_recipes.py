@@ -16,12 +16,12 @@ from megarl.batching.flops import model_flops
 from megarl.cluster.device_map import Demand, place
 from megarl.hf import published
 from megarl.hf.config import number_of_experts, text_fields
-from megarl.megatron.config_fields import check_extra
+from megarl.megatron.extra_settings import check_extra
 from megarl.megatron.layout import check_layout
 from megarl.megatron.lora.targets import check_lora
-from megarl.megatron.model_checks import check_model
+from megarl.megatron.model.families import check_model
 from megarl.preflight.engines import check_engines, check_experts
-from megarl.recipe.critic import critic_view
+from megarl.recipe.derived.critic_view import critic_view
 
 ROOT = Path(__file__).parents[2]
 ROWS = {row.path.name: row for row in rows()}

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from megarl.algorithms.catalogue import ADVANTAGES
-from megarl.algorithms.distillation_losses import divergence, gkd, with_rest
 from megarl.algorithms.inputs import LossInputs, TokenOutcomes
+from megarl.algorithms.losses.distillation_losses import divergence, gkd, with_rest
 from megarl.algorithms.objective import needs_teacher, objective, runs_reference_pass, teacher_top_k
 from megarl.engines.vllm.outputs import completions
-from megarl.megatron.output_heads import IMPOSSIBLE
+from megarl.megatron.heads.output_heads import IMPOSSIBLE
 from megarl.rollout import teacher_server
 from megarl.rollout.engine_handle import TeacherHandle
 from megarl.rollout.teacher import Teacher

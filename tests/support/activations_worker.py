@@ -30,13 +30,15 @@ from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
 from megarl.commands.plan.count import activations  # noqa: E402
 from megarl.commands.plan.count.workload import Workload  # noqa: E402
-from megarl.megatron import vocab  # noqa: E402
 from megarl.megatron.batch import MicroBatch  # noqa: E402
-from megarl.megatron.routing import Routing  # noqa: E402
+from megarl.megatron.heads import log_probs  # noqa: E402
+from megarl.megatron.moe.recorded_routing import Routing  # noqa: E402
 from tests.support.activations_cases import recipe_of  # noqa: E402
 
 torch.set_num_threads(1)
-vocab._BLOCK_ELEMENTS_CPU = vocab._BLOCK_ELEMENTS  # as many logits at a time as on the devices that are planned for
+log_probs._BLOCK_ELEMENTS_CPU = (
+    log_probs._BLOCK_ELEMENTS
+)  # as many logits at a time as on the devices that are planned for
 
 
 def peak(of: Callable[[], Any]) -> int:

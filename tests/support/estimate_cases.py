@@ -7,7 +7,7 @@ from typing import Any
 
 from megarl.commands.plan.count.types import EngineRank
 from megarl.hf.shape import Attention, ModelShape
-from megarl.platform.devices import Device
+from megarl.platform.device_table import Device
 from megarl.recipe.schema import Recipe
 
 DEVICE = Device(

@@ -7,7 +7,7 @@ from typing import Any
 
 from megarl.commands.plan.search.fits import Subject
 from megarl.commands.plan.search.layouts import Choice, EngineLayout, apply_choice
-from megarl.platform.devices import devices
+from megarl.platform.device_table import devices
 from megarl.recipe.schema import Recipe
 
 H100 = devices()["H100"]

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from megarl.commands.accept import goldens
-from megarl.commands.accept.families import FAMILIES, IMAGE, LENGTHS, batch, sketch_signs, write_family
+from megarl.commands.accept.tiny_families import FAMILIES, IMAGE, LENGTHS, batch, sketch_signs, write_family
 
 CLASSES = {
     "dense": "Qwen3ForCausalLM",

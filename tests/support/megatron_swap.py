@@ -105,7 +105,7 @@ def swap_out(optimizer: Any) -> None:
     Storages of moments and of separate master weights are empty; step counts are tensors, and a step rejects an int.
     """
     from megarl.megatron.optimizer import members
-    from megarl.platform import swapped
+    from megarl.platform import swapped_states
 
     for member in members(optimizer):
         inner = member.optimizer
@@ -114,9 +114,9 @@ def swap_out(optimizer: Any) -> None:
             for group in inner.param_groups
             for main in group["params"]
         }
-        setattr(member, swapped.HOST_TENSORS, hosts)
-        setattr(member, swapped.TO_HOST, torch.cuda.Stream())
-        setattr(inner, swapped.SWAPS, True)
+        setattr(member, swapped_states.HOST_TENSORS, hosts)
+        setattr(member, swapped_states.TO_HOST, torch.cuda.Stream())
+        setattr(inner, swapped_states.SWAPS, True)
         inner.step = _swapping(inner, inner.step, member, hosts)
         member._copy_main_params_to_model_params = lambda: None  # the step does it, while masters have their memory
         _empty(inner, member, hosts)

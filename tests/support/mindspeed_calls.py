@@ -1,6 +1,6 @@
 """Record MindSpeed's settings, functions and attributes that megarl depends on: `python -m tests.support.mindspeed_calls SOURCE`.
 
-SOURCE is a checkout of MindSpeed. Writes the settings to megarl/platform/mindspeed_tables/VERSION.json, and the functions
+SOURCE is a checkout of MindSpeed. Writes the settings to megarl/platform/mindspeed/tables/VERSION.json, and the functions
 and attributes to tests/fixtures/mindspeed_calls/VERSION.json, so that tests can compare megarl's calls with MindSpeed
 without an installation. `RELIED` lists the latter, each with the part of megarl that depends on it.
 """
@@ -14,8 +14,8 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from megarl.platform.mindspeed_keys import TABLES, read_source
-from megarl.platform.swapped import HOST_TENSORS, SWAPS, TO_HOST
+from megarl.platform.mindspeed.source_keys import TABLES, read_source
+from megarl.platform.swapped_states import HOST_TENSORS, SWAPS, TO_HOST
 
 Record = dict[str, list[str]]
 CALLS = Path(__file__).parents[1] / "fixtures" / "mindspeed_calls"
@@ -46,14 +46,14 @@ _ATTENTION = "te/pytorch/attention/dot_product_attention/dot_product_attention.p
 RELIED = (
     Relied("megatron_adaptor.py", "repatch", "NPUPlatform.adapt calls it"),
     Relied("megatron_adaptor.py", "patch_features", "importing the module patches Megatron: NPUPlatform.prepare"),
-    Relied("op_builder/builder.py", "MindSpeedOpBuilder.load", "platform/mindspeed_ops.py serializes builds"),
+    Relied("op_builder/builder.py", "MindSpeedOpBuilder.load", "platform/mindspeed/build_lock.py serializes builds"),
     Relied(
         _SWAP,
         "SwapDistributedOptimizer",
-        "platform/swapped.py reads its host tensors",
+        "platform/swapped_states.py reads its host tensors",
         attributes=(HOST_TENSORS, TO_HOST, f"optimizer.{SWAPS}"),
     ),
-    Relied(_SWAP, "swap_adamw_step", "platform/swapped.py: it counts steps in a tensor of the group"),
+    Relied(_SWAP, "swap_adamw_step", "platform/swapped_states.py: it counts steps in a tensor of the group"),
     Relied(
         _LATENT, "multi_latent_attention_init_impl", "upstream_fixes sets old names in the configuration", reads=True
     ),

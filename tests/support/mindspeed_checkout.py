@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.platform.mindspeed_keys import TABLES
+from megarl.platform.mindspeed.source_keys import TABLES
 
 SOURCES = os.environ.get("MEGARL_MINDSPEED", "")
 WITH_SOURCES = pytest.mark.skipif(not SOURCES, reason="MEGARL_MINDSPEED names no git directory of MindSpeed")

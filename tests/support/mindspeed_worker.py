@@ -75,7 +75,7 @@ def build(options: list[str]) -> dict[str, Any]:
     import torch
 
     from megarl import load_recipe
-    from megarl.megatron.model import build as build_model
+    from megarl.megatron.model.build import build as build_model
     from megarl.platform.cpu import CPUPlatform
     from megarl.platform.npu import NPUPlatform
 

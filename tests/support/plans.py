@@ -18,7 +18,7 @@ from megarl.commands.plan.count.types import (
     Suggestion,
     Use,
 )
-from megarl.platform.devices import device_named
+from megarl.platform.device_table import device_named
 
 GIB = 2**30
 DEVICE = device_named("910B")

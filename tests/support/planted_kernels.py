@@ -18,11 +18,11 @@ os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR":
 from megarl.cluster.process import free_port
 from megarl.commands.accept import references
 from megarl.commands.accept.context import StageContext
-from megarl.commands.accept.families import LENGTHS, write_family
 from megarl.commands.accept.kernel_rank import KernelRank
 from megarl.commands.accept.parity_rank import Case
 from megarl.commands.accept.settings import Settings
 from megarl.commands.accept.stages import kernels, model_parity
+from megarl.commands.accept.tiny_families import LENGTHS, write_family
 
 os.environ["MASTER_PORT"] = str(free_port())
 
@@ -43,7 +43,7 @@ class Planted(KernelRank):
 
 
 def layer(trainer: Any, number: int = 1) -> Any:
-    from megarl.megatron.output_heads import language_model
+    from megarl.megatron.heads.output_heads import language_model
 
     return language_model(trainer.model.chunks[0]).decoder.layers[number]
 

@@ -20,7 +20,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from megarl.megatron.batch import MicroBatch  # noqa: E402
-from megarl.megatron.routing import Routing  # noqa: E402
+from megarl.megatron.moe.recorded_routing import Routing  # noqa: E402
 from tests.support.megatron_models import LENGTHS  # noqa: E402
 from tests.support.trainer_processes import forget_last_model  # noqa: E402
 

@@ -139,7 +139,7 @@ def vl_of_transformers(path: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def check_upstream(path: str) -> None:
-    """Each assertion fails when mbridge or transformers fixes a defect that megarl/megatron/qwen2_5_vl.py works around."""
+    """Each assertion fails when mbridge or transformers fixes a defect that megarl/megatron/model/qwen2_5_vl.py works around."""
     import inspect
     from types import SimpleNamespace
 
@@ -162,7 +162,7 @@ def check_upstream(path: str) -> None:
     assert (rotary.bfloat16()(60) - exact).abs().max() > 0.05, "_angles"
     assert "vp_stage" not in inspect.signature(Qwen2_5VLModel.__init__).parameters, "layout.py refuses virtual stages"
 
-    from megarl.megatron import upstream_fixes
+    from megarl.megatron.model import upstream_fixes
 
     upstream_fixes.fix_mbridge()
     assert torch.equal(rotary(60), exact), "mended, the angles do not depend on the model's dtype"

@@ -16,9 +16,9 @@ from megarl.engines.specs import policy_spec
 from megarl.engines.vllm.args import build_engine_args
 from megarl.errors import RecipeError
 from megarl.hf.linears import adapter_sizes, linears_of
-from megarl.platform.devices import device_named
+from megarl.platform.device_table import device_named
+from megarl.preflight.engines_and_devices import check_device
 from megarl.preflight.load import load_recipe
-from megarl.preflight.settings import check_device
 from megarl.recipe.schema import Recipe
 
 DENSE = {"model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 32}

@@ -17,7 +17,7 @@ A stage is a module in `stages/` with one function, listed in `catalogue.py`:
 - A stage fails if a check fails or `run` raises. The reason is the `cause` of the first failed check: one line that
   names the kernel, rank pair, tensor or tag.
 - `context.folder` is the stage's folder. Its files go into the bundle, except files over 1 MiB; logs keep their last
-  256 KiB. `context.shared` is the folder of all stages (`families.py` writes the tiny models there). It is not in the
+  256 KiB. `context.shared` is the folder of all stages (`tiny_families.py` writes the tiny models there). It is not in the
   bundle.
 - Rank processes: `ranks.py` starts a class in one process per rank, on this machine or with Ray on all nodes.
 - The same code runs on every kind of device. `megarl.platform` has the differences between the kinds.

@@ -64,7 +64,7 @@ class CollectiveRank(Rank):
         """Create the groups as a trainer does. Return the ranks of each group of this rank."""
         from megatron.core import parallel_state
 
-        from megarl.megatron.model import initialize_parallel
+        from megarl.megatron.model.build import initialize_parallel
 
         initialize_parallel(megatron, timeout)
         self.groups = {"all": dist.group.WORLD}

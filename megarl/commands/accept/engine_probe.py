@@ -15,8 +15,8 @@ from megarl import engines
 from megarl import platform as platforms
 from megarl.cluster.torchrun.local_service import LocalService
 from megarl.commands.accept.context import StageContext
-from megarl.commands.accept.families import batch
 from megarl.commands.accept.ranks import LocalRanks, rank_environment
+from megarl.commands.accept.tiny_families import batch
 from megarl.engines.base import EngineSpec, GroupRank
 from megarl.recipe.schema import Recipe
 from megarl.trainer.actor import ActorWorker

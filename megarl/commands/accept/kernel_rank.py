@@ -1,6 +1,6 @@
 """A rank that calls single layers of the tiny models, as the platform builds them, and compares them with references.
 
-The layers belong to models built by `megarl.megatron.model.build`, so they use the same kernels as a run.
+The layers belong to models built by `megarl.megatron.model.build.build`, so they use the same kernels as a run.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from megarl.commands.accept import goldens, references
-from megarl.commands.accept.families import FAMILIES, LENGTHS, exact_values, weights
 from megarl.commands.accept.parity_rank import Case, ParityRank, gradients_as_weights
 from megarl.commands.accept.rank import forget_model
+from megarl.commands.accept.tiny_families import FAMILIES, LENGTHS, exact_values, weights
 
 COUNTS = (0, 13, 1, 0, 40, 7, 35, 0)  # rows of each expert: first, last and one between have none
 
@@ -72,7 +72,7 @@ class KernelRank(ParityRank):
         self.deviations: list[Deviation] = []
         self.conditions: list[Condition] = []
         self.trainer = self._build(Case(family, model, dtype))
-        from megarl.megatron.output_heads import language_model
+        from megarl.megatron.heads.output_heads import language_model
 
         self.model = language_model(self.trainer.model.chunks[0])
         self.config = FAMILIES[family]

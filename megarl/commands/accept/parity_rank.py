@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from megarl.commands.accept import goldens
-from megarl.commands.accept.families import FAMILIES, LENGTHS, SKETCHES, batch, sketch_signs
 from megarl.commands.accept.rank import Rank, forget_model
+from megarl.commands.accept.tiny_families import FAMILIES, LENGTHS, SKETCHES, batch, sketch_signs
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ class Sketches:
     """Hooks that project each decoder layer's output and sum the projections over the tokens of the batch."""
 
     def __init__(self, trainer: Any, batches: list[Any], numbers: list[list[int]]) -> None:
-        from megarl.megatron.output_heads import language_model
+        from megarl.megatron.heads.output_heads import language_model
 
         self.trainer = trainer
         self.hooks: list[Any] = []

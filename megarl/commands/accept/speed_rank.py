@@ -43,9 +43,9 @@ class SpeedRank(Rank):
         import megatron.core.optimizer as optimizers
 
         if self.platform.uses_native_layers:
-            from megarl.megatron import native_layers
+            from megarl.megatron.native_layers import spec_provider
 
-            native_layers.install()
+            spec_provider.install()
         weight = torch.nn.Parameter(torch.ones(elements, device=self.platform.device()))
         weight.grad = torch.ones_like(weight)
         optimizer = optimizers.Adam([weight], lr=1e-4)

@@ -27,8 +27,8 @@ from megarl.hf import published
 from megarl.megatron.layout import check_layout
 from megarl.preflight.load import load_recipe
 from megarl.preflight.recipe.megatron_extra import refusal_of_extra
+from megarl.recipe.derived.megatron_ddp import refusal_of_ddp
 from megarl.recipe.load import flat_settings, to_yaml
-from megarl.recipe.megatron_ddp import refusal_of_ddp
 from megarl.recipe.schema import Recipe
 from megarl.registry import did_you_mean
 

@@ -14,12 +14,12 @@ from megarl.errors import RecipeError
 from megarl.hf import weights as hf_weights
 from megarl.observe.run_dir import RunDirectory
 from megarl.platform.kinds import kind_of
+from megarl.preflight.engines_and_devices import check_device, demand_of, only_evaluates
 from megarl.preflight.environment import environment_notices
 from megarl.preflight.findings import STAGES, Available, Survey
-from megarl.preflight.settings import check_device, demand_of, only_evaluates
 from megarl.preflight.survey import survey
+from megarl.recipe.derived.weight_sync_route import is_sharded
 from megarl.recipe.schema import Recipe, TrainConfig
-from megarl.recipe.weight_sync import is_sharded
 from megarl.text import pluralize
 from megarl.weight_sync.session import FULL_SLOTS, HOST_MEMORY_TRANSPORTS, SHARDED_SLOTS
 

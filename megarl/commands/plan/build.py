@@ -1,4 +1,4 @@
-"""Builds the plan of a recipe."""
+"""The plan of a recipe: memory of every stage, engine, device and host, put together from `count/`."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from megarl.commands.plan.search.suggest import suggest
 from megarl.engines import arguments_of
 from megarl.engines.specs import policy_spec
 from megarl.hf.config import number_of_experts, text_fields
-from megarl.platform.devices import Device
+from megarl.platform.device_table import Device
 from megarl.platform.kinds import kind_of
+from megarl.recipe.derived.weight_sync_route import is_sharded, wants_adapters
 from megarl.recipe.schema import ClusterConfig, Recipe
-from megarl.recipe.weight_sync import is_sharded, wants_adapters
 
 _WHOLE = 27.0
 """Seconds of a plan with suggestions. A plan that took more than two thirds of it without them gets half of that more, since

@@ -10,7 +10,7 @@ from megarl.cluster import trainer_settings
 from megarl.commands.plan.count.types import Variable
 from megarl.engines import engine_settings
 from megarl.engines.specs import first_specs
-from megarl.platform.devices import Device
+from megarl.platform.device_table import Device
 from megarl.platform.environment import RoleSettings
 from megarl.platform.kinds import kind_of
 from megarl.recipe.environment import variables

@@ -19,9 +19,9 @@ from megarl.commands.plan.weight_flows import Flow, Totals, flows, totals
 from megarl.errors import InputError, as_input_error
 from megarl.preflight.load import load_recipe
 from megarl.preflight.models import config_of
+from megarl.recipe.derived.weight_sync_route import is_sharded, why_not_sharded
 from megarl.recipe.header import hardware_of
 from megarl.recipe.schema import Recipe, WeightSyncConfig
-from megarl.recipe.weight_sync import is_sharded, why_not_sharded
 from megarl.text import pluralize
 from megarl.weight_sync.relay import max_connections
 from megarl.weight_sync.session import SHARED_MEMORY_TRANSPORTS

@@ -27,7 +27,7 @@ _FEW = 2**16  # largest tensor with remembered values: offsets and counts, not a
 
 
 class MetaPlatform(Platform):
-    """torch's "meta" device as an accelerator, with megarl's native layers (`native_layers.py`)."""
+    """torch's "meta" device as an accelerator, with megarl's native layers (`megatron/native_layers/`)."""
 
     kind = DeviceKind(
         name="meta",

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megarl.errors import InputError
-from megarl.platform.devices import DEVICES_OF, HOST_MEMORY_OF, Device, device_named, devices
+from megarl.platform.device_table import DEVICES_OF, HOST_MEMORY_OF, Device, device_named, devices
 from megarl.recipe.header import hardware_of
 from megarl.text import pluralize
 

@@ -23,12 +23,12 @@ from megarl.preflight.models import CRITIC, POLICY
 from megarl.preflight.recipe.optimizer_extra import optimizer_notices
 from megarl.preflight.run_directory import find_place
 from megarl.preflight.survey import survey
-from megarl.recipe.at_update import update_notice
+from megarl.recipe.derived.at_update import update_notice
+from megarl.recipe.derived.megatron_ddp import ddp_notice
+from megarl.recipe.derived.seeded import seeds_notice
 from megarl.recipe.load import all_keys
-from megarl.recipe.megatron_ddp import ddp_notice
 from megarl.recipe.observe import traces_notice
 from megarl.recipe.schema import Recipe
-from megarl.recipe.seeded import seeds_notice
 from megarl.text import pluralize
 
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from megarl.commands.plan.environment import device_kind
 from megarl.engines.routes import WeightRoute, route_here, route_of, routes_of_sets
 from megarl.engines.vllm.route_support import installed_support
-from megarl.platform.devices import Device
+from megarl.platform.device_table import Device
 from megarl.platform.kinds import kind_of
+from megarl.recipe.derived.weight_sync_route import is_sharded
 from megarl.recipe.schema import Recipe
-from megarl.recipe.weight_sync import is_sharded
 
 
 def expected_routes(recipe: Recipe, device: Device | None) -> list[WeightRoute]:

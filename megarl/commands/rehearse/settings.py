@@ -8,7 +8,7 @@ from typing import Any
 from megarl.algorithms.advantages import uses_critic
 from megarl.commands.rehearse.changes import Changes, settings_of
 from megarl.commands.rehearse.layout import processes_for, shrink_layout
-from megarl.megatron.config_fields import fields_of_megatron
+from megarl.megatron.extra_settings import fields_of_megatron
 from megarl.platform.kinds import kind_of
 from megarl.recipe.observe import ObserveConfig
 from megarl.recipe.schema import Recipe

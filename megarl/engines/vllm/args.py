@@ -18,7 +18,7 @@ from megarl.engines.vllm.dispatch_buffers import DEFAULT_MB, dispatch_buffer
 from megarl.engines.vllm.images import image_args
 from megarl.errors import RecipeError
 from megarl.platform.environment import Requirement, at_least
-from megarl.recipe.source_fields import Fields, fields_of, problem
+from megarl.recipe.library_fields import Fields, fields_of, problem
 from megarl.types import Sampling
 
 _CPU_KV_CACHE_BYTES = 256 << 20  # by default vLLM takes most of the machine's memory

@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel.layers import copy_tensor_model_parallel_attr
 
 from megarl.hf.linears import matches, without_expert
 from megarl.megatron.lora.layers import Adapter, Adapters, Cut, LinearPart, Site
-from megarl.megatron.native_kernels import rms_norm
+from megarl.megatron.native_layers.norm_rotary import rms_norm
 from megarl.recipe.training import LoraConfig
 
 CHILD = "lora"

@@ -28,8 +28,8 @@ from megarl.preflight.recipe.reward import reward_errors
 from megarl.preflight.recipe.shared import mini_batch_errors, optimizer_errors, parallel_size_errors
 from megarl.preflight.recipe.teacher import teacher_errors
 from megarl.preflight.recipe.weight_sync import weight_sync_errors
-from megarl.recipe.at_update import cannot_continue
-from megarl.recipe.critic import critic_view
+from megarl.recipe.derived.at_update import cannot_continue
+from megarl.recipe.derived.critic_view import critic_view
 from megarl.recipe.schema import EvaluationConfig, Recipe, RolloutConfig
 from megarl.recipe.training import LoraConfig
 

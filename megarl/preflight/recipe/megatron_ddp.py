@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megarl.errors import RecipeError
-from megarl.recipe.megatron_ddp import refusal_of_ddp
+from megarl.recipe.derived.megatron_ddp import refusal_of_ddp
 from megarl.recipe.schema import Recipe
 from megarl.recipe.training import MegatronConfig
 

@@ -9,7 +9,7 @@ from megarl import platform
 from megarl.algorithms.advantages import uses_critic
 from megarl.errors import RecipeError
 from megarl.platform.kinds import kind_of
-from megarl.recipe.optimizer_extra import SHARE, host_share, refusal_of_optimizer_field
+from megarl.recipe.derived.optimizer_extra import SHARE, host_share, refusal_of_optimizer_field
 from megarl.recipe.schema import Recipe
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megarl.errors import RecipeError
+from megarl.recipe.derived.weight_sync_route import is_sharded, wants_adapters, why_not_sharded
 from megarl.recipe.schema import Recipe, WeightSyncConfig
-from megarl.recipe.weight_sync import is_sharded, wants_adapters, why_not_sharded
 
 
 def weight_sync_errors(recipe: Recipe) -> Iterator[RecipeError]:

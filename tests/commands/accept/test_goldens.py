@@ -10,10 +10,10 @@ import pytest
 
 from megarl.commands.accept import goldens
 from megarl.commands.accept.context import StageContext
-from megarl.commands.accept.families import FAMILIES, LENGTHS, batch, exact_values, weights, write_family
 from megarl.commands.accept.parity_rank import Case
 from megarl.commands.accept.settings import Settings
 from megarl.commands.accept.stages import model_parity
+from megarl.commands.accept.tiny_families import FAMILIES, LENGTHS, batch, exact_values, weights, write_family
 from megarl.platform.adaptor import adaptor
 from megarl.platform.kinds import KINDS
 

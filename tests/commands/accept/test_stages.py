@@ -17,7 +17,7 @@ from megarl.commands.accept.settings import Settings
 from megarl.commands.accept.stages import collectives, environment, kernels
 from megarl.commands.doctor.finding import Finding
 from megarl.commands.doctor.recipe import needs_of
-from megarl.platform.devices import devices
+from megarl.platform.device_table import devices
 from megarl.recipe.schema import Recipe, WeightSyncConfig
 
 TRANSPORTS = get_args(get_type_hints(WeightSyncConfig)["transport"])

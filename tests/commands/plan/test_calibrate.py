@@ -17,7 +17,7 @@ from megarl.commands.plan.time.calibration import read_calibration
 from megarl.commands.plan.time.estimate import estimate
 from megarl.commands.plan.time.lengths import Lengths
 from megarl.errors import InputError
-from megarl.platform.devices import Device, device_named
+from megarl.platform.device_table import Device, device_named
 from megarl.recipe.load import to_yaml
 from megarl.recipe.schema import Recipe
 from tests.support import plans

@@ -12,7 +12,7 @@ import yaml
 from megarl.commands.plan.time.calibration import RATES, Calibration, CalibrationEntry, read_calibration
 from megarl.commands.plan.time.estimate import estimate
 from megarl.errors import InputError
-from megarl.platform.devices import Device
+from megarl.platform.device_table import Device
 from tests.support.estimate_cases import DEVICE, QWEN, recipe
 
 HEAD = {"schema": 1, "device": "round", "source": "a test"}

@@ -13,7 +13,7 @@ from megarl.commands.plan.count.types import Links
 from megarl.commands.plan.show.estimate_table import seconds_columns
 from megarl.commands.plan.time.estimate import estimate
 from megarl.hf import published
-from megarl.platform.devices import device_named
+from megarl.platform.device_table import device_named
 from megarl.preflight.load import load_recipe
 from tests.support import plans
 from tests.support.estimate_cases import QWEN, rank, recipe

@@ -17,7 +17,7 @@ from megarl.commands.plan.time.lengths import Lengths, MicroBatches, micro_batch
 from megarl.commands.plan.time.trainers import Passes, Trainers, update_passes
 from megarl.commands.plan.time.weight_sync import export_host_seconds, moved, uncounted, weight_sync_cost
 from megarl.engines.base import EngineLimits
-from megarl.platform.devices import device_named
+from megarl.platform.device_table import device_named
 from megarl.recipe.schema import Recipe
 from tests.support.estimate_cases import DENSE, DEVICE, QWEN, SPARSE, rank, recipe
 

@@ -14,7 +14,7 @@ from megarl.commands.plan.count.host import host_copies, host_refusals, hosts_of
 from megarl.commands.plan.count.types import EngineRank, HostUse, PipelineStage, RankMemory
 from megarl.commands.plan.show.console import host_table
 from megarl.platform.adaptor import asleep, pinned
-from megarl.platform.devices import device_named
+from megarl.platform.device_table import device_named
 from megarl.recipe.schema import Recipe
 
 GIB, MIB = 2**30, 2**20

@@ -13,7 +13,7 @@ from megarl.commands.plan.count.libraries import Libraries, counted_libraries, t
 from megarl.commands.plan.count.types import EngineRank, PipelineStage, RankMemory, Variable
 from megarl.engines.base import EngineLimits
 from megarl.engines.specs import policy_spec
-from megarl.platform.devices import device_named
+from megarl.platform.device_table import device_named
 from megarl.preflight.load import load_recipe
 from tests.commands.plan.test_devices import ENGINE, HELD, recipe
 

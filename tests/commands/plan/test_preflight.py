@@ -18,7 +18,7 @@ from megarl.hf import weights
 from megarl.preflight.findings import Survey
 from megarl.preflight.load import load_recipe
 from megarl.recipe.header import shape_of
-from megarl.recipe.source_fields import fields_of, problem
+from megarl.recipe.library_fields import fields_of, problem
 
 ROOT = Path(__file__).parents[3]
 COLUMNS = ("prompt", "data_source", "reward_model")

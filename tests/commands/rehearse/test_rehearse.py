@@ -32,7 +32,7 @@ from megarl.errors import InputError, RecipeError
 from megarl.hf import published
 from megarl.hf.config import number_of_experts
 from megarl.megatron.layout import check_layout
-from megarl.megatron.model_checks import PROVEN
+from megarl.megatron.model.families import PROVEN
 from megarl.preflight.survey import prepare_training
 from megarl.recipe.training import MegatronConfig
 from tests.support.megatron_models import MODELS

@@ -11,7 +11,7 @@ from typing import Any
 from megarl.commands.accept.collective_rank import Timing
 from megarl.commands.accept.context import StageContext
 from megarl.commands.accept.ranks import COLLECTIVE_SECONDS, Ranks, all_ranks, local_ranks
-from megarl.platform.devices import Device, device_of
+from megarl.platform.device_table import Device, device_of
 from megarl.recipe.training import MegatronConfig
 
 RANK = "megarl.commands.accept.collective_rank:CollectiveRank"

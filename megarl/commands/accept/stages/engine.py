@@ -32,8 +32,8 @@ from megarl.commands.accept.engine_probe import (
     tiny_recipe,
     visible,
 )
-from megarl.commands.accept.families import write_family
 from megarl.commands.accept.ranks import LocalRanks, stop_all
+from megarl.commands.accept.tiny_families import write_family
 from megarl.engines.specs import policy_spec
 from megarl.errors import RecipeError
 from megarl.hf.config import text_fields, with_layers

@@ -19,9 +19,9 @@ from megarl.commands.doctor.machine import Machine, Output
 from megarl.commands.doctor.nodes import check_all_nodes
 from megarl.commands.doctor.recipe import device_demand, environment, needs_of, stages, weights
 from megarl.platform.kinds import kind_of
-from megarl.preflight.settings import demand_of
+from megarl.preflight.engines_and_devices import demand_of
+from megarl.recipe.derived.weight_sync_route import why_not_sharded
 from megarl.recipe.schema import Recipe
-from megarl.recipe.weight_sync import why_not_sharded
 
 _SECONDS = 120.0
 _READING, _RESERVE = 300.0, 60.0  # seconds to read a recipe's model and data, and for the rest of the stage

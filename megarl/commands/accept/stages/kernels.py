@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from megarl.commands.accept.context import StageContext
-from megarl.commands.accept.families import write_family
 from megarl.commands.accept.kernel_rank import Condition, Deviation
 from megarl.commands.accept.ranks import local_ranks
+from megarl.commands.accept.tiny_families import write_family
 
 RANK = "megarl.commands.accept.kernel_rank:KernelRank"
 LIMITS = {"float32": 1e-5, "bfloat16": 2e-2}  # relative to the largest value of the reference

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from megarl.commands.accept.context import StageContext
-from megarl.commands.accept.families import FAMILIES, LENGTHS, SKETCHES, write_family
 from megarl.commands.accept.goldens import Golden, read_golden
 from megarl.commands.accept.parity_rank import Case
 from megarl.commands.accept.ranks import LocalRanks, local_ranks
+from megarl.commands.accept.tiny_families import FAMILIES, LENGTHS, SKETCHES, write_family
 from megarl.platform.adaptor import adaptor
 
 RANK = "megarl.commands.accept.parity_rank:ParityRank"

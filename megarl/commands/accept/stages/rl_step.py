@@ -16,7 +16,7 @@ import yaml
 
 from megarl.commands.accept.context import StageContext
 from megarl.commands.accept.cut import CannotCut, Cut, make_cut
-from megarl.commands.accept.families import write_family
+from megarl.commands.accept.tiny_families import write_family
 from megarl.commands.data import word_problems
 from megarl.commands.plan.count.types import DeviceUses
 from megarl.commands.rehearse.scorer import NAME as SCORER

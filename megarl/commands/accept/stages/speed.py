@@ -20,11 +20,11 @@ from megarl.commands.accept.engine_probe import (
     timed,
     tiny_recipe,
 )
-from megarl.commands.accept.families import LENGTHS, write_family
 from megarl.commands.accept.ranks import LocalRanks, local_ranks
 from megarl.commands.accept.speed_rank import REPEATS
+from megarl.commands.accept.tiny_families import LENGTHS, write_family
 from megarl.commands.plan.time.calibration import Calibration, CalibrationEntry
-from megarl.platform.devices import Device, device_of, devices
+from megarl.platform.device_table import Device, device_of, devices
 from megarl.platform.kinds import KINDS
 
 RANK = "megarl.commands.accept.speed_rank:SpeedRank"

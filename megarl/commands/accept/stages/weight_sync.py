@@ -23,8 +23,8 @@ from megarl.commands.accept.engine_probe import (
     tiny_recipe,
     visible,
 )
-from megarl.commands.accept.families import write_family
 from megarl.commands.accept.ranks import LocalRanks, rank_environment
+from megarl.commands.accept.tiny_families import write_family
 from megarl.rollout.engine_handle import EngineHandle
 from megarl.trainer.group import ActorGroup
 from megarl.weight_sync.connect import RouteRefused, open_weight_sync

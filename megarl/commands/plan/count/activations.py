@@ -20,11 +20,11 @@ from megarl.commands.plan.count.types import Activations
 from megarl.commands.plan.count.workload import Workload, image_grid, image_tokens
 from megarl.commands.plan.meta_device import KnownValues
 from megarl.megatron.batch import Candidates, MicroBatch, padded_lengths
+from megarl.megatron.heads.output_heads import language_model, output_weight
+from megarl.megatron.heads.value_head import ValueHead
 from megarl.megatron.images import Images
 from megarl.megatron.layout import uses_sequence_parallel
-from megarl.megatron.output_heads import language_model, output_weight
 from megarl.megatron.trainer import PolicyTrainer, Trainer
-from megarl.megatron.value_head import ValueHead
 
 
 def activations(trainer: Trainer, work: Workload) -> Activations:

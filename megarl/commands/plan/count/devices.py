@@ -22,9 +22,9 @@ from megarl.commands.plan.show.units import GIB, Unit
 from megarl.hf.config import text_fields
 from megarl.platform.adaptor import swapped_parts
 from megarl.platform.kinds import is_accelerator
-from megarl.recipe.critic import critic_view
+from megarl.recipe.derived.critic_view import critic_view
+from megarl.recipe.derived.weight_sync_route import is_sharded
 from megarl.recipe.schema import Recipe
-from megarl.recipe.weight_sync import is_sharded
 from megarl.weight_sync.session import DEVICE_TRANSPORTS, FULL_SLOTS, RECEIVE_AHEAD, SHARDED_SLOTS, SUM_BYTES
 
 ROLLOUT = "rollout"

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from megarl.commands.plan.count.types import EngineRank, PipelineStage
 from megarl.commands.plan.environment import device_kind, environment_of
 from megarl.commands.plan.show.units import GIB, MIB
-from megarl.platform.devices import Device
+from megarl.platform.device_table import Device
 from megarl.platform.kinds import kind_of
-from megarl.recipe.critic import critic_view
+from megarl.recipe.derived.critic_view import critic_view
 from megarl.recipe.schema import Recipe, RolloutConfig
 
 if TYPE_CHECKING:

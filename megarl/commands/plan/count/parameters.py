@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from megarl.commands.plan.count.types import RankMemory
-from megarl.megatron.model import parameters_on_rank
+from megarl.megatron.model.build import parameters_on_rank
 from megarl.megatron.optimizer import members
 from megarl.megatron.trainer import PolicyTrainer, Trainer
 from megarl.platform.adaptor import pinned
-from megarl.recipe.optimizer_extra import host_share
+from megarl.recipe.derived.optimizer_extra import host_share
 
 _MOMENT_BYTES = 8  # Adam's two float32 moments of a parameter
 

@@ -19,10 +19,10 @@ from megarl.commands.plan.count.serve import serve  # noqa: E402
 from megarl.commands.plan.count.workload import Workload  # noqa: E402
 from megarl.megatron.critic import CriticTrainer  # noqa: E402
 from megarl.megatron.held_slices import Forms, describe  # noqa: E402
-from megarl.megatron.model import Model  # noqa: E402
+from megarl.megatron.model.build import Model  # noqa: E402
 from megarl.megatron.trainer import PolicyTrainer, Trainer  # noqa: E402
 from megarl.preflight.load import load_recipe  # noqa: E402
-from megarl.recipe.critic import critic_view  # noqa: E402
+from megarl.recipe.derived.critic_view import critic_view  # noqa: E402
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:

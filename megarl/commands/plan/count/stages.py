@@ -16,12 +16,12 @@ from megarl.commands.plan.count.host import host_copies
 from megarl.commands.plan.count.rank_client import RankClient, RankRequest
 from megarl.commands.plan.count.types import Activations, PipelineStage, RankMemory
 from megarl.commands.plan.count.workload import Workload, first_ranks, peak_workload, trainers_offload
-from megarl.megatron.config_fields import check_extra, fields_of_megatron
+from megarl.megatron.extra_settings import check_extra, fields_of_megatron
 from megarl.megatron.layout import check_layout
 from megarl.megatron.lora.targets import check_lora
-from megarl.megatron.model_checks import check_model
+from megarl.megatron.model.families import check_model
 from megarl.platform.adaptor import swapped_parts
-from megarl.recipe.critic import critic_view
+from megarl.recipe.derived.critic_view import critic_view
 from megarl.recipe.schema import Recipe
 from megarl.recipe.training import MegatronConfig
 from megarl.weight_sync.sharded.slices import SliceTable

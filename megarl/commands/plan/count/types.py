@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from megarl.engines.routes import WeightRoute
-from megarl.platform.devices import Device
+from megarl.platform.device_table import Device
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megarl.platform.kinds import is_accelerator
 from megarl.recipe.data import DataConfig
-from megarl.recipe.offload import offloads
+from megarl.recipe.derived.offload import offloads
 from megarl.recipe.schema import ClusterConfig, Recipe
 from megarl.recipe.training import MegatronConfig
 

@@ -23,7 +23,7 @@ from megarl.commands.plan.time.estimate import Step, duration
 from megarl.commands.plan.time.lengths import Lengths
 from megarl.errors import InputError
 from megarl.hf.shape import ModelShape, model_shape
-from megarl.platform.devices import Device
+from megarl.platform.device_table import Device
 from megarl.recipe.schema import Recipe
 from megarl.text import pluralize
 

@@ -14,13 +14,13 @@ from megarl.cluster.device_map import Demand
 from megarl.engines import check_groups
 from megarl.errors import plain
 from megarl.hf.config import number_of_experts, text_fields
-from megarl.megatron.config_fields import check_extra
+from megarl.megatron.extra_settings import check_extra
 from megarl.megatron.layout import check_layout
 from megarl.megatron.lora.targets import check_lora
 from megarl.preflight.engines import check_experts, check_heads
 from megarl.preflight.recipe.general import validate
 from megarl.preflight.recipe.shared import parallel_size_errors
-from megarl.recipe.offload import offloads
+from megarl.recipe.derived.offload import offloads
 from megarl.recipe.schema import Recipe
 from megarl.recipe.training import MegatronConfig
 

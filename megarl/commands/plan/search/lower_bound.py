@@ -12,7 +12,7 @@ from megarl.commands.plan.count.workload import peak_workload
 from megarl.hf.shape import ModelShape
 from megarl.megatron.layout import layers_of_chunks, uses_sequence_parallel
 from megarl.platform.adaptor import swapped_parts
-from megarl.recipe.optimizer_extra import host_share
+from megarl.recipe.derived.optimizer_extra import host_share
 from megarl.recipe.schema import Recipe
 from megarl.recipe.training import MegatronConfig
 

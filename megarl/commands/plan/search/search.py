@@ -28,10 +28,10 @@ from megarl.commands.plan.search.layouts import (
     sizes_of_micro_batches,
 )
 from megarl.errors import InputError
-from megarl.platform.devices import Device
+from megarl.platform.device_table import Device
 from megarl.preflight.load import load_recipe
 from megarl.preflight.models import POLICY, config_of
-from megarl.recipe.offload import offloads
+from megarl.recipe.derived.offload import offloads
 from megarl.recipe.schema import Recipe
 
 _ESTIMATING = 0.25

@@ -28,7 +28,7 @@ from megarl.commands.plan.search.layouts import (
 )
 from megarl.commands.plan.search.search import examine, families, fastest_engines, subject_of, with_first_layout
 from megarl.errors import InputError, RecipeError
-from megarl.platform.devices import Device
+from megarl.platform.device_table import Device
 from megarl.preflight.load import load_recipe
 from megarl.preflight.models import POLICY, config_of
 

@@ -20,7 +20,7 @@ from megarl.commands.plan.time.estimate import estimate
 from megarl.commands.plan.time.measured import Measured, read_run
 from megarl.errors import as_input_error
 from megarl.hf.shape import model_shape
-from megarl.platform.devices import Device
+from megarl.platform.device_table import Device
 from megarl.recipe.schema import Recipe
 from megarl.text import pluralize
 

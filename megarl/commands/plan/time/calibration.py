@@ -29,7 +29,7 @@ import yaml
 
 from megarl.atomic_files import write_atomically
 from megarl.errors import InputError
-from megarl.platform.devices import Device
+from megarl.platform.device_table import Device
 from megarl.registry import nearest
 
 SCHEMA = 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from megarl.platform.devices import Device
+from megarl.platform.device_table import Device
 
 WORDS = {
     "compute": "compute",

@@ -18,7 +18,7 @@ from megarl.commands.plan.time.cost import Cost, all_to_all_seconds, ring_second
 from megarl.commands.plan.time.lengths import Lengths
 from megarl.engines.base import EngineLimits
 from megarl.hf.shape import ModelShape
-from megarl.platform.devices import Device
+from megarl.platform.device_table import Device
 
 _WORKING = 4 * 2**30  # bytes per device for neither weights nor cache: assumed if nothing was counted
 _POINTS = 16  # samples of the last wave of responses

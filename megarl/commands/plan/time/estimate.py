@@ -25,10 +25,10 @@ from megarl.commands.plan.time.weight_sync import moved, uncounted, weight_sync_
 from megarl.hf import published
 from megarl.hf.config import number_of_experts, text_fields
 from megarl.hf.shape import ModelShape, model_shape
-from megarl.platform.devices import Device
-from megarl.recipe.critic import critic_view
+from megarl.platform.device_table import Device
+from megarl.recipe.derived.critic_view import critic_view
+from megarl.recipe.derived.weight_sync_route import is_sharded
 from megarl.recipe.schema import Recipe
-from megarl.recipe.weight_sync import is_sharded
 from megarl.text import pluralize
 
 T = TypeVar("T")

@@ -15,11 +15,11 @@ from megarl.commands.plan.time.lengths import MicroBatches
 from megarl.hf.shape import ModelShape
 from megarl.megatron.layout import layers_of_chunks
 from megarl.platform.adaptor import swapped_parts
-from megarl.platform.devices import Device
-from megarl.recipe.optimizer_extra import host_share
+from megarl.platform.device_table import Device
+from megarl.recipe.derived.optimizer_extra import host_share
 from megarl.recipe.schema import Recipe
 
-_GRADIENT = 4  # bytes: gradients are summed in float32 (megatron/model.py)
+_GRADIENT = 4  # bytes: gradients are summed in float32 (megatron/model/build.py)
 _STATES = 12  # bytes per parameter: float32 master weight and Adam's two moments
 
 

@@ -11,7 +11,7 @@ from megarl.commands.plan.count.workload import trainers_offload
 from megarl.commands.plan.time.cost import Cost, host_network_seconds, host_seconds, offload_seconds, ring_seconds
 from megarl.commands.plan.time.engines import Engines
 from megarl.commands.plan.time.trainers import Trainers, state_bytes, weight_bytes
-from megarl.platform.devices import Device
+from megarl.platform.device_table import Device
 from megarl.recipe.schema import Recipe, WeightSyncConfig
 from megarl.weight_sync.session import SHARED_MEMORY_TRANSPORTS
 

@@ -1,0 +1,5 @@
+"""Policy losses, one file per kind. Names that a user's loss needs can be imported from here."""
+
+from megarl.algorithms.losses.registry import LOSSES, Metrics, PolicyLoss, clipped_surrogate, log_ratio, policy_loss
+
+__all__ = ["LOSSES", "Metrics", "PolicyLoss", "clipped_surrogate", "log_ratio", "policy_loss"]

@@ -1,0 +1,1 @@
+"""Megatron models: supported families, building through mbridge, and fixes of mbridge and Megatron."""

@@ -1,0 +1,274 @@
+"""Build Megatron model chunks from a Hugging Face directory through mbridge."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import random
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megarl.hf.config import number_of_experts, text_fields
+from megarl.megatron.extra_settings import adaptor_settings, check_names, recompute_settings
+from megarl.megatron.images import ImageLayout
+from megarl.megatron.layout import check_layout, uses_sequence_parallel, vocab_divisor
+from megarl.megatron.lora.targets import check_lora
+from megarl.platform import Platform
+from megarl.platform.adaptor import adaptor
+from megarl.recipe.derived.megatron_ddp import ddp_settings
+from megarl.recipe.schema import Recipe
+from megarl.recipe.training import MegatronConfig
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class Model:
+    """The model of this rank. `chunks` has one entry per virtual pipeline stage, DDP-wrapped if the model is trained."""
+
+    bridge: Any
+    chunks: list[Any]
+    config: Any  # Megatron's TransformerConfig, shared by the chunks
+    dtype: torch.dtype
+    vocab_size: int  # without padding
+    image_layout: ImageLayout | None  # None: a text-only model
+    lora: Any  # megatron.lora.attach.Lora; None: full-parameter training
+
+    @property
+    def merged_chunks(self) -> list[Any]:
+        """The chunks as mbridge reads them, with adapter deltas merged into the weights."""
+        return self.lora.merged() if self.lora else self.chunks
+
+
+def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weights_only: bool = False) -> Model:
+    """Initialize the process groups, build this rank's shard of the model, and load the weights of `recipe.model.path`.
+
+    Weights are loaded unless the platform's tensors hold no values (meta device). `value_head`: build a critic, with a
+    value head in place of the output layer (heads/value_head.py). `weights_only`: allocate no gradient buffers.
+
+    Collective. Needs an initialized torch.distributed and a prepared platform. Raises ValueError for a layout that
+    does not divide the model and for a model or setting that the trainer does not support.
+    """
+    hf_config = _read_hf_config(recipe.model.path)
+    with_adapters = recipe.lora.rank > 0 and not value_head  # LoRA applies to the actor only
+    check_layout(hf_config.to_dict(), recipe.megatron, torch.distributed.get_world_size())
+    if with_adapters:
+        check_lora(hf_config.to_dict(), recipe.lora, recipe.megatron)
+    platform.adapt(_with_enums(adaptor_settings(recipe, hf_config.to_dict())))
+    initialize_parallel(recipe.megatron, recipe.cluster.timeout)
+    seed_everything(recipe.train.seed)
+
+    from megarl.megatron.heads import value_head as critic
+    from megarl.megatron.lora.attach import Lora
+    from megarl.megatron.model import upstream_fixes
+
+    upstream_fixes.fix_megatron()
+    if platform.uses_native_layers:
+        _install_native_layers(recipe.model.dtype, platform, hf_config)
+    if value_head:
+        hf_config.tie_word_embeddings = False  # a critic has no output layer to tie
+    bridge = _bridge(recipe, hf_config, platform)
+    dtype = DTYPES[recipe.model.dtype]
+    lora = Lora(recipe.lora, bridge, recipe.train.seed) if with_adapters else None
+    with contextlib.redirect_stdout(None):  # mbridge prints counts
+        chunks = bridge.get_model(
+            wrap_with_ddp=not weights_only,
+            bf16=dtype == torch.bfloat16,
+            post_model_creation_callbacks=[
+                _mark_experts,
+                _mark_duplicates,
+                *([critic.put_head] if value_head else []),
+                *([lora.attach] if lora else []),
+            ],
+            ddp_config={
+                "grad_reduce_in_fp32": True,
+                "use_distributed_optimizer": recipe.megatron.distributed_optimizer,
+                **ddp_settings(recipe, with_images=hasattr(hf_config, "vision_config")),
+            },
+        )
+    _install_hooks(chunks, replays_routing=recipe.megatron.routing_replay != "none")
+    if value_head:
+        critic.name_head(bridge)
+    if platform.holds_values and value_head:
+        critic.load_weights(bridge, chunks, recipe.model.path, recipe.train.seed)
+    elif platform.holds_values:
+        bridge.load_weights(lora.base() if lora else chunks, recipe.model.path)
+    return Model(bridge, chunks, bridge.config, dtype, bridge.hf_config.vocab_size, _image_layout(hf_config), lora)
+
+
+def _install_native_layers(dtype: str, platform: Platform, hf_config: Any) -> None:
+    """Make Megatron build the native layers; rank 0 logs their kernels."""
+    from megarl.megatron.native_layers import spec_provider
+    from megarl.megatron.native_layers.fused_kernels import description
+
+    spec_provider.install()
+    if torch.distributed.get_rank() == 0:
+        experts = bool(number_of_experts(text_fields(hf_config.to_dict())))
+        logger.info(description(platform.device(), DTYPES[dtype], experts=experts))
+
+
+def _install_hooks(chunks: list[Any], *, replays_routing: bool) -> None:
+    """Make chunks track their packed stream, replay routing if `replays_routing`, and return hidden states."""
+    from megarl.megatron.current_batch import track_current
+    from megarl.megatron.heads.output_heads import hidden_states_out, language_model
+    from megarl.megatron.moe import routing_replay
+
+    for chunk in chunks:
+        track_current(chunk)
+        if replays_routing:
+            routing_replay.install(chunk)
+        if language_model(chunk).post_process:
+            hidden_states_out(language_model(chunk))
+
+
+def _image_layout(hf_config: Any) -> ImageLayout | None:
+    vision = getattr(hf_config, "vision_config", None)
+    if vision is None:
+        return None
+    return ImageLayout(
+        merge=vision.spatial_merge_size,
+        patch=vision.patch_size,
+        patch_values=vision.in_channels * vision.temporal_patch_size * vision.patch_size**2,
+    )
+
+
+def _read_hf_config(path: str) -> Any:
+    """Read the model's configuration with transformers. Raises ValueError if this machine has no config.json."""
+    from transformers import AutoConfig
+
+    if not (Path(path) / "config.json").is_file():
+        raise ValueError(
+            f"model.path is {path!r}, which has no config.json on {socket.gethostname()}: every machine of the run "
+            "needs the model's Hugging Face directory in the same place."
+        )
+    return AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed every random generator of this process; Megatron offsets its generators by the rank's coordinates."""
+    from megatron.core import tensor_parallel
+
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def _with_enums(settings: dict[str, Any]) -> dict[str, Any]:
+    """Convert names in `settings` to Megatron's enums; mbridge only converts its defaults."""
+    from megatron.core.transformer.enums import AttnBackend
+
+    name = settings.get("attention_backend")
+    if not isinstance(name, str):
+        return settings
+    if name not in AttnBackend.__members__:
+        choices = ", ".join(AttnBackend.__members__)
+        raise ValueError(f"megatron.extra.attention_backend is {name!r}; Megatron has {choices}.")
+    return settings | {"attention_backend": AttnBackend[name]}
+
+
+def initialize_parallel(megatron: MegatronConfig, timeout: float) -> None:
+    """Create Megatron's process groups. `timeout`: seconds, for their collectives."""
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=megatron.tensor_parallel,
+        pipeline_model_parallel_size=megatron.pipeline_parallel,
+        virtual_pipeline_model_parallel_size=megatron.virtual_pipeline,
+        context_parallel_size=megatron.context_parallel,
+        expert_model_parallel_size=megatron.expert_parallel,
+        expert_tensor_parallel_size=megatron.expert_tensor_parallel or 1,
+        distributed_timeout_minutes=timeout / 60,  # annotated int, but only passed to timedelta
+    )
+
+
+def _mark_experts(chunk: Any, *, config: Any, **_: Any) -> None:
+    """Mark expert parameters so that their gradients are summed over all ranks that hold the same experts.
+
+    Without expert parallel, Megatron sums them over data-parallel ranks only. With expert-tensor parallel smaller than
+    tensor parallel, tensor-parallel ranks hold the same experts too, and each has seen different tokens.
+    """
+    if config.num_moe_experts and config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
+        for name, parameter in chunk.named_parameters():
+            if ".experts." in name:
+                parameter.allreduce = False
+
+
+def _mark_duplicates(chunk: Any, **_: Any) -> None:
+    """Mark weights that every tensor-parallel rank holds in full, so that the gradient norm counts them once.
+
+    Examples: the down projections of latent attention. Transformer Engine's layers leave them unmarked; layers of
+    other platforms may mark them as sharded, and the norm would then count them once per rank.
+    """
+    for module in chunk.modules():
+        if getattr(module, "parallel_mode", None) == "duplicated":
+            for parameter in module.parameters(recurse=False):
+                parameter.tensor_model_parallel = False
+
+
+def _bridge(recipe: Recipe, hf_config: Any, platform: Platform) -> Any:
+    from mbridge import AutoBridge
+
+    from megarl.megatron.model import upstream_fixes
+
+    upstream_fixes.fix_mbridge()
+    upstream_fixes.patch_config(hf_config)
+    bridge = AutoBridge.from_config(
+        hf_config,
+        dtype=DTYPES[recipe.model.dtype],
+        make_vocab_size_divisible_by=vocab_divisor(text_fields(hf_config.to_dict()), recipe.megatron),
+    )
+    settings = _transformer_settings(recipe, hf_config, platform)
+    fields = [field.name for field in dataclasses.fields(bridge.TransformerConfigClass)]
+    check_names(recipe.megatron.extra, fields, "megatron", adaptor(platform.name))
+    bridge.set_extra_args(**settings)
+    return bridge
+
+
+def _transformer_settings(recipe: Recipe, hf_config: Any, platform: Platform) -> dict[str, Any]:
+    """Return fields of Megatron's TransformerConfig that mbridge does not set; `megatron.extra` takes precedence."""
+    from megarl.megatron.model import upstream_fixes
+
+    megatron = recipe.megatron
+    settings: dict[str, Any] = {
+        "sequence_parallel": uses_sequence_parallel(megatron),
+        "variable_seq_lengths": True,
+        "calculate_per_token_loss": True,  # DDP then sums gradients without scaling: see pipeline.py
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": platform.fuses_gradient_accumulation,
+        "deterministic_mode": recipe.train.deterministic,
+        "num_layers_in_first_pipeline_stage": megatron.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": megatron.last_stage_layers,
+        **upstream_fixes.config_overrides(hf_config),
+    }
+    if platform.uses_native_layers:
+        # Megatron's fused activation is only faster if compiled, which it is not here.
+        settings["bias_activation_fusion"] = False
+    settings |= recompute_settings(megatron)
+    if number_of_experts(text_fields(hf_config.to_dict())):
+        settings.update(
+            # megarl has its losses in moe/router_losses.py: Megatron's depend on how the batch is split.
+            moe_aux_loss_coeff=0.0,
+            moe_router_load_balancing_type="none",
+            # Routing biases that drift would change the policy without a gradient.
+            moe_router_bias_update_rate=0.0,
+        )
+        if recipe.model.dtype == "bfloat16":
+            settings["moe_router_dtype"] = "fp32"
+        if megatron.tensor_parallel > 1 and not platform.overlaps_shared_experts:
+            settings["moe_shared_expert_overlap"] = False  # mbridge turns it on; the sequence would be gathered twice
+    return {**settings, **megatron.extra}
+
+
+def parameters_on_rank(model: Model, *, trained: bool = False) -> int:
+    """Count this rank's parameters; `trained`: only parameters that the optimizer updates."""
+    parameters = [parameter for chunk in model.chunks for parameter in chunk.parameters()]
+    return sum(parameter.numel() for parameter in parameters if parameter.requires_grad or not trained)

@@ -1,0 +1,1 @@
+"""Layers on torch's kernels, for platforms without Transformer Engine."""

@@ -1,0 +1,1 @@
+"""Values and views that follow from several recipe keys. Pure functions of a recipe."""

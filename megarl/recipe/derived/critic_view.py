@@ -1,0 +1,35 @@
+"""`critic_view`: the recipe with the critic's model, layout and optimizer in place of the actor's.
+
+Planning, training, checkpoints and export of both then share their code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megarl.recipe.schema import Recipe
+from megarl.recipe.training import LoraConfig
+
+
+def critic_view(recipe: Recipe) -> Recipe:
+    """Return `recipe` with the critic's model, layout, micro batches and optimizer in place of the actor's.
+
+    The code that plans micro batches, lays out processes and trains then serves both. The value loss is always a mean over
+    tokens; the policy's aggregation does not apply.
+    """
+    critic = recipe.critic
+    return replace(
+        recipe,
+        model=replace(recipe.model, path=critic.model_path or recipe.model.path),
+        megatron=critic.megatron,
+        actor=replace(
+            recipe.actor,
+            mini_batches=critic.mini_batches,
+            epochs=critic.epochs,
+            max_tokens_per_micro_batch=critic.max_tokens_per_micro_batch,
+            optimizer=critic.optimizer,
+        ),
+        algorithm=replace(recipe.algorithm, aggregation="token_mean"),
+        cluster=replace(recipe.cluster, trainers=critic.trainers),
+        lora=LoraConfig(),  # only the policy has adapters; all of the critic's weights are trained
+    )
