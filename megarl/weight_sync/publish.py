@@ -31,7 +31,7 @@ class ReceivingEngine(Protocol):
     def connect_weight_sync(self, session: Session) -> Future[str | None]:
         """Join a session; the result is the reason if the engine cannot."""
 
-    def update_weights(self, version: int) -> Future[Any]:
+    def update_weights(self, version: int) -> Future[UpdateReport]:
         """Receive the weights of `version`; the result is the engine's report."""
 
 
