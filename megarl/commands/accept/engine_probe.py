@@ -130,9 +130,13 @@ class WeightSyncRank(ActorWorker):
 
     def send_and_die(self, version: int) -> Any:
         """Send weights, but let the last rank exit after packing its first bucket."""
+        from megarl.weight_sync.sender import Sender
+
         if self.rank == self.world_size - 1:
-            assert self.sender.session.sharded, "this rank must have an OutgoingBuckets"
-            self.sender._outgoing.send = lambda *_: os._exit(9)
+            assert isinstance(self.sender, Sender) and self.sender.session.sharded, "full sync sends from rank 0 only"
+            outgoing = self.sender._outgoing
+            assert outgoing is not None, "an earlier update has connected this rank"
+            outgoing.send = lambda *_: os._exit(9)  # type: ignore[method-assign]
         return self.send_weights(version)
 
 
