@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 from pathlib import Path
 from typing import Any
@@ -41,15 +42,20 @@ def assembled(directory: Path) -> dict[str, torch.Tensor]:
     return whole
 
 
-def assert_same(directory: Path, other: Path) -> None:
-    """Assert that two checkpoints are bit-identical, except for padding of the vocabulary."""
+def assert_same(directory: Path, other: Path, vocabulary: int | None = None) -> None:
+    """Assert that two checkpoints are bit-identical.
+
+    vocabulary: size without padding; the padding past it may differ in length. None: shapes must be equal.
+    """
     left, right = assembled(directory), assembled(other)
     assert left.keys() == right.keys(), left.keys() ^ right.keys()
     assert any(name.startswith("exp_avg_sq.") for name in left) and any(name.startswith("weight.") for name in left)
     for name, tensor in left.items():
         common = tuple(slice(min(sizes)) for sizes in zip(tensor.shape, right[name].shape, strict=True))
         assert tensor.dtype == right[name].dtype and torch.equal(tensor[common], right[name][common]), name
-        assert tensor.shape == right[name].shape or "word_embeddings" in name or "output_layer" in name, name
+        if tensor.shape != right[name].shape:
+            assert "word_embeddings" in name or "output_layer" in name, name
+            assert vocabulary is not None and common[0].stop >= vocabulary, (name, tensor.shape, right[name].shape)
 
 
 def check_failed_write(trainer: Any, directory: Path) -> None:
@@ -79,7 +85,7 @@ def check_reshard(worker: Any, case: dict[str, Any], output: Path) -> None:
     source, target = output / f"{case['from']}.checkpoint", output / f"{case['name']}.checkpoint"
     trainer = worker.build(case)
     held_ranks.record(trainer, worker.bytes_of(trainer), case, output)
-    torch.rand(3)
+    torch.rand(3)  # the noise below must follow from the states that `load` sets, not from those after `build`
     notice = trainer.load(source)
     if case.get("same_ranks"):  # each rank has its random state back
         assert notice is None, notice
@@ -88,13 +94,13 @@ def check_reshard(worker: Any, case: dict[str, Any], output: Path) -> None:
     noise = torch.rand(3)
     save(trainer, target)
     if dist.get_rank() == 0:
-        assert_same(source, target)
+        assert_same(source, target, trainer.model.vocab_size)
     dist.barrier()
     again = worker.build(case)
     again.load(source)
     assert torch.equal(noise, torch.rand(3)), "random states do not follow from seed and step"
-    if case.get("dtype"):
-        return
+    if case.get("dtype") == "bfloat16":
+        return  # a weight's last bit depends on how sums over ranks round
     batches, _ = worker.micro_batches(again, case["per_micro"])
     metrics, weights = worker.train(again, batches, 2), worker.weights_of(again)
     went_on = torch.load(output / f"{case['root']}.went_on.pt", weights_only=True)
@@ -112,5 +118,6 @@ def check_other_model(worker: Any, case: dict[str, Any], output: Path) -> None:
         trainer.load(output / f"{case['from']}.checkpoint")
     except ValueError as error:
         assert "written by another model" in str(error), error
+        assert re.search(r"\b(weight|master|exp_avg|exp_avg_sq)\.\w+", str(error)), error
     else:
         raise AssertionError("another model's checkpoint was loaded")
