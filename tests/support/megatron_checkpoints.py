@@ -80,11 +80,14 @@ def check_failed_write(trainer: Any, directory: Path) -> None:
     dist.barrier()
 
 
-def check_reshard(worker: Any, case: dict[str, Any], output: Path) -> None:
+def check_reshard(case: dict[str, Any], output: Path) -> None:
     """Load another layout's checkpoint: all states are bit-identical, and training continues with the same numbers."""
+    from tests.support import megatron_training as training
+    from tests.support.megatron_offload import bytes_of
+
     source, target = output / f"{case['from']}.checkpoint", output / f"{case['name']}.checkpoint"
-    trainer = worker.build(case)
-    held_ranks.record(trainer, worker.bytes_of(trainer), case, output)
+    trainer = training.build(case)
+    held_ranks.record(trainer, bytes_of(trainer), case, output)
     torch.rand(3)  # the noise below must follow from the states that `load` sets, not from those after `build`
     notice = trainer.load(source)
     if case.get("same_ranks"):  # each rank has its random state back
@@ -96,13 +99,13 @@ def check_reshard(worker: Any, case: dict[str, Any], output: Path) -> None:
     if dist.get_rank() == 0:
         assert_same(source, target, trainer.model.vocab_size)
     dist.barrier()
-    again = worker.build(case)
+    again = training.build(case)
     again.load(source)
     assert torch.equal(noise, torch.rand(3)), "random states do not follow from seed and step"
     if case.get("dtype") == "bfloat16":
         return  # a weight's last bit depends on how sums over ranks round
-    batches, _ = worker.micro_batches(again, case["per_micro"])
-    metrics, weights = worker.train(again, batches, 2), worker.weights_of(again)
+    batches, _ = training.micro_batches(again, case["per_micro"])
+    metrics, weights = training.train(again, batches, 2), training.weights_of(again)
     went_on = torch.load(output / f"{case['root']}.went_on.pt", weights_only=True)
     for of_step, expected in zip(metrics, went_on["metrics"], strict=True):
         for name in expected if of_step else ():
@@ -111,9 +114,11 @@ def check_reshard(worker: Any, case: dict[str, Any], output: Path) -> None:
         torch.testing.assert_close(weights[name], weight, atol=2e-6, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def check_other_model(worker: Any, case: dict[str, Any], output: Path) -> None:
+def check_other_model(case: dict[str, Any], output: Path) -> None:
     """Another model's checkpoint is refused, naming a tensor."""
-    trainer = worker.build(case)
+    from tests.support import megatron_training as training
+
+    trainer = training.build(case)
     try:
         trainer.load(output / f"{case['from']}.checkpoint")
     except ValueError as error:
