@@ -213,6 +213,7 @@ def main() -> None:
         actor = ActorGroup(workers, recipe)
         actor.describe()
         session = actor.open_weight_sync(receivers, "full")
+        assert not isinstance(session, str), session
         engine.connect_weight_sync(session).result()
         vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
         figures = drive(case, Driver(recipe, cluster, actor, engine, session, vocabulary), directory)

@@ -53,7 +53,7 @@ def proven_in(name: str) -> str:
     loss = LOSSES[name]
     if loss.needs_top:
         return "rollout/test_distillation.py"
-    return "algorithms/test_preference_losses.py" if loss.whole_groups else "algorithms/test_policy_losses.py"
+    return "algorithms/test_preference_losses.py" if loss.whole_groups else "algorithms/test_policy_loss_gradients.py"
 
 
 def _loss_settings(name: str) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from megarl.rollout.judge.server import JudgeServer, Verdict
 from megarl.rollout.server import RolloutServer
 from megarl.rollout.teacher_server import TeacherServer
 from megarl.types import DataRef, GenerationRequest, Group, Prompt
-from megarl.weight_sync.session import Session
+from megarl.weight_sync.session import Session, UpdateReport
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -87,7 +87,7 @@ class EngineHandle(ServiceHandle):
         """Join a weight sync session; the result is the reason if the engine cannot."""
         return self._call(RolloutServer.connect_weight_sync, session)
 
-    def update_weights(self, version: int) -> Future[Any]:
+    def update_weights(self, version: int) -> Future[UpdateReport]:
         """Receive the weights of `version`; the result is the engine's report."""
         return self._call(RolloutServer.update_weights, version)
 

@@ -7,18 +7,19 @@ token vectors are returned separately, for the trainers.
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from megarl import engines, rewards
 from megarl.agents.setup import Agents, AgentSetup
 from megarl.agents.trajectory import AgentLoop, Trajectory
 from megarl.data.images import ImageReader
 from megarl.data.tokenizer import load_tokenizer
-from megarl.engines.base import EngineSpec, GroupRank
+from megarl.engines.base import EngineSpec, GroupRank, OnFinished
 from megarl.recipe.sandbox import SandboxConfig
 from megarl.recipe.schema import RewardConfig
 from megarl.rewards.scoring import Outcome, Scoring
@@ -26,9 +27,13 @@ from megarl.rewards.settings import ScorerSettings
 from megarl.rewards.weighted import terms_of
 from megarl.rollout.assemble import control_data, policy_turns, score_request, vectors
 from megarl.types import Completion, GenerationRequest, Group, SampleFailure, SampleTokens
-from megarl.weight_sync.session import Session
+from megarl.weight_sync.session import Session, UpdateReport
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+Scored = tuple[Group, list[SampleTokens]]
+"""Control data of a group, and the token vectors of its samples."""
 
 
 class RolloutServer:
@@ -57,11 +62,12 @@ class RolloutServer:
             sandbox,
         )
         self.agents = Agents(agent, self.tokenizer) if agent is not None else None
-        self.loop: AgentLoop | None = None
+        self.agent_loop: AgentLoop | None = None
         self.texts = ThreadPoolExecutor(max_workers=4, thread_name_prefix="texts")
-        # A call to the engine blocks a thread; under continuous admission, many calls run at the same time.
-        self.calls = ThreadPoolExecutor(max_workers=1024, thread_name_prefix="engine-call")
-        self._results: dict[int, asyncio.Future[tuple[Group, list[SampleTokens]]]] = {}
+        # `generate` blocks a thread; under continuous admission, many calls run at the same time. Other calls to the engine
+        # have separate threads: an update must not wait for a thread of `generate`.
+        self.calls = ThreadPoolExecutor(max_workers=1024, thread_name_prefix="generate")
+        self._results: dict[int, asyncio.Future[Scored]] = {}
         self._responses: dict[int, list[str]] | None = {} if judged else None
         self._settling: set[asyncio.Task[None]] = set()  # asyncio keeps only weak references to tasks
 
@@ -74,30 +80,41 @@ class RolloutServer:
 
     async def start(self, group_rank: GroupRank | None = None) -> dict[str, Any]:
         """Load the engine; returns its description. `group_rank`: its rank in its group, if any."""
-        description = await self._in_thread(self.engine.start, *([] if group_rank is None else [group_rank]))
-        await self._in_thread(self.scoring.start)
+        description = await asyncio.to_thread(self.engine.start, group_rank)
+        await asyncio.to_thread(self.scoring.start)
         if self.agents is not None:
-            self.loop = await self.agents.start()
+            self.agent_loop = await self.agents.start()
         return description
 
     async def submit(self, requests: list[GenerationRequest]) -> None:
         """Sample `requests`, all at once and in their order; return when all are sampled. The caller must collect each
         group."""
-        ready: list[GenerationRequest] = []
-        for request, failure in await asyncio.gather(*map(self._with_images, requests)):
-            if failure is None:
-                ready.append(request)
-            else:  # the group fails, as after a scorer's failure
-                self._settle(request, _empty_samples(request, failure))
-        if ready and self.loop is None:
-            await self._sample_groups(ready)
-        elif ready and self.loop is not None:
-            await self._run_loops(self.loop, ready)
+        unsettled = {request.group: request for request in requests}
+        try:
+            for request, failure in await asyncio.gather(*map(self._with_images, requests)):
+                if failure is None:
+                    unsettled[request.group] = request
+                else:  # the group fails, as after a scorer's failure
+                    self._settle(unsettled.pop(request.group), _empty_samples(request, failure))
+            if unsettled and self.agent_loop is None:
+                await self._sample_groups(unsettled)
+            elif unsettled and self.agent_loop is not None:
+                await self._run_loops(self.agent_loop, unsettled)
+        except BaseException as error:
+            for group in unsettled:
+                self._result(group).set_exception(error)
+            unsettled.clear()
+            raise
 
-    async def _sample_groups(self, requests: list[GenerationRequest]) -> None:
+    async def _sample_groups(self, unsettled: dict[int, GenerationRequest]) -> None:
+        """Sample requests, by group, with one turn each. A group whose samples are complete leaves `unsettled`."""
         loop = asyncio.get_running_loop()
-        by_group = {request.group: request for request in requests}
+        by_group = dict(unsettled)
         sampled: dict[int, list[Completion]] = {}
+
+        def settle(group: int, samples: list[Completion]) -> None:
+            if group in unsettled:  # else the call was cancelled
+                self._settle(unsettled.pop(group), self._single_turns(samples))
 
         def finished(group: int, completions: list[Completion]) -> None:  # in the engine's thread
             sampled[group] = completions
@@ -105,10 +122,10 @@ class RolloutServer:
             twins = [number, _greedy_twin(number)] if by_group[number].with_greedy else [number]
             if all(twin in sampled for twin in twins):
                 samples = [completion for twin in twins for completion in sampled.pop(twin)]
-                loop.call_soon_threadsafe(lambda: self._settle(by_group[number], self._single_turns(samples)))
+                loop.call_soon_threadsafe(settle, number, samples)
 
-        with_greedy = [part for request in requests for part in (request, *_greedy_request(request))]
-        await self._in_thread(self.engine.generate, with_greedy, finished)
+        with_greedy = [part for request in by_group.values() for part in (request, *_greedy_request(request))]
+        await self._generate(with_greedy, finished)
 
     async def _single_turns(self, completions: list[Completion]) -> list[Trajectory]:
         def read() -> list[Trajectory]:
@@ -116,9 +133,13 @@ class RolloutServer:
 
         return await self._in_texts(read)
 
-    async def _run_loops(self, agent: AgentLoop, requests: list[GenerationRequest]) -> None:
-        """Sample all first turns in a single call to the engine; then continue each sample in a separate task."""
+    async def _run_loops(self, agent: AgentLoop, unsettled: dict[int, GenerationRequest]) -> None:
+        """Sample all first turns in a single call to the engine; then continue each sample in a separate task.
+
+        Every group leaves `unsettled`: its result is that of its samples' tasks.
+        """
         loop = asyncio.get_running_loop()
+        requests = list(unsettled.values())
         singles = [(request, single) for request in requests for single in _single_requests(request)]
         first: list[asyncio.Future[Completion]] = [loop.create_future() for _ in singles]
 
@@ -130,11 +151,11 @@ class RolloutServer:
             task = loop.create_task(agent.run(single, turn, self._sample_turn))
             running.setdefault(request.group, []).append(task)
         for request in requests:
-            self._settle(request, asyncio.gather(*running[request.group]))
+            self._settle(unsettled.pop(request.group), asyncio.gather(*running[request.group]))
         numbered = [replace(single, group=number) for number, (_, single) in enumerate(singles)]
         all_tasks = [task for tasks in running.values() for task in tasks]
         try:
-            await asyncio.gather(self._in_thread(self.engine.generate, numbered, finished), *all_tasks)
+            await asyncio.gather(self._generate(numbered, finished), *all_tasks)
         except BaseException:
             for task in all_tasks:
                 task.cancel()
@@ -143,13 +164,17 @@ class RolloutServer:
 
     async def _sample_turn(self, request: GenerationRequest) -> Completion:
         done: list[Completion] = []
-        await self._in_thread(self.engine.generate, [request], lambda _, completions: done.extend(completions))
+        await self._generate([request], lambda _, completions: done.extend(completions))
         return done[0]
 
-    async def collect(self, group: int) -> tuple[Group, list[SampleTokens]]:
+    async def _generate(self, requests: list[GenerationRequest], on_finished: OnFinished) -> None:
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self.calls, self.engine.generate, requests, on_finished)
+
+    async def collect(self, group: int) -> Scored:
         """Wait for a submitted group; returns its control data and the token vectors of its samples.
 
-        If `submit` fails, this call never returns: the caller must watch both.
+        Raises the error of `submit` if that ends before the group is sampled.
         """
         try:
             return await self._result(group)
@@ -175,13 +200,11 @@ class RolloutServer:
         assert self._responses is not None
         return None, self._responses.pop(group)
 
-    async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self.calls, function, *args)
+    async def _in_texts(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        call = functools.partial(function, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self.texts, call)
 
-    async def _in_texts(self, function: Callable[..., T], *args: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self.texts, function, *args)
-
-    def _result(self, group: int) -> asyncio.Future[tuple[Group, list[SampleTokens]]]:
+    def _result(self, group: int) -> asyncio.Future[Scored]:
         """Return the future of a group's result. `collect` may arrive before `submit`, so the first call creates it."""
         if group not in self._results:
             self._results[group] = asyncio.get_running_loop().create_future()
@@ -189,27 +212,27 @@ class RolloutServer:
 
     async def connect_weight_sync(self, session: Session) -> str | None:
         """Join a weight sync session; returns the reason if the engine cannot join a sharded session."""
-        return await self._in_thread(self.engine.connect_weight_sync, session)
+        return await asyncio.to_thread(self.engine.connect_weight_sync, session)
 
-    async def update_weights(self, version: int) -> Any:
+    async def update_weights(self, version: int) -> UpdateReport:
         """Receive the weights of `version` from the trainers; returns the engine's report."""
-        return await self._in_thread(self.engine.update_weights, version)
+        return await asyncio.to_thread(self.engine.update_weights, version)
 
     async def watch(self) -> None:
         """Return when the engine has been shut down; raise as soon as it has failed."""
-        await self._in_thread(self.engine.watch)
+        await asyncio.to_thread(self.engine.watch)
 
     async def sleep(self) -> None:
-        await self._in_thread(self.engine.sleep)
+        await asyncio.to_thread(self.engine.sleep)
 
     async def wake(self, tags: list[str]) -> None:
-        await self._in_thread(self.engine.wake, tags)
+        await asyncio.to_thread(self.engine.wake, tags)
 
     async def start_profile(self, name: str) -> None:
-        await self._in_thread(self.engine.start_profile, name)
+        await asyncio.to_thread(self.engine.start_profile, name)
 
     async def stop_profile(self) -> None:
-        await self._in_thread(self.engine.stop_profile)
+        await asyncio.to_thread(self.engine.stop_profile)
 
     async def shutdown(self) -> None:
         try:  # the slowest part comes last: the process may be killed before it ends
@@ -218,7 +241,7 @@ class RolloutServer:
         finally:
             try:
                 await asyncio.to_thread(self.scoring.close)
-            finally:  # not in `calls`: waiting turns may use all its threads
+            finally:
                 await asyncio.to_thread(self.engine.shutdown)
         self.texts.shutdown(wait=False)
         self.calls.shutdown(wait=False)
@@ -236,8 +259,8 @@ class RolloutServer:
         self._settling.add(task)
         task.add_done_callback(self._settling.discard)
 
-    async def _scored(self, request: GenerationRequest, sampled: list[Trajectory]) -> tuple[Group, list[SampleTokens]]:
-        with_tools = self.loop is not None
+    async def _scored(self, request: GenerationRequest, sampled: list[Trajectory]) -> Scored:
+        with_tools = self.agent_loop is not None
         if any(sample.failure is not None for sample in sampled):  # the group has failed and is not scored
             outcomes: list[Outcome] = [(sample.failure or rewards.Score(math.nan), 0) for sample in sampled]
         else:
@@ -246,11 +269,9 @@ class RolloutServer:
             )
         return await self._in_texts(self._group, request, sampled, outcomes)
 
-    def _group(
-        self, request: GenerationRequest, sampled: list[Trajectory], outcomes: list[Outcome]
-    ) -> tuple[Group, list[SampleTokens]]:
+    def _group(self, request: GenerationRequest, sampled: list[Trajectory], outcomes: list[Outcome]) -> Scored:
         """Return the group of the first `n` samples, and their vectors. A further sample is the greedy sample."""
-        prompt, count, with_tools = request.prompt, request.sampling.n, self.loop is not None
+        prompt, count, with_tools = request.prompt, request.sampling.n, self.agent_loop is not None
         together = list(zip(sampled, outcomes, strict=True))
         decode = self.tokenizer.decode
         samples = [
@@ -266,15 +287,20 @@ class RolloutServer:
             failures=tuple(result for result, _ in outcomes if isinstance(result, SampleFailure)),
             scoring_retries=sum(repeated for _, repeated in outcomes),
         )
-        responses = ["\n".join(policy_turns(sample)) for sample in sampled[:count]]
+        kept = sampled[:count]
         if self._responses is not None and not group.failures:
-            self._responses[request.group] = responses
-        texts = [decode(sample.tokens.tolist()) for sample in sampled[:count]] if with_tools else responses
-        reasons = ["" if isinstance(result, SampleFailure) else result.reason for result, _ in outcomes]
+            self._responses[request.group] = [_response(sample) for sample in kept]
+        texts = [decode(sample.tokens.tolist()) if with_tools else _response(sample) for sample in kept]
+        reasons = ["" if isinstance(result, SampleFailure) else result.reason for result, _ in outcomes[:count]]
         return group, [
             vectors(request, sample, text, reason, with_tools)
-            for sample, text, reason in zip(sampled[:count], texts, reasons, strict=False)
+            for sample, text, reason in zip(kept, texts, reasons, strict=True)
         ]
+
+
+def _response(sample: Trajectory) -> str:
+    """Return the policy's text of a sample, without answers of tools."""
+    return "\n".join(policy_turns(sample))
 
 
 def _greedy_twin(group: int) -> int:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from megarl import engines
 from megarl.engines.base import EngineSpec
 from megarl.types import Completion, GenerationRequest, Group, Prompt, SampleTokens, Sampling, TokenScores
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -42,8 +44,9 @@ class TeacherServer:
         await self._in_thread(self.engine.shutdown)
         self.calls.shutdown(wait=False)
 
-    async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self.calls, function, *args)
+    async def _in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        call = functools.partial(function, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self.calls, call)
 
     def _score(self, groups: list[Group]) -> None:
         vectors = [group.samples[0].data.get() for group in groups]

@@ -20,6 +20,7 @@ import select
 import signal
 import socket
 import sys
+import traceback
 from typing import NoReturn
 
 from megarl.cluster.process import die_with_parent, ignore_interrupt
@@ -56,7 +57,7 @@ class _ForkServer:
         self.memory_mb = memory_mb
         self.control, self.jobs, self.owner = control, jobs, os.getppid()
         self.children: dict[int, int] = {}  # process id, which is also the group's id, to worker number
-        self.ended, self.wakeup = socket.socketpair()
+        self.child_ended, self.wakeup = socket.socketpair()
         self.wakeup.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self.wakeup.fileno(), warn_on_full_buffer=False)
@@ -65,9 +66,9 @@ class _ForkServer:
         """Execute fork and kill commands until the pool's process ends."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the pool has closed its end
             while os.getppid() == self.owner:
-                readable, _, _ = select.select([self.control, self.ended], [], [], OWNER_POLL)
-                if self.ended in readable:
-                    self.ended.recv(PACKET)
+                readable, _, _ = select.select([self.control, self.child_ended], [], [], OWNER_POLL)
+                if self.child_ended in readable:
+                    self.child_ended.recv(PACKET)
                     self._reap()
                 if self.control in readable:
                     data, descriptors, _, _ = socket.recv_fds(self.control, PACKET, 2, socket.MSG_CMSG_CLOEXEC)
@@ -106,13 +107,15 @@ class _ForkServer:
                 self.control.send(json.dumps(["ended", number, os.waitstatus_to_exitcode(status)]).encode())
 
     def _become_worker(self, descriptor: int, mark: int | None = None) -> NoReturn:
+        """Serve calls until the pool closes its end. An error is printed, and the exit status is then 1."""
+        status = 1
         try:
             os.setsid()
             die_with_parent(signal.SIGKILL)
             signal.set_wakeup_fd(-1)
             for signal_number in (signal.SIGCHLD, signal.SIGINT):
                 signal.signal(signal_number, signal.SIG_DFL)
-            for connection in (self.control, self.ended, self.wakeup):
+            for connection in (self.control, self.child_ended, self.wakeup):
                 connection.close()
             limit_memory(self.memory_mb)
             connection = socket.socket(fileno=descriptor)
@@ -120,8 +123,13 @@ class _ForkServer:
                 serve(Wire(connection), self.jobs)
             else:
                 ConcurrentServer(NonblockingChannel(connection), self.jobs, ProgressMark(mark)).run()
+            status = 0
+        except (BrokenPipeError, ConnectionResetError):  # the pool has closed its end
+            status = 0
+        except BaseException:  # noqa: BLE001 -- nothing of the fork server may run in the worker
+            traceback.print_exc()
         finally:
-            os._exit(0)
+            os._exit(status)
 
 
 def _kill_group(pid: int) -> None:

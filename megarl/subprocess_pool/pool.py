@@ -79,7 +79,8 @@ class ProcessPool:
         self._control.send(setup)
         one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self._fork_server = subprocess.Popen(
-            [sys.executable, "-m", FORK_SERVER, str(theirs.fileno())],
+            # -u: workers end by SIGKILL or os._exit, which would drop buffered output of a job.
+            [sys.executable, "-u", "-m", FORK_SERVER, str(theirs.fileno())],
             env=child_environment(one_thread),
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,

@@ -28,7 +28,7 @@ from megarl.recipe.derived.weight_sync_route import weights_directory
 from megarl.recipe.schema import Recipe
 from megarl.trainer.worker import Worker, collect_parts, traced
 from megarl.types import DataRef, Metrics, SampleTokens, Shard, ShardSample, TokenScores
-from megarl.weight_sync.session import Session, is_check_due
+from megarl.weight_sync.session import Session, UpdateReport, is_check_due
 
 if TYPE_CHECKING:  # Megatron must not be imported before the platform has prepared it
     from torch import Tensor
@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # Megatron must not be imported before the platform has prepa
     from megarl.algorithms.inputs import LossInputs
     from megarl.megatron.batch import MicroBatch
     from megarl.megatron.trainer import PolicyTrainer
+    from megarl.weight_sync.sender import ExportingRank, Sender
 
 
 class ActorWorker(Worker):
@@ -45,7 +46,7 @@ class ActorWorker(Worker):
 
     def __init__(self, recipe: Recipe, total_optimizer_steps: int, weights_only: bool = False):
         super().__init__(recipe, total_optimizer_steps, weights_only)
-        self.sender: Any = None
+        self.sender: Sender | ExportingRank | None = None
         self.adapters = False  # sends only adapters, after the base weights with the first version
         self.first_sent: int | None = None  # the first version
         # State of the current step:
@@ -352,8 +353,9 @@ class ActorWorker(Worker):
             self.sender = ExportingRank()
         return self.sender.session if self.rank == 0 else None
 
-    def send_weights(self, version: int) -> Any:
+    def send_weights(self, version: int) -> UpdateReport | None:
         """Send the weights to the engines. Returns this rank's report; None if it sends nothing."""
+        assert self.sender is not None, "open_weight_sync comes first"
         self.trainer.finish_param_gather()
         return self.sender.send(version, functools.partial(self._export, version))
 

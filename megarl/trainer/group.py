@@ -24,6 +24,7 @@ from megarl.trainer.actor import ActorWorker
 from megarl.trainer.critic import CriticWorker
 from megarl.trainer.worker import Worker
 from megarl.types import DataRef, Group, Metrics, Shard
+from megarl.weight_sync.session import Session, UpdateReport
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -222,11 +223,13 @@ class ActorGroup(TrainerGroup):
         """Return each rank's part of the metrics of held-out rows."""
         return self._call(ActorWorker.compute_held_out_metrics)
 
-    def open_weight_sync(self, receivers: list[tuple[str, str]], route: str) -> Any:
+    def open_weight_sync(self, receivers: list[tuple[str, str]], route: str) -> Session | str:
         """Open a weight sync session. Returns the session, or the reason (str) against `route`."""
-        return self._call(ActorWorker.open_weight_sync, receivers, route)[0]
+        opened = self._call(ActorWorker.open_weight_sync, receivers, route)[0]
+        assert opened is not None, "rank 0 returns the session"
+        return opened
 
-    def send_weights(self, version: int) -> list[Any]:
+    def send_weights(self, version: int) -> list[UpdateReport]:
         """Send the weights to the engines. Returns the report of each rank that sent."""
         return [report for report in self._call(ActorWorker.send_weights, version) if report is not None]
 

@@ -95,7 +95,7 @@ def _open(
     route: str,
 ) -> Session | str:
     """Open a session for `route` and let every engine join. Returns the reason if trainers or an engine cannot."""
-    session: Session | str = trainers.open_weight_sync(receivers, route)
+    session = trainers.open_weight_sync(receivers, route)
     if isinstance(session, str):
         return session
     joining = [engine.connect_weight_sync(session) for engine in engines]

@@ -15,10 +15,10 @@ from megarl.weight_sync.session import PHASES, Session, UpdateReport, compare_re
 class SendingTrainers(Protocol):
     """The trainers' side of a weight sync."""
 
-    def open_weight_sync(self, receivers: list[tuple[str, str]], route: str) -> Any:
+    def open_weight_sync(self, receivers: list[tuple[str, str]], route: str) -> Session | str:
         """Open a session for the `receivers` (name, host id). Returns the session, or the reason (str) against `route`."""
 
-    def send_weights(self, version: int) -> list[Any]:
+    def send_weights(self, version: int) -> list[UpdateReport]:
         """Send the weights. Returns the report of each rank that sent."""
 
 
@@ -31,7 +31,7 @@ class ReceivingEngine(Protocol):
     def connect_weight_sync(self, session: Session) -> Future[str | None]:
         """Join a session; the result is the reason if the engine cannot."""
 
-    def update_weights(self, version: int) -> Future[Any]:
+    def update_weights(self, version: int) -> Future[UpdateReport]:
         """Receive the weights of `version`; the result is the engine's report."""
 
 

@@ -46,7 +46,7 @@ class Engine:
         self.encode: Callable[[str], list[int]] = lambda text: []
         self.lock = threading.Lock()
 
-    def start(self) -> dict[str, Any]:
+    def start(self, group_rank: None) -> dict[str, Any]:
         return {}
 
     def shutdown(self) -> None:

@@ -175,13 +175,18 @@ def test_a_mix_in_a_recipe() -> None:
         (["data.train_files=[]", "data.mix={a: {files: []}}"], "data.mix", "a has no files"),
         (
             ["data.train_files=[]", "data.mix={a: {files: [x.jsonl], weight: 0}}"],
-            "data.mix",
-            "must be finite and above 0",
+            "data.mix.a.weight",
+            "must be above 0",
         ),
         (
             ["data.train_files=[]", "data.mix={a: {files: [x.jsonl], weight: .nan}}"],
-            "data.mix",
-            "must be finite and above 0",
+            "data.mix.a.weight",
+            "the value is NaN",
+        ),
+        (
+            ["data.train_files=[]", "data.mix={b.c: {files: [x.jsonl], weight: -1}}"],
+            "data.mix.b.c.weight",
+            "must be above 0",
         ),
         (["data.train_files=[]", "data.mix={a/b: {files: [x.jsonl]}}"], "data.mix", "part of a metric name"),
         (

@@ -15,7 +15,6 @@ from megarl.hf.published import read as published
 from megarl.hf.shape import COUNTED
 from megarl.megatron.batch import MicroBatch, pack
 from megarl.megatron.extra_settings import check_extra, check_extra_names, fields_of_megatron
-from megarl.megatron.heads.log_probs import log_probs_and_entropy
 from megarl.megatron.layout import check_layout, uses_sequence_parallel, vocab_divisor
 from megarl.megatron.model.families import PROVEN, check_model
 from megarl.megatron.native_layers.norm_rotary import rms_norm, rotate_packed
@@ -191,100 +190,6 @@ def test_learning_rates_worked_by_hand() -> None:
     assert rates(4, decay="linear", min_lr_ratio=0.2) == pytest.approx([0.8, 0.6, 0.4, 0.2])
     assert rates(4, decay="cosine", min_lr_ratio=0.1) == pytest.approx([0.868198, 0.55, 0.231802, 0.1], abs=1e-6)
     assert rates(3, warmup_steps=3, decay="cosine") == pytest.approx([1 / 3, 2 / 3, 1.0])
-
-
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use blocks of two rows."""
-    monkeypatch.setattr("megarl.megatron.heads.log_probs._BLOCK_ELEMENTS_CPU", 22)
-    monkeypatch.setattr("megarl.megatron.heads.log_probs._LEAST_ROWS", 1)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("blocked", [False, True])
-def test_log_probs_and_entropy_equal_the_softmax(
-    temperature: float, blocked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if blocked:
-        small_blocks(monkeypatch)
-    torch.manual_seed(0)
-    hidden = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
-    weight = (torch.randn(11, 3, dtype=torch.float64) * 3).requires_grad_()
-    labels = torch.tensor([[0, 1, 0], [8, 3, 4], [3, 8, 2], [3, 3, 3], [1, 0, 8]])  # a row's may repeat
-
-    def ours(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        settings = {"temperature": temperature, "vocab_size": 9, "with_entropy": True}
-        return log_probs_and_entropy(x, w, labels, **settings, keep_logits=False, group=None)
-
-    naive = ((hidden @ weight.T)[:, :9] / temperature).log_softmax(-1)  # entries 9 and 10 are padding
-    log_probs, entropy = ours(hidden, weight)
-    torch.testing.assert_close(log_probs, naive.gather(1, labels))
-    torch.testing.assert_close(entropy, -(naive.exp() * naive).sum(-1))
-    assert torch.autograd.gradcheck(ours, (hidden, weight))
-    (log_probs.sum(1) * entropy).sum().backward()
-    assert torch.equal(weight.grad[9:], torch.zeros(2, 3, dtype=torch.float64))
-
-
-def test_log_probs_without_entropy_have_the_same_gradient() -> None:
-    torch.manual_seed(0)
-    hidden = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
-    settings = {"temperature": 2.0, "vocab_size": 6, "with_entropy": False, "keep_logits": False, "group": None}
-
-    def ours(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return log_probs_and_entropy(x, w, torch.tensor([[5], [0], [2], [2]]), **settings)[0]
-
-    assert torch.autograd.gradcheck(ours, (hidden, weight))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_kept_logits_do_not_change_values_or_gradients(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    small_blocks(monkeypatch)
-    torch.manual_seed(0)
-    start = torch.randn(7, 5).to(dtype), torch.randn(11, 5).to(dtype)
-    labels, slopes = torch.randint(0, 11, (7, 1)), torch.randn(2, 7)
-    results = []
-    for keep_logits in (False, True):
-        hidden, weight = (tensor.clone().requires_grad_() for tensor in start)
-        settings = {"temperature": 0.7, "vocab_size": 11, "with_entropy": True, "keep_logits": keep_logits}
-        log_probs, entropy = log_probs_and_entropy(hidden, weight, labels, **settings, group=None)
-        assert len(log_probs.grad_fn.kept) == (4 if keep_logits else 0)
-        (log_probs[:, 0] * slopes[0] + entropy * slopes[1]).sum().backward()
-        results.append((log_probs, entropy, hidden.grad, weight.grad))
-    for recomputed, kept in zip(*results, strict=True):
-        assert torch.equal(recomputed, kept)
-
-
-@pytest.mark.parametrize("keep_logits", [False, True])
-@pytest.mark.parametrize("blocked", [False, True])
-def test_an_output_layer_in_float32_has_exact_logits(
-    keep_logits: bool, blocked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Against the softmax of float64 products of the same bfloat16 numbers: values and gradients before their rounding."""
-    if blocked:
-        small_blocks(monkeypatch)
-    torch.manual_seed(0)
-    start = (torch.randn(7, 64) * 1.5).bfloat16(), torch.randn(11, 64).bfloat16()
-    labels, slopes = torch.randint(0, 9, (7, 2)), torch.randn(7, dtype=torch.float64)
-
-    def results(fp32: bool) -> tuple[torch.Tensor, ...]:
-        hidden, weight = (tensor.clone().requires_grad_() for tensor in start)
-        settings = {"temperature": 0.7, "vocab_size": 9, "with_entropy": True, "keep_logits": keep_logits}
-        log_probs, entropy = log_probs_and_entropy(hidden, weight, labels, **settings, group=None, fp32=fp32)
-        assert entropy is not None and log_probs.dtype == entropy.dtype == torch.float32
-        ((log_probs.sum(1) + entropy) * slopes.float()).sum().backward()
-        assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
-        return log_probs.detach(), entropy.detach(), hidden.grad, weight.grad
-
-    hidden, weight = (tensor.double().requires_grad_() for tensor in start)
-    expected = ((hidden @ weight.T)[:, :9] / 0.7).log_softmax(-1)
-    chosen, entropy = expected.gather(1, labels), -(expected.exp() * expected).sum(-1)
-    ((chosen.sum(1) + entropy) * slopes).sum().backward()
-    log_probs, entropies, grad_hidden, grad_weight = results(fp32=True)
-    torch.testing.assert_close(log_probs.double(), chosen.detach(), rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(entropies.double(), entropy.detach(), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(grad_hidden.double(), hidden.grad, rtol=2**-8, atol=1e-4)
-    torch.testing.assert_close(grad_weight.double(), weight.grad, rtol=2**-8, atol=1e-4)
-    assert (results(fp32=False)[0].double() - chosen).abs().max() > 0.02, "bfloat16 rounds the logits"
 
 
 def test_norm_and_rotation_have_correct_values_and_gradients() -> None:

@@ -33,6 +33,7 @@ def load(tmp_path: Path, text: str) -> object:
         ("agent: {mcp: {s: {url: 'http://x', command: [y]}}}", "agent.mcp.s", "one of the two"),
         ("agent: {mcp: {s: {url: 'http://x', env: {A: b}}}}", "agent.mcp.s.env", "does not start a server"),
         ("agent: {mcp: {s: {url: 'http://x', pass_env: [A]}}}", "agent.mcp.s.pass_env", "does not start a server"),
+        ("agent: {mcp: {s: {command: [y], at_once: 0}}}", "agent.mcp.s.at_once", "at least 1"),
         ("agent: {tools: [a], max_turns: 0}", "agent.max_turns", "at least 1"),
         ("agent: {tools: [a], tool_timeout: 0}", "agent.tool_timeout", "above 0"),
         ("agent: {tools: [a], format: qwen}", "agent.format", "hermes"),

@@ -71,6 +71,7 @@ def test_two_recipes_share_no_mutable_default() -> None:
         ("algorithm.aggregation=mean", "algorithm.aggregation", "token_mean"),
         ("rollout.max_staleness=1", "rollout.max_staleness", "disaggregated"),
         ("rollout.samples_per_prompt=1", "rollout.samples_per_prompt", "2 or more"),
+        ("actor.optimizer.betas=[.nan,0.9]", "actor.optimizer.betas", "must be in [0, 1)"),
         ("actor.mini_batches=5", "actor.mini_batches", "divisor"),
         ("megatron.tensor_parallel=2", "cluster.trainers", "multiple of 2"),
         ("megatron.sequence_parallel=true", "megatron.sequence_parallel", "tensor_parallel > 1"),

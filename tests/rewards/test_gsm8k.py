@@ -1,16 +1,15 @@
 """The GSM8K scorer, on hand-made strings and on all solutions of the data set."""
 
-import os
 from pathlib import Path
 
 import pytest
 
 from megarl.commands.data.gsm8k import prepare
 from megarl.rewards import RewardError, ScoreRequest, resolve, score
+from tests.support.gsm8k import GSM8K, needs_gsm8k
 from tests.support.rows import read_rows
 
 SAMPLE = Path(__file__).parents[1] / "fixtures" / "gsm8k"
-REAL = Path(os.environ.get("MEGARL_GSM8K", Path(__file__).parents[3] / "shared" / "data" / "gsm8k"))
 SCORER = resolve("gsm8k", ["openai/gsm8k"])["openai/gsm8k"]
 
 
@@ -88,6 +87,6 @@ def test_references_of_the_sample(tmp_path):
     assert check_references(SAMPLE, tmp_path) == 12
 
 
-@pytest.mark.skipif(not REAL.is_dir(), reason="GSM8K is not here: set MEGARL_GSM8K to its folder of .jsonl files")
+@needs_gsm8k
 def test_references_of_the_real_data_set(tmp_path):
-    assert check_references(REAL, tmp_path) == 7473 + 1319
+    assert check_references(GSM8K, tmp_path) == 7473 + 1319

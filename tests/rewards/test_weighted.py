@@ -25,10 +25,10 @@ def test_a_single_scorers_score_is_unchanged() -> None:
 
 
 def test_scores_are_summed_by_weight_with_their_parts() -> None:
-    """1 x 0.5 + 0.2 x 3 = 1.1. Accuracy and answer come from the first scorer that reports them."""
+    """1 x 0.5 + 0.2 x 3 - 0.5 x 1 = 0.6. Accuracy and answer come from the first scorer that reports them."""
     scores = [Score(0.5, {"length": 4.0}), Score(3.0, {"accuracy": 1.0}, "7"), Score(1.0, {"accuracy": 0.0}, "8")]
-    result = combine([term("a"), term("b", 0.2), term("c", -1e-9)], scores)
-    assert result.value == pytest.approx(1.1) and result.answer == "7"
+    result = combine([term("a"), term("b", 0.2), term("c", -0.5)], scores)
+    assert result.value == pytest.approx(0.6) and result.answer == "7"
     named = {"a": 0.5, "a/length": 4.0, "b": 3.0, "b/accuracy": 1.0, "c": 1.0, "c/accuracy": 0.0}
     assert result.parts == {**named, "accuracy": 1.0}
 
@@ -60,14 +60,11 @@ def test_terms_of_each_source() -> None:
     ("overrides", "key", "words"),
     [
         (["reward.function=gsm8k", "reward.functions={math: 1.0}"], "reward.functions", "set only one of the two"),
-        (["reward.functions={gsm8k: 0}"], "reward.functions.gsm8k", "a weight must be finite"),
-        (["reward.functions={gsm8k: .nan}"], "reward.functions.gsm8k", "a weight must be finite"),
+        (["reward.functions={gsm8k: 0}"], "reward.functions.gsm8k", "a weight must be finite and not 0"),
+        (["reward.functions={gsm8k: .nan}"], "reward.functions.gsm8k", "a weight must be finite and not 0"),
         (["reward.functions={'a:length': 1, 'b:length': 1}"], "reward.functions", "which is the metric of 'a:length'"),
         (["reward.functions={'a:accuracy': 1}"], "reward.functions", "the metric of a part of the sum"),
-        (["reward.functions={gsm8k: much}"], "reward.functions", "much"),
-        (["reward.timeout=0"], "reward.timeout", "above 0"),
-        (["reward.processes=0"], "reward.processes", "at least 1"),
-        (["reward.max_failed_share=1.5"], "reward.max_failed_share", "at most 1"),
+        (["reward.functions={gsm8k: much}"], "reward.functions", "could not be converted to Float"),
     ],
 )
 def test_invalid_weights_and_functions_are_refused(tmp_path: Path, overrides: list[str], key: str, words: str) -> None:
@@ -75,7 +72,7 @@ def test_invalid_weights_and_functions_are_refused(tmp_path: Path, overrides: li
     file.write_text("model: {path: some/model}\n")
     with pytest.raises(RecipeError) as caught:
         load_recipe(file, overrides)
-    assert caught.value.key.startswith(key) and words in str(caught.value)
+    assert caught.value.key == key and words in str(caught.value)
 
 
 def test_a_scorer_that_cannot_be_prepared_is_refused_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import io
 import math
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 from PIL import Image
 
 from megarl.data.images import ImageReader
+from megarl.engines.base import EngineDead
 from megarl.recipe.sandbox import SandboxConfig
 from megarl.recipe.schema import RewardConfig
 from megarl.rewards.weighted import Term
@@ -121,6 +124,56 @@ def run(server: RolloutServer, wave: list[GenerationRequest]) -> list[Group]:
         return [(await result)[0] for result in collected]
 
     return asyncio.run(asyncio.wait_for(all_of_it(), timeout=20))
+
+
+def test_groups_without_samples_fail_with_the_engine(serve: Callable[[Engine], RolloutServer]) -> None:
+    """A group that was sampled before the failure has its result. The others raise the error, as `submit` does."""
+
+    class Dying(Engine):
+        def generate(self, requests: list[GenerationRequest], finished: Callable[..., None]) -> None:
+            super().generate(requests[:1], finished)
+            raise EngineDead("engine 'fake' died")
+
+    server, wave = serve(Dying()), requests(with_greedy=False)
+
+    async def outcomes() -> list[Any]:
+        collected = [server.collect(request.group) for request in wave]
+        return await asyncio.gather(server.submit(wave), *collected, return_exceptions=True)
+
+    submitted, (group, _), *failed = asyncio.run(asyncio.wait_for(outcomes(), timeout=20))
+    assert group.number == 0 and len(group.samples) == 2
+    assert len(failed) == 2 and all(isinstance(error, EngineDead) for error in (submitted, *failed))
+    assert not server._results
+
+
+@pytest.mark.parametrize("call", ["update_weights", "connect_weight_sync", "sleep", "wake", "start_profile", "watch"])
+def test_no_other_call_waits_for_a_thread_of_generate(serve: Callable[[Engine], RolloutServer], call: str) -> None:
+    """All threads of `generate` are in use, as with many turns of agents."""
+    released, passed = threading.Event(), []
+
+    class Busy(Engine):
+        def generate(self, requests: list[GenerationRequest], finished: Callable[..., None]) -> None:
+            assert released.wait(20)
+            super().generate(requests, finished)
+
+        def __getattr__(self, name: str) -> Callable[..., object]:
+            return lambda *args: passed.append((name, *args))
+
+    server, wave = serve(Busy()), requests(with_greedy=False)
+    server.calls = ThreadPoolExecutor(max_workers=1)
+    arguments = () if call in ("sleep", "watch") else (1,)
+
+    async def calls() -> None:
+        submitted = asyncio.ensure_future(server.submit(wave))
+        await asyncio.sleep(0.05)  # `generate` has the only thread
+        try:
+            await asyncio.wait_for(getattr(server, call)(*arguments), timeout=5)
+        finally:
+            released.set()
+        await asyncio.gather(submitted, *(server.collect(request.group) for request in wave))
+
+    asyncio.run(calls())
+    assert passed == [(call, *arguments)]
 
 
 def test_images_are_prepared_by_the_server(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import time
@@ -11,19 +10,27 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.gsm8k import GSM8K, needs_gsm8k
 from tests.support.stack import ROOT, command, environment, metrics, run, without_times
 from tests.support.training_runs import assert_ended, descendants, metrics_so_far, settings, train
 
 pytestmark = pytest.mark.stack
+
+LOSS_TERMS = ["algorithm.kl_coef=0.01", "algorithm.entropy_coef=0.001"]
+
+
+def trained(data: Path, runs: Path, name: str, *more: str, torchrun: int = 0) -> Path:
+    """Train to the end; return the run's directory."""
+    done = train(data, runs, name, *more, torchrun=torchrun)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return runs / name
 
 
 @pytest.fixture(scope="module")
 def reference(quickstart_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four steps over Ray, uninterrupted."""
     runs = tmp_path_factory.mktemp("runs")
-    done = train(
-        quickstart_data, runs, "reference", "train.steps=4", "algorithm.kl_coef=0.01", "algorithm.entropy_coef=0.001"
-    )
+    done = train(quickstart_data, runs, "reference", "train.steps=4", *LOSS_TERMS)
     assert done.returncode == 0, done.stderr + done.stdout
     assert "weight_sync.route=auto: sharded; " in done.stderr + done.stdout
     return runs / "reference"
@@ -32,10 +39,8 @@ def reference(quickstart_data: Path, tmp_path_factory: pytest.TempPathFactory) -
 @pytest.mark.slow
 def test_sharded_and_full_updates_give_equal_metrics(quickstart_data: Path, reference: Path, tmp_path: Path) -> None:
     """All metrics of both runs are bit-identical."""
-    more = ["train.steps=4", "algorithm.kl_coef=0.01", "algorithm.entropy_coef=0.001"]
-    done = train(quickstart_data, tmp_path, "exported", *more, "weight_sync.route=full")
-    assert done.returncode == 0, done.stderr + done.stdout
-    planned, exported = without_times(metrics(reference)), without_times(metrics(tmp_path / "exported"))
+    run_dir = trained(quickstart_data, tmp_path, "exported", "train.steps=4", *LOSS_TERMS, "weight_sync.route=full")
+    planned, exported = without_times(metrics(reference)), without_times(metrics(run_dir))
     assert planned[0] == exported[0]
     for line, other in zip(planned[1:], exported[1:], strict=True):
         # one engine rank needs every tensor: the bytes sent are its parameters' bytes, without padding to 64 bytes
@@ -49,16 +54,15 @@ def test_sharded_and_full_updates_give_equal_metrics(quickstart_data: Path, refe
 @pytest.mark.slow
 def test_weights_from_device_to_device(quickstart_data: Path, reference: Path, tmp_path: Path) -> None:
     """Two engines, the second fed by the first, give the metrics of one colocated engine."""
-    more = ["train.steps=2", "algorithm.kl_coef=0.01", "algorithm.entropy_coef=0.001", "evaluation.at_end=false"]
+    more = ["train.steps=2", *LOSS_TERMS, "evaluation.at_end=false"]
     apart = [
         "cluster.placement=disaggregated",
         "weight_sync.route=sharded",
         "weight_sync.transport=device",
         "rollout.engines=2",
     ]
-    done = train(quickstart_data, tmp_path, "apart", *more, *apart)
-    assert done.returncode == 0, done.stderr + done.stdout
-    pair, single = without_times(metrics(tmp_path / "apart")), without_times(metrics(reference))[:3]
+    run_dir = trained(quickstart_data, tmp_path, "apart", *more, *apart)
+    pair, single = without_times(metrics(run_dir)), without_times(metrics(reference))[:3]  # steps 0 to 2, as here
     assert pair[1]["weight_sync/received_bytes"] == 2 * single[1]["weight_sync/received_bytes"]
     for line, of_one in zip(pair[1:], single[1:], strict=True):
         assert line["actor/pg_loss"] == of_one["actor/pg_loss"] and line["actor/grad_norm"] == of_one["actor/grad_norm"]
@@ -70,10 +74,12 @@ def test_weights_are_read_from_the_trainers_device_memory(
     quickstart_data: Path, reference: Path, tmp_path: Path
 ) -> None:
     """All metrics equal the metrics of a run with buckets in /dev/shm."""
-    more = ["train.steps=2", "algorithm.kl_coef=0.01", "algorithm.entropy_coef=0.001", "evaluation.at_end=false"]
-    done = train(quickstart_data, tmp_path, "mapped", *more, "weight_sync.route=sharded", "weight_sync.transport=ipc")
-    assert done.returncode == 0, done.stderr + done.stdout
-    mapped, shared = without_times(metrics(tmp_path / "mapped")), without_times(metrics(reference))
+    more = ["train.steps=2", *LOSS_TERMS, "evaluation.at_end=false"]
+    ipc = ["weight_sync.route=sharded", "weight_sync.transport=ipc"]
+    mapped, shared = (
+        without_times(metrics(trained(quickstart_data, tmp_path, "mapped", *more, *ipc))),
+        without_times(metrics(reference)),
+    )
     assert mapped[1] == shared[1]
     assert mapped[2].items() <= shared[2].items(), "after its last step the run sends nothing"
 
@@ -132,7 +138,7 @@ class TestReference:
 
 def test_a_killed_and_resumed_run_is_bit_identical(reference: Path, quickstart_data: Path, tmp_path: Path) -> None:
     """SIGKILL after step 2, over Ray: no process survives, and the resumed run writes bit-identical metrics."""
-    more = ["train.steps=4", "algorithm.kl_coef=0.01", "algorithm.entropy_coef=0.001"]
+    more = ["train.steps=4", *LOSS_TERMS]
     arguments = ["train", "recipes/quickstart.yaml", *settings(quickstart_data, tmp_path, "killed", *more)]
     process = subprocess.Popen(command(*arguments), cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
     run_dir = tmp_path / "killed"
@@ -149,16 +155,15 @@ def test_a_killed_and_resumed_run_is_bit_identical(reference: Path, quickstart_d
     newest = max((run_dir / "checkpoints").glob("step_*"))
     kept = [line for line in lines if json.loads(line)["step"] < int(newest.name.removeprefix("step_"))]
     (run_dir / "metrics.jsonl").write_bytes(b"".join(kept))
-    done = train(quickstart_data, tmp_path, "killed", *more, "train.resume=auto")
-    assert done.returncode == 0, done.stderr
+    trained(quickstart_data, tmp_path, "killed", *more, "train.resume=auto")
     assert without_times(metrics(run_dir)) == without_times(metrics(reference))
 
 
 def test_torchrun_gives_the_same_run(reference: Path, quickstart_data: Path, tmp_path: Path) -> None:
-    more = ["train.steps=3", "algorithm.kl_coef=0.01", "algorithm.entropy_coef=0.001", "evaluation.at_end=false"]
-    done = train(quickstart_data, tmp_path, "torchrun", *more, torchrun=2)
-    assert done.returncode == 0, done.stderr + done.stdout
-    assert without_times(metrics(tmp_path / "torchrun"))[:3] == without_times(metrics(reference))[:3]
+    more = ["train.steps=3", *LOSS_TERMS, "evaluation.at_end=false"]
+    run_dir = trained(quickstart_data, tmp_path, "torchrun", *more, torchrun=2)
+    # Steps 0 to 2: step 3 is this run's last and sends no weights, while the reference goes on.
+    assert without_times(metrics(run_dir))[:3] == without_times(metrics(reference))[:3]
 
 
 ONE_STEP_OFF = [
@@ -175,9 +180,7 @@ ONE_STEP_OFF = [
 def one_step_off(quickstart_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three steps in which two engines sample one step ahead."""
     runs = tmp_path_factory.mktemp("runs")
-    done = train(quickstart_data, runs, "whole", *ONE_STEP_OFF, torchrun=2)
-    assert done.returncode == 0, done.stderr + done.stdout
-    return runs / "whole"
+    return trained(quickstart_data, runs, "whole", *ONE_STEP_OFF, torchrun=2)
 
 
 def test_two_engines_sample_one_step_ahead(one_step_off: Path) -> None:
@@ -187,19 +190,14 @@ def test_two_engines_sample_one_step_ahead(one_step_off: Path) -> None:
 @pytest.mark.slow
 def test_a_resumed_run_uses_the_waiting_samples(one_step_off: Path, quickstart_data: Path, tmp_path: Path) -> None:
     resume = f"train.resume={one_step_off / 'checkpoints' / 'step_000002'}"
-    rest = train(quickstart_data, tmp_path, "rest", *ONE_STEP_OFF, resume, torchrun=2)
-    assert rest.returncode == 0, rest.stderr
-    (line,) = metrics(tmp_path / "rest")
+    (line,) = metrics(trained(quickstart_data, tmp_path, "rest", *ONE_STEP_OFF, resume, torchrun=2))
     assert without_times([line]) == without_times(metrics(one_step_off)[2:])
 
 
 @pytest.mark.slow
+@needs_gsm8k
 def test_the_real_gsm8k_runs(quickstart_data: Path, tmp_path: Path) -> None:
-    """Uses GSM8K's files if MEGARL_GSM8K names their folder, else the sample in tests/fixtures."""
-    source = Path(os.environ.get("MEGARL_GSM8K", ROOT.parent / "shared" / "data" / "gsm8k"))
-    real = (source / "train.jsonl").exists()
-    source = source if real else ROOT / "tests" / "fixtures" / "gsm8k"
-    prepared = run("data", "gsm8k", "--source", str(source), "--out", str(tmp_path / "gsm8k"))
+    prepared = run("data", "gsm8k", "--source", str(GSM8K), "--out", str(tmp_path / "gsm8k"))
     assert prepared.returncode == 0, prepared.stderr
     done = run(
         "train", "recipes/gsm8k_tiny.yaml", f"model.path={quickstart_data}/model", f"runs_dir={tmp_path}",
@@ -211,4 +209,4 @@ def test_the_real_gsm8k_runs(quickstart_data: Path, tmp_path: Path) -> None:
     assert [line["step"] for line in lines] == [1, 2]
     assert all(line["rollout/logprob_gap_mean"] < 1e-4 for line in lines)
     notices = (tmp_path / "gsm8k-tiny" / "notices.jsonl").read_text()
-    assert not real or "training prompts are longer than the limit and were left out" in notices
+    assert "training prompts are longer than the limit and were left out" in notices

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from megarl.subprocess_pool.fork_server import PACKET
 from megarl.subprocess_pool.job import Answered, Failed
-from megarl.subprocess_pool.pool import ProcessPool
+from megarl.subprocess_pool.pool import FORK_SERVER, ProcessPool
 
 NAMES = ["told", "refuses", "size", "sleeps", "unreadable", "lock", "big", "fills"]
 
@@ -38,6 +44,61 @@ def test_names_and_settings_reach_the_job(make: Callable[..., ProcessPool]) -> N
         assert outcome.value.pop("own") != pool._fork_server.pid
         expected = {"name": "told", "settings": {"depth": [1, 2]}, "request": {"x": number}}
         assert outcome.value == {**expected, "prepared": [pool._fork_server.pid]}
+
+
+@pytest.mark.parametrize("concurrent", [1, 8])
+def test_output_of_a_job_is_not_lost(
+    make: Callable[..., ProcessPool],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    concurrent: int,
+) -> None:
+    """Workers end without Python's clean-up: `close` kills them."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    name = "prints" if concurrent == 1 else "awaits"
+    pool = make([name], concurrent=concurrent)
+    request = "scored" if concurrent == 1 else {"seconds": 0.0, "what": "print"}
+    assert isinstance(pool.submit(name, request).result(10), Answered)
+    pool.close()
+    assert capfd.readouterr().out == "scored\n"
+
+
+@contextlib.contextmanager
+def fork_server(setup: list[Any]) -> Iterator[tuple[socket.socket, subprocess.Popen[str]]]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.settimeout(60)
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", FORK_SERVER, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    try:
+        ours.send(json.dumps(setup).encode())
+        assert ours.recv(PACKET) == b'["ready"]'
+        yield ours, process
+    finally:
+        ours.close()
+        process.kill()
+        process.communicate()
+
+
+def test_a_worker_that_cannot_start_prints_the_error() -> None:
+    """Its exit status is 1; it is 0 after the pool has closed its end."""
+    with fork_server(["tests.support.pool_jobs:find", ["size"], {}, None]) as (control, process):
+        with open("/dev/null", "rb") as no_socket:
+            socket.send_fds(control, [b'["fork", 3]'], [no_socket.fileno()])
+        assert json.loads(control.recv(PACKET)) == ["ended", 3, 1]
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(control, [b'["fork", 4]'], [theirs.fileno()])
+        assert ours.recv(1)  # it is ready
+        ours.close()
+        assert json.loads(control.recv(PACKET)) == ["ended", 4, 0]
+        control.close()
+        _, printed = process.communicate(timeout=60)
+    assert printed.startswith("Traceback") and "Socket operation on non-socket" in printed
 
 
 @pytest.mark.parametrize(

@@ -319,6 +319,13 @@ def same(first, other):
     )
 
 
+def assert_same_digests(first, second, where="the engine"):
+    """Assert that two engines have the same parameters. Each argument: for each rank, digests by parameter name."""
+    for rank, (left, right) in enumerate(zip(first, second, strict=True)):
+        differing = [name for name in left.keys() | right.keys() if left.get(name) != right.get(name)]
+        assert differing == [], f"{where}, rank {rank}"
+
+
 def full_sender(engine, info):
     sender = FullSender.open(
         "127.0.0.1", [tuple(r) for r in info["receivers"]], bucket_bytes=1 << 18, timeout=120.0, heartbeat_timeout=8.0

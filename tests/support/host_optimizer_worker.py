@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.support import megatron_worker as worker  # isort: skip -- prepares the platform before Megatron is imported
+from tests.support import megatron_training as training  # isort: skip -- prepares the platform before Megatron is imported
 
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 
 from tests.support.megatron_checkpoints import save
+from tests.support.trainer_processes import forget_last_model
 
 
 @contextlib.contextmanager
@@ -43,35 +44,35 @@ def a_device() -> Iterator[None]:
 def build(case: dict[str, Any]) -> Any:
     from megarl.megatron.trainer import PolicyTrainer
 
-    worker.forget_last_model()
-    recipe = worker.recipe_of(case)
+    forget_last_model()
+    recipe = training.recipe_of(case)
     recipe.actor.optimizer.extra = case["optimizer"]
     recipe.actor.optimizer.clip_grad = 0.5  # below the norms, so that clipping counts
     with a_device():
-        return PolicyTrainer(recipe, worker.platform, total_optimizer_steps=10)
+        return PolicyTrainer(recipe, training.platform, total_optimizer_steps=10)
 
 
 def run_case(case: dict[str, Any], output: Path) -> None:
     trainer = build(case)
-    start = worker.weights_of(trainer)
-    batches, _ = worker.micro_batches(trainer, 2)
+    start = training.weights_of(trainer)
+    batches, _ = training.micro_batches(trainer, 2)
     empty = output / f"{case['name']}.start.checkpoint"
     save(trainer, empty)  # before the first update: the moments are there, and the weights are as they were loaded
     assert all(torch.equal(start[name], weight) for name, weight in trainer.export_weights())
-    metrics = worker.train(trainer, batches, 3)
+    metrics = training.train(trainer, batches, 3)
     directory = output / f"{case['name']}.checkpoint"
     save(trainer, directory)
-    went_on, last = worker.train(trainer, batches, 2), worker.weights_of(trainer)
+    went_on, last = training.train(trainer, batches, 2), training.weights_of(trainer)
 
     resumed = build(case)
     assert resumed.load(directory) is None
-    assert worker.train(resumed, batches, 2) == went_on
-    for name, weight in worker.weights_of(resumed).items():
+    assert training.train(resumed, batches, 2) == went_on
+    for name, weight in training.weights_of(resumed).items():
         assert torch.equal(weight, last[name]), name
     if other := case.get("continues"):  # checkpoint of the other kind of optimizer
         resumed.load(output / f"{other}.checkpoint")
         save(resumed, output / f"{case['name']}.copied.checkpoint")
-        crossed = worker.train(resumed, batches, 2)
+        crossed = training.train(resumed, batches, 2)
     else:
         crossed = None
     if dist.get_rank() == 0:
@@ -81,7 +82,7 @@ def run_case(case: dict[str, Any], output: Path) -> None:
 def main() -> None:
     logging.disable(logging.WARNING)
     cases, output = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    dist.init_process_group(worker.platform.process_group_backend)
+    dist.init_process_group(training.platform.process_group_backend)
     for case in cases:
         run_case(case, output)
     dist.barrier()

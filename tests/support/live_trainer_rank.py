@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from tests.support.megatron_worker import build, platform
+from tests.support.megatron_training import build, platform
 
 import numpy as np  # isort: skip
 import torch  # isort: skip

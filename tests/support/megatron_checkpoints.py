@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 from pathlib import Path
 from typing import Any
@@ -41,15 +42,20 @@ def assembled(directory: Path) -> dict[str, torch.Tensor]:
     return whole
 
 
-def assert_same(directory: Path, other: Path) -> None:
-    """Assert that two checkpoints are bit-identical, except for padding of the vocabulary."""
+def assert_same(directory: Path, other: Path, vocabulary: int | None = None) -> None:
+    """Assert that two checkpoints are bit-identical.
+
+    vocabulary: size without padding; the padding past it may differ in length. None: shapes must be equal.
+    """
     left, right = assembled(directory), assembled(other)
     assert left.keys() == right.keys(), left.keys() ^ right.keys()
     assert any(name.startswith("exp_avg_sq.") for name in left) and any(name.startswith("weight.") for name in left)
     for name, tensor in left.items():
         common = tuple(slice(min(sizes)) for sizes in zip(tensor.shape, right[name].shape, strict=True))
         assert tensor.dtype == right[name].dtype and torch.equal(tensor[common], right[name][common]), name
-        assert tensor.shape == right[name].shape or "word_embeddings" in name or "output_layer" in name, name
+        if tensor.shape != right[name].shape:
+            assert "word_embeddings" in name or "output_layer" in name, name
+            assert vocabulary is not None and common[0].stop >= vocabulary, (name, tensor.shape, right[name].shape)
 
 
 def check_failed_write(trainer: Any, directory: Path) -> None:
@@ -74,12 +80,15 @@ def check_failed_write(trainer: Any, directory: Path) -> None:
     dist.barrier()
 
 
-def check_reshard(worker: Any, case: dict[str, Any], output: Path) -> None:
+def check_reshard(case: dict[str, Any], output: Path) -> None:
     """Load another layout's checkpoint: all states are bit-identical, and training continues with the same numbers."""
+    from tests.support import megatron_training as training
+    from tests.support.megatron_offload import bytes_of
+
     source, target = output / f"{case['from']}.checkpoint", output / f"{case['name']}.checkpoint"
-    trainer = worker.build(case)
-    held_ranks.record(trainer, worker.bytes_of(trainer), case, output)
-    torch.rand(3)
+    trainer = training.build(case)
+    held_ranks.record(trainer, bytes_of(trainer), case, output)
+    torch.rand(3)  # the noise below must follow from the states that `load` sets, not from those after `build`
     notice = trainer.load(source)
     if case.get("same_ranks"):  # each rank has its random state back
         assert notice is None, notice
@@ -88,15 +97,15 @@ def check_reshard(worker: Any, case: dict[str, Any], output: Path) -> None:
     noise = torch.rand(3)
     save(trainer, target)
     if dist.get_rank() == 0:
-        assert_same(source, target)
+        assert_same(source, target, trainer.model.vocab_size)
     dist.barrier()
-    again = worker.build(case)
+    again = training.build(case)
     again.load(source)
     assert torch.equal(noise, torch.rand(3)), "random states do not follow from seed and step"
-    if case.get("dtype"):
-        return
-    batches, _ = worker.micro_batches(again, case["per_micro"])
-    metrics, weights = worker.train(again, batches, 2), worker.weights_of(again)
+    if case.get("dtype") == "bfloat16":
+        return  # a weight's last bit depends on how sums over ranks round
+    batches, _ = training.micro_batches(again, case["per_micro"])
+    metrics, weights = training.train(again, batches, 2), training.weights_of(again)
     went_on = torch.load(output / f"{case['root']}.went_on.pt", weights_only=True)
     for of_step, expected in zip(metrics, went_on["metrics"], strict=True):
         for name in expected if of_step else ():
@@ -105,12 +114,15 @@ def check_reshard(worker: Any, case: dict[str, Any], output: Path) -> None:
         torch.testing.assert_close(weights[name], weight, atol=2e-6, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def check_other_model(worker: Any, case: dict[str, Any], output: Path) -> None:
+def check_other_model(case: dict[str, Any], output: Path) -> None:
     """Another model's checkpoint is refused, naming a tensor."""
-    trainer = worker.build(case)
+    from tests.support import megatron_training as training
+
+    trainer = training.build(case)
     try:
         trainer.load(output / f"{case['from']}.checkpoint")
     except ValueError as error:
         assert "written by another model" in str(error), error
+        assert re.search(r"\b(weight|master|exp_avg|exp_avg_sq)\.\w+", str(error)), error
     else:
         raise AssertionError("another model's checkpoint was loaded")

@@ -43,7 +43,8 @@ TWO = [
 def run_case(case: dict[str, Any], output: Path) -> None:
     """Compute values, metrics and weights of two steps; write the exported critic, and a checkpoint if the case sets it."""
     from tests.support import held_ranks
-    from tests.support.megatron_worker import bytes_of, weights_of
+    from tests.support.megatron_offload import bytes_of
+    from tests.support.megatron_training import weights_of
 
     trainer = build(case)
     held_ranks.record(trainer, bytes_of(trainer), case, output)
@@ -76,7 +77,7 @@ def run_case(case: dict[str, Any], output: Path) -> None:
 def check_resume(case: dict[str, Any], output: Path, trainer: Any, batches: list[Any]) -> None:
     """Training from a loaded checkpoint is bit-identical, including the head; an exported critic keeps its head."""
     from tests.support.megatron_checkpoints import save
-    from tests.support.megatron_worker import weights_of
+    from tests.support.megatron_training import weights_of
 
     now = trainer.values(batches)
     save(trainer, output / f"{case['name']}.checkpoint")
@@ -94,7 +95,7 @@ def build(case: dict[str, Any]) -> Any:
     from megatron.core import parallel_state
 
     from megarl.megatron.critic import CriticTrainer
-    from tests.support.megatron_worker import platform, recipe_of
+    from tests.support.megatron_training import platform, recipe_of
 
     parallel_state.destroy_model_parallel()
     recipe = recipe_of(case)
@@ -111,7 +112,7 @@ def train(trainer: Any, batches: list[Any], steps: int) -> list[dict[str, float]
 
 def micro_batches(trainer: Any, per_micro: int) -> tuple[list[Any], list[list[int]]]:
     """The global batch of the other cases, with returns instead of advantages."""
-    from tests.support.megatron_worker import micro_batches
+    from tests.support.megatron_training import micro_batches
 
     batches, numbers = micro_batches(trainer, per_micro)
     for batch in batches:

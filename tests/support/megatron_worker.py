@@ -14,121 +14,23 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from megarl.platform import select
+from tests.support import megatron_training as training  # isort: skip -- prepares the platform before Megatron is imported
 
-platform = select("cpu")
-platform.prepare()
+import torch
+import torch.distributed as dist
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-
-from tests.support import held_ranks, holdings_check, megatron_critic, megatron_swap, mindspeed_record  # noqa: E402
-from tests.support.megatron_checkpoints import assert_same, check_failed_write, check_other_model, check_reshard, save  # noqa: E402
-from tests.support.megatron_models import CLIP_GRAD, ENTROPY_COEF, LENGTHS, LOSS_SCALE, TEMPERATURE, global_batch  # noqa: E402
-from tests.support.megatron_offload import bytes_of, check_offload  # noqa: E402
-from tests.support.trainer_processes import forget_last_model  # noqa: E402
-from tests.support.vl_model import images_of, sequences  # noqa: E402
-
-torch.set_num_threads(1)
-TIMEOUT = 1234.5
-
-
-def recipe_of(case: dict[str, Any]) -> Any:
-    from megarl.recipe.schema import Recipe
-
-    recipe = Recipe()
-    recipe.model.path, recipe.model.dtype = case["model"], case.get("dtype", "float32")
-    recipe.cluster.timeout = TIMEOUT
-    # A large epsilon keeps Adam's update smooth in the gradient, so that rounding stays rounding.
-    # Without decay, nothing but a gradient moves a weight.
-    optimizer = recipe.actor.optimizer
-    optimizer.lr, optimizer.eps, optimizer.clip_grad = 1e-2, 1e-2, CLIP_GRAD
-    optimizer.weight_decay = case.get("weight_decay", 0.0)
-    for name, value in case.get("megatron", {}).items():
-        setattr(recipe.megatron, name, value)
-    for name, value in case.get("lora", {}).items():
-        setattr(recipe.lora, name, value)
-    return recipe
-
-
-def build(case: dict[str, Any], *, weights_only: bool = False) -> Any:
-    from megarl.megatron.trainer import PolicyTrainer
-
-    forget_last_model()
-    return PolicyTrainer(recipe_of(case), platform, total_optimizer_steps=10, weights_only=weights_only)
-
-
-def micro_batches(trainer: Any, per_micro: int) -> tuple[list[Any], list[list[int]]]:
-    """Return this data-parallel rank's share of the same global batch, and the numbers of its sequences."""
-    from megarl.megatron.batch import MicroBatch
-
-    tokens, advantages = global_batch()
-    with_images = trainer.model.image_layout is not None
-    if with_images:
-        tokens = [sequence for sequence, _ in sequences()]
-    share = len(LENGTHS) // trainer.coordinates.dp_size
-    mine = list(range(len(LENGTHS)))[trainer.coordinates.dp_rank * share :][:share]
-    numbers = [mine[i : i + per_micro] for i in range(0, len(mine), per_micro)]
-    batches = [
-        MicroBatch(
-            torch.cat([tokens[i] for i in group]),
-            [LENGTHS[i] for i in group],
-            vectors_of(torch.cat([advantages[i] for i in group])),
-            images=images_of(group) if with_images else None,
-        )
-        for group in numbers
-    ]
-    return batches, numbers
-
-
-def vectors_of(advantages: torch.Tensor) -> dict[str, torch.Tensor]:
-    ones = torch.ones_like(advantages)
-    return {
-        "advantages": advantages,
-        "loss_mask": ones,
-        "loss_weights": ones * LOSS_SCALE,
-        "token_share": ones * LOSS_SCALE,
-    }
-
-
-def objective(x: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """A sum with a global scale and an entropy bonus, independent of a rank's counts."""
-    loss = ((-x.log_probs * x.advantages - ENTROPY_COEF * x.entropy) * x.loss_weights).sum()
-    return loss, {"loss": loss.detach(), "tokens": torch.tensor(float(len(x.log_probs)))}
-
-
-def train(trainer: Any, batches: list[Any], steps: int, function: Any = objective) -> list[dict[str, float] | None]:
-    step = {"temperature": TEMPERATURE, "with_entropy": True}
-    metrics = [trainer.train_step(batches, function, **step) for _ in range(steps)]
-    for of_step in metrics:
-        assert of_step is None or 0.01 < of_step.pop("perf/max_memory_allocated_gb") < 100
-    return metrics
-
-
-def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
-    exported = [(name, weight.clone()) for name, weight in trainer.export_weights()]
-    weights = dict(exported)
-    assert len(weights) == len(exported), "a name came twice, which weight sync refuses"
-    return weights
-
-
-def gradient_of(trainer: Any) -> dict[str, torch.Tensor]:
-    """The last step's clipped gradients from the gradient buffers, by Hugging Face name."""
-    parameters = [parameter for chunk in trainer.model.chunks for parameter in chunk.parameters()]
-    weights = [parameter.data for parameter in parameters]
-    for parameter in parameters:
-        parameter.data = parameter.main_grad
-    gradient = weights_of(trainer)
-    for parameter, weight in zip(parameters, weights, strict=True):
-        parameter.data = weight
-    return gradient
+from tests.support import held_ranks, holdings_check, megatron_critic, megatron_swap, mindspeed_record
+from tests.support.megatron_checkpoints import assert_same, check_failed_write, check_other_model, check_reshard, save
+from tests.support.megatron_models import LENGTHS
+from tests.support.megatron_offload import bytes_of, check_offload
+from tests.support.megatron_training import build, gradient_of, micro_batches, train, weights_of
 
 
 def run_case(case: dict[str, Any], output: Path) -> None:
     """Write log-probs, the loaded weights, and metrics and weights of two steps. On one process, also the first step's
     gradient."""
     trainer = build(case)
-    if platform.uses_native_layers:
+    if training.platform.uses_native_layers:
         mindspeed_record.check_config(trainer.model.chunks)
     held_ranks.record(trainer, bytes_of(trainer), case, output)
     batches, numbers = micro_batches(trainer, case.get("per_micro", 2))
@@ -189,8 +91,8 @@ def check_timeout() -> None:
     from megatron.core import parallel_state
 
     for group in (parallel_state.get_tensor_model_parallel_group(), parallel_state.get_data_parallel_group()):
-        options = group._get_backend(platform.device()).options
-        assert options._timeout == timedelta(seconds=TIMEOUT), options._timeout
+        options = group._get_backend(training.platform.device()).options
+        assert options._timeout == timedelta(seconds=training.TIMEOUT), options._timeout
 
 
 def check_weights_only(case: dict[str, Any], directory: Path, expected: dict[str, torch.Tensor]) -> None:
@@ -252,7 +154,7 @@ def run_resume(case: dict[str, Any], output: Path) -> None:
 
     resumed = build(case)
     assert resumed.load(staged.directory) is None, "the same layout resumes without a notice"
-    check_offload(resumed, platform, weights_of(resumed))
+    check_offload(resumed, training.platform, weights_of(resumed))
     assert torch.equal(noise, torch.rand(3)), "random states were not restored"
     assert train(resumed, batches, 2) == went_on
     for name, weight in resumed.export_weights():
@@ -317,26 +219,10 @@ def synced_files() -> list[str]:
     return paths
 
 
-def reshard(case: dict[str, Any], output: Path) -> None:
-    check_reshard(sys.modules[__name__], case, output)
-
-
-def other_model(case: dict[str, Any], output: Path) -> None:
-    check_other_model(sys.modules[__name__], case, output)
-
-
-def swap(case: dict[str, Any], output: Path) -> None:
-    megatron_swap.run_case(sys.modules[__name__], case, output)
-
-
-def swap_reshard(case: dict[str, Any], output: Path) -> None:
-    megatron_swap.run_reshard(sys.modules[__name__], case, output)
-
-
 def main() -> None:
     logging.disable(logging.WARNING)
     cases, output = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    dist.init_process_group(platform.process_group_backend)
+    dist.init_process_group(training.platform.process_group_backend)
     for case in cases:
         kinds = {
             "layout": run_case,
@@ -344,10 +230,10 @@ def main() -> None:
             "upstream": run_upstream,
             "samples": run_samples,
             "critic": megatron_critic.run_case,
-            "reshard": reshard,
-            "other_model": other_model,
-            "swap": swap,
-            "swap_reshard": swap_reshard,
+            "reshard": check_reshard,
+            "other_model": check_other_model,
+            "swap": megatron_swap.run_case,
+            "swap_reshard": megatron_swap.run_reshard,
         }
         kinds[case.get("kind", "layout")](case, output)
     dist.barrier()

@@ -13,9 +13,9 @@ from tests.support import mindspeed_source
 mindspeed_source.make_importable(os.environ["MEGARL_TEST_MINDSPEED"])
 devices = mindspeed_source.activate()
 
-from tests.support import megatron_worker  # noqa: E402
+from tests.support import megatron_training, megatron_worker  # noqa: E402
 
-megatron_worker.platform = devices
+megatron_training.platform = devices
 
 if __name__ == "__main__":
     megatron_worker.main()

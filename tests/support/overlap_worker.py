@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.support import megatron_worker as worker  # isort: skip -- prepares the platform before Megatron is imported
+from tests.support import megatron_training as training  # isort: skip -- prepares the platform before Megatron is imported
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,7 @@ def reduced_in_backward(trainer: Any, batches: list[Any]) -> tuple[list[Any], in
 
     Group.start_grad_sync, Group.finish_grad_sync = started, finished
     try:
-        metrics = worker.train(trainer, batches, 1)
+        metrics = training.train(trainer, batches, 1)
     finally:
         Group.start_grad_sync, Group.finish_grad_sync = start, finish
     return metrics, events.index("finish")
@@ -55,44 +55,44 @@ def buckets_of(trainer: Any) -> list[torch.Tensor]:
 
 def run_case(case: dict[str, Any], output: Path) -> None:
     """Run each reader of weights directly after an update, before shards are gathered."""
-    trainer = worker.build(case)
+    trainer = training.build(case)
     trainer.recipe.actor.optimizer.clip_grad = case.get("clip_grad", 0.0)
-    batches, _ = worker.micro_batches(trainer, case["per_micro"])
+    batches, _ = training.micro_batches(trainer, case["per_micro"])
     trainer.keep_reference()
-    metrics = worker.train(trainer, batches, 2)
+    metrics = training.train(trainer, batches, 2)
     more, early = reduced_in_backward(trainer, batches)
     metrics += more
     gathers = trainer.model.chunks[0].use_forward_hook
     pending = gathers and any(not group.param_gather_dispatched for group in groups_of(trainer))
     log_probs = trainer.log_probs(batches, temperature=1.0)
-    first = worker.weights_of(trainer)
+    first = training.weights_of(trainer)
 
-    worker.train(trainer, batches, 1)
+    training.train(trainer, batches, 1)
     reference = trainer.log_probs(batches, temperature=1.0, reference=True)
-    after_reference = worker.weights_of(trainer)
-    worker.train(trainer, batches, 1)
+    after_reference = training.weights_of(trainer)
+    training.train(trainer, batches, 1)
 
-    worker.platform.can_offload = (
+    training.platform.can_offload = (
         True  # before a save, which reads the memory through numpy: it keeps its size from then on
     )
     trainer.offload_optimizer()
     trainer.offload_weights()
     trainer.onload()
-    worker.platform.can_offload = False
-    metrics += worker.train(trainer, batches, 1)
+    training.platform.can_offload = False
+    metrics += training.train(trainer, batches, 1)
     directory = output / f"{case['name']}.checkpoint"
     save(trainer, directory)
-    metrics += worker.train(trainer, batches, 1)
-    went_on = worker.train(trainer, batches, 2)
-    last = worker.weights_of(trainer)
+    metrics += training.train(trainer, batches, 1)
+    went_on = training.train(trainer, batches, 2)
+    last = training.weights_of(trainer)
 
-    resumed = worker.build(case)
+    resumed = training.build(case)
     resumed.recipe.actor.optimizer.clip_grad = case.get("clip_grad", 0.0)
-    worker.train(resumed, batches, 1)  # a load replaces weights of which a gather is due
+    training.train(resumed, batches, 1)  # a load replaces weights of which a gather is due
     assert resumed.load(directory) is None
-    assert worker.train(resumed, batches, 1) == metrics[-1:]
-    assert worker.train(resumed, batches, 2) == went_on
-    for name, weight in worker.weights_of(resumed).items():
+    assert training.train(resumed, batches, 1) == metrics[-1:]
+    assert training.train(resumed, batches, 2) == went_on
+    for name, weight in training.weights_of(resumed).items():
         assert torch.equal(weight, last[name]), name
     result = {
         "metrics": [*metrics, *went_on], "log_probs": log_probs, "reference": reference, "groups": len(groups_of(trainer)),
@@ -104,7 +104,7 @@ def run_case(case: dict[str, Any], output: Path) -> None:
 def main() -> None:
     logging.disable(logging.WARNING)
     cases, output = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    dist.init_process_group(worker.platform.process_group_backend)
+    dist.init_process_group(training.platform.process_group_backend)
     for case in cases:
         run_case(case, output)
     dist.barrier()

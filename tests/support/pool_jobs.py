@@ -23,7 +23,7 @@ def find(name: str, settings: dict[str, Any]) -> Job:
         return {"name": name, "settings": settings, "request": request, "prepared": prepared, "own": os.getpid()}
 
     functions = {"told": told, "refuses": refuses, "size": len, "sleeps": time.sleep, "unreadable": unreadable}
-    functions |= {"lock": lock, "big": big, "fills": fills, "awaits": awaits}
+    functions |= {"prints": print, "lock": lock, "big": big, "fills": fills, "awaits": awaits}
     return Job(functions[name], lambda: prepared.append(os.getpid()))
 
 
@@ -77,6 +77,8 @@ async def awaits(request: dict[str, Any]) -> dict[str, Any]:
 async def _act(action: str) -> None:
     if action == "block":
         time.sleep(1000)
+    elif action == "print":
+        print("scored")
     elif action == "compute":
         _count(10**12)
     elif action == "child blocks":

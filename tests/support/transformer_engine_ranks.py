@@ -24,9 +24,9 @@ devices.prepare()
 import torch  # noqa: E402
 from transformer_engine.pytorch.modules import CALLS  # noqa: E402
 
-from tests.support import megatron_worker  # noqa: E402
+from tests.support import megatron_training, megatron_worker  # noqa: E402
 
-megatron_worker.platform = devices
+megatron_training.platform = devices
 
 
 def check_attention() -> None:

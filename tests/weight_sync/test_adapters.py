@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.commands.plan.build import _links
 from megarl.engines import arguments_of
 from megarl.engines.base import AdapterSpec, EngineSpec
 from megarl.engines.specs import policy_spec
+from megarl.engines.vllm.adapters import _shard
 from megarl.engines.vllm.args import build_engine_args
 from megarl.errors import RecipeError
 from megarl.hf.linears import adapter_sizes, linears_of
-from megarl.platform.device_table import device_named
 from megarl.preflight.engines_and_devices import check_device
 from megarl.preflight.load import load_recipe
 from megarl.recipe.schema import Recipe
@@ -78,7 +77,7 @@ def test_vllms_lora_arguments_are_refused_in_recipes() -> None:
         arguments_of("vllm").check_engine_args({"max_lora_rank": 64}, "rollout")
 
 
-def test_adapters_of_an_engine_follow_the_recipe(tmp_path: Path) -> None:
+def test_adapters_of_an_engine_follow_the_recipe() -> None:
     recipe = Recipe()
     assert policy_spec(recipe, "e0", load_weights=False).adapters is None
     recipe.lora.rank, recipe.lora.targets = 8, ["o_proj"]
@@ -88,10 +87,13 @@ def test_adapters_of_an_engine_follow_the_recipe(tmp_path: Path) -> None:
     assert policy_spec(recipe, "e0", load_weights=False).adapters is None
 
 
+@pytest.mark.parametrize("choice", ["only", "merged"])
+def test_a_choice_without_adapters_is_refused(choice: str) -> None:
+    with pytest.raises(RecipeError, match="no adapters are trained"):
+        load_recipe("recipes/quickstart.yaml", [f"weight_sync.adapters={choice}"])
+
+
 def test_unsupported_adapter_updates_are_refused_before_the_start(tmp_path: Path) -> None:
-    for choice in ("only", "merged"):
-        with pytest.raises(RecipeError, match="no adapters are trained"):
-            load_recipe("recipes/quickstart.yaml", [f"weight_sync.adapters={choice}"])
     recipe = Recipe()
     recipe.lora.rank, recipe.weight_sync.adapters, recipe.model.path = 8, "only", str(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(DENSE))
@@ -111,28 +113,8 @@ def test_sizes_of_adapters() -> None:
     assert len(adapter_sizes(DENSE, 2, ["all-linear"])) == 2 * len(linears_of(DENSE))
 
 
-def test_a_plan_counts_the_bytes_of_adapters() -> None:
-    """A plan gives the bytes of a later update as numbers; a note gives the first update's and the device memory."""
-    recipe = Recipe()
-    recipe.lora.rank, recipe.lora.targets = 12, ["k_proj", "down_proj"]
-    recipe.rollout.engines, recipe.rollout.tensor_parallel, recipe.cluster.placement = 2, 2, "disaggregated"
-    model = DENSE | {"vocab_size": 2**24}
-    unavailable = {"counts": None, "client": None}  # no subprocess counts parameters
-    links, (note,) = _links(recipe, model, device=device_named("H100"), **unavailable)  # type: ignore[arg-type]
-    size = 2 * 12 * 2 * (64 + 64 + 64 + 96)
-    assert (links.route, links.sent, links.received, links.total) == ("adapters", size, size, 4 * size)
-    assert "to engines: 4.0 GiB to each" in note and note.endswith(
-        f"not counted: {size / 12 * 16 / 2**20:.1f} MiB at most."
-    )
-    for changed, name in ((model | {"num_experts": 8, "num_experts_per_tok": 2}, "H100"), (model, "910B")):
-        links, (note,) = _links(recipe, changed, device=device_named(name), **unavailable)  # type: ignore[arg-type]
-        assert links.route == "full" and note.startswith("weight_sync.adapters=auto: engines are sent merged weights, ")
-
-
 def test_each_rank_holds_its_shard_of_an_adapter() -> None:
     """Four ranks shard 8 rows; two key/value heads go to two ranks each; an unsharded tensor goes to all."""
-    from megarl.engines.vllm.adapters import _shard
-
     rows = torch.arange(8)[:, None]
     assert [_shard(rows, 0, 2, rank, 4)[:, 0].tolist() for rank in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert [_shard(rows, 0, 4, rank, 4)[0, 0].item() for rank in range(4)] == [0, 0, 4, 4]

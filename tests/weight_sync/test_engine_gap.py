@@ -57,7 +57,7 @@ def test_bfloat16_is_near(model: str, tmp_path: Path) -> None:
 @pytest.mark.timeout(1600)
 def test_a_float32_output_layer_changes_numbers_and_does_not_widen_the_gap(tmp_path: Path) -> None:
     """Same weights and seeds. The layers' roundings dominate the gap of tiny models; tests/engines/test_fp32_head.py shows that
-    the engine computes its logits in float32, and tests/megatron/test_units.py the trainer."""
+    the engine computes its logits in float32, and tests/megatron/test_log_probs.py the trainer."""
     plain = measure(Case("qwen3", "bfloat16", updates=1), tmp_path / "plain")
     exact = measure(Case("qwen3", "bfloat16", updates=1, megatron={"fp32_head": True}), tmp_path / "fp32")
     for gap, other in zip(plain.gaps, exact.gaps, strict=True):

@@ -21,6 +21,7 @@ from megarl.engines.base import EngineSpec, GroupRank
 from megarl.recipe.schema import Recipe
 from megarl.trainer.actor import ActorWorker
 from megarl.types import Completion, GenerationRequest, Prompt, Sampling
+from megarl.weight_sync.session import Session, UpdateReport
 
 PROBE = "megarl.commands.accept.engine_probe:EngineProbe"
 TRAINER = "megarl.commands.accept.engine_probe:WeightSyncRank"
@@ -42,7 +43,7 @@ class EngineProbe:
         return self.rendezvous.first
 
     async def start(self, group_rank: GroupRank | None = None) -> dict[str, Any]:
-        return await asyncio.to_thread(self.engine.start, *([] if group_rank is None else [group_rank]))
+        return await asyncio.to_thread(self.engine.start, group_rank)
 
     async def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
         """Return the samples of all requests, in the order of their groups."""
@@ -59,10 +60,10 @@ class EngineProbe:
     async def abort(self) -> None:
         await asyncio.to_thread(self.engine.abort)
 
-    async def connect_weight_sync(self, session: Any) -> str | None:
+    async def connect_weight_sync(self, session: Session) -> str | None:
         return await asyncio.to_thread(self.engine.connect_weight_sync, session)
 
-    async def update_weights(self, version: int) -> Any:
+    async def update_weights(self, version: int) -> UpdateReport:
         return await asyncio.to_thread(self.engine.update_weights, version)
 
     async def free_memory(self) -> float | None:
@@ -129,9 +130,13 @@ class WeightSyncRank(ActorWorker):
 
     def send_and_die(self, version: int) -> Any:
         """Send weights, but let the last rank exit after packing its first bucket."""
+        from megarl.weight_sync.sender import Sender
+
         if self.rank == self.world_size - 1:
-            assert self.sender.session.sharded, "this rank must have an OutgoingBuckets"
-            self.sender._outgoing.send = lambda *_: os._exit(9)
+            assert isinstance(self.sender, Sender) and self.sender.session.sharded, "full sync sends from rank 0 only"
+            outgoing = self.sender._outgoing
+            assert outgoing is not None, "an earlier update has connected this rank"
+            outgoing.send = lambda *_: os._exit(9)  # type: ignore[method-assign]
         return self.send_weights(version)
 
 

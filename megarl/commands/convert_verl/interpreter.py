@@ -19,6 +19,7 @@ from megarl.commands.convert_verl.shell_values import (
     Expanded,
     Fact,
     Jump,
+    JumpKind,
     ScriptContext,
     ShellVariable,
     Status,
@@ -29,7 +30,7 @@ from megarl.commands.convert_verl.shell_values import (
 from megarl.errors import InputError
 
 _DEPTH = 40  # nested calls of functions and shells
-_JUMPS = ("exit", "return", "break", "continue")
+_JUMPS: dict[str, JumpKind] = {"exit": "exit", "return": "return", "break": "break", "continue": "continue"}
 _SHELLS = ("bash", "sh", "/bin/bash", "/bin/sh", "/usr/bin/bash")
 
 
@@ -125,7 +126,7 @@ class Interpreter(Statements):
             return self._function(name, expanded[1:], node["Line"])
         if name in _JUMPS:
             status = cause or (arguments[:1] in ([], ["0"]))
-            raise Jump(name, node["Line"], frozenset(self.facts) | self.condition_facts, status)
+            raise Jump(_JUMPS[name], node["Line"], frozenset(self.facts) | self.condition_facts, status)
         if cause is None and name in _SHELLS:
             return self._shell(arguments, statement, node)
         if name in ("shift", "set", "cd", "pushd", "popd", *SETTING_COMMANDS) or name == "eval":
@@ -225,7 +226,8 @@ class Interpreter(Statements):
         unknown = None
         for word in words:
             if isinstance(word.fields, Undetermined):
-                unknown = None if _is_single(word.word) else word.fields
+                if unknown is None and not _is_single(word.word):
+                    unknown = word.fields
                 positional.append(ShellVariable(word.fields, word.facts))
             else:
                 positional += [ShellVariable(text, word.facts) for text in word.fields]

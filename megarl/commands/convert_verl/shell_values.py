@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from typing import Literal
 
 from megarl.commands.convert_verl.shell_syntax import Node
 from megarl.errors import InputError
@@ -81,13 +82,16 @@ class State:
         return replace(self, variables=dict(self.variables), functions=dict(self.functions))
 
 
+JumpKind = Literal["exit", "return", "break", "continue", "unknown"]
+
+
 class Jump(Exception):
     """The end of a path: exit, return, break or continue; "unknown" if only some of several paths end.
 
     facts: the facts that the path depends on. status: the status that `return` gives.
     """
 
-    def __init__(self, kind: str, line: int, facts: Facts = frozenset(), status: Status = True):
+    def __init__(self, kind: JumpKind, line: int, facts: Facts = frozenset(), status: Status = True):
         super().__init__(kind)
         self.kind, self.line, self.facts, self.status = kind, line, facts, status
 
@@ -122,14 +126,15 @@ def merge(states: list[State], cause: Undetermined, line: int) -> State:
     merged = first.copy()
     for name in {name for state in states for name in state.variables}:
         variables = [state.variables.get(name) for state in states]
-        values = {None if variable is None else variable.value for variable in variables}
-        facts = frozenset(fact for variable in variables if variable for fact in variable.facts)
-        value = values.pop()
-        merged.variables[name] = ShellVariable(unknown if values or value is None else value, facts)
+        present = [variable for variable in variables if variable is not None]
+        facts = frozenset(fact for variable in present for fact in variable.facts)
+        same = len(present) == len(states) and len({variable.value for variable in present}) == 1
+        merged.variables[name] = ShellVariable(present[0].value if same else unknown, facts)
     for name in {name for state in states for name in state.functions}:
         if any(state.functions.get(name) is not first.functions.get(name) for state in rest):
             merged.functions[name] = None
-    if any(state.positional != first.positional for state in rest):
+    positions = first.positional, first.positional_unknown
+    if any((state.positional, state.positional_unknown) != positions for state in rest):
         merged.positional_unknown = unknown
     if any(state.folder != first.folder for state in rest):
         merged.folder = unknown
@@ -162,4 +167,5 @@ def combined(errors: list[Undetermined]) -> Undetermined:
 
 
 def doubt_of(jump: Jump) -> Undetermined:
+    """Return the unknown status of a function, loop or subshell that `jump` may have ended."""
     return Undetermined(f"line {jump.line}: whether the script goes on here is unknown")

@@ -43,7 +43,7 @@ def prepare_quickstart(out: Path | str, seed: int) -> QuickstartFiles:
         manifest.unlink(missing_ok=True)
         rows = word_problems.prepare(out / "data", seed)
         make_tiny_model("qwen3_moe", out / "model", seed, norm_spread=0.0)
-        written = [*rows, *sorted((out / "model").iterdir())]
+        written = [*rows, *sorted(path for path in (out / "model").iterdir() if path.is_file())]
         content: dict[str, Any] = {
             "settings": settings,
             "sha256": {path.relative_to(out).as_posix(): _sha256(path) for path in written},
@@ -62,12 +62,11 @@ def _reason_to_write(out: Path, settings: dict[str, Any]) -> str | None:
     """Return why the files must be written, or None if they are intact and have these settings."""
     try:
         manifest = json.loads((out / MANIFEST).read_text(encoding="utf-8"))
-        damaged = not all(isinstance(manifest[key], dict) for key in ("settings", "sha256", "rows"))
     except FileNotFoundError:
         return f"{MANIFEST} was missing"
-    except (ValueError, KeyError, TypeError):
-        damaged = True
-    if damaged:
+    except ValueError:
+        manifest = None
+    if not _is_manifest(manifest):
         return f"{MANIFEST} was damaged"
     if manifest["settings"] != settings:
         return f"the settings were {manifest['settings']}, not {settings}"
@@ -77,6 +76,11 @@ def _reason_to_write(out: Path, settings: dict[str, Any]) -> str | None:
         if _sha256(out / name) != digest:
             return f"{name} had changed"
     return None
+
+
+def _is_manifest(content: Any) -> bool:
+    sections = [content.get(key) for key in ("settings", "sha256", "rows")] if isinstance(content, dict) else [None]
+    return all(isinstance(section, dict) for section in sections)
 
 
 def _sha256(path: Path) -> str:

@@ -47,9 +47,6 @@ def data_errors(data: DataConfig) -> Iterator[RecipeError]:
             yield RecipeError("data.mix", f"the name {name!r} cannot be part of a metric name", remedy, value=name)
         if not part.files:
             yield RecipeError("data.mix", f"the set {name} has no files", "name .parquet or .jsonl files", value=name)
-        if not 0 < part.weight < float("inf"):
-            remedy = "give a finite number above 0, or leave the set out"
-            yield RecipeError("data.mix", f"the weight of {name} must be finite and above 0", remedy, value=part.weight)
     for name, file in files_of(data):
         if not file.endswith((".parquet", ".jsonl")):
             problem = f"{file} is neither .parquet nor .jsonl"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -94,14 +95,24 @@ def combination_errors(recipe: Recipe) -> Iterator[ValueError]:
     yield from observe_errors(recipe)
 
 
-def bound_errors(section: Any, prefix: str = "") -> Errors:
-    """Yield an error for each number that is NaN or outside the bounds that the schema declares for it."""
+def settings_of(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, dataclasses.Field[Any]]]:
+    """Yield (dotted key, section, field) of each setting in `section`, also in mappings of sections such as `agent.mcp`."""
     for field in dataclasses.fields(section):
-        value, name = getattr(section, field.name), f"{prefix}{field.name}"
-        if dataclasses.is_dataclass(value):
-            yield from bound_errors(value, f"{name}.")
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            yield from _bound_errors(name, value, field.metadata)
+        key, value = f"{prefix}{field.name}", getattr(section, field.name)
+        named = {f"{key}.{name}": entry for name, entry in value.items()} if isinstance(value, dict) else {key: value}
+        inner = {name: entry for name, entry in named.items() if dataclasses.is_dataclass(entry)}
+        for name, entry in inner.items():
+            yield from settings_of(entry, f"{name}.")
+        if not inner:
+            yield key, section, field
+
+
+def bound_errors(recipe: Recipe) -> Errors:
+    """Yield an error for each number that is NaN or outside the bounds that the schema declares for it."""
+    for key, section, field in settings_of(recipe):
+        value = getattr(section, field.name)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield from _bound_errors(key, value, field.metadata)
 
 
 def _bound_errors(name: str, value: float, metadata: Any) -> Errors:
@@ -114,9 +125,9 @@ def _bound_errors(name: str, value: float, metadata: Any) -> Errors:
         yield RecipeError(name, f"must be at most {LARGEST_NUMBER:g}", "give a smaller number", value=value)
         return
     for bound, holds, words in (
-        ("at_least", lambda value, limit: value >= limit, "at least"),
-        ("above", lambda value, limit: value > limit, "above"),
-        ("at_most", lambda value, limit: value <= limit, "at most"),
+        ("at_least", operator.ge, "at least"),
+        ("above", operator.gt, "above"),
+        ("at_most", operator.le, "at most"),
     ):
         limit = metadata.get(bound)
         if limit is not None and not holds(value, limit):
@@ -125,14 +136,10 @@ def _bound_errors(name: str, value: float, metadata: Any) -> Errors:
 
 def with_defaults(recipe: Recipe, keys: Sequence[str]) -> Recipe:
     """Return a copy of `recipe` in which the settings `keys` (dotted) have their defaults."""
-    changed, defaults = copy.deepcopy(recipe), Recipe()
-    for key in keys:
-        *sections, name = key.split(".")
-        section: Any = changed
-        default: Any = defaults
-        for part in sections:
-            section, default = getattr(section, part), getattr(default, part)
-        setattr(section, name, getattr(default, name))
+    changed = copy.deepcopy(recipe)
+    for key, section, field in settings_of(changed):
+        if key in keys:
+            setattr(section, field.name, getattr(type(section)(), field.name))
     return changed
 
 

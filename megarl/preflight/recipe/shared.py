@@ -16,8 +16,8 @@ def unused_section_errors(section: str, settings: Any, cause: str, remedy: str) 
 
 
 def optimizer_errors(section: str, optimizer: OptimizerConfig) -> Iterator[RecipeError]:
-    """Yield an error for betas outside [0, 1)."""
-    if any(beta < 0 or beta >= 1 for beta in optimizer.betas):
+    """Yield an error for betas outside [0, 1), also for NaN."""
+    if not all(0 <= beta < 1 for beta in optimizer.betas):
         key, betas = f"{section}.optimizer.betas", list(optimizer.betas)
         yield RecipeError(key, "each beta must be in [0, 1)", "set betas in this range, e.g. [0.9, 0.98]", value=betas)
 

@@ -222,6 +222,10 @@ class TestUnknown:
             "declare -i X=1+1",
             'Y=X\nX=1\nif nvidia-smi; then eval "$Y=2"; fi',
             "cd $(mktemp)\nX=$(pwd)",
+            "if nvidia-smi; then :; else set -- $(hostname); fi\nX=${1:-0}",
+            "if nvidia-smi; then set -- $(hostname); else :; fi\nX=${1:-0}",
+            'f() { X=${3:-0}; }\nf $(ls) "$(hostname)" c',
+            'f() { X=${3:-0}; }\nf "$(hostname)" $(ls) c',
             "X=$((1 / 0))",
             "X=$((2 ** 64))",
             'if [ "$ENV_" = a ]; then X=1; fi',
@@ -236,6 +240,13 @@ class TestUnknown:
     def test_branches_with_equal_results_are_resolved(self) -> None:
         script = "if nvidia-smi; then X=1; Y=2; else Y=2; X=1; fi\ncase $(hostname) in a) X=1;; b) exit 1;; esac"
         assert arguments(f"{script}\n{MAIN} x=$X y=$Y") == ["x=1", "y=2"]
+
+    def test_an_unknown_quoted_argument_is_a_single_one(self) -> None:
+        assert arguments(f'f() {{ X=$3; }}\nf a "$(hostname)" c\n{MAIN} x=$X') == ["x=c"]
+
+    def test_unknown_arguments_before_a_branch_stay_unknown(self) -> None:
+        with pytest.raises(InputError, match="line 1"):
+            arguments(f"set -- $(hostname)\nif nvidia-smi; then Y=1; fi\n{MAIN} x=$1")
 
     def test_calling_a_function_with_two_definitions_is_an_error(self) -> None:
         script = "if nvidia-smi; then f() { X=1; }; else f() { X=2; }; fi"
