@@ -269,7 +269,7 @@ def test_rewards_of_tools_and_scorers_are_steps_at_the_end_of_their_text() -> No
     scored = Score(
         1.5, {"steps": 0.5}, steps=((4, 0.125), (len("Well. " + ADD) + 1, 0.25), (len("Well. " + ADD) + 3, 0.125))
     )
-    sample = control_data(request, 0, done, scored, 2, tokenizer.decode, with_tools=True)
+    sample = control_data(request, 0, done, scored, tokenizer.decode, with_tools=True)
     well, first, it = (token - 3 for token, _ in sample.steps)
     assert tokenizer.decode(done.tokens[: well + 1].tolist()) == "Well"
     assert first == done.ends[0] - 1 and done.tokens[first] == tokenizer.eos_id
@@ -293,7 +293,7 @@ def test_a_plain_sample_has_no_turns() -> None:
     plain = Trajectory.of(completion, "xy")
     assert score_request(PROMPT, plain, with_tools=False).turns == ()
     sample = control_data(
-        GenerationRequest(3, PROMPT, Sampling(1, 2), 0), 0, plain, Score(1.0), 0, lambda ids: "xy"[: len(ids)], False
+        GenerationRequest(3, PROMPT, Sampling(1, 2), 0), 0, plain, Score(1.0), lambda ids: "xy"[: len(ids)], False
     )
     assert sample.tool_use is None and sample.truncated and sample.steps == () and sample.loss_tokens == 2
 
