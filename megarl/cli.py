@@ -245,6 +245,61 @@ def plan(
     return count(recipe, overrides or [], options, model)
 
 
+@app.command()
+def simulate(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    model: Model = None,
+    device: cli_options.DeviceName = None,
+    device_file: Annotated[
+        Optional[Path],
+        typer.Option(metavar="FILE", help="YAML file with more devices, as plan's --devices: see docs/planner.md."),
+    ] = None,
+    calibration: cli_options.CalibrationFile = None,
+    devices: Annotated[
+        Optional[int], typer.Option(help="Devices of engines and trainers together. Default: the recipe's.", min=2)
+    ] = None,
+    lengths: Annotated[
+        Optional[str],
+        typer.Option(
+            metavar="MEDIAN,P99,MAX|RUN",
+            help="Lengths of responses in tokens, or a run whose samples have them. Default: spread evenly.",
+        ),
+    ] = None,
+    response: Annotated[
+        Optional[float],
+        typer.Option(metavar="TOKENS", help="Mean length of evenly spread responses. Default: half of the longest."),
+    ] = None,
+    max_lag: Annotated[
+        Optional[int],
+        typer.Option(help="Largest lag of a recommended schedule, in weight versions. Default: any.", min=0),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Steps that are measured.", min=1)] = 40,
+    seed: Annotated[int, typer.Option(help="Seed of the lengths.", min=0)] = 0,
+    html: Annotated[Optional[Path], typer.Option(metavar="FILE", help="Also write an HTML page.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Compare rules of asynchronous training, staleness, window and splits of the devices under a virtual clock, without any device."""
+    from megarl.commands.simulate.command import SimulateOptions
+    from megarl.commands.simulate.command import simulate as run_simulation
+
+    options = SimulateOptions(
+        device=device,
+        device_file=device_file,
+        calibration=calibration,
+        devices=devices,
+        lengths=lengths,
+        response=response,
+        max_lag=max_lag,
+        steps=steps,
+        seed=seed,
+        html=html,
+        as_json=as_json,
+    )
+    run_simulation(recipe, overrides or [], options, model)
+
+
 @app.command(name="weight-sync")
 def weight_sync(
     recipe: RecipePath,

@@ -21,8 +21,8 @@ from megarl.types import Group
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """When groups start, when they enter batches, and what becomes of running requests at an update."""
+class AsyncSchedule:
+    """Limits for the start of groups and their order in batches, and the handling of running requests at an update."""
 
     rule: UpdateRule
     max_staleness: int
@@ -31,7 +31,7 @@ class Schedule:
     max_lag: int = 0  # bound of the lag of a token, in versions
 
     @classmethod
-    def of(cls, recipe: Recipe) -> Schedule:
+    def of(cls, recipe: Recipe) -> AsyncSchedule:
         return cls(
             rule=update_rule(recipe),
             max_staleness=recipe.rollout.max_staleness,
@@ -72,7 +72,7 @@ class Simulation:
     """One run. `samples`: per group."""
 
     costs: Costs
-    schedule: Schedule
+    schedule: AsyncSchedule
     lengths: DrawnLengths
     samples: int
     now: float = 0.0

@@ -12,13 +12,13 @@ import pytest
 from megarl.commands.simulate.engine import Costs, FinishedSample, VirtualEngine
 from megarl.commands.simulate.lengths import DrawnLengths, LogNormal
 from megarl.commands.simulate.outcome import Outcome
-from megarl.commands.simulate.simulation import Schedule, Simulation
+from megarl.commands.simulate.simulation import AsyncSchedule, Simulation
 from megarl.recipe.at_update import UpdateRule, max_lag
 from tests.support.estimate_cases import recipe
 
 
 class Fixed(DrawnLengths):
-    """All responses have the same length, except those of some groups."""
+    """Responses of one length, but for the groups in `exceptions`."""
 
     def __init__(self, length: int, samples: int, exceptions: Mapping[int, int] | None = None) -> None:
         self._length, self._count, self._exceptions = length, samples, exceptions or {}
@@ -33,8 +33,8 @@ def costs(engines: int = 1, most: int = 64, token: float = 1.0, request: float =
     return Costs(engines=engines, decode=decode, **{"prefill": 0.0, "training": 0.0, "weight_sync": 0.0, **changes})
 
 
-def schedule(rule: UpdateRule, max_staleness: int, prompts: int, window: int = 1) -> Schedule:
-    return Schedule(rule, max_staleness, prompts, window)
+def schedule(rule: UpdateRule, max_staleness: int, prompts: int, window: int = 1) -> AsyncSchedule:
+    return AsyncSchedule(rule, max_staleness, prompts, window)
 
 
 # --- one engine ------------------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ def test_no_group_is_lost_and_the_lag_is_bounded(rule: UpdateRule, share: float,
     settings = recipe(
         rollout__at_update=rule, rollout__max_staleness=staleness, rollout__window=share, data__prompts_per_step=16
     )
-    plan = Schedule.of(settings)
+    plan = AsyncSchedule.of(settings)
     for seed in range(3):
         lengths = DrawnLengths(LogNormal(300, 3000, 4000), 4, seed)
         part = costs(4, most=24, request=0.02, prefill=1e-3, prompt=50.0, training=0.002, weight_sync=5.0)
@@ -162,7 +162,8 @@ def test_no_group_is_lost_and_the_lag_is_bounded(rule: UpdateRule, share: float,
         assert outcome.lag_max <= plan.max_lag == max_lag(settings)
         assert len(simulation.trained) == 20 * 16 == len(set(simulation.trained))
         admission = simulation.admission
-        finished = [item.group.number for item in [*admission.waiting(), *admission.tried, *sum(admission.closed, [])]]
+        in_batches = [item for batch in [admission.tried, *admission.closed] for item in batch]
+        finished = [item.group.number for item in [*admission.waiting(), *in_batches]]
         everything = sorted([*simulation.trained, *finished, *admission.unfinished()])
         assert everything == list(range(admission.state.admitted))
         assert all(place - number < plan.window for place, number in enumerate(simulation.trained))
@@ -214,8 +215,8 @@ def test_long_tails_drain_gains_little_and_updates_in_flight_much() -> None:
 
 
 def test_growth() -> None:
-    """128 engines, 8,192 samples a step, 50 steps."""
-    begin = time.monotonic()
+    """128 engines, 8,192 samples a step, 50 steps. Seconds of this process alone: other tests may run at the same time."""
+    begin = time.process_time()
     outcome = math_run("refresh", 4, 0.3, devices=1024, steps=40)
-    assert time.monotonic() - begin < 60
+    assert time.process_time() - begin < 60
     assert outcome.lag_max <= 6
