@@ -17,6 +17,7 @@ import typer
 
 from megarl.commands.data.command import app as data_app
 from megarl.commands.plan import cli_options
+from megarl.commands.simulate import cli_options as simulate_options
 from megarl.errors import as_input_error
 from megarl.exit_status import guarded, leave
 from megarl.recipe.former_names import FormerNameWarning
@@ -251,36 +252,19 @@ def simulate(
     overrides: Overrides = None,
     model: Model = None,
     device: cli_options.DeviceName = None,
-    device_file: Annotated[
-        Optional[Path],
-        typer.Option(metavar="FILE", help="YAML file with more devices, as plan's --devices: see docs/planner.md."),
-    ] = None,
+    device_file: simulate_options.DeviceFile = None,
     calibration: cli_options.CalibrationFile = None,
-    devices: Annotated[
-        Optional[int], typer.Option(help="Devices of engines and trainers together. Default: the recipe's.", min=2)
-    ] = None,
-    lengths: Annotated[
-        Optional[str],
-        typer.Option(
-            metavar="MEDIAN,P99,MAX|RUN",
-            help="Lengths of responses in tokens, or a run whose samples have them. Default: spread evenly.",
-        ),
-    ] = None,
-    response: Annotated[
-        Optional[float],
-        typer.Option(metavar="TOKENS", help="Mean length of evenly spread responses. Default: half of the longest."),
-    ] = None,
-    max_lag: Annotated[
-        Optional[int],
-        typer.Option(help="Largest lag of a recommended schedule, in weight versions. Default: any.", min=0),
-    ] = None,
-    steps: Annotated[int, typer.Option(help="Steps that are measured.", min=1)] = 40,
-    seed: Annotated[int, typer.Option(help="Seed of the lengths.", min=0)] = 0,
-    html: Annotated[Optional[Path], typer.Option(metavar="FILE", help="Also write an HTML page.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    devices: simulate_options.Devices = None,
+    lengths: simulate_options.ResponseLengths = None,
+    response: simulate_options.Response = None,
+    max_lag: simulate_options.MaxLag = None,
+    steps: simulate_options.Steps = simulate_options.STEPS,
+    seed: simulate_options.Seed = 0,
+    html: simulate_options.Page = None,
+    as_json: simulate_options.AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Compare rules of asynchronous training, staleness, window and splits of the devices under a virtual clock, without any device."""
+    """Compare update rules, staleness, windows and splits of the devices under a virtual clock, without any device."""
     from megarl.commands.simulate.command import SimulateOptions
     from megarl.commands.simulate.command import simulate as run_simulation
 

@@ -13,11 +13,12 @@ from megarl.algorithms.objective import needs_teacher
 from megarl.atomic_files import check_target
 from megarl.commands.plan.options import device_of
 from megarl.commands.plan.time.calibration import read_calibration
+from megarl.commands.simulate.cli_options import STEPS
 from megarl.commands.simulate.lengths import parse_lengths
 from megarl.commands.simulate.planned import SimulatedRecipe
 from megarl.commands.simulate.show.console import show
 from megarl.commands.simulate.show.page import write_page
-from megarl.commands.simulate.study import STEPS, SimulatedRun, Study, study
+from megarl.commands.simulate.study import SimulatedRun, Study, study
 from megarl.errors import InputError, NotHereError, as_input_error
 from megarl.platform.devices import Device
 from megarl.preflight.load import load_recipe
@@ -27,7 +28,7 @@ from megarl.recipe.schema import Recipe
 
 @dataclass(frozen=True)
 class SimulateOptions:
-    """Options as given on the command line; None: not given."""
+    """Options of the command line; None: the option is absent."""
 
     device: str | None = None
     device_file: Path | None = None
@@ -122,8 +123,8 @@ def _check(recipe: Recipe) -> None:
         raise InputError(f"train.source={recipe.train.source}: nothing is sampled, so there is nothing to simulate.")
     if uses_critic(recipe.algorithm):
         raise InputError(
-            f"algorithm.advantage={recipe.algorithm.advantage} has a critic, whose devices simulate cannot split yet. `megarl "
-            "plan` estimates its step."
+            f"algorithm.advantage={recipe.algorithm.advantage} trains a critic, which is not simulated yet. `megarl plan` estimates the "
+            "step of this recipe."
         )
 
 

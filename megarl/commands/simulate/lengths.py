@@ -24,8 +24,15 @@ _FEWEST = 100  # samples of a run, for a tail
 class LengthDistribution(Protocol):
     """Lengths of responses, group by group."""
 
-    assumed: str  # description for the reader
-    prompt: float  # mean tokens of a prompt
+    @property
+    def assumed(self) -> str:
+        """Description for the reader."""
+        ...
+
+    @property
+    def prompt(self) -> float:
+        """Mean tokens of a prompt."""
+        ...
 
     def draw(self, rng: np.random.Generator, groups: int, samples: int) -> np.ndarray:
         """Return lengths in tokens, int64 [groups, samples]."""

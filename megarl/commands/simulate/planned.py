@@ -93,7 +93,7 @@ class SimulatedRecipe:
     # --- layouts -----------------------------------------------------------------------------------------------------
 
     def colocated(self) -> Recipe:
-        """Return the synchronous recipe whose engines and trainers share all devices."""
+        """Return the synchronous recipe, in which engines and trainers share all devices."""
         recipe = self.recipe
         moved = recipe.cluster.placement != "colocated"
         transport = "auto" if recipe.weight_sync.transport == "device" else recipe.weight_sync.transport

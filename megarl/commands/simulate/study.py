@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from megarl.commands.simulate.cli_options import STEPS
 from megarl.commands.simulate.lengths import DrawnLengths
 from megarl.commands.simulate.outcome import Outcome
 from megarl.commands.simulate.planned import SimulatedRecipe
 from megarl.commands.simulate.simulation import AsyncSchedule, Simulation
 from megarl.errors import InputError, plain
 from megarl.recipe.at_update import UpdateRule
-from megarl.recipe.schema import Recipe
+from megarl.recipe.schema import Recipe, RolloutConfig
 
 RULES: tuple[UpdateRule, ...] = ("drain", "refresh", "keep")
 STALENESS, WINDOWS = (1, 2, 4, 8), (0.0, 0.3)
-STEPS = 40  # measured steps of a simulation
 _FIRST_STALENESS, _FIRST_WINDOW = 4, 0.3  # of the schedule with which splits are compared first
 _NEAR = 0.95  # of the fastest: below it less lag is not worth the time
 
@@ -154,7 +154,7 @@ def _at_split(
     runner: Runner, counts: list[int], trainers: int, max_lag: int | None
 ) -> tuple[list[SimulatedRun], SimulatedRun, list[SimulatedRun]]:
     """Return the runs of all schedules at a split, the recommended run, and its schedule at each split."""
-    settings = [*_schedules(runner.subject.recipe, trainers)]
+    settings = [*_schedules(runner.subject.recipe.rollout, trainers)]
     runs = [run for setting in settings if (run := runner.run(setting)) is not None]
     if runner.synchronous is not None:
         runs = [runner.synchronous, *runs]
@@ -162,13 +162,12 @@ def _at_split(
     if best.setting.colocated:
         return runs, best, [best]
     chosen = best.setting
-    others = [Setting(count, chosen.rule, chosen.max_staleness, chosen.window) for count in counts]
-    splits = [run for setting in others if (run := runner.run(setting)) is not None]
+    candidates = [Setting(count, chosen.rule, chosen.max_staleness, chosen.window) for count in counts]
+    splits = [run for setting in candidates if (run := runner.run(setting)) is not None]
     return runs, max(splits, key=lambda run: run.outcome.tokens_per_second), splits
 
 
-def _schedules(recipe: Recipe, trainers: int) -> list[Setting]:
-    rollout = recipe.rollout
+def _schedules(rollout: RolloutConfig, trainers: int) -> list[Setting]:
     windows = sorted({*WINDOWS, rollout.window})
     result = []
     for rule in RULES:
@@ -179,8 +178,10 @@ def _schedules(recipe: Recipe, trainers: int) -> list[Setting]:
 
 
 def recommended(runs: list[SimulatedRun], max_lag: int | None) -> SimulatedRun:
-    """Return the run with the least lag among those that reach 95 % of the fastest. Raises InputError if all runs have a
-    larger lag than `max_lag`."""
+    """Return the run with the least lag whose throughput is at least 95 % of the largest.
+
+    Raises InputError if every run has a larger lag than `max_lag`.
+    """
     allowed = [run for run in runs if max_lag is None or run.schedule.max_lag <= max_lag]
     if not allowed:
         raise InputError(f"--max-lag {max_lag}: each possible schedule has a larger lag. Give a larger number.")

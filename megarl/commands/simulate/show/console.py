@@ -10,27 +10,26 @@ from megarl.commands.simulate.study import SimulatedRun, Study
 from megarl.observe.console import short_seconds
 
 HEAD = (
-    "rule",
-    "S",
-    "window",
+    "rule, S, window",
     "step, s",
     "gain",
-    "engines idle",
-    "trainers idle",
+    "E idle",
+    "T idle",
     "lag",
-    "at most",
+    "most",
     "requests",
-    "waiting samples",
+    "waiting",
     "memory",
     "length",
 )
 """Columns of the table of schedules."""
 
 LEGEND = (
-    "gain: trained tokens per second against sync, which samples and trains in turn on all devices; S: rollout.max_staleness",
-    "lag: versions between a token and the policy that trains on it, mean and largest; requests: running on an engine, mean",
-    "waiting samples: most finished samples before training, with their memory on all hosts of engines; length: mean of the "
-    "trained responses against the sampled ones; no schedule wastes a token",
+    "S: rollout.max_staleness; gain: trained tokens per second against sync, which samples and trains in turn on all devices",
+    "E idle, T idle: share of the time in which engines and trainers wait; requests: running on an engine, mean",
+    "lag, most: versions between a token and the policy that trains on it, mean and largest; no schedule wastes a token",
+    "waiting, memory: most finished samples before the end of their training step, on all hosts of engines; length: mean of "
+    "trained against sampled responses",
 )
 
 
@@ -60,7 +59,7 @@ def schedules_title(result: Study) -> str:
 
 
 def splits_title(result: Study) -> str:
-    return f"Splits, simulated: {named(result.best)}"
+    return f"Splits, simulated with {named(result.best)}"
 
 
 def divided(run: SimulatedRun) -> str:
@@ -69,12 +68,21 @@ def divided(run: SimulatedRun) -> str:
 
 
 def named(run: SimulatedRun) -> str:
-    """Describe the schedule: ``refresh, S 4, window 0.3``."""
+    """Describe the schedule by rule, staleness and window: ``refresh, 4, 0.3``."""
     setting = run.setting
     if setting.colocated:
         return "sync"
-    window = "" if setting.rule == "drain" else f", window {setting.window:g}"
-    return f"{setting.rule}, S {setting.max_staleness}{window}"
+    window = "" if setting.rule == "drain" else f", {setting.window:g}"
+    return f"{setting.rule}, {setting.max_staleness}{window}"
+
+
+def in_words(run: SimulatedRun) -> str:
+    """Describe the schedule for a sentence: ``refresh with max_staleness 4 and window 0.3``."""
+    setting = run.setting
+    if setting.colocated:
+        return "sync"
+    window = "" if setting.rule == "drain" else f" and window {setting.window:g}"
+    return f"{setting.rule} with max_staleness {setting.max_staleness}{window}"
 
 
 def described(run: SimulatedRun) -> str:
@@ -83,7 +91,7 @@ def described(run: SimulatedRun) -> str:
     where = "engines and trainers share all devices" if run.setting.colocated else divided(run)
     gain = f"{run.gain:.2f} x sync, " if run.gain is not None else ""
     return (
-        f"{named(run)}; {where}: {gain}{short_seconds(outcome.step_seconds)} s a step ({3600 / outcome.step_seconds:.1f} an "
+        f"{in_words(run)}; {where}: {gain}{short_seconds(outcome.step_seconds)} s a step ({3600 / outcome.step_seconds:.1f} an "
         f"hour), lag {outcome.lag_mean:.1f}, at most {run.schedule.max_lag}"
     )
 
@@ -96,7 +104,11 @@ def remarks(result: Study) -> list[str]:
     same = (best.max_staleness, best.window)
     for run in result.runs:
         if run.setting.rule == "refresh" and (run.setting.max_staleness, run.setting.window) == same:
-            gain = f"{run.gain:.2f} x sync" if run.gain is not None else f"{short_seconds(run.outcome.step_seconds)} s a step"
+            gain = (
+                f"{run.gain:.2f} x sync"
+                if run.gain is not None
+                else f"{short_seconds(run.outcome.step_seconds)} s a step"
+            )
             return [
                 f"keep reads caches that older weights computed; its effect on learning was not measured. refresh: {gain}."
             ]
@@ -105,11 +117,9 @@ def remarks(result: Study) -> list[str]:
 
 def cells(result: Study, run: SimulatedRun) -> list[str]:
     """Return the cells of a run for `HEAD`."""
-    outcome, setting = run.outcome, run.setting
+    outcome = run.outcome
     return [
-        run.name,
-        str(setting.max_staleness),
-        "" if setting.colocated or setting.rule == "drain" else f"{setting.window:g}",
+        named(run),
         *_speed(run),
         f"{outcome.lag_mean:.1f}",
         str(outcome.lag_max),
@@ -135,7 +145,7 @@ def schedule_columns(result: Study) -> Columns:
 
 
 def split_columns(result: Study) -> Columns:
-    head = ["trainers", "engines", "on devices", "step, s", "gain", "engines idle", "trainers idle", "lag", "requests"]
+    head = ["trainers", "engines", "on devices", "step, s", "gain", "E idle", "T idle", "lag", "requests"]
     rows = [
         [
             f"{run.setting.trainers:,}",
