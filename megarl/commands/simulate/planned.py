@@ -131,7 +131,7 @@ class SimulatedRecipe:
         try:
             require_valid(layout, self.models["rollout"])
         except ValueError as error:
-            return one_line(error.problem if isinstance(error, RecipeError) else str(error))
+            return one_line(f"{error.key}: {error.problem}" if isinstance(error, RecipeError) else str(error))
         return None
 
     @property

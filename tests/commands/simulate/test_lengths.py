@@ -74,5 +74,5 @@ def test_contradicting_and_impossible_options_are_refused(tmp_path: Path) -> Non
     with pytest.raises(InputError, match="--response"):
         parse_lengths(None, 5000.0, recipe(rollout__max_response_length=1024))
     write_run(tmp_path, [[5, 6]])
-    with pytest.raises(InputError, match="2 samples .* at least 100"):
+    with pytest.raises(InputError, match=r"2 samples .* at least 100"):
         recorded(tmp_path)
