@@ -16,13 +16,16 @@ from typer.testing import CliRunner
 from megarl.cli import app
 from megarl.commands.plan.time.estimate import estimate
 from megarl.commands.simulate.command import as_dict
-from megarl.commands.simulate.lengths import LogNormal
+from megarl.commands.simulate.lengths import DrawnLengths, LogNormal, parse_lengths
 from megarl.commands.simulate.planned import SimulatedRecipe
 from megarl.commands.simulate.show.console import HEAD, schedule_columns, show
 from megarl.commands.simulate.show.page import draw, render
+from megarl.commands.simulate.simulation import AsyncSchedule, Simulation
 from megarl.commands.simulate.study import SimulatedRun, Study, changed_settings, recommended, study
 from megarl.errors import InputError
 from megarl.platform.devices import device_named
+from megarl.preflight.load import load_recipe
+from megarl.preflight.models import POLICY, config_of
 from megarl.recipe.at_update import max_lag
 from tests.support.estimate_cases import QWEN, recipe
 
@@ -151,7 +154,9 @@ def test_settings_turn_the_recipe_into_the_recommended_layout(result: Study) -> 
 def test_rules_that_a_run_refuses_are_left_out_with_the_reason() -> None:
     result = study(subject(train__deterministic=True), steps=4)
     assert {run.name for run in result.runs} == {"sync", "drain"}
-    assert any(note.startswith("Not simulated: keep, refresh") and "train.deterministic" in note for note in result.notes)
+    assert any(
+        note.startswith("Not simulated: keep, refresh") and "train.deterministic" in note for note in result.notes
+    )
 
 
 def test_without_a_synchronous_run_no_gain_is_shown() -> None:
@@ -217,3 +222,16 @@ def test_wrong_input_is_refused(arguments: list[str], message: str) -> None:
     done = run_command(str(ROOT / arguments[0]), *arguments[1:])
     assert isinstance(done.exception, InputError)
     assert re.search(message, str(done.exception)), done.exception
+
+
+def test_a_synchronous_run_takes_the_seconds_of_its_plan() -> None:
+    """`plan` sums phases of a mean step; the simulator plays each request. They differ by the tail of the engines."""
+    path = ROOT / "recipes/cuda/grpo_qwen3_8b.yaml"
+    settings = load_recipe(path)
+    model = config_of(settings.model.path, path, POLICY)
+    case = SimulatedRecipe(settings, {"rollout": model}, H100, 8, parse_lengths(None, None, settings))
+    layout = case.colocated()
+    lengths = DrawnLengths(case.lengths, settings.rollout.samples_per_prompt, 0)
+    simulation = Simulation(case.costs(layout), AsyncSchedule.of(layout), lengths, settings.rollout.samples_per_prompt)
+    planned = estimate(layout, {"rollout": model}, H100)
+    assert simulation.run(6, 1).step_seconds == pytest.approx(planned.seconds, rel=0.05)
