@@ -178,7 +178,7 @@ def _schedules(rollout: RolloutConfig, trainers: int) -> list[Setting]:
 
 
 def recommended(runs: list[SimulatedRun], max_lag: int | None) -> SimulatedRun:
-    """Return the run with the least lag whose throughput is at least 95 % of the largest.
+    """Return the run with the least lag among those with at least 95 % of the largest throughput.
 
     Raises InputError if every run has a larger lag than `max_lag`.
     """

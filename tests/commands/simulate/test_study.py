@@ -160,7 +160,7 @@ def test_rules_that_a_run_refuses_are_left_out_with_the_reason() -> None:
 
 
 def test_without_a_synchronous_run_no_gain_is_shown() -> None:
-    case = subject(18, data__prompts_per_step=16, megatron__tensor_parallel=4)  # 18 devices are no multiple of 4
+    case = subject(18, data__prompts_per_step=16, megatron__tensor_parallel=4)  # sync needs a multiple of 4
     result = study(case, steps=4)
     assert all(run.gain is None for run in result.runs) and "sync" not in {run.name for run in result.runs}
     assert any("No synchronous run" in note for note in result.notes)
