@@ -18,7 +18,7 @@ from megarl.commands.simulate.lengths import parse_lengths
 from megarl.commands.simulate.planned import SimulatedRecipe
 from megarl.commands.simulate.show.console import show
 from megarl.commands.simulate.show.page import write_page
-from megarl.commands.simulate.study import SimulatedRun, Study, study
+from megarl.commands.simulate.study import CONTROLLER_BYTES, SimulatedRun, Study, study
 from megarl.errors import InputError, NotHereError, as_input_error
 from megarl.platform.devices import Device
 from megarl.preflight.load import load_recipe
@@ -94,6 +94,7 @@ def as_dict(result: Study) -> dict[str, Any]:
             "length_bias": run.outcome.length_bias,
             "lag_bound": run.schedule.max_lag,
             "pending_bytes": result.pending_bytes(run),
+            "controller_bytes": run.outcome.pending_samples * CONTROLLER_BYTES,
         }
 
     return {
