@@ -67,7 +67,10 @@ class SimulatedRecipe:
         seconds = {phase.name: phase.seconds for phase in step.phases()}
         training = sum(seconds.values()) - sum(seconds.get(name, 0.0) for name in ("gen", HAND_OVER, "weight_sync"))
         engines, factor = step.engines, self.device.factors.get("gen", 1.0)
-        alive = layout.data.prompts_per_step * (layout.rollout.max_staleness + 1) * layout.rollout.samples_per_prompt
+        alive = (
+            math.ceil(layout.data.prompts_per_step * (layout.rollout.max_staleness + 1))
+            * layout.rollout.samples_per_prompt
+        )
         most = int(min(engines.sequences, alive))
         points = np.unique(np.rint(np.geomspace(1, most, _POINTS)).astype(np.int64))
         cached = self.lengths.prompt + age
@@ -110,7 +113,7 @@ class SimulatedRecipe:
             ),
         )
 
-    def split(self, trainers: int, rule: UpdateRule, max_staleness: int, window: float) -> Recipe:
+    def split(self, trainers: int, rule: UpdateRule, max_staleness: float, window: float) -> Recipe:
         """Return the recipe with separate devices for `trainers` and engines."""
         recipe = self.recipe
         return replace(

@@ -25,7 +25,7 @@ class AsyncSchedule:
     """Limits for the start of groups and their order in batches, and the handling of running requests at an update."""
 
     rule: UpdateRule
-    max_staleness: int
+    max_staleness: float
     prompts: int  # groups of a batch
     window: int = 1  # groups
     max_lag: int = 0  # bound of the lag of a token, in versions
@@ -186,7 +186,7 @@ class Simulation:
             self._pending.add(1, sample.length + self.costs.prompt)
             if group.left == 0:
                 self._load[self._engine_of.pop(sample.group)] -= 1
-                self.admission.finish(Group(sample.group, "", "", group.oldest, []), accepted=True)
+                self.admission.finish(Group(sample.group, "", "", []), accepted=True)
         self._plan(index)
 
     def _until(self, condition: Callable[[], bool]) -> None:

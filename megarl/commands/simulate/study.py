@@ -26,7 +26,7 @@ class Setting:
 
     trainers: int
     rule: UpdateRule
-    max_staleness: int = 0
+    max_staleness: float = 0
     window: float = 0.0
     colocated: bool = False
 

@@ -148,8 +148,8 @@ def test_the_bound_of_the_lag_is_reached(staleness: int, prompts: int, window: i
 
 @pytest.mark.parametrize("rule", ["drain", "refresh", "keep"])
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("staleness", [1, 2, 5])
-def test_no_group_is_lost_and_the_lag_is_bounded(rule: UpdateRule, share: float, staleness: int) -> None:
+@pytest.mark.parametrize("staleness", [0.5, 1, 2, 5])
+def test_no_group_is_lost_and_the_lag_is_bounded(rule: UpdateRule, share: float, staleness: float) -> None:
     settings = recipe(
         rollout__at_update=rule, rollout__max_staleness=staleness, rollout__window=share, data__prompts_per_step=16
     )

@@ -73,7 +73,7 @@ def named(run: SimulatedRun) -> str:
     if setting.colocated:
         return "sync"
     window = "" if setting.rule == "drain" else f", {setting.window:g}"
-    return f"{setting.rule}, {setting.max_staleness}{window}"
+    return f"{setting.rule}, {setting.max_staleness:g}{window}"
 
 
 def in_words(run: SimulatedRun) -> str:
@@ -82,7 +82,7 @@ def in_words(run: SimulatedRun) -> str:
     if setting.colocated:
         return "sync"
     window = "" if setting.rule == "drain" else f" and window {setting.window:g}"
-    return f"{setting.rule} with max_staleness {setting.max_staleness}{window}"
+    return f"{setting.rule} with max_staleness {setting.max_staleness:g}{window}"
 
 
 def described(run: SimulatedRun) -> str:

@@ -93,7 +93,7 @@ def draw(result: Study) -> Chart:
     def point(run: SimulatedRun) -> ChartPoint:
         outcome = run.outcome
         x, y = outcome.lag_mean / across * WIDTH, HEIGHT - outcome.tokens_per_second / up * HEIGHT
-        return ChartPoint(x, y, str(run.setting.max_staleness), described(run), run is result.best)
+        return ChartPoint(x, y, f"{run.setting.max_staleness:g}", described(run), run is result.best)
 
     return Chart(
         [ChartLine(name, number, [point(run) for run in runs]) for number, (name, runs) in enumerate(lines.items())],
