@@ -19,9 +19,9 @@ from megarl.commands.simulate.engine import Costs
 from megarl.commands.simulate.lengths import LengthDistribution, moments
 from megarl.errors import RecipeError
 from megarl.hf.shape import ModelShape, model_shape
-from megarl.platform.devices import Device
+from megarl.platform.device_table import Device
 from megarl.preflight.findings import one_line
-from megarl.recipe.at_update import UpdateRule
+from megarl.recipe.derived.at_update import UpdateRule
 from megarl.recipe.schema import Recipe
 
 _POINTS = 64  # numbers of running requests for which a decode step is estimated; others are interpolated

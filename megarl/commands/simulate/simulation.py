@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from megarl.commands.simulate.engine import Costs, VirtualEngine
 from megarl.commands.simulate.lengths import DrawnLengths
 from megarl.commands.simulate.outcome import Outcome, StepRecord, outcome
-from megarl.recipe.at_update import UpdateRule, max_lag, update_rule, window_groups
+from megarl.recipe.derived.at_update import UpdateRule, max_lag, update_rule, window_groups
 from megarl.recipe.schema import Recipe
 from megarl.rollout.admission import Admission
 from megarl.types import Group

@@ -10,7 +10,7 @@ from megarl.commands.simulate.outcome import Outcome
 from megarl.commands.simulate.planned import SimulatedRecipe
 from megarl.commands.simulate.simulation import AsyncSchedule, Simulation
 from megarl.errors import InputError, plain
-from megarl.recipe.at_update import UpdateRule
+from megarl.recipe.derived.at_update import UpdateRule
 from megarl.recipe.schema import Recipe, RolloutConfig
 
 RULES: tuple[UpdateRule, ...] = ("drain", "refresh", "keep")

@@ -13,7 +13,7 @@ from megarl.commands.simulate.engine import Costs, FinishedSample, VirtualEngine
 from megarl.commands.simulate.lengths import DrawnLengths, LogNormal
 from megarl.commands.simulate.outcome import Outcome
 from megarl.commands.simulate.simulation import AsyncSchedule, Simulation
-from megarl.recipe.at_update import UpdateRule, max_lag
+from megarl.recipe.derived.at_update import UpdateRule, max_lag
 from tests.support.estimate_cases import recipe
 
 

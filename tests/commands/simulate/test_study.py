@@ -23,10 +23,10 @@ from megarl.commands.simulate.show.page import draw, render
 from megarl.commands.simulate.simulation import AsyncSchedule, Simulation
 from megarl.commands.simulate.study import SimulatedRun, Study, changed_settings, recommended, study
 from megarl.errors import InputError
-from megarl.platform.devices import device_named
+from megarl.platform.device_table import device_named
 from megarl.preflight.load import load_recipe
 from megarl.preflight.models import POLICY, config_of
-from megarl.recipe.at_update import max_lag
+from megarl.recipe.derived.at_update import max_lag
 from tests.support.estimate_cases import QWEN, recipe
 
 ROOT = Path(__file__).parents[3]
