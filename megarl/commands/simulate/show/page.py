@@ -50,7 +50,7 @@ class ChartLine(NamedTuple):
         return " ".join(f"{point.x:.1f},{point.y:.1f}" for point in self.points)
 
 
-class Chart(NamedTuple):
+class LagChart(NamedTuple):
     """Lines, and the ticks of both axes (pixels, text)."""
 
     lines: list[ChartLine]
@@ -81,7 +81,7 @@ def render(result: Study) -> str:
     )
 
 
-def draw(result: Study) -> Chart:
+def draw(result: Study) -> LagChart:
     """Return the chart of trained tokens per second over the mean lag of a token."""
     across = max(1.0, *(run.outcome.lag_mean for run in result.runs)) * _ROOM
     up = max(run.outcome.tokens_per_second for run in result.runs) * _ROOM
@@ -95,7 +95,7 @@ def draw(result: Study) -> Chart:
         x, y = outcome.lag_mean / across * WIDTH, HEIGHT - outcome.tokens_per_second / up * HEIGHT
         return ChartPoint(x, y, f"{run.setting.max_staleness:g}", described(run), run is result.best)
 
-    return Chart(
+    return LagChart(
         [ChartLine(name, number, [point(run) for run in runs]) for number, (name, runs) in enumerate(lines.items())],
         [(value / across * WIDTH, f"{value:g}") for value in _ticks(across)],
         [(HEIGHT - value / up * HEIGHT, f"{value:,.10g}") for value in _ticks(up)],
