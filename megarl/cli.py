@@ -17,6 +17,7 @@ import typer
 
 from megarl.commands.data.command import app as data_app
 from megarl.commands.plan import cli_options
+from megarl.commands.simulate import cli_options as simulate_options
 from megarl.errors import as_input_error
 from megarl.exit_status import guarded, leave
 from megarl.recipe.former_names import FormerNameWarning
@@ -243,6 +244,44 @@ def plan(
         seconds=seconds,
     )
     return count(recipe, overrides or [], options, model)
+
+
+@app.command()
+def simulate(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    model: Model = None,
+    device: cli_options.DeviceName = None,
+    device_file: simulate_options.DeviceFile = None,
+    calibration: cli_options.CalibrationFile = None,
+    devices: simulate_options.Devices = None,
+    lengths: simulate_options.ResponseLengths = None,
+    response: simulate_options.Response = None,
+    max_lag: simulate_options.MaxLag = None,
+    steps: simulate_options.Steps = simulate_options.STEPS,
+    seed: simulate_options.Seed = 0,
+    html: simulate_options.Page = None,
+    as_json: simulate_options.AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Compare update rules, staleness, windows and splits of the devices under a virtual clock, without any device."""
+    from megarl.commands.simulate.command import SimulateOptions
+    from megarl.commands.simulate.command import simulate as run_simulation
+
+    options = SimulateOptions(
+        device=device,
+        device_file=device_file,
+        calibration=calibration,
+        devices=devices,
+        lengths=lengths,
+        response=response,
+        max_lag=max_lag,
+        steps=steps,
+        seed=seed,
+        html=html,
+        as_json=as_json,
+    )
+    run_simulation(recipe, overrides or [], options, model)
 
 
 @app.command(name="weight-sync")

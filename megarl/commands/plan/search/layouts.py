@@ -122,15 +122,20 @@ def overrides(recipe: Recipe, changed: Recipe) -> list[str]:
 def refusal(recipe: Recipe, model: dict[str, Any]) -> str | None:
     """Return the error of a run with this layout, or None. `model`: config.json."""
     try:
-        validate(recipe)
-        check_layout(model, recipe.megatron, recipe.cluster.trainers)
-        check_lora(model, recipe.lora, recipe.megatron)
-        check_extra(recipe, model, "megatron")
-        if recipe.train.source == "rollout":
-            _check_engines(recipe, model)
+        require_valid(recipe, model)
     except ValueError as error:
         return str(error)
     return None
+
+
+def require_valid(recipe: Recipe, model: dict[str, Any]) -> None:
+    """Raise ValueError, often a RecipeError, if a run would refuse this layout. `model`: config.json."""
+    validate(recipe)
+    check_layout(model, recipe.megatron, recipe.cluster.trainers)
+    check_lora(model, recipe.lora, recipe.megatron)
+    check_extra(recipe, model, "megatron")
+    if recipe.train.source == "rollout":
+        _check_engines(recipe, model)
 
 
 # --- trainers ------------------------------------------------------------------------------------

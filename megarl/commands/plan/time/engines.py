@@ -85,11 +85,11 @@ def generate(engines: Engines, lengths: Lengths, prompts: float, samples: float)
     responses = prompts * samples / engines.count
     width = min(responses, engines.sequences)
     full = (responses - width) * lengths.response / width  # steps
-    cost = _step(engines, width, lengths.prompt + lengths.age) * full
+    cost = decode_step(engines, width, lengths.prompt + lengths.age) * full
     share = lengths.longest / _POINTS
     for point in range(_POINTS):
         written = (point + 0.5) * share
-        cost += _step(engines, width * lengths.longer(written), lengths.prompt + written) * share
+        cost += decode_step(engines, width * lengths.longer(written), lengths.prompt + written) * share
     times = 1.0 if engines.prefix else samples
     return cost + read(engines, lengths.prompt, prompts * times)
 
@@ -103,7 +103,7 @@ def read(engines: Engines, tokens: float, sequences: float) -> Cost:
     return Cost(compute=each / (device.flops * device.prefill_share), links=links)
 
 
-def _step(engines: Engines, sequences: float, cached: float) -> Cost:
+def decode_step(engines: Engines, sequences: float, cached: float) -> Cost:
     """Return the cost of one token for each of `sequences`, with `cached` tokens in each cache on average."""
     if sequences <= 0:
         return Cost()

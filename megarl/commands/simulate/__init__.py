@@ -1,0 +1,1 @@
+"""Command `simulate`: throughput and lag of asynchronous schedules, under a virtual clock."""

@@ -1,0 +1,141 @@
+"""Command `simulate`: which rule, staleness, window and split of devices make a recipe fast, and at which lag?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.algorithms.advantages import uses_critic
+from megarl.algorithms.objective import needs_teacher
+from megarl.atomic_files import check_target
+from megarl.commands.plan.options import device_of
+from megarl.commands.plan.time.calibration import read_calibration
+from megarl.commands.simulate.cli_options import STEPS
+from megarl.commands.simulate.lengths import parse_lengths
+from megarl.commands.simulate.planned import SimulatedRecipe
+from megarl.commands.simulate.show.console import show
+from megarl.commands.simulate.show.page import write_page
+from megarl.commands.simulate.study import CONTROLLER_BYTES, SimulatedRun, Study, study
+from megarl.errors import InputError, NotHereError, as_input_error
+from megarl.platform.device_table import Device
+from megarl.preflight.load import load_recipe
+from megarl.preflight.models import POLICY, TEACHER, config_of
+from megarl.recipe.schema import Recipe
+
+
+@dataclass(frozen=True)
+class SimulateOptions:
+    """Options of the command line; None: the option is absent."""
+
+    device: str | None = None
+    device_file: Path | None = None
+    calibration: Path | None = None
+    devices: int | None = None
+    lengths: str | None = None
+    response: float | None = None
+    max_lag: int | None = None
+    steps: int = STEPS
+    seed: int = 0
+    html: Path | None = None
+    as_json: bool = False
+
+
+def simulate(path: Path, overrides: Sequence[str], options: SimulateOptions, model: str | None = None) -> None:
+    """Print the simulated runs of a recipe. Raises InputError for wrong options and for recipes that it does not cover."""
+    if options.html is not None:
+        with as_input_error():
+            check_target("--html", options.html)
+    device, notes = _device(path, options)
+    recipe = load_recipe(path, overrides)
+    _check(recipe)
+    with as_input_error():
+        models, more = _models(recipe, path, model)
+        subject = SimulatedRecipe(
+            recipe=recipe,
+            models=models,
+            device=device,
+            devices=device_count(recipe) if options.devices is None else options.devices,
+            lengths=parse_lengths(options.lengths, options.response, recipe),
+            seed=options.seed,
+        )
+        result = study(subject, steps=options.steps, max_lag=options.max_lag)
+    result.notes += [*more, *notes]
+    if options.html is not None:
+        write_page(result, options.html)
+    if options.as_json:
+        print(json.dumps(as_dict(result)))
+    else:
+        show(result)
+
+
+def device_count(recipe: Recipe) -> int:
+    """Return the devices of the recipe's trainers and policy engines."""
+    apart = recipe.cluster.placement == "disaggregated"
+    return recipe.cluster.trainers + (recipe.rollout.engines * recipe.rollout.tensor_parallel if apart else 0)
+
+
+def as_dict(result: Study) -> dict[str, Any]:
+    """Return the study as plain values, for --json."""
+
+    def plain(run: SimulatedRun) -> dict[str, Any]:
+        return {
+            "rule": run.name,
+            "max_staleness": run.setting.max_staleness,
+            "window": run.setting.window,
+            "trainers": run.setting.trainers,
+            "engines": run.engines,
+            "engine_devices": run.engine_devices,
+            "gain": run.gain,
+            "steps_per_hour": 3600 / run.outcome.step_seconds,
+            **asdict(run.outcome),
+            "length_bias": run.outcome.length_bias,
+            "lag_bound": run.schedule.max_lag,
+            "pending_bytes": result.pending_bytes(run),
+            "controller_bytes": run.outcome.pending_samples * CONTROLLER_BYTES,
+        }
+
+    return {
+        "recipe": result.recipe,
+        "device": result.device,
+        "devices": result.devices,
+        "runs": [plain(run) for run in result.runs],
+        "splits": [plain(run) for run in result.splits],
+        "recommended": {**plain(result.best), "settings": result.settings},
+        "notes": result.notes,
+    }
+
+
+def _device(path: Path, options: SimulateOptions) -> tuple[Device, list[str]]:
+    calibration = read_calibration(options.calibration) if options.calibration is not None else None
+    device, notes = device_of(path, options.device, options.device_file)
+    if device is None:
+        raise InputError(
+            "simulate estimates seconds for a device, and the recipe's head names none: give --device, e.g. 910B or H100."
+        )
+    return calibration.apply(device) if calibration is not None else device, notes
+
+
+def _check(recipe: Recipe) -> None:
+    """Raise InputError for a recipe that simulate does not cover."""
+    if recipe.train.source != "rollout":
+        raise InputError(f"train.source={recipe.train.source}: nothing is sampled, so there is nothing to simulate.")
+    if uses_critic(recipe.algorithm):
+        raise InputError(
+            f"algorithm.advantage={recipe.algorithm.advantage} trains a critic, which is not simulated yet. `megarl plan` estimates the "
+            "step of this recipe."
+        )
+
+
+def _models(recipe: Recipe, path: Path, model: str | None) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Return the config.json of policy and teacher by section, and notes."""
+    models, notes = {"rollout": config_of(recipe.model.path, path, POLICY, model)}, []
+    if needs_teacher(recipe.algorithm):
+        notes.append("The devices of the teacher's engines are not among the simulated devices.")
+        try:
+            models["teacher"] = config_of(str(recipe.teacher.path), path, TEACHER)
+        except NotHereError:
+            notes.append("The teacher is assumed to be as large as the policy: its config.json is not here.")
+    return models, notes

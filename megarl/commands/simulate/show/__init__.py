@@ -1,0 +1,1 @@
+"""Output of `simulate`: tables in the console, and an HTML page."""

@@ -1,0 +1,160 @@
+"""A study on the console."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from megarl.commands.plan.show.tables import Columns, console_width, fitted, transposed
+from megarl.commands.plan.show.units import sized
+from megarl.commands.simulate.study import SimulatedRun, Study
+from megarl.observe.console import short_seconds
+
+HEAD = (
+    "rule, S, window",
+    "step, s",
+    "gain",
+    "E idle",
+    "T idle",
+    "lag",
+    "most",
+    "requests",
+    "waiting",
+    "memory",
+    "length",
+)
+"""Columns of the table of schedules."""
+
+LEGEND = (
+    "S: rollout.max_staleness; gain: trained tokens per second against sync, which samples and trains in turn on all devices",
+    "E idle, T idle: share of the time in which engines and trainers wait; requests: running on an engine, mean",
+    "lag, most: versions between a token and the policy that trains on it, mean and largest; no schedule wastes a token",
+    "waiting, memory: most finished samples before the end of their training step, on all hosts of engines; length: mean of "
+    "trained against sampled responses",
+)
+
+
+def show(result: Study) -> None:
+    console = Console(width=console_width())
+    console.print(fitted(schedule_columns(result), schedules_title(result), console.width), highlight=False)
+    if len(result.splits) > 1:
+        console.print(fitted(split_columns(result), splits_title(result), console.width), highlight=False)
+    for line in LEGEND:
+        console.print(f"- {line}", style="dim", highlight=False)
+    console.print(f"\nRecommended: {described(result.best)}", highlight=False)
+    if result.settings:
+        console.print(f"  {' '.join(result.settings)}", highlight=False, soft_wrap=True)  # users copy this line
+    else:
+        console.print("  The recipe has these settings.", highlight=False)
+    for line in remarks(result):
+        console.print(f"- {line}", highlight=False)
+    for line in result.notes:
+        console.print(f"- {line}", style="dim", highlight=False)
+
+
+def schedules_title(result: Study) -> str:
+    run = result.runs[-1]
+    if run.setting.colocated:
+        return f"{result.devices} x {result.device}, simulated"
+    return f"{result.devices} x {result.device}, simulated: {divided(run)}; sync on all"
+
+
+def splits_title(result: Study) -> str:
+    return f"Splits, simulated with {named(result.best)}"
+
+
+def divided(run: SimulatedRun) -> str:
+    """Describe the split: ``20 trainers, 6 engines on 12 devices``."""
+    return f"{run.setting.trainers:,} trainers, {run.engines:,} engines on {run.engine_devices:,} devices"
+
+
+def named(run: SimulatedRun) -> str:
+    """Describe the schedule by rule, staleness and window: ``refresh, 4, 0.3``."""
+    setting = run.setting
+    if setting.colocated:
+        return "sync"
+    window = "" if setting.rule == "drain" else f", {setting.window:g}"
+    return f"{setting.rule}, {setting.max_staleness:g}{window}"
+
+
+def in_words(run: SimulatedRun) -> str:
+    """Describe the schedule for a sentence: ``refresh with max_staleness 4 and window 0.3``."""
+    setting = run.setting
+    if setting.colocated:
+        return "sync"
+    window = "" if setting.rule == "drain" else f" and window {setting.window:g}"
+    return f"{setting.rule} with max_staleness {setting.max_staleness:g}{window}"
+
+
+def described(run: SimulatedRun) -> str:
+    """Describe a run in a sentence."""
+    outcome = run.outcome
+    where = "engines and trainers share all devices" if run.setting.colocated else divided(run)
+    gain = f"{run.gain:.2f} x sync, " if run.gain is not None else ""
+    return (
+        f"{in_words(run)}; {where}: {gain}{short_seconds(outcome.step_seconds)} s a step ({3600 / outcome.step_seconds:.1f} an "
+        f"hour), lag {outcome.lag_mean:.1f}, at most {run.schedule.max_lag}"
+    )
+
+
+def remarks(result: Study) -> list[str]:
+    """Return remarks on the recommended run."""
+    best = result.best.setting
+    if best.rule != "keep":
+        return []
+    same = (best.max_staleness, best.window)
+    for run in result.runs:
+        if run.setting.rule == "refresh" and (run.setting.max_staleness, run.setting.window) == same:
+            gain = (
+                f"{run.gain:.2f} x sync"
+                if run.gain is not None
+                else f"{short_seconds(run.outcome.step_seconds)} s a step"
+            )
+            return [
+                f"keep reads caches that older weights computed; its effect on learning was not measured. refresh: {gain}."
+            ]
+    return []
+
+
+def cells(result: Study, run: SimulatedRun) -> list[str]:
+    """Return the cells of a run for `HEAD`."""
+    outcome = run.outcome
+    return [
+        named(run),
+        *_speed(run),
+        f"{outcome.lag_mean:.1f}",
+        str(outcome.lag_max),
+        f"{outcome.running:.0f}",
+        f"{outcome.pending_samples:,}",
+        sized(result.pending_bytes(run)),
+        f"{outcome.length_bias:+.1%}",
+    ]
+
+
+def _speed(run: SimulatedRun) -> list[str]:
+    outcome = run.outcome
+    return [
+        short_seconds(outcome.step_seconds),
+        "" if run.gain is None else f"{run.gain:.2f}",
+        f"{outcome.engines_idle:.0%}",
+        f"{outcome.trainers_idle:.0%}",
+    ]
+
+
+def schedule_columns(result: Study) -> Columns:
+    return transposed([list(HEAD), *(cells(result, run) for run in result.runs)])
+
+
+def split_columns(result: Study) -> Columns:
+    head = ["trainers", "engines", "on devices", "step, s", "gain", "E idle", "T idle", "lag", "requests"]
+    rows = [
+        [
+            f"{run.setting.trainers:,}",
+            f"{run.engines:,}",
+            f"{run.engine_devices:,}",
+            *_speed(run),
+            f"{run.outcome.lag_mean:.1f}",
+            f"{run.outcome.running:.0f}",
+        ]
+        for run in result.splits
+    ]
+    return transposed([head, *rows])

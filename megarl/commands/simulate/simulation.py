@@ -1,0 +1,215 @@
+"""A run under a virtual clock: megarl's `Admission` and the order of its loop, with engines and trainers that only cost time.
+
+A step admits groups, waits for a batch, trains on it, and updates the weights, which engines and trainers wait for. With drain
+the engines' requests finish before the update. Groups go to the engine with the fewest groups, as in
+`rollout/source_engines.py`. Scoring, tools and filters take no time and drop no group.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from megarl.commands.simulate.engine import Costs, VirtualEngine
+from megarl.commands.simulate.lengths import DrawnLengths
+from megarl.commands.simulate.outcome import Outcome, StepRecord, outcome
+from megarl.recipe.derived.at_update import UpdateRule, max_lag, update_rule, window_groups
+from megarl.recipe.schema import Recipe
+from megarl.rollout.admission import Admission
+from megarl.types import Group
+
+
+@dataclass(frozen=True)
+class AsyncSchedule:
+    """Limits for the start of groups and their order in batches, and the handling of running requests at an update."""
+
+    rule: UpdateRule
+    max_staleness: float
+    prompts: int  # groups of a batch
+    window: int = 1  # groups
+    max_lag: int = 0  # bound of the lag of a token, in versions
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> AsyncSchedule:
+        return cls(
+            rule=update_rule(recipe),
+            max_staleness=recipe.rollout.max_staleness,
+            prompts=recipe.data.prompts_per_step,
+            window=window_groups(recipe),
+            max_lag=max_lag(recipe),
+        )
+
+
+@dataclass
+class _GroupProgress:
+    """A group from its start to the end of its training step."""
+
+    left: int  # samples that are not finished
+    tokens: int = 0  # of finished responses
+    versions: float = 0.0  # sum of the weight versions of their tokens
+    oldest: int | None = None  # version of the oldest token
+
+
+@dataclass
+class _Pending:
+    """Finished samples that were not trained on yet, and the largest values of their number and tokens."""
+
+    samples: int = 0
+    tokens: float = 0.0
+    most_samples: int = 0
+    most_tokens: float = 0.0
+
+    def add(self, samples: int, tokens: float) -> None:
+        self.samples += samples
+        self.tokens += tokens
+        self.most_samples = max(self.most_samples, self.samples)
+        self.most_tokens = max(self.most_tokens, self.tokens)
+
+
+@dataclass
+class Simulation:
+    """One run. `samples`: per group."""
+
+    costs: Costs
+    schedule: AsyncSchedule
+    lengths: DrawnLengths
+    samples: int
+    now: float = 0.0
+    admission: Admission = field(init=False)
+    engines: list[VirtualEngine] = field(init=False)
+    records: list[StepRecord] = field(default_factory=list)
+    trained: list[int] = field(default_factory=list)  # numbers of trained groups, in the order of training
+
+    def __post_init__(self) -> None:
+        schedule = self.schedule
+        self.admission = Admission(
+            schedule.prompts, schedule.max_staleness, None, schedule.rule != "drain", window=schedule.window
+        )
+        self.engines = [VirtualEngine(self.costs) for _ in range(self.costs.engines)]
+        self._groups: dict[int, _GroupProgress] = {}
+        self._engine_of: dict[int, int] = {}
+        self._load = [0] * len(self.engines)  # groups running on each engine
+        self._epochs = [0] * len(self.engines)  # an event of an earlier epoch is void
+        self._events: list[tuple[float, int, int]] = []  # (time, engine, epoch): its next finished request
+        self._pending = _Pending()
+
+    def run(self, steps: int, warmup: int) -> Outcome:
+        """Simulate `warmup` steps, which the outcome leaves out, and `steps` further ones."""
+        for step in range(1, warmup + steps + 1):
+            self._step(step - 1)
+        return outcome(
+            self.records,
+            warmup,
+            self.costs.engines,
+            samples=self.samples,
+            sampled_length=self._sampled_length(),
+            pending=(self._pending.most_samples, self._pending.most_tokens),
+        )
+
+    def _step(self, version: int) -> None:
+        begin = self.now
+        self.admission.version = version
+        self._start_groups()
+        self._until(lambda: bool(self.admission.closed))
+        batch = [item.group.number for item in self.admission.closed.popleft()]
+        waited = self.now - begin
+        groups = [self._groups.pop(number) for number in batch]
+        self.trained += batch
+        responses = sum(group.tokens for group in groups)
+        tokens = responses + len(groups) * self.samples * self.costs.prompt
+        training = self.costs.hand_over + tokens * self.costs.training
+        self._work(training)
+        self._pending.add(-len(groups) * self.samples, -tokens)
+        drain_begin = self.now
+        if self.schedule.rule == "drain":
+            self._until(self.admission.idle)
+        drained = self.now - drain_begin
+        self._update(version + 1)
+        self._work(self.costs.weight_sync)
+        for engine in self.engines:
+            engine.advance(self.now)
+        self.records.append(
+            StepRecord(
+                end=self.now,
+                responses=responses,
+                tokens=tokens,
+                groups=len(groups),
+                waited=waited + drained,
+                training=training,
+                weight_sync=self.costs.weight_sync,
+                lag=version * responses - sum(group.versions for group in groups),
+                max_lag=max(version - (group.oldest or 0) for group in groups),
+                busy=sum(engine.busy for engine in self.engines),
+                request_seconds=sum(engine.request_seconds for engine in self.engines),
+                recomputed=sum(engine.recomputed for engine in self.engines),
+            )
+        )
+
+    def _start_groups(self) -> None:
+        """Start all groups that admission allows, each on the engine with the fewest."""
+        loads = [(load, index) for index, load in enumerate(self._load)]
+        heapq.heapify(loads)
+        touched = set()
+        for number in self.admission.start(self.admission.capacity()):
+            load, index = loads[0]
+            heapq.heapreplace(loads, (load + 1, index))
+            self._load[index] = load + 1
+            if index not in touched:
+                self.engines[index].advance(self.now)
+                touched.add(index)
+            self._groups[number] = _GroupProgress(self.samples)
+            self._engine_of[number] = index
+            self.engines[index].add(number, self.lengths.of(number))
+        for index in touched:
+            self._plan(index)
+
+    def _plan(self, index: int) -> None:
+        """Enter the engine's next finish, and void its former one."""
+        self._epochs[index] += 1
+        time = self.engines[index].next_finish()
+        if time is not None:
+            heapq.heappush(self._events, (time, index, self._epochs[index]))
+
+    def _handle_event(self) -> None:
+        self.now, index, epoch = heapq.heappop(self._events)
+        if epoch != self._epochs[index]:
+            return
+        engine = self.engines[index]
+        engine.advance(self.now)
+        for sample in engine.finish():
+            group = self._groups[sample.group]
+            group.left -= 1
+            group.tokens += sample.length
+            group.versions += sample.versions
+            group.oldest = sample.oldest if group.oldest is None else min(group.oldest, sample.oldest)
+            self._pending.add(1, sample.length + self.costs.prompt)
+            if group.left == 0:
+                self._load[self._engine_of.pop(sample.group)] -= 1
+                self.admission.finish(Group(sample.group, "", "", []), accepted=True)
+        self._plan(index)
+
+    def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            if not self._events:
+                raise RuntimeError("no request runs, and the loop waits for one: a fault of the admission")
+            self._handle_event()
+
+    def _work(self, seconds: float) -> None:
+        """Let the trainers work while engines go on."""
+        end = self.now + seconds
+        while self._events and self._events[0][0] <= end:
+            self._handle_event()
+        self.now = end
+
+    def _update(self, version: int) -> None:
+        for index, engine in enumerate(self.engines):
+            engine.advance(self.now)
+            engine.update(version, self.costs.weight_sync, refresh=self.schedule.rule == "refresh")
+            self._plan(index)
+
+    def _sampled_length(self) -> float:
+        """Return the mean length of all responses of admitted groups."""
+        admitted = self.admission.state.admitted
+        total = sum(sum(self.lengths.of(number)) for number in range(admitted))
+        return total / (admitted * self.samples)

@@ -1,0 +1,240 @@
+"""Simulations of a recipe for each rule, staleness, window and split, and the recommended one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megarl.commands.simulate.cli_options import STEPS
+from megarl.commands.simulate.lengths import DrawnLengths
+from megarl.commands.simulate.outcome import Outcome
+from megarl.commands.simulate.planned import SimulatedRecipe
+from megarl.commands.simulate.simulation import AsyncSchedule, Simulation
+from megarl.errors import InputError, plain
+from megarl.recipe.derived.at_update import UpdateRule
+from megarl.recipe.schema import Recipe, RolloutConfig
+
+RULES: tuple[UpdateRule, ...] = ("drain", "refresh", "keep")
+STALENESS, WINDOWS = (1, 2, 4, 8), (0.0, 0.3)
+_FIRST_STALENESS, _FIRST_WINDOW = 4, 0.3  # of the schedule with which splits are compared first
+CONTROLLER_BYTES = 600  # per sample on the controller: `types.Sample`, measured with 16 samples a group
+_NEAR = 0.95  # of the fastest: below it less lag is not worth the time
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A point of the comparison. `trainers` is the number of all devices if `colocated`."""
+
+    trainers: int
+    rule: UpdateRule
+    max_staleness: float = 0
+    window: float = 0.0
+    colocated: bool = False
+
+
+@dataclass(frozen=True)
+class SimulatedRun:
+    """The outcome of a setting. `gain`: tokens per second relative to the synchronous run; None without that run."""
+
+    setting: Setting
+    schedule: AsyncSchedule
+    engines: int
+    engine_devices: int
+    outcome: Outcome
+    gain: float | None
+
+    @property
+    def name(self) -> str:
+        return "sync" if self.setting.colocated else self.setting.rule
+
+
+@dataclass
+class Study:
+    """All simulations of a recipe."""
+
+    recipe: str
+    device: str
+    devices: int
+    runs: list[SimulatedRun]  # one split, the synchronous run first
+    splits: list[SimulatedRun]  # the recommended schedule with each split
+    best: SimulatedRun
+    settings: list[str]  # command-line settings of `best`
+    bytes_per_token: float
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def trainers(self) -> int:
+        """Trainers of `runs` with separate devices."""
+        return self.runs[-1].setting.trainers
+
+    def pending_bytes(self, run: SimulatedRun) -> float:
+        """Return the host memory of the most finished samples that wait, over all machines of engines."""
+        return run.outcome.pending_tokens * self.bytes_per_token
+
+
+class Runner:
+    """Simulates settings of one recipe, each once. `steps`: measured ones."""
+
+    def __init__(self, subject: SimulatedRecipe, steps: int) -> None:
+        self.subject, self.steps = subject, steps
+        self.refusals: dict[str, list[Setting]] = {}  # by reason
+        self._runs: dict[Setting, SimulatedRun | None] = {}
+        self._lengths = DrawnLengths(subject.lengths, subject.recipe.rollout.samples_per_prompt, subject.seed)
+        self.synchronous = self.run(Setting(subject.devices, "drain", colocated=True))
+
+    def layout(self, setting: Setting) -> Recipe:
+        if setting.colocated:
+            return self.subject.colocated()
+        return self.subject.split(setting.trainers, setting.rule, setting.max_staleness, setting.window)
+
+    def run(self, setting: Setting) -> SimulatedRun | None:
+        """Return the simulated run; None if a run would refuse the setting."""
+        if setting not in self._runs:
+            self._runs[setting] = self._run(setting)
+        return self._runs[setting]
+
+    def _run(self, setting: Setting) -> SimulatedRun | None:
+        layout = self.layout(setting)
+        reason = self.subject.refusal(layout)
+        if reason is not None:
+            self.refusals.setdefault(reason, []).append(setting)
+            return None
+        schedule, costs = AsyncSchedule.of(layout), self.subject.costs(layout)
+        simulation = Simulation(costs, schedule, self._lengths, layout.rollout.samples_per_prompt)
+        outcome = simulation.run(self.steps, warmup=2 * (schedule.max_lag + 1))
+        base = outcome if setting.colocated else self.synchronous and self.synchronous.outcome
+        gain = outcome.tokens_per_second / base.tokens_per_second if base else None
+        rollout = layout.rollout
+        return SimulatedRun(
+            setting, schedule, rollout.engines, rollout.engines * rollout.tensor_parallel, outcome, gain
+        )
+
+
+def study(subject: SimulatedRecipe, *, steps: int = STEPS, max_lag: int | None = None) -> Study:
+    """Simulate the recipe. `max_lag`: largest lag in versions of a recommended schedule; None: any.
+
+    Raises InputError if no split of the devices has whole layouts, or a run would refuse every setting.
+    """
+    counts = subject.trainer_counts()
+    if not counts:
+        block, group = subject.blocks
+        raise InputError(
+            f"{subject.devices} devices cannot be split: trainers take multiples of {block} devices (section megatron), "
+            f"engines multiples of {group} (rollout.tensor_parallel x data_parallel). Give --devices {block + group} or another "
+            "sum of such multiples."
+        )
+    runner = Runner(subject, steps)
+    trainers = _fastest_split(runner, counts)
+    runs, best, splits = _at_split(runner, counts, trainers, max_lag)
+    if best.setting.trainers != trainers and not best.setting.colocated:  # another split suits the schedule better
+        runs, best, splits = _at_split(runner, counts, best.setting.trainers, max_lag)
+    return Study(
+        recipe=subject.recipe.name,
+        device=subject.device.name,
+        devices=subject.devices,
+        runs=runs,
+        splits=splits,
+        best=best,
+        settings=changed_settings(subject.recipe, runner.layout(best.setting)),
+        bytes_per_token=subject.bytes_per_token,
+        notes=[*_refused(runner), *assumptions(subject, steps)],
+    )
+
+
+def _fastest_split(runner: Runner, counts: list[int]) -> int:
+    """Return the number of trainers that is fastest with a fixed schedule, the first rule that no run refuses."""
+    for rule in ("refresh", "keep", "drain"):
+        settings = [Setting(count, rule, _FIRST_STALENESS, _FIRST_WINDOW) for count in counts]
+        runs = [run for setting in settings if (run := runner.run(setting)) is not None]
+        if runs:
+            return max(runs, key=lambda run: run.outcome.tokens_per_second).setting.trainers
+    reasons = "; ".join(runner.refusals)
+    raise InputError(f"A run would refuse every split of {runner.subject.devices} devices: {reasons}.")
+
+
+def _at_split(
+    runner: Runner, counts: list[int], trainers: int, max_lag: int | None
+) -> tuple[list[SimulatedRun], SimulatedRun, list[SimulatedRun]]:
+    """Return the runs of all schedules at a split, the recommended run, and its schedule at each split."""
+    settings = [*_schedules(runner.subject.recipe.rollout, trainers)]
+    runs = [run for setting in settings if (run := runner.run(setting)) is not None]
+    if runner.synchronous is not None:
+        runs = [runner.synchronous, *runs]
+    best = recommended(runs, max_lag)
+    if best.setting.colocated:
+        return runs, best, [best]
+    chosen = best.setting
+    candidates = [Setting(count, chosen.rule, chosen.max_staleness, chosen.window) for count in counts]
+    splits = [run for setting in candidates if (run := runner.run(setting)) is not None]
+    return runs, max(splits, key=lambda run: run.outcome.tokens_per_second), splits
+
+
+def _schedules(rollout: RolloutConfig, trainers: int) -> list[Setting]:
+    windows = sorted({*WINDOWS, rollout.window})
+    result = []
+    for rule in RULES:
+        for staleness in sorted({*STALENESS, rollout.max_staleness} - {0}):
+            for window in windows if rule != "drain" else windows[:1]:  # drain has no window
+                result.append(Setting(trainers, rule, staleness, window))
+    return result
+
+
+def recommended(runs: list[SimulatedRun], max_lag: int | None) -> SimulatedRun:
+    """Return the run with the least lag among those with at least 95 % of the largest throughput.
+
+    Raises InputError if every run has a larger lag than `max_lag`.
+    """
+    allowed = [run for run in runs if max_lag is None or run.schedule.max_lag <= max_lag]
+    if not allowed:
+        raise InputError(f"--max-lag {max_lag}: each possible schedule has a larger lag. Give a larger number.")
+    fastest = max(run.outcome.tokens_per_second for run in allowed)
+    near = [run for run in allowed if run.outcome.tokens_per_second >= _NEAR * fastest]
+    return min(near, key=lambda run: (run.outcome.lag_mean, -run.outcome.tokens_per_second))
+
+
+_KEYS = (
+    "cluster.placement",
+    "cluster.trainers",
+    "megatron.offload",
+    "weight_sync.transport",
+    "rollout.engines",
+    "rollout.max_staleness",
+    "rollout.at_update",
+    "rollout.window",
+)
+
+
+def changed_settings(recipe: Recipe, layout: Recipe) -> list[str]:
+    """Return the command-line settings that turn `recipe` into `layout`."""
+    result = []
+    for key in _KEYS:
+        section, name = key.split(".")
+        before, after = (getattr(getattr(part, section), name) for part in (recipe, layout))
+        if before != after:
+            result.append(f"{key}={plain(after)}".replace("'", ""))
+    return result
+
+
+def _refused(runner: Runner) -> list[str]:
+    notes = []
+    for reason, settings in runner.refusals.items():
+        names = sorted({"sync" if setting.colocated else setting.rule for setting in settings})
+        notes.append(f"Not simulated: {', '.join(names)}, which a run refuses: {reason}.")
+    if runner.synchronous is None:
+        notes.append("No synchronous run on all devices is possible, so no gain is shown.")
+    return notes
+
+
+def assumptions(subject: SimulatedRecipe, steps: int) -> list[str]:
+    """Return the assumptions of a study, for the reader."""
+    rates = "calibrated" if subject.device.factors else "from data sheets"
+    return [
+        f"{subject.lengths.assumed}; prompts of {subject.lengths.prompt:,.0f} tokens.",
+        f"Seconds of decode steps, prefill, training and weight sync are the planner's estimates for {subject.device.name} "
+        f"({rates}), with caches of mean length. Memory is not counted: run `megarl plan` with the settings above.",
+        "Engines and trainers wait during a weight sync. Scoring and tools take no time, no group is filtered, and no "
+        "evaluation or checkpoint interrupts.",
+        f"{steps} steps after the start; repeat with another --seed to see the spread, about 5 % of the throughput with long "
+        "tails.",
+        "Never measured on an accelerator: updates of running requests, their recomputed caches, and every gain shown here. The "
+        "effect of the lag on learning is not simulated.",
+    ]
