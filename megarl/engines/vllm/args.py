@@ -132,8 +132,8 @@ def check_plan(spec: EngineSpec, device: str) -> None:
         _without_whole_graphs(spec.engine_args, spec.recipe_section)
     version = ascend.installed()
     readable = os.path.isfile(os.path.join(spec.model_path, "config.json"))  # a missing file fails later
-    if spec.keep_cache and readable:
-        kept_cache.check(spec.engine_args, _model_config(spec.model_path))
+    if spec.keep_cache:
+        kept_cache.check(spec.engine_args, _model_config(spec.model_path) if readable else None)
     if device == "npu" and version is not None and readable:
         _check_npu(spec, version)
 

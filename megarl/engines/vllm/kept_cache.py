@@ -11,9 +11,9 @@ from typing import Any
 from megarl.errors import RecipeError
 
 
-def check(engine_args: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    """Raise RecipeError if an engine cannot keep its KV cache. `config`: the model's config.json."""
-    if "vision_config" in config:
+def check(engine_args: Mapping[str, Any], config: Mapping[str, Any] | None) -> None:
+    """Raise RecipeError if an engine cannot keep its KV cache. `config`: the model's config.json; None: not readable."""
+    if config is not None and "vision_config" in config:
         raise RecipeError(
             "rollout.at_update",
             "vLLM caches encoded images without the version of the weights, so later requests would reuse old encodings",
