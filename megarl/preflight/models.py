@@ -20,6 +20,7 @@ from megarl.megatron.lora.targets import check_lora
 from megarl.megatron.model.families import check_model, check_sizes
 from megarl.preflight.engines import check_experts, check_heads
 from megarl.recipe.data import DataConfig
+from megarl.recipe.derived.at_update import update_rule
 from megarl.recipe.derived.critic_view import critic_view
 from megarl.recipe.header import shape_of
 from megarl.recipe.schema import Recipe
@@ -167,6 +168,13 @@ def sampled_errors(recipe: Recipe, config: Config) -> Iterator[ValueError]:
     """Yield errors of a model that its engines cannot sample from."""
     yield from errors_of(_check_context, recipe, config)
     yield from errors_of(_check_pixels, recipe.data, config)
+    if update_rule(recipe) == "keep" and "vision_config" in config:
+        yield RecipeError(
+            "rollout.at_update",
+            "engines cache encoded images without the version of the weights, so later requests would reuse old encodings",
+            "set rollout.at_update=refresh, or drain",
+            value="keep",
+        )
     yield from errors_of(check_experts, recipe.rollout, config)
     yield from errors_of(check_heads, "rollout", recipe.rollout, config, spread=recipe.rollout.spreads_experts)
 

@@ -12,7 +12,7 @@ from packaging.version import Version
 
 from megarl.engines import check_argument, package_folder
 from megarl.engines.base import EngineLimits, EngineSpec, EngineTraces
-from megarl.engines.vllm import ascend, fp32_head, kept_cache, lora
+from megarl.engines.vllm import ascend, fp32_head, lora
 from megarl.engines.vllm.ascend import task_queue as task_queue
 from megarl.engines.vllm.dispatch_buffers import DEFAULT_MB, dispatch_buffer
 from megarl.engines.vllm.images import image_args
@@ -132,8 +132,6 @@ def check_plan(spec: EngineSpec, device: str) -> None:
         _without_whole_graphs(spec.engine_args, spec.recipe_section)
     version = ascend.installed()
     readable = os.path.isfile(os.path.join(spec.model_path, "config.json"))  # a missing file fails later
-    if spec.keep_cache:
-        kept_cache.check(spec.engine_args, _model_config(spec.model_path) if readable else None)
     if device == "npu" and version is not None and readable:
         _check_npu(spec, version)
 
@@ -269,8 +267,7 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
     arguments.update(image_args(config, device))
     arguments.update(spec.engine_args)
     if spec.keep_cache:
-        kept_cache.check(spec.engine_args, config)
-        arguments.update(kept_cache.arguments())
+        arguments["async_scheduling"] = False  # every sampled token has been returned when an update starts
     if overrides := _config_overrides(spec, config, device):
         arguments["hf_overrides"] = overrides
     if device == "npu":

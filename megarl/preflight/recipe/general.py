@@ -310,6 +310,14 @@ def staleness_errors(recipe: Recipe) -> Errors:
             "set rollout.at_update=drain, or train.deterministic=false",
             value=rule,
         )
+    if rule == "keep" and recipe.rollout.engine_args.get("async_scheduling"):
+        yield RecipeError(
+            "rollout.engine_args.async_scheduling",
+            "with rollout.at_update=keep, tokens that are sampled but not yet returned at an update would count as tokens of the "
+            "new weights",
+            "leave it out, or set rollout.at_update=refresh",
+            value=True,
+        )
     if recipe.rollout.admission == "wave":
         yield RecipeError(
             "rollout.admission",
