@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.verl_parity import differences
 from megarl.commands.convert_verl.command import convert
 from megarl.errors import InputError
 from tests.commands.convert_verl.test_convert import GRPO, settings
+from tests.commands.convert_verl.test_schedule import OPTIONS, RECIPE
 
 ASYNC, ACTOR = "async_training.", "actor_rollout_ref.actor."
 RUN = (
@@ -33,8 +35,8 @@ python3 -m verl.experimental.fully_async_policy.fully_async_main \\
     actor_rollout_ref.model.path=model actor_rollout_ref.hybrid_engine=False \\
     actor_rollout_ref.actor.ppo_mini_batch_size=$mini actor_rollout_ref.actor.optim.lr_warmup_steps=10 \\
     actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4 \\
-    actor_rollout_ref.rollout.n=8 actor_rollout_ref.rollout.tensor_model_parallel_size=4 \\
-    trainer.nnodes=$train_nodes trainer.n_gpus_per_node=$per_node trainer.save_freq=20 trainer.test_freq=5 \\
+    actor_rollout_ref.rollout.n=6 actor_rollout_ref.rollout.tensor_model_parallel_size=4 \\
+    trainer.nnodes=$train_nodes trainer.n_gpus_per_node=$per_node trainer.save_freq=30 trainer.test_freq=5 \\
     rollout.nnodes=$sampling_nodes rollout.n_gpus_per_node=$per_node \\
     rollout.total_rollout_steps=$((mini * updates_per_sync * 2 * syncs)) \\
     async_training.staleness_threshold=0.5 async_training.trigger_parameter_sync_step=$updates_per_sync \\
@@ -52,7 +54,7 @@ def test_a_script_with_partial_rollouts() -> None:
         "data.prompts_per_step": 32 * 2 * 4,
         "actor.mini_batches": 2 * 4,
         "actor.optimizer.warmup_steps": 10 * 2,
-        "rollout.samples_per_prompt": 8,
+        "rollout.samples_per_prompt": 6,
         "rollout.max_staleness": 0.5,
         "rollout.at_update": "refresh",
         "rollout.tensor_parallel": 4,
@@ -62,10 +64,10 @@ def test_a_script_with_partial_rollouts() -> None:
         "megatron.tensor_parallel": 4,
         "algorithm.old_log_probs": "rollout",
         "train.steps": 50,
-        "train.save_every": 20,
+        "train.save_every": 30,
         "evaluation.every": 5,
     }
-    assert expected.items() <= converted.items()
+    assert {key: converted.get(key) for key in expected} == expected
 
 
 def test_defaults_are_those_of_the_trainer() -> None:
@@ -77,7 +79,7 @@ def test_defaults_are_those_of_the_trainer() -> None:
 
 
 def test_computed_old_log_probs() -> None:
-    """The policy before the step, which is also that of verl's first update after an update of the engines."""
+    """The policy before the step. verl restores it for each update until the engines receive weights."""
     assert "algorithm.old_log_probs" not in settings(f"{RUN} algorithm.rollout_correction.bypass_mode=False")
 
 
@@ -240,3 +242,37 @@ def test_values_that_verl_refuses(options: str, message: str) -> None:
 
 def test_other_trainers_have_none_of_these_notes() -> None:
     assert "order of their arrival" not in notes(GRPO) and "at_update" not in convert(GRPO).text
+
+
+class TestParity:
+    """The second formulas of benchmarks/verl_parity.py."""
+
+    OPTIONS = OPTIONS | {
+        "data.train_batch_size": 0, f"{ASYNC}trigger_parameter_sync_step": 4, f"{ASYNC}require_batches": 2,
+        f"{ASYNC}staleness_threshold": 0.5, f"{ASYNC}partial_rollout": True, "rollout.nnodes": 1,
+        "rollout.n_gpus_per_node": 4, "rollout.total_rollout_steps": 1280,
+    }  # fmt: skip
+    EXPECTED = RECIPE | {
+        "data.prompts_per_step": 128, "actor.mini_batches": 8, "actor.optimizer.warmup_steps": 10, "rollout.engines": 2,
+        "cluster.placement": "disaggregated", "rollout.max_staleness": 0.5, "rollout.at_update": "refresh", "train.steps": 10,
+    }  # fmt: skip
+
+    def test_equal_configurations_have_no_difference(self) -> None:
+        assert list(differences(self.OPTIONS, {}, self.EXPECTED, [])) == []
+
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            ("data.prompts_per_step", 32),
+            ("actor.mini_batches", 4),
+            ("actor.optimizer.warmup_steps", 40),
+            ("rollout.engines", 4),
+            ("cluster.placement", "colocated"),
+            ("rollout.max_staleness", 0.1),
+            ("rollout.at_update", "drain"),
+            ("train.steps", 20),
+        ],
+    )
+    def test_each_setting_is_compared(self, key: str, value: object) -> None:
+        keys = [each.key for each in differences(self.OPTIONS, {}, self.EXPECTED | {key: value}, [])]
+        assert set(keys) == {key}
