@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.commands.convert_verl.command import convert
+from megarl.commands.convert_verl.fully_async import FULLY_ASYNC
 from megarl.commands.convert_verl.inputs import SGLANG
 from megarl.commands.convert_verl.parser import read_command
 from megarl.commands.convert_verl.shell_values import ScriptContext
@@ -40,11 +41,16 @@ _CONFIGS = {
         "verl/experimental/one_step_off_policy/config",
         "one_step_off_ppo_trainer",
     ),
+    "verl.experimental.fully_async_policy.fully_async_main": (
+        "verl/experimental/fully_async_policy/config",
+        "fully_async_ppo_trainer",
+    ),
 }
 """Folder and name of an entry point's configuration."""
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _DISTILLATION = "distillation.distillation_loss"
 _MISSING = "<missing>"
+_SYNC = "async_training.trigger_parameter_sync_step"
 _SWITCHES = {
     f"{_R}.multi_turn.enable": [f"{_R}.multi_turn.*"],
     "algorithm.filter_groups.enable": ["algorithm.filter_groups.*"],
@@ -141,11 +147,11 @@ def unused(options: Mapping[str, Any]) -> list[str]:
 
 def copied(options: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     """Iterate over (option, key, expected value) of the options that the table copies under another name or value."""
-    left_out = unused(options)
+    left_out, table = unused(options), [*(FULLY_ASYNC if _SYNC in options else []), *RL, *TRAINER]
     for name, value in options.items():
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in left_out):
             continue
-        row = next((row for row in [*RL, *TRAINER] if fnmatch.fnmatchcase(name, row.verl)), None)
+        row = next((row for row in table if fnmatch.fnmatchcase(name, row.verl)), None)
         if row is None or row.to is None or row.derived or value in (None, _MISSING, ""):
             continue
         key = _key(row, name)
@@ -164,7 +170,7 @@ def derived(options: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     """Iterate over (option, key, expected value) of settings that follow from several options."""
     get = options.get
     devices = options["trainer.nnodes"] * options["trainer.n_gpus_per_node"]
-    prompts, mini = options["data.train_batch_size"], options[f"{_A}.ppo_mini_batch_size"]
+    prompts, mini, syncs = _batch(options), options[f"{_A}.ppo_mini_batch_size"], get(_SYNC, 1)
     longest = options["data.max_prompt_length"] + options["data.max_response_length"]
     megatron = get(f"{_A}.strategy") == "megatron"
     yield "trainer.nnodes", "cluster.trainers", devices
@@ -202,11 +208,31 @@ def derived(options: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
         yield f"{_A}.clip_ratio_c", "algorithm.ratio_cap", get(f"{_A}.clip_ratio_c")
     warmup = get(f"{_A}.optim.lr_warmup_steps") or -1
     if warmup > 0:
-        updates = max(prompts // mini, 1) * options[f"{_A}.ppo_epochs"]
+        updates = max(prompts // mini, 1) // syncs * options[f"{_A}.ppo_epochs"]
         yield f"{_A}.optim.lr_warmup_steps", "actor.optimizer.warmup_steps", warmup * updates
+    if _SYNC in options:
+        yield from _asynchronous(options, prompts)
     yield "trainer.save_freq", "train.save_every", max(get("trainer.save_freq") or 0, 0)
     if get("algorithm.adv_estimator") == "gae":
         yield "critic.ppo_epochs", "critic.epochs", get("critic.ppo_epochs")
+
+
+def _batch(options: Mapping[str, Any]) -> int:
+    """Return the prompts of a step. In fully asynchronous runs a step lasts until the engines receive weights."""
+    if _SYNC not in options:
+        return int(options["data.train_batch_size"])
+    return int(options[f"{_A}.ppo_mini_batch_size"] * options["async_training.require_batches"] * options[_SYNC])
+
+
+def _asynchronous(options: Mapping[str, Any], prompts: int) -> Iterator[tuple[str, str, Any]]:
+    engines = options["rollout.nnodes"] * options["rollout.n_gpus_per_node"]
+    yield _SYNC, "data.prompts_per_step", prompts
+    yield "rollout.nnodes", "rollout.engines", engines // options[f"{_R}.tensor_model_parallel_size"]
+    yield "rollout.nnodes", "cluster.placement", "disaggregated"
+    yield "rollout.total_rollout_steps", "train.steps", options["rollout.total_rollout_steps"] // prompts
+    if options["async_training.staleness_threshold"]:
+        rule = "refresh" if options["async_training.partial_rollout"] else "drain"
+        yield "async_training.partial_rollout", "rollout.at_update", rule
 
 
 def differences(

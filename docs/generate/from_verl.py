@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from megarl.commands.convert_verl.fully_async import FULLY_ASYNC, FULLY_ASYNC_DEFAULTS
 from megarl.commands.convert_verl.table import DEFAULTS, RL, SFT, SFT_DEFAULTS, TRAINER, Option
 
 PAGE = Path(__file__).resolve().parents[1] / "from_verl.md"
@@ -37,8 +38,8 @@ To supply a value, add `NAME=value` after the file; it overrides the script's. `
 argument with a dot in its name is a setting of the recipe and overrides the converted one. Files that the script sources are
 not read.
 
-The command may run main_ppo, main_dapo, one-step-off's main_ppo, fsdp_sft_trainer or sft_trainer. Options that are changed or
-have no counterpart are listed with their lines, as comments at the top of the recipe and on stderr. One that changes what is
+The command may run main_ppo, main_dapo, one-step-off's main_ppo, fully_async_main, fsdp_sft_trainer or sft_trainer. Options that
+are changed or have no counterpart are listed with their lines, as comments at the top of the recipe and on stderr. One that changes what is
 computed is an error: add the recipe's setting after the file, or `--accept OPTION` to leave it out. An option that the command
 does not set has verl's default where it differs from megarl's. `--rows` is the number of rows of the training data, which
 converts epochs to steps. The recipe is loaded before it is written, and an invalid one is an error with its remedy. For models
@@ -74,6 +75,28 @@ the name that prompts use. verl's code sandbox is `code_interpreter`. The row's 
 cannot be converted. The limits of the policy's turns and of calls per turn are converted. Interactions and agent loops of your own
 are errors.
 
+## Asynchronous runs
+
+Both asynchronous trainers of verl become `cluster.placement: disaggregated` ([asynchrony.md](asynchrony.md)). One-step-off has
+`rollout.max_staleness: 1` and `rollout.at_update: drain`. With fully_async_main a step of the recipe is the time between two updates
+of the engines' weights:
+
+| verl | megarl |
+|---|---|
+| ppo_mini_batch_size x require_batches x trigger_parameter_sync_step | `data.prompts_per_step` |
+| require_batches x trigger_parameter_sync_step | `actor.mini_batches` |
+| staleness_threshold | `rollout.max_staleness` |
+| partial_rollout | `rollout.at_update`: `refresh`; without it `drain` |
+| total_rollout_steps, in prompts | `train.steps` |
+| test_freq and save_freq, in updates of the engines | `evaluation.every`, `train.save_every` |
+| lr_warmup_steps and lr_decay_steps, in updates of the actor | `warmup_steps`, `decay_steps`, in optimizer steps |
+
+Five differences remain. verl trains on groups in the order of their arrival; in megarl a group overtakes older ones only within
+`rollout.window`. The actor's updates start when all groups of a step have arrived. Statistics of a batch, such as the mean for
+whitening, are of the step; in verl they are of an update of the actor. Without partial_rollout, verl's documentation lets requests
+finish before an update, as `drain` does, but its code ends them and trains on the cut responses. verl builds the learning-rate
+schedule before it knows the number of steps: a warm-up by ratio has no effect, and a decay with FSDP is an error here.
+
 ## Metrics
 
 `critic/*`, `actor/*`, `timing_s/*`, `perf/*`, `prompt_length/*` and `response_length/*` have verl's names where they mean the same
@@ -103,14 +126,19 @@ every run:
 def document() -> str:
     """Return the text of the page."""
     parts = [HEAD]
-    for title, table in (("RL", RL), ("Trainer (RL and SFT)", TRAINER), ("SFT", SFT)):
+    for title, table in (
+        ("RL", RL),
+        ("Fully asynchronous RL (before the options of RL)", FULLY_ASYNC),
+        ("Trainer (RL and SFT)", TRAINER),
+        ("SFT", SFT),
+    ):
         head = "| verl | megarl | remark |\n|---|---|---|\n"
         parts.append(f"## {title}\n\n{head}" + "\n".join(map(_row, table)) + "\n")
     parts.append(
         "## Defaults of verl\n\nThe converter uses them for options that a command does not set.\n\n" + _defaults()
     )
     parts.append(
-        "\n`python -m docs.generate.from_verl` writes this page from `megarl/commands/convert_verl/table.py`.\n"
+        "\n`python -m docs.generate.from_verl` writes this page from `megarl/commands/convert_verl/table.py` and `fully_async.py`.\n"
     )
     return "\n".join(parts)
 
@@ -123,7 +151,8 @@ def _row(option: Option) -> str:
 
 
 def _defaults() -> str:
-    kinds = {"RL": DEFAULTS, **SFT_DEFAULTS}
+    changed = {name: value for name, value in FULLY_ASYNC_DEFAULTS.items() if DEFAULTS.get(name) != value}
+    kinds = {"RL": DEFAULTS, "fully_async_main": changed, **SFT_DEFAULTS}
     rows: Sequence[str] = [
         f"| {kind} | `{name}` | `{value}` |" for kind in kinds for name, value in kinds[kind].items()
     ]

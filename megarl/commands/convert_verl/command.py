@@ -17,6 +17,8 @@ from megarl import engines
 from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
 from megarl.atomic_files import check_new, write_atomically
 from megarl.commands.convert_verl.conversion import Conversion, OptionValue, read_options, value_of
+from megarl.commands.convert_verl.fully_async import FULLY_ASYNC, FULLY_ASYNC_DEFAULTS
+from megarl.commands.convert_verl.layout import Sampling
 from megarl.commands.convert_verl.parser import TRAINERS, Command, read_command
 from megarl.commands.convert_verl.shell_values import ScriptContext
 from megarl.commands.convert_verl.table import ACTOR, DEFAULTS, LOSS_MODE, RL, SFT, SFT_DEFAULTS, TRAINER
@@ -108,15 +110,18 @@ def _translated(
         conversion.apply([*SFT, *TRAINER])
         translate_sft(conversion, processes=_processes(command), rows=rows)
         return conversion
-    conversion = Conversion(options, DEFAULTS, given=given)
+    is_fully_async = kind[1] == "fully_async_main"
+    conversion = Conversion(options, FULLY_ASYNC_DEFAULTS if is_fully_async else DEFAULTS, given=given)
     engine = conversion.get("model_engine")
     megatron = engine == "megatron" or "megatron" in config or conversion.get(f"{ACTOR}.strategy") == "megatron"
     loss = chosen.get("algorithm.loss") or LOSS_MODES.get(str(conversion.get(LOSS_MODE, "vanilla")), "")
     critic = (chosen.get("algorithm.advantage") or conversion.get("algorithm.adv_estimator")) == "gae"
     unread = unread_options(conversion.options, megatron=megatron, loss=loss, critic=critic)
-    conversion.apply([*RL, *TRAINER], unread)
+    conversion.apply([*(FULLY_ASYNC if is_fully_async else []), *RL, *TRAINER], unread)
     conversion.settings |= chosen  # other settings depend on them
-    translate_rl(conversion, megatron=megatron, one_step_off="one_step_off" in command.trainer, rows=rows)
+    sampling: Sampling = "fully_async" if is_fully_async else "synchronous"
+    sampling = "one_step_off" if "one_step_off" in command.trainer else sampling
+    translate_rl(conversion, megatron=megatron, sampling=sampling, rows=rows)
     return conversion
 
 

@@ -17,7 +17,7 @@ from megarl.commands.convert_verl.table import Option
 from megarl.errors import InputError
 
 _OVERRIDE = re.compile(r"(~|\+{0,2})([\w@./-]+?)(?:=(.*))?", re.DOTALL)
-_ALGORITHMIC = ("algorithm.", "actor_rollout_ref.actor.", "critic.optim.", "distillation.")
+_ALGORITHMIC = ("algorithm.", "actor_rollout_ref.actor.", "critic.optim.", "distillation.", "async_training.")
 _SWITCHES = ("reward_model.enable", "reward.reward_model.enable")
 """Options that replace the reward if they are True."""
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")

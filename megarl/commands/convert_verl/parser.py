@@ -11,7 +11,7 @@ from megarl.commands.convert_verl.shell_syntax import parse
 from megarl.commands.convert_verl.shell_values import Call, Expanded, Jump, ScriptContext, Undetermined, combined
 from megarl.errors import InputError
 
-TRAINERS = re.compile(r"(?:^|[./])(main_ppo|main_dapo|fsdp_sft_trainer|sft_trainer)(?:\.py)?$")
+TRAINERS = re.compile(r"(?:^|[./])(main_ppo|main_dapo|fully_async_main|fsdp_sft_trainer|sft_trainer)(?:\.py)?$")
 """verl's training modules."""
 
 LARGEST = 200_000
@@ -63,7 +63,9 @@ def read_command(text: str, variables: Mapping[str, str], context: ScriptContext
     except RecursionError as error:
         raise InputError("the script is nested too deeply") from error
     if not shell.calls:
-        raise InputError("no training command: no line runs main_ppo, main_dapo, sft_trainer or fsdp_sft_trainer")
+        raise InputError(
+            "no training command: no line runs main_ppo, main_dapo, fully_async_main, sft_trainer or fsdp_sft_trainer"
+        )
     if len(shell.calls) > 1:
         lines = ", ".join(str(call.line) for call in shell.calls)
         raise InputError(f"several training commands, in lines {lines}: keep only one")

@@ -1,6 +1,7 @@
 """Table of verl's options and the corresponding settings of megarl. `Conversion.apply` applies it.
 
-`RL` has the options of verl.trainer.main_ppo and of the entry points of DAPO and one-step-off. `SFT` has the options of
+`RL` has the options of verl.trainer.main_ppo and of the entry points of DAPO, one-step-off and, with the options of
+`fully_async.py`, fully asynchronous training. `SFT` has the options of
 fsdp_sft_trainer and sft_trainer. ``*`` in the name of an option matches any text.
 """
 

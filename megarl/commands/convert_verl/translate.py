@@ -8,6 +8,7 @@ from collections.abc import Collection
 from megarl.commands.convert_verl.conversion import Conversion
 from megarl.commands.convert_verl.correction import translate_correction
 from megarl.commands.convert_verl.distillation import translate_distillation
+from megarl.commands.convert_verl.fully_async import Updates, read_updates, translate_fully_async
 from megarl.commands.convert_verl.inputs import (
     translate_columns,
     translate_engine,
@@ -15,6 +16,7 @@ from megarl.commands.convert_verl.inputs import (
     translate_sft_columns,
     translate_tools,
 )
+from megarl.commands.convert_verl.layout import Sampling, offloaded, translate_layout
 from megarl.commands.convert_verl.lora import translate_lora
 from megarl.commands.convert_verl.schedule import translate_schedule
 from megarl.commands.convert_verl.table import KL_ESTIMATORS, OVERLONG
@@ -50,16 +52,18 @@ def unread_options(options: Collection[str], *, megatron: bool, loss: str, criti
     return unread
 
 
-def translate_rl(conversion: Conversion, *, megatron: bool, one_step_off: bool, rows: int | None) -> None:
+def translate_rl(conversion: Conversion, *, megatron: bool, sampling: Sampling, rows: int | None) -> None:
     """Derive the settings of an RL run.
 
-    megatron: verl's actor uses Megatron, not FSDP. one_step_off: sampling runs one step ahead of training.
+    megatron: verl's actor uses Megatron, not FSDP. sampling: the trainer's.
     rows: number of rows of training data; None: unknown.
     """
+    is_fully_async = sampling == "fully_async"
+    updates = read_updates(conversion) if is_fully_async else Updates(conversion.number("data.train_batch_size"))
     _prompts(conversion)
-    _batches(conversion)
+    _batches(conversion, updates)
     translate_lora(conversion, megatron=megatron)
-    _layout(conversion, megatron=megatron, one_step_off=one_step_off)
+    translate_layout(conversion, megatron=megatron, sampling=sampling)
     _kl(conversion)
     translate_distillation(conversion)
     _loss(conversion)
@@ -67,17 +71,22 @@ def translate_rl(conversion: Conversion, *, megatron: bool, one_step_off: bool, 
     if conversion.settings.get("algorithm.loss") == "gkd":
         for name in ("weights", "truncate", "normalize"):
             conversion.drop(f"algorithm.correction.{name}", "verl's supervised loss has no weights")
-    _dynamic_sampling(conversion)
+    if is_fully_async:
+        translate_fully_async(conversion, updates, megatron=megatron, rows=rows)
+    else:
+        _dynamic_sampling(conversion)
     _overlong(conversion)
     translate_reward_function(conversion)
     translate_tools(conversion)
     translate_columns(conversion)
     translate_engine(conversion)
-    updates = conversion.settings["actor.mini_batches"] * int(conversion.settings.get("actor.epochs", 1))
-    common(conversion, rows=rows, updates=updates, optimizer=f"{_A}.optim", megatron=megatron)
+    advance = (
+        conversion.settings["actor.mini_batches"] * int(conversion.settings.get("actor.epochs", 1)) // updates.count
+    )
+    common(conversion, rows=rows, updates=advance, optimizer=f"{_A}.optim", megatron=megatron)
     _validation(conversion)
     if conversion.settings.get("algorithm.advantage") == "gae":
-        _critic(conversion, one_step_off=one_step_off, megatron=megatron)
+        _critic(conversion, updates, sampling=sampling, megatron=megatron)
     else:
         conversion.drop("critic.", "no critic: algorithm.advantage is not gae")
 
@@ -155,9 +164,9 @@ def _prompts(conversion: Conversion) -> None:
         )
 
 
-def _batches(conversion: Conversion) -> None:
+def _batches(conversion: Conversion, updates: Updates) -> None:
     settings = conversion.settings
-    settings["actor.mini_batches"] = _mini_batches(conversion, f"{_A}.ppo_mini_batch_size")
+    settings["actor.mini_batches"] = _mini_batches(conversion, f"{_A}.ppo_mini_batch_size", updates)
     context_parallel = int(settings.get("megatron.context_parallel", 1))
     longest = settings["data.max_prompt_length"] + settings["rollout.max_response_length"]
     micro = conversion.first(f"{_A}.ppo_micro_batch_size_per_gpu")
@@ -173,56 +182,19 @@ def _batches(conversion: Conversion) -> None:
         )
 
 
-def _mini_batches(conversion: Conversion, option: str) -> int:
+def _mini_batches(conversion: Conversion, option: str, updates: Updates) -> int:
     """Return the number of mini batches per step. `option` is the number of prompts in a mini batch."""
-    batch, mini = conversion.number("data.train_batch_size"), conversion.number(option)
+    batch, mini = updates.prompts, conversion.number(option)
     if mini >= batch:
         if mini > batch:
-            conversion.note(option, f"a step has {batch} prompts, all in one mini batch")
-        return 1
+            unit = "a step" if updates.count == 1 else "an update of verl's actor"
+            conversion.note(option, f"{unit} has {batch} prompts, all in one mini batch")
+        return updates.count
     if batch % mini:
         raise InputError(
-            f"{conversion.where(option)}data.train_batch_size={batch} is not a multiple of the mini batch size {mini}"
+            f"{conversion.where(option)}{updates.origin}={batch} is not a multiple of the mini batch size {mini}"
         )
-    return batch // mini
-
-
-def _layout(conversion: Conversion, *, megatron: bool, one_step_off: bool) -> None:
-    settings, get = conversion.settings, conversion.get
-    trainers = conversion.number("trainer.nnodes") * conversion.number("trainer.n_gpus_per_node")
-    settings["cluster.trainers"] = sampling = trainers
-    offload = _offloaded(conversion, f"{_A}.")
-    if one_step_off:
-        sampling = conversion.number("rollout.nnodes", 1) * conversion.number("rollout.n_gpus_per_node", 8)
-        settings |= {"cluster.placement": "disaggregated", "rollout.max_staleness": 1}
-        settings.setdefault("algorithm.old_log_probs", "rollout")
-        for name in offload:
-            conversion.note(name, "trainers do not share their devices: nothing is offloaded")
-    elif offload:
-        settings["megatron.offload"] = True
-    size = conversion.number(f"{_R}.tensor_model_parallel_size")
-    if sampling % size:
-        raise InputError(f"{sampling} devices are not a multiple of rollout.tensor_model_parallel_size={size}")
-    settings |= {"rollout.tensor_parallel": size, "rollout.engines": sampling // size}
-    if conversion.number(f"{_R}.expert_parallel_size", 1) > 1 and settings.get("rollout.data_parallel", 1) == 1:
-        settings["rollout.expert_parallel"] = True
-    if megatron:
-        if settings.get("megatron.expert_parallel", 1) > 1:
-            size_of_experts = get(f"{_A}.megatron.expert_tensor_parallel_size")
-            settings["megatron.expert_tensor_parallel"] = size_of_experts or settings.get("megatron.tensor_parallel", 1)
-        return
-    settings.setdefault("megatron.recompute", "full")
-    size = conversion.number(f"{_A}.ulysses_sequence_parallel_size", 1)
-    settings["megatron.tensor_parallel"] = size
-    if size > 1:
-        conversion.note(
-            f"{_A}.ulysses_sequence_parallel_size", f"megatron.tensor_parallel={size}, which also splits sequences"
-        )
-    else:
-        conversion.notes.append(
-            "the actor uses FSDP: megatron.tensor_parallel is 1, so each device holds all weights and gradients; raise it "
-            "if these do not fit"
-        )
+    return updates.count * (batch // mini)
 
 
 def _kl(conversion: Conversion) -> None:
@@ -364,7 +336,7 @@ def _drop_evaluation_data(conversion: Conversion) -> None:
         conversion.note("data.val_files", "omitted: evaluation is off (trainer.test_freq, trainer.val_before_train)")
 
 
-def _critic(conversion: Conversion, *, one_step_off: bool, megatron: bool) -> None:
+def _critic(conversion: Conversion, updates: Updates, *, sampling: Sampling, megatron: bool) -> None:
     settings = conversion.settings
     settings["critic.trainers"] = settings["cluster.trainers"]
     warmup = settings.get("critic.warmup_steps", 0)
@@ -372,22 +344,13 @@ def _critic(conversion: Conversion, *, one_step_off: bool, megatron: bool) -> No
         settings["train.steps"] = warmup + 1
     option = "critic.ppo_mini_batch_size"
     settings["critic.mini_batches"] = (
-        _mini_batches(conversion, option) if option in conversion.options else settings["actor.mini_batches"]
+        _mini_batches(conversion, option, updates) if option in conversion.options else settings["actor.mini_batches"]
     )
     settings["critic.epochs"] = conversion.number("critic.ppo_epochs", int(settings.get("actor.epochs", 1)))
-    updates = settings["critic.mini_batches"] * settings["critic.epochs"]
-    translate_schedule(conversion, "critic.optimizer", "critic.optim", updates, megatron=megatron)
+    advance = settings["critic.mini_batches"] * settings["critic.epochs"] // updates.count
+    translate_schedule(conversion, "critic.optimizer", "critic.optim", advance, megatron=megatron)
     settings["critic.max_tokens_per_micro_batch"] = settings["actor.max_tokens_per_micro_batch"]
     if size := conversion.first("critic.ulysses_sequence_parallel_size"):
         settings["critic.megatron.tensor_parallel"] = size
-    if _offloaded(conversion, "critic.") and not one_step_off:
+    if offloaded(conversion, "critic.") and sampling == "synchronous":
         settings["critic.megatron.offload"] = True
-
-
-def _offloaded(conversion: Conversion, prefix: str) -> list[str]:
-    """Return the command's offload options below `prefix` that are on."""
-    return [
-        name
-        for name, option in conversion.options.items()
-        if name.startswith(prefix) and name.endswith("_offload") and option.value
-    ]

@@ -64,6 +64,7 @@ class TestMeaning:
         converted = settings(f"{text} trainer.n_gpus_per_node=8 rollout.n_gpus_per_node=4 rollout.nnodes=1")
         assert converted["cluster.placement"] == "disaggregated" and converted["rollout.max_staleness"] == 1
         assert converted["cluster.trainers"] == 8 and converted["rollout.engines"] == 2
+        assert converted["rollout.at_update"] == "drain", "a batch of verl has samples of one version"
 
     @pytest.mark.parametrize(
         ("extra", "message"),

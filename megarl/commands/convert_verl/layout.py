@@ -1,0 +1,62 @@
+"""Devices of verl's trainers and engines, and their parallelism."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from megarl.commands.convert_verl.conversion import Conversion
+from megarl.errors import InputError
+
+_A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+Sampling = Literal["synchronous", "one_step_off", "fully_async"]
+"""verl's RL trainers: engines on the trainers' devices; engines one step ahead; engines that sample without pause."""
+
+
+def translate_layout(conversion: Conversion, *, megatron: bool, sampling: Sampling) -> None:
+    """Set the trainers, the engines and their parallelism. `megatron`: verl's actor uses Megatron, not FSDP."""
+    settings, get = conversion.settings, conversion.get
+    trainers = conversion.number("trainer.nnodes") * conversion.number("trainer.n_gpus_per_node")
+    settings["cluster.trainers"] = devices = trainers
+    offload = offloaded(conversion, f"{_A}.")
+    if sampling != "synchronous":
+        devices = conversion.number("rollout.nnodes", 1) * conversion.number("rollout.n_gpus_per_node", 8)
+        settings["cluster.placement"] = "disaggregated"
+        for name in offload:
+            conversion.note(name, "trainers do not share their devices: nothing is offloaded")
+    elif offload:
+        settings["megatron.offload"] = True
+    if sampling == "one_step_off":
+        settings |= {"rollout.max_staleness": 1, "rollout.at_update": "drain"}
+        settings.setdefault("algorithm.old_log_probs", "rollout")
+    size = conversion.number(f"{_R}.tensor_model_parallel_size")
+    if devices % size:
+        raise InputError(f"{devices} devices are not a multiple of rollout.tensor_model_parallel_size={size}")
+    settings |= {"rollout.tensor_parallel": size, "rollout.engines": devices // size}
+    if conversion.number(f"{_R}.expert_parallel_size", 1) > 1 and settings.get("rollout.data_parallel", 1) == 1:
+        settings["rollout.expert_parallel"] = True
+    if megatron:
+        if settings.get("megatron.expert_parallel", 1) > 1:
+            size_of_experts = get(f"{_A}.megatron.expert_tensor_parallel_size")
+            settings["megatron.expert_tensor_parallel"] = size_of_experts or settings.get("megatron.tensor_parallel", 1)
+        return
+    settings.setdefault("megatron.recompute", "full")
+    size = conversion.number(f"{_A}.ulysses_sequence_parallel_size", 1)
+    settings["megatron.tensor_parallel"] = size
+    if size > 1:
+        conversion.note(
+            f"{_A}.ulysses_sequence_parallel_size", f"megatron.tensor_parallel={size}, which also splits sequences"
+        )
+    else:
+        conversion.notes.append(
+            "the actor uses FSDP: megatron.tensor_parallel is 1, so each device holds all weights and gradients; raise it "
+            "if these do not fit"
+        )
+
+
+def offloaded(conversion: Conversion, prefix: str) -> list[str]:
+    """Return the command's offload options below `prefix` that are on."""
+    return [
+        name
+        for name, option in conversion.options.items()
+        if name.startswith(prefix) and name.endswith("_offload") and option.value
+    ]
