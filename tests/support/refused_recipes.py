@@ -121,7 +121,7 @@ ENGINES = [
     bad(OFF, "rollout.at_update=refresh rollout.admission=wave", "rollout.admission", "no request runs"),
     bad(OFF, "rollout.at_update=keep rollout.engine_args.async_scheduling=true", "async_scheduling", "new weights"),
     bad("grpo_qwen3_8b_sglang", "cluster.placement=disaggregated rollout.max_staleness=1 rollout.at_update=refresh", "rollout.at_update", "sglang ends"),
-    bad(VL, "cluster.placement=disaggregated rollout.max_staleness=1 rollout.at_update=keep", "rollout.at_update", "encoded images"),
+    bad(VL, "cluster.placement=disaggregated megatron.offload=false rollout.max_staleness=1 rollout.at_update=keep", "rollout.at_update", "encoded images"),
     bad(DENSE, "rollout.window=1.5", "rollout.window", "at most 1"),
     bad(DENSE, "rollout.dtype=fp8", "rollout.dtype", "bfloat16"),
 ]  # fmt: skip
