@@ -18,11 +18,11 @@ from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
 from megarl.atomic_files import check_new, write_atomically
 from megarl.commands.convert_verl.conversion import Conversion, OptionValue, read_options, value_of
 from megarl.commands.convert_verl.fully_async import FULLY_ASYNC, FULLY_ASYNC_DEFAULTS
-from megarl.commands.convert_verl.layout import Sampling
 from megarl.commands.convert_verl.parser import TRAINERS, Command, read_command
 from megarl.commands.convert_verl.shell_values import ScriptContext
 from megarl.commands.convert_verl.table import ACTOR, DEFAULTS, LOSS_MODE, RL, SFT, SFT_DEFAULTS, TRAINER
 from megarl.commands.convert_verl.table import LOSSES as LOSS_MODES
+from megarl.commands.convert_verl.trainers import Sampling
 from megarl.commands.convert_verl.translate import translate_rl, translate_sft, unread_options
 from megarl.errors import InputError, RecipeError
 from megarl.hf import published

@@ -16,10 +16,9 @@ from megarl.commands.convert_verl.inputs import (
     translate_sft_columns,
     translate_tools,
 )
-from megarl.commands.convert_verl.layout import Sampling, offloaded, translate_layout
 from megarl.commands.convert_verl.lora import translate_lora
-from megarl.commands.convert_verl.schedule import translate_schedule
 from megarl.commands.convert_verl.table import KL_ESTIMATORS, OVERLONG
+from megarl.commands.convert_verl.trainers import Sampling, offloaded, translate_layout, translate_schedule
 from megarl.errors import InputError
 
 _TRACKERS = ("wandb", "swanlab", "mlflow")
