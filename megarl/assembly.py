@@ -90,7 +90,7 @@ class Run:
     device_peak: float | None  # FLOP/s of a trainer's device; None: unknown
 
     def publish_weights(self, version: int) -> None:
-        """Send the weights to the engines. SFT and DPO have no engines."""
+        """Send the weights to the engines, with `rollout.at_update: drain` after all groups. SFT and DPO have no engines."""
         if self.recipe.train.source != "rollout":
             return
         with self.log.phase("drain"):

@@ -101,7 +101,7 @@ class TokenScores:
 
 @dataclass(frozen=True)
 class Span:
-    """Consecutive sampled tokens with the same weights. A span ends where the next one begins."""
+    """Consecutive response tokens of one weight version. It ends where the next span begins; tool tokens belong to the span before."""
 
     start: int  # index of its first token, in a completion or in a sample's response
     version: int  # of the weights

@@ -50,7 +50,7 @@ class BackedEngine(EngineLoop):
         """Receive and load weights of `version`. No step runs meanwhile, and later requests reuse no cached prefix.
 
         Running requests continue with the new weights if info["can_update_in_flight"]; `Completion.spans` has the version
-        of each token. Their KV cache is recomputed unless `EngineSpec.keep_cache`. EngineRefused otherwise, and while
+        of each token. Their KV cache is recomputed unless `EngineSpec.at_update` is keep. EngineRefused otherwise, and while
         weights are asleep. Any failure leaves the engine dead, since its weights may be a mixture of two versions.
         """
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.platform.tracing import TraceOptions
+from megarl.recipe.derived.at_update import UpdateRule
 from megarl.types import Completion
 
 OnFinished = Callable[[int, list[Completion]], None]  # group number, its completions in seed order
@@ -55,7 +56,7 @@ class EngineSpec:
     seeded: bool = True  # requests have seeds; else the engine's generator, reseeded with each version, draws for all
     engine_args: dict[str, Any] = field(default_factory=dict)
     load_weights: bool = True  # False: dummy weights until the first weight update
-    keep_cache: bool = False  # updates keep the KV cache of running requests (rollout.at_update=keep)
+    at_update: UpdateRule = "drain"  # whether requests run during updates, and their KV caches are recomputed or kept
     sleep_mode: bool = False  # prepare for sleep(); info["can_sleep"] is False if the platform has no sleep mode
     # Sampling settings of training: log-probs are exact for requests that sample at this temperature.
     temperature: float = 1.0

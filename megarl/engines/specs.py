@@ -30,7 +30,7 @@ def policy_spec(recipe: Recipe, name: str, *, load_weights: bool) -> EngineSpec:
         deterministic=recipe.train.deterministic,
         engine_args=rollout.engine_args,
         load_weights=load_weights,
-        keep_cache=update_rule(recipe) == "keep" and not load_weights,
+        at_update="drain" if load_weights else update_rule(recipe),
         sleep_mode=recipe.cluster.placement == "colocated" and not load_weights,
         temperature=rollout.temperature,
         top_p=rollout.top_p,

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 
 from megarl.types import Group
 
+ROUNDING = 1e-9  # of products with a decimal fraction, as in 4.6 x 5
+
 
 @dataclass
 class AdmissionState:
@@ -79,7 +81,10 @@ class Admission:
             if self._places_left(accepted, tried) == 0:
                 batch, accepted, tried = batch + 1, 0, 0
         whole = math.floor(self.max_staleness)
-        last_batch, extra = self.version + whole, math.floor((self.max_staleness - whole) * self.prompts_per_step)
+        last_batch, extra = (
+            self.version + whole,
+            math.floor((self.max_staleness - whole) * self.prompts_per_step + ROUNDING),
+        )
         if self.batches is not None and last_batch >= self.batches - 1:
             last_batch, extra = self.batches - 1, 0
         if batch > last_batch:  # of the batch after the last, only `extra` groups may start
@@ -133,14 +138,17 @@ class Admission:
         waiting: list[TriedGroup],
         unfinished: list[int],
     ) -> None:
-        """Restore a saved state. `batches`: the current one, then the closed ones. `unfinished`: groups that ran, and that
-        the caller starts again."""
+        """Restore a saved state. `batches`: the current one, then the closed ones. `unfinished`: groups that ran; they do not
+        count as running until `restart`."""
         self.state = state
         self.tried, *closed = batches
         self.closed = deque(closed)
         self._waiting = {item.group.number: item for item in waiting}
         self._unreleased = sorted([*unfinished, *self._waiting])
-        self.running = len(unfinished)
+
+    def restart(self, count: int) -> None:
+        """Count `count` unfinished groups of a restored state as running again."""
+        self.running += count
 
     def idle(self) -> bool:
         """Return True if no group runs and none may start."""

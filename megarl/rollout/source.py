@@ -27,7 +27,7 @@ class SampleSource(Protocol):
         """Return the next `count` groups in admission order; fewer, with a notice, only if the recipe allows it."""
 
     def drain(self) -> None:
-        """Wait until weights may change: with `rollout.at_update: drain`, until all admitted groups have finished."""
+        """With `rollout.at_update: drain`, wait until all admitted groups have finished; otherwise return at once."""
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint: plain values, NumPy arrays, and groups that wait for training.

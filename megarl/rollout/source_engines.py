@@ -152,7 +152,9 @@ class EnginesSource:
             return
         if not self.admission.running:
             self._stall_timer.reset()
-        numbers = [*self._interrupted, *self.admission.start(self.admission.capacity())]
+        capacity = self.admission.capacity()
+        self.admission.restart(len(self._interrupted))
+        numbers = [*self._interrupted, *self.admission.start(capacity)]
         self._interrupted = []
         submitted: list[list[GenerationRequest]] = [[] for _ in self.engines]
         for number in numbers:

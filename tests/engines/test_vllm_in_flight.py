@@ -106,7 +106,7 @@ class InFlight:
 
 
 def test_refreshed_requests_follow_each_new_policy_exactly(process: EngineProcess, tmp_path: Path) -> None:
-    engine = InFlight(process, tmp_path)
+    engine = InFlight(process, tmp_path, at_update="refresh")
     try:
         requests, samples = engine.run()
         for request in requests:
@@ -123,7 +123,7 @@ def test_refreshed_requests_follow_each_new_policy_exactly(process: EngineProces
 
 def test_kept_requests_continue_and_no_old_prefix_is_reused(process: EngineProcess, tmp_path: Path) -> None:
     """The new weights read the KV cache of the old ones. Requests after an update do not."""
-    engine = InFlight(process, tmp_path, keep_cache=True)
+    engine = InFlight(process, tmp_path, at_update="keep")
     try:
         prompt = tuple(np.random.default_rng(4).integers(3, 200, 80).tolist())  # more than two blocks
         cached = [GenerationRequest(50, Prompt("p", prompt, "", "x"), Sampling(2, 4), 7)]

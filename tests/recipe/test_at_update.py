@@ -8,7 +8,7 @@ from megarl.recipe.derived.at_update import is_continuous, max_lag, update_notic
 from megarl.recipe.schema import Recipe
 
 
-def ahead(staleness: int = 2) -> Recipe:
+def ahead(staleness: float = 2) -> Recipe:
     recipe = Recipe()
     recipe.cluster.placement, recipe.rollout.max_staleness = "disaggregated", staleness
     recipe.data.prompts_per_step = 8
@@ -51,7 +51,16 @@ def test_a_window_of_0_keeps_the_order() -> None:
     assert window_groups(recipe) == 1 and max_lag(recipe) == 2
 
 
-def test_kept_caches_serve_recorded_experts() -> None:
-    recipe = ahead()
-    recipe.rollout.at_update, recipe.megatron.routing_replay = "keep", "rollout"
+def test_shares_of_groups_are_exact() -> None:
+    """0.57 x 100 is 56.99... as a float."""
+    recipe = ahead(0.0)
+    recipe.rollout.max_staleness, recipe.rollout.window, recipe.data.prompts_per_step = 1.0, 0.57, 50
+    assert window_groups(recipe) == 57
+    recipe.rollout.at_update = "keep"
     assert update_rule(recipe) == "keep" and "keep their KV cache" in str(update_notice(recipe))
+
+
+def test_pipeline_parallel_engines_drain() -> None:
+    recipe = ahead()
+    recipe.rollout.engine_args = {"pipeline_parallel_size": 2}
+    assert update_rule(recipe) == "drain"

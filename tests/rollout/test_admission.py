@@ -186,7 +186,8 @@ def test_a_restored_admission_continues_with_the_same_groups() -> None:
     second = Admission(2, 2, None, continuous=True, window=3)
     batches = [list(first.tried), *first.closed]
     second.restore(replace(first.state), batches, first.waiting(), first.unfinished())
-    assert second.unfinished() == [0, 3, 5] and second.running == 3
+    assert second.unfinished() == [0, 3, 5] and second.running == 0
+    second.restart(3)
     for admission in (first, second):
         admission.version = 1
         assert list(admission.start(admission.capacity())) == [6, 7]

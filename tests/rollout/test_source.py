@@ -236,10 +236,12 @@ class ManualService(FakeService):
             self._answer(self.running.pop(number), number)
 
 
-def refreshing(service: FakeService) -> EnginesSource:
+def refreshing(service: FakeService, **rollout: Any) -> EnginesSource:
     """A source with four prompts a step, staleness 1 and a window of 3 groups."""
     plain = source(service).recipe
     plain.cluster.placement, plain.rollout.max_staleness, plain.rollout.window = "disaggregated", 1, 0.4
+    for name, value in rollout.items():
+        setattr(plain.rollout, name, value)
     prompts = Prompts(Prompt(f"row/{i}", (1, 2, 3), "text", "test") for i in range(7))
     return EnginesSource(plain, prompts, [EngineHandle(service)], [0], lambda: None)  # type: ignore[arg-type]
 
@@ -275,3 +277,19 @@ def test_a_resumed_run_samples_the_groups_again_that_ran_at_the_checkpoint() -> 
     assert second.waves[1] == [8, 9, 10, 11]
     second.finish(4, 7)
     assert [group.number for group in resumed.take(4).groups] == [3, 6, 4, 7]
+
+
+def test_a_resumed_run_may_drain_instead() -> None:
+    """Nothing runs before the first admission, so weights may change at once; then the unfinished groups run again."""
+    saved_source = refreshing(first := ManualService())
+    saved_source.admit(0)
+    first.finish(0, 1)
+    state = saved_source.state()
+    resumed = refreshing(second := ManualService(), at_update="drain")
+    resumed.restore(state)
+    resumed.drain()
+    resumed.admit(0)
+    assert second.waves == [[2, 3, 4, 5, 6, 7]]
+    second.finish(7, 6, 5, 4, 3, 2)
+    resumed.drain()
+    assert [[group.number for group in resumed.take(4).groups] for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]

@@ -76,3 +76,4 @@ def test_requests_continue_with_kept_caches(quickstart_data: Path, tmp_path: Pat
     lines = metrics(tmp_path / "kept")
     assert max(line["rollout/spans_mean"] for line in lines) > 1
     assert max(line["rollout/staleness_max"] for line in lines) <= LARGEST_LAG
+    assert max(line.get("rollout/logprob_gap_by_lag/0", 0.0) for line in lines) > EXACT, "the KV cache was recomputed"

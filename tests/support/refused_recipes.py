@@ -122,6 +122,10 @@ ENGINES = [
     bad(OFF, "rollout.at_update=keep rollout.engine_args.async_scheduling=true", "async_scheduling", "new weights"),
     bad("grpo_qwen3_8b_sglang", "cluster.placement=disaggregated rollout.max_staleness=1 rollout.at_update=refresh", "rollout.at_update", "sglang ends"),
     bad(VL, "cluster.placement=disaggregated megatron.offload=false rollout.max_staleness=1 rollout.at_update=keep", "rollout.at_update", "encoded images"),
+    bad(OFF, "rollout.at_update=refresh rollout.engine_args.pipeline_parallel_size=2", "rollout.at_update", "not returned"),
+    bad(OFF, "rollout.at_update=drain rollout.window=0.5", "rollout.window", "admission order"),
+    bad(OFF, "rollout.max_staleness=0.001", "rollout.max_staleness", "less than a prompt"),
+    bad(DENSE, "rollout.engine_args.kv_offloading_size=4.0", "rollout.engine_args.kv_offloading_size", "survive updates"),
     bad(DENSE, "rollout.window=1.5", "rollout.window", "at most 1"),
     bad(DENSE, "rollout.dtype=fp8", "rollout.dtype", "bfloat16"),
 ]  # fmt: skip

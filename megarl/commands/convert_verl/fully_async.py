@@ -15,7 +15,7 @@ from megarl.errors import InputError
 
 _A, _R, _ASYNC = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "async_training"
 _STALENESS, _PARTIAL = f"{_ASYNC}.staleness_threshold", f"{_ASYNC}.partial_rollout"
-_TOTAL = "rollout.total_rollout_steps"
+_TOTAL, _CONCURRENT = "rollout.total_rollout_steps", f"{_ASYNC}.concurrent_samples_per_replica"
 _HYBRID = "the trainers' devices do not sample"
 _UNREAD = "verl's fully asynchronous trainer does not read it"
 
@@ -27,7 +27,7 @@ FULLY_ASYNC = [
     Option(f"{_ASYNC}.require_batches", "data.prompts_per_step, actor.mini_batches", "see trigger_parameter_sync_step", derived=True),
     Option(f"{_A}.ppo_mini_batch_size", "data.prompts_per_step, actor.mini_batches", "see trigger_parameter_sync_step", derived=True),
     Option(_PARTIAL, "rollout.at_update", "with a staleness_threshold above 0: True is refresh, False is drain", derived=True),
-    Option(f"{_ASYNC}.concurrent_samples_per_replica", None, "engines take all admitted requests; rollout.engine_args.max_num_seqs limits them"),
+    Option(_CONCURRENT, None, "engines take all admitted requests; rollout.engine_args.max_num_seqs limits them"),
     Option(f"{_ASYNC}.use_trainer_do_validate", None, _HYBRID, same=(False,)),
     Option(f"{_ASYNC}.use_dynamic_resource_scheduling", None, _HYBRID, same=(False,)),
     Option(f"{_ASYNC}.dynamic_schedule_*", None, _HYBRID),
@@ -36,6 +36,7 @@ FULLY_ASYNC = [
     Option("rollout.*", None, _UNREAD),
     Option("trainer.total_training_steps", None, _UNREAD),
     Option(f"{_R}.standalone_gpu_memory_utilization", "rollout.engine_args.gpu_memory_utilization", "instead of gpu_memory_utilization", derived=True),
+    Option("trainer.critic_warmup", "critic.warmup_steps", "/ trigger_parameter_sync_step: verl counts updates", derived=True),
     Option(f"{_A}.use_rollout_log_probs", None, _UNREAD, same=(True,)),
     Option("actor_rollout_ref.hybrid_engine", None, "use cluster.placement", same=(False,)),
 ]  # fmt: skip
@@ -44,7 +45,7 @@ FULLY_ASYNC = [
 FULLY_ASYNC_DEFAULTS: dict[str, Any] = DEFAULTS | {
     "algorithm.rollout_correction.bypass_mode": True, "data.gen_batch_size": 1, _TOTAL: 100, "rollout.nnodes": 1,
     "rollout.n_gpus_per_node": 8, _STALENESS: 0.1, _PARTIAL: True, f"{_ASYNC}.trigger_parameter_sync_step": 4,
-    f"{_ASYNC}.require_batches": 1,
+    f"{_ASYNC}.require_batches": 1, _CONCURRENT: 16,
 }  # fmt: skip
 """Defaults of config/fully_async_ppo_trainer.yaml and fully_async_ppo_megatron_trainer.yaml."""
 _OF_THE_BATCH = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo", "gpg")
@@ -83,6 +84,13 @@ def translate_fully_async(conversion: Conversion, updates: Updates, *, megatron:
         "verl trains on groups in the order of their arrival; here a group overtakes older ones only within "
         "rollout.window, and with rollout.at_update=drain batches are in admission order"
     )
+    conversion.notes.append(
+        f"verl runs at most {conversion.get(_CONCURRENT)} groups per engine (concurrent_samples_per_replica); here engines "
+        "get all admitted groups at once, and rollout.engine_args.max_num_seqs limits the requests that run"
+    )
+    warmup = conversion.get("trainer.critic_warmup") or 0
+    if warmup:
+        conversion.settings["critic.warmup_steps"] = -(-warmup // updates.count)
     memory = conversion.get(f"{_R}.standalone_gpu_memory_utilization")
     if memory is not None:
         conversion.settings["rollout.engine_args.gpu_memory_utilization"] = memory
@@ -175,11 +183,17 @@ def _note_batches(conversion: Conversion, updates: Updates) -> None:
 def _schedule(conversion: Conversion, *, megatron: bool) -> None:
     """Apply that verl builds the learning-rate schedules before it knows the number of steps (fully_async_trainer.py:363).
 
-    A warm-up by ratio then has no steps, and FSDP's decay oscillates. Megatron's schedules read lr_decay_steps.
+    A warm-up by ratio then has no steps, and FSDP's decay oscillates. Megatron's schedules read lr_decay_steps. A command that
+    gives the number of steps to the optimizer is refused.
     """
     for role, section in ((_A, "actor"), ("critic", "critic")):
         has_critic = conversion.settings.get("algorithm.advantage") == "gae"
         if (section == "critic" and not has_critic) or (megatron and conversion.get(f"{role}.optim.lr_decay_steps")):
+            continue
+        length = f"{role}.optim.total_training_steps"
+        if (conversion.get(length) or 0) > 0:
+            reason = "verl's schedules have this length in updates"
+            conversion.leave_out(length, reason, to=f"{section}.optimizer.warmup_steps", changes=True)
             continue
         ratio, key = f"{role}.optim.lr_warmup_steps_ratio", f"{section}.optimizer.decay"
         if ratio in conversion.options and (conversion.get(f"{role}.optim.lr_warmup_steps") or 0) <= 0:

@@ -84,6 +84,8 @@ def translate_rl(conversion: Conversion, *, megatron: bool, sampling: Sampling, 
     )
     common(conversion, rows=rows, updates=advance, optimizer=f"{_A}.optim", megatron=megatron)
     _validation(conversion)
+    if is_fully_async:  # its last step is evaluated only if test_freq divides it
+        conversion.settings.pop("evaluation.at_end", None)
     if conversion.settings.get("algorithm.advantage") == "gae":
         _critic(conversion, updates, sampling=sampling, megatron=megatron)
     else:

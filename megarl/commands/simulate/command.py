@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.algorithms.advantages import uses_critic
+from megarl.algorithms.catalogue import ADVANTAGES
 from megarl.algorithms.objective import needs_teacher
 from megarl.atomic_files import check_target
 from megarl.commands.plan.options import device_of
@@ -127,11 +128,20 @@ def _check(recipe: Recipe) -> None:
             f"algorithm.advantage={recipe.algorithm.advantage} trains a critic, which is not simulated yet. `megarl plan` estimates the "
             "step of this recipe."
         )
+    if ADVANTAGES[recipe.algorithm.advantage].needs_greedy:
+        raise InputError(
+            f"algorithm.advantage={recipe.algorithm.advantage} also samples a greedy response per prompt, which is not simulated yet. "
+            "`megarl plan` estimates the step of this recipe."
+        )
 
 
 def _models(recipe: Recipe, path: Path, model: str | None) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """Return the config.json of policy and teacher by section, and notes."""
     models, notes = {"rollout": config_of(recipe.model.path, path, POLICY, model)}, []
+    if recipe.reward.uses_judge:
+        notes.append(
+            "The devices of the judge's engines are not among the simulated devices, and its verdicts take no time."
+        )
     if needs_teacher(recipe.algorithm):
         notes.append("The devices of the teacher's engines are not among the simulated devices.")
         try:

@@ -140,7 +140,14 @@ def parse_lengths(text: str | None, response: float | None, recipe: Recipe) -> L
         except ValueError as error:
             raise InputError(f"--response: {error}.") from error
     if "," not in text:
-        return recorded(Path(text))
+        distribution = recorded(Path(text))
+        longest_sample = max(map(max, distribution.groups))
+        if longest_sample > recipe.rollout.max_response_length:
+            raise InputError(
+                f"--lengths {text}: its longest response has {longest_sample:,} tokens, and rollout.max_response_length is "
+                f"{recipe.rollout.max_response_length:,}. Raise it, or name a run with this limit."
+            )
+        return distribution
     try:
         median, p99, longest = (float(part) for part in text.split(","))
     except ValueError as error:

@@ -39,7 +39,6 @@ class Outcome:
     lag_mean: float  # of a trained token
     lag_max: int
     recomputed: float  # tokens of KV caches per step
-    wasted_tokens: int  # sampled and never trained on
     trained_length: float
     sampled_length: float  # of all admitted groups
     pending_samples: int  # most finished samples that were not trained on
@@ -80,7 +79,6 @@ def outcome(
         lag_mean=max(0.0, sum(record.lag for record in measured) / responses),  # rounding makes it negative
         lag_max=max(record.max_lag for record in measured),
         recomputed=(last.recomputed - (first.recomputed if first else 0.0)) / steps,
-        wasted_tokens=0,  # admission trains on every group
         trained_length=responses / (sum(record.groups for record in measured) * samples),
         sampled_length=sampled_length,
         pending_samples=pending[0],

@@ -17,10 +17,11 @@ from megarl.commands.plan.time.estimate import HAND_OVER, Step
 from megarl.commands.plan.time.lengths import Lengths
 from megarl.commands.simulate.engine import Costs
 from megarl.commands.simulate.lengths import LengthDistribution, moments
-from megarl.errors import RecipeError
+from megarl.errors import RecipeError, raise_all
 from megarl.hf.shape import ModelShape, model_shape
 from megarl.platform.device_table import Device
 from megarl.preflight.findings import one_line
+from megarl.preflight.models import sampled_errors
 from megarl.recipe.derived.at_update import UpdateRule
 from megarl.recipe.schema import Recipe
 
@@ -125,7 +126,7 @@ class SimulatedRecipe:
                 engines=(self.devices - trainers) // recipe.rollout.tensor_parallel,
                 max_staleness=max_staleness,
                 at_update=rule,
-                window=window,
+                window=recipe.rollout.window if rule == "drain" else window,
             ),
         )
 
@@ -133,6 +134,7 @@ class SimulatedRecipe:
         """Return the reason for which a run would refuse `layout`, or None."""
         try:
             require_valid(layout, self.models["rollout"])
+            raise_all(sampled_errors(layout, self.models["rollout"]))
         except ValueError as error:
             return one_line(f"{error.key}: {error.problem}" if isinstance(error, RecipeError) else str(error))
         return None

@@ -130,9 +130,7 @@ class _SglangBackend:
         return finished
 
     def lengths(self, key: str) -> dict[int, int]:
-        raise EngineRefused(
-            f"SGLang does not tell the length of the running request {key}, as it takes no weights meanwhile"
-        )
+        raise EngineRefused(f"SGLang has no lengths of running requests ({key}), because it takes no weights meanwhile")
 
     def cancel(self, keys: list[str]) -> None:
         tasks = []

@@ -63,6 +63,9 @@ _OWNED_IN: dict[str, dict[str, str | None]] = {
 }
 
 
+_OUTSIDE_CACHES = ("kv_transfer_config", "kv_offloading_size")
+
+
 def process_env(threads: int) -> dict[str, str]:
     """Return the variables that vLLM needs before its process starts.
 
@@ -204,6 +207,10 @@ def _check_values(engine_args: Mapping[str, Any], section: str) -> None:
         cause = f"it is below max_num_seqs = {sequences}, and each sequence needs a token per step"
         remedy = "raise it, or lower max_num_seqs"
         raise RecipeError(f"{section}.engine_args.max_num_batched_tokens", cause, remedy, value=tokens)
+    outside = next((name for name in _OUTSIDE_CACHES if engine_args.get(name)), None)
+    if section == "rollout" and outside is not None:
+        cause = "KV caches outside the device would survive updates of the weights, and be reused"
+        raise RecipeError(f"rollout.engine_args.{outside}", cause, "leave it out", value=engine_args[outside])
 
 
 def log_probs_mode(spec: EngineSpec) -> str:
@@ -266,8 +273,13 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
     config = _model_config(spec.model_path)
     arguments.update(image_args(config, device))
     arguments.update(spec.engine_args)
-    if spec.keep_cache:
-        arguments["async_scheduling"] = False  # every sampled token has been returned when an update starts
+    if spec.at_update == "keep" or (spec.at_update == "refresh" and not _drops_stale_tokens()):
+        if arguments.get("async_scheduling"):
+            raise ValueError(
+                f"{spec.recipe_section}.engine_args.async_scheduling must be false with rollout.at_update={spec.at_update} and "
+                f"this version of vLLM: when an update starts, every sampled token must have been returned"
+            )
+        arguments["async_scheduling"] = False
     if overrides := _config_overrides(spec, config, device):
         arguments["hf_overrides"] = overrides
     if device == "npu":
@@ -281,6 +293,14 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
     else:
         arguments["enable_sleep_mode"] = spec.sleep_mode
     return arguments
+
+
+def _drops_stale_tokens() -> bool:
+    """Return whether vLLM's preemption drops exactly the tokens in flight. 0.18 drops a request's next token even if none is
+    in flight (v1/core/sched/async_scheduler.py); 0.23 and later count them."""
+    folder = package_folder("vllm")
+    assert folder is not None, "vLLM is installed"
+    return "discard_latest_async_tokens" not in (folder / "v1" / "request.py").read_text(encoding="utf-8")
 
 
 def _set_cpu_arguments(arguments: dict[str, Any], spec: EngineSpec, config: dict[str, Any]) -> None:

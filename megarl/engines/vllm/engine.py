@@ -41,7 +41,7 @@ class _VllmBackend:
         self._vocab_size = 0
         self._merge: int | None = None  # merge size: merge x merge image patches become a token; None: no images
         self._running: dict[str, GenerationRequest] = {}
-        self._version = 0  # of the weights; part of each request's prefix hashes with `keep_cache`
+        self._version = 0  # of the weights; part of each request's prefix hashes with `at_update` keep
         self._adapter: Any = None  # vLLM's LoRARequest for every prompt, if updates bring adapters
         self.unloaded: str | None = None if spec.load_weights else "has dummy weights"
         self.asleep: tuple[str, ...] = ()  # of TAGS
@@ -138,7 +138,7 @@ class _VllmBackend:
         if request.images is not None:
             assert self._merge is not None, "check comes first"
             prompt = engine_input(request.prompt.tokens, request.images, self._merge)
-        if self._spec.keep_cache:  # prefixes stay cached after an update
+        if self._spec.at_update == "keep":  # prefixes stay cached after an update
             prompt["cache_salt"] = str(self._version)
         self._engine.add_request(key, prompt, self._sampling_params(request), lora_request=self._adapter)
 
@@ -254,7 +254,7 @@ class _VllmBackend:
         report = merge_reports([UpdateReport(**report) for report, _, _ in results])
         self._check_read(results[0][1], [set(unread) for _, _, unread in results])
         self._version = version
-        if not self._spec.keep_cache:
+        if self._spec.at_update != "keep":
             self._drop_cached_prefixes()
         if not self._spec.seeded:  # reseed, so that a resumed run does not repeat the draws of its first steps
             self._engine.collective_rpc("megarl_seed", args=(zlib.crc32(f"{self._spec.seed}/{version}".encode()),))

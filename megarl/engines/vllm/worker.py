@@ -105,7 +105,9 @@ class WorkerExtension:
         """
         receiver: Any = self._megarl_receiver
         if not current_platform.is_cpu():
-            torch.accelerator.synchronize()  # with asynchronous scheduling, a step with the old weights may still run
+            getattr(
+                torch, current_platform.device_type
+            ).synchronize()  # with asynchronous scheduling, a step with the old weights may still run
         try:
             update = self._megarl_update_sharded if receiver.session.sharded else self._megarl_update_full
             names, unread = update(receiver, version)

@@ -123,7 +123,7 @@ CHARTS = (
     Chart(
         "Train/rollout gap by lag",
         (("rollout/logprob_gap_by_lag/*", "lag *"),),
-        "Mean over the tokens that are this many versions old; lag 0 has the same weights. Log scale.",
+        "Mean over the tokens that are this many versions old; lag 0 has the same weights (with at_update=keep, over an older KV cache). Log scale.",
         tick=".0e",
         log=True,
         several=True,

@@ -29,7 +29,7 @@ from megarl.preflight.recipe.reward import reward_errors
 from megarl.preflight.recipe.shared import mini_batch_errors, optimizer_errors, parallel_size_errors
 from megarl.preflight.recipe.teacher import teacher_errors
 from megarl.preflight.recipe.weight_sync import weight_sync_errors
-from megarl.recipe.derived.at_update import cannot_continue
+from megarl.recipe.derived.at_update import cannot_continue, update_rule
 from megarl.recipe.derived.critic_view import critic_view
 from megarl.recipe.schema import EvaluationConfig, Recipe, RolloutConfig
 from megarl.recipe.training import LoraConfig
@@ -290,6 +290,20 @@ def staleness_errors(recipe: Recipe) -> Errors:
             "set cluster.placement=disaggregated, or rollout.max_staleness=0",
             value=recipe.rollout.max_staleness,
         )
+    if 0 < recipe.rollout.max_staleness < 1 / recipe.data.prompts_per_step:
+        yield RecipeError(
+            "rollout.max_staleness",
+            f"this share of data.prompts_per_step = {recipe.data.prompts_per_step} is less than a prompt",
+            "set 0, or a larger value",
+            value=recipe.rollout.max_staleness,
+        )
+    if update_rule(recipe) == "drain" and recipe.rollout.window != RolloutConfig().window:
+        yield RecipeError(
+            "rollout.window",
+            "batches are in admission order with rollout.at_update=drain, which this recipe has",
+            "leave it out, or set rollout.at_update=refresh",
+            value=recipe.rollout.window,
+        )
     rule = recipe.rollout.at_update
     if rule != "refresh" and rule != "keep":
         return
@@ -300,7 +314,7 @@ def staleness_errors(recipe: Recipe) -> Errors:
             "leave it out, or set rollout.max_staleness to 1 or more",
             value=rule,
         )
-    reason = cannot_continue(recipe, rule)
+    reason = cannot_continue(recipe)
     if reason is not None:
         yield RecipeError("rollout.at_update", reason, "set rollout.at_update=drain", value=rule)
     if recipe.train.deterministic:

@@ -17,18 +17,20 @@ def update_rule(recipe: Recipe) -> UpdateRule:
     if rollout.at_update != "auto":
         return rollout.at_update
     ahead = rollout.max_staleness > 0 and not recipe.train.deterministic and rollout.admission != "wave"
-    return "refresh" if ahead and cannot_continue(recipe, "refresh") is None else "drain"
+    return "refresh" if ahead and cannot_continue(recipe) is None else "drain"
 
 
-def cannot_continue(recipe: Recipe, rule: UpdateRule) -> str | None:
-    """Return why requests cannot continue under `rule` when weights change; None if they can."""
+def cannot_continue(recipe: Recipe) -> str | None:
+    """Return why requests cannot continue when weights change; None if they can."""
     if recipe.rollout.engine != "vllm":
         return f"{recipe.rollout.engine} ends running requests when its weights change"
-    if rule == "refresh" and recipe.megatron.routing_replay == "rollout":
+    if recipe.megatron.routing_replay == "rollout":
         return (
-            "the engine recomputes the KV cache with the new weights and so replaces the recorded experts of earlier tokens, "
-            "which megatron.routing_replay=rollout needs"
+            "when the engine recomputes a KV cache (at an update, or for lack of memory), it replaces the recorded experts of "
+            "earlier tokens by those of the new weights, and megatron.routing_replay=rollout needs the old ones"
         )
+    if int(recipe.rollout.engine_args.get("pipeline_parallel_size") or 1) > 1:
+        return "with pipeline_parallel_size above 1, vLLM has sampled tokens that it has not returned when an update starts"
     return None
 
 
@@ -44,7 +46,7 @@ def window_groups(recipe: Recipe) -> int:
     if update_rule(recipe) == "drain":
         return 1
     alive = (recipe.rollout.max_staleness + 1) * recipe.data.prompts_per_step
-    return max(1, math.floor(recipe.rollout.window * alive))
+    return max(1, math.floor(recipe.rollout.window * alive + 1e-9))
 
 
 def max_lag(recipe: Recipe) -> int:

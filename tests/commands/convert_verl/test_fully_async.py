@@ -276,3 +276,19 @@ class TestParity:
     def test_each_setting_is_compared(self, key: str, value: object) -> None:
         keys = [each.key for each in differences(self.OPTIONS, {}, self.EXPECTED | {key: value}, [])]
         assert set(keys) == {key}
+
+
+def test_the_critics_warm_up_counts_updates() -> None:
+    run = f"{RUN.replace('grpo', 'gae')} trainer.critic_warmup=10"
+    assert settings(run)["critic.warmup_steps"] == 3  # of 4 updates each
+
+
+def test_a_length_of_the_schedule_is_refused() -> None:
+    run = f"{RUN} {ACTOR}optim.total_training_steps=400 {ACTOR}optim.lr_warmup_steps_ratio=0.1"
+    with pytest.raises(InputError, match="verl's schedules have this length in updates"):
+        convert(run)
+
+
+def test_the_last_step_is_evaluated_only_when_it_is_due() -> None:
+    assert "evaluation.at_end" not in settings(f"{RUN} trainer.test_freq=3")
+    assert "at most 16 groups per engine" in notes(RUN)

@@ -73,6 +73,9 @@ def test_contradicting_and_impossible_options_are_refused(tmp_path: Path) -> Non
         parse_lengths("10,20,30", 5.0, recipe())
     with pytest.raises(InputError, match="--response"):
         parse_lengths(None, 5000.0, recipe(rollout__max_response_length=1024))
+    write_run(tmp_path / "long", [[5, 60]] * 60)
+    with pytest.raises(InputError, match=r"longest response has 60 tokens, and rollout.max_response_length is 50"):
+        parse_lengths(str(tmp_path / "long"), None, recipe(rollout__max_response_length=50))
     write_run(tmp_path, [[5, 6]])
     with pytest.raises(InputError, match=r"2 samples .* at least 100"):
         recorded(tmp_path)

@@ -187,7 +187,7 @@ def test_tables_and_page(result: Study, capsys: pytest.CaptureFixture[str]) -> N
 def test_json_is_strict_and_has_every_figure(result: Study) -> None:
     content = json.loads(json.dumps(as_dict(result), allow_nan=False))
     run = content["runs"][5]
-    assert run["wasted_tokens"] == 0 and math.isclose(run["steps_per_hour"] * run["step_seconds"], 3600)
+    assert math.isclose(run["steps_per_hour"] * run["step_seconds"], 3600)
     assert content["recommended"]["settings"] == result.settings and len(content["runs"]) == 21
     assert {"lag_mean", "lag_bound", "engines_idle", "trainers_idle", "pending_bytes", "length_bias"} <= set(run)
 
