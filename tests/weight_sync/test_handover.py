@@ -34,7 +34,9 @@ def colocated(engines: list[Any]) -> Any:
     recipe = Recipe()
     recipe.weight_sync.timeout, recipe.rollout.start_timeout = 0.2, 0.1
     actor = ActorGroup(Trainers(), recipe)  # type: ignore[arg-type]
-    answers = [{"receivers": [(engine.name, "host")], "can_sleep": True} for engine in engines]
+    answers = [
+        {"receivers": [(engine.name, "host")], "can_sleep": True, "can_update_in_flight": True} for engine in engines
+    ]
     occupant = Occupant(actor, offload=False)
     started = Started(handles(engines), answers, [], [], actor, occupant, None, None, engines_asleep=False)
     return connect_engines(recipe, started, print)
