@@ -234,7 +234,7 @@ def _start_actor(setup: RunSetup, cluster: Cluster) -> ActorGroup:
 
 
 def _start_critic(setup: RunSetup, cluster: Cluster, actor: Occupant) -> tuple[CriticGroup | None, Occupant | None]:
-    """Start the critic, if the recipe has one, after offloading the actor, whose devices it may share."""
+    """Start the critic, if the recipe has one. The actor is offloaded first, because both may share devices."""
     recipe = setup.recipe
     if not uses_critic(recipe.algorithm):
         return None, None

@@ -347,7 +347,9 @@ def convert_config(
     ] = None,
     accept: Annotated[
         Optional[list[str]],
-        typer.Option(help="Option of verl to leave out although it changes what is computed; may be repeated."),
+        typer.Option(
+            help="Option of verl to leave out although the run then computes something else; may be repeated."
+        ),
     ] = None,
     debug: Debug = False,
 ) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from megarl.assembly import Run, RunSetup, build_run
+from megarl.assembly import Run, RunSetup, build_run, check_in_flight
+from megarl.errors import RecipeError
 from megarl.observe.log import RunLog
 from megarl.observe.run_dir import RunDirectory
 from megarl.platform.cpu import CPUPlatform
@@ -135,3 +136,16 @@ def test_rl_with_a_critic(placement: Any, tmp_path: Path, monkeypatch: pytest.Mo
     run.checkpoints.load_weights(tmp_path)
     sleep = ["engine0.sleep", "engine1.sleep"] if placement == "colocated" else []
     assert cluster.calls == [*sleep, "critic.load", "trainer.load"]
+
+
+@pytest.mark.parametrize(("rule", "refused"), [("refresh", True), ("keep", True), ("drain", False)])
+def test_engines_that_take_no_weights_while_requests_run_are_refused(rule: str, refused: bool) -> None:
+    recipe = Recipe()
+    recipe.cluster.placement, recipe.rollout.max_staleness, recipe.rollout.at_update = "disaggregated", 1, rule  # type: ignore[assignment]
+    able, unable = ({"engine": "vllm", "version": "0.16", "can_update_in_flight": each} for each in (True, False))
+    check_in_flight(recipe, [able])
+    if refused:
+        with pytest.raises(RecipeError, match=r"vllm 0.16 cannot take new weights while requests run"):
+            check_in_flight(recipe, [able, unable])
+    else:
+        check_in_flight(recipe, [able, unable])

@@ -91,11 +91,13 @@ of the engines' weights:
 | test_freq and save_freq, in updates of the engines | `evaluation.every`, `train.save_every` |
 | lr_warmup_steps and lr_decay_steps, in updates of the actor | `warmup_steps`, `decay_steps`, in optimizer steps |
 
-Five differences remain. verl trains on groups in the order of their arrival; in megarl a group overtakes older ones only within
-`rollout.window`. The actor's updates start when all groups of a step have arrived. Statistics of a batch, such as the mean for
-whitening, are of the step; in verl they are of an update of the actor. Without partial_rollout, verl's documentation lets requests
-finish before an update, as `drain` does, but its code ends them and trains on the cut responses. verl builds the learning-rate
-schedule before it knows the number of steps: a warm-up by ratio has no effect, and a decay with FSDP is an error here.
+Six differences remain. verl trains on groups in the order of their arrival; in megarl a group overtakes older ones only within
+`rollout.window`. verl runs at most concurrent_samples_per_replica groups per engine; megarl's engines get all admitted groups. The
+actor's updates start when all groups of a step have arrived. Statistics of a batch, such as the mean for whitening, are of the
+step; in verl they are of an update of the actor. Without partial_rollout, verl's documentation lets requests finish before an
+update, as `drain` does, but its code ends them and trains on the cut responses. verl builds the learning-rate schedule before it
+knows the number of steps: a warm-up by ratio has no effect, and a decay with FSDP is an error here. So is
+optim.total_training_steps, which gives the schedule a length in updates.
 
 ## Metrics
 

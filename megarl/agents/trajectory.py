@@ -68,7 +68,7 @@ class Trajectory:
 
     @classmethod
     def failed(cls, failure: SampleFailure) -> Trajectory:
-        """Return an empty sample, whose prompt could not be prepared."""
+        """Return an empty sample for a prompt that could not be prepared."""
         empty = np.zeros(0)
         vectors = empty.astype(np.int32), empty.astype(np.float32), empty.astype(bool)
         return cls(*vectors, turns=(), ends=(), finish_reason="failed", failure=failure)

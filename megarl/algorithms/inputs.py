@@ -70,7 +70,7 @@ class LossInputs:
     advantages: Tensor | None = None
     old_log_probs: Tensor | None = None  # before this step's updates (proximal policy)
     rollout_log_probs: Tensor | None = None  # as the engine returned them
-    versions: Tensor | None = None  # of the weights that sampled each token; None: those of the policy before the step
+    versions: Tensor | None = None  # of the weights that sampled each token; None: not recorded
     reference_log_probs: Tensor | None = None  # of the initial policy, or a teacher
     reference_top_log_probs: Tensor | None = None  # [T, K]: of the teacher's K most likely tokens at each position
     top_log_probs: Tensor | None = None  # [T, K]: of the current weights, for the same tokens

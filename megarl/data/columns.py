@@ -1,4 +1,4 @@
-"""Which columns to read of a data file, and under which names the file has them (`data.columns`)."""
+"""Columns to read from a data file, and their names in the file (`data.columns`)."""
 
 from __future__ import annotations
 

@@ -7,9 +7,9 @@ and another group may start; resampling needs no other rule. Without filtering, 
 (S + v + 1) P - accepted - running for P prompts per step. S may be a fraction: with S = 1.5, half of a batch may start as well.
 
 A finished group enters a batch (it is released) if its number is less than n + W, where n is the oldest unreleased group and W
-the window. With W = 1 groups enter batches in admission order. At most W - 1 later groups can overtake a group, so it is trained on by policies of at most
-ceil(S) + ceil((W - 1) / P) versions after the one that it started with. Groups are never dropped, so batches are not biased towards
-short responses. After `max_attempts` times P tried groups, a batch closes with fewer groups.
+the window. With W = 1 groups enter batches in admission order. At most W - 1 later groups can overtake a group, so it is
+trained on by policies of at most ceil(S) + ceil((W - 1) / P) versions after the one that it started with. Groups are never
+dropped, so batches are not biased towards short responses. After `max_attempts` times P tried groups, a batch closes with fewer groups.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
+from megarl.recipe.derived.at_update import whole_number
 from megarl.types import Group
-
-ROUNDING = 1e-9  # of products with a decimal fraction, as in 4.6 x 5
 
 
 @dataclass
@@ -28,7 +27,6 @@ class AdmissionState:
     """Counters of a run."""
 
     admitted: int = 0  # started groups: also the next group's number and the data cursor
-    released: int = 0  # groups in batches, filtered ones included
     closed: int = 0  # closed batches
 
 
@@ -83,7 +81,7 @@ class Admission:
         whole = math.floor(self.max_staleness)
         last_batch, extra = (
             self.version + whole,
-            math.floor((self.max_staleness - whole) * self.prompts_per_step + ROUNDING),
+            whole_number((self.max_staleness - whole) * self.prompts_per_step),
         )
         if self.batches is not None and last_batch >= self.batches - 1:
             last_batch, extra = self.batches - 1, 0
@@ -111,7 +109,6 @@ class Admission:
         while (number := self._next_release()) is not None:
             self._unreleased.remove(number)
             self.tried.append(self._waiting.pop(number))
-            self.state.released += 1
             self._close_if_due()
 
     def _next_release(self) -> int | None:

@@ -107,7 +107,7 @@ class RolloutServer:
             raise
 
     async def _sample_groups(self, unsettled: dict[int, GenerationRequest]) -> None:
-        """Sample requests, by group, with one turn each. A group whose samples are complete leaves `unsettled`."""
+        """Sample `unsettled` requests, by group, with one turn each. Removes a group when all its samples are complete."""
         loop = asyncio.get_running_loop()
         by_group = dict(unsettled)
         sampled: dict[int, list[Completion]] = {}
@@ -136,7 +136,7 @@ class RolloutServer:
     async def _run_loops(self, agent: AgentLoop, unsettled: dict[int, GenerationRequest]) -> None:
         """Sample all first turns in a single call to the engine; then continue each sample in a separate task.
 
-        Every group leaves `unsettled`: its result is that of its samples' tasks.
+        Removes every group from `unsettled`: the tasks of its samples set its result.
         """
         loop = asyncio.get_running_loop()
         requests = list(unsettled.values())

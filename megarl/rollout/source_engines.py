@@ -128,7 +128,7 @@ class EnginesSource:
     def restore(self, state: dict[str, Any]) -> None:
         self._interrupted = list(state.get("unfinished", []))
         with self._change:
-            counters = AdmissionState(**state["counters"])
+            counters = AdmissionState(state["counters"]["admitted"], state["counters"]["closed"])
             self.admission.restore(counters, state["gathered"], state["waiting"], self._interrupted)
 
     def _wait(self, condition: Callable[[], bool]) -> None:

@@ -108,7 +108,7 @@ def test_a_run_with_tools_resumes_with_the_waiting_groups(taught: Path, tmp_path
 
 
 def test_samples_with_tools_take_new_weights_between_and_within_turns(taught: Path, tmp_path: Path) -> None:
-    """A later turn prefills the earlier ones with the weights of its own version; the tokens keep their log-probs."""
+    """A turn prefills the turns before it with its weights. Their tokens keep the log-probs of the weights that sampled them."""
     ahead = ["rollout.max_staleness=2", "cluster.placement=disaggregated", "train.steps=4", "rollout.at_update=refresh"]
     done = run("train", "recipes/tiny/grpo.yaml", *settings(taught, tmp_path, *ahead))
     assert done.returncode == 0, done.stderr + done.stdout

@@ -10,6 +10,7 @@ import pytest
 from megarl.engines.base import EngineSpec
 from megarl.engines.specs import policy_spec
 from megarl.engines.vllm import args
+from megarl.errors import RecipeError
 from megarl.recipe.schema import Recipe
 
 
@@ -55,5 +56,6 @@ def test_asynchronous_scheduling_is_off_where_it_would_lose_or_mislabel_a_token(
     if expected is None:
         assert args.build_engine_args(mine, "cuda")["async_scheduling"] is True
     else:
-        with pytest.raises(ValueError, match=f"async_scheduling must be false with rollout.at_update={rule}"):
-            args.build_engine_args(mine, "cuda")
+        for check in (args.build_engine_args, args.check_plan):
+            with pytest.raises(RecipeError, match=f"with rollout.at_update={rule} and this version of vLLM"):
+                check(mine, "cuda")

@@ -65,6 +65,7 @@ def test_a_resumed_run_samples_unfinished_groups_again(refreshed: Path, quicksta
     assert done.returncode == 0, done.stderr + done.stdout
     lines = metrics(tmp_path / "rest")
     assert [line["step"] for line in lines] == [4, 5]
+    assert all(line["rollout/staleness_max"] <= LARGEST_LAG for line in lines)
     check_gaps(tmp_path / "rest")
 
 

@@ -1,4 +1,4 @@
-"""Staleness of the tokens of a batch whose samples have several weight versions."""
+"""Staleness of tokens if several weight versions sampled a response."""
 
 from __future__ import annotations
 

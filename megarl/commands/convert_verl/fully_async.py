@@ -84,10 +84,11 @@ def translate_fully_async(conversion: Conversion, updates: Updates, *, megatron:
         "verl trains on groups in the order of their arrival; here a group overtakes older ones only within "
         "rollout.window, and with rollout.at_update=drain batches are in admission order"
     )
-    conversion.notes.append(
-        f"verl runs at most {conversion.get(_CONCURRENT)} groups per engine (concurrent_samples_per_replica); here engines "
-        "get all admitted groups at once, and rollout.engine_args.max_num_seqs limits the requests that run"
-    )
+    if _CONCURRENT not in conversion.options:  # an option of the command has a note
+        conversion.notes.append(
+            f"verl runs at most {conversion.get(_CONCURRENT)} groups per engine (concurrent_samples_per_replica); here engines "
+            "get all admitted groups at once, and rollout.engine_args.max_num_seqs limits the requests that run"
+        )
     warmup = conversion.get("trainer.critic_warmup") or 0
     if warmup:
         conversion.settings["critic.warmup_steps"] = -(-warmup // updates.count)

@@ -23,7 +23,7 @@ from megarl.platform.device_table import Device
 from megarl.preflight.findings import one_line
 from megarl.preflight.models import sampled_errors
 from megarl.recipe.derived.at_update import UpdateRule
-from megarl.recipe.schema import Recipe
+from megarl.recipe.schema import Recipe, RolloutConfig
 
 _POINTS = 64  # numbers of running requests for which a decode step is estimated; others are interpolated
 _VECTORS = 9  # bytes per token: tokens int32, loss mask bool, log-probs float32 (types.SampleTokens)
@@ -111,6 +111,7 @@ class SimulatedRecipe:
                 engines=self.devices // recipe.rollout.tensor_parallel,
                 max_staleness=0,
                 at_update="auto",
+                window=RolloutConfig().window,
             ),
         )
 
@@ -126,7 +127,7 @@ class SimulatedRecipe:
                 engines=(self.devices - trainers) // recipe.rollout.tensor_parallel,
                 max_staleness=max_staleness,
                 at_update=rule,
-                window=recipe.rollout.window if rule == "drain" else window,
+                window=RolloutConfig().window if rule == "drain" else window,  # drain refuses another
             ),
         )
 

@@ -122,6 +122,8 @@ def check_engine_args(engine_args: Mapping[str, Any], section: str = "rollout") 
 
 def check_plan(spec: EngineSpec, device: str) -> None:
     """Raise RecipeError or ValueError if vLLM does not support `spec` on `device`, before any engine starts."""
+    if package_folder("vllm") is not None:  # else the engine checks it at its start
+        _needs_synchronous_scheduling(spec)
     if spec.return_routed_experts and device == "cpu":
         raise RecipeError(
             "megatron.routing_replay",
@@ -273,12 +275,7 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
     config = _model_config(spec.model_path)
     arguments.update(image_args(config, device))
     arguments.update(spec.engine_args)
-    if spec.at_update == "keep" or (spec.at_update == "refresh" and not _drops_stale_tokens()):
-        if arguments.get("async_scheduling"):
-            raise ValueError(
-                f"{spec.recipe_section}.engine_args.async_scheduling must be false with rollout.at_update={spec.at_update} and "
-                f"this version of vLLM: when an update starts, every sampled token must have been returned"
-            )
+    if _needs_synchronous_scheduling(spec):
         arguments["async_scheduling"] = False
     if overrides := _config_overrides(spec, config, device):
         arguments["hf_overrides"] = overrides
@@ -293,6 +290,22 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
     else:
         arguments["enable_sleep_mode"] = spec.sleep_mode
     return arguments
+
+
+def _needs_synchronous_scheduling(spec: EngineSpec) -> bool:
+    """Return whether each sampled token must have been returned when an update starts.
+
+    Raises RecipeError if `engine_args` set asynchronous scheduling then.
+    """
+    needed = spec.at_update == "keep" or (spec.at_update == "refresh" and not _drops_stale_tokens())
+    if needed and spec.engine_args.get("async_scheduling"):
+        raise RecipeError(
+            "rollout.engine_args.async_scheduling",
+            f"with rollout.at_update={spec.at_update} and this version of vLLM, it would lose or mislabel tokens at updates",
+            "leave it out, or set rollout.at_update=drain",
+            value=True,
+        )
+    return needed
 
 
 def _drops_stale_tokens() -> bool:
@@ -347,7 +360,7 @@ def _model_config(model_path: str) -> dict[str, Any]:
 
 
 def _config_overrides(spec: EngineSpec, config: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """Return the fields of config.json that vLLM must read with other values: the recipe's, and those that megarl needs."""
+    """Return fields of config.json with the values that vLLM must read instead: from the recipe, and required by megarl."""
     overrides = dict(spec.engine_args.get("hf_overrides") or {})
     if config.get("model_type") == "deepseek_v3":
         overrides = {**_missing_routing(config), **overrides}

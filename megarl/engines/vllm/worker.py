@@ -104,10 +104,8 @@ class WorkerExtension:
         completely loaded or names changed.
         """
         receiver: Any = self._megarl_receiver
-        if not current_platform.is_cpu():
-            getattr(
-                torch, current_platform.device_type
-            ).synchronize()  # with asynchronous scheduling, a step with the old weights may still run
+        if not current_platform.is_cpu():  # with asynchronous scheduling, a step with the old weights may still run
+            getattr(torch, current_platform.device_type).synchronize()
         try:
             update = self._megarl_update_sharded if receiver.session.sharded else self._megarl_update_full
             names, unread = update(receiver, version)

@@ -35,7 +35,7 @@ from megarl.recipe.schema import EvaluationConfig, Recipe, RolloutConfig
 from megarl.recipe.training import LoraConfig
 
 Errors = Iterator[RecipeError]
-LONGEST_RUN_NAME = 200  # bytes; files beside the run's folder have longer names, and a file system allows 255
+LONGEST_RUN_NAME = 200  # bytes; files next to the run's folder add to it, and file systems allow 255
 LARGEST_NUMBER = 1e15
 """Larger settings are refused: no size, time or coefficient of a run comes near it, and kernels overflow."""
 
@@ -46,7 +46,7 @@ def validate(recipe: Recipe) -> None:
 
 
 def recipe_errors(recipe: Recipe, names: Sequence[RecipeError]) -> Iterator[ValueError]:
-    """Yield the errors that the recipe alone shows. `names`: those of `name_errors`, which has imported the user's modules.
+    """Yield errors that need only the recipe. `names`: errors of `name_errors`, which has imported the user's modules.
 
     The first checks examine single settings: bounds, and names of algorithms. For the checks of combinations, a setting with
     such an error is reset to its default, and `train.source` is set to the source that the loss needs.

@@ -26,8 +26,8 @@ def cannot_continue(recipe: Recipe) -> str | None:
         return f"{recipe.rollout.engine} ends running requests when its weights change"
     if recipe.megatron.routing_replay == "rollout":
         return (
-            "when the engine recomputes a KV cache (at an update, or for lack of memory), it replaces the recorded experts of "
-            "earlier tokens by those of the new weights, and megatron.routing_replay=rollout needs the old ones"
+            "an engine that recomputes a KV cache with new weights (at an update, or for lack of memory) records other experts "
+            "for earlier tokens, and megatron.routing_replay=rollout needs the first ones"
         )
     if int(recipe.rollout.engine_args.get("pipeline_parallel_size") or 1) > 1:
         return "with pipeline_parallel_size above 1, vLLM has sampled tokens that it has not returned when an update starts"
@@ -46,7 +46,12 @@ def window_groups(recipe: Recipe) -> int:
     if update_rule(recipe) == "drain":
         return 1
     alive = (recipe.rollout.max_staleness + 1) * recipe.data.prompts_per_step
-    return max(1, math.floor(recipe.rollout.window * alive + 1e-9))
+    return max(1, whole_number(recipe.rollout.window * alive))
+
+
+def whole_number(share: float) -> int:
+    """Return `share` groups as a whole number. A product such as 0.57 x 100 may be just below it as a float."""
+    return math.floor(share + 1e-9)
 
 
 def max_lag(recipe: Recipe) -> int:

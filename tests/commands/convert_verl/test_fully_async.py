@@ -290,5 +290,6 @@ def test_a_length_of_the_schedule_is_refused() -> None:
 
 
 def test_the_last_step_is_evaluated_only_when_it_is_due() -> None:
-    assert "evaluation.at_end" not in settings(f"{RUN} trainer.test_freq=3")
+    converted = settings(f"{RUN} data.val_files=test.parquet trainer.test_freq=3")
+    assert converted["evaluation.every"] == 3 and "evaluation.at_end" not in converted
     assert "at most 16 groups per engine" in notes(RUN)

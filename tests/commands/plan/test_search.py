@@ -371,7 +371,7 @@ def test_no_layout_that_fits_is_pruned(model: dict[str, Any], tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.stack
 def test_the_best_candidate_fits(tmp_path: Path) -> None:
-    """Where some layouts are too large for the device, `plan` accepts the best ones, with the memory that was counted."""
+    """`plan` accepts the best layouts of a search that also met layouts too large for the device. It counts the same memory."""
     task = subject(4, DENSE)
     task.recipe.rollout.max_response_length = 8160
     task = replace(task, device=replace(H100, memory=1.1))

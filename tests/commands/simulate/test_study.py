@@ -53,6 +53,20 @@ def subject(devices: int = 16, **settings: Any) -> SimulatedRecipe:
     return SimulatedRecipe(changed, {"rollout": QWEN}, H100, devices, LENGTHS)
 
 
+def test_drain_and_the_synchronous_run_have_no_window_of_the_recipe() -> None:
+    """A run with drain refuses a window of its own, which the recipe has for refresh."""
+    own = subject(rollout__window=0.5, rollout__max_staleness=2.0, cluster__placement="disaggregated")
+    for layout in (own.colocated(), own.split(8, "drain", 2, 0.0), own.split(8, "refresh", 2, 0.5)):
+        assert own.refusal(layout) is None
+
+
+def test_rules_that_train_refuses_are_refused() -> None:
+    plain = subject(cluster__placement="disaggregated", rollout__max_staleness=1.0)
+    images = replace(plain, models={"rollout": QWEN | {"vision_config": {}}})
+    assert plain.refusal(plain.split(8, "keep", 1, 0.3)) is None
+    assert "encoded images" in str(images.refusal(images.split(8, "keep", 1, 0.3)))
+
+
 @pytest.fixture(scope="module")
 def result() -> Study:
     return study(subject(), steps=12)

@@ -69,20 +69,21 @@ def divided(run: SimulatedRun) -> str:
 
 def named(run: SimulatedRun) -> str:
     """Describe the schedule by rule, staleness and window: ``refresh, 4, 0.3``."""
-    setting = run.setting
-    if setting.colocated:
-        return "sync"
-    window = "" if setting.rule == "drain" else f", {setting.window:g}"
-    return f"{setting.rule}, {setting.max_staleness:g}{window}"
+    return _schedule_text(run, ", {:g}", ", {:g}")
 
 
 def in_words(run: SimulatedRun) -> str:
     """Describe the schedule for a sentence: ``refresh with max_staleness 4 and window 0.3``."""
+    return _schedule_text(run, " with max_staleness {:g}", " and window {:g}")
+
+
+def _schedule_text(run: SimulatedRun, staleness: str, window: str) -> str:
+    """Return the rule with its staleness and window in these formats. A synchronous run has neither, drain no window."""
     setting = run.setting
     if setting.colocated:
         return "sync"
-    window = "" if setting.rule == "drain" else f" and window {setting.window:g}"
-    return f"{setting.rule} with max_staleness {setting.max_staleness:g}{window}"
+    text = setting.rule + staleness.format(setting.max_staleness)
+    return text if setting.rule == "drain" else text + window.format(setting.window)
 
 
 def described(run: SimulatedRun) -> str:

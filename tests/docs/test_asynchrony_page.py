@@ -1,0 +1,40 @@
+"""docs/asynchrony.md: its settings exist, and its example loads."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import yaml
+
+from megarl.recipe.algorithm import AlgorithmConfig
+from megarl.recipe.derived.at_update import update_rule
+from megarl.recipe.load import to_yaml
+from megarl.recipe.schema import Recipe
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "asynchrony.md").read_text()
+
+
+def test_settings_and_files_exist() -> None:
+    keys = (ROOT / "docs" / "recipes.md").read_text()
+    named = re.findall(r"`((?:rollout|algorithm|cluster|data|train|megatron)\.\w+)(?:: \w+)?`", PAGE)
+    assert len(named) > 10
+    assert not [key for key in named if f"`{key}`" not in keys and f"## {key}\n" not in keys]  # a setting, or a section
+    assert all((ROOT / path).exists() for path in re.findall(r"(?:recipes|tests)/[\w/]+\.(?:yaml|py)", PAGE))
+
+
+def test_values_exist() -> None:
+    (old_log_probs,) = re.findall(r"`algorithm.old_log_probs: (\w+)`", PAGE)
+    assert old_log_probs in get_args(get_type_hints(AlgorithmConfig)["old_log_probs"])
+
+
+def test_the_example_refreshes() -> None:
+    (block,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    recipe = Recipe()
+    for section, settings in yaml.safe_load(block).items():
+        for name, value in settings.items():
+            assert hasattr(getattr(recipe, section), name), name
+            setattr(getattr(recipe, section), name, value)
+    assert update_rule(recipe) == "refresh" and "refresh" in to_yaml(recipe)
