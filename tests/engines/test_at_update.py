@@ -9,7 +9,7 @@ import pytest
 
 from megarl.engines.base import EngineSpec
 from megarl.engines.specs import policy_spec
-from megarl.engines.vllm import args
+from megarl.engines.vllm import args, scheduling
 from megarl.errors import RecipeError
 from megarl.recipe.schema import Recipe
 
@@ -24,7 +24,7 @@ def installed(folder: Path, monkeypatch: pytest.MonkeyPatch, request: str) -> No
     """Make `request` the installed vLLM's v1/request.py."""
     (folder / "v1").mkdir()
     (folder / "v1" / "request.py").write_text(request)
-    monkeypatch.setattr(args, "package_folder", lambda _: folder)
+    monkeypatch.setattr(scheduling, "package_folder", lambda _: folder)
 
 
 def test_the_rule_of_the_recipe_is_that_of_its_engines() -> None:

@@ -16,6 +16,7 @@ from megarl.engines.vllm import ascend, fp32_head, lora
 from megarl.engines.vllm.ascend import task_queue as task_queue
 from megarl.engines.vllm.dispatch_buffers import DEFAULT_MB, dispatch_buffer
 from megarl.engines.vllm.images import image_args
+from megarl.engines.vllm.scheduling import needs_synchronous_scheduling
 from megarl.errors import RecipeError
 from megarl.platform.environment import Requirement, at_least
 from megarl.recipe.library_fields import Fields, fields_of, problem
@@ -123,7 +124,7 @@ def check_engine_args(engine_args: Mapping[str, Any], section: str = "rollout") 
 def check_plan(spec: EngineSpec, device: str) -> None:
     """Raise RecipeError or ValueError if vLLM does not support `spec` on `device`, before any engine starts."""
     if package_folder("vllm") is not None:  # else the engine checks it at its start
-        _needs_synchronous_scheduling(spec)
+        needs_synchronous_scheduling(spec)
     if spec.return_routed_experts and device == "cpu":
         raise RecipeError(
             "megatron.routing_replay",
@@ -275,7 +276,7 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
     config = _model_config(spec.model_path)
     arguments.update(image_args(config, device))
     arguments.update(spec.engine_args)
-    if _needs_synchronous_scheduling(spec):
+    if needs_synchronous_scheduling(spec):
         arguments["async_scheduling"] = False
     if overrides := _config_overrides(spec, config, device):
         arguments["hf_overrides"] = overrides
@@ -290,30 +291,6 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
     else:
         arguments["enable_sleep_mode"] = spec.sleep_mode
     return arguments
-
-
-def _needs_synchronous_scheduling(spec: EngineSpec) -> bool:
-    """Return whether each sampled token must have been returned when an update starts.
-
-    Raises RecipeError if `engine_args` set asynchronous scheduling then.
-    """
-    needed = spec.at_update == "keep" or (spec.at_update == "refresh" and not _drops_stale_tokens())
-    if needed and spec.engine_args.get("async_scheduling"):
-        raise RecipeError(
-            "rollout.engine_args.async_scheduling",
-            f"with rollout.at_update={spec.at_update} and this version of vLLM, it would lose or mislabel tokens at updates",
-            "leave it out, or set rollout.at_update=drain",
-            value=True,
-        )
-    return needed
-
-
-def _drops_stale_tokens() -> bool:
-    """Return whether vLLM's preemption drops exactly the tokens in flight. 0.18 drops a request's next token even if none is
-    in flight (v1/core/sched/async_scheduler.py); 0.23 and later count them."""
-    folder = package_folder("vllm")
-    assert folder is not None, "vLLM is installed"
-    return "discard_latest_async_tokens" not in (folder / "v1" / "request.py").read_text(encoding="utf-8")
 
 
 def _set_cpu_arguments(arguments: dict[str, Any], spec: EngineSpec, config: dict[str, Any]) -> None:
