@@ -28,6 +28,7 @@ from megarl.platform.device_table import peak_flops
 from megarl.platform.kinds import kind_of
 from megarl.preflight.data import Prepared
 from megarl.preflight.engines_and_devices import check_device, demand_of
+from megarl.preflight.replay import open_tape
 from megarl.preflight.run_directory import RunPlace, open_run_directory
 from megarl.preflight.survey import prepare_training
 from megarl.recipe import Recipe
@@ -43,6 +44,7 @@ from megarl.rollout.source import SampleSource
 from megarl.rollout.source_dataset import DatasetSource
 from megarl.rollout.source_engines import EnginesSource
 from megarl.rollout.start_engines import load_engines, start_engines, start_judge, start_teacher, wait_for_start
+from megarl.rollout.tape import ReplayPlan, RunTape
 from megarl.rollout.teacher import Teacher
 from megarl.trainer.group import ActorGroup, CriticGroup, TrainerGroup
 from megarl.trainer.held_out import HeldOut
@@ -63,6 +65,7 @@ class RunSetup:
     prepared: Prepared
     platform: Any
     place: RunPlace
+    tape: RunTape | None  # None: this run has no tape (`cannot_replay`)
 
     @property
     def notices(self) -> list[str]:
@@ -86,8 +89,24 @@ class Run:
     tokenizer: Tokenizer
     profiling: Profiling
     log: RunLog
+    replay: ReplayPlan | None  # of train.replay
     device_count: int  # of trainers, critic and engines; perf/throughput divides by it
     device_peak: float | None  # FLOP/s of a trainer's device; None: unknown
+
+    @property
+    def last_step(self) -> int:
+        """The last step of this process: `train.steps`, or the last one that a replay repeats."""
+        replayed = self.replay.last_step if self.replay is not None else None
+        return self.recipe.train.steps if replayed is None else replayed
+
+    def is_cut_off(self, step: int) -> bool:
+        """Return whether a replay ends within `step`, as the recorded run did: after its checkpoint, before its metrics."""
+        return self.replay is not None and step == self.replay.last_step and not self.replay.logs_last
+
+    def publish_first_weights(self, version: int) -> None:
+        self.publish_weights(version)
+        if self.recipe.train.source == "rollout":
+            self.log.reached("engines have the trainers' weights")
 
     def publish_weights(self, version: int) -> None:
         """Send the weights to the engines, with `rollout.at_update: drain` after all groups. SFT and DPO have no engines."""
@@ -122,7 +141,8 @@ def prepare_run(recipe: Recipe) -> RunSetup:
     check_device(recipe, platform.name)
     identity = identity_of(recipe, prepared.model, prepared.critic_model, prepared.rows_of_sets)
     identity[CONTENTS] = data_digest(recipe.data)
-    return RunSetup(recipe, prepared, platform, open_run_directory(recipe, identity))
+    place = open_run_directory(recipe, identity)
+    return RunSetup(recipe, prepared, platform, place, open_tape(recipe, place))
 
 
 @contextlib.contextmanager
@@ -147,7 +167,7 @@ def build_run(setup: RunSetup, cluster: Cluster, log: RunLog) -> Run:
     devices = connect_engines(recipe, started, log.notice)
     for notice in kernel_notices(actor.describe()):
         log.notice(notice)
-    source = _source(recipe, prepared, samplers, check)
+    source = _source(setup, samplers, check)
     skipped = SkippedSteps(recipe.train.stop_after_skipped, folder.checkpoints)
     kl_weight = KLWeight(recipe.algorithm.kl_coef, recipe.algorithm.kl_target, recipe.algorithm.kl_horizon)
     saver = _saver(setup, started, devices, cluster.check, log.notice)
@@ -172,6 +192,7 @@ def build_run(setup: RunSetup, cluster: Cluster, log: RunLog) -> Run:
             recipe.observe, actor, engines, log, folder.profile, recipe.rollout.start_timeout, trace_note
         ),
         log=log,
+        replay=setup.tape.plan if setup.tape is not None else None,
         device_count=demand_of(recipe).devices,
         device_peak=peak_tflops * 1e12 if peak_tflops else peak_flops(actor.ranks[0]["device_name"]),
     )
@@ -199,7 +220,9 @@ def _start_processes(setup: RunSetup, cluster: Cluster, log: RunLog) -> Started:
     engines: list[EngineHandle] = []
     if rollout:
         sources = setup.prepared.data_sources
-        engines = start_engines(recipe, sources, platform, cluster, traces=folder.profile, load_weights=False)
+        engines = start_engines(
+            recipe, sources, platform, cluster, traces=folder.profile, load_weights=False, tape=setup.tape
+        )
     teachers = start_teacher(recipe, platform, cluster) if "teacher" in fixed_models(recipe) else []
     judges = start_judge(recipe, platform, cluster)
     fixed: list[TeacherHandle | JudgeHandle] = [*teachers, *judges]
@@ -303,13 +326,13 @@ def check_in_flight(recipe: Recipe, descriptions: Sequence[dict[str, Any]]) -> N
         )
 
 
-def _source(
-    recipe: Recipe, prepared: Prepared, samplers: Sequence[SamplingEngine], check: Callable[[], None]
-) -> SampleSource:
+def _source(setup: RunSetup, samplers: Sequence[SamplingEngine], check: Callable[[], None]) -> SampleSource:
+    recipe, prepared = setup.recipe, setup.prepared
     if prepared.examples is not None:
         return DatasetSource(recipe, prepared.examples)
     assert prepared.prompts is not None
-    return EnginesSource(recipe, prepared.prompts, samplers, prepared.tokenizer.stop_ids, check)
+    arrivals = setup.tape.arrivals() if setup.tape is not None else None
+    return EnginesSource(recipe, prepared.prompts, samplers, prepared.tokenizer.stop_ids, check, arrivals)
 
 
 def _evaluation(

@@ -205,6 +205,19 @@ def rehearse(
 
 
 @app.command()
+def replay(
+    run_path: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run to repeat.")],
+    overrides: Overrides = None,
+    name: Annotated[Optional[str], typer.Option(help="Name of the new run. Default: RUN's, with -replay.")] = None,
+    debug: Debug = False,
+) -> int:
+    """Repeat a run with requests in flight by its tape, and compare the metrics. Exit status 1 if one differs."""
+    from megarl.commands.replay import replay as repeat
+
+    return repeat(run_path, name, overrides or [])
+
+
+@app.command()
 def plan(
     recipe: RecipePath,
     overrides: Overrides = None,

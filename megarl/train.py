@@ -58,18 +58,18 @@ def run_steps(run: Run, resume_from: Path | None = None) -> None:
         run.log.add(unlogged_metrics)
         finish_step(run, done)
     elif done < run.recipe.train.steps:
-        run.publish_weights(done)
-        if run.recipe.train.source == "rollout":
-            run.log.reached("engines have the trainers' weights")
+        run.publish_first_weights(done)
         if run.recipe.evaluation.at_start and done == 0:
             run.evaluate_policy(after_step=0)
     try:
-        for step in range(done + 1, run.recipe.train.steps + 1):
+        for step in range(done + 1, run.last_step + 1):
             run.profiling.before_sampling(step)
             run.source.admit(step - 1)
             run.checkpoints.poll()
             train_on_next_batch(run, step)
             run.checkpoints.save_if_due(step)
+            if run.is_cut_off(step):
+                break
             finish_step(run, step)
             run.skipped.check(step)
         run.checkpoints.finish()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from megarl.engines.base import EngineRefused, EngineSpec, OnFinished
 from megarl.engines.loop import Backend, EngineLoop
+from megarl.engines.tape import update_event
 from megarl.types import GenerationRequest
 from megarl.weight_sync.session import Session, UpdateReport
 
@@ -20,7 +21,7 @@ class BackedEngine(EngineLoop):
     """
 
     def __init__(self, backend: Backend, spec: EngineSpec) -> None:
-        super().__init__(backend, spec.name)
+        super().__init__(backend, spec.name, spec.tape)
         self._spec = spec
 
     def generate(self, requests: Sequence[GenerationRequest], on_finished: OnFinished) -> None:
@@ -59,7 +60,7 @@ class BackedEngine(EngineLoop):
             self._spans.update(version, {key: self._backend.lengths(key) for key in self._running})
             return report
 
-        return self.call(update, collective=True)
+        return self.call(update, collective=True, event=update_event(version))
 
     def sleep(self) -> None:
         """Release device memory. EngineRefused if info["can_sleep"] is False or requests are running."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from megarl.engines.tape import TapeSpec
 from megarl.platform.tracing import TraceOptions
 from megarl.recipe.derived.at_update import UpdateRule
 from megarl.types import Completion
@@ -67,6 +68,7 @@ class EngineSpec:
     prompt_top_k: int | None = None  # largest GenerationRequest.prompt_top_k; None: no request sets it
     adapters: AdapterSpec | None = None  # None: updates bring full weights
     deterministic: bool = False  # train.deterministic; `Platform.deterministic_rollout_env` is set
+    tape: TapeSpec | None = None  # where the engine records the steps of its requests and updates; None: nowhere
     traces: EngineTraces | None = None  # None: `start_profile` is never called
     device: str | None = None  # "cpu" | "cuda" | "npu", which the engine must run on; None: any
     recipe_section: str = "rollout"  # section of the recipe with these settings, for messages

@@ -23,13 +23,14 @@ from typing import Any, Protocol, TypeVar
 from megarl.engines.base import EngineDead, EngineRefused, GenerationAborted, GroupRank, OnFinished
 from megarl.engines.group import EngineGroup
 from megarl.engines.spans import RequestSpans
+from megarl.engines.tape import StepTape, TapeSpec, requests_event
 from megarl.types import Completion, GenerationRequest
 from megarl.weight_sync.session import Session, UpdateReport
 
 T = TypeVar("T")
-Command = tuple[Callable[[], Any], Future]
 
 _IDLE_SECONDS = 0.005  # interval at which an idle engine of a group synchronizes with the others
+_REPLAY_SECONDS = 60.0  # interval at which a waiting replay checks for requests that the recorded run had not
 
 
 class Backend(Protocol):
@@ -79,6 +80,16 @@ class Backend(Protocol):
 
 
 @dataclass(eq=False)
+class _Command:
+    """A call for the owning thread. collective: in a group, it waits for the other engines. event: its name on the tape."""
+
+    run: Callable[[], Any]
+    future: Future
+    collective: bool = False
+    event: str | None = None
+
+
+@dataclass(eq=False)
 class _Job:
     """One `generate` call. The owning thread puts finished groups into `events`, or the exception that ends the call."""
 
@@ -88,10 +99,11 @@ class _Job:
 class EngineLoop:
     """Runs a backend in its thread. Every method is thread-safe, and raises EngineDead after the engine failed."""
 
-    def __init__(self, backend: Backend, name: str) -> None:
+    def __init__(self, backend: Backend, name: str, tape: TapeSpec | None = None) -> None:
         self._backend = backend
         self._name = name
-        self._commands: queue.SimpleQueue[tuple[Command, bool]] = queue.SimpleQueue()  # (command, collective)
+        self._tape: StepTape[_Command] = StepTape.of(tape)
+        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._lock = threading.Lock()  # a command is either queued before the end or rejected after it
         self._dead: str | None = "was not started"
         self._failure: BaseException | None = None  # the cause of its death
@@ -104,7 +116,7 @@ class EngineLoop:
         self._paused = False
         self._stop = False
         self._group: EngineGroup | None = None
-        self._collective: deque[Command] = deque()  # wait until every engine of the group has received them
+        self._collective: deque[_Command] = deque()  # wait until every engine of the group has received them
         self._running_elsewhere = 0  # running requests in the group's other engines, at the last synchronization
         self._idle = False  # the group has no step to run
         self._fatal: Future | None = None  # of the command that ended the engine, completed at the very end
@@ -123,22 +135,23 @@ class EngineLoop:
         self._thread.start()
         return self.call(lambda: self._begin(group_rank))
 
-    def call(self, command: Callable[[], T], *, collective: bool = False) -> T:
+    def call(self, command: Callable[[], T], *, collective: bool = False, event: str | None = None) -> T:
         """Run `command` in the owning thread between two steps; returns or raises its result.
 
         EngineRefused leaves the engine alive, any other exception ends it. `collective`: in a group, the command waits
-        until every engine has received one, and all run them between the same two steps.
+        until every engine has received one, and all run them between the same two steps. `event`: its name on the tape; a
+        replay waits for its step.
         """
         future: Future[T] = Future()
         with self._lock:
             if self._dead is not None:
                 raise EngineDead(f"engine {self._name!r} {self._dead}")
-            self._commands.put(((command, future), collective))
+            self._commands.put(_Command(command, future, collective, event))
         return future.result()
 
     def generate(self, requests: Sequence[GenerationRequest], on_finished: OnFinished) -> None:
         job = _Job()
-        self.call(lambda: self._admit(requests, job))
+        self.call(lambda: self._admit(requests, job), event=requests_event(requests) if requests else None)
         try:
             for _ in requests:
                 event = job.events.get()
@@ -197,6 +210,7 @@ class EngineLoop:
                     continue
                 if not self._stop:
                     self._report(self._backend.step())
+                    self._tape.stepped()
         except BaseException as error:  # noqa: BLE001 - raised in every caller
             cause, failure = f"died: {type(error).__name__}: {error}", error
         finally:
@@ -208,28 +222,50 @@ class EngineLoop:
         An idle engine of a group only blocks for a moment, since another engine may have received requests.
         """
         while not self._stop:
-            idle = self._idle if self._group is not None else self._paused or not self._running
-            try:
-                command, collective = self._commands.get(idle, None if self._group is None else _IDLE_SECONDS)
-            except queue.Empty:
+            command = self._next_command()
+            if command is None:
                 return
             self._idle = False
-            if collective and self._group is not None:
+            if command.collective and self._group is not None:
                 self._collective.append(command)
             else:
                 self._serve(command)
 
-    def _serve(self, command: Command) -> None:
-        run, future = command
+    def _next_command(self) -> _Command | None:
+        """Return the next command to run, or None if the engine may step. A replay holds commands until their steps."""
+        while True:
+            held = self._tape.next_held()
+            if held is not None:
+                return held
+            running = bool(self._running)
+            if not running:
+                self._tape.check_idle()
+            waits = self._tape.waits
+            idle = self._idle if self._group is not None else self._paused or not running or waits
+            seconds = _IDLE_SECONDS if self._group is not None else _REPLAY_SECONDS if waits else None
+            try:
+                command = self._commands.get(idle, seconds)
+            except queue.Empty:
+                if not waits:
+                    return None
+                self._tape.check_unrecorded()
+                continue
+            if command.event is None or self._tape.may_enter(command.event):
+                return command
+            self._tape.hold(command.event, command)
+
+    def _serve(self, command: _Command) -> None:
         try:
-            result = run()
+            result = command.run()
         except EngineRefused as refusal:
-            future.set_exception(refusal)
+            command.future.set_exception(refusal)
         except BaseException:
-            self._fatal = future
+            self._fatal = command.future
             raise
         else:
-            future.set_result(result)
+            if command.event is not None:
+                self._tape.entered(command.event)
+            command.future.set_result(result)
 
     def _sync_group(self, group: EngineGroup) -> bool:
         """Return True if all engines of the group step now. Otherwise run the next collective command, stop, or idle."""
@@ -283,12 +319,13 @@ class EngineLoop:
             self._fatal.set_exception(failure if cause == local_cause else dead)  # dead: another engine failed first
         while True:
             try:
-                (_, future), _ = self._commands.get_nowait()
+                command = self._commands.get_nowait()
             except queue.Empty:
                 break
-            future.set_exception(dead)
-        for _, future in self._collective:
-            future.set_exception(dead)
+            command.future.set_exception(dead)
+        for command in [*self._collective, *self._tape.all_held()]:
+            command.future.set_exception(dead)
+        self._tape.close()
         for job in {job for job, _ in self._running.values()}:
             job.events.put(dead)
         self._running.clear()

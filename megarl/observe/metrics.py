@@ -13,6 +13,15 @@ from megarl.observe.run_dir import RunDirectory
 from megarl.observe.sinks import Sink
 
 _NON_FINITE = {"NaN", "Infinity", "-Infinity"}
+_TIMES = (
+    "timing_s/", "perf/throughput", "perf/tflops", "perf/max_memory", "perf/mfu", "checkpoint/", "rollout/judge_seconds",
+    "weight_sync/seconds/",
+)  # fmt: skip
+
+
+def without_times(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the metrics that a repeated run must repeat bit for bit: all but times, rates and memory."""
+    return [{name: value for name, value in line.items() if not name.startswith(_TIMES)} for line in lines]
 
 
 def plain_number(name: str, value: Any) -> float | int:

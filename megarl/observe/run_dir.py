@@ -28,6 +28,7 @@ class RunDirectory:
         tensorboard/             event files
         trace.json               a timeline for Perfetto or chrome://tracing
         profile/                 step_3/: traces of trainers, engine0/: traces of an engine (observe.profile_...)
+        tape/                    order of the run's events, for train.replay: controller.jsonl, a file per engine, recipes
         checkpoints/
         report.html  summary.json
         run.lock                 locked while the run lives
@@ -43,6 +44,7 @@ class RunDirectory:
         self.tensorboard = self.path / "tensorboard"
         self.trace = self.path / "trace.json"
         self.profile = self.path / "profile"
+        self.tape = self.path / "tape"
         self.checkpoints = self.path / "checkpoints"
         self.report = self.path / "report.html"
         self.summary = self.path / "summary.json"

@@ -20,6 +20,7 @@ from megarl.preflight.engines_and_devices import (
 )
 from megarl.preflight.findings import Available, Survey
 from megarl.preflight.models import POLICY
+from megarl.preflight.replay import replay_errors
 from megarl.preflight.run_directory import run_directory_errors
 from megarl.preflight.survey_data import check_data, check_sample, check_scorers, check_without_rows
 from megarl.preflight.survey_models import check_models
@@ -87,6 +88,7 @@ def _report_packages(survey: Survey) -> None:
 
 def _check_run(survey: Survey) -> None:
     survey.add(run_directory_errors(survey.recipe), "runs_dir")
+    survey.add(replay_errors(survey.recipe), "train.replay")
     if POLICY in survey.configs:
         with survey.part("cluster.device"):
             check_device(survey.recipe, platforms.kind(survey.recipe.cluster.device))

@@ -27,6 +27,7 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
     return dataclasses.replace(
         recipe,
         runs_dir=absolute(recipe.runs_dir),
+        train=dataclasses.replace(recipe.train, replay=absolute_or_none(recipe.train.replay)),
         weight_sync=dataclasses.replace(weight_sync, directory=absolute_or_none(weight_sync.directory)),
         model=dataclasses.replace(model, path=absolute(model.path), tokenizer=absolute_or_none(model.tokenizer)),
         critic=dataclasses.replace(critic, model_path=absolute_or_none(critic.model_path)),

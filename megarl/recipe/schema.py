@@ -236,6 +236,10 @@ class TrainConfig:
         "never",
         "`never`, `auto` (the newest complete checkpoint of the run's directory, if any; damaged ones are skipped with a notice) or a checkpoint's path. The layout may differ from the checkpoint's.",
     )
+    replay: Optional[str] = key(
+        None,
+        "Directory of a run to repeat. Requests, updates of the weights and batches follow that run's `tape/`, so a run with `rollout.at_update` refresh or keep gives the same numbers again, to the last bit on a CPU in float32. `megarl replay` starts it. Not set: no replay.",
+    )
 
 
 @dataclass

@@ -10,7 +10,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -27,8 +27,17 @@ from megarl.rollout.admission import Admission, AdmissionState, TriedGroup, acce
 from megarl.rollout.engine_handle import SamplingEngine
 from megarl.rollout.metrics import agent_figures, sampled_figures
 from megarl.rollout.source import Batch
+from megarl.rollout.tape import Arrivals
 from megarl.rollout.unscored_groups import FailedShare, scoring_counts, scoring_notice
 from megarl.types import DataRef, GenerationRequest, InlineData, Sampling, derived_seed
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A group's arrival: the index of its engine, and whether the group may be trained on."""
+
+    engine: int
+    accepted: bool
 
 
 class EnginesSource:
@@ -45,8 +54,10 @@ class EnginesSource:
         engines: Sequence[SamplingEngine],
         stop_token_ids: Sequence[int],
         check_processes: Callable[[], None],
+        arrivals: Arrivals[Arrival] | None = None,
     ):
-        """`check_processes` is called every second while waiting; it raises if a process of the run has died."""
+        """`check_processes` is called every second while waiting; it raises if a process of the run has died. `arrivals`:
+        the order in which groups are handled; None: as they arrive, without a tape."""
         self.recipe, self.prompts, self.engines = recipe, prompts, list(engines)
         self.check_processes = check_processes
         self.sampler = sampler_of(prompts, recipe.data, recipe.train.seed)
@@ -74,13 +85,18 @@ class EnginesSource:
         self._with_greedy = ADVANTAGES[recipe.algorithm.advantage].needs_greedy
         self._seeded = samples_are_seeded(recipe)
         self._load = [0] * len(self.engines)  # groups running on each engine
+        self._arrivals: Arrivals[Arrival] = arrivals or Arrivals()
         self._drains = update_rule(recipe) == "drain"
         self._interrupted: list[int] = []  # groups that ran when the resumed checkpoint was saved
 
     def admit(self, version: int) -> None:
         with self._change:
+            if not self._arrivals.may_take_version(version):
+                self._wait(lambda: self._arrivals.may_take_version(version))
+            self._arrivals.took_version(version)
             self.admission.version = version
             self._start_groups()
+            self._handle_due()
 
     def take(self, count: int) -> Batch:
         assert count == self.admission.prompts_per_step
@@ -113,17 +129,26 @@ class EnginesSource:
 
     def close(self) -> None:
         with self._change:
+            if self.admission.version == self.recipe.train.steps - 1:
+                self._arrivals.ended()
             self.admission.version = None
 
     def state(self) -> dict[str, Any]:
         with self._change:
             assert self.admission.idle() or not self._drains, "drain first"
-            return {
+            version = self.admission.version
+            if not self._arrivals.may_save(version):
+                self._wait(lambda: self._arrivals.may_save(version))
+            self._arrivals.saved(version)
+            state = {
+                "segment": self._arrivals.segment,
                 "counters": asdict(self.admission.state),
                 "gathered": [list(self.admission.tried), *self.admission.closed],
                 "waiting": self.admission.waiting(),
                 "unfinished": self.admission.unfinished(),
             }
+            self._handle_due()
+            return state
 
     def restore(self, state: dict[str, Any]) -> None:
         self._interrupted = list(state.get("unfinished", []))
@@ -192,14 +217,20 @@ class EnginesSource:
             if not keep:  # free the vectors; the metrics still need the control data
                 attach((group, InlineData([])))
             with self._change:
-                self._load[engine] -= 1
                 self._stall_timer.reset()
-                self._failed_share.add(group)
-                self.admission.finish(group, keep)
-                self._start_groups()
-                self._change.notify_all()
+                self._arrivals.add(group, Arrival(engine, keep))
+                self._handle_due()
         except BaseException as error:  # noqa: BLE001 -- the controller raises it
             self._fail(error)
+
+    def _handle_due(self) -> None:
+        """Handle arrived groups whose turn it is. Call with the lock."""
+        for group, arrival in self._arrivals.due():
+            self._load[arrival.engine] -= 1
+            self._failed_share.add(group)
+            self.admission.finish(group, arrival.accepted)
+            self._start_groups()
+        self._change.notify_all()
 
 
 def _metrics(tried: list[TriedGroup], count: int) -> dict[str, float]:

@@ -21,6 +21,7 @@ from megarl.recipe.environment import variables
 from megarl.recipe.observe import trace_options
 from megarl.recipe.schema import Recipe, RolloutConfig
 from megarl.rollout.engine_handle import EngineHandle, JudgeHandle, TeacherHandle
+from megarl.rollout.tape import RunTape
 
 ROLLOUT_SERVER = "megarl.rollout.server:RolloutServer"
 TEACHER_SERVER = "megarl.rollout.teacher_server:TeacherServer"
@@ -28,13 +29,21 @@ JUDGE_SERVER = "megarl.rollout.judge.server:JudgeServer"
 
 
 def start_engines(
-    recipe: Recipe, sources: list[str], platform: Any, cluster: Cluster, *, traces: Path | None, load_weights: bool
+    recipe: Recipe,
+    sources: list[str],
+    platform: Any,
+    cluster: Cluster,
+    *,
+    traces: Path | None,
+    load_weights: bool,
+    tape: RunTape | None = None,
 ) -> list[EngineHandle]:
     """Start the policy's engines; they load in the background.
 
     sources: data sources of the rows that the engines score.
     traces: folder for the traces of `observe.profile_engines`; None: no traces.
     load_weights: read the weights of `model.path`; otherwise the first weight sync loads them.
+    tape: the run's tape; None: no tape.
     """
     rollout = recipe.rollout
     tokenizer = recipe.model.tokenizer or recipe.model.path
@@ -45,6 +54,8 @@ def start_engines(
         spec = policy_spec(recipe, f"engine{number}", load_weights=load_weights)
         if traces is not None and number in recipe.observe.profile_engines:
             spec = replace(spec, traces=EngineTraces(str(traces / f"engine{number}"), trace_options(recipe.observe)))
+        if tape is not None:
+            spec = replace(spec, tape=tape.of_engine(spec.name))
         args = (tokenizer, *scoring, images, AgentSetup.of(recipe), recipe.reward.uses_judge)
         engines.append(EngineHandle(_start(ROLLOUT_SERVER, rollout.engine, spec, args, recipe, platform, cluster)))
     return engines

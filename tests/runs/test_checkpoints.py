@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.stack import ROOT, command, environment, metrics, run, without_times
+from megarl.observe.metrics import without_times
+from tests.support.stack import ROOT, command, environment, metrics, run
 
 pytestmark = pytest.mark.stack
 

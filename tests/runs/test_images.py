@@ -13,8 +13,9 @@ import pytest
 
 from megarl.checkpoint.controller_state import load_state
 from megarl.data.rows import write_parquet
+from megarl.observe.metrics import without_times
 from megarl.types import SampleImages
-from tests.support.stack import metrics, run, without_times
+from tests.support.stack import metrics, run
 from tests.support.vl_model import write_processor, write_vl_model
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 
 from megarl.commands.data.tiny_model import make_tiny_model
 from megarl.hf.linears import adapter_sizes
-from tests.support.stack import metrics, run, without_times
+from megarl.observe.metrics import without_times
+from tests.support.stack import metrics, run
 from tests.support.training_runs import train
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from megarl.observe.metrics import without_times
 from tests.support.gsm8k import GSM8K, needs_gsm8k
-from tests.support.stack import ROOT, command, environment, metrics, run, without_times
+from tests.support.stack import ROOT, command, environment, metrics, run
 from tests.support.training_runs import assert_ended, descendants, metrics_so_far, settings, train
 
 pytestmark = pytest.mark.stack

@@ -41,14 +41,3 @@ def run(*arguments: str, torchrun: int = 0, timeout: float = 400) -> subprocess.
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-TIMES = (
-    "timing_s/", "perf/throughput", "perf/tflops", "perf/max_memory", "checkpoint/", "rollout/judge_seconds",
-    "weight_sync/seconds/",
-)  # fmt: skip
-
-
-def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The metrics that must repeat bit-identically: all except times, rates and memory."""
-    return [{name: value for name, value in line.items() if not name.startswith(TIMES)} for line in lines]

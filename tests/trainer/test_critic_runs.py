@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.stack import metrics, run, without_times
+from megarl.observe.metrics import without_times
+from tests.support.stack import metrics, run
 from tests.support.training_runs import settings
 
 pytestmark = pytest.mark.stack

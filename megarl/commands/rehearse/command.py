@@ -6,14 +6,13 @@ import json
 import math
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from megarl.commands.child import run_child
 from megarl.commands.rehearse.changes import Change
 from megarl.commands.rehearse.settings import STEPS
 from megarl.commands.rehearse.tiny_copy import TinyCopy, make_tiny_copy
@@ -24,8 +23,6 @@ from megarl.preflight.run_directory import LEAST_FREE_BYTES
 REPORT, RECORD = "rehearsal.txt", "rehearsal.json"
 _WIDTH = 100
 _MAX_GAP = 0.05  # mean log-prob difference between engine and trainer; at most 0.01 was measured in bfloat16
-_STOP_SECONDS = 60.0  # time limit for an interrupted training to stop
-_STOPPED = (130, 143)  # exit statuses of a training that stopped after SIGINT or SIGTERM
 _TITLES = {"kept": "as in the recipe", "reduced": "reduced", "left out": "could not be exercised"}
 
 
@@ -74,35 +71,10 @@ def train_copy(tiny: TinyCopy, *, resume: bool) -> int:
     """Run `megarl train` on the tiny copy, and once more to resume it. Return the first exit status that is not 0."""
     environ = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     command = [sys.executable, "-m", "megarl", "train", str(tiny.path)]
-    status = _run(command, environ)
+    status = run_child(command, environ)
     if not resume or status:
         return status
-    return _run([*command, f"train.steps={STEPS + 1}", "train.resume=auto"], environ)
-
-
-def _run(command: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run a command and return its exit status.
-
-    If this process is interrupted, the command receives the signal and gets time to clean up. If it then reports that it
-    was stopped, this process exits with the same status and without another message.
-    """
-    # A new session, since Ctrl-C would otherwise reach both processes, and both would report it.
-    with subprocess.Popen(command, env=environ, start_new_session=True) as process:
-        try:
-            return process.wait()
-        except BaseException as error:
-            by_hand = isinstance(error, KeyboardInterrupt)
-            process.send_signal(signal.SIGINT if by_hand else signal.SIGTERM)
-            try:
-                status = process.wait(_STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                status = None
-            finally:  # also after a second interrupt
-                if process.poll() is None:
-                    process.kill()  # leaving the `with` block waits for the process
-            if status in _STOPPED:
-                raise SystemExit(status) from None
-            raise
+    return run_child([*command, f"train.steps={STEPS + 1}", "train.resume=auto"], environ)
 
 
 def faults(tiny: TinyCopy, steps: int) -> list[str]:

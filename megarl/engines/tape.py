@@ -1,0 +1,180 @@
+"""The tape of an engine: the step at which each request and each update of the weights entered. A replay repeats it.
+
+An engine samples the same tokens if the same requests and updates enter at the same of its steps (equal device, library
+and float32 arithmetic; see docs/asynchrony.md). A tape file has one JSON object per line. Each start of the run begins a
+segment with its number; an event follows when it has entered::
+
+    {"segment": 0, "after": 0}
+    {"step": 0, "event": "update 0"}
+    {"step": 0, "event": "requests 0-7 5d1f0a3c"}
+    {"step": 61, "event": "update 1"}
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from megarl.atomic_files import AppendFile
+from megarl.types import GenerationRequest
+
+C = TypeVar("C")
+Record = dict[str, Any]
+
+
+class ReplayError(RuntimeError):
+    """A replay differs from the recorded run."""
+
+
+@dataclass(frozen=True)
+class TapeSpec:
+    """Tape of one process: the file, the segment that this start writes, and the recorded segment to repeat, if any."""
+
+    path: str
+    segment: int
+    recorded: str | None = None
+    recorded_segment: int = 0
+
+
+class TapeFile:
+    """A tape file, open for one segment."""
+
+    def __init__(self, path: Path | str, header: Record) -> None:
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torn = path.exists() and not path.read_bytes().endswith(b"\n")
+        self._file = AppendFile(path)
+        if torn:
+            self._file.write(b"\n")
+        self.write(header)
+
+    def write(self, record: Record) -> None:
+        self._file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_segments(path: Path | str) -> dict[int, list[Record]]:
+    """Return the records of each segment of a tape file, its header first. A line that a crash cut short is left out."""
+    segments: dict[int, list[Record]] = {}
+    records: list[Record] = []
+    for line in Path(path).read_bytes().split(b"\n")[:-1]:  # after the last newline: nothing, or a torn line
+        try:
+            record = json.loads(line)
+        except ValueError:  # torn by a crash, and continued by the next start
+            continue
+        if "segment" in record:
+            records = segments[record["segment"]] = []
+        records.append(record)
+    return segments
+
+
+def requests_event(requests: Sequence[GenerationRequest]) -> str:
+    """Return the event of the requests of one `generate` call: their groups, and a checksum of prompts, lengths and seeds."""
+    checksum = 0
+    for request in requests:
+        sampling = request.sampling
+        settings = (request.group, request.seed, sampling.n, sampling.max_tokens, sampling.temperature)
+        checksum = zlib.crc32(repr(settings).encode(), checksum)
+        checksum = zlib.crc32(np.asarray(request.prompt.tokens, dtype="<i8").tobytes(), checksum)
+    groups = [request.group for request in requests]
+    return f"requests {min(groups)}-{max(groups)} {checksum:08x}"
+
+
+def update_event(version: int) -> str:
+    return f"update {version}"
+
+
+class StepTape(Generic[C]):
+    """Records at which step events enter an engine. In a replay, holds the command of each event until its recorded step.
+
+    Use it from the engine's thread. `recorded`: pairs (step, event) in order; None: record only.
+    """
+
+    def __init__(self, file: TapeFile | None = None, recorded: Sequence[tuple[int, str]] | None = None) -> None:
+        self.steps = 0
+        self._file = file
+        self._recorded = None if recorded is None else deque(recorded)
+        self._held: dict[str, deque[C]] = {}
+
+    @staticmethod
+    def of(spec: TapeSpec | None) -> StepTape[C]:
+        """Open the tape of `spec`; None: neither record nor replay. Raises ReplayError if the recorded segment is missing."""
+        if spec is None:
+            return StepTape()
+        recorded = None
+        if spec.recorded is not None:
+            segment = read_segments(spec.recorded).get(spec.recorded_segment)
+            if segment is None:
+                raise ReplayError(f"{spec.recorded} has no segment {spec.recorded_segment}")
+            recorded = [(record["step"], record["event"]) for record in segment[1:]]
+        return StepTape(TapeFile(spec.path, {"segment": spec.segment}), recorded)
+
+    def stepped(self) -> None:
+        self.steps += 1
+
+    def may_enter(self, event: str) -> bool:
+        """Return whether the command of `event` may run now; always so without a replay."""
+        if self._recorded is None:
+            return True
+        if self._recorded and self._recorded[0] == (self.steps, event):
+            self._recorded.popleft()
+            return True
+        return False
+
+    def hold(self, event: str, command: C) -> None:
+        """Keep a command until `next_held` returns it."""
+        self._held.setdefault(event, deque()).append(command)
+
+    def next_held(self) -> C | None:
+        """Return the held command of the next event, if this is its step."""
+        if not self._recorded or self._recorded[0][0] != self.steps or not self._held.get(self._recorded[0][1]):
+            return None
+        _, event = self._recorded.popleft()
+        return self._held[event].popleft()
+
+    def all_held(self) -> Iterator[C]:
+        """Yield the commands that are held, for example at the end of the engine."""
+        for commands in self._held.values():
+            yield from commands
+
+    @property
+    def waits(self) -> bool:
+        """Whether an event of this step has not arrived, so that the engine must not step."""
+        return bool(self._recorded) and self._recorded[0][0] == self.steps  # type: ignore[index]
+
+    def check_idle(self) -> None:
+        """Raise ReplayError if the engine has no request although the recorded engine went on stepping."""
+        if self._recorded and self._recorded[0][0] > self.steps:
+            step, event = self._recorded[0]
+            raise ReplayError(
+                f"the replay differs from the recorded run: no request runs at the engine's step {self.steps}, but in the "
+                f"recorded run {event!r} entered at step {step}. Were libraries, device or number of threads different?"
+            )
+
+    def check_unrecorded(self) -> None:
+        """Raise ReplayError if a held command's event is not among the recorded ones, while the engine waits for another."""
+        recorded = {event for _, event in self._recorded or ()}
+        unrecorded = next((event for event, commands in self._held.items() if commands and event not in recorded), None)
+        if unrecorded is not None and self._recorded:
+            raise ReplayError(
+                f"the replay differs from the recorded run: {unrecorded!r} arrived, and {self._recorded[0][1]!r} is next at "
+                f"step {self.steps}. Were libraries, device, number of threads or answers of tools different?"
+            )
+
+    def entered(self, event: str) -> None:
+        """Record that the command of `event` has run."""
+        if self._file is not None:
+            self._file.write({"step": self.steps, "event": event})
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()

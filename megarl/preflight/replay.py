@@ -1,0 +1,131 @@
+"""The tape of a run, and the recorded run that `train.replay` repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megarl.atomic_files import disk_errors, write_atomically
+from megarl.checkpoint.folder import checkpoint_step
+from megarl.errors import RecipeError, plain
+from megarl.observe.run_dir import RunDirectory
+from megarl.preflight.run_directory import RunPlace
+from megarl.recipe.derived.at_update import is_continuous
+from megarl.recipe.load import flat_settings, to_yaml
+from megarl.recipe.schema import Recipe
+from megarl.rollout.tape import ReplayPlan, RunTape, history, segment_of_checkpoint, segments_of
+
+# Settings that may differ between a run and its replay: they change no number.
+_FREE = ("name", "runs_dir", "train.replay", "train.resume", "train.verify_checkpoints", "train.keep_checkpoints")
+_FREE_SECTIONS = ("observe.",)
+_SHOWN = 4  # settings in a message
+
+
+def cannot_replay(recipe: Recipe) -> str | None:
+    """Return why a run of `recipe` has no tape; None if it has one."""
+    if recipe.train.source != "rollout" or not is_continuous(recipe):
+        return "it has no requests whose weights or batches depend on time, so that it repeats without a tape"
+    if recipe.rollout.data_parallel > 1:
+        return "engines of a group (rollout.data_parallel) agree on each step over the network, which the tape does not record"
+    if recipe.reward.uses_judge:
+        return "the judge's batches depend on time, which the tape does not record"
+    return None
+
+
+def replay_errors(recipe: Recipe) -> Iterator[RecipeError]:
+    """Yield errors of `train.replay`: a recipe that has no tape, or another recipe than the recorded run's."""
+    if recipe.train.replay is None:
+        return
+    reason = cannot_replay(recipe)
+    if reason is not None:
+        yield _error(recipe, f"this recipe cannot be replayed: {reason}", "leave train.replay out")
+        return
+    recorded = RunDirectory(recipe.train.replay)
+    plans = history(segments_of(recorded.tape))
+    if not plans:
+        problem = f"{recorded.path} has no tape ({recorded.tape.name}/controller.jsonl)"
+        remedy = "name the directory of a run with rollout.at_update=refresh or keep"
+        yield _error(recipe, problem, remedy)
+        return
+    if recorded.path.resolve() == (Path(recipe.runs_dir) / recipe.name).resolve():
+        yield _error(recipe, "a replay cannot write into the recorded run's directory", "set name=... or runs_dir=...")
+        return
+    differences = {
+        difference
+        for plan in plans
+        for difference in _differences(_recipe_file(recorded.tape, plan.segment.number), recipe)
+    }
+    every = all(_differences(_recipe_file(recorded.tape, plan.segment.number), recipe) for plan in plans)
+    if every:
+        shown = ", ".join(sorted(differences)[:_SHOWN])
+        more = f", and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+        remedy = f"use the recorded run's recipe, in {recorded.tape}, and leave these settings as they are"
+        yield _error(recipe, f"the recorded run had other settings: {shown}{more}", remedy)
+
+
+def open_tape(recipe: Recipe, place: RunPlace) -> RunTape | None:
+    """Return the tape that this start of the run writes; None if it has none. Creates its folder, with the recipe.
+
+    Raises RecipeError if `train.replay` names a run that did not start after the step that this run resumes after.
+    """
+    if cannot_replay(recipe) is not None:
+        return None
+    folder = place.directory.tape
+    after = 0 if place.checkpoint is None else checkpoint_step(place.checkpoint)
+    resumed = None
+    if place.checkpoint is not None and place.checkpoint.parent.resolve() == place.directory.checkpoints.resolve():
+        resumed = segment_of_checkpoint(place.checkpoint)
+    header = {
+        "segment": max((segment.number for segment in segments_of(folder)), default=-1) + 1,
+        "after": after,
+        "resumed": resumed,
+        "unlogged": place.first_step <= after,
+        "identity": place.identity,
+    }
+    recorded = None if recipe.train.replay is None else RunDirectory(recipe.train.replay).tape
+    plan = None if recorded is None else _plan_after(recipe, recorded, after, place.identity)
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(_recipe_file(folder, header["segment"]), to_yaml(recipe).encode())
+    return RunTape(folder, header, recorded, plan)
+
+
+def _plan_after(recipe: Recipe, recorded: Path, after: int, identity: dict[str, Any]) -> ReplayPlan:
+    plans = {plan.segment.after: plan for plan in history(segments_of(recorded))}
+    if after not in plans:
+        starts = " and ".join(f"after step {step}" if step else "from the beginning" for step in sorted(plans))
+        problem = f"this run starts after step {after}, but the recorded run started {starts}"
+        raise _error(
+            recipe, problem, "start where the recorded run started: without train.resume, or from a replay's checkpoint"
+        )
+    plan = plans[after]
+    if plan.last_step is not None and plan.last_step <= after:
+        raise _error(recipe, f"the recorded run ended before step {after + 1} was done", "there is nothing to replay")
+    differences = [name for name, value in plan.segment.identity.items() if identity.get(name) != value]
+    if differences:
+        problem = f"the recorded run had another {', '.join(differences)}"
+        raise _error(recipe, problem, "replay it with the model and the data that it was started with")
+    settings = _differences(_recipe_file(recorded, plan.segment.number), recipe)
+    if settings:
+        shown = ", ".join(settings[:_SHOWN])
+        raise _error(recipe, f"after step {after} the recorded run had other settings: {shown}", "use these settings")
+    return plan
+
+
+def _differences(recorded: Path, recipe: Recipe) -> list[str]:
+    """Return the settings that differ from a recorded recipe, with both values."""
+    before, now = flat_settings(recorded.read_text()), flat_settings(to_yaml(recipe))
+    return [
+        f"{key} {plain(before[key])} -> {plain(value)}"
+        for key, value in now.items()
+        if key in before and before[key] != value and key not in _FREE and not key.startswith(_FREE_SECTIONS)
+    ]
+
+
+def _recipe_file(folder: Path, segment: int) -> Path:
+    return folder / f"recipe-{segment}.yaml"
+
+
+def _error(recipe: Recipe, problem: str, remedy: str) -> RecipeError:
+    return RecipeError("train.replay", problem, remedy, value=recipe.train.replay)

@@ -1,0 +1,205 @@
+"""The tape of a run: what the controller did in which order, beside the tapes of the engines. A replay repeats it.
+
+Batches depend on the order in which groups arrive, and engines on the steps at which requests and updates enter. The tape
+records both, as `tape/controller.jsonl` and a file per engine (`megarl.engines.tape`)::
+
+    {"segment": 0, "after": 0, "resumed": null, "unlogged": false, "identity": {...}}
+    {"version": 0}
+    {"group": 3, "tokens": 812, "checksum": "5d1f0a3c"}
+    {"saved": 0}
+    {"ended": true}
+
+A start of the run begins a segment. `after`: the step that it resumed after. `resumed`: the segment that saved this
+checkpoint. `unlogged`: that segment ended before it wrote the step's metrics. `identity`: of model, data and seed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import zlib
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from megarl.engines.tape import Record, ReplayError, TapeFile, TapeSpec, read_segments
+from megarl.types import Group
+
+A = TypeVar("A")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A start of a run, from its tape. `records` without the header."""
+
+    number: int
+    after: int
+    resumed: int | None
+    unlogged: bool
+    identity: Mapping[str, Any]
+    records: Sequence[Record]
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run took its last step in this segment."""
+        return bool(self.records) and "ended" in self.records[-1]
+
+    @property
+    def last_step(self) -> int:
+        """The last step after which the engines were given new groups; `after` if there is none."""
+        return max((record["version"] for record in self.records if "version" in record), default=self.after)
+
+
+@dataclass(frozen=True)
+class ReplayPlan:
+    """What a replay repeats: a segment, up to `last_step`. `logs_last`: the segment wrote this step's metrics."""
+
+    segment: Segment
+    last_step: int | None  # None: the last step of the recipe
+    logs_last: bool = True
+
+
+def segments_of(folder: Path) -> list[Segment]:
+    """Return the segments of the tape in `folder`, in order of their starts."""
+    path = folder / "controller.jsonl"
+    if not path.is_file():
+        return []
+    return [
+        Segment(number, header["after"], header["resumed"], header["unlogged"], header["identity"], records)
+        for number, (header, *records) in sorted(read_segments(path).items())
+    ]
+
+
+def history(segments: Sequence[Segment]) -> list[ReplayPlan]:
+    """Return the plans that repeat a run as its directory shows it, in order: segments that it abandoned are left out."""
+    if not segments:
+        return []
+    by_number = {segment.number: segment for segment in segments}
+    chain = [segments[-1]]
+    while (earlier := chain[0].resumed) is not None:
+        chain.insert(0, by_number[earlier])
+    plans = [
+        ReplayPlan(segment, following.after, not following.unlogged) for segment, following in itertools.pairwise(chain)
+    ]
+    last = chain[-1]
+    return [*plans, ReplayPlan(last, None if last.ended else last.last_step)]
+
+
+def segment_of_checkpoint(checkpoint: Path) -> int | None:
+    """Return the segment that saved a checkpoint; None if it has no tape."""
+    source = json.loads((checkpoint / "controller.json").read_text())["source"]
+    return source.get("segment")
+
+
+@dataclass(frozen=True)
+class RunTape:
+    """The tape that a start of a run writes, and the plan that it repeats, if any."""
+
+    folder: Path
+    header: Record
+    recorded: Path | None = None
+    plan: ReplayPlan | None = None
+
+    def of_engine(self, name: str) -> TapeSpec:
+        """Return the tape of the engine `name`, for its spec."""
+        path = str(self.folder / f"{name}.jsonl")
+        if self.plan is None or self.recorded is None:
+            return TapeSpec(path, self.header["segment"])
+        return TapeSpec(path, self.header["segment"], str(self.recorded / f"{name}.jsonl"), self.plan.segment.number)
+
+    def arrivals(self) -> Arrivals[Any]:
+        """Open the controller's file."""
+        file = TapeFile(self.folder / "controller.jsonl", self.header)
+        return Arrivals(file, self.header["segment"], None if self.plan is None else self.plan.segment.records)
+
+
+class Arrivals(Generic[A]):
+    """Order in which the controller handles groups, weight versions and saves: recorded, and in a replay as recorded.
+
+    Not thread-safe: the caller needs a lock. `recorded`: records of a segment; None: handle groups as they arrive.
+    """
+
+    def __init__(
+        self, file: TapeFile | None = None, segment: int | None = None, recorded: Sequence[Record] | None = None
+    ) -> None:
+        self.segment = segment
+        self._file = file
+        self._recorded = None if recorded is None else deque(recorded)
+        self._arrived: dict[int, tuple[Group, A]] = {}
+
+    def add(self, group: Group, note: A) -> None:
+        """Add a group that has arrived. `due` returns it, with its note, when it is its turn."""
+        self._arrived[group.number] = (group, note)
+
+    def due(self) -> Iterator[tuple[Group, A]]:
+        """Yield the groups whose turn it is. Raises ReplayError for a group that differs from the recorded one."""
+        while (number := self._next_group()) is not None:
+            group, note = self._arrived.pop(number)
+            record = _record_of(group)
+            if self._recorded is not None:
+                _check_equal(record, self._recorded.popleft())
+            self._write(record)
+            yield group, note
+
+    def _next_group(self) -> int | None:
+        if self._recorded is None:
+            return next(iter(self._arrived), None)
+        if not self._recorded or self._recorded[0].get("group") not in self._arrived:
+            return None
+        return int(self._recorded[0]["group"])
+
+    def may_take_version(self, version: int) -> bool:
+        """Return whether engines may be given groups of `version` now: all groups recorded before have been handled."""
+        self._skip_saves()
+        return self._recorded is None or not self._recorded or self._recorded[0] == {"version": version}
+
+    def took_version(self, version: int) -> None:
+        self._write({"version": version})
+        if self._recorded:
+            self._recorded.popleft()
+
+    def may_save(self, version: int | None) -> bool:
+        """Return whether a state may be saved now: at its recorded place. A save that was not recorded has none."""
+        if self._recorded is None or {"saved": version} not in self._recorded:
+            return True
+        return self._recorded[0] == {"saved": version}
+
+    def saved(self, version: int | None) -> None:
+        self._write({"saved": version})
+        if self._recorded and self._recorded[0] == {"saved": version}:
+            self._recorded.popleft()
+
+    def ended(self) -> None:
+        """Record that the run took its last step."""
+        self._write({"ended": True})
+
+    def _skip_saves(self) -> None:
+        while self._recorded and "saved" in self._recorded[0]:
+            self._recorded.popleft()
+
+    def _write(self, record: Record) -> None:
+        if self._file is not None:
+            self._file.write(record)
+
+
+def _record_of(group: Group) -> Record:
+    """Return the record of a group: its number, its tokens, and a checksum of lengths and rewards."""
+    lengths = [sample.length for sample in group.samples]
+    checksum = zlib.crc32(repr([(sample.length, sample.reward) for sample in group.samples]).encode())
+    return {"group": group.number, "tokens": sum(lengths), "checksum": f"{checksum:08x}"}
+
+
+def _check_equal(record: Record, recorded: Record) -> None:
+    if record == recorded:
+        return
+    tokens = (
+        f"{record['tokens']} tokens here and {recorded['tokens']} in the recorded run"
+        if record["tokens"] != recorded["tokens"]
+        else "other lengths of its samples, or other rewards, than in the recorded run"
+    )
+    raise ReplayError(
+        f"group {record['group']} has {tokens}. A replay needs the same libraries, device and number of threads, and rewards "
+        "and tools that give the same answers again"
+    )

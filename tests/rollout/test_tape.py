@@ -1,0 +1,146 @@
+"""The tape of a run: batches, assignment to engines and saved states repeat, whenever groups arrive."""
+
+from __future__ import annotations
+
+import random
+import threading
+from concurrent.futures import Future
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.engines.tape import ReplayError
+from megarl.recipe.schema import Recipe
+from megarl.rollout.engine_handle import EngineHandle
+from megarl.rollout.source_engines import EnginesSource
+from megarl.rollout.tape import Arrivals, ReplayPlan, RunTape, Segment, history, segments_of
+from megarl.types import Group, InlineData, Prompt, Sample
+from tests.rollout.test_source import FakeService, Prompts
+
+STEPS, PROMPTS_PER_STEP = 8, 4
+
+
+class SlowService(FakeService):
+    """Answers each request after a random time. `rewards`: of a group's second sample."""
+
+    def __init__(self, order: random.Random, reward: float = 1.0) -> None:
+        super().__init__()
+        self.order, self.reward = order, reward
+
+    def call_with_data(self, method: str, number: int) -> Future[Any]:
+        done: Future[Any] = Future()
+        threading.Timer(self.order.random() * 0.03, self._answer, (done, number)).start()
+        return done
+
+    def _answer(self, done: Future[Any], number: int) -> None:
+        rewards = (0.0, self.reward)
+        samples = [Sample(number, i, InlineData([]), 3, 10 + number, 10 + i, reward=rewards[i]) for i in range(2)]
+        done.set_result((Group(number, f"row/{number}", "test", samples, None, ()), InlineData([])))
+
+
+def recipe(**rollout: Any) -> Recipe:
+    result = Recipe()
+    result.data.prompts_per_step, result.rollout.samples_per_prompt, result.train.steps = PROMPTS_PER_STEP, 2, STEPS
+    result.rollout.max_response_length, result.rollout.timeout = 100, 20
+    result.cluster.placement, result.rollout.max_staleness, result.rollout.window = "disaggregated", 2, 0.5
+    result.algorithm.overlong.penalty_buffer = 0
+    for name, value in rollout.items():
+        setattr(result.rollout, name, value)
+    return result
+
+
+def source_of(services: list[Any], arrivals: Arrivals[Any] | None, settings: Recipe | None = None) -> EnginesSource:
+    prompts = Prompts(Prompt(f"row/{i}", (1, 2, 3), "text", "test") for i in range(7))
+    engines = [EngineHandle(service) for service in services]
+    return EnginesSource(settings or recipe(), prompts, engines, [0], lambda: None, arrivals)  # type: ignore[arg-type]
+
+
+def header(segment: int = 0, after: int = 0, resumed: int | None = None, unlogged: bool = False) -> dict[str, Any]:
+    return {"segment": segment, "after": after, "resumed": resumed, "unlogged": unlogged, "identity": {}}
+
+
+def play(source: EnginesSource, order: random.Random, saves: tuple[int, ...] = (3, 6)) -> tuple[list[Any], list[Any]]:
+    """Take all batches as the loop does; returns the numbers of each batch, and the saved states without their groups."""
+    batches, states = [], []
+    for step in range(1, STEPS + 1):
+        source.admit(step - 1)
+        batches.append([group.number for group in source.take(PROMPTS_PER_STEP).groups])
+        if step in saves:
+            threading.Event().wait(order.random() * 0.02)
+            state = source.state()
+            waiting = [item.group.number for item in state["waiting"]]
+            gathered = [[item.group.number for item in batch] for batch in state["gathered"]]
+            states.append((state["counters"], gathered, waiting, state["unfinished"]))
+    source.close()
+    return batches, states
+
+
+def played(folder: Path, seed: int, plan: ReplayPlan | None = None, recorded: Path | None = None, **kwargs: Any) -> Any:
+    order = random.Random(seed)
+    services = [SlowService(order) for _ in range(2)]
+    tape = RunTape(folder, header(), recorded, plan)
+    batches, states = play(source_of(services, tape.arrivals()), order, **kwargs)
+    return batches, states, [service.waves for service in services]
+
+
+def test_a_replay_repeats_batches_engines_and_saved_states(tmp_path: Path) -> None:
+    batches, states, waves = played(tmp_path / "recorded", seed=1)
+    (plan,) = history(segments_of(tmp_path / "recorded"))
+    assert plan.last_step is None and plan.segment.ended
+    for seed in range(2, 6):
+        folder = tmp_path / f"replay{seed}"
+        again, repeated_states, repeated_waves = played(folder, seed, plan, tmp_path / "recorded")
+        assert again == batches and repeated_states == states
+        assert [list(chain(*of_engine)) for of_engine in repeated_waves] == [
+            list(chain(*of_engine)) for of_engine in waves
+        ]
+        assert (folder / "controller.jsonl").read_bytes() == (tmp_path / "recorded" / "controller.jsonl").read_bytes()
+
+
+def test_other_moments_give_other_batches_without_a_replay(tmp_path: Path) -> None:
+    """The test above can fail."""
+    runs = [played(tmp_path / str(seed), seed)[0] for seed in range(4)]
+    assert any(run != runs[0] for run in runs)
+
+
+def test_a_replay_may_leave_saves_out(tmp_path: Path) -> None:
+    batches, _, _ = played(tmp_path / "recorded", seed=1)
+    (plan,) = history(segments_of(tmp_path / "recorded"))
+    again, states, _ = played(tmp_path / "replay", 2, plan, tmp_path / "recorded", saves=(5,))
+    assert again == batches and len(states) == 1, "a save that was not recorded has no place to wait for"
+
+
+def test_a_group_with_another_reward_ends_the_replay(tmp_path: Path) -> None:
+    played(tmp_path / "recorded", seed=1)
+    (plan,) = history(segments_of(tmp_path / "recorded"))
+    tape = RunTape(tmp_path / "replay", header(), tmp_path / "recorded", plan)
+    source = source_of([SlowService(random.Random(2), reward=0.5) for _ in range(2)], tape.arrivals())
+    with pytest.raises(ReplayError, match=r"group \d+ has .* other rewards, than in the recorded run"):
+        play(source, random.Random(2))
+
+
+def test_a_history_leaves_out_what_resumes_abandoned() -> None:
+    """Killed after step 12 with a checkpoint of step 10; that start was killed, too, and 10 was resumed again."""
+
+    def segment(
+        number: int, after: int, resumed: int | None, *records: dict[str, Any], unlogged: bool = False
+    ) -> Segment:
+        return Segment(number, after, resumed, unlogged, {}, records)
+
+    segments = [
+        segment(0, 0, None, {"version": 0}, {"version": 12}),
+        segment(1, 10, 0, {"version": 10}, {"version": 11}),
+        segment(2, 10, 0, {"version": 10}, {"version": 20}, unlogged=True),
+        segment(3, 20, 2, {"version": 20}, {"version": 22}),
+    ]
+    plans = history(segments)
+    assert [(plan.segment.number, plan.last_step, plan.logs_last) for plan in plans] == [
+        (0, 10, False),
+        (2, 20, True),
+        (3, 22, True),
+    ]
+    ended = Segment(4, 20, 2, False, {}, ({"version": 29}, {"ended": True}))
+    assert history([*segments, ended])[-1] == ReplayPlan(ended, None)
+    assert history([]) == []
