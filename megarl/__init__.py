@@ -2,6 +2,8 @@
 
 >>> from megarl import load_recipe, train
 >>> train(load_recipe("recipes/quickstart.yaml", ["train.steps=2"]))
+
+docs/architecture.md says what each folder is for, and follows a step through the code.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from megarl import platform as platforms
 from megarl.algorithms.advantages import uses_critic
 from megarl.algorithms.kl import KLWeight
 from megarl.checkpoint.identity import CONTENTS, data_digest, identity_of
-from megarl.checkpoint.resume import Checkpoints
+from megarl.checkpoint.run_checkpoints import Checkpoints
 from megarl.checkpoint.saver import Saver
 from megarl.checkpoint.skipped_steps import SkippedSteps
 from megarl.cluster import connect

@@ -11,7 +11,7 @@ from types import ModuleType
 
 from megarl.assembly import Run, build_run, connected, prepare_run
 from megarl.checkpoint.next_commands import after_training, naming_checkpoint
-from megarl.checkpoint.resume import is_due
+from megarl.checkpoint.run_checkpoints import is_due
 from megarl.cluster import is_controller, serve
 from megarl.errors import as_input_error
 from megarl.observe.log import RunLog

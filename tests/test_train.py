@@ -14,7 +14,7 @@ import pytest
 from megarl.algorithms.kl import KLWeight
 from megarl.assembly import Run
 from megarl.checkpoint.folder import checkpoint_name
-from megarl.checkpoint.resume import Checkpoints
+from megarl.checkpoint.run_checkpoints import Checkpoints
 from megarl.checkpoint.skipped_steps import SkippedSteps
 from megarl.observe.log import RunLog
 from megarl.observe.profiling import Profiling
@@ -330,9 +330,10 @@ def test_only_an_adaptive_kl_weight_is_resumed(
     assert saved == (None if target is None else pytest.approx(0.5 * 1.2))
     recipe.algorithm.kl_coef = 0.25
     monkeypatch.setattr(
-        "megarl.checkpoint.resume.load_state", lambda path: {"step": 1, "metrics": {}, "source": {}, "kl_weight": saved}
+        "megarl.checkpoint.run_checkpoints.load_state",
+        lambda path: {"step": 1, "metrics": {}, "source": {}, "kl_weight": saved},
     )
-    monkeypatch.setattr("megarl.checkpoint.resume.set_aside_later", lambda folder, step: [])
+    monkeypatch.setattr("megarl.checkpoint.run_checkpoints.set_aside_later", lambda folder, step: [])
     with RunLog(recipe, tmp_path / "resumed", 2, 2) as log:
         second = build(recipe, tmp_path, log, [1.0])
         second.source.restore = lambda state: None  # type: ignore[method-assign]

@@ -147,7 +147,7 @@ class AgentLoop:
         )
 
     def _take(self, request: GenerationRequest, written: _Written, completion: Completion) -> list[ToolCall]:
-        """Append the policy's turn and return its tool calls."""
+        """Append the policy's turn, with its weight versions, and return its tool calls."""
         ids = completion.tokens.tolist()
         before = written.tokens[-1].tolist() if written.tokens else request.prompt.tokens
         head = self.tokenizer.decode(before[-_HEAD:], special=True)

@@ -1,7 +1,4 @@
-"""All algorithm registries with their entries: look names up through this module.
-
-Every module of this package that registers entries is imported here.
-"""
+"""All algorithm registries with their entries: look names up through this module, which imports every file with entries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollout correction: importance weights for the mismatch between engine and trainer log-probs. Pure functions.
+"""Rollout correction: importance weights for the mismatch of engine and trainer log-probs, and its metrics, also by lag. Pure.
 
 rho = p(trainer) / p(engine) of a sampled token; `objective.trainers_policy` defines the trainer's policy. Log-ratios are
 clamped to +-20 before exp. Sources: truncated importance sampling (fengyao.notion.site/off-policy-rl), masked importance

@@ -1,4 +1,7 @@
-"""metrics.jsonl: one line per step, flat keys. A crash loses at most the running step."""
+"""metrics.jsonl: one line per step, flat keys; each metric is named where it is computed. docs/metrics.md lists all.
+
+A crash loses at most the running step.
+"""
 
 from __future__ import annotations
 

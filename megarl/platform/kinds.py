@@ -1,4 +1,4 @@
-"""All device kinds, in order of preference (`KINDS`), and the values of `cluster.device` (`DeviceName`).
+"""All device kinds, in order of preference (`KINDS`), what a new one needs, and the values of `cluster.device` (`DeviceName`).
 
 A new device kind needs:
 

@@ -1,4 +1,4 @@
-"""Read a recipe from YAML files and the command line, in layers: schema <- base files <- recipe <- command line.
+"""Read a recipe from YAML files and the command line, in layers: schema <- base files <- recipe <- command line; check types.
 
 Unknown keys and wrong types are errors here; megarl/preflight/ checks values. `base:` names a parent file or a list of them,
 relative to the file that contains it. Later parents win.

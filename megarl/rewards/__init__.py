@@ -1,4 +1,4 @@
-"""Rewards: score responses. A file with `@scorer` registers a scorer; the others call scorers or help them.
+"""Rewards: score responses. Every file here is imported: one with `@scorer` registers a scorer; the others call or help scorers.
 
 To add a scorer, write a decorated function in a new file of this folder::
 
@@ -6,8 +6,7 @@ To add a scorer, write a decorated function in a new file of this folder::
     def echo(request: ScoreRequest) -> dict[str, float]:
         return {"score": float(request.response == request.ground_truth)}
 
-The package imports every module of this folder, so a scorer imports heavy libraries (sympy, a sandbox)
-inside its function.
+A scorer imports heavy libraries (sympy, a sandbox) inside its function, because its file is always imported.
 """
 
 import importlib

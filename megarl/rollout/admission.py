@@ -1,4 +1,4 @@
-"""Admission of groups for a given staleness, and their assignment to batches: a pure state machine.
+"""Admission of groups within `rollout.max_staleness` (`Admission.capacity`), and their assignment to batches: a pure state machine.
 
 Batches count from 0, and batch b updates the policy from version b to b + 1. With weights of version v and staleness S, a
 group may start if it will be in batch v + S or earlier. Its batch depends on how many earlier groups are accepted, so the

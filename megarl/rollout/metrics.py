@@ -1,4 +1,4 @@
-"""Metrics of a step and of an evaluation by data source, and metrics of agent loops. Pure functions.
+"""Metrics by data source, of a step and of an evaluation, and metrics of agent loops; no others. Pure functions.
 
 A step has metrics by source even if all its groups have the same source; otherwise the metrics would be missing at such
 steps. An evaluation has the same problems each time, so it has metrics by source only if its problems have several.

@@ -57,7 +57,7 @@ def speed(name: str, flops_per_second: float, peak: float | None) -> Metrics:
 
 
 def staleness(groups: Sequence[Group], version: int) -> Metrics:
-    """Return how many versions the response tokens lag behind the policy of `version`, which trains on them."""
+    """Return metrics of the lag: how many versions the response tokens are behind the policy of `version`, which trains on them."""
     samples = [sample for group in groups for sample in group.samples]
     lags = [version - span.version for sample in samples for span in sample.spans]
     tokens = [count for sample in samples for count in tokens_of_spans(sample)]

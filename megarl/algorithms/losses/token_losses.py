@@ -26,7 +26,7 @@ __all__ = ["LOSSES", "Metrics", "PolicyLoss", "clipped_surrogate", "log_ratio", 
 
 @policy_loss("ppo_clip", needs_old_log_probs=True, settings=(*CLIP, "dual_clip"))
 def ppo_clip(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """PPO's clipped surrogate (arXiv 1707.06347), with clip-higher (DAPO, arXiv 2503.14476) and dual clip (arXiv 1912.09729).
+    """PPO's clipped surrogate (arXiv 1707.06347). `clip_high`: DAPO's clip-higher (arXiv 2503.14476); `dual_clip`: arXiv 1912.09729.
 
     ratio = exp(log_probs - old_log_probs); see `clipped_surrogate`.
     """

@@ -172,6 +172,7 @@ class Simulation:
             heapq.heappush(self._events, (time, index, self._epochs[index]))
 
     def _handle_event(self) -> None:
+        """Move the clock to the next event, and record the samples that its engine has finished."""
         self.now, index, epoch = heapq.heappop(self._events)
         if epoch != self._epochs[index]:
             return
@@ -190,13 +191,14 @@ class Simulation:
         self._plan(index)
 
     def _until(self, condition: Callable[[], bool]) -> None:
+        """Handle events, which move the clock, until `condition` holds."""
         while not condition():
             if not self._events:
                 raise RuntimeError("no request runs, and the loop waits for one: a fault of the admission")
             self._handle_event()
 
     def _work(self, seconds: float) -> None:
-        """Let the trainers work while engines go on."""
+        """Move the clock by `seconds`, in which the trainers work and engines go on."""
         end = self.now + seconds
         while self._events and self._events[0][0] <= end:
             self._handle_event()

@@ -1,4 +1,4 @@
-"""Model families that the trainer supports (`PROVEN`), and settings of config.json that it refuses. Pure functions.
+"""Model families that the trainer supports (`PROVEN`), what a new one needs, and refused settings of config.json. Pure functions.
 
 A new family needs:
 

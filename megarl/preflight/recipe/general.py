@@ -1,4 +1,4 @@
-"""Every check that needs only the recipe: bounds of values, and contradictions between settings.
+"""All checks that need only the recipe: bounds of values, contradictions between settings, and the other files of this folder.
 
 Checks that read models, data or the machine are in megarl/preflight/survey.py. They also run before any process starts.
 """

@@ -13,6 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
+from megarl.weight_sync.sharded.chains import assign, chain_order, chains
 from megarl.weight_sync.sharded.intersect import (
     DTYPES,
     ITEM_SIZES,
@@ -23,7 +24,6 @@ from megarl.weight_sync.sharded.intersect import (
     intersect,
     split_pieces,
 )
-from megarl.weight_sync.sharded.senders import assign, chain_order, chains
 from megarl.weight_sync.sharded.slices import SliceTable
 
 # Columns of `Stream.copies`: the bucket, the slice's first element in it (rows follow each other without gaps), and the

@@ -90,6 +90,7 @@ class Checkpoints:
         return int(state["step"]), state["metrics"] if self.log.next_step == state["step"] else None
 
     def _save(self, step: int) -> None:
+        """Save the weights and the controller's state: step, identity, the step's metrics, source and adapted KL weight."""
         with self.log.phase("drain"):
             self.source.drain()
         with self.log.phase("save"):

@@ -1,4 +1,4 @@
-"""Choose senders: chains of engine ranks that need the same slices, and the trainer rank that feeds each chain."""
+"""Choose chains of engine ranks that need the same slices, and the trainer rank that sends each slice (`assign`)."""
 
 from __future__ import annotations
 
