@@ -51,17 +51,11 @@ def replay_errors(recipe: Recipe) -> Iterator[RecipeError]:
     if recorded.path.resolve() == (Path(recipe.runs_dir) / recipe.name).resolve():
         yield _error(recipe, "a replay cannot write into the recorded run's directory", "set name=... or runs_dir=...")
         return
-    differences = {
-        difference
-        for plan in plans
-        for difference in _differences(_recipe_file(recorded.tape, plan.segment.number), recipe)
-    }
-    every = all(_differences(_recipe_file(recorded.tape, plan.segment.number), recipe) for plan in plans)
-    if every:
-        shown = ", ".join(sorted(differences)[:_SHOWN])
-        more = f", and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
-        remedy = f"use the recorded run's recipe, in {recorded.tape}, and leave these settings as they are"
-        yield _error(recipe, f"the recorded run had other settings: {shown}{more}", remedy)
+    settings = [_differences(_recipe_file(recorded.tape, plan.segment.number), recipe) for plan in plans]
+    if all(settings):
+        yield _error(
+            recipe, f"the recorded run had other settings: {_shown(settings[0])}", "use the recipe in its tape/"
+        )
 
 
 def open_tape(recipe: Recipe, place: RunPlace) -> RunTape | None:
@@ -76,8 +70,9 @@ def open_tape(recipe: Recipe, place: RunPlace) -> RunTape | None:
     resumed = None
     if place.checkpoint is not None and place.checkpoint.parent.resolve() == place.directory.checkpoints.resolve():
         resumed = segment_of_checkpoint(place.checkpoint)
+    number = max((segment.number for segment in segments_of(folder)), default=-1) + 1
     header = {
-        "segment": max((segment.number for segment in segments_of(folder)), default=-1) + 1,
+        "segment": number,
         "after": after,
         "resumed": resumed,
         "unlogged": place.first_step <= after,
@@ -87,7 +82,7 @@ def open_tape(recipe: Recipe, place: RunPlace) -> RunTape | None:
     plan = None if recorded is None else _plan_after(recipe, recorded, after, place.identity)
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(_recipe_file(folder, header["segment"]), to_yaml(recipe).encode())
+        write_atomically(_recipe_file(folder, number), to_yaml(recipe).encode())
     return RunTape(folder, header, recorded, plan)
 
 
@@ -108,8 +103,8 @@ def _plan_after(recipe: Recipe, recorded: Path, after: int, identity: dict[str, 
         raise _error(recipe, problem, "replay it with the model and the data that it was started with")
     settings = _differences(_recipe_file(recorded, plan.segment.number), recipe)
     if settings:
-        shown = ", ".join(settings[:_SHOWN])
-        raise _error(recipe, f"after step {after} the recorded run had other settings: {shown}", "use these settings")
+        problem = f"after step {after} the recorded run had other settings: {_shown(settings)}"
+        raise _error(recipe, problem, f"use {_recipe_file(recorded, plan.segment.number)}")
     return plan
 
 
@@ -121,6 +116,11 @@ def _differences(recorded: Path, recipe: Recipe) -> list[str]:
         for key, value in now.items()
         if key in before and before[key] != value and key not in _FREE and not key.startswith(_FREE_SECTIONS)
     ]
+
+
+def _shown(differences: list[str]) -> str:
+    more = f", and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+    return ", ".join(differences[:_SHOWN]) + more
 
 
 def _recipe_file(folder: Path, segment: int) -> Path:

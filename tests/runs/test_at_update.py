@@ -14,13 +14,14 @@ from tests.support.training_runs import train
 
 pytestmark = pytest.mark.stack
 
-# Three batches of requests of up to 64 tokens are under way, 16 at a time: an update meets some of them.
+# Three batches of requests of up to 64 tokens are under way, 8 at a time: updates and saves meet some of them.
 AHEAD = [
     "cluster.trainers=1",
     "megatron.expert_parallel=1",
     "cluster.placement=disaggregated",
     "rollout.max_staleness=2",
     "rollout.max_response_length=64",
+    "rollout.engine_args.max_num_seqs=8",
     "evaluation.at_start=false",
     "train.steps=5",
 ]
@@ -58,13 +59,18 @@ def test_requests_continue_with_refreshed_caches(refreshed: Path) -> None:
 
 
 def test_a_resumed_run_samples_unfinished_groups_again(refreshed: Path, quickstart_data: Path, tmp_path: Path) -> None:
-    checkpoint = refreshed / "checkpoints" / "step_000003"
-    source = json.loads((checkpoint / "controller.json").read_text())["source"]
-    assert source["unfinished"], "the checkpoint was saved while groups ran"
+    checkpoints = refreshed / "checkpoints"
+    step, checkpoint = next(  # saved while groups ran
+        (step, folder)
+        for step in (1, 2, 3)
+        if json.loads(((folder := checkpoints / f"step_{step:06}") / "controller.json").read_text())["source"][
+            "unfinished"
+        ]
+    )
     done = train(quickstart_data, tmp_path, "rest", *AHEAD, "actor.optimizer.lr=1e-2", f"train.resume={checkpoint}")
     assert done.returncode == 0, done.stderr + done.stdout
     lines = metrics(tmp_path / "rest")
-    assert [line["step"] for line in lines] == [4, 5]
+    assert [line["step"] for line in lines] == list(range(step + 1, 6))
     assert all(line["rollout/staleness_max"] <= LARGEST_LAG for line in lines)
     check_gaps(tmp_path / "rest")
 

@@ -1,0 +1,124 @@
+"""`train.replay`: what cannot be repeated is refused before any process starts, with the reason."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megarl.engines.tape import TapeFile
+from megarl.errors import RecipeError
+from megarl.observe.run_dir import RunDirectory
+from megarl.preflight.load import load_recipe
+from megarl.preflight.replay import open_tape, replay_errors
+from megarl.preflight.run_directory import RunPlace
+from megarl.recipe.schema import Recipe
+
+IN_FLIGHT = ["cluster.placement=disaggregated", "rollout.max_staleness=2"]
+IDENTITY = {"train.seed": 0, "model": {"weights": "abc"}}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"model: {{path: some/model}}\nruns_dir: {tmp_path}/runs\nname: recorded\ntrain: {{steps: 30}}\n")
+    return path
+
+
+def place(recipe: Recipe, step: int = 0, identity: dict[str, object] = IDENTITY) -> RunPlace:
+    directory = RunDirectory(Path(recipe.runs_dir) / recipe.name)
+    checkpoint = directory.checkpoints / f"step_{step:06}" if step else None
+    if checkpoint is not None:
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "controller.json").write_text('{"source": {"segment": 0}}')
+    return RunPlace(directory, checkpoint, step + 1, identity, [])
+
+
+def record(file: Path, *versions: int) -> Recipe:
+    """Write the tape of a run that was killed after the last of `versions`."""
+    recipe = load_recipe(file, IN_FLIGHT)
+    tape = open_tape(recipe, place(recipe))
+    assert tape is not None
+    controller = TapeFile(tape.folder / "controller.jsonl", tape.header)
+    for version in versions:
+        controller.write({"version": version})
+    return recipe
+
+
+def error_of(file: Path, *overrides: str) -> str:
+    (error,) = replay_errors(load_recipe(file, [*overrides]))
+    assert error.key == "train.replay"
+    return str(error)
+
+
+REPLAY = "train.replay=runs/recorded"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ([], "it repeats without a tape"),
+        (["train.source=sft", "algorithm.loss=sft", "algorithm.advantage=none"], "it repeats without a tape"),
+        ([*IN_FLIGHT, "rollout.data_parallel=2", "rollout.engines=2"], "rollout.data_parallel"),
+        (
+            [*IN_FLIGHT, "reward.function=judge", "judge.path=some/judge", "judge.prompt=How good is {{ response }}?"],
+            "the judge's batches depend on time",
+        ),
+    ],
+)
+def test_runs_without_a_tape_are_refused(file: Path, overrides: list[str], words: str) -> None:
+    assert words in error_of(file, REPLAY, *overrides)
+
+
+def test_a_missing_tape_is_refused(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "runs" / "recorded").mkdir(parents=True)
+    text = error_of(file, f"train.replay={tmp_path}/runs/recorded", "name=again", *IN_FLIGHT)
+    assert "runs/recorded has no tape" in text
+
+
+def test_other_settings_are_named_and_those_that_change_no_number_are_free(file: Path, tmp_path: Path) -> None:
+    record(file, 0, 1)
+    replay = [*IN_FLIGHT, f"train.replay={tmp_path}/runs/recorded", "name=again"]
+    text = error_of(file, *replay, "actor.optimizer.lr=0.5", "rollout.window=0.5")
+    assert re.search(r"actor\.optimizer\.lr \S+ -> 0\.5", text) and "rollout.window 0.3 -> 0.5" in text
+    free = ["observe.console=plain", "train.keep_checkpoints=9", "train.resume=auto"]
+    assert list(replay_errors(load_recipe(file, [*replay, *free]))) == []
+
+
+def test_the_recorded_directory_is_not_written(file: Path, tmp_path: Path) -> None:
+    record(file, 0, 1)
+    assert "into the recorded run" in error_of(file, *IN_FLIGHT, f"train.replay={tmp_path}/runs/recorded")
+
+
+def test_a_replay_starts_where_the_recorded_run_started(file: Path, tmp_path: Path) -> None:
+    record(file, 0, 1, 2)
+    recipe = load_recipe(file, [*IN_FLIGHT, f"train.replay={tmp_path}/runs/recorded", "name=again"])
+    tape = open_tape(recipe, place(recipe))
+    assert tape is not None and tape.plan is not None and tape.plan.last_step == 2
+    assert tape.of_engine("engine0").recorded == f"{tmp_path}/runs/recorded/tape/engine0.jsonl"
+    with pytest.raises(RecipeError, match="starts after step 2, but the recorded run started from the beginning"):
+        open_tape(recipe, place(recipe, step=2))
+
+
+@pytest.mark.parametrize(
+    ("versions", "identity", "words"),
+    [
+        ((0,), IDENTITY, "ended before step 1 was done"),
+        ((0, 1), {**IDENTITY, "train.seed": 1}, "had another train.seed"),
+    ],
+)
+def test_other_data_and_runs_without_a_step_are_refused(
+    file: Path, tmp_path: Path, versions: tuple[int, ...], identity: dict[str, object], words: str
+) -> None:
+    record(file, *versions)
+    recipe = load_recipe(file, [*IN_FLIGHT, f"train.replay={tmp_path}/runs/recorded", "name=again"])
+    with pytest.raises(RecipeError, match=words):
+        open_tape(recipe, place(recipe, identity=identity))
+
+
+def test_a_resumed_run_names_the_segment_that_saved_its_checkpoint(file: Path) -> None:
+    recipe = record(file, 0, 1, 2)
+    tape = open_tape(recipe, place(recipe, step=2))
+    assert tape is not None
+    assert (tape.header["segment"], tape.header["after"], tape.header["resumed"]) == (1, 2, 0)

@@ -1,0 +1,106 @@
+"""Runs with requests in flight, repeated by their tapes: every metric is equal to the last bit."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from megarl.observe.metrics import without_times
+from tests.support.stack import ROOT, command, environment, metrics, run
+from tests.support.training_runs import assert_ended, descendants, settings, train
+
+pytestmark = pytest.mark.stack
+
+# Two engines, three batches under way: requests of up to 48 tokens meet updates.
+IN_FLIGHT = [
+    "cluster.trainers=1",
+    "megatron.expert_parallel=1",
+    "cluster.placement=disaggregated",
+    "rollout.engines=2",
+    "rollout.max_staleness=2",
+    "rollout.max_response_length=48",
+    "rollout.engine_args.max_num_seqs=8",
+    "evaluation.at_start=false",
+    "evaluation.every=3",
+    "actor.optimizer.lr=1e-2",
+    "train.save_every=2",
+]
+
+
+def recorded(data: Path, runs: Path, *more: str) -> Path:
+    done = train(data, runs, "recorded", *IN_FLIGHT, *more)
+    assert done.returncode == 0, done.stderr + done.stdout
+    lines = metrics(runs / "recorded")
+    assert max(line.get("rollout/spans_mean", 1) for line in lines) > 1, "no update met a running request"
+    return runs / "recorded"
+
+
+def replay(run_directory: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    return run("replay", str(run_directory), *more)
+
+
+def assert_repeats(run_directory: Path) -> None:
+    done = replay(run_directory)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "equal to the last bit" in done.stdout
+    again = run_directory.with_name(f"{run_directory.name}-replay")
+    assert without_times(metrics(again)) == without_times(metrics(run_directory))
+
+
+def test_a_replay_is_bit_equal(quickstart_data: Path, tmp_path: Path) -> None:
+    assert_repeats(recorded(quickstart_data, tmp_path, "train.steps=5", "rollout.at_update=refresh"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["refresh", "keep"])
+def test_a_replay_of_30_steps_is_bit_equal(quickstart_data: Path, tmp_path: Path, rule: str) -> None:
+    assert_repeats(recorded(quickstart_data, tmp_path, "train.steps=30", f"rollout.at_update={rule}"))
+
+
+KILLS = 10
+
+
+def start(arguments: list[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command("train", "recipes/quickstart.yaml", *arguments),
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def kill_at(process: subprocess.Popen[bytes], run_directory: Path, steps: int, seconds: float) -> None:
+    """Kill a run and wait until its processes have ended, `seconds` after it has written `steps` more lines."""
+    lines = run_directory / "metrics.jsonl"
+    before = len(lines.read_text().splitlines()) if lines.exists() else 0
+    deadline = time.monotonic() + 200
+    while not lines.exists() or len(lines.read_text().splitlines()) < before + steps:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(seconds)
+    started = descendants(process.pid)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert_ended(started, seconds=60)
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_repeats_from_its_tapes(quickstart_data: Path, tmp_path: Path) -> None:
+    """Each resume samples the unfinished groups again, and the replay does so at the same steps."""
+    order = random.Random(0)
+    arguments = settings(quickstart_data, tmp_path, "recorded", *IN_FLIGHT, "train.steps=45", "train.resume=auto")
+    directory = tmp_path / "recorded"
+    for _ in range(KILLS):
+        process = start(arguments)
+        kill_at(process, directory, order.choice([1, 2]), order.random() * 2)
+    process = start(arguments)
+    assert process.wait(400) == 0
+    assert [line["step"] for line in metrics(directory)] == list(range(1, 46))
+    assert_repeats(directory)
