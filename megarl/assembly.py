@@ -89,9 +89,9 @@ class Run:
     tokenizer: Tokenizer
     profiling: Profiling
     log: RunLog
-    replay: ReplayPlan | None  # of train.replay
     device_count: int  # of trainers, critic and engines; perf/throughput divides by it
     device_peak: float | None  # FLOP/s of a trainer's device; None: unknown
+    replay: ReplayPlan | None = None  # of train.replay
 
     @property
     def last_step(self) -> int:

@@ -37,7 +37,7 @@ def replay(run: Path, name: str | None, overrides: Sequence[str]) -> int:
     target = RunDirectory(Path(recipe.runs_dir) / (name or f"{recipe.name}-replay"))
     for number, plan in enumerate(plans):
         steps = f"steps {plan.segment.after + 1} to {plan.last_step or recipe.train.steps}"
-        print(f"replay of {recorded.path}, start {number + 1} of {len(plans)}: {steps}", flush=True)
+        print(f"replay of {run}, start {number + 1} of {len(plans)}: {steps}", flush=True)
         status = run_child(_command(recorded, target, plan, is_first=number == 0, overrides=overrides), environ)
         if status:
             return status

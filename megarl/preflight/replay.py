@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from megarl.atomic_files import disk_errors, write_atomically
 from megarl.checkpoint.folder import checkpoint_step
+from megarl.engines.tape import Record
 from megarl.errors import RecipeError, plain
 from megarl.observe.run_dir import RunDirectory
 from megarl.preflight.run_directory import RunPlace
@@ -39,22 +39,28 @@ def replay_errors(recipe: Recipe) -> Iterator[RecipeError]:
         return
     reason = cannot_replay(recipe)
     if reason is not None:
-        yield _error(recipe, f"this recipe cannot be replayed: {reason}", "leave train.replay out")
+        yield _error(recipe.train.replay, f"this recipe cannot be replayed: {reason}", "leave train.replay out")
         return
     recorded = RunDirectory(recipe.train.replay)
     plans = history(segments_of(recorded.tape))
     if not plans:
-        problem = f"{recorded.path} has no tape ({recorded.tape.name}/controller.jsonl)"
+        problem = f"{recorded.path} has no tape with a whole step ({recorded.tape.name}/controller.jsonl)"
         remedy = "name the directory of a run with rollout.at_update=refresh or keep"
-        yield _error(recipe, problem, remedy)
+        yield _error(recipe.train.replay, problem, remedy)
         return
     if recorded.path.resolve() == (Path(recipe.runs_dir) / recipe.name).resolve():
-        yield _error(recipe, "a replay cannot write into the recorded run's directory", "set name=... or runs_dir=...")
+        yield _error(
+            recipe.train.replay,
+            "a replay cannot write into the recorded run's directory",
+            "set name=... or runs_dir=...",
+        )
         return
     settings = [_differences(_recipe_file(recorded.tape, plan.segment.number), recipe) for plan in plans]
     if all(settings):
         yield _error(
-            recipe, f"the recorded run had other settings: {_shown(settings[0])}", "use the recipe in its tape/"
+            recipe.train.replay,
+            f"the recorded run had other settings: {_shown(settings[0])}",
+            "use the recipe in its tape/",
         )
 
 
@@ -79,33 +85,37 @@ def open_tape(recipe: Recipe, place: RunPlace) -> RunTape | None:
         "identity": place.identity,
     }
     recorded = None if recipe.train.replay is None else RunDirectory(recipe.train.replay).tape
-    plan = None if recorded is None else _plan_after(recipe, recorded, after, place.identity)
+    plan = None if recorded is None else _plan_of(recipe, recorded, header)
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(_recipe_file(folder, number), to_yaml(recipe).encode())
     return RunTape(folder, header, recorded, plan)
 
 
-def _plan_after(recipe: Recipe, recorded: Path, after: int, identity: dict[str, Any]) -> ReplayPlan:
-    plans = {plan.segment.after: plan for plan in history(segments_of(recorded))}
-    if after not in plans:
-        starts = " and ".join(f"after step {step}" if step else "from the beginning" for step in sorted(plans))
+def _plan_of(recipe: Recipe, recorded: Path, header: Record) -> ReplayPlan:
+    """Return the plan of the recorded run's start that this start (`header`) repeats."""
+    after, replay = header["after"], recipe.train.replay
+    plans = history(segments_of(recorded))
+    plan = next((plan for plan in plans if _starts_as(plan, header)), None)
+    if plan is None:
+        steps = sorted({plan.segment.after for plan in plans})
+        starts = " and ".join(f"after step {step}" if step else "from the beginning" for step in steps)
         problem = f"this run starts after step {after}, but the recorded run started {starts}"
-        raise _error(
-            recipe, problem, "start where the recorded run started: without train.resume, or from a replay's checkpoint"
-        )
-    plan = plans[after]
-    if plan.last_step is not None and plan.last_step <= after:
-        raise _error(recipe, f"the recorded run ended before step {after + 1} was done", "there is nothing to replay")
-    differences = [name for name, value in plan.segment.identity.items() if identity.get(name) != value]
+        remedy = "start where the recorded run started: without train.resume, or from a replay's checkpoint"
+        raise _error(replay, problem, remedy)
+    differences = [name for name, value in plan.segment.identity.items() if header["identity"].get(name) != value]
     if differences:
         problem = f"the recorded run had another {', '.join(differences)}"
-        raise _error(recipe, problem, "replay it with the model and the data that it was started with")
+        raise _error(replay, problem, "replay it with the model and the data that it was started with")
     settings = _differences(_recipe_file(recorded, plan.segment.number), recipe)
     if settings:
         problem = f"after step {after} the recorded run had other settings: {_shown(settings)}"
-        raise _error(recipe, problem, f"use {_recipe_file(recorded, plan.segment.number)}")
+        raise _error(replay, problem, f"use {_recipe_file(recorded, plan.segment.number)}")
     return plan
+
+
+def _starts_as(plan: ReplayPlan, header: Record) -> bool:
+    return (plan.segment.after, plan.segment.unlogged) == (header["after"], header["unlogged"])
 
 
 def _differences(recorded: Path, recipe: Recipe) -> list[str]:
@@ -127,5 +137,5 @@ def _recipe_file(folder: Path, segment: int) -> Path:
     return folder / f"recipe-{segment}.yaml"
 
 
-def _error(recipe: Recipe, problem: str, remedy: str) -> RecipeError:
-    return RecipeError("train.replay", problem, remedy, value=recipe.train.replay)
+def _error(replay: str | None, problem: str, remedy: str) -> RecipeError:
+    return RecipeError("train.replay", problem, remedy, value=replay)

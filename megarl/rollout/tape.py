@@ -31,7 +31,7 @@ A = TypeVar("A")
 
 
 @dataclass(frozen=True)
-class Segment:
+class TapeSegment:
     """A start of a run, from its tape. `records` without the header."""
 
     number: int
@@ -54,25 +54,28 @@ class Segment:
 
 @dataclass(frozen=True)
 class ReplayPlan:
-    """What a replay repeats: a segment, up to `last_step`. `logs_last`: the segment wrote this step's metrics."""
+    """What a replay repeats: a segment, up to `last_step`. `logs_last`: the segment wrote this step's metrics.
 
-    segment: Segment
+    A segment that wrote the metrics of the step that it resumed after, and was then killed, has `last_step` = `after`.
+    """
+
+    segment: TapeSegment
     last_step: int | None  # None: the last step of the recipe
     logs_last: bool = True
 
 
-def segments_of(folder: Path) -> list[Segment]:
+def segments_of(folder: Path) -> list[TapeSegment]:
     """Return the segments of the tape in `folder`, in order of their starts."""
     path = folder / "controller.jsonl"
     if not path.is_file():
         return []
     return [
-        Segment(number, header["after"], header["resumed"], header["unlogged"], header["identity"], records)
+        TapeSegment(number, header["after"], header["resumed"], header["unlogged"], header["identity"], records)
         for number, (header, *records) in sorted(read_segments(path).items())
     ]
 
 
-def history(segments: Sequence[Segment]) -> list[ReplayPlan]:
+def history(segments: Sequence[TapeSegment]) -> list[ReplayPlan]:
     """Return the plans that repeat a run as its directory shows it, in order: segments that it abandoned are left out."""
     if not segments:
         return []
@@ -80,11 +83,27 @@ def history(segments: Sequence[Segment]) -> list[ReplayPlan]:
     chain = [segments[-1]]
     while (earlier := chain[0].resumed) is not None:
         chain.insert(0, by_number[earlier])
-    plans = [
-        ReplayPlan(segment, following.after, not following.unlogged) for segment, following in itertools.pairwise(chain)
-    ]
+    plans = []
+    for segment, following in itertools.pairwise(chain):
+        logged_by = None if following.unlogged else _logged_by(segment, following, segments)
+        plans.append(ReplayPlan(segment, following.after, logged_by is segment))
+        if logged_by is not None and logged_by is not segment:
+            plans.append(ReplayPlan(logged_by, following.after))
     last = chain[-1]
-    return [*plans, ReplayPlan(last, None if last.ended else last.last_step)]
+    if last.ended:
+        return [*plans, ReplayPlan(last, None)]
+    return [*plans, ReplayPlan(last, last.last_step)] if last.last_step > last.after else plans
+
+
+def _logged_by(segment: TapeSegment, following: TapeSegment, segments: Sequence[TapeSegment]) -> TapeSegment:
+    """Return which segment wrote the metrics of the step between two segments: the first, or one that resumed after it, was
+    killed later, and left nothing else."""
+    between = [
+        each
+        for each in segments
+        if segment.number < each.number < following.number and each.resumed == segment.number and each.unlogged
+    ]
+    return between[-1] if between and between[-1].after == following.after else segment
 
 
 def segment_of_checkpoint(checkpoint: Path) -> int | None:

@@ -15,7 +15,7 @@ from megarl.engines.tape import ReplayError
 from megarl.recipe.schema import Recipe
 from megarl.rollout.engine_handle import EngineHandle
 from megarl.rollout.source_engines import EnginesSource
-from megarl.rollout.tape import Arrivals, ReplayPlan, RunTape, Segment, history, segments_of
+from megarl.rollout.tape import Arrivals, ReplayPlan, RunTape, TapeSegment, history, segments_of
 from megarl.types import Group, InlineData, Prompt, Sample
 from tests.rollout.test_source import FakeService, Prompts
 
@@ -126,8 +126,8 @@ def test_a_history_leaves_out_what_resumes_abandoned() -> None:
 
     def segment(
         number: int, after: int, resumed: int | None, *records: dict[str, Any], unlogged: bool = False
-    ) -> Segment:
-        return Segment(number, after, resumed, unlogged, {}, records)
+    ) -> TapeSegment:
+        return TapeSegment(number, after, resumed, unlogged, {}, records)
 
     segments = [
         segment(0, 0, None, {"version": 0}, {"version": 12}),
@@ -141,6 +141,20 @@ def test_a_history_leaves_out_what_resumes_abandoned() -> None:
         (2, 20, True),
         (3, 22, True),
     ]
-    ended = Segment(4, 20, 2, False, {}, ({"version": 29}, {"ended": True}))
+    killed_at_once = segment(4, 22, 3, {"version": 22})
+    assert history([*segments, killed_at_once])[-1] == ReplayPlan(segments[3], 22, True)
+    ended = TapeSegment(4, 20, 2, False, {}, ({"version": 29}, {"ended": True}))
     assert history([*segments, ended])[-1] == ReplayPlan(ended, None)
     assert history([]) == []
+
+
+def test_a_start_that_only_wrote_the_metrics_of_the_step_before_is_repeated() -> None:
+    """Killed between checkpoint and metrics of step 4; the next start wrote the metrics and was killed, too."""
+    first = TapeSegment(0, 0, None, False, {}, ({"version": 3},))
+    wrote = TapeSegment(1, 4, 0, True, {}, ({"version": 4},))
+    idle = TapeSegment(2, 4, 0, False, {}, ())
+    rest = TapeSegment(3, 4, 0, False, {}, ({"version": 9}, {"ended": True}))
+    plans = history([first, wrote, idle, rest])
+    assert plans == [ReplayPlan(first, 4, False), ReplayPlan(wrote, 4), ReplayPlan(rest, None)]
+    unlogged = TapeSegment(3, 4, 0, True, {}, ({"version": 9}, {"ended": True}))
+    assert history([first, wrote, unlogged]) == [ReplayPlan(first, 4, False), ReplayPlan(unlogged, None)]

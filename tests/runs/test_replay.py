@@ -92,6 +92,7 @@ def kill_at(process: subprocess.Popen[bytes], run_directory: Path, steps: int, s
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_a_run_that_was_killed_repeats_from_its_tapes(quickstart_data: Path, tmp_path: Path) -> None:
     """Each resume samples the unfinished groups again, and the replay does so at the same steps."""
     order = random.Random(0)
