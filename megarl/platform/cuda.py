@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import os
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -10,7 +13,6 @@ import torch
 
 from megarl.platform.base import Platform
 from megarl.platform.cuda_kind import CUDA
-from megarl.platform.environment import variable_set
 from megarl.platform.ipc import DeviceMemory, open_device_memory, without_expandable_segments
 
 
@@ -62,7 +64,7 @@ class CUDAPlatform(Platform):
         # blocks saturate a network card.
         options.config.max_ctas = 2
         # A peer's death must not end this process: the weight sync reports it.
-        with variable_set("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
+        with _variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
             return dist.ProcessGroupNCCL(store, rank, size, options)
 
     def abort_collective(self, group: Any) -> None:
@@ -75,3 +77,16 @@ class CUDAPlatform(Platform):
 
     def open_shared(self, handle: dict[str, Any]) -> torch.Tensor:
         return open_device_memory(handle, self.device(), "_new_shared_cuda")
+
+
+@contextlib.contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """Set the environment variable `name` to `value` within the block."""
+    former = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if former is not None:
+            os.environ[name] = former

@@ -7,7 +7,6 @@ is overridden with a notice.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +26,7 @@ class Requirement:
 
     why: str
     accepts: Callable[[str], bool]
-    value: str = ""  # computed from a recipe; "": the platform's default
+    value: str = ""  # to set; empty only in NEEDED
 
 
 def at_least(number: int, why: str) -> Requirement:
@@ -44,7 +43,7 @@ _FIXED_ORDER = "train.deterministic needs sums in a fixed order"
 # Requirements of the platforms, by (variable, default).
 NEEDED = {
     ("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:False"): _needs(
-        "engines that sleep cannot use expandable segments", r"(?!.*expandable_segments:\s*true).*"
+        "engines that sleep cannot use expandable segments", r"(?!.*expandable_segments\s*:\s*true).*"
     ),
     ("TASK_QUEUE_ENABLE", "1"): _needs("graphs are not captured at 2", "[01]"),
     ("VLLM_ASCEND_ENABLE_NZ", "0"): _needs("weights in NZ format cannot be updated", "0"),
@@ -74,7 +73,8 @@ class RoleSettings:
         for name, value in self.recipe.items():
             requirement = self._requirement(name)
             if requirement is not None and not requirement.accepts(value):
-                default = self._before_shell(with_recipe=False).get(name) or "the required value"
+                defaults = self._before_shell(with_recipe=False)
+                default = next(f"{alias}={defaults[alias]}" for alias in self._aliases(name) if alias in defaults)
                 remedy = f"leave it out: megarl sets {default}"
                 raise RecipeError(f"cluster.environment.{self.role}.{name}", requirement.why, remedy, value=value)
 
@@ -85,7 +85,7 @@ class RoleSettings:
             name: value if why else shell[name] for name, value, why in self._shared(shell)
         }
         settings = self._before_shell()
-        return {name: value for name, value in settings.items() if not _names(name) & shell.keys()} | shared
+        return {name: value for name, value in settings.items() if not self._aliases(name) & shell.keys()} | shared
 
     def notices(self, shell: Mapping[str, str] = _SHELL) -> list[str]:
         """Notices about variables that have another value in the shell."""
@@ -98,59 +98,41 @@ class RoleSettings:
         ]
 
     def computed(self, shell: Mapping[str, str] = _SHELL) -> list[tuple[str, str, str]]:
-        """(name, value, reason) of variables that the recipe sets or requires, with their final values."""
-        environment = self.environment(shell)
+        """(name, value, reason) of variables that have the value of the recipe or of a computed requirement."""
+        environment, settings = self.environment(shell), self._before_shell()
         return [
-            (
-                name,
-                environment[name],
-                requirement.why if name not in self.recipe and requirement else "cluster.environment",
-            )
-            for name in sorted({*self.recipe, *self.required})
-            if name in environment
-            for requirement in [self.required.get(name)]
+            (name, settings[name], "cluster.environment" if name in self.recipe else self.required[name].why)
+            for name in sorted({*self.recipe, *self.required} & settings.keys())
+            if environment.get(name) == settings[name]  # otherwise the shell's value is kept
         ]
 
     def _before_shell(self, *, with_recipe: bool = True) -> dict[str, str]:
         """Defaults, computed requirements and the recipe's variables, without the shell's."""
         recipe = self.recipe if with_recipe else {}
         settings = dict(self.defaults) | {name: requirement.value for name, requirement in self.required.items()}
-        return {name: value for name, value in settings.items() if not _names(name) & recipe.keys()} | dict(recipe)
+        kept = {name: value for name, value in settings.items() if not self._aliases(name) & recipe.keys()}
+        return kept | dict(recipe)
 
     def _requirement(self, name: str) -> Requirement | None:
         if name in self.required:
             return self.required[name]
-        defaults = (item for item in self.defaults.items() if name in _names(item[0]))
+        defaults = (item for item in self.defaults.items() if name in self._aliases(item[0]))
         return next((NEEDED[item] for item in defaults if item in NEEDED), None)
 
     def _shared(self, shell: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
         """Variables that the shell sets too: name, megarl's or the recipe's value, reason to reject the shell's or ""."""
         for name, value in self._before_shell().items():
             requirement = self._requirement(name)
-            for alias in sorted(_names(name) & shell.keys()):
+            for alias in sorted(self._aliases(name) & shell.keys()):
                 accepted = requirement is None or requirement.accepts(shell[alias])
                 yield alias, value, "" if accepted or requirement is None else requirement.why
 
-
-@contextlib.contextmanager
-def variable_set(name: str, value: str) -> Iterator[None]:
-    """Set the environment variable `name` to `value` within the block."""
-    former = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if former is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = former
+    def _aliases(self, name: str) -> set[str]:
+        """Return `name` and the other names of the same setting on this device. Names of other devices have no effect."""
+        aliases = {alias for pair in _ALIASES.items() for alias in pair if name in pair}
+        return {name} | {alias for alias in aliases if alias not in _ALIASES or alias in self.defaults}
 
 
 def users_first(defaults: Mapping[str, str], shell: Mapping[str, str] = _SHELL) -> dict[str, str]:
     """Return `defaults` with the shell's values where the shell has valid ones."""
     return RoleSettings("processes", defaults).environment(shell)
-
-
-def _names(name: str) -> set[str]:
-    """The variable and its aliases."""
-    return {name} | {other for pair in _ALIASES.items() for other in pair if name in pair}

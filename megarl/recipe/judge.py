@@ -27,7 +27,7 @@ class JudgeConfig:
     engine_args: dict[str, Any] = key({}, "Further arguments of the engine, as `rollout.engine_args`.")
     prompt: Optional[str] = key(
         None,
-        "The judge's user message for a sample: a Jinja template that reads `response`, and may read `prompt`, `ground_truth` and `extra_info`.",
+        "The judge's user message for a sample: a Jinja template that reads `response`, and may read `prompt`, `ground_truth` and `extra_info`. megarl inserts a space into each of the judge's special tokens in the rendered prompt, the template's text included.",
     )
     chat_template_args: dict[str, Any] = key(
         {}, "Arguments of the judge's chat template, e.g. {enable_thinking: false}."
@@ -46,7 +46,9 @@ class JudgeConfig:
         "Maximum length of the judge's prompt, in the judge's tokens. A sample with a longer prompt has no reward.",
         at_least=1,
     )
-    max_tokens: int = key(512, "Maximum length of a verdict, in tokens.", at_least=1)
+    max_tokens: int = key(
+        512, "Maximum length of a verdict, in tokens. A longer verdict is cut and has no number.", at_least=1
+    )
     temperature: float = key(0.6, "Sampling temperature of verdicts. 0: greedy.", at_least=0)
     attempts: int = key(
         3,

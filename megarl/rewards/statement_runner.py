@@ -1,10 +1,10 @@
 """Script for the sandbox: run a statement against a program that never enters the statement's process.
 
-Input: the program's size in bytes, a line feed, the program, the statement. Output: "passed" if the statement uses the
-program, checks something and raises nothing. The script forks before it reads the statement. The program runs in the child,
-which has neither the script's output nor its input; the statement runs in the parent. Where the statement uses a name of the
-program, calls and their results cross a pipe as plain values (statement_values.py). An object of another type stays with the
-program, and the statement has a `Remote` instead (statement_objects.py), which never equals a plain value.
+Input: the program's size in bytes, a line feed, the program, the statement. Output: "passed" if the statement raises nothing
+and, if it checks anything, its checks use the program. The script forks before it reads the statement. The program runs in
+the child, which has neither the script's output nor its input; the statement runs in the parent. Where the statement uses a
+name of the program, calls and their results cross a pipe as plain values (statement_values.py). An object of another type
+stays with the program, and the statement has a `Remote` instead (statement_objects.py), which never equals a plain value.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from __future__ import annotations
 import ast
 import builtins
 import contextlib
+import dis
 import importlib
+import inspect
 import operator
 import os
 import sys
@@ -30,39 +32,12 @@ from typing import *; from collections import *; from functools import *; from i
 from bisect import *; from heapq import *; from math import *; from builtins import *
 """
 # Names that keep Python's meaning in a statement, whatever the program defines, because statements compare with them.
-_KEPT_LIBRARIES = frozenset(
-    [
-        "math",
-        "cmath",
-        "isclose",
-        "fabs",
-        "inf",
-        "nan",
-        "isnan",
-        "Counter",
-        "deque",
-        "OrderedDict",
-        "defaultdict",
-        "np",
-        "numpy",
-        "pd",
-        "pytest",
-        "approx",
-        "allclose",
-        "array_equal",
-        "array",
-        "Decimal",
-        "Fraction",
-        "copy",
-        "deepcopy",
-        "date",
-        "datetime",
-        "timedelta",
-        "unittest",
-        "TestCase",
-    ]
-)
-KEPT = frozenset(dir(builtins)) | _KEPT_LIBRARIES | sys.stdlib_module_names
+_KEPT_LIBRARIES = (  # noqa: SIM905
+    "math cmath isclose fabs inf nan isnan Counter deque OrderedDict defaultdict np numpy pd pytest approx allclose array_equal "
+    "array Decimal Fraction copy deepcopy date datetime timedelta unittest TestCase"
+).split()
+KEPT = frozenset([*dir(builtins), *_KEPT_LIBRARIES])
+MODULES = sys.stdlib_module_names
 RENAMED = {("numpy", "np"), ("pandas", "pd")}  # imports whose other name is kept, too
 # A function may have the name of a class or function of Python, except these, if its statement needs nothing else.
 COMPARING = frozenset(
@@ -77,7 +52,7 @@ def call(function: Any, names: list[str], *values: Any) -> Any:
     return function(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
 
-def leave(context: Any, kind: Any, arguments: Any) -> Any:
+def exit_context(context: Any, kind: Any, arguments: Any) -> Any:
     return context.__exit__(kind, None if kind is None else error_of(kind, arguments), None)
 
 
@@ -92,7 +67,7 @@ def serve(program: str, names: dict[str, Any], incoming: int, outgoing: int) -> 
         **{name: getattr(operator, f"__{name}__") for name in plain},
         **{f"r{name}": lambda a, b, name=name: getattr(operator, f"__{name}__")(b, a) for name in OPERATORS},
         **{function.__name__: function for function in (getattr, setattr, iter, next, reversed, isinstance, bool, len, str)},
-        "repr": repr, "hash": hash, "call": call, "enter": lambda context: context.__enter__(), "exit": leave,
+        "repr": repr, "hash": hash, "call": call, "enter": lambda context: context.__enter__(), "exit": exit_context,
         "names": lambda: sorted(name for name in names if name not in known or names[name] is not known[name]),
         "named": lambda name: names[name],
     }  # fmt: skip
@@ -117,7 +92,8 @@ def imported(program: str, names: dict[str, Any]) -> dict[str, Any]:
 
     `names`: those of the prelude, which keep their meaning.
     """
-    sys.path[:] = [folder for folder in sys.path if folder not in ("", "/")]  # /tmp is the program's
+    # not the working directory: the program can write libraries into it
+    sys.path[:] = [folder for folder in sys.path if folder not in ("", "/")]
     result: dict[str, Any] = {}
 
     def module_of(name: str) -> Any:
@@ -131,7 +107,7 @@ def imported(program: str, names: dict[str, Any]) -> dict[str, Any]:
                 if isinstance(node, ast.Import):
                     for alias in node.names:
                         module, top = module_of(alias.name), module_of(alias.name.partition(".")[0])
-                        if alias.asname not in KEPT or (alias.name, alias.asname) in RENAMED:
+                        if alias.asname not in KEPT | MODULES or (alias.name, alias.asname) in RENAMED:
                             result[alias.asname or top.__name__] = module if alias.asname else top
                 elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                     module = module_of(node.module)
@@ -139,51 +115,68 @@ def imported(program: str, names: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in result.items() if name not in {*names, *dir(builtins)}}
 
 
-class Checks(ast.NodeTransformer):
+class StatementRewriter(ast.NodeTransformer):
     """Make a statement count its assertions, and take names of the module `solution` as names of the program."""
 
     def visit_Assert(self, node: ast.Assert) -> list[ast.stmt]:
         counting = ast.parse("__checked__()").body[0]
         return [node, ast.copy_location(counting, node)]
 
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.stmt:
-        return ast.copy_location(ast.Pass(), node) if node.module == "solution" else node
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.stmt | list[ast.stmt]:
+        if node.module != "solution":
+            return node
+        renames = [f"{alias.asname} = {alias.name}" for alias in node.names if alias.asname not in (None, alias.name)]
+        return [ast.copy_location(statement, node) for statement in ast.parse("\n".join(renames or ["pass"])).body]
 
 
-def used_names(tree: ast.AST, defined: set[str]) -> set[str]:
+def global_names(module: types.CodeType) -> tuple[set[str], set[str]]:
+    """Return the global names that the module's code reads, and those that it sets. Local variables are in neither."""
+    read, written, codes = set(), set(), [module]
+    for code in codes:
+        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+        for instruction in dis.get_instructions(code):
+            if instruction.opname in ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS"):
+                read.add(instruction.argval)
+            elif instruction.opname == "STORE_GLOBAL" or (instruction.opname == "STORE_NAME" and code is module):
+                written.add(instruction.argval)
+    return read, written
+
+
+def used_names(tree: ast.AST, code: types.CodeType, defined: set[str]) -> set[str]:
     """Return the names of the statement that mean the program's objects. `defined`: names that the program defines."""
-    nodes = list(ast.walk(tree))
-    bound = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
-    bound |= {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
-    bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
-    used = ({node.id for node in nodes if isinstance(node, ast.Name)} - bound) & defined
+    read, written = global_names(code)
+    owners = (node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    modules = MODULES & {node.id for node in owners if isinstance(node, ast.Name)}  # such as json in json.loads
+    used = {name for name in (read - written - modules) & defined if not name.startswith("__")}
     if used - KEPT:
         return used - KEPT
     python = used & set(dir(builtins))
     return python - COMPARING or (python if len(python) == 1 else set())
 
 
-def test(statement: str, names: dict[str, Any], libraries: dict[str, Any], peer: Peer) -> bool:
+def run_statement(statement: str, names: dict[str, Any], libraries: dict[str, Any], peer: Peer) -> bool:
     """Run the statement in `names`. Returns False if it has checks, but does not use the program."""
-    tree = ast.fix_missing_locations(Checks().visit(ast.parse(statement, "test.py")))
-    chosen = used_names(tree, {str(name) for name in peer.request("names")} - libraries.keys())
-    module = sys.modules["statement"] = types.ModuleType("statement")
+    tree = ast.fix_missing_locations(StatementRewriter().visit(ast.parse(statement, "test.py")))
+    code = compile(tree, "test.py", "exec", dont_inherit=True)
+    chosen = used_names(tree, code, {str(name) for name in peer.request("names")} - libraries.keys())
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
     checks: list[int] = []
-    module.__dict__.update(names | libraries | {"__name__": "statement", "__checked__": lambda: checks.append(1)})
+    module.__dict__.update(names | libraries | {"__checked__": lambda: checks.append(1)})
     for name in sorted(chosen):
         value = module.__dict__[name] = peer.request("named", name)
         if isinstance(value, Remote) and name[:1].isupper():
             object.__setattr__(value, "_free", True)
     unittest.main = lambda *a, **k: None  # type: ignore[assignment]  # the cases are run below
     before = peer.requests
-    exec(compile(tree, "test.py", "exec", dont_inherit=True), module.__dict__)
-    own = [value for value in module.__dict__.values() if getattr(value, "__module__", None) == "statement"]
-    for function in own:
-        if isinstance(function, types.FunctionType) and function.__name__.startswith("test"):
+    exec(code, module.__dict__)
+    members = [value for value in module.__dict__.values() if getattr(value, "__module__", None) == "__main__"]
+    for function in members:
+        if isinstance(function, types.FunctionType) and is_test(function):
             function()
-    cases = [case for case in own if isinstance(case, type) and issubclass(case, unittest.TestCase)]
-    for case in cases:
-        result = unittest.TextTestRunner(stream=sys.stderr).run(unittest.defaultTestLoader.loadTestsFromTestCase(case))
+    cases = [case for case in members if isinstance(case, type) and issubclass(case, unittest.TestCase)]
+    if cases:
+        suite = unittest.TestSuite(map(unittest.defaultTestLoader.loadTestsFromTestCase, cases))
+        result = unittest.TextTestRunner(stream=sys.stderr).run(suite)
         if not result.wasSuccessful() or not result.testsRun:
             return False
         checks.append(1)
@@ -191,6 +184,14 @@ def test(statement: str, names: dict[str, Any], libraries: dict[str, Any], peer:
     peer.request("names")  # the program has not ended
     has_checks = bool(cases) or any(isinstance(node, ast.Assert) for node in ast.walk(tree))
     return (bool(chosen) and runs) or not has_checks
+
+
+def is_test(function: types.FunctionType) -> bool:
+    """Return whether a function of the statement is a test: `test...` without required parameters. Others are helpers."""
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
+    required = any(item.default is item.empty and item.kind not in optional for item in parameters)
+    return function.__name__.startswith("test") and not required
 
 
 def main() -> None:
@@ -217,5 +218,5 @@ def main() -> None:
     statement = b""
     while part := os.read(0, 1 << 16):
         statement += part
-    if test(statement.decode(), names, libraries, Peer(answers[0], questions[1], {"call": call})):
+    if run_statement(statement.decode(), names, libraries, Peer(answers[0], questions[1], {"call": call})):
         os.write(verdict, b"passed")

@@ -12,7 +12,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from megarl.cluster.base import Service
 from megarl.engines.base import GroupRank
-from megarl.rollout.judge.server import JudgeServer, Verdict
+from megarl.rollout.judge.server import Judgement, JudgeServer
 from megarl.rollout.server import RolloutServer
 from megarl.rollout.teacher_server import TeacherServer
 from megarl.types import DataRef, GenerationRequest, Group, Prompt
@@ -131,8 +131,8 @@ class JudgeHandle(ServiceHandle):
     def start(self) -> Future[dict[str, Any]]:
         return self._call(JudgeServer.start)
 
-    def judge(self, group: int, prompt: Prompt, responses: DataRef) -> Future[tuple[list[Verdict], DataRef]]:
-        """Score the `responses` of a group; the result is a verdict per sample and the location of their texts."""
+    def judge(self, group: int, prompt: Prompt, responses: DataRef) -> Future[tuple[list[Judgement], DataRef]]:
+        """Score the `responses` of a group; the result is a judgement per sample and the location of the verdicts' texts."""
         return self._call_with_data(JudgeServer.judge, group, prompt, responses)
 
 

@@ -7,12 +7,14 @@ Unlike a process id, a lock shows whether the owner is alive even where containe
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import mmap
 import os
 import uuid
 from collections.abc import Hashable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,9 +68,9 @@ class SharedSlot:
 
     def unlink(self) -> None:
         """Unlink the file, once every receiver has mapped it."""
-        if self.path is not None:
-            os.unlink(self.path)
-            self.path = None
+        path, self.path = self.path, None
+        if path is not None:
+            Path(path).unlink(missing_ok=True)
 
     def close(self) -> None:
         self.unlink()
@@ -113,6 +115,7 @@ class PrivateSlot:
 
     def reserve(self, size: int) -> torch.Tensor:
         if size > len(self._memory):
+            self.close()  # first: old and new memory may not fit together
             self._memory = torch.empty(size, dtype=torch.uint8, device=self._device)
         return self._memory[:size]
 
@@ -149,22 +152,15 @@ class MappedSlots:
 def remove_stale_files(shm_dir: str) -> list[str]:
     """Delete slot files that a killed sender left behind and return their names."""
     removed = []
-    for name in os.listdir(shm_dir):
-        if not name.startswith(_FILE_PREFIX):
-            continue
-        path = os.path.join(shm_dir, name)
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except (FileNotFoundError, PermissionError):  # just deleted, or another user's
-            continue
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.unlink(path)
-            removed.append(name)
-        except (BlockingIOError, FileNotFoundError):  # its owner is alive, or has just unlinked it
-            continue
-        finally:
-            os.close(fd)
+    for path in Path(shm_dir).glob(f"{_FILE_PREFIX}*"):
+        # Skipped: just deleted, another user's, or its owner is alive.
+        with (
+            contextlib.suppress(FileNotFoundError, PermissionError, BlockingIOError),
+            path.open("r+b") as file,
+        ):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+            removed.append(path.name)
     return removed
 
 

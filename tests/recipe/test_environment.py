@@ -16,6 +16,7 @@ from megarl.engines.vllm.dispatch_buffers import dispatch_buffer
 from megarl.errors import RecipeError
 from megarl.hf.published import read
 from megarl.platform import environment
+from megarl.platform.cuda import CUDAPlatform
 from megarl.platform.environment import Requirement, RoleSettings, at_least
 from megarl.platform.npu import NPUPlatform
 from megarl.preflight.environment import environment_notices, warmup_notice
@@ -51,7 +52,9 @@ def test_a_computed_requirement_is_set_raised_or_refused() -> None:
     assert overruled.notices({"SIZE": "39"}) == [
         "the environment has SIZE=39, which is overridden: engines get SIZE=40, since tables are large"
     ]
-    with pytest.raises(RecipeError, match=r"(?s)cluster.environment.engines.SIZE = '39'.*tables are large.*sets 40"):
+    with pytest.raises(
+        RecipeError, match=r"(?s)cluster.environment.engines.SIZE = '39'.*tables are large.*sets SIZE=40"
+    ):
         settings({"SIZE": "39"}, FORTY).environment({})
     assert settings({}, FORTY).environment({"SIZE": "lots"})["SIZE"] == "40"
 
@@ -65,6 +68,38 @@ def test_a_recipe_cannot_undo_what_the_platform_requires() -> None:
         "engines", platform_environment, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}
     ).environment({})
     assert "PYTORCH_NPU_ALLOC_CONF" not in environment, "torch_npu refuses both names of one setting"
+
+
+def test_a_value_that_the_shell_keeps_is_not_listed_with_the_recipes_reason() -> None:
+    """The notice about the shell names it; `computed` lists only what the recipe sets and requires."""
+    role = settings({"A": "recipe"}, FORTY)
+    assert role.computed({}) == [("A", "recipe", "cluster.environment"), ("SIZE", "40", "tables are large")]
+    assert role.computed({"A": "shell", "SIZE": "100"}) == []
+    assert role.computed({"A": "recipe", "SIZE": "39"}) == role.computed({})
+
+
+def test_spaces_do_not_hide_expandable_segments() -> None:
+    """torch's parser of the variable skips spaces."""
+    role = RoleSettings("engines", NPUPlatform().rollout_env())
+    for value in ("expandable_segments : True", "expandable_segments :true,a:1"):
+        assert (
+            role.environment({"PYTORCH_NPU_ALLOC_CONF": value})["PYTORCH_NPU_ALLOC_CONF"] == "expandable_segments:False"
+        )
+
+
+def test_the_remedy_names_the_variable_that_megarl_sets() -> None:
+    role = RoleSettings("engines", NPUPlatform().rollout_env(), {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+    with pytest.raises(RecipeError, match="megarl sets PYTORCH_NPU_ALLOC_CONF=expandable_segments:False"):
+        role.check()
+
+
+def test_a_variable_of_another_device_replaces_nothing() -> None:
+    recipe, shell = {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:32"}
+    npu, cuda = NPUPlatform().trainer_env(60), CUDAPlatform().trainer_env(60)
+    on_npu = RoleSettings("trainers", npu, recipe)
+    assert on_npu.environment(shell)["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64" and on_npu.notices(shell) == []
+    on_cuda = RoleSettings("trainers", cuda, recipe).environment(shell)
+    assert "PYTORCH_ALLOC_CONF" not in on_cuda and on_cuda | shell == on_cuda
 
 
 # --- the recipe's section -------------------------------------------------------------------------

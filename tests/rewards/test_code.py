@@ -149,6 +149,18 @@ RIGHT = {
     "a million numbers": ("def f(xs): return sorted(xs)", "xs = list(range(10**6))\nassert f(xs[::-1]) == xs"),
     "nested lists": ("def f(x):\n    for _ in range(100): x = [x]\n    return x", "x = f(1)\nwhile isinstance(x, list):\n    x = x[0]\nassert x == 1"),
     "no assertion": ("def f(x): return x", "import os"),
+    "a helper whose name starts with test": ("def add(a, b): return a + b", "def test(a, b, expected): assert add(a, b) == expected\ntest(1, 2, 3)"),
+    "a test function with a default": ("def f(x): return x", "def test_f(value=3, *more): assert f(value) == 3"),
+    "a base class of test cases": ("def f(x): return x", "import unittest\nclass Base(unittest.TestCase):\n    value = 1\nclass T(Base):\n    def test(self): self.assertEqual(f(self.value), 1)"),
+    "a main block": ("def f(x): return x", "def check():\n    assert f(3) == 3\nif __name__ == '__main__':\n    check()"),
+    "a main block and the name of a built-in": ("def sum(a, b): return a * b", "if __name__ == '__main__':\n    assert sum(10, 15) == 150"),
+    "functions with names of modules": ("def queue(x): return x\ndef calendar(x): return -x\ndef bisect(f, a, b): return (a + b) / 2", "assert queue(1) == 1 and calendar(2) == -2 and bisect(None, 0, 4) == 2"),
+    "a parameter with the function's name": ("def add(a, b): return a + b", "def check(add):\n    assert add(1, 2) == 3\ncheck(add)"),
+    "a loop variable with the function's name": ("def f(x): return x", "assert f(1) == 1 and [f for f in [2]] == [2] and (lambda f: f)(3) == 3"),
+    "a local variable with the function's name": ("def solve(x): return x", "def helper():\n    solve = 3\n    return solve\nassert solve(2) == 2 and helper() == 3"),
+    "a method with the function's name": ("def solve(x): return x", "class Reference:\n    def solve(self, x): return x\nassert solve(2) == Reference().solve(2)"),
+    "a function that only a nested scope uses": ("def f(x): return x\ndef g(x): return x", "class A:\n    run = staticmethod(f)\n    def test(self): return [(lambda: g(i))() for i in (1, 2)]\nassert A.run(3) == 3 and A().test() == [1, 2]"),
+    "imports of solution by other names": ("def add(a, b): return a + b\ndef sub(a, b): return a - b", "from solution import add as plus, sub\ndef test_sub():\n    from solution import sub as minus\n    assert minus(3, 2) == sub(3, 2) == 1\nassert plus(1, 2) == 3"),
 }  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from megarl.rewards.weighted import Term, combine, terms_of, with_judgement
 from megarl.rollout.engine_handle import EngineHandle, JudgeHandle
 from megarl.rollout.judge import server as judge_server
 from megarl.rollout.judge import service as judged
-from megarl.rollout.judge.server import JUDGE_SEEDS, JudgeCodec, JudgeServer, Verdict
+from megarl.rollout.judge.server import JUDGE_SEEDS, JudgeCodec, Judgement, JudgeServer
 from megarl.rollout.judge.service import with_judge
 from megarl.rollout.judge.verdicts import JudgeTemplate, number_in
 from megarl.text import cut_middle
@@ -164,7 +164,8 @@ class TestTerm:
 
 
 class Engine:
-    """Answer with `verdict_of(request, attempt)`, as the letters of the tokenizer, the last request first."""
+    """Answer with `verdict_of(request, attempt)`, as the letters of the tokenizer, the last request first. A verdict that
+    ends with "..." is cut there."""
 
     def __init__(self, tokenizer: Any, verdict_of: Callable[[GenerationRequest, int], str]):
         self.tokenizer, self.verdict_of, self.calls = tokenizer, verdict_of, list[list[GenerationRequest]]()
@@ -172,8 +173,10 @@ class Engine:
     def generate(self, requests: list[GenerationRequest], finished: Callable[[int, list[Completion]], None]) -> None:
         self.calls.append(requests)
         for request in requests[::-1]:
-            tokens = self.tokenizer.encode(self.verdict_of(request, len(self.calls) - 1))
-            finished(request.group, [Completion(np.array(tokens), np.zeros(len(tokens)), "stop")])
+            verdict = self.verdict_of(request, len(self.calls) - 1)
+            tokens = self.tokenizer.encode(verdict.removesuffix("..."))
+            reason = "length" if verdict.endswith("...") else "stop"
+            finished(request.group, [Completion(np.array(tokens), np.zeros(len(tokens)), reason)])
 
 
 def vectors(*texts: str) -> InlineData:
@@ -202,7 +205,7 @@ class TestServer:
         outcome: Any = await answer(server, "judge", (11, prompt, data))
         return outcome.value
 
-    def ask(self, server: JudgeServer, data: InlineData, prompt: Prompt = ROW) -> tuple[list[Verdict], list[str]]:
+    def ask(self, server: JudgeServer, data: InlineData, prompt: Prompt = ROW) -> tuple[list[Judgement], list[str]]:
         return asyncio.run(self._ask(server, prompt, data))
 
     def test_a_verdict_without_a_number_is_sampled_again(self, serve: Any) -> None:
@@ -210,10 +213,10 @@ class TestServer:
         server, engine = serve(
             lambda request, attempt: "Score: 8" if request.group == attempt else "hm", attempts=2, temperature=0.5
         )
-        verdicts, texts = self.ask(server, InlineData(["a", "b", "c"]))
-        assert verdicts[:2] == [Verdict(0.8, 0), Verdict(0.8, 1)] and texts == ["Score: 8", "Score: 8", "hm"]
-        failure = verdicts[2].result
-        assert isinstance(failure, SampleFailure) and verdicts[2].retries == 1
+        judgements, texts = self.ask(server, InlineData(["a", "b", "c"]))
+        assert judgements[:2] == [Judgement(0.8, 0), Judgement(0.8, 1)] and texts == ["Score: 8", "Score: 8", "hm"]
+        failure = judgements[2].result
+        assert isinstance(failure, SampleFailure) and judgements[2].retries == 1
         assert str(failure) == (
             "judge failed on row 'row/7': judge.pattern finds no number in its verdict, which ends with 'hm' (2 attempts)"
         )
@@ -227,18 +230,29 @@ class TestServer:
         assert (first.sampling.n, first.sampling.temperature, first.sampling.max_tokens) == (1, 0.5, 512)
         assert first.sampling.stop_token_ids == server.codec.tokenizer.stop_ids
 
+    def test_a_verdict_that_is_cut_has_no_number(self, serve: Any) -> None:
+        """`Score: 10` is cut to `Score: 1` in the first attempt."""
+        server, engine = serve(
+            lambda request, attempt: "Score: 10" if request.group == attempt == 1 else "Score: 1...", attempts=2
+        )
+        judgements, texts = self.ask(server, InlineData(["a", "b"]))
+        assert judgements[1] == Judgement(1.0, 1) and texts == ["Score: 1", "Score: 10"] and len(engine.calls) == 2
+        assert str(judgements[0].result) == (
+            "judge failed on row 'row/7': judge.max_tokens = 512 cuts its verdict, which ends with 'Score: 1' (2 attempts)"
+        )
+
     def test_a_question_that_cannot_be_rendered_fails_only_its_sample(self, serve: Any) -> None:
         server, engine = serve(lambda request, attempt: "Score: 1", max_prompt_length=60)
-        verdicts, _ = self.ask(server, InlineData(["a", "7 " * 60]))
-        assert verdicts[0] == Verdict(0.1)
-        assert (
-            isinstance(verdicts[1].result, SampleFailure)
-            and "judge.max_prompt_length is 60" in verdicts[1].result.cause
-        )
+        judgements, texts = self.ask(server, InlineData(["a", "7 " * 60]))
+        assert judgements[0] == Judgement(0.1)
+        failure = judgements[1].result
+        assert isinstance(failure, SampleFailure) and "judge.max_prompt_length is 60" in failure.cause
+        assert texts == ["Score: 1", failure.cause], "reports list it as the verdict"
         assert [request.group for request in engine.calls[0]] == [0]
         lacking = Prompt("row/8", (), "", "test", "4", {}, question="2?")
-        verdicts, _ = self.ask(server, InlineData(["a"]), lacking)
-        assert isinstance(verdicts[0].result, SampleFailure) and "has no attribute 'level'" in verdicts[0].result.cause
+        judgements, _ = self.ask(server, InlineData(["a"]), lacking)
+        failure = judgements[0].result
+        assert isinstance(failure, SampleFailure) and "has no attribute 'level'" in failure.cause
         assert len(engine.calls) == 1
 
 
@@ -298,7 +312,7 @@ class TestService:
         method, (number, prompt, conversation), future = judge.calls[0]
         assert (method, number, conversation) == ("judge", 3, CONVERSATION), "vectors are not sent to the judge"
         assert prompt.question == "2 + 2?" and prompt.tokens == (), "fields that the judge does not need are not sent"
-        future.set_result(([Verdict(0.2, 1), Verdict(0.6)], InlineData(["so so", "fine"])))
+        future.set_result(([Judgement(0.2, 1), Judgement(0.6)], InlineData(["so so", "fine"])))
         judged, judged_vectors = result.result(timeout=0)
         assert [sample.reward for sample in judged.samples] == [pytest.approx(1.1), pytest.approx(0.3)]
         assert judged.samples[1].reward_parts == {"gsm8k": 0.0, "judge": 0.6}
@@ -312,7 +326,7 @@ class TestService:
         for number in (3, 1, 2):
             collects[number].set_result((group(number, 1.0), vectors("a")))
         assert [args[0] for _, args, _ in first.calls] == [3, 2] and [args[0] for _, args, _ in second.calls] == [1]
-        first.calls[1][2].set_result(([Verdict(1.0)], InlineData(["x"])))
+        first.calls[1][2].set_result(([Judgement(1.0)], InlineData(["x"])))
         assert [result.done() for result in results] == [False, True, False], "none waits for another"
 
     def test_a_sample_without_a_verdict_has_reward_nan(self) -> None:
@@ -320,7 +334,7 @@ class TestService:
         (result,) = self.submit(service, 3)
         engine.calls[1][2].set_result((group(3, 1.0, 1.0), vectors("a", "b")))
         failure = SampleFailure("judge", ROW.uid, "error", "no number", 3)
-        judge.calls[0][2].set_result(([Verdict(0.5), Verdict(failure, 2)], InlineData(["x", "y"])))
+        judge.calls[0][2].set_result(([Judgement(0.5), Judgement(failure, 2)], InlineData(["x", "y"])))
         judged, _ = result.result(timeout=0)
         assert judged.failures == (failure,) and judged.scoring_retries == 2
         assert judged.samples[0].reward == 1.25 and math.isnan(judged.samples[1].reward)
@@ -347,7 +361,7 @@ class TestService:
         if failing == "judge":
             judge.calls[0][2].set_exception(RuntimeError("judge0 died"))
         if failing == "answer":  # one verdict too many
-            judge.calls[0][2].set_result(([Verdict(1.0)] * 2, InlineData(["x"])))
+            judge.calls[0][2].set_result(([Judgement(1.0)] * 2, InlineData(["x"])))
         with pytest.raises((RuntimeError, ValueError), match=f"{failing}0 died" if failing != "answer" else "longer"):
             result.result(timeout=0)
 
@@ -362,7 +376,7 @@ class TestService:
         for _, _, future in [call for call in engine.calls if call[0] == "collect"]:
             future.set_result((group(3 if not judge.calls else 4, 1.0), vectors("a")))
         now[0] += 4
-        judge.calls[0][2].set_result(([Verdict(1.0)], InlineData(["x"])))
+        judge.calls[0][2].set_result(([Judgement(1.0)], InlineData(["x"])))
         now[0] += 4
         check()
         now[0] += 2

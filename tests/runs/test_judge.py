@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -16,11 +17,15 @@ from tests.support.training_runs import Run, assert_ended, descendants, pid_in_l
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
 
 
-def judging(data: Path, *more: str) -> list[str]:
-    """Settings of the judge. Any text with a digit is a verdict; a random model writes one after some attempts."""
+def judging(data: Path, folder: Path, *more: str) -> list[str]:
+    """Settings of the judge. Any text with a digit that ends is a verdict; a random model writes one after some attempts."""
+    model = folder / "judge_model"
+    shutil.copytree(data / "model", model)
+    ends = [2, *range(300, 309)]  # otherwise the length limit cuts most verdicts
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     return [
-        f"judge.path={data}/model", "judge.prompt='Grade {{ response }} of {{ prompt }} ({{ ground_truth }}).'",
-        "judge.pattern='([0-9])'", "judge.scale=9", "judge.max_prompt_length=200", "judge.max_tokens=32", "judge.attempts=20",
+        f"judge.path={model}", "judge.prompt='Grade {{ response }} of {{ prompt }} ({{ ground_truth }}).'",
+        "judge.pattern='([0-9])'", "judge.scale=9", "judge.max_prompt_length=200", "judge.max_tokens=128", "judge.attempts=20",
         "judge.temperature=1", "judge.engine_args={kv_cache_memory_bytes: 67108864, max_num_seqs: 16}", *more,
     ]  # fmt: skip
 
@@ -35,7 +40,7 @@ WITHOUT_EVALUATION = ["evaluation.at_start=false", "evaluation.at_end=false"]
 
 def test_training_uses_judged_rewards(quickstart_data: Path, tmp_path: Path) -> None:
     arguments = settings(
-        quickstart_data, tmp_path, "judged", *SMALL, *WITHOUT_EVALUATION, *judging(quickstart_data), *SUM
+        quickstart_data, tmp_path, "judged", *SMALL, *WITHOUT_EVALUATION, *judging(quickstart_data, tmp_path), *SUM
     )
     done = run("train", "recipes/quickstart.yaml", *arguments)
     assert done.returncode == 0, done.stderr + done.stdout
@@ -53,7 +58,7 @@ def test_training_uses_judged_rewards(quickstart_data: Path, tmp_path: Path) -> 
 
 def test_a_judge_alone_gives_the_reward_under_torchrun(quickstart_data: Path, tmp_path: Path) -> None:
     """A judge with two engines gives the complete reward, in training and in `megarl eval`."""
-    alone = [*judging(quickstart_data), "reward.function=judge", "judge.engines=2", "judge.right_from=0.5"]
+    alone = [*judging(quickstart_data, tmp_path), "reward.function=judge", "judge.engines=2", "judge.right_from=0.5"]
     arguments = settings(quickstart_data, tmp_path, "alone", *SMALL, *alone)
     done = run("train", "recipes/quickstart.yaml", *arguments, torchrun=1)
     assert done.returncode == 0, done.stderr + done.stdout
@@ -68,7 +73,7 @@ def test_a_judge_alone_gives_the_reward_under_torchrun(quickstart_data: Path, tm
 
 
 def test_a_killed_judge_ends_the_run_and_is_named(quickstart_data: Path, tmp_path: Path) -> None:
-    training = Run(quickstart_data, tmp_path, "killed", *judging(quickstart_data), *SUM)
+    training = Run(quickstart_data, tmp_path, "killed", *judging(quickstart_data, tmp_path), *SUM)
     try:
         training.wait_for_steps(1)
         processes = descendants(training.process.pid)

@@ -179,6 +179,16 @@ _NAMES = {
     "a test function": ("def f(x): return 0", "def test_f():\n    assert f(3) == 10"),
     "a test case": ("def f(x): return 0", "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(f(3), 10)\nif __name__ == '__main__':\n    unittest.main()"),
     "a test case without an exit": ("def f(x): return 0", "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(f(3), 10)\nunittest.main(argv=['x'], exit=False)"),
+    "a name of the script itself": ("def __checked__(): pass", "assert gcd(4, 6) == 2"),
+    "the name of every module": ("", "if __name__ == '__main__':\n    assert gcd(4, 6) == 2"),
+    "a class named queue": ("class queue: Queue = staticmethod(lambda x: a)\na = 1.5\ndef f(x): return a", "assert f(3) == queue.Queue(3)"),
+    "a name that a function of the statement sets": ("n = 0", "def test():\n    global n\n    n = 5\n    assert factorial(n) == 120"),
+    "a test function that never runs": ("def f(x): return 0", "def test(f):\n    assert f(3) == 10"),
+    "test cases without tests": ("def f(x): return 0", "import unittest\nassert f(3) == 0\nclass Base(unittest.TestCase): pass\nclass T(Base): pass"),
+    "a test case and its base class": ("def f(x): return 0", "import unittest\nclass Base(unittest.TestCase): pass\nclass T(Base):\n    def test(self): self.assertEqual(f(3), 10)"),
+    "a main block of tests": ("def f(x): return 0", "def check():\n    assert f(3) == 10\nif __name__ == '__main__':\n    check()"),
+    "an import by another name": ("def f(x): return 0", "from solution import f as g\nassert g(3) == 10"),
+    "a local variable of the statement": ("def f(x): return 0", "def helper():\n    f = 3\n    return f\nassert f(3) == 10 and helper() == 3"),
     "a test that never runs": ("def f(x): return 0", "async def check():\n    assert f(3) == 10"),
 }  # fmt: skip
 

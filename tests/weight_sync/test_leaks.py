@@ -7,9 +7,12 @@ import socket
 import stat
 import threading
 import time
+import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megarl.weight_sync import heartbeat, outgoing
 from megarl.weight_sync import sender as sender_module
@@ -18,6 +21,7 @@ from megarl.weight_sync.session import WeightSyncError
 from megarl.weight_sync.sharded import manifest
 from megarl.weight_sync.sharded.receiver import ShardedReceiver
 from megarl.weight_sync.sharded.sender import ShardedSender
+from megarl.weight_sync.shared_memory import PrivateSlot, SharedSlot
 from megarl.weight_sync.store import StoreChannel
 from tests.support.sharded_ranks import open_cluster, open_session, trainers
 
@@ -155,3 +159,26 @@ def test_links_formed_before_a_failure_are_closed(tmp_path, monkeypatch):
     with pytest.raises(WeightSyncError, match="the second could not form"):
         outgoing.form_links(StoreChannel(session, store), session, ("trainer", 0), links)
     assert formed == closed == ["link/trainer0/0"]
+
+
+def test_a_slot_whose_file_is_gone_is_closed(tmp_path: Path) -> None:
+    slot, descriptors = SharedSlot(str(tmp_path)), len(os.listdir("/proc/self/fd"))
+    slot.reserve(100)
+    (tmp_path / slot.name).unlink()
+    slot.reserve(200)  # in a new file
+    (tmp_path / slot.name).unlink()
+    slot.close()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_private_memory_is_freed_before_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    slot, allocate = PrivateSlot(torch.device("cpu")), torch.empty
+    slot.reserve(100)
+    former, in_use = weakref.ref(slot._memory), []
+
+    def empty(size: int, **options: Any) -> torch.Tensor:
+        in_use.append(former() is not None and size > 0)
+        return allocate(size, **options)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    assert len(slot.reserve(200)) == 200 and not any(in_use)

@@ -20,11 +20,11 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from megarl.atomic_files import disk_errors, give_default_mode, sync, write_synced
+from megarl.atomic_files import disk_errors, sync, write_synced
 from megarl.commands.convert_weights.fp8_shards import (
     FP8,
     SCALE,
@@ -36,7 +36,7 @@ from megarl.commands.convert_weights.fp8_shards import (
     fingerprint,
     partial_path,
 )
-from megarl.commands.convert_weights.layout import Layout, TensorEntry, read_layout
+from megarl.commands.convert_weights.layout import Layout, read_layout
 from megarl.errors import InputError
 from megarl.hf.weights import CONVERSION, INDEX, read_index
 from megarl.observe.console import clock
@@ -57,7 +57,7 @@ class Source:
     config: dict[str, Any]
     block: tuple[int, int]
     layouts: dict[str, Layout]  # by file name
-    places: dict[str, str] = field(default_factory=dict)  # name of a scale -> its file
+    files: dict[str, str]  # name of a tensor -> its file
 
 
 def convert(folder: Path, out: Path, workers: int | None = None) -> None:
@@ -102,15 +102,13 @@ def read_source(folder: Path) -> Source:
     if not names:
         raise InputError(f"{folder} has no *.safetensors")
     try:
-        source = Source(folder, config, block, {name: read_layout(folder / name) for name in names})
+        layouts = {name: read_layout(folder / name) for name in names}
+        files = {tensor: name for name, layout in layouts.items() for tensor in layout.entries}
+        source = Source(folder, config, block, layouts, files)
         _check_index(source)
-        scales: dict[str, TensorEntry] = {}
-        for name, layout in source.layouts.items():
-            tensors = {entry.name: entry for entry in layout.entries.values() if entry.name.endswith(SCALE)}
-            scales |= tensors
-            source.places |= dict.fromkeys(tensors, name)
-        for name, layout in source.layouts.items():
-            check_source(name, layout, block, scales)
+        entries = {tensor: layouts[name].entries[tensor] for tensor, name in files.items()}
+        for name, layout in layouts.items():
+            check_source(name, layout, block, entries)
     except ValueError as error:
         raise InputError(f"{folder}: {error}") from error
     if not any(entry.dtype == FP8 for layout in source.layouts.values() for entry in layout.entries.values()):
@@ -151,7 +149,7 @@ def _check_index(source: Source) -> None:
 
 
 def _read_manifest(out: Path, folder: Path) -> dict[str, dict[str, Any]]:
-    """Read the records of an earlier call: fingerprint of the source, size and CRC of each finished file."""
+    """Read the records of an earlier call: fingerprint of the source and size of each finished file."""
     if out.is_file():
         raise InputError(f"--out {out} is a file")
     if (out / CONVERSION).is_file():
@@ -245,8 +243,7 @@ def _convert_files(
     began, written = time.monotonic(), 0
     total = sum(converted_layout(source.layouts[name])[1].size for name in todo)
     for number, result in enumerate(_results(source, out, todo, workers), start=1):
-        give_default_mode(out / result.name)
-        done[result.name] = {"source": prints[result.name], "size": result.size, "crc": result.crc}
+        done[result.name] = {"source": prints[result.name], "size": result.size}
         _write_manifest(source, out, done)
         written += result.size
         seconds = max(time.monotonic() - began, 1e-6)
@@ -312,7 +309,7 @@ def _end_with(parent: int) -> None:
 
 def _scales_of(source: Source, layout: Layout) -> dict[str, Path]:
     return {
-        entry.name: source.folder / source.places[entry.name + SCALE]
+        entry.name: source.folder / source.files[entry.name + SCALE]
         for entry in layout.entries.values()
         if entry.dtype == FP8
     }
@@ -341,9 +338,9 @@ def _write_small_files(source: Source, out: Path) -> None:
         _print(f"not copied, because megarl does not read them: {', '.join(omitted)}")
     layouts = {name: converted_layout(layout)[1] for name, layout in source.layouts.items()}
     if (source.folder / INDEX).is_file():
-        places = {tensor: name for name, layout in layouts.items() for tensor in layout.entries}
+        files = {tensor: name for name, layout in layouts.items() for tensor in layout.entries}
         total = sum(entry.size for layout in layouts.values() for entry in layout.entries.values())
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
         write_synced(out / INDEX, json.dumps(index, indent=2).encode())
     removed = ("quantization_config", "auto_map")  # auto_map names Python files, which are not copied
     config = {name: value for name, value in source.config.items() if name not in removed}

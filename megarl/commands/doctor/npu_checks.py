@@ -151,7 +151,7 @@ def environment(machine: Machine, needs: Needs) -> Iterator[Finding]:
     if platform_of(machine, needs).kind is not NPU:
         return
     setting = machine.environ.get("PYTORCH_NPU_ALLOC_CONF", "")
-    if "expandable_segments:true" in setting.lower() and needs.engines:
+    if "expandable_segments:true" in setting.lower().replace(" ", "") and needs.engines:
         remedy = "unset PYTORCH_NPU_ALLOC_CONF: megarl sets it for trainers only, and overrides it for engines"
         yield warning(f"PYTORCH_NPU_ALLOC_CONF={setting}, which vllm-ascend's sleep mode rejects", remedy)
     if machine.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":

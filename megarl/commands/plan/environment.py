@@ -54,9 +54,6 @@ def environment_of(
 
 def _of_role(settings: RoleSettings, inherited: Mapping[str, str]) -> list[Variable]:
     """Return computed variables merged with the shell's, which win unless the layout needs more."""
-    reasons = {name: (value, why) for name, value, why in settings.computed(shell={})}
-    result = []
-    for name, value, why in settings.computed(inherited):
-        result.append(Variable(settings.role, name, value, why if reasons[name][0] == value else OF_SHELL))
-    missing = [name for name in inherited if name not in reasons]
-    return result + [Variable(settings.role, name, inherited[name], OF_SHELL) for name in missing]
+    computed = {name: Variable(settings.role, name, value, why) for name, value, why in settings.computed(inherited)}
+    kept = {name: Variable(settings.role, name, value, OF_SHELL) for name, value in inherited.items()}
+    return list((kept | computed).values())

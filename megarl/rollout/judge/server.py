@@ -23,7 +23,7 @@ JUDGE_SEEDS = 0x10D6E  # differs from the policy's
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Judgement:
     """Score or failure of a sample, and the number of repeated attempts."""
 
     result: float | SampleFailure
@@ -78,38 +78,42 @@ class JudgeServer:
         """Load the engine; returns its description."""
         return await asyncio.get_running_loop().run_in_executor(self.calls, self.engine.start)
 
-    async def judge(self, number: int, prompt: Prompt, responses: DataRef) -> tuple[list[Verdict], list[str]]:
-        """Judge the `responses` of a group. Returns each sample's verdict and the shortened text of each verdict."""
+    async def judge(self, number: int, prompt: Prompt, responses: DataRef) -> tuple[list[Judgement], list[str]]:
+        """Judge the `responses` of a group. Returns each sample's judgement and its verdict's shortened text."""
         return await asyncio.get_running_loop().run_in_executor(self.calls, self._judge, number, prompt, responses)
 
     async def shutdown(self) -> None:
         await asyncio.get_running_loop().run_in_executor(self.calls, self.engine.shutdown)
         self.calls.shutdown(wait=False)
 
-    def _judge(self, number: int, prompt: Prompt, data: DataRef) -> tuple[list[Verdict], list[str]]:
+    def _judge(self, number: int, prompt: Prompt, data: DataRef) -> tuple[list[Judgement], list[str]]:
         responses: list[str] = data.get()
-        verdicts: list[Verdict | None] = [None] * len(responses)
+        judgements: dict[int, Judgement] = {}
         texts = [""] * len(responses)
-        questions: dict[int, tuple[int, ...]] = {}
+        questions: dict[int, tuple[int, ...]] = {}  # without a score so far
         for index, response in enumerate(responses):
             try:
                 questions[index] = self.codec.fitting_tokens(prompt, response)
             except ValueError as error:
-                verdicts[index] = Verdict(SampleFailure(JUDGE, prompt.uid, "error", str(error)))
+                texts[index] = str(error)
+                judgements[index] = Judgement(SampleFailure(JUDGE, prompt.uid, "error", str(error)))
         for attempt in range(self.settings.attempts):
-            waiting = [index for index in questions if verdicts[index] is None]
-            if not waiting:
+            if not questions:
                 break
-            for index, text in self._sample_verdicts(
-                number, attempt, {index: questions[index] for index in waiting}
-            ).items():
-                score = self.codec.score(text)
+            for index, verdict in self._sample_verdicts(number, attempt, questions).items():
+                text, is_cut = self.codec.tokenizer.decode(verdict.tokens.tolist()), verdict.finish_reason == "length"
                 texts[index] = cut_middle(text, _SHOWN)  # the end has the number
-                verdicts[index] = None if score is None else Verdict(score, attempt)
-        results = [verdict or self._no_number(prompt, text) for verdict, text in zip(verdicts, texts, strict=True)]
-        return results, texts
+                score = None if is_cut else self.codec.score(text)  # "Score: 1" may be the start of "Score: 10"
+                if score is None:
+                    judgements[index] = self._no_number(prompt, text, is_cut)
+                else:
+                    judgements[index] = Judgement(score, attempt)
+                    del questions[index]
+        return [judgements[index] for index in range(len(responses))], texts
 
-    def _sample_verdicts(self, number: int, attempt: int, questions: dict[int, tuple[int, ...]]) -> dict[int, str]:
+    def _sample_verdicts(
+        self, number: int, attempt: int, questions: dict[int, tuple[int, ...]]
+    ) -> dict[int, Completion]:
         """Sample a verdict for each of `questions` in a single call to the engine."""
         seed = None if self.run_seed is None else derived_seed(self.run_seed, JUDGE_SEEDS, number, attempt)
         settings = self.settings
@@ -123,15 +127,16 @@ class JudgeServer:
             )
             for index, tokens in questions.items()
         ]
-        answers: dict[int, str] = {}
+        answers: dict[int, Completion] = {}
 
         def finished(index: int, completions: Sequence[Completion]) -> None:
-            answers[index] = self.codec.tokenizer.decode(completions[0].tokens.tolist())
+            answers[index] = completions[0]
 
         self.engine.generate(requests, finished)
         return answers
 
-    def _no_number(self, prompt: Prompt, last: str) -> Verdict:
+    def _no_number(self, prompt: Prompt, last: str, is_cut: bool) -> Judgement:
         attempts = self.settings.attempts
-        cause = f"judge.pattern finds no number in its verdict, which ends with {last[-_SHOWN_IN_CAUSE:]!r}"
-        return Verdict(SampleFailure(JUDGE, prompt.uid, "error", cause, attempts), attempts - 1)
+        cut, none = f"judge.max_tokens = {self.settings.max_tokens} cuts", "judge.pattern finds no number in"
+        cause = f"{cut if is_cut else none} its verdict, which ends with {last[-_SHOWN_IN_CAUSE:]!r}"
+        return Judgement(SampleFailure(JUDGE, prompt.uid, "error", cause, attempts), attempts - 1)

@@ -18,7 +18,7 @@ from megarl.recipe.judge import JUDGE, JudgeConfig
 from megarl.recipe.schema import RewardConfig
 from megarl.rewards.weighted import with_judgement
 from megarl.rollout.engine_handle import EngineHandle, JudgeHandle, SamplingEngine
-from megarl.rollout.judge.server import Verdict
+from megarl.rollout.judge.server import Judgement
 from megarl.types import DataRef, GenerationRequest, Group, Prompt, SampleFailure, SampleTokens
 
 
@@ -78,13 +78,13 @@ class Judge:
             with self._lock:
                 engine.waiting.discard(group.number)
                 engine.since = time.monotonic()
-            verdicts, texts = call.result()
-            self._add(group, verdicts)
+            judgements, texts = call.result()
+            self._add(group, judgements)
             group.judge_seconds = time.monotonic() - began
             result.set_result((group, JudgedData(data, texts)))
 
-        verdicts = engine.handle.judge(group.number, replace(prompt, tokens=(), text="", images=()), responses)
-        _when_done(verdicts, judged, result)
+        judgements = engine.handle.judge(group.number, replace(prompt, tokens=(), text="", images=()), responses)
+        _when_done(judgements, judged, result)
         return result
 
     def _chosen(self, group: int) -> _Engine:
@@ -95,14 +95,14 @@ class Judge:
             engine.waiting.add(group)
             return engine
 
-    def _add(self, group: Group, verdicts: Sequence[Verdict]) -> None:
-        for sample, verdict in zip(group.samples, verdicts, strict=True):
-            group.scoring_retries += verdict.retries
-            if isinstance(verdict.result, SampleFailure):
-                group.failures += (verdict.result,)
+    def _add(self, group: Group, judgements: Sequence[Judgement]) -> None:
+        for sample, judgement in zip(group.samples, judgements, strict=True):
+            group.scoring_retries += judgement.retries
+            if isinstance(judgement.result, SampleFailure):
+                group.failures += (judgement.result,)
                 sample.reward = math.nan
                 continue
-            score = verdict.result
+            score = judgement.result
             sample.reward, sample.reward_parts = with_judgement(
                 sample.reward, sample.reward_parts, score, self.reward.functions.get(JUDGE), self.settings.right_from
             )

@@ -82,7 +82,7 @@ FAULTS: dict[str, Fault] = {
     "a chip that is not well": ("npu", lambda m: m.programs.update({"npu-smi": Output(0, A2)}), "npu health", "FAIL", ["chip 1 (910B4-1) is Warning", "-i 1"], RECIPE),
     "a chip that somebody holds": ("npu", lambda m: m.programs.update({"npu-smi": Output(0, A2)}), "npu health", "warning", ["1 (27 of 64 GiB)"], RECIPE),
     "a chip not passed in": ("npu", lambda m: m.remove("/dev/davinci1"), "npu health", "warning", ["2 chips, 1 have"], RECIPE),
-    "expandable segments for engines": ("npu", lambda m: m.environ.update(PYTORCH_NPU_ALLOC_CONF="expandable_segments:True"), "npu environment", "warning", ["unset PYTORCH_NPU_ALLOC_CONF"], RECIPE),
+    "expandable segments for engines": ("npu", lambda m: m.environ.update(PYTORCH_NPU_ALLOC_CONF="a:1,expandable_segments : True"), "npu environment", "warning", ["unset PYTORCH_NPU_ALLOC_CONF"], RECIPE),
     "a driver older than torch's CUDA": ("cuda", lambda m: m.torch.update(cuda="14.0"), "nvidia", "FAIL", ["13.0", "14.0", "update the driver"], RECIPE),
     "no Transformer Engine": ("cuda", lambda m: m.packages.pop("transformer-engine"), "transformer-engine", "warning", ["1.2 to 2 times as long", "estimated", "requirements-cuda-te.txt"], RECIPE),
     "Transformer Engine too new for Megatron": ("cuda", lambda m: m.packages.update({"transformer-engine": "2.20.2", "transformer-engine-torch": "2.20.2", "transformer-engine-cu13": "2.20.2"}), "transformer-engine", "warning", ["2.20.2", ">=2.9,<2.12"], RECIPE),
