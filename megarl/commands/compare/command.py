@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from megarl.atomic_files import check_target, disk_errors, write_atomically
+from megarl.atomic_files import check_target
 from megarl.commands.compare.logs import read_log
 from megarl.commands.compare.rules import CompareOptions, compare_logs
 from megarl.observe.json_lines import strict
@@ -22,9 +22,9 @@ def compare(run_a: Path, run_b: Path, options: CompareOptions, *, html: Path | N
     result = compare_logs(read_log(run_a), read_log(run_b), options)
     if html is not None:
         from megarl.commands.compare.show import render
+        from megarl.observe.report.page import write_html
 
-        with disk_errors(html):
-            write_atomically(html, render(result).encode("utf-8", "backslashreplace"))
+        write_html(html, render(result))
     if as_json:
         print(json.dumps(strict(result.as_json()), indent=2, ensure_ascii=False, allow_nan=False))
     else:

@@ -19,12 +19,13 @@ from megarl.commands.plan.search.search import load_for_search, require_device, 
 from megarl.commands.plan.search.suggest import with_suggestions
 from megarl.commands.plan.show import search_console
 from megarl.commands.plan.show.console import show
-from megarl.commands.plan.show.page import write_page
+from megarl.commands.plan.show.page import render
 from megarl.commands.plan.time.calibrate import calibrate_run
 from megarl.commands.plan.time.calibration import read_calibration
 from megarl.commands.plan.time.estimate import with_estimate
 from megarl.engines.routes import check_route
 from megarl.errors import InputError, as_input_error
+from megarl.observe.report.page import write_html
 from megarl.platform.device_table import Device
 from megarl.preflight.findings import Survey
 from megarl.preflight.load import load_recipe
@@ -63,7 +64,7 @@ def plan(path: Path, overrides: Sequence[str], options: PlanOptions, model: str 
         environment=environment,
     )
     if options.html is not None:
-        write_page(result, options.html)
+        write_html(options.html, render(result))
     if options.as_json:
         print(json.dumps(as_dict(result)))
     else:

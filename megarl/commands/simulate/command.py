@@ -18,9 +18,10 @@ from megarl.commands.simulate.cli_options import STEPS
 from megarl.commands.simulate.lengths import parse_lengths
 from megarl.commands.simulate.planned import SimulatedRecipe
 from megarl.commands.simulate.show.console import show
-from megarl.commands.simulate.show.page import write_page
+from megarl.commands.simulate.show.page import render
 from megarl.commands.simulate.study import CONTROLLER_BYTES, SimulatedRun, Study, study
 from megarl.errors import InputError, NotHereError, as_input_error
+from megarl.observe.report.page import write_html
 from megarl.platform.device_table import Device
 from megarl.preflight.load import load_recipe
 from megarl.preflight.models import POLICY, TEACHER, config_of
@@ -65,7 +66,7 @@ def simulate(path: Path, overrides: Sequence[str], options: SimulateOptions, mod
         result = study(subject, steps=options.steps, max_lag=options.max_lag)
     result.notes += [*more, *notes]
     if options.html is not None:
-        write_page(result, options.html)
+        write_html(options.html, render(result))
     if options.as_json:
         print(json.dumps(as_dict(result)))
     else:

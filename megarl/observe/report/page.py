@@ -22,8 +22,7 @@ def write_report(run_dir: Path) -> Path:
     blocks requests and foreign scripts, whatever text a response contains.
     """
     run = RunDirectory(run_dir)
-    page = render(collect(run))
-    write_atomically(run.report, page.encode("utf-8", "backslashreplace"))
+    write_html(run.report, render(collect(run)))
     return run.report
 
 
@@ -55,6 +54,11 @@ def page(template: str, **values: Any) -> str:
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     return environment.get_template(template).render(**values, written=time.strftime("%Y-%m-%d %H:%M"))
+
+
+def write_html(path: Path, html: str) -> None:
+    """Write a page atomically. Lone surrogates, which UTF-8 lacks, become escapes."""
+    write_atomically(path, html.encode("utf-8", "backslashreplace"))
 
 
 def script_json(value: Any) -> str:

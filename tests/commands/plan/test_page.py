@@ -22,10 +22,11 @@ from megarl.commands.plan.count.types import (
 from megarl.commands.plan.show import drawing
 from megarl.commands.plan.show.console import host_columns
 from megarl.commands.plan.show.estimate_table import remarks, seconds_columns
-from megarl.commands.plan.show.page import render, verdict, write_page
+from megarl.commands.plan.show.page import render, verdict
 from megarl.commands.plan.show.units import GIB, Unit
 from megarl.commands.plan.time.spread import Ratios, spreads
 from megarl.engines.routes import WeightRoute
+from megarl.observe.report.page import write_html
 from tests.support import plans
 from tests.support.html_page import MARKUP, Page, assert_self_contained
 
@@ -34,7 +35,7 @@ ALL = ("LARGE", "TOO_LARGE", "SMALL", "INTERLEAVED", "AHEAD", "BARE")
 
 def read(plan: RecipePlan, folder: Path) -> Page:
     """The page as a browser would read it."""
-    write_page(plan, folder / "plan.html")
+    write_html(folder / "plan.html", render(plan))
     return Page(folder / "plan.html")
 
 
@@ -149,7 +150,7 @@ def test_more_parts_than_colours_are_hatched(tmp_path: Path) -> None:
 
 def test_phases_that_do_not_fit_are_marked(tmp_path: Path) -> None:
     plan = replace(plans.LARGE, memory=50.7, places=plans.LARGE.places[:1])
-    write_page(plan, tmp_path / "plan.html")
+    write_html(tmp_path / "plan.html", render(plan))
     html = (tmp_path / "plan.html").read_text()
     assert re.findall(r'<td class="fault">([^<]*)<', html) == ["51.0"]  # gen; the update's 50.5 fits
     assert re.findall(r'<b class="bad"[^>]*>([^<]*)<', html) == ["51.0"]
@@ -293,7 +294,7 @@ def test_the_page_is_written_atomically(tmp_path: Path, monkeypatch: pytest.Monk
     path.write_text("the one of before")
     monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("no")))
     with pytest.raises(OSError, match="no"):
-        write_page(plans.SMALL, path)
+        write_html(path, render(plans.SMALL))
     assert path.read_text() == "the one of before" and list(tmp_path.iterdir()) == [path]
 
 

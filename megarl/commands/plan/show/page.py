@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from megarl.atomic_files import disk_errors, write_atomically
 from megarl.commands.plan.count.types import DeviceUses, EngineRank, PipelineStage, RecipePlan
 from megarl.commands.plan.show import drawing
 from megarl.commands.plan.show.console import host_columns
 from megarl.commands.plan.show.estimate_table import STEP, remarks, seconds_columns
 from megarl.commands.plan.show.estimate_table import seconds as in_seconds
-from megarl.commands.plan.show.tables import transposed
+from megarl.commands.plan.show.tables import head_and_rows, transposed
 from megarl.commands.plan.show.units import GIB, Unit, sized
 from megarl.observe.console import clock, short
 from megarl.observe.report.page import page
 from megarl.text import pluralize
-
-
-def write_page(plan: RecipePlan, path: Path) -> None:
-    """Write the page atomically."""
-    with disk_errors(path):
-        write_atomically(path, render(plan).encode("utf-8", "backslashreplace"))
 
 
 def render(plan: RecipePlan) -> str:
@@ -44,7 +36,7 @@ def render(plan: RecipePlan) -> str:
         hosts=_hosts(plan),
         weights=_weights(plan),
         time=drawing.time(plan.estimate) if plan.estimate else None,
-        seconds=_rows(seconds_columns(plan)) if plan.estimate else None,
+        seconds=head_and_rows(seconds_columns(plan)) if plan.estimate else None,
         remarks=remarks(plan) if plan.estimate else [],
         spent=drawing.spent_on(plan.estimate) if plan.estimate else [],
         stages=[_stage(stage, unit) for stage in plan.stages],
@@ -163,11 +155,6 @@ def _hosts(plan: RecipePlan) -> dict[str, Any] | None:
 
 
 # ---- seconds and weight sync
-
-
-def _rows(columns: list[list[str]]) -> dict[str, Any]:
-    head, *rows = transposed(columns)
-    return {"head": head, "rows": rows}
 
 
 def _weights(plan: RecipePlan) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Group
@@ -32,6 +33,12 @@ def width_of(columns: Columns) -> int:
 def transposed(columns: Columns) -> Columns:
     """Swap rows and columns."""
     return [list(row) for row in zip(*columns, strict=True)]
+
+
+def head_and_rows(columns: Columns) -> dict[str, Any]:
+    """Return the table for a page's template."""
+    head, *rows = transposed(columns)
+    return {"head": head, "rows": rows}
 
 
 def fitted(columns: Columns, title: str, width: int, *, left: Sequence[str] = ()) -> Group:

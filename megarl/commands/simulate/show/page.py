@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from megarl.atomic_files import disk_errors, write_atomically
-from megarl.commands.plan.show.tables import Columns, transposed
+from megarl.commands.plan.show.tables import head_and_rows
 from megarl.commands.plan.show.units import sized
 from megarl.commands.simulate.show.console import (
     LEGEND,
@@ -58,12 +56,6 @@ class LagChart(NamedTuple):
     up: list[tuple[float, str]]
 
 
-def write_page(result: Study, path: Path) -> None:
-    """Write the page atomically."""
-    with disk_errors(path):
-        write_atomically(path, render(result).encode("utf-8", "backslashreplace"))
-
-
 def render(result: Study) -> str:
     """Return the page's HTML."""
     return page(
@@ -75,8 +67,10 @@ def render(result: Study) -> str:
         height=HEIGHT,
         recommended=described(result.best),
         remarks=remarks(result),
-        schedules={"title": schedules_title(result), **_table(schedule_columns(result))},
-        splits={"title": splits_title(result), **_table(split_columns(result))} if len(result.splits) > 1 else None,
+        schedules={"title": schedules_title(result), **head_and_rows(schedule_columns(result))},
+        splits={"title": splits_title(result), **head_and_rows(split_columns(result))}
+        if len(result.splits) > 1
+        else None,
         legend=LEGEND,
     )
 
@@ -107,11 +101,6 @@ def _ticks(most: float) -> list[float]:
     size = 10.0 ** len(str(int(most)))
     step = next(size * part for part in (0.2, 0.1, 0.05, 0.02, 0.01, 0.005) if most / (size * part) >= 4)
     return [number * step for number in range(int(most / step) + 1)]
-
-
-def _table(columns: Columns) -> dict[str, Any]:
-    head, *rows = transposed(columns)
-    return {"head": head, "rows": rows}
 
 
 def _figures(result: Study) -> Sequence[dict[str, str]]:
