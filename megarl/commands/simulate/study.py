@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from megarl.commands.plan.search.layouts import overrides
 from megarl.commands.simulate.cli_options import STEPS
 from megarl.commands.simulate.lengths import DrawnLengths
 from megarl.commands.simulate.outcome import Outcome
 from megarl.commands.simulate.planned import SimulatedRecipe
 from megarl.commands.simulate.simulation import AsyncSchedule, Simulation
-from megarl.errors import InputError, plain
+from megarl.errors import InputError
 from megarl.recipe.derived.at_update import UpdateRule
 from megarl.recipe.schema import Recipe, RolloutConfig
 
@@ -134,7 +135,7 @@ def study(subject: SimulatedRecipe, *, steps: int = STEPS, max_lag: int | None =
         runs=runs,
         splits=splits,
         best=best,
-        settings=changed_settings(subject.recipe, runner.layout(best.setting)),
+        settings=overrides(subject.recipe, runner.layout(best.setting), KEYS),
         bytes_per_token=subject.bytes_per_token,
         notes=[*_refused(runner), *assumptions(subject, steps)],
     )
@@ -191,7 +192,7 @@ def recommended(runs: list[SimulatedRun], max_lag: int | None) -> SimulatedRun:
     return min(near, key=lambda run: (run.outcome.lag_mean, -run.outcome.tokens_per_second))
 
 
-_KEYS = (
+KEYS = (
     "cluster.placement",
     "cluster.trainers",
     "megatron.offload",
@@ -201,17 +202,7 @@ _KEYS = (
     "rollout.at_update",
     "rollout.window",
 )
-
-
-def changed_settings(recipe: Recipe, layout: Recipe) -> list[str]:
-    """Return the command-line settings that turn `recipe` into `layout`."""
-    result = []
-    for key in _KEYS:
-        section, name = key.split(".")
-        before, after = (getattr(getattr(part, section), name) for part in (recipe, layout))
-        if before != after:
-            result.append(f"{key}={plain(after)}".replace("'", ""))
-    return result
+"""Recipe keys that a study may change."""
 
 
 def _refused(runner: Runner) -> list[str]:

@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megarl.cli import app
+from megarl.commands.plan.search.layouts import overrides
 from megarl.commands.plan.time.estimate import estimate
 from megarl.commands.simulate.command import as_dict
 from megarl.commands.simulate.lengths import DrawnLengths, LogNormal, parse_lengths
@@ -21,7 +22,7 @@ from megarl.commands.simulate.planned import SimulatedRecipe
 from megarl.commands.simulate.show.console import HEAD, schedule_columns, show
 from megarl.commands.simulate.show.page import draw, render
 from megarl.commands.simulate.simulation import AsyncSchedule, Simulation
-from megarl.commands.simulate.study import SimulatedRun, Study, changed_settings, recommended, study
+from megarl.commands.simulate.study import KEYS, SimulatedRun, Study, recommended, study
 from megarl.errors import InputError
 from megarl.platform.device_table import device_named
 from megarl.preflight.load import load_recipe
@@ -160,7 +161,7 @@ def test_the_largest_lag_is_respected(result: Study) -> None:
 def test_settings_turn_the_recipe_into_the_recommended_layout(result: Study) -> None:
     case, setting = subject(), result.best.setting
     layout = case.split(setting.trainers, setting.rule, setting.max_staleness, setting.window)
-    assert result.settings == changed_settings(case.recipe, layout)
+    assert result.settings == overrides(case.recipe, layout, KEYS)
     assert f"rollout.max_staleness={setting.max_staleness}" in result.settings
     assert "cluster.placement=disaggregated" in result.settings
 

@@ -5,7 +5,7 @@ No rule is repeated here: each layout passes the checks of a run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any, Literal
@@ -110,11 +110,11 @@ def apply_choice(recipe: Recipe, choice: Choice) -> Recipe:
     )
 
 
-def overrides(recipe: Recipe, changed: Recipe) -> list[str]:
-    """Return the command-line settings that turn `recipe` into `changed`."""
+def overrides(recipe: Recipe, changed: Recipe, keys: Sequence[str] = VARIED) -> list[str]:
+    """Return the command-line settings of `keys` that turn `recipe` into `changed`."""
     return [
         f"{key}={plain(_value(changed, key))}".replace("'", "")
-        for key in VARIED
+        for key in keys
         if _value(changed, key) != _value(recipe, key)
     ]
 
