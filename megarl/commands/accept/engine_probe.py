@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from megarl import engines
@@ -19,6 +18,7 @@ from megarl.commands.accept.ranks import LocalRanks, rank_environment
 from megarl.commands.accept.tiny_families import batch
 from megarl.engines.base import EngineSpec, GroupRank
 from megarl.recipe.schema import Recipe
+from megarl.sandbox.usage import cpu_and_memory
 from megarl.trainer.actor import ActorWorker
 from megarl.types import Completion, GenerationRequest, Prompt, Sampling
 from megarl.weight_sync.session import Session, UpdateReport
@@ -75,16 +75,7 @@ class EngineProbe:
 
     async def resident(self) -> float:
         """Return the resident host memory of this process and its descendants in GiB."""
-        from megarl.commands.accept.runner import descendants
-
-        page = os.sysconf("SC_PAGE_SIZE")
-        total = 0
-        for pid in descendants(os.getpid()):
-            try:
-                total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * page
-            except (OSError, IndexError):
-                continue
-        return total / 2**30
+        return cpu_and_memory(os.getpid())[1] / 2**30
 
     async def shutdown(self) -> None:
         await asyncio.to_thread(self.engine.shutdown)

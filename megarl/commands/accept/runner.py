@@ -22,6 +22,7 @@ from megarl.commands.accept.context import CHECKS, DOING
 from megarl.commands.accept.result import RecordedCheck, StageResult, from_json, stage_verdict, to_json
 from megarl.commands.doctor.machine import import_path
 from megarl.errors import InputError
+from megarl.sandbox.usage import tree
 
 RESULTS, LOG = "results.json", "log.txt"
 STACK_SECONDS = 30.0  # time limit for processes to write their stacks and end
@@ -156,7 +157,7 @@ def dump_stacks(root: int) -> None:
     One process runs at a time while the others are stopped. Otherwise processes would mix lines in a shared log, and a
     parent would react to the end of its child.
     """
-    processes = [pid for pid in descendants(root) if _is_python(pid)]
+    processes = [pid for pid in reversed(list(tree(root))) if _is_python(pid)]  # children before their parents
     for pid in processes:
         _signal(pid, signal.SIGSTOP)
     deadline = time.monotonic() + STACK_SECONDS
@@ -170,23 +171,6 @@ def dump_stacks(root: int) -> None:
 def _signal(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, or belongs to another user
         os.kill(pid, number)
-
-
-def descendants(root: int) -> list[int]:
-    """Return `root` and all its descendants, children before their parents."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(stat.read_text().rsplit(")", 1)[1].split()[1])
-        except (OSError, IndexError):
-            continue
-        children.setdefault(parent, []).append(int(stat.parent.name))
-    order, pending = [], [root]
-    while pending:
-        pid = pending.pop()
-        order.append(pid)
-        pending += children.get(pid, [])
-    return order[::-1]
 
 
 def _is_python(pid: int) -> bool:
