@@ -8,7 +8,6 @@ resumes an interrupted conversion.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import json
 import multiprocessing
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megarl.atomic_files import disk_errors, sync, write_synced
+from megarl.cluster.process import die_with_parent, ignore_interrupt
 from megarl.commands.convert_weights.fp8_shards import (
     FP8,
     SCALE,
@@ -46,7 +46,6 @@ MOST_WORKERS = 4  # by default
 _STOP_SECONDS = 5.0  # time limit for processes to end
 _SLACK = 64 << 20  # bytes reserved for small files
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".safetensors", INDEX)
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass
@@ -301,9 +300,9 @@ def _end_with(parent: int) -> None:
     import torch
 
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:
+    ignore_interrupt()
+    die_with_parent(signal.SIGTERM)
+    if os.getppid() != parent:  # it ended before this process asked for the signal
         os._exit(1)
 
 
