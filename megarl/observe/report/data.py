@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from statistics import median_high
 from typing import Any
 
 import yaml
@@ -183,16 +184,16 @@ def _figures(lines: list[dict[str, float]]) -> list[dict[str, str]]:
     reward = "rollout/rewards/mean" if "rollout/rewards/mean" in names else "critic/rewards/mean"
     for label, name, describe in (
         ("Reward", reward, _progress),
-        ("Tokens/s/device", "perf/throughput", lambda values: (short(_median(values)), "median step")),
+        ("Tokens/s/device", "perf/throughput", lambda values: (short(median_high(values)), "median step")),
         (
             "Step time",
             "timing_s/step",
-            lambda values: (f"{_median(values):.1f} s", f"median; longest {clock(max(values))}"),
+            lambda values: (f"{median_high(values):.1f} s", f"median; longest {clock(max(values))}"),
         ),
         (
             "Train/rollout gap",
             "rollout/logprob_gap_mean",
-            lambda values: (f"{_median(values):.1e}", f"worst step {max(values):.1e}"),
+            lambda values: (f"{median_high(values):.1e}", f"worst step {max(values):.1e}"),
         ),
     ):
         if name in names:
@@ -216,10 +217,6 @@ def _progress(reward: list[float]) -> tuple[str, str]:
     first, last = (sum(part) / len(part) for part in (reward[:width], reward[-width:]))
     ends = f"means of {width} steps" if width > 1 else f"{len(reward)} steps"
     return f"{last:.3f}", f"from {first:.3f} ({ends})" if len(reward) > 1 else "one step"
-
-
-def _median(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2]
 
 
 def phase_times(lines: list[dict[str, float]], nested: set[str]) -> dict[str, Any]:
