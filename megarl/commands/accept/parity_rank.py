@@ -70,7 +70,7 @@ class ParityRank(Rank):
 
     def _run(self, trainer: Any, case: Case) -> dict[str, Any]:
         batches, numbers = micro_batches(trainer, case)
-        with Sketches(trainer, batches, numbers) as sketches:
+        with Sketches(trainer, numbers) as sketches:
             before = trainer.log_probs(batches, temperature=1.0)
         answer: dict[str, Any] = {"sketches": sketches.sums(self.platform.device())}
         reported = trainer.coordinates.reports
@@ -210,18 +210,14 @@ def gradient_norms(trainer: Any) -> dict[str, float]:
 class Sketches:
     """Hooks that project each decoder layer's output and sum the projections over the tokens of the batch."""
 
-    def __init__(self, trainer: Any, batches: list[Any], numbers: list[list[int]]) -> None:
+    def __init__(self, trainer: Any, numbers: list[list[int]]) -> None:
         from megarl.megatron.heads.output_heads import language_model
 
         self.trainer = trainer
         self.hooks: list[Any] = []
         starts = np.concatenate([[0], np.cumsum(LENGTHS)])
-        # Of each micro batch, by its tokens' memory: the number of each of its tokens in the whole batch.
-        self.rows = {
-            batch.tokens.data_ptr(): np.concatenate([np.arange(starts[i], starts[i + 1]) for i in group])
-            for batch, group in zip(batches, numbers, strict=True)
-        }
-        self.order = [self.rows[batch.tokens.data_ptr()] for batch in batches]
+        # Of each micro batch: the number of each of its tokens in the whole batch.
+        self.order = [np.concatenate([np.arange(starts[i], starts[i + 1]) for i in group]) for group in numbers]
         self.layers = [layer for chunk in trainer.model.chunks for layer in language_model(chunk).decoder.layers]
         self.seen: dict[int, int] = {}
         self.values: dict[int, np.ndarray] = {}
