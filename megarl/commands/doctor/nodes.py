@@ -14,11 +14,10 @@ from megarl.commands.doctor.check import run_check
 from megarl.commands.doctor.finding import Finding, Needs, fail, ok, warning
 from megarl.commands.doctor.machine import Machine
 from megarl.commands.doctor.platform_detection import platform_of, torch_sees
-from megarl.commands.doctor.versions import SETS
+from megarl.commands.doctor.versions import installed_versions
 
 SECONDS = 240.0  # time limit for all checks of a node
 _MAX_CLOCK_OFFSET = 1.0  # seconds
-_COMPARED = sorted({name for versions in SETS for name in versions.packages})
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,7 @@ class NodeReport:
 def report_of(machine: Machine, needs: Needs, findings: list[Finding]) -> NodeReport:
     """Build the report of a machine from its findings, its devices and its package versions."""
     device = platform_of(machine, needs).kind.name
-    versions = {name: version for name in _COMPARED if (version := machine.version(name)) is not None}
-    versions["Python"] = ".".join(map(str, machine.python[:2]))
+    versions = installed_versions(machine) | {"Python": ".".join(map(str, machine.python[:2]))}
     return NodeReport(machine.host, None, findings, device, len(torch_sees(machine).names), versions)
 
 

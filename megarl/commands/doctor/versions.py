@@ -35,6 +35,12 @@ MINIMUM_VERSIONS = (
 )
 
 
+def installed_versions(machine: Machine) -> dict[str, str]:
+    """Return the installed versions of the packages in the version sets."""
+    names = sorted({name for versions in SETS for name in versions.packages})
+    return {name: version for name in names if (version := machine.version(name)) is not None}
+
+
 def nearest_set(machine: Machine, sets: Iterable[VersionSet]) -> VersionSet:
     """Return the set that the most installed packages belong to. With equal counts the first set wins."""
 

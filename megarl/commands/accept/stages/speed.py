@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
-import platform as machine
+import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -23,9 +22,10 @@ from megarl.commands.accept.engine_probe import (
 from megarl.commands.accept.ranks import LocalRanks, local_ranks
 from megarl.commands.accept.speed_rank import REPEATS
 from megarl.commands.accept.tiny_families import LENGTHS, write_family
+from megarl.commands.doctor.machine import Machine
+from megarl.commands.doctor.versions import installed_versions
 from megarl.commands.plan.time.calibration import Calibration, CalibrationEntry
 from megarl.platform.device_table import Device, device_of, devices
-from megarl.platform.kinds import KINDS
 
 RANK = "megarl.commands.accept.speed_rank:SpeedRank"
 FILE = "calibration.yaml"
@@ -48,9 +48,9 @@ def run(context: StageContext) -> None:
             "calibration.yaml", f"{name} is not in the table of devices: docs/planner.md says how to add it"
         )
         return
-    source = f"acceptance on {machine.node()}, {datetime.date.today()}"
+    source = f"acceptance on {platform.node()}, {datetime.date.today()}"
     path = context.folder / FILE
-    Calibration(device.name, source, rates, {}, versions()).write(path)
+    Calibration(device.name, source, rates, {}, installed_versions(Machine())).write(path)
     context.figure("calibration", f"megarl plan RECIPE --device {device.name} --calibration {path}")
 
 
@@ -122,14 +122,3 @@ def _decoding(context: StageContext) -> None:
         context.figure(f"prefill, {prompts} prompts", value, unit="tokens/s")
     finally:
         engine.stop()
-
-
-def versions() -> dict[str, str]:
-    """Return the installed versions of the packages in the version sets."""
-    installed = {}
-    for name in sorted({name for kind in KINDS for version_set in kind.sets for name in version_set.packages}):
-        try:
-            installed[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return installed
