@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megarl.commands.doctor.catalogue import CHECKS, RECIPE_AND_NODE_CHECKS
+from megarl.commands.doctor.catalogue import CHECKS
 from megarl.commands.doctor.versions import MINIMUM_VERSIONS, SETS
 from megarl.platform.version_sets import VersionSet
 
@@ -47,6 +47,18 @@ belong to. Different versions are a warning: they may work, but are untested. me
 sets follow the version tables of the packages and were not tested here. They are defined in `megarl/platform/*_kind.py`.
 """
 _TABLE_HEAD = "| check | condition |\n|---|---|"
+# Checks that recipe.py and nodes.py add for a recipe or a cluster: name -> description.
+RECIPE_AND_NODE_CHECKS = {
+    "recipe: settings": "the engine, its arguments and the recipe's Python functions exist",
+    "recipe: model": "config.json, weights, tokenizer and layout pass the checks of `train`, for critic and teacher too",
+    "recipe: data": "every row can be read and tokenized (the result stays in the cache for the run)",
+    "recipe: rewards": "the scorers can be prepared and the judge can be reached",
+    "recipe: devices": "trainers, critic and engines fit on the visible devices",
+    "recipe: weights": "the installed vLLM supports the recipe's weight sync; the finding names the route and the reason",
+    "recipe: environment": "the shell has no other values of variables that the recipe sets or needs",
+    "recipe: run": "the run directory is free, or `train.resume` allows the run in it to continue",
+    "node": "each node of the Ray cluster answers; its clock and versions agree with the other nodes",
+}
 
 
 def document() -> str:

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import typer
 
+from docs.generate.doctor import RECIPE_AND_NODE_CHECKS
 from megarl.cli import app
-from megarl.commands.doctor.catalogue import CHECKS, RECIPE_AND_NODE_CHECKS
+from megarl.commands.doctor.catalogue import CHECKS
 from megarl.platform.environment import NEEDED
 from megarl.platform.npu import NPUPlatform
 from megarl.preflight.load import load_recipe
