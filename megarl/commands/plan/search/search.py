@@ -322,23 +322,21 @@ class _Search:
 
     def _settle(self, family: _Family, verdict: _Verdict) -> None:
         choice = family.choices[0]
+        if isinstance(verdict, int) and verdict <= self._subject.limit:
+            self._fits(choice, verdict)
+            self._result.slower += len(family.rest.choices)
+            return
         if isinstance(verdict, _Unlikely):
             self._pushed += 1
             self._unlikely.append((verdict.excess, self._pushed, choice))
-            self._push(family.rest)
         elif isinstance(verdict, str):
             self._result.refused[verdict] += 1
-            self._push(family.rest)
         elif isinstance(verdict, HostTooSmallError):
             self._result.hosts_too_small += 1
             self._result.host_refusal = self._result.host_refusal or str(verdict)
-            self._push(family.rest)
-        elif verdict > self._subject.limit:
-            self._result.counted_too_large += 1
-            self._push(family.rest)
         else:
-            self._fits(choice, verdict)
-            self._result.slower += len(family.rest.choices)
+            self._result.counted_too_large += 1
+        self._push(family.rest)
 
     def _fits(self, choice: Choice, peak: int) -> None:
         choice = replace(choice, engines=self._checker.engines)
