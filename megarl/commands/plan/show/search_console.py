@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -13,6 +12,7 @@ from megarl.commands.plan.count.types import Estimate
 from megarl.commands.plan.search.fits import Subject
 from megarl.commands.plan.search.layouts import Choice, TrainerLayout, apply_choice, overrides
 from megarl.commands.plan.search.search import FittingLayout, SearchResult
+from megarl.commands.plan.show.tables import table, transposed
 from megarl.commands.plan.show.units import GIB, Unit, sized
 from megarl.commands.plan.time.estimate import estimate
 from megarl.megatron.layout import check_layout
@@ -119,13 +119,11 @@ def name_of(layout: TrainerLayout) -> str:
 def _table(subject: Subject, result: SearchResult, current: Estimate | None) -> Table:
     title = f"Layouts that fit into {sized(subject.limit)}, by estimated seconds of a step"
     unit = Unit.of(max((fitting.peak for fitting in result.best), default=0))
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ("layout", "micro batch", "recompute", unit.name, "s", "bubble", "why"):
-        side = "left" if name in ("layout", "recompute", "why") else "right"
-        table.add_column(name, justify=side, no_wrap=name != "why")  # type: ignore[arg-type]
-    for fitting in result.best:
-        table.add_row(*_row(subject, fitting, current, unit))
-    return table
+    head = ["layout", "micro batch", "recompute", unit.name, "s", "bubble", "why"]
+    rows = [_row(subject, fitting, current, unit) for fitting in result.best]
+    layouts = table(transposed([head, *rows]), title, left=("recompute", "why"))
+    layouts.columns[-1].no_wrap = False
+    return layouts
 
 
 def _row(subject: Subject, fitting: FittingLayout, current: Estimate | None, unit: Unit) -> list[str]:
