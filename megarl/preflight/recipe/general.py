@@ -84,6 +84,7 @@ def combination_errors(recipe: Recipe) -> Iterator[ValueError]:
     yield from overlong_errors(recipe)
     yield from evaluation_errors(recipe)
     yield from staleness_errors(recipe)
+    yield from at_update_errors(recipe)
     yield from engine_group_errors(recipe.rollout)
     yield from offload_errors(recipe)
     yield from extra_errors(recipe)
@@ -307,6 +308,9 @@ def staleness_errors(recipe: Recipe) -> Errors:
             "leave it out, or set rollout.at_update=refresh",
             value=recipe.rollout.window,
         )
+
+
+def at_update_errors(recipe: Recipe) -> Errors:
     rule = recipe.rollout.at_update
     if recipe.rollout.refresh_after is not None and rule != "keep":
         yield RecipeError(
