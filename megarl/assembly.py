@@ -310,6 +310,7 @@ def connect_engines(recipe: Recipe, started: Started, notice: Callable[[str], No
         lambda version: publish(actor, engines, session, version),
         engines_sleep=all(description["can_sleep"] for description in started.descriptions),
         engines_asleep=started.engines_asleep,
+        requests_wait=update_rule(recipe) == "refresh",
         start_timeout=recipe.rollout.start_timeout,
     )
 

@@ -23,6 +23,7 @@ class BackedEngine(EngineLoop):
     def __init__(self, backend: Backend, spec: EngineSpec) -> None:
         super().__init__(backend, spec.name, spec.tape)
         self._spec = spec
+        self._updated = False  # it has weights of the trainers
 
     def generate(self, requests: Sequence[GenerationRequest], on_finished: OnFinished) -> None:
         """Sample all `requests`; returns when the last is finished.
@@ -36,9 +37,10 @@ class BackedEngine(EngineLoop):
         """
         for request in requests:
             self._backend.check(request)
-        if self._backend.asleep:
+        waits_for_waking = self._spec.at_update == "refresh" and self._updated
+        if self._backend.asleep and not waits_for_waking:
             raise EngineRefused(f"engine {self._spec.name!r} sleeps ({', '.join(self._backend.asleep)}); wake it first")
-        if self._backend.unloaded is not None:
+        if self._backend.unloaded is not None and not waits_for_waking:
             raise EngineRefused(f"engine {self._spec.name!r} {self._backend.unloaded}; update its weights first")
         super().generate(requests, on_finished)
 
@@ -57,14 +59,22 @@ class BackedEngine(EngineLoop):
 
         def update() -> UpdateReport:
             report = self._backend.update_weights(version, self.running)
+            self._updated = True
             self._spans.update(version, {key: self._backend.lengths(key) for key in self._running})
             return report
 
         return self.call(update, collective=True, event=update_event(version))
 
     def sleep(self) -> None:
-        """Release device memory. EngineRefused if info["can_sleep"] is False or requests are running."""
-        self.call(lambda: self._backend.sleep(self.running), collective=True)
+        """Release device memory. EngineRefused if info["can_sleep"] is False, or if requests run and
+        `EngineSpec.at_update` is not refresh. With refresh they wait, and continue after `wake` with a recomputed KV cache.
+        """
+
+        def sleep() -> None:
+            self._backend.sleep(self.running)
+            self._paused = self._spec.at_update == "refresh"
+
+        self.call(sleep, collective=True, event="pause")
 
     def wake(self, tags: Sequence[str] | None = None) -> None:
         """Allocate memory again: all of it, or only the memory of the `tags` "weights" and "kv_cache".
@@ -72,7 +82,12 @@ class BackedEngine(EngineLoop):
         `generate` raises EngineRefused until all memory is back and, if sleep dropped the weights, until an update. An
         update needs only "weights". EngineRefused for a tag that is unknown or not asleep.
         """
-        self.call(lambda: self._backend.wake(tags), collective=True)
+
+        def wake() -> None:
+            self._backend.wake(tags)
+            self._paused = self._paused and bool(self._backend.asleep)
+
+        self.call(wake, collective=True, event="resume" if tags is None or "kv_cache" in tags else None)
 
     def start_profile(self, name: str) -> None:
         """Trace the engine's steps until `stop_profile`, as in `EngineSpec.traces`. `name` becomes part of the file names if

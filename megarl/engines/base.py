@@ -58,6 +58,7 @@ class EngineSpec:
     engine_args: dict[str, Any] = field(default_factory=dict)
     load_weights: bool = True  # False: dummy weights until the first weight update
     at_update: UpdateRule = "drain"  # whether requests run during updates, and their KV caches are recomputed or kept
+    refresh_after: int | None = None  # with keep: recompute caches that are this many versions old; None: never
     sleep_mode: bool = False  # prepare for sleep(); info["can_sleep"] is False if the platform has no sleep mode
     # Sampling settings of training: log-probs are exact for requests that sample at this temperature.
     temperature: float = 1.0

@@ -166,10 +166,10 @@ class EngineLoop:
 
     def pause(self) -> None:
         """Return once no step is running; no step starts until `resume`, in the whole group. Requests are still admitted."""
-        self.call(lambda: self._set_paused(True))
+        self.call(lambda: self._set_paused(True), event="pause")
 
     def resume(self) -> None:
-        self.call(lambda: self._set_paused(False))
+        self.call(lambda: self._set_paused(False), event="resume")
 
     def abort(self) -> None:
         """End every running request; their `generate` calls raise GenerationAborted."""

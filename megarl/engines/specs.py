@@ -31,6 +31,7 @@ def policy_spec(recipe: Recipe, name: str, *, load_weights: bool) -> EngineSpec:
         engine_args=rollout.engine_args,
         load_weights=load_weights,
         at_update="drain" if load_weights else update_rule(recipe),
+        refresh_after=None if load_weights else rollout.refresh_after,
         sleep_mode=recipe.cluster.placement == "colocated" and not load_weights,
         temperature=rollout.temperature,
         top_p=rollout.top_p,

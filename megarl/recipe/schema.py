@@ -126,12 +126,17 @@ class RolloutConfig:
     )
     max_staleness: float = key(
         0.0,
-        "Weight versions that engines may sample ahead of the policy. 0: synchronous. 1: one-step-off; engines sample the next batch while the actor trains. A fraction lets that share of a further batch start. With `at_update` refresh and keep, `window` adds to the largest lag of a sample.",
+        "Weight versions that engines may sample ahead of the policy. 0: synchronous. 1: one-step-off; engines sample the next batch while the actor trains. A fraction lets that share of a further batch start. Colocated engines stop while trainers compute; their running requests continue afterwards. With `at_update` refresh and keep, `window` adds to the largest lag of a sample.",
         at_least=0,
     )
     at_update: Literal["auto", "drain", "refresh", "keep"] = key(
         "auto",
         "How an update of the weights treats running requests. drain: they finish first. refresh: they continue with the new weights, and their KV cache is recomputed. keep: they continue with the new weights and the KV cache of the old ones. Each token has the log-prob of the weights that sampled it. auto: refresh with `max_staleness` above 0; drain otherwise, with `train.deterministic` or `admission: wave`, and where requests cannot continue (SGLang, `megatron.routing_replay: rollout`, pipeline parallel engines).",
+    )
+    refresh_after: Optional[int] = key(
+        None,
+        "With `at_update: keep`: at an update that would leave a running request with a KV cache of this many versions before, recompute the caches of the engine's running requests. Unset: never.",
+        at_least=1,
     )
     window: float = key(
         0.3,

@@ -103,6 +103,13 @@ class EngineHandle(ServiceHandle):
         """Allocate device memory again. `tag`: "weights" or "kv_cache"."""
         return self._call(RolloutServer.wake, [tag])
 
+    def pause(self) -> Future[None]:
+        """Stop sampling; running requests wait for `resume`."""
+        return self._call(RolloutServer.pause)
+
+    def resume(self) -> Future[None]:
+        return self._call(RolloutServer.resume)
+
     def start_profile(self, name: str) -> Future[None]:
         return self._call(RolloutServer.start_profile, name)
 

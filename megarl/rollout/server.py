@@ -228,6 +228,12 @@ class RolloutServer:
     async def wake(self, tags: list[str]) -> None:
         await asyncio.to_thread(self.engine.wake, tags)
 
+    async def pause(self) -> None:
+        await asyncio.to_thread(self.engine.pause)
+
+    async def resume(self) -> None:
+        await asyncio.to_thread(self.engine.resume)
+
     async def start_profile(self, name: str) -> None:
         await asyncio.to_thread(self.engine.start_profile, name)
 

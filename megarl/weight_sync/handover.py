@@ -47,6 +47,10 @@ class SleepingEngine(ReceivingEngine, Protocol):
 
     def wake(self, tag: str) -> Future[None]: ...
 
+    def pause(self) -> Future[None]: ...
+
+    def resume(self) -> Future[None]: ...
+
 
 class Disaggregated(Handover):
     """Actor, critic and engines have separate devices."""
@@ -93,12 +97,16 @@ class Colocated(Handover):
         *,
         engines_sleep: bool,
         engines_asleep: bool,
+        requests_wait: bool = False,
         start_timeout: float,
     ):
         """update: sends the actor's weights to the engines as a version. engines_sleep: engines can free their memory.
-        engines_asleep: they have done so. start_timeout: limit for falling asleep and waking, in seconds."""
+        engines_asleep: they have done so. requests_wait: requests may run when engines stop (`rollout.max_staleness` above
+        0); they continue after the update. start_timeout: limit for falling asleep and waking, in seconds."""
         self.actor, self.critic, self.engines, self.update = actor, critic, list(engines), update
         self.engines_sleep, self.engines_asleep, self.start_timeout = engines_sleep, engines_asleep, start_timeout
+        self.pauses = requests_wait and not engines_sleep  # an engine that sleeps stops its requests, too
+        self.engines_paused = False
 
     def give_to_critic(self) -> None:
         assert self.critic is not None, "the run has no critic"
@@ -124,12 +132,18 @@ class Colocated(Handover):
         self.actor.offload(update)
         self._wake_engines("kv_cache")
         self.engines_asleep = False
+        if self.engines_paused:
+            self._wait([engine.resume() for engine in self.engines], doing="resume")
+            self.engines_paused = False
         return metrics
 
     def _sleep_engines(self) -> None:
         if self.engines_sleep and not self.engines_asleep:
             self._wait([engine.sleep() for engine in self.engines], doing="go to sleep")
             self.engines_asleep = True
+        if self.pauses and not self.engines_paused:
+            self._wait([engine.pause() for engine in self.engines], doing="pause")
+            self.engines_paused = True
 
     def _wake_engines(self, tag: str) -> None:
         if self.engines_asleep:

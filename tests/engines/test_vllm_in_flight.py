@@ -140,3 +140,17 @@ def test_kept_requests_continue_and_no_old_prefix_is_reused(process: EngineProce
     finally:
         engine.sender.close()
         process.shutdown()
+
+
+def test_a_kept_cache_is_recomputed_when_it_is_too_old(process: EngineProcess, tmp_path: Path) -> None:
+    """The first update leaves caches that are one version old, the second would leave them two versions old."""
+    engine = InFlight(process, tmp_path, at_update="keep", refresh_after=2)
+    try:
+        requests, samples = engine.run()
+        for request in requests:
+            for sample in samples[request.group]:
+                (_, start, _), (_, kept, _), (_, refreshed, _) = engine.spans(request, sample)
+                assert start.max() < EXACT and refreshed.max() < EXACT and kept.max() > EXACT
+    finally:
+        engine.sender.close()
+        process.shutdown()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,6 +18,29 @@ from megarl.engines.vllm.route_support import support_of
 from megarl.types import GenerationRequest, Prompt, Sampling
 from megarl.weight_sync.session import Session
 
+STEPS = 3  # of a request
+
+
+class FakeProcessor:
+    """The tokens of running requests: one a step. A request has one sample, of the same name."""
+
+    def __init__(self, running: dict[str, int]) -> None:
+        self.running = running
+        self.external_req_ids = self.request_states = self
+
+    def __getitem__(self, key: str) -> Any:
+        left = self.running[key]
+        state = SimpleNamespace(request_index=0, detokenizer=SimpleNamespace(num_output_tokens=lambda: STEPS - left))
+        return _SampleNames(key, state)
+
+
+class _SampleNames(list[str]):
+    """The names of a request's samples, and the state of the only one."""
+
+    def __init__(self, key: str, state: Any) -> None:
+        super().__init__([key])
+        self.request_index, self.detokenizer = state.request_index, state.detokenizer
+
 
 class FakeVllm:
     """Record the calls of vLLM's engine."""
@@ -24,20 +49,42 @@ class FakeVllm:
         self.calls: list[Any] = []
         self.model_config = SimpleNamespace(get_vocab_size=lambda: 100, hf_text_config=None, hf_config=None)
         self.engine_core = SimpleNamespace(shutdown=lambda: None)
+        self.resets: list[dict[str, Any]] = []
+        self.running: dict[str, int] = {}
+        self.steps = 0
+        self.output_processor = FakeProcessor(self.running)
 
     def collective_rpc(self, method: str, args: tuple = ()) -> list[Any]:
         self.calls.append(method)
         report = {"version": 1, "streams": {"0 to e0/0": "f"}, "bytes": 4, "buckets": 1, "checked": 0, "seconds": {}}
         return [[0, "host"] if method == "megarl_endpoint" else [report, [], []]]
 
-    def sleep(self, level: int) -> None:
-        self.calls.append(("sleep", level))
+    def sleep(self, level: int, mode: str = "abort") -> None:
+        self.calls.append(("sleep", level) if mode == "abort" else ("sleep", level, mode))
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         self.calls.append(("wake_up", tags))
 
-    def reset_prefix_cache(self, **_: Any) -> bool:
+    def reset_prefix_cache(self, **options: Any) -> bool:
+        self.resets.append(options)
         return True
+
+    def add_request(self, key: str, *_: Any, **__: Any) -> None:
+        self.running[key] = STEPS
+
+    def step(self) -> list[Any]:
+        self.steps += 1
+        time.sleep(0.001)
+        for key in self.running:
+            self.running[key] -= 1
+        done = [key for key, left in self.running.items() if left == 0]
+        for key in done:
+            del self.running[key]
+        sample = SimpleNamespace(index=0, token_ids=[1], logprobs=None, finish_reason="stop", routed_experts=None)
+        return [
+            SimpleNamespace(finished=True, request_id=key, outputs=[sample], prompt_logprobs=None, prompt_token_ids=[1])
+            for key in done
+        ]
 
 
 REQUEST = GenerationRequest(0, Prompt("p", (1,), "", "x"), Sampling(1, 1), seed=0)
@@ -50,6 +97,7 @@ def capabilities(**changes: Any) -> Capabilities:
         "no_updates": None,
         "no_sharded": None,
         "preempting_reset": True,
+        "keeps_requests_asleep": True,
         "flat_logprobs": True,
         "adapters": True,
         "routed_experts": False,
@@ -202,3 +250,72 @@ def test_groups_and_embeddings_of_an_earlier_engine_are_cleared(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm.model_executor.layers.rotary_embedding", embeddings)
     forget_earlier_engine()
     assert done == ["model parallel", "distributed"] and embeddings._ROPE_DICT == {}
+
+
+def wait_for(condition: Any) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def with_sampling_params(monkeypatch: pytest.MonkeyPatch, vllm: FakeVllm) -> None:
+    kinds = SimpleNamespace(FINAL_ONLY="final")
+    for name, content in (
+        ("vllm", {"SamplingParams": SimpleNamespace}),
+        ("vllm.sampling_params", {"RequestOutputKind": kinds}),
+    ):
+        module = ModuleType(name)
+        module.__dict__.update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_requests_wait_while_an_engine_sleeps_and_continue_with_new_weights(
+    monkeypatch: pytest.MonkeyPatch, vllm: FakeVllm, with_sampling_params: None
+) -> None:
+    """Colocated engines with `rollout.max_staleness`: running requests are preempted, new ones are queued."""
+    monkeypatch.setattr("megarl.engines.vllm.compat.capabilities", lambda: capabilities())
+    spec = EngineSpec("e0", "model", "float32", 64, sleep_mode=True, at_update="refresh")
+    sleeper = VllmEngine(spec)
+    assert sleeper.start()["can_update_in_flight"]
+    sleeper.sleep()
+    with pytest.raises(EngineRefused, match="sleeps"):  # before the first weights of the trainers
+        sleeper.generate([REQUEST], print)
+    sleeper.wake()
+    sleeper.update_weights(0)
+    finished: list[Any] = []
+    first = threading.Thread(target=sleeper.generate, args=([REQUEST], lambda *result: finished.append(result)))
+    gate = vllm.step
+
+    def slow() -> list[Any]:
+        time.sleep(0.2)
+        return gate()
+
+    monkeypatch.setattr(vllm, "step", slow)
+    first.start()
+    wait_for(lambda: vllm.running.get("0-0") == STEPS - 1)
+    vllm.resets.clear()
+    sleeper.sleep()
+    assert vllm.calls[-1] == ("sleep", 2, "keep") and vllm.resets == [{"reset_running_requests": True}]
+    steps = vllm.steps
+    second = threading.Thread(target=sleeper.generate, args=([REQUEST], lambda *result: finished.append(result)))
+    second.start()
+    wait_for(lambda: len(vllm.running) == 2)
+    time.sleep(0.05)
+    assert vllm.steps == steps and not finished, "an engine that sleeps makes no step"
+    sleeper.wake(("weights",))
+    sleeper.update_weights(1)
+    assert vllm.steps == steps
+    sleeper.wake(("kv_cache",))
+    first.join(10)
+    second.join(10)
+    versions = sorted([span.version for span in completions[0].spans] for _, completions in finished)
+    assert versions == [[0, 1], [1]]
+    sleeper.shutdown()
+
+
+def test_a_vllm_that_ends_requests_asleep_cannot_update_them(monkeypatch: pytest.MonkeyPatch, vllm: FakeVllm) -> None:
+    old = engine(monkeypatch, keeps_requests_asleep=False)
+    assert not old.start()["can_update_in_flight"]
+    old.shutdown()

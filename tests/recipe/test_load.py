@@ -69,7 +69,7 @@ def test_two_recipes_share_no_mutable_default() -> None:
         ("train.steps", "train.steps", "key=value"),
         ("algorithm.loss=ppo_clop", "algorithm.loss", "ppo_clip"),
         ("algorithm.aggregation=mean", "algorithm.aggregation", "token_mean"),
-        ("rollout.max_staleness=1", "rollout.max_staleness", "disaggregated"),
+        ("rollout.max_staleness=0.001", "rollout.max_staleness", "less than a prompt"),
         ("rollout.samples_per_prompt=1", "rollout.samples_per_prompt", "2 or more"),
         ("actor.optimizer.betas=[.nan,0.9]", "actor.optimizer.betas", "must be in [0, 1)"),
         ("actor.mini_batches=5", "actor.mini_batches", "divisor"),

@@ -84,3 +84,15 @@ def test_requests_continue_with_kept_caches(quickstart_data: Path, tmp_path: Pat
     assert max(line["rollout/spans_mean"] for line in lines) > 1
     assert max(line["rollout/staleness_max"] for line in lines) <= LARGEST_LAG
     assert max(line.get("rollout/logprob_gap_by_lag/0", 0.0) for line in lines) > EXACT, "the KV cache was recomputed"
+
+
+@pytest.mark.slow
+def test_requests_wait_while_colocated_trainers_compute(quickstart_data: Path, tmp_path: Path) -> None:
+    """A batch is trained as soon as its samples are finished; longer ones of the next batches continue afterwards."""
+    colocated = ["cluster.placement=colocated", "rollout.max_staleness=1", "rollout.window=0.5"]
+    done = train(quickstart_data, tmp_path, "colocated", *AHEAD, "actor.optimizer.lr=1e-2", *colocated)
+    assert done.returncode == 0, done.stderr + done.stdout
+    lines = metrics(tmp_path / "colocated")
+    assert max(line["rollout/spans_mean"] for line in lines) > 1, "no update met a waiting request"
+    assert 1 <= max(line["rollout/staleness_max"] for line in lines) <= 2
+    check_gaps(tmp_path / "colocated")

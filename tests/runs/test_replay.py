@@ -58,6 +58,12 @@ def test_a_replay_is_bit_equal(quickstart_data: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_replay_of_colocated_engines_is_bit_equal(quickstart_data: Path, tmp_path: Path) -> None:
+    """Engines pause while trainers compute; the replay pauses them at the same steps."""
+    assert_repeats(recorded(quickstart_data, tmp_path, "train.steps=8", "cluster.placement=colocated"))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["refresh", "keep"])
 def test_a_replay_of_30_steps_is_bit_equal(quickstart_data: Path, tmp_path: Path, rule: str) -> None:
     assert_repeats(recorded(quickstart_data, tmp_path, "train.steps=30", f"rollout.at_update={rule}"))

@@ -120,3 +120,22 @@ def test_models_without_offload_stay_on_the_devices(calls: list[str]) -> None:
     for turn in (turns.give_to_critic, turns.give_to_actor, lambda: turns.update_engines(1), turns.give_to_critic):
         turn()
     assert calls == ["engine.wake", "publish", "engine.wake", "engine.sleep"]
+
+
+def test_requests_wait_while_trainers_compute(calls: list[str]) -> None:
+    """Engines that cannot sleep pause (CPUs); an engine that sleeps stops its requests itself."""
+    workers: Any = {name: Recorder(name, calls) for name in ("actor", "engine")}
+    actor = Occupant(ActorGroup(workers["actor"], Recipe()), offload=False)
+    for sleeps, expected in (
+        (False, ["engine.pause", "publish", "engine.resume"]),
+        (True, ["engine.sleep", "engine.wake", "publish", "engine.wake"]),
+    ):
+        devices = Colocated(
+            actor, None, [EngineHandle(workers["engine"])], lambda version: calls.append("publish") or {},  # type: ignore[func-returns-value]
+            engines_sleep=sleeps, engines_asleep=False, requests_wait=True, start_timeout=9.0,
+        )  # fmt: skip
+        calls.clear()
+        devices.give_to_actor()
+        devices.give_to_actor()
+        devices.update_engines(1)
+        assert calls == expected

@@ -58,6 +58,7 @@ class VirtualEngine:
         self._position = 0.0  # tokens that a request would have if it had run since the start
         self._starts = 0.0  # sum of the start positions of running requests
         self._version = 0
+        self._refreshed = 0  # version of the last update that recomputed KV caches
         self._integral = 0.0  # of the weight version over the position
         self._time = 0.0
         self._paused_until = 0.0  # no decode step before
@@ -116,6 +117,10 @@ class VirtualEngine:
         self._start_waiting()
         return finished
 
+    def oldest_cache(self) -> int:
+        """Return the oldest weight version in the KV caches of the running requests, or the present one without any."""
+        return max(self._refreshed, min((run[-1] for run in self._running), default=self._version))
+
     def update(self, version: int, seconds: float, *, refresh: bool) -> None:
         """Take the weights of `version` in `seconds`, at the time of the last `advance`.
 
@@ -123,6 +128,8 @@ class VirtualEngine:
         """
         self._version = version
         self._paused_until = max(self._paused_until, self._time) + seconds
+        if refresh:
+            self._refreshed = version
         if refresh and self._running:
             count = len(self._running)
             tokens = count * (self._prompt + self._position) - self._starts

@@ -111,6 +111,7 @@ class SimulatedRecipe:
                 engines=self.devices // recipe.rollout.tensor_parallel,
                 max_staleness=0,
                 at_update="auto",
+                refresh_after=None,
                 window=RolloutConfig().window,
             ),
         )
@@ -127,6 +128,7 @@ class SimulatedRecipe:
                 engines=(self.devices - trainers) // recipe.rollout.tensor_parallel,
                 max_staleness=max_staleness,
                 at_update=rule,
+                refresh_after=recipe.rollout.refresh_after if rule == "keep" else None,
                 window=RolloutConfig().window if rule == "drain" else window,  # drain refuses another
             ),
         )

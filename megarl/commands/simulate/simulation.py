@@ -29,6 +29,7 @@ class AsyncSchedule:
     prompts: int  # groups of a batch
     window: int = 1  # groups
     max_lag: int = 0  # bound of the lag of a token, in versions
+    refresh_after: int | None = None  # with keep: age in versions at which KV caches are recomputed
 
     @classmethod
     def of(cls, recipe: Recipe) -> AsyncSchedule:
@@ -38,6 +39,7 @@ class AsyncSchedule:
             prompts=recipe.data.prompts_per_step,
             window=window_groups(recipe),
             max_lag=max_lag(recipe),
+            refresh_after=recipe.rollout.refresh_after,
         )
 
 
@@ -207,7 +209,9 @@ class Simulation:
     def _update(self, version: int) -> None:
         for index, engine in enumerate(self.engines):
             engine.advance(self.now)
-            engine.update(version, self.costs.weight_sync, refresh=self.schedule.rule == "refresh")
+            limit = self.schedule.refresh_after
+            old = limit is not None and engine.oldest_cache() <= version - limit
+            engine.update(version, self.costs.weight_sync, refresh=self.schedule.rule == "refresh" or old)
             self._plan(index)
 
     def _sampled_length(self) -> float:

@@ -30,6 +30,7 @@ class Capabilities:
     no_updates: str | None  # why it supports no weight updates; None if it does
     no_sharded: str | None  # why it does not support the sharded route; None if it does
     preempting_reset: bool  # resetting the prefix cache can preempt running requests
+    keeps_requests_asleep: bool  # requests can wait while the engine sleeps
     routed_experts: bool  # can return each token's routed experts: not on a CPU, nor with an old vllm-ascend
     adapters: bool  # can load adapters from tensors in memory
     flat_logprobs: bool  # log-probs as plain lists instead of an object per token
@@ -57,6 +58,7 @@ def capabilities() -> Capabilities:
         no_updates=support.no_updates,
         no_sharded=support.no_sharded,
         preempting_reset="reset_running_requests" in inspect.signature(LLMEngine.reset_prefix_cache).parameters,
+        keeps_requests_asleep="mode" in inspect.signature(LLMEngine.sleep).parameters,
         routed_experts=(device != "cpu" if ascend is None else ascend.routed_experts)
         and "enable_return_routed_experts" in {field.name for field in dataclasses.fields(EngineArgs)},
         adapters=_has_adapters(),

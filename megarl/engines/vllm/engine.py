@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import zlib
 from collections.abc import Sequence
@@ -41,6 +42,7 @@ class _VllmBackend:
         self._vocab_size = 0
         self._merge: int | None = None  # merge size: merge x merge image patches become a token; None: no images
         self._running: dict[str, GenerationRequest] = {}
+        self._cache_versions: dict[str, int] = {}  # of each running request: the oldest weights in its KV cache
         self._version = 0  # of the weights; part of each request's prefix hashes with `at_update` keep
         self._adapter: Any = None  # vLLM's LoRARequest for every prompt, if updates bring adapters
         self.unloaded: str | None = None if spec.load_weights else "has dummy weights"
@@ -92,7 +94,8 @@ class _VllmBackend:
             "version": self._can.version,
             "device": self._can.device,
             "can_sleep": self._can_sleep,
-            "can_update_in_flight": self._can.preempting_reset,
+            "can_update_in_flight": self._can.preempting_reset
+            and (self._can.keeps_requests_asleep or not self._can_sleep),
             "merged_because": merged_because,
             "receivers": [[f"{self._spec.name}/{rank}", host] for rank, host in endpoints],
         }
@@ -134,6 +137,7 @@ class _VllmBackend:
 
     def admit(self, key: str, request: GenerationRequest) -> None:
         self._running[key] = request
+        self._cache_versions[key] = self._version
         prompt: Any = {"prompt_token_ids": list(request.prompt.tokens)}
         if request.images is not None:
             assert self._merge is not None, "check comes first"
@@ -173,6 +177,7 @@ class _VllmBackend:
         for output in self._outputs():
             assert output.finished, "FINAL_ONLY yields finished requests"
             request = self._running.pop(output.request_id)
+            del self._cache_versions[output.request_id]
             assert len(output.outputs) == request.sampling.n
             finished.append((output.request_id, completions(output, request.prompt_top_k)))
         return finished
@@ -211,7 +216,7 @@ class _VllmBackend:
 
     def cancel(self, keys: list[str]) -> None:
         for key in keys:
-            del self._running[key]
+            del self._running[key], self._cache_versions[key]
         self._engine.abort_request(keys)
 
     def connect_weight_sync(self, session: Session) -> str | None:
@@ -254,8 +259,9 @@ class _VllmBackend:
         report = merge_reports([UpdateReport(**report) for report, _, _ in results])
         self._check_read(results[0][1], [set(unread) for _, _, unread in results])
         self._version = version
-        if self._spec.at_update != "keep":
+        if self._spec.at_update != "keep" or self._has_caches_of(version - (self._spec.refresh_after or math.inf)):
             self._drop_cached_prefixes()
+            self._cache_versions = dict.fromkeys(self._cache_versions, version)
         if not self._spec.seeded:  # reseed, so that a resumed run does not repeat the draws of its first steps
             self._engine.collective_rpc("megarl_seed", args=(zlib.crc32(f"{self._spec.seed}/{version}".encode()),))
         self.unloaded = None
@@ -277,6 +283,10 @@ class _VllmBackend:
                 f"{', '.join(names[:_SHOWN])}"
             )
 
+    def _has_caches_of(self, version: float) -> bool:
+        """Return whether a running request has a KV cache of `version` or of earlier weights."""
+        return any(of_request <= version for of_request in self._cache_versions.values())
+
     def _drop_cached_prefixes(self) -> None:
         options = {"reset_running_requests": True} if self._can.preempting_reset else {}
         if self._engine.reset_prefix_cache(**options) is False:
@@ -294,12 +304,18 @@ class _VllmBackend:
                     else "it was started without sleep_mode"
                 )
             )
-        if running:
+        if running and self._spec.at_update != "refresh":
             raise EngineRefused(f"engine {self._spec.name!r} cannot sleep while {running} requests run")
+        options = {}
+        if running:
+            if not self._can.keeps_requests_asleep:
+                raise EngineRefused(f"vLLM {self._can.version} ends running requests when it goes to sleep")
+            self._drop_cached_prefixes()  # their blocks, too: they wait for a new prefill
+            options["mode"] = "keep"
         # Level 2 drops weights, because the next update brings all of them. Level 1 moves weights to host memory: for
         # updates of adapters only, and on NPUs, where level 2 leaves expert-parallel tables stale.
         level = 1 if self._can.device == "npu" or self._adapter is not None else 2
-        self._engine.sleep(level)
+        self._engine.sleep(level, **options)
         self.asleep = TAGS
         if level == 2:
             self.unloaded = "dropped its weights when it went to sleep"

@@ -84,6 +84,7 @@ def combination_errors(recipe: Recipe) -> Iterator[ValueError]:
     yield from overlong_errors(recipe)
     yield from evaluation_errors(recipe)
     yield from staleness_errors(recipe)
+    yield from at_update_errors(recipe)
     yield from engine_group_errors(recipe.rollout)
     yield from offload_errors(recipe)
     yield from extra_errors(recipe)
@@ -283,11 +284,14 @@ def _held_out_loss_errors(recipe: Recipe) -> Errors:
 
 
 def staleness_errors(recipe: Recipe) -> Errors:
-    if recipe.cluster.placement == "colocated" and recipe.rollout.max_staleness > 0:
+    colocated = recipe.cluster.placement == "colocated"
+    if colocated and recipe.rollout.max_staleness > 0 and update_rule(recipe) != "refresh":
         yield RecipeError(
             "rollout.max_staleness",
-            "colocated engines and trainers are time-shared, so engines cannot sample ahead",
-            "set cluster.placement=disaggregated, or rollout.max_staleness=0",
+            "colocated engines stop and free their KV caches while trainers compute, so requests can only run ahead if they "
+            "continue with recomputed caches (rollout.at_update=refresh), and this recipe's rule is "
+            + update_rule(recipe),
+            "set rollout.max_staleness=0, cluster.placement=disaggregated, or rollout.at_update=refresh where it is possible",
             value=recipe.rollout.max_staleness,
         )
     if 0 < recipe.rollout.max_staleness < 1 / recipe.data.prompts_per_step:
@@ -304,7 +308,17 @@ def staleness_errors(recipe: Recipe) -> Errors:
             "leave it out, or set rollout.at_update=refresh",
             value=recipe.rollout.window,
         )
+
+
+def at_update_errors(recipe: Recipe) -> Errors:
     rule = recipe.rollout.at_update
+    if recipe.rollout.refresh_after is not None and rule != "keep":
+        yield RecipeError(
+            "rollout.refresh_after",
+            f"only rollout.at_update=keep leaves caches of earlier weights, and this recipe's rule is {update_rule(recipe)}",
+            "leave it out, or set rollout.at_update=keep",
+            value=recipe.rollout.refresh_after,
+        )
     if rule != "refresh" and rule != "keep":
         return
     if recipe.rollout.max_staleness == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -82,6 +83,29 @@ def test_refresh_computes_prompts_and_tokens_again_and_keep_nothing() -> None:
         engine.update(1, 1.0, refresh=refresh)
         assert engine.recomputed == pytest.approx(tokens)
         assert engine.next_finish() == pytest.approx(4.6 + 1 + 0.1 * tokens + 6)
+
+
+def test_the_age_of_a_cache_counts_from_its_last_refresh() -> None:
+    engine = VirtualEngine(costs())
+    assert engine.oldest_cache() == 0
+    engine.add(0, [10])
+    engine.update(1, 1.0, refresh=False)
+    engine.add(1, [10])
+    assert engine.oldest_cache() == 0
+    engine.update(2, 1.0, refresh=True)
+    assert engine.oldest_cache() == 2
+    engine.update(3, 1.0, refresh=False)
+    assert engine.oldest_cache() == 2
+
+
+def test_refresh_after_recomputes_old_caches_only() -> None:
+    """Responses of 2 tokens, and one of 30 every eighth group: it meets many updates."""
+    runs = {}
+    for limit in (None, 2, 1):
+        part = costs(1, prefill=0.001, prompt=3.0, training=0.01)
+        aged = replace(schedule("keep", 4, 2, window=4), refresh_after=limit)
+        runs[limit] = Simulation(part, aged, Fixed(2, 1, dict.fromkeys(range(0, 200, 8), 30)), 1).run(20, 2).recomputed
+    assert runs[None] == 0 < runs[2] < runs[1]
 
 
 def test_samples_share_the_prefill_of_their_prompt() -> None:

@@ -214,7 +214,7 @@ class Step:
         """Return the phases in the order of the training loop. Engines that may run ahead overlap with the trainers."""
         recipe, settings = self.recipe, self.recipe.algorithm
         rolls = recipe.train.source == "rollout"
-        overlaps = rolls and recipe.rollout.max_staleness > 0
+        overlaps = rolls and recipe.rollout.max_staleness > 0 and recipe.cluster.placement == "disaggregated"
         self._found, self._begin = [], None
         if rolls:
             self._add("gen", self._generate(), self._of_engines())
