@@ -18,7 +18,7 @@ from megarl.observe.sinks import Sink
 _NON_FINITE = {"NaN", "Infinity", "-Infinity"}
 _TIMES = (
     "timing_s/", "perf/throughput", "perf/tflops", "perf/max_memory", "perf/mfu", "checkpoint/", "rollout/judge_seconds",
-    "weight_sync/seconds/",
+    "weight_sync/seconds/", "rollout/wait_seconds/", "rollout/engines_idle",
 )  # fmt: skip
 
 

@@ -128,6 +128,11 @@ class Admission:
         """Return the finished groups that are not released, oldest first."""
         return [self._waiting[number] for number in sorted(self._waiting)]
 
+    def has_enough_finished(self) -> bool:
+        """Return whether enough groups have finished for a batch, whether they are released or not."""
+        finished = [*self.tried, *self._waiting.values()]
+        return self._places_left(len(accepted_groups(finished)), len(finished)) <= 0
+
     def restore(
         self,
         state: AdmissionState,

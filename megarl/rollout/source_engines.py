@@ -29,6 +29,7 @@ from megarl.rollout.metrics import agent_figures, sampled_figures
 from megarl.rollout.source import Batch
 from megarl.rollout.tape import Arrivals
 from megarl.rollout.unscored_groups import FailedShare, scoring_counts, scoring_notice
+from megarl.rollout.waiting import Reason, Waiting
 from megarl.types import DataRef, GenerationRequest, InlineData, Sampling, derived_seed
 
 
@@ -85,6 +86,8 @@ class EnginesSource:
         self._with_greedy = ADVANTAGES[recipe.algorithm.advantage].needs_greedy
         self._seeded = samples_are_seeded(recipe)
         self._load = [0] * len(self.engines)  # groups running on each engine
+        self._waiting = Waiting(len(self.engines))
+        self._taking = False  # the trainers wait for a batch
         self._arrivals: Arrivals[Arrival] = arrivals or Arrivals()
         self._drains = update_rule(recipe) == "drain"
         self._interrupted: list[int] = []  # groups that ran when the resumed checkpoint was saved
@@ -97,15 +100,21 @@ class EnginesSource:
             self.admission.version = version
             self._start_groups()
             self._handle_due()
+            self._observe()
 
     def take(self, count: int) -> Batch:
         assert count == self.admission.prompts_per_step
         with self._change:
+            self._taking = True
+            self._observe()
             self._wait(lambda: bool(self.admission.closed))
             tried = self.admission.closed.popleft()
+            self._taking = False
+            self._observe()
+            waits = self._waiting.metrics()
         groups = accepted_groups(tried)
         drawn = self.sampler.metrics(item.group.number for item in tried)
-        batch = Batch(groups, {**_metrics(tried, count), **drawn})
+        batch = Batch(groups, {**_metrics(tried, count), **drawn, **waits})
         tried_groups = [item.group for item in tried]
         notice = scoring_notice(
             tried_groups, "groups", "These groups were left out, and others sampled in their place."
@@ -230,7 +239,15 @@ class EnginesSource:
             self._failed_share.add(group)
             self.admission.finish(group, arrival.accepted)
             self._start_groups()
+        self._observe()
         self._change.notify_all()
+
+    def _observe(self) -> None:
+        """Note who waits now. Call with the lock, after a change."""
+        reason: Reason | None = None
+        if self._taking and not self.admission.closed:
+            reason = "window" if self.admission.has_enough_finished() else "engines"
+        self._waiting.observe(self._load.count(0), reason)
 
 
 def _metrics(tried: list[TriedGroup], count: int) -> dict[str, float]:

@@ -129,6 +129,20 @@ CHARTS = (
         several=True,
     ),
     Chart(
+        "Who waits",
+        (
+            ("rollout/wait_seconds/engines", "trainers for engines"),
+            ("rollout/wait_seconds/window", "trainers for older groups"),
+        ),
+        "Seconds per step in which the trainers had no batch: too few finished groups, or finished ones that older groups must precede (rollout.window).",
+    ),
+    Chart(
+        "Idle engines",
+        (("rollout/engines_idle", "engines without a group"),),
+        "Share of the time in which an engine had nothing to sample, because rollout.max_staleness allowed no further group.",
+        tick=".0%",
+    ),
+    Chart(
         "Staleness",
         (("rollout/staleness_mean", "mean"), ("rollout/staleness_max", "most")),
         "Weight versions behind the trainer.",

@@ -1,0 +1,47 @@
+"""Who waited for whom: seconds in which trainers waited for a batch, and in which engines had no group."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Literal
+
+from megarl.types import Metrics
+
+Reason = Literal["engines", "window"]
+
+
+class Waiting:
+    """Sums of waiting times between two batches. `engines`: their number. `clock`: seconds.
+
+    Call `observe` after each change. Not thread-safe: the caller needs a lock.
+    """
+
+    def __init__(self, engines: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._engines, self._clock = engines, clock
+        self._since = self._last = clock()
+        self._idle = 0
+        self._reason: Reason | None = None
+        self._idle_seconds = 0.0
+        self._seconds: dict[Reason, float] = {"engines": 0.0, "window": 0.0}
+
+    def observe(self, idle: int, reason: Reason | None) -> None:
+        """From now on `idle` engines have no group, and trainers wait for `reason` (None: they do not wait)."""
+        now = self._clock()
+        self._idle_seconds += (now - self._last) * self._idle
+        if self._reason is not None:
+            self._seconds[self._reason] += now - self._last
+        self._last, self._idle, self._reason = now, idle, reason
+
+    def metrics(self) -> Metrics:
+        """Return the metrics since the last call, and start again."""
+        self.observe(self._idle, self._reason)
+        seconds = max(self._last - self._since, 1e-9)
+        result: Metrics = {
+            "rollout/engines_idle": self._idle_seconds / (seconds * self._engines),
+            "rollout/wait_seconds/engines": self._seconds["engines"],
+            "rollout/wait_seconds/window": self._seconds["window"],
+        }
+        self._since, self._idle_seconds = self._last, 0.0
+        self._seconds = dict.fromkeys(self._seconds, 0.0)
+        return result
