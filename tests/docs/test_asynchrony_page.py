@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import get_args, get_type_hints
 
+import pytest
 import yaml
 
 from megarl.recipe.algorithm import AlgorithmConfig
@@ -30,8 +31,8 @@ def test_values_exist() -> None:
     assert old_log_probs in get_args(get_type_hints(AlgorithmConfig)["old_log_probs"])
 
 
-def test_the_example_refreshes() -> None:
-    (block,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+@pytest.mark.parametrize("block", re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL))
+def test_the_examples_refresh(block: str) -> None:
     recipe = Recipe()
     for section, settings in yaml.safe_load(block).items():
         for name, value in settings.items():

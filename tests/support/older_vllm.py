@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import os
 from typing import Any
+from unittest.mock import patch
 
 from packaging.version import Version
 
 from megarl.engines.vllm.compat import local_experts
 from megarl.engines.vllm.route_support import installed_version
-from megarl.platform.environment import variable_set
 
 
 def install() -> None:
@@ -66,7 +66,8 @@ def start_without_preloads() -> None:
         except RuntimeError as error:
             if "is not found in LD_PRELOAD" not in str(error):
                 raise
-        with variable_set("LD_PRELOAD", f"{os.environ.get('LD_PRELOAD', '')}:libtcmalloc:libiomp"):
+        named = f"{os.environ.get('LD_PRELOAD', '')}:libtcmalloc:libiomp"
+        with patch.dict(os.environ, LD_PRELOAD=named):
             return original(self)
 
     CPUWorker.init_device = init_device

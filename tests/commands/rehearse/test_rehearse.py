@@ -6,8 +6,6 @@ import functools
 import importlib.util
 import json
 import os
-import signal
-import subprocess
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -259,47 +257,6 @@ def test_profiled_steps_ranks_and_mini_batches_fit_the_tiny_copy(tmp_path: Path)
     tiny = make_tiny_copy(ROOT / "recipes" / "grpo_qwen3_8b.yaml", overrides, tmp_path)
     assert (tiny.recipe.observe.profile_steps, tiny.recipe.observe.profile_ranks) == ([2], [0])
     assert (tiny.recipe.data.prompts_per_step, tiny.recipe.actor.mini_batches) == (2, 2)
-
-
-def test_an_interrupt_kills_a_training_that_ignores_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "_STOP_SECONDS", 0.01)
-    waiting, waits = subprocess.Popen.wait, []
-
-    def interrupted(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
-        waits.append(process)
-        if len(waits) == 1:
-            assert process.stdout is not None and process.stdout.readline()
-            raise KeyboardInterrupt
-        return waiting(process, 5.0 if timeout is None else timeout)
-
-    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
-    monkeypatch.setattr(subprocess, "Popen", partial(subprocess.Popen, stdout=subprocess.PIPE))
-    deaf = "trap '' TERM INT; echo ready; while :; do sleep 0.05; done"
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            command._run(["sh", "-c", deaf], os.environ)
-        assert waits[0].returncode == -signal.SIGKILL
-    finally:
-        waits[0].kill()
-
-
-@pytest.mark.parametrize(("status", "raised"), [(130, SystemExit), (1, KeyboardInterrupt)])
-def test_the_stop_is_reported_once(status: int, raised: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The training reports the stop if the signal reached it, else the rehearsal does."""
-    waiting, messages = subprocess.Popen.wait, []
-
-    def interrupted(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
-        if not messages:
-            assert process.stdout is not None and process.stdout.readline()
-            messages.append(os.getpgid(process.pid))
-            raise KeyboardInterrupt
-        return waiting(process, timeout)
-
-    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
-    monkeypatch.setattr(subprocess, "Popen", partial(subprocess.Popen, stdout=subprocess.PIPE))
-    with pytest.raises(raised):
-        command._run(["sh", "-c", f"trap 'exit {status}' INT; echo ready; while :; do sleep 0.05; done"], os.environ)
-    assert messages != [os.getpgid(0)], "Ctrl-C at a terminal would reach both"
 
 
 def test_faults_in_the_metrics_are_reported(tmp_path: Path) -> None:

@@ -1,0 +1,54 @@
+"""A command in a child process: how it stops."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from functools import partial
+
+import pytest
+
+from megarl.commands import child
+from megarl.commands.child import run_child
+
+
+def test_an_interrupt_kills_a_child_that_ignores_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "_STOP_SECONDS", 0.01)
+    waiting, waits = subprocess.Popen.wait, []
+
+    def interrupted(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        waits.append(process)
+        if len(waits) == 1:
+            assert process.stdout is not None and process.stdout.readline()
+            raise KeyboardInterrupt
+        return waiting(process, 5.0 if timeout is None else timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+    monkeypatch.setattr(subprocess, "Popen", partial(subprocess.Popen, stdout=subprocess.PIPE))
+    deaf = "trap '' TERM INT; echo ready; while :; do sleep 0.05; done"
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_child(["sh", "-c", deaf], os.environ)
+        assert waits[0].returncode == -signal.SIGKILL
+    finally:
+        waits[0].kill()
+
+
+@pytest.mark.parametrize(("status", "raised"), [(130, SystemExit), (1, KeyboardInterrupt)])
+def test_the_stop_is_reported_once(status: int, raised: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child reports the stop if the signal reached it, else this process does."""
+    waiting, messages = subprocess.Popen.wait, []
+
+    def interrupted(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        if not messages:
+            assert process.stdout is not None and process.stdout.readline()
+            messages.append(os.getpgid(process.pid))
+            raise KeyboardInterrupt
+        return waiting(process, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+    monkeypatch.setattr(subprocess, "Popen", partial(subprocess.Popen, stdout=subprocess.PIPE))
+    with pytest.raises(raised):
+        run_child(["sh", "-c", f"trap 'exit {status}' INT; echo ready; while :; do sleep 0.05; done"], os.environ)
+    assert messages != [os.getpgid(0)], "Ctrl-C at a terminal would reach both"

@@ -1,0 +1,129 @@
+"""Every order of events of small runs: groups finish in any order, and the run is killed once at any moment and resumed."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from megarl.rollout.admission import Admission, AdmissionState, TriedGroup
+from megarl.types import Group
+
+
+@dataclass
+class SmallRun:
+    """A run of `batches` steps around an admission. It saves after each step, as with `train.save_every: 1`."""
+
+    batches: int
+    prompts: int
+    staleness: int
+    window: int
+    admission: Admission = field(init=False)
+    started: dict[int, int] = field(default_factory=dict)  # group -> version of its start
+    running: frozenset[int] = frozenset()
+    trained: tuple[int, ...] = ()
+    saved: SmallRun | None = None
+    killed: bool = False
+
+    def __post_init__(self) -> None:
+        self.admission = Admission(self.prompts, self.staleness, None, True, self.batches, self.window)
+        self.admission.version = 0
+
+    @property
+    def version(self) -> int:
+        return len(self.trained) // self.prompts
+
+    def start_groups(self) -> None:
+        for number in self.admission.start(self.admission.capacity()):
+            self.started[number] = self.version
+            self.running |= {number}
+
+    def finish(self, number: int) -> None:
+        self.running -= {number}
+        self.admission.finish(Group(number, "", "", []), accepted=True)
+        self.start_groups()
+
+    def train(self) -> None:
+        batch = [item.group.number for item in self.admission.closed.popleft()]
+        bound = self.staleness + math.ceil((self.window - 1) / self.prompts)
+        assert all(self.version - self.started[number] <= bound for number in batch), "a group is too stale"
+        self.trained += tuple(batch)
+        self.saved = None
+        self.saved = copy.deepcopy(self)
+        self.admission.version = self.version
+        self.start_groups()
+
+    def kill_and_resume(self) -> SmallRun:
+        """Return the run that resumes from the last save, or starts again: running groups are sampled again."""
+        resumed = SmallRun(self.batches, self.prompts, self.staleness, self.window)
+        resumed.killed = True
+        if self.saved is not None:
+            saved = self.saved.admission
+            unfinished = saved.unfinished()
+            resumed.trained, resumed.started = self.saved.trained, dict(self.saved.started)
+            batches = [list(saved.tried), *map(list, saved.closed)]
+            waiting = [TriedGroup(item.group, item.accepted) for item in saved.waiting()]
+            resumed.admission.restore(
+                AdmissionState(saved.state.admitted, saved.state.closed), batches, waiting, unfinished
+            )
+            resumed.saved = copy.deepcopy(self.saved)
+            resumed.admission.version = resumed.version
+            resumed.running = frozenset(unfinished)
+            resumed.started |= dict.fromkeys(unfinished, resumed.version)
+            resumed.admission.restart(len(unfinished))
+        resumed.start_groups()
+        return resumed
+
+    def key(self) -> Any:
+        admission = self.admission
+        ages = tuple(sorted((number, self.started[number]) for number in set(self.started) - set(self.trained)))
+        gathered = (
+            tuple(item.group.number for item in admission.tried),
+            tuple(tuple(item.group.number for item in batch) for batch in admission.closed),
+        )
+        saved = None if self.saved is None or self.killed else self.saved.key()
+        return self.trained, self.running, gathered, ages, self.killed, saved
+
+
+def check(run: SmallRun) -> None:
+    alive = len(set(run.started) - set(run.trained))
+    assert alive <= (run.staleness + 1) * run.prompts + run.window, "too many groups are alive"
+    assert len(set(run.trained)) == len(run.trained), "a group was trained on twice"
+    assert all(abs(place - number) < run.window for place, number in enumerate(run.trained)), "a group left its window"
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("prompts", "batches"), [(1, 3), (2, 3), (3, 2), pytest.param(3, 3, marks=pytest.mark.slow(reason="a minute"))]
+)
+def test_every_order_of_events(prompts: int, batches: int, staleness: int, window: int) -> None:
+    first = SmallRun(batches, prompts, staleness, window)
+    first.start_groups()
+    states, seen, ended = [first], set(), 0
+    while states:
+        run = states.pop()
+        key = run.key()
+        if key in seen:
+            continue
+        seen.add(key)
+        check(run)
+        if run.version == batches:
+            assert sorted(run.trained) == list(range(batches * prompts)), "a group was lost"
+            ended += 1
+            continue
+        following = []
+        for number in run.running:
+            following.append(copy.deepcopy(run))
+            following[-1].finish(number)
+        if run.admission.closed:
+            following.append(copy.deepcopy(run))
+            following[-1].train()
+        assert following, "nothing can happen any more"
+        if not run.killed:
+            following.append(run.kill_and_resume())
+        states += following
+    assert ended
