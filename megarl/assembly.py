@@ -121,6 +121,7 @@ class Run:
         """Evaluate the current policy and log the result."""
         assert self.evaluate is not None
         with self.log.phase("eval"):
+            self.source.load_newest(after_step)
             result = self.evaluate()
         for notice in result.notices:
             self.log.notice(f"evaluation after step {after_step}: {notice}")
@@ -301,6 +302,9 @@ def connect_engines(recipe: Recipe, started: Started, notice: Callable[[str], No
         return Handover()
     check_in_flight(recipe, started.descriptions)
     session = open_weight_sync(recipe, actor, engines, started.descriptions, notice)
+    if update_rule(recipe) == "finish" and not session.sharded and session.adapter_alpha is None:
+        problem = "the weights go to the engines whole (see the notices), and each engine rank would keep the whole model in host memory"
+        raise RecipeError("rollout.at_update", problem, "set rollout.at_update=refresh or drain", value="finish")
     if recipe.cluster.placement == "disaggregated":
         return Disaggregated(actor, engines, session)
     return Colocated(
@@ -318,7 +322,7 @@ def connect_engines(recipe: Recipe, started: Started, notice: Callable[[str], No
 def check_in_flight(recipe: Recipe, descriptions: Sequence[dict[str, Any]]) -> None:
     """Raise RecipeError if an engine cannot take new weights while requests run, and `rollout.at_update` needs it."""
     unable = next((each for each in descriptions if not each["can_update_in_flight"]), None)
-    if unable is not None and update_rule(recipe) != "drain":
+    if unable is not None and update_rule(recipe) in ("refresh", "keep"):
         raise RecipeError(
             "rollout.at_update",
             f"{unable['engine']} {unable['version']} cannot take new weights while requests run",

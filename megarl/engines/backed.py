@@ -55,15 +55,30 @@ class BackedEngine(EngineLoop):
         Running requests continue with the new weights if info["can_update_in_flight"]; `Completion.spans` has the version
         of each token. Their KV cache is recomputed unless `EngineSpec.at_update` is keep. EngineRefused otherwise, and while
         weights are asleep. Any failure leaves the engine dead, since its weights may be a mixture of two versions.
+
+        If `EngineSpec.at_update` is finish, updates after the first one of a session leave the weights in host memory until
+        `load_weights`.
         """
 
         def update() -> UpdateReport:
             report = self._backend.update_weights(version, self.running)
+            if self._backend.staged == version:
+                return report
             self._updated = True
             self._spans.update(version, {key: self._backend.lengths(key) for key in self._running})
             return report
 
         return self.call(update, collective=True, event=update_event(version))
+
+    def load_weights(self) -> int:
+        """Load the weights that wait in host memory, if any; returns the version of the weights. EngineRefused if requests run."""
+
+        def load() -> int:
+            version = self._backend.load_weights(self.running)
+            self._spans.update(version, {})
+            return version
+
+        return self.call(load)
 
     def sleep(self) -> None:
         """Release device memory. EngineRefused if info["can_sleep"] is False, or if requests run and

@@ -37,6 +37,7 @@ class Backend(Protocol):
     """Interface to an inference library. Only the owning thread calls it, except for `check`. `running`: running requests."""
 
     unloaded: str | None  # why it has no usable weights until the next update; None if it has
+    staged: int | None  # version of weights that wait in host memory for `load_weights`; None: none wait
     asleep: tuple[str, ...]  # the parts of memory ("weights", "kv_cache") that are asleep
 
     def join(self, group: EngineGroup) -> None:
@@ -67,6 +68,10 @@ class Backend(Protocol):
     def connect_weight_sync(self, session: Session) -> str | None: ...
 
     def update_weights(self, version: int, running: int) -> UpdateReport: ...
+
+    def load_weights(self, running: int) -> int:
+        """Load the weights that wait in host memory, if any; returns the version of the weights."""
+        ...
 
     def sleep(self, running: int) -> None: ...
 

@@ -11,7 +11,7 @@ from megarl.engines.tape import Record
 from megarl.errors import RecipeError, plain
 from megarl.observe.run_dir import RunDirectory
 from megarl.preflight.run_directory import RunPlace
-from megarl.recipe.derived.at_update import is_continuous
+from megarl.recipe.derived.at_update import is_continuous, update_rule
 from megarl.recipe.load import flat_settings, to_yaml
 from megarl.recipe.schema import Recipe
 from megarl.rollout.tape import ReplayPlan, RunTape, history, segment_of_checkpoint, segments_of
@@ -26,6 +26,8 @@ def cannot_replay(recipe: Recipe) -> str | None:
     """Return why a run of `recipe` has no tape; None if it has one."""
     if recipe.train.source != "rollout" or not is_continuous(recipe):
         return "it has no requests whose weights or batches depend on time, so that it repeats without a tape"
+    if update_rule(recipe) == "finish":
+        return "the tape does not record when an engine loads its weights (rollout.at_update=finish)"
     if recipe.rollout.data_parallel > 1:
         return "engines of a group (rollout.data_parallel) agree on each step over the network, which the tape does not record"
     if recipe.reward.uses_judge:

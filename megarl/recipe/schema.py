@@ -129,9 +129,9 @@ class RolloutConfig:
         "Weight versions that engines may sample ahead of the policy. 0: synchronous. 1: one-step-off; engines sample the next batch while the actor trains. A fraction lets that share of a further batch start. Colocated engines stop while trainers compute; their running requests continue afterwards. With `at_update` refresh and keep, `window` adds to the largest lag of a sample.",
         at_least=0,
     )
-    at_update: Literal["auto", "drain", "refresh", "keep"] = key(
+    at_update: Literal["auto", "drain", "finish", "refresh", "keep"] = key(
         "auto",
-        "How an update of the weights treats running requests. drain: they finish first. refresh: they continue with the new weights, and their KV cache is recomputed. keep: they continue with the new weights and the KV cache of the old ones. Each token has the log-prob of the weights that sampled it. auto: refresh with `max_staleness` above 0; drain otherwise, with `train.deterministic` or `admission: wave`, and where requests cannot continue (SGLang, `megatron.routing_replay: rollout`, pipeline parallel engines).",
+        "How an update of the weights treats running requests. drain: they finish first, on all engines. finish: they finish first on each engine, which keeps the new weights in host memory until then. refresh: they continue with the new weights, and their KV cache is recomputed. keep: they continue with the new weights and the KV cache of the old ones. Each token has the log-prob of the weights that sampled it. auto: refresh with `max_staleness` above 0; drain otherwise, with `train.deterministic` or `admission: wave`, and where requests cannot continue (SGLang, `megatron.routing_replay: rollout`, pipeline parallel engines).",
     )
     refresh_after: Optional[int] = key(
         None,

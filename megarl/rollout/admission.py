@@ -68,10 +68,11 @@ class Admission:
         self._unreleased: list[int] = []  # numbers of running and waiting groups, oldest first
         self._waiting: dict[int, TriedGroup] = {}  # by number: finished groups that are not released
 
-    def capacity(self) -> int:
-        """Return the number of groups that may start now."""
+    def capacity(self, version: int | None = None) -> int:
+        """Return the number of groups that may start now, on an engine with weights of `version` (default: the newest)."""
         if self.version is None or (self.running and not self.continuous):
             return 0
+        version = self.version if version is None else version
         batch, accepted, tried = self.state.closed, len(accepted_groups(self.tried)), len(self.tried)
         for number in self._unreleased:  # count running groups as accepted
             accepted += number not in self._waiting or self._waiting[number].accepted
@@ -80,7 +81,7 @@ class Admission:
                 batch, accepted, tried = batch + 1, 0, 0
         whole = math.floor(self.max_staleness)
         last_batch, extra = (
-            self.version + whole,
+            version + whole,
             whole_number((self.max_staleness - whole) * self.prompts_per_step),
         )
         if self.batches is not None and last_batch >= self.batches - 1:

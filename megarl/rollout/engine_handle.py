@@ -34,6 +34,9 @@ class SamplingEngine(Protocol):
     def collect(self, group: int) -> Future[tuple[Group, DataRef]]:
         """Wait for a submitted group; the result is the scored group and the location of its vectors."""
 
+    def load_weights(self) -> Future[int]:
+        """Load the weights that the engine received last, and wait in host memory; the result is their version."""
+
 
 class ServiceHandle:
     """A process around one server object. `service` carries the calls."""
@@ -90,6 +93,10 @@ class EngineHandle(ServiceHandle):
     def update_weights(self, version: int) -> Future[UpdateReport]:
         """Receive the weights of `version`; the result is the engine's report."""
         return self._call(RolloutServer.update_weights, version)
+
+    def load_weights(self) -> Future[int]:
+        """Load the weights that the engine received last, and wait in host memory; the result is their version."""
+        return self._call(RolloutServer.load_weights)
 
     def watch(self) -> Future[None]:
         """Return a future that ends when the engine has ended, and raises if it has failed."""

@@ -218,6 +218,10 @@ class RolloutServer:
         """Receive the weights of `version` from the trainers; returns the engine's report."""
         return await asyncio.to_thread(self.engine.update_weights, version)
 
+    async def load_weights(self) -> int:
+        """Load the weights that wait in host memory (`rollout.at_update: finish`); returns their version."""
+        return await asyncio.to_thread(self.engine.load_weights)
+
     async def watch(self) -> None:
         """Return when the engine has been shut down; raise as soon as it has failed."""
         await asyncio.to_thread(self.engine.watch)

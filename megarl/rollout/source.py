@@ -29,6 +29,9 @@ class SampleSource(Protocol):
     def drain(self) -> None:
         """With `rollout.at_update: drain`, wait until all admitted groups have finished; otherwise return at once."""
 
+    def load_newest(self, version: int) -> None:
+        """With `rollout.at_update: finish`, wait until every engine has loaded `version`, which was the last update."""
+
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint: plain values, NumPy arrays, and groups that wait for training.
 

@@ -35,6 +35,9 @@ class DatasetSource:
     def drain(self) -> None:
         """Return at once: rows are read when a batch is taken."""
 
+    def load_newest(self, version: int) -> None:
+        """Do nothing: there are no engines."""
+
     def state(self) -> dict[str, Any]:
         return {"counters": {"consumed": self.consumed}, "gathered": []}
 

@@ -24,6 +24,7 @@ from megarl.recipe.derived.at_update import is_continuous, update_rule, window_g
 from megarl.recipe.derived.seeded import samples_are_seeded
 from megarl.recipe.schema import Recipe
 from megarl.rollout.admission import Admission, AdmissionState, TriedGroup, accepted_groups
+from megarl.rollout.dispatch import Dispatch, Finishing
 from megarl.rollout.engine_handle import SamplingEngine
 from megarl.rollout.metrics import agent_figures, sampled_figures
 from megarl.rollout.source import Batch
@@ -85,7 +86,8 @@ class EnginesSource:
         self._error: BaseException | None = None
         self._with_greedy = ADVANTAGES[recipe.algorithm.advantage].needs_greedy
         self._seeded = samples_are_seeded(recipe)
-        self._load = [0] * len(self.engines)  # groups running on each engine
+        finishing = Finishing.of(update_rule(recipe), rollout.max_staleness, recipe.data.prompts_per_step)
+        self._dispatch = Dispatch(len(self.engines), finishing)
         self._waiting = Waiting(len(self.engines))
         self._taking = False  # the trainers wait for a batch
         self._arrivals: Arrivals[Arrival] = arrivals or Arrivals()
@@ -98,6 +100,7 @@ class EnginesSource:
                 self._wait(lambda: self._arrivals.may_take_version(version))
             self._arrivals.took_version(version)
             self.admission.version = version
+            self._dispatch.add_version(version)
             self._start_groups()
             self._handle_due()
             self._observe()
@@ -135,6 +138,13 @@ class EnginesSource:
         if self._drains:
             with self._change:
                 self._wait(self.admission.idle)
+
+    def load_newest(self, version: int) -> None:
+        with self._change:
+            self._dispatch.add_version(version)
+            self._dispatch.finish_all()
+            self._load_weights()
+            self._wait(lambda: self._dispatch.all_newest)
 
     def close(self) -> None:
         with self._change:
@@ -181,29 +191,45 @@ class EnginesSource:
             raise self._error
 
     def _start_groups(self) -> None:
-        """Start as many groups as admission allows, each on the least loaded engine, with one message per engine."""
+        """Start as many groups as admission and engines allow, with one message per engine."""
         if self._error is not None:
             return
         if not self.admission.running:
             self._stall_timer.reset()
-        capacity = self.admission.capacity()
+        started = self._dispatch.start_again(len(self._interrupted))
+        started += self._dispatch.start(self.admission.capacity)
+        numbers = [*self._interrupted, *self.admission.start(len(started) - len(self._interrupted))]
         self.admission.restart(len(self._interrupted))
-        numbers = [*self._interrupted, *self.admission.start(capacity)]
         self._interrupted = []
-        submitted: list[list[GenerationRequest]] = [[] for _ in self.engines]
-        for number in numbers:
-            engine = min(range(len(self.engines)), key=lambda index: (self._load[index], index))
-            self._load[engine] += 1
+        submitted: dict[int, list[GenerationRequest]] = {}
+        for number, engine in zip(numbers, started, strict=True):
             prompt = self.prompts[self.sampler.at(number)]
             seed = derived_seed(self.recipe.train.seed, number) if self._seeded else None
             request = GenerationRequest(number, prompt, self.sampling, seed, with_greedy=self._with_greedy)
-            submitted[engine].append(request)
-        for engine, requests in enumerate(submitted):
-            if requests:
-                self.engines[engine].submit(requests).add_done_callback(self._fail_on_error)
+            submitted.setdefault(engine, []).append(request)
+        for engine, requests in sorted(submitted.items()):
+            self.engines[engine].submit(requests).add_done_callback(self._fail_on_error)
             for request in requests:
                 collected = self.engines[engine].collect(request.group)
                 collected.add_done_callback(functools.partial(self._arrived, engine))
+        self._load_weights()
+
+    def _load_weights(self) -> None:
+        """With finish: let engines without groups load the newest weights. Call with the lock."""
+        for engine in self._dispatch.take_due_loads():
+            self.engines[engine].load_weights().add_done_callback(functools.partial(self._loaded, engine))
+
+    def _loaded(self, engine: int, result: Future[int]) -> None:
+        """Start groups on an engine that has loaded weights, in a thread of the transport."""
+        try:
+            version = result.result()
+            with self._change:
+                self._dispatch.loaded(engine, version)
+                self._start_groups()
+                self._observe()
+                self._change.notify_all()
+        except BaseException as error:  # noqa: BLE001 -- the controller raises it
+            self._fail(error)
 
     def _fail_on_error(self, result: Future[Any]) -> None:
         error = result.exception()
@@ -235,7 +261,7 @@ class EnginesSource:
     def _handle_due(self) -> None:
         """Handle arrived groups whose turn it is. Call with the lock."""
         for group, arrival in self._arrivals.due():
-            self._load[arrival.engine] -= 1
+            self._dispatch.remove(arrival.engine)
             self._failed_share.add(group)
             self.admission.finish(group, arrival.accepted)
             self._start_groups()
@@ -247,7 +273,7 @@ class EnginesSource:
         reason: Reason | None = None
         if self._taking and not self.admission.closed:
             reason = "window" if self.admission.has_enough_finished() else "engines"
-        self._waiting.observe(self._load.count(0), reason)
+        self._waiting.observe(self._dispatch.idle, reason)
 
 
 def _metrics(tried: list[TriedGroup], count: int) -> dict[str, float]:

@@ -50,6 +50,7 @@ class CountingBackend:
     """Each running request gets a token per step. The engine's thread waits in a step for `gate`."""
 
     unloaded = None
+    staged = None
     asleep: tuple[str, ...] = ()
 
     def __init__(self) -> None:

@@ -24,6 +24,7 @@ class CountingBackend:
     """Finishes a request after `max_tokens` steps, and records the groups of each step with the weights' version."""
 
     unloaded = None
+    staged = None
     asleep = ()
 
     def __init__(self) -> None:

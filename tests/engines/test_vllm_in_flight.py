@@ -65,7 +65,7 @@ class InFlight:
             self.process.update_weights(version)
             sending.result(60)
 
-    def run(self) -> tuple[list[GenerationRequest], dict[int, list[Completion]]]:
+    def run(self, first_version: int = 1) -> tuple[list[GenerationRequest], dict[int, list[Completion]]]:
         """Sample requests of `LONG` tokens, and change the weights when two shorter requests have finished."""
         first, second, *long = make_requests(5, max_tokens=LONG)
         shorts = [
@@ -73,7 +73,7 @@ class InFlight:
             dataclasses.replace(second, sampling=Sampling(1, 40)),
         ]
         running = self.process.begin("generate", [*shorts, *long])
-        for version, short in enumerate(shorts, 1):
+        for version, short in enumerate(shorts, first_version):
             while short.group not in self.process.finished():
                 time.sleep(0.001)
             self.process.pause()
@@ -116,6 +116,22 @@ def test_refreshed_requests_follow_each_new_policy_exactly(process: EngineProces
                     assert exact.max() < EXACT and other[0] > EXACT, "a span starts exactly at its first token"
         after = make_requests(3, seed=9)
         assert_exact(engine.models[2], after, process.generate(after)[1])
+    finally:
+        engine.sender.close()
+        process.shutdown()
+
+
+def test_requests_finish_with_the_weights_that_they_started_with(process: EngineProcess, tmp_path: Path) -> None:
+    """Both updates wait in host memory; the second takes the place of the first."""
+    engine = InFlight(process, tmp_path, at_update="finish")
+    try:
+        engine.update(1)  # the first of a session is direct
+        requests, samples = engine.run(first_version=2)
+        for request in requests:
+            assert [sample.spans for sample in samples[request.group]] == [(Span(0, 1),)] * request.sampling.n
+        assert_exact(engine.models[1], requests, samples)
+        assert process.load_weights() == 3
+        assert_exact(engine.models[3], requests, process.generate(requests)[1])
     finally:
         engine.sender.close()
         process.shutdown()

@@ -86,6 +86,19 @@ def test_requests_continue_with_kept_caches(quickstart_data: Path, tmp_path: Pat
     assert max(line.get("rollout/logprob_gap_by_lag/0", 0.0) for line in lines) > EXACT, "the KV cache was recomputed"
 
 
+def test_each_engine_finishes_its_requests_before_it_loads_weights(quickstart_data: Path, tmp_path: Path) -> None:
+    """A sample has one version, and an evaluation the newest. Two engines load in turn."""
+    engines = ["rollout.engines=2", "rollout.at_update=finish", "evaluation.every=2"]
+    done = train(quickstart_data, tmp_path, "finished", *AHEAD, "actor.optimizer.lr=1e-2", *engines)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "each engine keeps new weights in host memory" in done.stdout
+    lines = metrics(tmp_path / "finished")
+    assert max(line["rollout/spans_mean"] for line in lines) == 1
+    assert 1 <= max(line["rollout/staleness_max"] for line in lines) <= LARGEST_LAG
+    check_gaps(tmp_path / "finished")
+    assert [line["step"] for line in lines if "eval/pass@1" in line] == [2, 4, 5]
+
+
 @pytest.mark.slow
 def test_requests_wait_while_colocated_trainers_compute(quickstart_data: Path, tmp_path: Path) -> None:
     """A batch is trained as soon as its samples are finished; longer ones of the next batches continue afterwards."""

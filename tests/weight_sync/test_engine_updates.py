@@ -84,3 +84,35 @@ def test_sharded_updates_equal_the_export(process: EngineProcess, tmp_path: Path
             former = planned
     finally:
         process.shutdown()
+
+
+@pytest.mark.parametrize("case", ["qwen3-TP2", "moe-EP2", "deepseek"])
+def test_staged_updates_equal_direct_ones(process: EngineProcess, tmp_path: Path, case: str) -> None:
+    """With `at_update` finish, weights wait in host memory: the engine samples with the old ones until it loads the new ones."""
+    kind, layout = CASES[case]
+    path = build_model(tmp_path / "model", kind, expert_width=64)
+    model = load_model(path)
+    info = process.start(spec(path, load_weights=False, at_update="finish", **layout))
+    process.rpc("watch_layers")
+    try:
+        weights = change(model, 1, tmp_path)
+        trainers = SlicedTrainers(weights, info["receivers"], check_every=0)
+        assert process.connect_weight_sync(trainers.session) is None
+        trainers.update(process, 1, weights)
+        first = process.rpc("digests")
+        for version in (2, 3):  # version 3 takes the place of version 2
+            weights = change(model, version, tmp_path)
+            trainers.update(process, version, weights)
+            assert process.rpc("digests") == first, "loaded too early"
+        assert process.load_weights() == 3 and process.load_weights() == 3
+        requests = make_requests(2)
+        assert_exact(model, requests, process.generate(requests)[1])
+        staged = process.rpc("digests")
+        trainers.close()
+
+        sender = full_sender(process, info)  # another session: its first update is direct
+        update(process, sender, weights, 4)
+        sender.close()
+        assert process.load_weights() == 4 and process.rpc("digests") == staged
+    finally:
+        process.shutdown()

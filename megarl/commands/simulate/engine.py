@@ -121,13 +121,17 @@ class VirtualEngine:
         """Return the oldest weight version in the KV caches of the running requests, or the present one without any."""
         return max(self._refreshed, min((run[-1] for run in self._running), default=self._version))
 
+    def pause(self, seconds: float) -> None:
+        """Stop decoding for `seconds`, at the time of the last `advance`."""
+        self._paused_until = max(self._paused_until, self._time) + seconds
+
     def update(self, version: int, seconds: float, *, refresh: bool) -> None:
         """Take the weights of `version` in `seconds`, at the time of the last `advance`.
 
         `refresh`: afterwards recompute the KV cache of the running requests, prompts included.
         """
         self._version = version
-        self._paused_until = max(self._paused_until, self._time) + seconds
+        self.pause(seconds)
         if refresh:
             self._refreshed = version
         if refresh and self._running:

@@ -1,8 +1,8 @@
 """A run under a virtual clock: megarl's `Admission` and the order of its loop, with engines and trainers that only cost time.
 
 A step admits groups, waits for a batch, trains on it, and updates the weights, which engines and trainers wait for. With drain
-the engines' requests finish before the update. Groups go to the engine with the fewest groups, as in
-`rollout/source_engines.py`. Scoring, tools and filters take no time and drop no group.
+the engines' requests finish before the update. Engines of groups are chosen by megarl's `Dispatch`. With finish, loading weights
+from host memory takes as long as a weight sync. Scoring, tools and filters take no time and drop no group.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from megarl.commands.simulate.outcome import Outcome, StepRecord, outcome
 from megarl.recipe.derived.at_update import UpdateRule, max_lag, update_rule, window_groups
 from megarl.recipe.schema import Recipe
 from megarl.rollout.admission import Admission
+from megarl.rollout.dispatch import Dispatch, Finishing
 from megarl.types import Group
 
 
@@ -91,10 +92,12 @@ class Simulation:
         self.engines = [VirtualEngine(self.costs) for _ in range(self.costs.engines)]
         self._groups: dict[int, _GroupProgress] = {}
         self._engine_of: dict[int, int] = {}
-        self._load = [0] * len(self.engines)  # groups running on each engine
+        finishing = Finishing.of(schedule.rule, schedule.max_staleness, schedule.prompts)
+        self._dispatch = Dispatch(len(self.engines), finishing)
         self._epochs = [0] * len(self.engines)  # an event of an earlier epoch is void
         self._events: list[tuple[float, int, int]] = []  # (time, engine, epoch): its next finished request
         self._pending = _Pending()
+        self._version = 0  # of the newest weights
 
     def run(self, steps: int, warmup: int) -> Outcome:
         """Simulate `warmup` steps, which the outcome leaves out, and `steps` further ones."""
@@ -112,6 +115,8 @@ class Simulation:
     def _step(self, version: int) -> None:
         begin = self.now
         self.admission.version = version
+        if version == 0:
+            self._dispatch.add_version(version)
         self._start_groups()
         self._until(lambda: bool(self.admission.closed))
         batch = [item.group.number for item in self.admission.closed.popleft()]
@@ -149,14 +154,10 @@ class Simulation:
         )
 
     def _start_groups(self) -> None:
-        """Start all groups that admission allows, each on the engine with the fewest."""
-        loads = [(load, index) for index, load in enumerate(self._load)]
-        heapq.heapify(loads)
+        """Start all groups that admission allows."""
         touched = set()
-        for number in self.admission.start(self.admission.capacity()):
-            load, index = loads[0]
-            heapq.heapreplace(loads, (load + 1, index))
-            self._load[index] = load + 1
+        engines = self._dispatch.start(self.admission.capacity)
+        for number, index in zip(self.admission.start(len(engines)), engines, strict=True):
             if index not in touched:
                 self.engines[index].advance(self.now)
                 touched.add(index)
@@ -165,6 +166,17 @@ class Simulation:
             self.engines[index].add(number, self.lengths.of(number))
         for index in touched:
             self._plan(index)
+        self._load_weights()
+
+    def _load_weights(self) -> None:
+        """Load the newest weights on engines that have finished their groups, and start groups on them."""
+        due = self._dispatch.take_due_loads()
+        for index in due:
+            self.engines[index].advance(self.now)
+            self.engines[index].update(self._version, self.costs.weight_sync, refresh=False)
+            self._dispatch.loaded(index, self._version)
+        if due:
+            self._start_groups()
 
     def _plan(self, index: int) -> None:
         """Enter the engine's next finish, and void its former one."""
@@ -188,9 +200,11 @@ class Simulation:
             group.oldest = sample.oldest if group.oldest is None else min(group.oldest, sample.oldest)
             self._pending.add(1, sample.length + self.costs.prompt)
             if group.left == 0:
-                self._load[self._engine_of.pop(sample.group)] -= 1
+                self._dispatch.remove(self._engine_of.pop(sample.group))
                 self.admission.finish(Group(sample.group, "", "", []), accepted=True)
         self._plan(index)
+        if self.schedule.rule == "finish":
+            self._start_groups()
 
     def _until(self, condition: Callable[[], bool]) -> None:
         """Handle events, which move the clock, until `condition` holds."""
@@ -207,8 +221,14 @@ class Simulation:
         self.now = end
 
     def _update(self, version: int) -> None:
+        self._version = version
+        self._dispatch.add_version(version)
         for index, engine in enumerate(self.engines):
             engine.advance(self.now)
+            if self.schedule.rule == "finish":  # into host memory
+                engine.pause(self.costs.weight_sync)
+                self._plan(index)
+                continue
             limit = self.schedule.refresh_after
             old = limit is not None and engine.oldest_cache() <= version - limit
             engine.update(version, self.costs.weight_sync, refresh=self.schedule.rule == "refresh" or old)

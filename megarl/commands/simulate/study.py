@@ -14,7 +14,7 @@ from megarl.errors import InputError
 from megarl.recipe.derived.at_update import UpdateRule
 from megarl.recipe.schema import Recipe, RolloutConfig
 
-RULES: tuple[UpdateRule, ...] = ("drain", "refresh", "keep")
+RULES: tuple[UpdateRule, ...] = ("drain", "finish", "refresh", "keep")
 STALENESS, WINDOWS = (1, 2, 4, 8), (0.0, 0.3)
 _FIRST_STALENESS, _FIRST_WINDOW = 4, 0.3  # of the schedule with which splits are compared first
 CONTROLLER_BYTES = 600  # per sample on the controller: `types.Sample`, measured with 16 samples a group

@@ -56,6 +56,7 @@ class _SglangBackend:
         self._tasks: dict[str, list[asyncio.Task]] = {}  # per request: one task per sample, in seed order
         self._requests: dict[str, GenerationRequest] = {}
         self.unloaded: str | None = None if spec.load_weights else "has dummy weights"
+        self.staged: int | None = None
         self.asleep: tuple[str, ...] = ()  # of TAGS
 
     def join(self, group: EngineGroup) -> None:
@@ -176,6 +177,9 @@ class _SglangBackend:
         report = merge_reports(self._receive(self._session, version))
         self.unloaded = None
         return report
+
+    def load_weights(self, running: int) -> int:
+        raise EngineRefused("SGLang loads weights as they arrive")
 
     def _receive(self, session: Session, version: int) -> list[UpdateReport]:
         folder = tempfile.mkdtemp(prefix="megarl-sglang-")

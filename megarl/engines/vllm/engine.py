@@ -44,7 +44,9 @@ class _VllmBackend:
         self._running: dict[str, GenerationRequest] = {}
         self._cache_versions: dict[str, int] = {}  # of each running request: the oldest weights in its KV cache
         self._version = 0  # of the weights; part of each request's prefix hashes with `at_update` keep
+        self._is_first_update = True  # of the weight sync session
         self._adapter: Any = None  # vLLM's LoRARequest for every prompt, if updates bring adapters
+        self.staged: int | None = None
         self.unloaded: str | None = None if spec.load_weights else "has dummy weights"
         self.asleep: tuple[str, ...] = ()  # of TAGS
 
@@ -225,7 +227,7 @@ class _VllmBackend:
         reason = self._not_sharded_because() if session.sharded else None
         if reason is not None:
             return reason
-        self._adapter = None
+        self._adapter, self.staged, self._is_first_update = None, None, True
         if session.adapter_alpha is not None:
             if self._spec.adapters is None:
                 return "it was started without room for adapters"
@@ -247,6 +249,8 @@ class _VllmBackend:
         return next((reason for reason, holds in reasons.items() if holds), None)
 
     def update_weights(self, version: int, running: int) -> UpdateReport:
+        if self._spec.at_update == "finish" and not self._is_first_update:
+            return self._stage_weights(version)
         if running and not self._can.preempting_reset:
             raise EngineRefused(
                 f"vLLM {self._can.version} cannot take weights while {running} requests run; let them finish or abort"
@@ -258,14 +262,32 @@ class _VllmBackend:
         results = self._engine.collective_rpc("megarl_update", args=(version,))
         report = merge_reports([UpdateReport(**report) for report, _, _ in results])
         self._check_read(results[0][1], [set(unread) for _, _, unread in results])
+        self._use_version(version)
+        self.unloaded, self._is_first_update = None, False
+        return report
+
+    def _stage_weights(self, version: int) -> UpdateReport:
+        reports = self._engine.collective_rpc("megarl_stage", args=(version,))
+        self.staged = version
+        return merge_reports([UpdateReport(**report) for report in reports])
+
+    def load_weights(self, running: int) -> int:
+        if self.staged is not None:
+            if running:
+                raise EngineRefused(f"engine {self._spec.name!r} cannot load weights while {running} requests run")
+            self._engine.collective_rpc("megarl_load_staged")
+            self._use_version(self.staged)
+            self.staged = None
+        return self._version
+
+    def _use_version(self, version: int) -> None:
+        """Drop what was computed with the weights before `version`, which are now loaded."""
         self._version = version
         if self._spec.at_update != "keep" or self._has_caches_of(version - (self._spec.refresh_after or math.inf)):
             self._drop_cached_prefixes()
             self._cache_versions = dict.fromkeys(self._cache_versions, version)
         if not self._spec.seeded:  # reseed, so that a resumed run does not repeat the draws of its first steps
             self._engine.collective_rpc("megarl_seed", args=(zlib.crc32(f"{self._spec.seed}/{version}".encode()),))
-        self.unloaded = None
-        return report
 
     def _check_read(self, exported: list[str], unread: list[set[str]]) -> None:
         """Raise ValueError for tensors that no rank of the whole group has read: the model does not know their names.

@@ -45,6 +45,8 @@ class WorkerExtension:
     model_runner: Any
     device: torch.device | None
 
+    _megarl_staged: list[tuple[str, torch.Tensor]]  # weights of a full session that wait in host memory
+
     def megarl_endpoint(self) -> list:
         """Return [rank, host id] of this weight receiver."""
         return [self.rank, host_id()]
@@ -104,15 +106,41 @@ class WorkerExtension:
         completely loaded or names changed.
         """
         receiver: Any = self._megarl_receiver
-        if not current_platform.is_cpu():  # with asynchronous scheduling, a step with the old weights may still run
-            getattr(torch, current_platform.device_type).synchronize()
-        try:
+        self._megarl_synchronize()
+        with _failing(receiver):
             update = self._megarl_update_sharded if receiver.session.sharded else self._megarl_update_full
             names, unread = update(receiver, version)
             return [receiver.finish().to_dict(), names, unread]
-        except BaseException as error:
-            receiver.fail(f"{type(error).__name__}: {error}")
-            raise
+
+    def _megarl_synchronize(self) -> None:
+        if not current_platform.is_cpu():  # with asynchronous scheduling, a step with the old weights may still run
+            getattr(torch, current_platform.device_type).synchronize()
+
+    def megarl_stage(self, version: int) -> dict[str, Any]:
+        """Receive `version` into host memory; returns the report. Not for the first update."""
+        receiver: Any = self._megarl_receiver
+        with _failing(receiver):
+            if receiver.session.sharded:
+                with self._megarl_context():
+                    receiver.begin(version)
+                    receiver.stage()
+            else:
+                self._megarl_staged = []  # first free the version that it kept before
+                self._megarl_staged = list(receiver.weights(version))
+            return receiver.finish().to_dict()
+
+    def megarl_load_staged(self) -> None:
+        """Load the version that `megarl_stage` received last."""
+        receiver: Any = self._megarl_receiver
+        self._megarl_synchronize()
+        if not receiver.session.sharded:
+            staged, self._megarl_staged = self._megarl_staged, []
+            self._megarl_load_full(iter(staged), receiver.session.adapter_alpha)
+            return
+        with self._megarl_context():
+            update = LayerwiseUpdate(self.model_runner.model, self._megarl_needed)
+            receiver.load_staged(update)
+            update.finish(self.model_config)
 
     def _megarl_update_sharded(self, receiver: ShardedReceiver, version: int) -> tuple[list[str], list[str]]:
         with self._megarl_context():
@@ -124,8 +152,12 @@ class WorkerExtension:
         return names, [name for name in names if name not in needed]
 
     def _megarl_update_full(self, receiver: FullReceiver, version: int) -> tuple[list[str], list[str]]:
+        return self._megarl_load_full(receiver.weights(version), receiver.session.adapter_alpha)
+
+    def _megarl_load_full(
+        self, weights: Iterator[tuple[str, torch.Tensor]], alpha: float | None
+    ) -> tuple[list[str], list[str]]:
         """Load full weights; or adapters, which follow the base weights in a session's first update."""
-        weights, alpha = receiver.weights(version), receiver.session.adapter_alpha
         if alpha is None:
             return self._megarl_load(weights)
         matrices: dict[str, torch.Tensor] = {}
@@ -162,6 +194,16 @@ class WorkerExtension:
             changed = sorted(set(names) ^ set(expected or ()))[:_SHOWN]
             raise ValueError(f"the trainer exports other names or another order than before: {changed}")
         return [], []
+
+
+@contextlib.contextmanager
+def _failing(receiver: FullReceiver | ShardedReceiver) -> Iterator[None]:
+    """End the update on all ranks if this one fails."""
+    try:
+        yield
+    except BaseException as error:
+        receiver.fail(f"{type(error).__name__}: {error}")
+        raise
 
 
 def load(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]], model_config: Any) -> None:

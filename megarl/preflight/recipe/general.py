@@ -17,6 +17,7 @@ from megarl.algorithms.objective import runs_old_log_prob_pass
 from megarl.errors import RecipeError, raise_all
 from megarl.preflight.recipe.agent import agent_errors
 from megarl.preflight.recipe.algorithm import algorithm_errors, name_errors, source_errors
+from megarl.preflight.recipe.at_update import at_update_errors, staleness_errors
 from megarl.preflight.recipe.critic import critic_errors
 from megarl.preflight.recipe.data import column_errors, data_errors
 from megarl.preflight.recipe.environment import environment_errors
@@ -29,7 +30,6 @@ from megarl.preflight.recipe.reward import reward_errors
 from megarl.preflight.recipe.shared import mini_batch_errors, optimizer_errors, parallel_size_errors
 from megarl.preflight.recipe.teacher import teacher_errors
 from megarl.preflight.recipe.weight_sync import weight_sync_errors
-from megarl.recipe.derived.at_update import cannot_continue, update_rule
 from megarl.recipe.derived.critic_view import critic_view
 from megarl.recipe.schema import EvaluationConfig, Recipe, RolloutConfig
 from megarl.recipe.training import LoraConfig
@@ -280,78 +280,6 @@ def _held_out_loss_errors(recipe: Recipe) -> Errors:
             "it treats the highest-scored tokens of a mini batch specially, and held-out rows form no mini batch",
             "disable evaluation, or set another algorithm.loss",
             value=loss,
-        )
-
-
-def staleness_errors(recipe: Recipe) -> Errors:
-    colocated = recipe.cluster.placement == "colocated"
-    if colocated and recipe.rollout.max_staleness > 0 and update_rule(recipe) != "refresh":
-        yield RecipeError(
-            "rollout.max_staleness",
-            "colocated engines stop and free their KV caches while trainers compute, so requests can only run ahead if they "
-            "continue with recomputed caches (rollout.at_update=refresh), and this recipe's rule is "
-            + update_rule(recipe),
-            "set rollout.max_staleness=0, cluster.placement=disaggregated, or rollout.at_update=refresh where it is possible",
-            value=recipe.rollout.max_staleness,
-        )
-    if 0 < recipe.rollout.max_staleness < 1 / recipe.data.prompts_per_step:
-        yield RecipeError(
-            "rollout.max_staleness",
-            f"this share of data.prompts_per_step = {recipe.data.prompts_per_step} is less than a prompt",
-            "set 0, or a larger value",
-            value=recipe.rollout.max_staleness,
-        )
-    if update_rule(recipe) == "drain" and recipe.rollout.window != RolloutConfig().window:
-        yield RecipeError(
-            "rollout.window",
-            "batches are in admission order with rollout.at_update=drain, which this recipe has",
-            "leave it out, or set rollout.at_update=refresh",
-            value=recipe.rollout.window,
-        )
-
-
-def at_update_errors(recipe: Recipe) -> Errors:
-    rule = recipe.rollout.at_update
-    if recipe.rollout.refresh_after is not None and rule != "keep":
-        yield RecipeError(
-            "rollout.refresh_after",
-            f"only rollout.at_update=keep leaves caches of earlier weights, and this recipe's rule is {update_rule(recipe)}",
-            "leave it out, or set rollout.at_update=keep",
-            value=recipe.rollout.refresh_after,
-        )
-    if rule != "refresh" and rule != "keep":
-        return
-    if recipe.rollout.max_staleness == 0:
-        yield RecipeError(
-            "rollout.at_update",
-            "with rollout.max_staleness=0 no request runs when the weights change",
-            "leave it out, or set rollout.max_staleness to 1 or more",
-            value=rule,
-        )
-    reason = cannot_continue(recipe)
-    if reason is not None:
-        yield RecipeError("rollout.at_update", reason, "set rollout.at_update=drain", value=rule)
-    if recipe.train.deterministic:
-        yield RecipeError(
-            "rollout.at_update",
-            "the moment at which requests get new weights depends on time, so a run with train.deterministic would not repeat",
-            "set rollout.at_update=drain, or train.deterministic=false",
-            value=rule,
-        )
-    if rule == "keep" and recipe.rollout.engine_args.get("async_scheduling"):
-        yield RecipeError(
-            "rollout.engine_args.async_scheduling",
-            "with rollout.at_update=keep, tokens that are sampled but not yet returned at an update would count as tokens of the "
-            "new weights",
-            "leave it out, or set rollout.at_update=refresh",
-            value=True,
-        )
-    if recipe.rollout.admission == "wave":
-        yield RecipeError(
-            "rollout.admission",
-            f"waves wait until no request runs, and rollout.at_update={rule} does not",
-            "leave it out, or set rollout.at_update=drain",
-            value="wave",
         )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from megarl.recipe.schema import Recipe
 
-UpdateRule = Literal["drain", "refresh", "keep"]
+UpdateRule = Literal["drain", "finish", "refresh", "keep"]
 
 
 def update_rule(recipe: Recipe) -> UpdateRule:
@@ -61,10 +61,16 @@ def max_lag(recipe: Recipe) -> int:
 
 
 def update_notice(recipe: Recipe) -> str | None:
-    """Return a notice if running requests continue with new weights; None otherwise."""
+    """Return a notice if engines update at different times, or while requests run; None otherwise."""
     rule = update_rule(recipe)
     if recipe.train.source != "rollout" or rule == "drain":
         return None
+    if rule == "finish":
+        return (
+            "rollout.at_update is finish (set by the recipe): each engine keeps new weights in host memory until its requests have "
+            f"finished; a sample is at most {max_lag(recipe)} versions old; a repeated run samples other responses; "
+            "rollout.at_update=drain repeats"
+        )
     origin = f"auto with rollout.max_staleness={recipe.rollout.max_staleness:g}"
     kept = "keep their KV cache" if rule == "keep" else "recompute their KV cache"
     return (

@@ -144,6 +144,9 @@ class JudgedEngine:
         _when_done(self.engine.collect(group), collected, result)
         return result
 
+    def load_weights(self) -> Future[int]:
+        return self.engine.load_weights()
+
 
 def _when_done(call: Future[Any], then: Callable[[Future[Any]], None], result: Future[Any]) -> None:
     """Run `then` once `call` is done, in the transport's thread. Errors of `then` and of `call` become the exception of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -32,9 +33,17 @@ class SliceTarget(Protocol):
         ...
 
 
+@dataclass
+class StagedBucket:
+    """A bucket that waits in host memory."""
+
+    memory: torch.Tensor  # uint8
+    fingerprint: str = ""
+
+
 class ShardedReceiver(Receiver):
     """First call `collect_held` and `publish_needed`. For each version call `begin`, `receive`, finish loading in the engine,
-    then `finish`.
+    then `finish`; or `begin`, `stage` and `finish`, and `load_staged` at any time until the next `begin`.
     """
 
     def __init__(self, session: Session, name: str) -> None:
@@ -42,6 +51,7 @@ class ShardedReceiver(Receiver):
         self._needed: SliceTable | None = None
         self._copiers: dict[int, StreamCopier] = {}  # by stream, once planned
         self._first: int | None = None  # the first version received
+        self._staged: dict[tuple[int, int], StagedBucket] = {}  # by stream and bucket
         super().__init__(session, name)
 
     def collect_held(self) -> list[SliceTable]:
@@ -98,6 +108,40 @@ class ShardedReceiver(Receiver):
         assert self._incoming is not None, "call begin first"
         for bucket in self._incoming.take(sum(self._remaining.values()), self._awaited):
             self._load(self._incoming, bucket, target)
+
+    def stage(self) -> None:
+        """Keep the version's buckets in host memory for `load_staged`, in place of the version that it kept before.
+
+        Raises WeightSyncError as `receive` does.
+        """
+        assert self._incoming is not None and self._check is None, "call begin first; a checked update cannot be staged"
+        for bucket in self._incoming.take(sum(self._remaining.values()), self._awaited):
+            key = bucket.header["stream"], bucket.header["bucket"]
+            if key not in self._staged:
+                self._staged[key] = StagedBucket(torch.empty_like(bucket.memory, device="cpu"))
+            staged = self._staged[key]
+            staged.memory.copy_(bucket.memory)
+            staged.fingerprint = bucket.header["fingerprint"]
+            self._incoming.timer.lap("load")
+            self._incoming.acknowledge(bucket, bucket.fingerprint or self._fingerprinter.start(staged.memory))
+            self._remaining[key[0]] -= 1
+
+    def load_staged(self, target: SliceTarget) -> None:
+        """Copy the buckets that `stage` kept into `target`. Raises WeightSyncError if their bytes changed since.
+
+        Their memory stays allocated for the next version.
+        """
+        for (stream, number), staged in self._staged.items():
+            copier = self._copiers[stream]
+            written, fingerprint = copier.unpack(number, staged.memory, target.tensor, self._fingerprinter)
+            if fingerprint.result() != staged.fingerprint:
+                assert self._needed is not None
+                raise WeightSyncError(
+                    f"receiver {self.name!r} kept {copier.describe(number, self._needed.tensors)} in host memory, and its bytes "
+                    "have changed since"
+                )
+            for parameter, elements in written:
+                target.mark_written(parameter, elements)
 
     def _awaited(self) -> str:
         sources = sorted({self._copiers[number].stream.source for number, left in self._remaining.items() if left})

@@ -170,7 +170,7 @@ def test_the_bound_of_the_lag_is_reached(staleness: int, prompts: int, window: i
     assert outcome.lag_max == staleness + math.ceil((window - 1) / prompts)
 
 
-@pytest.mark.parametrize("rule", ["drain", "refresh", "keep"])
+@pytest.mark.parametrize("rule", ["drain", "finish", "refresh", "keep"])
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("staleness", [0.5, 1, 2, 5])
 def test_no_group_is_lost_and_the_lag_is_bounded(rule: UpdateRule, share: float, staleness: float) -> None:
@@ -219,7 +219,8 @@ def math_run(rule: UpdateRule, staleness: int, share: float = 0.0, devices: int 
 
 
 def test_long_tails_drain_gains_little_and_updates_in_flight_much() -> None:
-    """The figures of a simulation without megarl's admission and loop: drain 1.05, keep 1.82, 2.45 and 3.71."""
+    """The figures of a simulation without megarl's admission and loop: drain 1.05, keep 1.82, 2.45 and 3.71; finish
+    1.74, 2.35 and 2.89, without equal shares of the groups."""
     synchronous = math_run("drain", 0)
 
     def gain(rule: UpdateRule, staleness: int, share: float = 0.0) -> float:
@@ -233,6 +234,12 @@ def test_long_tails_drain_gains_little_and_updates_in_flight_much() -> None:
         1: pytest.approx(1.82, rel=0.12),
         2: pytest.approx(2.45, rel=0.12),
         4: pytest.approx(3.71, rel=0.12),
+    }
+    finished = {staleness: gain("finish", staleness) for staleness in (1, 2, 4)}
+    assert finished == {
+        1: pytest.approx(1.75, rel=0.05),
+        2: pytest.approx(2.4, rel=0.05),
+        4: pytest.approx(3.4, rel=0.05),
     }
     refreshed, windowed = gain("refresh", 4), gain("keep", 4, 0.3)
     assert 0.85 * kept[4] < refreshed < kept[4] < windowed

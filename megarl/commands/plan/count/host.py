@@ -20,6 +20,7 @@ from megarl.commands.plan.show.units import GIB, Unit
 from megarl.engines.specs import fixed_models
 from megarl.platform.device_table import Device
 from megarl.platform.kinds import is_accelerator, kind_of
+from megarl.recipe.derived.at_update import update_rule
 from megarl.recipe.derived.critic_view import critic_view
 from megarl.recipe.derived.offload import copies_checkpoints
 from megarl.recipe.derived.weight_sync_route import is_sharded, wants_adapters
@@ -28,12 +29,14 @@ from megarl.text import pluralize
 from megarl.weight_sync.session import HOST_MEMORY_TRANSPORTS, SHARDED_SLOTS
 
 OFFLOADED, SWAPPED, REFERENCE = "offloaded", "swapped", "reference"
+STAGED = "next weights"
 ASLEEP, SHARED_MEMORY, PROCESSES, SAMPLES = "asleep", "/dev/shm", "processes", "samples"
 CHECKPOINT, OPTIMIZER, CRITIC_OPTIMIZER = "checkpoint", "optimizer", "critic's optimizer"
 LEGEND = (
     "Host memory: offloaded (weights and optimizer states of trainers that leave their devices), swapped (optimizer states "
     "of swap_optimizer), reference (weights of the reference policy) and asleep (weights of sleeping engines) are "
     "page-locked, and page-locked memory comes in powers of two; optimizer (states and gradients of optimizer_cpu_offload); "
+    "next weights (weights that wait for an engine's requests to finish, rollout.at_update=finish); "
     "/dev/shm (buckets of the weight sync); processes (assumed: device.process_memory each); samples of two steps; checkpoint (copies of what trainers "
     "write, if training continues meanwhile or actor and critic time-share devices)."
 )
@@ -52,6 +55,7 @@ _REMEDIES = {
         "rollout.tensor_parallel",
         "raise it, so that a machine has fewer copies of the model, or set cluster.placement=disaggregated",
     ),
+    STAGED: ("rollout.at_update", "set refresh or keep, or use more machines"),
     SHARED_MEMORY: ("weight_sync.bucket_mb", "lower it"),
     SAMPLES: ("data.prompts_per_step", "lower it"),
     PROCESSES: ("cluster.trainers", "use fewer devices of each machine"),
@@ -189,6 +193,8 @@ def _engine(occupants: Occupants, sharing: TimeSharing) -> dict[str, int]:
     recipe, rank, parts = occupants.recipe, occupants.engines.get(ROLLOUT), {}
     if rank is not None and sharing.sleeps and (occupants.keeps_weights or wants_adapters(recipe)):
         parts[ASLEEP] = rank.asleep
+    if rank is not None and update_rule(recipe) == "finish" and is_sharded(recipe):
+        parts[STAGED] = rank.weights - rank.tables
     if is_sharded(recipe) and recipe.weight_sync.transport in HOST_MEMORY_TRANSPORTS:  # ranks that relay buckets
         parts[SHARED_MEMORY] = SHARDED_SLOTS * recipe.weight_sync.bucket_mb * 2**20
     return parts

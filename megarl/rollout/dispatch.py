@@ -1,0 +1,139 @@
+"""The engine of each group, and the moments at which engines load new weights: a pure state machine.
+
+A group goes to the engine with the fewest groups. With `rollout.at_update: finish` each group keeps the weights that it starts
+with. An engine receives new weights into host memory and loads them when it has no group, so engines have different versions.
+An engine finishes, which means that it starts no group until it has loaded the newest weights, in two cases: its weights are
+too old for any further group, or it is one of the engines with the oldest weights while few others finish. At most
+1 / `max_staleness` of the engines finish in the second case, so that they load in turn while the others sample. No engine runs
+more than its equal share of all groups that may run, so that groups are left for the engines that load next.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megarl.recipe.derived.at_update import UpdateRule
+
+
+@dataclass
+class _EngineState:
+    load: int = 0  # running groups
+    version: int | None = None  # of its weights; None before the first update
+    finishes: bool = False  # it starts no group until it has loaded the newest weights
+    loads: bool = False  # it was told to load them
+
+
+@dataclass(frozen=True)
+class Finishing:
+    """Settings of `rollout.at_update: finish`."""
+
+    max_staleness: float
+    groups: int  # most groups that run at a time
+
+    @classmethod
+    def of(cls, rule: UpdateRule, max_staleness: float, prompts_per_step: int) -> Finishing | None:
+        if rule != "finish":
+            return None
+        return cls(max_staleness, math.ceil((max_staleness + 1) * prompts_per_step))
+
+
+class Dispatch:
+    """State machine of the module's docstring. Not thread-safe: the caller needs a lock."""
+
+    def __init__(self, engines: int, finishing: Finishing | None = None) -> None:
+        """engines: their number. finishing: the settings of `rollout.at_update: finish`; None for the other rules."""
+        self._engines = [_EngineState() for _ in range(engines)]
+        self._finishing = finishing
+        self._most_groups = math.inf if finishing is None else math.ceil(finishing.groups / engines)
+        self._most_finishing = 0 if finishing is None else max(1, int(engines // max(1.0, finishing.max_staleness)))
+        self._version: int | None = None  # the newest
+
+    @property
+    def idle(self) -> int:
+        """Number of engines without a group."""
+        return sum(not engine.load for engine in self._engines)
+
+    def add_version(self, version: int) -> None:
+        """Record that all engines have received weights. They load the first weights at once, and with finish only these."""
+        self._version = version
+        for engine in self._engines:
+            if engine.version is None or self._finishing is None:
+                engine.version = version
+        self._choose_finishing()
+
+    def start(self, capacity: Callable[[int], int]) -> list[int]:
+        """Return the engine of each group that starts now. `capacity`: groups that may start with weights of a version."""
+        ready = [(engine.load, index) for index, engine in enumerate(self._engines) if not engine.finishes]
+        capacities = {version: capacity(version) for version in self._versions(ready)}
+        heapq.heapify(ready)
+        started: list[int] = []
+        while ready:
+            load, index = ready[0]
+            engine = self._engines[index]
+            # A group that starts takes a place of every version.
+            too_old = engine.version is None or capacities[engine.version] <= len(started)
+            if too_old or load >= self._most_groups:
+                engine.finishes = too_old and self._is_behind(engine)
+                heapq.heappop(ready)
+                continue
+            engine.load += 1
+            heapq.heapreplace(ready, (load + 1, index))
+            started.append(index)
+        return started
+
+    def _versions(self, engines: list[tuple[int, int]]) -> set[int]:
+        versions = (self._engines[index].version for _, index in engines)
+        return {version for version in versions if version is not None}
+
+    def start_again(self, groups: int) -> list[int]:
+        """Return the engine of each of `groups` that ran when a checkpoint was saved, and that start again now."""
+        started = []
+        for _ in range(groups):
+            index = min(range(len(self._engines)), key=lambda index: (self._engines[index].load, index))
+            self._engines[index].load += 1
+            started.append(index)
+        return started
+
+    def finish_all(self) -> None:
+        """Let every engine with older weights finish."""
+        for engine in self._engines:
+            engine.finishes = self._is_behind(engine)
+
+    @property
+    def all_newest(self) -> bool:
+        """Whether every engine has loaded the newest weights."""
+        return not any(self._is_behind(engine) for engine in self._engines)
+
+    def remove(self, engine: int) -> None:
+        """Record that a group of an engine has ended."""
+        self._engines[engine].load -= 1
+
+    def take_due_loads(self) -> list[int]:
+        """Return the engines that have finished and must now load the newest weights."""
+        due = [
+            index for index, engine in enumerate(self._engines) if engine.finishes and not (engine.load or engine.loads)
+        ]
+        for index in due:
+            self._engines[index].loads = True
+        return due
+
+    def loaded(self, engine: int, version: int) -> None:
+        """Record that an engine has loaded weights."""
+        state = self._engines[engine]
+        state.version, state.loads, state.finishes = version, False, False
+        self._choose_finishing()
+
+    def _is_behind(self, engine: _EngineState) -> bool:
+        # An engine may be ahead: it may load weights that have arrived before `add_version` is called.
+        return engine.version is not None and self._version is not None and engine.version < self._version
+
+    def _choose_finishing(self) -> None:
+        """Let further engines finish, up to the limit, those with the oldest weights and the fewest groups first."""
+        finishing = sum(engine.finishes for engine in self._engines)
+        behind = [engine for engine in self._engines if self._is_behind(engine) and not engine.finishes]
+        behind.sort(key=lambda engine: (engine.version, engine.load))
+        for engine in behind[: max(0, self._most_finishing - finishing)]:
+            engine.finishes = True
