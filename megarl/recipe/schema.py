@@ -126,7 +126,7 @@ class RolloutConfig:
     )
     max_staleness: float = key(
         0.0,
-        "Weight versions that engines may sample ahead of the policy. 0: synchronous. 1: one-step-off; engines sample the next batch while the actor trains. A fraction lets that share of a further batch start. Colocated engines stop while trainers compute; their running requests continue afterwards. With `at_update` refresh and keep, `window` adds to the largest lag of a sample.",
+        "Weight versions that engines may sample ahead of the policy. 0: synchronous. 1: one-step-off; engines sample the next batch while the actor trains. A fraction lets that share of a further batch start. Colocated engines stop while trainers compute; their running requests continue afterwards. `window` adds to the largest lag of a sample, except with `at_update` drain.",
         at_least=0,
     )
     at_update: Literal["auto", "drain", "finish", "refresh", "keep"] = key(

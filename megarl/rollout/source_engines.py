@@ -89,6 +89,7 @@ class EnginesSource:
         finishing = Finishing.of(update_rule(recipe), rollout.max_staleness, recipe.data.prompts_per_step)
         self._dispatch = Dispatch(len(self.engines), finishing)
         self._waiting = Waiting(len(self.engines))
+        self._waiting.observe(len(self.engines), None)
         self._taking = False  # the trainers wait for a batch
         self._arrivals: Arrivals[Arrival] = arrivals or Arrivals()
         self._drains = update_rule(recipe) == "drain"
@@ -96,6 +97,7 @@ class EnginesSource:
 
     def admit(self, version: int) -> None:
         with self._change:
+            self._stall_timer.reset()
             if not self._arrivals.may_take_version(version):
                 self._wait(lambda: self._arrivals.may_take_version(version))
             self._arrivals.took_version(version)
@@ -109,6 +111,7 @@ class EnginesSource:
         assert count == self.admission.prompts_per_step
         with self._change:
             self._taking = True
+            self._stall_timer.reset()  # engines that share the trainers' devices may have stopped since the last group
             self._observe()
             self._wait(lambda: bool(self.admission.closed))
             tried = self.admission.closed.popleft()

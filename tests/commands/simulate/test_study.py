@@ -130,7 +130,7 @@ def test_bytes_of_samples() -> None:
 
 def test_a_study_has_every_rule_staleness_and_window(result: Study) -> None:
     names = {(run.name, run.setting.max_staleness, run.setting.window) for run in result.runs}
-    in_flight = {(rule, s, w) for rule in ("refresh", "keep") for s in (1, 2, 4, 8) for w in (0.0, 0.3)}
+    in_flight = {(rule, s, w) for rule in ("finish", "refresh", "keep") for s in (1, 2, 4, 8) for w in (0.0, 0.3)}
     assert names == {("sync", 0, 0.0), *(("drain", s, 0.0) for s in (1, 2, 4, 8)), *in_flight}
     assert result.runs[0].gain == 1 and result.runs[0].name == "sync"
     assert {run.setting.trainers for run in result.runs[1:]} == {result.trainers}
@@ -170,7 +170,8 @@ def test_rules_that_a_run_refuses_are_left_out_with_the_reason() -> None:
     result = study(subject(train__deterministic=True), steps=4)
     assert {run.name for run in result.runs} == {"sync", "drain"}
     assert any(
-        note.startswith("Not simulated: keep, refresh") and "train.deterministic" in note for note in result.notes
+        note.startswith("Not simulated: finish, keep, refresh") and "train.deterministic" in note
+        for note in result.notes
     )
 
 
@@ -186,14 +187,14 @@ def test_without_a_synchronous_run_no_gain_is_shown() -> None:
 
 def test_tables_and_page(result: Study, capsys: pytest.CaptureFixture[str]) -> None:
     columns = schedule_columns(result)
-    assert [column[0] for column in columns] == list(HEAD) and len(columns[0]) == 22
+    assert [column[0] for column in columns] == list(HEAD) and len(columns[0]) == 30
     show(result)
     printed = capsys.readouterr().out
     assert "Recommended:" in printed and " ".join(result.settings) in printed
     html = render(result)
     assert "<script" not in html and "refresh, window 0.3" in html and result.settings[0] in html
     lines = draw(result).lines
-    assert [line.name for line in lines[:2]] == ["sync", "drain"] and sum(len(line.points) for line in lines) == 21
+    assert [line.name for line in lines[:2]] == ["sync", "drain"] and sum(len(line.points) for line in lines) == 29
     chosen: list[SimulatedRun] = [run for run in result.runs if run is result.best]
     assert sum(point.best for line in lines for point in line.points) == len(chosen)
     assert all(0 <= point.x <= 720 and 0 <= point.y <= 320 for line in lines for point in line.points)
@@ -203,7 +204,7 @@ def test_json_is_strict_and_has_every_figure(result: Study) -> None:
     content = json.loads(json.dumps(as_dict(result), allow_nan=False))
     run = content["runs"][5]
     assert math.isclose(run["steps_per_hour"] * run["step_seconds"], 3600)
-    assert content["recommended"]["settings"] == result.settings and len(content["runs"]) == 21
+    assert content["recommended"]["settings"] == result.settings and len(content["runs"]) == 29
     assert {"lag_mean", "lag_bound", "engines_idle", "trainers_idle", "pending_bytes", "length_bias"} <= set(run)
 
 
