@@ -126,6 +126,17 @@ def test_states_of_an_optimizer_on_the_host_name_its_setting(role: str) -> None:
     assert refusal.key == f"{role}.optimizer.extra.optimizer_cpu_offload" and "200.0" in refusal.problem
 
 
+def test_weights_that_wait_for_requests_to_finish_are_on_the_host() -> None:
+    """Four engine ranks on the second machine; tables are derived on the device."""
+    apart = {"cluster__placement": "disaggregated", "megatron__offload": False, "rollout__max_staleness": 1.0}
+    engine = replace(ENGINE, weights=6 * GIB, tables=GIB)
+    for rule, expected in (("finish", 4 * 5.0), ("refresh", None)):
+        settings = recipe(**apart, rollout__at_update=rule)
+        stages = [stage(0, HELD), stage(1, HELD)]
+        hosts = hosts_of(Occupants(settings, stages, {"rollout": engine}, {}, GIB, False), DEVICE)
+        assert gib(hosts[-1]).get("next weights") == expected
+
+
 def test_disaggregated_engines_have_separate_machines_and_do_not_sleep() -> None:
     hosts = uses(recipe(cluster__placement="disaggregated", megatron__offload=False))
     assert [host.name for host in hosts] == ["node 0", "nodes 1-2"], "trainers and engines take as much"
