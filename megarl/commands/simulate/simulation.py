@@ -192,6 +192,7 @@ class Simulation:
             return
         engine = self.engines[index]
         engine.advance(self.now)
+        frees_place = False
         for sample in engine.finish():
             group = self._groups[sample.group]
             group.left -= 1
@@ -202,8 +203,9 @@ class Simulation:
             if group.left == 0:
                 self._dispatch.remove(self._engine_of.pop(sample.group))
                 self.admission.finish(Group(sample.group, "", "", []), accepted=True)
+                frees_place = True
         self._plan(index)
-        if self.schedule.rule == "finish":
+        if frees_place and self.schedule.rule == "finish":  # with the other rules, places come with versions
             self._start_groups()
 
     def _until(self, condition: Callable[[], bool]) -> None:
