@@ -16,7 +16,6 @@ from megarl.observe.metrics import read_metrics, without_times
 from megarl.observe.run_dir import RunDirectory
 from megarl.preflight.load import load_recipe
 from megarl.preflight.replay import no_plan, recipe_file
-from megarl.recipe.schema import Recipe
 from megarl.rollout.tape import ReplayPlan, history, segments_of
 
 _SHOWN = 5  # differing metrics in the output
@@ -87,13 +86,13 @@ def starts_of(recorded: RunDirectory, overrides: Sequence[str]) -> list[Start]:
         file = recipe_file(recorded.tape, plan.segment.number)
         recipe = load_recipe(file, overrides)
         last_step = recipe.train.steps if plan.last_step is None else plan.last_step
-        resume = "auto" if starts else _first_resume(recorded, plan, recipe)
+        resume = "auto" if starts else _first_resume(recorded, plan, recipe.train.resume)
         starts.append(Start(plan, file, last_step, resume))
     return starts
 
 
-def _first_resume(recorded: RunDirectory, plan: ReplayPlan, recipe: Recipe) -> str:
-    """Return `train.resume` of the first start: the checkpoint that the tape begins after, if any."""
+def _first_resume(recorded: RunDirectory, plan: ReplayPlan, resume: str) -> str:
+    """Return `train.resume` of the first start: the checkpoint that the tape begins after, if any. `resume`: the recorded one."""
     after = plan.segment.after
     if after == 0:
         return "never"
@@ -103,7 +102,7 @@ def _first_resume(recorded: RunDirectory, plan: ReplayPlan, recipe: Recipe) -> s
             "checkpoint, and a replay cannot begin there"
         )
     local = recorded.checkpoints / checkpoint_name(after)
-    for checkpoint in (Path(recipe.train.resume), local):
+    for checkpoint in (Path(resume), local):
         if checkpoint.name == local.name and checkpoint.is_dir():
             return os.path.abspath(checkpoint)
     raise ValueError(
