@@ -111,7 +111,7 @@ def _first_resume(recorded: RunDirectory, plan: ReplayPlan, resume: str) -> str:
 
 
 def _repeated_steps(starts: Sequence[Start]) -> range:
-    """Return the steps whose metrics the replay writes. Step 0 is the evaluation at the start, if the run has one."""
+    """Return the range of steps in the metrics of the replay. Step 0 is the evaluation at the start, if the run has one."""
     after = starts[0].plan.segment.after
     return range(after + 1 if after else 0, starts[-1].last_step + 1)
 

@@ -90,7 +90,7 @@ def wait_for(file: Path) -> None:
 
 
 def test_an_ignored_hangup_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with nohup."""
+    """`nohup` ignores it."""
     monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_IGN)
     monkeypatch.setattr(signal, "signal", lambda *_: pytest.fail("SIGHUP is handled"))
     assert run_child(["true"], os.environ) == 0

@@ -1,4 +1,4 @@
-"""Which metrics a repeated run must repeat."""
+"""`without_times`: the metrics that a repeated run must repeat."""
 
 from __future__ import annotations
 
