@@ -28,7 +28,7 @@ from megarl.platform.device_table import peak_flops
 from megarl.platform.kinds import kind_of
 from megarl.preflight.data import Prepared
 from megarl.preflight.engines_and_devices import check_device, demand_of
-from megarl.preflight.replay import open_tape
+from megarl.preflight.replay import open_tape, write_recipe
 from megarl.preflight.run_directory import RunPlace, open_run_directory
 from megarl.preflight.survey import prepare_training
 from megarl.recipe import Recipe
@@ -102,6 +102,12 @@ class Run:
     def is_cut_off(self, step: int) -> bool:
         """Return whether a replay ends within `step`, as the recorded run did: after its checkpoint, before its metrics."""
         return self.replay is not None and step == self.replay.last_step and not self.replay.logs_last
+
+    @property
+    def exports_at_end(self) -> bool:
+        """Whether the weights are exported: not in a replay that ends earlier than `train.steps`, as the recorded run did."""
+        whole = self.last_step == self.recipe.train.steps and not self.is_cut_off(self.last_step)
+        return self.recipe.train.export_at_end and whole
 
     def publish_first_weights(self, version: int) -> None:
         self.publish_weights(version)
@@ -217,6 +223,8 @@ class Started:
 def _start_processes(setup: RunSetup, cluster: Cluster, log: RunLog) -> Started:
     """Start engines and trainers. They load at the same time, or one after the other if they share devices."""
     recipe, platform, folder = setup.recipe, setup.platform, setup.place.directory
+    if setup.tape is not None:
+        write_recipe(setup.tape, recipe)
     rollout, limit = recipe.train.source == "rollout", recipe.rollout.start_timeout
     engines: list[EngineHandle] = []
     if rollout:
@@ -321,14 +329,20 @@ def connect_engines(recipe: Recipe, started: Started, notice: Callable[[str], No
 
 def check_in_flight(recipe: Recipe, descriptions: Sequence[dict[str, Any]]) -> None:
     """Raise RecipeError if an engine cannot take new weights while requests run, and `rollout.at_update` needs it."""
-    unable = next((each for each in descriptions if not each["can_update_in_flight"]), None)
-    if unable is not None and update_rule(recipe) in ("refresh", "keep"):
-        raise RecipeError(
-            "rollout.at_update",
-            f"{unable['engine']} {unable['version']} cannot take new weights while requests run",
-            "set rollout.at_update=drain, or install another version",
-            value=update_rule(recipe),
-        )
+    if update_rule(recipe) not in ("refresh", "keep"):
+        return
+    for each in descriptions:
+        name = f"{each['engine']} {each['version']}"
+        if each.get("ends_requests_asleep"):
+            problem = f"{name} ends running requests when it sleeps, and colocated engines sleep while trainers compute"
+            remedy = "set rollout.max_staleness=0, or install vLLM 0.23 or later"
+            raise RecipeError("rollout.max_staleness", problem, remedy, value=recipe.rollout.max_staleness)
+        if not each["can_update_in_flight"]:
+            # Colocated engines cannot drain with requests of the next batches.
+            drain = "max_staleness=0" if recipe.cluster.placement == "colocated" else "at_update=drain"
+            problem = f"{name} cannot take new weights while requests run"
+            remedy = f"set rollout.{drain}, or install another version"
+            raise RecipeError("rollout.at_update", problem, remedy, value=update_rule(recipe))
 
 
 def _source(setup: RunSetup, samplers: Sequence[SamplingEngine], check: Callable[[], None]) -> SampleSource:

@@ -208,7 +208,9 @@ def rehearse(
 def replay(
     run_path: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run to repeat.")],
     overrides: Overrides = None,
-    name: Annotated[Optional[str], typer.Option(help="Name of the new run. Default: RUN's, with -replay.")] = None,
+    name: Annotated[
+        Optional[str], typer.Option(help="Name or path of the new run. Default: RUN's, with -replay.")
+    ] = None,
     debug: Debug = False,
 ) -> int:
     """Repeat a run with requests in flight by its tape, and compare the metrics. Exit status 1 if one differs."""

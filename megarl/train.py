@@ -41,7 +41,7 @@ def train(recipe: Recipe) -> Path:
             with log.phase("start"):
                 run = build_run(setup, cluster, log)
             run_steps(run, resume_from=setup.place.checkpoint)
-            if recipe.train.export_at_end:
+            if run.exports_at_end:
                 with log.phase("export"):
                     run.devices.give_to_actor()  # its weights may be offloaded
                     run.actor.export_hf(directory.path / "hf")

@@ -15,6 +15,7 @@ from megarl.observe.log import RunLog
 from megarl.observe.run_dir import RunDirectory
 from megarl.platform.cpu import CPUPlatform
 from megarl.recipe.schema import Recipe
+from megarl.rollout.tape import ReplayPlan, TapeSegment
 from megarl.trainer.group import ActorGroup, CriticGroup
 from megarl.weight_sync.handover import Colocated, Disaggregated, Handover
 
@@ -149,3 +150,34 @@ def test_engines_that_take_no_weights_while_requests_run_are_refused(rule: str, 
             check_in_flight(recipe, [able, unable])
     else:
         check_in_flight(recipe, [able, unable])
+
+
+def test_engines_that_end_requests_asleep_are_refused_with_a_remedy_that_is_accepted() -> None:
+    """Colocated engines refuse drain with requests of the next batches."""
+    recipe = Recipe()
+    recipe.cluster.placement, recipe.rollout.max_staleness = "colocated", 1
+    engine = {"engine": "vllm", "version": "0.18.0", "can_update_in_flight": True, "ends_requests_asleep": True}
+    with pytest.raises(RecipeError, match=r"vllm 0.18.0 ends running requests when it sleeps") as raised:
+        check_in_flight(recipe, [engine])
+    assert raised.value.remedy == "set rollout.max_staleness=0, or install vLLM 0.23 or later"
+    with pytest.raises(RecipeError, match=r"(?s)cannot take new weights.*max_staleness=0, or install"):
+        check_in_flight(recipe, [engine | {"can_update_in_flight": False, "ends_requests_asleep": False}])
+    recipe.rollout.max_staleness = 0
+    check_in_flight(recipe, [engine])
+
+
+@pytest.mark.parametrize(
+    ("last_step", "logs_last", "exports"), [(None, True, True), (5, True, True), (4, True, False), (5, False, False)]
+)
+def test_a_replay_that_ends_earlier_exports_nothing(
+    last_step: int | None, logs_last: bool, exports: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = Recipe()
+    recipe.train.source, recipe.train.steps, recipe.train.export_at_end = "sft", 5, True
+    recipe.algorithm.advantage, recipe.algorithm.loss = "none", "sft"
+    run, _ = build(recipe, tmp_path, monkeypatch, examples=["row"])
+    assert run.exports_at_end
+    run.replay = ReplayPlan(TapeSegment(0, 0, None, False, {}, ()), last_step, logs_last)
+    assert run.exports_at_end is exports
+    recipe.train.export_at_end = False
+    assert not run.exports_at_end

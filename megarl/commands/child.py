@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+
+from megarl.cluster.process import die_with_parent
 
 _STOP_SECONDS = 60.0  # time limit for an interrupted child to stop
 _STOPPED = (130, 143)  # exit statuses after SIGINT or SIGTERM
@@ -14,10 +19,15 @@ def run_child(command: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run a command and return its exit status.
 
     If this process is interrupted, the command receives the signal and gets time to clean up. If it then reports that it
-    was stopped, this process exits with the same status and without another message.
+    was stopped, this process exits with the same status and without another message. If this process is killed, the command
+    receives SIGTERM (on Linux).
     """
     # A new session, since Ctrl-C would otherwise reach both processes, and both would report it.
-    with subprocess.Popen(command, env=environ, start_new_session=True) as process:
+    stop = partial(die_with_parent, signal.SIGTERM)
+    with (
+        _hangup_as_sigterm(),
+        subprocess.Popen(command, env=environ, start_new_session=True, preexec_fn=stop) as process,
+    ):
         try:
             return process.wait()
         except BaseException as error:
@@ -33,3 +43,16 @@ def run_child(command: Sequence[str], environ: Mapping[str, str]) -> int:
             if status in _STOPPED:
                 raise SystemExit(status) from None
             raise
+
+
+@contextlib.contextmanager
+def _hangup_as_sigterm() -> Iterator[None]:
+    """Handle SIGHUP, which the end of an SSH session sends, as SIGTERM. With `nohup` it stays ignored."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGHUP) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -2,70 +2,142 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
-from os import environ
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.checkpoint.folder import checkpoint_name
 from megarl.commands.child import run_child
 from megarl.errors import as_input_error
 from megarl.observe.metrics import read_metrics, without_times
 from megarl.observe.run_dir import RunDirectory
 from megarl.preflight.load import load_recipe
+from megarl.preflight.replay import no_plan, recipe_file
 from megarl.rollout.tape import ReplayPlan, history, segments_of
 
 _SHOWN = 5  # differing metrics in the output
+_FIXED = ("name", "runs_dir", "train.replay", "train.resume")  # settings of this command
+
+
+@dataclass(frozen=True)
+class Start:
+    """A start of the recorded run, and the last step that its replay takes. `resume`: its `train.resume`."""
+
+    plan: ReplayPlan
+    recipe: Path
+    last_step: int
+    resume: str
+
+    @property
+    def steps(self) -> str:
+        after = self.plan.segment.after
+        if self.last_step == after:
+            return f"the metrics of step {after}"
+        return spans_text(range(after + 1, self.last_step + 1))
 
 
 def replay(run: Path, name: str | None, overrides: Sequence[str]) -> int:
     """Repeat `run` in a new directory beside it, one `megarl train` for each of its starts, and compare the metrics.
 
-    name: of the new run; None: that of `run` with `-replay`. Returns the exit status: 1 if a metric differs, and that of a
-    training that fails.
+    name: of the new run, or its path; None: that of `run` with `-replay`. Returns the exit status: 1 if a metric differs or a
+    step is left out, and that of a training that fails.
     """
     with as_input_error():
-        recorded = RunDirectory(run.absolute())
-        plans = history(segments_of(recorded.tape))
-        if not plans:
-            raise ValueError(
-                f"{run} has no tape (tape/controller.jsonl). Runs with rollout.at_update refresh or keep write one; other "
-                "runs repeat without a tape: start them again"
-            )
-        first = recorded.tape / f"recipe-{plans[0].segment.number}.yaml"
-        recipe = load_recipe(first, overrides)
-    target = RunDirectory(Path(recipe.runs_dir) / (name or f"{recipe.name}-replay"))
-    for number, plan in enumerate(plans):
-        steps = f"steps {plan.segment.after + 1} to {plan.last_step or recipe.train.steps}"
-        print(f"replay of {run}, start {number + 1} of {len(plans)}: {steps}", flush=True)
-        status = run_child(_command(recorded, target, plan, is_first=number == 0, overrides=overrides), environ)
+        recorded = RunDirectory(os.path.abspath(run))
+        target = RunDirectory(recorded.path.parent / (name or f"{recorded.path.name}-replay"))
+        _check(target, overrides)
+        starts = starts_of(recorded, overrides)
+    for number, start in enumerate(starts, start=1):
+        print(f"replay of {run}, start {number} of {len(starts)}: {start.steps}", flush=True)
+        settings = [f"name={target.path.name}", f"runs_dir={target.path.parent}"]
+        settings += [f"train.replay={recorded.path}", f"train.resume={start.resume}"]
+        command = [sys.executable, "-m", "megarl", "train", str(start.recipe), *overrides, *settings]
+        status = run_child(command, os.environ)
         if status:
             return status
-    return _compare(recorded, target)
+    return _compare(recorded, target, _repeated_steps(starts))
 
 
-def _command(
-    recorded: RunDirectory, target: RunDirectory, plan: ReplayPlan, *, is_first: bool, overrides: Sequence[str]
-) -> list[str]:
-    settings = [f"name={target.path.name}", f"runs_dir={target.path.parent}", f"train.replay={recorded.path}"]
-    if not is_first:
-        settings.append("train.resume=auto")
-    recipe = recorded.tape / f"recipe-{plan.segment.number}.yaml"
-    return [sys.executable, "-m", "megarl", "train", str(recipe), *overrides, *settings]
+def _check(target: RunDirectory, overrides: Sequence[str]) -> None:
+    """Raise ValueError if `target` holds a run, or if an override sets what this command sets."""
+    fixed = [override for override in overrides if override.partition("=")[0] in _FIXED]
+    if fixed:
+        raise ValueError(
+            f"megarl replay sets {', '.join(_FIXED)} itself, got {fixed[0]}: use --name, which may be a path"
+        )
+    if target.has_results():
+        raise ValueError(
+            f"{target.path} already holds a run, perhaps of an earlier replay: remove it, or give this replay another name "
+            "(--name)"
+        )
 
 
-def _compare(recorded: RunDirectory, target: RunDirectory) -> int:
-    """Print whether the metrics of the replayed steps are equal, and return the exit status."""
-    before, after = read_metrics(recorded.metrics), read_metrics(target.metrics)
-    steps = {line["step"] for line in after}
-    differing = differences(without_times([line for line in before if line["step"] in steps]), without_times(after))
-    if not differing:
-        print(f"{len(after)} lines of metrics are equal to the last bit (times, rates and memory left out)")
-        return 0
-    print(f"{len(differing)} metrics differ:")
-    for text in differing[:_SHOWN]:
-        print(f"  {text}")
-    return 1
+def starts_of(recorded: RunDirectory, overrides: Sequence[str]) -> list[Start]:
+    """Return the starts that repeat a recorded run. Raises ValueError if it cannot be repeated."""
+    plans = history(segments_of(recorded.tape))
+    if not plans:
+        remedy = "Runs with rollout.at_update refresh or keep write a tape; runs with drain repeat without one: start them again"
+        raise ValueError(f"{no_plan(recorded)}. {remedy}")
+    starts = []
+    for plan in plans:
+        file = recipe_file(recorded.tape, plan.segment.number)
+        recipe = load_recipe(file, overrides)
+        last_step = recipe.train.steps if plan.last_step is None else plan.last_step
+        resume = "auto" if starts else _first_resume(recorded, plan, recipe.train.resume)
+        starts.append(Start(plan, file, last_step, resume))
+    return starts
+
+
+def _first_resume(recorded: RunDirectory, plan: ReplayPlan, resume: str) -> str:
+    """Return `train.resume` of the first start: the checkpoint that the tape begins after, if any. `resume`: the recorded one."""
+    after = plan.segment.after
+    if after == 0:
+        return "never"
+    if plan.segment.unlogged:
+        raise ValueError(
+            f"the tape of {recorded.path} begins with a start that wrote the metrics of step {after}, after the step's "
+            "checkpoint, and a replay cannot begin there"
+        )
+    local = recorded.checkpoints / checkpoint_name(after)
+    for checkpoint in (Path(resume), local):
+        if checkpoint.name == local.name and checkpoint.is_dir():
+            return os.path.abspath(checkpoint)
+    raise ValueError(
+        f"the tape of {recorded.path} begins after step {after}, and the checkpoint of this step is missing: copy it to {local}"
+    )
+
+
+def _repeated_steps(starts: Sequence[Start]) -> range:
+    """Return the range of steps in the metrics of the replay. Step 0 is the evaluation at the start, if the run has one."""
+    after = starts[0].plan.segment.after
+    return range(after + 1 if after else 0, starts[-1].last_step + 1)
+
+
+def _compare(recorded: RunDirectory, target: RunDirectory, steps: range) -> int:
+    """Print whether the metrics of `steps` are equal, and which lines were not compared. Returns the exit status."""
+    before = {int(line["step"]): line for line in read_metrics(recorded.metrics)}
+    after = {int(line["step"]): line for line in read_metrics(target.metrics)}
+    common = [step for step in after if step in before]
+    if left_out := [step for step in before if step not in steps and step not in after]:
+        print(f"not repeated, since the tape does not contain them: {spans_text(left_out)}")
+    if lost := [step for step in after if step not in before]:
+        print(f"not compared, since the recorded run has no metrics of them: {spans_text(lost)}")
+    missing = [step for step in before if step in steps and step not in after]
+    if missing:
+        print(f"the replay has no metrics of {spans_text(missing)}")
+    differing = differences(*(without_times([lines[step] for step in common]) for lines in (before, after)))
+    if differing:
+        print(f"{len(differing)} metrics differ:")
+        for text in differing[:_SHOWN]:
+            print(f"  {text}")
+    elif common:
+        print(f"{len(common)} lines of metrics are equal to the last bit (times, rates and memory left out)")
+    else:
+        print("no line of metrics could be compared")
+    return 1 if differing or missing or not common else 0
 
 
 def differences(recorded: Sequence[dict[str, Any]], repeated: Sequence[dict[str, Any]]) -> list[str]:
@@ -79,3 +151,15 @@ def differences(recorded: Sequence[dict[str, Any]], repeated: Sequence[dict[str,
             if value != other and not (value != value and other != other):  # NaN repeats, too
                 texts.append(f"step {line['step']}: {name} is {value!r}, in the recorded run {other!r}")
     return texts
+
+
+def spans_text(steps: Sequence[int]) -> str:
+    """Return increasing steps as text: `steps 1 to 20, 45`."""
+    spans: list[list[int]] = []
+    for step in steps:
+        if spans and step == spans[-1][-1] + 1:
+            spans[-1] = [spans[-1][0], step]
+        else:
+            spans.append([step])
+    text = ", ".join(" to ".join(map(str, span)) for span in spans)
+    return f"{'step' if len(steps) == 1 else 'steps'} {text}"

@@ -6,6 +6,7 @@ A crash loses at most the running step.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,17 @@ _TIMES = (
     "timing_s/", "perf/throughput", "perf/tflops", "perf/max_memory", "perf/mfu", "checkpoint/", "rollout/judge_seconds",
     "weight_sync/seconds/", "rollout/wait_seconds/", "rollout/engines_idle",
 )  # fmt: skip
+# Figures of all samples, of an evaluation or of a data source. A repeated attempt at scoring changes no reward.
+_TIMES_OF_SAMPLES = re.compile(r"(?:.*/)?(?:agent/tool_seconds/(?:mean|max)|scoring_retries)", re.DOTALL)
 
 
 def without_times(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the metrics that a repeated run must repeat bit for bit: all but times, rates and memory."""
-    return [{name: value for name, value in line.items() if not name.startswith(_TIMES)} for line in lines]
+    """Return the metrics that a repeated run must repeat bit for bit: all but times, rates, memory and repeated attempts."""
+    return [{name: value for name, value in line.items() if not _depends_on_time(name)} for line in lines]
+
+
+def _depends_on_time(name: str) -> bool:
+    return name.startswith(_TIMES) or _TIMES_OF_SAMPLES.fullmatch(name) is not None
 
 
 def plain_number(name: str, value: Any) -> float | int:

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.atomic_files import disk_errors, write_atomically
-from megarl.checkpoint.folder import checkpoint_step
+from megarl.checkpoint.folder import checkpoint_name, checkpoint_step
 from megarl.engines.tape import Record
 from megarl.errors import RecipeError, plain
 from megarl.observe.run_dir import RunDirectory
 from megarl.preflight.run_directory import RunPlace
 from megarl.recipe.derived.at_update import is_continuous, update_rule
-from megarl.recipe.load import flat_settings, to_yaml
+from megarl.recipe.load import flat_settings, read_recipe, to_yaml
 from megarl.recipe.schema import Recipe
 from megarl.rollout.tape import ReplayPlan, RunTape, history, segment_of_checkpoint, segments_of
 
@@ -46,9 +46,8 @@ def replay_errors(recipe: Recipe) -> Iterator[RecipeError]:
     recorded = RunDirectory(recipe.train.replay)
     plans = history(segments_of(recorded.tape))
     if not plans:
-        problem = f"{recorded.path} has no tape with a whole step ({recorded.tape.name}/controller.jsonl)"
         remedy = "name the directory of a run with rollout.at_update=refresh or keep"
-        yield _error(recipe.train.replay, problem, remedy)
+        yield _error(recipe.train.replay, no_plan(recorded), remedy)
         return
     if recorded.path.resolve() == (Path(recipe.runs_dir) / recipe.name).resolve():
         yield _error(
@@ -57,7 +56,7 @@ def replay_errors(recipe: Recipe) -> Iterator[RecipeError]:
             "set name=... or runs_dir=...",
         )
         return
-    settings = [_differences(_recipe_file(recorded.tape, plan.segment.number), recipe) for plan in plans]
+    settings = [_differences(recipe_file(recorded.tape, plan.segment.number), recipe) for plan in plans]
     if all(settings):
         yield _error(
             recipe.train.replay,
@@ -66,8 +65,20 @@ def replay_errors(recipe: Recipe) -> Iterator[RecipeError]:
         )
 
 
+def no_plan(recorded: RunDirectory) -> str:
+    """Return why a run without a plan cannot be repeated."""
+    if (recorded.tape / "controller.jsonl").is_file():
+        return f"the tape of {recorded.path} has no whole step"
+    if not recorded.recipe.is_file():
+        return f"{recorded.path} is not the directory of a run (it has no {recorded.recipe.name})"
+    reason = cannot_replay(read_recipe(recorded.recipe).recipe)
+    if reason is None:
+        reason = f"it ended before its first step, or {recorded.tape.name}/controller.jsonl was deleted"
+    return f"{recorded.path} has no tape: {reason}"
+
+
 def open_tape(recipe: Recipe, place: RunPlace) -> RunTape | None:
-    """Return the tape that this start of the run writes; None if it has none. Creates its folder, with the recipe.
+    """Return the tape that this start of the run writes; None if it has none. Writes nothing.
 
     Raises RecipeError if `train.replay` names a run that did not start after the step that this run resumes after.
     """
@@ -75,10 +86,11 @@ def open_tape(recipe: Recipe, place: RunPlace) -> RunTape | None:
         return None
     folder = place.directory.tape
     after = 0 if place.checkpoint is None else checkpoint_step(place.checkpoint)
-    resumed = None
+    saved_by, numbers = None, {segment.number for segment in segments_of(folder)}
     if place.checkpoint is not None and place.checkpoint.parent.resolve() == place.directory.checkpoints.resolve():
-        resumed = segment_of_checkpoint(place.checkpoint)
-    number = max((segment.number for segment in segments_of(folder)), default=-1) + 1
+        saved_by = segment_of_checkpoint(place.checkpoint)
+    resumed = saved_by if saved_by in numbers else None  # the tape may be lost while checkpoints remain
+    number = max([-1 if saved_by is None else saved_by, *numbers]) + 1
     header = {
         "segment": number,
         "after": after,
@@ -88,10 +100,14 @@ def open_tape(recipe: Recipe, place: RunPlace) -> RunTape | None:
     }
     recorded = None if recipe.train.replay is None else RunDirectory(recipe.train.replay).tape
     plan = None if recorded is None else _plan_of(recipe, recorded, header)
-    with disk_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(_recipe_file(folder, number), to_yaml(recipe).encode())
     return RunTape(folder, header, recorded, plan)
+
+
+def write_recipe(tape: RunTape, recipe: Recipe) -> None:
+    """Create the tape's folder, with the recipe of this start. Only the run that has locked its directory may write it."""
+    with disk_errors(tape.folder):
+        tape.folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(recipe_file(tape.folder, tape.header["segment"]), to_yaml(recipe).encode())
 
 
 def _plan_of(recipe: Recipe, recorded: Path, header: Record) -> ReplayPlan:
@@ -104,15 +120,18 @@ def _plan_of(recipe: Recipe, recorded: Path, header: Record) -> ReplayPlan:
         starts = " and ".join(f"after step {step}" if step else "from the beginning" for step in steps)
         problem = f"this run starts after step {after}, but the recorded run started {starts}"
         remedy = "start where the recorded run started: without train.resume, or from a replay's checkpoint"
+        if plans[0].segment.after:
+            first = RunDirectory(recorded.parent).checkpoints / checkpoint_name(plans[0].segment.after)
+            remedy = f"start where the recorded run started: train.resume={first}, or a replay's checkpoint"
         raise _error(replay, problem, remedy)
     differences = [name for name, value in plan.segment.identity.items() if header["identity"].get(name) != value]
     if differences:
         problem = f"the recorded run had another {', '.join(differences)}"
         raise _error(replay, problem, "replay it with the model and the data that it was started with")
-    settings = _differences(_recipe_file(recorded, plan.segment.number), recipe)
+    settings = _differences(recipe_file(recorded, plan.segment.number), recipe)
     if settings:
         problem = f"after step {after} the recorded run had other settings: {_shown(settings)}"
-        raise _error(replay, problem, f"use {_recipe_file(recorded, plan.segment.number)}")
+        raise _error(replay, problem, f"use {recipe_file(recorded, plan.segment.number)}")
     return plan
 
 
@@ -121,12 +140,14 @@ def _starts_as(plan: ReplayPlan, header: Record) -> bool:
 
 
 def _differences(recorded: Path, recipe: Recipe) -> list[str]:
-    """Return the settings that differ from a recorded recipe, with both values."""
-    before, now = flat_settings(recorded.read_text()), flat_settings(to_yaml(recipe))
+    """Return the settings that differ from a recorded recipe, with both values. An older recipe may lack new settings, which
+    then had their defaults."""
+    now = flat_settings(to_yaml(recipe))
+    before = flat_settings(to_yaml(Recipe())) | flat_settings(recorded.read_text())
     return [
-        f"{key} {plain(before[key])} -> {plain(value)}"
+        f"{key} {plain(before.get(key))} -> {plain(value)}"
         for key, value in now.items()
-        if key in before and before[key] != value and key not in _FREE and not key.startswith(_FREE_SECTIONS)
+        if before.get(key) != value and key not in _FREE and not key.startswith(_FREE_SECTIONS)
     ]
 
 
@@ -135,7 +156,8 @@ def _shown(differences: list[str]) -> str:
     return ", ".join(differences[:_SHOWN]) + more
 
 
-def _recipe_file(folder: Path, segment: int) -> Path:
+def recipe_file(folder: Path, segment: int) -> Path:
+    """Return the file of a tape's folder with the recipe of the start `segment`."""
     return folder / f"recipe-{segment}.yaml"
 
 

@@ -76,12 +76,15 @@ def segments_of(folder: Path) -> list[TapeSegment]:
 
 
 def history(segments: Sequence[TapeSegment]) -> list[ReplayPlan]:
-    """Return the plans that repeat a run as its directory shows it, in order: segments that it abandoned are left out."""
+    """Return the plans that repeat a run as its directory shows it, in order: segments that it abandoned are left out.
+
+    The first plan begins after step 0, or at the checkpoint of a segment that is not on the tape.
+    """
     if not segments:
         return []
     by_number = {segment.number: segment for segment in segments}
     chain = [segments[-1]]
-    while (earlier := chain[0].resumed) is not None:
+    while (earlier := chain[0].resumed) in by_number and by_number[earlier].number < chain[0].number:
         chain.insert(0, by_number[earlier])
     plans = []
     for segment, following in itertools.pairwise(chain):
@@ -92,7 +95,8 @@ def history(segments: Sequence[TapeSegment]) -> list[ReplayPlan]:
     last = chain[-1]
     if last.ended:
         return [*plans, ReplayPlan(last, None)]
-    return [*plans, ReplayPlan(last, last.last_step)] if last.last_step > last.after else plans
+    began = last.unlogged or last.last_step > last.after
+    return [*plans, ReplayPlan(last, last.last_step)] if began else plans
 
 
 def _logged_by(segment: TapeSegment, following: TapeSegment, segments: Sequence[TapeSegment]) -> TapeSegment:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
+import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -52,3 +55,42 @@ def test_the_stop_is_reported_once(status: int, raised: type[BaseException], mon
     with pytest.raises(raised):
         run_child(["sh", "-c", f"trap 'exit {status}' INT; echo ready; while :; do sleep 0.05; done"], os.environ)
     assert messages != [os.getpgid(0)], "Ctrl-C at a terminal would reach both"
+
+
+PARENT = """
+import os, signal, sys
+from megarl.commands.child import run_child
+
+def stop(number, frame):
+    raise SystemExit(3)
+
+signal.signal(signal.SIGTERM, stop)
+run_child(["sh", "-c", sys.argv[1]], os.environ)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
+def test_a_child_stops_with_a_process_that_hangs_up_or_is_killed(number: signal.Signals, tmp_path: Path) -> None:
+    script = f"trap 'touch {tmp_path}/cleaned; exit 143' TERM; touch {tmp_path}/ready; while :; do sleep 0.05; done"
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, script], start_new_session=True)
+    try:
+        wait_for(tmp_path / "ready")
+        parent.send_signal(number)
+        assert parent.wait(30) == (143 if number == signal.SIGHUP else -signal.SIGKILL)
+        wait_for(tmp_path / "cleaned")
+    finally:
+        parent.kill()
+
+
+def wait_for(file: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not file.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_an_ignored_hangup_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`nohup` ignores it."""
+    monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_IGN)
+    monkeypatch.setattr(signal, "signal", lambda *_: pytest.fail("SIGHUP is handled"))
+    assert run_child(["true"], os.environ) == 0

@@ -278,7 +278,8 @@ def test_requests_wait_while_an_engine_sleeps_and_continue_with_new_weights(
     monkeypatch.setattr("megarl.engines.vllm.compat.capabilities", lambda: capabilities())
     spec = EngineSpec("e0", "model", "float32", 64, sleep_mode=True, at_update="refresh")
     sleeper = VllmEngine(spec)
-    assert sleeper.start()["can_update_in_flight"]
+    description = sleeper.start()
+    assert description["can_update_in_flight"] and not description["ends_requests_asleep"]
     sleeper.sleep()
     with pytest.raises(EngineRefused, match="sleeps"):  # before the first weights of the trainers
         sleeper.generate([REQUEST], print)
@@ -315,7 +316,8 @@ def test_requests_wait_while_an_engine_sleeps_and_continue_with_new_weights(
     sleeper.shutdown()
 
 
-def test_a_vllm_that_ends_requests_asleep_cannot_update_them(monkeypatch: pytest.MonkeyPatch, vllm: FakeVllm) -> None:
+def test_a_vllm_that_ends_requests_asleep_is_described(monkeypatch: pytest.MonkeyPatch, vllm: FakeVllm) -> None:
     old = engine(monkeypatch, keeps_requests_asleep=False)
-    assert not old.start()["can_update_in_flight"]
+    description = old.start()
+    assert description["can_update_in_flight"] and description["ends_requests_asleep"]
     old.shutdown()

@@ -11,9 +11,11 @@ from megarl.engines.tape import TapeFile
 from megarl.errors import RecipeError
 from megarl.observe.run_dir import RunDirectory
 from megarl.preflight.load import load_recipe
-from megarl.preflight.replay import open_tape, replay_errors
+from megarl.preflight.replay import open_tape, recipe_file, replay_errors, write_recipe
 from megarl.preflight.run_directory import RunPlace
+from megarl.recipe.load import read_recipe, to_yaml
 from megarl.recipe.schema import Recipe
+from megarl.rollout.tape import history, segments_of
 
 IN_FLIGHT = ["cluster.placement=disaggregated", "rollout.max_staleness=2"]
 IDENTITY = {"train.seed": 0, "model": {"weights": "abc"}}
@@ -30,7 +32,7 @@ def place(recipe: Recipe, step: int = 0, identity: dict[str, object] = IDENTITY)
     directory = RunDirectory(Path(recipe.runs_dir) / recipe.name)
     checkpoint = directory.checkpoints / f"step_{step:06}" if step else None
     if checkpoint is not None:
-        checkpoint.mkdir(parents=True)
+        checkpoint.mkdir(parents=True, exist_ok=True)
         (checkpoint / "controller.json").write_text('{"source": {"segment": 0}}')
     return RunPlace(directory, checkpoint, step + 1, identity, [])
 
@@ -40,6 +42,7 @@ def record(file: Path, *versions: int) -> Recipe:
     recipe = load_recipe(file, IN_FLIGHT)
     tape = open_tape(recipe, place(recipe))
     assert tape is not None
+    write_recipe(tape, recipe)
     controller = TapeFile(tape.folder / "controller.jsonl", tape.header)
     for version in versions:
         controller.write({"version": version})
@@ -71,16 +74,31 @@ def test_runs_without_a_tape_are_refused(file: Path, overrides: list[str], words
     assert words in error_of(file, REPLAY, *overrides)
 
 
-def test_a_missing_tape_is_refused(file: Path, tmp_path: Path) -> None:
-    (tmp_path / "runs" / "recorded").mkdir(parents=True)
-    text = error_of(file, f"train.replay={tmp_path}/runs/recorded", "name=again", *IN_FLIGHT)
-    assert "runs/recorded has no tape with a whole step" in text
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (None, "recorded is not the directory of a run"),
+        ([], "recorded has no tape: it has no requests whose weights or batches depend on time"),
+        ([*IN_FLIGHT, "rollout.data_parallel=2"], "recorded has no tape: engines of a group"),
+        (
+            [*IN_FLIGHT, "rollout.at_update=finish"],
+            "recorded has no tape: the tape does not record when an engine loads",
+        ),
+        (IN_FLIGHT, "recorded has no tape: it ended before its first step, or tape/controller.jsonl was deleted"),
+    ],
+)
+def test_a_missing_tape_is_refused(file: Path, tmp_path: Path, overrides: list[str] | None, words: str) -> None:
+    recorded = RunDirectory(tmp_path / "runs" / "recorded")
+    recorded.path.mkdir(parents=True)
+    if overrides is not None:
+        recorded.write_recipe(to_yaml(read_recipe(file, overrides).recipe))
+    assert words in error_of(file, f"train.replay={recorded.path}", "name=again", *IN_FLIGHT)
 
 
 def test_a_tape_without_a_whole_step_is_refused(file: Path, tmp_path: Path) -> None:
     record(file, 0)
     text = error_of(file, f"train.replay={tmp_path}/runs/recorded", "name=again", *IN_FLIGHT)
-    assert "has no tape with a whole step" in text
+    assert "the tape of " in text and "has no whole step" in text
 
 
 def test_other_settings_are_named_and_those_that_change_no_number_are_free(file: Path, tmp_path: Path) -> None:
@@ -90,6 +108,15 @@ def test_other_settings_are_named_and_those_that_change_no_number_are_free(file:
     assert re.search(r"actor\.optimizer\.lr \S+ -> 0\.5", text) and "rollout.window 0.3 -> 0.5" in text
     free = ["observe.console=plain", "train.keep_checkpoints=9", "train.resume=auto"]
     assert list(replay_errors(load_recipe(file, [*replay, *free]))) == []
+
+
+def test_a_setting_that_an_older_recipe_lacks_had_its_default(file: Path, tmp_path: Path) -> None:
+    record(file, 0, 1)
+    recorded = recipe_file(tmp_path / "runs" / "recorded" / "tape", 0)
+    recorded.write_text("".join(line for line in recorded.read_text().splitlines(True) if " temperature:" not in line))
+    replay = [*IN_FLIGHT, f"train.replay={tmp_path}/runs/recorded", "name=again"]
+    assert list(replay_errors(load_recipe(file, replay))) == []
+    assert "rollout.temperature 1.0 -> 0.5" in error_of(file, *replay, "rollout.temperature=0.5")
 
 
 def test_the_recorded_directory_is_not_written(file: Path, tmp_path: Path) -> None:
@@ -126,3 +153,37 @@ def test_a_resumed_run_names_the_segment_that_saved_its_checkpoint(file: Path) -
     tape = open_tape(recipe, place(recipe, step=2))
     assert tape is not None
     assert (tape.header["segment"], tape.header["after"], tape.header["resumed"]) == (1, 2, 0)
+
+
+def test_a_segment_gets_a_new_number_if_the_tape_is_lost_while_checkpoints_remain(file: Path) -> None:
+    recipe = load_recipe(file, IN_FLIGHT)
+    for start in range(2):
+        tape = open_tape(recipe, place(recipe, step=2))
+        assert tape is not None
+        assert (tape.header["segment"], tape.header["resumed"]) == (1 + start, None)
+        TapeFile(tape.folder / "controller.jsonl", tape.header).write({"version": 3})
+    (plan,) = history(segments_of(tape.folder))
+    assert (plan.segment.number, plan.segment.after, plan.last_step) == (2, 2, 3)
+
+
+def test_a_start_that_is_refused_for_a_locked_directory_leaves_the_recipe_of_the_live_run(file: Path) -> None:
+    """The tape is opened before the directory is locked."""
+    recipe = load_recipe(file, IN_FLIGHT)
+    tape = open_tape(recipe, place(recipe))
+    assert tape is not None and not tape.folder.exists()
+    write_recipe(tape, recipe)
+    written = recipe_file(tape.folder, 0).read_bytes()
+    again = load_recipe(file, [*IN_FLIGHT, "actor.optimizer.lr=0.5"])
+    open_tape(again, place(again))
+    assert recipe_file(tape.folder, 0).read_bytes() == written == to_yaml(recipe).encode()
+
+
+def test_the_checkpoint_that_a_tape_begins_after_is_named(file: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(file, IN_FLIGHT)
+    tape = open_tape(recipe, place(recipe, step=2))
+    assert tape is not None
+    write_recipe(tape, recipe)
+    TapeFile(tape.folder / "controller.jsonl", tape.header).write({"version": 3})
+    replay = load_recipe(file, [*IN_FLIGHT, f"train.replay={tmp_path}/runs/recorded", "name=again"])
+    with pytest.raises(RecipeError, match=f"train.resume={tmp_path}/runs/recorded/checkpoints/step_000002"):
+        open_tape(replay, place(replay))

@@ -158,3 +158,17 @@ def test_a_start_that_only_wrote_the_metrics_of_the_step_before_is_repeated() ->
     assert plans == [ReplayPlan(first, 4, False), ReplayPlan(wrote, 4), ReplayPlan(rest, None)]
     unlogged = TapeSegment(3, 4, 0, True, {}, ({"version": 9}, {"ended": True}))
     assert history([first, wrote, unlogged]) == [ReplayPlan(first, 4, False), ReplayPlan(unlogged, None)]
+
+
+def test_a_history_begins_after_a_segment_that_is_not_on_the_tape() -> None:
+    resumed = TapeSegment(1, 4, 0, False, {}, ({"version": 6},))
+    assert history([resumed]) == [ReplayPlan(resumed, 6)]
+    itself = TapeSegment(0, 4, 0, False, {}, ({"version": 6},))
+    assert history([itself]) == [ReplayPlan(itself, 6)]
+
+
+def test_a_last_start_that_only_wrote_the_metrics_of_the_last_step_is_repeated() -> None:
+    """Killed between checkpoint and metrics of the last step, 4."""
+    first = TapeSegment(0, 0, None, False, {}, ({"version": 3},))
+    wrote = TapeSegment(1, 4, 0, True, {}, ())
+    assert history([first, wrote]) == [ReplayPlan(first, 4, False), ReplayPlan(wrote, 4)]

@@ -96,8 +96,8 @@ class _VllmBackend:
             "version": self._can.version,
             "device": self._can.device,
             "can_sleep": self._can_sleep,
-            "can_update_in_flight": self._can.preempting_reset
-            and (self._can.keeps_requests_asleep or not self._can_sleep),
+            "can_update_in_flight": self._can.preempting_reset,
+            "ends_requests_asleep": self._can_sleep and not self._can.keeps_requests_asleep,
             "merged_because": merged_because,
             "receivers": [[f"{self._spec.name}/{rank}", host] for rank, host in endpoints],
         }
