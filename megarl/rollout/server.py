@@ -308,8 +308,8 @@ class RolloutServer:
 
 
 def _generate_threads(spec: EngineSpec | None) -> int:
-    """Return the largest number of `generate` calls at a time. A replay holds calls that arrive early: they must not keep
-    the call that the tape needs next from the engine, so that there is no limit in effect."""
+    """Return the largest number of `generate` calls at a time. A replay holds calls that arrive early: they must not use
+    all threads while the call that the tape needs next waits for one."""
     replays = spec is not None and spec.tape is not None and spec.tape.recorded is not None
     return 1 << 20 if replays else 1024
 
@@ -337,8 +337,8 @@ def _greedy_request(request: GenerationRequest) -> list[GenerationRequest]:
 def _single_requests(request: GenerationRequest) -> list[GenerationRequest]:
     """Split a group's request into requests for single samples, with their seeds, if any; the greedy sample is last.
 
-    Their group is the sample's number in the run: group x (n + 1) + index. All turns have it, and the engine's tape tells
-    equal requests of two samples by it.
+    Their group is the sample's number in the run: group x (n + 1) + index. All turns have it: on the engine's tape,
+    equal requests of two samples differ by it.
     """
     count = request.sampling.n
     single = replace(request, sampling=replace(request.sampling, n=1), with_greedy=False)

@@ -119,7 +119,7 @@ def test_groups_of_two_turns(serve: Callable[..., RolloutServer]) -> None:
 
 
 def test_requests_of_two_samples_are_different_events(serve: Callable[..., RolloutServer]) -> None:
-    """Without seeds, equal prompts and equal turns make equal requests: a replay tells them by the sample's number."""
+    """Without seeds, equal prompts and equal turns make equal requests: a replay needs the sample's number."""
     engine = Engine(lambda turn, seed: "7" if turn else ASK)
     prompt = request(3).prompt
     waves = [[GenerationRequest(group, prompt, Sampling(2, 300), None, with_greedy=True)] for group in (3, 4)]
