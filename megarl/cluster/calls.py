@@ -24,10 +24,11 @@ class Named(Protocol):
 
 
 class StallTimer:
-    """Time since the last finished group; fails after `limit` seconds (`rollout.timeout`)."""
+    """Time since the last finished group; fails after `limit` seconds (`rollout.timeout`). `advice`: ends the message."""
 
-    def __init__(self, limit: float) -> None:
+    def __init__(self, limit: float, advice: str | None = None) -> None:
         self.limit = limit
+        self._advice = advice or "See the engines' logs in the run's logs/; raise rollout.timeout if they are slow."
         self.reset()
 
     def reset(self) -> None:
@@ -40,7 +41,7 @@ class StallTimer:
         if seconds > self.limit:
             raise RuntimeError(
                 f"no group has finished for {seconds:.0f} s (rollout.timeout); {running} are running, the oldest "
-                f"is {oldest}. See the engines' logs in the run's logs/; raise rollout.timeout if they are slow."
+                f"is {oldest}. {self._advice}"
             )
 
 

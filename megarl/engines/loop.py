@@ -124,6 +124,7 @@ class EngineLoop:
         self._collective: deque[_Command] = deque()  # wait until every engine of the group has received them
         self._running_elsewhere = 0  # running requests in the group's other engines, at the last synchronization
         self._idle = False  # the group has no step to run
+        self._awaited: str | None = None  # printed last: the event for which a replay waits
         self._fatal: Future | None = None  # of the command that ended the engine, completed at the very end
 
     def start(self, group_rank: GroupRank | None = None) -> dict[str, Any]:
@@ -248,28 +249,38 @@ class EngineLoop:
             waits = self._tape.waits
             idle = self._idle if self._group is not None else self._paused or not running or waits
             seconds = _IDLE_SECONDS if self._group is not None else _REPLAY_SECONDS if waits else None
+            if self._commands.empty():  # the engine steps or waits now
+                self._tape.flush()
             try:
                 command = self._commands.get(idle, seconds)
             except queue.Empty:
                 if not waits:
                     return None
                 self._tape.check_unrecorded()
+                self._print_awaited()
                 continue
             if command.event is None or self._tape.may_enter(command.event):
                 return command
             self._tape.hold(command.event, command)
 
+    def _print_awaited(self) -> None:
+        """Print once for which event a replay waits: in a replay that differs, it never arrives."""
+        awaited = self._tape.awaited()
+        if awaited != self._awaited:
+            self._awaited = awaited
+            print(f"engine {self._name!r}: {awaited}", flush=True)
+
     def _serve(self, command: _Command) -> None:
         try:
             result = command.run()
+            if command.event is not None:
+                self._tape.entered(command.event)
         except EngineRefused as refusal:
             command.future.set_exception(refusal)
         except BaseException:
             self._fatal = command.future
             raise
         else:
-            if command.event is not None:
-                self._tape.entered(command.event)
             command.future.set_result(result)
 
     def _sync_group(self, group: EngineGroup) -> bool:
@@ -330,12 +341,14 @@ class EngineLoop:
             command.future.set_exception(dead)
         for command in [*self._collective, *self._tape.all_held()]:
             command.future.set_exception(dead)
-        self._tape.close()
         for job in {job for job, _ in self._running.values()}:
             job.events.put(dead)
         self._running.clear()
         self._ended.set()
-        self._backend.shutdown()
+        try:
+            self._backend.shutdown()
+        finally:
+            self._tape.close()  # last: it may fail, for example on a full disk
 
     @staticmethod
     def _leave(group: EngineGroup, cause: str, failure: BaseException | None) -> str:

@@ -13,6 +13,7 @@ segment with its number; an event follows when it has entered::
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ from megarl.types import GenerationRequest
 
 C = TypeVar("C")
 Record = dict[str, Any]
+_REQUESTS = "requests "  # begins the events of `generate` calls
 
 
 class ReplayError(RuntimeError):
@@ -44,22 +46,36 @@ class TapeSpec:
 
 
 class TapeFile:
-    """A tape file, open for one segment."""
+    """A tape file, open for one segment. FileNotFoundError without its folder, which the controller creates."""
 
     def __init__(self, path: Path | str, header: Record) -> None:
         path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torn = path.exists() and not path.read_bytes().endswith(b"\n")
+        if not path.parent.is_dir():
+            raise FileNotFoundError(
+                f"the folder {path.parent} of the run's tape does not exist on this machine. The controller has created it: "
+                "set runs_dir to a folder that all machines share, under the same path."
+            )
+        torn = _is_torn(path)
         self._file = AppendFile(path)
         if torn:
             self._file.write(b"\n")
         self.write(header)
 
-    def write(self, record: Record) -> None:
-        self._file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
+    def write(self, *records: Record) -> None:
+        lines = [json.dumps(record, separators=(",", ":")).encode() + b"\n" for record in records]
+        self._file.write(b"".join(lines))
 
     def close(self) -> None:
         self._file.close()
+
+
+def _is_torn(path: Path) -> bool:
+    """Return whether the last line of a file was cut short by a crash."""
+    if not path.exists() or path.stat().st_size == 0:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
 
 
 def read_segments(path: Path | str) -> dict[int, list[Record]]:
@@ -78,7 +94,7 @@ def read_segments(path: Path | str) -> dict[int, list[Record]]:
 
 
 def requests_event(requests: Sequence[GenerationRequest]) -> str:
-    """Return the event of the requests of one `generate` call: their groups, and a checksum of prompts, lengths and seeds."""
+    """Return the event of the requests of one `generate` call: their numbers, and a checksum of prompts, lengths and seeds."""
     checksum = 0
     for request in requests:
         sampling = request.sampling
@@ -86,7 +102,7 @@ def requests_event(requests: Sequence[GenerationRequest]) -> str:
         checksum = zlib.crc32(repr(settings).encode(), checksum)
         checksum = zlib.crc32(np.asarray(request.prompt.tokens, dtype="<i8").tobytes(), checksum)
     groups = [request.group for request in requests]
-    return f"requests {min(groups)}-{max(groups)} {checksum:08x}"
+    return f"{_REQUESTS}{min(groups)}-{max(groups)} {checksum:08x}"
 
 
 def update_event(version: int) -> str:
@@ -96,13 +112,21 @@ def update_event(version: int) -> str:
 class StepTape(Generic[C]):
     """Records at which step events enter an engine. In a replay, holds the command of each event until its recorded step.
 
-    Use it from the engine's thread. `recorded`: pairs (step, event) in order; None: record only.
+    Use it from the engine's thread. `recorded`: pairs (step, event) in order; None: record only. `source`: where they are
+    recorded, for messages.
     """
 
-    def __init__(self, file: TapeFile | None = None, recorded: Sequence[tuple[int, str]] | None = None) -> None:
+    def __init__(
+        self,
+        file: TapeFile | None = None,
+        recorded: Sequence[tuple[int, str]] | None = None,
+        source: str = "the recorded tape",
+    ) -> None:
         self.steps = 0
         self._file = file
+        self._unwritten: list[Record] = []
         self._recorded = None if recorded is None else deque(recorded)
+        self._source = source
         self._held: dict[str, deque[C]] = {}
 
     @staticmethod
@@ -116,7 +140,8 @@ class StepTape(Generic[C]):
             if segment is None:
                 raise ReplayError(f"{spec.recorded} has no segment {spec.recorded_segment}")
             recorded = [(record["step"], record["event"]) for record in segment[1:]]
-        return StepTape(TapeFile(spec.path, {"segment": spec.segment}), recorded)
+        source = f"segment {spec.recorded_segment} of {spec.recorded}"
+        return StepTape(TapeFile(spec.path, {"segment": spec.segment}), recorded, source)
 
     def stepped(self) -> None:
         self.steps += 1
@@ -131,8 +156,17 @@ class StepTape(Generic[C]):
         return False
 
     def hold(self, event: str, command: C) -> None:
-        """Keep a command until `next_held` returns it."""
+        """Keep a command until `next_held` returns it. Raises ReplayError for an update or a pause that is not recorded.
+
+        Requests may be missing at the end of a tape: a killed run sent them, and had not admitted them.
+        """
         self._held.setdefault(event, deque()).append(command)
+        assert self._recorded is not None, "only a replay holds commands"
+        if not event.startswith(_REQUESTS) and all(recorded != event for _, recorded in self._recorded):
+            raise ReplayError(
+                f"{self._source} has no further {event!r}, which arrived at the engine's step {self.steps}. The tape is "
+                "incomplete (did its machine lose power?), or the replay differs from the recorded run"
+            )
 
     def next_held(self) -> C | None:
         """Return the held command of the next event, if this is its step."""
@@ -170,11 +204,31 @@ class StepTape(Generic[C]):
                 f"step {self.steps}. Were libraries, device, number of threads or answers of tools different?"
             )
 
+    def awaited(self) -> str | None:
+        """Return a text about the recorded event for which the engine waits; None if it does not wait."""
+        if not self.waits:
+            return None
+        assert self._recorded
+        step, event = self._recorded[0]
+        return f"the replay waits at the engine's step {step} for {event!r}, next in {self._source}"
+
     def entered(self, event: str) -> None:
-        """Record that the command of `event` has run."""
+        """Record that the command of `event` has run. Requests are written by `flush`, other events now."""
         if self._file is not None:
-            self._file.write({"step": self.steps, "event": event})
+            self._unwritten.append({"step": self.steps, "event": event})
+            if not event.startswith(_REQUESTS):
+                self.flush()
+
+    def flush(self) -> None:
+        """Write the events that have entered, with a single write: call it before each step."""
+        if self._file is not None and self._unwritten:
+            records, self._unwritten = self._unwritten, []  # a write that fails is not repeated
+            self._file.write(*records)
 
     def close(self) -> None:
-        if self._file is not None:
+        if self._file is None:
+            return
+        try:
+            self.flush()
+        finally:
             self._file.close()

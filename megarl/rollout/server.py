@@ -66,7 +66,7 @@ class RolloutServer:
         self.texts = ThreadPoolExecutor(max_workers=4, thread_name_prefix="texts")
         # `generate` blocks a thread; under continuous admission, many calls run at the same time. Other calls to the engine
         # have separate threads: an update must not wait for a thread of `generate`.
-        self.calls = ThreadPoolExecutor(max_workers=1024, thread_name_prefix="generate")
+        self.calls = ThreadPoolExecutor(max_workers=_generate_threads(spec), thread_name_prefix="generate")
         self._results: dict[int, asyncio.Future[Scored]] = {}
         self._responses: dict[int, list[str]] | None = {} if judged else None
         self._settling: set[asyncio.Task[None]] = set()  # asyncio keeps only weak references to tasks
@@ -141,21 +141,20 @@ class RolloutServer:
         loop = asyncio.get_running_loop()
         requests = list(unsettled.values())
         singles = [(request, single) for request in requests for single in _single_requests(request)]
-        first: list[asyncio.Future[Completion]] = [loop.create_future() for _ in singles]
+        first: dict[int, asyncio.Future[Completion]] = {single.group: loop.create_future() for _, single in singles}
 
         def finished(number: int, completions: list[Completion]) -> None:  # in the engine's thread
             loop.call_soon_threadsafe(first[number].set_result, completions[0])
 
         running: dict[int, list[asyncio.Task[Trajectory]]] = {}
-        for (request, single), turn in zip(singles, first, strict=True):
-            task = loop.create_task(agent.run(single, turn, self._sample_turn))
+        for request, single in singles:
+            task = loop.create_task(agent.run(single, first[single.group], self._sample_turn))
             running.setdefault(request.group, []).append(task)
         for request in requests:
             self._settle(unsettled.pop(request.group), asyncio.gather(*running[request.group]))
-        numbered = [replace(single, group=number) for number, (_, single) in enumerate(singles)]
         all_tasks = [task for tasks in running.values() for task in tasks]
         try:
-            await asyncio.gather(self._generate(numbered, finished), *all_tasks)
+            await asyncio.gather(self._generate([single for _, single in singles], finished), *all_tasks)
         except BaseException:
             for task in all_tasks:
                 task.cancel()
@@ -308,6 +307,13 @@ class RolloutServer:
         ]
 
 
+def _generate_threads(spec: EngineSpec | None) -> int:
+    """Return the largest number of `generate` calls at a time. A replay holds calls that arrive early: they must not use
+    all threads while the call that the tape needs next waits for one."""
+    replays = spec is not None and spec.tape is not None and spec.tape.recorded is not None
+    return 1 << 20 if replays else 1024
+
+
 def _response(sample: Trajectory) -> str:
     """Return the policy's text of a sample, without answers of tools."""
     return "\n".join(policy_turns(sample))
@@ -329,10 +335,16 @@ def _greedy_request(request: GenerationRequest) -> list[GenerationRequest]:
 
 
 def _single_requests(request: GenerationRequest) -> list[GenerationRequest]:
-    """Split a group's request into requests for single samples, with their seeds, if any; the greedy sample is last."""
+    """Split a group's request into requests for single samples, with their seeds, if any; the greedy sample is last.
+
+    Their group is the sample's number in the run: group x (n + 1) + index. All turns have it: on the engine's tape,
+    equal requests of two samples differ by it.
+    """
+    count = request.sampling.n
     single = replace(request, sampling=replace(request.sampling, n=1), with_greedy=False)
-    seeds = [None if request.seed is None else request.seed + index for index in range(request.sampling.n)]
-    return [*(replace(single, seed=seed) for seed in seeds), *_greedy_request(request)]
+    seeds = [None if request.seed is None else request.seed + index for index in range(count)]
+    samples = [*(replace(single, seed=seed) for seed in seeds), *_greedy_request(request)]
+    return [replace(each, group=request.group * (count + 1) + index) for index, each in enumerate(samples)]
 
 
 async def _empty_samples(request: GenerationRequest, failure: SampleFailure) -> list[Trajectory]:

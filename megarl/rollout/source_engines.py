@@ -81,7 +81,6 @@ class EnginesSource:
             window=window_groups(recipe),
         )
         self._failed_share = FailedShare(recipe.reward.max_failed_share, recipe.data.prompts_per_step)
-        self._stall_timer = StallTimer(rollout.timeout)
         self._change = threading.Condition()
         self._error: BaseException | None = None
         self._with_greedy = ADVANTAGES[recipe.algorithm.advantage].needs_greedy
@@ -92,6 +91,7 @@ class EnginesSource:
         self._waiting.observe(len(self.engines), None)
         self._taking = False  # the trainers wait for a batch
         self._arrivals: Arrivals[Arrival] = arrivals or Arrivals()
+        self._stall_timer = StallTimer(rollout.timeout, self._arrivals.stall_advice)
         self._drains = update_rule(recipe) == "drain"
         self._interrupted: list[int] = []  # groups that ran when the resumed checkpoint was saved
 
@@ -113,7 +113,7 @@ class EnginesSource:
             self._taking = True
             self._stall_timer.reset()  # engines that share the trainers' devices may have stopped since the last group
             self._observe()
-            self._wait(lambda: bool(self.admission.closed))
+            self._wait(self._has_batch)
             tried = self.admission.closed.popleft()
             self._taking = False
             self._observe()
@@ -136,6 +136,11 @@ class EnginesSource:
                 )
             batch.notices.append(f"{text}: this step trains on {len(groups)}")
         return batch
+
+    def _has_batch(self) -> bool:
+        if not self.admission.closed:
+            self._arrivals.check_more_groups()
+        return bool(self.admission.closed)
 
     def drain(self) -> None:
         if self._drains:

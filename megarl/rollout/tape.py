@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from megarl.engines.tape import Record, ReplayError, TapeFile, TapeSpec, read_segments
 from megarl.types import Group
@@ -135,19 +135,29 @@ class RunTape:
     def arrivals(self) -> Arrivals[Any]:
         """Open the controller's file."""
         file = TapeFile(self.folder / "controller.jsonl", self.header)
-        return Arrivals(file, self.header["segment"], None if self.plan is None else self.plan.segment.records)
+        if self.plan is None or self.recorded is None:
+            return Arrivals(file, self.header["segment"])
+        segment = self.plan.segment
+        source = f"segment {segment.number} of {self.recorded / 'controller.jsonl'}"
+        return Arrivals(file, self.header["segment"], segment.records, source)
 
 
 class Arrivals(Generic[A]):
     """Order in which the controller handles groups, weight versions and saves: recorded, and in a replay as recorded.
 
     Not thread-safe: the caller needs a lock. `recorded`: records of a segment; None: handle groups as they arrive.
+    `source`: where they are recorded, for messages.
     """
 
     def __init__(
-        self, file: TapeFile | None = None, segment: int | None = None, recorded: Sequence[Record] | None = None
+        self,
+        file: TapeFile | None = None,
+        segment: int | None = None,
+        recorded: Sequence[Record] | None = None,
+        source: str = "the recorded tape",
     ) -> None:
         self.segment = segment
+        self._source = source
         self._file = file
         self._recorded = None if recorded is None else deque(recorded)
         self._arrived: dict[int, tuple[Group, A]] = {}
@@ -173,10 +183,42 @@ class Arrivals(Generic[A]):
             return None
         return int(self._recorded[0]["group"])
 
+    def check_more_groups(self) -> None:
+        """Raise ReplayError if a batch lacks groups, but in the recorded run no further group arrived before the next step."""
+        following = next((record for record in self._recorded or () if "saved" not in record), {})
+        if self._recorded is not None and "group" not in following:
+            self._raise_missing("group", following)
+
     def may_take_version(self, version: int) -> bool:
-        """Return whether engines may be given groups of `version` now: all groups recorded before have been handled."""
+        """Return whether engines may be given groups of `version` now: all groups recorded before have been handled.
+
+        Raises ReplayError if the version is not recorded next.
+        """
         self._skip_saves()
-        return self._recorded is None or not self._recorded or self._recorded[0] == {"version": version}
+        if self._recorded is None:
+            return True
+        following = self._recorded[0] if self._recorded else {}
+        if "group" not in following and following != {"version": version}:
+            self._raise_missing(f"version {version}", following)
+        return following == {"version": version}
+
+    def _raise_missing(self, needed: str, following: Record) -> NoReturn:
+        end = f"continues with {json.dumps(following)}" if following else "ends"
+        raise ReplayError(
+            f"the replay needs a further record of a {needed}, but {self._source} {end} here. The tape is incomplete (did its "
+            "machine lose power?), or the replay differs from the recorded run"
+        )
+
+    @property
+    def stall_advice(self) -> str | None:
+        """What to do in a replay if no group finishes; None without a replay."""
+        if self._recorded is None:
+            return None
+        return (
+            "The engines' logs in the run's logs/ name the event of the recorded run for which an engine waits, if any: then "
+            "the replay differs. Were libraries, device, number of threads or answers of tools different? Otherwise raise "
+            "rollout.timeout if engines are slow."
+        )
 
     def took_version(self, version: int) -> None:
         self._write({"version": version})

@@ -13,6 +13,7 @@ import pytest
 
 from megarl.agents.setup import AgentSetup
 from megarl.engines.base import EngineDead
+from megarl.engines.tape import requests_event
 from megarl.recipe.agent import AgentConfig
 from megarl.recipe.sandbox import SandboxConfig
 from megarl.recipe.schema import RewardConfig
@@ -115,6 +116,21 @@ def test_groups_of_two_turns(serve: Callable[..., RolloutServer]) -> None:
     assert (
         len(engine.requests) == 8 and len({item.seed for item in engine.requests[5:]}) == 2
     )  # the greedy one shares its sibling's
+
+
+def test_requests_of_two_samples_are_different_events(serve: Callable[..., RolloutServer]) -> None:
+    """Without seeds, equal prompts and equal turns make equal requests: a replay needs the sample's number."""
+    engine = Engine(lambda turn, seed: "7" if turn else ASK)
+    prompt = request(3).prompt
+    waves = [[GenerationRequest(group, prompt, Sampling(2, 300), None, with_greedy=True)] for group in (3, 4)]
+    for wave in waves:
+        run(serve(engine), wave)
+    assert len(engine.requests) == 2 * (3 + 3)
+    first = [requests_event([item]) for item in engine.requests if len(item.prompt.tokens) == 2]
+    second = [requests_event([item]) for item in engine.requests if len(item.prompt.tokens) > 2]
+    assert len(set(first)) == len(set(second)) == 6
+    numbers = [item.group for item in engine.requests]
+    assert {number: numbers.count(number) for number in numbers} == dict.fromkeys((9, 10, 11, 12, 13, 14), 2)
 
 
 def test_a_slow_tool_does_not_delay_other_groups(serve: Callable[..., RolloutServer]) -> None:

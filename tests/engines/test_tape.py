@@ -6,6 +6,7 @@ import json
 import random
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 
 from megarl.engines.backed import BackedEngine
 from megarl.engines.base import EngineDead, EngineSpec
-from megarl.engines.tape import TapeFile, TapeSpec, read_segments, requests_event
+from megarl.engines.tape import StepTape, TapeFile, TapeSpec, read_segments, requests_event
 from megarl.types import Completion, GenerationRequest, Prompt, Sampling
 from megarl.weight_sync.session import UpdateReport
 
@@ -25,10 +26,11 @@ class CountingBackend:
 
     unloaded = None
     staged = None
-    asleep = ()
+    ended = False
 
     def __init__(self) -> None:
         self.version = 0
+        self.asleep: tuple[str, ...] = ()
         self.left: dict[str, list[Any]] = {}
         self.steps: list[tuple[int, list[int]]] = []
 
@@ -58,17 +60,24 @@ class CountingBackend:
         self.version = version
         return UpdateReport(version, {}, 0, 0, 0, {})
 
+    def sleep(self, running: int) -> None:
+        self.asleep = ("weights", "kv_cache")
+
+    def wake(self, tags: Sequence[str] | None) -> None:
+        self.asleep = tuple(tag for tag in self.asleep if tags is not None and tag not in tags)
+
     def shutdown(self) -> None:
-        pass
+        self.ended = True
 
 
 def request(group: int, steps: int) -> GenerationRequest:
     return GenerationRequest(group, Prompt(f"p{group}", (1, group), "", "x"), Sampling(1, steps), seed=group)
 
 
-def engine_of(tape: TapeSpec | None) -> tuple[BackedEngine, CountingBackend]:
-    backend = CountingBackend()
-    engine = BackedEngine(backend, EngineSpec("engine0", "model", "float32", 64, tape=tape))  # type: ignore[arg-type]
+def engine_of(tape: TapeSpec | None, backend: CountingBackend | None = None) -> tuple[BackedEngine, CountingBackend]:
+    backend = backend or CountingBackend()
+    spec = EngineSpec("engine0", "model", "float32", 64, at_update="refresh", tape=tape)
+    engine = BackedEngine(backend, spec)  # type: ignore[arg-type]
     engine.start()
     return engine, backend
 
@@ -176,3 +185,157 @@ def test_events_differ_by_prompt_seed_and_length() -> None:
         GenerationRequest(0, Prompt("p0", (1, 0), "", "x"), Sampling(1, 6), seed=0),
     ]
     assert len({first, *map(requests_event, ([other] for other in others))}) == 4
+
+
+@pytest.mark.parametrize("fails", ["update", "requests"])
+def test_a_tape_that_cannot_be_written_ends_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """Every caller receives the error; none waits for ever."""
+    write = TapeFile.write
+
+    def full(self: TapeFile, *records: Any) -> None:
+        if any(record.get("event", "").startswith(fails) for record in records):
+            raise OSError("no space")
+        write(self, *records)
+
+    monkeypatch.setattr(TapeFile, "write", full)
+    engine, backend = engine_of(TapeSpec(str(tmp_path / "tape.jsonl"), 0))
+    with ThreadPoolExecutor(4) as pool:
+        watch = pool.submit(engine.watch)
+        if fails == "update":
+            calls = [pool.submit(engine.generate, [request(0, 1 << 30)], lambda *_: None)]
+            while not backend.steps:
+                time.sleep(0.001)
+            calls.append(pool.submit(engine.update_weights, 1))
+        else:
+            calls = [pool.submit(engine.generate, [request(0, 5)], lambda *_: None)]
+        for call in [*calls, watch]:
+            with pytest.raises((EngineDead, OSError), match="no space"):
+                call.result(5)
+    engine.shutdown()
+    assert backend.ended
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_tape_that_cannot_be_closed_answers_all_callers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network file system may report a full disk when a file is closed."""
+
+    def full(self: TapeFile) -> None:
+        raise OSError("no space")
+
+    monkeypatch.setattr(TapeFile, "close", full)
+    engine, backend = engine_of(TapeSpec(str(tmp_path / "tape.jsonl"), 0))
+    with ThreadPoolExecutor(2) as pool:
+        watch = pool.submit(engine.watch)
+        call = pool.submit(engine.generate, [request(0, 1 << 30)], lambda *_: None)
+        while not backend.steps:
+            time.sleep(0.001)
+        engine.shutdown()
+        with pytest.raises(EngineDead, match="was shut down"):
+            call.result(5)
+        watch.result(5)
+    assert backend.ended
+
+
+def test_events_are_written_before_the_step_that_they_enter(tmp_path: Path) -> None:
+    """A killed engine leaves every request that it has sampled for, with one write for all of a step."""
+    path = tmp_path / "tape.jsonl"
+    tape: StepTape[Any] = StepTape(TapeFile(path, {"segment": 0}))
+    tape.entered("requests 0-0 1")
+    tape.entered("requests 1-1 2")
+    assert len(read_segments(path)[0]) == 1
+    tape.flush()
+    assert len(read_segments(path)[0]) == 3
+    tape.entered("update 1")  # its caller continues at once
+    assert read_segments(path)[0][-1] == {"step": 0, "event": "update 1"}
+
+    written: list[int] = []
+
+    class Checking(CountingBackend):
+        def step(self) -> list[tuple[str, list[Completion]]]:
+            written.append(len(read_segments(tmp_path / "engine.jsonl")[0]))
+            return super().step()
+
+    engine, _ = engine_of(TapeSpec(str(tmp_path / "engine.jsonl"), 0), Checking())
+    engine.generate([request(0, 2)], lambda *_: None)
+    engine.shutdown()
+    assert written == [2, 2]
+
+
+def test_an_update_past_the_end_of_a_tape_ends_the_replay(tmp_path: Path) -> None:
+    path = tmp_path / "tape.jsonl"
+    tape = TapeFile(path, {"segment": 4})
+    tape.write({"step": 0, "event": "update 0"})
+    tape.close()
+    engine, backend = engine_of(TapeSpec(str(tmp_path / "new.jsonl"), 0, str(path), 4))
+    engine.update_weights(0)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(EngineDead, match=r"segment 4 of .*tape\.jsonl.*'update 1'"):
+        pool.submit(engine.update_weights, 1).result(5)
+    assert backend.version == 0
+
+
+def test_a_waiting_replay_prints_the_next_event_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A sample ended without its recorded next turn: nothing arrives, so that nothing can be found to differ."""
+    monkeypatch.setattr("megarl.engines.loop._REPLAY_SECONDS", 0.02)
+    path = tmp_path / "tape.jsonl"
+    tape = TapeFile(path, {"segment": 0})
+    tape.write({"step": 0, "event": requests_event([request(7, 5)])})
+    tape.close()
+    engine, _ = engine_of(TapeSpec(str(tmp_path / "new.jsonl"), 0, str(path), 0))
+    time.sleep(0.2)
+    engine.shutdown()
+    assert capsys.readouterr().out.count("the replay waits at the engine's step 0 for 'requests 7-7 ") == 1
+
+
+def test_a_replay_sleeps_and_wakes_at_the_recorded_steps(tmp_path: Path) -> None:
+    """Colocated engines sleep with running requests; a request may arrive meanwhile."""
+
+    def nap(engine: BackedEngine, order: random.Random) -> None:
+        with ThreadPoolExecutor(16) as pool:
+            calls = []
+            for number in range(6):
+                calls.append(pool.submit(engine.generate, [request(number, 10 + number)], lambda *_: None))
+                time.sleep(order.random() * 0.01)
+                if number in (2, 4):
+                    engine.sleep()
+                    calls.append(pool.submit(engine.generate, [request(10 + number, 5)], lambda *_: None))
+                    engine.wake(["weights"])
+                    engine.update_weights(number)
+                    time.sleep(order.random() * 0.01)
+                    engine.wake(["kv_cache"])
+            for call in calls:
+                call.result(20)
+
+    recorded = tmp_path / "recorded.jsonl"
+    engine, backend = engine_of(TapeSpec(str(recorded), 0))
+    engine.update_weights(0)
+    nap(engine, random.Random(1))
+    engine.shutdown()
+    events = [record["event"] for record in read_segments(recorded)[0][1:]]
+    assert events.count("pause") == events.count("resume") == 2
+    for seed in (2, 3, 4):
+        again, repeated = engine_of(TapeSpec(str(tmp_path / "repeated.jsonl"), seed, str(recorded), 0))
+        again.update_weights(0)
+        nap(again, random.Random(seed))
+        again.shutdown()
+        assert repeated.steps == backend.steps
+        assert read_segments(tmp_path / "repeated.jsonl")[seed][1:] == read_segments(recorded)[0][1:]
+
+
+def test_an_engine_does_not_create_the_folder_of_the_tape(tmp_path: Path) -> None:
+    """On a machine that does not share it, the tape would be lost."""
+    with pytest.raises(FileNotFoundError, match=r"does not exist on this machine.*set runs_dir"):
+        TapeFile(tmp_path / "tape" / "engine0.jsonl", {"segment": 0})
+    assert not (tmp_path / "tape").exists()
+
+
+def test_a_start_does_not_read_the_tape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "tape.jsonl"
+    path.write_bytes(b'{"segment":0}\n')
+    monkeypatch.setattr(Path, "read_bytes", lambda self: pytest.fail("it may be long"))
+    TapeFile(path, {"segment": 1}).close()
+    monkeypatch.undo()
+    assert path.read_bytes() == b'{"segment":0}\n{"segment":1}\n'

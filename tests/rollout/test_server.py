@@ -17,7 +17,8 @@ import pytest
 from PIL import Image
 
 from megarl.data.images import ImageReader
-from megarl.engines.base import EngineDead
+from megarl.engines.base import EngineDead, EngineSpec
+from megarl.engines.tape import TapeSpec
 from megarl.recipe.sandbox import SandboxConfig
 from megarl.recipe.schema import RewardConfig
 from megarl.rewards.weighted import Term
@@ -174,6 +175,32 @@ def test_no_other_call_waits_for_a_thread_of_generate(serve: Callable[[Engine], 
 
     asyncio.run(calls())
     assert passed == [(call, *arguments)]
+
+
+def test_held_calls_of_a_replay_leave_threads_for_the_next_call(
+    quickstart_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last of many turns to arrive is the first on the tape: the engine holds the others until then."""
+    arrived = threading.Event()
+
+    class Holding(Engine):
+        def generate(self, requests: list[GenerationRequest], finished: Callable[..., None]) -> None:
+            if requests[0].group == 1024:
+                arrived.set()
+            assert arrived.wait(10)
+
+    engine = Holding()
+    monkeypatch.setattr(module.engines, "create", lambda name, spec: engine)
+    spec = EngineSpec("engine0", "model", "float32", 64, tape=TapeSpec("tape", 0, "recorded", 0))
+    model = str(quickstart_data / "model")
+    server = RolloutServer("fake", spec, model, RewardConfig(), [], SandboxConfig())
+    single = requests(with_greedy=False)[0]
+
+    async def turns() -> None:
+        await asyncio.gather(*(server._generate([replace(single, group=n)], lambda *_: None) for n in range(1025)))
+
+    asyncio.run(turns())
+    server.calls.shutdown()
 
 
 def test_images_are_prepared_by_the_server(

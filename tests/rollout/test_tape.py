@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from concurrent.futures import Future
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,7 @@ def play(source: EnginesSource, order: random.Random, saves: tuple[int, ...] = (
 
 def played(folder: Path, seed: int, plan: ReplayPlan | None = None, recorded: Path | None = None, **kwargs: Any) -> Any:
     order = random.Random(seed)
+    folder.mkdir(exist_ok=True)
     services = [SlowService(order) for _ in range(2)]
     tape = RunTape(folder, header(), recorded, plan)
     batches, states = play(source_of(services, tape.arrivals()), order, **kwargs)
@@ -115,9 +117,74 @@ def test_a_replay_may_leave_saves_out(tmp_path: Path) -> None:
 def test_a_group_with_another_reward_ends_the_replay(tmp_path: Path) -> None:
     played(tmp_path / "recorded", seed=1)
     (plan,) = history(segments_of(tmp_path / "recorded"))
+    (tmp_path / "replay").mkdir()
     tape = RunTape(tmp_path / "replay", header(), tmp_path / "recorded", plan)
     source = source_of([SlowService(random.Random(2), reward=0.5) for _ in range(2)], tape.arrivals())
     with pytest.raises(ReplayError, match=r"group \d+ has .* other rewards, than in the recorded run"):
+        play(source, random.Random(2))
+
+
+@pytest.mark.parametrize(
+    ("cut_at", "missing"),
+    [("group", "record of a group, but .* ends here"), ("version", r"a version 4, but .* ends here")],
+)
+def test_a_tape_that_is_too_short_ends_the_replay(tmp_path: Path, cut_at: str, missing: str) -> None:
+    """A machine lost power, and its last writes. The replay does not wait for `rollout.timeout`."""
+    played(tmp_path / "recorded", seed=1, saves=())
+    (plan,) = history(segments_of(tmp_path / "recorded"))
+    records = list(plan.segment.records)
+    end = records.index({"version": 4}) - (2 if cut_at == "group" else 0)
+    short = ReplayPlan(replace(plan.segment, records=records[:end]), plan.last_step)
+    with pytest.raises(ReplayError, match=rf"{missing}") as error:
+        played(tmp_path / "replay", 2, short, tmp_path / "recorded", saves=())
+    assert "segment 0 of" in str(error.value) and "recorded/controller.jsonl" in str(error.value)
+
+
+def test_a_batch_that_needs_more_groups_than_recorded_ends_the_replay() -> None:
+    arrivals: Arrivals[Any] = Arrivals(recorded=[{"saved": 0}, {"group": 3}, {"saved": 1}, {"version": 1}])
+    arrivals.check_more_groups()
+    next_is_version: Arrivals[Any] = Arrivals(recorded=[{"saved": 1}, {"version": 1}])
+    with pytest.raises(ReplayError, match=r"record of a group, .* continues with \{\"version\": 1\} here"):
+        next_is_version.check_more_groups()
+    Arrivals().check_more_groups()
+
+
+def test_a_killed_run_ends_its_replay_with_its_last_whole_step(tmp_path: Path) -> None:
+    """Groups of the step that it abandoned may arrive after the last record."""
+    played(tmp_path / "recorded", seed=1)
+    (ended,) = history(segments_of(tmp_path / "recorded"))
+    records = list(ended.segment.records)
+    for end in range(records.index({"version": 3}) + 1, len(records), 3):
+        killed = replace(ended.segment, records=records[:end])
+        folder = tmp_path / f"replay{end}"
+        folder.mkdir()
+        tape = RunTape(folder, header(), tmp_path / "recorded", ReplayPlan(killed, killed.last_step))
+        order = random.Random(end)
+        source = source_of([SlowService(order) for _ in range(2)], tape.arrivals())
+        for step in range(1, killed.last_step + 1):
+            source.admit(step - 1)
+            source.take(PROMPTS_PER_STEP)
+            threading.Event().wait(order.random() * 0.02)
+            if step in (3, 6):
+                source.state()
+        source.close()
+
+
+def test_a_replay_that_stalls_names_the_engines_logs(tmp_path: Path) -> None:
+    played(tmp_path / "recorded", seed=1)
+    (plan,) = history(segments_of(tmp_path / "recorded"))
+    (tmp_path / "replay").mkdir()
+
+    class Stuck(SlowService):
+        def _answer(self, done: Future[Any], number: int) -> None:
+            if number != 2:
+                super()._answer(done, number)
+
+    tape = RunTape(tmp_path / "replay", header(), tmp_path / "recorded", plan)
+    source = source_of([Stuck(random.Random(2)) for _ in range(2)], tape.arrivals(), recipe(timeout=0.5))
+    with pytest.raises(
+        RuntimeError, match=r"no group has finished .* The engines' logs .* name the event of the recorded run"
+    ):
         play(source, random.Random(2))
 
 
