@@ -81,7 +81,7 @@ def starts_of(recorded: RunDirectory, overrides: Sequence[str]) -> list[Start]:
     if not plans:
         remedy = "Runs with rollout.at_update refresh or keep write a tape; runs with drain repeat without one: start them again"
         raise ValueError(f"{no_plan(recorded)}. {remedy}")
-    starts = []
+    starts: list[Start] = []
     for plan in plans:
         file = recipe_file(recorded.tape, plan.segment.number)
         recipe = load_recipe(file, overrides)

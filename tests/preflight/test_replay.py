@@ -161,6 +161,7 @@ def test_a_segment_gets_a_new_number_if_the_tape_is_lost_while_checkpoints_remai
         tape = open_tape(recipe, place(recipe, step=2))
         assert tape is not None
         assert (tape.header["segment"], tape.header["resumed"]) == (1 + start, None)
+        write_recipe(tape, recipe)
         TapeFile(tape.folder / "controller.jsonl", tape.header).write({"version": 3})
     (plan,) = history(segments_of(tape.folder))
     assert (plan.segment.number, plan.segment.after, plan.last_step) == (2, 2, 3)
