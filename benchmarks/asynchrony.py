@@ -24,14 +24,13 @@ from megarl.data.rows import write_parquet
 ROOT = Path(__file__).parent.parent
 SHORT, TAIL, LONGEST = 8, 20, 256  # mean tokens of a short answer; how much longer a long one is; limit
 LONG_SHARE = 1 / 8
-FIRST, LAST = (
-    4,
-    3,
-)  # steps at the start and at the end that are not measured: engines fill, and have nothing left to start
+# Steps at the start and at the end that are not measured: engines fill, and have nothing left to start.
+FIRST, LAST = 4, 3
 APART = ["cluster.placement=disaggregated", "rollout.max_staleness=2"]
 SCHEDULES = {
     "sync": ["cluster.placement=colocated"],
     "drain": [*APART, "rollout.at_update=drain"],
+    "finish": [*APART, "rollout.at_update=finish"],
     "refresh": [*APART, "rollout.at_update=refresh"],
     "keep": [*APART, "rollout.at_update=keep"],
     "colocated": ["cluster.placement=colocated", "rollout.max_staleness=2"],

@@ -196,6 +196,36 @@ def test_class_names_are_unique() -> None:
     assert {name: sorted(files) for name, files in places.items() if len(files) > 1} == {}
 
 
+def test_tests_import_names_that_exist() -> None:
+    """mypy reads the package and not the tests, and some imports of tests happen only in processes of slow tests."""
+    missing = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in ("megarl", "tests"):
+                module = ROOT.joinpath(*node.module.split("."))
+                file = module / "__init__.py" if module.is_dir() else module.with_suffix(".py")
+                names = top_level_names(file) if file.is_file() else set()
+                for name in (alias.name for alias in node.names):
+                    is_module = (module / name).is_dir() or (module / f"{name}.py").is_file()
+                    if name not in names and not is_module and "__getattr__" not in names:
+                        missing.append(f"{path.relative_to(ROOT)}:{node.lineno}: {node.module}.{name}")
+    assert not missing, missing
+
+
+@cache
+def top_level_names(path: Path) -> set[str]:
+    """Return the names that a module defines or imports, in branches too."""
+    names: set[str] = set()
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names.update(alias.asname or alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
+
+
 def test_a_run_imports_no_command() -> None:
     """`train` needs nothing of commands/, docs/ or benchmarks/: the closure of its imports, written in files."""
     pending, closure = (
