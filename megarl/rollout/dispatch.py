@@ -103,9 +103,9 @@ class Dispatch:
             engine.finishes = self._is_behind(engine)
 
     @property
-    def all_newest(self) -> bool:
-        """Whether every engine has loaded the newest weights."""
-        return not any(self._is_behind(engine) for engine in self._engines)
+    def behind(self) -> int:
+        """Number of engines that have not loaded the newest weights."""
+        return sum(self._is_behind(engine) for engine in self._engines)
 
     def remove(self, engine: int) -> None:
         """Record that a group of an engine has ended."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
@@ -92,7 +93,9 @@ class EnginesSource:
         self._taking = False  # the trainers wait for a batch
         self._arrivals: Arrivals[Arrival] = arrivals or Arrivals()
         self._stall_timer = StallTimer(rollout.timeout, self._arrivals.stall_advice)
-        self._drains = update_rule(recipe) == "drain"
+        self._drains, self._finishes = update_rule(recipe) == "drain", finishing is not None
+        self._loads: dict[int, float] = {}  # engines that load weights from host memory -> begin
+        self._load_seconds = 0.0  # of all engines together, since the last batch
         self._interrupted: list[int] = []  # groups that ran when the resumed checkpoint was saved
 
     def admit(self, version: int) -> None:
@@ -117,7 +120,7 @@ class EnginesSource:
             tried = self.admission.closed.popleft()
             self._taking = False
             self._observe()
-            waits = self._waiting.metrics()
+            waits = {**self._waiting.metrics(), **self._loading_metrics()}
         groups = accepted_groups(tried)
         drawn = self.sampler.metrics(item.group.number for item in tried)
         batch = Batch(groups, {**_metrics(tried, count), **drawn, **waits})
@@ -148,11 +151,14 @@ class EnginesSource:
                 self._wait(self.admission.idle)
 
     def load_newest(self, version: int) -> None:
+        if not self._finishes:
+            return
         with self._change:
+            self._stall_timer.reset()
             self._dispatch.add_version(version)
             self._dispatch.finish_all()
             self._load_weights()
-            self._wait(lambda: self._dispatch.all_newest)
+            self._wait(lambda: not self._dispatch.behind)
 
     def close(self) -> None:
         with self._change:
@@ -192,6 +198,7 @@ class EnginesSource:
                 self.check_processes()
             finally:
                 self._change.acquire()
+            self._check_loads()
             if self.admission.running:
                 waiting = self.admission.unfinished()
                 self._stall_timer.check(len(waiting), f"number {waiting[0]}")
@@ -225,6 +232,7 @@ class EnginesSource:
     def _load_weights(self) -> None:
         """With finish: let engines without groups load the newest weights. Call with the lock."""
         for engine in self._dispatch.take_due_loads():
+            self._loads[engine] = time.monotonic()
             self.engines[engine].load_weights().add_done_callback(functools.partial(self._loaded, engine))
 
     def _loaded(self, engine: int, result: Future[int]) -> None:
@@ -232,12 +240,29 @@ class EnginesSource:
         try:
             version = result.result()
             with self._change:
+                self._load_seconds += time.monotonic() - self._loads.pop(engine)
                 self._dispatch.loaded(engine, version)
                 self._start_groups()
                 self._observe()
                 self._change.notify_all()
         except BaseException as error:  # noqa: BLE001 -- the controller raises it
             self._fail(error)
+
+    def _check_loads(self) -> None:
+        """Raise RuntimeError if an engine loads weights for longer than `rollout.start_timeout`."""
+        limit = self.recipe.rollout.start_timeout
+        for engine, begin in self._loads.items():
+            if (seconds := time.monotonic() - begin) > limit:
+                raise RuntimeError(
+                    f"{self.engines[engine].name} has not loaded new weights from host memory within {seconds:.0f} s "
+                    "(rollout.start_timeout); see its log in the run's logs/"
+                )
+
+    def _loading_metrics(self) -> dict[str, float]:
+        if not self._finishes:
+            return {}
+        seconds, self._load_seconds = self._load_seconds, 0.0
+        return {"rollout/engines_behind": float(self._dispatch.behind), "rollout/load_seconds": seconds}
 
     def _fail_on_error(self, result: Future[Any]) -> None:
         error = result.exception()

@@ -36,14 +36,14 @@ def test_no_group_starts_before_the_first_weights() -> None:
 
 def test_all_engines_load_the_first_weights_as_they_arrive() -> None:
     dispatch = finishing(2)
-    assert dispatch.all_newest and dispatch.take_due_loads() == []
+    assert not dispatch.behind and dispatch.take_due_loads() == []
 
 
 def test_an_engine_loads_when_its_groups_have_finished() -> None:
     dispatch = finishing(2, max_staleness=2, groups=4)
     dispatch.start(lambda _: 2)
     dispatch.add_version(1)
-    assert dispatch.take_due_loads() == [] and not dispatch.all_newest
+    assert dispatch.take_due_loads() == [] and dispatch.behind
     assert dispatch.start(lambda _: 9) == [1], "engine 0 finishes, and engine 1 has its share"
     dispatch.remove(0)
     assert dispatch.take_due_loads() == [0] and dispatch.take_due_loads() == [], "it is told once"
@@ -88,9 +88,9 @@ def test_weights_that_arrive_while_an_engine_loads() -> None:
     dispatch.add_version(1)
     assert dispatch.take_due_loads() == [0]
     dispatch.loaded(0, 2)
-    assert dispatch.all_newest and dispatch.take_due_loads() == []
+    assert not dispatch.behind and dispatch.take_due_loads() == []
     dispatch.add_version(2)
-    assert dispatch.all_newest and dispatch.start(lambda version: version) == [0, 0]
+    assert not dispatch.behind and dispatch.start(lambda version: version) == [0, 0]
 
 
 def test_all_engines_finish_for_an_evaluation() -> None:
@@ -102,9 +102,9 @@ def test_all_engines_finish_for_an_evaluation() -> None:
     for engine in range(3):
         dispatch.remove(engine)
         assert dispatch.take_due_loads() == [engine]
-        assert not dispatch.all_newest
+        assert dispatch.behind
         dispatch.loaded(engine, 1)
-    assert dispatch.all_newest
+    assert not dispatch.behind
 
 
 @given(
@@ -168,6 +168,6 @@ def test_each_group_has_one_version_and_a_bounded_lag(
         if rng.random() < 0.3:
             dispatch.finish_all()
             loading.update(dispatch.take_due_loads())
-            while not dispatch.all_newest:
+            while dispatch.behind:
                 advance()
             assert versions == [version + 1] * engines

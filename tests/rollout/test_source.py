@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from concurrent.futures import Future
 from typing import Any, ClassVar
 
@@ -367,3 +368,41 @@ def test_an_engine_that_cannot_load_weights_ends_the_run() -> None:
     service.loading.pop().set_exception(RuntimeError("no memory"))
     with pytest.raises(RuntimeError, match="no memory"):
         engines_source.take(4)
+
+
+def test_an_engine_that_does_not_end_loading_is_named() -> None:
+    engines_source = finishing(service := LoadingService())
+    engines_source.recipe.rollout.start_timeout = 0.5
+    engines_source.admit(0)
+    service.finish(*range(8))
+    engines_source.take(4)
+    engines_source.take(4)
+    engines_source.admit(1)
+    with pytest.raises(RuntimeError, match=r"engine0 has not loaded new weights .*rollout\.start_timeout"):
+        engines_source.take(4)
+
+
+def test_loads_are_measured() -> None:
+    first, second = LoadingService(), LoadingService()
+    engines_source = finishing(first, second)
+    engines_source.admit(0)
+    first.finish(0, 2, 4, 6)
+    second.finish(1, 3)
+    assert engines_source.take(4).metrics["rollout/engines_behind"] == 0
+    first.received = second.received = 1
+    engines_source.admit(1)
+    time.sleep(0.05)
+    first.load()
+    second.finish(5, 7)
+    metrics = engines_source.take(4).metrics
+    assert metrics["rollout/engines_behind"] == 1 and 0.05 <= metrics["rollout/load_seconds"] < 5
+
+
+def test_an_evaluation_starts_no_group_with_the_other_rules() -> None:
+    """A replay repeats the starts of groups at new versions and arrivals, and at no other moments."""
+    service = ManualService()
+    engines_source = refreshing(service)
+    engines_source.admit(0)
+    engines_source.load_newest(1)
+    service.finish(0)
+    assert len(service.waves) == 1

@@ -143,7 +143,7 @@ def study(subject: SimulatedRecipe, *, steps: int = STEPS, max_lag: int | None =
 
 def _fastest_split(runner: Runner, counts: list[int]) -> int:
     """Return the number of trainers that is fastest with a fixed schedule, the first rule that no run refuses."""
-    for rule in ("refresh", "keep", "drain"):
+    for rule in ("refresh", "keep", "finish", "drain"):
         settings = [Setting(count, rule, _FIRST_STALENESS, _FIRST_WINDOW) for count in counts]
         runs = [run for setting in settings if (run := runner.run(setting)) is not None]
         if runs:

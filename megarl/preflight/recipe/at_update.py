@@ -57,7 +57,9 @@ def at_update_errors(recipe: Recipe) -> Iterator[RecipeError]:
         )
     reason = _cannot_finish(recipe) if rule == "finish" else cannot_continue(recipe)
     if reason is not None:
-        yield RecipeError("rollout.at_update", reason, "set rollout.at_update=drain", value=rule)
+        finishes = rule != "finish" and _cannot_finish(recipe) is None
+        remedy = f"set rollout.at_update={'finish or drain' if finishes else 'drain'}"
+        yield RecipeError("rollout.at_update", reason, remedy, value=rule)
     if rule == "finish" and recipe.weight_sync.check_every:
         yield RecipeError(
             "weight_sync.check_every",

@@ -123,7 +123,8 @@ class ShardedReceiver(Receiver):
             staged.memory.copy_(bucket.memory)
             staged.fingerprint = bucket.header["fingerprint"]
             self._incoming.timer.lap("load")
-            self._incoming.acknowledge(bucket, bucket.fingerprint or self._fingerprinter.start(staged.memory))
+            read = bucket.memory if self._fingerprinter.on_device else staged.memory
+            self._incoming.acknowledge(bucket, bucket.fingerprint or self._fingerprinter.start(read))
             self._remaining[key[0]] -= 1
 
     def load_staged(self, target: SliceTarget) -> None:

@@ -55,7 +55,7 @@ _REMEDIES = {
         "rollout.tensor_parallel",
         "raise it, so that a machine has fewer copies of the model, or set cluster.placement=disaggregated",
     ),
-    STAGED: ("rollout.at_update", "set refresh or keep, or use more machines"),
+    STAGED: ("rollout.at_update", "set drain, or refresh or keep where requests can continue, or use more machines"),
     SHARED_MEMORY: ("weight_sync.bucket_mb", "lower it"),
     SAMPLES: ("data.prompts_per_step", "lower it"),
     PROCESSES: ("cluster.trainers", "use fewer devices of each machine"),
