@@ -65,6 +65,7 @@ def stop(number, frame):
     raise SystemExit(3)
 
 signal.signal(signal.SIGTERM, stop)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup, which lets processes ignore it
 run_child(["sh", "-c", sys.argv[1]], os.environ)
 """
 
