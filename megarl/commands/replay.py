@@ -43,7 +43,7 @@ def replay(run: Path, name: str | None, overrides: Sequence[str]) -> int:
     """Repeat `run` in a new directory beside it, one `megarl train` for each of its starts, and compare the metrics.
 
     name: of the new run, or its path; None: that of `run` with `-replay`. Returns the exit status: 1 if a metric differs or a
-    step is left out, and that of a training that fails.
+    step is left out; the training's status if a training fails.
     """
     with as_input_error():
         recorded = RunDirectory(os.path.abspath(run))

@@ -23,7 +23,7 @@ class _EngineState:
     load: int = 0  # running groups
     version: int | None = None  # of its weights; None before the first update
     finishes: bool = False  # it starts no group until it has loaded the newest weights
-    loads: bool = False  # it was told to load them
+    loads: bool = False  # it loads them now
 
 
 @dataclass(frozen=True)

@@ -211,7 +211,7 @@ class Arrivals(Generic[A]):
 
     @property
     def stall_advice(self) -> str | None:
-        """What to do in a replay if no group finishes; None without a replay."""
+        """Advice for a replay in which no group finishes; None without a replay."""
         if self._recorded is None:
             return None
         return (

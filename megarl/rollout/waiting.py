@@ -1,4 +1,4 @@
-"""Who waited for whom: seconds in which trainers waited for a batch, and in which engines had no group."""
+"""Waiting times: seconds in which trainers waited for a batch, and in which engines had no group."""
 
 from __future__ import annotations
 

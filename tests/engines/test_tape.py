@@ -135,13 +135,18 @@ def test_a_replay_ends_if_requests_end_too_early(tmp_path: Path) -> None:
         engine.watch()
 
 
+def replay_of_a_request(folder: Path, number: int) -> BackedEngine:
+    """Return an engine that repeats a tape with one request, of group `number`, before the first step."""
+    tape = TapeFile(folder / "tape.jsonl", {"segment": 0})
+    tape.write({"step": 0, "event": requests_event([request(number, 5)])})
+    tape.close()
+    engine, _ = engine_of(TapeSpec(str(folder / "new.jsonl"), 0, str(folder / "tape.jsonl"), 0))
+    return engine
+
+
 def test_a_replay_ends_if_other_requests_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.engines.loop._REPLAY_SECONDS", 0.1)
-    path = tmp_path / "tape.jsonl"
-    tape = TapeFile(path, {"segment": 0})
-    tape.write({"step": 0, "event": requests_event([request(0, 5)])})
-    tape.close()
-    engine, _ = engine_of(TapeSpec(str(tmp_path / "new.jsonl"), 0, str(path), 0))
+    engine = replay_of_a_request(tmp_path, 0)
     with pytest.raises(EngineDead, match=r"'requests 1-1 .*' arrived, and 'requests 0-0"):
         engine.generate([request(1, 5)], lambda *_: None)
 
@@ -280,11 +285,7 @@ def test_a_waiting_replay_prints_the_next_event_once(
 ) -> None:
     """A sample ended without its recorded next turn: nothing arrives, so that nothing can be found to differ."""
     monkeypatch.setattr("megarl.engines.loop._REPLAY_SECONDS", 0.02)
-    path = tmp_path / "tape.jsonl"
-    tape = TapeFile(path, {"segment": 0})
-    tape.write({"step": 0, "event": requests_event([request(7, 5)])})
-    tape.close()
-    engine, _ = engine_of(TapeSpec(str(tmp_path / "new.jsonl"), 0, str(path), 0))
+    engine = replay_of_a_request(tmp_path, 7)
     time.sleep(0.2)
     engine.shutdown()
     assert capsys.readouterr().out.count("the replay waits at the engine's step 0 for 'requests 7-7 ") == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from concurrent.futures import Future
 from typing import Any, ClassVar
 
@@ -294,108 +293,6 @@ def test_a_resumed_run_may_drain_instead() -> None:
     second.finish(7, 6, 5, 4, 3, 2)
     resumed.drain()
     assert [[group.number for group in resumed.take(4).groups] for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
-class LoadingService(ManualService):
-    """Receives weights with `receive`, and loads them when `load` is called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.received = 0
-        self.loading: list[Future[int]] = []
-
-    def call(self, method: str, *arguments: Any) -> Future[Any]:
-        if method == "submit":
-            return super().call(method, *arguments)
-        assert method == "load_weights" and not self.running, "groups run"
-        self.loading.append(Future())
-        return self.loading[-1]
-
-    def load(self) -> None:
-        self.loading.pop().set_result(self.received)
-
-
-def finishing(*services: LoadingService) -> EnginesSource:
-    recipe = refreshing(services[0], at_update="finish", window=0.0).recipe
-    prompts = Prompts(Prompt(f"row/{i}", (1, 2, 3), "text", "test") for i in range(7))
-    return EnginesSource(recipe, prompts, [EngineHandle(each) for each in services], [0], lambda: None)  # type: ignore[arg-type]
-
-
-def test_engines_load_weights_in_turn_when_their_groups_have_finished() -> None:
-    first, second = LoadingService(), LoadingService()
-    engines_source = finishing(first, second)
-    engines_source.admit(0)
-    assert (sorted(first.running), sorted(second.running)) == ([0, 2, 4, 6], [1, 3, 5, 7])
-    first.finish(0, 2)
-    second.finish(1, 3)
-    engines_source.take(4)
-    engines_source.drain()  # returns, although groups run
-    first.received = second.received = 1
-    engines_source.admit(1)
-    assert sorted(first.running) == [4, 6], "with version 0, no further group may start"
-    first.finish(6, 4)
-    first.load()
-    assert sorted(first.running) == [8, 9, 10, 11] and not second.loading
-    second.finish(5, 7)
-    assert len(second.loading) == 1 and not first.loading
-
-
-def test_all_engines_load_the_weights_before_an_evaluation() -> None:
-    first, second = LoadingService(), LoadingService()
-    engines_source = finishing(first, second)
-    engines_source.admit(0)
-    first.finish(0, 2, 4, 6)
-    second.finish(1, 3)
-    engines_source.take(4)
-    first.received = second.received = 1
-
-    def finish() -> None:
-        first.load()
-        second.finish(5, 7)
-        second.load()
-
-    threading.Timer(0.05, finish).start()
-    engines_source.load_newest(1)
-    assert not (first.loading or second.loading)
-
-
-def test_an_engine_that_cannot_load_weights_ends_the_run() -> None:
-    engines_source = finishing(service := LoadingService())
-    engines_source.admit(0)
-    service.finish(*range(8))
-    engines_source.take(4)
-    engines_source.admit(1)
-    service.loading.pop().set_exception(RuntimeError("no memory"))
-    with pytest.raises(RuntimeError, match="no memory"):
-        engines_source.take(4)
-
-
-def test_an_engine_that_does_not_end_loading_is_named() -> None:
-    engines_source = finishing(service := LoadingService())
-    engines_source.recipe.rollout.start_timeout = 0.5
-    engines_source.admit(0)
-    service.finish(*range(8))
-    engines_source.take(4)
-    engines_source.take(4)
-    engines_source.admit(1)
-    with pytest.raises(RuntimeError, match=r"engine0 has not loaded new weights .*rollout\.start_timeout"):
-        engines_source.take(4)
-
-
-def test_loads_are_measured() -> None:
-    first, second = LoadingService(), LoadingService()
-    engines_source = finishing(first, second)
-    engines_source.admit(0)
-    first.finish(0, 2, 4, 6)
-    second.finish(1, 3)
-    assert engines_source.take(4).metrics["rollout/engines_behind"] == 0
-    first.received = second.received = 1
-    engines_source.admit(1)
-    time.sleep(0.05)
-    first.load()
-    second.finish(5, 7)
-    metrics = engines_source.take(4).metrics
-    assert metrics["rollout/engines_behind"] == 1 and 0.05 <= metrics["rollout/load_seconds"] < 5
 
 
 def test_an_evaluation_starts_no_group_with_the_other_rules() -> None:
