@@ -262,6 +262,7 @@ class Group:
     failures: tuple[SampleFailure, ...] = ()
     scoring_retries: int = 0  # repeated scoring attempts, over all samples
     judge_seconds: float = 0.0  # time spent waiting for judge verdicts; 0 without a judge
+    scoring_seconds: float = 0.0  # from its last token to its scores, without the judge
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -260,7 +261,11 @@ class RolloutServer:
 
         async def settle() -> None:
             try:
-                self._result(request.group).set_result(await self._scored(request, await sampled))
+                trajectories = await sampled
+                begin = time.monotonic()
+                group, tokens = await self._scored(request, trajectories)
+                group.scoring_seconds = time.monotonic() - begin
+                self._result(request.group).set_result((group, tokens))
             except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 -- `collect` raises it
                 self._result(request.group).set_exception(error)
 

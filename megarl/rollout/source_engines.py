@@ -297,16 +297,17 @@ class EnginesSource:
             self._dispatch.remove(arrival.engine)
             self._failed_share.add(group)
             self.admission.finish(group, arrival.accepted)
+            self._observe(group.scoring_seconds + group.judge_seconds)
             self._start_groups()
         self._observe()
         self._change.notify_all()
 
-    def _observe(self) -> None:
-        """Note who waits now. Call with the lock, after a change."""
+    def _observe(self, scoring: float = 0.0) -> None:
+        """Note who waits now. Call with the lock, after a change. scoring: seconds, of the group that has just arrived."""
         reason: Reason | None = None
         if self._taking and not self.admission.closed:
             reason = "window" if self.admission.has_enough_finished() else "engines"
-        self._waiting.observe(self._dispatch.idle, reason)
+        self._waiting.observe(self._dispatch.idle, reason, scoring)
 
 
 def _metrics(tried: list[TriedGroup], count: int) -> dict[str, float]:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from megarl.types import Metrics
 
-Reason = Literal["engines", "window"]
+Reason = Literal["engines", "scorers", "window"]
 
 
 class Waiting:
@@ -23,14 +23,20 @@ class Waiting:
         self._idle = 0
         self._reason: Reason | None = None
         self._idle_seconds = 0.0
-        self._seconds: dict[Reason, float] = {"engines": 0.0, "window": 0.0}
+        self._seconds: dict[Reason, float] = {"engines": 0.0, "scorers": 0.0, "window": 0.0}
 
-    def observe(self, idle: int, reason: Reason | None) -> None:
-        """From now on `idle` engines have no group, and trainers wait for `reason` (None: they do not wait)."""
+    def observe(self, idle: int, reason: Reason | None, scoring: float = 0.0) -> None:
+        """From now on `idle` engines have no group, and trainers wait for `reason` (None: they do not wait).
+
+        `scoring`: seconds for which the group that has just arrived was scored. If trainers waited for engines meanwhile,
+        they waited for scorers.
+        """
         now = self._clock()
         self._idle_seconds += (now - self._last) * self._idle
         if self._reason is not None:
-            self._seconds[self._reason] += now - self._last
+            scored = min(scoring, now - self._last) if self._reason == "engines" else 0.0
+            self._seconds["scorers"] += scored
+            self._seconds[self._reason] += now - self._last - scored
         self._last, self._idle, self._reason = now, idle, reason
 
     def metrics(self) -> Metrics:
@@ -39,8 +45,7 @@ class Waiting:
         seconds = max(self._last - self._since, 1e-9)
         result: Metrics = {
             "rollout/engines_idle": self._idle_seconds / (seconds * self._engines),
-            "rollout/wait_seconds/engines": self._seconds["engines"],
-            "rollout/wait_seconds/window": self._seconds["window"],
+            **{f"rollout/wait_seconds/{reason}": seconds for reason, seconds in self._seconds.items()},
         }
         self._since, self._idle_seconds = self._last, 0.0
         self._seconds = dict.fromkeys(self._seconds, 0.0)

@@ -6,6 +6,7 @@ import asyncio
 import io
 import math
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -69,6 +70,13 @@ def test_step_rewards_are_on_the_tokens_that_end_them(serve: Callable[[Engine], 
             assert sample.steps == ((2, 0.25), (4, -0.5))
             assert sample.reward == 0.75 and sample.outcome == 1.0 and sample.reward_parts == {"steps": -0.25}
         assert group.greedy is not None and group.greedy.steps == ((2, 0.25), (4, -0.5))
+
+
+def test_a_group_knows_how_long_it_was_scored(serve: Callable[[Engine], RolloutServer]) -> None:
+    server = serve(Engine())
+    score_with(server, lambda request: time.sleep(0.05) or 1.0)
+    for group in run(server, requests(with_greedy=False)):
+        assert group.scoring_seconds >= 0.05
 
 
 def test_a_step_beyond_the_response_fails_its_sample(serve: Callable[[Engine], RolloutServer]) -> None:

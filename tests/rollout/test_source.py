@@ -131,6 +131,25 @@ def test_a_scorer_that_fails_is_raised() -> None:
         engines_source.take(4)
 
 
+def test_trainers_wait_for_scorers_until_sampled_groups_are_scored() -> None:
+    """Groups that arrive are scored and judged for longer than the trainers wait: engines have almost no part of the wait."""
+    service = FakeService()
+    answer = service._answer
+
+    def slowly_scored(done: Future[Any], number: int) -> None:
+        scored: Future[Any] = Future()
+        answer(scored, number)
+        group, data = scored.result()
+        group.scoring_seconds, group.judge_seconds = 50.0, 50.0
+        done.set_result((group, data))
+
+    service._answer = slowly_scored  # type: ignore[method-assign]
+    engines_source = source(service)
+    engines_source.admit(0)
+    metrics = engines_source.take(4).metrics
+    assert metrics["rollout/wait_seconds/scorers"] > 5 * metrics["rollout/wait_seconds/engines"]
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_unscored_groups_are_replaced_counted_and_named(dynamic: bool) -> None:
     """Four of eight groups (rewards 0 and 1) have a sample without a reward, which counts neither as 0 nor as filtered."""

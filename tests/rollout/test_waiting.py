@@ -21,14 +21,30 @@ def test_seconds_are_counted_for_the_state_before_a_change() -> None:
     assert waiting.metrics() == {
         "rollout/engines_idle": pytest.approx((3 * 2 + 2 * 1) / (10 * 4)),
         "rollout/wait_seconds/engines": 3.0,
+        "rollout/wait_seconds/scorers": 0.0,
         "rollout/wait_seconds/window": 2.0,
     }
     now = 12.0
     assert waiting.metrics() == {
         "rollout/engines_idle": 0.0,
         "rollout/wait_seconds/engines": 0.0,
+        "rollout/wait_seconds/scorers": 0.0,
         "rollout/wait_seconds/window": 0.0,
     }
+
+
+def test_the_end_of_a_wait_belongs_to_the_scorers_of_the_group_that_ends_it() -> None:
+    now = 0.0
+    waiting = Waiting(1, lambda: now)
+    waiting.observe(0, "engines")
+    now = 10.0
+    waiting.observe(0, "engines", scoring=4.0)  # sampled for 6 more seconds, then scored
+    now = 13.0
+    waiting.observe(0, "window", scoring=8.0)  # scored already before the last arrival
+    now = 15.0
+    waiting.observe(0, None, scoring=1.0)  # the trainers waited for the order, not for scores
+    seconds = waiting.metrics()
+    assert [seconds[f"rollout/wait_seconds/{reason}"] for reason in ("engines", "scorers", "window")] == [6.0, 7.0, 2.0]
 
 
 def test_a_batch_waits_for_the_window_if_enough_groups_have_finished() -> None:

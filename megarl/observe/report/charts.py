@@ -132,9 +132,10 @@ CHARTS = (
         "Who waits",
         (
             ("rollout/wait_seconds/engines", "trainers for engines"),
+            ("rollout/wait_seconds/scorers", "trainers for scorers"),
             ("rollout/wait_seconds/window", "trainers for older groups"),
         ),
-        "Seconds per step in which the trainers had no batch: too few finished groups, or finished ones that older groups must precede (rollout.window).",
+        "Seconds per step in which the trainers had no batch, because groups were being sampled, were being scored, or had to wait for older ones (rollout.window).",
     ),
     Chart(
         "Idle engines",
