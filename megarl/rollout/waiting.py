@@ -45,7 +45,9 @@ class Waiting:
         seconds = max(self._last - self._since, 1e-9)
         result: Metrics = {
             "rollout/engines_idle": self._idle_seconds / (seconds * self._engines),
-            **{f"rollout/wait_seconds/{reason}": seconds for reason, seconds in self._seconds.items()},
+            "rollout/wait_seconds/engines": self._seconds["engines"],
+            "rollout/wait_seconds/scorers": self._seconds["scorers"],
+            "rollout/wait_seconds/window": self._seconds["window"],
         }
         self._since, self._idle_seconds = self._last, 0.0
         self._seconds = dict.fromkeys(self._seconds, 0.0)
