@@ -107,17 +107,20 @@ def test_a_run_with_tools_resumes_with_the_waiting_groups(taught: Path, tmp_path
     assert [line["step"] for line in metrics(tmp_path / "agent") if line["step"] > 0] == [1, 2, 3]
 
 
-def test_samples_with_tools_take_new_weights_between_and_within_turns(taught: Path, tmp_path: Path) -> None:
-    """A turn prefills the turns before it with its weights. Their tokens keep the log-probs of the weights that sampled them."""
-    ahead = ["rollout.max_staleness=2", "cluster.placement=disaggregated", "train.steps=4", "rollout.at_update=refresh"]
+@pytest.mark.parametrize("rule", ["refresh", "keep", "finish"])
+def test_samples_with_tools_take_new_weights(taught: Path, tmp_path: Path, rule: str) -> None:
+    """Between and within turns; with finish, after all turns. Tokens keep the log-probs of the weights that sampled them."""
+    ahead = ["rollout.max_staleness=2", "cluster.placement=disaggregated", "train.steps=4", f"rollout.at_update={rule}"]
     done = run("train", "recipes/tiny/grpo.yaml", *settings(taught, tmp_path, *ahead))
     assert done.returncode == 0, done.stderr + done.stdout
     lines = [line for line in metrics(tmp_path / "agent") if line["step"] > 0]
-    assert max(line["rollout/spans_mean"] for line in lines) > 1
-    same = [line["rollout/logprob_gap_by_lag/0"] for line in lines if "rollout/logprob_gap_by_lag/0" in line]
-    assert same and max(same) < 1e-4
-    assert max(line.get("rollout/logprob_gap_by_lag/1", 0.0) for line in lines) > 1e-4
     assert max(line["agent/turns/max"] for line in lines) > 1
+    spans = max(line["rollout/spans_mean"] for line in lines)
+    assert spans == 1 if rule == "finish" else spans > 1
+    same = [line["rollout/logprob_gap_by_lag/0"] for line in lines if "rollout/logprob_gap_by_lag/0" in line]
+    if rule != "keep":  # a kept KV cache is of older weights
+        assert same and max(same) < 1e-4
+    assert max(line.get("rollout/logprob_gap_by_lag/1", 0.0) for line in lines) > 1e-4
 
 
 def test_evaluation_with_tools_under_torchrun(taught: Path, tmp_path: Path) -> None:

@@ -5,9 +5,11 @@ import os
 import signal
 import time
 
+import numpy as np
 import pytest
 
 from megarl.engines.base import EngineDead
+from megarl.types import Sampling
 from megarl.weight_sync.full.sender import FullSender
 from tests.support.engine_process import (
     PATIENCE,
@@ -21,6 +23,7 @@ from tests.support.engine_process import (
     spec,
     update_all,
 )
+from tests.support.span_gaps import EXACT, span_gaps, with_kept_cache
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
 
@@ -116,6 +119,45 @@ def test_ranks_of_several_engines_share_the_experts_of_a_layer(start, path, tmp_
         update_all(group.engines, sender, change(model, version, tmp_path), version)
         for requests, completions in zip((many, few), group.generate(many, few), strict=True):
             assert_exact(model, requests, completions)
+    sender.close()
+    group.close()
+
+
+@pytest.mark.parametrize("rule", ["refresh", "keep"])
+def test_running_requests_of_a_group_take_new_weights(start, path, tmp_path, rule):
+    """Each engine has half of the experts: a step with old experts on one of them would show in the log-probs."""
+    group, models = start(path, at_update=rule), {0: load_model(path)}
+    assert all(info["can_update_in_flight"] for info in group.infos)
+    sender = group.full_sender()
+    many, few = make_requests(4, max_tokens=100), make_requests(2, max_tokens=100, seed=1)
+    short = dataclasses.replace(make_requests(5)[4], sampling=Sampling(1, 30))  # the update comes when it has finished
+    running = [
+        engine.begin("generate", load) for engine, load in zip(group.engines, ([*many, short], few), strict=True)
+    ]
+    while short.group not in group.engines[0].finished():
+        time.sleep(0.001)
+    for engine in group.engines:
+        engine.pause()
+    models[1] = load_model(path)
+    update_all(group.engines, sender, change(models[1], 1, tmp_path), 1)
+    assert not any(call.done() for call in running)
+    for engine in group.engines:
+        engine.resume()
+    for requests, call in zip((many, few), running, strict=True):
+        _, completions = call.result(PATIENCE)
+        for request in requests:
+            for sample in completions[request.group]:
+                assert [span.version for span in sample.spans] == [0, 1]
+                (_, first, _), (_, second, other) = span_gaps(models, request, sample)
+                assert first.max() < EXACT and other[0] > EXACT
+                if rule == "refresh":
+                    assert second.max() < EXACT
+                else:
+                    assert np.abs(with_kept_cache(models, request, sample) - sample.log_probs).max() < EXACT
+                    assert second.max() > EXACT, "the KV cache was recomputed"
+    requests = make_requests(3, seed=9)
+    for completions in group.generate(requests, requests):
+        assert_exact(models[1], requests, completions)
     sender.close()
     group.close()
 

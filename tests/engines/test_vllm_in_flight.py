@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from transformers import DynamicCache
 
 from megarl.types import Completion, GenerationRequest, Prompt, Sampling, Span
 from tests.support.engine_process import (
@@ -25,16 +22,15 @@ from tests.support.engine_process import (
     build_model,
     change,
     full_sender,
-    gaps,
     load_model,
     make_requests,
     spec,
 )
+from tests.support.span_gaps import EXACT, span_gaps, with_kept_cache
 
 pytestmark = pytest.mark.stack
 
 LONG = 100  # tokens of the requests that run during the updates
-EXACT = 5e-5  # largest gap of an engine's log-prob to Hugging Face's with the same weights
 
 
 @pytest.fixture(scope="module")
@@ -82,28 +78,6 @@ class InFlight:
             self.process.resume()
         return long, running.result(120)[1]
 
-    def spans(self, request: GenerationRequest, sample: Completion) -> Iterator[tuple[Span, np.ndarray, np.ndarray]]:
-        """Yield each span, the gaps of its tokens to the weights of its version, and those to the version before."""
-        for span, end in zip(sample.spans, [*(span.start for span in sample.spans[1:]), LONG], strict=True):
-            exact = gaps(self.models[span.version], request, sample)[span.start : end]
-            other = gaps(self.models[abs(span.version - 1)], request, sample)[span.start : end]
-            yield span, exact, other
-
-    @torch.no_grad()
-    def with_kept_cache(self, request: GenerationRequest, sample: Completion) -> np.ndarray:
-        """Return Hugging Face's log-probs of the sample, where each version reads the KV cache of the versions before.
-
-        The last token before an update is an input of the first step after it.
-        """
-        prompt, tokens = len(request.prompt.tokens), torch.tensor([[*request.prompt.tokens, *sample.tokens.tolist()]])
-        starts = [0, *(prompt + span.start - 1 for span in sample.spans[1:]), tokens.shape[1]]
-        cache, parts = DynamicCache(), []
-        for span, (start, end) in zip(sample.spans, itertools.pairwise(starts), strict=True):
-            model = self.models[span.version]
-            parts.append(model(tokens[:, start:end], past_key_values=cache, use_cache=True).logits[0].float())
-        log_probs = torch.log_softmax(torch.cat(parts), -1)[prompt - 1 : -1]
-        return log_probs.gather(1, tokens[0, prompt:, None])[:, 0].numpy()
-
 
 def test_refreshed_requests_follow_each_new_policy_exactly(process: EngineProcess, tmp_path: Path) -> None:
     engine = InFlight(process, tmp_path, at_update="refresh")
@@ -112,7 +86,7 @@ def test_refreshed_requests_follow_each_new_policy_exactly(process: EngineProces
         for request in requests:
             for sample in samples[request.group]:
                 assert [span.version for span in sample.spans] == [0, 1, 2] and sample.spans[0].start == 0
-                for _, exact, other in engine.spans(request, sample):
+                for _, exact, other in span_gaps(engine.models, request, sample):
                     assert exact.max() < EXACT and other[0] > EXACT, "a span starts exactly at its first token"
         after = make_requests(3, seed=9)
         assert_exact(engine.models[2], after, process.generate(after)[1])
@@ -149,8 +123,8 @@ def test_kept_requests_continue_and_no_old_prefix_is_reused(process: EngineProce
         for request in requests:
             for sample in samples[request.group]:
                 assert [span.version for span in sample.spans] == [0, 1, 2]
-                assert np.abs(engine.with_kept_cache(request, sample) - sample.log_probs).max() < EXACT
-                shifted += [exact.max() for span, exact, _ in engine.spans(request, sample) if span.version]
+                assert np.abs(with_kept_cache(engine.models, request, sample) - sample.log_probs).max() < EXACT
+                shifted += [exact.max() for span, exact, _ in span_gaps(engine.models, request, sample) if span.version]
         assert min(shifted) > EXACT, "the KV cache was recomputed"
         assert_exact(engine.models[2], cached, process.generate(cached)[1])
     finally:
@@ -165,7 +139,7 @@ def test_a_kept_cache_is_recomputed_when_it_is_too_old(process: EngineProcess, t
         requests, samples = engine.run()
         for request in requests:
             for sample in samples[request.group]:
-                (_, start, _), (_, kept, _), (_, refreshed, _) = engine.spans(request, sample)
+                (_, start, _), (_, kept, _), (_, refreshed, _) = span_gaps(engine.models, request, sample)
                 assert start.max() < EXACT and refreshed.max() < EXACT and kept.max() > EXACT
     finally:
         engine.sender.close()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.commands.data.tiny_model import make_tiny_model
 from megarl.observe.run_dir import RunDirectory
 from megarl.observe.samples import read_samples
 from tests.support.stack import metrics
@@ -97,6 +98,36 @@ def test_each_engine_finishes_its_requests_before_it_loads_weights(quickstart_da
     assert 1 <= max(line["rollout/staleness_max"] for line in lines) <= LARGEST_LAG
     check_gaps(tmp_path / "finished")
     assert [line["step"] for line in lines if "eval/pass@1" in line] == [2, 4, 5]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["refresh", "keep", "finish"])
+def test_running_requests_take_new_adapters(quickstart_data: Path, tmp_path: Path, rule: str) -> None:
+    """Engines of a dense model receive only adapters. Their first update brings the model's weights as well."""
+    make_tiny_model("qwen3", tmp_path / "model", seed=0)
+    adapters = ["lora.rank=4", f"model.path={tmp_path}/model", f"rollout.at_update={rule}"]
+    done = train(quickstart_data, tmp_path, "adapters", *AHEAD, "actor.optimizer.lr=3e-2", *adapters)
+    assert done.returncode == 0, done.stderr + done.stdout
+    lines = metrics(tmp_path / "adapters")
+    spans = max(line["rollout/spans_mean"] for line in lines)
+    assert spans == 1 if rule == "finish" else spans > 1
+    assert 1 <= max(line["rollout/staleness_max"] for line in lines) <= LARGEST_LAG
+    if rule == "keep":
+        assert max(line.get("rollout/logprob_gap_by_lag/0", 0.0) for line in lines) > EXACT
+    else:
+        check_gaps(tmp_path / "adapters")
+
+
+@pytest.mark.slow
+def test_recorded_experts_are_replayed_if_requests_finish_first(quickstart_data: Path, tmp_path: Path) -> None:
+    """A sample has the experts of one version, so that the trainer, which takes them over, reproduces its log-probs."""
+    replay = ["megatron.routing_replay=rollout", "rollout.at_update=finish", "rollout.engines=2"]
+    done = train(quickstart_data, tmp_path, "experts", *AHEAD, "actor.optimizer.lr=1e-2", *replay)
+    assert done.returncode == 0, done.stderr + done.stdout
+    lines = metrics(tmp_path / "experts")
+    assert max(line["rollout/spans_mean"] for line in lines) == 1
+    assert 1 <= max(line["rollout/staleness_max"] for line in lines) <= LARGEST_LAG
+    check_gaps(tmp_path / "experts")
 
 
 @pytest.mark.slow
