@@ -140,7 +140,7 @@ class RolloutConfig:
     )
     window: float = key(
         0.3,
-        "Share of the (`max_staleness` + 1) x `data.prompts_per_step` oldest groups that may enter a batch before older, unfinished groups. The maximum lag rises by this number of groups over `data.prompts_per_step`. 0: batches are in admission order, as always with drain.",
+        "Number of groups that may enter a batch before an older, unfinished group, as a share of (`max_staleness` + 1) x `data.prompts_per_step`, rounded up to whole batches. The largest lag rises by these batches. 0: batches are in admission order, as always with drain.",
         at_least=0,
         at_most=1,
     )

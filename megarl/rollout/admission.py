@@ -6,10 +6,11 @@ capacity assumes that every running group will be. If dynamic sampling filters a
 and another group may start; resampling needs no other rule. Without filtering, the capacity is
 (S + v + 1) P - accepted - running for P prompts per step. S may be a fraction: with S = 1.5, half of a batch may start as well.
 
-A finished group enters a batch (it is released) if its number is less than n + W, where n is the oldest unreleased group and W
-the window. With W = 1 groups enter batches in admission order. At most W - 1 later groups can overtake a group, so it is
-trained on by policies of at most ceil(S) + ceil((W - 1) / P) versions after the one that it started with. Groups are never
-dropped, so batches are not biased towards short responses. After `max_attempts` times P tried groups, a batch closes with fewer groups.
+A finished group enters a batch (it is released) if it is the oldest unreleased group, or if fewer than W - 1 later groups
+have overtaken the oldest one, with the window W. So at most W - 1 later groups overtake a group, and it is trained on by policies
+of at most ceil(S) + ceil((W - 1) / P) versions after the one that it started with. With W = 1 groups enter batches in admission
+order. Groups are never dropped, so batches are not biased towards short responses. After `max_attempts` times P tried groups, a
+batch closes with fewer groups.
 """
 
 from __future__ import annotations
@@ -119,13 +120,15 @@ class Admission:
             self._close_if_due()
 
     def _next_release(self) -> int | None:
-        """Return the oldest finished group in the window, if any."""
-        for number in self._unreleased:
-            if number >= self._unreleased[0] + self.window:
-                break
-            if number in self._waiting:
-                return number
-        return None
+        """Return the oldest finished group that may be released, if any."""
+        if not self._waiting:
+            return None
+        number, oldest = min(self._waiting), self._unreleased[0]
+        if number == oldest:
+            return number
+        released = self.state.admitted - len(self._unreleased)
+        overtaking = released - oldest  # all groups before the oldest unreleased one are released
+        return number if overtaking < self.window - 1 else None
 
     def unfinished(self) -> list[int]:
         """Return the numbers of the running groups, oldest first."""

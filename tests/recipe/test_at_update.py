@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.recipe.derived.at_update import is_continuous, max_lag, update_notice, update_rule, window_groups
+from megarl.recipe.derived.at_update import (
+    is_continuous,
+    max_lag,
+    update_notice,
+    update_rule,
+    whole_number,
+    window_groups,
+)
 from megarl.recipe.schema import Recipe
 
 
@@ -24,8 +31,8 @@ def test_a_synchronous_run_drains_in_admission_order() -> None:
 def test_engines_that_sample_ahead_refresh() -> None:
     recipe = ahead()
     assert update_rule(recipe) == "refresh" and is_continuous(recipe)
-    assert window_groups(recipe) == 7  # 0.3 x 3 x 8 = 7.2
-    assert max_lag(recipe) == 2 + 1  # 6 groups overtake
+    assert window_groups(recipe) == 1 + 8  # 0.3 x 3 x 8 = 7.2 groups, rounded up to a batch
+    assert max_lag(recipe) == 2 + 1
     assert "at most 3 versions old" in str(update_notice(recipe))
 
 
@@ -53,9 +60,19 @@ def test_a_window_of_0_keeps_the_order() -> None:
 
 def test_shares_of_groups_are_exact() -> None:
     """0.57 x 100 is 56.99... as a float."""
-    recipe = ahead(0.0)
-    recipe.rollout.max_staleness, recipe.rollout.window, recipe.data.prompts_per_step = 1.0, 0.57, 50
-    assert window_groups(recipe) == 57
+    assert whole_number(0.57 * 100) == 57 and whole_number(0.579 * 100) == 57
+
+
+@pytest.mark.parametrize(("window", "batches"), [(0.0, 0), (0.1, 0), (0.2, 1), (0.5, 1), (0.6, 2), (1.0, 2)])
+def test_a_window_is_whole_batches(window: float, batches: int) -> None:
+    """With fewer groups the largest lag would be the same, and trainers would wait more often."""
+    recipe = ahead(1)
+    recipe.rollout.window = window
+    assert window_groups(recipe) == batches * 8 + 1 and max_lag(recipe) == 1 + batches
+
+
+def test_the_notice_names_the_rule_of_the_recipe() -> None:
+    recipe = ahead(1)
     recipe.rollout.at_update = "keep"
     assert update_rule(recipe) == "keep" and "keep their KV cache" in str(update_notice(recipe))
 

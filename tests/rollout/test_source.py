@@ -256,7 +256,7 @@ class ManualService(FakeService):
 
 
 def refreshing(service: FakeService, **rollout: Any) -> EnginesSource:
-    """A source with four prompts a step, staleness 1 and a window of 3 groups."""
+    """A source with four prompts a step, staleness 1 and a window of 5 groups: 3, rounded up to a batch."""
     plain = source(service).recipe
     plain.cluster.placement, plain.rollout.max_staleness, plain.rollout.window = "disaggregated", 1, 0.4
     for name, value in rollout.items():
@@ -269,8 +269,8 @@ def test_groups_of_a_window_overtake_while_others_run() -> None:
     service = ManualService()
     engines_source = refreshing(service)
     engines_source.admit(0)
-    service.finish(1, 2, 3, 4, 0, 5)  # 3 and 4 wait for group 0, which the window of 3 starts with
-    assert [group.number for group in engines_source.take(4).groups] == [1, 2, 0, 3]
+    service.finish(1, 2, 5, 4, 3, 0)  # 3 waits for group 0, which four groups have overtaken
+    assert [group.number for group in engines_source.take(4).groups] == [1, 2, 5, 4]
     engines_source.drain()  # returns, although 6 and 7 run
     engines_source.admit(1)
     assert sorted(service.running) == [6, 7, 8, 9, 10, 11]
@@ -280,18 +280,19 @@ def test_a_resumed_run_samples_the_groups_again_that_ran_at_the_checkpoint() -> 
     first = ManualService()
     saved_source = refreshing(first)
     saved_source.admit(0)
-    first.finish(0, 1, 5, 6)
+    first.finish(1, 2, 4, 5, 6)
     saved_source.drain()
     state = saved_source.state()
-    assert state["unfinished"] == [2, 3, 4, 7]
-    assert [item.group.number for item in state["waiting"]] == [5, 6]
+    assert state["unfinished"] == [0, 3, 7]
+    assert [item.group.number for item in state["waiting"]] == [6]
     second = ManualService()
     resumed = refreshing(second)
     resumed.restore(state)
     resumed.admit(0)
-    assert second.waves == [[2, 3, 4, 7]] and first.requests_of(2, 3, 4, 7) == second.requests_of(2, 3, 4, 7)
-    second.finish(2, 3)
-    assert [group.number for group in resumed.take(4).groups] == [0, 1, 2, 5]
+    assert second.waves == [[0, 3, 7]] and first.requests_of(0, 3, 7) == second.requests_of(0, 3, 7)
+    assert [group.number for group in resumed.take(4).groups] == [1, 2, 4, 5]
+    second.finish(0, 3, 7)
+    assert [group.number for group in resumed.take(4).groups] == [0, 6, 3, 7]
     resumed.admit(1)
     assert second.waves[1] == [8, 9, 10, 11]
     second.finish(4, 7)

@@ -31,6 +31,7 @@ class Costs:
     prefill: float  # seconds per token, of one engine
     training: float  # seconds per token of a batch, of all trainers together
     weight_sync: float  # engines and trainers wait
+    load: float = 0.0  # with finish: an engine loads weights from its host memory
     hand_over: float = 0.0  # per step, before training: trainers return to shared devices
     prompt: float = 0.0  # tokens of a prompt
     shares_prefix: bool = True  # the samples of a group need one prefill of their prompt
@@ -116,6 +117,11 @@ class VirtualEngine:
             finished.append(FinishedSample(group, length, self._integral - integral, version))
         self._start_waiting()
         return finished
+
+    @property
+    def version(self) -> int:
+        """Version of the weights."""
+        return self._version
 
     def oldest_cache(self) -> int:
         """Return the oldest weight version in the KV caches of the running requests, or the present one without any."""

@@ -83,6 +83,7 @@ class SimulatedRecipe:
             prefill=prefill / lengths.tokens,
             training=training / (step.samples * lengths.tokens),
             weight_sync=seconds.get("weight_sync", 0.0),
+            load=seconds.get("weight_sync", 0.0),
             hand_over=seconds.get(HAND_OVER, 0.0),
             prompt=self.lengths.prompt,
             shares_prefix=engines.prefix,
@@ -96,8 +97,8 @@ class SimulatedRecipe:
 
     # --- layouts -----------------------------------------------------------------------------------------------------
 
-    def colocated(self) -> Recipe:
-        """Return the synchronous recipe, in which engines and trainers share all devices."""
+    def colocated(self, max_staleness: float = 0, window: float = 0.0) -> Recipe:
+        """Return the recipe with engines and trainers that share all devices. `max_staleness` 0: the synchronous recipe."""
         recipe = self.recipe
         moved = recipe.cluster.placement != "colocated"
         transport = "auto" if recipe.weight_sync.transport == "device" else recipe.weight_sync.transport
@@ -109,10 +110,10 @@ class SimulatedRecipe:
             rollout=replace(
                 recipe.rollout,
                 engines=self.devices // recipe.rollout.tensor_parallel,
-                max_staleness=0,
-                at_update="auto",
+                max_staleness=max_staleness,
+                at_update="refresh" if max_staleness else "auto",
                 refresh_after=None,
-                window=RolloutConfig().window,
+                window=window if max_staleness else RolloutConfig().window,
             ),
         )
 

@@ -1,8 +1,9 @@
 """A run under a virtual clock: megarl's `Admission` and the order of its loop, with engines and trainers that only cost time.
 
 A step admits groups, waits for a batch, trains on it, and updates the weights, which engines and trainers wait for. With drain
-the engines' requests finish before the update. Engines of groups are chosen by megarl's `Dispatch`. With finish, loading weights
-from host memory takes as long as a weight sync. Scoring, tools and filters take no time and drop no group.
+the engines' requests finish before the update. Engines of groups are chosen by megarl's `Dispatch`. With finish, an update waits
+for engines that load weights from host memory. Colocated engines stop while the trainers compute. Scoring, tools and filters take
+no time and drop no group.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class AsyncSchedule:
     window: int = 1  # groups
     max_lag: int = 0  # bound of the lag of a token, in versions
     refresh_after: int | None = None  # with keep: age in versions at which KV caches are recomputed
+    colocated: bool = False  # engines stop while the trainers compute
 
     @classmethod
     def of(cls, recipe: Recipe) -> AsyncSchedule:
@@ -41,6 +43,7 @@ class AsyncSchedule:
             window=window_groups(recipe),
             max_lag=max_lag(recipe),
             refresh_after=recipe.rollout.refresh_after,
+            colocated=recipe.cluster.placement == "colocated",
         )
 
 
@@ -96,6 +99,7 @@ class Simulation:
         self._dispatch = Dispatch(len(self.engines), finishing)
         self._epochs = [0] * len(self.engines)  # an event of an earlier epoch is void
         self._events: list[tuple[float, int, int]] = []  # (time, engine, epoch): its next finished request
+        self._loads: dict[int, float] = {}  # engines that load weights from host memory -> end
         self._pending = _Pending()
         self._version = 0  # of the newest weights
 
@@ -115,8 +119,7 @@ class Simulation:
     def _step(self, version: int) -> None:
         begin = self.now
         self.admission.version = version
-        if version == 0:
-            self._dispatch.add_version(version)
+        self._dispatch.add_version(version)
         self._start_groups()
         self._until(lambda: bool(self.admission.closed))
         batch = [item.group.number for item in self.admission.closed.popleft()]
@@ -126,14 +129,16 @@ class Simulation:
         responses = sum(group.tokens for group in groups)
         tokens = responses + len(groups) * self.samples * self.costs.prompt
         training = self.costs.hand_over + tokens * self.costs.training
+        if self.schedule.colocated:
+            self._pause_engines(training)
         self._work(training)
         self._pending.add(-len(groups) * self.samples, -tokens)
         drain_begin = self.now
         if self.schedule.rule == "drain":
             self._until(self.admission.idle)
         drained = self.now - drain_begin
-        self._update(version + 1)
-        self._work(self.costs.weight_sync)
+        weight_sync = self._update(version + 1)
+        self._work(weight_sync)
         for engine in self.engines:
             engine.advance(self.now)
         self.records.append(
@@ -144,7 +149,7 @@ class Simulation:
                 groups=len(groups),
                 waited=waited + drained,
                 training=training,
-                weight_sync=self.costs.weight_sync,
+                weight_sync=weight_sync,
                 lag=version * responses - sum(group.versions for group in groups),
                 max_lag=max(version - (group.oldest or 0) for group in groups),
                 busy=sum(engine.busy for engine in self.engines),
@@ -169,14 +174,13 @@ class Simulation:
         self._load_weights()
 
     def _load_weights(self) -> None:
-        """Load the newest weights on engines that have finished their groups, and start groups on them."""
-        due = self._dispatch.take_due_loads()
-        for index in due:
+        """Let engines that have finished their groups load the newest weights."""
+        for index in self._dispatch.take_due_loads():
             self.engines[index].advance(self.now)
-            self.engines[index].update(self._version, self.costs.weight_sync, refresh=False)
-            self._dispatch.loaded(index, self._version)
-        if due:
-            self._start_groups()
+            self.engines[index].update(self._version, self.costs.load, refresh=False)
+            self._loads[index] = self.now + self.costs.load
+            self._epochs[index] += 1
+            heapq.heappush(self._events, (self._loads[index], index, self._epochs[index]))
 
     def _plan(self, index: int) -> None:
         """Enter the engine's next finish, and void its former one."""
@@ -189,6 +193,11 @@ class Simulation:
         """Move the clock to the next event, and record the samples that its engine has finished."""
         self.now, index, epoch = heapq.heappop(self._events)
         if epoch != self._epochs[index]:
+            return
+        if index in self._loads:
+            del self._loads[index]
+            self._dispatch.loaded(index, self.engines[index].version)
+            self._start_groups()
             return
         engine = self.engines[index]
         engine.advance(self.now)
@@ -222,19 +231,35 @@ class Simulation:
             self._handle_event()
         self.now = end
 
-    def _update(self, version: int) -> None:
-        self._version = version
-        self._dispatch.add_version(version)
+    def _pause_engines(self, seconds: float) -> None:
         for index, engine in enumerate(self.engines):
             engine.advance(self.now)
-            if self.schedule.rule == "finish":  # into host memory
-                engine.pause(self.costs.weight_sync)
-                self._plan(index)
-                continue
+            engine.pause(seconds)
+            self._plan(index)
+
+    def _update(self, version: int) -> float:
+        """Send new weights to the engines; returns the seconds that it takes. It waits for engines that load weights."""
+        self._version = version
+        if self.schedule.rule == "finish":  # into host memory
+            return self._stage()
+        for index, engine in enumerate(self.engines):
+            engine.advance(self.now)
             limit = self.schedule.refresh_after
             old = limit is not None and engine.oldest_cache() <= version - limit
             engine.update(version, self.costs.weight_sync, refresh=self.schedule.rule == "refresh" or old)
             self._plan(index)
+        return self.costs.weight_sync
+
+    def _stage(self) -> float:
+        seconds = max(0.0, *(end - self.now for end in self._loads.values()), 0.0) + self.costs.weight_sync
+        for index, engine in enumerate(self.engines):
+            engine.advance(self.now)
+            if index in self._loads:  # it stages once it has loaded
+                engine.pause(seconds - (self._loads[index] - self.now))
+            else:
+                engine.pause(seconds)
+                self._plan(index)
+        return seconds
 
     def _sampled_length(self) -> float:
         """Return the mean length of all responses of admitted groups."""

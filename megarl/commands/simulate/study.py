@@ -23,13 +23,20 @@ _NEAR = 0.95  # of the fastest: below it less lag is not worth the time
 
 @dataclass(frozen=True)
 class Setting:
-    """A point of the comparison. `trainers` is the number of all devices if `colocated`."""
+    """A point of the comparison. `trainers` is the number of all devices if `colocated`; with a staleness above 0, running
+    requests then wait for the update (rule refresh)."""
 
     trainers: int
     rule: UpdateRule
     max_staleness: float = 0
     window: float = 0.0
     colocated: bool = False
+
+    @property
+    def name(self) -> str:
+        if self.colocated:
+            return "colocated" if self.max_staleness else "sync"
+        return self.rule
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,7 @@ class SimulatedRun:
 
     @property
     def name(self) -> str:
-        return "sync" if self.setting.colocated else self.setting.rule
+        return self.setting.name
 
 
 @dataclass
@@ -80,11 +87,12 @@ class Runner:
         self.refusals: dict[str, list[Setting]] = {}  # by reason
         self._runs: dict[Setting, SimulatedRun | None] = {}
         self._lengths = DrawnLengths(subject.lengths, subject.recipe.rollout.samples_per_prompt, subject.seed)
+        self.synchronous: SimulatedRun | None = None
         self.synchronous = self.run(Setting(subject.devices, "drain", colocated=True))
 
     def layout(self, setting: Setting) -> Recipe:
         if setting.colocated:
-            return self.subject.colocated()
+            return self.subject.colocated(setting.max_staleness, setting.window)
         return self.subject.split(setting.trainers, setting.rule, setting.max_staleness, setting.window)
 
     def run(self, setting: Setting) -> SimulatedRun | None:
@@ -102,7 +110,7 @@ class Runner:
         schedule, costs = AsyncSchedule.of(layout), self.subject.costs(layout)
         simulation = Simulation(costs, schedule, self._lengths, layout.rollout.samples_per_prompt)
         outcome = simulation.run(self.steps, warmup=2 * (schedule.max_lag + 1))
-        base = outcome if setting.colocated else self.synchronous and self.synchronous.outcome
+        base = outcome if setting.name == "sync" else self.synchronous and self.synchronous.outcome
         gain = outcome.tokens_per_second / base.tokens_per_second if base else None
         rollout = layout.rollout
         return SimulatedRun(
@@ -156,7 +164,7 @@ def _at_split(
     runner: Runner, counts: list[int], trainers: int, max_lag: int | None
 ) -> tuple[list[SimulatedRun], SimulatedRun, list[SimulatedRun]]:
     """Return the runs of all schedules at a split, the recommended run, and its schedule at each split."""
-    settings = [*_schedules(runner.subject.recipe.rollout, trainers)]
+    settings = _schedules(runner.subject, trainers)
     runs = [run for setting in settings if (run := runner.run(setting)) is not None]
     if runner.synchronous is not None:
         runs = [runner.synchronous, *runs]
@@ -169,11 +177,15 @@ def _at_split(
     return runs, max(splits, key=lambda run: run.outcome.tokens_per_second), splits
 
 
-def _schedules(rollout: RolloutConfig, trainers: int) -> list[Setting]:
-    windows = sorted({*WINDOWS, rollout.window})
+def _schedules(subject: SimulatedRecipe, trainers: int) -> list[Setting]:
+    """Return the settings of the table, but for `sync`. Requests of colocated engines run ahead only if the recipe is colocated."""
+    rollout = subject.recipe.rollout
+    windows, stalenesses = sorted({*WINDOWS, rollout.window}), sorted({*STALENESS, rollout.max_staleness} - {0})
     result = []
+    if subject.recipe.cluster.placement == "colocated":
+        result += [Setting(subject.devices, "refresh", s, w, colocated=True) for s in stalenesses for w in windows]
     for rule in RULES:
-        for staleness in sorted({*STALENESS, rollout.max_staleness} - {0}):
+        for staleness in stalenesses:
             for window in windows if rule != "drain" else windows[:1]:  # drain has no window
                 result.append(Setting(trainers, rule, staleness, window))
     return result
@@ -208,7 +220,7 @@ KEYS = (
 def _refused(runner: Runner) -> list[str]:
     notes = []
     for reason, settings in runner.refusals.items():
-        names = sorted({"sync" if setting.colocated else setting.rule for setting in settings})
+        names = sorted({setting.name for setting in settings})
         notes.append(f"Not simulated: {', '.join(names)}, which a run refuses: {reason}.")
     if runner.synchronous is None:
         notes.append("No synchronous run on all devices is possible, so no gain is shown.")

@@ -42,11 +42,15 @@ def is_continuous(recipe: Recipe) -> bool:
 
 
 def window_groups(recipe: Recipe) -> int:
-    """Return W: a finished group may enter a batch if its number is less than n + W, with n the oldest unreleased group."""
+    """Return W: at most W - 1 later groups may enter a batch before a group.
+
+    W - 1 is a multiple of the groups of a batch: less would bound the largest lag no further.
+    """
     if update_rule(recipe) == "drain":
         return 1
-    alive = (recipe.rollout.max_staleness + 1) * recipe.data.prompts_per_step
-    return max(1, whole_number(recipe.rollout.window * alive))
+    prompts = recipe.data.prompts_per_step
+    share = whole_number(recipe.rollout.window * (recipe.rollout.max_staleness + 1) * prompts)
+    return max(0, math.ceil((share - 1) / prompts)) * prompts + 1
 
 
 def whole_number(share: float) -> int:

@@ -159,6 +159,35 @@ def test_drain_costs_the_longest_response() -> None:
     assert keep.step_seconds == pytest.approx(100 / 5, rel=0.1)
 
 
+def test_colocated_engines_stop_while_trainers_compute() -> None:
+    """1 engine, batches of a group; responses of 10 tokens, and of 30 every second group. At the update after the first batch
+    (10 tokens), group 1 has 10 tokens of 30 and a prompt of 5, and computes them again."""
+    part = costs(prefill=0.1, prompt=5.0, training=0.1, weight_sync=3.0, hand_over=2.0)
+    plan = replace(schedule("refresh", 1, 1), colocated=True)
+    simulation = Simulation(part, plan, Fixed(10, 1, dict.fromkeys(range(1, 99, 2), 30)), 1)
+    outcome = simulation.run(2, 0)
+    first = 2 * 0.5 + 10  # two prefills
+    trained = 2 + 0.1 * 15
+    second = 0.5 + 0.1 * 15 + 20  # the prompt of group 2, and group 1's cache
+    assert [record.end for record in simulation.records] == pytest.approx(
+        [first + trained + 3, first + trained + 3 + second + 2 + 0.1 * 35 + 3]
+    )
+    assert outcome.recomputed > 0 and outcome.lag_max == 1
+
+
+def test_a_weight_sync_waits_for_an_engine_that_loads() -> None:
+    """Two engines with finish and S = 1. The engine that has no groups when version 1 arrives loads it for 50 seconds; trainers
+    have batch 2 before that, and wait for the rest of the load."""
+    part = costs(2, training=0.1, weight_sync=3.0, load=50.0)
+    simulation = Simulation(part, schedule("finish", 1, 2), Fixed(10, 1), 1)
+    simulation.run(6, 0)
+    syncs = [record.weight_sync for record in simulation.records]
+    assert min(syncs) == 3 and max(syncs) > 3
+    free = Simulation(replace(part, load=0.0), schedule("finish", 1, 2), Fixed(10, 1), 1)
+    free.run(6, 0)
+    assert {record.weight_sync for record in free.records} == {3.0}
+
+
 @pytest.mark.parametrize(("staleness", "prompts", "window"), [(1, 4, 1), (1, 4, 2), (2, 3, 5), (4, 2, 3), (1, 2, 4)])
 def test_the_bound_of_the_lag_is_reached(staleness: int, prompts: int, window: int) -> None:
     """The last group of the first admission ends only when no later group may overtake it any more."""
@@ -175,12 +204,16 @@ def test_the_bound_of_the_lag_is_reached(staleness: int, prompts: int, window: i
 @pytest.mark.parametrize("staleness", [0.5, 1, 2, 5])
 def test_no_group_is_lost_and_the_lag_is_bounded(rule: UpdateRule, share: float, staleness: float) -> None:
     settings = recipe(
-        rollout__at_update=rule, rollout__max_staleness=staleness, rollout__window=share, data__prompts_per_step=16
+        cluster__placement="disaggregated",
+        rollout__at_update=rule,
+        rollout__max_staleness=staleness,
+        rollout__window=share,
+        data__prompts_per_step=16,
     )
     plan = AsyncSchedule.of(settings)
     for seed in range(3):
         lengths = DrawnLengths(LogNormal(300, 3000, 4000), 4, seed)
-        part = costs(4, most=24, request=0.02, prefill=1e-3, prompt=50.0, training=0.002, weight_sync=5.0)
+        part = costs(4, most=24, request=0.02, prefill=1e-3, prompt=50.0, training=0.002, weight_sync=5.0, load=20.0)
         simulation = Simulation(part, plan, lengths, 4)
         outcome = simulation.run(20, 0)
         assert outcome.lag_max <= plan.max_lag == max_lag(settings)
@@ -191,6 +224,7 @@ def test_no_group_is_lost_and_the_lag_is_bounded(rule: UpdateRule, share: float,
         everything = sorted([*simulation.trained, *finished, *admission.unfinished()])
         assert everything == list(range(admission.state.admitted))
         assert all(place - number < plan.window for place, number in enumerate(simulation.trained))
+        assert all(number - place < (staleness + 1) * 16 for place, number in enumerate(simulation.trained))
         assert outcome.trained_length == pytest.approx(
             np.mean([lengths.of(number) for number in simulation.trained]), rel=1e-9
         )

@@ -27,7 +27,7 @@ from megarl.errors import InputError
 from megarl.platform.device_table import device_named
 from megarl.preflight.load import load_recipe
 from megarl.preflight.models import POLICY, config_of
-from megarl.recipe.derived.at_update import max_lag
+from megarl.recipe.derived.at_update import max_lag, update_rule
 from tests.support.estimate_cases import QWEN, recipe
 
 ROOT = Path(__file__).parents[3]
@@ -130,11 +130,13 @@ def test_bytes_of_samples() -> None:
 
 def test_a_study_has_every_rule_staleness_and_window(result: Study) -> None:
     names = {(run.name, run.setting.max_staleness, run.setting.window) for run in result.runs}
-    in_flight = {(rule, s, w) for rule in ("finish", "refresh", "keep") for s in (1, 2, 4, 8) for w in (0.0, 0.3)}
+    in_flight = {(rule, s, w) for rule in ("colocated", "finish", "refresh", "keep") for s in (1, 2, 4, 8) for w in (0.0, 0.3)}
     assert names == {("sync", 0, 0.0), *(("drain", s, 0.0) for s in (1, 2, 4, 8)), *in_flight}
+    assert all(run.gain is not None for run in result.runs)
     assert result.runs[0].gain == 1 and result.runs[0].name == "sync"
-    assert {run.setting.trainers for run in result.runs[1:]} == {result.trainers}
-    for run in result.runs[1:]:
+    apart = [run for run in result.runs if not run.setting.colocated]
+    assert {run.setting.trainers for run in apart} == {result.trainers}
+    for run in apart:
         layout = subject().split(run.setting.trainers, run.setting.rule, run.setting.max_staleness, run.setting.window)
         assert run.outcome.lag_max <= run.schedule.max_lag == max_lag(layout)
         assert run.setting.trainers + run.engine_devices == 16
@@ -175,6 +177,28 @@ def test_rules_that_a_run_refuses_are_left_out_with_the_reason() -> None:
     )
 
 
+def test_colocated_engines_run_ahead_in_a_colocated_recipe_only(result: Study) -> None:
+    """The schedule has the devices, the lag and the rule of the layout that a run would have."""
+    ahead = [run for run in result.runs if run.name == "colocated"]
+    for run in ahead:
+        layout = subject().colocated(run.setting.max_staleness, run.setting.window)
+        assert subject().refusal(layout) is None and update_rule(layout) == "refresh"
+        assert run.setting.trainers == run.engine_devices == 16
+        assert run.outcome.lag_max <= run.schedule.max_lag == max_lag(layout)
+        assert run.outcome.engines_idle >= run.outcome.training / run.outcome.step_seconds - 1e-9
+    assert max(run.gain or 0 for run in ahead) > 1.2
+    apart = study(subject(cluster__placement="disaggregated"), steps=2)
+    assert "colocated" not in {run.name for run in apart.runs}
+
+
+def test_a_colocated_schedule_is_recommended_where_it_is_as_fast(result: Study) -> None:
+    """Slow trainers want every device: with 16 devices for both, no split is as fast."""
+    slow = subject(actor__mini_batches=1)
+    slow = replace(slow, device=replace(H100, factors={"update_actor": 20.0}))
+    best = study(slow, steps=4).best
+    assert best.name == "colocated" and best.setting.max_staleness > 0
+
+
 def test_without_a_synchronous_run_no_gain_is_shown() -> None:
     case = subject(18, data__prompts_per_step=16, megatron__tensor_parallel=4)  # sync needs a multiple of 4
     result = study(case, steps=4)
@@ -187,14 +211,14 @@ def test_without_a_synchronous_run_no_gain_is_shown() -> None:
 
 def test_tables_and_page(result: Study, capsys: pytest.CaptureFixture[str]) -> None:
     columns = schedule_columns(result)
-    assert [column[0] for column in columns] == list(HEAD) and len(columns[0]) == 30
+    assert [column[0] for column in columns] == list(HEAD) and len(columns[0]) == 38
     show(result)
     printed = capsys.readouterr().out
     assert "Recommended:" in printed and " ".join(result.settings) in printed
     html = render(result)
     assert "<script" not in html and "refresh, window 0.3" in html and result.settings[0] in html
     lines = draw(result).lines
-    assert [line.name for line in lines[:2]] == ["sync", "drain"] and sum(len(line.points) for line in lines) == 29
+    assert [line.name for line in lines[:2]] == ["sync", "colocated, window 0"] and sum(len(line.points) for line in lines) == 37
     chosen: list[SimulatedRun] = [run for run in result.runs if run is result.best]
     assert sum(point.best for line in lines for point in line.points) == len(chosen)
     assert all(0 <= point.x <= 720 and 0 <= point.y <= 320 for line in lines for point in line.points)
@@ -204,7 +228,7 @@ def test_json_is_strict_and_has_every_figure(result: Study) -> None:
     content = json.loads(json.dumps(as_dict(result), allow_nan=False))
     run = content["runs"][5]
     assert math.isclose(run["steps_per_hour"] * run["step_seconds"], 3600)
-    assert content["recommended"]["settings"] == result.settings and len(content["runs"]) == 29
+    assert content["recommended"]["settings"] == result.settings and len(content["runs"]) == 37
     assert {"lag_mean", "lag_bound", "engines_idle", "trainers_idle", "pending_bytes", "length_bias"} <= set(run)
 
 

@@ -55,7 +55,8 @@ def schedules_title(result: Study) -> str:
     run = result.runs[-1]
     if run.setting.colocated:
         return f"{result.devices} x {result.device}, simulated"
-    return f"{result.devices} x {result.device}, simulated: {divided(run)}; sync on all"
+    shared = "sync and colocated" if any(run.name == "colocated" for run in result.runs) else "sync"
+    return f"{result.devices} x {result.device}, simulated: {divided(run)}; {shared} on all"
 
 
 def splits_title(result: Study) -> str:
@@ -80,9 +81,9 @@ def in_words(run: SimulatedRun) -> str:
 def _schedule_text(run: SimulatedRun, staleness: str, window: str) -> str:
     """Return the rule with its staleness and window in these formats. A synchronous run has neither, drain no window."""
     setting = run.setting
-    if setting.colocated:
+    if setting.name == "sync":
         return "sync"
-    text = setting.rule + staleness.format(setting.max_staleness)
+    text = setting.name + staleness.format(setting.max_staleness)
     return text if setting.rule == "drain" else text + window.format(setting.window)
 
 
@@ -104,7 +105,7 @@ def remarks(result: Study) -> list[str]:
         return []
     same = (best.max_staleness, best.window)
     for run in result.runs:
-        if run.setting.rule == "refresh" and (run.setting.max_staleness, run.setting.window) == same:
+        if run.name == "refresh" and (run.setting.max_staleness, run.setting.window) == same:
             gain = (
                 f"{run.gain:.2f} x sync"
                 if run.gain is not None
