@@ -34,7 +34,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for model, fields in VL_MODELS.items():
         write_vl_model(directory / "models" / model, **fields)
     for processes, before in ((1, [UPSTREAM]), (2, [])):
-        launch(processes, [*before, *(case for case in QUICK if case["processes"] == processes)], directory)
+        some = [*before, *(case for case in QUICK if case["processes"] == processes)]
+        launch(processes, some, directory, fresh=bool(before))
     return directory
 
 

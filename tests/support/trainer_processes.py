@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -11,36 +12,47 @@ from pathlib import Path
 from typing import Any
 
 from megarl.cluster.process import free_port
-
-ROOT = Path(__file__).parents[2]
-CASES = 12
-"""At most, of one process. Megatron leaves each layout's groups behind, with some fifty threads that gloo wakes a hundred
-times a second: after thirty cases they take more time than the cases."""
+from tests.support.forks import ROOT, Forked, start
 
 
 def forget_last_model() -> None:
     """Let a process build another model: Megatron keeps the layout, and stores the last model's attention backend in the
-    environment, which would conflict with the next model's."""
+    environment, which would conflict with the next model's.
+
+    Megatron leaves the layout's groups behind, with some fifty threads that gloo wakes a hundred times a second: after thirty
+    cases they took more time than the cases."""
+    import torch.distributed as dist
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
         os.environ.pop(name, None)
 
 
-def run_cases(module: str, processes: int, cases: list[dict[str, Any]], directory: Path, timeout: float = 400) -> None:
-    """Run `python -m module CASES.json directory` in `processes` processes; see `run_ranks`."""
-    for number, first in enumerate(range(0, len(cases), CASES)):
-        name = directory / f"{module}-{processes}-{number}"
-        file = name.with_name(f"{name.name}.json")
-        file.write_text(json.dumps(cases[first : first + CASES]))
-        run_ranks(module, processes, [file, directory], name, timeout)
+def run_cases(
+    module: str, processes: int, cases: list[dict[str, Any]], directory: Path, timeout: float = 400, fresh: bool = False
+) -> None:
+    """Run `python -m module CASES.json directory` in `processes` processes; see `run_ranks`. `timeout`: seconds for each dozen
+    of cases."""
+    if cases:
+        log = directory / f"{module}-{processes}"
+        file = log.with_name(f"{log.name}.json")
+        file.write_text(json.dumps(cases))
+        run_ranks(module, processes, [file, directory], log, timeout * math.ceil(len(cases) / 12), fresh)
 
 
-def run_ranks(module: str, processes: int, arguments: list[Path], log: Path, timeout: float) -> None:
+def run_ranks(
+    module: str, processes: int, arguments: list[Path], log: Path, timeout: float, fresh: bool = False
+) -> None:
     """Run `python -m module ARGUMENTS` in `processes` processes with logs `log`-RANK.log.
 
-    When a process fails, AssertionError shows the end of its log, and the others, which wait for it, are killed.
+    The processes are forked from one that has imported Megatron for the CPU; `fresh`: start them instead, for a module that
+    changes what Megatron's import does. When a process fails, AssertionError shows the end of its log, and the others, which
+    wait for it, are killed.
     """
     environment = {
         **os.environ,
@@ -51,17 +63,16 @@ def run_ranks(module: str, processes: int, arguments: list[Path], log: Path, tim
         "WORLD_SIZE": str(processes),
     }
     files = [log.with_name(f"{log.name}-{rank}.log") for rank in range(processes)]
-    workers = []
+    workers: list[Forked | subprocess.Popen[bytes]] = []
     for rank, file in enumerate(files):
+        variables = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        if not fresh:
+            workers.append(start("trainer", module, arguments, variables, file))
+            continue
+        command = [sys.executable, "-m", module, *map(str, arguments)]
         with file.open("w") as stream:
             workers.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", module, *map(str, arguments)],
-                    cwd=ROOT,
-                    env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    stdout=stream,
-                    stderr=subprocess.STDOUT,
-                )
+                subprocess.Popen(command, cwd=ROOT, env=variables, stdout=stream, stderr=subprocess.STDOUT)
             )
     deadline = time.monotonic() + timeout
     codes: list[int | None] = [None]
