@@ -42,7 +42,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             output = directory / module / chosen["name"]
             output.mkdir(parents=True)
             placed = {**chosen, "model": str(directory / "models" / chosen["model"])}
-            run_cases(module, chosen["processes"], [placed], output, 600, module == ENGINE)
+            run_cases(module, chosen["processes"], [placed], output, 600)
     return directory
 
 

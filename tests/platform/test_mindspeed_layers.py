@@ -66,7 +66,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
                 placed = {**item, "model": str(directory / "models" / item["model"])}
                 output = directory / module / item["name"]
                 output.mkdir(parents=True)
-                run_cases(module, item["processes"], [placed], output, 900, module == MINDSPEED)
+                run_cases(module, item["processes"], [placed], output, 900)
     return directory
 
 
@@ -103,7 +103,7 @@ def test_mindspeed_scales_by_mscale(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for module in (NATIVE, MINDSPEED):
         (tmp_path / module).mkdir()
         placed = {**case("deepseek_v3", "TP1"), "model": str(file.parent)}
-        run_cases(module, 1, [placed], tmp_path / module, 900, module == MINDSPEED)
+        run_cases(module, 1, [placed], tmp_path / module, 900)
         rows.append(log_probs_of(tmp_path / module, "deepseek_v3-TP1"))
     native, mindspeed = rows
     assert max(float((native[i][0] - mindspeed[i][0]).abs().max()) for i in native) > 1e-3
@@ -133,5 +133,5 @@ def test_a_swapped_optimizer_is_saved_and_resumed(chain: list[dict[str, Any]], t
     write_model(chain[0]["model"], tmp_path / "models")
     for item in chain:
         placed = {**item, "model": str(tmp_path / "models" / item["model"])}
-        run_cases(MINDSPEED, item["processes"], [placed], tmp_path, 900, fresh=True)
+        run_cases(MINDSPEED, item["processes"], [placed], tmp_path, 900)
     assert (tmp_path / f"{chain[-1]['name']}.checkpoint" / "trainer_state.json").is_file()

@@ -6,7 +6,7 @@ Importing torch, Megatron and transformers takes eight seconds of a core, vLLM t
     process.wait()
 
 `SERVERS` names the modules that are imported before the fork. A server starts at the first use, one for each name and each
-setting of Python's own variables (PYTHONPATH), and lives as long as the process of the tests. The child is as a fresh ``python -m
+value of the variables `_READ_BY_IMPORTS`, and lives as long as the process of the tests. The child is as a fresh ``python -m
 MODULE ARGUMENTS`` in the given environment, except that other variables which the imports read count as the server had them.
 """
 
@@ -32,7 +32,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-SERVERS = {"trainer": "tests.support.preload_trainer", "engine": "tests.support.preload_engine"}
+SERVERS = {
+    "trainer": "tests.support.preload_trainer",
+    "mindspeed": "tests.support.preload_mindspeed",
+    "transformer_engine": "tests.support.preload_transformer_engine",
+    "engine": "tests.support.preload_engine",
+    "nothing": "tests",
+}
+_READ_BY_IMPORTS = ("PYTHON", "MEGARL_TEST_")
 _LOST = 255  # exit status of a process whose server is gone
 
 
@@ -68,8 +75,7 @@ def start(
 
     `log`: file for what it prints, which begins with what the imports printed; None: the output of the tests' process.
     """
-    interpreter = sorted((name, value) for name, value in environment.items() if name.startswith("PYTHON"))
-    key = (server, *interpreter)
+    key = (server, *sorted(item for item in environment.items() if item[0].startswith(_READ_BY_IMPORTS)))
     with _lock:
         if key not in _servers or _servers[key].process.poll() is not None:
             _servers[key] = _Server(SERVERS[server], environment)

@@ -1,9 +1,15 @@
 """Imports of the vLLM engine's processes; see `tests.support.forks`."""
 
-import vllm.entrypoints.llm  # noqa: F401
-import vllm.v1.engine.core  # noqa: F401
-import vllm.v1.engine.llm_engine  # noqa: F401
-import vllm.v1.worker.cpu_worker  # noqa: F401
+from __future__ import annotations
 
-import megarl.engines.vllm.engine
-import tests.support.engine_process  # noqa: F401
+import importlib
+
+for name in (
+    "vllm.entrypoints.llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.worker.cpu_worker",
+    "megarl.engines.vllm.engine",
+    "tests.support.engine_process",
+):
+    importlib.import_module(name)

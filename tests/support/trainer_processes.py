@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from megarl.cluster.process import free_port
-from tests.support.forks import ROOT, Forked, start
+from tests.support.forks import start
+
+SERVER_OF = {
+    "tests.support.mindspeed_ranks": "mindspeed",
+    "tests.support.transformer_engine_ranks": "transformer_engine",
+    "tests.support.untouched_ranks": "nothing",
+    "tests.support.activations_worker": "nothing",  # replaces collectives before Megatron is imported
+}
+"""Modules whose processes need other imports than a trainer on the CPU."""
 
 
 def forget_last_model() -> None:
@@ -33,26 +39,21 @@ def forget_last_model() -> None:
         os.environ.pop(name, None)
 
 
-def run_cases(
-    module: str, processes: int, cases: list[dict[str, Any]], directory: Path, timeout: float = 400, fresh: bool = False
-) -> None:
+def run_cases(module: str, processes: int, cases: list[dict[str, Any]], directory: Path, timeout: float = 400) -> None:
     """Run `python -m module CASES.json directory` in `processes` processes; see `run_ranks`. `timeout`: seconds for each dozen
     of cases."""
     if cases:
         log = directory / f"{module}-{processes}"
         file = log.with_name(f"{log.name}.json")
         file.write_text(json.dumps(cases))
-        run_ranks(module, processes, [file, directory], log, timeout * math.ceil(len(cases) / 12), fresh)
+        run_ranks(module, processes, [file, directory], log, timeout * math.ceil(len(cases) / 12))
 
 
-def run_ranks(
-    module: str, processes: int, arguments: list[Path], log: Path, timeout: float, fresh: bool = False
-) -> None:
+def run_ranks(module: str, processes: int, arguments: list[Path], log: Path, timeout: float) -> None:
     """Run `python -m module ARGUMENTS` in `processes` processes with logs `log`-RANK.log.
 
-    The processes are forked from one that has imported Megatron for the CPU; `fresh`: start them instead, for a module that
-    changes what Megatron's import does. When a process fails, AssertionError shows the end of its log, and the others, which
-    wait for it, are killed.
+    The processes are forked from one that has imported Megatron; see `tests.support.forks`. When a process fails, AssertionError
+    shows the end of its log, and the others, which wait for it, are killed.
     """
     environment = {
         **os.environ,
@@ -63,17 +64,9 @@ def run_ranks(
         "WORLD_SIZE": str(processes),
     }
     files = [log.with_name(f"{log.name}-{rank}.log") for rank in range(processes)]
-    workers: list[Forked | subprocess.Popen[bytes]] = []
-    for rank, file in enumerate(files):
-        variables = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        if not fresh:
-            workers.append(start("trainer", module, arguments, variables, file))
-            continue
-        command = [sys.executable, "-m", module, *map(str, arguments)]
-        with file.open("w") as stream:
-            workers.append(
-                subprocess.Popen(command, cwd=ROOT, env=variables, stdout=stream, stderr=subprocess.STDOUT)
-            )
+    ranks = [{**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+    server = SERVER_OF.get(module, "trainer")
+    workers = [start(server, module, arguments, own, file) for own, file in zip(ranks, files, strict=True)]
     deadline = time.monotonic() + timeout
     codes: list[int | None] = [None]
     try:
