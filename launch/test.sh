@@ -12,4 +12,4 @@ export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 "$bin/ruff" check .
 "$bin/ruff" format --check .
 "$bin/mypy"
-"$bin/python" -m pytest -n "${MEGARL_TEST_WORKERS:-2}" --dist loadfile "${marks[@]}" "$@"
+"$bin/python" -m pytest -n "${MEGARL_TEST_WORKERS:-2}" --dist loadfile --no-loadscope-reorder "${marks[@]}" "$@"

@@ -7,9 +7,29 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[1]
+
 # A process started in the background by a script ignores Ctrl-C. Child processes of the tests would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+LONGEST = (  # files of minutes, the longest first
+    "tests/megatron/test_loss_invariance.py",
+    "tests/weight_sync/test_sharded_matrix.py",
+    "tests/runs/test_replay.py",
+    "tests/runs/test_tiny_recipes.py",
+    "tests/megatron/test_layouts.py",
+    "tests/runs/test_train.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files in the order of their time, roughly: first the longest, then those that start real processes. A long file at the
+    end would occupy one of two workers while the other has nothing left."""
+    stack = {item.path for item in items if item.get_closest_marker("stack")}
+    longest = {ROOT / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: (longest.get(item.path, len(LONGEST)), item.path not in stack))
 
 
 @pytest.fixture(scope="session")

@@ -33,8 +33,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("megatron")
     for model, fields in VL_MODELS.items():
         write_vl_model(directory / "models" / model, **fields)
-    for processes, before in ((1, [UPSTREAM]), (2, [])):
-        launch(processes, [*before, *(case for case in QUICK if case["processes"] == processes)], directory)
+    launch(1, [UPSTREAM], directory, "tests.support.untouched_ranks")
+    for processes in (1, 2):
+        launch(processes, [case for case in QUICK if case["processes"] == processes], directory)
     return directory
 
 

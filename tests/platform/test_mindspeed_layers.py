@@ -102,7 +102,8 @@ def test_mindspeed_scales_by_mscale(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     rows = []
     for module in (NATIVE, MINDSPEED):
         (tmp_path / module).mkdir()
-        run_cases(module, 1, [{**case("deepseek_v3", "TP1"), "model": str(file.parent)}], tmp_path / module, 900)
+        placed = {**case("deepseek_v3", "TP1"), "model": str(file.parent)}
+        run_cases(module, 1, [placed], tmp_path / module, 900)
         rows.append(log_probs_of(tmp_path / module, "deepseek_v3-TP1"))
     native, mindspeed = rows
     assert max(float((native[i][0] - mindspeed[i][0]).abs().max()) for i in native) > 1e-3
@@ -131,7 +132,6 @@ def test_a_swapped_optimizer_is_saved_and_resumed(chain: list[dict[str, Any]], t
     monkeypatch.setenv("MEGARL_TEST_MINDSPEED", str(source_of("0.16.0", tmp_path)))
     write_model(chain[0]["model"], tmp_path / "models")
     for item in chain:
-        run_cases(
-            MINDSPEED, item["processes"], [{**item, "model": str(tmp_path / "models" / item["model"])}], tmp_path, 900
-        )
+        placed = {**item, "model": str(tmp_path / "models" / item["model"])}
+        run_cases(MINDSPEED, item["processes"], [placed], tmp_path, 900)
     assert (tmp_path / f"{chain[-1]['name']}.checkpoint" / "trainer_state.json").is_file()

@@ -4,13 +4,17 @@ The test's process plays the trainer: it holds the Hugging Face model, changes i
 weight sync.
 """
 
-import multiprocessing
+import contextlib
 import os
 import pkgutil
+import socket
+import subprocess
+import tempfile
 import threading
 import time
 import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Connection
 
 import numpy as np
 import torch
@@ -21,6 +25,7 @@ from megarl.engines.group import Rendezvous
 from megarl.platform.cpu import CPUPlatform
 from megarl.types import GenerationRequest, Prompt, Sampling
 from megarl.weight_sync.full.sender import FullSender
+from tests.support import forks
 
 VOCABULARY = 250  # not a multiple of vLLM's padding
 MAX_LENGTH = 128
@@ -159,16 +164,14 @@ def copy_of(error):
 
 class EngineProcess:
     def __init__(self):
-        before = dict(os.environ)
-        os.environ.update(engine_env("vllm", CPUPlatform().rollout_env(), threads=1, engine_args={}))
-        try:
-            context = multiprocessing.get_context("spawn")
-            self.connection, theirs = context.Pipe()
-            self.process = context.Process(target=serve, args=(theirs,), daemon=False)
-            self.process.start()
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
+        environment = engine_env("vllm", CPUPlatform().rollout_env(), threads=1, engine_args={})
+        with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"{folder}/engine")
+            listener.listen()
+            listener.settimeout(PATIENCE)
+            module = "tests.support.engine_main"
+            self.process = forks.start("engine", module, [f"{folder}/engine"], {**os.environ, **environment})
+            self.connection = Connection(listener.accept()[0].detach())
         self.futures: dict[int, Future] = {}
         threading.Thread(target=self._answers, daemon=True).start()
 
@@ -194,9 +197,9 @@ class EngineProcess:
 
     def close(self):
         self.connection.send(None)
-        self.process.join(20)
-        if self.process.is_alive():
-            self.process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(20)
+        self.process.kill()
 
 
 def build_model(path, kind="qwen3_moe", layers=2, expert_width=32):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import subprocess
-import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -15,8 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megarl.cluster.process import free_port
-
-ROOT = Path(__file__).parents[2]
+from tests.support.forks import start
 
 
 class TrainersFailed(RuntimeError):
@@ -54,12 +51,9 @@ class Trainers:
         self.logs = [directory / f"trainer{rank}.log" for rank in range(size)]
         self.processes = []
         for rank, log in enumerate(self.logs):
-            command = [sys.executable, "-m", "tests.support.live_trainer_rank", str(case), str(self._store.port)]
             variables = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            with log.open("w") as stream:
-                self.processes.append(
-                    subprocess.Popen(command, cwd=ROOT, env=variables, stdout=stream, stderr=subprocess.STDOUT)
-                )
+            arguments = [case, self._store.port]
+            self.processes.append(start("trainer", "tests.support.live_trainer_rank", arguments, variables, log))
         self._pool = ThreadPoolExecutor(1)
 
     def begin(self, method: str, *arguments: Any) -> Future[list[Any]]:

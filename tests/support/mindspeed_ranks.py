@@ -6,14 +6,9 @@ MEGARL_TEST_MINDSPEED names the unpacked checkout.
 
 from __future__ import annotations
 
-import os
+from tests.support.preload_mindspeed import devices
 
-from tests.support import mindspeed_source
-
-mindspeed_source.make_importable(os.environ["MEGARL_TEST_MINDSPEED"])
-devices = mindspeed_source.activate()
-
-from tests.support import megatron_training, megatron_worker  # noqa: E402
+from tests.support import megatron_training, megatron_worker  # isort: skip -- after MindSpeed has patched Megatron
 
 megatron_training.platform = devices
 

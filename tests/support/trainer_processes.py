@@ -3,44 +3,57 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from megarl.cluster.process import free_port
+from tests.support.forks import start
 
-ROOT = Path(__file__).parents[2]
-CASES = 12
-"""At most, of one process. Megatron leaves each layout's groups behind, with some fifty threads that gloo wakes a hundred
-times a second: after thirty cases they take more time than the cases."""
+SERVER_OF = {
+    "tests.support.mindspeed_ranks": "mindspeed",
+    "tests.support.transformer_engine_ranks": "transformer_engine",
+    "tests.support.untouched_ranks": "nothing",
+    "tests.support.activations_worker": "nothing",  # replaces collectives before Megatron is imported
+}
+"""Modules whose processes need other imports than a trainer on the CPU."""
 
 
 def forget_last_model() -> None:
     """Let a process build another model: Megatron keeps the layout, and stores the last model's attention backend in the
-    environment, which would conflict with the next model's."""
+    environment, which would conflict with the next model's.
+
+    Megatron leaves the layout's groups behind, with some fifty threads that gloo wakes a hundred times a second: after thirty
+    cases they took more time than the cases."""
+    import torch.distributed as dist
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
         os.environ.pop(name, None)
 
 
 def run_cases(module: str, processes: int, cases: list[dict[str, Any]], directory: Path, timeout: float = 400) -> None:
-    """Run `python -m module CASES.json directory` in `processes` processes; see `run_ranks`."""
-    for number, first in enumerate(range(0, len(cases), CASES)):
-        name = directory / f"{module}-{processes}-{number}"
-        file = name.with_name(f"{name.name}.json")
-        file.write_text(json.dumps(cases[first : first + CASES]))
-        run_ranks(module, processes, [file, directory], name, timeout)
+    """Run `python -m module CASES.json directory` in `processes` processes; see `run_ranks`. `timeout`: seconds for each dozen
+    of cases."""
+    if cases:
+        log = directory / f"{module}-{processes}"
+        file = log.with_name(f"{log.name}.json")
+        file.write_text(json.dumps(cases))
+        run_ranks(module, processes, [file, directory], log, timeout * math.ceil(len(cases) / 12))
 
 
 def run_ranks(module: str, processes: int, arguments: list[Path], log: Path, timeout: float) -> None:
     """Run `python -m module ARGUMENTS` in `processes` processes with logs `log`-RANK.log.
 
-    When a process fails, AssertionError shows the end of its log, and the others, which wait for it, are killed.
+    The processes are forked from one that has imported Megatron; see `tests.support.forks`. When a process fails, AssertionError
+    shows the end of its log, and the others, which wait for it, are killed.
     """
     environment = {
         **os.environ,
@@ -51,18 +64,9 @@ def run_ranks(module: str, processes: int, arguments: list[Path], log: Path, tim
         "WORLD_SIZE": str(processes),
     }
     files = [log.with_name(f"{log.name}-{rank}.log") for rank in range(processes)]
-    workers = []
-    for rank, file in enumerate(files):
-        with file.open("w") as stream:
-            workers.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", module, *map(str, arguments)],
-                    cwd=ROOT,
-                    env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    stdout=stream,
-                    stderr=subprocess.STDOUT,
-                )
-            )
+    ranks = [{**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+    server = SERVER_OF.get(module, "trainer")
+    workers = [start(server, module, arguments, own, file) for own, file in zip(ranks, files, strict=True)]
     deadline = time.monotonic() + timeout
     codes: list[int | None] = [None]
     try:

@@ -6,25 +6,12 @@ Usage, with the environment of torchrun: python -m tests.support.transformer_eng
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+from tests.support.preload_transformer_engine import devices
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "stand_ins" / "nvidia"))
+import torch  # isort: skip
+from transformer_engine.pytorch.modules import CALLS  # isort: skip
 
-from megarl.platform.cpu import CPUPlatform
-
-
-class Devices(CPUPlatform):
-    uses_native_layers = False  # type: ignore[assignment]
-
-
-devices = Devices()
-devices.prepare()
-
-import torch  # noqa: E402
-from transformer_engine.pytorch.modules import CALLS  # noqa: E402
-
-from tests.support import megatron_training, megatron_worker  # noqa: E402
+from tests.support import megatron_training, megatron_worker  # isort: skip -- after the stand-ins are found
 
 megatron_training.platform = devices
 
