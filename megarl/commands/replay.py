@@ -16,7 +16,7 @@ from megarl.observe.metrics import read_metrics, without_times
 from megarl.observe.run_dir import RunDirectory
 from megarl.preflight.load import load_recipe
 from megarl.preflight.replay import no_plan, recipe_file
-from megarl.rollout.tape import ReplayPlan, history, segments_of
+from megarl.rollout.tape import ReplayPlan, history, other_format, segments_of
 
 _SHOWN = 5  # differing metrics in the output
 _FIXED = ("name", "runs_dir", "train.replay", "train.resume")  # settings of this command
@@ -79,8 +79,10 @@ def starts_of(recorded: RunDirectory, overrides: Sequence[str]) -> list[Start]:
     """Return the starts that repeat a recorded run. Raises ValueError if it cannot be repeated."""
     plans = history(segments_of(recorded.tape))
     if not plans:
-        remedy = "Runs with rollout.at_update refresh or keep write a tape; runs with drain repeat without one: start them again"
+        remedy = "Runs with rollout.at_update finish, refresh or keep write a tape; runs with drain repeat without one: start them again"
         raise ValueError(f"{no_plan(recorded)}. {remedy}")
+    if (problem := other_format(plans)) is not None:
+        raise ValueError(f"{recorded.path}: {problem}. Replay it with that version of megarl")
     starts: list[Start] = []
     for plan in plans:
         file = recipe_file(recorded.tape, plan.segment.number)

@@ -29,6 +29,7 @@ from megarl.types import GenerationRequest
 C = TypeVar("C")
 Record = dict[str, Any]
 _REQUESTS = "requests "  # begins the events of `generate` calls
+LOAD_EVENT = "load"  # of `load_weights`: it loads the weights of the last update before it
 
 
 class ReplayError(RuntimeError):
@@ -158,11 +159,12 @@ class StepTape(Generic[C]):
     def hold(self, event: str, command: C) -> None:
         """Keep a command until `next_held` returns it. Raises ReplayError for an update or a pause that is not recorded.
 
-        Requests may be missing at the end of a tape: a killed run sent them, and had not admitted them.
+        Requests and loads may be missing at the end of a tape: a killed run sent them, and the engine had not received them.
         """
         self._held.setdefault(event, deque()).append(command)
         assert self._recorded is not None, "only a replay holds commands"
-        if not event.startswith(_REQUESTS) and all(recorded != event for _, recorded in self._recorded):
+        may_be_missing = event.startswith(_REQUESTS) or event == LOAD_EVENT
+        if not may_be_missing and all(recorded != event for _, recorded in self._recorded):
             raise ReplayError(
                 f"{self._source} has no further {event!r}, which arrived at the engine's step {self.steps}. The tape is "
                 "incomplete (did its machine lose power?), or the replay differs from the recorded run"

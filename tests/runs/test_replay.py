@@ -37,7 +37,12 @@ def recorded(data: Path, runs: Path, *more: str) -> Path:
     done = train(data, runs, "recorded", *IN_FLIGHT, *more)
     assert done.returncode == 0, done.stderr + done.stdout
     lines = metrics(runs / "recorded")
-    assert max(line.get("rollout/spans_mean", 1) for line in lines) > 1, "no update met a running request"
+    if "rollout.at_update=finish" in more:
+        assert max(line["rollout/engines_behind"] for line in lines) > 0, (
+            "all engines had the newest weights in each step"
+        )
+    else:
+        assert max(line.get("rollout/spans_mean", 1) for line in lines) > 1, "no update met a running request"
     return runs / "recorded"
 
 
@@ -64,7 +69,7 @@ def test_a_replay_of_colocated_engines_is_bit_equal(quickstart_data: Path, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["refresh", "keep"])
+@pytest.mark.parametrize("rule", ["finish", "refresh", "keep"])
 def test_a_replay_of_30_steps_is_bit_equal(quickstart_data: Path, tmp_path: Path, rule: str) -> None:
     assert_repeats(recorded(quickstart_data, tmp_path, "train.steps=30", f"rollout.at_update={rule}"))
 
