@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from megarl.atomic_files import disk_errors, write_atomically
 from megarl.checkpoint.folder import checkpoint_name, checkpoint_step
@@ -134,7 +135,8 @@ def _plan_of(recipe: Recipe, recorded: Path, header: Record) -> ReplayPlan:
             first = RunDirectory(recorded.parent).checkpoints / checkpoint_name(plans[0].segment.after)
             remedy = f"start where the recorded run started: train.resume={first}, or a replay's checkpoint"
         raise _error(replay, problem, remedy)
-    differences = [name for name, value in plan.segment.identity.items() if header["identity"].get(name) != value]
+    recorded_identity, identity = (_without_paths(each) for each in (plan.segment.identity, header["identity"]))
+    differences = [name for name, value in recorded_identity.items() if identity.get(name) != value]
     if differences:
         problem = f"the recorded run had another {', '.join(differences)}"
         raise _error(replay, problem, "replay it with the model and the data that it was started with")
@@ -143,6 +145,16 @@ def _plan_of(recipe: Recipe, recorded: Path, header: Record) -> ReplayPlan:
         problem = f"after step {after} the recorded run had other settings: {_shown(settings)}"
         raise _error(replay, problem, f"use {recipe_file(recorded, plan.segment.number)}")
     return plan
+
+
+def _without_paths(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an identity without the paths of its models, which may have moved: digests of the weights identify them."""
+    return {
+        name: {key: part for key, part in value.items() if key != "path"}
+        if name in ("model", "critic") and value
+        else value
+        for name, value in identity.items()
+    }
 
 
 def _starts_as(plan: ReplayPlan, header: Record) -> bool:

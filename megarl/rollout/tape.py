@@ -11,10 +11,11 @@ records both, as `tape/controller.jsonl` and a file per engine (`megarl.engines.
     {"saved": 0}
     {"ended": true}
 
-A start of the run begins a segment. `format`: `TAPE_FORMAT` of the megarl that wrote it. `after`: the step that it resumed after. `resumed`: the segment that saved this
-checkpoint. `unlogged`: that segment ended before it wrote the step's metrics. `identity`: of model, data and seed. With
-`rollout.at_update: finish`, `loaded` is the number of an engine that has loaded the version `weights` from host memory, and
-`newest` the version that all engines load for an evaluation.
+A start of the run begins a segment. `format`: `TAPE_FORMAT` of the megarl that wrote it. `after`: the step that it resumed
+after. `resumed`: the segment that saved this checkpoint. `unlogged`: that segment ended before it wrote the step's metrics.
+`identity`: of model, data and seed. With `rollout.at_update: finish`, `loaded` is the number of an engine that has loaded the
+version `weights` from host memory, and `newest` the version that all engines load for an evaluation. A bundle of a failed step
+(`megarl replay --bundle`) has `{"failed": 3}` as its last record.
 """
 
 from __future__ import annotations
@@ -54,6 +55,11 @@ class TapeSegment:
     def ended(self) -> bool:
         """Whether the run took its last step in this segment."""
         return bool(self.records) and "ended" in self.records[-1]
+
+    @property
+    def failed_step(self) -> int | None:
+        """The step in which the run failed, which a bundle repeats; None otherwise."""
+        return self.records[-1].get("failed") if self.records else None
 
     @property
     def last_step(self) -> int:
@@ -124,6 +130,8 @@ def history(segments: Sequence[TapeSegment]) -> list[ReplayPlan]:
     last = chain[-1]
     if last.ended:
         return [*plans, ReplayPlan(last, None)]
+    if last.failed_step is not None:
+        return [*plans, ReplayPlan(last, last.failed_step)]
     began = last.unlogged or last.last_step > last.after
     return [*plans, ReplayPlan(last, last.last_step)] if began else plans
 
@@ -159,7 +167,9 @@ class RunTape:
         path = str(self.folder / f"{name}.jsonl")
         if self.plan is None or self.recorded is None:
             return TapeSpec(path, self.header["segment"])
-        return TapeSpec(path, self.header["segment"], str(self.recorded / f"{name}.jsonl"), self.plan.segment.number)
+        segment, recorded = self.plan.segment, str(self.recorded / f"{name}.jsonl")
+        fails = segment.failed_step is not None
+        return TapeSpec(path, self.header["segment"], recorded, segment.number, fails)
 
     def arrivals(self) -> Arrivals[Any]:
         """Open the controller's file."""
@@ -230,6 +240,8 @@ class Arrivals(Generic[A]):
     def check_more_groups(self) -> None:
         """Raise ReplayError if a batch lacks groups, but in the recorded run no further group arrived before the next step."""
         following = next((record for record in self._recorded or () if not {"saved", "loaded"} & record.keys()), {})
+        if "failed" in following:  # an engine failed before a further group arrived, and does so again
+            return
         if self._recorded is not None and "group" not in following:
             self._raise_missing("group", following)
 

@@ -73,7 +73,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The settings of each training; none of them runs."""
     called: list[list[str]] = []
 
-    def run_child(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
+    def run_child(arguments: Sequence[str], environ: Mapping[str, str], folder: Path | None) -> int:
         assert list(arguments[1:4]) == ["-m", "megarl", "train"]
         called.append([Path(arguments[4]).name, *arguments[5:]])
         write_metrics(RunDirectory(Path(arguments[4]).parents[2] / "moved-replay"), REPEATED)
