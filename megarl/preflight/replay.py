@@ -37,8 +37,6 @@ def cannot_replay(recipe: Recipe) -> str | None:
         return "it has no requests whose weights or batches depend on time, so that it repeats without a tape"
     if recipe.rollout.data_parallel > 1:
         return "engines of a group (rollout.data_parallel) agree on each step over the network, which the tape does not record"
-    if recipe.reward.uses_judge:
-        return "the judge's batches depend on time, which the tape does not record"
     return None
 
 

@@ -342,3 +342,8 @@ class Recipe:
     cluster: ClusterConfig = key(ClusterConfig, "")
     weight_sync: WeightSyncConfig = key(WeightSyncConfig, "")
     observe: ObserveConfig = key(ObserveConfig, "")
+
+    @property
+    def asks_judge(self) -> bool:
+        """True if the judge's engines run. A replay adds the recorded verdicts without them."""
+        return self.reward.uses_judge and self.train.replay is None

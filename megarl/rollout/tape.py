@@ -1,7 +1,8 @@
 """The tape of a run: what the controller did in which order, beside the tapes of the engines. A replay repeats it.
 
 Batches depend on the order in which groups arrive, and engines on the steps at which requests and updates enter. The tape
-records both, as `tape/controller.jsonl` and a file per engine (`megarl.engines.tape`)::
+records both, as `tape/controller.jsonl` and a file per engine (`megarl.engines.tape`), and the verdicts of a judge
+(`megarl.rollout.judge.tape`)::
 
     {"segment": 0, "format": 2, "after": 0, "resumed": null, "unlogged": false, "identity": {...}}
     {"version": 0}
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
 from megarl.engines.tape import Record, ReplayError, TapeFile, TapeSpec, read_segments
+from megarl.rollout.judge.tape import Verdicts
 from megarl.types import Group
 
 A = TypeVar("A")
@@ -170,6 +172,10 @@ class RunTape:
         segment, recorded = self.plan.segment, str(self.recorded / f"{name}.jsonl")
         fails = segment.failed_step is not None
         return TapeSpec(path, self.header["segment"], recorded, segment.number, fails)
+
+    def verdicts(self) -> Verdicts:
+        """Open the file of the judge's verdicts."""
+        return Verdicts.of(self.of_engine("judge"))
 
     def arrivals(self) -> Arrivals[Any]:
         """Open the controller's file."""

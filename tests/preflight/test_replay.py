@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from megarl.engines.specs import first_specs
 from megarl.engines.tape import TapeFile
 from megarl.errors import RecipeError
 from megarl.observe.run_dir import RunDirectory
+from megarl.preflight.engines_and_devices import demand_of
 from megarl.preflight.load import load_recipe
+from megarl.preflight.models import models_of
 from megarl.preflight.replay import open_tape, recipe_file, replay_errors, write_recipe
 from megarl.preflight.run_directory import RunPlace
 from megarl.recipe.load import read_recipe, to_yaml
@@ -64,10 +67,6 @@ REPLAY = "train.replay=runs/recorded"
         ([], "it repeats without a tape"),
         (["train.source=sft", "algorithm.loss=sft", "algorithm.advantage=none"], "it repeats without a tape"),
         ([*IN_FLIGHT, "rollout.data_parallel=2", "rollout.engines=2"], "rollout.data_parallel"),
-        (
-            [*IN_FLIGHT, "reward.function=judge", "judge.path=some/judge", "judge.prompt=How good is {{ response }}?"],
-            "the judge's batches depend on time",
-        ),
     ],
 )
 def test_runs_without_a_tape_are_refused(file: Path, overrides: list[str], words: str) -> None:
@@ -132,6 +131,17 @@ def test_a_run_with_finish_has_a_tape(file: Path) -> None:
     recipe = load_recipe(file, [*IN_FLIGHT, "rollout.at_update=finish"])
     tape = open_tape(recipe, place(recipe))
     assert tape is not None and tape.header["format"] == TAPE_FORMAT
+
+
+def test_a_replay_needs_no_judge(file: Path, tmp_path: Path) -> None:
+    """It reads the recorded verdicts, so that it needs neither the judge's model nor its devices."""
+    judge = ["reward.function=judge", "judge.path=some/judge", "judge.prompt=How good is {{ response }}?"]
+    recipe = load_recipe(file, [*IN_FLIGHT, *judge])
+    assert open_tape(recipe, place(recipe)) is not None
+    assert demand_of(recipe).devices == 3 and "judge.path" in models_of(recipe)
+    replay = load_recipe(file, [*IN_FLIGHT, *judge, "train.replay=runs/recorded"])
+    assert demand_of(replay).devices == 2 and "judge.path" not in models_of(replay)
+    assert not any(spec.name == "judge0" for _, spec in first_specs(replay, training=True))
 
 
 def test_a_replay_starts_where_the_recorded_run_started(file: Path, tmp_path: Path) -> None:

@@ -33,9 +33,9 @@ class Choice:
         return records[: records.index(end) + 1] if end in records else records
 
     def engine_records(self, records: Sequence[Record]) -> list[Record]:
-        """Return an engine's records up to the update after the next step, from its `records` of the segment."""
+        """Return an engine's records up to the update after the next step, from its `records` of the segment; all of a judge."""
         later = update_event(self.step + 1)
-        end = next((index for index, record in enumerate(records) if record["event"] == later), len(records))
+        end = next((index for index, record in enumerate(records) if record.get("event") == later), len(records))
         return list(records if self.failure is not None else records[:end])
 
 
