@@ -227,7 +227,7 @@ class Arrivals(Generic[A]):
         self._arrived["loaded", loaded.engine] = loaded
 
     def due(self) -> Iterator[tuple[Group, A] | Loaded]:
-        """Yield the groups and loads whose turn it is. Raises ReplayError for one that differs from the recorded one."""
+        """Yield the groups and loads that are due. Raises ReplayError for one that differs from its record."""
         while (key := self._next_arrival()) is not None:
             arrival = self._arrived.pop(key)
             record = _record_of_load(arrival) if isinstance(arrival, Loaded) else _record_of(arrival[0])

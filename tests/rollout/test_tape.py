@@ -156,7 +156,7 @@ def finished(
 
 
 def test_a_replay_with_finish_repeats_engines_and_the_order_of_their_loads(tmp_path: Path) -> None:
-    """Which engine has loaded which version decides the engine and the version of the next groups."""
+    """Loaded versions decide the engine and the version of the next groups."""
     batches, services = finished(tmp_path / "recorded", seed=1)
     waves, loads = [service.waves for service in services], [service.loads for service in services]
     (plan,) = history(segments_of(tmp_path / "recorded"))

@@ -24,12 +24,12 @@ _LIBRARIES = ("megarl", "torch", "vllm", "transformers", "megatron-core", "ray",
 
 @dataclass(frozen=True)
 class Description:
-    """What a bundle repeats.
+    """The step that a bundle repeats, and the run that it belongs to.
 
     run: name of the recorded run. after: the step after which its start began; 0 without a checkpoint. step: the last step to
     repeat. failure: the error of a run that failed in this step, without its paths; None if the step was finished. processes:
-    trainers and engines of the run. libraries: their versions at the time of packing. left_out: what a replay may need and
-    the bundle does not contain.
+    trainers and engines of the run. libraries: their versions at the time of packing. left_out: things that a replay may
+    need and the bundle does not contain.
     """
 
     run: str

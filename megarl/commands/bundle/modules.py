@@ -33,10 +33,10 @@ def local_files(recipe: Recipe, roots: Sequence[Path] | None = None) -> tuple[di
     are among the files. Raises ValueError for a module that the recipe names and that is not found.
     """
     roots = search_roots() if roots is None else roots
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     installed = []
     for module, key in named_modules(recipe).items():
-        if not _add(module, roots, found):
+        if not _add(module, roots, files):
             if importlib.util.find_spec(module.partition(".")[0]) is None:
                 places = ", ".join(map(str, roots))
                 raise ValueError(
@@ -45,8 +45,8 @@ def local_files(recipe: Recipe, roots: Sequence[Path] | None = None) -> tuple[di
             installed.append(module)
     for file in function_files(recipe):
         for module in _imports(Path(file), ""):
-            _add(module, roots, found)
-    return found, installed
+            _add(module, roots, files)
+    return files, installed
 
 
 def search_roots() -> list[Path]:
@@ -60,8 +60,8 @@ def _module_of(function: str) -> str:
     return function.partition(":")[0]
 
 
-def _add(module: str, roots: Sequence[Path], found: dict[str, Path]) -> bool:
-    """Add the files of a module and of what it imports; returns False if it is not local."""
+def _add(module: str, roots: Sequence[Path], files: dict[str, Path]) -> bool:
+    """Add the files of a module and of its imports; returns False if it is not local."""
     parts = module.split(".")
     if parts[0] == "megarl" or parts[0] in sys.stdlib_module_names:
         return False
@@ -72,11 +72,11 @@ def _add(module: str, roots: Sequence[Path], found: dict[str, Path]) -> bool:
         packages = [root.joinpath(*parts[:end], "__init__.py") for end in range(1, len(parts))]
         for path in [*(package for package in packages if package.is_file()), file]:
             name = path.relative_to(root).as_posix()
-            if name not in found:
-                found[name] = path
+            if name not in files:
+                files[name] = path
                 package = ".".join(path.parent.relative_to(root).parts)
                 for imported in _imports(path, package):
-                    _add(imported, roots, found)
+                    _add(imported, roots, files)
         return True
     return False
 

@@ -19,7 +19,7 @@ _SECRET = re.compile(r"token$|secret|password|api_?key|credential", re.IGNORECAS
 def bundled_recipe(recipe: Recipe, names: Mapping[str, str]) -> tuple[Recipe, list[str]]:
     """Return the recipe of a bundle, and texts about what was left out. `names`: of files and folders, by their path.
 
-    Left out are the values of environment variables, arguments of engines whose names look like secrets, trackers, and
+    Left out are the values of environment variables, arguments of engines with a secret's name (`hf_token`), trackers, and
     settings of the recorded machines (`cluster.ray_address`, `weight_sync.directory`, `data.cache`).
     """
     left_out = _left_out(recipe)
@@ -52,7 +52,7 @@ def _left_out(recipe: Recipe) -> list[str]:
     """Return a text for each setting that a replay may need and that the bundle does not contain."""
     environment = recipe.cluster.environment
     variables = sorted({*environment.all, *environment.trainers, *environment.engines})
-    texts = [f"cluster.environment: {', '.join(variables)} (export those that change numbers)"] if variables else []
+    texts = [f"cluster.environment: {', '.join(variables)} (export the ones that change numbers)"] if variables else []
     for section in ("rollout", "judge", "teacher"):
         kept, arguments = _without_secrets(recipe, section), getattr(recipe, section).engine_args
         texts += [f"{section}.engine_args.{name}: it may be a secret" for name in arguments if name not in kept]

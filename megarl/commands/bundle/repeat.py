@@ -28,7 +28,7 @@ REPLAY = "replay"  # folder of the new run
 def repeat(file: Path, out: Path | None, overrides: Sequence[str]) -> int:
     """Unpack `file` into the new folder `out`, and repeat its step in the folder's `replay`.
 
-    out: None for the file's name without its ending, beside it. Returns the exit status: 0 if all metrics are equal and, for a
+    out: None for the file's path without its ending. Returns the exit status: 0 if all metrics are equal and, for a
     failed step, the replay fails with the same error; the training's status if only the replay fails; else 1.
     """
     with as_input_error():

@@ -23,8 +23,8 @@ def is_bundle(path: Path) -> bool:
 def unpack(file: Path, folder: Path) -> Description:
     """Unpack the bundle `file` into `folder`, which must not exist; returns its description.
 
-    The recipe's paths then point into `folder`. Raises ValueError for a file that is no bundle or is damaged, for members with
-    unsafe names or types, and if the disk is too small; then there is no folder.
+    The recipe's paths then point into `folder`. Raises ValueError for another or a damaged file, for members with unsafe
+    names or types, and if the disk is too small; the folder then does not exist.
     """
     if folder.exists():
         raise ValueError(f"{folder} exists: remove it, or name another folder (--out)")
@@ -55,7 +55,7 @@ def _recipes(folder: Path) -> list[Path]:
 
 
 def _check(members: Sequence[tarfile.TarInfo]) -> None:
-    """Raise ValueError for a member that is no regular file, or whose name is not below the bundle's folders."""
+    """Raise ValueError for a link or a device, and for a name outside the bundle's folders."""
     names = set()
     for member in members:
         path = PurePosixPath(member.name)
@@ -71,7 +71,7 @@ def _check(members: Sequence[tarfile.TarInfo]) -> None:
 
 def _description(archive: tarfile.TarFile, members: Sequence[tarfile.TarInfo]) -> Description:
     if not members or members[0].name != DESCRIPTION or members[0].size > _MOST_BYTES:
-        raise ValueError(f"it is no bundle of megarl: it does not begin with {DESCRIPTION}")
+        raise ValueError(f"it does not begin with {DESCRIPTION}, as a bundle of megarl does")
     stream = archive.extractfile(members[0])
     assert stream is not None, "the member is a regular file"
     return Description.from_json(stream.read())

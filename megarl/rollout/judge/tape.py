@@ -52,7 +52,7 @@ class Verdicts:
             self._file.write({"group": group, "scores": scores, "retries": [each.retries for each in judgements]})
 
     def next(self, group: int) -> list[Judgement] | None:
-        """Return the recorded judgements of a group; None if there are no more. The groups of an evaluation have the same
+        """Return the recorded judgements of a group; None after the last. The groups of an evaluation have the same
         numbers in each evaluation, and are returned in order."""
         assert self._recorded is not None, "only a replay has recorded verdicts"
         with self._lock:

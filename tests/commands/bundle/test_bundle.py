@@ -239,7 +239,7 @@ def test_other_files_and_formats_are_refused(recorded: RecordedRun, tmp_path: Pa
         repeat(tmp_path / "text.tar")
     with tarfile.open(tmp_path / "other.tar", "w") as archive:
         archive.addfile(member("files/x"), io.BytesIO())
-    with pytest.raises(InputError, match="it is no bundle of megarl"):
+    with pytest.raises(InputError, match="it does not begin with bundle.json"):
         repeat(tmp_path / "other.tar")
     bundle(recorded.run.path, tmp_path / "step.tar")
     data = (tmp_path / "step.tar").read_bytes()
@@ -261,9 +261,9 @@ def test_other_files_and_formats_are_refused(recorded: RecordedRun, tmp_path: Pa
     ],
 )
 def test_options_that_do_not_fit_are_refused(recorded: RecordedRun, options: dict[str, object], words: str) -> None:
-    given = {"name": None, "bundle": None, "step": None, "out": None, **options}
+    values = {"name": None, "bundle": None, "step": None, "out": None, **options}
     with pytest.raises(InputError, match=words):
-        replay_or_bundle(recorded.run.path, [], **given)  # type: ignore[arg-type]
+        replay_or_bundle(recorded.run.path, [], **values)  # type: ignore[arg-type]
 
 
 def training(
