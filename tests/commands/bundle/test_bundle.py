@@ -239,7 +239,7 @@ def test_other_files_and_formats_are_refused(recorded: RecordedRun, tmp_path: Pa
         repeat(tmp_path / "text.tar")
     with tarfile.open(tmp_path / "other.tar", "w") as archive:
         archive.addfile(member("files/x"), io.BytesIO())
-    with pytest.raises(InputError, match="it does not begin with bundle.json"):
+    with pytest.raises(InputError, match=r"it does not begin with bundle\.json"):
         repeat(tmp_path / "other.tar")
     bundle(recorded.run.path, tmp_path / "step.tar")
     data = (tmp_path / "step.tar").read_bytes()
@@ -321,6 +321,7 @@ def test_a_replay_of_a_bundle_trains_from_the_unpacked_files(
         ),
         (0, [3, 4, 5], None, 1, "replay:   no error"),
         (1, [3], FAILURE, 1, "the replay has no metrics of step 4"),
+        (1, [3, 4], FAILURE + ". Resume from the checkpoint of step 9.", 0, "step 5 fails as in the recorded run"),
     ],
 )
 def test_a_failure_is_compared(
@@ -331,6 +332,16 @@ def test_a_failure_is_compared(
     training(monkeypatch, status=status, steps=steps, error=error)
     assert repeat(tmp_path / "step.tar", tmp_path / "out") == expected
     assert words in capsys.readouterr().out
+
+
+def test_a_training_that_does_not_start_gives_its_status(
+    failed: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For example on a machine with too few devices: its error is no failure of the step."""
+    bundle(failed.run.path, tmp_path / "step.tar")
+    monkeypatch.setattr(replaying, "run_child", lambda *_: 2)
+    assert repeat(tmp_path / "step.tar", tmp_path / "out") == 2
+    assert "step 5" not in capsys.readouterr().out.partition("start 1 of 1")[2].partition("\n")[2]
 
 
 def test_modules_are_found_without_importing_them(tmp_path: Path) -> None:
