@@ -170,7 +170,8 @@ def build_run(setup: RunSetup, cluster: Cluster, log: RunLog) -> Run:
     started = _start_processes(setup, cluster, log)
     engines, actor, critic = started.engines, started.actor, started.critic
     check = check_for(recipe.rollout, engines, cluster)
-    samplers, check = with_judge(recipe.judge, recipe.reward, engines, started.judges, check)
+    verdicts = setup.tape.verdicts() if setup.tape is not None and recipe.reward.uses_judge else None
+    samplers, check = with_judge(recipe.judge, recipe.reward, engines, started.judges, check, verdicts)
     devices = connect_engines(recipe, started, log.notice)
     for notice in kernel_notices(actor.describe()):
         log.notice(notice)

@@ -206,17 +206,30 @@ def rehearse(
 
 @app.command()
 def replay(
-    run_path: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run to repeat.")],
+    run_path: Annotated[Path, typer.Argument(metavar="RUN|FILE", help="Directory of a run, or a bundle.")],
     overrides: Overrides = None,
     name: Annotated[
         Optional[str], typer.Option(help="Name or path of the new run. Default: RUN's, with -replay.")
     ] = None,
+    bundle: Annotated[
+        Optional[Path], typer.Option(help="Pack what repeats a step of RUN into this new .tar file, and run nothing.")
+    ] = None,
+    step: Annotated[
+        Optional[int],
+        typer.Option(min=1, help="With --bundle: the step. Default: the one in which RUN failed, else its last one."),
+    ] = None,
+    out: Annotated[
+        Optional[Path], typer.Option(help="New folder to unpack FILE into. Default: FILE without its ending.")
+    ] = None,
     debug: Debug = False,
 ) -> int:
-    """Repeat a run with requests in flight by its tape, and compare the metrics. Exit status 1 if one differs."""
-    from megarl.commands.replay import replay as repeat
+    """Repeat a run with requests in flight by its tape, and compare the metrics. Exit status 1 if one differs.
 
-    return repeat(run_path, name, overrides or [])
+    --bundle packs one step with its model, data and checkpoint into a file, which replays on another machine.
+    """
+    from megarl.commands.bundle.options import replay_or_bundle
+
+    return replay_or_bundle(run_path, overrides or [], name=name, bundle=bundle, step=step, out=out)
 
 
 @app.command()

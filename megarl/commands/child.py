@@ -8,6 +8,7 @@ import subprocess
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 from megarl.cluster.process import die_with_parent
 
@@ -15,8 +16,8 @@ _STOP_SECONDS = 60.0  # time limit for an interrupted child to stop
 _STOPPED = (130, 143)  # exit statuses after SIGINT or SIGTERM
 
 
-def run_child(command: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run a command and return its exit status.
+def run_child(command: Sequence[str], environ: Mapping[str, str], folder: Path | None = None) -> int:
+    """Run a command and return its exit status. `folder`: where it runs; None: here.
 
     If this process is interrupted, the command receives the signal and gets time to clean up. If it then reports that it
     was stopped, this process exits with the same status and without another message. If this process is killed, the command
@@ -26,7 +27,7 @@ def run_child(command: Sequence[str], environ: Mapping[str, str]) -> int:
     stop = partial(die_with_parent, signal.SIGTERM)
     with (
         _hangup_as_sigterm(),
-        subprocess.Popen(command, env=environ, start_new_session=True, preexec_fn=stop) as process,
+        subprocess.Popen(command, env=environ, cwd=folder, start_new_session=True, preexec_fn=stop) as process,
     ):
         try:
             return process.wait()

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megarl.checkpoint.folder import checkpoint_name
+from megarl.checkpoint.next_commands import shown
 from megarl.commands.child import run_child
 from megarl.errors import as_input_error
 from megarl.observe.metrics import read_metrics, without_times
 from megarl.observe.run_dir import RunDirectory
-from megarl.preflight.load import load_recipe
 from megarl.preflight.replay import no_plan, recipe_file
-from megarl.rollout.tape import ReplayPlan, history, segments_of
+from megarl.recipe.load import read_recipe
+from megarl.rollout.tape import ReplayPlan, TapeSegment, history, other_format, segments_of
 
 _SHOWN = 5  # differing metrics in the output
 _FIXED = ("name", "runs_dir", "train.replay", "train.resume")  # settings of this command
@@ -48,26 +49,45 @@ def replay(run: Path, name: str | None, overrides: Sequence[str]) -> int:
     with as_input_error():
         recorded = RunDirectory(os.path.abspath(run))
         target = RunDirectory(recorded.path.parent / (name or f"{recorded.path.name}-replay"))
-        _check(target, overrides)
+        check_overrides(overrides)
+        _check_target(target)
         starts = starts_of(recorded, overrides)
+    return run_starts(recorded, target, starts, overrides) or compare(recorded, target, starts)
+
+
+def run_starts(
+    recorded: RunDirectory,
+    target: RunDirectory,
+    starts: Sequence[Start],
+    overrides: Sequence[str],
+    environ: Mapping[str, str] = os.environ,
+    folder: Path | None = None,
+) -> int:
+    """Run a training for each of `starts`, until one fails; returns its exit status, else 0.
+
+    environ, folder: environment variables and working directory of the trainings; None: this one.
+    """
     for number, start in enumerate(starts, start=1):
-        print(f"replay of {run}, start {number} of {len(starts)}: {start.steps}", flush=True)
+        print(f"replay of {shown(recorded.path)}, start {number} of {len(starts)}: {start.steps}", flush=True)
         settings = [f"name={target.path.name}", f"runs_dir={target.path.parent}"]
         settings += [f"train.replay={recorded.path}", f"train.resume={start.resume}"]
         command = [sys.executable, "-m", "megarl", "train", str(start.recipe), *overrides, *settings]
-        status = run_child(command, os.environ)
+        status = run_child(command, environ, folder)
         if status:
             return status
-    return _compare(recorded, target, _repeated_steps(starts))
+    return 0
 
 
-def _check(target: RunDirectory, overrides: Sequence[str]) -> None:
-    """Raise ValueError if `target` holds a run, or if an override sets what this command sets."""
+def check_overrides(overrides: Sequence[str]) -> None:
+    """Raise ValueError if an override sets what this command sets."""
     fixed = [override for override in overrides if override.partition("=")[0] in _FIXED]
     if fixed:
         raise ValueError(
-            f"megarl replay sets {', '.join(_FIXED)} itself, got {fixed[0]}: use --name, which may be a path"
+            f"megarl replay sets {', '.join(_FIXED)} itself, got {fixed[0]}: use --name (--out for a bundle), which may be a path"
         )
+
+
+def _check_target(target: RunDirectory) -> None:
     if target.has_results():
         raise ValueError(
             f"{target.path} already holds a run, perhaps of an earlier replay: remove it, or give this replay another name "
@@ -79,24 +99,30 @@ def starts_of(recorded: RunDirectory, overrides: Sequence[str]) -> list[Start]:
     """Return the starts that repeat a recorded run. Raises ValueError if it cannot be repeated."""
     plans = history(segments_of(recorded.tape))
     if not plans:
-        remedy = "Runs with rollout.at_update refresh or keep write a tape; runs with drain repeat without one: start them again"
+        remedy = "Runs with rollout.at_update finish, refresh or keep write a tape; runs with drain repeat without one: start them again"
         raise ValueError(f"{no_plan(recorded)}. {remedy}")
+    if (problem := other_format(plans)) is not None:
+        raise ValueError(f"{recorded.path}: {problem}. Replay it with that version of megarl")
     starts: list[Start] = []
     for plan in plans:
         file = recipe_file(recorded.tape, plan.segment.number)
-        recipe = load_recipe(file, overrides)
+        recipe = read_recipe(file, overrides).recipe  # the training checks it
         last_step = recipe.train.steps if plan.last_step is None else plan.last_step
-        resume = "auto" if starts else _first_resume(recorded, plan, recipe.train.resume)
+        checkpoint = None if starts else first_checkpoint(recorded, plan.segment, recipe.train.resume)
+        resume = "auto" if starts else "never" if checkpoint is None else str(checkpoint)
         starts.append(Start(plan, file, last_step, resume))
     return starts
 
 
-def _first_resume(recorded: RunDirectory, plan: ReplayPlan, resume: str) -> str:
-    """Return `train.resume` of the first start: the checkpoint that the tape begins after, if any. `resume`: the recorded one."""
-    after = plan.segment.after
+def first_checkpoint(recorded: RunDirectory, segment: TapeSegment, resume: str) -> Path | None:
+    """Return the checkpoint that a segment begins after; None if it begins at step 1. `resume`: its recorded `train.resume`.
+
+    Raises ValueError if the checkpoint is missing, or if a replay cannot begin there.
+    """
+    after = segment.after
     if after == 0:
-        return "never"
-    if plan.segment.unlogged:
+        return None
+    if segment.unlogged:
         raise ValueError(
             f"the tape of {recorded.path} begins with a start that wrote the metrics of step {after}, after the step's "
             "checkpoint, and a replay cannot begin there"
@@ -104,7 +130,7 @@ def _first_resume(recorded: RunDirectory, plan: ReplayPlan, resume: str) -> str:
     local = recorded.checkpoints / checkpoint_name(after)
     for checkpoint in (Path(resume), local):
         if checkpoint.name == local.name and checkpoint.is_dir():
-            return os.path.abspath(checkpoint)
+            return checkpoint.absolute()
     raise ValueError(
         f"the tape of {recorded.path} begins after step {after}, and the checkpoint of this step is missing: copy it to {local}"
     )
@@ -116,8 +142,9 @@ def _repeated_steps(starts: Sequence[Start]) -> range:
     return range(after + 1 if after else 0, starts[-1].last_step + 1)
 
 
-def _compare(recorded: RunDirectory, target: RunDirectory, steps: range) -> int:
-    """Print whether the metrics of `steps` are equal, and which lines were not compared. Returns the exit status."""
+def compare(recorded: RunDirectory, target: RunDirectory, starts: Sequence[Start]) -> int:
+    """Print whether the metrics of the repeated steps are equal, and which lines were not compared. Returns the exit status."""
+    steps = _repeated_steps(starts)
     before = {int(line["step"]): line for line in read_metrics(recorded.metrics)}
     after = {int(line["step"]): line for line in read_metrics(target.metrics)}
     common = [step for step in after if step in before]

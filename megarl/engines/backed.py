@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megarl.engines.base import EngineRefused, EngineSpec, OnFinished
 from megarl.engines.loop import Backend, EngineLoop
-from megarl.engines.tape import update_event
+from megarl.engines.tape import LOAD_EVENT, update_event
 from megarl.types import GenerationRequest
 from megarl.weight_sync.session import Session, UpdateReport
 
@@ -78,7 +78,7 @@ class BackedEngine(EngineLoop):
             self._spans.update(version, {})
             return version
 
-        return self.call(load)
+        return self.call(load, event=LOAD_EVENT)
 
     def sleep(self) -> None:
         """Release device memory. EngineRefused if info["can_sleep"] is False, or if requests run and

@@ -53,7 +53,7 @@ def judge_spec(recipe: Recipe, name: str) -> EngineSpec:
 
 def fixed_models(recipe: Recipe) -> list[str]:
     """Return the recipe's sections of fixed models with engines, in the order in which they claim devices."""
-    used = {"teacher": needs_teacher(recipe.algorithm), JUDGE: recipe.reward.uses_judge}
+    used = {"teacher": needs_teacher(recipe.algorithm), JUDGE: recipe.asks_judge}
     return [section for section, is_used in used.items() if is_used]
 
 
@@ -62,7 +62,7 @@ def first_specs(recipe: Recipe, *, training: bool) -> list[tuple[str, EngineSpec
     specs = [(recipe.rollout.engine, policy_spec(recipe, "engine0", load_weights=not training))]
     if training and needs_teacher(recipe.algorithm):
         specs.append((recipe.teacher.engine, teacher_spec(recipe, "teacher0")))
-    if recipe.reward.uses_judge:
+    if recipe.asks_judge:
         specs.append((recipe.judge.engine, judge_spec(recipe, "judge0")))
     return specs
 

@@ -29,6 +29,7 @@ from megarl.types import GenerationRequest
 C = TypeVar("C")
 Record = dict[str, Any]
 _REQUESTS = "requests "  # begins the events of `generate` calls
+LOAD_EVENT = "load"  # of `load_weights`: it loads the weights of the last update before it
 
 
 class ReplayError(RuntimeError):
@@ -37,12 +38,16 @@ class ReplayError(RuntimeError):
 
 @dataclass(frozen=True)
 class TapeSpec:
-    """Tape of one process: the file, the segment that this start writes, and the recorded segment to repeat, if any."""
+    """Tape of one process: the file, the segment that this start writes, and the recorded segment to repeat, if any.
+
+    `fails`: the recorded run failed at the end of the segment. A replay goes on after the last record, until it fails.
+    """
 
     path: str
     segment: int
     recorded: str | None = None
     recorded_segment: int = 0
+    fails: bool = False
 
 
 class TapeFile:
@@ -113,7 +118,7 @@ class StepTape(Generic[C]):
     """Records at which step events enter an engine. In a replay, holds the command of each event until its recorded step.
 
     Use it from the engine's thread. `recorded`: pairs (step, event) in order; None: record only. `source`: where they are
-    recorded, for messages.
+    recorded, for messages. `fails`: as in `TapeSpec`.
     """
 
     def __init__(
@@ -121,8 +126,10 @@ class StepTape(Generic[C]):
         file: TapeFile | None = None,
         recorded: Sequence[tuple[int, str]] | None = None,
         source: str = "the recorded tape",
+        fails: bool = False,
     ) -> None:
         self.steps = 0
+        self._fails = fails
         self._file = file
         self._unwritten: list[Record] = []
         self._recorded = None if recorded is None else deque(recorded)
@@ -141,7 +148,7 @@ class StepTape(Generic[C]):
                 raise ReplayError(f"{spec.recorded} has no segment {spec.recorded_segment}")
             recorded = [(record["step"], record["event"]) for record in segment[1:]]
         source = f"segment {spec.recorded_segment} of {spec.recorded}"
-        return StepTape(TapeFile(spec.path, {"segment": spec.segment}), recorded, source)
+        return StepTape(TapeFile(spec.path, {"segment": spec.segment}), recorded, source, spec.fails)
 
     def stepped(self) -> None:
         self.steps += 1
@@ -153,16 +160,22 @@ class StepTape(Generic[C]):
         if self._recorded and self._recorded[0] == (self.steps, event):
             self._recorded.popleft()
             return True
-        return False
+        return not self._recorded and self._runs_on(event)
+
+    def _runs_on(self, event: str) -> bool:
+        """Return whether a command may run after the last record: an update or a pause of a run that failed before it had
+        entered. Further requests may not, since they would change the batches of the last steps."""
+        return self._fails and not event.startswith(_REQUESTS)
 
     def hold(self, event: str, command: C) -> None:
         """Keep a command until `next_held` returns it. Raises ReplayError for an update or a pause that is not recorded.
 
-        Requests may be missing at the end of a tape: a killed run sent them, and had not admitted them.
+        Requests and loads may be missing at the end of a tape: a killed run sent them, and the engine had not received them.
         """
         self._held.setdefault(event, deque()).append(command)
         assert self._recorded is not None, "only a replay holds commands"
-        if not event.startswith(_REQUESTS) and all(recorded != event for _, recorded in self._recorded):
+        may_be_missing = event.startswith(_REQUESTS) or event == LOAD_EVENT
+        if not (may_be_missing or self._fails) and all(recorded != event for _, recorded in self._recorded):
             raise ReplayError(
                 f"{self._source} has no further {event!r}, which arrived at the engine's step {self.steps}. The tape is "
                 "incomplete (did its machine lose power?), or the replay differs from the recorded run"
@@ -170,7 +183,10 @@ class StepTape(Generic[C]):
 
     def next_held(self) -> C | None:
         """Return the held command of the next event, if this is its step."""
-        if not self._recorded or self._recorded[0][0] != self.steps or not self._held.get(self._recorded[0][1]):
+        if not self._recorded:
+            late = next((event for event, commands in self._held.items() if commands and self._runs_on(event)), None)
+            return None if late is None else self._held[late].popleft()
+        if self._recorded[0][0] != self.steps or not self._held.get(self._recorded[0][1]):
             return None
         _, event = self._recorded.popleft()
         return self._held[event].popleft()

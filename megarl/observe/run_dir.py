@@ -28,7 +28,7 @@ class RunDirectory:
         tensorboard/             event files
         trace.json               a timeline for Perfetto or chrome://tracing
         profile/                 step_3/: traces of trainers, engine0/: traces of an engine (observe.profile_...)
-        tape/                    order of the run's events, for train.replay: controller.jsonl, a file per engine, recipes
+        tape/                    the run's events, for train.replay: controller.jsonl, a file per engine, judge.jsonl, recipes
         checkpoints/
         report.html  summary.json
         run.lock                 locked while the run lives

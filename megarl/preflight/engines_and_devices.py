@@ -47,7 +47,7 @@ def training_setting_errors(recipe: Recipe) -> Iterator[ValueError]:
     yield from errors_of(check_engines, recipe.rollout)
     if needs_teacher(recipe.algorithm):
         yield from errors_of(check_engine, "teacher", recipe.teacher)
-    if recipe.reward.uses_judge:
+    if recipe.asks_judge:
         yield from errors_of(check_engine, "judge", recipe.judge)
     yield from errors_of(check_extra_names, recipe, "megatron")
     if uses_critic(recipe.algorithm):
@@ -71,7 +71,7 @@ def evaluation_setting_errors(recipe: Recipe) -> Iterator[ValueError]:
         problem = "the recipe has no evaluation data"
         yield RecipeError("data.eval_files", problem, "name .parquet or .jsonl files", value=[])
     yield from errors_of(check_engines, recipe.rollout)
-    if recipe.reward.uses_judge:
+    if recipe.asks_judge:
         yield from errors_of(check_engine, "judge", recipe.judge)
 
 

@@ -43,7 +43,7 @@ def models_of(recipe: Recipe) -> dict[str, str]:
         directories[CRITIC] = recipe.critic.model_path
     if needs_teacher(recipe.algorithm):
         directories[TEACHER] = str(recipe.teacher.path)
-    if recipe.reward.uses_judge:
+    if recipe.asks_judge:
         directories[JUDGE] = str(recipe.judge.path)
     return directories
 

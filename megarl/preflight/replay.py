@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from megarl.atomic_files import disk_errors, write_atomically
 from megarl.checkpoint.folder import checkpoint_name, checkpoint_step
@@ -11,10 +12,18 @@ from megarl.engines.tape import Record
 from megarl.errors import RecipeError, plain
 from megarl.observe.run_dir import RunDirectory
 from megarl.preflight.run_directory import RunPlace
-from megarl.recipe.derived.at_update import is_continuous, update_rule
+from megarl.recipe.derived.at_update import is_continuous
 from megarl.recipe.load import flat_settings, read_recipe, to_yaml
 from megarl.recipe.schema import Recipe
-from megarl.rollout.tape import ReplayPlan, RunTape, history, segment_of_checkpoint, segments_of
+from megarl.rollout.tape import (
+    TAPE_FORMAT,
+    ReplayPlan,
+    RunTape,
+    history,
+    other_format,
+    segment_of_checkpoint,
+    segments_of,
+)
 
 # Settings that may differ between a run and its replay: they change no number.
 _FREE = ("name", "runs_dir", "train.replay", "train.resume", "train.verify_checkpoints", "train.keep_checkpoints")
@@ -26,12 +35,8 @@ def cannot_replay(recipe: Recipe) -> str | None:
     """Return why a run of `recipe` has no tape; None if it has one."""
     if recipe.train.source != "rollout" or not is_continuous(recipe):
         return "it has no requests whose weights or batches depend on time, so that it repeats without a tape"
-    if update_rule(recipe) == "finish":
-        return "the tape does not record when an engine loads its weights (rollout.at_update=finish)"
     if recipe.rollout.data_parallel > 1:
         return "engines of a group (rollout.data_parallel) agree on each step over the network, which the tape does not record"
-    if recipe.reward.uses_judge:
-        return "the judge's batches depend on time, which the tape does not record"
     return None
 
 
@@ -46,8 +51,11 @@ def replay_errors(recipe: Recipe) -> Iterator[RecipeError]:
     recorded = RunDirectory(recipe.train.replay)
     plans = history(segments_of(recorded.tape))
     if not plans:
-        remedy = "name the directory of a run with rollout.at_update=refresh or keep"
+        remedy = "name the directory of a run with rollout.at_update=finish, refresh or keep"
         yield _error(recipe.train.replay, no_plan(recorded), remedy)
+        return
+    if (problem := other_format(plans)) is not None:
+        yield _error(recipe.train.replay, problem, "replay it with that version of megarl")
         return
     if recorded.path.resolve() == (Path(recipe.runs_dir) / recipe.name).resolve():
         yield _error(
@@ -93,6 +101,7 @@ def open_tape(recipe: Recipe, place: RunPlace) -> RunTape | None:
     number = max([-1 if saved_by is None else saved_by, *numbers]) + 1
     header = {
         "segment": number,
+        "format": TAPE_FORMAT,
         "after": after,
         "resumed": resumed,
         "unlogged": place.first_step <= after,
@@ -124,7 +133,8 @@ def _plan_of(recipe: Recipe, recorded: Path, header: Record) -> ReplayPlan:
             first = RunDirectory(recorded.parent).checkpoints / checkpoint_name(plans[0].segment.after)
             remedy = f"start where the recorded run started: train.resume={first}, or a replay's checkpoint"
         raise _error(replay, problem, remedy)
-    differences = [name for name, value in plan.segment.identity.items() if header["identity"].get(name) != value]
+    recorded_identity, identity = (_without_paths(each) for each in (plan.segment.identity, header["identity"]))
+    differences = [name for name, value in recorded_identity.items() if identity.get(name) != value]
     if differences:
         problem = f"the recorded run had another {', '.join(differences)}"
         raise _error(replay, problem, "replay it with the model and the data that it was started with")
@@ -133,6 +143,16 @@ def _plan_of(recipe: Recipe, recorded: Path, header: Record) -> ReplayPlan:
         problem = f"after step {after} the recorded run had other settings: {_shown(settings)}"
         raise _error(replay, problem, f"use {recipe_file(recorded, plan.segment.number)}")
     return plan
+
+
+def _without_paths(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an identity without the paths of its models, which may have moved: digests of the weights identify them."""
+    return {
+        name: {key: part for key, part in value.items() if key != "path"}
+        if name in ("model", "critic") and value
+        else value
+        for name, value in identity.items()
+    }
 
 
 def _starts_as(plan: ReplayPlan, header: Record) -> bool:

@@ -55,7 +55,7 @@ def check_scorers(survey: Survey) -> None:
     assert prepared is not None
     with survey.part("reward"):
         prepare_rewards(recipe, prepared)
-    if recipe.reward.uses_judge:
+    if recipe.asks_judge:
         with survey.part(JUDGE):
             check_judge(recipe, survey.configs[JUDGE], prepared.prompt_sets)
     if survey.available.training:

@@ -243,7 +243,7 @@ class TrainConfig:
     )
     replay: Optional[str] = key(
         None,
-        "Directory of a run to repeat. Requests, updates of the weights and batches follow that run's `tape/`, so a run with `rollout.at_update` refresh or keep gives the same numbers again, to the last bit on a CPU in float32. `megarl replay` starts it. Not set: no replay.",
+        "Directory of a run to repeat. Requests, updates of the weights and batches follow that run's `tape/`, so a run with `rollout.at_update` finish, refresh or keep gives the same numbers again, to the last bit on a CPU in float32. `megarl replay` starts it. Not set: no replay.",
     )
 
 
@@ -342,3 +342,8 @@ class Recipe:
     cluster: ClusterConfig = key(ClusterConfig, "")
     weight_sync: WeightSyncConfig = key(WeightSyncConfig, "")
     observe: ObserveConfig = key(ObserveConfig, "")
+
+    @property
+    def asks_judge(self) -> bool:
+        """True if the judge's engines run. A replay adds the recorded verdicts without them."""
+        return self.reward.uses_judge and self.train.replay is None

@@ -21,6 +21,7 @@ from megarl.algorithms.shaping import add_overlong_penalty, has_spread
 from megarl.cluster.calls import StallTimer, attach
 from megarl.data.dataset import sampler_of
 from megarl.data.prompts import PromptDataset
+from megarl.engines.tape import Record
 from megarl.recipe.derived.at_update import is_continuous, update_rule, window_groups
 from megarl.recipe.derived.seeded import samples_are_seeded
 from megarl.recipe.schema import Recipe
@@ -29,7 +30,7 @@ from megarl.rollout.dispatch import Dispatch, Finishing
 from megarl.rollout.engine_handle import SamplingEngine
 from megarl.rollout.metrics import agent_figures, sampled_figures
 from megarl.rollout.source import Batch
-from megarl.rollout.tape import Arrivals
+from megarl.rollout.tape import Arrivals, Loaded
 from megarl.rollout.unscored_groups import FailedShare, scoring_counts, scoring_notice
 from megarl.rollout.waiting import Reason, Waiting
 from megarl.types import DataRef, GenerationRequest, InlineData, Sampling, derived_seed
@@ -101,9 +102,7 @@ class EnginesSource:
     def admit(self, version: int) -> None:
         with self._change:
             self._stall_timer.reset()
-            if not self._arrivals.may_take_version(version):
-                self._wait(lambda: self._arrivals.may_take_version(version))
-            self._arrivals.took_version(version)
+            self._await_turn({"version": version})
             self.admission.version = version
             self._dispatch.add_version(version)
             self._start_groups()
@@ -155,9 +154,11 @@ class EnginesSource:
             return
         with self._change:
             self._stall_timer.reset()
+            self._await_turn({"newest": version})
             self._dispatch.add_version(version)
             self._dispatch.finish_all()
             self._load_weights()
+            self._handle_due()
             self._wait(lambda: not self._dispatch.behind)
 
     def close(self) -> None:
@@ -189,16 +190,23 @@ class EnginesSource:
             counters = AdmissionState(state["counters"]["admitted"], state["counters"]["closed"])
             self.admission.restore(counters, state["gathered"], state["waiting"], self._interrupted)
 
+    def _await_turn(self, record: Record) -> None:
+        """Wait until `record` is the next on a replayed tape, and write it. Without a replay: write it."""
+        if not self._arrivals.may_take(record):
+            self._wait(lambda: self._arrivals.may_take(record))
+        self._arrivals.took(record)
+
     def _wait(self, condition: Callable[[], bool]) -> None:
         """Wait for `condition`. Raises an engine's error, or if a process has died or no group finishes within
         `rollout.timeout`."""
+        began = time.monotonic()
         while not self._change.wait_for(lambda: self._error is not None or condition(), timeout=1.0):
             self._change.release()
             try:
                 self.check_processes()
             finally:
                 self._change.acquire()
-            self._check_loads()
+            self._check_loads(began)
             if self.admission.running:
                 waiting = self.admission.unfinished()
                 self._stall_timer.check(len(waiting), f"number {waiting[0]}")
@@ -236,23 +244,22 @@ class EnginesSource:
             self.engines[engine].load_weights().add_done_callback(functools.partial(self._loaded, engine))
 
     def _loaded(self, engine: int, result: Future[int]) -> None:
-        """Start groups on an engine that has loaded weights, in a thread of the transport."""
+        """Note that an engine has loaded weights, in a thread of the transport."""
         try:
             version = result.result()
             with self._change:
                 self._load_seconds += time.monotonic() - self._loads.pop(engine)
-                self._dispatch.loaded(engine, version)
-                self._start_groups()
-                self._observe()
-                self._change.notify_all()
+                self._arrivals.add_load(Loaded(engine, version))
+                self._handle_due()
         except BaseException as error:  # noqa: BLE001 -- the controller raises it
             self._fail(error)
 
-    def _check_loads(self) -> None:
-        """Raise RuntimeError if an engine loads weights for longer than `rollout.start_timeout`."""
+    def _check_loads(self, since: float) -> None:
+        """Raise RuntimeError if an engine loads weights for longer than `rollout.start_timeout`, counted from `since` at the
+        earliest: while the trainers train, an engine of a replay may wait for the update that it loads."""
         limit = self.recipe.rollout.start_timeout
         for engine, begin in self._loads.items():
-            if (seconds := time.monotonic() - begin) > limit:
+            if (seconds := time.monotonic() - max(begin, since)) > limit:
                 raise RuntimeError(
                     f"{self.engines[engine].name} has not loaded new weights from host memory within {seconds:.0f} s "
                     "(rollout.start_timeout); see its log in the run's logs/"
@@ -292,12 +299,16 @@ class EnginesSource:
             self._fail(error)
 
     def _handle_due(self) -> None:
-        """Handle arrived groups whose turn it is. Call with the lock."""
-        for group, arrival in self._arrivals.due():
-            self._dispatch.remove(arrival.engine)
-            self._failed_share.add(group)
-            self.admission.finish(group, arrival.accepted)
-            self._observe(group.scoring_seconds + group.judge_seconds)
+        """Handle arrived groups and loaded weights whose turn it is. Call with the lock."""
+        for due in self._arrivals.due():
+            if isinstance(due, Loaded):
+                self._dispatch.loaded(due.engine, due.version)
+            else:
+                group, arrival = due
+                self._dispatch.remove(arrival.engine)
+                self._failed_share.add(group)
+                self.admission.finish(group, arrival.accepted)
+                self._observe(group.scoring_seconds + group.judge_seconds)
             self._start_groups()
         self._observe()
         self._change.notify_all()

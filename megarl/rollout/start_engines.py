@@ -99,9 +99,9 @@ def start_teacher(recipe: Recipe, platform: Any, cluster: Cluster) -> list[Teach
 
 
 def start_judge(recipe: Recipe, platform: Any, cluster: Cluster) -> list[JudgeHandle]:
-    """Start the judge's engines; none if no reward uses the judge."""
+    """Start the judge's engines; none if no reward uses the judge, and in a replay."""
     judge = recipe.judge
-    specs = [judge_spec(recipe, f"judge{number}") for number in range(judge.engines if recipe.reward.uses_judge else 0)]
+    specs = [judge_spec(recipe, f"judge{number}") for number in range(judge.engines if recipe.asks_judge else 0)]
     args = (judge, recipe.train.seed if samples_are_seeded(recipe) else None)
     return [JudgeHandle(_start(JUDGE_SERVER, judge.engine, spec, args, recipe, platform, cluster)) for spec in specs]
 

@@ -1,16 +1,22 @@
 """The tape of a run: what the controller did in which order, beside the tapes of the engines. A replay repeats it.
 
 Batches depend on the order in which groups arrive, and engines on the steps at which requests and updates enter. The tape
-records both, as `tape/controller.jsonl` and a file per engine (`megarl.engines.tape`)::
+records both, as `tape/controller.jsonl` and a file per engine (`megarl.engines.tape`), and the verdicts of a judge
+(`megarl.rollout.judge.tape`)::
 
-    {"segment": 0, "after": 0, "resumed": null, "unlogged": false, "identity": {...}}
+    {"segment": 0, "format": 2, "after": 0, "resumed": null, "unlogged": false, "identity": {...}}
     {"version": 0}
     {"group": 3, "tokens": 812, "checksum": "5d1f0a3c"}
+    {"loaded": 1, "weights": 1}
+    {"newest": 1}
     {"saved": 0}
     {"ended": true}
 
-A start of the run begins a segment. `after`: the step that it resumed after. `resumed`: the segment that saved this
-checkpoint. `unlogged`: that segment ended before it wrote the step's metrics. `identity`: of model, data and seed.
+A start of the run begins a segment. `format`: `TAPE_FORMAT` of the megarl that wrote it. `after`: the step that it resumed
+after. `resumed`: the segment that saved this checkpoint. `unlogged`: that segment ended before it wrote the step's metrics.
+`identity`: of model, data and seed. With `rollout.at_update: finish`, `loaded` is the number of an engine that has loaded the
+version `weights` from host memory, and `newest` the version that all engines load for an evaluation. A bundle of a failed step
+(`megarl replay --bundle`) has `{"failed": 3}` as its last record.
 """
 
 from __future__ import annotations
@@ -25,9 +31,14 @@ from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
 from megarl.engines.tape import Record, ReplayError, TapeFile, TapeSpec, read_segments
+from megarl.rollout.judge.tape import Verdicts
 from megarl.types import Group
 
 A = TypeVar("A")
+TAPE_FORMAT = 2
+"""Number of the format of the tape, in the header of each segment. Segments without a number have format 1: they were written
+before loads were recorded. Increase it with each change after which an older tape cannot be replayed."""
+_ARRIVALS = ("group", "loaded")  # kinds of records that wait for an engine
 
 
 @dataclass(frozen=True)
@@ -40,11 +51,17 @@ class TapeSegment:
     unlogged: bool
     identity: Mapping[str, Any]
     records: Sequence[Record]
+    format: int = TAPE_FORMAT
 
     @property
     def ended(self) -> bool:
         """Whether the run took its last step in this segment."""
         return bool(self.records) and "ended" in self.records[-1]
+
+    @property
+    def failed_step(self) -> int | None:
+        """The step in which the run failed, which a bundle repeats; None otherwise."""
+        return self.records[-1].get("failed") if self.records else None
 
     @property
     def last_step(self) -> int:
@@ -70,9 +87,29 @@ def segments_of(folder: Path) -> list[TapeSegment]:
     if not path.is_file():
         return []
     return [
-        TapeSegment(number, header["after"], header["resumed"], header["unlogged"], header["identity"], records)
+        TapeSegment(
+            number,
+            header["after"],
+            header["resumed"],
+            header["unlogged"],
+            header["identity"],
+            records,
+            header.get("format", 1),
+        )
         for number, (header, *records) in sorted(read_segments(path).items())
     ]
+
+
+def other_format(plans: Sequence[ReplayPlan]) -> str | None:
+    """Return why segments of an older or newer format cannot be replayed; None if all have this megarl's."""
+    other = next((plan.segment for plan in plans if plan.segment.format != TAPE_FORMAT), None)
+    if other is None:
+        return None
+    age = "an earlier" if other.format < TAPE_FORMAT else "a later"
+    return (
+        f"segment {other.number} of the tape has format {other.format}, of {age} megarl, and this megarl replays format "
+        f"{TAPE_FORMAT}"
+    )
 
 
 def history(segments: Sequence[TapeSegment]) -> list[ReplayPlan]:
@@ -95,6 +132,8 @@ def history(segments: Sequence[TapeSegment]) -> list[ReplayPlan]:
     last = chain[-1]
     if last.ended:
         return [*plans, ReplayPlan(last, None)]
+    if last.failed_step is not None:
+        return [*plans, ReplayPlan(last, last.failed_step)]
     began = last.unlogged or last.last_step > last.after
     return [*plans, ReplayPlan(last, last.last_step)] if began else plans
 
@@ -130,7 +169,13 @@ class RunTape:
         path = str(self.folder / f"{name}.jsonl")
         if self.plan is None or self.recorded is None:
             return TapeSpec(path, self.header["segment"])
-        return TapeSpec(path, self.header["segment"], str(self.recorded / f"{name}.jsonl"), self.plan.segment.number)
+        segment, recorded = self.plan.segment, str(self.recorded / f"{name}.jsonl")
+        fails = segment.failed_step is not None
+        return TapeSpec(path, self.header["segment"], recorded, segment.number, fails)
+
+    def verdicts(self) -> Verdicts:
+        """Open the file of the judge's verdicts."""
+        return Verdicts.of(self.of_engine("judge"))
 
     def arrivals(self) -> Arrivals[Any]:
         """Open the controller's file."""
@@ -142,8 +187,17 @@ class RunTape:
         return Arrivals(file, self.header["segment"], segment.records, source)
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """An engine, by its index, that has loaded weights of `version` from host memory."""
+
+    engine: int
+    version: int
+
+
 class Arrivals(Generic[A]):
-    """Order in which the controller handles groups, weight versions and saves: recorded, and in a replay as recorded.
+    """Order in which the controller handles groups, loads of engines, weight versions and saves: recorded, and in a replay as
+    recorded.
 
     Not thread-safe: the caller needs a lock. `recorded`: records of a segment; None: handle groups as they arrive.
     `source`: where they are recorded, for messages.
@@ -160,47 +214,57 @@ class Arrivals(Generic[A]):
         self._source = source
         self._file = file
         self._recorded = None if recorded is None else deque(recorded)
-        self._arrived: dict[int, tuple[Group, A]] = {}
+        self._arrived: dict[
+            tuple[str, int], tuple[Group, A] | Loaded
+        ] = {}  # by kind, and number of the group or engine
 
     def add(self, group: Group, note: A) -> None:
         """Add a group that has arrived. `due` returns it, with its note, when it is its turn."""
-        self._arrived[group.number] = (group, note)
+        self._arrived["group", group.number] = (group, note)
 
-    def due(self) -> Iterator[tuple[Group, A]]:
-        """Yield the groups whose turn it is. Raises ReplayError for a group that differs from the recorded one."""
-        while (number := self._next_group()) is not None:
-            group, note = self._arrived.pop(number)
-            record = _record_of(group)
+    def add_load(self, loaded: Loaded) -> None:
+        """Add an engine that has loaded weights. `due` returns it when it is its turn."""
+        self._arrived["loaded", loaded.engine] = loaded
+
+    def due(self) -> Iterator[tuple[Group, A] | Loaded]:
+        """Yield the groups and loads that are due. Raises ReplayError for one that differs from its record."""
+        while (key := self._next_arrival()) is not None:
+            arrival = self._arrived.pop(key)
+            record = _record_of_load(arrival) if isinstance(arrival, Loaded) else _record_of(arrival[0])
             if self._recorded is not None:
                 _check_equal(record, self._recorded.popleft())
             self._write(record)
-            yield group, note
+            yield arrival
 
-    def _next_group(self) -> int | None:
+    def _next_arrival(self) -> tuple[str, int] | None:
         if self._recorded is None:
             return next(iter(self._arrived), None)
-        if not self._recorded or self._recorded[0].get("group") not in self._arrived:
-            return None
-        return int(self._recorded[0]["group"])
+        following = self._recorded[0] if self._recorded else {}
+        key = next(((kind, int(following[kind])) for kind in _ARRIVALS if kind in following), None)
+        return key if key in self._arrived else None
 
     def check_more_groups(self) -> None:
         """Raise ReplayError if a batch lacks groups, but in the recorded run no further group arrived before the next step."""
-        following = next((record for record in self._recorded or () if "saved" not in record), {})
+        following = next((record for record in self._recorded or () if not {"saved", "loaded"} & record.keys()), {})
+        if "failed" in following:  # an engine failed before a further group arrived, and does so again
+            return
         if self._recorded is not None and "group" not in following:
             self._raise_missing("group", following)
 
-    def may_take_version(self, version: int) -> bool:
-        """Return whether engines may be given groups of `version` now: all groups recorded before have been handled.
+    def may_take(self, record: Record) -> bool:
+        """Return whether it is the turn of `record`, {"version": 3} or {"newest": 3}: all arrivals recorded before have been
+        handled. The engines may then be given groups of this version, or load it for an evaluation.
 
-        Raises ReplayError if the version is not recorded next.
+        Raises ReplayError if it is not recorded next.
         """
         self._skip_saves()
         if self._recorded is None:
             return True
         following = self._recorded[0] if self._recorded else {}
-        if "group" not in following and following != {"version": version}:
-            self._raise_missing(f"version {version}", following)
-        return following == {"version": version}
+        if not any(kind in following for kind in _ARRIVALS) and following != record:
+            ((kind, version),) = record.items()
+            self._raise_missing(f"{kind} {version}", following)
+        return following == record
 
     def _raise_missing(self, needed: str, following: Record) -> NoReturn:
         end = f"continues with {json.dumps(following)}" if following else "ends"
@@ -220,8 +284,9 @@ class Arrivals(Generic[A]):
             "rollout.timeout if engines are slow."
         )
 
-    def took_version(self, version: int) -> None:
-        self._write({"version": version})
+    def took(self, record: Record) -> None:
+        """Write a record for which `may_take` returned True."""
+        self._write(record)
         if self._recorded:
             self._recorded.popleft()
 
@@ -256,9 +321,18 @@ def _record_of(group: Group) -> Record:
     return {"group": group.number, "tokens": sum(lengths), "checksum": f"{checksum:08x}"}
 
 
+def _record_of_load(loaded: Loaded) -> Record:
+    return {"loaded": loaded.engine, "weights": loaded.version}
+
+
 def _check_equal(record: Record, recorded: Record) -> None:
     if record == recorded:
         return
+    if "loaded" in record:
+        raise ReplayError(
+            f"engine {record['loaded']} has loaded version {record['weights']} of the weights, in the recorded run version "
+            f"{recorded['weights']}: the tapes of the controller and of this engine do not belong together"
+        )
     tokens = (
         f"{record['tokens']} tokens here and {recorded['tokens']} in the recorded run"
         if record["tokens"] != recorded["tokens"]

@@ -16,6 +16,7 @@ from megarl.engines.tape import TapeFile
 from megarl.errors import InputError
 from megarl.observe.run_dir import RunDirectory
 from megarl.recipe.load import read_recipe, to_yaml
+from megarl.rollout.tape import TAPE_FORMAT
 
 IN_FLIGHT = ["cluster.placement=disaggregated", "rollout.max_staleness=2", "model.path=some/model"]
 ENDED = ({"version": 0}, {"ended": True})
@@ -38,7 +39,14 @@ class Recorded:
             self.base, [*IN_FLIGHT, f"train.steps={steps}", "train.resume=auto", "name=earlier"]
         ).recipe
         (self.run.tape / f"recipe-{self.segments}.yaml").write_text(to_yaml(recipe))
-        header = {"segment": self.segments, "after": after, "resumed": resumed, "unlogged": unlogged, "identity": {}}
+        header = {
+            "segment": self.segments,
+            "format": TAPE_FORMAT,
+            "after": after,
+            "resumed": resumed,
+            "unlogged": unlogged,
+            "identity": {},
+        }
         file = TapeFile(self.run.tape / "controller.jsonl", header)
         for record in records:
             file.write(record)
@@ -65,7 +73,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The settings of each training; none of them runs."""
     called: list[list[str]] = []
 
-    def run_child(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
+    def run_child(arguments: Sequence[str], environ: Mapping[str, str], folder: Path | None) -> int:
         assert list(arguments[1:4]) == ["-m", "megarl", "train"]
         called.append([Path(arguments[4]).name, *arguments[5:]])
         write_metrics(RunDirectory(Path(arguments[4]).parents[2] / "moved-replay"), REPEATED)

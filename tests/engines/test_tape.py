@@ -326,6 +326,73 @@ def test_a_replay_sleeps_and_wakes_at_the_recorded_steps(tmp_path: Path) -> None
         assert read_segments(tmp_path / "repeated.jsonl")[seed][1:] == read_segments(recorded)[0][1:]
 
 
+class StagingBackend(CountingBackend):
+    """Keeps each update but the first in host memory, as with `rollout.at_update: finish`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.staged: int | None = None
+
+    def update_weights(self, version: int, running: int) -> UpdateReport:
+        if not version:
+            return super().update_weights(version, running)
+        self.staged = version
+        return UpdateReport(version, {}, 0, 0, 0, {})
+
+    def load_weights(self, running: int) -> int:
+        assert not running
+        self.version = self.version if self.staged is None else self.staged
+        return self.version
+
+
+def test_a_replay_loads_the_same_version_before_the_same_step(tmp_path: Path) -> None:
+    """A load and an update meet at a moment of time: the tape decides which version the load brings."""
+
+    def play(engine: BackedEngine, load_waits: bool) -> list[int]:
+        """Load while version 2 arrives; `load_waits`: the load arrives first, or the update."""
+        loaded = []
+        engine.update_weights(0)
+        for version in (1, 2, 3):
+            engine.generate([request(version, 4)], lambda *_: None)
+            with ThreadPoolExecutor(2) as pool:
+                calls = [
+                    lambda version=version: engine.update_weights(version),
+                    lambda: loaded.append(engine.load_weights()),
+                ]
+                for call in reversed(calls) if load_waits else calls:
+                    pool.submit(call)
+                    time.sleep(0.02)
+        return loaded
+
+    recorded = tmp_path / "recorded.jsonl"
+    engine, backend = engine_of(TapeSpec(str(recorded), 0), StagingBackend())
+    versions = play(engine, load_waits=True)
+    engine.shutdown()
+    assert versions == [0, 1, 2]
+    assert [record["event"] for record in read_segments(recorded)[0][1:]].count("load") == 3
+    again, repeated = engine_of(TapeSpec(str(tmp_path / "new.jsonl"), 0, str(recorded), 0), StagingBackend())
+    assert play(again, load_waits=False) == versions
+    again.shutdown()
+    assert repeated.steps == backend.steps
+    unordered, _ = engine_of(None, StagingBackend())
+    assert play(unordered, load_waits=False) == [1, 2, 3], "the test can fail"
+    unordered.shutdown()
+
+
+def test_a_load_after_the_end_of_a_tape_waits(tmp_path: Path) -> None:
+    """A killed run's controller sent it, and the engine was killed before it loaded."""
+    path = tmp_path / "tape.jsonl"
+    TapeFile(path, {"segment": 0}).close()
+    engine, _ = engine_of(TapeSpec(str(tmp_path / "new.jsonl"), 0, str(path), 0), StagingBackend())
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(engine.load_weights)
+        time.sleep(0.05)
+        assert not call.done()
+        engine.shutdown()
+        with pytest.raises(EngineDead, match="was shut down"):
+            call.result(5)
+
+
 def test_an_engine_does_not_create_the_folder_of_the_tape(tmp_path: Path) -> None:
     """On a machine that does not share it, the tape would be lost."""
     with pytest.raises(FileNotFoundError, match=r"does not exist on this machine.*set runs_dir"):

@@ -7,15 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from megarl.engines.specs import first_specs
 from megarl.engines.tape import TapeFile
 from megarl.errors import RecipeError
 from megarl.observe.run_dir import RunDirectory
+from megarl.preflight.engines_and_devices import demand_of
 from megarl.preflight.load import load_recipe
+from megarl.preflight.models import models_of
 from megarl.preflight.replay import open_tape, recipe_file, replay_errors, write_recipe
 from megarl.preflight.run_directory import RunPlace
 from megarl.recipe.load import read_recipe, to_yaml
 from megarl.recipe.schema import Recipe
-from megarl.rollout.tape import history, segments_of
+from megarl.rollout.tape import TAPE_FORMAT, history, segments_of
 
 IN_FLIGHT = ["cluster.placement=disaggregated", "rollout.max_staleness=2"]
 IDENTITY = {"train.seed": 0, "model": {"weights": "abc"}}
@@ -64,10 +67,6 @@ REPLAY = "train.replay=runs/recorded"
         ([], "it repeats without a tape"),
         (["train.source=sft", "algorithm.loss=sft", "algorithm.advantage=none"], "it repeats without a tape"),
         ([*IN_FLIGHT, "rollout.data_parallel=2", "rollout.engines=2"], "rollout.data_parallel"),
-        (
-            [*IN_FLIGHT, "reward.function=judge", "judge.path=some/judge", "judge.prompt=How good is {{ response }}?"],
-            "the judge's batches depend on time",
-        ),
     ],
 )
 def test_runs_without_a_tape_are_refused(file: Path, overrides: list[str], words: str) -> None:
@@ -80,10 +79,6 @@ def test_runs_without_a_tape_are_refused(file: Path, overrides: list[str], words
         (None, "recorded is not the directory of a run"),
         ([], "recorded has no tape: it has no requests whose weights or batches depend on time"),
         ([*IN_FLIGHT, "rollout.data_parallel=2"], "recorded has no tape: engines of a group"),
-        (
-            [*IN_FLIGHT, "rollout.at_update=finish"],
-            "recorded has no tape: the tape does not record when an engine loads",
-        ),
         (IN_FLIGHT, "recorded has no tape: it ended before its first step, or tape/controller.jsonl was deleted"),
     ],
 )
@@ -122,6 +117,31 @@ def test_a_setting_that_an_older_recipe_lacks_had_its_default(file: Path, tmp_pa
 def test_the_recorded_directory_is_not_written(file: Path, tmp_path: Path) -> None:
     record(file, 0, 1)
     assert "into the recorded run" in error_of(file, *IN_FLIGHT, f"train.replay={tmp_path}/runs/recorded")
+
+
+def test_a_tape_of_an_earlier_format_is_refused_by_its_number(file: Path, tmp_path: Path) -> None:
+    record(file, 0, 1)
+    tape = tmp_path / "runs" / "recorded" / "tape" / "controller.jsonl"
+    tape.write_text(tape.read_text().replace(f'"format":{TAPE_FORMAT},', ""))
+    text = error_of(file, f"train.replay={tmp_path}/runs/recorded", "name=again", *IN_FLIGHT)
+    assert "segment 0 of the tape has format 1, of an earlier megarl" in text
+
+
+def test_a_run_with_finish_has_a_tape(file: Path) -> None:
+    recipe = load_recipe(file, [*IN_FLIGHT, "rollout.at_update=finish"])
+    tape = open_tape(recipe, place(recipe))
+    assert tape is not None and tape.header["format"] == TAPE_FORMAT
+
+
+def test_a_replay_needs_no_judge(file: Path, tmp_path: Path) -> None:
+    """It reads the recorded verdicts, so that it needs neither the judge's model nor its devices."""
+    judge = ["reward.function=judge", "judge.path=some/judge", "judge.prompt=How good is {{ response }}?"]
+    recipe = load_recipe(file, [*IN_FLIGHT, *judge])
+    assert open_tape(recipe, place(recipe)) is not None
+    assert demand_of(recipe).devices == 3 and "judge.path" in models_of(recipe)
+    replay = load_recipe(file, [*IN_FLIGHT, *judge, "train.replay=runs/recorded"])
+    assert demand_of(replay).devices == 2 and "judge.path" not in models_of(replay)
+    assert not any(spec.name == "judge0" for _, spec in first_specs(replay, training=True))
 
 
 def test_a_replay_starts_where_the_recorded_run_started(file: Path, tmp_path: Path) -> None:

@@ -16,7 +16,16 @@ from megarl.engines.tape import ReplayError
 from megarl.recipe.schema import Recipe
 from megarl.rollout.engine_handle import EngineHandle
 from megarl.rollout.source_engines import EnginesSource
-from megarl.rollout.tape import Arrivals, ReplayPlan, RunTape, TapeSegment, history, segments_of
+from megarl.rollout.tape import (
+    TAPE_FORMAT,
+    Arrivals,
+    ReplayPlan,
+    RunTape,
+    TapeSegment,
+    history,
+    other_format,
+    segments_of,
+)
 from megarl.types import Group, InlineData, Prompt, Sample
 from tests.rollout.test_source import FakeService, Prompts
 
@@ -39,6 +48,27 @@ class SlowService(FakeService):
         rewards = (0.0, self.reward)
         samples = [Sample(number, i, InlineData([]), 3, 10 + number, 10 + i, reward=rewards[i]) for i in range(2)]
         done.set_result((Group(number, f"row/{number}", "test", samples, None, ()), InlineData([])))
+
+
+class LoadingService(SlowService):
+    """Receives weights with `received`, and loads them after a random time. `repeated`: the versions of a recorded run's
+    loads, which the engine's tape repeats; None: the newest that it has received."""
+
+    def __init__(self, order: random.Random, repeated: list[int] | None = None) -> None:
+        super().__init__(order)
+        self.received, self.repeated, self.loads = 0, repeated, list[int]()
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        if method == "submit":
+            return super().call(method, *arguments)
+        assert method == "load_weights"
+        done: Future[Any] = Future()
+        threading.Timer(self.order.random() * 0.03, self._load, (done,)).start()
+        return done
+
+    def _load(self, done: Future[Any]) -> None:
+        self.loads.append(self.received if self.repeated is None else self.repeated[len(self.loads)])
+        done.set_result(self.loads[-1])
 
 
 def recipe(**rollout: Any) -> Recipe:
@@ -101,6 +131,79 @@ def test_a_replay_repeats_batches_engines_and_saved_states(tmp_path: Path) -> No
         assert (folder / "controller.jsonl").read_bytes() == (tmp_path / "recorded" / "controller.jsonl").read_bytes()
 
 
+def finished(
+    folder: Path, seed: int, plan: ReplayPlan | None = None, loads: list[list[int]] | None = None
+) -> tuple[list[list[int]], list[LoadingService]]:
+    """Play a run with `rollout.at_update: finish`; returns its batches and its engines."""
+    order = random.Random(seed)
+    folder.mkdir()
+    services = [LoadingService(order, loads and loads[index]) for index in range(2)]
+    tape = RunTape(folder, header(), folder.with_name("recorded"), plan)
+    settings = recipe(at_update="finish")
+    source = source_of(services, tape.arrivals(), settings)
+    batches = []
+    for step in range(1, STEPS + 1):
+        for service in services:
+            threading.Event().wait(order.random() * 0.02)
+            service.received = step - 1
+        if step == 4:
+            source.load_newest(step - 1)
+            assert all(service.loads[-1] == step - 1 for service in services)
+        source.admit(step - 1)
+        batches.append([group.number for group in source.take(PROMPTS_PER_STEP).groups])
+    source.close()
+    return batches, services
+
+
+def test_a_replay_with_finish_repeats_engines_and_the_order_of_their_loads(tmp_path: Path) -> None:
+    """Loaded versions decide the engine and the version of the next groups."""
+    batches, services = finished(tmp_path / "recorded", seed=1)
+    waves, loads = [service.waves for service in services], [service.loads for service in services]
+    (plan,) = history(segments_of(tmp_path / "recorded"))
+    assert plan.last_step is None and all(len(of_engine) > 2 for of_engine in loads)
+    assert sum("newest" in record for record in plan.segment.records) == 1
+    for seed in range(2, 6):
+        again, repeated = finished(tmp_path / f"replay{seed}", seed, plan, loads)
+        assert again == batches
+        for service, recorded in zip(repeated, loads, strict=True):  # the last load may not end before the run
+            assert len(service.loads) >= len(recorded) - 1 and service.loads == recorded[: len(service.loads)]
+        assert [list(chain(*service.waves)) for service in repeated] == [list(chain(*each)) for each in waves]
+
+
+def test_other_moments_give_other_engines_with_finish(tmp_path: Path) -> None:
+    """The test above can fail."""
+    runs = []
+    for seed in range(3):
+        (tmp_path / str(seed)).mkdir()
+        _, services = finished(tmp_path / str(seed) / "run", seed)
+        runs.append([list(chain(*service.waves)) for service in services])
+    assert any(run != runs[0] for run in runs)
+
+
+def test_a_load_of_another_version_ends_the_replay(tmp_path: Path) -> None:
+    """The tape of the engine belongs to another run."""
+    _, services = finished(tmp_path / "recorded", seed=1)
+    (plan,) = history(segments_of(tmp_path / "recorded"))
+    loads = [[7] * len(service.loads) for service in services]
+    with pytest.raises(
+        ReplayError, match=r"engine \d has loaded version 7 of the weights, in the recorded run version \d"
+    ):
+        finished(tmp_path / "replay", 2, plan, loads)
+
+
+def test_a_tape_of_another_format_is_named(tmp_path: Path) -> None:
+    (tmp_path / "controller.jsonl").write_text(
+        '{"segment":0,"after":0,"resumed":null,"unlogged":false,"identity":{}}\n{"version":1}\n'
+    )
+    (old,) = history(segments_of(tmp_path))
+    assert old.segment.format == 1 and "segment 0 of the tape has format 1, of an earlier megarl" in str(
+        other_format([old])
+    )
+    new = ReplayPlan(replace(old.segment, format=TAPE_FORMAT + 1), 1)
+    assert "of a later megarl" in str(other_format([new]))
+    assert other_format([ReplayPlan(replace(old.segment, format=TAPE_FORMAT), 1)]) is None
+
+
 def test_other_moments_give_other_batches_without_a_replay(tmp_path: Path) -> None:
     """The test above can fail."""
     runs = [played(tmp_path / str(seed), seed)[0] for seed in range(4)]
@@ -133,7 +236,7 @@ def test_a_tape_that_is_too_short_ends_the_replay(tmp_path: Path, cut_at: str, m
     played(tmp_path / "recorded", seed=1, saves=())
     (plan,) = history(segments_of(tmp_path / "recorded"))
     records = list(plan.segment.records)
-    end = records.index({"version": 4}) - (2 if cut_at == "group" else 0)
+    end = records.index({"version": 0}) + 1 if cut_at == "group" else records.index({"version": 4})
     short = ReplayPlan(replace(plan.segment, records=records[:end]), plan.last_step)
     with pytest.raises(ReplayError, match=rf"{missing}") as error:
         played(tmp_path / "replay", 2, short, tmp_path / "recorded", saves=())

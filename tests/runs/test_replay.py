@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import time
@@ -30,6 +31,7 @@ IN_FLIGHT = [
     "evaluation.every=3",
     "actor.optimizer.lr=1e-2",
     "train.save_every=2",
+    "train.stop_after_skipped=0",  # at this learning rate, all samples of a group may soon have equal rewards
 ]
 
 
@@ -37,7 +39,12 @@ def recorded(data: Path, runs: Path, *more: str) -> Path:
     done = train(data, runs, "recorded", *IN_FLIGHT, *more)
     assert done.returncode == 0, done.stderr + done.stdout
     lines = metrics(runs / "recorded")
-    assert max(line.get("rollout/spans_mean", 1) for line in lines) > 1, "no update met a running request"
+    if "rollout.at_update=finish" in more:
+        assert max(line["rollout/engines_behind"] for line in lines) > 0, (
+            "all engines had the newest weights in each step"
+        )
+    else:
+        assert max(line.get("rollout/spans_mean", 1) for line in lines) > 1, "no update met a running request"
     return runs / "recorded"
 
 
@@ -64,9 +71,36 @@ def test_a_replay_of_colocated_engines_is_bit_equal(quickstart_data: Path, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["refresh", "keep"])
+@pytest.mark.parametrize("rule", ["finish", "refresh", "keep"])
 def test_a_replay_of_30_steps_is_bit_equal(quickstart_data: Path, tmp_path: Path, rule: str) -> None:
     assert_repeats(recorded(quickstart_data, tmp_path, "train.steps=30", f"rollout.at_update={rule}"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["raises_later", "nan_later"])
+def test_a_bundle_of_a_failed_step_fails_alike_elsewhere(quickstart_data: Path, tmp_path: Path, loss: str) -> None:
+    """The loss raises, or is not finite so that the run ends. The recorded run is not there when the bundle is replayed."""
+    planted = [
+        f"algorithm.loss={loss}",
+        "algorithm.clip_high=0.2",
+        "algorithm.modules=[tests.support.planted_loss]",
+        "train.stop_after_skipped=1",
+    ]
+    rule = ["rollout.at_update=finish", "evaluation.every=0", "evaluation.at_end=false", "train.steps=30"]
+    done = train(quickstart_data, tmp_path, "recorded", *IN_FLIGHT, *rule, *planted)
+    message = "planted failure" if loss == "raises_later" else "nothing was learned"
+    assert done.returncode == 1 and message in done.stderr, done.stderr
+    recorded, file = tmp_path / "recorded", tmp_path / "step.tar"
+    packed = replay(recorded, "--bundle", str(file))
+    assert packed.returncode == 0 and "its failure" in packed.stdout, packed.stdout + packed.stderr
+    recorded.rename(tmp_path / "gone")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    again = replay(file.rename(elsewhere / "failed.tar"))
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert re.search(rf"step \d+ fails as in the recorded run: .*{message}", again.stdout, re.DOTALL)
+    lines, steps = metrics(elsewhere / "failed" / "replay"), metrics(tmp_path / "gone")
+    assert len(lines) == len(steps) > 1 and without_times(lines) == without_times(steps)
 
 
 KILLS = 10
@@ -86,7 +120,7 @@ def kill_at(process: subprocess.Popen[bytes], run_directory: Path, steps: int, s
     """Kill a run and wait until its processes have ended, `seconds` after it has written `steps` more lines."""
     lines = run_directory / "metrics.jsonl"
     before = len(lines.read_text().splitlines()) if lines.exists() else 0
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + 600  # ten times what a start takes on an idle machine
     while not lines.exists() or len(lines.read_text().splitlines()) < before + steps:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
@@ -98,7 +132,7 @@ def kill_at(process: subprocess.Popen[bytes], run_directory: Path, steps: int, s
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(7200)
 def test_a_run_that_was_killed_repeats_from_its_tapes(quickstart_data: Path, tmp_path: Path) -> None:
     """Each resume samples the unfinished groups again, and the replay does so at the same steps."""
     order = random.Random(0)

@@ -19,7 +19,10 @@ from megarl.recipe.schema import RewardConfig
 from megarl.rewards.weighted import with_judgement
 from megarl.rollout.engine_handle import EngineHandle, JudgeHandle, SamplingEngine
 from megarl.rollout.judge.server import Judgement
-from megarl.types import DataRef, GenerationRequest, Group, Prompt, SampleFailure, SampleTokens
+from megarl.rollout.judge.tape import Verdicts
+from megarl.types import DataRef, GenerationRequest, Group, InlineData, Prompt, SampleFailure, SampleTokens
+
+_OF_A_REPLAY = "the recorded verdict, see samples/ of the recorded run"
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,15 @@ class _Engine:
 class Judge:
     """The judge's engines. A group goes to the engine with the fewest waiting groups."""
 
-    def __init__(self, settings: JudgeConfig, reward: RewardConfig, engines: Sequence[JudgeHandle]):
-        self.settings, self.reward = settings, reward
+    def __init__(
+        self,
+        settings: JudgeConfig,
+        reward: RewardConfig,
+        engines: Sequence[JudgeHandle],
+        verdicts: Verdicts | None = None,
+    ):
+        """verdicts: the tape that records them; None: no tape."""
+        self.settings, self.reward, self.verdicts = settings, reward, verdicts
         self.engines = [_Engine(engine) for engine in engines]
         self._lock = threading.Lock()
 
@@ -79,7 +89,9 @@ class Judge:
                 engine.waiting.discard(group.number)
                 engine.since = time.monotonic()
             judgements, texts = call.result()
-            self._add(group, judgements)
+            _add(group, judgements, self.settings, self.reward)
+            if self.verdicts is not None:
+                self.verdicts.write(group.number, judgements)
             group.judge_seconds = time.monotonic() - began
             result.set_result((group, JudgedData(data, texts)))
 
@@ -95,23 +107,42 @@ class Judge:
             engine.waiting.add(group)
             return engine
 
-    def _add(self, group: Group, judgements: Sequence[Judgement]) -> None:
-        for sample, judgement in zip(group.samples, judgements, strict=True):
-            group.scoring_retries += judgement.retries
-            if isinstance(judgement.result, SampleFailure):
-                group.failures += (judgement.result,)
-                sample.reward = math.nan
-                continue
-            score = judgement.result
-            sample.reward, sample.reward_parts = with_judgement(
-                sample.reward, sample.reward_parts, score, self.reward.functions.get(JUDGE), self.settings.right_from
-            )
+
+class RecordedJudge:
+    """The judge of a replay: it adds the recorded verdicts."""
+
+    def __init__(self, settings: JudgeConfig, reward: RewardConfig, verdicts: Verdicts):
+        self.settings, self.reward, self.verdicts = settings, reward, verdicts
+
+    def judge(self, group: Group, prompt: Prompt, data: DataRef, responses: DataRef) -> Future[tuple[Group, DataRef]]:
+        """Add the recorded judge's term to the rewards of `group`. Without a record, the result never comes: a killed run had
+        not judged the group, and its replay ends before it needs it."""
+        result: Future[tuple[Group, DataRef]] = Future()
+        judgements = self.verdicts.next(group.number)
+        if judgements is not None:
+            _add(group, judgements, self.settings, self.reward)
+            self.verdicts.write(group.number, judgements)
+            result.set_result((group, JudgedData(data, InlineData([_OF_A_REPLAY] * len(judgements)))))
+        return result
+
+
+def _add(group: Group, judgements: Sequence[Judgement], settings: JudgeConfig, reward: RewardConfig) -> None:
+    """Add the judge's term to the rewards of a group's samples."""
+    for sample, judgement in zip(group.samples, judgements, strict=True):
+        group.scoring_retries += judgement.retries
+        if isinstance(judgement.result, SampleFailure):
+            group.failures += (judgement.result,)
+            sample.reward = math.nan
+            continue
+        sample.reward, sample.reward_parts = with_judgement(
+            sample.reward, sample.reward_parts, judgement.result, reward.functions.get(JUDGE), settings.right_from
+        )
 
 
 class JudgedEngine:
     """A `SamplingEngine` that collects groups after the judge has scored them."""
 
-    def __init__(self, engine: EngineHandle, judge: Judge):
+    def __init__(self, engine: EngineHandle, judge: Judge | RecordedJudge):
         self.engine, self.judge = engine, judge
         self._prompts: dict[int, Prompt] = {}  # of groups in flight
 
@@ -167,14 +198,19 @@ def with_judge(
     engines: Sequence[EngineHandle],
     judges: Sequence[JudgeHandle],
     check: Callable[[], None],
+    verdicts: Verdicts | None = None,
 ) -> tuple[Sequence[SamplingEngine], Callable[[], None]]:
     """Return engines that collect groups scored by `judges`, and a check that also covers the judge.
 
-    Without judges, `engines` and `check` are returned unchanged.
+    verdicts: the tape of the verdicts; None: no tape. In a replay, recorded verdicts score the groups. Otherwise without
+    judges, `engines` and `check` are returned unchanged.
     """
+    if verdicts is not None and verdicts.replays:
+        recorded = RecordedJudge(settings, reward, verdicts)
+        return [JudgedEngine(engine, recorded) for engine in engines], check
     if not judges:
         return engines, check
-    judge = Judge(settings, reward, judges)
+    judge = Judge(settings, reward, judges, verdicts)
 
     def check_all() -> None:
         check()

@@ -1,0 +1,77 @@
+"""Layout of a bundle: a tar file without compression, whose first member describes it.
+
+::
+
+    bundle.json            `Description`
+    recorded/              a run directory: tape/, recipe.resolved.yaml, metrics.jsonl, the checkpoint that the step starts from
+    files/                 model/, data/0/train.parquet, ...: what the recipe names. Its paths are relative to the bundle
+    modules/               Python modules that the recipe names, and the local modules that they import
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+BUNDLE_FORMAT = 1
+DESCRIPTION = "bundle.json"
+RECORDED, FILES, MODULES = "recorded", "files", "modules"
+_LIBRARIES = ("megarl", "torch", "vllm", "transformers", "megatron-core", "ray", "numpy")
+
+
+@dataclass(frozen=True)
+class Description:
+    """The step that a bundle repeats, and the run that it belongs to.
+
+    run: name of the recorded run. after: the step after which its start began; 0 without a checkpoint. step: the last step to
+    repeat. failure: the error of a run that failed in this step, without its paths; None if the step was finished. processes:
+    trainers and engines of the run. libraries: their versions at the time of packing. left_out: things that a replay may
+    need and the bundle does not contain.
+    """
+
+    run: str
+    after: int
+    step: int
+    failure: str | None
+    processes: str
+    libraries: dict[str, str]
+    left_out: list[str]
+    format: int = BUNDLE_FORMAT
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self), indent=1).encode()
+
+    @staticmethod
+    def from_json(data: bytes) -> Description:
+        """Raises ValueError for other contents or another format."""
+        values: dict[str, Any] = json.loads(data)
+        if not isinstance(values, dict) or "format" not in values:
+            raise ValueError(f"its {DESCRIPTION} does not describe a bundle")
+        if values["format"] != BUNDLE_FORMAT:
+            raise ValueError(
+                f"it has format {values['format']}, and this megarl reads format {BUNDLE_FORMAT}: replay it with the megarl "
+                "that wrote it"
+            )
+        missing = sorted({field.name for field in fields(Description)} - values.keys())
+        if missing:
+            raise ValueError(f"its {DESCRIPTION} lacks {', '.join(missing)}")
+        return Description(**{field.name: values[field.name] for field in fields(Description)})
+
+
+def installed_libraries() -> dict[str, str]:
+    """Return the versions of Python and of the libraries that determine a run's numbers; absent ones are left out."""
+    versions = {"python": platform.python_version()}
+    for name in _LIBRARIES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def without_folder(text: str, folder: str) -> str:
+    """Return an error's text with `folder`, the run's directory, replaced, so that two runs' errors can be compared."""
+    return text.replace(folder, "RUN")

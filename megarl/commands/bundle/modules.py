@@ -1,0 +1,101 @@
+"""The user's Python modules that a recipe names, and the local modules that they import. Nothing is imported here."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megarl.recipe.schema import Recipe
+
+
+def named_modules(recipe: Recipe) -> dict[str, str]:
+    """Return the user's modules that a recipe names, each with a setting that names it. Files of functions are not modules."""
+    named = {module: "algorithm.modules" for module in recipe.algorithm.modules}
+    named |= {_module_of(tool): "agent.tools" for tool in recipe.agent.tools if ":" in tool}
+    named |= {_module_of(name): "reward" for name in recipe.reward.own_functions}
+    return {module: key for module, key in named.items() if not module.endswith(".py")}
+
+
+def function_files(recipe: Recipe) -> list[str]:
+    """Return the files that the recipe names as `file.py:function`."""
+    return [file for name in recipe.reward.own_functions if (file := _module_of(name)).endswith(".py")]
+
+
+def local_files(recipe: Recipe, roots: Sequence[Path] | None = None) -> tuple[dict[str, Path], list[str]]:
+    """Return the files of local modules by their path below their root, and installed modules that the recipe names.
+
+    `roots`: folders to search, in order; None: the current folder and the entries of PYTHONPATH. Packages' `__init__.py`
+    are among the files. Raises ValueError for a module that the recipe names and that is not found.
+    """
+    roots = search_roots() if roots is None else roots
+    files: dict[str, Path] = {}
+    installed = []
+    for module, key in named_modules(recipe).items():
+        if not _add(module, roots, files):
+            if importlib.util.find_spec(module.partition(".")[0]) is None:
+                places = ", ".join(map(str, roots))
+                raise ValueError(
+                    f"{key} names the module {module!r}, which is not in {places}: start in the run's folder"
+                )
+            installed.append(module)
+    for file in function_files(recipe):
+        for module in _imports(Path(file), ""):
+            _add(module, roots, files)
+    return files, installed
+
+
+def search_roots() -> list[Path]:
+    """Return the folders from which a run imports the user's modules: the current one, then PYTHONPATH."""
+    entries = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    installed = {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib", "stdlib")}
+    return [path for entry in dict.fromkeys(entries) if (path := Path(entry).resolve()) not in installed]
+
+
+def _module_of(function: str) -> str:
+    return function.partition(":")[0]
+
+
+def _add(module: str, roots: Sequence[Path], files: dict[str, Path]) -> bool:
+    """Add the files of a module and of its imports; returns False if it is not local."""
+    parts = module.split(".")
+    if parts[0] == "megarl" or parts[0] in sys.stdlib_module_names:
+        return False
+    for root in roots:
+        file = _file_of(root, parts)
+        if file is None:
+            continue
+        packages = [root.joinpath(*parts[:end], "__init__.py") for end in range(1, len(parts))]
+        for path in [*(package for package in packages if package.is_file()), file]:
+            name = path.relative_to(root).as_posix()
+            if name not in files:
+                files[name] = path
+                package = ".".join(path.parent.relative_to(root).parts)
+                for imported in _imports(path, package):
+                    _add(imported, roots, files)
+        return True
+    return False
+
+
+def _file_of(root: Path, parts: Sequence[str]) -> Path | None:
+    for file in (root.joinpath(*parts, "__init__.py"), root.joinpath(*parts[:-1], f"{parts[-1]}.py")):
+        if file.is_file():
+            return file
+    return None
+
+
+def _imports(file: Path, package: str) -> Iterator[str]:
+    """Yield the modules that a file may import: `from a import b` may name the module a.b. `package`: of the file."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"), str(file))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            if base:
+                yield base
+                yield from (f"{base}.{alias.name}" for alias in node.names)

@@ -1,0 +1,33 @@
+"""A loss that fails after some calls, named in a recipe as algorithm.modules=[tests.support.planted_loss]."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megarl.algorithms.inputs import LossInputs
+from megarl.algorithms.losses.registry import policy_loss
+from megarl.recipe.algorithm import AlgorithmConfig
+
+CALLS = 10
+"""Calls in a trainer process until the losses fail: the preflight checks of a run call a loss once, in another process."""
+_calls = 0
+
+
+def _reinforce(inputs: LossInputs) -> Tensor:
+    global _calls
+    _calls += 1
+    return -inputs.advantages * inputs.log_probs
+
+
+@policy_loss("raises_later", needs_old_log_probs=False)
+def raises_later(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = _reinforce(inputs)
+    if _calls > CALLS:
+        raise FloatingPointError(f"planted failure with a loss of {float((loss * inputs.loss_weights).sum())!r}")
+    return loss, {}
+
+
+@policy_loss("nan_later", needs_old_log_probs=False)
+def nan_later(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = _reinforce(inputs)
+    return loss * (float("nan") if _calls > CALLS else 1.0), {}
