@@ -20,7 +20,6 @@ from megarl.rewards.settings import ScorerSettings
 from megarl.rewards.verl_functions import is_verl_function, verl_scorer
 from megarl.types import Turn
 
-
 LARGEST_SCORE = 1e15
 """Larger scores are errors of the scorer: squares of them overflow, so that advantages would be 0."""
 
