@@ -12,6 +12,7 @@ from typing import Any
 from megarl import platform as platforms
 from megarl.algorithms.advantages import uses_critic
 from megarl.algorithms.kl import KLWeight
+from megarl.checkpoint.graceful_stop import GracefulStop
 from megarl.checkpoint.identity import CONTENTS, data_digest, identity_of
 from megarl.checkpoint.run_checkpoints import Checkpoints
 from megarl.checkpoint.saver import Saver
@@ -169,7 +170,8 @@ def build_run(setup: RunSetup, cluster: Cluster, log: RunLog) -> Run:
     recipe, prepared, folder = setup.recipe, setup.prepared, setup.place.directory
     started = _start_processes(setup, cluster, log)
     engines, actor, critic = started.engines, started.actor, started.critic
-    check = check_for(recipe.rollout, engines, cluster)
+    stop = GracefulStop.of(recipe.train)
+    check = stop.after(check_for(recipe.rollout, engines, cluster))
     verdicts = setup.tape.verdicts() if setup.tape is not None and recipe.reward.uses_judge else None
     samplers, check = with_judge(recipe.judge, recipe.reward, engines, started.judges, check, verdicts)
     devices = connect_engines(recipe, started, log.notice)
@@ -191,7 +193,7 @@ def build_run(setup: RunSetup, cluster: Cluster, log: RunLog) -> Run:
         devices=devices,
         evaluate=_evaluation(recipe, prepared, samplers, actor, check),
         checkpoints=Checkpoints(
-            recipe.train, saver, source, kl_weight, skipped, setup.place.identity, load_weights, log
+            recipe.train, saver, source, kl_weight, skipped, setup.place.identity, load_weights, log, stop
         ),
         skipped=skipped,
         kl_weight=kl_weight,

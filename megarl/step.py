@@ -24,6 +24,7 @@ def train_on_next_batch(run: Run, step: int) -> None:
     """Take a batch and train on it. The batch is freed on return, before the next one is sampled."""
     with run.log.phase("gen") if run.recipe.train.source == "rollout" else run.log.phase("data"):
         batch = run.source.take(run.recipe.data.prompts_per_step)
+    run.checkpoints.trained_step = None
     run.profiling.after_sampling(step)
     run.log.add(batch.metrics)
     for notice in batch.notices:

@@ -61,7 +61,7 @@ def run_steps(run: Run, resume_from: Path | None = None) -> None:
         run.publish_first_weights(done)
         if run.recipe.evaluation.at_start and done == 0:
             run.evaluate_policy(after_step=0)
-    try:
+    with run.checkpoints.saved_at_end(run.devices.reclaim):
         for step in range(done + 1, run.last_step + 1):
             run.profiling.before_sampling(step)
             run.source.admit(step - 1)
@@ -73,9 +73,6 @@ def run_steps(run: Run, resume_from: Path | None = None) -> None:
             finish_step(run, step)
             run.skipped.check(step)
         run.checkpoints.finish()
-    except BaseException as error:
-        run.checkpoints.rescue(error)
-        raise
     run.source.close()
 
 

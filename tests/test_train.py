@@ -14,6 +14,7 @@ import pytest
 from megarl.algorithms.kl import KLWeight
 from megarl.assembly import Run
 from megarl.checkpoint.folder import checkpoint_name
+from megarl.checkpoint.graceful_stop import GracefulStop
 from megarl.checkpoint.run_checkpoints import Checkpoints
 from megarl.checkpoint.skipped_steps import SkippedSteps
 from megarl.observe.log import RunLog
@@ -89,8 +90,8 @@ class Source:
         gc.collect()
         assert self.alive() is None, "the batch is still held when weights are synced, and it is evaluated"
 
-    def state(self) -> dict[str, Any]:
-        return {}
+    def state(self, *, interrupted: bool = False) -> dict[str, Any]:
+        return {"interrupted": interrupted}
 
     def close(self) -> None: ...
 
@@ -172,7 +173,9 @@ def build(
         source=source,
         devices=Handover(),
         evaluate=None,
-        checkpoints=Checkpoints(recipe.train, saver, source, kl_weight, skipped, {}, lambda path: [None], log),
+        checkpoints=Checkpoints(
+            recipe.train, saver, source, kl_weight, skipped, {}, lambda path: [None], log, GracefulStop(60.0)
+        ),
         skipped=skipped,
         kl_weight=kl_weight,
         tokenizer=tokenizer,

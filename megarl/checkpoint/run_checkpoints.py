@@ -1,15 +1,17 @@
-"""Save a run when it is due, commit a save in progress when the run fails, and resume from a checkpoint."""
+"""Save a run when it is due and at SIGTERM, commit a save in progress when the run fails, and resume from a checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megarl.algorithms.kl import KLWeight
 from megarl.checkpoint.controller_state import load_state
-from megarl.checkpoint.folder import set_aside_later
+from megarl.checkpoint.folder import checkpoint_step, list_checkpoints, set_aside_later
+from megarl.checkpoint.graceful_stop import GracefulStop, StopRequested
 from megarl.checkpoint.saver import Saver
 from megarl.checkpoint.skipped_steps import SkippedSteps
 from megarl.cluster.failures import ClusterError
@@ -28,6 +30,7 @@ def is_due(step: int, every: int) -> bool:
 class Checkpoints:
     """Checkpoints of a run: the weights through `saver`, the state of the controller (source, KL weight) here.
 
+    `trained_step`: the step whose weights the trainers hold; None during an update, when they are not those of any step.
     identity: model, data and seed that a checkpoint belongs to. load_weights: loads the checkpoint in all processes and
     returns their notices; a notice says that the run does not continue bit for bit.
     """
@@ -40,6 +43,8 @@ class Checkpoints:
     identity: dict[str, Any]
     load_weights: Callable[[Path], list[str | None]]
     log: RunLog
+    stop: GracefulStop
+    trained_step: int | None = 0
 
     def poll(self) -> None:
         """Commit a background save that has been written."""
@@ -47,7 +52,26 @@ class Checkpoints:
             with self.log.phase("save"):
                 self.log.add(self.saver.poll())
 
+    @contextlib.contextmanager
+    def saved_at_end(self, prepare: Callable[[], None]) -> Iterator[None]:
+        """At SIGTERM in the block, save; at any other end by an exception, commit the save in progress.
+
+        prepare: called before a save at SIGTERM, to give the devices to the trainers.
+        """
+        try:
+            with self.stop.listening():
+                try:
+                    yield
+                except StopRequested:
+                    self._save_at_stop(prepare)
+                    raise
+        except BaseException as error:
+            self.rescue(error)
+            raise
+
     def save_if_due(self, step: int) -> None:
+        """Save after the training of `step`, if the recipe says so. Raises StopRequested after SIGTERM."""
+        self.trained_step = step
         if step == self.config.steps and self.config.save_at_end:
             self._save(step)
         elif is_due(step, self.config.save_every):
@@ -55,6 +79,32 @@ class Checkpoints:
                 self.log.notice(f"step {step}: no checkpoint, since no weight has changed; the ones before it are kept")
             else:
                 self._save(step)
+        if step < self.config.steps:  # little work is left after the last step
+            self.stop.check()
+
+    def _save_at_stop(self, prepare: Callable[[], None]) -> None:
+        """Save the last trained step. A failure is a warning: the run ends anyway."""
+        step = self.trained_step
+        if step is None or step == 0:
+            self.log.notice("stopped by SIGTERM before a step was complete: there is nothing to save")
+            return
+        try:
+            self.saver.poll(wait=True)
+            newest = list_checkpoints(self.saver.folder)[-1:]
+            if newest and checkpoint_step(newest[0]) == step:
+                self.log.notice(f"stopped by SIGTERM after step {step}, which is saved already")
+            elif self.skipped.keeps_checkpoints:
+                self.log.notice(f"stopped by SIGTERM after step {step}: it is not saved, since no weight has changed")
+            else:
+                self.log.notice(
+                    f"SIGTERM: saving the checkpoint of step {step}; {self.stop.seconds_left:.0f} s are left (train.grace_seconds)"
+                )
+                prepare()
+                self._save(step, interrupted=True)
+                self.finish()
+                self.log.notice(f"the checkpoint of step {step} was saved before the end")
+        except Exception as failure:  # noqa: BLE001 -- the run ends with SIGTERM's status, and keeps earlier checkpoints
+            self.log.warn(f"the checkpoint of step {step} could not be saved before the end: {failure}")
 
     def finish(self) -> None:
         """Wait for a background save."""
@@ -77,6 +127,7 @@ class Checkpoints:
         """Restore the run. Returns the checkpoint's step, and the step's metrics if its line was never written."""
         with self.log.phase("load"):
             state = load_state(checkpoint)
+            self.trained_step = int(state["step"])
             notices = self.load_weights(checkpoint)
             self.source.restore(state["source"])
             if self.kl_weight.target is not None and state.get("kl_weight") is not None:
@@ -89,17 +140,22 @@ class Checkpoints:
         self.log.notice(f"resumed after step {state['step']} from {checkpoint}")
         return int(state["step"]), state["metrics"] if self.log.next_step == state["step"] else None
 
-    def _save(self, step: int) -> None:
-        """Save the weights and the controller's state: step, identity, the step's metrics, source and adapted KL weight."""
-        with self.log.phase("drain"):
-            self.source.drain()
+    def _save(self, step: int, *, interrupted: bool = False) -> None:
+        """Save the weights and the controller's state: step, identity, the step's metrics, source and adapted KL weight.
+
+        interrupted: the run ends now, so do not wait for running groups: they are sampled again after a resume.
+        """
+        if not interrupted:
+            with self.log.phase("drain"):
+                self.source.drain()
         with self.log.phase("save"):
             adapted = self.kl_weight.target is not None  # a fixed weight comes from the recipe
             state = {
                 "step": step,
                 "identity": self.identity,
-                "metrics": self.log.pending(),  # the step's line is not written yet, and a kill must not lose it
-                "source": self.source.state(),
+                # The step's line is not written yet, and a kill must not lose it.
+                "metrics": self.log.pending() if self.log.next_step == step else {},
+                "source": self.source.state(interrupted=interrupted),
                 "kl_weight": self.kl_weight.value if adapted else None,
             }
             self.log.add(self.saver.save(step, state))

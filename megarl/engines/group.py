@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megarl.cluster.key_value_store import serve_store
 from megarl.engines.base import GroupRank
 
 # Effectively no timeout: engines wait for each other while weights load or transfer, and only the controller knows how
@@ -55,7 +56,7 @@ class Rendezvous:
 
     def __init__(self, host: str) -> None:
         """`host`: this machine's address for the other engines."""
-        self._store = dist.TCPStore(host, 0, None, is_master=True, timeout=_TIMEOUT, wait_for_workers=False)
+        self._store = serve_store(host, _TIMEOUT)
         self.first = GroupRank(host, self._store.port)
 
 

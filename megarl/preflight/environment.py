@@ -11,8 +11,10 @@ from megarl.recipe.algorithm import AlgorithmConfig
 from megarl.recipe.derived.at_update import update_notice
 from megarl.recipe.derived.seeded import seeds_notice
 from megarl.recipe.observe import traces_notice
-from megarl.recipe.schema import Recipe
+from megarl.recipe.schema import Recipe, TrainConfig
 from megarl.rollout.start_engines import engine_environment
+
+_UNSAVED_STEPS = 100
 
 
 def environment_notices(recipe: Recipe, platform: Any, *, training: bool = True) -> list[str]:
@@ -28,6 +30,7 @@ def environment_notices(recipe: Recipe, platform: Any, *, training: bool = True)
             for notice in (
                 loss_notice(recipe.algorithm),
                 warmup_notice(recipe),
+                checkpoints_notice(recipe.train),
                 seeds_notice(recipe),
                 update_notice(recipe),
                 traces_notice(recipe),
@@ -57,6 +60,16 @@ def warmup_notice(recipe: Recipe) -> str | None:
         f"the run has {steps} optimizer steps, and actor.optimizer.warmup_steps is {warmup}: the learning rate reaches "
         f"{steps / warmup:.0%} of actor.optimizer.lr"
     )
+
+
+def checkpoints_notice(train: TrainConfig) -> str | None:
+    """Return a notice if a failure may lose more than `_UNSAVED_STEPS` steps, because checkpoints are rare or off."""
+    every, steps = train.save_every, train.steps
+    if steps <= _UNSAVED_STEPS or 0 < every <= _UNSAVED_STEPS or not train.save_at_end:
+        return None  # without `save_at_end` the user wants no checkpoints
+    when = f"only after every {every} steps" if 0 < every < steps else f"before the end of the run's {steps} steps"
+    never = "no checkpoint is written " if every == 0 or every >= steps else "a checkpoint is written "
+    return f"{never}{when} (train.save_every={every}): a failure loses all steps since the last one. Set train.save_every=20"
 
 
 def loss_notice(algorithm: AlgorithmConfig) -> str | None:

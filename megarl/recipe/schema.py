@@ -216,6 +216,11 @@ class TrainConfig:
         0, "Interval between checkpoints, in steps. 0: only at the end, with `train.save_at_end`.", at_least=0
     )
     save_at_end: bool = key(True, "Write a checkpoint after the last step.")
+    grace_seconds: float = key(
+        90.0,
+        "Seconds after SIGTERM in which the run ends its update, if one runs, saves a checkpoint and stops its processes; set it below the time after which the cluster manager kills the run. The end of this time, or a second SIGTERM, ends the run without that checkpoint. 0: end at once.",
+        at_least=0,
+    )
     export_at_end: bool = key(
         False,
         "Also write the trained weights as a Hugging Face model to `hf/` in the run's directory, then read them back and compare. With adapters, `hf/` has the merged weights and `hf_adapter/` the adapters in PEFT's format.",

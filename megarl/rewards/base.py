@@ -20,6 +20,9 @@ from megarl.rewards.settings import ScorerSettings
 from megarl.rewards.verl_functions import is_verl_function, verl_scorer
 from megarl.types import Turn
 
+LARGEST_SCORE = 1e15
+"""Larger scores are errors of the scorer: squares of them overflow, so that advantages would be 0."""
+
 
 @dataclass(frozen=True)
 class ScoreRequest:
@@ -283,6 +286,8 @@ def _finite(scorer: Scorer, request: ScoreRequest, label: str, value: Any) -> fl
     number = float(value)
     if not math.isfinite(number):
         raise RewardError(scorer.name, request.uid, f"{label} is {number}, not a finite number")
+    if abs(number) > LARGEST_SCORE:
+        raise RewardError(scorer.name, request.uid, f"{label} is {number:g}, and the limit is {LARGEST_SCORE:g}")
     return number
 
 

@@ -117,6 +117,10 @@ class EngineHandle(ServiceHandle):
     def resume(self) -> Future[None]:
         return self._call(RolloutServer.resume)
 
+    def stop(self) -> None:
+        """End the process."""
+        self.service.stop()
+
     def start_profile(self, name: str) -> Future[None]:
         return self._call(RolloutServer.start_profile, name)
 

@@ -32,10 +32,11 @@ class SampleSource(Protocol):
     def load_newest(self, version: int) -> None:
         """With `rollout.at_update: finish`, wait until every engine has loaded `version`, which was the last update."""
 
-    def state(self) -> dict[str, Any]:
+    def state(self, *, interrupted: bool = False) -> dict[str, Any]:
         """Return the state for a checkpoint: plain values, NumPy arrays, and groups that wait for training.
 
-        Call after `drain`. Groups that still run are saved as numbers and sampled again after a resume.
+        Call after `drain`, or with `interrupted` when the run ends while it waits for groups. Groups that still run are
+        saved as numbers and sampled again after a resume.
         """
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -38,7 +38,7 @@ class DatasetSource:
     def load_newest(self, version: int) -> None:
         """Do nothing: there are no engines."""
 
-    def state(self) -> dict[str, Any]:
+    def state(self, *, interrupted: bool = False) -> dict[str, Any]:
         return {"counters": {"consumed": self.consumed}, "gathered": []}
 
     def restore(self, state: dict[str, Any]) -> None:

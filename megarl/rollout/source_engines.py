@@ -98,11 +98,13 @@ class EnginesSource:
         self._loads: dict[int, float] = {}  # engines that load weights from host memory -> begin
         self._load_seconds = 0.0  # of all engines together, since the last batch
         self._interrupted: list[int] = []  # groups that ran when the resumed checkpoint was saved
+        self._drained: dict[str, Any] | None = None  # with drain: the state before the groups of the next batch started
 
     def admit(self, version: int) -> None:
         with self._change:
             self._stall_timer.reset()
             self._await_turn({"version": version})
+            self._drained = self._state() if self._drains else None
             self.admission.version = version
             self._dispatch.add_version(version)
             self._start_groups()
@@ -117,7 +119,7 @@ class EnginesSource:
             self._observe()
             self._wait(self._has_batch)
             tried = self.admission.closed.popleft()
-            self._taking = False
+            self._taking, self._drained = False, None
             self._observe()
             waits = {**self._waiting.metrics(), **self._loading_metrics()}
         groups = accepted_groups(tried)
@@ -167,22 +169,27 @@ class EnginesSource:
                 self._arrivals.ended()
             self.admission.version = None
 
-    def state(self) -> dict[str, Any]:
+    def state(self, *, interrupted: bool = False) -> dict[str, Any]:
         with self._change:
-            assert self.admission.idle() or not self._drains, "drain first"
+            if interrupted and self._drained is not None:
+                return self._drained  # so that the resumed run samples the whole batch again, with the same numbers
+            assert interrupted or self.admission.idle() or not self._drains, "drain first"
             version = self.admission.version
             if not self._arrivals.may_save(version):
                 self._wait(lambda: self._arrivals.may_save(version))
             self._arrivals.saved(version)
-            state = {
-                "segment": self._arrivals.segment,
-                "counters": asdict(self.admission.state),
-                "gathered": [list(self.admission.tried), *self.admission.closed],
-                "waiting": self.admission.waiting(),
-                "unfinished": self.admission.unfinished(),
-            }
+            state = self._state()
             self._handle_due()
             return state
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "segment": self._arrivals.segment,
+            "counters": asdict(self.admission.state),
+            "gathered": [list(self.admission.tried), *self.admission.closed],
+            "waiting": self.admission.waiting(),
+            "unfinished": self.admission.unfinished(),
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         self._interrupted = list(state.get("unfinished", []))

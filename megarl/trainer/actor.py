@@ -26,7 +26,7 @@ from megarl.algorithms.objective import (
 )
 from megarl.recipe.derived.weight_sync_route import weights_directory
 from megarl.recipe.schema import Recipe
-from megarl.trainer.worker import Worker, collect_parts, traced
+from megarl.trainer.worker import CAUSES_OF_BROKEN_WEIGHTS, Worker, collect_parts, traced
 from megarl.types import DataRef, Metrics, SampleTokens, Shard, ShardSample, TokenScores
 from megarl.weight_sync.session import Session, UpdateReport, is_check_due
 
@@ -354,9 +354,9 @@ class ActorWorker(Worker):
         return self.sender.session if self.rank == 0 else None
 
     def send_weights(self, version: int) -> UpdateReport | None:
-        """Send the weights to the engines. Returns this rank's report; None if it sends nothing."""
+        """Send the weights to the engines. Returns this rank's report; None if it sends nothing. Raises BrokenWeights."""
         assert self.sender is not None, "open_weight_sync comes first"
-        self.trainer.finish_param_gather()
+        self.check_weights(f"the engines do not receive version {version}. {CAUSES_OF_BROKEN_WEIGHTS}")
         return self.sender.send(version, functools.partial(self._export, version))
 
     def _export(self, version: int) -> Any:

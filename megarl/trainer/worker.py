@@ -22,6 +22,7 @@ from megarl.algorithms.catalogue import import_modules
 from megarl.algorithms.inputs import TokenOutcomes
 from megarl.algorithms.process_advantages import step_returns, step_rewards_per_token
 from megarl.algorithms.shaping import kl_penalties
+from megarl.cluster.key_value_store import ranks_store
 from megarl.platform.base import Profiler
 from megarl.recipe.observe import trace_options
 from megarl.recipe.schema import Recipe
@@ -33,6 +34,11 @@ if TYPE_CHECKING:  # these modules import Megatron, which the platform must prep
     from megarl.megatron.checkpoint.rank_part import Save
     from megarl.megatron.moe.recorded_routing import Routing
     from megarl.megatron.trainer import Trainer
+
+CAUSES_OF_BROKEN_WEIGHTS = (
+    "Resume from an earlier checkpoint with another setting: a lower optimizer.lr, clip_grad, or other rewards; "
+    "metrics.jsonl shows the step at which grad_norm or the loss changed."
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -80,10 +86,12 @@ class Worker:
         torch.set_num_threads(recipe.cluster.threads)
         torch.use_deterministic_algorithms(recipe.train.deterministic)
         self.platform.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        torch.distributed.init_process_group(
-            self.platform.process_group_backend, timeout=timedelta(seconds=recipe.cluster.timeout)
-        )
+        timeout = timedelta(seconds=recipe.cluster.timeout)
+        store = ranks_store(timeout)
+        ranks = {} if store is None else {"store": store, "rank": self.rank, "world_size": self.world_size}
+        torch.distributed.init_process_group(self.platform.process_group_backend, timeout=timeout, **ranks)
         self.trainer: Trainer = self._make_trainer(total_optimizer_steps, weights_only)
+        self.check_weights(f"the files of {recipe.model.path} are broken")
         self.profiler: Profiler | None = None  # set while it records
         self.profile_folder: Path | None = None  # set while each `traced` call writes a separate trace
         self.save: Save  # of the last checkpoint; `stage_save` sets it
@@ -212,8 +220,9 @@ class Worker:
         """Stage this rank's part of a checkpoint. `copy`: copy it to host memory, so that training can continue.
 
         Returns the number of bytes to write under `directory` and the receipts: paths within `directory` of files that
-        appear when a part is on disk.
+        appear when a part is on disk. Raises BrokenWeights.
         """
+        self.check_weights(f"they are not saved. {CAUSES_OF_BROKEN_WEIGHTS}")
         self.save = self.trainer.stage_save(Path(directory), copy=copy)
         return self.save.bytes, [os.path.relpath(self.save.receipt, directory)]
 
@@ -228,11 +237,22 @@ class Worker:
         return self.save.done()
 
     def load(self, directory: str) -> str | None:
-        """Load a checkpoint. Returns a notice if the run does not continue bit for bit, else None."""
-        return self.trainer.load(Path(directory))
+        """Load a checkpoint. Returns a notice if the run does not continue bit for bit, else None. Raises BrokenWeights."""
+        notice = self.trainer.load(Path(directory))
+        self.check_weights(f"resume from a checkpoint before {directory}")
+        return notice
 
     def save_hf(self, directory: str) -> None:
+        """Write the weights as a Hugging Face model. Raises BrokenWeights."""
+        self.check_weights(f"nothing is exported to {directory}. {CAUSES_OF_BROKEN_WEIGHTS}")
         self.trainer.save_hf(Path(directory))
+
+    def check_weights(self, event: str) -> None:
+        """Raise BrokenWeights if this rank's weights are not finite or too large. `event`: the end of its message."""
+        from megarl.megatron.weight_check import check_weights
+
+        self.trainer.finish_param_gather()
+        check_weights(self.trainer.model.chunks, event)
 
     def save_adapter(self, directory: str) -> None:
         from megarl.megatron.trainer import PolicyTrainer

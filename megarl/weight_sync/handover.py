@@ -7,7 +7,7 @@ trainers' devices, engines on other devices, and runs without engines (SFT, DPO)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 from megarl.cluster.calls import wait_for_all
@@ -28,6 +28,9 @@ class Handover:
     def update_engines(self, version: int) -> Metrics:
         """Send the actor's weights to the engines as `version`, and let the engines sample. Returns the sync's metrics."""
         return {}
+
+    def reclaim(self) -> None:
+        """Give the devices to the trainers for the rest of the run, whatever the engines do. They cannot sample any more."""
 
 
 class OffloadingTrainers(Protocol):
@@ -50,6 +53,9 @@ class SleepingEngine(ReceivingEngine, Protocol):
     def pause(self) -> Future[None]: ...
 
     def resume(self) -> Future[None]: ...
+
+    def stop(self) -> None:
+        """End the process."""
 
 
 class Disaggregated(Handover):
@@ -136,6 +142,16 @@ class Colocated(Handover):
             self._wait([engine.resume() for engine in self.engines], doing="resume")
             self.engines_paused = False
         return metrics
+
+    def reclaim(self) -> None:
+        if self.actor.on_device and (self.critic is None or self.critic.on_device):
+            return
+        with ThreadPoolExecutor(
+            len(self.engines)
+        ) as threads:  # requests may run, so that engines could not go to sleep
+            list(threads.map(lambda engine: engine.stop(), self.engines))
+        self.engines_sleep = self.pauses = False
+        self.give_to_actor()
 
     def _sleep_engines(self) -> None:
         if self.engines_sleep and not self.engines_asleep:

@@ -9,7 +9,6 @@ sends a heartbeat every second and receives a reply.
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 import math
 import os
@@ -22,12 +21,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.cluster.key_value_store import listen_at
 from megarl.weight_sync.session import Session, WeightSyncError
 from megarl.weight_sync.store import StoreChannel
 
 HEARTBEAT_SECONDS = 1.0
 _PORT = "heartbeat port"
 _LEFT = "left"
+_HANDSHAKE = "handshake"
 _MAX_MESSAGE = 4096  # bytes
 _TIMEOUT_CAUSE = "it is stopped, or its machine or the network is gone (if it only pauses, raise weight_sync.silence)"
 
@@ -58,13 +59,7 @@ class HeartbeatMonitor:
     def __init__(self, session: Session, channel: StoreChannel) -> None:
         self._session = session
         self._allowed, self._timeout_message = _heartbeat_timeout(session)
-        dual_stack = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual_stack else socket.AF_INET
-        peers = len(session.senders) + len(session.receivers)
-        if _is_loopback(session.host):
-            self._listener = socket.create_server((session.host, 0), backlog=peers)
-        else:
-            self._listener = socket.create_server(("", 0), family=family, dualstack_ipv6=dual_stack, backlog=peers)
+        self._listener = listen_at(session.host, backlog=len(session.senders) + len(session.receivers))
         self._stop = threading.Event()
         with contextlib.ExitStack() as undo:
             undo.enter_context(self._listener)
@@ -134,9 +129,9 @@ class HeartbeatMonitor:
         return True
 
     def _name_from_handshake(self, message: Any) -> str:
-        """Return the peer's name, or "" if the handshake carries the wrong session prefix."""
-        valid = isinstance(message, list) and len(message) == 2 and message[0] == self._session.prefix
-        return str(message[1]) if valid else ""
+        """Return the peer's name, or "" if the handshake is not signed by a process of the session."""
+        name = self._session.verified(_HANDSHAKE, message.encode()) if isinstance(message, str) else None
+        return "" if name is None else name.decode()
 
     def _count_missed(self, selector: selectors.BaseSelector) -> None:
         """Count a missed heartbeat for each peer. Runs every `HEARTBEAT_SECONDS`, after all received messages."""
@@ -155,14 +150,6 @@ class HeartbeatMonitor:
         # An error means that this process, which serves the store, is ending; peers detect that.
         with contextlib.suppress(WeightSyncError):
             self._session.abort(f"{peer.name} {event} {when}: {cause}")
-
-
-def _is_loopback(host: str) -> bool:
-    """Return True if all peers run on this machine, so that the port need not be reachable from other machines."""
-    try:
-        return ipaddress.IPv4Address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class HeartbeatClient:
@@ -192,7 +179,8 @@ class HeartbeatClient:
             self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             addresses = socket.getaddrinfo(session.host, session.port, type=socket.SOCK_STREAM)
             self._store_addresses = {info[4][0] for info in addresses}
-            self._send([session.prefix, f"{name} (process {os.getpid()} on {socket.gethostname()})"])
+            peer = f"{name} (process {os.getpid()} on {socket.gethostname()})"
+            self._send(session.sign(_HANDSHAKE, peer.encode()).decode())
             threading.Thread(target=self._run, name="megarl-heartbeat", daemon=True).start()
             undo.pop_all()
 

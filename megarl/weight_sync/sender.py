@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import secrets
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -12,8 +13,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from megarl.cluster.key_value_store import serve_store
 from megarl.weight_sync.fingerprint import Fingerprinter
 from megarl.weight_sync.heartbeat import HeartbeatClient, HeartbeatMonitor
 from megarl.weight_sync.outgoing import OutgoingBuckets
@@ -50,11 +51,12 @@ def start_session(
     "ipc". Other arguments: see `Session`. Raises ValueError if the transport cannot reach a receiver.
     """
     check_transport(transport, senders, receivers)
-    store = dist.TCPStore(host, 0, None, is_master=True, timeout=timedelta(seconds=timeout), wait_for_workers=False)
+    store = serve_store(host, timedelta(seconds=timeout))
     session = Session(
         host=host,
         port=store.port,
         prefix=uuid.uuid4().hex,
+        secret=secrets.token_hex(32),
         senders=tuple(senders),
         receivers=tuple(receivers),
         transport=transport,

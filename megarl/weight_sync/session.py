@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import hmac
 import json
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +24,8 @@ DEVICE_TRANSPORTS = ("device", "ipc")  # buckets are in device memory
 SUM_WORDS = 2**20  # 32-bit words that `ipc` sums at a time
 SUM_BYTES = 4 * 8 * SUM_WORDS  # device memory of that: words, indices, factors and products, 64 bits each
 _ABORT_CONNECT_SECONDS = 5.0
+_SIGNATURE_BYTES = 64
+ABORT = "abort"  # key of the reason
 
 
 class WeightSyncError(RuntimeError):
@@ -64,7 +68,8 @@ def check_transport(transport: str, senders: Sequence[str], receivers: Sequence[
 class Session:
     """Address of a session's key-value store, its ranks and its settings. Plain values: it travels as JSON.
 
-    The trainers' rank 0 serves the store at `host` and `port`. `prefix` is random and separates the keys of sessions.
+    The trainers' rank 0 serves the store at `host` and `port`. `prefix` is random and separates the keys of sessions. Whoever
+    reaches the store can read the keys and change values; values are therefore signed with `secret`, which is never sent.
     `senders`: host ids of the trainer ranks that send: all ranks if `sharded`, otherwise rank 0. `receivers`: (name, host id)
     of the engine ranks; their order numbers them. `transport`: value of `weight_sync.transport`. `heartbeat_timeout`: seconds
     without a heartbeat, during an update, after which a rank counts as dead.
@@ -79,6 +84,7 @@ class Session:
     host: str
     port: int
     prefix: str
+    secret: str = field(repr=False)
     senders: tuple[str, ...]
     receivers: tuple[tuple[str, str], ...]
     sharded: bool
@@ -138,6 +144,27 @@ class Session:
     def key(self, name: str) -> str:
         return f"{self.prefix}/{name}"
 
+    def sign(self, name: str, value: bytes) -> bytes:
+        """Return `value` with the signature that the key `name` of this session needs."""
+        return self._signature(name, value) + value
+
+    def verified(self, name: str, signed: bytes) -> bytes | None:
+        """Return the value that `sign` has signed for the key `name`; None if another process wrote it."""
+        signature, value = signed[:_SIGNATURE_BYTES], signed[_SIGNATURE_BYTES:]
+        return value if hmac.compare_digest(signature, self._signature(name, value)) else None
+
+    def _signature(self, name: str, value: bytes) -> bytes:
+        key = bytes.fromhex(self.secret)
+        digest = hashlib.blake2b(self.key(name).encode() + b"\0" + value, key=key, digest_size=_SIGNATURE_BYTES // 2)
+        return digest.hexdigest().encode()  # text, since compare_set takes and returns text
+
+    def set_abort(self, store: Any, reason: str) -> None:
+        """Abort the session over a connection to its store, unless it is aborted already."""
+        signed = self.sign(ABORT, reason.encode())
+        present = store.compare_set(self.key(ABORT), "", signed.decode())
+        if self.verified(ABORT, bytes(present)) is None:  # a stranger's
+            store.set(self.key(ABORT), signed)
+
     def open_store(self, timeout: float | None = None) -> Any:
         """A client of the session's key-value store (torch.distributed.TCPStore)."""
         import torch.distributed as dist
@@ -167,7 +194,7 @@ class Session:
 
         store = self.open_store(min(self.timeout, _ABORT_CONNECT_SECONDS))
         try:
-            store.compare_set(self.key("abort"), "", reason)
+            self.set_abort(store, reason)
         except dist.DistError as error:
             raise WeightSyncError(f"the weight sender at {self.host}:{self.port} has just gone ({error})") from error
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megarl.weight_sync.session import Session, WeightSyncError
+from megarl.weight_sync.session import ABORT, Session, WeightSyncError
 
 _ABORT_POLL_SECONDS = 0.2
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.005
@@ -28,21 +28,31 @@ class StoreChannel:
         self.lost: str | None = None  # set once the store is gone: the reason
 
     def publish(self, key: str, value: Any) -> None:
-        self._call(self.store.set, self.session.key(key), json.dumps(value))
+        self.publish_bytes(key, json.dumps(value).encode())
 
     def publish_bytes(self, key: str, value: bytes) -> None:
-        self._call(self.store.set, self.session.key(key), value)
+        self._call(self.store.set, self.session.key(key), self.session.sign(key, value))
 
     def read_bytes(self, key: str) -> bytes:
-        """Return the value of a key that exists."""
-        return bytes(self._call(self.store.get, self.session.key(key)))
+        """Return the value of a key that exists. Raises WeightSyncError if no process of the session wrote it."""
+        return self._verified(key, self._call(self.store.get, self.session.key(key)))
+
+    def _verified(self, key: str, signed: bytes) -> bytes:
+        value = self.session.verified(key, bytes(signed))
+        if value is None:
+            raise WeightSyncError(
+                f"the value of {key!r} in the store at {self.session.host}:{self.session.port} is not from a process of "
+                "this run: another process of the network writes to the store"
+            )
+        return value
 
     def has(self, key: str) -> bool:
         return bool(self._call(self.store.check, [self.session.key(key)]))
 
     def read(self, keys: Sequence[str]) -> list[Any]:
         """Return the values of keys that exist, in one request."""
-        return [json.loads(value) for value in self._call(self.store.multi_get, [self.session.key(k) for k in keys])]
+        values = self._call(self.store.multi_get, [self.session.key(k) for k in keys])
+        return [json.loads(self._verified(key, value)) for key, value in zip(keys, values, strict=True)]
 
     def next_number(self, counter: str) -> int:
         """Return 0, 1, 2, ...: each number once, across all processes."""
@@ -92,13 +102,16 @@ class StoreChannel:
         return True
 
     def raise_if_aborted(self) -> None:
-        key = self.session.key("abort")
+        """Raise WeightSyncError if a process of the session has aborted it."""
+        key = self.session.key(ABORT)
         if self._call(self.store.check, [key]):
-            raise WeightSyncError(f"weight sync was aborted: {self._call(self.store.get, key).decode()}")
+            reason = self.session.verified(ABORT, bytes(self._call(self.store.get, key)))
+            if reason is not None:
+                raise WeightSyncError(f"weight sync was aborted: {reason.decode()}")
 
     def abort(self, reason: str) -> None:
         """Abort the session over this connection. See `Session.abort`."""
-        self._call(self.store.compare_set, self.session.key("abort"), "", reason)
+        self._call(self.session.set_abort, self.store, reason)
 
     def _call(self, operation: Callable[..., Any], *arguments: Any) -> Any:
         try:

@@ -198,7 +198,7 @@ def test_an_engine_returns_why_it_refuses_sharded_updates(
         ["e/0", "host"] if method == "megarl_endpoint" else "lm_head is odd",
     ]
     session = Session(
-        host="", port=0, prefix="", receivers=(), bucket_bytes=1, timeout=1, senders=(), transport="auto",
+        host="", port=0, prefix="", secret="", receivers=(), bucket_bytes=1, timeout=1, senders=(), transport="auto",
         check_every=0, heartbeat_timeout=8, sharded=True,
     )  # fmt: skip
     backend = engine(monkeypatch, no_sharded=no_sharded)

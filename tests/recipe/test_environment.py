@@ -19,12 +19,14 @@ from megarl.platform import environment
 from megarl.platform.cuda import CUDAPlatform
 from megarl.platform.environment import Requirement, RoleSettings, at_least
 from megarl.platform.npu import NPUPlatform
-from megarl.preflight.environment import environment_notices, warmup_notice
+from megarl.preflight.environment import checkpoints_notice, environment_notices, warmup_notice
 from megarl.preflight.load import load_recipe
 from megarl.recipe.environment import variables
+from megarl.recipe.schema import Recipe
 from megarl.rollout.start_engines import engine_environment
 
 RECIPES = Path(__file__).parents[2] / "recipes"
+ROOT = Path(__file__).parents[2]
 DEEPSEEK = RECIPES / "grpo_deepseek_v3.yaml"
 FORTY = {"SIZE": at_least(40, "tables are large")}
 
@@ -306,3 +308,24 @@ def test_a_warm_up_longer_than_the_run_has_a_notice() -> None:
     assert warmup_notice(recipe) is None
     recipe.actor.optimizer.warmup_steps = 40
     assert "has 10 optimizer steps" in str(warmup_notice(recipe)) and "reaches 25%" in str(warmup_notice(recipe))
+
+
+def test_a_long_run_without_checkpoints_has_a_notice() -> None:
+    recipe = Recipe()
+    recipe.train.steps = 1000
+    assert "no checkpoint is written before the end of the run's 1000 steps" in str(checkpoints_notice(recipe.train))
+    recipe.train.save_every = 1000
+    assert "no checkpoint is written before the end" in str(checkpoints_notice(recipe.train))
+    recipe.train.save_every = 500
+    assert "a checkpoint is written only after every 500 steps" in str(checkpoints_notice(recipe.train))
+    recipe.train.save_every = 20
+    assert checkpoints_notice(recipe.train) is None
+    recipe.train.save_every, recipe.train.steps = 0, 50
+    assert checkpoints_notice(recipe.train) is None
+
+
+@pytest.mark.parametrize(
+    "path", [*ROOT.glob("recipes/*.yaml"), *ROOT.glob("recipes/cuda/*.yaml")], ids=lambda path: path.name
+)
+def test_no_preset_loses_many_steps(path: Path) -> None:
+    assert checkpoints_notice(load_recipe(path).train) is None

@@ -80,6 +80,7 @@ def test_every_sample_has_a_score_or_a_failure(make: Callable[..., ProcessPool])
         ("raise", "error", "it raised ZeroDivisionError: no such luck"),
         ("leave", "error", "it raised SystemExit: 4"),
         ("nan", "error", "the score is nan, not a finite number"),
+        ("huge", "error", "the score is 1e+300, and the limit is 1e+15"),
     ],
 )
 def test_the_cause_is_named_and_the_next_sample_is_scored(

@@ -323,3 +323,19 @@ def test_an_evaluation_starts_no_group_with_the_other_rules() -> None:
     engines_source.load_newest(1)
     service.finish(0)
     assert len(service.waves) == 1
+
+
+def test_a_stop_with_drain_samples_the_whole_batch_again() -> None:
+    """The state is that of a regular checkpoint, so the resumed run has the same numbers as one that was not stopped."""
+    first = ManualService()
+    stopped = source(first)
+    stopped.admit(0)
+    first.finish(0, 1, 2, 3)
+    stopped.take(4)
+    regular = stopped.state()
+    stopped.admit(1)
+    first.finish(4, 6)
+    assert stopped.state(interrupted=True) == regular
+    first.finish(5, 7)
+    stopped.take(4)
+    assert stopped.state(interrupted=True)["counters"] == {"admitted": 8, "closed": 2}, "the batch is trained on"

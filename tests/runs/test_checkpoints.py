@@ -132,7 +132,12 @@ def test_a_run_killed_during_a_save_resumes(
 
 @pytest.mark.slow
 def test_sigterm_waits_for_the_checkpoint_in_progress(quickstart_data: Path, tmp_path: Path) -> None:
-    process = start(settings(quickstart_data, tmp_path, "stopped", "train.save_every=3", "train.steps=500"), "slow:3")
+    process = start(
+        settings(
+            quickstart_data, tmp_path, "stopped", "train.save_every=3", "train.steps=500", "train.grace_seconds=0"
+        ),
+        "slow:3",
+    )
     partial = tmp_path / "stopped" / "checkpoints" / ".step_000003.partial" / "trainer"
     deadline = time.monotonic() + 300
     while not (partial.is_dir() and len(list(partial.glob("*.safetensors"))) == 2):

@@ -72,16 +72,18 @@ def test_sigterm_ends_a_run_during_its_start(started, seconds: int) -> None:
 
 
 @pytest.mark.slow
-def test_sigterm_ends_all_processes_with_a_message(started) -> None:
+def test_sigterm_saves_and_ends_all_processes_with_a_message(started) -> None:
     """Cluster managers send SIGTERM. Ray installs a handler that would end the process without a message."""
-    training = started("terminated")
+    training = started("terminated", "train.save_every=0")
     training.wait_for_steps(1)
     processes = descendants(training.process.pid)
     training.process.send_signal(signal.SIGTERM)
-    status, errors = training.end(10)
-    lines = errors.strip().splitlines()
+    status, errors = training.end(30)
+    first, *lines = (line for line in errors.splitlines() if line.strip())
+    assert first.startswith("SIGTERM: the run saves a checkpoint and ends")
     assert (status, lines[-1]) == (143, "stopped by SIGTERM")
     assert_names_the_run(lines[:-1], training.directory)
+    assert list_checkpoints(training.directory / "checkpoints")
     assert json.loads((training.directory / "summary.json").read_text())["status"] == "stopped"
     assert_ended(processes)
 

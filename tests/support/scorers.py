@@ -63,6 +63,8 @@ def faulty(request: ScoreRequest) -> float:
         raise ZeroDivisionError("no such luck")
     elif fault == "leave":
         sys.exit(4)
+    elif fault == "huge":
+        return 1e300
     elif fault == "nan":
         return math.nan
     elif fault == "child":  # hang with a child process, and write its pid to a file

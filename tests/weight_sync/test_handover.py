@@ -13,7 +13,7 @@ from megarl.assembly import Started, connect_engines
 from megarl.recipe.schema import Recipe
 from megarl.rollout.engine_handle import EngineHandle
 from megarl.trainer.group import ActorGroup
-from megarl.weight_sync.handover import Occupant
+from megarl.weight_sync.handover import Colocated, Occupant
 from megarl.weight_sync.publish import publish
 
 
@@ -82,3 +82,34 @@ def test_a_silent_engine_is_named(hangs_in: str, act: Callable[[list[Any]], Any]
     with pytest.raises(RuntimeError) as raised:
         act([Engine("engine0"), Engine("engine1", hangs_in)])
     assert words in str(raised.value) and "logs/engine1.log" in str(raised.value)
+
+
+def test_a_stop_ends_engines_that_sample_before_trainers_take_the_devices() -> None:
+    """Engines with requests cannot go to sleep, and the trainers' tensors do not fit beside them."""
+    calls: list[str] = []
+
+    class Recorded:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def call(self, method: str, *args: Any) -> Future[Any]:
+            raise AssertionError(f"{self.name}.{method}")
+
+        def stop(self) -> None:
+            calls.append("engine stops")
+
+    class Offloading:
+        def call(self, method: str, *args: Any) -> list[Any]:
+            calls.append(method)
+            return [None]
+
+    actor = Occupant(ActorGroup(Offloading(), Recipe()), offload=True)  # type: ignore[arg-type]
+    engines = handles([Recorded("engine0"), Recorded("engine1")])
+    devices = Colocated(
+        actor, None, engines, lambda version: {}, engines_sleep=True, engines_asleep=False, start_timeout=1.0
+    )
+    devices.reclaim()
+    assert calls == [], "the trainers hold their tensors: the engines may go on"
+    actor.on_device = False
+    devices.reclaim()
+    assert calls == ["engine stops", "engine stops", "onload"] and actor.on_device

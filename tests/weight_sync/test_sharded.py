@@ -273,7 +273,7 @@ def test_an_unexpected_version_is_refused(tmp_path):
 
 def test_every_nth_version_is_checked():
     session = Session(
-        host="", port=0, prefix="", receivers=(), bucket_bytes=1, timeout=1, senders=(), transport="auto",
+        host="", port=0, prefix="", secret="", receivers=(), bucket_bytes=1, timeout=1, senders=(), transport="auto",
         check_every=3, heartbeat_timeout=8, sharded=True,
     )  # fmt: skip
     assert [version for version in range(5, 16) if session.is_checked(version, 5)] == [5, 8, 11, 14]

@@ -1,0 +1,63 @@
+"""Listening sockets and torch's key-value stores on the one interface that the other processes use.
+
+torch binds its stores to all interfaces of the machine, and whoever reaches them can read and change every key.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+
+def listen_at(host: str, port: int = 0, backlog: int = socket.SOMAXCONN) -> socket.socket:
+    """Return a socket that listens at `host` alone; at all interfaces if no interface of this machine has its address.
+
+    The latter is the case behind address translation, as with Kubernetes services. `port`: 0 for any free one.
+    Raises OSError if the port is taken.
+    """
+    for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        try:
+            return socket.create_server(address[:2], family=family, backlog=backlog)
+        except OSError as error:
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                raise
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    return socket.create_server(("", port), family=family, dualstack_ipv6=dual, backlog=backlog)
+
+
+def serve_store(host: str, timeout: timedelta, port: int = 0) -> Any:
+    """Serve a torch.distributed.TCPStore at `host` alone (see `listen_at`) as long as the returned object lives."""
+    import torch.distributed as dist
+
+    listener = listen_at(host, port)
+    taken: int = listener.getsockname()[1]
+    store = dist.TCPStore(
+        host,
+        taken,
+        None,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.fileno(),
+    )
+    listener.detach()  # the store closes it
+    return store
+
+
+def ranks_store(timeout: timedelta) -> Any | None:
+    """Return the store of a process group whose ranks have torchrun's environment variables, served by rank 0.
+
+    None under torchrun, whose agent serves the store.
+    """
+    import torch.distributed as dist
+
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if os.environ["RANK"] == "0":
+        return serve_store(host, timeout, port)
+    return dist.TCPStore(host, port, None, False, timeout=timeout, wait_for_workers=False)

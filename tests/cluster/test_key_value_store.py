@@ -1,0 +1,77 @@
+"""Stores and listeners are reachable at the address of the run alone."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from datetime import timedelta
+
+import pytest
+
+from megarl.cluster.key_value_store import listen_at, ranks_store, serve_store
+from megarl.cluster.process import free_port
+from tests.support.stack import ROOT, environment
+
+TIMEOUT = timedelta(seconds=20)
+
+
+def addresses_of(port: int) -> set[str]:
+    """Return the IPv4 and IPv6 addresses at which a socket listens to `port`, from the kernel's tables (hexadecimal)."""
+    lines = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}").readlines()[1:]]  # noqa: SIM115
+    return {
+        local.partition(":")[0] for _, local, _, state, *_ in lines if state == "0A" and local.endswith(f":{port:04X}")
+    }
+
+
+LOOPBACK_2 = {"0200007F"}  # 127.0.0.2
+
+
+def test_a_store_listens_at_its_host_alone() -> None:
+    store = serve_store("127.0.0.2", TIMEOUT)
+    assert addresses_of(store.port) == LOOPBACK_2
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", store.port), timeout=5)
+
+
+def test_an_address_of_no_interface_is_reached_by_all() -> None:
+    """Behind address translation a process cannot bind the address at which others reach it."""
+    with listen_at("192.0.2.1") as listener:
+        socket.create_connection(("127.0.0.1", listener.getsockname()[1]), timeout=5).close()
+
+
+def test_a_taken_port_is_an_error() -> None:
+    with listen_at("127.0.0.1") as first, pytest.raises(OSError, match="in use"):
+        listen_at("127.0.0.1", first.getsockname()[1])
+
+
+def test_the_ranks_meet_at_the_store_of_rank_0() -> None:
+    port = free_port()
+    code = "from datetime import timedelta; from megarl.cluster.key_value_store import ranks_store; "
+    code += "import torch.distributed as dist; "
+    code += "dist.init_process_group('gloo', store=ranks_store(timedelta(seconds=60)), rank={rank}, world_size=2); "
+    code += "dist.barrier(); print({rank}, flush=True); {wait}"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code.format(rank=rank, wait="input()" if rank == 0 else "")],
+            cwd=ROOT,
+            env={**environment(), "RANK": str(rank), "MASTER_ADDR": "127.0.0.2", "MASTER_PORT": str(port)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert ranks[0].stdout is not None and ranks[0].stdout.readline() == "0\n"
+        assert addresses_of(port) == LOOPBACK_2
+        ranks[0].communicate("\n", timeout=60)
+        assert ranks[1].communicate(timeout=60)[0] == "1\n"
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def test_torchrun_serves_its_own_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert ranks_store(TIMEOUT) is None
