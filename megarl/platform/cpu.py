@@ -330,6 +330,7 @@ _EXPECTED_WARNINGS = (
     # Megatron's default, and advice for CUDA.
     "full scope is deprecated. Use empty cuda_graph_scope",
     "When using sequence parallelism it is recommended to set the environment variable CUDA_DEVICE_MAX_CONNECTIONS",
+    "When using async grad allreduce it is recommended to set the environment variable CUDA_DEVICE_MAX_CONNECTIONS",
 )
 
 

@@ -16,7 +16,6 @@ import contextlib
 import gc
 import importlib
 import os
-import random
 import runpy
 import select
 import signal
@@ -183,9 +182,6 @@ def main() -> None:
         file = os.open(path, os.O_WRONLY | os.O_APPEND)
         os.dup2(file, descriptor)
         os.close(file)
-    random.seed()
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -22,7 +22,7 @@ from megarl.recipe.algorithm import AlgorithmConfig, CorrectionConfig, OverlongC
 from megarl.recipe.schema import Recipe
 from megarl.types import Group, InlineData, Sample, SampleTokens, TokenScores
 from tests.support.megatron_models import write_model
-from tests.support.trainer_processes import run_ranks
+from tests.support.trainer_processes import CASES, run_ranks
 
 PROMPTS = [47, 98, 31, 71]
 """Prompt lengths of the groups, in tokens; lengths vary as in GSM8K's questions and answers."""
@@ -366,4 +366,5 @@ def run(layouts: Sequence[Layout], output: Path, timeout: float = 600) -> None:
         write_model(model, models)
     for processes in sorted({layout.processes for layout in layouts}):
         selected = [layout for layout in layouts if layout.processes == processes]
-        launch(selected, models, output, timeout)
+        for first in range(0, len(selected), CASES):
+            launch(selected[first : first + CASES], models, output, timeout)
