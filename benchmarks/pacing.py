@@ -53,6 +53,7 @@ def pace_engine(backend: type[Any], pace: Pace) -> None:
     """Pace the steps and updates of vLLM. `backend`: the class that drives it."""
     step = backend.step
 
+    @functools.wraps(step)
     def paced(self: Any) -> Any:
         scheduled = _scheduled(self._engine.engine_core.engine_core.scheduler)
         scheduled.clear()
@@ -65,6 +66,7 @@ def pace_engine(backend: type[Any], pace: Pace) -> None:
     backend.update_weights = _at_least(backend.update_weights, pace.weight_sync)
     load = backend.load_weights
 
+    @functools.wraps(load)
     def load_weights(self: Any, running: int) -> int:
         return _at_least(load, pace.load if self.staged is not None else 0.0)(self, running)
 
@@ -99,10 +101,12 @@ def pace_trainer(worker: type[Any], pace: Pace) -> None:
     """Pace a training step, from the arrival of the samples to the end of the update."""
     load_shard, update_actor = worker.load_shard, worker.update_actor
 
+    @functools.wraps(load_shard)  # megarl calls methods of trainers by name
     def paced_load(self: Any, shard: Any) -> None:
         self._paced_until = time.monotonic() + pace.train * sum(sample.length for sample in shard.samples)
         load_shard(self, shard)
 
+    @functools.wraps(update_actor)
     def paced_update(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = update_actor(self, *args, **kwargs)
         _sleep_until(self._paced_until)
