@@ -180,7 +180,9 @@ def schedules_of(text: str | None) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--paced", action="store_true", help="operations take the seconds of PACE; compare with the simulation")
+    parser.add_argument(
+        "--paced", action="store_true", help="operations take the seconds of PACE; compare with the simulation"
+    )
     parser.add_argument("--rounds", type=int, help="default: 3, or 1 with --paced")
     parser.add_argument("--steps", type=int, help="default: 30, or 20 with --paced")
     parser.add_argument("--only", metavar="NAMES", help="schedules, separated by commas; sync is always run")

@@ -12,7 +12,7 @@ from megarl.commands.simulate.planned import SimulatedRecipe
 from megarl.commands.simulate.simulation import AsyncSchedule, Simulation
 from megarl.errors import InputError
 from megarl.recipe.derived.at_update import UpdateRule
-from megarl.recipe.schema import Recipe, RolloutConfig
+from megarl.recipe.schema import Recipe
 
 RULES: tuple[UpdateRule, ...] = ("drain", "finish", "refresh", "keep")
 STALENESS, WINDOWS = (1, 2, 4, 8), (0.0, 0.3)

@@ -107,7 +107,9 @@ def test_a_trainer_is_paced_from_the_arrival_of_its_samples(clock: Clock) -> Non
     worker.load_shard(SimpleNamespace(samples=[SimpleNamespace(length=6), SimpleNamespace(length=4)]))
     assert worker.update_actor(None) == "metrics"
     assert clock.now == pytest.approx(100.1)
-    assert Worker.load_shard.__name__ == "load_shard" and Worker.update_actor.__name__ == "update_actor"  # called by name
+    assert (
+        Worker.load_shard.__name__ == "load_shard" and Worker.update_actor.__name__ == "update_actor"
+    )  # called by name
 
 
 @pytest.fixture

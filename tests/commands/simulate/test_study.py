@@ -130,7 +130,9 @@ def test_bytes_of_samples() -> None:
 
 def test_a_study_has_every_rule_staleness_and_window(result: Study) -> None:
     names = {(run.name, run.setting.max_staleness, run.setting.window) for run in result.runs}
-    in_flight = {(rule, s, w) for rule in ("colocated", "finish", "refresh", "keep") for s in (1, 2, 4, 8) for w in (0.0, 0.3)}
+    in_flight = {
+        (rule, s, w) for rule in ("colocated", "finish", "refresh", "keep") for s in (1, 2, 4, 8) for w in (0.0, 0.3)
+    }
     assert names == {("sync", 0, 0.0), *(("drain", s, 0.0) for s in (1, 2, 4, 8)), *in_flight}
     assert all(run.gain is not None for run in result.runs)
     assert result.runs[0].gain == 1 and result.runs[0].name == "sync"
@@ -223,7 +225,9 @@ def test_tables_and_page(result: Study, capsys: pytest.CaptureFixture[str]) -> N
     html = render(result)
     assert "<script" not in html and "refresh, window 0.3" in html and result.settings[0] in html
     lines = draw(result).lines
-    assert [line.name for line in lines[:2]] == ["sync", "colocated, window 0"] and sum(len(line.points) for line in lines) == 37
+    assert [line.name for line in lines[:2]] == ["sync", "colocated, window 0"] and sum(
+        len(line.points) for line in lines
+    ) == 37
     chosen: list[SimulatedRun] = [run for run in result.runs if run is result.best]
     assert sum(point.best for line in lines for point in line.points) == len(chosen)
     assert all(0 <= point.x <= 720 and 0 <= point.y <= 320 for line in lines for point in line.points)
