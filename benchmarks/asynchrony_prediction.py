@@ -1,4 +1,4 @@
-"""The simulation of a paced run: its schedule, the seconds of its pace, and the lengths of its own groups."""
+"""Simulation of a paced run, with its schedule, the seconds of its pace, and the lengths of its groups."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Steps of engines and trainers that take given seconds: a real run in which compute takes device time and not CPU time.
 
-Every process whose PYTHONPATH has `benchmarks/paced_site` and whose environment has `MEGARL_PACE` calls `install`. Each operation
-does its real work and then sleeps until its seconds are over, so processes on few cores do not slow each other down.
+A process with `benchmarks/paced_site` on its PYTHONPATH and `MEGARL_PACE` in its environment calls `install`. Each operation does
+its real work and then sleeps until its seconds are over, so processes on few cores do not slow each other down.
 """
 
 from __future__ import annotations

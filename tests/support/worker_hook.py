@@ -1,7 +1,7 @@
 """Calls functions once a module is imported, for example in vLLM's workers: after megarl's worker module, before a model is built.
 
-tests/latent_site/sitecustomize.py and tests/older_vllm_site/sitecustomize.py use it in every process whose PYTHONPATH has
-their folder, and benchmarks/paced_site/sitecustomize.py does, too.
+The modules sitecustomize.py of tests/latent_site, tests/older_vllm_site and benchmarks/paced_site use it, in every process with
+their folder on its PYTHONPATH.
 """
 
 from __future__ import annotations
