@@ -34,7 +34,7 @@ LONG_SHARE = 1 / 8
 FIRST, LAST = 4, 3
 APART = ["cluster.placement=disaggregated", "rollout.max_staleness=2"]
 PROMPTS, SAMPLES = 16, 4  # of a step
-PACE = Pace(step=0.03, request=0.0004, prefill=0.0001, train=0.001, weight_sync=0.7, load=0.7)
+PACE = Pace(step=0.04, request=0.0005, prefill=0.0001, train=0.0006, weight_sync=0.6, load=0.6)
 SCHEDULES = {
     "sync": ["cluster.placement=colocated"],
     "drain": [*APART, "rollout.at_update=drain"],
