@@ -63,7 +63,7 @@ def test_shares_of_groups_are_exact() -> None:
     assert whole_number(0.57 * 100) == 57 and whole_number(0.579 * 100) == 57
 
 
-@pytest.mark.parametrize(("window", "batches"), [(0.0, 0), (0.1, 0), (0.2, 1), (0.5, 1), (0.6, 2), (1.0, 2)])
+@pytest.mark.parametrize(("window", "batches"), [(0.0, 0), (0.1, 0), (0.2, 1), (0.5, 1), (0.6, 1), (0.7, 2), (1.0, 2)])
 def test_a_window_is_whole_batches(window: float, batches: int) -> None:
     """With fewer groups the largest lag would be the same, and trainers would wait more often."""
     recipe = ahead(1)

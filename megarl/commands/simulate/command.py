@@ -106,6 +106,7 @@ def as_dict(result: Study) -> dict[str, Any]:
         "runs": [plain(run) for run in result.runs],
         "splits": [plain(run) for run in result.splits],
         "recommended": {**plain(result.best), "settings": result.settings},
+        "recommended_colocated": None if result.best_colocated is None else plain(result.best_colocated),
         "notes": result.notes,
     }
 

@@ -12,7 +12,7 @@ from megarl.commands.simulate.planned import SimulatedRecipe
 from megarl.commands.simulate.simulation import AsyncSchedule, Simulation
 from megarl.errors import InputError
 from megarl.recipe.derived.at_update import UpdateRule
-from megarl.recipe.schema import Recipe, RolloutConfig
+from megarl.recipe.schema import Recipe
 
 RULES: tuple[UpdateRule, ...] = ("drain", "finish", "refresh", "keep")
 STALENESS, WINDOWS = (1, 2, 4, 8), (0.0, 0.3)
@@ -67,6 +67,7 @@ class Study:
     best: SimulatedRun
     settings: list[str]  # command-line settings of `best`
     bytes_per_token: float
+    best_colocated: SimulatedRun | None = None  # of a colocated recipe, among its runs on shared devices
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -145,6 +146,7 @@ def study(subject: SimulatedRecipe, *, steps: int = STEPS, max_lag: int | None =
         best=best,
         settings=overrides(subject.recipe, runner.layout(best.setting), KEYS),
         bytes_per_token=subject.bytes_per_token,
+        best_colocated=_best_colocated(runs, max_lag),
         notes=[*_refused(runner), *assumptions(subject, steps)],
     )
 
@@ -202,6 +204,12 @@ def recommended(runs: list[SimulatedRun], max_lag: int | None) -> SimulatedRun:
     fastest = max(run.outcome.tokens_per_second for run in allowed)
     near = [run for run in allowed if run.outcome.tokens_per_second >= _NEAR * fastest]
     return min(near, key=lambda run: (run.outcome.lag_mean, -run.outcome.tokens_per_second))
+
+
+def _best_colocated(runs: list[SimulatedRun], max_lag: int | None) -> SimulatedRun | None:
+    """Return the recommended run among those of colocated engines; None without one within `max_lag`."""
+    shared = [run for run in runs if run.setting.colocated and (max_lag is None or run.schedule.max_lag <= max_lag)]
+    return recommended(shared, None) if any(run.name == "colocated" for run in shared) else None
 
 
 KEYS = (

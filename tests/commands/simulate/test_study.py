@@ -19,7 +19,7 @@ from megarl.commands.plan.time.estimate import estimate
 from megarl.commands.simulate.command import as_dict
 from megarl.commands.simulate.lengths import DrawnLengths, LogNormal, parse_lengths
 from megarl.commands.simulate.planned import SimulatedRecipe
-from megarl.commands.simulate.show.console import HEAD, schedule_columns, show
+from megarl.commands.simulate.show.console import HEAD, remarks, schedule_columns, show
 from megarl.commands.simulate.show.page import draw, render
 from megarl.commands.simulate.simulation import AsyncSchedule, Simulation
 from megarl.commands.simulate.study import KEYS, SimulatedRun, Study, recommended, study
@@ -130,7 +130,9 @@ def test_bytes_of_samples() -> None:
 
 def test_a_study_has_every_rule_staleness_and_window(result: Study) -> None:
     names = {(run.name, run.setting.max_staleness, run.setting.window) for run in result.runs}
-    in_flight = {(rule, s, w) for rule in ("colocated", "finish", "refresh", "keep") for s in (1, 2, 4, 8) for w in (0.0, 0.3)}
+    in_flight = {
+        (rule, s, w) for rule in ("colocated", "finish", "refresh", "keep") for s in (1, 2, 4, 8) for w in (0.0, 0.3)
+    }
     assert names == {("sync", 0, 0.0), *(("drain", s, 0.0) for s in (1, 2, 4, 8)), *in_flight}
     assert all(run.gain is not None for run in result.runs)
     assert result.runs[0].gain == 1 and result.runs[0].name == "sync"
@@ -172,7 +174,7 @@ def test_rules_that_a_run_refuses_are_left_out_with_the_reason() -> None:
     result = study(subject(train__deterministic=True), steps=4)
     assert {run.name for run in result.runs} == {"sync", "drain"}
     assert any(
-        note.startswith("Not simulated: finish, keep, refresh") and "train.deterministic" in note
+        note.startswith("Not simulated: colocated, finish, keep, refresh") and "train.deterministic" in note
         for note in result.notes
     )
 
@@ -191,12 +193,17 @@ def test_colocated_engines_run_ahead_in_a_colocated_recipe_only(result: Study) -
     assert "colocated" not in {run.name for run in apart.runs}
 
 
-def test_a_colocated_schedule_is_recommended_where_it_is_as_fast(result: Study) -> None:
-    """Slow trainers want every device: with 16 devices for both, no split is as fast."""
-    slow = subject(actor__mini_batches=1)
-    slow = replace(slow, device=replace(H100, factors={"update_actor": 20.0}))
-    best = study(slow, steps=4).best
-    assert best.name == "colocated" and best.setting.max_staleness > 0
+def test_a_colocated_recipe_has_a_recommendation_on_shared_devices(result: Study) -> None:
+    """The best run has separate devices; a user who keeps the placement wants the best of the others."""
+    assert not result.best.setting.colocated
+    best = result.best_colocated
+    assert best is not None and best.name == "colocated"
+    shared = [run for run in result.runs if run.setting.colocated]
+    assert best.outcome.tokens_per_second >= 0.95 * max(run.outcome.tokens_per_second for run in shared)
+    settings = f"rollout.max_staleness={best.setting.max_staleness:g} rollout.window={best.setting.window:g}"
+    assert any("On shared devices" in line and line.endswith(settings) for line in remarks(result))
+    assert study(subject(), steps=2, max_lag=1).best_colocated is not None
+    assert study(subject(cluster__placement="disaggregated"), steps=2).best_colocated is None
 
 
 def test_without_a_synchronous_run_no_gain_is_shown() -> None:
@@ -218,7 +225,9 @@ def test_tables_and_page(result: Study, capsys: pytest.CaptureFixture[str]) -> N
     html = render(result)
     assert "<script" not in html and "refresh, window 0.3" in html and result.settings[0] in html
     lines = draw(result).lines
-    assert [line.name for line in lines[:2]] == ["sync", "colocated, window 0"] and sum(len(line.points) for line in lines) == 37
+    assert [line.name for line in lines[:2]] == ["sync", "colocated, window 0"] and sum(
+        len(line.points) for line in lines
+    ) == 37
     chosen: list[SimulatedRun] = [run for run in result.runs if run is result.best]
     assert sum(point.best for line in lines for point in line.points) == len(chosen)
     assert all(0 <= point.x <= 720 and 0 <= point.y <= 320 for line in lines for point in line.points)

@@ -100,6 +100,19 @@ def described(run: SimulatedRun) -> str:
 
 def remarks(result: Study) -> list[str]:
     """Return remarks on the recommended run."""
+    return [*_on_shared_devices(result), *_beside_keep(result)]
+
+
+def _on_shared_devices(result: Study) -> list[str]:
+    """Name the recommended schedule of colocated engines, for a colocated recipe."""
+    best = result.best_colocated
+    if best is None or result.best.setting.colocated:
+        return []
+    settings = f"rollout.max_staleness={best.setting.max_staleness:g} rollout.window={best.setting.window:g}"
+    return [f"On shared devices, as in the recipe: {described(best)}. Settings: {settings}"]
+
+
+def _beside_keep(result: Study) -> list[str]:
     best = result.best.setting
     if best.rule != "keep":
         return []
