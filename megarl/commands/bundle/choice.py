@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.commands.bundle.contents import without_folder
+from megarl.commands.bundle.contents import portable_error
 from megarl.engines.tape import Record, update_event
 from megarl.observe.metrics import read_metrics
 from megarl.observe.run_dir import RunDirectory
@@ -69,7 +69,7 @@ def _failure(recorded: RunDirectory, last: TapeSegment) -> Choice | None:
     summary: dict[str, Any] = json.loads(recorded.summary.read_text())
     if summary["status"] != "failed":
         return None
-    return Choice(last, last.last_step + 1, without_folder(str(summary["error"]), str(recorded.path)))
+    return Choice(last, last.last_step + 1, portable_error(str(summary["error"]), str(recorded.path)))
 
 
 def _last_step(recorded: RunDirectory) -> int:

@@ -1,13 +1,13 @@
-"""The user's Python modules that a recipe names, and the local modules that they import. Nothing is imported here."""
+"""The user's Python modules that a recipe names, and the local modules that they import. This file imports none of them."""
 
 from __future__ import annotations
 
 import ast
-import importlib.util
 import os
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 from megarl.recipe.schema import Recipe
@@ -37,7 +37,7 @@ def local_files(recipe: Recipe, roots: Sequence[Path] | None = None) -> tuple[di
     installed = []
     for module, key in named_modules(recipe).items():
         if not _add(module, roots, files):
-            if importlib.util.find_spec(module.partition(".")[0]) is None:
+            if module.partition(".")[0] not in {*sys.stdlib_module_names, *packages_distributions()}:
                 places = ", ".join(map(str, roots))
                 raise ValueError(
                     f"{key} names the module {module!r}, which is not in {places}: start in the run's folder"

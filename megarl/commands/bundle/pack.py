@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.algorithms.advantages import uses_critic
+from megarl.algorithms.catalogue import import_modules
 from megarl.algorithms.objective import needs_teacher
 from megarl.atomic_files import check_new, disk_errors, sync
 from megarl.checkpoint.folder import check_whole
@@ -93,8 +94,9 @@ def contents_of(recorded: RunDirectory, choice: Choice) -> tuple[Description, li
     """Return the description of a bundle and its members."""
     segment = choice.segment
     recipe = read_recipe(recipe_file(recorded.tape, segment.number)).recipe
-    names, members = _files(recipe)
     modules, installed = local_files(recipe)
+    import_modules(recipe.algorithm)  # they register the loss, which decides which models the run has
+    names, members = _files(recipe)
     members += [Member(f"{MODULES}/{name}", "modules", path) for name, path in modules.items()]
     portable, left_out = bundled_recipe(recipe, names)
     left_out += [f"{module}: an installed package" for module in installed]
