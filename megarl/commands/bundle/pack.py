@@ -113,6 +113,8 @@ def contents_of(recorded: RunDirectory, choice: Choice) -> tuple[Description, li
         processes=f"{pluralize(recipe.cluster.trainers, 'trainer')} and {pluralize(recipe.rollout.engines, 'engine')}",
         libraries=installed_libraries(),
         left_out=left_out,
+        members=len(members),
+        size=sum(member.size for member in members),
     )
     return description, members
 

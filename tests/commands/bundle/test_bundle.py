@@ -201,7 +201,7 @@ def test_a_write_that_fails_leaves_no_file(
 
 
 def archive_of(file: Path, *members: tuple[tarfile.TarInfo, bytes]) -> Path:
-    description = Description("mine", 0, 1, None, "1 trainer and 1 engine", {}, []).to_json()
+    description = Description("mine", 0, 1, None, "1 trainer and 1 engine", {}, [], len(members), 1).to_json()
     first = tarfile.TarInfo(DESCRIPTION)
     with tarfile.open(file, "w") as archive:
         for info, data in ((first, description), *members):
