@@ -30,7 +30,7 @@ class Description:
     run: name of the recorded run. after: the step after which its start began; 0 without a checkpoint. step: the last step to
     repeat. failure: the error of a run that failed in this step (`portable_error`); None if the step was finished. processes:
     trainers and engines of the run. libraries: their versions at the time of packing. left_out: things that a replay may
-    need and the bundle does not contain. members, size: number and bytes of the other files, so that a file that was cut short is noticed.
+    need and the bundle does not contain. members, size: number and bytes of the other files; a file that was cut short has less.
     """
 
     run: str
