@@ -15,6 +15,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
+from megarl.commands.bundle import cli_options as replay_options
 from megarl.commands.data.command import app as data_app
 from megarl.commands.plan import cli_options
 from megarl.commands.simulate import cli_options as simulate_options
@@ -206,26 +207,17 @@ def rehearse(
 
 @app.command()
 def replay(
-    run_path: Annotated[Path, typer.Argument(metavar="RUN|FILE", help="Directory of a run, or a bundle.")],
+    run_path: replay_options.RunOrFile,
     overrides: Overrides = None,
-    name: Annotated[
-        Optional[str], typer.Option(help="Name or path of the new run. Default: RUN's, with -replay.")
-    ] = None,
-    bundle: Annotated[
-        Optional[Path], typer.Option(help="Pack what repeats a step of RUN into this new .tar file, and run nothing.")
-    ] = None,
-    step: Annotated[
-        Optional[int],
-        typer.Option(min=1, help="With --bundle: the step. Default: the one in which RUN failed, else its last one."),
-    ] = None,
-    out: Annotated[
-        Optional[Path], typer.Option(help="New folder to unpack FILE into. Default: FILE without its ending.")
-    ] = None,
+    name: replay_options.Name = None,
+    bundle: replay_options.Bundle = None,
+    step: replay_options.Step = None,
+    out: replay_options.Out = None,
     debug: Debug = False,
 ) -> int:
     """Repeat a run with requests in flight by its tape, and compare the metrics. Exit status 1 if one differs.
 
-    --bundle packs one step with its model, data and checkpoint into a file, which replays on another machine.
+    --bundle packs a step with model, data and checkpoint into FILE, which is repeated on another machine in the same way.
     """
     from megarl.commands.bundle.options import replay_or_bundle
 

@@ -379,6 +379,29 @@ def test_a_replay_loads_the_same_version_before_the_same_step(tmp_path: Path) ->
     unordered.shutdown()
 
 
+@pytest.mark.parametrize("arrives_early", [False, True])
+def test_a_replay_of_a_failed_run_goes_on_after_the_last_record(tmp_path: Path, arrives_early: bool) -> None:
+    """The run failed during an update, which therefore has no record. Further requests would change the last batches."""
+    tape = TapeFile(tmp_path / "tape.jsonl", {"segment": 0})
+    tape.write({"step": 0, "event": "update 0"}, {"step": 0, "event": requests_event([request(0, 3)])})
+    tape.close()
+    spec = TapeSpec(str(tmp_path / "new.jsonl"), 0, str(tmp_path / "tape.jsonl"), 0, fails=True)
+    engine, backend = engine_of(spec)
+    with ThreadPoolExecutor(3) as pool:
+        late = pool.submit(engine.update_weights, 1) if arrives_early else None
+        time.sleep(0.05)
+        engine.update_weights(0)
+        engine.generate([request(0, 3)], lambda *_: None)
+        (late or pool.submit(engine.update_weights, 1)).result(5)
+        assert backend.version == 1
+        further = pool.submit(engine.generate, [request(1, 3)], lambda *_: None)
+        time.sleep(0.05)
+        assert not further.done() and all(groups == [0] for _, groups in backend.steps)
+        engine.shutdown()
+        with pytest.raises(EngineDead):
+            further.result(5)
+
+
 def test_a_load_after_the_end_of_a_tape_waits(tmp_path: Path) -> None:
     """A killed run's controller sent it, and the engine was killed before it loaded."""
     path = tmp_path / "tape.jsonl"

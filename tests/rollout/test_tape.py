@@ -330,6 +330,23 @@ def test_a_start_that_only_wrote_the_metrics_of_the_step_before_is_repeated() ->
     assert history([first, wrote, unlogged]) == [ReplayPlan(first, 4, False), ReplayPlan(unlogged, None)]
 
 
+def test_a_failed_step_is_replayed_until_it_fails() -> None:
+    """A bundle's tape: the run failed in step 4. No group follows, and the replay waits for the failure of an engine."""
+    failed = TapeSegment(2, 2, 0, False, {}, ({"version": 2}, {"version": 3}, {"failed": 4}))
+    assert history([failed]) == [ReplayPlan(failed, 4)]
+    arrivals: Arrivals[Any] = Arrivals(recorded=[{"saved": 3}, {"failed": 4}])
+    arrivals.check_more_groups()
+    with pytest.raises(ReplayError, match=r"needs a further record of a newest 4, .* continues with \{\"failed\": 4\}"):
+        arrivals.may_take({"newest": 4})
+    tape = RunTape(Path("new"), header(), Path("recorded"), ReplayPlan(failed, 4))
+    assert tape.of_engine("engine0").fails
+    assert (
+        not RunTape(Path("new"), header(), Path("recorded"), ReplayPlan(replace(failed, records=()), 3))
+        .of_engine("e")
+        .fails
+    )
+
+
 def test_a_history_begins_after_a_segment_that_is_not_on_the_tape() -> None:
     resumed = TapeSegment(1, 4, 0, False, {}, ({"version": 6},))
     assert history([resumed]) == [ReplayPlan(resumed, 6)]

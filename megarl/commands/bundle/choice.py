@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.commands.bundle.contents import without_folder
+from megarl.commands.bundle.contents import portable_error
 from megarl.engines.tape import Record, update_event
 from megarl.observe.metrics import read_metrics
 from megarl.observe.run_dir import RunDirectory
@@ -17,7 +17,7 @@ from megarl.rollout.tape import ReplayPlan, TapeSegment, history, other_format, 
 
 
 @dataclass(frozen=True)
-class Choice:
+class BundledStep:
     """A step, and the segment of the tape that leads to it. `failure`: the error with which the run failed in this step."""
 
     segment: TapeSegment
@@ -39,7 +39,7 @@ class Choice:
         return list(records if self.failure is not None else records[:end])
 
 
-def choose(recorded: RunDirectory, step: int | None) -> Choice:
+def choose(recorded: RunDirectory, step: int | None) -> BundledStep:
     """Return the choice of `step`; None: the step in which the run failed, else the last one with metrics.
 
     Raises ValueError if the tape does not contain the step.
@@ -50,11 +50,11 @@ def choose(recorded: RunDirectory, step: int | None) -> Choice:
     failed = _failure(recorded, segments[-1])
     if failed is not None and step in (None, failed.step):
         plans = [ReplayPlan(failed.segment, failed.step)]
-        choice: Choice | None = failed
+        choice: BundledStep | None = failed
     else:
         plans = history(segments)
         step = _last_step(recorded) if step is None else step
-        choice = next((Choice(plan.segment, step) for plan in plans if _contains(recorded, plan, step)), None)
+        choice = next((BundledStep(plan.segment, step) for plan in plans if _contains(recorded, plan, step)), None)
     if (problem := other_format(plans)) is not None:
         raise ValueError(f"{recorded.path}: {problem}. Pack it with that version of megarl")
     if choice is None:
@@ -62,14 +62,14 @@ def choose(recorded: RunDirectory, step: int | None) -> Choice:
     return choice
 
 
-def _failure(recorded: RunDirectory, last: TapeSegment) -> Choice | None:
+def _failure(recorded: RunDirectory, last: TapeSegment) -> BundledStep | None:
     """Return the step in which the run failed, with the error; None if its last start was finished, stopped or killed."""
     if last.ended or not recorded.summary.is_file():
         return None
     summary: dict[str, Any] = json.loads(recorded.summary.read_text())
     if summary["status"] != "failed":
         return None
-    return Choice(last, last.last_step + 1, without_folder(str(summary["error"]), str(recorded.path)))
+    return BundledStep(last, last.last_step + 1, portable_error(str(summary["error"]), str(recorded.path)))
 
 
 def _last_step(recorded: RunDirectory) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
+import re
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -27,9 +28,9 @@ class Description:
     """The step that a bundle repeats, and the run that it belongs to.
 
     run: name of the recorded run. after: the step after which its start began; 0 without a checkpoint. step: the last step to
-    repeat. failure: the error of a run that failed in this step, without its paths; None if the step was finished. processes:
+    repeat. failure: the error of a run that failed in this step (`portable_error`); None if the step was finished. processes:
     trainers and engines of the run. libraries: their versions at the time of packing. left_out: things that a replay may
-    need and the bundle does not contain.
+    need and the bundle does not contain. members, size: number and bytes of the other files; a file that was cut short has less.
     """
 
     run: str
@@ -39,6 +40,8 @@ class Description:
     processes: str
     libraries: dict[str, str]
     left_out: list[str]
+    members: int
+    size: int
     format: int = BUNDLE_FORMAT
 
     def to_json(self) -> bytes:
@@ -72,6 +75,7 @@ def installed_libraries() -> dict[str, str]:
     return versions
 
 
-def without_folder(text: str, folder: str) -> str:
-    """Return an error's text with `folder`, the run's directory, replaced, so that two runs' errors can be compared."""
-    return text.replace(folder, "RUN")
+def portable_error(text: str, folder: str) -> str:
+    """Return an error's text without its machine and process, and with `folder`, the run's directory, replaced by RUN, so that
+    the errors of two runs can be compared."""
+    return re.sub(r" on \S+ \(pid \d+\)", "", text.replace(folder, "RUN"))

@@ -1,16 +1,16 @@
-"""The user's Python modules that a recipe names, and the local modules that they import. Nothing is imported here."""
+"""The user's Python modules that a recipe names, and the local modules that they import. This file imports none of them."""
 
 from __future__ import annotations
 
 import ast
-import importlib.util
 import os
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
-from megarl.recipe.schema import Recipe
+from megarl.recipe.schema import Recipe, RewardConfig
 
 
 def named_modules(recipe: Recipe) -> dict[str, str]:
@@ -21,9 +21,9 @@ def named_modules(recipe: Recipe) -> dict[str, str]:
     return {module: key for module, key in named.items() if not module.endswith(".py")}
 
 
-def function_files(recipe: Recipe) -> list[str]:
-    """Return the files that the recipe names as `file.py:function`."""
-    return [file for name in recipe.reward.own_functions if (file := _module_of(name)).endswith(".py")]
+def function_files(reward: RewardConfig) -> list[str]:
+    """Return the files of scorers that the recipe names as `file.py:function`."""
+    return [file for name in reward.own_functions if (file := _module_of(name)).endswith(".py")]
 
 
 def local_files(recipe: Recipe, roots: Sequence[Path] | None = None) -> tuple[dict[str, Path], list[str]]:
@@ -37,13 +37,13 @@ def local_files(recipe: Recipe, roots: Sequence[Path] | None = None) -> tuple[di
     installed = []
     for module, key in named_modules(recipe).items():
         if not _add(module, roots, files):
-            if importlib.util.find_spec(module.partition(".")[0]) is None:
+            if module.partition(".")[0] not in {*sys.stdlib_module_names, *packages_distributions()}:
                 places = ", ".join(map(str, roots))
                 raise ValueError(
                     f"{key} names the module {module!r}, which is not in {places}: start in the run's folder"
                 )
             installed.append(module)
-    for file in function_files(recipe):
+    for file in function_files(recipe.reward):
         for module in _imports(Path(file), ""):
             _add(module, roots, files)
     return files, installed

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.algorithms.advantages import uses_critic
+from megarl.algorithms.catalogue import import_modules
 from megarl.algorithms.objective import needs_teacher
 from megarl.atomic_files import check_new, disk_errors, sync
 from megarl.checkpoint.folder import check_whole
-from megarl.commands.bundle.choice import Choice, choose
+from megarl.commands.bundle.choice import BundledStep, choose
 from megarl.commands.bundle.contents import (
     DESCRIPTION,
     FILES,
@@ -89,12 +90,13 @@ def pack(run: Path, file: Path, step: int | None) -> None:
     print(f"wrote {file}. Repeat it with: python -m megarl replay {file.name}")
 
 
-def contents_of(recorded: RunDirectory, choice: Choice) -> tuple[Description, list[Member]]:
+def contents_of(recorded: RunDirectory, choice: BundledStep) -> tuple[Description, list[Member]]:
     """Return the description of a bundle and its members."""
     segment = choice.segment
     recipe = read_recipe(recipe_file(recorded.tape, segment.number)).recipe
-    names, members = _files(recipe)
     modules, installed = local_files(recipe)
+    import_modules(recipe.algorithm)  # they register the loss, which decides which models the run has
+    names, members = _files(recipe)
     members += [Member(f"{MODULES}/{name}", "modules", path) for name, path in modules.items()]
     portable, left_out = bundled_recipe(recipe, names)
     left_out += [f"{module}: an installed package" for module in installed]
@@ -111,6 +113,8 @@ def contents_of(recorded: RunDirectory, choice: Choice) -> tuple[Description, li
         processes=f"{pluralize(recipe.cluster.trainers, 'trainer')} and {pluralize(recipe.rollout.engines, 'engine')}",
         libraries=installed_libraries(),
         left_out=left_out,
+        members=len(members),
+        size=sum(member.size for member in members),
     )
     return description, members
 
@@ -138,7 +142,7 @@ def _files(recipe: Recipe) -> tuple[dict[str, str], list[Member]]:
     for number, path in enumerate(dict.fromkeys(file for _, file in files_of(recipe.data))):
         names[path] = f"{FILES}/data/{number}/{Path(path).name}"
         members.append(Member(names[path], "data", Path(path)))
-    for number, path in enumerate(function_files(recipe)):
+    for number, path in enumerate(function_files(recipe.reward)):
         names[path] = f"{FILES}/functions/{number}/{Path(path).name}"
         members.append(Member(names[path], "modules", Path(path)))
     missing = [
@@ -162,7 +166,7 @@ def _model_files(folder: Path) -> Iterator[Path]:
             yield file
 
 
-def _recorded(recorded: RunDirectory, choice: Choice, recipe: bytes) -> list[Member]:
+def _recorded(recorded: RunDirectory, choice: BundledStep, recipe: bytes) -> list[Member]:
     """Return the members of the run directory without its checkpoint: tape, recipe and metrics."""
     number = choice.segment.number
     header = read_segments(recorded.tape / "controller.jsonl")[number][0]
@@ -183,7 +187,7 @@ def _recorded(recorded: RunDirectory, choice: Choice, recipe: bytes) -> list[Mem
     return [Member(f"{RECORDED}/{name}", "recorded", data) for name, data in files.items()]
 
 
-def _metrics(recorded: RunDirectory, choice: Choice) -> bytes:
+def _metrics(recorded: RunDirectory, choice: BundledStep) -> bytes:
     first = choice.segment.after + 1 if choice.segment.after else 0
     lines = recorded.metrics.read_bytes().splitlines(keepends=True) if recorded.metrics.is_file() else []
     return b"".join(line for line in lines if line.endswith(b"\n") and first <= json.loads(line)["step"] <= choice.step)

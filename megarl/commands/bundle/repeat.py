@@ -16,7 +16,7 @@ from megarl.commands.bundle.contents import (
     RECORDED,
     Description,
     installed_libraries,
-    without_folder,
+    portable_error,
 )
 from megarl.commands.bundle.unpack import unpack
 from megarl.commands.replay import check_overrides, compare, run_starts, starts_of
@@ -70,7 +70,7 @@ def _print(description: Description, folder: Path) -> None:
 def _compare_failures(step: int, expected: str, target: RunDirectory, status: int) -> bool:
     """Print whether the replay failed as the recorded run did. `status`: of its training."""
     summary: dict[str, Any] = json.loads(target.summary.read_text())
-    error = without_folder(str(summary["error"]), str(target.path)) if status else "no error"
+    error = portable_error(str(summary["error"]), str(target.path)) if status else "no error"
     if _without_checkpoints(error) == _without_checkpoints(expected):
         print(f"step {step} fails as in the recorded run: {expected}")
         return True

@@ -35,6 +35,9 @@ def unpack(file: Path, folder: Path) -> Description:
             members = archive.getmembers()
             _check(members)
             description = _description(archive, members)
+            contents = members[1:]
+            if (len(contents), sum(member.size for member in contents)) != (description.members, description.size):
+                raise tarfile.ReadError(f"it has {len(contents)} of {description.members} files")
             _check_disk(folder, sum(member.size for member in members))
             with disk_errors(folder), atomic_directory(folder) as partial:
                 for member in members:

@@ -46,6 +46,8 @@ class RecordedRun:
             "code/helpers/tables.py": "from . import names\n",
             "code/helpers/names.py": "",
             "code/unused.py": "",
+            "code/losses_of_a_bundle.py": "from megarl.algorithms.losses.registry import policy_loss\n"
+            "@policy_loss('of_a_bundle', needs_old_log_probs=False)\ndef loss(inputs, settings): ...\n",
             "functions.py": "import my_rewards\n\ndef long(request): return 0.0\n",
         }
         for name, text in contents.items():
@@ -78,6 +80,8 @@ class RecordedRun:
                 f"cluster.environment.engines={{API_TOKEN: {SECRET}}}",
                 f"rollout.engine_args={{hf_token: {SECRET}, max_num_seqs: 8}}",
                 "observe.trackers=[wandb]",
+                "algorithm.modules=[losses_of_a_bundle]",
+                "algorithm.loss=of_a_bundle",
             ],
         ).recipe
         (self.run.tape / f"recipe-{number}.yaml").write_text(to_yaml(recipe))

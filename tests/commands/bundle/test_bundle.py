@@ -25,7 +25,9 @@ from megarl.recipe.load import read_recipe
 from megarl.rollout.tape import history, segments_of
 from tests.commands.bundle.run import SECRET, RecordedRun
 
-FAILURE = "RuntimeError: trainer 0 of {run} failed"
+FAILURE = "WorkerFailed: trainer 0 on node-7 (pid 812) failed; its output: {run}/logs/trainer-0.log"
+ELSEWHERE = FAILURE.replace("node-7 (pid 812)", "laptop (pid 9)")
+PORTABLE = "WorkerFailed: trainer 0 failed; its output: RUN/logs/trainer-0.log"
 
 
 def bundle(run: Path, file: Path, step: int | None = None) -> int:
@@ -77,6 +79,7 @@ def test_a_bundle_has_what_the_step_needs_and_nothing_else(
         "files/data/0/train.parquet",
         "files/data/1/test.jsonl",
         "files/functions/0/functions.py",
+        "modules/losses_of_a_bundle.py",
         "modules/my_rewards.py",
         "modules/helpers/__init__.py",
         "modules/helpers/tables.py",
@@ -137,7 +140,7 @@ def test_a_step_before_the_resume_begins_at_the_model(recorded: RecordedRun, tmp
 def test_a_failed_step_is_repeated_up_to_its_failure(failed: RecordedRun, tmp_path: Path) -> None:
     bundle(failed.run.path, tmp_path / "step.tar")
     description = unpack(tmp_path / "step.tar", tmp_path / "out")
-    assert (description.step, description.failure) == (5, FAILURE.format(run="RUN"))
+    assert (description.step, description.failure) == (5, PORTABLE)
     (plan,) = history(segments_of(tmp_path / "out" / "recorded" / "tape"))
     assert plan.last_step == plan.segment.failed_step == 5
     events = (tmp_path / "out" / "recorded" / "tape" / "engine0.jsonl").read_text().splitlines()
@@ -198,7 +201,7 @@ def test_a_write_that_fails_leaves_no_file(
 
 
 def archive_of(file: Path, *members: tuple[tarfile.TarInfo, bytes]) -> Path:
-    description = Description("mine", 0, 1, None, "1 trainer and 1 engine", {}, []).to_json()
+    description = Description("mine", 0, 1, None, "1 trainer and 1 engine", {}, [], len(members), 1).to_json()
     first = tarfile.TarInfo(DESCRIPTION)
     with tarfile.open(file, "w") as archive:
         for info, data in ((first, description), *members):
@@ -311,13 +314,13 @@ def test_a_replay_of_a_bundle_trains_from_the_unpacked_files(
 @pytest.mark.parametrize(
     ("status", "steps", "error", "expected", "words"),
     [
-        (1, [3, 4], FAILURE, 0, "step 5 fails as in the recorded run: RuntimeError: trainer 0 of RUN failed"),
+        (1, [3, 4], ELSEWHERE, 0, f"step 5 fails as in the recorded run: {PORTABLE}"),
         (
             1,
             [3, 4],
             "ValueError: other",
             1,
-            "recorded: RuntimeError: trainer 0 of RUN failed\n  replay:   ValueError: other",
+            f"recorded: {PORTABLE}\n  replay:   ValueError: other",
         ),
         (0, [3, 4, 5], None, 1, "replay:   no error"),
         (1, [3], FAILURE, 1, "the replay has no metrics of step 4"),
