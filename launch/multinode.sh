@@ -10,6 +10,8 @@
 #   MASTER_PORT          Ray's port on node rank 0 (6379); the launchers talk on the next one
 #   MEGARL_JOIN_TIMEOUT  seconds until every node must have joined (600)
 #   MEGARL_NODE_IP       this node's address, where it has several
+#   MEGARL_JOIN_DIR      a folder that every node sees; node rank 0 writes the run's secret there (runs_dir)
+#   MEGARL_VENV          the Python environment (.venv)
 #
 # What Slurm (srun --ntasks-per-node=1), PyTorchJob, JobSet and StatefulSets set is understood; where
 # RAY_ADDRESS is set (KubeRay), that cluster is joined. Every node returns the run's exit status.
@@ -18,7 +20,7 @@
 set -eu
 cd "$(dirname "$0")/.."
 python=python3
-if [ -x .venv/bin/python ]; then python=.venv/bin/python; fi
+if [ -n "${MEGARL_VENV:-}" ] || [ -x .venv/bin/python ]; then python=${MEGARL_VENV:-.venv}/bin/python; fi
 wanted=$(ulimit -Hn)
 if [ "$wanted" = unlimited ] || [ "$wanted" -gt 65536 ]; then wanted=65536; fi
 ulimit -n "$wanted" # Ray keeps a connection to every worker

@@ -1,4 +1,4 @@
-"""Stopped-process watch: detect trainers in state T (SIGSTOP, Ctrl-Z) during a call.
+"""Stopped-process watch: detect trainers and engines in state T (SIGSTOP, Ctrl-Z), trainers during a call.
 
 A stopped process keeps its memory, device and connections, so the run would hang until a collective of the other ranks
 times out (`cluster.timeout`). A process on the same machine reads the trainers' states from /proc, which tells a stopped
@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.cluster.failures import Failure, ProcessInfo, WorkerFailed
+from megarl.cluster.failures import ClusterError, Failure, ProcessInfo, WorkerFailed
 
 LOOK_SECONDS = 2.0  # between two looks; shorter calls end before the first look
 # Consecutive looks at a stopped process until it counts as lost: 20 s. Counted instead of timed, so that a pause of the
@@ -33,10 +33,11 @@ def _state(pid: int) -> str:
 
 
 class StopDetector:
-    """Counts consecutive looks at which a rank was stopped, during one call. `doing`: the call's name, for messages."""
+    """Counts consecutive looks at which a process was stopped, during one call. `doing`: the call's name, for messages.
+    `error`: raised for a stopped process."""
 
-    def __init__(self, places: Sequence[ProcessInfo], doing: str) -> None:
-        self._places, self._doing = places, doing
+    def __init__(self, places: Sequence[ProcessInfo], doing: str, error: type[ClusterError] = WorkerFailed) -> None:
+        self._places, self._doing, self._error = places, doing, error
         self._stopped_looks = [0] * len(places)  # consecutive looks, by rank
         self._next = time.monotonic() + LOOK_SECONDS
 
@@ -49,27 +50,27 @@ class StopDetector:
         return True
 
     def record(self, ranks: Sequence[int], stopped: Sequence[int]) -> None:
-        """Record a look at `ranks`, of which the process ids `stopped` are stopped. Raises WorkerFailed after `LOOKS`."""
+        """Record a look at `ranks`, of which the process ids `stopped` are stopped. Raises `error` after `LOOKS`."""
         for rank in ranks:
             place = self._places[rank]
             self._stopped_looks[rank] = self._stopped_looks[rank] + 1 if place.pid in stopped else 0
             if self._stopped_looks[rank] >= LOOKS:
-                raise WorkerFailed(Failure(place, self._cause(place)))
+                raise self._error(Failure(place, self._cause(place)))
 
     def _cause(self, place: ProcessInfo) -> str:
         return (
             f"its process has been stopped for {LOOKS * LOOK_SECONDS:.0f} s in {self._doing}, as by SIGSTOP or Ctrl-Z, and "
-            f"all other ranks wait for it. Check what stops processes on {place.host}."
+            f"the run waits for it. Check what stops processes on {place.host}."
         )
 
 
 class LocalWatch:
     """Stopped-process watch over processes of this machine."""
 
-    def __init__(self, places: Sequence[ProcessInfo], doing: str) -> None:
-        self._places, self._detector = places, StopDetector(places, doing)
+    def __init__(self, places: Sequence[ProcessInfo], doing: str, error: type[ClusterError] = WorkerFailed) -> None:
+        self._places, self._detector = places, StopDetector(places, doing, error)
 
     def check(self) -> None:
-        """Raise WorkerFailed if a process stays stopped. Call it often; it looks every `LOOK_SECONDS`."""
+        """Raise `error` if a process stays stopped. Call it often; it looks every `LOOK_SECONDS`."""
         if self._detector.due():
             self._detector.record(range(len(self._places)), stopped_pids([place.pid for place in self._places]))

@@ -224,9 +224,11 @@ def test_a_process_not_started_by_ray_is_named(connect, monkeypatch):
     """Processes reserve more of a device than it has, for which Ray would wait forever."""
     from megarl.cluster.ray import cluster as ray_cluster
     from megarl.cluster.ray import devices as ray_devices
+    from megarl.cluster.ray import service as ray_service
 
     assert wait_until(lambda: _free_npus() == 4, 10)
     monkeypatch.setattr(ray_cluster, "START_SECONDS", 4.0)
+    monkeypatch.setattr(ray_service, "START_SECONDS", 4.0)
     monkeypatch.setattr(ray_devices, "SHARE", 0.6)
     cluster = connect(1, 1, npus=True)
     start_engines(cluster, 1)
@@ -267,7 +269,27 @@ def test_an_idle_trainer_that_dies_is_named(connect):
     assert wait_until(lambda: not any(map(alive, pids)), 5)
 
 
-def test_a_dead_service_is_named_and_a_stopped_service_is_not(connect):
+def test_a_service_stopped_by_a_signal_is_named(connect, monkeypatch):
+    """It keeps its connection open, and the run would wait for `rollout.timeout`, an hour."""
+    from megarl.cluster import sigstop_watch
+
+    monkeypatch.setattr(sigstop_watch, "LOOK_SECONDS", 0.2)
+    cluster = connect(0, 1)
+    engine = cluster.start_service(
+        "tests.support.cluster_workers:Engine", (3,), name="engine0", devices=1, env=ENGINE_ENV
+    )
+    engine.call("scaled", 1).result(timeout=60)
+    cluster.check()
+    os.kill(engine.place().pid, signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(ServiceDied, match=r"service engine0 on .* failed: its process has been stopped for 2 s"):
+        while time.monotonic() < began + 10:
+            cluster.check()
+            time.sleep(0.1)
+    assert wait_until(lambda: not alive(engine.place().pid), 10)
+
+
+def test_a_dead_service_is_named_and_a_service_that_was_ended_is_not(connect):
     cluster = connect(0, 2, shared=False)
     first, second = (
         cluster.start_service(

@@ -117,3 +117,18 @@ def test_a_broken_reward_ends_the_run_with_its_cause(
     done = run("train", "recipes/quickstart.yaml", *arguments)
     assert done.returncode == 1
     assert scorer in done.stderr and words in done.stderr and "word_problems" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+def test_the_end_of_rays_processes_is_named_within_seconds(started, name: str) -> None:
+    """Ray ended the command without a word, or after a minute, and left the run's status at "running"."""
+    training = started("ray")
+    training.wait_for_steps(1)
+    processes = descendants(training.process.pid)
+    next(process for process in processes if process.name().startswith(name)).kill()
+    status, errors = training.end(30)
+    assert status == 1 and f"ServiceDied: Ray's {name} on " in errors and "killed by signal 9" in errors
+    assert "train.resume=auto" in errors and "Last intact checkpoint" in errors
+    assert json.loads((training.directory / "summary.json").read_text())["status"] == "failed"
+    assert_ended(processes)

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import RayActorError, RayError
 
 from megarl.cluster.base import Cluster
 from megarl.cluster.failures import (
-    CallFailed,
     ClusterError,
     Failure,
     ProcessInfo,
@@ -29,29 +25,19 @@ from megarl.cluster.failures import (
     worker_failed,
 )
 from megarl.cluster.orphan_reaper import VARIABLE, OrphanReaper
-from megarl.cluster.ray.actors import ConstructorFailed, ServiceActor, TrainerActor
+from megarl.cluster.ray.actors import ServiceActor, TrainerActor
 from megarl.cluster.ray.devices import RayDevices, ReservedDevice
 from megarl.cluster.ray.failures import death_cause, not_started
+from megarl.cluster.ray.processes import RayProcessWatch, private_processes
+from megarl.cluster.ray.service import START_SECONDS, RayData, RayService
 from megarl.cluster.ray.signals import ray_get, ray_wait
 from megarl.cluster.ray.start import start
 from megarl.cluster.ray.watch import RayWatch
+from megarl.cluster.sigstop_watch import LocalWatch
 from megarl.types import DataRef
 
 PING_SECONDS = 0.1  # time for an idle trainer to reply to a ping; a later check waits for the rest
-START_SECONDS = 300.0  # time for Ray to start a process on its reserved device
-STOP_SECONDS = 5.0  # time for an object's shutdown() before its process is killed
 CONCURRENT_CALLS = 100_000  # of one service; the engine has its own limit
-
-
-@dataclass(frozen=True)
-class RayData:
-    """A DataRef into Ray's object store."""
-
-    ref: Any  # ray.ObjectRef, owned by the controller
-
-    def get(self) -> Any:
-        """Fetch the samples' vectors from the object store."""
-        return ray_get(self.ref)
 
 
 class RayGroup:
@@ -163,114 +149,6 @@ class RayGroup:
         return outcome if isinstance(outcome, Returned) else Failure.raised(place, outcome)
 
 
-class RayService:
-    """See `megarl.cluster.base.Service`."""
-
-    def __init__(
-        self, actor: Any, place: ProcessInfo, name: str, address: str, class_path: str, args: tuple[Any, ...]
-    ) -> None:
-        self.name, self.address = name, address
-        self._actor, self._place = actor, place
-        self.stopping = False
-        self._deadline = time.monotonic() + START_SECONDS
-        self._where = actor.where.remote(place.name, place.log)
-        actor.construct.remote(class_path, args, place.name, place.log)
-        self._lifetime = actor.lifetime.remote()
-        self._constructed = actor.constructed.remote()
-
-    @property
-    def host(self) -> str:
-        return self.place().host
-
-    def place(self) -> ProcessInfo:
-        """Wait until the process has started and return its place. Raises ServiceDied if it does not start."""
-        if not self._place.pid:
-            try:
-                self._place = ray_get(self._where, timeout=max(0.0, self._deadline - time.monotonic()))
-            except RayActorError as error:
-                raise ServiceDied(Failure.death(self._place, death_cause(error))) from error
-            except GetTimeoutError as error:
-                raise ServiceDied(not_started(self._place, START_SECONDS)) from error
-        return self._place
-
-    def call(self, method: str, *args: Any) -> Future[Any]:
-        return self._chain(self._actor.call.remote(method, args), lambda value: value)
-
-    def call_with_data(self, method: str, *args: Any) -> Future[Any]:
-        control, data = self._actor.call_with_data.options(num_returns=2).remote(method, args)
-        return self._chain(control, lambda value: (value, RayData(data)))
-
-    def alive(self) -> bool:
-        return self.failure() is None
-
-    def failure(self) -> Failure | None:
-        """The failure that ended the service; None while it is alive."""
-        ready, _ = ray_wait([self._lifetime, self._constructed], num_returns=2, timeout=0)
-        for ref in ready:
-            try:
-                outcome = ray_get(ref)
-            except RayActorError as error:
-                return self._death(error)
-            if isinstance(outcome, Raised):
-                return Failure.raised(self.place(), outcome)
-        if not self._place.pid and time.monotonic() > self._deadline and not ray_wait([self._where], timeout=0)[0]:
-            return not_started(self._place, START_SECONDS)
-        return None
-
-    def stop(self) -> None:
-        self.finish_stop(self.begin_stop())
-
-    def begin_stop(self) -> list[Any]:
-        """Request the end without waiting; returns the references for `finish_stop`."""
-        if self.stopping or not self.alive():
-            return []
-        self.stopping = True
-        return [self._actor.stop.remote()]
-
-    def finish_stop(self, refs: list[Any]) -> None:
-        if refs:
-            ray_wait(refs, timeout=STOP_SECONDS)
-        ray.kill(self._actor)
-
-    def _death(self, error: RayActorError) -> Failure:
-        # `_place` is incomplete until the reply of `where` has been read.
-        if not self._place.pid and ray_wait([self._where], timeout=0)[0]:
-            try:
-                self._place = ray_get(self._where)
-            except RayActorError:
-                return Failure.death(self._place, death_cause(error))
-        return Failure.death(self._place, "it was stopped" if self.stopping else death_cause(error))
-
-    def _chain(self, ref: Any, convert: Any) -> Future[Any]:
-        result: Future[Any] = Future()
-        result.set_running_or_notify_cancel()  # an answer will come: it cannot be cancelled
-
-        def settle(done: Future[Any]) -> None:
-            error = done.exception()
-            if error is None and isinstance(done.result(), Returned):
-                result.set_result(convert(done.result().value))
-            else:
-                # `_fail` calls Ray and may block; the present thread delivers Ray's results and must not.
-                threading.Thread(target=self._fail, args=(result, done), daemon=True).start()
-
-        ref.future().add_done_callback(settle)
-        return result
-
-    def _fail(self, result: Future[Any], done: Future[Any]) -> None:
-        error = done.exception()
-        if error is None:
-            kind = ServiceDied if isinstance(done.result(), ConstructorFailed) else CallFailed
-            result.set_exception(kind(Failure.raised(self.place(), done.result())))
-            return
-        failure = self.failure()
-        if failure is None and isinstance(error, RayActorError):
-            failure = self._death(error)
-        if failure is None:
-            result.set_exception(CallFailed(Failure.raised(self.place(), Raised.of(error))))
-        else:
-            result.set_exception(ServiceDied(failure))
-
-
 class RayCluster(Cluster):
     """See `megarl.cluster.base.Cluster`.
 
@@ -294,10 +172,13 @@ class RayCluster(Cluster):
         self._trainer_env = trainer_env | self._reaper.env
         self._groups: list[RayGroup] = []
         self._services: list[RayService] = []
-        self._owns_ray = not ray.is_initialized()
+        self._service_watch: tuple[list[RayService], RayWatch | LocalWatch] | None = None
+        self._owns_ray, self._processes = not ray.is_initialized(), RayProcessWatch([])
+        self._private = self._owns_ray and not address  # all processes are on this machine
         try:
             if self._owns_ray:
                 start(address, self._reaper)
+                self._processes = RayProcessWatch(private_processes())
             devices.reserve()
         except BaseException:
             self.shutdown()
@@ -333,7 +214,7 @@ class RayCluster(Cluster):
         options = self._devices.options(claimed[0]) | _environment(role_env)
         actor = ray.remote(ServiceActor).options(max_concurrency=CONCURRENT_CALLS, **options).remote()
         place = ProcessInfo(f"service {name}", claimed[0].node_ip, log=str(self._log_dir / f"{name}.log"))
-        service = RayService(actor, place, name, claimed[0].node_ip, class_path, args)
+        service = RayService(actor, place, name, claimed[0], class_path, args)
         self._services.append(service)
         return service
 
@@ -347,15 +228,28 @@ class RayCluster(Cluster):
             raise
 
     def check_services(self) -> None:
-        """Raise ServiceDied if a service has ended that is not being stopped."""
-        for service in self._services:
-            failure = None if service.stopping else service.failure()
+        """Raise ServiceDied if a service has ended or is stopped (SIGSTOP), or if a process of Ray has."""
+        self._processes.check()
+        services = [service for service in self._services if not service.stopping]
+        for service in services:
+            failure = service.failure()
             if failure is not None:
                 raise ServiceDied(failure)
+        located = [service for service in services if service.is_located()]
+        if self._service_watch is None or self._service_watch[0] != located:
+            places, nodes = [service.place() for service in located], [service.node for service in located]
+            local = LocalWatch(places, "the run", ServiceDied)
+            self._service_watch = located, local if self._private else RayWatch(places, nodes, "the run", ServiceDied)
+        self._service_watch[1].check()
 
     def shutdown(self) -> None:
         services, self._services = self._services, []
         groups, self._groups = self._groups, []
+        self._processes.close()
+        if self._processes.failure is not None:  # calls to Ray would hang, or end this process
+            self._owns_ray = False
+            self._reaper.close()
+            return
         for group in groups:
             group.kill()
         stops = [(service, service.begin_stop()) for service in services]

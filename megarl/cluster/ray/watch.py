@@ -9,7 +9,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megarl.cluster.failures import ProcessInfo
+from megarl.cluster.failures import ClusterError, ProcessInfo, WorkerFailed
 from megarl.cluster.ray.signals import ray_get, ray_wait
 from megarl.cluster.sigstop_watch import StopDetector, stopped_pids
 
@@ -20,14 +20,20 @@ class RayWatch:
     See `megarl.cluster.sigstop_watch.LocalWatch`.
     """
 
-    def __init__(self, places: Sequence[ProcessInfo], nodes: Sequence[str], doing: str) -> None:
-        self._detector = StopDetector(places, doing)
+    def __init__(
+        self,
+        places: Sequence[ProcessInfo],
+        nodes: Sequence[str],
+        doing: str,
+        error: type[ClusterError] = WorkerFailed,
+    ) -> None:
+        self._detector = StopDetector(places, doing, error)
         self._ranks = {node: [rank for rank, home in enumerate(nodes) if home == node] for node in dict.fromkeys(nodes)}
         self._pids = {node: [places[rank].pid for rank in ranks] for node, ranks in self._ranks.items()}
         self._pending: dict[str, Any] = {}  # by node: reference of the unread look
 
     def check(self) -> None:
-        """Raise WorkerFailed if a process stays stopped. Call it often; it looks when due and never waits for a node."""
+        """Raise `error` if a process stays stopped. Call it often; it looks when due and never waits for a node."""
         if not self._detector.due():
             return
         for node, pids in self._pids.items():

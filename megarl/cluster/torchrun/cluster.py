@@ -229,6 +229,7 @@ class TorchrunCluster(Cluster):
         self._log_dir, self._devices = log_dir, devices
         self._trainer_env = trainer_env
         self._services: list[LocalService] = []
+        self._service_watch: tuple[list[LocalService], LocalWatch] | None = None
         self._local_rank = _LocalRank()
         self._ranks: list[_LocalRank | _Peer] = [self._local_rank, *_listen(self._world_size)]
         self.waiting = _Waiting()
@@ -261,10 +262,14 @@ class TorchrunCluster(Cluster):
             raise
 
     def check_others(self) -> None:
-        """Raise if a service has failed, or if the time after torchrun's SIGTERM is over."""
-        for service in self._services:
-            if service.failure is not None and not service.stopping:
+        """Raise if a service has failed or is stopped (SIGSTOP), or if the time after torchrun's SIGTERM is over."""
+        services = [service for service in self._services if not service.stopping]
+        for service in services:
+            if service.failure is not None:
                 raise ServiceDied(service.failure)
+        if self._service_watch is None or self._service_watch[0] != services:
+            self._service_watch = services, LocalWatch([service.place for service in services], "the run", ServiceDied)
+        self._service_watch[1].check()
         self.waiting.check()
 
     def _check_deaths(self) -> None:

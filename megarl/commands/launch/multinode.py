@@ -15,7 +15,6 @@ import json
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,7 +26,8 @@ from types import FrameType
 from typing import IO
 
 from megarl.cluster.orphan_reaper import VARIABLE, OrphanReaper, sweep
-from megarl.cluster.ray import env
+from megarl.commands.launch.join_secret import JoinFile, secret_of_environment
+from megarl.commands.launch.joining import RayConnection, join, taken_port
 from megarl.commands.launch.rendezvous import RendezvousClient, RendezvousServer
 from megarl.commands.launch.topology import Topology, read_topology
 from megarl.platform.kinds import KINDS, kind_of
@@ -38,6 +38,7 @@ QUIET_SECONDS = 10.0  # wait until the launcher prints that it waits
 RAY_SECONDS = 8.0  # time for Ray to end
 RAY_ATTEMPTS = 3  # attempts to start Ray on a node
 _RESOURCE_FLAGS = {"CPU": "--num-cpus", "GPU": "--num-gpus"}  # resources with a flag of `ray start`
+RUNS_DIR = "runs"  # of a command that is no training: the default of `runs_dir`
 USAGE = 2  # exit status for invalid arguments or environment
 
 
@@ -55,7 +56,7 @@ class _PeerInterrupted(_Interrupted):
 def main(arguments: list[str], environ: Mapping[str, str]) -> int:
     """Run the launcher of this node and return the exit status."""
     try:
-        command, device = _command(arguments)
+        command, device, runs_dir = _command(arguments)
         topology = read_topology(environ)
     except ValueError as error:
         _say(str(error))
@@ -66,9 +67,13 @@ def main(arguments: list[str], environ: Mapping[str, str]) -> int:
                 with _child(command, dict(environ)) as process:
                     return _wait(process)
             reaper = OrphanReaper()
+            join_file = JoinFile(Path(topology.join_dir or runs_dir), topology)
             try:
                 run = _run_head if topology.is_head else _run_member
-                return run(topology, command, device, dict(environ) | reaper.env)
+                return run(topology, command, device, dict(environ) | reaper.env, join_file)
+            except OSError as error:
+                _say(f"node rank {topology.node_rank}: {error}")
+                return 1
             finally:
                 reaper.close()
         except _Interrupted as interruption:
@@ -108,12 +113,19 @@ def node_resource(rank: int) -> str:
 # --- head and member nodes ----------------------------------------------------------------------
 
 
-def _run_head(topology: Topology, command: list[str], device: str, environ: dict[str, str]) -> int:
+def _run_head(topology: Topology, command: list[str], device: str, environ: dict[str, str], join_file: JoinFile) -> int:
     deadline = time.monotonic() + topology.join_timeout
-    token = env.authentication(environ)
-    environ = environ | token
-    os.environ.update(token)  # this process connects to Ray as well
-    server = RendezvousServer(topology.node_ip or topology.master, topology.port + 1, topology.nodes, token)
+    taken = taken_port(topology)
+    if taken is not None:
+        needed = f"Ray and the launchers need {topology.port} to {topology.port + 2}"
+        _say(f"port {taken} of this machine is in use: {needed}. Set MASTER_PORT to another port on every node.")
+        return 1
+    secret = secret_of_environment(environ)
+    if secret is None:
+        variables = join_file.write(environ)
+        environ, secret = environ | variables, variables["RAY_AUTH_TOKEN"]
+        os.environ.update(variables)  # this process connects to Ray as well
+    server = RendezvousServer(topology.node_ip or topology.master, topology.port + 1, topology.nodes, secret)
     status = 1
     try:
         with _ray(topology, device, environ) as (ray_process, log):
@@ -133,22 +145,23 @@ def _run_head(topology: Topology, command: list[str], device: str, environ: dict
         raise
     finally:
         server.finish(status)
+        join_file.delete()
 
 
-def _run_member(topology: Topology, _command: list[str], device: str, environ: dict[str, str]) -> int:
+def _run_member(
+    topology: Topology, _command: list[str], device: str, environ: dict[str, str], join_file: JoinFile
+) -> int:
     try:
-        client = RendezvousClient(
-            topology.master, topology.port + 1, topology.node_rank, topology.nodes, topology.join_timeout
-        )
+        client, variables = join(topology, environ, join_file)
     except TimeoutError as error:
-        _say(f"node rank {topology.node_rank}: {error}: is node rank 0 running, and MASTER_ADDR the same everywhere?")
+        _say(f"node rank {topology.node_rank}: {error}")
         return 1
     try:
         while not client.ready and not client.over:
             time.sleep(0.1)
         if client.over:
             return _report_end(topology, client)
-        cause = _stay_in_ray(topology, device, environ | client.environment, client)
+        cause = _stay_in_ray(topology, device, environ | variables, client)
         if cause:
             client.fail(cause)
             _say(f"node rank {topology.node_rank}: {cause}")
@@ -213,6 +226,7 @@ def _wait_for_nodes(
 
     from megarl.cluster.ray.signals import keep_sigterm_handler
 
+    connecting = RayConnection(topology)
     connected = False
     missing: list[int] = list(range(topology.nodes))
     present = expected = 0
@@ -225,7 +239,7 @@ def _wait_for_nodes(
             for rank in server.ending():
                 return f"node rank {rank} received a signal to end"
             if not connected:
-                connected = _connect(topology)
+                connected = connecting.poll()
                 if connected:
                     server.open()
                 continue
@@ -248,22 +262,6 @@ def _wait_for_nodes(
             f"MASTER_ADDR={topology.master}; ports {topology.port} and {topology.port + 1} must be open there."
         )
     return f"all nodes have joined, with {present} devices instead of {expected}: check DEVICES_PER_NODE on each node."
-
-
-def _connect(topology: Topology) -> bool:
-    """Connect to Ray's head; False if it does not listen yet (ray.init would wait for minutes)."""
-    import ray
-
-    from megarl.cluster.ray.signals import keep_sigterm_handler
-
-    try:
-        socket.create_connection((topology.master, topology.port), timeout=2).close()
-        with keep_sigterm_handler():
-            ray.init(address=topology.ray_address, logging_level="critical", log_to_driver=False)
-    except OSError:
-        time.sleep(0.2)
-        return False
-    return True
 
 
 class _Members:
@@ -365,19 +363,20 @@ def _signals() -> Iterator[None]:
 # --- arguments and output -----------------------------------------------------------------------
 
 
-def _command(arguments: list[str]) -> tuple[list[str], str]:
-    """Return the command to run and its device kind. Raises ValueError for wrong usage or an invalid recipe."""
+def _command(arguments: list[str]) -> tuple[list[str], str, str]:
+    """Return the command to run, its device kind and `runs_dir`. Raises ValueError for wrong usage or an invalid recipe."""
     if not arguments or arguments[0] in ("-h", "--help"):
         raise ValueError("usage: launch/multinode.sh RECIPE [key=value ...]   or   launch/multinode.sh -- COMMAND ...")
     if arguments[0] == "--":
         if len(arguments) == 1:
             raise ValueError("no command after --")
-        return arguments[1:], _present_device()
+        return arguments[1:], _present_device(), RUNS_DIR
     from megarl.preflight.load import load_recipe
 
-    device = load_recipe(arguments[0], arguments[1:]).cluster.device
+    recipe = load_recipe(arguments[0], arguments[1:])
+    device = recipe.cluster.device
     command = [sys.executable, "-m", "megarl", "train", *arguments]
-    return command, _present_device() if device == "auto" else device
+    return command, _present_device() if device == "auto" else device, recipe.runs_dir
 
 
 def _present_device() -> str:
@@ -396,4 +395,6 @@ def _tail(log: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], os.environ))
+    status = main(sys.argv[1:], os.environ)
+    sys.stderr.flush()
+    os._exit(status)  # a thread may still wait for Ray

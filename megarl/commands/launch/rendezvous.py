@@ -3,29 +3,40 @@
 Every member node connects to the head's launcher and waits on that connection: for the head to be ready, for all nodes
 to join and, at the end, for the run's exit status. A member that fails sends the cause.
 
-Messages are lines of JSON; nothing is executed or unpickled. The head sends Ray's token once to each rank. If the
-network between the nodes is not trusted, set RAY_AUTH_TOKEN on every node; then no token is sent.
+Messages are lines of JSON, of at most `LONGEST_LINE` bytes; nothing is executed or unpickled. The head draws a challenge for
+each connection, and a member replies with a proof that it knows the run's secret (`join_secret`). The secret is never sent,
+and a connection without the proof is closed before its rank counts as taken.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
+import secrets
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, TextIO
+
+from megarl.commands.launch.join_secret import proof
+
+LONGEST_LINE = 1 << 16  # bytes
+PROOF_SECONDS = 10.0  # time for a connection to prove that it belongs to the run
+MOST_UNKNOWN = 64  # connections without a proof at a time; further ones wait
+_WRONG_SECRET = "it does not know the secret of this run"
 
 
 class RendezvousServer:
     """The head's end.
 
-    nodes: number of nodes, the head included.
-    environment: variables that the members need to join Ray.
+    nodes: number of nodes, the head included. secret: the run's.
     """
 
-    def __init__(self, host: str, port: int, nodes: int, environment: dict[str, str]) -> None:
-        self._nodes = nodes
-        self._ready = {"ready": True, "environment": environment}
+    def __init__(self, host: str, port: int, nodes: int, secret: str) -> None:
+        self._nodes, self._secret = nodes, secret
+        self._ready = {"ready": True}
+        self._unknown = threading.Semaphore(MOST_UNKNOWN)
         self._lock = threading.Lock()
         self._present: dict[int, tuple[socket.socket, str]] = {}
         self._failed: dict[int, str] = {}
@@ -75,6 +86,7 @@ class RendezvousServer:
 
     def _accept(self) -> None:
         while True:
+            self._unknown.acquire()
             try:
                 connection, _ = self._listener.accept()
             except OSError:  # closed by `finish`
@@ -86,14 +98,21 @@ class RendezvousServer:
             self._serve_node(connection, lines)
 
     def _serve_node(self, connection: socket.socket, lines: TextIO) -> None:
-        hello = _receive(lines)
-        rank = hello.get("node_rank") if hello else None
-        refusal = self._admit(connection, hello) if hello and isinstance(rank, int) else "not a node of this run"
+        try:
+            connection.settimeout(PROOF_SECONDS)
+            challenge = secrets.token_hex(16)
+            _send(connection, {"challenge": challenge})
+            hello = _receive(lines)
+            refusal = self._refusal(challenge, hello) or self._admit(connection, hello or {})
+        finally:
+            self._unknown.release()
         if refusal:
             _send(connection, {"refused": refusal})
             connection.close()
             return
-        assert isinstance(rank, int)
+        assert hello is not None
+        connection.settimeout(None)
+        rank = hello["node_rank"]
         while (message := _receive(lines)) is not None:  # None: the connection is closed
             with self._lock:
                 if "failed" in message:
@@ -103,6 +122,15 @@ class RendezvousServer:
         with self._lock:
             if self._present.get(rank, (None, ""))[0] is connection:
                 del self._present[rank]
+
+    def _refusal(self, challenge: str, hello: dict[str, Any] | None) -> str | None:
+        """Return why a connection does not belong to the run."""
+        if hello is None or not isinstance(hello.get("node_rank"), int):
+            return "not a node of this run"
+        known = hmac.compare_digest(
+            str(hello.get("proof")).encode(errors="replace"), proof(self._secret, challenge, hello).encode()
+        )
+        return None if known else _WRONG_SECRET
 
     def _admit(self, connection: socket.socket, hello: dict[str, Any]) -> str | None:
         rank, host = hello["node_rank"], str(hello.get("host"))
@@ -114,6 +142,7 @@ class RendezvousServer:
             if not 0 < rank < self._nodes:
                 return f"node rank {rank} is not between 1 and {self._nodes - 1}"
             self._present[rank] = connection, host
+            _send(connection, {"admitted": True})
             if self._open:
                 _send(connection, self._ready)
         return None
@@ -123,17 +152,23 @@ class RendezvousClient:
     """A member's end. A thread sets `refusal`, `ready`, `begun` and `status` as messages arrive, and `left` if the head
     closes the connection."""
 
-    def __init__(self, host: str, port: int, node_rank: int, nodes: int, timeout: float) -> None:
+    def __init__(self, host: str, port: int, node_rank: int, nodes: int, timeout: float, secret: str) -> None:
         """Raises TimeoutError if the head cannot be reached within `timeout` seconds."""
         self.refusal: str | None = None
         self.status: int | None = None
+        self.admitted = False
         self.ready = False
         self.begun = False
-        self.environment: dict[str, str] = {}  # variables from the head, set once it is ready
         self.left = False
         self._connection = _dial(host, port, timeout)
-        _send(self._connection, {"node_rank": node_rank, "nodes": nodes, "host": socket.gethostname()})
-        threading.Thread(target=self._read, daemon=True).start()
+        hello = {"node_rank": node_rank, "nodes": nodes, "host": socket.gethostname()}
+        prove: Callable[[str], str] = lambda challenge: proof(secret, challenge, hello)  # noqa: E731
+        threading.Thread(target=self._read, args=(hello, prove), daemon=True).start()
+
+    @property
+    def has_wrong_secret(self) -> bool:
+        """Whether the head has another secret: this node's is of an earlier run."""
+        return self.refusal == _WRONG_SECRET
 
     @property
     def over(self) -> bool:
@@ -150,12 +185,14 @@ class RendezvousClient:
     def close(self) -> None:
         _hang_up(self._connection)
 
-    def _read(self) -> None:
+    def _read(self, hello: dict[str, Any], prove: Callable[[str], str]) -> None:
         with self._connection.makefile("r", encoding="utf-8") as lines:
             try:
                 for line in lines:
                     message = json.loads(line)
-                    self.environment = message.get("environment", self.environment)
+                    if "challenge" in message:
+                        _send(self._connection, hello | {"proof": prove(message["challenge"])})
+                    self.admitted = self.admitted or "admitted" in message
                     self.ready = self.ready or "ready" in message
                     self.begun = self.begun or "begun" in message
                     self.refusal = message.get("refused", self.refusal)
@@ -199,9 +236,9 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _receive(lines: TextIO) -> dict[str, Any] | None:
-    """Receive the next message; None if the connection is closed or the line is not a JSON object."""
+    """Receive the next message; None if the connection is closed or silent, or if the line is too long or not a JSON object."""
     try:
-        message = json.loads(lines.readline())
-    except (OSError, ValueError):
+        message = json.loads(lines.readline(LONGEST_LINE))  # the start of a longer line is not JSON
+    except (OSError, ValueError, RecursionError):
         return None
     return message if isinstance(message, dict) else None

@@ -30,6 +30,7 @@ class Topology:
     devices_per_node: int | None  # None: as Ray detects
     node_ip: str | None  # this node's address; None: as Ray detects
     join_timeout: float  # seconds until every node must have joined
+    join_dir: str | None = None  # folder of the file with the run's secret; None: the run's `runs_dir`
 
     @property
     def is_head(self) -> bool:
@@ -75,7 +76,7 @@ def read_topology(environ: Mapping[str, str]) -> Topology:
     except ValueError as error:
         value = environ["MEGARL_JOIN_TIMEOUT"]
         raise ValueError(f"MEGARL_JOIN_TIMEOUT must be a number of seconds, got {value}.") from error
-    return Topology(rank, nodes, master, port, devices, node_ip, timeout)
+    return Topology(rank, nodes, master, port, devices, node_ip, timeout, environ.get("MEGARL_JOIN_DIR") or None)
 
 
 def first_host(node_list: str) -> str:

@@ -80,23 +80,21 @@ def test_each_cluster_has_a_new_token_unless_the_user_sets_authentication():
 
 def test_rendezvous():
     port = free_port()
-    server = RendezvousServer("127.0.0.1", port, 3, {"KEY": "value"})
-    first = RendezvousClient("127.0.0.1", port, 1, 3, timeout=5)
+    server = RendezvousServer("127.0.0.1", port, 3, "secret")
+    first = RendezvousClient("127.0.0.1", port, 1, 3, timeout=5, secret="secret")
     assert wait_until(lambda: server.absent() == [2], 5)
     assert not first.ready
     server.open()
-    late = RendezvousClient("127.0.0.1", port, 2, 3, timeout=5)
+    late = RendezvousClient("127.0.0.1", port, 2, 3, timeout=5, secret="secret")
     assert wait_until(lambda: first.ready and late.ready, 5)
-    assert first.environment == {"KEY": "value"}
     for rank, nodes, message in [
         (1, 3, "rank 1 is taken"),
         (3, 3, "not between 1 and 2"),
         (2, 2, "the head expects 3"),
     ]:
-        stranger = RendezvousClient("127.0.0.1", port, rank, nodes, timeout=5)
+        stranger = RendezvousClient("127.0.0.1", port, rank, nodes, timeout=5, secret="secret")
         assert wait_until(lambda stranger=stranger: stranger.over, 5)
         assert message in stranger.refusal
-        assert stranger.environment == {}
     assert not first.begun
     server.begin()
     assert wait_until(lambda: first.begun and late.begun, 5)
@@ -113,7 +111,7 @@ def test_rendezvous():
 
 def test_an_unreachable_head_is_named():
     with pytest.raises(TimeoutError, match=r"127\.0\.0\.1:\d+ within 0 s"):
-        RendezvousClient("127.0.0.1", free_port(), 1, 2, timeout=0)
+        RendezvousClient("127.0.0.1", free_port(), 1, 2, timeout=0, secret="")
 
 
 # --- processes ----------------------------------------------------------------------------------

@@ -1,0 +1,151 @@
+"""Engines and other services as Ray actors. Call `ray.env.prepare` before importing this module."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError
+
+from megarl.cluster.failures import (
+    CallFailed,
+    Failure,
+    ProcessInfo,
+    Raised,
+    Returned,
+    ServiceDied,
+)
+from megarl.cluster.ray.actors import ConstructorFailed
+from megarl.cluster.ray.devices import ReservedDevice
+from megarl.cluster.ray.failures import death_cause, not_started
+from megarl.cluster.ray.signals import ray_get, ray_wait
+
+START_SECONDS = 300.0  # time for Ray to start a process on its reserved device
+STOP_SECONDS = 5.0  # time for an object's shutdown() before its process is killed
+
+
+@dataclass(frozen=True)
+class RayData:
+    """A DataRef into Ray's object store."""
+
+    ref: Any  # ray.ObjectRef, owned by the controller
+
+    def get(self) -> Any:
+        """Fetch the samples' vectors from the object store."""
+        return ray_get(self.ref)
+
+
+class RayService:
+    """See `megarl.cluster.base.Service`."""
+
+    def __init__(
+        self, actor: Any, place: ProcessInfo, name: str, device: ReservedDevice, class_path: str, args: tuple[Any, ...]
+    ) -> None:
+        self.name, self.address, self.node = name, device.node_ip, device.node_id
+        self._actor, self._place = actor, place
+        self.stopping = False
+        self._deadline = time.monotonic() + START_SECONDS
+        self._where = actor.where.remote(place.name, place.log)
+        actor.construct.remote(class_path, args, place.name, place.log)
+        self._lifetime = actor.lifetime.remote()
+        self._constructed = actor.constructed.remote()
+
+    @property
+    def host(self) -> str:
+        return self.place().host
+
+    def place(self) -> ProcessInfo:
+        """Wait until the process has started and return its place. Raises ServiceDied if it does not start."""
+        if not self._place.pid:
+            try:
+                self._place = ray_get(self._where, timeout=max(0.0, self._deadline - time.monotonic()))
+            except RayActorError as error:
+                raise ServiceDied(Failure.death(self._place, death_cause(error))) from error
+            except GetTimeoutError as error:
+                raise ServiceDied(not_started(self._place, START_SECONDS)) from error
+        return self._place
+
+    def is_located(self) -> bool:
+        """Return whether `place` returns at once."""
+        return bool(self._place.pid) or bool(ray_wait([self._where], timeout=0)[0])
+
+    def call(self, method: str, *args: Any) -> Future[Any]:
+        return self._chain(self._actor.call.remote(method, args), lambda value: value)
+
+    def call_with_data(self, method: str, *args: Any) -> Future[Any]:
+        control, data = self._actor.call_with_data.options(num_returns=2).remote(method, args)
+        return self._chain(control, lambda value: (value, RayData(data)))
+
+    def alive(self) -> bool:
+        return self.failure() is None
+
+    def failure(self) -> Failure | None:
+        """The failure that ended the service; None while it is alive."""
+        ready, _ = ray_wait([self._lifetime, self._constructed], num_returns=2, timeout=0)
+        for ref in ready:
+            try:
+                outcome = ray_get(ref)
+            except RayActorError as error:
+                return self._death(error)
+            if isinstance(outcome, Raised):
+                return Failure.raised(self.place(), outcome)
+        if not self._place.pid and time.monotonic() > self._deadline and not ray_wait([self._where], timeout=0)[0]:
+            return not_started(self._place, START_SECONDS)
+        return None
+
+    def stop(self) -> None:
+        self.finish_stop(self.begin_stop())
+
+    def begin_stop(self) -> list[Any]:
+        """Request the end without waiting; returns the references for `finish_stop`."""
+        if self.stopping or not self.alive():
+            return []
+        self.stopping = True
+        return [self._actor.stop.remote()]
+
+    def finish_stop(self, refs: list[Any]) -> None:
+        if refs:
+            ray_wait(refs, timeout=STOP_SECONDS)
+        ray.kill(self._actor)
+
+    def _death(self, error: RayActorError) -> Failure:
+        # `_place` is incomplete until the reply of `where` has been read.
+        if not self._place.pid and ray_wait([self._where], timeout=0)[0]:
+            try:
+                self._place = ray_get(self._where)
+            except RayActorError:
+                return Failure.death(self._place, death_cause(error))
+        return Failure.death(self._place, "it was stopped" if self.stopping else death_cause(error))
+
+    def _chain(self, ref: Any, convert: Any) -> Future[Any]:
+        result: Future[Any] = Future()
+        result.set_running_or_notify_cancel()  # an answer will come: it cannot be cancelled
+
+        def settle(done: Future[Any]) -> None:
+            error = done.exception()
+            if error is None and isinstance(done.result(), Returned):
+                result.set_result(convert(done.result().value))
+            else:
+                # `_fail` calls Ray and may block; the present thread delivers Ray's results and must not.
+                threading.Thread(target=self._fail, args=(result, done), daemon=True).start()
+
+        ref.future().add_done_callback(settle)
+        return result
+
+    def _fail(self, result: Future[Any], done: Future[Any]) -> None:
+        error = done.exception()
+        if error is None:
+            kind = ServiceDied if isinstance(done.result(), ConstructorFailed) else CallFailed
+            result.set_exception(kind(Failure.raised(self.place(), done.result())))
+            return
+        failure = self.failure()
+        if failure is None and isinstance(error, RayActorError):
+            failure = self._death(error)
+        if failure is None:
+            result.set_exception(CallFailed(Failure.raised(self.place(), Raised.of(error))))
+        else:
+            result.set_exception(ServiceDied(failure))

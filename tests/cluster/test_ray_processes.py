@@ -1,0 +1,75 @@
+"""The end or stop of Ray's own processes is named at once."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.cluster import ServiceDied
+from megarl.cluster.ray import env as ray_env
+from tests.support.cluster_workers import wait_until
+
+ray_env.prepare(private=True)
+
+from megarl.cluster.ray import processes  # noqa: E402 -- after the variables that Ray reads at import
+from megarl.cluster.ray.processes import RayProcess, RayProcessWatch  # noqa: E402
+
+
+@pytest.fixture
+def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RayProcess]]:
+    monkeypatch.setattr(processes, "LOOK_SECONDS", 0.2)
+    started = []
+    for name in ("raylet", "gcs_server"):
+        log = tmp_path / f"{name}.out"
+        log.write_text(f"first line\nlast words of {name}\n")
+        started.append(RayProcess(name, subprocess.Popen(["sleep", "1000"]), str(log)))
+    yield started
+    for each in started:
+        assert isinstance(each.process, subprocess.Popen)
+        each.process.kill()
+        each.process.wait()
+
+
+def test_a_killed_process_is_named_with_its_last_words(
+    two: list[RayProcess], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The line on stderr appears even if Ray ends this process before the run reports the error."""
+    watch = RayProcessWatch(two)
+    watch.check()
+    two[1].process.kill()  # type: ignore[attr-defined]
+    began = time.monotonic()
+    assert wait_until(lambda: watch.failure is not None, 5) and time.monotonic() - began < 2
+    with pytest.raises(ServiceDied) as raised:
+        watch.check()
+    text = str(raised.value)
+    assert "Ray's gcs_server on " in text and "killed by signal 9 (SIGKILL), as the kernel does" in text
+    assert "last words of gcs_server" in text and f"(pid {two[1].process.pid})" in text
+    assert "Ray's gcs_server on " in capfd.readouterr().err
+    watch.close()
+
+
+def test_a_stopped_process_is_named_and_a_pause_is_not(two: list[RayProcess]) -> None:
+    raylet, watch = two[0].process, RayProcessWatch(two)
+    raylet.send_signal(signal.SIGSTOP)  # type: ignore[attr-defined]
+    time.sleep(1)
+    raylet.send_signal(signal.SIGCONT)  # type: ignore[attr-defined]
+    time.sleep(1.5)
+    watch.check()
+    raylet.send_signal(signal.SIGSTOP)  # type: ignore[attr-defined]
+    assert wait_until(lambda: watch.failure is not None, 10)
+    with pytest.raises(ServiceDied, match=r"Ray's raylet on .* failed: its process has been stopped for 2 s"):
+        watch.check()
+    watch.close()
+
+
+def test_a_watch_that_is_closed_reports_no_end(two: list[RayProcess]) -> None:
+    watch = RayProcessWatch(two)
+    watch.close()
+    two[0].process.kill()  # type: ignore[attr-defined]
+    time.sleep(0.5)
+    watch.check()

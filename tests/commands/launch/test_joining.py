@@ -1,0 +1,185 @@
+"""Launchers of one run: the secret, strangers at the rendezvous, taken ports, and another service at Ray's port."""
+
+from __future__ import annotations
+
+import json
+import resource
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl.cluster.process import free_port
+from megarl.commands.launch import multinode, rendezvous
+from megarl.commands.launch.join_secret import JoinFile, secret_of_environment
+from megarl.commands.launch.joining import RayConnection, join, taken_port
+from megarl.commands.launch.rendezvous import RendezvousClient, RendezvousServer
+from megarl.commands.launch.topology import Topology
+from megarl.recipe.schema import Recipe
+from tests.support.cluster_workers import wait_until
+from tests.support.stack import ROOT, environment
+
+
+def topology(port: int, rank: int = 1, timeout: float = 5.0) -> Topology:
+    return Topology(rank, 2, "127.0.0.1", port, 1, None, timeout)
+
+
+def exchange(port: int, line: bytes) -> list[dict[str, Any]]:
+    """Send a line to the head and return all of its messages."""
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as stranger, stranger.makefile("r") as answers:
+        challenge = json.loads(answers.readline())
+        try:
+            stranger.sendall(line)
+            return [challenge, *map(json.loads, answers)]
+        except ConnectionError:  # closed with bytes unread
+            return [challenge]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"node_rank": 1, "nodes": 2, "host": "stranger"}\n',
+        b'{"node_rank": 1, "nodes": 2, "host": "stranger", "proof": "00"}\n',
+        b'{"failed": "a lie"}\n',
+        b'{"node_rank": 1, "proof": "\\ud800"}\n',
+        b"[" * 60_000 + b"\n",
+        b"no json\n",
+    ],
+)
+def test_a_stranger_learns_nothing_and_takes_no_rank(line: bytes) -> None:
+    port, token = free_port(), "the-token-of-ray"
+    server = RendezvousServer("127.0.0.1", port, 2, token)
+    server.open()
+    messages = exchange(port, line)
+    assert set(messages[0]) == {"challenge"} and all(set(message) == {"refused"} for message in messages[1:])
+    assert token not in json.dumps(messages)
+    assert server.absent() == [1] and server.failed() == {}
+    node = RendezvousClient("127.0.0.1", port, 1, 2, timeout=5, secret=token)
+    assert wait_until(lambda: node.ready, 5), node.refusal
+    server.finish(0)
+
+
+def test_a_proof_serves_for_its_connection_alone() -> None:
+    """A proof that a stranger has read from the network does not answer another challenge."""
+    port = free_port()
+    server = RendezvousServer("127.0.0.1", port, 2, "secret")
+    hello = {"node_rank": 1, "nodes": 2, "host": "node"}
+    old = hello | {"proof": rendezvous.proof("secret", "an earlier challenge", hello)}
+    assert "secret of this run" in exchange(port, json.dumps(old).encode() + b"\n")[1]["refused"]
+    server.finish(0)
+
+
+def test_an_endless_line_costs_no_memory() -> None:
+    port = free_port()
+    server = RendezvousServer("127.0.0.1", port, 2, "secret")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    exchange(port, b"x" * (100 << 20))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 220 << 10, "kibibytes; the test holds 100 MiB"
+    server.finish(0)
+
+
+def test_silent_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "PROOF_SECONDS", 0.2)
+    monkeypatch.setattr(rendezvous, "MOST_UNKNOWN", 2)
+    port = free_port()
+    server = RendezvousServer("127.0.0.1", port, 2, "secret")
+    silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(5)]
+    node = RendezvousClient("127.0.0.1", port, 1, 2, timeout=5, secret="secret")
+    assert wait_until(lambda: node.admitted, 5)
+    time.sleep(0.4)
+    assert server.absent() == [], "a member may be silent"
+    for connection in silent:
+        connection.close()
+    server.finish(0)
+
+
+def test_members_read_the_secret_from_a_file_of_their_user(tmp_path: Path) -> None:
+    """The file of a killed run is refused, and replaced when the head has started."""
+    port = free_port()
+    file = JoinFile(tmp_path / "runs", topology(port, 0))
+    stale = file.write({})
+    fresh = JoinFile(tmp_path / "new", topology(port, 0)).write({})
+    result: list[Any] = []
+    member = threading.Thread(target=lambda: result.append(join(topology(port, timeout=30), {}, file)))
+    server = RendezvousServer("127.0.0.1", port + 1, 2, fresh["RAY_AUTH_TOKEN"])
+    member.start()
+    time.sleep(0.5)
+    assert not result
+    (tmp_path / "new" / file.path.name).replace(file.path)
+    member.join(20)
+    client, variables = result[0]
+    assert client.admitted and variables == fresh != stale
+    assert stat.S_IMODE(file.path.stat().st_mode) == 0o600 and file.path.name == f".megarl-join-127.0.0.1-{port}.json"
+    server.finish(0)
+
+
+def test_a_member_that_does_not_see_the_file_says_where_it_looks(tmp_path: Path) -> None:
+    port = free_port()
+    with pytest.raises(TimeoutError, match=r"\.megarl-join-127\.0\.0\.1-\d+\.json is missing.*MEGARL_JOIN_DIR"):
+        join(topology(port, timeout=0.3), {}, JoinFile(tmp_path, topology(port)))
+
+
+def test_the_users_token_is_the_secret(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("from-a-file\n")
+    assert secret_of_environment({"RAY_AUTH_TOKEN": "mine"}) == "mine"
+    assert secret_of_environment({"RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")}) == "from-a-file"
+    assert secret_of_environment({"RAY_AUTH_MODE": "disabled"}) == "" and secret_of_environment({}) is None
+
+
+@pytest.mark.parametrize("offset", [0, 1, 2])
+def test_a_taken_port_ends_the_head_with_its_number(offset: int, tmp_path: Path) -> None:
+    """Redis has Ray's port by default; `ray.init` waited for its answer for minutes."""
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port + offset)):
+        assert taken_port(topology(port, 0)) == port + offset
+        head = subprocess.run(
+            [sys.executable, "-m", "megarl.commands.launch.multinode", "--", "true"],
+            cwd=ROOT,
+            env={
+                **environment(), "NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                "MEGARL_JOIN_DIR": str(tmp_path),
+            },
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )  # fmt: skip
+    assert head.returncode == 1 and f"port {port + offset} of this machine is in use" in head.stderr
+    assert "Traceback" not in head.stderr and not list(tmp_path.iterdir())
+
+
+def test_rays_end_is_noticed_while_another_service_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ray.init` may hang for minutes in native code, where no signal is handled."""
+    hanging = threading.Event()
+    monkeypatch.setattr(RayConnection, "_connect", lambda *_: hanging.wait(60))
+    server: Any = SimpleNamespace(failed=dict, ending=list, open=lambda: None)
+    polls = iter([None, None, 1])
+    process: Any = SimpleNamespace(poll=lambda: next(polls), returncode=1)
+    with socket.create_server(("127.0.0.1", 0)) as redis:
+        place = topology(redis.getsockname()[1], 0)
+        began = time.monotonic()
+        problem = multinode._wait_for_nodes(place, "cpu", server, process, began + 60)
+    assert problem == "Ray's head ended with exit code 1" and time.monotonic() - began < 20
+    hanging.set()
+
+
+def test_a_command_has_the_folder_of_recipes() -> None:
+    assert Recipe().runs_dir == multinode.RUNS_DIR
+
+
+def test_the_launcher_takes_the_environment_of_megarl_venv(tmp_path: Path) -> None:
+    """The other scripts of launch/ do; without it, every node fails where .venv does not exist."""
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    python.write_text('#!/bin/sh\necho "environment of the test: $*"\n')
+    python.chmod(0o755)
+    command = ["bash", "launch/multinode.sh", "recipe.yaml"]
+    venv = {**environment(), "MEGARL_VENV": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=venv, capture_output=True, text=True, timeout=30)
+    assert done.stdout == "environment of the test: -m megarl.commands.launch.multinode recipe.yaml\n"
