@@ -11,20 +11,20 @@ command runs once every engine of the group has received it.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from megarl.engines.base import EngineDead, EngineRefused, GenerationAborted, GroupRank, OnFinished
 from megarl.engines.group import EngineGroup
-from megarl.engines.spans import RequestSpans
-from megarl.engines.tape import StepTape, TapeSpec, requests_event
-from megarl.types import Completion, GenerationRequest
+from megarl.engines.partials import check_versions
+from megarl.engines.running import RunningRequests
+from megarl.engines.tape import COPY_EVENT, StepTape, TapeSpec, hand_over_event, requests_event
+from megarl.types import Completion, GenerationRequest, Partial
 from megarl.weight_sync.session import Session, UpdateReport
 
 T = TypeVar("T")
@@ -63,7 +63,16 @@ class Backend(Protocol):
         """Return the number of tokens so far of each unfinished sample of a running request, by index."""
         ...
 
+    def partials(self, key: str) -> list[Partial] | None:
+        """Return the samples of a running request so far, in seed order, without spans; None if they cannot be continued.
+        EngineRefused if the library does not return them while they run."""
+        ...
+
     def cancel(self, keys: list[str]) -> None: ...
+
+    def hand_over(self, keys: list[str]) -> dict[str, list[Partial] | None]:
+        """Cancel requests and return their samples so far, as `partials` does."""
+        ...
 
     def connect_weight_sync(self, session: Session) -> str | None: ...
 
@@ -96,9 +105,12 @@ class _Command:
 
 @dataclass(eq=False)
 class _Job:
-    """One `generate` call. The owning thread puts finished groups into `events`, or the exception that ends the call."""
+    """One `generate` call. The owning thread puts finished groups into `events`, None for a group that has been handed
+    over, or the exception that ends the call."""
 
-    events: queue.SimpleQueue[tuple[int, list[Completion]] | BaseException] = field(default_factory=queue.SimpleQueue)
+    events: queue.SimpleQueue[tuple[int, list[Completion]] | BaseException | None] = field(
+        default_factory=queue.SimpleQueue
+    )
 
 
 class EngineLoop:
@@ -115,9 +127,7 @@ class EngineLoop:
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
         # state of the owning thread
-        self._running: dict[str, tuple[_Job, int]] = {}  # key -> (call, group number)
-        self._spans = RequestSpans()
-        self._counter = itertools.count()
+        self._running: RunningRequests[_Job] = RunningRequests()
         self._paused = False
         self._stop = False
         self._group: EngineGroup | None = None
@@ -163,7 +173,8 @@ class EngineLoop:
                 event = job.events.get()
                 if isinstance(event, BaseException):
                     raise event
-                on_finished(*event)
+                if event is not None:
+                    on_finished(*event)
         except (EngineDead, GenerationAborted):
             raise
         except BaseException:  # raised by `on_finished`: nothing can receive the remaining completions
@@ -180,6 +191,17 @@ class EngineLoop:
     def abort(self) -> None:
         """End every running request; their `generate` calls raise GenerationAborted."""
         self.call(lambda: self._cancel(lambda owner: True))
+
+    def hand_over(self, groups: Collection[int] | None = None) -> list[GenerationRequest]:
+        """End the running requests of `groups` (None: of all) and return them with what is sampled: `partials` is set if an
+        engine can continue them. Their `generate` calls return without these groups. Groups that do not run are skipped.
+        """
+        return self.call(lambda: self._hand_over(groups), event=hand_over_event(groups))
+
+    def copy_running(self) -> list[GenerationRequest]:
+        """Return all running requests as `hand_over` does, and let them run. EngineRefused if the engine's software does not
+        return the tokens of running requests."""
+        return self.call(lambda: self._running.copy(self._backend.partials), event=COPY_EVENT)
 
     def shutdown(self) -> None:
         """End the engine with its processes, and the other engines of its group. May be called twice."""
@@ -298,23 +320,33 @@ class EngineLoop:
         return False
 
     def _admit(self, requests: Sequence[GenerationRequest], job: _Job) -> None:
+        check_versions(requests, self._running.spans.version, self._name)
         for request in requests:
-            key = f"{request.group}-{next(self._counter)}"
-            self._backend.admit(key, request)
-            self._spans.admit(key)
-            self._running[key] = (job, request.group)
+            for key, part in self._running.add(job, request):
+                self._backend.admit(key, part)
+        self._report_finished()
 
     def _report(self, finished: list[tuple[str, list[Completion]]]) -> None:
         for key, completions in finished:
-            job, group = self._running.pop(key)
-            job.events.put((group, self._spans.finish(key, completions)))
+            self._running.finish(key, completions)
+        self._report_finished()
 
-    def _cancel(self, chosen: Callable[[_Job], bool]) -> None:
-        keys = [key for key, (job, _) in self._running.items() if chosen(job)]
-        self._backend.cancel(keys)
-        for key in keys:
-            self._spans.cancel(key)
-        for job in {self._running.pop(key)[0] for key in keys}:
+    def _report_finished(self) -> None:
+        for job, group, completions in self._running.take_finished():
+            job.events.put((group, completions))
+
+    def _hand_over(self, groups: Collection[int] | None) -> list[GenerationRequest]:
+        chosen = self._running.of_groups(groups)
+        partials = self._backend.hand_over(self._running.keys(chosen))
+        requests = self._running.copy(partials.__getitem__, chosen)
+        for job in self._running.remove(chosen):
+            job.events.put(None)
+        return requests
+
+    def _cancel(self, is_chosen: Callable[[_Job], bool]) -> None:
+        chosen = self._running.of_jobs(is_chosen)
+        self._backend.cancel(self._running.keys(chosen))
+        for job in set(self._running.remove(chosen)):
             job.events.put(GenerationAborted(f"engine {self._name!r} aborted its requests"))
 
     def _set_paused(self, paused: bool) -> None:
@@ -341,9 +373,8 @@ class EngineLoop:
             command.future.set_exception(dead)
         for command in [*self._collective, *self._tape.all_held()]:
             command.future.set_exception(dead)
-        for job in {job for job, _ in self._running.values()}:
+        for job in set(self._running.remove(self._running.of_groups(None))):
             job.events.put(dead)
-        self._running.clear()
         self._ended.set()
         try:
             self._backend.shutdown()

@@ -1,4 +1,5 @@
-"""The tape of an engine: the step at which each request and each update of the weights entered. A replay repeats it.
+"""The tape of an engine: the step at which each request, update of the weights, hand-over and copy of requests entered. A
+replay repeats it.
 
 An engine samples the same tokens if the same requests and updates enter at the same of its steps (equal device, library
 and float32 arithmetic; see docs/asynchrony.md). A tape file has one JSON object per line. Each start of the run begins a
@@ -16,7 +17,7 @@ import json
 import os
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -29,6 +30,7 @@ from megarl.types import GenerationRequest
 C = TypeVar("C")
 Record = dict[str, Any]
 _REQUESTS = "requests "  # begins the events of `generate` calls
+COPY_EVENT = "copy"  # of the running requests, for a checkpoint
 
 
 class ReplayError(RuntimeError):
@@ -94,15 +96,27 @@ def read_segments(path: Path | str) -> dict[int, list[Record]]:
 
 
 def requests_event(requests: Sequence[GenerationRequest]) -> str:
-    """Return the event of the requests of one `generate` call: their numbers, and a checksum of prompts, lengths and seeds."""
+    """Return the event of the requests of one `generate` call: their numbers, and a checksum of prompts, lengths, seeds and
+    partial samples."""
     checksum = 0
     for request in requests:
         sampling = request.sampling
         settings = (request.group, request.seed, sampling.n, sampling.max_tokens, sampling.temperature)
         checksum = zlib.crc32(repr(settings).encode(), checksum)
         checksum = zlib.crc32(np.asarray(request.prompt.tokens, dtype="<i8").tobytes(), checksum)
+        for partial in request.partials:
+            checksum = zlib.crc32(repr((partial.spans, partial.finish_reason)).encode(), checksum)
+            checksum = zlib.crc32(partial.tokens.astype("<i4").tobytes(), checksum)
+            checksum = zlib.crc32(partial.log_probs.astype("<f4").tobytes(), checksum)
     groups = [request.group for request in requests]
     return f"{_REQUESTS}{min(groups)}-{max(groups)} {checksum:08x}"
+
+
+def hand_over_event(groups: Collection[int] | None) -> str:
+    """Return the event of a hand-over of `groups`; None: of all."""
+    if groups is None:
+        return "hand over all"
+    return f"hand over {len(groups)} {zlib.crc32(repr(sorted(groups)).encode()):08x}"
 
 
 def update_event(version: int) -> str:
