@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megarl.engines.base import EngineRefused, EngineSpec, OnFinished
 from megarl.engines.loop import Backend, EngineLoop
-from megarl.engines.partials import check_partials, is_begun, unfinished_samples
+from megarl.engines.partials import check_partials, is_begun, library_requests
 from megarl.engines.tape import update_event
 from megarl.types import GenerationRequest
 from megarl.weight_sync.session import Session, UpdateReport
@@ -31,7 +31,8 @@ class BackedEngine(EngineLoop):
         """Sample all `requests`; returns when the last is finished.
 
         The requests enter the engine's queue in order and before its next step, so that equal calls make equal batches.
-        `on_finished(group, completions)` is called in the calling thread once all n samples of a group are finished.
+        `on_finished(group, completions)` is called in the calling thread once all n samples of a group are finished; with
+        `with_greedy`, the greedy sample is the last of n + 1.
         `Completion.log_probs` are NaN for requests that the engine cannot score exactly, because their sampling differs
         from the spec's (greedy or filtered evaluation). `Completion.prompt` is set for requests with `prompt_top_k`, at
         temperature 1 for any sampling. ValueError for an invalid request: then no request is admitted.
@@ -53,8 +54,8 @@ class BackedEngine(EngineLoop):
         self._backend.check(replace(request, partials=()))
         if is_begun(request):
             check_partials(request, self._spec)
-            for rest in unfinished_samples(request).values():
-                self._backend.check(rest)
+            for _, part in library_requests(request):
+                self._backend.check(part)
 
     def connect_weight_sync(self, session: Session) -> str | None:
         """Join a weight sync session, which replaces an earlier one. Returns why the engine cannot join a sharded session,
@@ -77,7 +78,7 @@ class BackedEngine(EngineLoop):
             if self._backend.staged == version:
                 return report
             self._updated = True
-            self._running.spans.update(version, {key: self._backend.lengths(key) for key in self._running.keys()})
+            self._running.spans.update(version, {key: self._backend.lengths(key) for key in self._running.keys_of()})
             return report
 
         return self.call(update, collective=True, event=update_event(version))

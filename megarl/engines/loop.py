@@ -337,7 +337,7 @@ class EngineLoop:
 
     def _hand_over(self, groups: Collection[int] | None) -> list[GenerationRequest]:
         chosen = self._running.of_groups(groups)
-        partials = self._backend.hand_over(self._running.keys(chosen))
+        partials = self._backend.hand_over(self._running.keys_of(chosen))
         requests = self._running.copy(partials.__getitem__, chosen)
         for job in self._running.remove(chosen):
             job.events.put(None)
@@ -345,7 +345,7 @@ class EngineLoop:
 
     def _cancel(self, is_chosen: Callable[[_Job], bool]) -> None:
         chosen = self._running.of_jobs(is_chosen)
-        self._backend.cancel(self._running.keys(chosen))
+        self._backend.cancel(self._running.keys_of(chosen))
         for job in set(self._running.remove(chosen)):
             job.events.put(GenerationAborted(f"engine {self._name!r} aborted its requests"))
 

@@ -21,21 +21,37 @@ def is_begun(request: GenerationRequest) -> bool:
     return any(len(partial.tokens) or partial.finish_reason for partial in request.partials)
 
 
-def unfinished_samples(request: GenerationRequest) -> dict[int, GenerationRequest]:
-    """Return a request for the rest of each unfinished sample of a begun request, by the sample's index."""
-    rest = {}
+def library_requests(request: GenerationRequest) -> list[tuple[int | None, GenerationRequest]]:
+    """Split a request into those of the inference library, which has neither greedy samples beside others nor partials.
+
+    Each has the index of its sample; None: it samples all but the greedy one. A begun request is one for the rest of each
+    unfinished sample.
+    """
+    whole, count = replace(request, with_greedy=False, partials=()), request.sampling.n
+    greedy = greedy_request(whole)
+    if not is_begun(request):
+        return [(None, whole), *([(count, greedy)] if request.with_greedy else [])]
+    parts: list[tuple[int | None, GenerationRequest]] = []
     for index, partial in enumerate(request.partials):
-        if partial.finish_reason is not None:
-            continue
-        length = len(partial.tokens)
-        rest[index] = replace(
-            request,
-            prompt=replace(request.prompt, tokens=(*request.prompt.tokens, *partial.tokens.tolist())),
-            sampling=replace(request.sampling, n=1, max_tokens=request.sampling.max_tokens - length),
-            seed=continued_seed(request.seed, index, length),
-            partials=(),
-        )
-    return rest
+        if partial.finish_reason is None:
+            sampled = replace(whole, seed=continued_seed(request.seed, index, len(partial.tokens)))
+            parts.append((index, _rest(greedy if index == count else sampled, partial.tokens)))
+    return parts
+
+
+def greedy_request(request: GenerationRequest) -> GenerationRequest:
+    """Return a request for the greedy sample of `request`."""
+    sampling = replace(request.sampling, n=1, temperature=0.0, top_p=1.0, top_k=-1)
+    return replace(request, sampling=sampling, with_greedy=False)
+
+
+def _rest(request: GenerationRequest, tokens: np.ndarray) -> GenerationRequest:
+    """Return a request for one sample that begins after `tokens` of a response."""
+    return replace(
+        request,
+        prompt=replace(request.prompt, tokens=(*request.prompt.tokens, *tokens.tolist())),
+        sampling=replace(request.sampling, n=1, max_tokens=request.sampling.max_tokens - len(tokens)),
+    )
 
 
 def continued_seed(seed: int | None, index: int, length: int) -> int | None:
@@ -54,8 +70,9 @@ def check_partials(request: GenerationRequest, spec: EngineSpec) -> None:
             f"prompt {uid!r} has partial samples, and {what} are requested: an engine computes these for whole samples. "
             "Send the request without partials"
         )
-    if len(request.partials) != sampling.n:
-        raise ValueError(f"prompt {uid!r} has {len(request.partials)} partial samples, and n is {sampling.n}")
+    if len(request.partials) != sampling.n + request.with_greedy:
+        greedy = " and a greedy one" if request.with_greedy else ""
+        raise ValueError(f"prompt {uid!r} has {len(request.partials)} partial samples, and needs {sampling.n}{greedy}")
     for index, partial in enumerate(request.partials):
         length, ended = len(partial.tokens), partial.finish_reason is not None
         if len(partial.log_probs) != length:

@@ -1,7 +1,7 @@
 """The requests that run in an engine, and what is sampled of each.
 
-A request for n samples is one request of the inference library. A begun request (`GenerationRequest.partials`) is one for
-each unfinished sample, and its samples are gathered again when the last one is finished.
+A request is one or several of the inference library (`library_requests`): a begun one has one for each unfinished sample.
+Its samples are gathered when the last one is finished.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
-from megarl.engines.partials import as_partial, continued, finished, is_begun, joined_spans, unfinished_samples
+from megarl.engines.partials import as_partial, continued, finished, joined_spans, library_requests
 from megarl.engines.spans import RequestSpans
 from megarl.types import Completion, GenerationRequest, Partial
 
@@ -23,7 +23,7 @@ PartialsOf = Callable[[str], list[Partial] | None]
 @dataclass(eq=False)
 class Running(Generic[J]):
     """A request of the `generate` call `job`. `keys`: the library's requests that run for it, with their sample's index, or
-    None for all samples. `samples`: its finished samples, by index."""
+    None for all but the greedy sample. `samples`: its finished samples, by index."""
 
     job: J
     request: GenerationRequest
@@ -47,13 +47,11 @@ class RunningRequests(Generic[J]):
     def add(self, job: J, request: GenerationRequest) -> list[tuple[str, GenerationRequest]]:
         """Add a request; returns the library's requests for it, by key."""
         running = Running(job, request)
-        parts: dict[int | None, GenerationRequest] = {None: replace(request, partials=())}
-        if is_begun(request):
-            parts = {**unfinished_samples(request)}
-            ended = {index: each for index, each in enumerate(request.partials) if each.finish_reason is not None}
-            running.samples = {index: finished(partial) for index, partial in ended.items()}
+        ended = {index: each for index, each in enumerate(request.partials) if each.finish_reason is not None}
+        running.samples = {index: finished(partial) for index, partial in ended.items()}
+        parts = library_requests(request)
         admitted = []
-        for index, part in parts.items():
+        for index, part in parts:
             key = f"{request.group}-{next(self._counter)}"
             self.spans.admit(key)
             self._by_key[key] = running
@@ -68,9 +66,11 @@ class RunningRequests(Generic[J]):
         running, samples = self._by_key.pop(key), self.spans.finish(key, completions)
         index = running.keys.pop(key)
         if index is None:
-            running.samples = dict(enumerate(samples))
-        else:
+            running.samples |= dict(enumerate(samples))
+        elif index < len(running.request.partials):
             running.samples[index] = continued(running.request.partials[index], samples[0])
+        else:
+            running.samples[index] = samples[0]
         if not running.keys:
             self._finished.append(running)
 
@@ -88,13 +88,13 @@ class RunningRequests(Generic[J]):
         """Return the running requests of the chosen `generate` calls."""
         return [each for each in self.of_groups(None) if is_chosen(each.job)]
 
-    def keys(self, chosen: Sequence[Running[J]] | None = None) -> list[str]:
+    def keys_of(self, chosen: Sequence[Running[J]] | None = None) -> list[str]:
         """Return the keys of the library's requests that run for `chosen`; None: for all."""
         return list(self._by_key) if chosen is None else [key for each in chosen for key in each.keys]
 
     def remove(self, chosen: Sequence[Running[J]]) -> list[J]:
         """Forget running requests; returns the call of each."""
-        for key in self.keys(chosen):
+        for key in self.keys_of(chosen):
             del self._by_key[key]
             self.spans.cancel(key)
         return [each.job for each in chosen]
@@ -113,10 +113,8 @@ class RunningRequests(Generic[J]):
                 return ()
             for place, sample in enumerate(samples):
                 spans = self.spans.so_far(key, place, len(sample.tokens))
-                if index is None:
-                    so_far[place] = replace(sample, spans=spans)
-                else:
-                    so_far[index] = _longer(so_far[index], replace(sample, spans=spans))
+                partial, place = replace(sample, spans=spans), place if index is None else index
+                so_far[place] = _longer(so_far[place], partial) if place in so_far else partial
         return tuple(so_far[index] for index in sorted(so_far))
 
 

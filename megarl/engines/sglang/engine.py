@@ -142,7 +142,9 @@ class _SglangBackend:
     def hand_over(self, keys: list[str]) -> dict[str, list[Partial] | None]:
         """Abort requests: SGLang then returns their tokens so far. A sample may finish meanwhile."""
         if self._paused:
-            raise EngineRefused(f"engine {self._spec.name!r} is paused, and SGLang ends no request then; resume it first")
+            raise EngineRefused(
+                f"engine {self._spec.name!r} is paused, and SGLang ends no request then; resume it first"
+            )
         tasks = {key: self._tasks.pop(key) for key in keys}
         for key, of_request in tasks.items():
             for index, task in enumerate(of_request):
@@ -267,13 +269,13 @@ def _completion(output: dict[str, Any], sampling: Sampling, section: str) -> Com
     reason = (output["meta_info"]["finish_reason"] or {}).get("type")
     if reason not in ("stop", "length"):
         raise RuntimeError(f"SGLang ended a request with {output['meta_info']['finish_reason']!r}")
-    tokens, log_probs = _sampled(output, sampling)
-    if reason == "length" and len(tokens) != sampling.max_tokens:
+    length = len(output["output_ids"])
+    if reason == "length" and length != sampling.max_tokens:
         raise RuntimeError(
-            f"SGLang cut a response at {len(tokens)} of {sampling.max_tokens} tokens: its KV cache is too small for one "
+            f"SGLang cut a response at {length} of {sampling.max_tokens} tokens: its KV cache is too small for one "
             f"sample; raise {section}.engine_args.mem_fraction_static"
         )
-    return Completion(tokens, log_probs, reason)
+    return Completion(*_sampled(output, sampling), reason)
 
 
 def _partial(output: dict[str, Any], sampling: Sampling, section: str) -> Partial:
