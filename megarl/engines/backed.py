@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from megarl.engines.backend import Backend
 from megarl.engines.base import EngineRefused, EngineSpec, OnFinished
-from megarl.engines.loop import Backend, EngineLoop
+from megarl.engines.loop import EngineLoop
 from megarl.engines.partials import check_partials, is_begun, library_requests
 from megarl.engines.tape import update_event
 from megarl.types import GenerationRequest

@@ -17,80 +17,20 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
+from megarl.engines.backend import Backend
 from megarl.engines.base import EngineDead, EngineRefused, GenerationAborted, GroupRank, OnFinished
 from megarl.engines.group import EngineGroup
 from megarl.engines.partials import check_versions
 from megarl.engines.running import RunningRequests
-from megarl.engines.tape import COPY_EVENT, StepTape, TapeSpec, hand_over_event, requests_event
-from megarl.types import Completion, GenerationRequest, Partial
-from megarl.weight_sync.session import Session, UpdateReport
+from megarl.engines.tape import StepTape, TapeSpec, copy_event, hand_over_event, requests_event
+from megarl.types import Completion, GenerationRequest
 
 T = TypeVar("T")
 
 _IDLE_SECONDS = 0.005  # interval at which an idle engine of a group synchronizes with the others
 _REPLAY_SECONDS = 60.0  # interval at which a waiting replay checks for requests that the recorded run had not
-
-
-class Backend(Protocol):
-    """Interface to an inference library. Only the owning thread calls it, except for `check`. `running`: running requests."""
-
-    unloaded: str | None  # why it has no usable weights until the next update; None if it has
-    staged: int | None  # version of weights that wait in host memory for `load_weights`; None: none wait
-    asleep: tuple[str, ...]  # the parts of memory ("weights", "kv_cache") that are asleep
-
-    def join(self, group: EngineGroup) -> None:
-        """Set the engine's group, before `start`. Steps and updates are then collective."""
-        ...
-
-    def start(self) -> dict[str, Any]: ...
-
-    def check(self, request: GenerationRequest) -> None:
-        """Raise ValueError for an invalid request. Called from any thread."""
-        ...
-
-    def admit(self, key: str, request: GenerationRequest) -> None:
-        """Queue a valid request. An exception here is fatal."""
-        ...
-
-    def step(self) -> list[tuple[str, list[Completion]]]:
-        """Run one step; returns (key, completions) of requests with all samples finished. In a group, an engine without
-        requests takes part in the step."""
-        ...
-
-    def lengths(self, key: str) -> dict[int, int]:
-        """Return the number of tokens so far of each unfinished sample of a running request, by index."""
-        ...
-
-    def partials(self, key: str) -> list[Partial] | None:
-        """Return the samples of a running request so far, in seed order, without spans; None if they cannot be continued.
-        EngineRefused if the library does not return them while they run."""
-        ...
-
-    def cancel(self, keys: list[str]) -> None: ...
-
-    def hand_over(self, keys: list[str]) -> dict[str, list[Partial] | None]:
-        """Cancel requests and return their samples so far, as `partials` does."""
-        ...
-
-    def connect_weight_sync(self, session: Session) -> str | None: ...
-
-    def update_weights(self, version: int, running: int) -> UpdateReport: ...
-
-    def load_weights(self, running: int) -> int:
-        """Load the weights that wait in host memory, if any; returns the version of the weights."""
-        ...
-
-    def sleep(self, running: int) -> None: ...
-
-    def wake(self, tags: Sequence[str] | None) -> None: ...
-
-    def profile(self, name: str | None) -> None:
-        """Start a trace called `name`; None ends it."""
-        ...
-
-    def shutdown(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -128,6 +68,9 @@ class EngineLoop:
         self._ended = threading.Event()
         # state of the owning thread
         self._running: RunningRequests[_Job] = RunningRequests()
+        self._copies: dict[
+            str, list[GenerationRequest]
+        ] = {}  # of a replay, by event: copies whose callers have not come
         self._paused = False
         self._stop = False
         self._group: EngineGroup | None = None
@@ -198,10 +141,12 @@ class EngineLoop:
         """
         return self.call(lambda: self._hand_over(groups), event=hand_over_event(groups))
 
-    def copy_running(self) -> list[GenerationRequest]:
-        """Return all running requests as `hand_over` does, and let them run. EngineRefused if the engine's software does not
-        return the tokens of running requests."""
-        return self.call(lambda: self._running.copy(self._backend.partials), event=COPY_EVENT)
+    def copy_running(self, number: int) -> list[GenerationRequest]:
+        """Return all running requests as `hand_over` does, and let them run. `number` names the copy on the tape; a replay
+        returns the requests of the recorded step. EngineRefused if the engine's software does not return the tokens of
+        running requests."""
+        event = copy_event(number)
+        return self.call(lambda: self._copies.pop(event) if event in self._copies else self._copy(), event=event)
 
     def shutdown(self) -> None:
         """End the engine with its processes, and the other engines of its group. May be called twice."""
@@ -262,6 +207,7 @@ class EngineLoop:
     def _next_command(self) -> _Command | None:
         """Return the next command to run, or None if the engine may step. A replay holds commands until their steps."""
         while True:
+            self._take_due_copies()
             held = self._tape.next_held()
             if held is not None:
                 return held
@@ -284,6 +230,17 @@ class EngineLoop:
             if command.event is None or self._tape.may_enter(command.event):
                 return command
             self._tape.hold(command.event, command)
+
+    def _take_due_copies(self) -> None:
+        """Copy the running requests where a replay's tape has a copy."""
+        while (event := self._tape.next_copy()) is not None:
+            self._copies[event] = self._copy()
+            self._tape.entered(event)
+            for command in self._tape.take_held(event):
+                self._serve(command)
+
+    def _copy(self) -> list[GenerationRequest]:
+        return self._running.copy(self._backend.partials)
 
     def _print_awaited(self) -> None:
         """Print once for which event a replay waits: in a replay that differs, it never arrives."""

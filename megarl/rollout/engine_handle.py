@@ -41,8 +41,8 @@ class SamplingEngine(Protocol):
         """End the sampling of `groups`, whose `collect` then fails. The result is what is sampled of each, for
         `GenerationRequest.partials`; groups that the engine does not sample, or no longer, are missing."""
 
-    def copy_partials(self) -> Future[dict[int, tuple[Partial, ...]]]:
-        """Return what is sampled of each group that the engine samples."""
+    def copy_partials(self, number: int) -> Future[dict[int, tuple[Partial, ...]]]:
+        """Return what is sampled of each group that the engine samples. `number`: of the copy, for the engine's tape."""
 
 
 class ServiceHandle:
@@ -92,8 +92,8 @@ class EngineHandle(ServiceHandle):
     def hand_over(self, groups: list[int]) -> Future[dict[int, tuple[Partial, ...]]]:
         return self._call(RolloutServer.hand_over, groups)
 
-    def copy_partials(self) -> Future[dict[int, tuple[Partial, ...]]]:
-        return self._call(RolloutServer.copy_partials)
+    def copy_partials(self, number: int) -> Future[dict[int, tuple[Partial, ...]]]:
+        return self._call(RolloutServer.copy_partials, number)
 
     def collect_responses(self, group: int) -> Future[tuple[None, DataRef]]:
         """Return the location of the responses' texts of a collected group, for the judge."""

@@ -192,10 +192,11 @@ class RolloutServer:
             self._result(request.group).set_exception(EngineRefused(f"group {request.group} was handed over"))
         return {request.group: request.partials for request in handed}
 
-    async def copy_partials(self) -> dict[int, tuple[Partial, ...]]:
-        """Return what is sampled of each group that is being sampled, for a checkpoint."""
+    async def copy_partials(self, number: int) -> dict[int, tuple[Partial, ...]]:
+        """Return what is sampled of each group that is being sampled, for a checkpoint. `number`: of the copy, for the tape."""
         self._check_one_turn()
-        return {request.group: request.partials for request in await asyncio.to_thread(self.engine.copy_running)}
+        copied = await asyncio.to_thread(self.engine.copy_running, number)
+        return {request.group: request.partials for request in copied}
 
     def _check_one_turn(self) -> None:
         if self.agents is not None:

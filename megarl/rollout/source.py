@@ -35,7 +35,8 @@ class SampleSource(Protocol):
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint: plain values, NumPy arrays, and groups that wait for training.
 
-        Call after `drain`. Groups that still run are saved as numbers and sampled again after a resume.
+        Call after `drain`. Groups that still run are saved with their tokens so far, which a resumed run continues, or as
+        numbers if samples cannot be continued.
         """
 
     def restore(self, state: dict[str, Any]) -> None:

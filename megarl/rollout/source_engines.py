@@ -6,33 +6,31 @@ Background threads receive the groups, so sampling continues while the controlle
 from __future__ import annotations
 
 import functools
-import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-
 from megarl.algorithms.catalogue import ADVANTAGES
 from megarl.algorithms.shaping import add_overlong_penalty, has_spread
-from megarl.cluster.calls import StallTimer, attach
+from megarl.cluster.calls import StallTimer, attach, wait
 from megarl.data.dataset import sampler_of
 from megarl.data.prompts import PromptDataset
 from megarl.recipe.derived.at_update import is_continuous, update_rule, window_groups
 from megarl.recipe.derived.seeded import samples_are_seeded
 from megarl.recipe.schema import Recipe
-from megarl.rollout.admission import Admission, AdmissionState, TriedGroup, accepted_groups
+from megarl.rollout.admission import Admission, AdmissionState, accepted_groups
+from megarl.rollout.begun_groups import BegunGroup, BegunGroups, cannot_continue_groups, request_checksum
 from megarl.rollout.dispatch import Dispatch, Finishing
 from megarl.rollout.engine_handle import SamplingEngine
-from megarl.rollout.metrics import agent_figures, sampled_figures
+from megarl.rollout.metrics import batch_metrics
 from megarl.rollout.source import Batch
 from megarl.rollout.tape import Arrivals
-from megarl.rollout.unscored_groups import FailedShare, scoring_counts, scoring_notice
+from megarl.rollout.unscored_groups import FailedShare, scoring_notice
 from megarl.rollout.waiting import Reason, Waiting
-from megarl.types import DataRef, GenerationRequest, InlineData, Sampling, derived_seed
+from megarl.types import DataRef, GenerationRequest, InlineData, Partial, Sampling, derived_seed
 
 
 @dataclass(frozen=True)
@@ -97,6 +95,10 @@ class EnginesSource:
         self._loads: dict[int, float] = {}  # engines that load weights from host memory -> begin
         self._load_seconds = 0.0  # of all engines together, since the last batch
         self._interrupted: list[int] = []  # groups that ran when the resumed checkpoint was saved
+        self._cannot_continue = cannot_continue_groups(recipe)
+        self._begun = BegunGroups(self._cannot_continue)
+        self._engine_of: dict[int, int] = {}  # of each group that has not arrived
+        self._moving: dict[int, dict[int, BaseException]] = {}  # engines that hand groups over -> errors of groups
 
     def admit(self, version: int) -> None:
         with self._change:
@@ -120,16 +122,16 @@ class EnginesSource:
             tried = self.admission.closed.popleft()
             self._taking = False
             self._observe()
-            waits = {**self._waiting.metrics(), **self._loading_metrics()}
+            waits = {**self._waiting.metrics(), **self._loading_metrics(), **self._begun.take_metrics()}
+            notices = [self._begun.take_notice()]
         groups = accepted_groups(tried)
         drawn = self.sampler.metrics(item.group.number for item in tried)
-        batch = Batch(groups, {**_metrics(tried, count), **drawn, **waits})
+        batch = Batch(groups, {**batch_metrics(tried, count), **drawn, **waits})
         tried_groups = [item.group for item in tried]
-        notice = scoring_notice(
-            tried_groups, "groups", "These groups were left out, and others sampled in their place."
+        notices.append(
+            scoring_notice(tried_groups, "groups", "These groups were left out, and others sampled in their place.")
         )
-        if notice is not None:
-            batch.notices.append(notice)
+        batch.notices += [notice for notice in notices if notice is not None]
         if len(groups) < count:
             text = f"dynamic sampling found {len(groups)} of {count} groups with spread in {len(tried)} tries"
             if self.recipe.algorithm.dynamic_sampling.when_exhausted == "fail":
@@ -167,27 +169,92 @@ class EnginesSource:
             self.admission.version = None
 
     def state(self) -> dict[str, Any]:
+        partials = self._copy_partials()
         with self._change:
             assert self.admission.idle() or not self._drains, "drain first"
             version = self.admission.version
             if not self._arrivals.may_save(version):
                 self._wait(lambda: self._arrivals.may_save(version))
             self._arrivals.saved(version)
+            unfinished = self.admission.unfinished()
+            begun = {
+                number: BegunGroup(request_checksum(self._request(number)), partials[number])
+                for number in unfinished
+                if number in partials
+            }
             state = {
                 "segment": self._arrivals.segment,
                 "counters": asdict(self.admission.state),
                 "gathered": [list(self.admission.tried), *self.admission.closed],
                 "waiting": self.admission.waiting(),
-                "unfinished": self.admission.unfinished(),
+                "unfinished": unfinished,
+                "begun": begun,
             }
             self._handle_due()
             return state
 
     def restore(self, state: dict[str, Any]) -> None:
         self._interrupted = list(state.get("unfinished", []))
+        self._begun.restore(state.get("begun", {}))
         with self._change:
             counters = AdmissionState(state["counters"]["admitted"], state["counters"]["closed"])
             self.admission.restore(counters, state["gathered"], state["waiting"], self._interrupted)
+
+    def _copy_partials(self) -> dict[int, tuple[Partial, ...]]:
+        """Return what the engines have sampled of each group, for `state`.
+
+        Groups arrive and start meanwhile: `state` leaves those out that have arrived, and those that start have no tokens. So
+        a replay, which repeats both orders, saves the same tokens.
+        """
+        version = self.admission.version
+        if self._drains or self._cannot_continue is not None or version is None:
+            return {}
+        calls = [engine.copy_partials(version) for engine in self.engines]
+        copies = [wait(call, self._check) for call in calls]
+        return {
+            number: partials
+            for copied in copies
+            for number, partials in copied.items()
+            if any(len(partial.tokens) for partial in partials)
+        }
+
+    def move_groups(self, engine: int) -> list[int]:
+        """Move the groups that an engine samples to the other engines, which continue them, and start no further group on it.
+
+        Returns the groups' numbers. A group that is already scored stays, and arrives. Engines must have the same weights:
+        call from the thread that publishes weights. Raises RuntimeError if samples cannot be continued.
+        """
+        if self._cannot_continue is not None:
+            raise RuntimeError(f"groups cannot move to other engines: {self._cannot_continue}")
+        with self._change:
+            self._dispatch.close(engine)
+            numbers = sorted(number for number, sampling in self._engine_of.items() if sampling == engine)
+            self._moving[engine] = {}
+        handed = wait(self.engines[engine].hand_over(numbers), self._check)
+        with self._change:
+            for number, error in self._moving.pop(engine).items():
+                if number not in handed:
+                    raise error
+            for _ in handed:
+                self._dispatch.remove(engine)
+            moved = [self._begun.with_partials(self._request(number), handed[number]) for number in sorted(handed)]
+            self._submit(zip(moved, self._dispatch.start_again(len(moved)), strict=True))
+            self._observe()
+        return sorted(handed)
+
+    def _check(self) -> None:
+        """Raise an engine's error, or if a process has died or no group finishes within `rollout.timeout`."""
+        self.check_processes()
+        with self._change:
+            if self._error is not None:
+                raise self._error
+            self._check_progress()
+
+    def _check_progress(self) -> None:
+        self._check_loads()
+        if self.admission.running:
+            waiting = self.admission.unfinished()
+            self._stall_timer.check(len(waiting), f"number {waiting[0]}")
 
     def _wait(self, condition: Callable[[], bool]) -> None:
         """Wait for `condition`. Raises an engine's error, or if a process has died or no group finishes within
@@ -198,10 +265,7 @@ class EnginesSource:
                 self.check_processes()
             finally:
                 self._change.acquire()
-            self._check_loads()
-            if self.admission.running:
-                waiting = self.admission.unfinished()
-                self._stall_timer.check(len(waiting), f"number {waiting[0]}")
+            self._check_progress()
         if self._error is not None:
             raise self._error
 
@@ -216,18 +280,27 @@ class EnginesSource:
         numbers = [*self._interrupted, *self.admission.start(len(started) - len(self._interrupted))]
         self.admission.restart(len(self._interrupted))
         self._interrupted = []
-        submitted: dict[int, list[GenerationRequest]] = {}
-        for number, engine in zip(numbers, started, strict=True):
-            prompt = self.prompts[self.sampler.at(number)]
-            seed = derived_seed(self.recipe.train.seed, number) if self._seeded else None
-            request = GenerationRequest(number, prompt, self.sampling, seed, with_greedy=self._with_greedy)
-            submitted.setdefault(engine, []).append(request)
-        for engine, requests in sorted(submitted.items()):
-            self.engines[engine].submit(requests).add_done_callback(self._fail_on_error)
-            for request in requests:
-                collected = self.engines[engine].collect(request.group)
-                collected.add_done_callback(functools.partial(self._arrived, engine))
+        requests = [self._begun.continued(self._request(number)) for number in numbers]
+        self._submit(zip(requests, started, strict=True))
         self._load_weights()
+
+    def _request(self, number: int) -> GenerationRequest:
+        """Return the request of a group: a function of its number and the recipe."""
+        prompt = self.prompts[self.sampler.at(number)]
+        seed = derived_seed(self.recipe.train.seed, number) if self._seeded else None
+        return GenerationRequest(number, prompt, self.sampling, seed, with_greedy=self._with_greedy)
+
+    def _submit(self, requests: Iterable[tuple[GenerationRequest, int]]) -> None:
+        """Send requests to their engines, with one message per engine. Call with the lock."""
+        by_engine: dict[int, list[GenerationRequest]] = {}
+        for request, engine in requests:
+            by_engine.setdefault(engine, []).append(request)
+            self._engine_of[request.group] = engine
+        for engine, of_engine in sorted(by_engine.items()):
+            self.engines[engine].submit(of_engine).add_done_callback(self._fail_on_error)
+            for request in of_engine:
+                collected = self.engines[engine].collect(request.group)
+                collected.add_done_callback(functools.partial(self._arrived, engine, request.group))
 
     def _load_weights(self) -> None:
         """With finish: let engines without groups load the newest weights. Call with the lock."""
@@ -274,9 +347,11 @@ class EnginesSource:
             self._error = self._error or error
             self._change.notify_all()
 
-    def _arrived(self, engine: int, result: Future[tuple[Any, DataRef]]) -> None:
+    def _arrived(self, engine: int, number: int, result: Future[tuple[Any, DataRef]]) -> None:
         """Handle a collected group, in a thread of the transport. The controller raises its errors when it waits."""
         try:
+            if self._has_moved(engine, number, result.exception()):
+                return
             group = attach(result.result())
             settings = self.recipe.algorithm
             add_overlong_penalty(group, settings.overlong, self.recipe.rollout.max_response_length)
@@ -286,10 +361,19 @@ class EnginesSource:
                 attach((group, InlineData([])))
             with self._change:
                 self._stall_timer.reset()
+                del self._engine_of[number]
                 self._arrivals.add(group, Arrival(engine, keep))
                 self._handle_due()
         except BaseException as error:  # noqa: BLE001 -- the controller raises it
             self._fail(error)
+
+    def _has_moved(self, engine: int, number: int, error: BaseException | None) -> bool:
+        """Return whether `error` may mean that the group has moved to another engine. `move_groups` decides when it knows."""
+        with self._change:
+            if error is not None and engine in self._moving:
+                self._moving[engine][number] = error
+                return True
+            return self._engine_of.get(number) != engine
 
     def _handle_due(self) -> None:
         """Handle arrived groups whose turn it is. Call with the lock."""
@@ -307,25 +391,3 @@ class EnginesSource:
         if self._taking and not self.admission.closed:
             reason = "window" if self.admission.has_enough_finished() else "engines"
         self._waiting.observe(self._dispatch.idle, reason)
-
-
-def _metrics(tried: list[TriedGroup], count: int) -> dict[str, float]:
-    """Return the rollout metrics of a batch, over all tried groups (filtered groups included)."""
-    samples = [sample for item in tried for sample in item.group.samples]
-    greedy = [item.group.greedy for item in tried if item.group.greedy is not None]
-    rewards = [sample.reward for sample in samples if not math.isnan(sample.reward)]
-    waits = [item.group.judge_seconds for item in tried if item.group.judge_seconds]
-    accepted, unscored = len(accepted_groups(tried)), sum(bool(item.group.failures) for item in tried)
-    return {
-        "rollout/prompts_tried": float(len(tried)),
-        "rollout/groups_filtered": float(len(tried) - accepted - unscored),
-        "rollout/groups_missing": float(count - accepted),
-        "rollout/groups_unscored": float(unscored),
-        **scoring_counts([item.group for item in tried], "rollout"),
-        **({"rollout/judge_seconds": float(np.mean(waits))} if waits else {}),
-        **({"rollout/rewards/mean": float(np.mean(rewards))} if rewards else {}),
-        "rollout/truncated": float(np.mean([sample.truncated for sample in samples])),
-        "rollout/total_num_tokens": float(sum(sample.length for sample in [*samples, *greedy])),
-        **agent_figures(samples),
-        **sampled_figures(tried),
-    }

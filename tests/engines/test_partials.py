@@ -32,6 +32,7 @@ class Engine:
         self.engine.update_weights(version)
         self.pool = ThreadPoolExecutor(16)
         self.done: dict[int, list[Completion]] = {}
+        self.copies: dict[int, list[GenerationRequest]] = {}
 
     def begin(self, *requests: GenerationRequest) -> Future[None]:
         """Start a `generate` call; returns when its requests are admitted."""
@@ -164,7 +165,7 @@ def test_a_copy_changes_nothing(start: Callable[..., Engine]) -> None:
     engine = start(2)
     call = engine.begin(request(1, (3, 6)), request(2, (4,)))
     engine.step(3)
-    copies = engine.engine.copy_running()
+    copies = engine.engine.copy_running(1)
     assert [[len(each.tokens) for each in copied.partials] for copied in copies] == [[3, 3], [3]]
     engine.step(3)
     call.result(5)
@@ -268,21 +269,32 @@ def test_joined_spans_tile_the_sample() -> None:
     assert joined_spans((), 0, (Span(0, 3),)) == (Span(0, 3),)
 
 
-def move_around(tape: TapeSpec | None, order: random.Random) -> tuple[Engine, list[tuple[int, list[int]]]]:
-    """An engine samples eight groups; at random moments it hands groups over and continues them itself, copies the others,
-    and takes weights. Returns the samples."""
-    engine = Engine(0, None, tape=tape)
+def move_around(tape: TapeSpec | None, seed: int, copies: Sequence[int] = (1, 2, 3)) -> Engine:
+    """An engine samples eight groups; at random moments it copies all, hands two over, takes weights and continues the two."""
+    engine, order = Engine(0, None, tape=tape), random.Random(seed)
     calls = [engine.pool.submit(generate, engine, request(number, (20 + number, 35))) for number in range(8)]
     for version in (1, 2, 3):
         time.sleep(order.random() * 0.01)
-        engine.engine.copy_running()
+        if version in copies:
+            engine.copies[version] = engine.engine.copy_running(version)
         moved = engine.engine.hand_over([version, version + 3])
         engine.engine.update_weights(version)
         calls += [engine.pool.submit(generate, engine, each) for each in moved]
+    for number in copies:
+        if number not in engine.copies:
+            engine.copies[number] = engine.engine.copy_running(number)
     for call in calls:
         call.result(20)
     engine.close()
-    return engine, [(group, *(each.tokens.tolist() for each in engine.done[group])) for group in sorted(engine.done)]  # type: ignore[misc]
+    return engine
+
+
+def tokens(requests: Sequence[GenerationRequest]) -> list[Any]:
+    return [(each.group, [partial.tokens.tolist() for partial in each.partials]) for each in requests]
+
+
+def samples_of(engine: Engine) -> list[Any]:
+    return [(group, [each.tokens.tolist() for each in engine.done[group]]) for group in sorted(engine.done)]
 
 
 def generate(engine: Engine, each: GenerationRequest) -> None:
@@ -291,13 +303,22 @@ def generate(engine: Engine, each: GenerationRequest) -> None:
 
 def test_a_replay_repeats_hand_overs_and_copies(tmp_path: Path) -> None:
     recorded, repeated = tmp_path / "recorded.jsonl", tmp_path / "repeated.jsonl"
-    _, samples = move_around(TapeSpec(str(recorded), 0), random.Random(1))
+    first = move_around(TapeSpec(str(recorded), 0), seed=1)
     events = [record["event"].split()[0] for record in read_segments(recorded)[0][1:]]
     assert events.count("copy") == 3 and events.count("hand") == 3 and events.count("requests") > 10
     for seed in (2, 3):
-        _, again = move_around(TapeSpec(str(repeated), seed, str(recorded), 0), random.Random(seed))
-        assert again == samples
+        again = move_around(TapeSpec(str(repeated), seed, str(recorded), 0), seed)
+        assert samples_of(again) == samples_of(first)
+        assert [tokens(again.copies[number]) for number in (1, 2, 3)] == [tokens(first.copies[n]) for n in (1, 2, 3)]
         assert read_segments(repeated)[seed][1:] == read_segments(recorded)[0][1:]
+
+
+def test_a_replay_may_take_other_copies(tmp_path: Path) -> None:
+    """Copies 1 to 3 are never requested, and copy 9 is not on the tape: the engine waits for none of them."""
+    recorded, repeated = tmp_path / "recorded.jsonl", tmp_path / "repeated.jsonl"
+    first = move_around(TapeSpec(str(recorded), 0), seed=1)
+    again = move_around(TapeSpec(str(repeated), 2, str(recorded), 0), seed=5, copies=(9,))
+    assert samples_of(again) == samples_of(first)
 
 
 def test_events_of_partials_differ_by_their_tokens() -> None:

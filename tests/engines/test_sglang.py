@@ -189,7 +189,7 @@ def test_aborted_samples_continue_after_their_tokens(engine, send_weights) -> No
         running = pool.submit(generate, engine, request(1, n=2, max_tokens=50))
         time.sleep(0.2)
         with pytest.raises(EngineRefused, match="only when it ends"):
-            engine.copy_running()
+            engine.copy_running(1)
         (moved,) = engine.hand_over([1])
         assert running.result(5) == {}
     engine.real.seconds = 0.0

@@ -65,7 +65,7 @@ def test_an_engine_continues_requests_of_another(processes: list[EngineProcess],
         ]
         requests[0] = replace(requests[0], sampling=Sampling(1, LONG, temperature=0))
         running = first.process.begin("generate", [*shorts, *requests])
-        for short, act in zip(shorts, (lambda: first.update(1), first.process.copy_running), strict=True):
+        for short, act in zip(shorts, (lambda: first.update(1), lambda: first.process.copy_running(1)), strict=True):
             while short.group not in first.process.finished():
                 time.sleep(0.001)
             first.process.pause()

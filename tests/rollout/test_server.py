@@ -302,7 +302,7 @@ def test_groups_move_to_another_server(serve: Callable[[Any], RolloutServer]) ->
         await collected[0]
         while backends[0].allowed._value:  # type: ignore[union-attr]
             await asyncio.sleep(0.001)
-        assert {number: len(each) for number, each in (await first.copy_partials()).items()} == {1: 3, 2: 2}
+        assert {number: len(each) for number, each in (await first.copy_partials(1)).items()} == {1: 3, 2: 2}
         moved = await first.hand_over([0, 1])
         assert list(moved) == [1]
         assert [(len(each.tokens), each.finish_reason) for each in moved[1]] == [(3, "stop"), (4, None), (4, None)]
@@ -324,6 +324,6 @@ def test_groups_move_to_another_server(serve: Callable[[Any], RolloutServer]) ->
 def test_samples_of_agent_loops_are_not_handed_over(serve: Callable[[Engine], RolloutServer]) -> None:
     server = serve(Engine())
     server.agents = object()  # type: ignore[assignment]
-    for call in (lambda: server.hand_over([1]), server.copy_partials):
+    for call in (lambda: server.hand_over([1]), lambda: server.copy_partials(1)):
         with pytest.raises(EngineRefused, match="state of their tools"):
             asyncio.run(call())

@@ -147,8 +147,8 @@ class JudgedEngine:
     def hand_over(self, groups: list[int]) -> Future[dict[int, tuple[Partial, ...]]]:
         return self.engine.hand_over(groups)
 
-    def copy_partials(self) -> Future[dict[int, tuple[Partial, ...]]]:
-        return self.engine.copy_partials()
+    def copy_partials(self, number: int) -> Future[dict[int, tuple[Partial, ...]]]:
+        return self.engine.copy_partials(number)
 
     def load_weights(self) -> Future[int]:
         return self.engine.load_weights()
