@@ -187,6 +187,8 @@ def test_aborted_samples_continue_after_their_tokens(engine, send_weights) -> No
     engine.real.seconds = 0.02
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(generate, engine, request(1, n=2, max_tokens=50))
+        while not engine.call(lambda: engine.running):
+            time.sleep(0.005)
         time.sleep(0.2)
         with pytest.raises(EngineRefused, match="only when it ends"):
             engine.copy_running(1)
