@@ -81,7 +81,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Partial:
-    """What is sampled of one sample: plain data, with which any engine can continue it. ``log_probs`` as in `Completion`."""
+    """A sample so far: plain data, with which any engine can continue it. ``log_probs`` as in `Completion`."""
 
     tokens: np.ndarray  # int32 [tokens so far]
     log_probs: np.ndarray  # float32 [tokens so far]

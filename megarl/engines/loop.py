@@ -70,7 +70,7 @@ class EngineLoop:
         self._running: RunningRequests[_Job] = RunningRequests()
         self._copies: dict[
             str, list[GenerationRequest]
-        ] = {}  # of a replay, by event: copies whose callers have not come
+        ] = {}  # of a replay, by event: copies that no caller has received
         self._paused = False
         self._stop = False
         self._group: EngineGroup | None = None
@@ -136,8 +136,8 @@ class EngineLoop:
         self.call(lambda: self._cancel(lambda owner: True))
 
     def hand_over(self, groups: Collection[int] | None = None) -> list[GenerationRequest]:
-        """End the running requests of `groups` (None: of all) and return them with what is sampled: `partials` is set if an
-        engine can continue them. Their `generate` calls return without these groups. Groups that do not run are skipped.
+        """End the running requests of `groups` (None: of all) and return them with their samples so far: `partials` is
+        set if an engine can continue them. Their `generate` calls return without these groups. Groups that do not run are skipped.
         """
         return self.call(lambda: self._hand_over(groups), event=hand_over_event(groups))
 

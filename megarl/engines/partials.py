@@ -22,7 +22,7 @@ def is_begun(request: GenerationRequest) -> bool:
 
 
 def library_requests(request: GenerationRequest) -> list[tuple[int | None, GenerationRequest]]:
-    """Split a request into those of the inference library, which has neither greedy samples beside others nor partials.
+    """Split a request into those of the inference library, which has neither partials nor greedy samples in a group.
 
     Each has the index of its sample; None: it samples all but the greedy one. A begun request is one for the rest of each
     unfinished sample.
@@ -65,9 +65,9 @@ def check_partials(request: GenerationRequest, spec: EngineSpec) -> None:
     """Raise ValueError if an engine of `spec` cannot continue a begun request."""
     uid, sampling = request.prompt.uid, request.sampling
     if request.prompt_top_k is not None or spec.return_routed_experts:
-        what = "the log-probs of its prompt" if request.prompt_top_k is not None else "the experts of its tokens"
+        requested = "the log-probs of its prompt" if request.prompt_top_k is not None else "the experts of its tokens"
         raise ValueError(
-            f"prompt {uid!r} has partial samples, and {what} are requested: an engine computes these for whole samples. "
+            f"prompt {uid!r} has partial samples, and {requested} are requested: an engine computes these for whole samples. "
             "Send the request without partials"
         )
     if len(request.partials) != sampling.n + request.with_greedy:
@@ -109,7 +109,7 @@ def continued(partial: Partial, rest: Completion) -> Completion:
 
 
 def joined_spans(spans: tuple[Span, ...], length: int, rest: tuple[Span, ...]) -> tuple[Span, ...]:
-    """Return the spans of a sample whose first `length` tokens have `spans`, and the following tokens `rest`."""
+    """Return the spans of a sample whose first `length` tokens have `spans`, and `rest` follows."""
     moved = [Span(length + span.start, span.version) for span in rest]
     if spans and moved and moved[0].version == spans[-1].version:
         del moved[0]

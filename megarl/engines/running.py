@@ -1,4 +1,4 @@
-"""The requests that run in an engine, and what is sampled of each.
+"""The requests that run in an engine, with their samples so far.
 
 A request is one or several of the inference library (`library_requests`): a begun one has one for each unfinished sample.
 Its samples are gathered when the last one is finished.
@@ -76,8 +76,11 @@ class RunningRequests(Generic[J]):
 
     def take_finished(self) -> list[tuple[J, int, list[Completion]]]:
         """Return the requests that have finished since the last call: call, group, and samples in seed order."""
-        taken, self._finished = self._finished, []
-        return [(each.job, each.request.group, [each.samples[i] for i in sorted(each.samples)]) for each in taken]
+        finished_requests, self._finished = self._finished, []
+        return [
+            (each.job, each.request.group, [each.samples[i] for i in sorted(each.samples)])
+            for each in finished_requests
+        ]
 
     def of_groups(self, groups: Collection[int] | None) -> list[Running[J]]:
         """Return the running requests of `groups` (None: all), in the order of their admission."""
@@ -100,7 +103,7 @@ class RunningRequests(Generic[J]):
         return [each.job for each in chosen]
 
     def copy(self, partials_of: PartialsOf, chosen: Sequence[Running[J]] | None = None) -> list[GenerationRequest]:
-        """Return running requests (None: all) with what is sampled of them."""
+        """Return running requests (None: all) with their samples so far."""
         chosen = self.of_groups(None) if chosen is None else chosen
         return [replace(each.request, partials=self._partials(each, partials_of)) for each in chosen]
 

@@ -120,7 +120,7 @@ def hand_over_event(groups: Collection[int] | None) -> str:
 
 
 def copy_event(number: int) -> str:
-    """Return the event of a copy of the running requests, for a checkpoint. `number` differs from those of other copies."""
+    """Return the event of a copy of the running requests, for a checkpoint. Each copy has another `number`."""
     return f"{_COPY}{number}"
 
 

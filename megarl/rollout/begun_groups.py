@@ -12,12 +12,12 @@ from megarl.recipe.derived.at_update import update_rule
 from megarl.recipe.schema import Recipe
 from megarl.types import GenerationRequest, Partial
 
-_CHANGED = "their prompts, seeds or sampling settings differ from those of the checkpoint"
+_CHANGED = "prompts, seeds or sampling settings differ from the checkpoint's"
 
 
 @dataclass(frozen=True)
 class BegunGroup:
-    """What is sampled of a group. `checksum`: of its request without partials (`request_checksum`)."""
+    """The samples so far of a group. `checksum`: of its request without partials (`request_checksum`)."""
 
     checksum: str
     partials: tuple[Partial, ...]  # in seed order, the greedy sample last

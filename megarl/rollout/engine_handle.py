@@ -38,11 +38,11 @@ class SamplingEngine(Protocol):
         """Load the weights that the engine received last, and wait in host memory; the result is their version."""
 
     def hand_over(self, groups: list[int]) -> Future[dict[int, tuple[Partial, ...]]]:
-        """End the sampling of `groups`, whose `collect` then fails. The result is what is sampled of each, for
+        """End the sampling of `groups`, whose `collect` then fails. The result has the samples so far of each, for
         `GenerationRequest.partials`; groups that the engine does not sample, or no longer, are missing."""
 
     def copy_partials(self, number: int) -> Future[dict[int, tuple[Partial, ...]]]:
-        """Return what is sampled of each group that the engine samples. `number`: of the copy, for the engine's tape."""
+        """Return the samples so far of each group that the engine samples. `number`: of the copy, for the engine's tape."""
 
 
 class ServiceHandle:

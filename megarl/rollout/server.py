@@ -180,7 +180,7 @@ class RolloutServer:
             del self._results[group]
 
     async def hand_over(self, groups: list[int]) -> dict[int, tuple[Partial, ...]]:
-        """End the sampling of `groups`; returns what is sampled of each, for a request to another engine.
+        """End the sampling of `groups`; returns their samples so far, for requests to another engine.
 
         `collect` raises for these groups. Groups that are already sampled, and scored now, are not returned: collect them.
         """
@@ -193,7 +193,7 @@ class RolloutServer:
         return {request.group: request.partials for request in handed}
 
     async def copy_partials(self, number: int) -> dict[int, tuple[Partial, ...]]:
-        """Return what is sampled of each group that is being sampled, for a checkpoint. `number`: of the copy, for the tape."""
+        """Return the samples so far of each group that the engine samples, for a checkpoint. `number`: of the copy, for the tape."""
         self._check_one_turn()
         copied = await asyncio.to_thread(self.engine.copy_running, number)
         return {request.group: request.partials for request in copied}

@@ -201,9 +201,9 @@ class EnginesSource:
             self.admission.restore(counters, state["gathered"], state["waiting"], self._interrupted)
 
     def _copy_partials(self) -> dict[int, tuple[Partial, ...]]:
-        """Return what the engines have sampled of each group, for `state`.
+        """Return the samples so far of each group, for `state`.
 
-        Groups arrive and start meanwhile: `state` leaves those out that have arrived, and those that start have no tokens. So
+        Groups arrive and start meanwhile: `state` leaves out the first, and the others have no tokens. So
         a replay, which repeats both orders, saves the same tokens.
         """
         version = self.admission.version

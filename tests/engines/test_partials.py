@@ -198,7 +198,7 @@ def test_a_group_whose_samples_have_finished_returns_at_once(start: Callable[...
 
 
 def test_a_group_has_its_greedy_sample_last(start: Callable[..., Engine]) -> None:
-    """The engine samples it beside the others, and another engine continues it without chance."""
+    """The engine samples it with the group, and another engine continues it, greedily."""
     first, second = start(0), start(0)
     plain = request(1, (3, 6), with_greedy=True)
     greedy = replace(plain.sampling, n=1, temperature=0.0)

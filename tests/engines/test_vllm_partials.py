@@ -54,7 +54,7 @@ def assert_follows(engine: InFlight, request: GenerationRequest, sample: Complet
 
 
 def test_an_engine_continues_requests_of_another(processes: list[EngineProcess], tmp_path: Path) -> None:
-    """Engine 0 has the weights of version 0, then 1; engine 1 those of version 2. One group is greedy."""
+    """Engine 0 has the weights of version 0, then 1; engine 1 has version 2. One group is greedy."""
     first, second = (InFlight(each, tmp_path / str(n), at_update="refresh") for n, each in enumerate(processes))
     try:
         shorts = [
@@ -75,8 +75,10 @@ def test_an_engine_continues_requests_of_another(processes: list[EngineProcess],
         assert running.result(60)[0] == [0, 1]
         assert [request.group for request in moved] == [request.group for request in requests]
         copied = [partial for request in copies for partial in request.partials]
-        for one, other in zip(copied, [each for request in moved for each in request.partials], strict=True):
-            assert one.tokens.tolist() == other.tokens.tolist() and one.spans == other.spans, "nothing ran in between"
+        for copy, original in zip(copied, [each for request in moved for each in request.partials], strict=True):
+            assert copy.tokens.tolist() == original.tokens.tolist() and copy.spans == original.spans, (
+                "nothing ran in between"
+            )
         mixed = [{partial.finish_reason for partial in request.partials} for request in moved]
         assert {None, "stop"} in mixed, "no group has finished and unfinished samples"
 

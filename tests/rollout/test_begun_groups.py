@@ -26,18 +26,18 @@ def partial(length: int, reason: str | None = None) -> Partial:
     return Partial(tokens, log_probs, spans, reason)
 
 
-def equal(one: tuple[Partial, ...], other: tuple[Partial, ...]) -> bool:
-    return len(one) == len(other) and all(
+def equal(first: tuple[Partial, ...], second: tuple[Partial, ...]) -> bool:
+    return len(first) == len(second) and all(
         np.array_equal(a.tokens, b.tokens)
         and np.array_equal(a.log_probs, b.log_probs, equal_nan=True)
         and (a.tokens.dtype, a.log_probs.dtype) == (b.tokens.dtype, b.log_probs.dtype) == (np.int32, np.float32)
         and (a.spans, a.finish_reason) == (b.spans, b.finish_reason)
-        for a, b in zip(one, other, strict=True)
+        for a, b in zip(first, second, strict=True)
     )
 
 
 def saved(service: ManualService, folder: Path) -> dict[str, Any]:
-    """The state of a checkpoint in whose save groups 2, 3, 4 and 7 run, written and read again."""
+    """The state of a checkpoint that is saved while groups 2, 3, 4 and 7 run, written and read again."""
     source = refreshing(service)
     source.admit(0)
     service.finish(0, 1, 5, 6)
@@ -110,7 +110,7 @@ def test_checkpoints_without_begun_groups_are_read(tmp_path: Path) -> None:
 
 
 class Recipes:
-    """Recipes whose groups cannot be continued."""
+    """Recipes with groups that cannot be continued."""
 
     @staticmethod
     def of(name: str) -> Recipe:

@@ -1,4 +1,4 @@
-"""A stand-in for an inference library, whose tokens show who sampled them: version, seed and position of each token.
+"""A stand-in for an inference library. Each token shows the version, the seed and the position with which it was sampled.
 
 Sample i of a request gets a token per step. Token k is `token_of(version, seed + i, k)`, and its log-prob is the same for no
 other version, seed or k. A request for one sample ends after `max_tokens`.
