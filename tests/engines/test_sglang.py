@@ -184,10 +184,10 @@ def test_running_requests_keep_their_weights(engine, send_weights) -> None:
 def test_aborted_samples_continue_after_their_tokens(engine, send_weights) -> None:
     """SGLang returns the tokens of an aborted sample. They stay the first tokens of the sample, with their log-probs."""
     send_weights(1, weights(1))[1].result(10)
-    engine.real.seconds = 0.02
+    engine.real.seconds = 0.05
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(generate, engine, request(1, n=2, max_tokens=50))
-        while not engine.call(lambda: engine.running):
+        running = pool.submit(generate, engine, request(1, n=2, max_tokens=30))
+        while not engine.call(lambda: engine.running) and not running.done():
             time.sleep(0.005)
         time.sleep(0.2)
         with pytest.raises(EngineRefused, match="only when it ends"):
@@ -198,8 +198,8 @@ def test_aborted_samples_continue_after_their_tokens(engine, send_weights) -> No
     send_weights(2, weights(2))[1].result(10)
     for sample, partial in zip(generate(engine, moved)[1], moved.partials, strict=True):
         length = len(partial.tokens)
-        assert 0 < length < 50 and partial.finish_reason is None
-        assert np.array_equal(sample.tokens[:length], partial.tokens) and len(sample.tokens) == 50
+        assert 0 < length < 30 and partial.finish_reason is None
+        assert np.array_equal(sample.tokens[:length], partial.tokens) and len(sample.tokens) == 30
         assert np.array_equal(sample.log_probs[:length], partial.log_probs)
         assert sample.spans == (Span(0, 1), Span(length, 2))
     engine.pause()

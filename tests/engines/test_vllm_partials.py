@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from megarl.types import Completion, GenerationRequest, Partial, Sampling, Span
+from megarl.recipe.sandbox import SandboxConfig
+from megarl.recipe.schema import Recipe, RewardConfig
+from megarl.rewards.weighted import Term
+from megarl.rollout import server as server_module
+from megarl.rollout.engine_handle import EngineHandle
+from megarl.rollout.server import RolloutServer
+from megarl.rollout.source_engines import EnginesSource
+from megarl.types import Completion, GenerationRequest, InlineData, Partial, Prompt, Sampling, Span
 from tests.engines.test_vllm_in_flight import EXACT, LONG, InFlight
-from tests.support.engine_process import EngineProcess, gaps, make_requests, reference, same
+from tests.rollout.test_source import Prompts
+from tests.support.engine_process import EngineProcess, gaps, load_model, make_requests, reference, same, spec
 
 pytestmark = pytest.mark.stack
 
@@ -94,3 +105,87 @@ def test_an_engine_continues_requests_of_another(processes: list[EngineProcess],
         for engine in (first, second):
             engine.sender.close()
             engine.process.shutdown()
+
+
+class RemoteEngine:
+    """The engine of a process, for a `RolloutServer` in this one."""
+
+    def __init__(self, process: EngineProcess) -> None:
+        self.process = process
+
+    def generate(self, requests: list[GenerationRequest], on_finished: Callable[[int, list[Completion]], None]) -> None:
+        for group, samples in self.process.generate(requests)[1].items():
+            on_finished(group, samples)
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        return getattr(self.process, method)
+
+
+class LocalService:
+    """Runs a server's methods on an event loop of this process."""
+
+    def __init__(self, name: str, server: RolloutServer, loop: asyncio.AbstractEventLoop) -> None:
+        self.name, self.server, self.loop = name, server, loop
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(getattr(self.server, method)(*arguments), self.loop)
+
+    def call_with_data(self, method: str, *arguments: Any) -> Any:
+        async def with_data() -> Any:
+            result, vectors = await getattr(self.server, method)(*arguments)
+            return result, InlineData(vectors)
+
+        return asyncio.run_coroutine_threadsafe(with_data(), self.loop)
+
+
+@pytest.fixture
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield loop
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+
+
+def test_the_groups_of_an_engine_move_to_another(
+    processes: list[EngineProcess],
+    quickstart_data: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    loop: asyncio.AbstractEventLoop,
+) -> None:
+    """Every group arrives with the log-probs of the model, in whichever engines its tokens were sampled."""
+    path, services = str(quickstart_data / "model"), []
+    for number, process in enumerate(processes):
+        process.start(spec(path, name=f"engine{number}", at_update="refresh", engine_args={"block_size": 32}))
+        monkeypatch.setattr(server_module.engines, "create", lambda *_, process=process: RemoteEngine(process))
+        server = RolloutServer("vllm", None, path, RewardConfig(), [], SandboxConfig())  # type: ignore[arg-type]
+        scorer = server_module.rewards.Scorer("mine", lambda request: 1.0, in_process=True)
+        server.scoring.terms = {"test": (Term(scorer),)}
+        services.append(LocalService(f"engine{number}", server, loop))
+    recipe = Recipe()
+    recipe.data.prompts_per_step, recipe.rollout.samples_per_prompt, recipe.train.steps = 4, 2, 10
+    recipe.cluster.placement, recipe.rollout.max_staleness = "disaggregated", 1
+    recipe.rollout.max_response_length, recipe.algorithm.overlong.penalty_buffer = LONG, 0
+    prompts = Prompts(Prompt(f"row/{i}", (4 + i, 5, 6), "", "test") for i in range(7))
+    source = EnginesSource(recipe, prompts, [EngineHandle(each) for each in services], [], lambda: None)  # type: ignore[arg-type]
+    try:
+        source.admit(0)
+        begun: list[Any] = []
+        while not begun:
+            copied = source.engines[0].copy_partials(0).result(60)
+            begun = [partial for partials in copied.values() for partial in partials if len(partial.tokens) > 4]
+        assert source.move_groups(0) == [0, 2, 4, 6]
+        batches = [source.take(4) for _ in range(2)]
+    finally:
+        for process in processes:
+            process.shutdown()
+    assert batches[0].metrics["rollout/tokens_taken_over"] > 4
+    groups = [group for batch in batches for group in batch.groups]
+    assert sorted(group.number for group in groups) == list(range(8))
+    model = load_model(path)
+    for sample in [sample for group in groups for sample in group.samples[0].data.get()]:
+        assert len(sample.tokens) == 3 + LONG
+        expected = reference(model, sample.tokens[:3].tolist(), sample.tokens[3:].tolist()).numpy()
+        log_probs = expected[np.arange(LONG), sample.tokens[3:]]
+        assert np.abs(log_probs - sample.rollout_log_probs[3:]).max() < EXACT
