@@ -84,8 +84,10 @@ def _write_begun(groups: Mapping[int, BegunGroup], vectors: dict[str, np.ndarray
 
 
 def _read_begun(items: list[dict[str, Any]], vectors: Any) -> dict[int, BegunGroup]:
+    if not items:
+        return {}
     groups, start = {}, 0
-    tokens, log_probs = (vectors[f"begun.{name}"] for name in _PARTIAL_VECTORS) if items else (None, None)
+    tokens, log_probs = (vectors[f"begun.{name}"] for name in _PARTIAL_VECTORS)
     for item in items:
         partials = []
         for sample in item["samples"]:
