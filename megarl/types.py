@@ -72,10 +72,29 @@ class SampleImages:
 
 
 @dataclass(frozen=True)
+class Span:
+    """Consecutive response tokens of one weight version. It ends where the next span begins; tool tokens belong to the span before."""
+
+    start: int  # index of its first token, in a completion or in a sample's response
+    version: int  # of the weights
+
+
+@dataclass(frozen=True)
+class Partial:
+    """A sample so far: plain data, with which any engine can continue it. ``log_probs`` as in `Completion`."""
+
+    tokens: np.ndarray  # int32 [tokens so far]
+    log_probs: np.ndarray  # float32 [tokens so far]
+    spans: tuple[Span, ...]  # versions rise; () without tokens
+    finish_reason: str | None = None  # "stop" | "length"; None: unfinished
+
+
+@dataclass(frozen=True)
 class GenerationRequest:
     """A request for ``sampling.n`` samples of one prompt.
 
-    Sample i uses seed + i, or the engine's generator without a seed (`rollout.seeded`).
+    Sample i uses seed + i, or the engine's generator without a seed (`rollout.seeded`). A sample that an engine continues
+    after k tokens uses a seed derived from its seed and k.
     """
 
     group: int  # group number, unique in the run
@@ -85,6 +104,9 @@ class GenerationRequest:
     images: SampleImages | None = None  # of the prompt, after the rollout process has prepared them
     with_greedy: bool = False  # also one greedy sample, for the group's baseline
     prompt_top_k: int | None = None  # also `Completion.prompt`, with the top k tokens per position; None: no
+    # What another engine, or this one before a restart, has sampled of each sample, in seed order, then of the greedy
+    # sample. (): nothing.
+    partials: tuple[Partial, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -97,14 +119,6 @@ class TokenScores:
     log_probs: np.ndarray  # float32 [L]: of the tokens themselves
     top_tokens: np.ndarray  # int32 [L, K]: the most likely tokens at each position, in descending order
     top_log_probs: np.ndarray  # float32 [L, K]: their log-probs
-
-
-@dataclass(frozen=True)
-class Span:
-    """Consecutive response tokens of one weight version. It ends where the next span begins; tool tokens belong to the span before."""
-
-    start: int  # index of its first token, in a completion or in a sample's response
-    version: int  # of the weights
 
 
 @dataclass(frozen=True)

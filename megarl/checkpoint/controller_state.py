@@ -1,4 +1,5 @@
-"""The controller's state in a checkpoint: plain values, and groups that were sampled but not yet trained on.
+"""The controller's state in a checkpoint: plain values, groups that were sampled but not yet trained on, and what was sampled of
+groups that still ran.
 
 `controller.json` holds the values and the groups' scalars and texts, `waiting.npz` the groups' vectors.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,23 @@ import numpy as np
 
 from megarl.atomic_files import write_synced
 from megarl.rollout.admission import TriedGroup
-from megarl.types import Group, InlineData, Sample, SampleFailure, SampleImages, SampleTokens, Span, ToolUse, Turn
+from megarl.rollout.begun_groups import BegunGroup
+from megarl.types import (
+    Group,
+    InlineData,
+    Partial,
+    Sample,
+    SampleFailure,
+    SampleImages,
+    SampleTokens,
+    Span,
+    ToolUse,
+    Turn,
+)
 
 _VECTORS = ("tokens", "loss_mask", "rollout_log_probs", "routed_experts")
 _IMAGES = ("pixels", "grids", "starts")
+_PARTIAL_VECTORS = ("tokens", "log_probs")
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:
@@ -27,6 +42,7 @@ def write_state(folder: Path, state: dict[str, Any]) -> None:
     source = dict(state["source"])
     source["gathered"] = [[_write_group(item, vectors) for item in batch] for batch in source["gathered"]]
     source["waiting"] = [_write_group(item, vectors) for item in source.get("waiting", [])]
+    source["begun"] = _write_begun(source.get("begun", {}), vectors)
     plain = {**state, "source": source}
     file = io.BytesIO()
     np.savez(file, **vectors)  # type: ignore[arg-type]
@@ -41,7 +57,46 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
         source = state["source"]
         source["gathered"] = [[_read_group(item, vectors) for item in batch] for batch in source["gathered"]]
         source["waiting"] = [_read_group(item, vectors) for item in source.get("waiting", [])]
+        source["begun"] = _read_begun(source.get("begun", []), vectors)  # older checkpoints have none
     return state
+
+
+def _write_begun(groups: Mapping[int, BegunGroup], vectors: dict[str, np.ndarray]) -> list[dict[str, Any]]:
+    """Return the plain values of begun groups. Adds the tokens and log-probs of all of them to `vectors`, as one vector each."""
+    samples = [partial for group in groups.values() for partial in group.partials]
+    for name in _PARTIAL_VECTORS if samples else ():
+        vectors[f"begun.{name}"] = np.concatenate([getattr(each, name) for each in samples])
+    return [
+        {
+            "number": number,
+            "checksum": group.checksum,
+            "samples": [
+                {
+                    "tokens": len(partial.tokens),
+                    "spans": [[span.start, span.version] for span in partial.spans],
+                    "finish_reason": partial.finish_reason,
+                }
+                for partial in group.partials
+            ],
+        }
+        for number, group in groups.items()
+    ]
+
+
+def _read_begun(items: list[dict[str, Any]], vectors: Any) -> dict[int, BegunGroup]:
+    if not items:
+        return {}
+    groups, start = {}, 0
+    tokens, log_probs = (vectors[f"begun.{name}"] for name in _PARTIAL_VECTORS)
+    for item in items:
+        partials = []
+        for sample in item["samples"]:
+            part = slice(start, start + sample["tokens"])
+            spans = tuple(Span(*span) for span in sample["spans"])
+            partials.append(Partial(tokens[part], log_probs[part], spans, sample["finish_reason"]))
+            start = part.stop
+        groups[item["number"]] = BegunGroup(item["checksum"], tuple(partials))
+    return groups
 
 
 def _write_group(item: TriedGroup, vectors: dict[str, np.ndarray]) -> dict[str, Any]:

@@ -99,8 +99,7 @@ class Checkpoints:
                 self.log.notice(
                     f"SIGTERM: saving the checkpoint of step {step}; {self.stop.seconds_left:.0f} s are left (train.grace_seconds)"
                 )
-                prepare()
-                self._save(step, interrupted=True)
+                self._save(step, prepare)
                 self.finish()
                 self.log.notice(f"the checkpoint of step {step} was saved before the end")
         except Exception as failure:  # noqa: BLE001 -- the run ends with SIGTERM's status, and keeps earlier checkpoints
@@ -140,12 +139,13 @@ class Checkpoints:
         self.log.notice(f"resumed after step {state['step']} from {checkpoint}")
         return int(state["step"]), state["metrics"] if self.log.next_step == state["step"] else None
 
-    def _save(self, step: int, *, interrupted: bool = False) -> None:
+    def _save(self, step: int, prepare: Callable[[], None] | None = None) -> None:
         """Save the weights and the controller's state: step, identity, the step's metrics, source and adapted KL weight.
 
-        interrupted: the run ends now, so do not wait for running groups: they are sampled again after a resume.
+        prepare: set if the run ends now. Then do not wait for running groups, and call it before the weights are saved: it
+        may end engines, whose samples the state contains.
         """
-        if not interrupted:
+        if prepare is None:
             with self.log.phase("drain"):
                 self.source.drain()
         with self.log.phase("save"):
@@ -155,7 +155,9 @@ class Checkpoints:
                 "identity": self.identity,
                 # The step's line is not written yet, and a kill must not lose it.
                 "metrics": self.log.pending() if self.log.next_step == step else {},
-                "source": self.source.state(interrupted=interrupted),
+                "source": self.source.state(interrupted=prepare is not None),
                 "kl_weight": self.kl_weight.value if adapted else None,
             }
+            if prepare is not None:
+                prepare()
             self.log.add(self.saver.save(step, state))

@@ -11,6 +11,7 @@ from typing import Any
 
 from megarl.checkpoint.folder import checkpoint_name
 from megarl.checkpoint.next_commands import shown
+from megarl.checkpoint.run_checkpoints import is_due
 from megarl.commands.child import run_child
 from megarl.errors import as_input_error
 from megarl.observe.metrics import read_metrics, without_times
@@ -104,12 +105,20 @@ def starts_of(recorded: RunDirectory, overrides: Sequence[str]) -> list[Start]:
     if (problem := other_format(plans)) is not None:
         raise ValueError(f"{recorded.path}: {problem}. Replay it with that version of megarl")
     starts: list[Start] = []
+    save_every = 0  # of the start before
     for plan in plans:
+        after = plan.segment.after
+        if starts and not is_due(after, save_every):
+            raise ValueError(
+                f"a start of {recorded.path} saved a checkpoint after step {after} when SIGTERM stopped it. A replay does not "
+                "save there, so it cannot repeat the starts that follow"
+            )
         file = recipe_file(recorded.tape, plan.segment.number)
         recipe = read_recipe(file, overrides).recipe  # the training checks it
         last_step = recipe.train.steps if plan.last_step is None else plan.last_step
         checkpoint = None if starts else first_checkpoint(recorded, plan.segment, recipe.train.resume)
         resume = "auto" if starts else "never" if checkpoint is None else str(checkpoint)
+        save_every = recipe.train.save_every
         starts.append(Start(plan, file, last_step, resume))
     return starts
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from megarl.engines.backend import Backend
 from megarl.engines.base import EngineRefused, EngineSpec, OnFinished
-from megarl.engines.loop import Backend, EngineLoop
+from megarl.engines.loop import EngineLoop
+from megarl.engines.partials import check_partials, is_begun, library_requests
 from megarl.engines.tape import LOAD_EVENT, update_event
 from megarl.types import GenerationRequest
 from megarl.weight_sync.session import Session, UpdateReport
@@ -29,20 +32,31 @@ class BackedEngine(EngineLoop):
         """Sample all `requests`; returns when the last is finished.
 
         The requests enter the engine's queue in order and before its next step, so that equal calls make equal batches.
-        `on_finished(group, completions)` is called in the calling thread once all n samples of a group are finished.
+        `on_finished(group, completions)` is called in the calling thread once all n samples of a group are finished; with
+        `with_greedy`, the greedy sample is the last of n + 1.
         `Completion.log_probs` are NaN for requests that the engine cannot score exactly, because their sampling differs
         from the spec's (greedy or filtered evaluation). `Completion.prompt` is set for requests with `prompt_top_k`, at
         temperature 1 for any sampling. ValueError for an invalid request: then no request is admitted.
-        GenerationAborted after `abort`.
+        GenerationAborted after `abort`. `hand_over` ends groups without a call of `on_finished`.
+
+        The engine continues the samples of a request with `partials` with its weights and a new KV cache, and completions
+        contain all tokens. EngineRefused if partial samples have newer weights than the engine.
         """
         for request in requests:
-            self._backend.check(request)
+            self._check(request)
         waits_for_waking = self._spec.at_update == "refresh" and self._updated
         if self._backend.asleep and not waits_for_waking:
             raise EngineRefused(f"engine {self._spec.name!r} sleeps ({', '.join(self._backend.asleep)}); wake it first")
         if self._backend.unloaded is not None and not waits_for_waking:
             raise EngineRefused(f"engine {self._spec.name!r} {self._backend.unloaded}; update its weights first")
         super().generate(requests, on_finished)
+
+    def _check(self, request: GenerationRequest) -> None:
+        self._backend.check(replace(request, partials=()))
+        if is_begun(request):
+            check_partials(request, self._spec)
+            for _, part in library_requests(request):
+                self._backend.check(part)
 
     def connect_weight_sync(self, session: Session) -> str | None:
         """Join a weight sync session, which replaces an earlier one. Returns why the engine cannot join a sharded session,
@@ -65,7 +79,7 @@ class BackedEngine(EngineLoop):
             if self._backend.staged == version:
                 return report
             self._updated = True
-            self._spans.update(version, {key: self._backend.lengths(key) for key in self._running})
+            self._running.spans.update(version, {key: self._backend.lengths(key) for key in self._running.keys_of()})
             return report
 
         return self.call(update, collective=True, event=update_event(version))
@@ -75,7 +89,7 @@ class BackedEngine(EngineLoop):
 
         def load() -> int:
             version = self._backend.load_weights(self.running)
-            self._spans.update(version, {})
+            self._running.spans.update(version, {})
             return version
 
         return self.call(load, event=LOAD_EVENT)

@@ -11,77 +11,26 @@ command runs once every engine of the group has received it.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
+from megarl.engines.backend import Backend
 from megarl.engines.base import EngineDead, EngineRefused, GenerationAborted, GroupRank, OnFinished
 from megarl.engines.group import EngineGroup
-from megarl.engines.spans import RequestSpans
-from megarl.engines.tape import StepTape, TapeSpec, requests_event
+from megarl.engines.partials import check_versions
+from megarl.engines.running import RunningRequests
+from megarl.engines.tape import StepTape, TapeSpec, copy_event, hand_over_event, requests_event
 from megarl.types import Completion, GenerationRequest
-from megarl.weight_sync.session import Session, UpdateReport
 
 T = TypeVar("T")
 
 _IDLE_SECONDS = 0.005  # interval at which an idle engine of a group synchronizes with the others
 _REPLAY_SECONDS = 60.0  # interval at which a waiting replay checks for requests that the recorded run had not
-
-
-class Backend(Protocol):
-    """Interface to an inference library. Only the owning thread calls it, except for `check`. `running`: running requests."""
-
-    unloaded: str | None  # why it has no usable weights until the next update; None if it has
-    staged: int | None  # version of weights that wait in host memory for `load_weights`; None: none wait
-    asleep: tuple[str, ...]  # the parts of memory ("weights", "kv_cache") that are asleep
-
-    def join(self, group: EngineGroup) -> None:
-        """Set the engine's group, before `start`. Steps and updates are then collective."""
-        ...
-
-    def start(self) -> dict[str, Any]: ...
-
-    def check(self, request: GenerationRequest) -> None:
-        """Raise ValueError for an invalid request. Called from any thread."""
-        ...
-
-    def admit(self, key: str, request: GenerationRequest) -> None:
-        """Queue a valid request. An exception here is fatal."""
-        ...
-
-    def step(self) -> list[tuple[str, list[Completion]]]:
-        """Run one step; returns (key, completions) of requests with all samples finished. In a group, an engine without
-        requests takes part in the step."""
-        ...
-
-    def lengths(self, key: str) -> dict[int, int]:
-        """Return the number of tokens so far of each unfinished sample of a running request, by index."""
-        ...
-
-    def cancel(self, keys: list[str]) -> None: ...
-
-    def connect_weight_sync(self, session: Session) -> str | None: ...
-
-    def update_weights(self, version: int, running: int) -> UpdateReport: ...
-
-    def load_weights(self, running: int) -> int:
-        """Load the weights that wait in host memory, if any; returns the version of the weights."""
-        ...
-
-    def sleep(self, running: int) -> None: ...
-
-    def wake(self, tags: Sequence[str] | None) -> None: ...
-
-    def profile(self, name: str | None) -> None:
-        """Start a trace called `name`; None ends it."""
-        ...
-
-    def shutdown(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -96,9 +45,12 @@ class _Command:
 
 @dataclass(eq=False)
 class _Job:
-    """One `generate` call. The owning thread puts finished groups into `events`, or the exception that ends the call."""
+    """One `generate` call. The owning thread puts finished groups into `events`, None for a group that has been handed
+    over, or the exception that ends the call."""
 
-    events: queue.SimpleQueue[tuple[int, list[Completion]] | BaseException] = field(default_factory=queue.SimpleQueue)
+    events: queue.SimpleQueue[tuple[int, list[Completion]] | BaseException | None] = field(
+        default_factory=queue.SimpleQueue
+    )
 
 
 class EngineLoop:
@@ -115,9 +67,10 @@ class EngineLoop:
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
         # state of the owning thread
-        self._running: dict[str, tuple[_Job, int]] = {}  # key -> (call, group number)
-        self._spans = RequestSpans()
-        self._counter = itertools.count()
+        self._running: RunningRequests[_Job] = RunningRequests()
+        self._copies: dict[
+            str, list[GenerationRequest]
+        ] = {}  # of a replay, by event: copies that no caller has received
         self._paused = False
         self._stop = False
         self._group: EngineGroup | None = None
@@ -163,7 +116,8 @@ class EngineLoop:
                 event = job.events.get()
                 if isinstance(event, BaseException):
                     raise event
-                on_finished(*event)
+                if event is not None:
+                    on_finished(*event)
         except (EngineDead, GenerationAborted):
             raise
         except BaseException:  # raised by `on_finished`: nothing can receive the remaining completions
@@ -180,6 +134,19 @@ class EngineLoop:
     def abort(self) -> None:
         """End every running request; their `generate` calls raise GenerationAborted."""
         self.call(lambda: self._cancel(lambda owner: True))
+
+    def hand_over(self, groups: Collection[int] | None = None) -> list[GenerationRequest]:
+        """End the running requests of `groups` (None: of all) and return them with their samples so far: `partials` is
+        set if an engine can continue them. Their `generate` calls return without these groups. Groups that do not run are skipped.
+        """
+        return self.call(lambda: self._hand_over(groups), event=hand_over_event(groups))
+
+    def copy_running(self, number: int) -> list[GenerationRequest]:
+        """Return all running requests as `hand_over` does, and let them run. `number` names the copy on the tape; a replay
+        returns the requests of the recorded step. EngineRefused if the engine's software does not return the tokens of
+        running requests."""
+        event = copy_event(number)
+        return self.call(lambda: self._copies.pop(event) if event in self._copies else self._copy(), event=event)
 
     def shutdown(self) -> None:
         """End the engine with its processes, and the other engines of its group. May be called twice."""
@@ -240,6 +207,7 @@ class EngineLoop:
     def _next_command(self) -> _Command | None:
         """Return the next command to run, or None if the engine may step. A replay holds commands until their steps."""
         while True:
+            self._take_due_copies()
             held = self._tape.next_held()
             if held is not None:
                 return held
@@ -262,6 +230,17 @@ class EngineLoop:
             if command.event is None or self._tape.may_enter(command.event):
                 return command
             self._tape.hold(command.event, command)
+
+    def _take_due_copies(self) -> None:
+        """Copy the running requests where a replay's tape has a copy."""
+        while (event := self._tape.next_copy()) is not None:
+            self._copies[event] = self._copy()
+            self._tape.entered(event)
+            for command in self._tape.take_held(event):
+                self._serve(command)
+
+    def _copy(self) -> list[GenerationRequest]:
+        return self._running.copy(self._backend.partials)
 
     def _print_awaited(self) -> None:
         """Print once for which event a replay waits: in a replay that differs, it never arrives."""
@@ -298,23 +277,33 @@ class EngineLoop:
         return False
 
     def _admit(self, requests: Sequence[GenerationRequest], job: _Job) -> None:
+        check_versions(requests, self._running.spans.version, self._name)
         for request in requests:
-            key = f"{request.group}-{next(self._counter)}"
-            self._backend.admit(key, request)
-            self._spans.admit(key)
-            self._running[key] = (job, request.group)
+            for key, part in self._running.add(job, request):
+                self._backend.admit(key, part)
+        self._report_finished()
 
     def _report(self, finished: list[tuple[str, list[Completion]]]) -> None:
         for key, completions in finished:
-            job, group = self._running.pop(key)
-            job.events.put((group, self._spans.finish(key, completions)))
+            self._running.finish(key, completions)
+        self._report_finished()
 
-    def _cancel(self, chosen: Callable[[_Job], bool]) -> None:
-        keys = [key for key, (job, _) in self._running.items() if chosen(job)]
-        self._backend.cancel(keys)
-        for key in keys:
-            self._spans.cancel(key)
-        for job in {self._running.pop(key)[0] for key in keys}:
+    def _report_finished(self) -> None:
+        for job, group, completions in self._running.take_finished():
+            job.events.put((group, completions))
+
+    def _hand_over(self, groups: Collection[int] | None) -> list[GenerationRequest]:
+        chosen = self._running.of_groups(groups)
+        partials = self._backend.hand_over(self._running.keys_of(chosen))
+        requests = self._running.copy(partials.__getitem__, chosen)
+        for job in self._running.remove(chosen):
+            job.events.put(None)
+        return requests
+
+    def _cancel(self, is_chosen: Callable[[_Job], bool]) -> None:
+        chosen = self._running.of_jobs(is_chosen)
+        self._backend.cancel(self._running.keys_of(chosen))
+        for job in set(self._running.remove(chosen)):
             job.events.put(GenerationAborted(f"engine {self._name!r} aborted its requests"))
 
     def _set_paused(self, paused: bool) -> None:
@@ -341,9 +330,8 @@ class EngineLoop:
             command.future.set_exception(dead)
         for command in [*self._collective, *self._tape.all_held()]:
             command.future.set_exception(dead)
-        for job in {job for job, _ in self._running.values()}:
+        for job in set(self._running.remove(self._running.of_groups(None))):
             job.events.put(dead)
-        self._running.clear()
         self._ended.set()
         try:
             self._backend.shutdown()

@@ -33,6 +33,10 @@ class RequestSpans:
     def cancel(self, key: str) -> None:
         del self._updates[key]
 
+    def so_far(self, key: str, index: int, length: int) -> tuple[Span, ...]:
+        """Return the spans of a running request's sample with `length` tokens; () without tokens."""
+        return tuple(span for span in _spans(self._updates[key], index) if span.start < length)
+
     def finish(self, key: str, completions: Sequence[Completion]) -> list[Completion]:
         """Return the samples of a finished request, in seed order, with their spans."""
         updates = self._updates.pop(key)

@@ -1,4 +1,5 @@
-"""The tape of an engine: the step at which each request and each update of the weights entered. A replay repeats it.
+"""The tape of an engine: the step at which each request, update of the weights, hand-over and copy of requests entered. A
+replay repeats it.
 
 An engine samples the same tokens if the same requests and updates enter at the same of its steps (equal device, library
 and float32 arithmetic; see docs/asynchrony.md). A tape file has one JSON object per line. Each start of the run begins a
@@ -16,7 +17,7 @@ import json
 import os
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -30,6 +31,7 @@ C = TypeVar("C")
 Record = dict[str, Any]
 _REQUESTS = "requests "  # begins the events of `generate` calls
 LOAD_EVENT = "load"  # of `load_weights`: it loads the weights of the last update before it
+_COPY = "copy "  # begins the events of copies
 
 
 class ReplayError(RuntimeError):
@@ -99,15 +101,32 @@ def read_segments(path: Path | str) -> dict[int, list[Record]]:
 
 
 def requests_event(requests: Sequence[GenerationRequest]) -> str:
-    """Return the event of the requests of one `generate` call: their numbers, and a checksum of prompts, lengths and seeds."""
+    """Return the event of the requests of one `generate` call: their numbers, and a checksum of prompts, lengths, seeds and
+    partial samples."""
     checksum = 0
     for request in requests:
         sampling = request.sampling
         settings = (request.group, request.seed, sampling.n, sampling.max_tokens, sampling.temperature)
         checksum = zlib.crc32(repr(settings).encode(), checksum)
         checksum = zlib.crc32(np.asarray(request.prompt.tokens, dtype="<i8").tobytes(), checksum)
+        for partial in request.partials:
+            checksum = zlib.crc32(repr((partial.spans, partial.finish_reason)).encode(), checksum)
+            checksum = zlib.crc32(partial.tokens.astype("<i4").tobytes(), checksum)
+            checksum = zlib.crc32(partial.log_probs.astype("<f4").tobytes(), checksum)
     groups = [request.group for request in requests]
     return f"{_REQUESTS}{min(groups)}-{max(groups)} {checksum:08x}"
+
+
+def hand_over_event(groups: Collection[int] | None) -> str:
+    """Return the event of a hand-over of `groups`; None: of all."""
+    if groups is None:
+        return "hand over all"
+    return f"hand over {len(groups)} {zlib.crc32(repr(sorted(groups)).encode()):08x}"
+
+
+def copy_event(number: int) -> str:
+    """Return the event of a copy of the running requests, for a checkpoint. Each copy has another `number`."""
+    return f"{_COPY}{number}"
 
 
 def update_event(version: int) -> str:
@@ -135,6 +154,7 @@ class StepTape(Generic[C]):
         self._recorded = None if recorded is None else deque(recorded)
         self._source = source
         self._held: dict[str, deque[C]] = {}
+        self._copied: set[str] = set()  # copies that have entered
 
     @staticmethod
     def of(spec: TapeSpec | None) -> StepTape[C]:
@@ -154,9 +174,12 @@ class StepTape(Generic[C]):
         self.steps += 1
 
     def may_enter(self, event: str) -> bool:
-        """Return whether the command of `event` may run now; always so without a replay."""
+        """Return whether the command of `event` may run now; always so without a replay. A copy may run if its recorded step has
+        passed (`next_copy`), or if it is not recorded."""
         if self._recorded is None:
             return True
+        if event.startswith(_COPY):
+            return all(recorded != event for _, recorded in self._recorded)
         if self._recorded and self._recorded[0] == (self.steps, event):
             self._recorded.popleft()
             return True
@@ -180,6 +203,17 @@ class StepTape(Generic[C]):
                 f"{self._source} has no further {event!r}, which arrived at the engine's step {self.steps}. The tape is "
                 "incomplete (did its machine lose power?), or the replay differs from the recorded run"
             )
+
+    def next_copy(self) -> str | None:
+        """Return the next event if it is a copy at this step. A replay takes it without its command, which may arrive later, or
+        never: a replay may leave saves out."""
+        if not self._recorded or self._recorded[0][0] != self.steps or not self._recorded[0][1].startswith(_COPY):
+            return None
+        return self._recorded.popleft()[1]
+
+    def take_held(self, event: str) -> Iterable[C]:
+        """Return the held commands of `event`."""
+        return self._held.pop(event, ())
 
     def next_held(self) -> C | None:
         """Return the held command of the next event, if this is its step."""
@@ -229,7 +263,11 @@ class StepTape(Generic[C]):
         return f"the replay waits at the engine's step {step} for {event!r}, next in {self._source}"
 
     def entered(self, event: str) -> None:
-        """Record that the command of `event` has run. Requests are written by `flush`, other events now."""
+        """Record that the command of `event` has run. Requests are written by `flush`, other events now, and each copy once."""
+        if event in self._copied:
+            return
+        if event.startswith(_COPY):
+            self._copied.add(event)
         if self._file is not None:
             self._unwritten.append({"step": self.steps, "event": event})
             if not event.startswith(_REQUESTS):

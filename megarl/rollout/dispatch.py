@@ -24,6 +24,7 @@ class _EngineState:
     version: int | None = None  # of its weights; None before the first update
     finishes: bool = False  # it starts no group until it has loaded the newest weights
     loads: bool = False  # it loads them now
+    closed: bool = False  # no group starts on it any more
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,14 @@ class Dispatch:
 
     @property
     def idle(self) -> int:
-        """Number of engines without a group."""
-        return sum(not engine.load for engine in self._engines)
+        """Number of engines without a group, closed ones left out."""
+        return sum(not (engine.load or engine.closed) for engine in self._engines)
+
+    def close(self, engine: int) -> None:
+        """Start no further group on an engine. ValueError if no other engine is open."""
+        if all(each.closed for index, each in enumerate(self._engines) if index != engine):
+            raise ValueError(f"no engine but number {engine} is open, so its groups cannot move")
+        self._engines[engine].closed = True
 
     def add_version(self, version: int) -> None:
         """Record that all engines have received weights. They load the first weights at once, and with finish only these."""
@@ -66,7 +73,9 @@ class Dispatch:
 
     def start(self, capacity: Callable[[int], int]) -> list[int]:
         """Return the engine of each group that starts now. `capacity`: groups that may start with weights of a version."""
-        ready = [(engine.load, index) for index, engine in enumerate(self._engines) if not engine.finishes]
+        ready = [
+            (engine.load, index) for index, engine in enumerate(self._engines) if not (engine.finishes or engine.closed)
+        ]
         capacities = {version: capacity(version) for version in self._versions(ready)}
         heapq.heapify(ready)
         started: list[int] = []
@@ -89,10 +98,10 @@ class Dispatch:
         return {version for version in versions if version is not None}
 
     def start_again(self, groups: int) -> list[int]:
-        """Return the engine of each of `groups` that ran when a checkpoint was saved, and that start again now."""
-        started = []
+        """Return the engine of each of `groups` that have run, before a restart or on another engine, and run again now."""
+        started, is_open = [], [index for index, engine in enumerate(self._engines) if not engine.closed]
         for _ in range(groups):
-            index = min(range(len(self._engines)), key=lambda index: (self._engines[index].load, index))
+            index = min(is_open, key=lambda index: (self._engines[index].load, index))
             self._engines[index].load += 1
             started.append(index)
         return started

@@ -15,7 +15,7 @@ from megarl.engines.base import GroupRank
 from megarl.rollout.judge.server import Judgement, JudgeServer
 from megarl.rollout.server import RolloutServer
 from megarl.rollout.teacher_server import TeacherServer
-from megarl.types import DataRef, GenerationRequest, Group, Prompt
+from megarl.types import DataRef, GenerationRequest, Group, Partial, Prompt
 from megarl.weight_sync.session import Session, UpdateReport
 
 P = ParamSpec("P")
@@ -36,6 +36,13 @@ class SamplingEngine(Protocol):
 
     def load_weights(self) -> Future[int]:
         """Load the weights that the engine received last, and wait in host memory; the result is their version."""
+
+    def hand_over(self, groups: list[int]) -> Future[dict[int, tuple[Partial, ...]]]:
+        """End the sampling of `groups`, whose `collect` then fails. The result has the samples so far of each, for
+        `GenerationRequest.partials`; groups that the engine does not sample, or no longer, are missing."""
+
+    def copy_partials(self, number: int) -> Future[dict[int, tuple[Partial, ...]]]:
+        """Return the samples so far of each group that the engine samples. `number`: of the copy, for the engine's tape."""
 
 
 class ServiceHandle:
@@ -81,6 +88,12 @@ class EngineHandle(ServiceHandle):
 
     def collect(self, group: int) -> Future[tuple[Group, DataRef]]:
         return self._call_with_data(RolloutServer.collect, group)
+
+    def hand_over(self, groups: list[int]) -> Future[dict[int, tuple[Partial, ...]]]:
+        return self._call(RolloutServer.hand_over, groups)
+
+    def copy_partials(self, number: int) -> Future[dict[int, tuple[Partial, ...]]]:
+        return self._call(RolloutServer.copy_partials, number)
 
     def collect_responses(self, group: int) -> Future[tuple[None, DataRef]]:
         """Return the location of the responses' texts of a collected group, for the judge."""

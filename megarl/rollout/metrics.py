@@ -1,4 +1,4 @@
-"""Metrics by data source, of a step and of an evaluation, and metrics of agent loops; no others. Pure functions.
+"""Metrics of a batch, metrics by data source (of a step and of an evaluation), and metrics of agent loops. Pure functions.
 
 A step has metrics by source even if all its groups have the same source; otherwise the metrics would be missing at such
 steps. An evaluation has the same problems each time, so it has metrics by source only if its problems have several.
@@ -109,3 +109,25 @@ def _parted(items: Sequence[T], source_of_item: Callable[[T], str]) -> dict[str,
     for item in items:
         parts.setdefault(source_of_item(item), []).append(item)
     return dict(sorted(parts.items()))
+
+
+def batch_metrics(tried: list[TriedGroup], count: int) -> dict[str, float]:
+    """Return the rollout metrics of a batch, over all tried groups (filtered groups included)."""
+    samples = [sample for item in tried for sample in item.group.samples]
+    greedy = [item.group.greedy for item in tried if item.group.greedy is not None]
+    rewards = [sample.reward for sample in samples if not math.isnan(sample.reward)]
+    waits = [item.group.judge_seconds for item in tried if item.group.judge_seconds]
+    accepted, unscored = len(accepted_groups(tried)), sum(bool(item.group.failures) for item in tried)
+    return {
+        "rollout/prompts_tried": float(len(tried)),
+        "rollout/groups_filtered": float(len(tried) - accepted - unscored),
+        "rollout/groups_missing": float(count - accepted),
+        "rollout/groups_unscored": float(unscored),
+        **scoring_counts([item.group for item in tried], "rollout"),
+        **({"rollout/judge_seconds": float(np.mean(waits))} if waits else {}),
+        **({"rollout/rewards/mean": float(np.mean(rewards))} if rewards else {}),
+        "rollout/truncated": float(np.mean([sample.truncated for sample in samples])),
+        "rollout/total_num_tokens": float(sum(sample.length for sample in [*samples, *greedy])),
+        **agent_figures(samples),
+        **sampled_figures(tried),
+    }

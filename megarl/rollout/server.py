@@ -20,14 +20,15 @@ from megarl.agents.setup import Agents, AgentSetup
 from megarl.agents.trajectory import AgentLoop, Trajectory
 from megarl.data.images import ImageReader
 from megarl.data.tokenizer import load_tokenizer
-from megarl.engines.base import EngineSpec, GroupRank, OnFinished
+from megarl.engines.base import EngineRefused, EngineSpec, GroupRank, OnFinished
+from megarl.engines.partials import greedy_request
 from megarl.recipe.sandbox import SandboxConfig
 from megarl.recipe.schema import RewardConfig
 from megarl.rewards.scoring import Outcome, Scoring
 from megarl.rewards.settings import ScorerSettings
 from megarl.rewards.weighted import terms_of
 from megarl.rollout.assemble import control_data, policy_turns, score_request, vectors
-from megarl.types import Completion, GenerationRequest, Group, SampleFailure, SampleTokens
+from megarl.types import Completion, GenerationRequest, Group, Partial, SampleFailure, SampleTokens
 from megarl.weight_sync.session import Session, UpdateReport
 
 P = ParamSpec("P")
@@ -69,6 +70,9 @@ class RolloutServer:
         # have separate threads: an update must not wait for a thread of `generate`.
         self.calls = ThreadPoolExecutor(max_workers=_generate_threads(spec), thread_name_prefix="generate")
         self._results: dict[int, asyncio.Future[Scored]] = {}
+        self._unsettled: list[
+            dict[int, GenerationRequest]
+        ] = []  # of each `submit` call: groups that are not sampled yet
         self._responses: dict[int, list[str]] | None = {} if judged else None
         self._settling: set[asyncio.Task[None]] = set()  # asyncio keeps only weak references to tasks
 
@@ -91,6 +95,7 @@ class RolloutServer:
         """Sample `requests`, all at once and in their order; return when all are sampled. The caller must collect each
         group."""
         unsettled = {request.group: request for request in requests}
+        self._unsettled.append(unsettled)
         try:
             for request, failure in await asyncio.gather(*map(self._with_images, requests)):
                 if failure is None:
@@ -106,27 +111,21 @@ class RolloutServer:
                 self._result(group).set_exception(error)
             unsettled.clear()
             raise
+        finally:
+            self._unsettled.remove(unsettled)
 
     async def _sample_groups(self, unsettled: dict[int, GenerationRequest]) -> None:
         """Sample `unsettled` requests, by group, with one turn each. Removes a group when all its samples are complete."""
         loop = asyncio.get_running_loop()
-        by_group = dict(unsettled)
-        sampled: dict[int, list[Completion]] = {}
 
         def settle(group: int, samples: list[Completion]) -> None:
             if group in unsettled:  # else the call was cancelled
                 self._settle(unsettled.pop(group), self._single_turns(samples))
 
         def finished(group: int, completions: list[Completion]) -> None:  # in the engine's thread
-            sampled[group] = completions
-            number = max(group, _greedy_twin(group))
-            twins = [number, _greedy_twin(number)] if by_group[number].with_greedy else [number]
-            if all(twin in sampled for twin in twins):
-                samples = [completion for twin in twins for completion in sampled.pop(twin)]
-                loop.call_soon_threadsafe(settle, number, samples)
+            loop.call_soon_threadsafe(settle, group, completions)
 
-        with_greedy = [part for request in by_group.values() for part in (request, *_greedy_request(request))]
-        await self._generate(with_greedy, finished)
+        await self._generate(list(unsettled.values()), finished)
 
     async def _single_turns(self, completions: list[Completion]) -> list[Trajectory]:
         def read() -> list[Trajectory]:
@@ -180,6 +179,29 @@ class RolloutServer:
             return await self._result(group)
         finally:
             del self._results[group]
+
+    async def hand_over(self, groups: list[int]) -> dict[int, tuple[Partial, ...]]:
+        """End the sampling of `groups`; returns their samples so far, for requests to another engine.
+
+        `collect` raises for these groups. Groups that are already sampled, and scored now, are not returned: collect them.
+        """
+        self._check_one_turn()
+        handed = await asyncio.to_thread(self.engine.hand_over, groups)
+        for request in handed:
+            for unsettled in self._unsettled:
+                unsettled.pop(request.group, None)
+            self._result(request.group).set_exception(EngineRefused(f"group {request.group} was handed over"))
+        return {request.group: request.partials for request in handed}
+
+    async def copy_partials(self, number: int) -> dict[int, tuple[Partial, ...]]:
+        """Return the samples so far of each group that the engine samples, for a checkpoint. `number`: of the copy, for the tape."""
+        self._check_one_turn()
+        copied = await asyncio.to_thread(self.engine.copy_running, number)
+        return {request.group: request.partials for request in copied}
+
+    def _check_one_turn(self) -> None:
+        if self.agents is not None:
+            raise EngineRefused("samples of agent loops cannot be continued: the state of their tools is not known")
 
     async def _with_images(self, request: GenerationRequest) -> tuple[GenerationRequest, SampleFailure | None]:
         """Add the prepared images of the prompt to `request`; returns the failure if an image is damaged.
@@ -324,21 +346,6 @@ def _response(sample: Trajectory) -> str:
     return "\n".join(policy_turns(sample))
 
 
-def _greedy_twin(group: int) -> int:
-    """Return the engine's number for the greedy sample of a group, or the group of such a number.
-
-    Groups count from 0, so negative numbers are free.
-    """
-    return -1 - group
-
-
-def _greedy_request(request: GenerationRequest) -> list[GenerationRequest]:
-    if not request.with_greedy:
-        return []
-    greedy = replace(request.sampling, n=1, temperature=0.0, top_p=1.0, top_k=-1)
-    return [replace(request, group=_greedy_twin(request.group), sampling=greedy, with_greedy=False)]
-
-
 def _single_requests(request: GenerationRequest) -> list[GenerationRequest]:
     """Split a group's request into requests for single samples, with their seeds, if any; the greedy sample is last.
 
@@ -348,7 +355,8 @@ def _single_requests(request: GenerationRequest) -> list[GenerationRequest]:
     count = request.sampling.n
     single = replace(request, sampling=replace(request.sampling, n=1), with_greedy=False)
     seeds = [None if request.seed is None else request.seed + index for index in range(count)]
-    samples = [*(replace(single, seed=seed) for seed in seeds), *_greedy_request(request)]
+    greedy = [greedy_request(request)] if request.with_greedy else []
+    samples = [*(replace(single, seed=seed) for seed in seeds), *greedy]
     return [replace(each, group=request.group * (count + 1) + index) for index, each in enumerate(samples)]
 
 

@@ -36,7 +36,7 @@ class SampleSource(Protocol):
         """Return the state for a checkpoint: plain values, NumPy arrays, and groups that wait for training.
 
         Call after `drain`, or with `interrupted` when the run ends while it waits for groups. Groups that still run are
-        saved as numbers and sampled again after a resume.
+        saved with their tokens so far, which a resumed run continues, or as numbers if samples cannot be continued.
         """
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -6,34 +6,33 @@ Background threads receive the groups, so sampling continues while the controlle
 from __future__ import annotations
 
 import functools
-import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-
 from megarl.algorithms.catalogue import ADVANTAGES
 from megarl.algorithms.shaping import add_overlong_penalty, has_spread
-from megarl.cluster.calls import StallTimer, attach
+from megarl.cluster.calls import StallTimer, attach, wait
 from megarl.data.dataset import sampler_of
 from megarl.data.prompts import PromptDataset
 from megarl.engines.tape import Record
 from megarl.recipe.derived.at_update import is_continuous, update_rule, window_groups
 from megarl.recipe.derived.seeded import samples_are_seeded
 from megarl.recipe.schema import Recipe
-from megarl.rollout.admission import Admission, AdmissionState, TriedGroup, accepted_groups
+from megarl.rollout.admission import Admission, AdmissionState, accepted_groups
+from megarl.rollout.begun_groups import BegunGroup, BegunGroups, cannot_continue_groups, request_checksum
 from megarl.rollout.dispatch import Dispatch, Finishing
 from megarl.rollout.engine_handle import SamplingEngine
-from megarl.rollout.metrics import agent_figures, sampled_figures
+from megarl.rollout.metrics import batch_metrics
 from megarl.rollout.source import Batch
 from megarl.rollout.tape import Arrivals, Loaded
-from megarl.rollout.unscored_groups import FailedShare, scoring_counts, scoring_notice
+from megarl.rollout.unscored_groups import FailedShare, scoring_notice
 from megarl.rollout.waiting import Reason, Waiting
-from megarl.types import DataRef, GenerationRequest, InlineData, Sampling, derived_seed
+from megarl.rollout.weight_loads import WeightLoads
+from megarl.types import DataRef, GenerationRequest, InlineData, Partial, Sampling, derived_seed
 
 
 @dataclass(frozen=True)
@@ -95,16 +94,19 @@ class EnginesSource:
         self._arrivals: Arrivals[Arrival] = arrivals or Arrivals()
         self._stall_timer = StallTimer(rollout.timeout, self._arrivals.stall_advice)
         self._drains, self._finishes = update_rule(recipe) == "drain", finishing is not None
-        self._loads: dict[int, float] = {}  # engines that load weights from host memory -> begin
-        self._load_seconds = 0.0  # of all engines together, since the last batch
+        self._loads = WeightLoads(self.engines, rollout.start_timeout)
         self._interrupted: list[int] = []  # groups that ran when the resumed checkpoint was saved
         self._drained: dict[str, Any] | None = None  # with drain: the state before the groups of the next batch started
+        self._cannot_continue = cannot_continue_groups(recipe)
+        self._begun = BegunGroups(self._cannot_continue)
+        self._engine_of: dict[int, int] = {}  # of each group that has not arrived
+        self._moving: dict[int, dict[int, BaseException]] = {}  # engines that hand groups over -> errors of groups
 
     def admit(self, version: int) -> None:
         with self._change:
             self._stall_timer.reset()
             self._await_turn({"version": version})
-            self._drained = self._state() if self._drains else None
+            self._drained = self._state({}) if self._drains else None
             self.admission.version = version
             self._dispatch.add_version(version)
             self._start_groups()
@@ -121,16 +123,17 @@ class EnginesSource:
             tried = self.admission.closed.popleft()
             self._taking, self._drained = False, None
             self._observe()
-            waits = {**self._waiting.metrics(), **self._loading_metrics()}
+            loads = self._loads.take_metrics(self._dispatch.behind) if self._finishes else {}
+            waits = {**self._waiting.metrics(), **loads, **self._begun.take_metrics()}
+            notices = [self._begun.take_notice()]
         groups = accepted_groups(tried)
         drawn = self.sampler.metrics(item.group.number for item in tried)
-        batch = Batch(groups, {**_metrics(tried, count), **drawn, **waits})
+        batch = Batch(groups, {**batch_metrics(tried, count), **drawn, **waits})
         tried_groups = [item.group for item in tried]
-        notice = scoring_notice(
-            tried_groups, "groups", "These groups were left out, and others sampled in their place."
+        notices.append(
+            scoring_notice(tried_groups, "groups", "These groups were left out, and others sampled in their place.")
         )
-        if notice is not None:
-            batch.notices.append(notice)
+        batch.notices += [notice for notice in notices if notice is not None]
         if len(groups) < count:
             text = f"dynamic sampling found {len(groups)} of {count} groups with spread in {len(tried)} tries"
             if self.recipe.algorithm.dynamic_sampling.when_exhausted == "fail":
@@ -170,6 +173,7 @@ class EnginesSource:
             self.admission.version = None
 
     def state(self, *, interrupted: bool = False) -> dict[str, Any]:
+        partials = self._copy_partials(interrupted)
         with self._change:
             if interrupted and self._drained is not None:
                 return self._drained  # so that the resumed run samples the whole batch again, with the same numbers
@@ -178,21 +182,29 @@ class EnginesSource:
             if not self._arrivals.may_save(version):
                 self._wait(lambda: self._arrivals.may_save(version))
             self._arrivals.saved(version)
-            state = self._state()
+            state = self._state(partials)
             self._handle_due()
             return state
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self, partials: Mapping[int, tuple[Partial, ...]]) -> dict[str, Any]:
+        unfinished = self.admission.unfinished()
+        begun = {
+            number: BegunGroup(request_checksum(self._request(number)), partials[number])
+            for number in unfinished
+            if number in partials
+        }
         return {
             "segment": self._arrivals.segment,
             "counters": asdict(self.admission.state),
             "gathered": [list(self.admission.tried), *self.admission.closed],
             "waiting": self.admission.waiting(),
-            "unfinished": self.admission.unfinished(),
+            "unfinished": unfinished,
+            "begun": begun,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         self._interrupted = list(state.get("unfinished", []))
+        self._begun.restore(state.get("begun", {}))
         with self._change:
             counters = AdmissionState(state["counters"]["admitted"], state["counters"]["closed"])
             self.admission.restore(counters, state["gathered"], state["waiting"], self._interrupted)
@@ -202,6 +214,65 @@ class EnginesSource:
         if not self._arrivals.may_take(record):
             self._wait(lambda: self._arrivals.may_take(record))
         self._arrivals.took(record)
+
+    def _copy_partials(self, interrupted: bool) -> dict[int, tuple[Partial, ...]]:
+        """Return the samples so far of each group, for `state`.
+
+        interrupted: the run ends, so do not check its processes, which would raise the reason of its end again.
+        Groups arrive and start meanwhile: `state` leaves out the first, and the others have no tokens. So
+        a replay, which repeats both orders, saves the same tokens.
+        """
+        version = self.admission.version
+        if self._drains or self._cannot_continue is not None or version is None:
+            return {}
+        calls = [engine.copy_partials(version) for engine in self.engines]
+        check = (lambda: None) if interrupted else functools.partial(self._check, time.monotonic())
+        copies = [wait(call, check) for call in calls]
+        return {
+            number: partials
+            for copied in copies
+            for number, partials in copied.items()
+            if any(len(partial.tokens) for partial in partials)
+        }
+
+    def move_groups(self, engine: int) -> list[int]:
+        """Move the groups that an engine samples to the other engines, which continue them, and start no further group on it.
+
+        Returns the groups' numbers. A group that is already scored stays, and arrives. Engines must have the same weights:
+        call from the thread that publishes weights. Raises RuntimeError if samples cannot be continued.
+        """
+        if self._cannot_continue is not None:
+            raise RuntimeError(f"groups cannot move to other engines: {self._cannot_continue}")
+        with self._change:
+            self._dispatch.close(engine)
+            numbers = sorted(number for number, sampling in self._engine_of.items() if sampling == engine)
+            self._moving[engine] = {}
+        handed = wait(self.engines[engine].hand_over(numbers), functools.partial(self._check, time.monotonic()))
+        with self._change:
+            for number, error in self._moving.pop(engine).items():
+                if number not in handed:
+                    raise error
+            for _ in handed:
+                self._dispatch.remove(engine)
+            moved = [self._begun.with_partials(self._request(number), handed[number]) for number in sorted(handed)]
+            self._submit(zip(moved, self._dispatch.start_again(len(moved)), strict=True))
+            self._observe()
+        return sorted(handed)
+
+    def _check(self, since: float) -> None:
+        """Raise an engine's error, or if a process has died or no group finishes within `rollout.timeout`. since: see
+        `WeightLoads.check`."""
+        self.check_processes()
+        with self._change:
+            if self._error is not None:
+                raise self._error
+            self._check_progress(since)
+
+    def _check_progress(self, since: float) -> None:
+        self._loads.check(since)
+        if self.admission.running:
+            waiting = self.admission.unfinished()
+            self._stall_timer.check(len(waiting), f"number {waiting[0]}")
 
     def _wait(self, condition: Callable[[], bool]) -> None:
         """Wait for `condition`. Raises an engine's error, or if a process has died or no group finishes within
@@ -213,10 +284,7 @@ class EnginesSource:
                 self.check_processes()
             finally:
                 self._change.acquire()
-            self._check_loads(began)
-            if self.admission.running:
-                waiting = self.admission.unfinished()
-                self._stall_timer.check(len(waiting), f"number {waiting[0]}")
+            self._check_progress(began)
         if self._error is not None:
             raise self._error
 
@@ -231,23 +299,32 @@ class EnginesSource:
         numbers = [*self._interrupted, *self.admission.start(len(started) - len(self._interrupted))]
         self.admission.restart(len(self._interrupted))
         self._interrupted = []
-        submitted: dict[int, list[GenerationRequest]] = {}
-        for number, engine in zip(numbers, started, strict=True):
-            prompt = self.prompts[self.sampler.at(number)]
-            seed = derived_seed(self.recipe.train.seed, number) if self._seeded else None
-            request = GenerationRequest(number, prompt, self.sampling, seed, with_greedy=self._with_greedy)
-            submitted.setdefault(engine, []).append(request)
-        for engine, requests in sorted(submitted.items()):
-            self.engines[engine].submit(requests).add_done_callback(self._fail_on_error)
-            for request in requests:
-                collected = self.engines[engine].collect(request.group)
-                collected.add_done_callback(functools.partial(self._arrived, engine))
+        requests = [self._begun.continued(self._request(number)) for number in numbers]
+        self._submit(zip(requests, started, strict=True))
         self._load_weights()
+
+    def _request(self, number: int) -> GenerationRequest:
+        """Return the request of a group: a function of its number and the recipe."""
+        prompt = self.prompts[self.sampler.at(number)]
+        seed = derived_seed(self.recipe.train.seed, number) if self._seeded else None
+        return GenerationRequest(number, prompt, self.sampling, seed, with_greedy=self._with_greedy)
+
+    def _submit(self, requests: Iterable[tuple[GenerationRequest, int]]) -> None:
+        """Send requests to their engines, with one message per engine. Call with the lock."""
+        by_engine: dict[int, list[GenerationRequest]] = {}
+        for request, engine in requests:
+            by_engine.setdefault(engine, []).append(request)
+            self._engine_of[request.group] = engine
+        for engine, of_engine in sorted(by_engine.items()):
+            self.engines[engine].submit(of_engine).add_done_callback(self._fail_on_error)
+            for request in of_engine:
+                collected = self.engines[engine].collect(request.group)
+                collected.add_done_callback(functools.partial(self._arrived, engine, request.group))
 
     def _load_weights(self) -> None:
         """With finish: let engines without groups load the newest weights. Call with the lock."""
         for engine in self._dispatch.take_due_loads():
-            self._loads[engine] = time.monotonic()
+            self._loads.begin(engine)
             self.engines[engine].load_weights().add_done_callback(functools.partial(self._loaded, engine))
 
     def _loaded(self, engine: int, result: Future[int]) -> None:
@@ -255,28 +332,11 @@ class EnginesSource:
         try:
             version = result.result()
             with self._change:
-                self._load_seconds += time.monotonic() - self._loads.pop(engine)
+                self._loads.end(engine)
                 self._arrivals.add_load(Loaded(engine, version))
                 self._handle_due()
         except BaseException as error:  # noqa: BLE001 -- the controller raises it
             self._fail(error)
-
-    def _check_loads(self, since: float) -> None:
-        """Raise RuntimeError if an engine loads weights for longer than `rollout.start_timeout`, counted from `since` at the
-        earliest: while the trainers train, an engine of a replay may wait for the update that it loads."""
-        limit = self.recipe.rollout.start_timeout
-        for engine, begin in self._loads.items():
-            if (seconds := time.monotonic() - max(begin, since)) > limit:
-                raise RuntimeError(
-                    f"{self.engines[engine].name} has not loaded new weights from host memory within {seconds:.0f} s "
-                    "(rollout.start_timeout); see its log in the run's logs/"
-                )
-
-    def _loading_metrics(self) -> dict[str, float]:
-        if not self._finishes:
-            return {}
-        seconds, self._load_seconds = self._load_seconds, 0.0
-        return {"rollout/engines_behind": float(self._dispatch.behind), "rollout/load_seconds": seconds}
 
     def _fail_on_error(self, result: Future[Any]) -> None:
         error = result.exception()
@@ -288,9 +348,11 @@ class EnginesSource:
             self._error = self._error or error
             self._change.notify_all()
 
-    def _arrived(self, engine: int, result: Future[tuple[Any, DataRef]]) -> None:
+    def _arrived(self, engine: int, number: int, result: Future[tuple[Any, DataRef]]) -> None:
         """Handle a collected group, in a thread of the transport. The controller raises its errors when it waits."""
         try:
+            if self._has_moved(engine, number, result.exception()):
+                return
             group = attach(result.result())
             settings = self.recipe.algorithm
             add_overlong_penalty(group, settings.overlong, self.recipe.rollout.max_response_length)
@@ -300,10 +362,19 @@ class EnginesSource:
                 attach((group, InlineData([])))
             with self._change:
                 self._stall_timer.reset()
+                del self._engine_of[number]
                 self._arrivals.add(group, Arrival(engine, keep))
                 self._handle_due()
         except BaseException as error:  # noqa: BLE001 -- the controller raises it
             self._fail(error)
+
+    def _has_moved(self, engine: int, number: int, error: BaseException | None) -> bool:
+        """Return whether `error` may mean that the group has moved to another engine. `move_groups` decides when it knows."""
+        with self._change:
+            if error is not None and engine in self._moving:
+                self._moving[engine][number] = error
+                return True
+            return self._engine_of.get(number) != engine
 
     def _handle_due(self) -> None:
         """Handle arrived groups and loaded weights whose turn it is. Call with the lock."""
@@ -326,25 +397,3 @@ class EnginesSource:
         if self._taking and not self.admission.closed:
             reason = "window" if self.admission.has_enough_finished() else "engines"
         self._waiting.observe(self._dispatch.idle, reason, scoring)
-
-
-def _metrics(tried: list[TriedGroup], count: int) -> dict[str, float]:
-    """Return the rollout metrics of a batch, over all tried groups (filtered groups included)."""
-    samples = [sample for item in tried for sample in item.group.samples]
-    greedy = [item.group.greedy for item in tried if item.group.greedy is not None]
-    rewards = [sample.reward for sample in samples if not math.isnan(sample.reward)]
-    waits = [item.group.judge_seconds for item in tried if item.group.judge_seconds]
-    accepted, unscored = len(accepted_groups(tried)), sum(bool(item.group.failures) for item in tried)
-    return {
-        "rollout/prompts_tried": float(len(tried)),
-        "rollout/groups_filtered": float(len(tried) - accepted - unscored),
-        "rollout/groups_missing": float(count - accepted),
-        "rollout/groups_unscored": float(unscored),
-        **scoring_counts([item.group for item in tried], "rollout"),
-        **({"rollout/judge_seconds": float(np.mean(waits))} if waits else {}),
-        **({"rollout/rewards/mean": float(np.mean(rewards))} if rewards else {}),
-        "rollout/truncated": float(np.mean([sample.truncated for sample in samples])),
-        "rollout/total_num_tokens": float(sum(sample.length for sample in [*samples, *greedy])),
-        **agent_figures(samples),
-        **sampled_figures(tried),
-    }

@@ -22,6 +22,7 @@ ALL = (
     "tests/weight_sync/test_engine_updates.py",  # TP 2, experts spread over two ranks, latent attention
     "tests/engines/test_vllm.py",  # sampling, abort, updates and their errors, seeds
     "tests/engines/test_vllm_in_flight.py",  # updates while requests run
+    "tests/engines/test_vllm_partials.py",  # requests that another engine continues
     "tests/engines/test_group.py",  # data parallel engines with spread experts, their deaths
     "tests/engines/test_vllm_vl.py",  # images
 )

@@ -26,7 +26,7 @@ from megarl.engines.sglang import args, worker
 from megarl.engines.sglang.args import LOADER, build_engine_args
 from megarl.errors import RecipeError
 from megarl.preflight.engines_and_devices import check_device
-from megarl.types import GenerationRequest, Prompt, Sampling
+from megarl.types import GenerationRequest, Prompt, Sampling, Span
 from megarl.weight_sync.full.sender import FullSender
 from megarl.weight_sync.session import WeightSyncError, compare_reports
 from tests.support import fake_sglang
@@ -179,6 +179,32 @@ def test_running_requests_keep_their_weights(engine, send_weights) -> None:
     assert len(engine.real.tokenizer_manager.aborted) == 3
     engine.real.seconds = 0.0
     assert list(generate(engine, request(2))) == [2]
+
+
+def test_aborted_samples_continue_after_their_tokens(engine, send_weights) -> None:
+    """SGLang returns the tokens of an aborted sample. They stay the first tokens of the sample, with their log-probs."""
+    send_weights(1, weights(1))[1].result(10)
+    engine.real.seconds = 0.05
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(generate, engine, request(1, n=2, max_tokens=30))
+        while not engine.call(lambda: engine.running) and not running.done():
+            time.sleep(0.005)
+        time.sleep(0.2)
+        with pytest.raises(EngineRefused, match="only when it ends"):
+            engine.copy_running(1)
+        (moved,) = engine.hand_over([1])
+        assert running.result(5) == {}
+    engine.real.seconds = 0.0
+    send_weights(2, weights(2))[1].result(10)
+    for sample, partial in zip(generate(engine, moved)[1], moved.partials, strict=True):
+        length = len(partial.tokens)
+        assert 0 < length < 30 and partial.finish_reason is None
+        assert np.array_equal(sample.tokens[:length], partial.tokens) and len(sample.tokens) == 30
+        assert np.array_equal(sample.log_probs[:length], partial.log_probs)
+        assert sample.spans == (Span(0, 1), Span(length, 2))
+    engine.pause()
+    with pytest.raises(EngineRefused, match="is paused"):
+        engine.hand_over()
 
 
 def test_pause_holds_the_schedulers(engine, send_weights) -> None:

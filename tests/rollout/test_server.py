@@ -18,7 +18,8 @@ import pytest
 from PIL import Image
 
 from megarl.data.images import ImageReader
-from megarl.engines.base import EngineDead, EngineSpec
+from megarl.engines.backed import BackedEngine
+from megarl.engines.base import EngineDead, EngineRefused, EngineSpec
 from megarl.engines.tape import TapeSpec
 from megarl.recipe.sandbox import SandboxConfig
 from megarl.recipe.schema import RewardConfig
@@ -26,6 +27,8 @@ from megarl.rewards.weighted import Term
 from megarl.rollout import server as module
 from megarl.rollout.server import RolloutServer
 from megarl.types import Completion, GenerationRequest, Group, Prompt, PromptImage, SampleTokens, Sampling
+from tests.support.counting_engine import CountingBackend
+from tests.support.counting_engine import request as sized
 from tests.support.vl_model import PATCH_VALUES, write_processor, write_vl_model
 
 
@@ -38,9 +41,10 @@ class Engine:
     def generate(self, requests: list[GenerationRequest], finished: Callable[[int, list[Completion]], None]) -> None:
         self.requests += requests
         for request in self.order(requests):
-            tokens = np.full(3 if request.sampling.temperature else 5, 7, dtype=np.int32)
-            completion = Completion(tokens, np.zeros(len(tokens), dtype=np.float32), "stop")
-            finished(request.group, [completion] * request.sampling.n)
+            sampled, greedy = (
+                Completion(np.full(length, 7, np.int32), np.zeros(length, np.float32), "stop") for length in (3, 5)
+            )
+            finished(request.group, [sampled] * request.sampling.n + [greedy] * request.with_greedy)
 
 
 @pytest.fixture
@@ -214,7 +218,7 @@ def test_held_calls_of_a_replay_leave_threads_for_the_next_call(
 def test_images_are_prepared_by_the_server(
     quickstart_data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A prompt comes with a file; the engine receives pixels, also for the greedy sample, and siblings share them."""
+    """A prompt comes with a file; the engine receives pixels, and siblings share them."""
     write_vl_model(tmp_path)
     write_processor(tmp_path)
     picture = io.BytesIO()
@@ -244,7 +248,7 @@ def test_images_are_prepared_by_the_server(
     ]
     assert all(sample.images is None for group in rest for sample in group)
     images = {request.group: request.images for request in engine.requests}
-    assert images[0] is first_vectors.images and images[-1] is first_vectors.images and images[1] is None
+    assert images[0] is first_vectors.images and images[1] is None
 
 
 def test_a_damaged_image_fails_only_its_group(
@@ -278,15 +282,56 @@ def test_groups_are_returned_with_scores(serve: Callable[[Engine], RolloutServer
     assert all(sample.response_length == 3 and sample.reward > 0 for group in groups for sample in group.samples)
 
 
-@pytest.mark.parametrize("greedy_first", [False, True])
-def test_a_group_waits_for_its_greedy_sample(serve: Callable[[Engine], RolloutServer], greedy_first: bool) -> None:
-    engine = Engine(lambda wave: sorted(wave, key=lambda request: (request.sampling.temperature > 0) == greedy_first))
-    groups = run(serve(engine), requests(with_greedy=True))
-    assert [group.number for group in groups] == [0, 1, 2]
-    for group in groups:
-        assert group.greedy is not None
+def test_the_last_sample_is_the_greedy_one(serve: Callable[[Engine], RolloutServer]) -> None:
+    for group in run(serve(Engine()), requests(with_greedy=True)):
+        assert group.greedy is not None and len(group.samples) == 2
         assert (group.greedy.response_length, group.samples[0].response_length) == (5, 3)
         assert group.greedy.reward > group.samples[0].reward
-    greedy = [request.sampling for request in engine.requests if request.sampling.temperature == 0]
-    assert greedy == [Sampling(1, 16, temperature=0.0, top_p=1.0, top_k=-1, stop_token_ids=(1,))] * 3
-    assert len({request.group for request in engine.requests}) == 6, "no number is used twice"
+
+
+def test_groups_move_to_another_server(serve: Callable[[Any], RolloutServer]) -> None:
+    """Group 1 has a finished and an unfinished sample and a greedy one. Its `collect` at the first server fails; group 2
+    stays there; group 0 is sampled already and is not handed over."""
+    backends = [CountingBackend(0), CountingBackend(0)]
+    started = []
+    for backend in backends:
+        engine = BackedEngine(backend, EngineSpec("e0", "model", "float32", 64))  # type: ignore[arg-type]
+        engine.start()
+        started.append(serve(engine))  # type: ignore[arg-type]
+    first, second = started
+    wave = [sized(0, (2, 1)), sized(1, (3, 8), with_greedy=True), sized(2, (5, 6))]
+
+    async def sampled_by(*servers: RolloutServer) -> list[Any]:
+        submitted = asyncio.ensure_future(first.submit(wave))
+        collected = [asyncio.ensure_future(first.collect(number)) for number in range(3)]
+        while len(backends[0].admitted) < 4:
+            await asyncio.sleep(0.001)
+        backends[0].let_step(4)
+        await collected[0]
+        while backends[0].allowed._value:  # type: ignore[union-attr]
+            await asyncio.sleep(0.001)
+        assert {number: len(each) for number, each in (await first.copy_partials(1)).items()} == {1: 3, 2: 2}
+        moved = await first.hand_over([0, 1])
+        assert list(moved) == [1]
+        assert [(len(each.tokens), each.finish_reason) for each in moved[1]] == [(3, "stop"), (4, None), (4, None)]
+        with pytest.raises(EngineRefused, match="group 1 was handed over"):
+            await collected[1]
+        resumed = asyncio.ensure_future(second.submit([replace(wave[1], partials=moved[1])]))
+        for backend in backends:
+            backend.let_step(4)
+        (group, tokens), _, _, _ = await asyncio.gather(second.collect(1), collected[2], submitted, resumed)
+        assert [sample.response_length for sample in [*group.samples, group.greedy]] == [3, 8, 8]
+        assert np.array_equal(tokens[1].tokens[-8:-4], moved[1][1].tokens)
+        return [server._results or server._unsettled for server in servers]
+
+    assert asyncio.run(asyncio.wait_for(sampled_by(first, second), 20)) == [[], []]
+    for server in started:
+        server.engine.shutdown()
+
+
+def test_samples_of_agent_loops_are_not_handed_over(serve: Callable[[Engine], RolloutServer]) -> None:
+    server = serve(Engine())
+    server.agents = object()  # type: ignore[assignment]
+    for call in (lambda: server.hand_over([1]), lambda: server.copy_partials(1)):
+        with pytest.raises(EngineRefused, match="state of their tools"):
+            asyncio.run(call())

@@ -12,7 +12,7 @@ import pytest
 from megarl.recipe.schema import Recipe
 from megarl.rollout.engine_handle import EngineHandle
 from megarl.rollout.source_engines import EnginesSource
-from megarl.types import GenerationRequest, Group, InlineData, Prompt, Sample, SampleFailure
+from megarl.types import GenerationRequest, Group, InlineData, Partial, Prompt, Sample, SampleFailure
 
 
 class FakeService:
@@ -27,9 +27,15 @@ class FakeService:
         self.fail: BaseException | None = None
         self.silent = False
         self.unscored: Any = lambda number: False
+        self.partials: dict[int, tuple[Partial, ...]] = {}  # for `copy_partials`
 
-    def call(self, method: str, requests: list[GenerationRequest]) -> Future[Any]:
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        if method == "copy_partials":
+            copied: Future[Any] = Future()
+            copied.set_result(self.partials)
+            return copied
         assert method == "submit"
+        (requests,) = arguments
         self.with_greedy = [request.with_greedy for request in requests]
         self.waves.append([request.group for request in requests])
         self.requests |= {request.group: request for request in requests}
@@ -255,14 +261,14 @@ class ManualService(FakeService):
             self._answer(self.running.pop(number), number)
 
 
-def refreshing(service: FakeService, **rollout: Any) -> EnginesSource:
+def refreshing(*services: FakeService, **rollout: Any) -> EnginesSource:
     """A source with four prompts a step, staleness 1 and a window of 5 groups: 3, rounded up to a batch."""
-    plain = source(service).recipe
+    plain = source(services[0]).recipe
     plain.cluster.placement, plain.rollout.max_staleness, plain.rollout.window = "disaggregated", 1, 0.4
     for name, value in rollout.items():
         setattr(plain.rollout, name, value)
     prompts = Prompts(Prompt(f"row/{i}", (1, 2, 3), "text", "test") for i in range(7))
-    return EnginesSource(plain, prompts, [EngineHandle(service)], [0], lambda: None)  # type: ignore[arg-type]
+    return EnginesSource(plain, prompts, [EngineHandle(each) for each in services], [0], lambda: None)  # type: ignore[arg-type]
 
 
 def test_groups_of_a_window_overtake_while_others_run() -> None:

@@ -59,19 +59,20 @@ def test_requests_continue_with_refreshed_caches(refreshed: Path) -> None:
     assert spans and all(each[0][0] == 0 and each == sorted(each) for each in spans)
 
 
-def test_a_resumed_run_samples_unfinished_groups_again(refreshed: Path, quickstart_data: Path, tmp_path: Path) -> None:
-    checkpoints = refreshed / "checkpoints"
-    step, checkpoint = next(  # saved while groups ran
-        (step, folder)
-        for step in (1, 2, 3)
-        if json.loads(((folder := checkpoints / f"step_{step:06}") / "controller.json").read_text())["source"][
-            "unfinished"
-        ]
-    )
+def test_a_resumed_run_continues_unfinished_groups(refreshed: Path, quickstart_data: Path, tmp_path: Path) -> None:
+    """Tokens of the checkpoint keep their log-probs and versions, and the resumed policy samples the rest."""
+    for step in (1, 2, 3):  # saved while groups ran
+        checkpoint = refreshed / "checkpoints" / f"step_{step:06}"
+        begun = json.loads((checkpoint / "controller.json").read_text())["source"]["begun"]
+        saved_tokens = sum(sample["tokens"] for group in begun for sample in group["samples"])
+        if saved_tokens:
+            break
+    assert saved_tokens, "no group ran during a save"
     done = train(quickstart_data, tmp_path, "rest", *AHEAD, "actor.optimizer.lr=1e-2", f"train.resume={checkpoint}")
     assert done.returncode == 0, done.stderr + done.stdout
     lines = metrics(tmp_path / "rest")
     assert [line["step"] for line in lines] == list(range(step + 1, 6))
+    assert [line.get("rollout/tokens_taken_over", 0) for line in lines] == [saved_tokens] + [0] * (4 - step)
     assert all(line["rollout/staleness_max"] <= LARGEST_LAG for line in lines)
     check_gaps(tmp_path / "rest")
 

@@ -132,9 +132,21 @@ def kill_at(process: subprocess.Popen[bytes], run_directory: Path, steps: int, s
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_that_continued_partial_samples_repeats(quickstart_data: Path, tmp_path: Path) -> None:
+    """Killed after a checkpoint that has tokens of unfinished groups. Both starts repeat: the copy and what follows it."""
+    arguments = settings(quickstart_data, tmp_path, "recorded", *IN_FLIGHT, "train.steps=7", "train.resume=auto")
+    directory = tmp_path / "recorded"
+    kill_at(start(arguments), directory, steps=3, seconds=0.5)
+    assert start(arguments).wait(400) == 0
+    assert sum(line.get("rollout/tokens_taken_over", 0) for line in metrics(directory)) > 0
+    assert_repeats(directory)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_a_run_that_was_killed_repeats_from_its_tapes(quickstart_data: Path, tmp_path: Path) -> None:
-    """Each resume samples the unfinished groups again, and the replay does so at the same steps."""
+    """Each resume continues the unfinished groups, and the replay does so at the same steps."""
     order = random.Random(0)
     arguments = settings(quickstart_data, tmp_path, "recorded", *IN_FLIGHT, "train.steps=45", "train.resume=auto")
     directory = tmp_path / "recorded"

@@ -82,6 +82,9 @@ class Engine:
         while len(tokens) < limit:
             await self.running.wait()
             await asyncio.sleep(self.seconds)
+            if rid in self.tokenizer_manager.aborted:
+                reason = {"type": "abort", "message": "Abort in waiting queue"}
+                break
             logits = self.model.table[last] * self.model.scale
             if sampling_params["temperature"] == 0:
                 last = int(logits.argmax())

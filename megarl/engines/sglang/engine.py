@@ -11,6 +11,7 @@ import asyncio
 import shutil
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,10 @@ import torch
 from megarl.engines.backed import TAGS, BackedEngine, asleep_after_wake, check_tokens
 from megarl.engines.base import EngineRefused, EngineSpec
 from megarl.engines.group import EngineGroup
+from megarl.engines.partials import as_partial
 from megarl.engines.sglang.args import LOADER, build_engine_args, eos_ids, merged_because
 from megarl.engines.sglang.worker import read_results, update_task
-from megarl.types import Completion, GenerationRequest, Sampling
+from megarl.types import Completion, GenerationRequest, Partial, Sampling
 from megarl.weight_sync.session import Session, UpdateReport, WeightSyncError, host_id, merge_reports
 
 _GRAPHS = "cuda_graph"  # SGLang's third tag, in addition to TAGS
@@ -55,6 +57,7 @@ class _SglangBackend:
         self._session: Session | None = None
         self._tasks: dict[str, list[asyncio.Task]] = {}  # per request: one task per sample, in seed order
         self._requests: dict[str, GenerationRequest] = {}
+        self._paused = False
         self.unloaded: str | None = None if spec.load_weights else "has dummy weights"
         self.staged: int | None = None
         self.asleep: tuple[str, ...] = ()  # of TAGS
@@ -133,6 +136,25 @@ class _SglangBackend:
     def lengths(self, key: str) -> dict[int, int]:
         raise EngineRefused(f"SGLang has no lengths of running requests ({key}), because it takes no weights meanwhile")
 
+    def partials(self, key: str) -> list[Partial] | None:
+        raise EngineRefused(f"SGLang returns the tokens of a running request ({key}) only when it ends")
+
+    def hand_over(self, keys: list[str]) -> dict[str, list[Partial] | None]:
+        """Abort requests: SGLang then returns their tokens so far. A sample may finish meanwhile."""
+        if self._paused:
+            raise EngineRefused(
+                f"engine {self._spec.name!r} is paused, and SGLang ends no request then; resume it first"
+            )
+        tasks = {key: self._tasks.pop(key) for key in keys}
+        for key, of_request in tasks.items():
+            for index, task in enumerate(of_request):
+                if not task.done():
+                    self._engine.tokenizer_manager.abort_request(f"{key}-{index}")
+        self._run(asyncio.gather(*(task for of_request in tasks.values() for task in of_request)))
+        sampling = {key: self._requests.pop(key).sampling for key in keys}
+        section = self._spec.recipe_section
+        return {key: [_partial(task.result(), sampling[key], section) for task in tasks[key]] for key in keys}
+
     def cancel(self, keys: list[str]) -> None:
         tasks = []
         for key in keys:
@@ -152,11 +174,13 @@ class _SglangBackend:
 
         self._run(self._engine.tokenizer_manager.pause_generation(PauseGenerationReqInput(mode="in_place")))
         self._engine.get_server_info()
+        self._paused = True
 
     def resume(self) -> None:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
         self._run(self._engine.tokenizer_manager.continue_generation(ContinueGenerationReqInput()))
+        self._paused = False
 
     def connect_weight_sync(self, session: Session) -> str | None:
         if session.sharded:
@@ -242,24 +266,40 @@ def _sampling_params(sampling: Sampling, seed: int | None) -> dict[str, Any]:
 
 def _completion(output: dict[str, Any], sampling: Sampling, section: str) -> Completion:
     """Convert SGLang's output of one sample. Log-probs are over the whole vocabulary at the sampling temperature."""
-    tokens = np.asarray(output["output_ids"], np.int32)
-    meta = output["meta_info"]
-    reason = (meta["finish_reason"] or {}).get("type")
+    reason = (output["meta_info"]["finish_reason"] or {}).get("type")
     if reason not in ("stop", "length"):
-        raise RuntimeError(f"SGLang ended a request with {meta['finish_reason']!r}")
-    if reason == "length" and len(tokens) != sampling.max_tokens:
+        raise RuntimeError(f"SGLang ended a request with {output['meta_info']['finish_reason']!r}")
+    length = len(output["output_ids"])
+    if reason == "length" and length != sampling.max_tokens:
         raise RuntimeError(
-            f"SGLang cut a response at {len(tokens)} of {sampling.max_tokens} tokens: its KV cache is too small for one "
+            f"SGLang cut a response at {length} of {sampling.max_tokens} tokens: its KV cache is too small for one "
             f"sample; raise {section}.engine_args.mem_fraction_static"
         )
+    return Completion(*_sampled(output, sampling), reason)
+
+
+def _partial(output: dict[str, Any], sampling: Sampling, section: str) -> Partial:
+    """Convert SGLang's output of a sample that was aborted, or that has finished before the abort."""
+    if (output["meta_info"]["finish_reason"] or {}).get("type") != "abort":
+        return replace(as_partial(_completion(output, sampling, section)), spans=())
+    tokens, log_probs = _sampled(output, sampling)
+    reason = "length" if len(tokens) == sampling.max_tokens else None
+    if len(tokens) and tokens[-1] in sampling.stop_token_ids:
+        reason = "stop"
+    return Partial(tokens, log_probs, (), reason)
+
+
+def _sampled(output: dict[str, Any], sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens of an output and their log-probs, NaN for greedy samples: int32 and float32 [tokens]."""
+    tokens = np.asarray(output["output_ids"], np.int32)
     if sampling.temperature == 0:
-        return Completion(tokens, np.full(len(tokens), np.nan, np.float32), reason)
-    scored = meta["output_token_logprobs"]  # (log-prob, token, text) each
+        return tokens, np.full(len(tokens), np.nan, np.float32)
+    scored = output["meta_info"]["output_token_logprobs"]  # (log-prob, token, text) each
     if [token for _, token, *_ in scored] != tokens.tolist():
         raise RuntimeError(
             f"SGLang returned log-probs of {len(scored)} tokens that are not the {len(tokens)} of the response"
         )
-    return Completion(tokens, np.asarray([value for value, *_ in scored], np.float32), reason)
+    return tokens, np.asarray([value for value, *_ in scored], np.float32)
 
 
 def _check_success(result: Any, action: str) -> None:

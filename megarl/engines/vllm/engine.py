@@ -15,8 +15,9 @@ from megarl.engines.base import EngineRefused, EngineSpec
 from megarl.engines.group import EngineGroup, free_ports
 from megarl.engines.vllm.args import build_engine_args, has_exact_log_probs, log_probs_mode, merged_because
 from megarl.engines.vllm.images import check_images, engine_input, has_prepared_inputs
-from megarl.engines.vllm.outputs import completions
-from megarl.types import Completion, GenerationRequest, Prompt, SampleImages
+from megarl.engines.vllm.needed_slices import is_unused
+from megarl.engines.vllm.outputs import completions, partials
+from megarl.types import Completion, GenerationRequest, Partial, Prompt, SampleImages
 from megarl.weight_sync.session import Session, UpdateReport, merge_reports
 
 _SHOWN = 5  # names in an error
@@ -216,10 +217,21 @@ class _VllmBackend:
         samples = [processor.request_states[name] for name in processor.external_req_ids[key]]
         return {sample.request_index: sample.detokenizer.num_output_tokens() for sample in samples}
 
+    def partials(self, key: str) -> list[Partial] | None:
+        if self._running[key].prompt_top_k is not None or self._spec.return_routed_experts:
+            return None
+        processor = self._engine.output_processor
+        return partials([processor.request_states[name] for name in processor.external_req_ids[key]])
+
     def cancel(self, keys: list[str]) -> None:
         for key in keys:
             del self._running[key], self._cache_versions[key]
         self._engine.abort_request(keys)
+
+    def hand_over(self, keys: list[str]) -> dict[str, list[Partial] | None]:
+        samples = {key: self.partials(key) for key in keys}
+        self.cancel(keys)
+        return samples
 
     def connect_weight_sync(self, session: Session) -> str | None:
         if self._can.no_updates is not None:
@@ -283,7 +295,8 @@ class _VllmBackend:
     def _use_version(self, version: int) -> None:
         """Drop what was computed with the weights before `version`, which are now loaded."""
         self._version = version
-        if self._spec.at_update != "keep" or self._has_caches_of(version - (self._spec.refresh_after or math.inf)):
+        oldest_cache = min(self._cache_versions.values(), default=version)
+        if self._spec.at_update != "keep" or oldest_cache <= version - (self._spec.refresh_after or math.inf):
             self._drop_cached_prefixes()
             self._cache_versions = dict.fromkeys(self._cache_versions, version)
         if not self._spec.seeded:  # reseed, so that a resumed run does not repeat the draws of its first steps
@@ -298,16 +311,12 @@ class _VllmBackend:
         unread_everywhere = set.intersection(*unread)
         if exported and self._group is not None:
             unread_everywhere = set(self._group.intersect(exported, unread_everywhere))
-        names = [name for name in sorted(unread_everywhere) if not _is_unused(name, config)]
+        names = [name for name in sorted(unread_everywhere) if not is_unused(name, config)]
         if names:
             raise ValueError(
                 f"{len(names)} exported tensors are unknown to the engine's model and were ignored: "
                 f"{', '.join(names[:_SHOWN])}"
             )
-
-    def _has_caches_of(self, version: float) -> bool:
-        """Return whether a running request has a KV cache of `version` or of earlier weights."""
-        return any(of_request <= version for of_request in self._cache_versions.values())
 
     def _drop_cached_prefixes(self) -> None:
         options = {"reset_running_requests": True} if self._can.preempting_reset else {}
@@ -387,12 +396,3 @@ def _group_env(group: EngineGroup) -> dict[str, str]:
         "VLLM_DP_MASTER_IP": group.host,
         "VLLM_DP_MASTER_PORT": group.broadcast_from_first("vllm_port", lambda: str(free_ports(_PORTS))),
     }
-
-
-def _is_unused(name: str, config: Any) -> bool:
-    """Return True for exported tensors that an engine never reads: multi-token-prediction layers after the last layer, and
-    an output layer that shares the embedding's weights."""
-    parts = name.split(".")
-    if "layers" in parts and int(parts[parts.index("layers") + 1]) >= config.num_hidden_layers:
-        return True
-    return bool(getattr(config, "tie_word_embeddings", False)) and name.endswith("lm_head.weight")

@@ -184,3 +184,12 @@ def _merge_dims(dims: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
             length *= merged.pop()[0]
         merged.append((length, strides[0], strides[1]))
     return merged
+
+
+def is_unused(name: str, config: Any) -> bool:
+    """Return True for exported tensors that an engine never reads: multi-token-prediction layers after the last layer, and
+    an output layer that shares the embedding's weights."""
+    parts = name.split(".")
+    if "layers" in parts and int(parts[parts.index("layers") + 1]) >= config.num_hidden_layers:
+        return True
+    return bool(getattr(config, "tie_word_embeddings", False)) and name.endswith("lm_head.weight")

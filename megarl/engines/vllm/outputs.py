@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from megarl.types import Completion, TokenScores
+from megarl.engines.partials import as_partial
+from megarl.types import Completion, Partial, TokenScores
 
 
 def completions(output: Any, prompt_top_k: int | None) -> list[Completion]:
@@ -23,19 +26,39 @@ def _completion(sample: Any, prompt_length: int, prompt: TokenScores | None) -> 
     if sample.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"vLLM ended a request with {sample.finish_reason!r}")
     tokens = np.asarray(sample.token_ids, np.int32)
-    if sample.logprobs is None:
-        log_probs = np.full(len(tokens), np.nan, np.float32)
-    elif hasattr(sample.logprobs, "start_indices"):  # flat
-        log_probs = np.asarray(sample.logprobs.logprobs, np.float32)
-    else:
-        log_probs = np.asarray(
-            [p[t].logprob for p, t in zip(sample.logprobs, sample.token_ids, strict=True)], np.float32
-        )
-    assert log_probs.shape == tokens.shape, (log_probs.shape, tokens.shape)
+    log_probs = _log_probs(sample.logprobs, sample.token_ids)
     experts = getattr(sample, "routed_experts", None)
     if experts is not None:
         experts = _experts_of_all(experts, prompt_length + len(tokens))
     return Completion(tokens, log_probs, sample.finish_reason, experts, prompt)
+
+
+def partials(states: Sequence[Any]) -> list[Partial]:
+    """Return the samples so far of a running request, in seed order, from the RequestState of each unfinished one."""
+    parent = states[0].parent_req
+    samples = {} if parent is None else {each.index: each for each in parent.output_aggregator if each is not None}
+    finished = {index: as_partial(_completion(sample, 0, None)) for index, sample in samples.items()}
+    running = {state.request_index: _unfinished(state) for state in states}
+    both = finished | running
+    return [replace(both[index], spans=()) for index in sorted(both)]
+
+
+def _unfinished(state: Any) -> Partial:
+    tokens = list(state.detokenizer.output_token_ids)
+    log_probs = _log_probs(state.logprobs_processor.logprobs, tokens)
+    return Partial(np.asarray(tokens, np.int32), log_probs, ())
+
+
+def _log_probs(logprobs: Any, tokens: Sequence[int]) -> np.ndarray:
+    """Return the log-probs of sampled tokens, NaN if vLLM has none: float32 [tokens]."""
+    if logprobs is None:
+        return np.full(len(tokens), np.nan, np.float32)
+    if hasattr(logprobs, "start_indices"):  # flat
+        log_probs = np.array(logprobs.logprobs, np.float32)
+    else:
+        log_probs = np.array([p[t].logprob for p, t in zip(logprobs, tokens, strict=True)], np.float32)
+    assert log_probs.shape == (len(tokens),), (log_probs.shape, len(tokens))
+    return log_probs
 
 
 def _experts_of_all(experts: np.ndarray, length: int) -> np.ndarray:

@@ -20,7 +20,7 @@ from megarl.rewards.weighted import with_judgement
 from megarl.rollout.engine_handle import EngineHandle, JudgeHandle, SamplingEngine
 from megarl.rollout.judge.server import Judgement
 from megarl.rollout.judge.tape import Verdicts
-from megarl.types import DataRef, GenerationRequest, Group, InlineData, Prompt, SampleFailure, SampleTokens
+from megarl.types import DataRef, GenerationRequest, Group, InlineData, Partial, Prompt, SampleFailure, SampleTokens
 
 _OF_A_REPLAY = "the recorded verdict, see samples/ of the recorded run"
 
@@ -154,12 +154,12 @@ class JudgedEngine:
         self._prompts.update({request.group: request.prompt for request in requests})
         return self.engine.submit(requests)
 
-    def collect(self, group: int) -> Future[tuple[Group, DataRef]]:
+    def collect(self, number: int) -> Future[tuple[Group, DataRef]]:
         result: Future[tuple[Group, DataRef]] = Future()
 
         def collected(call: Future[tuple[Group, DataRef]]) -> None:
+            prompt = self._prompts.pop(number)
             group, data = call.result()
-            prompt = self._prompts.pop(group.number)
             if group.failures:  # a group that could not be scored is not judged: its rewards stay incomplete
                 for sample in group.samples:
                     sample.reward = math.nan
@@ -172,8 +172,14 @@ class JudgedEngine:
 
             _when_done(self.engine.collect_responses(group.number), judge, result)
 
-        _when_done(self.engine.collect(group), collected, result)
+        _when_done(self.engine.collect(number), collected, result)
         return result
+
+    def hand_over(self, groups: list[int]) -> Future[dict[int, tuple[Partial, ...]]]:
+        return self.engine.hand_over(groups)
+
+    def copy_partials(self, number: int) -> Future[dict[int, tuple[Partial, ...]]]:
+        return self.engine.copy_partials(number)
 
     def load_weights(self) -> Future[int]:
         return self.engine.load_weights()
