@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megarl.exit_status import Terminated
-from megarl.recipe.training import TrainConfig
+from megarl.recipe.schema import TrainConfig
 
 _CAUSE_SECONDS = 0.5  # time for a death to be noticed
 
