@@ -41,10 +41,12 @@ def selected(request: pytest.FixtureRequest, some: list[dict[str, Any]]) -> list
     return [case for case in some if case["name"] in names]
 
 
-def launch(processes: int, cases: list[dict[str, Any]], directory: Path, worker: str = WORKER) -> None:
+def launch(
+    processes: int, cases: list[dict[str, Any]], directory: Path, worker: str = WORKER, timeout: float = 900
+) -> None:
     """Run `cases`, one after the other, in `processes` processes of the module `worker`."""
     resolved = [{**case, "model": str(directory / "models" / case["model"])} for case in cases]
-    run_cases(worker, processes, resolved, directory, 900)
+    run_cases(worker, processes, resolved, directory, timeout)
 
 
 def log_probs_of(results: Path, name: str) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
