@@ -114,7 +114,8 @@ def check(run: SmallRun) -> None:
 @pytest.mark.parametrize("window", [1, 2, 3])
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 @pytest.mark.parametrize(
-    ("prompts", "batches"), [(1, 3), (2, 3), (3, 2), pytest.param(3, 3, marks=pytest.mark.slow(reason="a minute"))]
+    ("prompts", "batches"),
+    [(1, 3), (2, 3), (3, 2), pytest.param(3, 3, marks=[pytest.mark.slow(reason="minutes"), pytest.mark.timeout(1800)])],
 )
 def test_every_order_of_events(prompts: int, batches: int, staleness: int, window: int) -> None:
     explore(SmallRun(batches, prompts, staleness, window))

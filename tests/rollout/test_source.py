@@ -301,8 +301,8 @@ def test_a_resumed_run_samples_the_groups_again_that_ran_at_the_checkpoint() -> 
     assert [group.number for group in resumed.take(4).groups] == [0, 6, 3, 7]
     resumed.admit(1)
     assert second.waves[1] == [8, 9, 10, 11]
-    second.finish(4, 7)
-    assert [group.number for group in resumed.take(4).groups] == [3, 6, 4, 7]
+    second.finish(11, 8, 9, 10)
+    assert [group.number for group in resumed.take(4).groups] == [11, 8, 9, 10]
 
 
 def test_a_resumed_run_may_drain_instead() -> None:
