@@ -1,4 +1,4 @@
-"""Layout of a bundle: a tar file without compression, whose first member describes it.
+"""Layout of a bundle: a tar file without compression. Its first member describes it.
 
 ::
 
