@@ -21,7 +21,7 @@ import signal
 import socket
 import sys
 import traceback
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megarl.cluster.process import die_with_parent, ignore_interrupt
 from megarl.cluster.torchrun.wire import Wire
@@ -66,9 +66,10 @@ class _ForkServer:
 
     def serve(self) -> None:
         """Execute fork and kill commands until the pool's process ends."""
+        sources: list[Any] = [self.control, self.child_ended, self.output]
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the pool has closed its end
             while os.getppid() == self.owner:
-                readable, _, _ = select.select([self.control, self.child_ended, self.output], [], [], OWNER_POLL)
+                readable, _, _ = select.select(sources, [], [], OWNER_POLL)
                 if self.output in readable:
                     self.output.forward()
                 if self.child_ended in readable:
