@@ -47,7 +47,7 @@ class WorkerOutput:
             _write(text.encode())
 
     def drain(self) -> None:
-        """Pass on what is left when all workers have ended."""
+        """Pass on the rest when all workers have ended."""
         os.set_blocking(self.read_end, False)
         with contextlib.suppress(BlockingIOError):
             while True:

@@ -38,7 +38,7 @@ def test_a_broken_weight_is_named(value: float, shown: str) -> None:
 
 
 class Trainer:
-    """A trainer with broken weights that records what it does with them."""
+    """A trainer with broken weights that records its calls."""
 
     def __init__(self) -> None:
         self.model = SimpleNamespace(chunks=[model(math.nan)])
