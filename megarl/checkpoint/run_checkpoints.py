@@ -30,7 +30,7 @@ def is_due(step: int, every: int) -> bool:
 class Checkpoints:
     """Checkpoints of a run: the weights through `saver`, the state of the controller (source, KL weight) here.
 
-    `trained_step`: the step whose weights the trainers hold; None during an update, when they are not those of any step.
+    `trained_step`: the trainers hold the weights after this step; None during an update.
     identity: model, data and seed that a checkpoint belongs to. load_weights: loads the checkpoint in all processes and
     returns their notices; a notice says that the run does not continue bit for bit.
     """

@@ -1,6 +1,6 @@
 """Listening sockets and torch's key-value stores on the one interface that the other processes use.
 
-torch binds its stores to all interfaces of the machine, and whoever reaches them can read and change every key.
+torch binds its stores to all interfaces of the machine, and any process that reaches them can read and change every key.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def listen_at(host: str, port: int = 0, backlog: int = socket.SOMAXCONN) -> sock
 
 
 def serve_store(host: str, timeout: timedelta, port: int = 0) -> Any:
-    """Serve a torch.distributed.TCPStore at `host` alone (see `listen_at`) as long as the returned object lives."""
+    """Serve a torch.distributed.TCPStore at `host` alone (see `listen_at`) until the returned object is deleted."""
     import torch.distributed as dist
 
     listener = listen_at(host, port)
-    taken: int = listener.getsockname()[1]
+    free: int = listener.getsockname()[1]
     store = dist.TCPStore(
         host,
-        taken,
+        free,
         None,
         is_master=True,
         timeout=timeout,
@@ -49,9 +49,9 @@ def serve_store(host: str, timeout: timedelta, port: int = 0) -> Any:
 
 
 def ranks_store(timeout: timedelta) -> Any | None:
-    """Return the store of a process group whose ranks have torchrun's environment variables, served by rank 0.
+    """Return the store of the process group of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Rank 0 serves it.
 
-    None under torchrun, whose agent serves the store.
+    None under torchrun: its agent serves the store.
     """
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""Refuse weights that are not finite, or larger than those of any model: no engine, checkpoint or export receives them."""
+"""Refuse weights that are not finite, or larger than any model's: no engine, checkpoint or export receives them."""
 
 from __future__ import annotations
 
@@ -36,6 +36,6 @@ def check_weights(chunks: Iterable[Any], event: str) -> None:
     name, largest = broken[0]
     value = "NaN" if math.isnan(largest) else f"{largest:.3g}"
     raise BrokenWeights(
-        f"{len(broken)} of {len(named)} parameters of this rank are broken (the first is {name}, whose largest absolute value is "
+        f"{len(broken)} of {len(named)} parameters of this rank are broken (the first is {name}; its largest absolute value is "
         f"{value}; the limit is {LARGEST_WEIGHT:g}): {event}"
     )

@@ -21,13 +21,14 @@ import signal
 import socket
 import sys
 import traceback
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megarl.cluster.process import die_with_parent, ignore_interrupt
 from megarl.cluster.torchrun.wire import Wire
 from megarl.subprocess_pool.channel import NonblockingChannel
 from megarl.subprocess_pool.job import Job, load_jobs
 from megarl.subprocess_pool.limits import check_memory, limit_memory
+from megarl.subprocess_pool.output import WorkerOutput
 from megarl.subprocess_pool.progress_mark import ProgressMark
 from megarl.subprocess_pool.serve import ConcurrentServer, serve
 
@@ -59,14 +60,18 @@ class _ForkServer:
         self.children: dict[int, int] = {}  # process id, which is also the group's id, to worker number
         self.child_ended, self.wakeup = socket.socketpair()
         self.wakeup.setblocking(False)
+        self.output = WorkerOutput()
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self.wakeup.fileno(), warn_on_full_buffer=False)
 
     def serve(self) -> None:
         """Execute fork and kill commands until the pool's process ends."""
+        sources: list[Any] = [self.control, self.child_ended, self.output]
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the pool has closed its end
             while os.getppid() == self.owner:
-                readable, _, _ = select.select([self.control, self.child_ended], [], [], OWNER_POLL)
+                readable, _, _ = select.select(sources, [], [], OWNER_POLL)
+                if self.output in readable:
+                    self.output.forward()
                 if self.child_ended in readable:
                     self.child_ended.recv(PACKET)
                     self._reap()
@@ -79,6 +84,7 @@ class _ForkServer:
         signal.set_wakeup_fd(-1)  # children that end from here on are not reported
         for pid in list(self.children):
             _kill_group(pid)
+        self.output.drain()
 
     def _execute(self, command: str, number: int, descriptors: list[int]) -> None:
         if command == "fork":
@@ -117,6 +123,7 @@ class _ForkServer:
                 signal.signal(signal_number, signal.SIG_DFL)
             for connection in (self.control, self.child_ended, self.wakeup):
                 connection.close()
+            self.output.redirect()
             limit_memory(self.memory_mb)
             connection = socket.socket(fileno=descriptor)
             if mark is None:

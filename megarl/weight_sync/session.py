@@ -68,8 +68,8 @@ def check_transport(transport: str, senders: Sequence[str], receivers: Sequence[
 class Session:
     """Address of a session's key-value store, its ranks and its settings. Plain values: it travels as JSON.
 
-    The trainers' rank 0 serves the store at `host` and `port`. `prefix` is random and separates the keys of sessions. Whoever
-    reaches the store can read the keys and change values; values are therefore signed with `secret`, which is never sent.
+    The trainers' rank 0 serves the store at `host` and `port`. `prefix` is random and separates the keys of sessions. Any
+    process that reaches the store can read and change values; they are therefore signed with `secret`, which is never sent.
     `senders`: host ids of the trainer ranks that send: all ranks if `sharded`, otherwise rank 0. `receivers`: (name, host id)
     of the engine ranks; their order numbers them. `transport`: value of `weight_sync.transport`. `heartbeat_timeout`: seconds
     without a heartbeat, during an update, after which a rank counts as dead.

@@ -274,7 +274,7 @@ def test_a_service_stopped_by_a_signal_is_named(connect, monkeypatch):
     from megarl.cluster import sigstop_watch
 
     monkeypatch.setattr(sigstop_watch, "LOOK_SECONDS", 0.2)
-    cluster = connect(0, 1)
+    cluster = connect(0, 1, shared=False)
     engine = cluster.start_service(
         "tests.support.cluster_workers:Engine", (3,), name="engine0", devices=1, env=ENGINE_ENV
     )

@@ -332,7 +332,7 @@ def test_an_evaluation_starts_no_group_with_the_other_rules() -> None:
 
 
 def test_a_stop_with_drain_samples_the_whole_batch_again() -> None:
-    """The state is that of a regular checkpoint, so the resumed run has the same numbers as one that was not stopped."""
+    """The state equals a regular checkpoint's, so the resumed run has the same numbers as one that was not stopped."""
     first = ManualService()
     stopped = source(first)
     stopped.admit(0)

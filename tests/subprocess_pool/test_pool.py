@@ -71,7 +71,7 @@ def fork_server(setup: list[Any]) -> Iterator[tuple[socket.socket, subprocess.Po
         process = subprocess.Popen(
             [sys.executable, "-m", FORK_SERVER, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
-            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
             text=True,
         )
     try:
@@ -97,7 +97,7 @@ def test_a_worker_that_cannot_start_prints_the_error() -> None:
         ours.close()
         assert json.loads(control.recv(PACKET)) == ["ended", 4, 0]
         control.close()
-        _, printed = process.communicate(timeout=60)
+        printed, _ = process.communicate(timeout=60)
     assert printed.startswith("Traceback") and "Socket operation on non-socket" in printed
 
 

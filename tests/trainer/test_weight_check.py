@@ -33,12 +33,12 @@ def test_weights_of_real_models_pass(value: float, dtype: torch.dtype) -> None:
     ("value", "shown"), [(math.nan, "NaN"), (math.inf, "inf"), (-math.inf, "inf"), (-1e16, r"1e\+16"), (2e6, r"2e\+06")]
 )
 def test_a_broken_weight_is_named(value: float, shown: str) -> None:
-    with pytest.raises(BrokenWeights, match=rf"1 of 4 parameters .*second, .*value is {shown}.*: it ends here"):
+    with pytest.raises(BrokenWeights, match=rf"1 of 4 parameters .*second; .*value is {shown}.*: it ends here"):
         check_weights([model(), model(value, torch.float32)], "it ends here")
 
 
 class Trainer:
-    """A trainer with broken weights that records what it does with them."""
+    """A trainer with broken weights that records its calls."""
 
     def __init__(self) -> None:
         self.model = SimpleNamespace(chunks=[model(math.nan)])

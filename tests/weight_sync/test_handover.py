@@ -85,7 +85,7 @@ def test_a_silent_engine_is_named(hangs_in: str, act: Callable[[list[Any]], Any]
 
 
 def test_a_stop_ends_engines_that_sample_before_trainers_take_the_devices() -> None:
-    """Engines with requests cannot go to sleep, and the trainers' tensors do not fit beside them."""
+    """Engines with requests cannot go to sleep, and the trainers' tensors need their memory."""
     calls: list[str] = []
 
     class Recorded:

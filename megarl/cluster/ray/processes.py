@@ -1,4 +1,4 @@
-"""The processes of a private Ray cluster (raylet, GCS), whose end or stop Ray reports late, in its own words, or not at all."""
+"""The processes of a private Ray cluster (raylet, GCS). Ray reports their end or stop late or not at all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ POLL_SECONDS = 0.2
 _LOGS = {"raylet": "raylet.out", "gcs_server": "gcs_server.out"}
 
 
-class Started(Protocol):
+class ChildProcess(Protocol):
     """The part of `subprocess.Popen` that the watch reads."""
 
     @property
@@ -33,7 +33,7 @@ class RayProcess:
     """A process of Ray. `log`: its output file."""
 
     name: str
-    process: Started
+    process: ChildProcess
     log: str
 
     @property

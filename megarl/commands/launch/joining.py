@@ -34,9 +34,9 @@ def join(topology: Topology, environ: dict[str, str], join_file: JoinFile) -> tu
     """
     deadline, address = time.monotonic() + topology.join_timeout, (topology.master, topology.port + 1)
     secret, variables = secret_of_environment(environ), dict[str, str]()
-    given, client = secret is not None, None
+    from_user, client = secret is not None, None
     while time.monotonic() < deadline:
-        if not given:
+        if not from_user:
             variables = join_file.read() or {}
             secret = variables.get("RAY_AUTH_TOKEN")
         if secret is not None:
@@ -47,7 +47,7 @@ def join(topology: Topology, environ: dict[str, str], join_file: JoinFile) -> tu
                 raise TimeoutError(f"{error}: is node rank 0 running, and MASTER_ADDR the same everywhere?") from error
             while not (client.ready or client.over or client.admitted):
                 time.sleep(0.05)
-            if given or not client.has_wrong_secret:
+            if from_user or not client.has_wrong_secret:
                 return client, variables
             client.close()
         time.sleep(0.2)

@@ -38,7 +38,7 @@ QUIET_SECONDS = 10.0  # wait until the launcher prints that it waits
 RAY_SECONDS = 8.0  # time for Ray to end
 RAY_ATTEMPTS = 3  # attempts to start Ray on a node
 _RESOURCE_FLAGS = {"CPU": "--num-cpus", "GPU": "--num-gpus"}  # resources with a flag of `ray start`
-RUNS_DIR = "runs"  # of a command that is no training: the default of `runs_dir`
+RUNS_DIR = "runs"  # of other commands than training: the default of `runs_dir`
 USAGE = 2  # exit status for invalid arguments or environment
 
 
@@ -115,10 +115,10 @@ def node_resource(rank: int) -> str:
 
 def _run_head(topology: Topology, command: list[str], device: str, environ: dict[str, str], join_file: JoinFile) -> int:
     deadline = time.monotonic() + topology.join_timeout
-    taken = taken_port(topology)
-    if taken is not None:
+    busy_port = taken_port(topology)
+    if busy_port is not None:
         needed = f"Ray and the launchers need {topology.port} to {topology.port + 2}"
-        _say(f"port {taken} of this machine is in use: {needed}. Set MASTER_PORT to another port on every node.")
+        _say(f"port {busy_port} of this machine is in use: {needed}. Set MASTER_PORT to another port on every node.")
         return 1
     secret = secret_of_environment(environ)
     if secret is None:

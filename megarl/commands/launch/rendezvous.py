@@ -127,10 +127,10 @@ class RendezvousServer:
         """Return why a connection does not belong to the run."""
         if hello is None or not isinstance(hello.get("node_rank"), int):
             return "not a node of this run"
-        known = hmac.compare_digest(
+        is_proof = hmac.compare_digest(
             str(hello.get("proof")).encode(errors="replace"), proof(self._secret, challenge, hello).encode()
         )
-        return None if known else _WRONG_SECRET
+        return None if is_proof else _WRONG_SECRET
 
     def _admit(self, connection: socket.socket, hello: dict[str, Any]) -> str | None:
         rank, host = hello["node_rank"], str(hello.get("host"))
