@@ -18,6 +18,7 @@ from megarl.observe.metrics import read_metrics, without_times
 from megarl.observe.run_dir import RunDirectory
 from megarl.preflight.replay import no_plan, recipe_file
 from megarl.recipe.load import read_recipe
+from megarl.recipe.schema import TrainConfig
 from megarl.rollout.tape import ReplayPlan, TapeSegment, history, other_format, segments_of
 
 _SHOWN = 5  # differing metrics in the output
@@ -105,10 +106,10 @@ def starts_of(recorded: RunDirectory, overrides: Sequence[str]) -> list[Start]:
     if (problem := other_format(plans)) is not None:
         raise ValueError(f"{recorded.path}: {problem}. Replay it with that version of megarl")
     starts: list[Start] = []
-    save_every = 0  # of the start before
+    saving: TrainConfig | None = None  # of the start before
     for plan in plans:
         after = plan.segment.after
-        if starts and not is_due(after, save_every):
+        if saving is not None and not (is_due(after, saving.save_every) or after == saving.steps):
             raise ValueError(
                 f"a start of {recorded.path} saved a checkpoint after step {after} when SIGTERM stopped it. A replay does not "
                 "save there, so it cannot repeat the starts that follow"
@@ -118,7 +119,7 @@ def starts_of(recorded: RunDirectory, overrides: Sequence[str]) -> list[Start]:
         last_step = recipe.train.steps if plan.last_step is None else plan.last_step
         checkpoint = None if starts else first_checkpoint(recorded, plan.segment, recipe.train.resume)
         resume = "auto" if starts else "never" if checkpoint is None else str(checkpoint)
-        save_every = recipe.train.save_every
+        saving = recipe.train
         starts.append(Start(plan, file, last_step, resume))
     return starts
 

@@ -18,7 +18,12 @@ from megarl.observe.run_dir import RunDirectory
 from megarl.recipe.load import read_recipe, to_yaml
 from megarl.rollout.tape import TAPE_FORMAT
 
-IN_FLIGHT = ["cluster.placement=disaggregated", "rollout.max_staleness=2", "model.path=some/model"]
+IN_FLIGHT = [
+    "cluster.placement=disaggregated",
+    "rollout.max_staleness=2",
+    "model.path=some/model",
+    "train.save_every=2",
+]
 ENDED = ({"version": 0}, {"ended": True})
 
 
@@ -107,6 +112,15 @@ def test_each_start_is_a_training_beside_the_run(
         "start 1 of 3: steps 1 to 2", "start 2 of 3: steps 3 to 4", "start 3 of 3: steps 5 to 6"
     ]  # fmt: skip
     assert lines[3:] == ["7 lines of metrics are equal to the last bit (times, rates and memory left out)"]
+
+
+def test_a_checkpoint_that_sigterm_caused_is_refused(recorded: Recorded, commands: list[list[str]]) -> None:
+    recorded.start({"version": 3}, steps=4)
+    recorded.start(*ENDED, steps=4, after=3, resumed=0)
+    recorded.metrics(range(5))
+    with pytest.raises(InputError, match=r"saved a checkpoint after step 3 when SIGTERM stopped it"):
+        replay(recorded.run.path, None, [])
+    assert not commands
 
 
 def test_a_start_that_only_wrote_metrics_is_named(

@@ -34,8 +34,8 @@ class LoadingService(ManualService):
         self.loading.pop().set_result(self.received)
 
 
-def finishing(*services: LoadingService) -> EnginesSource:
-    recipe = refreshing(services[0], at_update="finish", window=0.0).recipe
+def finishing(*services: LoadingService, **rollout: Any) -> EnginesSource:
+    recipe = refreshing(services[0], at_update="finish", window=0.0, **rollout).recipe
     prompts = Prompts(Prompt(f"row/{i}", (1, 2, 3), "text", "test") for i in range(7))
     return EnginesSource(recipe, prompts, [EngineHandle(each) for each in services], [0], lambda: None)  # type: ignore[arg-type]
 
@@ -96,8 +96,7 @@ def test_an_engine_that_cannot_load_weights_ends_the_run() -> None:
 
 
 def test_an_engine_that_does_not_end_loading_is_named() -> None:
-    engines_source = finishing(service := LoadingService())
-    engines_source.recipe.rollout.start_timeout = 0.5
+    engines_source = finishing(service := LoadingService(), start_timeout=0.5)
     engines_source.admit(0)
     service.finish(*range(8))
     engines_source.take(4)
