@@ -2,7 +2,7 @@
 replay repeats it.
 
 An engine samples the same tokens if the same requests and updates enter at the same of its steps (equal device, library
-and float32 arithmetic; see docs/asynchrony.md). A tape file has one JSON object per line. Each start of the run begins a
+and float32 arithmetic; see docs/replay.md). A tape file has one JSON object per line. Each start of the run begins a
 segment with its number; an event follows when it has entered::
 
     {"segment": 0, "after": 0}

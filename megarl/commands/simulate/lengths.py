@@ -128,7 +128,7 @@ def moments(distribution: LengthDistribution, seed: int, groups: int = 4096) -> 
 
 
 def parse_lengths(text: str | None, response: float | None, recipe: Recipe) -> LengthDistribution:
-    """Return the distribution of the options ``--lengths`` (`text`) and ``--response``; see docs/asynchrony.md.
+    """Return the distribution of the options ``--lengths`` (`text`) and ``--response``; see docs/simulate.md.
 
     Raises InputError for options that contradict each other or the recipe, and for a run without enough samples.
     """
