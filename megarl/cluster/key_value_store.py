@@ -48,16 +48,19 @@ def serve_store(host: str, timeout: timedelta, port: int = 0) -> Any:
     return store
 
 
-def ranks_store(timeout: timedelta) -> Any | None:
-    """Return the store of the process group of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Rank 0 serves it.
+def join_ranks(backend: str, timeout: timedelta) -> None:
+    """Start torch's default process group of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, over `backend`.
 
-    None under torchrun: its agent serves the store.
+    Rank 0 serves its store. Under torchrun, torchrun's agent does.
     """
     import torch.distributed as dist
 
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return None
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if os.environ["RANK"] == "0":
-        return serve_store(host, timeout, port)
-    return dist.TCPStore(host, port, None, False, timeout=timeout, wait_for_workers=False)
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    host, port, rank = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["RANK"])
+    if rank == 0:
+        store = serve_store(host, timeout, port)
+    else:
+        store = dist.TCPStore(host, port, None, False, timeout=timeout, wait_for_workers=False)
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=int(os.environ["WORLD_SIZE"]))

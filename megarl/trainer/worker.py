@@ -22,7 +22,7 @@ from megarl.algorithms.catalogue import import_modules
 from megarl.algorithms.inputs import TokenOutcomes
 from megarl.algorithms.process_advantages import step_returns, step_rewards_per_token
 from megarl.algorithms.shaping import kl_penalties
-from megarl.cluster.key_value_store import ranks_store
+from megarl.cluster.key_value_store import join_ranks
 from megarl.platform.base import Profiler
 from megarl.recipe.observe import trace_options
 from megarl.recipe.schema import Recipe
@@ -86,10 +86,7 @@ class Worker:
         torch.set_num_threads(recipe.cluster.threads)
         torch.use_deterministic_algorithms(recipe.train.deterministic)
         self.platform.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        timeout = timedelta(seconds=recipe.cluster.timeout)
-        store = ranks_store(timeout)
-        ranks = {} if store is None else {"store": store, "rank": self.rank, "world_size": self.world_size}
-        torch.distributed.init_process_group(self.platform.process_group_backend, timeout=timeout, **ranks)
+        join_ranks(self.platform.process_group_backend, timedelta(seconds=recipe.cluster.timeout))
         self.trainer: Trainer = self._make_trainer(total_optimizer_steps, weights_only)
         self.check_weights(f"the files of {recipe.model.path} are broken")
         self.profiler: Profiler | None = None  # set while it records

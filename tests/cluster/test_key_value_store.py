@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import pytest
 
-from megarl.cluster.key_value_store import listen_at, ranks_store, serve_store
+from megarl.cluster.key_value_store import join_ranks, listen_at, serve_store
 from megarl.cluster.process import free_port
 from tests.support.stack import ROOT, environment
 
@@ -47,15 +47,21 @@ def test_a_taken_port_is_an_error() -> None:
 
 def test_the_ranks_meet_at_the_store_of_rank_0() -> None:
     port = free_port()
-    code = "from datetime import timedelta; from megarl.cluster.key_value_store import ranks_store; "
+    code = "from datetime import timedelta; from megarl.cluster.key_value_store import join_ranks; "
     code += "import torch.distributed as dist; "
-    code += "dist.init_process_group('gloo', store=ranks_store(timedelta(seconds=60)), rank={rank}, world_size=2); "
+    code += "join_ranks('gloo', timedelta(seconds=60)); "
     code += "dist.barrier(); print({rank}, flush=True); {wait}"
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", code.format(rank=rank, wait="input()" if rank == 0 else "")],
             cwd=ROOT,
-            env={**environment(), "RANK": str(rank), "MASTER_ADDR": "127.0.0.2", "MASTER_PORT": str(port)},
+            env={
+                **environment(),
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.2",
+                "MASTER_PORT": str(port),
+            },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -73,5 +79,10 @@ def test_the_ranks_meet_at_the_store_of_rank_0() -> None:
 
 
 def test_torchrun_serves_its_own_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, object] = {}
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    assert ranks_store(TIMEOUT) is None
+    monkeypatch.setattr(
+        "torch.distributed.init_process_group", lambda backend, **more: given.update(more, backend=backend)
+    )
+    join_ranks("gloo", TIMEOUT)
+    assert given == {"backend": "gloo", "timeout": TIMEOUT}

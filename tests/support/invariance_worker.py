@@ -19,6 +19,7 @@ select("cpu").prepare()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
+import megarl.trainer.worker as trainer_worker  # noqa: E402
 from megarl.algorithms.catalogue import ADVANTAGES  # noqa: E402
 from megarl.algorithms.correction import correction_scales  # noqa: E402
 from megarl.algorithms.moments import Moments, Whitening  # noqa: E402
@@ -99,7 +100,7 @@ def main() -> None:
     logging.disable(logging.WARNING)
     layouts, models, output = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]), Path(sys.argv[3])
     dist.init_process_group("gloo")
-    dist.init_process_group = lambda *_, **__: None  # one group serves all trainers of this process
+    trainer_worker.join_ranks = lambda *_: None  # one group serves all trainers of this process
     for layout in layouts:
         splits = tuple(Split(**split) for split in layout.pop("splits"))
         run_layout(Layout(**layout, splits=splits), models, output)
