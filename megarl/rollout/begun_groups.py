@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megarl.cluster.calls import wait
 from megarl.recipe.derived.at_update import update_rule
 from megarl.recipe.schema import Recipe
+from megarl.rollout.engine_handle import SamplingEngine
 from megarl.types import GenerationRequest, Partial
+
+logger = logging.getLogger(__name__)
 
 _CHANGED = "prompts, seeds or sampling settings differ from the checkpoint's"
 
@@ -44,6 +50,41 @@ def cannot_continue_groups(recipe: Recipe) -> str | None:
     if recipe.megatron.routing_replay == "rollout":
         return "megatron.routing_replay=rollout needs the experts of all tokens from one engine"
     return None
+
+
+def copy_partials(
+    engines: Sequence[SamplingEngine], version: int, check: Callable[[], None]
+) -> dict[int, tuple[Partial, ...]]:
+    """Return the samples so far of each group that engines with weights of `version` sample, if any has tokens.
+
+    check: called every second while engines answer; it may raise.
+    """
+    calls = [engine.copy_partials(version) for engine in engines]
+    copies = [wait(call, check) for call in calls]
+    return {
+        number: partials
+        for copied in copies
+        for number, partials in copied.items()
+        if any(len(partial.tokens) for partial in partials)
+    }
+
+
+def copy_in_time(
+    engines: Sequence[SamplingEngine], version: int, seconds: float = 10.0
+) -> dict[int, tuple[Partial, ...]]:
+    """Return `copy_partials` for the last checkpoint of a run that ends. If an engine fails or takes longer than `seconds`,
+    return none, with a warning: saving the weights matters more."""
+    end = time.monotonic() + seconds
+
+    def check() -> None:
+        if time.monotonic() > end:
+            raise TimeoutError(f"engines did not return them within {seconds:g} s")
+
+    try:
+        return copy_partials(engines, version, check)
+    except Exception as error:  # noqa: BLE001 -- the warning names it
+        logger.warning("tokens of running groups are not saved, and these are sampled again after a resume: %s", error)
+        return {}
 
 
 class BegunGroups:

@@ -6,11 +6,12 @@ Background threads receive the groups, so sampling continues while the controlle
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from megarl.algorithms.catalogue import ADVANTAGES
@@ -23,24 +24,25 @@ from megarl.recipe.derived.at_update import is_continuous, update_rule, window_g
 from megarl.recipe.derived.seeded import samples_are_seeded
 from megarl.recipe.schema import Recipe
 from megarl.rollout.admission import Admission, AdmissionState, accepted_groups
-from megarl.rollout.begun_groups import BegunGroup, BegunGroups, cannot_continue_groups, request_checksum
+from megarl.rollout.begun_groups import (
+    BegunGroup,
+    BegunGroups,
+    cannot_continue_groups,
+    copy_in_time,
+    copy_partials,
+    request_checksum,
+)
 from megarl.rollout.dispatch import Dispatch, Finishing
 from megarl.rollout.engine_handle import SamplingEngine
 from megarl.rollout.metrics import batch_metrics
 from megarl.rollout.source import Batch
-from megarl.rollout.tape import Arrivals, Loaded
+from megarl.rollout.tape import Arrival, Arrivals, Loaded
 from megarl.rollout.unscored_groups import FailedShare, scoring_notice
 from megarl.rollout.waiting import Reason, Waiting
 from megarl.rollout.weight_loads import WeightLoads
 from megarl.types import DataRef, GenerationRequest, InlineData, Partial, Sampling, derived_seed
 
-
-@dataclass(frozen=True)
-class Arrival:
-    """A group's arrival: the index of its engine, and whether the group may be trained on."""
-
-    engine: int
-    accepted: bool
+logger = logging.getLogger(__name__)
 
 
 class EnginesSource:
@@ -95,7 +97,7 @@ class EnginesSource:
         self._stall_timer = StallTimer(rollout.timeout, self._arrivals.stall_advice)
         self._drains, self._finishes = update_rule(recipe) == "drain", finishing is not None
         self._loads = WeightLoads(self.engines, rollout.start_timeout)
-        self._interrupted: list[int] = []  # groups that ran when the resumed checkpoint was saved
+        self._unfinished: list[int] = []  # groups that ran when the resumed checkpoint was saved
         self._drained: dict[str, Any] | None = None  # with drain: the state before the groups of the next batch started
         self._cannot_continue = cannot_continue_groups(recipe)
         self._begun = BegunGroups(self._cannot_continue)
@@ -177,6 +179,9 @@ class EnginesSource:
         with self._change:
             if interrupted and self._drained is not None:
                 return self._drained  # so that the resumed run samples the whole batch again, with the same numbers
+            if interrupted and self._drains and self.admission.running:
+                text = "%d groups are sampled again after a resume, with newer weights: metrics will differ from an unstopped run's"
+                logger.warning(text, self.admission.running)
             assert interrupted or self.admission.idle() or not self._drains, "drain first"
             version = self.admission.version
             if not self._arrivals.may_save(version):
@@ -203,11 +208,11 @@ class EnginesSource:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        self._interrupted = list(state.get("unfinished", []))
+        self._unfinished = list(state.get("unfinished", []))
         self._begun.restore(state.get("begun", {}))
         with self._change:
             counters = AdmissionState(state["counters"]["admitted"], state["counters"]["closed"])
-            self.admission.restore(counters, state["gathered"], state["waiting"], self._interrupted)
+            self.admission.restore(counters, state["gathered"], state["waiting"], self._unfinished)
 
     def _await_turn(self, record: Record) -> None:
         """Wait until `record` is the next on a replayed tape, and write it. Without a replay: write it."""
@@ -218,22 +223,15 @@ class EnginesSource:
     def _copy_partials(self, interrupted: bool) -> dict[int, tuple[Partial, ...]]:
         """Return the samples so far of each group, for `state`.
 
-        interrupted: the run ends, so do not check its processes, which would raise the reason of its end again.
         Groups arrive and start meanwhile: `state` leaves out the first, and the others have no tokens. So
         a replay, which repeats both orders, saves the same tokens.
         """
         version = self.admission.version
         if self._drains or self._cannot_continue is not None or version is None:
             return {}
-        calls = [engine.copy_partials(version) for engine in self.engines]
-        check = (lambda: None) if interrupted else functools.partial(self._check, time.monotonic())
-        copies = [wait(call, check) for call in calls]
-        return {
-            number: partials
-            for copied in copies
-            for number, partials in copied.items()
-            if any(len(partial.tokens) for partial in partials)
-        }
+        if interrupted:
+            return copy_in_time(self.engines, version)
+        return copy_partials(self.engines, version, functools.partial(self._check, time.monotonic()))
 
     def move_groups(self, engine: int) -> list[int]:
         """Move the groups that an engine samples to the other engines, which continue them, and start no further group on it.
@@ -294,11 +292,11 @@ class EnginesSource:
             return
         if not self.admission.running:
             self._stall_timer.reset()
-        started = self._dispatch.start_again(len(self._interrupted))
+        started = self._dispatch.start_again(len(self._unfinished))
         started += self._dispatch.start(self.admission.capacity)
-        numbers = [*self._interrupted, *self.admission.start(len(started) - len(self._interrupted))]
-        self.admission.restart(len(self._interrupted))
-        self._interrupted = []
+        numbers = [*self._unfinished, *self.admission.start(len(started) - len(self._unfinished))]
+        self.admission.restart(len(self._unfinished))
+        self._unfinished = []
         requests = [self._begun.continued(self._request(number)) for number in numbers]
         self._submit(zip(requests, started, strict=True))
         self._load_weights()

@@ -188,6 +188,14 @@ class RunTape:
 
 
 @dataclass(frozen=True)
+class Arrival:
+    """A group's arrival: the index of its engine, and whether the group may be trained on."""
+
+    engine: int
+    accepted: bool
+
+
+@dataclass(frozen=True)
 class Loaded:
     """An engine, by its index, that has loaded weights of `version` from host memory."""
 

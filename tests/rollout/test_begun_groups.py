@@ -13,7 +13,8 @@ import pytest
 
 from megarl.checkpoint.controller_state import load_state, write_state
 from megarl.recipe.schema import Recipe
-from megarl.rollout.begun_groups import cannot_continue_groups
+from megarl.rollout.begun_groups import cannot_continue_groups, copy_in_time
+from megarl.rollout.engine_handle import EngineHandle
 from megarl.types import Partial, Span
 from tests.rollout.test_source import ManualService, refreshing
 
@@ -245,3 +246,40 @@ def test_an_engine_that_dies_while_it_copies_is_raised() -> None:
     source.check_processes = check
     with pytest.raises(ChildProcessError, match="engine0"):
         source.state()
+
+
+class Unanswering(ManualService):
+    """An engine that does not answer `copy_partials`, or fails in it."""
+
+    def __init__(self, error: Exception | None) -> None:
+        super().__init__()
+        self.error = error
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        if method != "copy_partials":
+            return super().call(method, *arguments)
+        answer: Future[Any] = Future()
+        if self.error is not None:
+            answer.set_exception(self.error)
+        return answer
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("engine0 died")])
+def test_a_run_that_ends_saves_without_the_tokens_of_an_engine_that_does_not_answer(
+    error: Exception | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise such an engine would cost the whole checkpoint, whose weights do not need it."""
+    engines: Any = [EngineHandle(ManualService()), EngineHandle(Unanswering(error))]  # type: ignore[arg-type]
+    assert copy_in_time(engines, 0, seconds=0.5) == {}
+    assert (str(error) if error else "did not return them within 0.5 s") in caplog.text
+
+
+def test_a_stop_of_a_draining_run_says_that_its_numbers_will_differ(caplog: pytest.LogCaptureFixture) -> None:
+    """Groups of the next batch run with the weights before the update, and start again with those after it."""
+    service = ManualService()
+    source = refreshing(service, at_update="drain", window=0.3)
+    source.admit(0)
+    service.finish(0, 1, 2, 3)
+    source.take(4)
+    assert source.state(interrupted=True)["unfinished"] == [4, 5, 6, 7]
+    assert "4 groups are sampled again after a resume, with newer weights" in caplog.text
