@@ -26,6 +26,7 @@ from megarl.cluster.ray.signals import ray_get, ray_wait
 
 START_SECONDS = 300.0  # time for Ray to start a process on its reserved device
 STOP_SECONDS = 5.0  # time for an object's shutdown() before its process is killed
+KILL_SECONDS = 10.0  # time for a killed process to end
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,9 @@ class RayService:
         return None
 
     def stop(self) -> None:
+        """End the process and wait until Ray reports its end, for `KILL_SECONDS` at most: others may take its device memory."""
         self.finish_stop(self.begin_stop())
+        ray_wait([self._lifetime], timeout=KILL_SECONDS)  # `ray.kill` returns before the process has ended
 
     def begin_stop(self) -> list[Any]:
         """Request the end without waiting; returns the references for `finish_stop`."""
