@@ -49,7 +49,7 @@ def join(topology: Topology, environ: dict[str, str], join_file: JoinFile) -> tu
             while not (client.ready or client.over or client.admitted):
                 if time.monotonic() > deadline:
                     client.close()
-                    silence = f"sends nothing, after {topology.join_timeout:.0f} s (MEGARL_JOIN_TIMEOUT)"
+                    silence = f"sends nothing, after {topology.join_timeout:g} s (MEGARL_JOIN_TIMEOUT)"
                     raise TimeoutError(_other_program(address, silence))
                 time.sleep(0.05)
             if client.is_misled:
