@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +35,10 @@ def test_stop_waits_for_the_end_of_the_process(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(ray_service, "ray_wait", wait)
     monkeypatch.setattr(ray_service.ray, "kill", lambda actor: calls.append("kill"))
+    process = subprocess.Popen(["sleep", "100"])
+    threading.Timer(0.3, lambda: (process.kill(), process.wait())).start()
     device: Any = SimpleNamespace(node_ip="127.0.0.1", node_id="node")
-    service = ray_service.RayService(Actor(), ProcessInfo("engine0", pid=1), "engine0", device, "a:B", ())
+    service = ray_service.RayService(Actor(), ProcessInfo("engine0", pid=process.pid), "engine0", device, "a:B", ())
     service.stop()
+    assert not Path(f"/proc/{process.pid}").exists(), "Ray reports the end of a process before the system does"
     assert calls == [("stop", ray_service.STOP_SECONDS), "kill", ("lifetime", ray_service.KILL_SECONDS)]
