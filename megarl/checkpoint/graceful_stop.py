@@ -23,7 +23,8 @@ class StopRequested(Terminated):
 class GracefulStop:
     """Turns the first SIGTERM into a request, which `check` raises. `grace_seconds`: `train.grace_seconds`; 0: no request.
 
-    A second SIGTERM ends the run at once, as the end of the grace time does.
+    A second SIGTERM ends the run at once, as the end of the grace time does. The run then still completes a checkpoint that it
+    is writing (`Checkpoints.rescue`), unless one more SIGTERM arrives.
     """
 
     def __init__(self, grace_seconds: float) -> None:
@@ -38,7 +39,10 @@ class GracefulStop:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle SIGTERM in the block. Without a handler for SIGTERM (a run inside another program), do nothing."""
+        """Handle SIGTERM in the block. Without a handler for SIGTERM (a run inside another program), do nothing.
+
+        A handler that other code sets in the block stays: torchrun's cluster ignores SIGTERM after a failure.
+        """
         former = signal.getsignal(signal.SIGTERM)
         main = threading.current_thread() is threading.main_thread()
         if not (main and self.grace_seconds > 0 and callable(former)):
@@ -48,16 +52,17 @@ class GracefulStop:
         def request(number: int, frame: Any) -> None:
             signal.signal(signal.SIGTERM, former)
             self.request()
-            text = f"SIGTERM: the run saves a checkpoint and ends, in {self.grace_seconds:g} s at most (train.grace_seconds)."
-            os.write(
-                2, f"{text} A second SIGTERM ends it at once.\n".encode()
-            )  # a handler must not use the console's locks
+            limit = f"{self.grace_seconds:g} s at the latest (train.grace_seconds)"
+            text = f"SIGTERM: the run ends at the next moment at which it can save a checkpoint, after {limit}. A second SIGTERM "
+            text += "ends it at once. A checkpoint that is being written by then is completed first.\n"
+            os.write(2, text.encode())  # a handler must not use the console's locks
 
         signal.signal(signal.SIGTERM, request)
         try:
             yield
         finally:
-            signal.signal(signal.SIGTERM, former)
+            if signal.getsignal(signal.SIGTERM) is request:
+                signal.signal(signal.SIGTERM, former)
             if self._timer is not None:
                 self._timer.cancel()
 
@@ -67,6 +72,15 @@ class GracefulStop:
         self._timer = threading.Timer(self.grace_seconds, os.kill, (os.getpid(), signal.SIGTERM))
         self._timer.daemon = True
         self._timer.start()
+
+    def withdraw(self) -> bool:
+        """Drop a request and its time limit; return whether there was one. A further SIGTERM ends the run at once."""
+        if self._requested_at is None:
+            return False
+        self._requested_at = None
+        if self._timer is not None:
+            self._timer.cancel()
+        return True
 
     @property
     def seconds_left(self) -> float:

@@ -70,17 +70,23 @@ class Checkpoints:
             raise
 
     def save_if_due(self, step: int) -> None:
-        """Save after the training of `step`, if the recipe says so. Raises StopRequested after SIGTERM."""
+        """Save after the training of `step`, if the recipe says so. Raises StopRequested after SIGTERM.
+
+        With `train.save_at_end` the run goes on after SIGTERM in the last step, since everything is saved.
+        """
         self.trained_step = step
         if step == self.config.steps and self.config.save_at_end:
             self._save(step)
+            if self.stop.withdraw():
+                self.log.notice(
+                    "SIGTERM came in the last step: the run saves it and goes on to its end; one more SIGTERM ends it at once"
+                )
         elif is_due(step, self.config.save_every):
             if self.skipped.keeps_checkpoints:
                 self.log.notice(f"step {step}: no checkpoint, since no weight has changed; the ones before it are kept")
             else:
                 self._save(step)
-        if step < self.config.steps:  # little work is left after the last step
-            self.stop.check()
+        self.stop.check()
 
     def _save_at_stop(self, prepare: Callable[[], None]) -> None:
         """Save the last trained step. A failure is a warning: the run ends anyway."""

@@ -65,8 +65,9 @@ def warmup_notice(recipe: Recipe) -> str | None:
 def checkpoints_notice(train: TrainConfig) -> str | None:
     """Return a notice if a failure may lose more than `_UNSAVED_STEPS` steps, because checkpoints are rare or off."""
     every, steps = train.save_every, train.steps
-    if steps <= _UNSAVED_STEPS or 0 < every <= _UNSAVED_STEPS or not train.save_at_end:
-        return None  # without `save_at_end` the user wants no checkpoints
+    wants_none = every == 0 and not train.save_at_end
+    if steps <= _UNSAVED_STEPS or 0 < every <= _UNSAVED_STEPS or wants_none:
+        return None
     when = f"only after every {every} steps" if 0 < every < steps else f"before the end of the run's {steps} steps"
     never = "no checkpoint is written " if every == 0 or every >= steps else "a checkpoint is written "
     return f"{never}{when} (train.save_every={every}): a failure loses all steps since the last one. Set train.save_every=20"

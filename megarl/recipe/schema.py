@@ -218,7 +218,7 @@ class TrainConfig:
     save_at_end: bool = key(True, "Write a checkpoint after the last step.")
     grace_seconds: float = key(
         90.0,
-        "Seconds after SIGTERM in which the run ends its update, if one runs, saves a checkpoint and stops its processes; set it below the time after which the cluster manager kills the run. The end of this time, or a second SIGTERM, ends the run without that checkpoint. 0: end at once.",
+        "Seconds after SIGTERM in which the run ends its update, if one runs, saves a checkpoint and stops its processes; set it below the time after which the cluster manager kills the run. The end of this time, or a second SIGTERM, ends the run without that checkpoint; one that is being written by then is completed first. 0: end at once.",
         at_least=0,
     )
     export_at_end: bool = key(

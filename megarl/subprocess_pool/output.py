@@ -21,7 +21,8 @@ class WorkerOutput:
 
     def __init__(self, limit: int = LIMIT) -> None:
         self.read_end, self._write_end = os.pipe()
-        fcntl.fcntl(self._write_end, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        with contextlib.suppress(OSError):  # not allowed here: with a smaller pipe, writes are slower
+            fcntl.fcntl(self._write_end, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._limit = self._left = limit
 
     def fileno(self) -> int:

@@ -146,9 +146,8 @@ class Colocated(Handover):
     def reclaim(self) -> None:
         if self.actor.on_device and (self.critic is None or self.critic.on_device):
             return
-        with ThreadPoolExecutor(
-            len(self.engines)
-        ) as threads:  # requests may run, so that engines could not go to sleep
+        # Requests may run. Not every engine can sleep with requests, and none of them is needed any more.
+        with ThreadPoolExecutor(len(self.engines)) as threads:
             list(threads.map(lambda engine: engine.stop(), self.engines))
         self.engines_sleep = self.pauses = False
         self.give_to_actor()

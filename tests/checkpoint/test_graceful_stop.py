@@ -98,6 +98,26 @@ def test_a_stop_while_sampling_saves_the_step_before(recipe: Recipe, tmp_path: P
     assert stopped.state["metrics"] == {} and stopped.state["source"] == {"interrupted": True}
 
 
+def test_a_stop_in_the_last_step_saves_it_without_save_at_end(recipe: Recipe, tmp_path: Path) -> None:
+    recipe.train.steps, recipe.train.save_at_end = 3, False
+    stopped = Stopped(recipe, tmp_path, "update_actor")
+    assert isinstance(stopped.error, StopRequested) and stopped.checkpoints == ["step_000003"]
+
+
+def test_a_stop_in_the_last_step_leaves_a_run_that_saves_at_its_end(recipe: Recipe, tmp_path: Path) -> None:
+    """Neither the request nor the end of the grace time may end the evaluation and the export, after everything is saved."""
+    with RunLog(recipe, tmp_path, 1, 8) as log:
+        checkpoints = build(recipe, tmp_path, log, []).checkpoints
+        checkpoints.stop.grace_seconds = 0.3
+        with checkpoints.stop.listening():
+            sigterm()
+            checkpoints.save_if_due(recipe.train.steps)
+            checkpoints.stop.check()
+            time.sleep(0.5)
+    assert [path.name for path in tmp_path.glob("checkpoints/*")] == ["step_000008"]
+    assert "SIGTERM came in the last step: the run saves it" in (tmp_path / "notices.jsonl").read_text()
+
+
 def test_a_step_that_is_saved_already_is_not_saved_again(recipe: Recipe, tmp_path: Path) -> None:
     recipe.train.save_every = 1
     stopped = Stopped(recipe, tmp_path, "take")
@@ -130,7 +150,8 @@ def test_the_end_of_the_grace_time_ends_the_run(capfd: pytest.CaptureFixture[str
         sigterm()
         time.sleep(5)
     assert time.monotonic() - began < 2
-    assert "in 0.2 s at most (train.grace_seconds)" in capfd.readouterr().err
+    assert "after 0.2 s at the latest (train.grace_seconds)" in (text := capfd.readouterr().err)
+    assert "A checkpoint that is being written by then is completed first." in text
 
 
 def test_after_the_run_sigterm_has_its_former_handler_and_no_timer() -> None:
@@ -139,6 +160,13 @@ def test_after_the_run_sigterm_has_its_former_handler_and_no_timer() -> None:
         sigterm()
     time.sleep(0.3)
     assert signal.getsignal(signal.SIGTERM) is former
+
+
+def test_a_handler_that_is_set_in_the_block_stays() -> None:
+    """torchrun's cluster ignores SIGTERM after a failure; a handler that raises would cut its report."""
+    with GracefulStop(60.0).listening():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
 
 
 def test_a_dead_process_is_reported_rather_than_the_stop() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,6 +51,13 @@ def test_a_killed_process_is_named_with_its_last_words(
     assert "Ray's gcs_server on " in text and "killed by signal 9 (SIGKILL), as the kernel does" in text
     assert "last words of gcs_server" in text and f"(pid {two[1].process.pid})" in text
     assert "Ray's gcs_server on " in capfd.readouterr().err
+    watch.close()
+
+
+def test_a_watch_of_no_process_has_no_thread() -> None:
+    watch = RayProcessWatch([])
+    assert "megarl-ray-processes" not in [thread.name for thread in threading.enumerate()]
+    watch.check()
     watch.close()
 
 

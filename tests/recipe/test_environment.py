@@ -318,8 +318,15 @@ def test_a_long_run_without_checkpoints_has_a_notice() -> None:
     assert "no checkpoint is written before the end" in str(checkpoints_notice(recipe.train))
     recipe.train.save_every = 500
     assert "a checkpoint is written only after every 500 steps" in str(checkpoints_notice(recipe.train))
-    recipe.train.save_every = 20
-    assert checkpoints_notice(recipe.train) is None
+    recipe.train.save_at_end = False
+    assert "a checkpoint is written only after every 500 steps" in str(checkpoints_notice(recipe.train))
+    recipe.train.save_every = 0
+    assert checkpoints_notice(recipe.train) is None, "the user wants no checkpoints"
+    recipe.train.save_every, recipe.train.save_at_end = 101, True
+    assert "only after every 101 steps" in str(checkpoints_notice(recipe.train))
+    for every in (100, 20):
+        recipe.train.save_every = every
+        assert checkpoints_notice(recipe.train) is None
     recipe.train.save_every, recipe.train.steps = 0, 50
     assert checkpoints_notice(recipe.train) is None
 

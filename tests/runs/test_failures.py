@@ -80,7 +80,7 @@ def test_sigterm_saves_and_ends_all_processes_with_a_message(started) -> None:
     training.process.send_signal(signal.SIGTERM)
     status, errors = training.end(30)
     first, *lines = (line for line in errors.splitlines() if line.strip())
-    assert first.startswith("SIGTERM: the run saves a checkpoint and ends")
+    assert first.startswith("SIGTERM: the run ends at the next moment at which it can save a checkpoint")
     assert (status, lines[-1]) == (143, "stopped by SIGTERM")
     assert_names_the_run(lines[:-1], training.directory)
     assert list_checkpoints(training.directory / "checkpoints")

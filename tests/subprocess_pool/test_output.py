@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
+from typing import NoReturn
 
 import pytest
 
@@ -36,6 +38,21 @@ def test_output_is_passed_on_up_to_the_limit(capfd: pytest.CaptureFixture[str]) 
     printed(output, b"x" * 100)
     output.forward()
     assert capfd.readouterr().out == ""
+
+
+def test_a_pipe_of_the_systems_size_serves_where_a_larger_one_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The system limits the size of all pipes of a user (fs.pipe-user-pages-soft)."""
+
+    def refuse(*_: object) -> NoReturn:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    output = WorkerOutput()
+    printed(output, b"abc")
+    output.forward()
+    assert capfd.readouterr().out == "abc!"
 
 
 CALLS = """

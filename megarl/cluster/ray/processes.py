@@ -54,7 +54,7 @@ def private_processes() -> list[RayProcess]:
 class RayProcessWatch:
     """Watches processes of Ray in a thread. The first that ends, or is stopped for 20 s, is named on stderr at once.
 
-    Ray's native code may end this process before the run reports the failure.
+    Without processes it has no thread. Ray's native code may end this process before the run reports the failure.
     """
 
     def __init__(self, processes: list[RayProcess]) -> None:
@@ -64,7 +64,8 @@ class RayProcessWatch:
         self._closed = threading.Event()
         self.failure: Failure | None = None
         self._thread = threading.Thread(target=self._run, name="megarl-ray-processes", daemon=True)
-        self._thread.start()
+        if processes:
+            self._thread.start()
 
     def check(self) -> None:
         """Raise ServiceDied if a process has failed."""
@@ -74,7 +75,8 @@ class RayProcessWatch:
     def close(self) -> None:
         """End the watch, before Ray is shut down."""
         self._closed.set()
-        self._thread.join()
+        if self._processes:
+            self._thread.join()
 
     def _run(self) -> None:
         while not self._closed.wait(POLL_SECONDS):

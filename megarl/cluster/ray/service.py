@@ -6,6 +6,7 @@ import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -18,6 +19,7 @@ from megarl.cluster.failures import (
     Raised,
     Returned,
     ServiceDied,
+    host_name,
 )
 from megarl.cluster.ray.actors import ConstructorFailed
 from megarl.cluster.ray.devices import ReservedDevice
@@ -26,6 +28,7 @@ from megarl.cluster.ray.signals import ray_get, ray_wait
 
 START_SECONDS = 300.0  # time for Ray to start a process on its reserved device
 STOP_SECONDS = 5.0  # time for an object's shutdown() before its process is killed
+KILL_SECONDS = 10.0  # time for a killed process to end
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,13 @@ class RayService:
         return None
 
     def stop(self) -> None:
+        """End the process and wait until it has ended, for `KILL_SECONDS` at most: others may take its device memory."""
         self.finish_stop(self.begin_stop())
+        deadline = time.monotonic() + KILL_SECONDS
+        ray_wait([self._lifetime], timeout=KILL_SECONDS)  # `ray.kill` returns before the process has ended
+        if self._place.pid and self._place.host == host_name():  # Ray reports the end before the system does
+            while Path(f"/proc/{self._place.pid}").exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
 
     def begin_stop(self) -> list[Any]:
         """Request the end without waiting; returns the references for `finish_stop`."""

@@ -36,16 +36,18 @@ class JoinFile:
 
     def __init__(self, folder: Path, topology: Topology) -> None:
         self.path = folder.absolute() / f".megarl-join-{topology.master}-{topology.port}.json"
+        self._partial = self.path.with_suffix(".partial")
+        self._is_writer = False
 
     def write(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Draw a token, write Ray's variables and return them. Raises OSError if the folder cannot be written to."""
         variables = env.authentication(environ)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_suffix(".partial")
-        partial.unlink(missing_ok=True)
-        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        self._is_writer = True
+        self._partial.unlink(missing_ok=True)
+        with open(os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             json.dump(variables, file)
-        partial.replace(self.path)  # of an earlier run that was killed
+        self._partial.replace(self.path)  # of an earlier run that was killed
         return variables
 
     def read(self) -> dict[str, str] | None:
@@ -57,7 +59,10 @@ class JoinFile:
         return variables
 
     def delete(self) -> None:
-        self.path.unlink(missing_ok=True)
+        """Delete the file, if this object has written it."""
+        if self._is_writer:
+            self._partial.unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)
 
 
 def proof(secret: str, challenge: str, hello: Mapping[str, object]) -> str:

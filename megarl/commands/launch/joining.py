@@ -28,9 +28,10 @@ def taken_port(topology: Topology) -> int | None:
 
 
 def join(topology: Topology, environ: dict[str, str], join_file: JoinFile) -> tuple[RendezvousClient, dict[str, str]]:
-    """Connect to the head. Returns the connection and Ray's variables. Raises TimeoutError, with the remedy.
+    """Connect to the head. Returns the connection and Ray's variables.
 
-    A file of an earlier run may be there until the head replaces it; then the head refuses its secret.
+    Raises TimeoutError after MEGARL_JOIN_TIMEOUT, and ConnectionError if another program answers; both have the remedy. A file
+    of an earlier run may be there until the head replaces it; then the head refuses its secret.
     """
     deadline, address = time.monotonic() + topology.join_timeout, (topology.master, topology.port + 1)
     secret, variables = secret_of_environment(environ), dict[str, str]()
@@ -46,7 +47,13 @@ def join(topology: Topology, environ: dict[str, str], join_file: JoinFile) -> tu
             except TimeoutError as error:
                 raise TimeoutError(f"{error}: is node rank 0 running, and MASTER_ADDR the same everywhere?") from error
             while not (client.ready or client.over or client.admitted):
+                if time.monotonic() > deadline:
+                    client.close()
+                    silence = f"sends nothing, after {topology.join_timeout:g} s (MEGARL_JOIN_TIMEOUT)"
+                    raise TimeoutError(_other_program(address, silence))
                 time.sleep(0.05)
+            if client.is_misled:
+                raise ConnectionError(_other_program(address, "sends other messages than node rank 0 does"))
             if from_user or not client.has_wrong_secret:
                 return client, variables
             client.close()
@@ -56,6 +63,13 @@ def join(topology: Topology, environ: dict[str, str], join_file: JoinFile) -> tu
         f"{join_file.path} {problem}, after {topology.join_timeout:.0f} s (MEGARL_JOIN_TIMEOUT). Node rank 0 writes the secret of "
         "the run there: is it running, and does every node see this folder? Set MEGARL_JOIN_DIR to a folder that every node "
         "sees, or RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN on every node."
+    )
+
+
+def _other_program(address: tuple[str, int], behaviour: str) -> str:
+    return (
+        f"the program at {address[0]}:{address[1]} {behaviour}. If it is not node rank 0's launcher, set MASTER_PORT to another "
+        "port on every node."
     )
 
 

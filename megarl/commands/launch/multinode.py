@@ -75,6 +75,7 @@ def main(arguments: list[str], environ: Mapping[str, str]) -> int:
                 _say(f"node rank {topology.node_rank}: {error}")
                 return 1
             finally:
+                join_file.delete()
                 reaper.close()
         except _Interrupted as interruption:
             return interruption.status
@@ -145,7 +146,6 @@ def _run_head(topology: Topology, command: list[str], device: str, environ: dict
         raise
     finally:
         server.finish(status)
-        join_file.delete()
 
 
 def _run_member(

@@ -22,7 +22,7 @@ from typing import Any, TextIO
 from megarl.commands.launch.join_secret import proof
 
 LONGEST_LINE = 1 << 16  # bytes
-PROOF_SECONDS = 10.0  # time for a connection to prove that it belongs to the run
+PROOF_SECONDS = 10.0  # time for a connection to prove that it belongs to the run, from the first to the last byte
 MOST_UNKNOWN = 64  # connections without a proof at a time; further ones wait
 _WRONG_SECRET = "it does not know the secret of this run"
 
@@ -98,20 +98,23 @@ class RendezvousServer:
             self._serve_node(connection, lines)
 
     def _serve_node(self, connection: socket.socket, lines: TextIO) -> None:
+        # A timeout of the socket would begin anew with each byte.
+        limit = threading.Timer(PROOF_SECONDS, _hang_up, (connection,))
+        limit.daemon = True
+        limit.start()
         try:
-            connection.settimeout(PROOF_SECONDS)
             challenge = secrets.token_hex(16)
             _send(connection, {"challenge": challenge})
             hello = _receive(lines)
             refusal = self._refusal(challenge, hello) or self._admit(connection, hello or {})
         finally:
+            limit.cancel()
             self._unknown.release()
         if refusal:
             _send(connection, {"refused": refusal})
             connection.close()
             return
         assert hello is not None
-        connection.settimeout(None)
         rank = hello["node_rank"]
         while (message := _receive(lines)) is not None:  # None: the connection is closed
             with self._lock:
@@ -150,7 +153,7 @@ class RendezvousServer:
 
 class RendezvousClient:
     """A member's end. A thread sets `refusal`, `ready`, `begun` and `status` as messages arrive, and `left` if the head
-    closes the connection."""
+    closes the connection. `is_misled`: what answers is another program."""
 
     def __init__(self, host: str, port: int, node_rank: int, nodes: int, timeout: float, secret: str) -> None:
         """Raises TimeoutError if the head cannot be reached within `timeout` seconds."""
@@ -160,6 +163,7 @@ class RendezvousClient:
         self.ready = False
         self.begun = False
         self.left = False
+        self.is_misled = False
         self._connection = _dial(host, port, timeout)
         hello = {"node_rank": node_rank, "nodes": nodes, "host": socket.gethostname()}
         prove: Callable[[str], str] = lambda challenge: proof(secret, challenge, hello)  # noqa: E731
@@ -188,18 +192,23 @@ class RendezvousClient:
     def _read(self, hello: dict[str, Any], prove: Callable[[str], str]) -> None:
         with self._connection.makefile("r", encoding="utf-8") as lines:
             try:
-                for line in lines:
+                while line := lines.readline(LONGEST_LINE):
                     message = json.loads(line)
+                    if not isinstance(message, dict):
+                        raise ValueError("not an object")
                     if "challenge" in message:
-                        _send(self._connection, hello | {"proof": prove(message["challenge"])})
+                        _send(self._connection, hello | {"proof": prove(str(message["challenge"]))})
                     self.admitted = self.admitted or "admitted" in message
                     self.ready = self.ready or "ready" in message
                     self.begun = self.begun or "begun" in message
                     self.refusal = message.get("refused", self.refusal)
                     self.status = message.get("status", self.status)
+            except (ValueError, RecursionError):  # not JSON, or not UTF-8
+                self.is_misled = True
             except OSError:  # the head's machine is lost
+                return
+            finally:
                 self.left = True
-        self.left = True
 
 
 def _dial(host: str, port: int, timeout: float) -> socket.socket:

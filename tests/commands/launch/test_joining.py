@@ -100,6 +100,63 @@ def test_silent_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     server.finish(0)
 
 
+def test_a_slow_stranger_has_one_limit_for_all_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte now and then would otherwise hold one of the places for unknown connections forever."""
+    monkeypatch.setattr(rendezvous, "PROOF_SECONDS", 0.5)
+    port = free_port()
+    server = RendezvousServer("127.0.0.1", port, 2, "secret")
+    began = time.monotonic()
+    with socket.create_connection(("127.0.0.1", port)) as stranger, pytest.raises(ConnectionError):
+        while time.monotonic() - began < 5:
+            stranger.sendall(b" ")
+            time.sleep(0.1)
+    server.finish(0)
+
+
+@pytest.mark.parametrize(
+    ("banner", "error", "words"),
+    [
+        (b"", TimeoutError, r"sends nothing, after 0\.5 s \(MEGARL_JOIN_TIMEOUT\)"),
+        (b"SSH-2.0-OpenSSH_9.6\r\n", ConnectionError, "sends other messages than node rank 0 does"),
+        (b"5\n", ConnectionError, "sends other messages"),
+        (b"\xff\xfe\n", ConnectionError, "sends other messages"),
+    ],
+)
+def test_another_program_at_the_heads_port_is_named(
+    banner: bytes, error: type[OSError], words: str, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        connections: list[socket.socket] = []
+
+        def serve() -> None:
+            connections.append(other.accept()[0])
+            connections[0].sendall(banner)
+
+        threading.Thread(target=serve, daemon=True).start()
+        place = topology(other.getsockname()[1] - 1, timeout=0.5)
+        with pytest.raises(error, match=f"{words}.*set MASTER_PORT"):
+            join(place, {"RAY_AUTH_TOKEN": "mine"}, JoinFile(tmp_path, place))
+        connections[0].close()
+
+
+def test_a_head_that_fails_leaves_no_secret_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+        monkeypatch.setenv(name, "restored after the test")
+    written: list[bool] = []
+
+    def fail(*_: object) -> None:
+        written.extend(path.exists() for path in tmp_path.iterdir())
+        raise OSError("no such address")
+
+    monkeypatch.setattr(multinode, "RendezvousServer", fail)
+    environ = {
+        "NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+        "MEGARL_JOIN_DIR": str(tmp_path),
+    }  # fmt: skip
+    assert multinode.main(["--", "true"], environ) == 1
+    assert written == [True] and not list(tmp_path.iterdir())
+
+
 def test_members_read_the_secret_from_a_file_of_their_user(tmp_path: Path) -> None:
     """The file of a killed run is refused, and replaced when the head has started."""
     port = free_port()
