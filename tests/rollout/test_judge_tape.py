@@ -86,7 +86,7 @@ def test_a_group_without_a_verdict_waits(tmp_path: Path) -> None:
 
 def test_a_collected_group_without_a_verdict_is_an_error(tmp_path: Path) -> None:
     """Another scorer failed on it in the recorded run, and succeeds in the replay."""
-    recorded(path := tmp_path / "judge.jsonl")
+    recorded(tmp_path / "judge.jsonl")
     plan = ReplayPlan(TapeSegment(0, 0, None, False, {}, [{"group": 3, "tokens": 5, "checksum": "a"}]), 1)
     verdicts = RunTape(tmp_path / "again", {"segment": 0}, tmp_path, plan).verdicts
     (tmp_path / "again").mkdir()

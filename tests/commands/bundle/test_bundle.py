@@ -156,6 +156,9 @@ def test_a_step_after_sigterm_is_packed_as_the_replay_advises(
     _, _, step = capsys.readouterr().out.splitlines()[1].rpartition(" ")
     assert step == "6" and bundle(recorded.run.path, tmp_path / "step.tar", int(step)) == 0
     assert unpack(tmp_path / "step.tar", tmp_path / "out").after == 2
+    unpacked = tmp_path / "out" / "recorded"
+    assert replay_or_bundle(unpacked, [], name=None, bundle=None, step=None, out=None) == 7
+    assert "start 1 of 1: steps 3 to 6" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("number", "step", "packs"), [(0, 4, True), (0, 2, False), (1, 2, True), (1, 4, False)])
