@@ -49,18 +49,22 @@ def choose(recorded: RunDirectory, step: int | None) -> BundledStep:
         raise ValueError(no_plan(recorded))
     failed = _failure(recorded, segments[-1])
     if failed is not None and step in (None, failed.step):
-        plan: ReplayPlan | None = ReplayPlan(failed.segment, failed.step)
-        choice = failed
+        choice, plan = failed, ReplayPlan(failed.segment, failed.step)
     else:
-        plans = history(segments)
         step = _last_step(recorded) if step is None else step
-        plan = next((plan for plan in plans if step in steps_of(recorded, plan)), None)
-        if plan is None:
-            raise ValueError(f"step {step} of {recorded.path} is not on its tape: {_steps_text(recorded, plans)}")
+        plan = _plan_of(recorded, history(segments), step)
         choice = BundledStep(plan.segment, step)
     if (problem := other_format([plan])) is not None:
         raise ValueError(f"{recorded.path}: {problem}. Pack it with that version of megarl")
     return choice
+
+
+def _plan_of(recorded: RunDirectory, plans: Sequence[ReplayPlan], step: int) -> ReplayPlan:
+    """Return the plan that repeats `step` with its metrics. Raises ValueError if there is none."""
+    for plan in plans:
+        if step in steps_of(recorded, plan):
+            return plan
+    raise ValueError(f"step {step} of {recorded.path} is not on its tape: {_steps_text(recorded, plans)}")
 
 
 def _failure(recorded: RunDirectory, last: TapeSegment) -> BundledStep | None:
