@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,16 @@ _FIXED = ("name", "runs_dir", "train.replay", "train.resume")  # settings of thi
 
 @dataclass(frozen=True)
 class Start:
-    """A start of the recorded run, and the last step that its replay takes. `resume`: its `train.resume`."""
+    """A start of the recorded run, and the last step that its replay takes. `resume`: its `train.resume`.
+
+    not_repeated: the steps of each later start, if this start saved a checkpoint at SIGTERM, where the replay ends.
+    """
 
     plan: ReplayPlan
     recipe: Path
     last_step: int
     resume: str
+    not_repeated: tuple[range, ...] = ()
 
     @property
     def steps(self) -> str:
@@ -46,7 +50,7 @@ def replay(run: Path, name: str | None, overrides: Sequence[str]) -> int:
     """Repeat `run` in a new directory beside it, one `megarl train` for each of its starts, and compare the metrics.
 
     name: of the new run, or its path; None: that of `run` with `-replay`. Returns the exit status: 1 if a metric differs or a
-    step is left out; the training's status if a training fails.
+    step of the repeated starts is missing; the training's status if a training fails.
     """
     with as_input_error():
         recorded = RunDirectory(os.path.abspath(run))
@@ -54,6 +58,8 @@ def replay(run: Path, name: str | None, overrides: Sequence[str]) -> int:
         check_overrides(overrides)
         _check_target(target)
         starts = starts_of(recorded, overrides)
+    for line in _not_repeated_lines(recorded, starts[-1]):
+        print(line)
     return run_starts(recorded, target, starts, overrides) or compare(recorded, target, starts)
 
 
@@ -98,22 +104,26 @@ def _check_target(target: RunDirectory) -> None:
 
 
 def starts_of(recorded: RunDirectory, overrides: Sequence[str]) -> list[Start]:
-    """Return the starts that repeat a recorded run. Raises ValueError if it cannot be repeated."""
+    """Return the starts that repeat a recorded run, up to a checkpoint that SIGTERM caused: a replay does not save there.
+
+    Raises ValueError if the run cannot be repeated.
+    """
     plans = history(segments_of(recorded.tape))
     if not plans:
-        remedy = "Runs with rollout.at_update finish, refresh or keep write a tape; runs with drain repeat without one: start them again"
+        remedy = (
+            "Runs with rollout.at_update finish, refresh or keep, or with rollout.admission continuous, write a tape; runs with "
+            "drain and wave repeat without one: start them again"
+        )
         raise ValueError(f"{no_plan(recorded)}. {remedy}")
     if (problem := other_format(plans)) is not None:
         raise ValueError(f"{recorded.path}: {problem}. Replay it with that version of megarl")
     starts: list[Start] = []
     saving: TrainConfig | None = None  # of the start before
-    for plan in plans:
+    for index, plan in enumerate(plans):
         after = plan.segment.after
         if saving is not None and not (is_due(after, saving.save_every) or after == saving.steps):
-            raise ValueError(
-                f"a start of {recorded.path} saved a checkpoint after step {after} when SIGTERM stopped it. A replay does not "
-                "save there, so it cannot repeat the starts that follow"
-            )
+            starts[-1] = replace(starts[-1], not_repeated=tuple(steps_of(recorded, later) for later in plans[index:]))
+            break
         file = recipe_file(recorded.tape, plan.segment.number)
         recipe = read_recipe(file, overrides).recipe  # the training checks it
         last_step = recipe.train.steps if plan.last_step is None else plan.last_step
@@ -122,6 +132,29 @@ def starts_of(recorded: RunDirectory, overrides: Sequence[str]) -> list[Start]:
         saving = recipe.train
         starts.append(Start(plan, file, last_step, resume))
     return starts
+
+
+def steps_of(recorded: RunDirectory, plan: ReplayPlan) -> range:
+    """Return the steps of a plan whose metrics it repeats."""
+    last_step = plan.last_step
+    if last_step is None:
+        last_step = read_recipe(recipe_file(recorded.tape, plan.segment.number)).recipe.train.steps
+    return range(plan.segment.after + 1, last_step + plan.logs_last)
+
+
+def _not_repeated_lines(recorded: RunDirectory, last: Start) -> Iterator[str]:
+    """Yield a notice about starts that the replay leaves out, and a command for each of them."""
+    steps = [step for span in last.not_repeated for step in span]
+    if not last.not_repeated:
+        return
+    what = spans_text(steps) if steps else f"the start after step {last.last_step}"
+    yield (
+        f"the replay ends after step {last.last_step} and does not repeat {what}: SIGTERM caused the checkpoint of step "
+        f"{last.last_step}, and a replay does not save there"
+    )
+    for span in filter(None, last.not_repeated):
+        text = spans_text(span)
+        yield f"  {text}: python -m megarl replay {shown(recorded.path)} --bundle step.tar --step {span[-1]}"
 
 
 def first_checkpoint(recorded: RunDirectory, segment: TapeSegment, resume: str) -> Path | None:
@@ -148,8 +181,8 @@ def first_checkpoint(recorded: RunDirectory, segment: TapeSegment, resume: str) 
 
 def _repeated_steps(starts: Sequence[Start]) -> range:
     """Return the range of steps in the metrics of the replay. Step 0 is the evaluation at the start, if the run has one."""
-    after = starts[0].plan.segment.after
-    return range(after + 1 if after else 0, starts[-1].last_step + 1)
+    after, last = starts[0].plan.segment.after, starts[-1]
+    return range(after + 1 if after else 0, last.last_step + last.plan.logs_last)
 
 
 def compare(recorded: RunDirectory, target: RunDirectory, starts: Sequence[Start]) -> int:
@@ -158,8 +191,12 @@ def compare(recorded: RunDirectory, target: RunDirectory, starts: Sequence[Start
     before = {int(line["step"]): line for line in read_metrics(recorded.metrics)}
     after = {int(line["step"]): line for line in read_metrics(target.metrics)}
     common = [step for step in after if step in before]
-    if left_out := [step for step in before if step not in steps and step not in after]:
-        print(f"not repeated, since the tape does not contain them: {spans_text(left_out)}")
+    left_out = [step for step in before if step not in steps and step not in after]
+    stopped = [step for step in left_out if starts[-1].not_repeated and step >= steps.stop]
+    if stopped:
+        print(f"not repeated, since SIGTERM caused the checkpoint before them: {spans_text(stopped)}")
+    if uncovered := [step for step in left_out if step not in stopped]:
+        print(f"not repeated, since the tape does not contain them: {spans_text(uncovered)}")
     if lost := [step for step in after if step not in before]:
         print(f"not compared, since the recorded run has no metrics of them: {spans_text(lost)}")
     missing = [step for step in before if step in steps and step not in after]

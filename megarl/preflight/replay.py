@@ -51,7 +51,7 @@ def replay_errors(recipe: Recipe) -> Iterator[RecipeError]:
     recorded = RunDirectory(recipe.train.replay)
     plans = history(segments_of(recorded.tape))
     if not plans:
-        remedy = "name the directory of a run with rollout.at_update=finish, refresh or keep"
+        remedy = "name the directory of a run with rollout.at_update=finish, refresh or keep, or with rollout.admission=continuous"
         yield _error(recipe.train.replay, no_plan(recorded), remedy)
         return
     if (problem := other_format(plans)) is not None:

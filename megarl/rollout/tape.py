@@ -175,7 +175,8 @@ class RunTape:
 
     def verdicts(self) -> Verdicts:
         """Open the file of the judge's verdicts."""
-        return Verdicts.of(self.of_engine("judge"))
+        records = () if self.plan is None else self.plan.segment.records
+        return Verdicts.of(self.of_engine("judge"), {record["group"] for record in records if "group" in record})
 
     def arrivals(self) -> Arrivals[Any]:
         """Open the controller's file."""

@@ -114,13 +114,40 @@ def test_each_start_is_a_training_beside_the_run(
     assert lines[3:] == ["7 lines of metrics are equal to the last bit (times, rates and memory left out)"]
 
 
-def test_a_checkpoint_that_sigterm_caused_is_refused(recorded: Recorded, commands: list[list[str]]) -> None:
+def test_a_replay_ends_at_a_checkpoint_that_sigterm_caused(
+    recorded: Recorded, commands: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run was killed, resumed after step 2, stopped by SIGTERM after step 3, killed after step 4, and extended to 6 steps."""
+    recorded.start({"version": 2}, steps=4)
+    recorded.start({"version": 3}, steps=4, after=2, resumed=0)
+    recorded.start(*ENDED, steps=4, after=3, resumed=1)
+    recorded.start(*ENDED, steps=6, after=4, resumed=2)
+    recorded.metrics(range(7))
+    REPEATED[:] = range(4)
+    assert replay(recorded.run.path, None, []) == 0
+    assert [settings[0] for settings in commands] == ["recipe-0.yaml", "recipe-1.yaml"]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("the replay ends after step 3 and does not repeat steps 4 to 6: SIGTERM caused")
+    assert [line.partition(": ")[0].strip() for line in lines[1:3]] == ["step 4", "steps 5 to 6"]
+    assert lines[1].endswith("--bundle step.tar --step 4") and lines[2].endswith("--bundle step.tar --step 6")
+    assert lines[-2:] == [
+        "not repeated, since SIGTERM caused the checkpoint before them: steps 4 to 6",
+        "4 lines of metrics are equal to the last bit (times, rates and memory left out)",
+    ]
+
+
+def test_a_start_that_only_wrote_metrics_after_sigterm_is_not_missing(
+    recorded: Recorded, commands: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The grace time ended after the checkpoint and before the metrics of step 3, which the next start wrote."""
     recorded.start({"version": 3}, steps=4)
-    recorded.start(*ENDED, steps=4, after=3, resumed=0)
-    recorded.metrics(range(5))
-    with pytest.raises(InputError, match=r"saved a checkpoint after step 3 when SIGTERM stopped it"):
-        replay(recorded.run.path, None, [])
-    assert not commands
+    recorded.start(steps=4, after=3, resumed=0, unlogged=True)
+    recorded.metrics(range(4))
+    REPEATED[:] = range(3)
+    assert replay(recorded.run.path, None, []) == 0
+    text = capsys.readouterr().out
+    assert "does not repeat the start after step 3" in text and "--bundle" not in text
+    assert "not repeated, since SIGTERM caused the checkpoint before them: step 3" in text
 
 
 def test_a_start_that_only_wrote_metrics_is_named(
@@ -194,7 +221,9 @@ def test_a_target_with_results_and_settings_of_the_command_are_refused(
 def test_a_run_without_a_tape_is_refused_with_the_reason(recorded: Recorded, tmp_path: Path) -> None:
     os.rmdir(recorded.run.tape)
     recorded.run.write_recipe(to_yaml(read_recipe(recorded.base, [*IN_FLIGHT, "rollout.data_parallel=2"]).recipe))
-    with pytest.raises(InputError, match=r"moved has no tape: engines of a group"):
+    with pytest.raises(
+        InputError, match=r"(?s)moved has no tape: engines of a group.*or with rollout.admission continuous"
+    ):
         replay(recorded.run.path, None, [])
 
 

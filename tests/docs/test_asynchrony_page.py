@@ -1,4 +1,4 @@
-"""docs/asynchrony.md: its settings exist, and its example loads."""
+"""docs/asynchrony.md and its reference: settings and files exist, and the example loads."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from megarl.recipe.schema import Recipe
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "asynchrony.md").read_text()
+REFERENCE = (ROOT / "docs" / "asynchrony_reference.md").read_text()
 
 
 def test_settings_and_files_exist() -> None:
@@ -23,7 +24,8 @@ def test_settings_and_files_exist() -> None:
     named = re.findall(r"`((?:rollout|algorithm|cluster|data|train|megatron)\.\w+)(?:: \w+)?`", PAGE)
     assert len(named) > 10
     assert not [key for key in named if f"`{key}`" not in keys and f"## {key}\n" not in keys]  # a setting, or a section
-    assert all((ROOT / path).exists() for path in re.findall(r"(?:recipes|tests)/[\w/]+\.(?:yaml|py)", PAGE))
+    files = re.findall(r"(?:recipes|tests)/[\w/]+\.(?:yaml|py)", PAGE + REFERENCE)
+    assert len(files) > 5 and all((ROOT / path).exists() for path in files)
 
 
 def test_values_exist() -> None:

@@ -14,7 +14,7 @@ from megarl.observe.run_dir import RunDirectory
 from megarl.preflight.engines_and_devices import demand_of
 from megarl.preflight.load import load_recipe
 from megarl.preflight.models import models_of
-from megarl.preflight.replay import open_tape, recipe_file, replay_errors, write_recipe
+from megarl.preflight.replay import cannot_replay, open_tape, recipe_file, replay_errors, write_recipe
 from megarl.preflight.run_directory import RunPlace
 from megarl.recipe.load import read_recipe, to_yaml
 from megarl.recipe.schema import Recipe
@@ -87,7 +87,14 @@ def test_a_missing_tape_is_refused(file: Path, tmp_path: Path, overrides: list[s
     recorded.path.mkdir(parents=True)
     if overrides is not None:
         recorded.write_recipe(to_yaml(read_recipe(file, overrides).recipe))
-    assert words in error_of(file, f"train.replay={recorded.path}", "name=again", *IN_FLIGHT)
+    text = error_of(file, f"train.replay={recorded.path}", "name=again", *IN_FLIGHT)
+    assert words in text and "or with rollout.admission=continuous" in text
+
+
+def test_a_run_with_drain_and_continuous_admission_has_a_tape(file: Path) -> None:
+    drain = [*IN_FLIGHT, "rollout.at_update=drain"]
+    assert cannot_replay(load_recipe(file, drain)) is not None
+    assert cannot_replay(load_recipe(file, [*drain, "rollout.admission=continuous"])) is None
 
 
 def test_a_tape_without_a_whole_step_is_refused(file: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from megarl.rollout.evaluate import FIRST_EVALUATION_GROUP
 from megarl.rollout.judge.server import Judgement
 from megarl.rollout.judge.service import with_judge
 from megarl.rollout.judge.tape import Verdicts
+from megarl.rollout.tape import ReplayPlan, RunTape, TapeSegment
 from megarl.types import GenerationRequest, InlineData, SampleFailure, Sampling
 from tests.rollout.test_judge import ROW, Later, group, recipe, vectors
 
@@ -81,6 +82,22 @@ def test_a_group_without_a_verdict_waits(tmp_path: Path) -> None:
     recorded(path := tmp_path / "judge.jsonl")
     service, engine = replaying(tmp_path / "again.jsonl", path)
     assert not score(service, engine, 3).done()
+
+
+def test_a_collected_group_without_a_verdict_is_an_error(tmp_path: Path) -> None:
+    """Another scorer failed on it in the recorded run, and succeeds in the replay."""
+    recorded(tmp_path / "judge.jsonl")
+    plan = ReplayPlan(TapeSegment(0, 0, None, False, {}, [{"group": 3, "tokens": 5, "checksum": "a"}]), 1)
+    verdicts = RunTape(tmp_path / "again", {"segment": 0}, tmp_path, plan).verdicts
+    (tmp_path / "again").mkdir()
+    engine = Later("engine0")
+    handles: Any = ([EngineHandle(engine)], [])  # type: ignore[arg-type]
+    (service,), _ = with_judge(recipe().judge, recipe().reward, *handles, print, verdicts())
+    result = score(service, engine, 3)
+    assert result.done()
+    with pytest.raises(ReplayError, match="group 3 has no recorded verdict of the judge"):
+        result.result(0)
+    assert not score(service, engine, 4).done(), "the recorded run did not collect group 4"
 
 
 def test_a_missing_segment_is_named(tmp_path: Path) -> None:

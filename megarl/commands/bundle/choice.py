@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.commands.bundle.contents import portable_error
+from megarl.commands.replay import steps_of
 from megarl.engines.tape import Record, update_event
 from megarl.observe.metrics import read_metrics
 from megarl.observe.run_dir import RunDirectory
-from megarl.preflight.replay import no_plan, recipe_file
-from megarl.recipe.load import read_recipe
+from megarl.preflight.replay import no_plan
 from megarl.rollout.tape import ReplayPlan, TapeSegment, history, other_format, segments_of
 
 
@@ -49,17 +49,22 @@ def choose(recorded: RunDirectory, step: int | None) -> BundledStep:
         raise ValueError(no_plan(recorded))
     failed = _failure(recorded, segments[-1])
     if failed is not None and step in (None, failed.step):
-        plans = [ReplayPlan(failed.segment, failed.step)]
-        choice: BundledStep | None = failed
+        choice, plan = failed, ReplayPlan(failed.segment, failed.step)
     else:
-        plans = history(segments)
         step = _last_step(recorded) if step is None else step
-        choice = next((BundledStep(plan.segment, step) for plan in plans if _contains(recorded, plan, step)), None)
-    if (problem := other_format(plans)) is not None:
+        plan = _plan_of(recorded, history(segments), step)
+        choice = BundledStep(plan.segment, step)
+    if (problem := other_format([plan])) is not None:
         raise ValueError(f"{recorded.path}: {problem}. Pack it with that version of megarl")
-    if choice is None:
-        raise ValueError(f"step {step} of {recorded.path} is not on its tape: {_steps_text(recorded, plans)}")
     return choice
+
+
+def _plan_of(recorded: RunDirectory, plans: Sequence[ReplayPlan], step: int) -> ReplayPlan:
+    """Return the plan that repeats `step` with its metrics. Raises ValueError if there is none."""
+    for plan in plans:
+        if step in steps_of(recorded, plan):
+            return plan
+    raise ValueError(f"step {step} of {recorded.path} is not on its tape: {_steps_text(recorded, plans)}")
 
 
 def _failure(recorded: RunDirectory, last: TapeSegment) -> BundledStep | None:
@@ -79,22 +84,6 @@ def _last_step(recorded: RunDirectory) -> int:
     return int(lines[-1]["step"])
 
 
-def _contains(recorded: RunDirectory, plan: ReplayPlan, step: int) -> bool:
-    """Return whether a plan repeats `step` with its metrics."""
-    last = _last_of(recorded, plan)
-    return plan.segment.after < step <= last and (plan.logs_last or step < last)
-
-
-def _last_of(recorded: RunDirectory, plan: ReplayPlan) -> int:
-    if plan.last_step is not None:
-        return plan.last_step
-    return read_recipe(recipe_file(recorded.tape, plan.segment.number)).recipe.train.steps
-
-
 def _steps_text(recorded: RunDirectory, plans: Sequence[ReplayPlan]) -> str:
-    spans = [
-        f"{plan.segment.after + 1} to {_last_of(recorded, plan) - (not plan.logs_last)}"
-        for plan in plans
-        if plan.segment.after < _last_of(recorded, plan) - (not plan.logs_last)
-    ]
+    spans = [f"{steps[0]} to {steps[-1]}" for plan in plans if (steps := steps_of(recorded, plan))]
     return f"it has the steps {', '.join(spans)}" if spans else "it has no whole step"

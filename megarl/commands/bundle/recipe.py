@@ -1,10 +1,12 @@
-"""The recipe in a bundle: its paths are relative to the bundle, and it contains no secret."""
+"""The recipe in a bundle: its paths are relative to the bundle, and it lacks the settings that usually contain secrets.
+
+Names and places of settings decide, not their values, so a secret elsewhere in the recipe is packed."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +15,30 @@ from megarl.recipe.environment import EnvironmentConfig
 from megarl.recipe.paths import with_paths
 from megarl.recipe.schema import Recipe
 
-_SECRET = re.compile(r"token$|secret|password|api_?key|credential", re.IGNORECASE)
+_SECRET = re.compile(
+    r"token$|secret|passw|passphrase|pwd|auth|credential|bearer|(api|access|private|ssh)[_-]?key", re.IGNORECASE
+)
+_URL = re.compile(r"([a-z][a-z0-9+.-]*://)(?:[^/?#]*@)?([^?#]*)", re.IGNORECASE)
+_SECTIONS = ("rollout", "judge", "teacher")  # with arguments of an engine
 
 
 def bundled_recipe(recipe: Recipe, names: Mapping[str, str]) -> tuple[Recipe, list[str]]:
     """Return the recipe of a bundle, and texts about what was left out. `names`: of files and folders, by their path.
 
-    Left out are the values of environment variables, arguments of engines with a secret's name (`hf_token`), trackers, and
-    settings of the recorded machines (`cluster.ray_address`, `weight_sync.directory`, `data.cache`).
+    Left out are the values of environment variables; arguments of engines with a secret's name (`hf_token`), at any depth;
+    arguments of the programs of MCP servers; name, password and query of URLs; trackers; and settings of the recorded machines
+    (`cluster.ray_address`, `weight_sync.directory`, `data.cache`). Other settings are packed as they are.
     """
     left_out = _left_out(recipe)
-    mcp = {name: dataclasses.replace(server, env={}) for name, server in recipe.agent.mcp.items()}
+    mcp = {
+        name: dataclasses.replace(server, env={}, command=server.command[:1], url=server.url and _bare(server.url))
+        for name, server in recipe.agent.mcp.items()
+    }
+    remote = dataclasses.replace(recipe.reward.remote, url=recipe.reward.remote.url and _bare(recipe.reward.remote.url))
     engine_args = {
-        section: dataclasses.replace(getattr(recipe, section), engine_args=_without_secrets(recipe, section))
-        for section in ("rollout", "judge", "teacher")
+        section: dataclasses.replace(part, engine_args=_without_secrets(part.engine_args))
+        for section in _SECTIONS
+        for part in [getattr(recipe, section)]
     }
     view = dataclasses.replace(
         recipe,
@@ -37,6 +49,7 @@ def bundled_recipe(recipe: Recipe, names: Mapping[str, str]) -> tuple[Recipe, li
         weight_sync=dataclasses.replace(recipe.weight_sync, directory=None),
         data=dataclasses.replace(recipe.data, cache=None),
         agent=dataclasses.replace(recipe.agent, mcp=mcp),
+        reward=dataclasses.replace(recipe.reward, remote=remote),
         observe=dataclasses.replace(recipe.observe, trackers=[], profile_steps=[]),
         **engine_args,
     )
@@ -53,21 +66,52 @@ def _left_out(recipe: Recipe) -> list[str]:
     environment = recipe.cluster.environment
     variables = sorted({*environment.all, *environment.trainers, *environment.engines})
     texts = [f"cluster.environment: {', '.join(variables)} (export the ones that change numbers)"] if variables else []
-    for section in ("rollout", "judge", "teacher"):
-        kept, arguments = _without_secrets(recipe, section), getattr(recipe, section).engine_args
-        texts += [f"{section}.engine_args.{name}: it may be a secret" for name in arguments if name not in kept]
-        texts += [f"{section}.engine_args.{name}: {path}" for name, path in kept.items() if _is_path(path)]
+    for section in _SECTIONS:
+        for name, value in _named_values(f"{section}.engine_args", getattr(recipe, section).engine_args):
+            if _SECRET.search(name.rpartition(".")[2]):
+                texts.append(f"{name}: it may be a secret")
+            elif isinstance(value, str) and _bare(value) != value:
+                texts.append(f"{name}: {_shown(value)}")
+            elif _is_path(value):
+                texts.append(f"{name}: {value}")
     for name, server in recipe.agent.mcp.items():
-        values = f" with {', '.join(server.env)}" if server.env else ""
-        texts.append(f"agent.mcp.{name}: {server.url or ' '.join(server.command)}{values}")
-    if recipe.reward.uses_remote:
-        texts.append(f"reward.remote.url: {recipe.reward.remote.url}")
+        program = f"{server.command[0]} without its arguments" if server.command[1:] else "".join(server.command)
+        values = f", with {', '.join(server.env)} in its environment" if server.env else ""
+        texts.append(f"agent.mcp.{name}: {_shown(server.url) if server.url else program}{values}")
+    if recipe.reward.uses_remote and recipe.reward.remote.url:
+        texts.append(f"reward.remote.url: {_shown(recipe.reward.remote.url)}")
     return texts
 
 
-def _without_secrets(recipe: Recipe, section: str) -> dict[str, Any]:
-    arguments = getattr(recipe, section).engine_args
-    return {name: value for name, value in arguments.items() if not _SECRET.search(name)}
+def _bare(text: str) -> str:
+    """Return a URL without user name, password, query and fragment; other texts unchanged."""
+    url = _URL.match(text)
+    return text if url is None else "".join(url.groups())
+
+
+def _shown(url: str) -> str:
+    return url if _bare(url) == url else f"{_bare(url)} without its name, password and query"
+
+
+def _without_secrets(value: Any) -> Any:
+    """Return an engine's arguments without those that have a secret's name, at any depth, and with bare URLs."""
+    if isinstance(value, dict):
+        return {name: _without_secrets(part) for name, part in value.items() if not _SECRET.search(str(name))}
+    if isinstance(value, list):
+        return [_without_secrets(part) for part in value]
+    return _bare(value) if isinstance(value, str) else value
+
+
+def _named_values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the values in nested settings with their names, such as `kv_config.url`; one with a secret's name as a whole."""
+    if isinstance(value, dict) and not _SECRET.search(name.rpartition(".")[2]):
+        for key, part in value.items():
+            yield from _named_values(f"{name}.{key}", part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from _named_values(name, part)
+    else:
+        yield name, value
 
 
 def _is_path(value: Any) -> bool:

@@ -62,7 +62,7 @@ def _check(members: Sequence[tarfile.TarInfo]) -> None:
     names = set()
     for member in members:
         path = PurePosixPath(member.name)
-        inside = member.name == DESCRIPTION or (path.parts[0] in (RECORDED, FILES, MODULES) and len(path.parts) > 1)
+        inside = member.name == DESCRIPTION or (len(path.parts) > 1 and path.parts[0] in (RECORDED, FILES, MODULES))
         if not inside or path.is_absolute() or ".." in path.parts or "\\" in member.name:
             raise ValueError(f"the name {member.name!r} is not one of a bundle's")
         if not member.isreg():

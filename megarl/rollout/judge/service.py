@@ -116,7 +116,8 @@ class RecordedJudge:
 
     def judge(self, group: Group, prompt: Prompt, data: DataRef, responses: DataRef) -> Future[tuple[Group, DataRef]]:
         """Add the recorded judge's term to the rewards of `group`. Without a record, the result never comes: a killed run had
-        not judged the group, and its replay ends before it needs it."""
+        not collected the group, and its replay ends before it needs it. Raises ReplayError for a group that it had collected.
+        """
         result: Future[tuple[Group, DataRef]] = Future()
         judgements = self.verdicts.next(group.number)
         if judgements is not None:

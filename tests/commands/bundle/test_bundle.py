@@ -22,7 +22,7 @@ from megarl.commands.bundle.unpack import unpack
 from megarl.errors import InputError
 from megarl.observe.run_dir import RunDirectory
 from megarl.recipe.load import read_recipe
-from megarl.rollout.tape import history, segments_of
+from megarl.rollout.tape import TAPE_FORMAT, history, segments_of
 from tests.commands.bundle.run import SECRET, RecordedRun
 
 FAILURE = "WorkerFailed: trainer 0 on node-7 (pid 812) failed; its output: {run}/logs/trainer-0.log"
@@ -147,6 +147,35 @@ def test_a_failed_step_is_repeated_up_to_its_failure(failed: RecordedRun, tmp_pa
     assert len(events) == 1 + 7, "the engine's records end where the run failed"
 
 
+def test_a_step_after_sigterm_is_packed_as_the_replay_advises(
+    recorded: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run saves no checkpoint in step 2 by its recipe, so SIGTERM caused it."""
+    monkeypatch.setattr(replaying, "run_child", lambda *_: 7)
+    assert replay_or_bundle(recorded.run.path, [], name=None, bundle=None, step=None, out=None) == 7
+    _, _, step = capsys.readouterr().out.splitlines()[1].rpartition(" ")
+    assert step == "6" and bundle(recorded.run.path, tmp_path / "step.tar", int(step)) == 0
+    assert unpack(tmp_path / "step.tar", tmp_path / "out").after == 2
+    unpacked = tmp_path / "out" / "recorded"
+    assert replay_or_bundle(unpacked, [], name=None, bundle=None, step=None, out=None) == 7
+    assert "start 1 of 1: steps 3 to 6" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("number", "step", "packs"), [(0, 4, True), (0, 2, False), (1, 2, True), (1, 4, False)])
+def test_only_the_format_of_the_chosen_start_counts(
+    recorded: RecordedRun, tmp_path: Path, number: int, step: int, packs: bool
+) -> None:
+    """The start `number` is of an earlier megarl."""
+    tape = recorded.run.tape / "controller.jsonl"
+    header = f'{{"segment":{number},'
+    tape.write_text(tape.read_text().replace(f'{header}"format":{TAPE_FORMAT},', header))
+    if packs:
+        assert bundle(recorded.run.path, tmp_path / "step.tar", step) == 0
+        return
+    with pytest.raises(InputError, match=rf"segment {number} of the tape has format 1.*Pack it with that version"):
+        bundle(recorded.run.path, tmp_path / "step.tar", step)
+
+
 @pytest.mark.parametrize(("step", "words"), [(7, "it has the steps 1 to 2, 3 to 6"), (60, "is not on its tape")])
 def test_a_step_that_the_tape_lacks_is_refused(recorded: RecordedRun, tmp_path: Path, step: int, words: str) -> None:
     with pytest.raises(InputError, match=words):
@@ -227,6 +256,8 @@ def member(name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> tarfil
         (member("files/link", tarfile.LNKTYPE, "/etc/passwd"), "is a link or a device"),
         (member("files/device", tarfile.CHRTYPE), "is a link or a device"),
         (member(DESCRIPTION), "twice"),
+        (member("."), "is not one of a bundle's"),
+        (member(""), "is not one of a bundle's"),
     ],
 )
 def test_unsafe_members_are_refused(tmp_path: Path, info: tarfile.TarInfo, words: str) -> None:
