@@ -19,7 +19,7 @@ from megarl.cluster.ray import service as ray_service  # noqa: E402 -- after the
 
 
 class Actor:
-    """A stand-in whose calls return their own names as references."""
+    """A stand-in; a call returns the method's name as its reference."""
 
     def __getattr__(self, method: str) -> Any:
         return SimpleNamespace(remote=lambda *args: method)
