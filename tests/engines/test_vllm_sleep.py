@@ -169,7 +169,7 @@ def test_base_weights_stay_on_the_host_if_only_adapters_are_updated(
     vllm.collective_rpc = lambda method, args=(): [None]
     session = {
         "host": "", "port": 0, "prefix": "", "senders": (), "receivers": (), "sharded": False, "transport": "auto",
-        "bucket_bytes": 1, "timeout": 1, "heartbeat_timeout": 8,
+        "bucket_bytes": 1, "timeout": 1, "heartbeat_timeout": 8, "secret": "",
     }  # fmt: skip
     for alpha, level in ((16.0, 1), (None, 2)):
         sleeper.wake()

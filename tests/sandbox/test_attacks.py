@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from megarl import sandbox
@@ -67,11 +68,16 @@ def around(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
 
 
 def process_namespaces() -> set[str]:
+    """Namespaces of all processes, without the sandboxes of test files that run at the same time as this one."""
     namespaces = set()
-    for process in Path("/proc").glob("[0-9]*/ns/pid"):
+    for process in psutil.process_iter():
         try:
-            namespaces.add(os.readlink(process))
-        except OSError:
+            others = [
+                parent for parent in process.parents() if parent.ppid() == os.getppid() and parent.pid != os.getpid()
+            ]
+            if not others:
+                namespaces.add(os.readlink(f"/proc/{process.pid}/ns/pid"))
+        except (OSError, psutil.Error):
             continue  # it is gone, or is not ours to see
     return namespaces
 
