@@ -36,7 +36,11 @@ if ! install "$lock.txt" 2> "$older/pip.txt"; then
   fi
   rm -f "$packages"/nvidia/cudnn/lib/libcudnn_*  # 0.5 GB to 1 GB of kernels that only a GPU loads
 fi
-if ! message=$("$older/bin/python" -c 'import vllm._C' 2>&1); then
+if message=$("$older/bin/python" -c 'import vllm._C' 2>&1); then
+  : # they can be loaded
+elif [ $? = 132 ]; then # 128 + SIGILL
+  stop "its kernels use instructions that this machine's processor does not have (illegal instruction)"
+else
   stop "its kernels cannot be loaded: $(tail -1 <<< "$message")"
 fi
 cat "$lock.txt" "$lock-cuda.txt" > "$older/installed.txt"
