@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -15,6 +15,8 @@ from safetensors.torch import save_file
 
 from megarl.atomic_files import atomic_directory, give_default_mode
 from megarl.hf.weights import CONVERSION
+
+T = TypeVar("T")
 
 _SHARD_BYTES = 4 * 2**30
 _SHOWN = 5  # names in an error
@@ -32,6 +34,22 @@ class ExportChange:
     def apply(self, names: Iterable[str]) -> list[str]:
         """Return the model's tensor names from the source's."""
         return list(dict.fromkeys([*(name for name in names if name not in self.removed), *self.added]))
+
+
+def without_gradients(items: Iterable[T]) -> Iterator[T]:
+    """Yield `items`, each computed without gradients, and leave the caller's gradient mode as it is.
+
+    A generator that is suspended within `torch.no_grad()` would disable gradients for its caller, and for good if two of them end
+    in the order in which they began.
+    """
+    iterator = iter(items)
+    while True:
+        with torch.no_grad():
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+        yield item
 
 
 def save_hf(

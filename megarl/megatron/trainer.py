@@ -101,12 +101,11 @@ class Trainer:
     def _exported(self, chunks: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
         seen = set()
         self.finish_param_gather()
-        with torch.no_grad():
-            for name, weight in self.model.bridge.export_weights(chunks):
-                # A tied embedding is on the first and the last pipeline stage, and is exported by both.
-                if name not in seen:
-                    seen.add(name)
-                    yield name, weight
+        for name, weight in export.without_gradients(self.model.bridge.export_weights(chunks)):
+            # A tied embedding is on the first and the last pipeline stage, and is exported by both.
+            if name not in seen:
+                seen.add(name)
+                yield name, weight
 
     def export_adapters(self, *, with_base: bool, check: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every adapter matrix under PEFT's names, on rank 0's host. Collective: exhaust it on every rank.
@@ -218,6 +217,7 @@ class Trainer:
 
         Returns the second result of `loss` per micro batch; None except on the last pipeline stage.
         """
+        assert torch.is_grad_enabled(), "without gradients an update would change nothing"
         for chunk in self.model.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
