@@ -10,7 +10,7 @@ from megarl.megatron.export import without_gradients
 
 
 def doubled() -> Iterator[torch.Tensor]:
-    """As mbridge's export: a generator that disables gradients by itself."""
+    """Disable gradients while suspended, like mbridge's export."""
     with torch.no_grad():
         for value in (1.0, 2.0):
             yield torch.full((1,), value, requires_grad=False) * torch.ones(1, requires_grad=True)

@@ -72,10 +72,10 @@ def process_namespaces() -> set[str]:
     namespaces = set()
     for process in psutil.process_iter():
         try:
-            others = [
+            of_other_files = [
                 parent for parent in process.parents() if parent.ppid() == os.getppid() and parent.pid != os.getpid()
             ]
-            if not others:
+            if not of_other_files:
                 namespaces.add(os.readlink(f"/proc/{process.pid}/ns/pid"))
         except (OSError, psutil.Error):
             continue  # it is gone, or is not ours to see

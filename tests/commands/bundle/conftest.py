@@ -15,8 +15,8 @@ from megarl.algorithms.catalogue import LOSSES
 def forgets_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(LOSSES, "_entries", dict(LOSSES._entries))
     yield
-    of_the_test = [
+    modules_of_test = [
         name for name, module in sys.modules.items() if str(getattr(module, "__file__", "")).startswith(f"{tmp_path}/")
     ]
-    for name in of_the_test:
+    for name in modules_of_test:
         del sys.modules[name]

@@ -16,7 +16,6 @@ import pytest
 from megarl.commands import replay as replaying
 from megarl.commands.bundle import pack as packing
 from megarl.commands.bundle.contents import DESCRIPTION, Description
-from megarl.commands.bundle.modules import local_files
 from megarl.commands.bundle.options import replay_or_bundle
 from megarl.commands.bundle.unpack import unpack
 from megarl.errors import InputError
@@ -376,30 +375,3 @@ def test_a_training_that_does_not_start_gives_its_status(
     monkeypatch.setattr(replaying, "run_child", lambda *_: 2)
     assert repeat(tmp_path / "step.tar", tmp_path / "out") == 2
     assert "step 5" not in capsys.readouterr().out.partition("start 1 of 1")[2].partition("\n")[2]
-
-
-def test_modules_are_found_without_importing_them(tmp_path: Path) -> None:
-    """An import would run the user's code while packing, and leave it in this process."""
-    (tmp_path / "package" / "deep").mkdir(parents=True)
-    for name, text in {
-        "package/__init__.py": "raise SystemExit",
-        "package/deep/__init__.py": "",
-        "package/deep/loss.py": "from .. import common\nfrom .parts import one\nimport numpy, package.other",
-        "package/deep/parts.py": "",
-        "package/common.py": "import package.deep.loss",
-        "package/other.py": "",
-        "package/unused.py": "",
-    }.items():
-        (tmp_path / name).write_text(text)
-    recipe = read_recipe(_empty(tmp_path), ["algorithm.modules=[package.deep.loss,json]"]).recipe
-    files, installed = local_files(recipe, [tmp_path])
-    assert sorted(files) == [
-        "package/__init__.py", "package/common.py", "package/deep/__init__.py", "package/deep/loss.py",
-        "package/deep/parts.py", "package/other.py",
-    ]  # fmt: skip
-    assert installed == ["json"]
-
-
-def _empty(folder: Path) -> Path:
-    (folder / "empty.yaml").write_text("{}")
-    return folder / "empty.yaml"
