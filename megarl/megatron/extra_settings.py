@@ -190,12 +190,14 @@ def fields_of_megatron() -> frozenset[str] | None:
     return None if annotations is None else frozenset(annotations)
 
 
-@cache
 def _annotations() -> Fields | None:
     """Return the annotation of each field of `_CLASSES`; None if Megatron is not installed."""
     place = _place()
-    if place is None:
-        return None
+    return None if place is None else _annotations_in(place)
+
+
+@cache
+def _annotations_in(place: Path) -> Fields:
     files = ((place / file, classes) for file, classes in _CLASSES.items())
     return {name: kind for file, classes in files for name, kind in fields_of(file, *classes).items()}
 

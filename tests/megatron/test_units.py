@@ -280,6 +280,14 @@ def test_names_in_extra_are_checked_against_megatrons_source() -> None:
         check_extra(recipe, DENSE, "critic.megatron")
 
 
+def test_a_megatron_that_was_not_found_is_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A remembered "not installed" would end the checks of names in this process without a word."""
+    with monkeypatch.context() as patch:
+        patch.setattr("megarl.megatron.extra_settings.importlib.util.find_spec", lambda _: None)
+        assert fields_of_megatron() is None
+    assert fields_of_megatron()
+
+
 @pytest.mark.parametrize(
     ("extra", "words"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -55,7 +56,8 @@ def test_without_vllm_the_route_is_unknown(monkeypatch: pytest.MonkeyPatch) -> N
     """The route of a run elsewhere is unknown, since vLLM there may allow sharded updates."""
     run_recipe = recipe(1000, 100, 300)
     counts = Counted([PipelineStage("actor", 0, 0, HELD, BEYOND, None)], [])
-    monkeypatch.setattr("megarl.commands.plan.explain.importlib.util.find_spec", lambda _: None)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else find(name))
     monkeypatch.setattr(build, "counted", lambda *_, **__: counts)
     monkeypatch.setattr(build, "engines", lambda *_: [])
     plan = build.make_plan(run_recipe, {"rollout": published.read("Qwen3-8B")}, None)
