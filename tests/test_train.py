@@ -6,6 +6,7 @@ import gc
 import json
 import math
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -115,6 +116,14 @@ class Saver:
         return {}
 
     def rescue(self, *, wait: bool) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def cheap_collections() -> Iterator[None]:
+    """Exempt objects of other tests from the collections of `Source`, which take a second each otherwise."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

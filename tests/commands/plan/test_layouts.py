@@ -15,6 +15,7 @@ from megarl.commands.plan.search.layouts import (
     TrainerLayout,
     apply_choice,
     choice_of,
+    divisors,
     engine_layouts,
     layouts,
     overrides,
@@ -178,3 +179,9 @@ def test_chunks_in_flight() -> None:
     assert [chunks_in_flight(recipe(4, pipeline_parallel=4).megatron, stage) for stage in (0, 3)] == [(4, 1), (1, 1)]
     interleaved = recipe(4, pipeline_parallel=4, virtual_pipeline=2)
     assert [chunks_in_flight(interleaved.megatron, stage) for stage in (0, 3)] == [(11, 2), (5, 2)]
+
+
+def test_divisors_of_a_number_beyond_any_cluster_take_no_time() -> None:
+    """A recipe with a typing error in cluster.trainers asks for them before its bound is reported."""
+    assert all(divisors(n) == tuple(d for d in range(1, n + 1) if n % d == 0) for n in range(1, 400))
+    assert len(divisors(10**9)) == 100

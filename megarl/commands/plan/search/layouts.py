@@ -5,6 +5,7 @@ No rule is repeated here: each layout passes the checks of a run.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -286,7 +287,8 @@ def _with_engines(recipe: Recipe, engines: EngineLayout) -> Recipe:
 
 @cache
 def divisors(number: int) -> tuple[int, ...]:
-    return tuple(divisor for divisor in range(1, number + 1) if number % divisor == 0)
+    low = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return tuple(sorted({*low, *(number // divisor for divisor in low)}))
 
 
 def _value(recipe: Recipe, key: str) -> Any:
