@@ -50,10 +50,14 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 @app.command(name="train")
 def train_command(recipe: RecipePath, overrides: Overrides = None, debug: Debug = False) -> None:
     """Train a model by the recipe; all output is in runs/<name>/."""
+    from megarl.commands.train_with_restarts import restarts_itself, train_with_restarts
     from megarl.preflight.load import load_recipe
     from megarl.train import train
 
-    train(load_recipe(recipe, overrides or []))
+    loaded = load_recipe(recipe, overrides or [])
+    if restarts_itself(loaded):
+        raise typer.Exit(train_with_restarts(loaded, recipe, overrides or [], debug=debug))
+    train(loaded)
 
 
 @app.command(name="eval")
