@@ -11,7 +11,7 @@ from types import ModuleType
 
 from megarl.assembly import Run, build_run, connected, prepare_run
 from megarl.checkpoint.next_commands import after_training, naming_checkpoint
-from megarl.checkpoint.restarts import reporting_end, restart_notices
+from megarl.checkpoint.restarts import restart_notices
 from megarl.checkpoint.run_checkpoints import is_due
 from megarl.cluster import is_controller, serve
 from megarl.errors import as_input_error
@@ -31,11 +31,6 @@ def train(recipe: Recipe) -> Path:
     if not is_controller(recipe.cluster):
         serve(recipe)
         return Path(recipe.runs_dir) / recipe.name
-    with reporting_end():
-        return _train(recipe)
-
-
-def _train(recipe: Recipe) -> Path:
     with as_input_error():
         setup = prepare_run(recipe)
         recipe, directory = setup.recipe, setup.place.directory

@@ -1,4 +1,4 @@
-"""What a training process tells the process that starts it again (`train.restarts`), and what it is told.
+"""Messages between a training process and the command that restarts it (`train.restarts`).
 
 `megarl train` starts the training as a child process (megarl/commands/train_with_restarts.py). The two share a file for the
 cause of an end, and a variable for the cause of the last restart.
@@ -22,7 +22,7 @@ AFTER = "MEGARL_RESTARTED_AFTER"  # cause of the restart; empty at the first sta
 
 @dataclass(frozen=True)
 class End:
-    """Why a training process ended. `process_failed`: a trainer, engine or other process died, hung or lost a connection."""
+    """Cause of the end of a training process. `process_failed`: a trainer, engine or other process died, hung or lost a connection."""
 
     cause: str
     process_failed: bool

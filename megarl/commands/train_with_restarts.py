@@ -18,6 +18,7 @@ from megarl.cluster.orphan_reaper import marked, sweep
 from megarl.commands.child import run_child
 from megarl.observe.run_dir import RunDirectory
 from megarl.recipe import Recipe
+from megarl.recipe.schema import TrainConfig
 
 _MARK = "MEGARL_RUN"  # in the environment of every process of the run on this machine
 _EXIT_SECONDS = 30.0  # time for the processes of an ended run to end by themselves
@@ -26,11 +27,11 @@ _STOPPED = (130, 143)
 TRAIN = (sys.executable, "-m", "megarl", "train")
 
 
-def restarts_itself(recipe: Recipe) -> bool:
-    """Return whether `megarl train` runs this recipe in a child process that it starts again."""
+def restarts_itself(train: TrainConfig) -> bool:
+    """Return whether `megarl train` runs a recipe with these settings in a child process that it starts again."""
     under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     is_child = REPORT in os.environ
-    return recipe.train.restarts > 0 and recipe.train.replay is None and not under_torchrun and not is_child
+    return train.restarts > 0 and train.replay is None and not under_torchrun and not is_child
 
 
 def train_with_restarts(
@@ -55,7 +56,7 @@ def train_with_restarts(
             print(failures.last_words, file=sys.stderr, flush=True)
             return end.status if end.status > 0 else 1
         step = failures.newest_step
-        place = "without a checkpoint of its own" if step is None else f"from step {step}"
+        place = "without a checkpoint" if step is None else f"from step {step}"
         wait = f", in {delay:.0f} s" if delay else ""
         print(f"restart {failures.in_a_row} of {failures.limit} {place}{wait}", file=sys.stderr, flush=True)
         time.sleep(delay)
@@ -119,7 +120,7 @@ def _wait_for_processes(alive: Callable[[], Sequence[int]]) -> None:
 
 
 def resuming(overrides: Sequence[str], resume: str, *, has_checkpoint: bool) -> list[str]:
-    """Return the overrides of a restart. `resume`: `train.resume`; a path stays until the run has a checkpoint of its own."""
+    """Return the overrides of a restart. `resume`: `train.resume`; a path is kept until the run has written a checkpoint."""
     if resume not in ("never", "auto") and not has_checkpoint:
         return [*overrides]
     return [*(each for each in overrides if not each.startswith("train.resume=")), "train.resume=auto"]

@@ -1,4 +1,4 @@
-"""`train.restarts`: which ends lead to another start, from where, after which time, and what the restarted run is told."""
+"""Restarts of a failed run (`train.restarts`): their causes, limits, delays, overrides and notices."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_failures_without_progress_end_the_run(tmp_path: Path, capsys: pytest.Ca
     status, overrides, _ = train(tmp_path, FAILS, {**FAILS, "steps": [3]}, FAILS, FAILS, {"exit": 0})
     assert status == 1 and len(overrides) == 4
     words = capsys.readouterr().err
-    assert "restart 1 of 2 without a checkpoint of its own" in words and "restart 1 of 2 from step 3" in words
+    assert "restart 1 of 2 without a checkpoint" in words and "restart 1 of 2 from step 3" in words
     assert (
         "3 failures without a new checkpoint in between (train.restarts=2)" in words and "trainer rank 1 died" in words
     )
@@ -119,7 +119,7 @@ def test_waits_double_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [failures.note("cause", 4) for _ in range(9)] == [0, 10, 20, 40, 80, 160, 300, 300, None]
     failures = Failures(2, 4)
     assert [failures.note("cause", step) for step in (4, 4, 5, 4, 3)] == [0, 10, 0, 10, None], (
-        "an older one is no progress"
+        "an older checkpoint does not count"
     )
 
 
@@ -157,13 +157,13 @@ def test_the_child_reports_its_end(
 
 def test_a_success_has_no_report_and_only_the_outermost_command_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = Recipe()
-    assert not restarts_itself(recipe)
+    assert not restarts_itself(recipe.train)
     recipe.train.restarts = 1
-    assert restarts_itself(recipe)
+    assert restarts_itself(recipe.train)
     assert "has no effect here" in restart_notices(recipe.train)[0]
     monkeypatch.setenv(REPORT, "/nowhere/end.json")
     monkeypatch.setenv(AFTER, "")
-    assert not restarts_itself(recipe) and not restart_notices(recipe.train)
+    assert not restarts_itself(recipe.train) and not restart_notices(recipe.train)
     with reporting_end():
         pass
     monkeypatch.setenv(AFTER, "a kill")
