@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.checkpoint.folder import checkpoint_step, list_checkpoints
-from megarl.checkpoint.restarts import AFTER, REPORT, End
+from megarl.checkpoint.restarts import AFTER, REPORT, End, reporting_end
 from megarl.cluster.failures import exit_cause
 from megarl.cluster.orphan_reaper import marked, sweep
 from megarl.commands.child import run_child
 from megarl.observe.run_dir import RunDirectory
+from megarl.preflight.load import load_recipe
 from megarl.recipe import Recipe
 from megarl.recipe.schema import TrainConfig
 
@@ -25,6 +26,18 @@ _EXIT_SECONDS = 30.0  # time for the processes of an ended run to end by themsel
 _FIRST_DELAY, _LONGEST_DELAY = 10.0, 300.0  # seconds before the second restart in a row; at most
 _STOPPED = (130, 143)
 TRAIN = (sys.executable, "-m", "megarl", "train")
+
+
+def train_command(path: Path, overrides: Sequence[str], *, debug: bool) -> int:
+    """Train here, or in a child process that is restarted if the recipe wants that. Returns the exit status."""
+    with reporting_end():
+        recipe = load_recipe(path, list(overrides))
+        if not restarts_itself(recipe.train):
+            from megarl.train import train  # the command that restarts a run does not need it
+
+            train(recipe)
+            return 0
+    return train_with_restarts(recipe, path, overrides, debug=debug)
 
 
 def restarts_itself(train: TrainConfig) -> bool:
