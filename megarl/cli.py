@@ -50,10 +50,9 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 @app.command(name="train")
 def train_command(recipe: RecipePath, overrides: Overrides = None, debug: Debug = False) -> None:
     """Train a model by the recipe; all output is in runs/<name>/."""
-    from megarl.preflight.load import load_recipe
-    from megarl.train import train
+    from megarl.commands.train_with_restarts import train_command as train
 
-    train(load_recipe(recipe, overrides or []))
+    raise typer.Exit(train(recipe, overrides or [], debug=debug))
 
 
 @app.command(name="eval")

@@ -75,6 +75,10 @@ class InputError(ValueError):
     """A file, data or an argument from the user that cannot be used. Raised before any process starts."""
 
 
+class ProcessFailure(RuntimeError):
+    """A process of the run died, hung, lost a connection or raised: `train.restarts` starts the run again."""
+
+
 def block(**lines: str | None) -> str:
     """Format `lines` (label -> text) as the block of an error message. Empty texts are left out."""
     return "".join(f"\n  {label:<6} {text}" for label, text in lines.items() if text)

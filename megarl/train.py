@@ -11,6 +11,7 @@ from types import ModuleType
 
 from megarl.assembly import Run, build_run, connected, prepare_run
 from megarl.checkpoint.next_commands import after_training, naming_checkpoint
+from megarl.checkpoint.restarts import restart_notices
 from megarl.checkpoint.run_checkpoints import is_due
 from megarl.cluster import is_controller, serve
 from megarl.errors import as_input_error
@@ -35,7 +36,7 @@ def train(recipe: Recipe) -> Path:
         recipe, directory = setup.recipe, setup.place.directory
         log = RunLog(recipe, directory, first_step=setup.place.first_step, total_steps=recipe.train.steps)
     with naming_checkpoint(recipe, directory), log:  # in this order: closing the log may fail on a full disk
-        for notice in [*setup.notices, *environment_notices(recipe, setup.platform)]:
+        for notice in [*restart_notices(recipe.train), *setup.notices, *environment_notices(recipe, setup.platform)]:
             log.notice(notice)
         with connected(recipe, setup.platform, demand_of(recipe)) as cluster:
             with log.phase("start"):

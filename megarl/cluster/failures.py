@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.cluster.base import host_name
+from megarl.errors import ProcessFailure
 from megarl.platform.kinds import KINDS
 from megarl.text import pluralize
 
@@ -105,7 +106,7 @@ class Failure:
         return text
 
 
-class ClusterError(RuntimeError):
+class ClusterError(ProcessFailure):
     """A process failed. `failure` holds the remote traceback."""
 
     def __init__(self, failure: Failure, note: str = "") -> None:

@@ -49,9 +49,9 @@ class OrphanReaper:
         self._process.wait()
 
 
-def marked(mark: str) -> list[int]:
-    """Process ids of this user that have `mark` in their environment, without this process."""
-    entry = f"{VARIABLE}={mark}".encode()
+def marked(mark: str, variable: str = VARIABLE) -> list[int]:
+    """Process ids of this user that have `variable`=`mark` in their environment, without this process."""
+    entry = f"{variable}={mark}".encode()
     pids = []
     for environ in Path("/proc").glob("[0-9]*/environ"):
         try:
@@ -63,10 +63,10 @@ def marked(mark: str) -> list[int]:
     return pids
 
 
-def sweep(mark: str, seconds: float = 5.0) -> None:
-    """Kill processes with `mark` until none is left: a process may start another during a pass."""
+def sweep(mark: str, seconds: float = 5.0, variable: str = VARIABLE) -> None:
+    """Kill processes with `variable`=`mark` until none is left: a process may start another during a pass."""
     deadline = time.monotonic() + seconds
-    while (pids := marked(mark)) and time.monotonic() < deadline:
+    while (pids := marked(mark, variable)) and time.monotonic() < deadline:
         for pid in pids:
             try:
                 os.kill(pid, signal.SIGKILL)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.engines.tape import TapeSpec
+from megarl.errors import ProcessFailure
 from megarl.platform.tracing import TraceOptions
 from megarl.recipe.derived.at_update import UpdateRule
 from megarl.types import Completion
@@ -14,7 +15,7 @@ from megarl.types import Completion
 OnFinished = Callable[[int, list[Completion]], None]  # group number, its completions in seed order
 
 
-class EngineDead(RuntimeError):
+class EngineDead(ProcessFailure):
     """The engine failed or was shut down, and serves no more calls. The message has the cause."""
 
 

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from megarl.cluster.key_value_store import serve_store
 from megarl.engines.base import GroupRank
+from megarl.errors import ProcessFailure
 
 # Effectively no timeout: engines wait for each other while weights load or transfer, and only the controller knows how
 # long that may take (rollout.start_timeout, weight_sync.timeout, rollout.timeout). A dead process is still noticed at once,
@@ -34,7 +35,7 @@ GRACE_SECONDS = 5.0
 _PORTS = range(20000, 32000)
 
 
-class GroupLost(RuntimeError):
+class GroupLost(ProcessFailure):
     """Another engine of the group is gone."""
 
 

@@ -246,6 +246,11 @@ class TrainConfig:
         "never",
         "`never`, `auto` (the newest complete checkpoint of the run's directory, if any; damaged ones are skipped with a notice) or a checkpoint's path. The layout may differ from the checkpoint's.",
     )
+    restarts: int = key(
+        0,
+        "Start the run again from its newest checkpoint after one of its processes, the controller included, has died, hung or lost a connection: at most this many times without a new checkpoint in between. The second restart in a row waits 10 s, each further one twice as long, up to 300 s. Errors of the controller, such as a full disk, end the run. Needs `train.save_every`; under torchrun use its --max-restarts. 0: the first failure ends the run.",
+        at_least=0,
+    )
     replay: Optional[str] = key(
         None,
         "Directory of a run to repeat. Requests, updates of the weights and batches follow that run's `tape/`, so a run with `rollout.at_update` finish, refresh or keep gives the same numbers again, to the last bit on a CPU in float32. `megarl replay` starts it. Not set: no replay.",

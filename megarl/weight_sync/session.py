@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+from megarl.errors import ProcessFailure
+
 SHARED_MEMORY_DIR = "/dev/shm"
 # Buckets that a holder keeps in memory at most. Full: it packs the next bucket while engines load the last. Sharded, on
 # every rank: it packs some buckets while engines load the others.
@@ -28,7 +30,7 @@ _SIGNATURE_BYTES = 64
 ABORT = "abort"  # key of the reason
 
 
-class WeightSyncError(RuntimeError):
+class WeightSyncError(ProcessFailure):
     """An update failed, and its session with it: open a new one. The message names the place and the cause."""
 
 

@@ -75,7 +75,7 @@ def make_cut(path: Path, overrides: Sequence[str], folder: Path, device: str, de
         cut.critic.model_path = str(model) if recipe.critic.model_path else recipe.critic.model_path
         like = recipe.critic
         cut.critic.megatron, cut.critic.trainers = fit_layout(like.megatron, like.trainers, for_critic)
-    cut.runs_dir, cut.name = str(folder / "runs"), "cut"
+    cut.runs_dir, cut.name, cut.train.restarts = str(folder / "runs"), "cut", 0
     cut.weight_sync = replace(
         recipe.weight_sync, directory=None if recipe.weight_sync.directory is None else str(folder / "x")
     )

@@ -83,6 +83,7 @@ def combination_errors(recipe: Recipe) -> Iterator[ValueError]:
     yield from sampling_errors(recipe.rollout)
     yield from overlong_errors(recipe)
     yield from evaluation_errors(recipe)
+    yield from restart_errors(recipe)
     yield from staleness_errors(recipe)
     yield from at_update_errors(recipe)
     yield from engine_group_errors(recipe.rollout)
@@ -261,6 +262,16 @@ def evaluation_errors(recipe: Recipe) -> Errors:
             problem = f"k = {k} is not between 1 and evaluation.samples = {evaluation.samples}"
             remedy = "raise evaluation.samples or drop this k"
             yield RecipeError("evaluation.ks", problem, remedy, value=list(evaluation.ks))
+
+
+def restart_errors(recipe: Recipe) -> Errors:
+    restarts = recipe.train.restarts
+    if restarts and recipe.train.save_every == 0:
+        problem = "a restart continues from the newest checkpoint, and train.save_every = 0 writes none"
+        yield RecipeError("train.restarts", problem, "set train.save_every, e.g. to 20", value=restarts)
+    if restarts and recipe.cluster.transport == "torchrun":
+        problem, remedy = "torchrun starts its processes again itself", "set it to 0, and torchrun --max-restarts"
+        yield RecipeError("train.restarts", problem, remedy, value=restarts)
 
 
 def _evaluates(evaluation: EvaluationConfig) -> bool:

@@ -1,0 +1,144 @@
+"""Train in a child process, and start it again from the newest checkpoint after a process of the run has died."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.checkpoint.folder import checkpoint_step, list_checkpoints
+from megarl.checkpoint.restarts import AFTER, REPORT, End, reporting_end
+from megarl.cluster.failures import exit_cause
+from megarl.cluster.orphan_reaper import marked, sweep
+from megarl.commands.child import run_child
+from megarl.observe.run_dir import RunDirectory
+from megarl.preflight.load import load_recipe
+from megarl.recipe import Recipe
+from megarl.recipe.schema import TrainConfig
+
+_MARK = "MEGARL_RUN"  # in the environment of every process of the run on this machine
+_EXIT_SECONDS = 30.0  # time for the processes of an ended run to end by themselves
+_FIRST_DELAY, _LONGEST_DELAY = 10.0, 300.0  # seconds before the second restart in a row; at most
+_STOPPED = (130, 143)
+TRAIN = (sys.executable, "-m", "megarl", "train")
+
+
+def train_command(path: Path, overrides: Sequence[str], *, debug: bool) -> int:
+    """Train here, or in a child process that is restarted if the recipe wants that. Returns the exit status."""
+    with reporting_end():
+        recipe = load_recipe(path, list(overrides))
+        if not restarts_itself(recipe.train):
+            from megarl.train import train  # the command that restarts a run does not need it
+
+            train(recipe)
+            return 0
+    return train_with_restarts(recipe, path, overrides, debug=debug)
+
+
+def restarts_itself(train: TrainConfig) -> bool:
+    """Return whether `megarl train` runs a recipe with these settings in a child process that it starts again."""
+    under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    is_child = REPORT in os.environ
+    return train.restarts > 0 and train.replay is None and not under_torchrun and not is_child
+
+
+def train_with_restarts(
+    recipe: Recipe, path: Path, overrides: Sequence[str], *, debug: bool, train: Sequence[str] = TRAIN
+) -> int:
+    """Train to the end and return the exit status of the last start.
+
+    `path`, `overrides`: the command line of `recipe`. `train`: the command that trains. Stops the child if this process is
+    interrupted (see `run_child`).
+    """
+    checkpoints = RunDirectory(Path(recipe.runs_dir) / recipe.name).checkpoints
+    failures = Failures(recipe.train.restarts, _newest_step(checkpoints))
+    command = [*train, str(path), *(["--debug"] if debug else [])]
+    resume, after = [*overrides], ""
+    while True:
+        end = _run([*command, *resume], after)
+        cause = failures.cause_of(end)
+        if cause is None:
+            return end.status
+        delay = failures.note(cause, _newest_step(checkpoints))
+        if delay is None:
+            print(failures.last_words, file=sys.stderr, flush=True)
+            return end.status if end.status > 0 else 1
+        step = failures.newest_step
+        place = "without a checkpoint" if step is None else f"from step {step}"
+        wait = f", in {delay:.0f} s" if delay else ""
+        print(f"restart {failures.in_a_row} of {failures.limit} {place}{wait}", file=sys.stderr, flush=True)
+        time.sleep(delay)
+        resume, after = resuming(overrides, recipe.train.resume, has_checkpoint=step is not None), cause.splitlines()[0]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A start that has ended: its exit status (negative: the number of a signal) and its report, if it wrote one."""
+
+    status: int
+    report: End | None
+
+
+class Failures:
+    """Counts failures without a new checkpoint in between. `limit`: `train.restarts`; `newest_step`: of the checkpoints."""
+
+    def __init__(self, limit: int, newest_step: int | None) -> None:
+        self.limit, self.newest_step, self.in_a_row, self._starts = limit, newest_step, 0, 0
+        self.last_words = ""  # after too many failures
+
+    def cause_of(self, end: Ended) -> str | None:
+        """Return why the run has to be started again; None if a restart cannot help: success, a stop, or another error."""
+        self._starts += 1
+        if end.status == 0 or end.status in _STOPPED:
+            return None
+        if end.report is None:
+            return f"the controller: {exit_cause(end.status)}"
+        # A restart may find fewer devices, or a cluster that is not back yet.
+        is_late = end.status == 2 and self._starts > 1
+        return end.report.cause if end.report.process_failed or is_late else None
+
+    def note(self, cause: str, newest_step: int | None) -> float | None:
+        """Count a failure. Returns the seconds to wait before the restart; None if there were too many."""
+        before, self.newest_step = self.newest_step, newest_step
+        progressed = newest_step is not None and (before is None or newest_step > before)
+        self.in_a_row = 1 if progressed else self.in_a_row + 1
+        if self.in_a_row > self.limit:
+            self.last_words = (
+                f"{self.in_a_row} failures without a new checkpoint in between (train.restarts={self.limit}): the run ends. "
+                f"Last cause: {cause.splitlines()[0]}"
+            )
+            return None
+        return 0.0 if self.in_a_row == 1 else min(_LONGEST_DELAY, _FIRST_DELAY * 2 ** (self.in_a_row - 2))
+
+
+def _run(command: Sequence[str], after: str) -> Ended:
+    mark = uuid.uuid4().hex
+    with tempfile.TemporaryDirectory(prefix="megarl-restarts-") as folder:
+        report = Path(folder) / "end.json"
+        status = run_child(command, {**os.environ, REPORT: str(report), AFTER: after, _MARK: mark})
+        _wait_for_processes(lambda: marked(mark, _MARK))
+        sweep(mark, variable=_MARK)
+        return Ended(status, End.read(report))
+
+
+def _wait_for_processes(alive: Callable[[], Sequence[int]]) -> None:
+    deadline = time.monotonic() + _EXIT_SECONDS
+    while alive() and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def resuming(overrides: Sequence[str], resume: str, *, has_checkpoint: bool) -> list[str]:
+    """Return the overrides of a restart. `resume`: `train.resume`; a path is kept until the run has written a checkpoint."""
+    if resume not in ("never", "auto") and not has_checkpoint:
+        return [*overrides]
+    return [*(each for each in overrides if not each.startswith("train.resume=")), "train.resume=auto"]
+
+
+def _newest_step(checkpoints: Path) -> int | None:
+    found = list_checkpoints(checkpoints)
+    return checkpoint_step(found[-1]) if found else None

@@ -1,0 +1,202 @@
+"""Restarts of a failed run (`train.restarts`): their causes, limits, delays, overrides and notices."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.checkpoint.restarts import AFTER, REPORT, End, reporting_end, restart_notices
+from megarl.cluster.failures import CallFailed, Failure, ProcessInfo, WorkerFailed
+from megarl.commands import train_with_restarts as module
+from megarl.commands.train_with_restarts import Ended, Failures, restarts_itself, resuming, train_with_restarts
+from megarl.errors import InputError
+from megarl.preflight.recipe.general import restart_errors
+from megarl.recipe import Recipe
+from megarl.weight_sync.session import WeightSyncError
+from tests.support.training_runs import lives
+
+DIED = End("WorkerFailed: trainer rank 1 died: killed\nits output", process_failed=True)
+WRONG = End("OSError: disk full", process_failed=False)
+# Stands for `megarl train`: notes its arguments, then does the next line of `plan`: checkpoints to write, report, exit.
+TRAIN = f"""
+import json, os, pathlib, signal, subprocess, sys
+folder = pathlib.Path(sys.argv[1])
+starts = folder / "starts.jsonl"
+number = len(starts.read_text().splitlines()) if starts.exists() else 0
+with starts.open("a") as file:
+    print(json.dumps([sys.argv[2:], os.environ["{AFTER}"]]), file=file)
+plan = json.loads((folder / "plan.json").read_text())[number]
+for step in plan.get("steps", []):
+    (folder / "runs" / "run" / "checkpoints" / f"step_{{step:06d}}").mkdir(parents=True)
+if "end" in plan:
+    pathlib.Path(os.environ["{REPORT}"]).write_text(json.dumps(plan["end"]))
+if plan.get("leaves"):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
+    (folder / "left").write_text(str(child.pid))
+if plan["exit"] < 0:
+    os.kill(os.getpid(), -plan["exit"])
+sys.exit(plan["exit"])
+"""
+FAILS = {"exit": 1, "end": {"cause": DIED.cause, "process_failed": True}}
+
+
+@pytest.fixture(autouse=True)
+def no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_FIRST_DELAY", 0.0)
+    monkeypatch.setattr(module, "_EXIT_SECONDS", 0.5)
+
+
+def train(
+    folder: Path, *plan: dict[str, object], restarts: int = 2, resume: str = "never"
+) -> tuple[int, list[list[str]], list[str]]:
+    """The exit status, the overrides of each start, and the cause that each was told."""
+    (folder / "plan.json").write_text(json.dumps(plan))
+    (folder / "train.py").write_text(TRAIN)
+    recipe = Recipe()
+    recipe.runs_dir, recipe.train.restarts, recipe.train.resume = str(folder / "runs"), restarts, resume
+    command = (sys.executable, str(folder / "train.py"), str(folder))
+    overrides = ["name=run", *([f"train.resume={resume}"] if resume != "never" else [])]
+    status = train_with_restarts(recipe, Path("recipe.yaml"), overrides, debug=False, train=command)
+    starts = [json.loads(line) for line in (folder / "starts.jsonl").read_text().splitlines()]
+    return status, [arguments[1:] for arguments, _ in starts], [after for _, after in starts]
+
+
+def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
+    status, overrides, causes = train(tmp_path, {**FAILS, "steps": [1, 2]}, {"exit": -signal.SIGKILL}, {"exit": 0})
+    assert status == 0
+    assert overrides == [["name=run"], *[["name=run", "train.resume=auto"]] * 2]
+    assert causes[:2] == ["", "WorkerFailed: trainer rank 1 died: killed"], "one line"
+    assert "the controller: its process was killed by signal 9 (SIGKILL)" in causes[2]
+
+
+def test_failures_without_progress_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second failure is the first without a checkpoint since the last: it and one more are allowed."""
+    status, overrides, _ = train(tmp_path, FAILS, {**FAILS, "steps": [3]}, FAILS, FAILS, {"exit": 0})
+    assert status == 1 and len(overrides) == 4
+    words = capsys.readouterr().err
+    assert "restart 1 of 2 without a checkpoint" in words and "restart 1 of 2 from step 3" in words
+    assert (
+        "3 failures without a new checkpoint in between (train.restarts=2)" in words and "trainer rank 1 died" in words
+    )
+
+
+@pytest.mark.parametrize("status", [2, 130, 143])
+def test_other_ends_are_final(tmp_path: Path, status: int) -> None:
+    end = {"cause": "RecipeError: no", "process_failed": False}
+    assert train(tmp_path, {"exit": status, "end": end}, {"exit": 0})[0] == status
+
+
+def test_an_error_of_the_controller_is_final(tmp_path: Path) -> None:
+    assert train(tmp_path, {"exit": 1, "end": {"cause": "OSError", "process_failed": False}})[0] == 1
+
+
+def test_processes_of_an_ended_start_are_gone_before_the_next(tmp_path: Path) -> None:
+    """They would still hold devices and ports."""
+    assert train(tmp_path, {**FAILS, "leaves": True}, {"exit": 0})[0] == 0
+    left = int((tmp_path / "left").read_text())
+    assert not psutil.pid_exists(left) or not lives(psutil.Process(left))
+
+
+def test_a_cluster_with_too_few_devices_after_a_failure_is_tried_again() -> None:
+    failures = Failures(3, None)
+    too_few = Ended(2, End("InputError: too few devices", process_failed=False))
+    assert failures.cause_of(too_few) is None, "of the first start: an error of the user"
+    assert failures.cause_of(too_few) == "InputError: too few devices"
+    assert failures.cause_of(Ended(1, DIED)) and failures.cause_of(Ended(1, WRONG)) is None
+
+
+def test_waits_double_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_FIRST_DELAY", 10.0)
+    failures = Failures(8, 4)
+    assert [failures.note("cause", 4) for _ in range(9)] == [0, 10, 20, 40, 80, 160, 300, 300, None]
+    failures = Failures(2, 4)
+    assert [failures.note("cause", step) for step in (4, 4, 5, 4, 3)] == [0, 10, 0, 10, None], (
+        "an older checkpoint does not count"
+    )
+
+
+def test_a_path_to_resume_from_stays_until_the_run_has_a_checkpoint() -> None:
+    given = ["a=1", "train.resume=old/step_000003"]
+    assert resuming(given, "old/step_000003", has_checkpoint=False) == given
+    assert resuming(given, "old/step_000003", has_checkpoint=True) == ["a=1", "train.resume=auto"]
+    assert resuming(["a=1"], "never", has_checkpoint=False) == ["a=1", "train.resume=auto"], "metrics may exist by then"
+
+
+def failed(cause: str, died: bool = False) -> Failure:
+    return Failure(ProcessInfo("trainer rank 0"), cause, died=died)
+
+
+@pytest.mark.parametrize(
+    ("error", "process_failed"),
+    [
+        (WorkerFailed(failed("its process was killed", died=True)), True),
+        (CallFailed(failed("EngineDead: core has died")), True),
+        (WeightSyncError("silent"), True),
+        (OSError("No space left on device"), False),
+        (InputError("no data"), False),
+        (KeyboardInterrupt(), False),
+    ],
+)
+def test_the_child_reports_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, process_failed: bool
+) -> None:
+    monkeypatch.setenv(REPORT, str(tmp_path / "end.json"))
+    with pytest.raises(type(error)), reporting_end():
+        raise error
+    end = End.read(tmp_path / "end.json")
+    assert end is not None and end.process_failed is process_failed and type(error).__name__ in end.cause
+
+
+def test_a_success_has_no_report_and_only_the_outermost_command_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = Recipe()
+    assert not restarts_itself(recipe.train)
+    recipe.train.restarts = 1
+    assert restarts_itself(recipe.train)
+    assert "has no effect here" in restart_notices(recipe.train)[0]
+    monkeypatch.setenv(REPORT, "/nowhere/end.json")
+    monkeypatch.setenv(AFTER, "")
+    assert not restarts_itself(recipe.train) and not restart_notices(recipe.train)
+    with reporting_end():
+        pass
+    monkeypatch.setenv(AFTER, "a kill")
+    assert restart_notices(recipe.train) == ["restarted from the newest checkpoint after: a kill"]
+
+
+def test_a_recipe_without_checkpoints_cannot_restart() -> None:
+    recipe = Recipe()
+    recipe.train.restarts, recipe.train.save_every = 3, 0
+    assert [error.key for error in restart_errors(recipe)] == ["train.restarts"]
+    recipe.train.save_every = 20
+    assert not list(restart_errors(recipe))
+    recipe.cluster.transport = "torchrun"
+    assert "max-restarts" in str(next(iter(restart_errors(recipe))))
+
+
+def test_ctrl_c_stops_the_child_and_starts_none(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        f"import pathlib, time\npathlib.Path({str(tmp_path)!r}, 'on').touch()\ntime.sleep(600)"
+    )
+    program = (
+        "from pathlib import Path; from megarl.recipe import Recipe; import sys\n"
+        "from megarl.commands.train_with_restarts import train_with_restarts\n"
+        f"r = Recipe(); r.train.restarts = 3; r.runs_dir = {str(tmp_path)!r}\n"
+        f"train_with_restarts(r, Path('x'), [], debug=False, train=(sys.executable, {str(tmp_path / 'train.py')!r}))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], env={**os.environ}, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "on").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    (child,) = psutil.Process(process.pid).children()
+    process.send_signal(signal.SIGINT)
+    _, words = process.communicate(timeout=30)
+    assert process.returncode != 0 and "restart 1 of" not in words
+    assert not lives(child)
