@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from megarl.algorithms.advantages import AdvantageSource
 from megarl.algorithms.catalogue import ADVANTAGES
 from megarl.algorithms.inputs import Outcomes
-from megarl.algorithms.moments import Whitening
 from megarl.algorithms.shaping import subtract_kl
 from megarl.assembly import Run
 from megarl.batching.flops import FORWARD
 from megarl.batching.plan import StepPlan, spread
+from megarl.checkpoint.run_checkpoints import is_due
 from megarl.observe.samples import sample_records
 from megarl.rollout.source import Batch
 from megarl.trainer.group import KLPenalty, VectorPart
@@ -58,7 +58,7 @@ def training_step(run: Run, batch: Batch, step: int) -> None:
         log_speed(run.log, "old_log_prob", "old_log_prob", plan.flops * FORWARD, run.actor.size, run.device_peak)
     if passes.reference:
         with run.log.phase("reference"):
-            run.actor.compute_reference_log_probs()
+            log_reference(run, run.actor.compute_reference_log_probs())
     outcomes, reward_kl = outcomes_with_kl_penalty(run, plan) if passes.kl_in_reward else (plan.outcomes, None)
     if passes.critic is CriticPass.AFTER_KL:
         advantages = critic_pass(run, batch, plan, step)
@@ -73,6 +73,19 @@ def training_step(run: Run, batch: Batch, step: int) -> None:
             kl = update["actor/kl"] if reward_kl is None else reward_kl
             run.kl_weight.adapt(kl, samples=len(plan.outcomes.rewards))
     log_batch(run, batch, plan, step)
+
+
+def log_reference(run: Run, step: int) -> None:
+    """Log the step whose weights the reference policy has, if it is refreshed."""
+    if step or run.recipe.algorithm.refresh_reference_every:
+        run.log.add({"actor/reference_step": float(step)})
+
+
+def refresh_reference_if_due(run: Run, step: int) -> None:
+    """Make the policy after `step` the reference policy, if the recipe says so."""
+    if is_due(step, run.recipe.algorithm.refresh_reference_every):
+        run.actor.refresh_reference(step)
+        run.log.notice(f"step {step}: the reference policy is now the policy of this step")
 
 
 def critic_pass(run: Run, batch: Batch, plan: StepPlan, step: int) -> list[list[VectorPart]]:
@@ -118,8 +131,8 @@ def load_advantages(
             assert from_critic is not None
             run.actor.load_advantages(from_critic)
         elif estimator.source is AdvantageSource.TOKENS:
-            moments = run.actor.estimate_token_advantages(run.kl_weight.value)
-            whitening = Whitening.by(moments) if algorithm.whiten_advantages else Whitening()
+            moments = run.actor.estimate_token_advantages(run.kl_weight.value, plan.outcomes)
+            whitening = estimator.whitening(moments, algorithm)
             run.actor.whiten_advantages(whitening)
             run.log.add(moments.metrics("critic/advantages", whitening))
         else:

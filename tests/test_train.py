@@ -49,6 +49,8 @@ class Workers:
         self._note(method, args)
         if method == "compute_kl":
             return [{0: 2.0, 1: 0.0}]
+        if method == "compute_reference_log_probs":
+            return [0]
         if method not in ("update_actor", "update_critic"):
             return [None]
         norm = next(self.norms, 1.0)

@@ -61,7 +61,7 @@ def plan_step(
     estimate = None if recipe.algorithm.kl_in_reward else estimator.function
     advantages = estimate(outcomes, recipe.algorithm) if estimate else np.zeros(len(samples))
     step_advantages = _step_advantages(estimator, outcomes, recipe.algorithm, samples)
-    scored = _ScoredSamples(samples, advantages, step_advantages)
+    scored = _ScoredSamples(samples, outcomes.groups, advantages, step_advantages)
     lengths, costs = _lengths_and_costs(samples, model_flops)
     packing = _Packing()
     firsts = np.cumsum([0] + [len(group.samples) for group in groups])
@@ -120,7 +120,7 @@ def plan_held_out(
     )
     shards = [Shard(samples=[], mini_batches=[], loss_tokens=[]) for _ in range(data_parallel)]
     tokens = np.array([sample.loss_tokens for sample in samples])
-    scored = _ScoredSamples(samples, np.zeros(len(samples)), [()] * len(samples))
+    scored = _ScoredSamples(samples, group_numbers(groups), np.zeros(len(samples)), [()] * len(samples))
     _add_mini_batch(shards, plan, loss_tokens, scored, range(len(samples)), tokens, weights)
     return shards
 
@@ -246,8 +246,13 @@ class _ScoredSamples:
     """The samples of a batch, with the advantages that need no forward pass."""
 
     samples: Sequence[Sample]
+    groups: np.ndarray  # [B]: number of each sample's group
     advantages: np.ndarray  # [B]
     step_advantages: Sequence[Steps]  # of each sample
+    places: np.ndarray = field(init=False)  # [B]: index of each sample's group within the batch
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "places", np.unique(self.groups, return_inverse=True)[1])
 
 
 def _add_mini_batch(
@@ -286,6 +291,7 @@ def _place(
             index=sample.index,
             length=sample.length,
             number=number,
+            group=int(scored.places[number]),
             reward=sample.outcome,
             advantage=float(scored.advantages[number]),
             loss_weight=float(weights[slot.sample]) if counts else 0.0,
