@@ -293,7 +293,8 @@ class PolicyTrainer(Trainer):
             assert self.reference is not None, "keep_reference() comes first"
             self.finish_param_gather()
             with self.reference.in_place():
-                return self._scores([dataclasses.replace(batch, routing=None) for batch in micro_batches], head)
+                free = [dataclasses.replace(batch, routing=None) for batch in micro_batches]
+                return self._scores(free, head, record=False)
         return self._scores(micro_batches, head, record=record)
 
     def log_probs_and_squares(

@@ -165,9 +165,8 @@ def load_reference(directory: Path, model: Model, reference: ReferencePolicy) ->
 
     Collective.
     """
-    step = int(
-        json.loads((directory / _STATE_FILE).read_text()).get("reference_step", 0)
-    )  # older checkpoints have none
+    saved = json.loads((directory / _STATE_FILE).read_text())
+    step = int(saved.get("reference_step", 0))  # checkpoints of earlier versions have none
     if not step:
         return
     reference.keep(step)  # with adapters, nothing has been allocated yet
