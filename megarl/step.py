@@ -11,11 +11,11 @@ from megarl.algorithms.shaping import subtract_kl
 from megarl.assembly import Run
 from megarl.batching.flops import FORWARD
 from megarl.batching.plan import StepPlan, spread
-from megarl.checkpoint.run_checkpoints import is_due
 from megarl.observe.samples import sample_records
 from megarl.rollout.source import Batch
 from megarl.trainer.group import KLPenalty, VectorPart
 from megarl.trainer.passes import CriticPass, StepPasses, passes_of
+from megarl.trainer.reference import log_reference
 from megarl.trainer.step_metrics import log_speed, log_update, staleness
 from megarl.types import Metrics
 
@@ -58,7 +58,7 @@ def training_step(run: Run, batch: Batch, step: int) -> None:
         log_speed(run.log, "old_log_prob", "old_log_prob", plan.flops * FORWARD, run.actor.size, run.device_peak)
     if passes.reference:
         with run.log.phase("reference"):
-            log_reference(run, run.actor.compute_reference_log_probs())
+            log_reference(run.log, run.recipe.algorithm, run.actor.compute_reference_log_probs())
     outcomes, reward_kl = outcomes_with_kl_penalty(run, plan) if passes.kl_in_reward else (plan.outcomes, None)
     if passes.critic is CriticPass.AFTER_KL:
         advantages = critic_pass(run, batch, plan, step)
@@ -73,19 +73,6 @@ def training_step(run: Run, batch: Batch, step: int) -> None:
             kl = update["actor/kl"] if reward_kl is None else reward_kl
             run.kl_weight.adapt(kl, samples=len(plan.outcomes.rewards))
     log_batch(run, batch, plan, step)
-
-
-def log_reference(run: Run, step: int) -> None:
-    """Log the step whose weights the reference policy has, if it is refreshed."""
-    if step or run.recipe.algorithm.refresh_reference_every:
-        run.log.add({"actor/reference_step": float(step)})
-
-
-def refresh_reference_if_due(run: Run, step: int) -> None:
-    """Make the policy after `step` the reference policy, if the recipe says so."""
-    if is_due(step, run.recipe.algorithm.refresh_reference_every):
-        run.actor.refresh_reference(step)
-        run.log.notice(f"step {step}: the reference policy is now the policy of this step")
 
 
 def critic_pass(run: Run, batch: Batch, plan: StepPlan, step: int) -> list[list[VectorPart]]:
