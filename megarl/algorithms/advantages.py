@@ -53,8 +53,8 @@ class AdvantageEstimator:
     """A registered estimator. `settings`: the fields of `AlgorithmConfig` that it reads.
 
     `function` returns an advantage per sample, `of_tokens` one per token (see token_advantages.py), `of_positions` one per
-    token from sums over its group; if all are None, a critic estimates advantages (see `source`). `of_steps` returns an advantage per step [S], which is added to the
-    advantages of the sample's tokens up to the step's end.
+    token from sums over its group; if all are None, a critic estimates advantages (see `source`). `of_steps` returns an
+    advantage per step [S], which is added to the advantages of the sample's tokens up to the step's end.
     """
 
     function: Estimator | None

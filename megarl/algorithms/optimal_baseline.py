@@ -6,7 +6,7 @@ slot for each position of the batch's first group, then of the second, ...
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,10 +40,15 @@ def position_slots(outcomes: TokenOutcomes, lengths: Sequence[int]) -> np.ndarra
     return np.concatenate(positions)
 
 
-def sums_by_position(outcomes: TokenOutcomes, terms: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
-    """Sum `terms` [K, T] of a micro batch's loss tokens by slot: [K, slots]. Sums of several micro batches add up."""
-    slots = position_slots(outcomes, lengths)
-    return np.stack([np.bincount(slots, row[outcomes.mask], minlength=sum(lengths)) for row in terms])
+def sums_by_position(parts: Iterable[tuple[TokenOutcomes, np.ndarray]], lengths: Sequence[int]) -> np.ndarray:
+    """Sum the terms [K, T] of the loss tokens of several micro batches by slot: [K, slots]. Sums of several ranks add up."""
+    sums = np.zeros((0, 0))
+    for outcomes, terms in parts:
+        sums = sums if sums.size else np.zeros((len(terms), sum(lengths)))
+        slots = position_slots(outcomes, lengths)
+        for of_slots, row in zip(sums, terms, strict=True):
+            np.add.at(of_slots, slots, row[outcomes.mask])
+    return sums
 
 
 def at_tokens(outcomes: TokenOutcomes, sums: np.ndarray, lengths: Sequence[int]) -> np.ndarray:

@@ -62,7 +62,10 @@ def sum_metrics(contributions: list[dict[str, torch.Tensor]], device: torch.devi
 
 
 def sum_over_data_parallel(numbers: np.ndarray) -> np.ndarray:
-    """Return the sum of an array over data-parallel ranks. Collective within the group, on the host."""
+    """Return the sum of an array over data-parallel ranks, which have the same shape. Collective within the group, on the
+    host."""
+    if not numbers.size:
+        return numbers
     total = torch.from_numpy(numbers.copy())
     dist.all_reduce(total, group=parallel_state.get_data_parallel_group_gloo())
     return total.numpy()

@@ -46,8 +46,8 @@ def advantages_by_position(
         )
         for part, sum_of_squares, batch in zip(outcomes, squares, batches, strict=True)
     ]
-    local = [sums_by_position(part, estimator.terms(part), group_lengths) for part in full]
-    sums = trainer.sum_over_data_parallel(np.sum(local, axis=0))
+    local = sums_by_position(((part, estimator.terms(part)) for part in full), group_lengths)
+    sums = trainer.sum_over_data_parallel(local)
     return [estimator.function(part, at_tokens(part, sums, group_lengths), settings) for part in full]
 
 

@@ -24,7 +24,8 @@ def estimate(parts: list[TokenOutcomes], lengths: list[int], tail: str = "return
     estimator = ADVANTAGES["optimal_token_baseline"].of_positions
     assert estimator is not None
     settings = AlgorithmConfig(advantage="optimal_token_baseline", tail_baseline=tail)  # type: ignore[arg-type]
-    sums = np.sum([sums_by_position(part, estimator.terms(part), lengths) for part in parts], axis=0)
+    ranks = [sums_by_position([(part, estimator.terms(part)) for part in parts[n::2]], lengths) for n in (0, 1)]
+    sums = ranks[0] + ranks[1] if len(parts) > 1 else ranks[0]
     return [estimator.function(part, at_tokens(part, sums, lengths), settings) for part in parts]
 
 
