@@ -176,7 +176,7 @@ class AlgorithmConfig:
     )
     refresh_reference_every: int = key(
         0,
-        "Make the current policy the reference policy after every so many steps. Checkpoints then contain the reference policy. 0: never.",
+        "Interval in steps: after each, the current policy becomes the reference policy, which checkpoints then contain. 0: never.",
         at_least=0,
     )
     kl_coef: float = key(0.0, "Weight of the KL to the reference policy. 0: no KL.", at_least=0)

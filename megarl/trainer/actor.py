@@ -141,7 +141,7 @@ class ActorWorker(Worker):
 
     @traced("reference")
     def compute_reference_log_probs(self) -> int:
-        """Compute the reference policy's log-probs. Returns the step whose weights it has; 0: before training."""
+        """Compute the reference policy's log-probs. Returns the step of its weights; 0: before training."""
         flat = [batch for mini_batch in self.batches for batch in mini_batch]
         results = self.trainer.log_probs(flat, temperature=self.temperature, reference=True)
         for batch, (log_probs, _) in zip(flat, results or [], strict=results is not None):

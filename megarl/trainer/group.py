@@ -181,7 +181,7 @@ class ActorGroup(TrainerGroup):
         return total_mismatch(self._call(ActorWorker.measured_mismatch)).metrics(version)
 
     def compute_reference_log_probs(self) -> int:
-        """Compute the reference policy's log-probs. Returns the step whose weights it has; 0: before training."""
+        """Compute the reference policy's log-probs. Returns the step of its weights; 0: before training."""
         return self._call(ActorWorker.compute_reference_log_probs)[0]
 
     def refresh_reference(self, step: int) -> None:

@@ -9,7 +9,7 @@ from megarl.trainer.group import ActorGroup
 
 
 def log_reference(log: RunLog, algorithm: AlgorithmConfig, step: int) -> None:
-    """Log the step whose weights the reference policy has, unless it never changes."""
+    """Log the step of the reference policy's weights, unless they never change."""
     if step or algorithm.refresh_reference_every:
         log.add({"actor/reference_step": float(step)})
 

@@ -20,7 +20,7 @@ TAILS = ("return", "zero")
 
 
 def estimate(parts: list[TokenOutcomes], lengths: list[int], tail: str = "return") -> list[np.ndarray]:
-    """Advantages of micro batches whose sums add up, as over ranks."""
+    """Advantages of micro batches on two ranks, which add up their sums."""
     estimator = ADVANTAGES["optimal_token_baseline"].of_positions
     assert estimator is not None
     settings = AlgorithmConfig(advantage="optimal_token_baseline", tail_baseline=tail)  # type: ignore[arg-type]

@@ -74,7 +74,7 @@ def computed(recipe: Recipe, data_parallel: int) -> dict[int, list[float]]:
 
 
 def estimated(recipe: Recipe, shard: Any, exchange: Any, lengths: list[int]) -> Any:
-    """An actor whose model is left out: log-probs and squares follow from the sample's number and the position."""
+    """An actor without a model: log-probs and squares follow from the sample's number and the position."""
     actor: Any = object.__new__(ActorWorker)
     actor.recipe, actor.platform, actor.token_kl = recipe, SimpleNamespace(device=lambda: "cpu"), {}
     coordinates = SimpleNamespace(reports=True, is_last_stage=True)
