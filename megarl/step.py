@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from megarl.algorithms.advantages import AdvantageSource
 from megarl.algorithms.catalogue import ADVANTAGES
 from megarl.algorithms.inputs import Outcomes
-from megarl.algorithms.moments import Whitening
 from megarl.algorithms.shaping import subtract_kl
 from megarl.assembly import Run
 from megarl.batching.flops import FORWARD
@@ -16,6 +15,7 @@ from megarl.observe.samples import sample_records
 from megarl.rollout.source import Batch
 from megarl.trainer.group import KLPenalty, VectorPart
 from megarl.trainer.passes import CriticPass, StepPasses, passes_of
+from megarl.trainer.reference import log_reference
 from megarl.trainer.step_metrics import log_speed, log_update, staleness
 from megarl.types import Metrics
 
@@ -58,7 +58,7 @@ def training_step(run: Run, batch: Batch, step: int) -> None:
         log_speed(run.log, "old_log_prob", "old_log_prob", plan.flops * FORWARD, run.actor.size, run.device_peak)
     if passes.reference:
         with run.log.phase("reference"):
-            run.actor.compute_reference_log_probs()
+            log_reference(run.log, run.recipe.algorithm, run.actor.compute_reference_log_probs())
     outcomes, reward_kl = outcomes_with_kl_penalty(run, plan) if passes.kl_in_reward else (plan.outcomes, None)
     if passes.critic is CriticPass.AFTER_KL:
         advantages = critic_pass(run, batch, plan, step)
@@ -118,8 +118,8 @@ def load_advantages(
             assert from_critic is not None
             run.actor.load_advantages(from_critic)
         elif estimator.source is AdvantageSource.TOKENS:
-            moments = run.actor.estimate_token_advantages(run.kl_weight.value)
-            whitening = Whitening.by(moments) if algorithm.whiten_advantages else Whitening()
+            moments = run.actor.estimate_token_advantages(run.kl_weight.value, plan.outcomes)
+            whitening = estimator.whitening(moments, algorithm)
             run.actor.whiten_advantages(whitening)
             run.log.add(moments.metrics("critic/advantages", whitening))
         else:

@@ -20,6 +20,7 @@ from megarl.preflight.engines_and_devices import demand_of
 from megarl.preflight.environment import environment_notices
 from megarl.recipe import Recipe
 from megarl.step import train_on_next_batch
+from megarl.trainer.reference import refresh_reference_if_due
 
 
 def train(recipe: Recipe) -> Path:
@@ -68,6 +69,7 @@ def run_steps(run: Run, resume_from: Path | None = None) -> None:
             run.source.admit(step - 1)
             run.checkpoints.poll()
             train_on_next_batch(run, step)
+            refresh_reference_if_due(run.actor, run.log, run.recipe.algorithm, step)
             run.checkpoints.save_if_due(step)
             if run.is_cut_off(step):
                 break

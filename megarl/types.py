@@ -291,6 +291,7 @@ class ShardSample:
     index: int
     length: int
     number: int = 0  # index within the batch: identifies the sample in shards of different layouts
+    group: int = 0  # index of its group within the batch
     reward: float = 0.0  # reward of its last token: the outcome, without `steps`
     advantage: float = 0.0
     loss_weight: float = 0.0

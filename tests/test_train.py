@@ -25,7 +25,7 @@ from megarl.rollout.source import Batch
 from megarl.step import training_step
 from megarl.train import run_steps
 from megarl.trainer.group import ActorGroup, CriticGroup
-from megarl.types import Group, InlineData, Sample, SampleTokens, Shard, fetch
+from megarl.types import Group, InlineData, Metrics, Sample, SampleTokens, Shard, fetch
 from megarl.weight_sync.handover import Handover
 
 
@@ -50,6 +50,8 @@ class Workers:
         self._note(method, args)
         if method == "compute_kl":
             return [{0: 2.0, 1: 0.0}]
+        if method == "compute_reference_log_probs":
+            return [0]
         if method not in ("update_actor", "update_critic"):
             return [None]
         norm = next(self.norms, 1.0)
@@ -278,6 +280,31 @@ def test_a_kl_loss_needs_the_reference_and_keeps_the_advantages(recipe: Recipe, 
         "actor.compute_old_log_probs", "actor.compute_reference_log_probs", "actor.update_actor"
     ]  # fmt: skip
     assert calls[-1][1:] == (0.5, None)
+
+
+def test_the_reference_is_refreshed_before_the_checkpoint_of_its_step(
+    recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that is resumed from that checkpoint would otherwise continue with the reference before."""
+    recipe.algorithm.kl_coef, recipe.algorithm.refresh_reference_every, recipe.train.steps = 0.5, 2, 5
+    calls = list[tuple[Any, ...]]()
+    with RunLog(recipe, tmp_path, 1, 5) as log:
+        run = build(recipe, tmp_path, log, [1.0], calls=calls)
+        save = run.checkpoints.saver.save
+
+        def record(step: int, state: dict[str, Any]) -> Metrics:
+            calls.append(("save", step))
+            return save(step, state)
+
+        run.checkpoints.saver.save = record  # type: ignore[method-assign]
+        run_steps(run)
+    order = [call for call in calls if call[0] in ("save", "actor.refresh_reference")]
+    refresh = "actor.refresh_reference"
+    assert order == [("save", 1), (refresh, 2), ("save", 2), ("save", 3), (refresh, 4), ("save", 4), ("save", 5)]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["actor/reference_step"] for line in lines] == [0.0] * 5, "as the trainers report it"
+    notices = [line for line in capsys.readouterr().out.splitlines() if "the reference policy is now" in line]
+    assert len(notices) == 2 and "step 2:" in notices[0] and "step 4:" in notices[1]
 
 
 def test_a_kl_in_the_reward_is_subtracted_before_advantages(recipe: Recipe, tmp_path: Path) -> None:

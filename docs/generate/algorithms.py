@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from megarl.algorithms.advantages import AdvantageEstimator
 from megarl.algorithms.catalogue import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, LOSSES
 from megarl.algorithms.returns import gae
 
@@ -22,13 +23,17 @@ def tables() -> dict[str, str]:
     return {
         "recipes": _recipes(),
         "advantages": _table(
-            (name, ADVANTAGES[name].function or ADVANTAGES[name].of_tokens or gae, ADVANTAGES[name].settings)
-            for name in ADVANTAGES.names()
+            (name, _estimate(ADVANTAGES[name]), ADVANTAGES[name].settings) for name in ADVANTAGES.names()
         ),
         "losses": _table((name, LOSSES[name].function, _loss_settings(name)) for name in LOSSES.names()),
         "aggregations": _table((name, AGGREGATIONS[name], ()) for name in AGGREGATIONS.names()),
         "kl": _table((name, KL_ESTIMATORS[name], ()) for name in KL_ESTIMATORS.names()),
     }
+
+
+def _estimate(estimator: AdvantageEstimator) -> Callable[..., Any]:
+    by_position = estimator.of_positions.function if estimator.of_positions else gae
+    return estimator.function or estimator.of_tokens or by_position
 
 
 def document(page: str) -> str:
@@ -47,6 +52,7 @@ def proven_in(name: str) -> str:
         exceptions = {
             "gae": "algorithms/test_values.py",
             "grpo_process": "algorithms/test_process_rewards.py",
+            "optimal_token_baseline": "algorithms/test_optimal_baseline.py",
             "on_policy_distillation": "rollout/test_distillation.py",
         }
         return exceptions.get(name, "algorithms/test_advantages.py")

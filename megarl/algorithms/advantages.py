@@ -28,6 +28,18 @@ Estimator = Callable[[Outcomes, "AlgorithmConfig"], np.ndarray]
 TokenEstimator = Callable[[TokenOutcomes, "AlgorithmConfig"], np.ndarray]
 
 
+@dataclass(frozen=True)
+class PositionEstimator:
+    """An estimator that compares a token with its group's tokens at the same position, the k-th loss token of each sample.
+
+    `terms` returns numbers of each token [K, T], 0 for excluded tokens. They are summed over the group at each position, over
+    all ranks. `function` receives the outcomes and the sums at each token's position [K, T], and returns advantages [T].
+    """
+
+    function: Callable[[TokenOutcomes, np.ndarray, AlgorithmConfig], np.ndarray]
+    terms: Callable[[TokenOutcomes], np.ndarray]
+
+
 class AdvantageSource(Enum):
     """The processes that estimate advantages, and the unit of an estimate."""
 
@@ -40,14 +52,15 @@ class AdvantageSource(Enum):
 class AdvantageEstimator:
     """A registered estimator. `settings`: the fields of `AlgorithmConfig` that it reads.
 
-    `function` returns an advantage per sample, `of_tokens` one per token (see token_advantages.py); if both are None, a
-    critic estimates advantages (see `source`). `of_steps` returns an advantage per step [S], which is added to the
-    advantages of the sample's tokens up to the step's end.
+    `function` returns an advantage per sample, `of_tokens` one per token (see token_advantages.py), `of_positions` one per
+    token from sums over its group; if all are None, a critic estimates advantages (see `source`). `of_steps` returns an
+    advantage per step [S], which is added to the advantages of the sample's tokens up to the step's end.
     """
 
     function: Estimator | None
     settings: tuple[str, ...]
     of_tokens: TokenEstimator | None = None
+    of_positions: PositionEstimator | None = None
     of_steps: Estimator | None = None
     needs_greedy: bool = False  # each prompt also gets a greedy sample, scored as a baseline
     needs_siblings: bool = False  # a group of one always has advantage 0
@@ -55,13 +68,20 @@ class AdvantageEstimator:
     needs_kl_in_reward: bool = False
 
     def __post_init__(self) -> None:
-        assert self.function is None or self.of_tokens is None, "an estimator has one source"
+        functions = (self.function, self.of_tokens, self.of_positions)
+        assert functions.count(None) >= 2, "an estimator has one source"
 
     @property
     def source(self) -> AdvantageSource:
         if self.function is not None:
             return AdvantageSource.SAMPLES
-        return AdvantageSource.CRITIC if self.of_tokens is None else AdvantageSource.TOKENS
+        of_tokens = self.of_tokens is not None or self.of_positions is not None
+        return AdvantageSource.TOKENS if of_tokens else AdvantageSource.CRITIC
+
+    def whitening(self, moments: Moments, settings: AlgorithmConfig) -> Whitening:
+        """Return the whitening of the advantages of tokens with `moments`; the identity without `whiten_advantages`."""
+        whitens = "whiten_advantages" in self.settings and settings.whiten_advantages
+        return Whitening.by(moments) if whitens else Whitening()
 
 
 ADVANTAGES: Registry[AdvantageEstimator] = Registry("advantage estimator")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megarl.algorithms import process_advantages, token_advantages  # noqa: F401 - they register
+from megarl.algorithms import optimal_baseline, process_advantages, token_advantages  # noqa: F401 - they register
 from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.algorithms.kl import KL_ESTIMATORS

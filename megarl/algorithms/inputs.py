@@ -39,6 +39,11 @@ class TokenOutcomes:
     lengths: Sequence[int]  # [B]: they sum to T
     step_rewards: np.ndarray | None = None  # float64 [T]: at the token that ends each step; None: no sample has steps
     penalties: np.ndarray | None = None  # float64 [T]: -weight x KL, added to rewards; None: no KL in the reward
+    groups: np.ndarray | None = None  # int64 [B]: index of each sample's group within the batch
+    # For estimators with `of_positions`: the policy before the step's updates.
+    log_probs: np.ndarray | None = None  # float64 [T]
+    squares: np.ndarray | None = None  # float64 [T]: sum of squared probabilities over the vocabulary
+    weights: np.ndarray | None = None  # float64 [T]: correction weights in the loss, 0 for rejected tokens; None: all 1
 
     @property
     def token_rewards(self) -> np.ndarray | None:

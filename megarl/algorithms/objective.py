@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megarl.algorithms.catalogue import KL_ESTIMATORS, LOSSES
+from megarl.algorithms.catalogue import ADVANTAGES, KL_ESTIMATORS, LOSSES
 from megarl.algorithms.correction import accepted_tokens, corrections, corrects, rejects
 from megarl.algorithms.inputs import LossInputs
 from megarl.algorithms.kl import limited, mse
@@ -18,8 +18,13 @@ if TYPE_CHECKING:
 
 def runs_old_log_prob_pass(settings: AlgorithmConfig) -> bool:
     """Return whether a forward pass before the updates computes the proximal policy's log-probs."""
-    needed = LOSSES[settings.loss].needs_old_log_probs or settings.kl_in_reward
-    return needed and settings.old_log_probs == "computed"
+    return reads_old_log_probs(settings) and settings.old_log_probs == "computed"
+
+
+def reads_old_log_probs(settings: AlgorithmConfig) -> bool:
+    """Return whether loss, KL or advantages read the proximal policy's log-probs."""
+    reads = LOSSES[settings.loss].needs_old_log_probs or settings.kl_in_reward
+    return reads or ADVANTAGES[settings.advantage].of_positions is not None
 
 
 def needs_reference(settings: AlgorithmConfig) -> bool:

@@ -61,7 +61,7 @@ def plan_step(
     estimate = None if recipe.algorithm.kl_in_reward else estimator.function
     advantages = estimate(outcomes, recipe.algorithm) if estimate else np.zeros(len(samples))
     step_advantages = _step_advantages(estimator, outcomes, recipe.algorithm, samples)
-    scored = _ScoredSamples(samples, advantages, step_advantages)
+    scored = _ScoredSamples(samples, _places(outcomes.groups), advantages, step_advantages)
     lengths, costs = _lengths_and_costs(samples, model_flops)
     packing = _Packing()
     firsts = np.cumsum([0] + [len(group.samples) for group in groups])
@@ -120,7 +120,8 @@ def plan_held_out(
     )
     shards = [Shard(samples=[], mini_batches=[], loss_tokens=[]) for _ in range(data_parallel)]
     tokens = np.array([sample.loss_tokens for sample in samples])
-    scored = _ScoredSamples(samples, np.zeros(len(samples)), [()] * len(samples))
+    places = _places(group_numbers(groups))
+    scored = _ScoredSamples(samples, places, np.zeros(len(samples)), [()] * len(samples))
     _add_mini_batch(shards, plan, loss_tokens, scored, range(len(samples)), tokens, weights)
     return shards
 
@@ -134,6 +135,11 @@ def _bundles(groups: Sequence[Group], algorithm: AlgorithmConfig) -> list[int]:
     """Return the sizes of runs of adjacent samples that stay together: groups if the loss compares siblings, else 1."""
     sizes = [len(group.samples) for group in groups]
     return sizes if LOSSES[algorithm.loss].whole_groups else [1] * sum(sizes)
+
+
+def _places(numbers: np.ndarray) -> np.ndarray:
+    """Return the index of each sample's group among the groups of the batch, in the order of their numbers: [B]."""
+    return np.unique(numbers, return_inverse=True)[1]
 
 
 def _step_rewards_of(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
@@ -246,6 +252,7 @@ class _ScoredSamples:
     """The samples of a batch, with the advantages that need no forward pass."""
 
     samples: Sequence[Sample]
+    places: np.ndarray  # [B]: index of each sample's group within the batch
     advantages: np.ndarray  # [B]
     step_advantages: Sequence[Steps]  # of each sample
 
@@ -286,6 +293,7 @@ def _place(
             index=sample.index,
             length=sample.length,
             number=number,
+            group=int(scored.places[number]),
             reward=sample.outcome,
             advantage=float(scored.advantages[number]),
             loss_weight=float(weights[slot.sample]) if counts else 0.0,

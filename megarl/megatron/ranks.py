@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -58,6 +59,16 @@ def sum_metrics(contributions: list[dict[str, torch.Tensor]], device: torch.devi
     if dist.get_world_size(group) > 1:
         dist.all_reduce(sums, group=group)
     return dict(zip(names, sums.tolist(), strict=True))
+
+
+def sum_over_data_parallel(numbers: np.ndarray) -> np.ndarray:
+    """Return the sum of an array over data-parallel ranks, which have the same shape. Collective within the group, on the
+    host."""
+    if not numbers.size:
+        return numbers
+    total = torch.from_numpy(numbers.copy())
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group_gloo())
+    return total.numpy()
 
 
 def gather(value: Any) -> list[Any]:

@@ -6,13 +6,13 @@ batches, and optimizer.py makes the optimizer's step.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -20,17 +20,18 @@ from megarl.algorithms.inputs import LossInputs
 from megarl.megatron import export
 from megarl.megatron.batch import MicroBatch
 from megarl.megatron.checkpoint import rank_part
-from megarl.megatron.heads.output_heads import OutputHead, PolicyHead
+from megarl.megatron.heads.output_heads import OutputHead, PolicyHead, SquaresHead
 from megarl.megatron.lora.peft import gather_adapters, save_adapter
 from megarl.megatron.lora.verify_merge import verify_merge
 from megarl.megatron.model.build import Model, build, parameters_on_rank
 from megarl.megatron.moe.recorded_routing import Routing
 from megarl.megatron.moe.router_losses import RouterLosses
 from megarl.megatron.native_layers.fused_kernels import description
-from megarl.megatron.offload import Offloader, copy_to_host, swap
+from megarl.megatron.offload import Offloader
 from megarl.megatron.optimizer import build_optimizer, guarded_step, learning_rate
 from megarl.megatron.pipeline import Objective, configure, finish_param_gather, run_pipeline
-from megarl.megatron.ranks import coordinates, gather, max_over_ranks, sum_metrics
+from megarl.megatron.ranks import coordinates, gather, max_over_ranks, sum_metrics, sum_over_data_parallel
+from megarl.megatron.reference import ReferencePolicy
 from megarl.platform import Platform
 from megarl.recipe.schema import Recipe
 
@@ -75,6 +76,7 @@ class Trainer:
             self.optimizer = build_optimizer(config, self.model.chunks, dtype=self.model.dtype, distributed=distributed)
         self.coordinates = coordinates()
         self.step = 0  # optimizer steps, skipped ones included
+        self.reference: ReferencePolicy | None = None
         self._offloader = Offloader(self.model.chunks, self.optimizer)
         self._logged_no_offload = False
 
@@ -135,8 +137,15 @@ class Trainer:
     def stage_save(self, directory: Path, *, copy: bool) -> rank_part.Save:
         """Return this rank's part of a checkpoint, not yet started (`rank_part.Save`). The caller makes it atomic."""
         self.finish_param_gather()
-        layout = self._layout()
-        return rank_part.Save(directory, self.model, self.optimizer, step=self.step, layout=layout, copy=copy)
+        return rank_part.Save(
+            directory,
+            self.model,
+            self.optimizer,
+            step=self.step,
+            layout=self._layout(),
+            reference=self.reference,
+            copy=copy,
+        )
 
     def load(self, directory: Path) -> str | None:
         """Continue from a checkpoint: bit-identical in the same layout, else with the deviations in the returned notice.
@@ -149,6 +158,8 @@ class Trainer:
             return None
         layout, seed = self._layout(), self.recipe.train.seed
         self.step, notice = rank_part.load(directory, self.model, self.optimizer, layout=layout, seed=seed)
+        if self.reference is not None:
+            rank_part.load_reference(directory, self.model, self.reference)
         return notice
 
     def offload_optimizer(self) -> None:
@@ -260,12 +271,6 @@ class PolicyTrainer(Trainer):
 
     role = "actor"
 
-    def __init__(
-        self, recipe: Recipe, platform: Platform, total_optimizer_steps: int, *, weights_only: bool = False
-    ) -> None:
-        super().__init__(recipe, platform, total_optimizer_steps, weights_only=weights_only)
-        self._reference: list[torch.Tensor] | None = None
-
     def log_probs(
         self,
         micro_batches: list[MicroBatch],
@@ -283,16 +288,32 @@ class PolicyTrainer(Trainer):
         `record`, replays the recorded routing. Returns None except on the last pipeline stage.
         """
 
-        def keep(_: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor | None, __: None) -> tuple[Any, Any]:
-            return log_probs.new_zeros(()), (log_probs, entropy)
-
+        head = self.head(temperature, with_entropy, with_candidates=False)
         if reference:
-            micro_batches = [dataclasses.replace(batch, routing=None) for batch in micro_batches]
-        elif record and self.recipe.megatron.routing_replay == "old_log_probs":
+            assert self.reference is not None, "keep_reference() comes first"
+            self.finish_param_gather()
+            with self.reference.in_place():
+                free = [dataclasses.replace(batch, routing=None) for batch in micro_batches]
+                return self._scores(free, head, record=False)
+        return self._scores(micro_batches, head, record=record)
+
+    def log_probs_and_squares(
+        self, micro_batches: list[MicroBatch], *, temperature: float
+    ) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+        """Compute log-probs [T] as `log_probs`, and each position's sum of squared probabilities [T]: both float32."""
+        head = SquaresHead(temperature, self.model.vocab_size, self.recipe.megatron.fp32_head)
+        return self._scores(micro_batches, head)
+
+    def _scores(self, micro_batches: list[MicroBatch], head: OutputHead, *, record: bool = True) -> list[Any] | None:
+        """Return the first two results of `head` per micro batch, recording routing as `log_probs` describes."""
+
+        def keep(_: MicroBatch, first: torch.Tensor, second: torch.Tensor | None, *__: Any) -> tuple[Any, Any]:
+            return first.new_zeros(()), (first, second)
+
+        if record and self.recipe.megatron.routing_replay == "old_log_probs":
             for batch in micro_batches:
                 batch.routing = Routing(recording=True)
-        with self._reference_weights() if reference else contextlib.nullcontext():
-            results = self._forward(micro_batches, keep, self.head(temperature, with_entropy, with_candidates=False))
+        results = self._forward(micro_batches, keep, head)
         for batch in micro_batches:
             if batch.routing is not None:
                 batch.routing.recording = False
@@ -345,18 +366,18 @@ class PolicyTrainer(Trainer):
         """Gather `value` over data parallel (`ranks.gather`), on ranks of the last stage."""
         return gather(value)
 
-    def keep_reference(self) -> None:
-        """Copy the current weights to the host as the reference policy.
+    def sum_over_data_parallel(self, numbers: np.ndarray) -> np.ndarray:
+        """Sum an array over data parallel (`ranks.sum_over_data_parallel`), on ranks of the last stage."""
+        return sum_over_data_parallel(numbers)
 
-        With LoRA nothing is copied: the reference policy is the model without adapters.
-        """
-        if self.model.lora is None:
-            self.finish_param_gather()
-            self._reference = [copy_to_host(weight) for weight in self._weights()]
-
-    def reference_sizes(self) -> list[int]:
-        """Return the bytes of each tensor that `keep_reference` copies to the host."""
-        return [] if self.model.lora else [weight.nbytes for weight in self._weights()]
+    def keep_reference(self, step: int = 0) -> None:
+        """Make the current weights, those after `step`, the reference policy. 0: before training."""
+        self.finish_param_gather()
+        if step == 0:
+            self.reference = ReferencePolicy(self.model)
+        else:
+            assert self.reference is not None, "a run without a reference policy has nothing to refresh"
+            self.reference.keep(step)
 
     def save_adapter(self, directory: Path) -> None:
         """Write the adapters as a PEFT directory (`lora.peft.save_adapter`)."""
@@ -374,27 +395,3 @@ class PolicyTrainer(Trainer):
             megatron.keep_logits,
             fp32=megatron.fp32_head,
         )
-
-    def _weights(self) -> list[torch.Tensor]:
-        """Return parameters and routing biases (buffers)."""
-        return [
-            value.data
-            for chunk in self.model.chunks
-            for name, value in [*chunk.named_parameters(), *chunk.named_buffers()]
-            if isinstance(value, torch.nn.Parameter) or name.endswith("expert_bias")
-        ]
-
-    @contextlib.contextmanager
-    def _reference_weights(self) -> Iterator[None]:
-        if self.model.lora is not None:
-            with self.model.lora.off():
-                yield
-            return
-        assert self._reference is not None, "keep_reference() comes first"
-        self.finish_param_gather()
-
-        swap(self._weights(), self._reference)
-        try:
-            yield
-        finally:
-            swap(self._weights(), self._reference)

@@ -92,6 +92,10 @@ class AlgorithmConfig:
         True,
         "gae, reinforce_plus_plus, on_policy_distillation: shift and scale the advantages of a batch's tokens to mean 0 and variance 1.",
     )
+    tail_baseline: Literal["return", "zero"] = key(
+        "return",
+        "optimal_token_baseline: baseline of the tokens that only the longest sample of its group reaches. return: the sample's own return, so their advantage is 0. zero: 0, so their advantage is the return.",
+    )
     loss: str = key(
         "ppo_clip",
         "Policy loss; see docs/algorithms.md. Some losses have other defaults for settings that the recipe leaves open; a notice at the start names them. `sft` is the negative log-likelihood of the assistant's turns.",
@@ -154,7 +158,7 @@ class AlgorithmConfig:
     )
     reference: Literal["start", "teacher"] = key(
         "start",
-        "The reference policy of the KL and `gkd`: the starting weights (`start`), or a teacher (section `teacher`).",
+        "The reference policy of the KL and `gkd`: the starting weights (`start`; see `refresh_reference_every`), or a teacher (section `teacher`).",
     )
     distill_top_k: int = key(
         64, "gkd: most likely tokens per position for which the teacher returns log-probs.", at_least=1
@@ -169,6 +173,11 @@ class AlgorithmConfig:
         None,
         "gkd: largest loss of a token. on_policy_distillation: largest absolute advantage of a token. Unset: no limit.",
         above=0,
+    )
+    refresh_reference_every: int = key(
+        0,
+        "Interval in steps: after each, the current policy becomes the reference policy, which checkpoints then contain. 0: never.",
+        at_least=0,
     )
     kl_coef: float = key(0.0, "Weight of the KL to the reference policy. 0: no KL.", at_least=0)
     kl_estimator: str = key("low_var_kl", "Estimator of the KL: kl (k1), abs, mse (k2), low_var_kl (k3).")

@@ -114,8 +114,9 @@ class OptimizerConfig:
 class LoraConfig:
     """Low-rank adapters: the model's weights are frozen, and only the adapters of its linear layers are trained.
 
-    The reference policy is then the model without adapters. Engines receive only adapters, or merged weights:
-    `weight_sync.adapters`. Checkpoints contain only the adapters.
+    The reference policy is then the model without adapters, or with those of the last refresh
+    (`algorithm.refresh_reference_every`). Engines receive only adapters, or merged weights: `weight_sync.adapters`.
+    Checkpoints contain only the adapters.
     """
 
     rank: int = key(0, "Rank of the adapters. 0: no adapters, all weights are trained.", at_least=0)

@@ -26,6 +26,7 @@ from megarl.algorithms.objective import (
 )
 from megarl.recipe.derived.weight_sync_route import weights_directory
 from megarl.recipe.schema import Recipe
+from megarl.trainer.position_advantages import advantages_by_position
 from megarl.trainer.worker import CAUSES_OF_BROKEN_WEIGHTS, Worker, collect_parts, traced
 from megarl.types import DataRef, Metrics, SampleTokens, Shard, ShardSample, TokenScores
 from megarl.weight_sync.session import Session, UpdateReport, is_check_due
@@ -53,6 +54,7 @@ class ActorWorker(Worker):
         self.mismatch = Mismatch()
         self.numbers: list[int] = []  # index within the batch of each sample of the shard
         self.token_kl: dict[int, np.ndarray] = {}  # by index in the shard; see `compute_kl`
+        self.squares: list[Tensor] = []  # per micro batch: sums of squared probabilities [T], if needed
         self.token_advantages: list[np.ndarray] = []  # per micro batch, before whitening
         # Log-probs are computed at the sampling temperature; SFT and DPO rows were not sampled.
         self.temperature = recipe.rollout.temperature if recipe.train.source == "rollout" else 1.0
@@ -66,7 +68,8 @@ class ActorWorker(Worker):
 
     def load_shard(self, shard: Shard) -> None:
         super().load_shard(shard)
-        self.numbers, self.token_kl, self.token_advantages = [sample.number for sample in shard.samples], {}, []
+        self.numbers, self.token_kl = [sample.number for sample in shard.samples], {}
+        self.token_advantages, self.squares = [], []
 
     def _micro_batch(self, members: list[tuple[ShardSample, SampleTokens]], loss_tokens: int) -> MicroBatch:
         import torch
@@ -103,10 +106,12 @@ class ActorWorker(Worker):
     def compute_old_log_probs(self) -> Mismatch | None:
         """Compute log-probs before this step's updates. Returns their mismatch with the engine's, on reporting ranks."""
         flat = [batch for mini_batch in self.batches for batch in mini_batch]
-        results = self.trainer.log_probs(flat, temperature=self.temperature)
+        with_squares = ADVANTAGES[self.recipe.algorithm.advantage].of_positions is not None
+        compute: Any = self.trainer.log_probs_and_squares if with_squares else self.trainer.log_probs
+        results = compute(flat, temperature=self.temperature)
         if results is None:
             return None
-        self.mismatch = Mismatch()
+        self.mismatch, self.squares = Mismatch(), [squares for _, squares in results if with_squares]
         for batch, (log_probs, _) in zip(flat, results, strict=True):
             batch.vectors["old_log_probs"] = log_probs
             self.mismatch += Mismatch.of(self.trainer.loss_inputs(batch, log_probs), log_probs)
@@ -135,11 +140,18 @@ class ActorWorker(Worker):
         return np.stack([np.sum([totals(batch) for batch in mini_batch], axis=0) for mini_batch in self.batches])
 
     @traced("reference")
-    def compute_reference_log_probs(self) -> None:
+    def compute_reference_log_probs(self) -> int:
+        """Compute the reference policy's log-probs. Returns the step of its weights; 0: before training."""
         flat = [batch for mini_batch in self.batches for batch in mini_batch]
         results = self.trainer.log_probs(flat, temperature=self.temperature, reference=True)
         for batch, (log_probs, _) in zip(flat, results or [], strict=results is not None):
             batch.vectors["reference_log_probs"] = log_probs
+        assert self.trainer.reference is not None
+        return self.trainer.reference.step
+
+    def refresh_reference(self, step: int) -> None:
+        """Make the current policy, after `step`, the reference policy."""
+        self.trainer.keep_reference(step)
 
     def compute_held_out_metrics(self) -> Metrics | None:
         """Return this shard's part of the metrics of all held-out rows, on reporting ranks. Frees the shard."""
@@ -183,17 +195,25 @@ class ActorWorker(Worker):
             return None, [[] for _ in members]
         return None, [[self.token_kl[member].astype(np.float32) for member in part] for part in members]
 
-    def estimate_advantages(self, kl_weight: float) -> Moments | None:
-        """Estimate an advantage for each token, before `whiten_advantages`. Returns their moments, on reporting ranks."""
-        estimate, moments = ADVANTAGES[self.recipe.algorithm.advantage].of_tokens, Moments()
-        assert estimate is not None
+    def estimate_advantages(self, kl_weight: float, group_lengths: list[int]) -> Moments | None:
+        """Estimate an advantage for each token, before `whiten_advantages`. Returns their moments, on reporting ranks.
+
+        group_lengths: `optimal_baseline.group_lengths` of the batch.
+        """
+        estimator, moments = ADVANTAGES[self.recipe.algorithm.advantage], Moments()
         self.token_advantages = []
         if not self.trainer.coordinates.is_last_stage:  # other stages compute no loss
             return None
-        for batch, members in self._micro_batches():
-            outcomes = self._outcomes(batch, members, self.token_kl, kl_weight)
-            self.token_advantages.append(estimate(outcomes, self.recipe.algorithm))
-            moments += Moments.of(self.token_advantages[-1][outcomes.mask])
+        settings, micro_batches = self.recipe.algorithm, self._micro_batches()
+        outcomes = [self._outcomes(batch, members, self.token_kl, kl_weight) for batch, members in micro_batches]
+        if estimator.of_tokens is not None:
+            self.token_advantages = [estimator.of_tokens(part, settings) for part in outcomes]
+        else:
+            self.token_advantages = advantages_by_position(
+                self.trainer, settings, [batch for batch, _ in micro_batches], outcomes, self.squares, group_lengths
+            )
+        for part, advantages in zip(outcomes, self.token_advantages, strict=True):
+            moments += Moments.of(advantages[part.mask])
         return moments if self.trainer.coordinates.reports else None
 
     def whiten_advantages(self, whitening: Whitening) -> None:
@@ -266,7 +286,7 @@ class ActorWorker(Worker):
                     with_entropy=self.recipe.train.source == "rollout",
                 )
             )
-        self.batches, self.token_kl, self.token_advantages = [], {}, []
+        self.batches, self.token_kl, self.token_advantages, self.squares = [], {}, [], []
         return [step for step in metrics if step is not None] if self.trainer.coordinates.reports else None
 
     def _select(self, update: int, mini_batch: list[MicroBatch]) -> None:

@@ -14,7 +14,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import numpy as np
 
 from megarl.algorithms.correction import correction_scales, total_mismatch
+from megarl.algorithms.inputs import Outcomes
 from megarl.algorithms.moments import Moments, Whitening
+from megarl.algorithms.optimal_baseline import group_lengths
 from megarl.algorithms.values import ValueMoments, value_metrics
 from megarl.batching.flops import ModelFlops
 from megarl.batching.plan import StepPlan, plan_step, routes
@@ -178,8 +180,13 @@ class ActorGroup(TrainerGroup):
         """Return metrics of the step's log-prob gap to the engine. See `ActorWorker.measured_mismatch`."""
         return total_mismatch(self._call(ActorWorker.measured_mismatch)).metrics(version)
 
-    def compute_reference_log_probs(self) -> None:
-        self._call(ActorWorker.compute_reference_log_probs)
+    def compute_reference_log_probs(self) -> int:
+        """Compute the reference policy's log-probs. Returns the step of its weights; 0: before training."""
+        return self._call(ActorWorker.compute_reference_log_probs)[0]
+
+    def refresh_reference(self, step: int) -> None:
+        """Make the current policy, after `step`, the reference policy."""
+        self._call(ActorWorker.refresh_reference, step)
 
     def compute_kl(self, samples: int) -> np.ndarray:
         """Estimate each token's KL to the reference policy; these vectors stay in the processes. Returns the KL summed over
@@ -194,9 +201,9 @@ class ActorGroup(TrainerGroup):
         """Return the locations of the KL vectors, per critic shard of `targets`. `sources`: this group's shards."""
         return self._locate_vectors(ActorWorker.collect_kl, (), sources, targets)
 
-    def estimate_token_advantages(self, kl_weight: float) -> Moments:
-        """Estimate an advantage for each token, before whitening. Returns the moments over the batch."""
-        answers = self._call(ActorWorker.estimate_advantages, kl_weight)
+    def estimate_token_advantages(self, kl_weight: float, outcomes: Outcomes) -> Moments:
+        """Estimate an advantage for each token, before whitening. Returns the moments over the batch with `outcomes`."""
+        answers = self._call(ActorWorker.estimate_advantages, kl_weight, group_lengths(outcomes))
         return sum((moments for moments in answers if moments is not None), Moments())
 
     def whiten_advantages(self, whitening: Whitening) -> None:

@@ -96,6 +96,7 @@ class Worker:
         self.members: list[list[list[int]]] = []  # per micro batch: shard indices of its samples
         self.rewards: list[float] = []  # per sample of the shard: reward of its last token
         self.steps: list[Steps] = []  # per sample of the shard: rewards of earlier tokens
+        self.groups: list[int] = []  # per sample of the shard: index of its group within the batch
 
     def _make_trainer(self, total_optimizer_steps: int, weights_only: bool) -> Trainer:
         raise NotImplementedError
@@ -139,7 +140,7 @@ class Worker:
         """Fetch the vectors of this rank's samples and lay out its micro batches."""
         vectors = fetch(shard.samples)
         self.members, self.rewards = shard.mini_batches, [sample.reward for sample in shard.samples]
-        self.steps = [sample.steps for sample in shard.samples]
+        self.steps, self.groups = [sample.steps for sample in shard.samples], [sample.group for sample in shard.samples]
         self.batches = [
             [
                 self._micro_batch([(shard.samples[i], vectors[i]) for i in members], loss_tokens)
@@ -165,7 +166,8 @@ class Worker:
         if kl:
             vectors = [kl.get(member, np.zeros(length)) for member, length in zip(members, batch.lengths, strict=True)]
             penalties = kl_penalties(vectors, kl_weight)
-        return TokenOutcomes(rewards, mask, batch.lengths, step_rewards, penalties)
+        groups = np.array([self.groups[member] for member in members])
+        return TokenOutcomes(rewards, mask, batch.lengths, step_rewards, penalties, groups=groups)
 
     def _micro_batch(self, members: list[tuple[ShardSample, SampleTokens]], loss_tokens: int) -> MicroBatch:
         import torch

@@ -22,7 +22,8 @@ ELSEWHERE = [
     "gdpo",
     "grpo_process",
     "on_policy_distillation",
-]  # tests/algorithms/test_process_rewards.py, tests/rollout/test_distillation.py
+    "optimal_token_baseline",
+]  # tests/algorithms/test_process_rewards.py, test_optimal_baseline.py, tests/rollout/test_distillation.py
 
 
 def advantages(name: str, batch: Outcomes, **values: object) -> np.ndarray:

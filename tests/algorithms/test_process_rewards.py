@@ -104,7 +104,7 @@ def computed_advantages(recipe: Recipe, groups: list[Group], data_parallel: int 
         actor = worker(ActorWorker, recipe)
         actor.load_shard(shard)
         if ADVANTAGES[recipe.algorithm.advantage].of_tokens:
-            actor.estimate_advantages(0.0)
+            actor.estimate_advantages(0.0, [])
             actor.whiten_advantages(Whitening())
         for micro_batch, members in actor._micro_batches():
             vectors = zip(*(micro_batch.vectors[name].split(8) for name in ("advantages", "loss_mask")), strict=True)
@@ -143,7 +143,7 @@ class TestReinforcePlusPlus:
         actor = worker(ActorWorker, recipe)
         actor.load_shard(shard)
         actor.token_kl = {number: np.append(0.0, np.ones(7)) for number in (0, 1)}
-        actor.estimate_advantages(0.5)
+        actor.estimate_advantages(0.5, [])
         (got,) = actor.token_advantages
         assert sorted(got.reshape(2, 8)[:, 1:].tolist()) == [
             [-3.5, -3, -2.5, -2, -1.5, -1, -0.5], [1.5, 2, 1.5, 2, 2.5, 3, 3.5],

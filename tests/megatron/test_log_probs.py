@@ -1,11 +1,15 @@
-"""Log-probs and entropy from hidden states and the output layer, against the softmax and against autograd."""
+"""Log-probs, entropy and squared probabilities from hidden states and the output layer, against the softmax and autograd."""
 
 from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 
-from megarl.megatron.heads.log_probs import log_probs_and_entropy
+from megarl.megatron.heads.log_probs import log_probs_and_entropy, log_probs_and_squares
 
 
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,3 +104,50 @@ def test_an_output_layer_in_float32_has_exact_logits(
     torch.testing.assert_close(grad_hidden.double(), hidden.grad, rtol=2**-8, atol=1e-4)
     torch.testing.assert_close(grad_weight.double(), weight.grad, rtol=2**-8, atol=1e-4)
     assert (results(fp32=False)[0].double() - chosen).abs().max() > 0.02, "bfloat16 rounds the logits"
+
+
+class Ranks:
+    """Stand-in for torch.distributed: threads are ranks, and a reduction waits for all of them."""
+
+    def __init__(self, count: int) -> None:
+        self.barrier, self.tensors = threading.Barrier(count), [torch.empty(0)] * count
+        self.rank = threading.local()
+
+    def get_rank(self, _: object) -> int:
+        return int(self.rank.value)
+
+    def all_reduce(self, tensor: torch.Tensor, op: object = None, group: object = None) -> None:
+        self.tensors[self.get_rank(group)] = tensor.clone()
+        self.barrier.wait()
+        every = torch.stack(self.tensors)
+        self.barrier.wait()
+        tensor.copy_(every.amax(0) if op is torch.distributed.ReduceOp.MAX else every.sum(0))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_squared_probabilities_over_a_split_vocabulary(
+    ranks: int, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of few rows, logits that overflow without the maximum, padding at the end of the last shards."""
+    small_blocks(monkeypatch)
+    torch.manual_seed(1)
+    hidden, weight = torch.randn(5, 3, dtype=torch.float64), torch.randn(12, 3, dtype=torch.float64) * 300
+    labels = torch.tensor([[0], [8], [3], [5], [1]])
+    naive = ((hidden @ weight.T)[:, :9] / temperature).log_softmax(-1)
+    distributed = Ranks(ranks)
+    monkeypatch.setattr("megarl.megatron.heads.log_probs.dist.get_rank", distributed.get_rank)
+    monkeypatch.setattr("megarl.megatron.heads.log_probs.dist.all_reduce", distributed.all_reduce)
+
+    def compute(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        distributed.rank.value = rank
+        shard = weight.chunk(ranks)[rank].clone().requires_grad_()
+        group: Any = distributed if ranks > 1 else None
+        return log_probs_and_squares(hidden, shard, labels, temperature=temperature, vocab_size=9, group=group)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        results = list(pool.map(compute, range(ranks)))
+    for log_probs, squares in results:
+        torch.testing.assert_close(log_probs, naive.gather(1, labels))
+        torch.testing.assert_close(squares, naive.exp().square().sum(-1))
+        assert not log_probs.requires_grad and not squares.requires_grad

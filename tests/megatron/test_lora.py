@@ -117,8 +117,8 @@ def test_training_does_not_depend_on_the_layout(results: Path, case: dict[str, A
     before = checkpoint_tensors(results / f"{case['name']}.hf")
     assert before.keys() == original.keys()
     assert all(torch.equal(before[name], weight) for name, weight in original.items()), "B starts at 0"
-    for number, (log_probs, _) in log_probs_of(results, case["name"]).items():
-        expected, _ = of_transformers(results / "models" / case["model"])[number]
+    for number, (log_probs, *_) in log_probs_of(results, case["name"]).items():
+        expected, *_ = of_transformers(results / "models" / case["model"])[number]
         torch.testing.assert_close(log_probs, expected, atol=2e-5, rtol=0)
 
     # A loss of 0.1 is a float32 sum of terms around 1 and of both signs: its rounding is theirs.
@@ -152,10 +152,10 @@ def test_exports_compute_the_trainers_log_probs(results: Path, case: dict[str, A
     import peft
 
     trained = torch.load(results / f"{case['name']}.trained.pt", weights_only=True)
-    merged = torch.cat([rows for rows, _ in of_transformers(results / f"{case['name']}.merged")])
+    merged = torch.cat([rows for rows, *_ in of_transformers(results / f"{case['name']}.merged")])
     torch.testing.assert_close(merged, trained, atol=2e-5, rtol=0)
     start = results / "models" / case["model"]
-    untrained = torch.cat([rows for rows, _ in of_transformers(start)])
+    untrained = torch.cat([rows for rows, *_ in of_transformers(start)])
     assert not torch.allclose(untrained, trained, atol=1e-3, rtol=0), "training changed next to nothing"
     adapter = results / f"{case['name']}.adapter"
     assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(start)

@@ -122,6 +122,32 @@ def test_ppo_with_the_kl_in_the_reward(quickstart_data: Path, tmp_path: Path) ->
     assert line["actor/kl_weight"] == lines[2]["actor/kl_weight"] and line["actor/loss"] == lines[2]["actor/loss"]
 
 
+@pytest.mark.slow
+def test_a_resumed_run_has_the_refreshed_reference(quickstart_data: Path, tmp_path: Path) -> None:
+    """The reference policy is refreshed after steps 2 and 4; a run that resumes after step 3 has the same numbers."""
+    more = [
+        *SMALL, *LEARNING, "train.steps=5", "train.save_every=3", "algorithm.refresh_reference_every=2",
+        "actor.mini_batches=1",
+    ]  # fmt: skip
+    for name, overrides in (
+        ("whole", more),
+        ("rest", [*more, f"train.resume={tmp_path / 'whole' / 'checkpoints' / 'step_000003'}"]),
+    ):
+        done = run("train", "recipes/tiny/grpo.yaml", *settings(quickstart_data, tmp_path, name, *overrides))
+        assert done.returncode == 0, done.stderr + done.stdout
+    whole, rest = metrics(tmp_path / "whole"), metrics(tmp_path / "rest")
+    check(whole, "grpo")
+    assert "step 4: the reference policy is now the policy of this step" in done.stdout
+    assert [line["actor/reference_step"] for line in whole] == [0, 0, 2, 2, 4]
+    kl = [line["actor/kl"] for line in whole]
+    assert kl[1] > 0, "the second step compares with the weights before training"
+    assert kl[2] < 1e-9 and kl[4] < 1e-9, "right after a refresh, before the update, the policies are equal"
+    of_the_numbers = ("actor/reference_step", "actor/kl", "actor/loss", "actor/grad_norm", "rollout/rewards/mean")
+    assert [[line[name] for name in of_the_numbers] for line in rest] == [
+        [line[name] for name in of_the_numbers] for line in whole[3:]
+    ]
+
+
 @pytest.fixture(scope="module")
 def teacher(quickstart_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The random model after some SFT."""

@@ -23,8 +23,8 @@ def record(trainer: Any, held_by_kind: dict[str, int], case: dict[str, Any], out
         assert memory[kind] == held_by_kind[kind], (kind, memory, held_by_kind)
     assert memory["masters"] in (0, held_by_kind["masters"]), (memory, held_by_kind)
     assert (memory["masters"] > 0) == (case.get("dtype") == "bfloat16"), "float32 weights are their own masters"
-    reference = getattr(trainer, "_reference", None)
-    assert reference is None or memory["reference"] == sum(tensor.nbytes for tensor in reference)
+    if trainer.reference is not None:
+        assert memory["reference"] == sum(tensor.nbytes for tensor in trainer.reference.tensors().values())
     memory["processes"] = dist.get_world_size()
     (output / f"{case['name']}.held.{dist.get_rank()}.json").write_text(json.dumps(memory))
 

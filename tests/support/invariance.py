@@ -52,6 +52,11 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     },
     "reinforce_plus_plus": {"advantage": "reinforce_plus_plus", "gamma": 0.99, "kl_in_reward": True},
     "on_policy_distillation": {"advantage": "on_policy_distillation", "kl_estimator": "kl", "kl_in_reward": True},
+    "optimal_token_baseline": {
+        "advantage": "optimal_token_baseline",
+        "tail_baseline": "zero",
+        "correction": CorrectionConfig(weights="token", truncate=1.1, normalize=True),
+    },
     "gkd": {"loss": "gkd", "reference": "teacher", "distill_top_k": TOP_K},
 }
 """What looks beyond a token: at its sequence, at the mini batch, or at the batch."""
@@ -271,7 +276,8 @@ def other_algorithms() -> list[Layout]:
         Layout("qwen3", 2, {}, splits),
         Layout("qwen3", 2, {"context_parallel": 2}, splits),
         Layout("qwen3", 2, {"pipeline_parallel": 2}, alone),
-        Layout("qwen3", 2, {"tensor_parallel": 2}, (Split(algorithm="gkd"),)),  # reads all of a cut vocabulary
+        # They read all of a cut vocabulary.
+        Layout("qwen3", 2, {"tensor_parallel": 2}, (Split(algorithm="gkd"), Split(algorithm="optimal_token_baseline"))),
     ]
 
 

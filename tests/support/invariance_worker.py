@@ -20,9 +20,11 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 import megarl.trainer.worker as trainer_worker  # noqa: E402
+from megarl.algorithms.advantages import AdvantageSource  # noqa: E402
 from megarl.algorithms.catalogue import ADVANTAGES  # noqa: E402
 from megarl.algorithms.correction import correction_scales  # noqa: E402
-from megarl.algorithms.moments import Moments, Whitening  # noqa: E402
+from megarl.algorithms.moments import Moments  # noqa: E402
+from megarl.algorithms.optimal_baseline import group_lengths  # noqa: E402
 from megarl.batching.plan import plan_step  # noqa: E402
 from megarl.trainer.actor import ActorWorker  # noqa: E402
 from tests.support.invariance import STEP, Case, Layout, Split, apply, batch, recipe_of  # noqa: E402
@@ -52,11 +54,13 @@ def compute(worker: ActorWorker, case: Case, before: dict[str, torch.Tensor], ou
     for micro_batch in worker.batches[0]:
         shift(micro_batch, old=not settings.correction.normalize)
     penalties: dict[int, float] = {}
-    if ADVANTAGES[settings.advantage].of_tokens:
-        for part in of_reporters(worker.compute_kl()):
+    estimator = ADVANTAGES[settings.advantage]
+    if estimator.source is AdvantageSource.TOKENS:
+        for part in of_reporters(worker.compute_kl()) if settings.kl_in_reward else []:
             penalties |= part
-        moments = sum(of_reporters(worker.estimate_advantages(settings.kl_coef)), Moments())
-        worker.whiten_advantages(Whitening.by(moments))
+        lengths = group_lengths(plan.outcomes)
+        moments = sum(of_reporters(worker.estimate_advantages(settings.kl_coef, lengths)), Moments())
+        worker.whiten_advantages(estimator.whitening(moments, settings))
     scales = correction_scales(of_reporters(worker.correction_totals())) if settings.correction.normalize else None
     metrics = worker.update_actor(correction_scales=scales)
     after = gather(worker)

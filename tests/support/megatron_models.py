@@ -180,10 +180,15 @@ def global_batch() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return tokens, [torch.randn(length, generator=generator) for length in LENGTHS]
 
 
-def rows_of_logits(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log-probs, entropy) of `tokens` [length] under `logits` [length, vocabulary]; 0 for the first token, which is
-    predicted by nothing."""
+def rows_of_logits(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(log-probs, entropy, sums of squared probabilities) of `tokens` [length] under `logits` [length, vocabulary]; 0 for the
+    first token, which is predicted by nothing."""
     scores = logits[:-1].log_softmax(-1)
     log_probs = scores.gather(1, tokens[1:, None]).squeeze(1)
     entropy = -(scores.exp() * scores).sum(-1)
-    return torch.cat([torch.zeros(1), log_probs]), torch.cat([torch.zeros(1), entropy])
+    squares = scores.exp().square().sum(-1)
+    return (
+        torch.cat([torch.zeros(1), log_probs]),
+        torch.cat([torch.zeros(1), entropy]),
+        torch.cat([torch.zeros(1), squares]),
+    )

@@ -49,8 +49,8 @@ def launch(
     run_cases(worker, processes, resolved, directory, timeout)
 
 
-def log_probs_of(results: Path, name: str) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """(log-probs, entropy) of each sequence, from all data-parallel ranks."""
+def log_probs_of(results: Path, name: str) -> dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """(log-probs, entropy, sums of squared probabilities) of each sequence, from all data-parallel ranks."""
     merged: dict[int, Any] = {}
     for file in results.glob(f"{name}.log_probs.*.pt"):
         merged.update(torch.load(file, weights_only=True))
@@ -66,8 +66,8 @@ def checkpoint_tensors(directory: Path) -> dict[str, torch.Tensor]:
 
 
 @functools.lru_cache
-def of_transformers(model: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Log-probs and entropies of a model directory with transformers; see `rows_of`."""
+def of_transformers(model: Path) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Log-probs, entropies and sums of squared probabilities of a model directory with transformers; see `rows_of`."""
     return rows_of(
         transformers.AutoModelForCausalLM.from_pretrained(
             model, dtype=torch.float32, attn_implementation="eager"
@@ -76,8 +76,8 @@ def of_transformers(model: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 @torch.no_grad()
-def rows_of(model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(log-probs, entropy) [length] each, of each of the workers' sequences, computed alone by a transformers model."""
+def rows_of(model: Any) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """(log-probs, entropy, sums of squared probabilities) [length] each, of each of the workers' sequences, computed alone by a transformers model."""
     return [rows_of_logits(model(tokens[None]).logits[0], tokens) for tokens in global_batch()[0]]
 
 
@@ -102,7 +102,7 @@ def check_gradient(results: Path, name: str, model: Any, inputs: list[dict[str, 
     """
     trained = torch.load(results / f"{name}.pt", weights_only=True)
     for sample, advantages in zip(inputs, global_batch()[1], strict=True):
-        log_probs, entropy = rows_of_logits(model(**sample).logits[0] / TEMPERATURE, sample["input_ids"][0])
+        log_probs, entropy, _ = rows_of_logits(model(**sample).logits[0] / TEMPERATURE, sample["input_ids"][0])
         ((-log_probs * advantages - ENTROPY_COEF * entropy).sum() * LOSS_SCALE).backward()
     expected = gradient_of_transformers(model, results / f"{name}.gradient")
     assert expected.keys() == {key for key in trained["gradient"] if not key.endswith(UNTRAINED)}

@@ -19,7 +19,14 @@ from tests.support import megatron_training as training  # isort: skip -- prepar
 import torch
 import torch.distributed as dist
 
-from tests.support import held_ranks, holdings_check, megatron_critic, megatron_swap, mindspeed_record
+from tests.support import (
+    held_ranks,
+    holdings_check,
+    megatron_critic,
+    megatron_reference,
+    megatron_swap,
+    mindspeed_record,
+)
 from tests.support.megatron_checkpoints import assert_same, check_failed_write, check_other_model, check_reshard, save
 from tests.support.megatron_models import LENGTHS
 from tests.support.megatron_offload import bytes_of, check_offload
@@ -35,6 +42,7 @@ def run_case(case: dict[str, Any], output: Path) -> None:
     held_ranks.record(trainer, bytes_of(trainer), case, output)
     batches, numbers = micro_batches(trainer, case.get("per_micro", 2))
     rows = trainer.log_probs(batches, temperature=1.0, with_entropy=True)
+    squares = trainer.log_probs_and_squares(batches, temperature=1.0)
     trainer.save_hf(output / f"{case['name']}.hf")
     metrics = train(trainer, batches, 1)
     gradient = gradient_of(trainer) if dist.get_world_size() == 1 and not case.get("lora") else {}
@@ -45,10 +53,12 @@ def run_case(case: dict[str, Any], output: Path) -> None:
     assert (rows is None) == (metrics[0] is None) == (not where.is_last_stage)
     if where.reports:
         by_sequence = {}
-        for group, (log_probs, entropy) in zip(numbers, rows, strict=True):
+        for group, (log_probs, entropy), (again, of_squares) in zip(numbers, rows, squares, strict=True):
+            assert torch.equal(again, log_probs), "the sums of squares change the log-probs"
             lengths = [LENGTHS[i] for i in group]
-            for i, p, h in zip(group, log_probs.split(lengths), entropy.split(lengths), strict=True):
-                by_sequence[i] = (p.clone(), h.clone())
+            vectors = (vector.split(lengths) for vector in (log_probs, entropy, of_squares))
+            for i, *values in zip(group, *vectors, strict=True):
+                by_sequence[i] = tuple(value.clone() for value in values)
         torch.save(by_sequence, output / f"{case['name']}.log_probs.{where.dp_rank}.pt")
         if where.dp_rank == 0:
             torch.save({"after": after, "metrics": metrics, "gradient": gradient}, output / f"{case['name']}.pt")
@@ -232,6 +242,7 @@ def main() -> None:
             "critic": megatron_critic.run_case,
             "reshard": check_reshard,
             "other_model": check_other_model,
+            "reference": megatron_reference.run_case,
             "swap": megatron_swap.run_case,
             "swap_reshard": megatron_swap.run_reshard,
         }

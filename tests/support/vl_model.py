@@ -132,7 +132,7 @@ def transformers_inputs() -> list[dict[str, torch.Tensor]]:
 
 @functools.cache
 @torch.no_grad()
-def vl_of_transformers(path: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def vl_of_transformers(path: Path) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Transformers' (log-probs, entropy) of each sequence alone, [length] each."""
     model = transformers_model(path)
     return [rows_of_logits(model(**inputs).logits[0], inputs["input_ids"][0]) for inputs in transformers_inputs()]

@@ -52,6 +52,8 @@ ADVANTAGES = {
     "grpo_vectorized": "grpo",
     "rloo_vectorized": "rloo",
     "gdpo": "gdpo",
+    "optimal_token_baseline": "optimal_token_baseline",
+    "tir_optimal_token_baseline": "optimal_token_baseline",
 }
 LOSSES = {
     "vanilla": "ppo_clip", "gspo": "gspo", "sapo": "sapo", "gpg": "reinforce", "clip_cov": "clip_cov", "kl_cov": "kl_cov",
@@ -97,6 +99,7 @@ RL = [
     *_none("rows are read by megarl: write them as docs/data.md describes", "data.custom_cls.*", same=(None,), changes=True),
     *_none("the preparation of rows has no setting", "data.filter_overlong_prompts_workers", "data.dataloader_num_workers", "data.return_raw_chat", "data.return_raw_input_ids"),
     Option("algorithm.adv_estimator", "algorithm.advantage", names=ADVANTAGES),
+    *_none("algorithm.advantage determines it", f"{_A}.calculate_sum_pi_squared", f"{_A}.sum_pi_squared_checkpointing"),
     Option("algorithm.norm_adv_by_std_in_grpo", "algorithm.normalize_by_std"),
     Option("algorithm.gamma", "algorithm.gamma"),
     Option("algorithm.lam", "algorithm.lam"),

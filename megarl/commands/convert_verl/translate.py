@@ -258,6 +258,14 @@ def _loss(conversion: Conversion) -> None:
         conversion.note(
             "algorithm.adv_estimator", "alpha is the paper's: verl counts non-zero scores instead (docs/algorithms.md)"
         )
+    if settings.get("algorithm.advantage") == "optimal_token_baseline":
+        settings["algorithm.tail_baseline"] = "zero"
+        if conversion.get("algorithm.adv_estimator") == "optimal_token_baseline":
+            remark = (
+                "positions skip tool output, as in tir_optimal_token_baseline; verl of January 2026 computed "
+                "algorithm.tail_baseline=return"
+            )
+            conversion.note("algorithm.adv_estimator", remark)
     if loss == "kl_cov":
         settings.setdefault("algorithm.cov_share", 2e-4)
         settings.setdefault("algorithm.cov_kl_coef", 0.1)

@@ -23,9 +23,10 @@ from megatron.core import tensor_parallel
 
 from megarl.atomic_files import sync, write_synced
 from megarl.checkpoint.manifest import FileSum, file_sum
-from megarl.megatron.checkpoint.shards import set_updates, shards_to_load, shards_to_save, updates
+from megarl.megatron.checkpoint.shards import reference_to_load, set_updates, shards_to_load, shards_to_save, updates
 from megarl.megatron.checkpoint.tensor_files import TensorFiles, write
 from megarl.megatron.model.build import Model, seed_everything
+from megarl.megatron.reference import ReferencePolicy
 
 _STATE_FILE = "trainer_state.json"
 
@@ -39,22 +40,36 @@ def random_file(rank: int) -> str:
 
 
 class Save:
-    """This rank's part of a checkpoint, staged for writing.
+    """This rank's part of a checkpoint, staged for writing. It includes a refreshed `reference`, one with a step above 0.
 
     Collective. With `copy`, the tensors are copied to host memory here and may change afterwards; otherwise they are
     read while they are written and must not change until `wait` returns.
     """
 
     def __init__(
-        self, directory: Path, model: Model, optimizer: Any, *, step: int, layout: dict[str, int], copy: bool
+        self,
+        directory: Path,
+        model: Model,
+        optimizer: Any,
+        *,
+        step: int,
+        layout: dict[str, int],
+        reference: ReferencePolicy | None,
+        copy: bool,
     ) -> None:
         self.directory, self.rank = directory, dist.get_rank()
         # Renamed into place after everything else is on disk.
         self.receipt = directory / f"receipt_{self.rank:05d}.json"
         count = torch.tensor(updates(optimizer), device=torch.cuda.current_device())
         dist.all_reduce(count, op=dist.ReduceOp.MAX)  # a rank may hold no moments
-        self._state = {"step": step, "updates": int(count), "layout": layout}
-        shards = list(shards_to_save(model, optimizer))
+        refreshed = reference if reference is not None and reference.step else None
+        self._state = {
+            "step": step,
+            "updates": int(count),
+            "layout": layout,
+            "reference_step": refreshed.step if refreshed else 0,
+        }
+        shards = list(shards_to_save(model, optimizer, refreshed.tensors() if refreshed else {}))
         self._shards = shards
         if copy:
             self._shards = [replace(shard, tensor=shard.tensor.detach().to("cpu", copy=True)) for shard in shards]
@@ -143,6 +158,21 @@ def load(directory: Path, model: Model, optimizer: Any, *, layout: dict[str, int
         f"the checkpoint was written in another layout ({changes}): weights and optimizer are loaded exactly, random "
         f"states are seeded anew from train.seed and the step, and sums over devices round differently from here on"
     )
+
+
+def load_reference(directory: Path, model: Model, reference: ReferencePolicy) -> None:
+    """Read the refreshed reference policy that `Save` wrote, in any layout. Without one, `reference` does not change.
+
+    Collective.
+    """
+    saved = json.loads((directory / _STATE_FILE).read_text())
+    step = int(saved.get("reference_step", 0))  # checkpoints of earlier versions have none
+    if not step:
+        return
+    reference.keep(step)  # with adapters, nothing has been allocated yet
+    files = TensorFiles(directory)
+    for shard in reference_to_load(model, reference.tensors()):
+        files.fill(shard)
 
 
 def load_weights(directory: Path, model: Model) -> None:

@@ -7,13 +7,14 @@ stages included). Optimizer states have the position of their weight; a distribu
     weight.NAME      in the model's data type
     master.NAME      float32, if the optimizer keeps weights in higher precision than the model
     exp_avg.NAME, exp_avg_sq.NAME      Adam's moments
+    reference.NAME      the reference policy's, after a refresh (`algorithm.refresh_reference_every`)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,23 +42,26 @@ class _OptimizerRange:
     divided: bool  # data-parallel ranks hold different ranges of the weight instead of copies
 
 
-def shards_to_save(model: Model, optimizer: Any) -> Iterator[TensorShard]:
+def shards_to_save(model: Model, optimizer: Any, reference: Mapping[int, torch.Tensor]) -> Iterator[TensorShard]:
     """Yield this rank's shards. All ranks together yield every element of every tensor exactly once.
 
     The rank that writes a weight's moments also writes the weight, so a distributed optimizer spreads the writes
-    evenly over ranks. Nothing is gathered or copied.
+    evenly over ranks. Nothing is gathered or copied. reference: see `ReferencePolicy.tensors`.
     """
     ranges = _ranges_by_parameter(optimizer)
     divided = _divided(optimizer)
     for entry in _entries(model):
-        held = ranges.get(id(entry.data))
+        held, kept = ranges.get(id(entry.data)), reference.get(id(entry.data))
         replica = tuple(entry.replica_id) if isinstance(entry.replica_id, tuple) else (entry.replica_id,)
         if held is None:
             if id(entry.data) not in divided and not any(replica):
                 yield from _full_weight(entry)
+                if kept is not None:
+                    yield from _full_weight(replace(entry, data=kept), "reference")
         elif not any(replica[:-1] if held.divided else replica):  # (stage, tensor, data) parallel
-            flat = entry.data.data.view(-1)[held.start : held.stop]
-            yield from _shards_of_range(entry, held, {"weight": flat, **held.states})
+            tensors = {"weight": entry.data.data} | ({} if kept is None else {"reference": kept})
+            flat = {name: tensor.view(-1)[held.start : held.stop] for name, tensor in tensors.items()}
+            yield from _shards_of_range(entry, held, flat | held.states)
 
 
 def shards_to_load(model: Model, optimizer: Any) -> Iterator[TensorShard]:
@@ -67,6 +71,16 @@ def shards_to_load(model: Model, optimizer: Any) -> Iterator[TensorShard]:
         yield from _full_weight(entry)
         if held := ranges.get(id(entry.data)):
             yield from _shards_of_range(entry, held, held.states)
+
+
+def reference_to_load(model: Model, reference: Mapping[int, torch.Tensor]) -> Iterator[TensorShard]:
+    """Yield the tensors of `reference` (see `ReferencePolicy.tensors`) as views to fill."""
+    missing = set(reference)
+    for entry in _entries(model):
+        if id(entry.data) in reference:
+            missing.discard(id(entry.data))
+            yield from _full_weight(replace(entry, data=reference[id(entry.data)]), "reference")
+    assert not missing, f"{len(missing)} weights of the reference policy are in no checkpoint"
 
 
 def updates(optimizer: Any) -> int:
@@ -115,11 +129,11 @@ def _parts(entry: Any) -> Iterator[tuple[ShardedTensor, int]]:
         yield part, part.data.storage_offset() - entry.data.storage_offset()
 
 
-def _full_weight(entry: Any) -> Iterator[TensorShard]:
+def _full_weight(entry: Any, kind: str = "weight") -> Iterator[TensorShard]:
     for part, _ in _parts(entry):
         tensor = part.data.detach().view((1,) * part.prepend_axis_num + tuple(part.data.shape))
         yield TensorShard(
-            f"weight.{part.key}", tuple(part.global_shape), tuple(part.global_offset), tensor, part.allow_shape_mismatch
+            f"{kind}.{part.key}", tuple(part.global_shape), tuple(part.global_offset), tensor, part.allow_shape_mismatch
         )
 
 

@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel import (
 )
 
 from megarl.megatron.batch import PackedStream
-from megarl.megatron.heads.log_probs import log_probs_and_entropy
+from megarl.megatron.heads.log_probs import log_probs_and_entropy, log_probs_and_squares
 
 IMPOSSIBLE = -1e4
 """Log-prob of a token outside the vocabulary: its exp is 0, and 0 * IMPOSSIBLE is finite."""
@@ -70,6 +70,30 @@ class PolicyHead:
             if candidates is None
             else at_predicted_tokens(log_probs[:, 1:].masked_fill(candidates < 0, IMPOSSIBLE), stream),
         )
+
+
+@dataclass(frozen=True)
+class SquaresHead:
+    """Log-probs, and each position's sum of squared probabilities over the vocabulary, without gradients.
+
+    Entry t belongs to token t, as in `PolicyHead`; the first token of a sequence has 0 for both.
+    """
+
+    temperature: float
+    vocab_size: int
+    fp32: bool = False
+
+    def __call__(self, model: Any, hidden: torch.Tensor, stream: PackedStream) -> tuple[torch.Tensor | None, ...]:
+        log_probs, squares = log_probs_and_squares(
+            whole_rows(hidden, model.config),
+            output_weight(model),
+            stream.labels[:, None],
+            temperature=self.temperature,
+            vocab_size=self.vocab_size,
+            fp32=self.fp32,
+            group=_group_or_none(parallel_state.get_tensor_model_parallel_group()),
+        )
+        return at_predicted_tokens(log_probs[:, 0], stream), at_predicted_tokens(squares, stream)
 
 
 def language_model(chunk: Any) -> Any:

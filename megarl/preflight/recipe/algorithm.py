@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megarl.algorithms.catalogue import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, LOSSES, import_modules
-from megarl.algorithms.objective import runs_old_log_prob_pass
+from megarl.algorithms.objective import needs_reference, reads_old_log_probs, runs_old_log_prob_pass
 from megarl.algorithms.rejection import NAMES, criteria, of_icepop
 from megarl.errors import RecipeError, plain
 from megarl.recipe.algorithm import AlgorithmConfig, CorrectionConfig
@@ -133,9 +133,15 @@ def _unread_errors(algorithm: AlgorithmConfig) -> Errors:
         problem = "only user functions read it, and algorithm.modules is empty"
         remedy = "name their module, or leave it out"
         yield RecipeError("algorithm.options", problem, remedy, value=dict(algorithm.options))
-    if not (loss.needs_old_log_probs or algorithm.kl_in_reward):
+    if not reads_old_log_probs(algorithm):
         problem = f"algorithm.loss is '{algorithm.loss}', which reads no old log-probs"
         yield from _unless_default(algorithm, "old_log_probs", problem, "set another algorithm.loss")
+    if not needs_reference(algorithm):
+        problem = f"algorithm.kl_coef is 0 and algorithm.loss={algorithm.loss} reads no reference policy"
+        yield from _unless_default(algorithm, "refresh_reference_every", problem, "set algorithm.kl_coef")
+    elif algorithm.reference == "teacher":
+        problem = "algorithm.reference is teacher, and a teacher's weights are fixed"
+        yield from _unless_default(algorithm, "refresh_reference_every", problem, "set algorithm.reference=start")
     if not algorithm.kl_coef:
         for setting in ("kl_estimator", "kl_in_reward", "kl_straight_through", "kl_importance", "kl_target"):
             problem = "algorithm.kl_coef is 0, which disables the KL to the reference policy"
@@ -212,6 +218,14 @@ def _old_log_prob_errors(recipe: Recipe) -> Errors:
             "log-probs differ from its log-probs at the start of the step",
             "set it to computed, or actor.mini_batches=1 and actor.epochs=1",
             value="current",
+        )
+    if ADVANTAGES[algorithm.advantage].of_positions and algorithm.old_log_probs != "computed":
+        yield RecipeError(
+            "algorithm.old_log_probs",
+            f"algorithm.advantage={algorithm.advantage} needs each position's sum of squared probabilities, which only the pass "
+            f"before the step's updates computes, and {algorithm.old_log_probs} skips this pass",
+            "set it to computed, or another algorithm.advantage",
+            value=algorithm.old_log_probs,
         )
     samples = recipe.data.prompts_per_step * recipe.rollout.samples_per_prompt
     if algorithm.kl_target is not None and algorithm.kl_horizon < samples:

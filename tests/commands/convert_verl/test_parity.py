@@ -62,7 +62,7 @@ def test_fixed_micro_batches_are_shared_by_context_parallel_devices(recipe: Call
     ("option", "words"),
     [
         ("actor_rollout_ref.actor.policy_loss.loss_mode=new_loss", "algorithm.loss=VALUE after the file"),
-        ("algorithm.adv_estimator=optimal_token_baseline", "algorithm.advantage=VALUE after the file"),
+        ("algorithm.adv_estimator=new_estimator", "algorithm.advantage=VALUE after the file"),
         ("actor_rollout_ref.actor.loss_agg_mode=new-mean", "algorithm.aggregation=VALUE"),
         ("actor_rollout_ref.actor.policy_loss.new_key=1", "unknown option"),
         ("algorithm.new_key=1", "unknown option"),
@@ -77,6 +77,16 @@ def test_an_option_that_changes_the_algorithm_is_carried_over_or_refused(option:
         converted(option)
     assert words in str(caught.value) and f"{option}: " in str(caught.value)
     assert any(name in note for note in converted(option, accepted=[name]).notes)
+
+
+@pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])
+def test_the_optimal_token_baseline_compares_positions(recipe: Callable[..., Recipe], name: str) -> None:
+    """verl's estimators for one turn and for several differ in the positions of tool output, which megarl skips."""
+    options = [f"algorithm.adv_estimator={name}", "actor_rollout_ref.actor.calculate_sum_pi_squared=True"]
+    algorithm = recipe(*options).algorithm
+    assert (algorithm.advantage, algorithm.tail_baseline) == ("optimal_token_baseline", "zero")
+    notes = converted(*options).notes
+    assert any("positions skip tool output" in note for note in notes) == (name == "optimal_token_baseline")
 
 
 def test_a_setting_after_the_file_replaces_an_unknown_value() -> None:

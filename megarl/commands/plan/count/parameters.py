@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megarl.commands.plan.count.types import RankMemory
 from megarl.megatron.model.build import parameters_on_rank
 from megarl.megatron.optimizer import members
+from megarl.megatron.reference import reference_sizes
 from megarl.megatron.trainer import PolicyTrainer, Trainer
 from megarl.platform.adaptor import pinned
 from megarl.recipe.derived.optimizer_extra import host_share
@@ -31,6 +32,8 @@ def held(trainer: Trainer) -> RankMemory:
     moments_bytes = _bytes(_storages(moments))
     share = moments_bytes // _MOMENT_BYTES * trainer.model.dtype.itemsize  # weights of the parameters with moments
     own_masters = {key: storage for key, storage in _storages(masters).items() if key not in weights}
+    refreshed = isinstance(trainer, PolicyTrainer) and trainer.recipe.algorithm.refresh_reference_every > 0
+    reference = reference_sizes(trainer.model, refreshed=refreshed) if isinstance(trainer, PolicyTrainer) else []
     memory = RankMemory(
         parameters=parameters_on_rank(trainer.model),
         trained=parameters_on_rank(trainer.model, trained=True),
@@ -39,13 +42,11 @@ def held(trainer: Trainer) -> RankMemory:
         gradients=_bytes(_storages(gradients)),
         masters=_bytes(own_masters),
         moments=moments_bytes,
-        reference=sum(trainer.reference_sizes()) if isinstance(trainer, PolicyTrainer) else 0,
+        reference=sum(reference),
         weights_pinned=_pinned(weights),
         states_pinned=_pinned(own_masters) + _pinned(_storages(moments)),
-        reference_pinned=sum(pinned(size) for size in trainer.reference_sizes())
-        if isinstance(trainer, PolicyTrainer)
-        else 0,
-        saved=_bytes(own_masters) + moments_bytes + share,
+        reference_pinned=sum(pinned(size) for size in reference),
+        saved=_bytes(own_masters) + moments_bytes + share * (2 if refreshed else 1),
     )
     return memory.with_states_on_host(host_share(trainer.recipe.actor.optimizer))
 

@@ -19,12 +19,14 @@ class RankMemory:
     gradients: int
     masters: int  # float32 master weights; 0 if the optimizer's parameters are views of the weights
     moments: int  # Adam's two moments
-    reference: int  # weights of the reference policy, on the host; 0 without one, for a critic and with adapters
+    reference: int  # weights of the reference policy on the host; 0 for a critic, and for adapters without a refresh
     on_host: int = 0  # masters, moments and gradients of an optimizer on the host (optimizer_cpu_offload)
     weights_pinned: int = 0  # page-locked host copies of the weights, rounded up per storage
     states_pinned: int = 0  # page-locked host copies of masters and moments
     reference_pinned: int = 0
-    saved: int = 0  # bytes that the rank writes into a checkpoint: its share of masters, moments and weights
+    saved: int = (
+        0  # bytes that the rank writes into a checkpoint: its share of masters, moments, weights, refreshed reference
+    )
 
     def with_states_on_host(self, share: float) -> RankMemory:
         """Move `share` of masters and moments to the host, with their float32 gradients (as large as the masters)."""
