@@ -10,8 +10,9 @@ import importlib.util
 import sys
 import types
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, Field
@@ -115,32 +116,42 @@ _MODULES: dict[str, tuple[Any, ...]] = {
     "verl.utils": (),
     "verl.utils.rollout_trace": (rollout_trace_op,),
 }
-PROVIDED = tuple(name for name, contents in _MODULES.items() if contents)
 
 
-def provide() -> None:
-    """Let this process import `PROVIDED`, if verl is not installed. A second call changes nothing."""
-    if importlib.util.find_spec("verl") is None:
-        for name, contents in _MODULES.items():
-            sys.modules[name] = _module(name, contents)
+def provide(more: Mapping[str, Sequence[Any]] = MappingProxyType({})) -> None:
+    """Let this process import these modules and `more` (contents by module, parents first), if verl is not installed."""
+    if isinstance(sys.modules.get("verl"), _StandIn) or importlib.util.find_spec("verl") is None:
+        for name, contents in {**_MODULES, **more}.items():
+            if name not in sys.modules:
+                _add(name, contents)
 
 
-def is_provided() -> bool:
-    """Whether this process has the stand-in instead of verl."""
-    return isinstance(sys.modules.get("verl"), _StandIn)
+def missing_hint(error: Exception) -> str:
+    """Return the end of a message for an import that failed because the stand-in lacks a part of verl; "" otherwise."""
+    wanted = getattr(error, "name", None) or ""
+    if (
+        not isinstance(error, ImportError)
+        or not wanted.startswith("verl")
+        or not isinstance(sys.modules["verl"], _StandIn)
+    ):
+        return ""
+    provided = sorted(name for name, module in sys.modules.items() if isinstance(module, _StandIn) and module.contents)
+    return f". verl is not installed, and without it megarl provides only {', '.join(provided)}"
 
 
 class _StandIn(types.ModuleType):
     """A module without a file."""
 
+    contents: Sequence[Any] = ()
 
-def _module(name: str, contents: Iterable[Any]) -> types.ModuleType:
+
+def _add(name: str, contents: Sequence[Any]) -> None:
     module = _StandIn(name, "megarl's stand-in, because verl is not installed")
-    module.__spec__ = ModuleSpec(name, None, is_package=not contents)
-    if not contents:
-        module.__path__ = []
+    module.__spec__ = ModuleSpec(name, None, is_package=True)
+    module.__path__ = []
+    module.contents = contents
     vars(module).update({each.__name__: each for each in contents})
     parent, _, last = name.rpartition(".")
     if parent:
         setattr(sys.modules[parent], last, module)
-    return module
+    sys.modules[name] = module

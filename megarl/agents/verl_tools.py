@@ -90,12 +90,9 @@ def _class_of(path: Any, place: str) -> Any:
     try:
         class_ = getattr(import_user_module(module_name), name)
     except Exception as error:
-        hint = ""
-        if verl_stand_in.is_provided() and isinstance(error, ImportError) and (error.name or "").startswith("verl"):
-            hint = f". verl is not installed, and without it megarl provides only {', '.join(verl_stand_in.PROVIDED)}"
         raise ValueError(
-            f"{place}: importing {path} failed with {type(error).__name__}: {error}{hint}. It is searched in {Path.cwd()} "
-            "and on PYTHONPATH"
+            f"{place}: importing {path} failed with {type(error).__name__}: {error}{verl_stand_in.missing_hint(error)}. It "
+            f"is searched in {Path.cwd()} and on PYTHONPATH"
         ) from error
     missing = [method for method in _METHODS if not callable(getattr(class_, method, None))]
     if missing:

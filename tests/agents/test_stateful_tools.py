@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megarl.agents import Answer, Context, ToolUnavailable, find, tool
+from megarl.agents import Context, ToolUnavailable, find, tool
 from megarl.agents.python_tools import PythonTools, SampleProcess
 from megarl.agents.toolbox import CallOutcome
 
