@@ -79,3 +79,28 @@ class PictureTool(BaseTool):
         if parameters["what"] == "tokens":
             return ToolResponse(text=str(getattr(agent_data, "prompt_ids", "none"))), 0.0, {}
         return ToolResponse(image=[object()], text="a crop"), 0.0, {}
+
+
+class DigitTool(BaseTool):
+    """Looks up digits. A sample's first look-up earns 0.25, each further one costs 0.125, and the sample earns 1 / 16 at its end.
+    Creations and releases are logged."""
+
+    def _log(self, line: str) -> None:
+        with Path(self.config["log"]).open("a") as file:
+            file.write(line + "\n")
+
+    async def create(self, instance_id: Optional[str] = None, **kwargs) -> tuple[str, ToolResponse]:
+        self.calls, self.table = 0, kwargs["create_kwargs"]["table"]
+        self._log(f"create {instance_id}")
+        return instance_id, ToolResponse()
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs) -> tuple[ToolResponse, float, dict]:
+        self.calls += 1
+        reward = 0.25 if self.calls == 1 else -0.125
+        return ToolResponse(text=str(self.table[parameters["key"]])), reward, {}
+
+    async def calc_reward(self, instance_id: str, **kwargs) -> float:
+        return 1 / 16
+
+    async def release(self, instance_id: str, **kwargs) -> None:
+        self._log(f"release {instance_id}")

@@ -39,10 +39,10 @@ def prepare(path: str, files: Sequence[str], out: Path, model: str | None, optio
     count = len(dataset)
     if not count:
         raise ValueError(f"{path}: the class has no rows")
-    prompt_key = {**_DEFAULTS, **options}["prompt_key"]
-    rows = [_row(f"{path}, row {index}", dataset[index], prompt_key) for index in range(count)]
+    names = {**_DEFAULTS, **options}
+    rows = [_row(f"{path}, row {index}", dataset[index], names) for index in range(count)]
     for index in range(0, count, max(count // _READ_TWICE, 1)):
-        if _row(f"{path}, row {index}", dataset[index], prompt_key) != rows[index]:
+        if _row(f"{path}, row {index}", dataset[index], names) != rows[index]:
             raise ValueError(
                 f"{path}: row {index} is another one when it is read again. megarl reads rows once, so a class that samples "
                 "or changes them during training cannot be used"
@@ -99,8 +99,12 @@ def _tokenizer_of(model: str | None) -> tuple[Any, Any]:
     return AutoTokenizer.from_pretrained(model), AutoProcessor.from_pretrained(model) if has_images else None
 
 
-def _row(where: str, item: Any, prompt_key: str) -> dict[str, Any]:
-    """Return the columns of docs/data.md for an item of the class. `extra_info` and `reward_model` are JSON text."""
+def _row(where: str, item: Any, names: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of docs/data.md for an item of the class. `extra_info` and `reward_model` are JSON text.
+
+    names: the options with the item's keys.
+    """
+    prompt_key, image_key, video_key = names["prompt_key"], names["image_key"], names["video_key"]
     if not isinstance(item, dict):
         raise ValueError(f"{where} is a {type(item).__name__}, not a dict")
     messages = item["raw_prompt"] if item.get("raw_prompt") is not None else item.get(prompt_key)
@@ -113,14 +117,14 @@ def _row(where: str, item: Any, prompt_key: str) -> dict[str, Any]:
         info.setdefault("tools_kwargs", item["tools_kwargs"])
     if item.get("interaction_kwargs"):
         raise ValueError(f"{where} has interaction_kwargs: megarl's agent loop has tools only")
-    if item.get("videos") is not None and len(item["videos"]):
+    if item.get(video_key) is not None and len(item[video_key]):
         raise ValueError(f"{where} has videos, which megarl does not read")
     prompt, images = _messages(where, messages)
     if not images:
-        images = [_image(where, image) for image in (item.get("images") if item.get("images") is not None else ())]
+        images = [_image(where, image) for image in (item[image_key] if item.get(image_key) is not None else ())]
     row = {"prompt": prompt, "extra_info": _json(where, "extra_info", info)}
-    if item.get("data_source") is not None:
-        row["data_source"] = str(item["data_source"])
+    if item.get(names["reward_fn_key"]) is not None:
+        row["data_source"] = str(item[names["reward_fn_key"]])
     if item.get("reward_model") is not None:
         row["reward_model"] = _json(where, "reward_model", item["reward_model"])
     return {**row, "images": images} if images else row
