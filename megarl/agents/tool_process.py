@@ -113,7 +113,7 @@ class SampleState:
 
 
 async def _call_if_present(state: Any, method: str) -> Any:
-    """Call a method without arguments; returns None if there is no such method. Raises ToolUnavailable if it fails."""
+    """Call a method without arguments; returns None if the object lacks it. Raises ToolUnavailable if it fails."""
     try:
         return await _result(getattr(state, method)()) if hasattr(state, method) else None
     except Exception as error:

@@ -1,6 +1,6 @@
 """The modules of verl that its tools import, for machines without verl: `provide` adds them to sys.modules.
 
-Names, fields and defaults are those of verl/tools/base_tool.py, verl/tools/schemas.py and verl/utils/rollout_trace.py
+Names, fields and defaults follow verl/tools/base_tool.py, verl/tools/schemas.py and verl/utils/rollout_trace.py
 (volcengine/verl at b178a3cd). Schemas drop unknown fields as verl's do, because the policy's prompt shows what remains.
 """
 

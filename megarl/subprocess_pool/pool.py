@@ -8,7 +8,7 @@ With `concurrent` > 1, a worker runs up to `concurrent` calls of async functions
 cancels a call at its limit. The pool kills a worker that has not done so after `process.GRACE` seconds; the worker's
 `ProgressMark` names the call that blocks it. Only that call has failed: the others move to another worker.
 
-Calls that share state have a `Seat`: a process of their own, beside the others.
+Calls that share state have a `Seat`: a further process that runs only these calls.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tools with state: one process per sample, ended whatever happens to the sample."""
+"""Tools with state: one process per sample, which ends whatever happens to the sample."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def fragile(sample: SampleProcess, how: str, timeout: float = 20.0) -> Cal
 
 
 def ended(log: Path, line: str) -> bool:
-    """Whether a tool has written `line` within a few seconds: `release` does not wait."""
+    """Return True if a tool writes `line` within a few seconds: `release` does not wait."""
     limit = time.monotonic() + 10.0
     while time.monotonic() < limit:
         if log.exists() and line in log.read_text().splitlines():
@@ -67,21 +67,21 @@ def is_alive(pid: int) -> bool:
 
 
 def test_calls_of_a_sample_share_state_that_other_samples_do_not_see(running: PythonTools, log: Path) -> None:
-    """The reward of a call depends on the earlier calls of its own sample alone; calls of a turn run in their order."""
+    """The reward of a call depends only on earlier calls of the same sample; calls of a turn run in their order."""
 
     async def play() -> None:
-        one, two = running.open_sample(context(log, 1)), running.open_sample(context(log, 2))
-        assert await submit(one, 2.0) == ("submission 1, best 2", 2.0)
-        assert await submit(two, 5.0) == ("submission 1, best 5", 5.0)
-        together = await asyncio.gather(submit(one, 1.0), submit(one, 2.5), submit(one, 2.5))
+        first, second = running.open_sample(context(log, 1)), running.open_sample(context(log, 2))
+        assert await submit(first, 2.0) == ("submission 1, best 2", 2.0)
+        assert await submit(second, 5.0) == ("submission 1, best 5", 5.0)
+        together = await asyncio.gather(submit(first, 1.0), submit(first, 2.5), submit(first, 2.5))
         assert together == [
             ("submission 2, best 2", 0.0), ("submission 3, best 2.5", 0.5), ("submission 4, best 2.5", 0.0)
         ]  # fmt: skip
-        assert await one.finish(with_rewards=True) == -0.5
-        assert await submit(two, 6.0) == ("submission 2, best 6", 1.0)  # the first sample's end is not the second's
-        assert await two.finish(with_rewards=True) == -0.25
-        one.release()
-        two.release()
+        assert await first.finish(with_rewards=True) == -0.5
+        assert await submit(second, 6.0) == ("submission 2, best 6", 1.0)  # the first sample's end is not the second's
+        assert await second.finish(with_rewards=True) == -0.25
+        first.release()
+        second.release()
 
     asyncio.run(play())
     lines = log.read_text().splitlines()
@@ -136,19 +136,19 @@ def test_a_killed_call_costs_its_own_sample_the_state_and_no_other(
     running: PythonTools, log: Path, how: str, kind: str
 ) -> None:
     async def play() -> None:
-        one, two = running.open_sample(context(log, 1)), running.open_sample(context(log, 2))
-        await submit(one, 1.0)
-        await submit(two, 1.0)
-        waiting = [asyncio.create_task(fragile(one, how, 0.5)), asyncio.create_task(submit(one, 3.0))]
+        first, second = running.open_sample(context(log, 1)), running.open_sample(context(log, 2))
+        await submit(first, 1.0)
+        await submit(second, 1.0)
+        waiting = [asyncio.create_task(fragile(first, how, 0.5)), asyncio.create_task(submit(first, 3.0))]
         failed, (behind, reward) = await waiting[0], await waiting[1]
         assert failed.failure == kind and failed.answer.text.startswith("Error: ")
         assert (behind, reward) == ("Error: it was stopped or crashed earlier, and cannot be called again", 0.0)
-        later = await one.call("submit", {"number": 9.0}, 20.0)
+        later = await first.call("submit", {"number": 9.0}, 20.0)
         assert later.failure == "crash" and later.answer.text == behind
-        assert await one.finish(with_rewards=True) == 0.0
-        one.release()
-        assert await submit(two, 3.0) == ("submission 2, best 3", 2.0)
-        assert await two.finish(with_rewards=True) == -0.25
+        assert await first.finish(with_rewards=True) == 0.0
+        first.release()
+        assert await submit(second, 3.0) == ("submission 2, best 3", 2.0)
+        assert await second.finish(with_rewards=True) == -0.25
 
     asyncio.run(play())
 

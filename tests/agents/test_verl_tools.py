@@ -83,20 +83,20 @@ def test_the_prompt_shows_the_schemas_as_verl_does(tools_file: str) -> None:
 
 
 def test_rewards_depend_on_earlier_calls_of_the_sample(running: PythonTools, tmp_path: Path) -> None:
-    """Two samples at once: guesses, penalties and agent_data of one do not reach the other."""
+    """Two samples at once: guesses, penalties and agent_data of the first do not reach the second."""
 
     async def play() -> tuple[list[tuple[str, float]], list[str], list[float]]:
-        one = running.open_sample(context(1, tmp_path / "one"))
-        two = running.open_sample(context(2, tmp_path / "two", degrees=-5))
+        first = running.open_sample(context(1, tmp_path / "one"))
+        second = running.open_sample(context(2, tmp_path / "two", degrees=-5))
         answers = []
-        for sample, degrees in ((one, 25.0), (two, -5.0), (one, 30.0), (one, 20.0), (two, -5.0)):
+        for sample, degrees in ((first, 25.0), (second, -5.0), (first, 30.0), (first, 20.0), (second, -5.0)):
             outcome = await sample.call("guess", {"degrees": degrees}, 20.0)
             answers.append((outcome.answer.text, outcome.answer.reward))
         notes = [
             (await sample.call("take_note", {"note": note}, 20.0)).answer.text
-            for sample, note in ((one, "a"), (one, "b"), (two, "c"))
+            for sample, note in ((first, "a"), (first, "b"), (second, "c"))
         ]
-        rewards = [await sample.finish(with_rewards=True) for sample in (one, two)]
+        rewards = [await sample.finish(with_rewards=True) for sample in (first, second)]
         return answers, notes, rewards
 
     answers, notes, rewards = asyncio.run(play())
@@ -175,7 +175,7 @@ def test_files_that_cannot_be_used_are_refused_before_the_run(
 
 
 def test_a_tool_of_verl_itself_needs_verl(tmp_path: Path) -> None:
-    """The message names what is there without verl."""
+    """The message names the modules that megarl provides without verl."""
     entry = {**ENTRIES[0], "class_name": "verl.tools.gsm8k_tool.Gsm8kTool"}
     with pytest.raises(ValueError, match=re.escape("without it megarl provides only verl.tools.base_tool")):
         tool_paths([write(tmp_path / "tools.yaml", entry)])

@@ -29,7 +29,7 @@ class HintedDataset(RLHFDataset):
 
 
 class DrawingDataset(Dataset):
-    """Rows of its own, with an image in the messages as verl's processors take it."""
+    """Rows without a file, with an image in the messages as verl's processors take it."""
 
     def __init__(self, data_files, tokenizer, config, processor=None, max_samples=-1):
         self.sizes = [4, 5]

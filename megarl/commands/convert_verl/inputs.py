@@ -77,7 +77,7 @@ def translate_tools(conversion: Conversion) -> None:
 
 
 def translate_dataset_class(conversion: Conversion) -> None:
-    """Replace the files by those that ``megarl data verl_dataset`` writes with verl's dataset class, and note its commands."""
+    """Replace the files by the output of ``megarl data verl_dataset`` for verl's dataset class, and note the commands."""
     option = f"{_ROWS}.path"
     path = conversion.get(option)
     if not path:

@@ -183,7 +183,7 @@ def _json(where: str, column: str, value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return Python's lists and numbers for those of numpy, torch and OmegaConf."""
+    """Convert values of numpy, torch and OmegaConf to Python's lists and numbers."""
     if isinstance(value, Mapping):
         return {str(name): _plain(part) for name, part in value.items()}
     if hasattr(value, "tolist"):

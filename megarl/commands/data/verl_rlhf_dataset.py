@@ -1,6 +1,6 @@
 """verl's RLHFDataset, from which its users derive dataset classes, for machines without verl.
 
-Names and arguments are those of verl/utils/dataset/rl_dataset.py (volcengine/verl at b178a3cd). It reads rows only: megarl
+Names and arguments follow verl/utils/dataset/rl_dataset.py (volcengine/verl at b178a3cd). It reads rows only: megarl
 renders prompts, filters long ones and reads images when it reads the written file.
 """
 

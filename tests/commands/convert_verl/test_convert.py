@@ -199,7 +199,7 @@ def test_a_run_with_tools_needs_megarls_tools() -> None:
 
 
 def test_verls_tools_are_carried_over() -> None:
-    """verl's rewards of tools reach the reward function, and are no part of the reward."""
+    """verl's rewards of tools reach the reward function, and are not added to the reward."""
     command = f"{GRPO} actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml"
     converted = settings(command)
     assert converted["agent.tools"] == ["tools.yaml"] and converted["agent.tool_rewards"] == "scorer"
