@@ -30,9 +30,7 @@ class Context:
     uid: str  # of the row
     ground_truth: Any = None
     extra_info: dict[str, Any] = field(default_factory=dict)
-    sample: int = (
-        0  # the sample's number in the run, the same after a resume and in a replay: a seed for tools with chance
-    )
+    sample: int = 0  # number of the sample, the same after a resume and in a replay: a seed for tools with chance
 
 
 @dataclass(frozen=True)
