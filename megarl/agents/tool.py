@@ -151,7 +151,7 @@ def check_name(name: str) -> None:
         raise ValueError(f"tool {name!r}: a name is letters, digits, _ and -, at most 64, and begins with no digit")
 
 
-def _method_call(class_: type, name: str) -> Callable[..., Any]:
+def _method_call(class_: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Return the method `call` of a class. Raises ValueError if its methods cannot be called as `tool` describes."""
     expected: dict[str, tuple[Any, ...]] = {"start": (None, None), "reward": (None,), "end": (None,)}
     for method, arguments in expected.items():
