@@ -68,7 +68,7 @@ def did_you_mean(name: str, candidates: Iterable[str]) -> str:
 
 
 def import_function(path: str, label: str) -> Callable[..., Any]:
-    """Import the function `path`: ``module:function`` as `import_user_module` does, or ``file.py:function``.
+    """Import the function or class `path`: ``module:name`` as `import_user_module` does, or ``file.py:name``.
 
     Raises ValueError, with `label` in front of the path, if the import fails or the module has no such function.
     """
@@ -83,12 +83,18 @@ def import_function(path: str, label: str) -> Callable[..., Any]:
         ) from error
     function: Any = getattr(module, name, None)
     if not callable(function):
-        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        functions = [
+            key for key, value in vars(module).items() if inspect.isfunction(value) or _is_class_of(value, module)
+        ]
         raise ValueError(
             f"{label} {path!r}: {module_name} has no function {name!r}{did_you_mean(name, functions)} "
-            f"Its functions: {', '.join(sorted(functions)) or 'none'}"
+            f"Its functions and classes: {', '.join(sorted(functions)) or 'none'}"
         )
     return typing.cast("Callable[..., Any]", function)
+
+
+def _is_class_of(value: Any, module: ModuleType) -> bool:
+    return inspect.isclass(value) and value.__module__ == module.__name__
 
 
 class Registry(Generic[T]):

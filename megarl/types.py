@@ -152,7 +152,7 @@ class Turn:
     arguments: dict[str, Any] = field(default_factory=dict)  # of the tool call
     failure: Literal["", "refused", "error", "timeout", "crash"] = ""  # set if `text` describes a failure of the tool
     seconds: float = 0.0  # run time of the tool
-    reward: float = 0.0  # from the tool
+    reward: float = 0.0  # from the tool; of the policy's last turn: from the final states of tools with state
 
 
 @dataclass

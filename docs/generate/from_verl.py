@@ -55,8 +55,9 @@ tiny copy of it on this machine.
 
 verl's parquet files are read as they are: `prompt`, `data_source`, `reward_model`, `extra_info`, `images`, and `messages` for SFT.
 Keys such as `data.prompt_key` become `data.columns` ([data.md](data.md)); for answers in a column of their own add
-`data.columns.ground_truth=answer` after the file. A dataset class (`data.custom_cls`) is an error: write
-its rows to a file once, as [data.md](data.md#other-formats) shows.
+`data.columns.ground_truth=answer` after the file. A dataset class (`data.custom_cls`) runs once, before the run: a note has the
+command, and the recipe names the file that it writes ([data.md](data.md#a-dataset-class-of-verl)). Samplers (`data.sampler`) and
+generated data (`data.datagen`) are errors.
 
 ## Rewards
 
@@ -67,13 +68,13 @@ are errors. A reward file that imports verl needs verl on PYTHONPATH.
 
 ## Tools
 
-verl's tools are classes with a YAML file. Write each as a function with `@tool` ([agents.md](agents.md#write-a-tool)) in a module of
-the current directory, or use an MCP server, and give it after the file: `agent.tools='["my_tools:search"]'`. `@tool(name=...)` keeps
-the name that prompts use. verl's code sandbox is `code_interpreter`. The row's `extra_info` is `Context.extra_info`, so
-`create_kwargs` of the tool `search` is `context.extra_info["tools_kwargs"]["search"]["create_kwargs"]`. A tool's reward is
-`Answer(text, reward=...)`. A function has no state between the calls of a sample, so a tool whose reward depends on earlier calls
-cannot be converted. The limits of the policy's turns and of calls per turn are converted. Interactions and agent loops of your own
-are errors.
+The YAML file of `multi_turn.tool_config_path` becomes `agent.tools`, and its classes
+[run unchanged](agents.md#tools-of-verl). A sample has an instance of a class for all its calls, so rewards may depend on earlier
+ones; verl's tool agent loop creates an instance for each call. As in verl, the rewards of tools reach the reward function
+(`extra_info["tool_rewards"]`) and are not added to the reward: `agent.tool_rewards: scorer`. For other tools give
+`agent.tools='["my_tools:search"]'` after the file ([agents.md](agents.md#write-a-tool)); verl's code sandbox is
+`code_interpreter`. The limits of the policy's turns and of calls per turn are converted. MCP entries of the YAML file
+(use `agent.mcp`), interactions and agent loops of your own are errors.
 
 ## Asynchronous runs
 

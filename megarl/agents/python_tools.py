@@ -1,38 +1,32 @@
-"""Python tools in processes that can be killed."""
+"""Python tools in processes that can be killed. Tools with state have a process for each sample that calls one."""
 
 from __future__ import annotations
 
 import asyncio
-import inspect
-import json
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from numbers import Real
+import concurrent.futures
+import sys
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
-from megarl.agents import Answer, Context, Tool, ToolUnavailable, find
+from megarl.agents import Answer, Context, ToolUnavailable
+from megarl.agents.tool_process import WORK, ToolException, ToolRequest, UnavailableNow
 from megarl.agents.toolbox import CallOutcome
-from megarl.subprocess_pool.job import Job
+from megarl.subprocess_pool.job import Outcome
 from megarl.subprocess_pool.pool import Failed, ProcessPool
+from megarl.subprocess_pool.process import Seat
 
-WORK = f"{__name__}:tool_job"
-
-
-def tool_job(path: str, settings: dict[str, Any]) -> Job:
-    """Return the job of a worker process for the tool `path`, a registered name or module:function."""
-    tool = find(path)
-    prepare = tool.prepare
-    return Job(caller_of(tool), (lambda: prepare(settings)) if prepare else None)
+CLOSE_SECONDS = 5.0  # for tools with state to end when the run ends
+_STATE_LOST = "it was stopped or crashed earlier, and cannot be called again"
 
 
 class PythonTools:
-    """A `Caller` with worker processes. `paths`: tool name -> registered name or module:function."""
+    """A `Caller` with worker processes. `paths`: tool name -> registered name or path, see `find`."""
 
     def __init__(self, paths: Mapping[str, str], settings: dict[str, Any], *, processes: int, timeout: float) -> None:
         self._paths, self._timeout = dict(paths), timeout
+        self._samples: set[SampleProcess] = set()  # not released yet
+        self._ending: set[concurrent.futures.Future[Outcome]] = set()
+        self._places = asyncio.Semaphore(processes)  # of calls of tools with state
         self._pool = ProcessPool(
             WORK,
             sorted(self._paths.values()),
@@ -49,18 +43,100 @@ class PythonTools:
         self._pool.start()
 
     def close(self) -> None:
+        """End the tools with state, then every process."""
+        for sample in list(self._samples):
+            sample.release()
+        concurrent.futures.wait(list(self._ending), CLOSE_SECONDS)
         self._pool.close()
 
     async def call(self, name: str, arguments: dict[str, Any], context: Context, timeout: float) -> CallOutcome:
         request = ToolRequest(arguments, context)
         done = await asyncio.wrap_future(self._pool.submit(self._paths[name], request, timeout))
-        if isinstance(done, Failed):
-            return CallOutcome(Answer(_failure_text(done, timeout)), done.seconds, done.kind)
-        if isinstance(done.value, UnavailableNow):
-            raise ToolUnavailable(done.value.cause)
-        if isinstance(done.value, ToolException):
-            return CallOutcome(Answer(f"Error: {done.value.text}"), done.seconds, "error")
-        return CallOutcome(done.value, done.seconds)
+        return _outcome(done, timeout)
+
+    def open_sample(self, context: Context) -> SampleProcess:
+        """Return the caller of a sample's tools with state. The sample must end with `release`."""
+        return SampleProcess(self, context)
+
+
+class SampleProcess:
+    """A `SampleCaller` with a process that starts with the sample's first call, and is killed with its state when a call reaches
+    the time limit. Calls of the sample run one after the other."""
+
+    def __init__(self, tools: PythonTools, context: Context) -> None:
+        self._tools, self._context, self._seat = tools, context, Seat()
+        self._started: list[str] = []  # names of tools that have been called and not ended
+        self._lost = False
+        self._order = asyncio.Lock()
+
+    async def call(self, name: str, arguments: dict[str, Any], timeout: float) -> CallOutcome:
+        async with self._order, self._tools._places:
+            if self._lost:
+                return CallOutcome(Answer(f"Error: {_STATE_LOST}"), 0.0, "crash")
+            if name not in self._started:
+                self._started.append(name)
+                self._tools._samples.add(self)
+            done = await asyncio.wrap_future(self._submit(name, ToolRequest(arguments, self._context), timeout))
+            self._lost = isinstance(done, Failed) and done.kind != "error"
+        return _outcome(done, timeout)
+
+    async def finish(self, with_rewards: bool) -> float:
+        """End the tools, and return the sum of their rewards; 0 for tools whose state was lost. Raises ToolUnavailable."""
+        reward = 0.0
+        while self._started and not self._lost:
+            name = self._started.pop(0)
+            request = ToolRequest({}, self._context, "reward" if with_rewards else "end")
+            done = await asyncio.wrap_future(self._submit(name, request, last=not self._started))
+            problem = _problem_of(done)
+            if problem:
+                unavailable = ToolUnavailable(problem)
+                unavailable.tool = name
+                raise unavailable
+            reward += done.value.reward  # type: ignore[union-attr]
+        return reward
+
+    def release(self) -> None:
+        """End the tools that `finish` has not ended, without waiting for them. Failures go to the engine's log."""
+        self._tools._samples.discard(self)
+        while self._started and not self._lost:
+            name = self._started.pop(0)
+            request = ToolRequest({}, self._context, "end")
+            try:
+                ending = self._submit(name, request, last=not self._started)
+            except RuntimeError:
+                return
+            self._tools._ending.add(ending)
+            ending.add_done_callback(lambda done, name=name: self._released(name, done))  # type: ignore[misc]
+
+    def _released(self, name: str, done: concurrent.futures.Future[Outcome]) -> None:
+        self._tools._ending.discard(done)
+        problem = str(done.exception()) if done.exception() is not None else _problem_of(done.result())
+        if problem:
+            print(f"tool {name!r}, sample {self._context.sample} of {self._context.uid}: {problem}", file=sys.stderr)
+
+    def _submit(
+        self, name: str, request: ToolRequest, timeout: float | None = None, last: bool = False
+    ) -> concurrent.futures.Future[Outcome]:
+        tools = self._tools
+        return tools._pool.submit(tools._paths[name], request, timeout, seat=self._seat, last=last)
+
+
+def _outcome(done: Outcome, timeout: float) -> CallOutcome:
+    """Return the result of a policy's call. Raises ToolUnavailable."""
+    if isinstance(done, Failed):
+        return CallOutcome(Answer(_failure_text(done, timeout)), done.seconds, done.kind)
+    if isinstance(done.value, UnavailableNow):
+        raise ToolUnavailable(done.value.cause)
+    if isinstance(done.value, ToolException):
+        return CallOutcome(Answer(f"Error: {done.value.text}"), done.seconds, "error")
+    return CallOutcome(done.value, done.seconds)
+
+
+def _problem_of(done: Outcome) -> str:
+    """Return why tools could not end; "" if they have ended."""
+    if isinstance(done, Failed):
+        return f"its end failed: {done.cause}"
+    return done.value.cause if isinstance(done.value, UnavailableNow) else ""
 
 
 def _failure_text(failed: Failed, timeout: float) -> str:
@@ -68,81 +144,3 @@ def _failure_text(failed: Failed, timeout: float) -> str:
     if failed.kind == "timeout":
         return f"Error: it was stopped after {timeout:g} seconds"
     return "Error: it crashed" if failed.kind == "crash" else f"Error: {failed.cause}"
-
-
-# --- in a worker process ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ToolRequest:
-    arguments: dict[str, Any]
-    context: Context = field(default_factory=lambda: Context(""))
-
-
-@dataclass(frozen=True)
-class ToolException:
-    """An exception of a tool, for the policy to read."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class UnavailableNow:
-    """The tool cannot be used now."""
-
-    cause: str
-
-
-def caller_of(tool: Tool) -> Callable[[ToolRequest], Any]:
-    """Return the function that calls `tool` with checked arguments.
-
-    It is async if the tool is. The loop of the process stays, so that an async tool may keep a connection between calls.
-    """
-
-    def arguments_of(request: ToolRequest) -> dict[str, Any]:
-        context = {tool.context: request.context} if tool.context is not None else {}
-        return {**request.arguments, **context}
-
-    def call(request: ToolRequest) -> Answer | ToolException | UnavailableNow:
-        try:
-            return _answer_of(tool, tool.function(**arguments_of(request)))
-        except Exception as error:  # noqa: BLE001 -- the policy reads it
-            return _failure_of(error)
-
-    async def call_async(request: ToolRequest) -> Answer | ToolException | UnavailableNow:
-        try:
-            return _answer_of(tool, await tool.function(**arguments_of(request)))
-        except Exception as error:  # noqa: BLE001 -- the policy reads it
-            return _failure_of(error)
-
-    return call_async if inspect.iscoroutinefunction(tool.function) else call
-
-
-def _failure_of(error: Exception) -> ToolException | UnavailableNow:
-    """Classify a tool's exception: the policy's mistake, unless it is `ToolUnavailable`."""
-    if isinstance(error, ToolUnavailable):
-        return UnavailableNow(str(error))
-    return ToolException(f"{type(error).__name__}: {error}")
-
-
-def _answer_of(tool: Tool, result: Any) -> Answer:
-    """Convert a tool's result to text and reward. Raises ToolUnavailable for an invalid `Answer`, which is the author's
-    mistake and not the policy's."""
-    if not isinstance(result, Answer):
-        return Answer(as_text(result))
-    text, reward = result.text, result.reward
-    if not isinstance(text, str):
-        raise ToolUnavailable(f"the text of its answer is {text!r} ({type(text).__name__})")
-    if not isinstance(reward, (Real, np.bool_)) or not math.isfinite(reward):
-        raise ToolUnavailable(f"the reward of its answer is {reward!r}, not a finite number")
-    return Answer(str(text), float(reward))
-
-
-def as_text(result: Any) -> str:
-    """Return text unchanged, and other values as JSON if possible."""
-    if isinstance(result, str):
-        return result
-    try:
-        return json.dumps(result, ensure_ascii=False)
-    except (TypeError, ValueError):
-        return str(result)

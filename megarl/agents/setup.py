@@ -41,7 +41,7 @@ class Agents:
 
     def __init__(self, setup: AgentSetup, tokenizer: Tokenizer) -> None:
         self._setup, self._tokenizer = setup, tokenizer
-        self._paths = {agents.find(path).name: path for path in setup.agent.tools}
+        self._paths = {agents.find(path).name: path for path in agents.tool_paths(setup.agent.tools)}
         self._python: PythonTools | None = None
         self._servers: list[McpTools] = []
 
@@ -49,7 +49,7 @@ class Agents:
         """Build the loop, once all tools can be called. Raises RuntimeError if one cannot."""
         agent = self._setup.agent
         callers: dict[str, Caller] = {}
-        tools = [agents.find(path) for path in agent.tools]
+        tools = [agents.find(path) for path in self._paths.values()]
         if self._paths:
             self._python = PythonTools(
                 self._paths, self._setup.settings, processes=agent.processes, timeout=agent.tool_timeout
@@ -63,7 +63,8 @@ class Agents:
             callers.update({tool.name: connection for tool in offered})
             tools += offered
         answers = AnswerTokens(self._tokenizer, self._setup.template_args, agent.max_answer_tokens)
-        toolbox = Toolbox(tools, callers, agent.tool_timeout, agent.retries)
+        open_sample = None if self._python is None else self._python.open_sample
+        toolbox = Toolbox(tools, callers, agent.tool_timeout, agent.retries, open_sample)
         return AgentLoop(agent, chosen_format(agent, self._tokenizer), self._tokenizer, answers, toolbox)
 
     async def close(self) -> None:
@@ -103,7 +104,7 @@ def check_tools(setup: AgentSetup, tokenizer: Tokenizer) -> list[dict[str, Any]]
     except ToolUnavailable as error:
         raise NotHereError("agent.mcp", str(error), "start the server, or leave it out") from error
     with as_recipe_error("agent.tools", "name tools that there are", agent.tools):
-        local = [("agent.tools", agents.find(path)) for path in agent.tools]
+        local = [("agent.tools", agents.find(path)) for path in agents.tool_paths(agent.tools)]
     for origin, tool in [*local, *((f"agent.mcp.{name}", tool) for name, more in offered.items() for tool in more)]:
         if tool.name in tools:
             raise ValueError(

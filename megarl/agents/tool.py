@@ -1,4 +1,4 @@
-"""The decorator `tool`: JSON schemas from a function's signature and docstring."""
+"""The decorator `tool`: JSON schemas from the signature and docstring of a function, or of a class with a state per sample."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Union
 
@@ -30,6 +30,7 @@ class Context:
     uid: str  # of the row
     ground_truth: Any = None
     extra_info: dict[str, Any] = field(default_factory=dict)
+    sample: int = 0  # number of the sample, the same after a resume and in a replay: a seed for tools with chance
 
 
 @dataclass(frozen=True)
@@ -42,16 +43,18 @@ class Answer:
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the policy may call.
+    """A function that the policy may call, or a class whose object keeps the state of one sample.
 
     Attributes:
         name: its name in calls.
         description: text for the policy.
         parameters: JSON schema of the arguments, an object.
         function: returns text, an `Answer`, or another value, which is converted to text. May be `async def`.
+            With `stateful`: returns a new object for a sample, see `tool`.
         context: the parameter that receives a `Context`, or None.
         prepare: called with the recipe's settings for tools (`sandbox`), once in preflight and once in each process that
             calls the tool; raises if something is not installed.
+        stateful: calls of a sample share an object, which runs in a separate process for each sample.
     """
 
     name: str
@@ -60,6 +63,7 @@ class Tool:
     function: Callable[..., Any]
     context: str | None = None
     prepare: Prepare | None = None
+    stateful: bool = False
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -82,14 +86,21 @@ def tool(
 def tool(
     function: Callable[..., Any] | None = None, *, name: str | None = None, prepare: Prepare | None = None
 ) -> Callable[..., Any]:
-    """Let the policy call a function: ``@tool``, or ``@tool(name="search")``. The function itself is returned unchanged.
+    """Let the policy call a function or class: ``@tool``, or ``@tool(name="search")``. It is returned unchanged.
 
     Parameters are annotated with str, int, float, bool, list[...], dict[str, ...], Literal[...] or one of these
     ``| None``, and described in the docstring's section ``Args:`` (``name: text``). The text before that section
     describes the tool. A parameter annotated with `Context` is filled in by megarl.
 
+    A class keeps state between the calls of a sample. Its method ``call`` has the signature and docstring of a function, and
+    three more methods may exist, each of them plain or ``async def``::
+
+        start(context)  before the sample's first call
+        reward()        when the sample is complete; a number that is added at the end of its last turn
+        end()           last, whether the sample is complete or not
+
     Raises:
-        ValueError: the signature has no JSON schema.
+        ValueError: the signature has no JSON schema, or a method has other parameters.
     """
 
     def declare(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,17 +111,20 @@ def tool(
 
 
 def describe(function: Callable[..., Any], name: str | None = None, prepare: Prepare | None = None) -> Tool:
-    """Build the `Tool` of a function from its signature and docstring. Raises ValueError as `tool` does."""
+    """Build the `Tool` of a function or class. Raises ValueError as `tool` does."""
     name = name or function.__name__
-    if not _NAME.fullmatch(name):
-        raise ValueError(f"tool {name!r}: a name is letters, digits, _ and -, at most 64, and begins with no digit")
-    description, described = _docstring(function)
+    check_name(name)
+    stateful = inspect.isclass(function)
+    called = _method_call(function, name) if stateful else function
+    description, described = _docstring(called)
     if not description:
-        raise ValueError(f"tool {name!r}: it has no docstring, which describes it to the policy")
-    hints = typing.get_type_hints(function)
+        place = "its method call" if stateful else "it"
+        raise ValueError(f"tool {name!r}: {place} has no docstring, which describes it to the policy")
+    hints = typing.get_type_hints(called)
     properties: dict[str, Any] = {}
     required, context = [], None
-    for parameter in inspect.signature(function).parameters.values():
+    taken = list(inspect.signature(called).parameters.values())
+    for parameter in taken[1:] if stateful else taken:  # without self
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ValueError(f"tool {name!r}: parameter {parameter} cannot be called by name")
         hint = hints.get(parameter.name)
@@ -128,19 +142,77 @@ def describe(function: Callable[..., Any], name: str | None = None, prepare: Pre
     if described:
         raise ValueError(f"tool {name!r}: its docstring describes {', '.join(described)}, and it has no such parameter")
     parameters = {"type": "object", "properties": properties, "required": required}
-    return Tool(name, description, parameters, function, context, prepare)
+    return Tool(name, description, parameters, function, context, prepare, stateful)
+
+
+def check_name(name: str) -> None:
+    """Raise ValueError if the policy cannot write `name` in a call."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"tool {name!r}: a name is letters, digits, _ and -, at most 64, and begins with no digit")
+
+
+def _method_call(class_: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return the method `call` of a class. Raises ValueError if its methods cannot be called as `tool` describes."""
+    expected: dict[str, tuple[Any, ...]] = {"start": (None, None), "reward": (None,), "end": (None,)}
+    for method, arguments in expected.items():
+        function = getattr(class_, method, None)
+        try:
+            if function is not None:
+                inspect.signature(function).bind(*arguments)
+        except TypeError as error:
+            takes = "the context" if method == "start" else "no argument"
+            raise ValueError(f"tool {name!r}: its method {method} must take {takes}: {error}") from error
+    try:
+        inspect.signature(class_).bind()
+    except TypeError as error:
+        raise ValueError(
+            f"tool {name!r}: megarl creates an object for each sample without arguments, and its class needs some: {error}. "
+            "Its method start receives the context"
+        ) from error
+    called = getattr(class_, "call", None)
+    if not callable(called):
+        raise ValueError(f"tool {name!r}: its class has no method call, which the policy's calls run")
+    return typing.cast("Callable[..., Any]", called)
 
 
 def find(name: str) -> Tool:
-    """Return the tool registered as `name`, or the function ``module:function`` decorated with `tool`. Raises ValueError."""
+    """Return the tool registered as `name`, decorated with `tool` as ``module:name``, or ``file.yaml:name`` of verl.
+
+    Raises ValueError if there is none.
+    """
+    file, _, tool_name = name.rpartition(":")
+    if _is_tools_file(file):
+        from megarl.agents.verl_tools import tools_of_file
+
+        return tools_of_file(file)[tool_name]
     if ":" not in name:
         if name not in TOOLS:
             raise ValueError(f"{TOOLS.unknown(name)} Your own is given as module:function")
         return TOOLS[name]
     described = getattr(import_function(name, "tool"), "__megarl_tool__", None)
     if described is None:
-        raise ValueError(f"tool {name!r}: the function is not decorated with megarl.agents.tool")
+        raise ValueError(f"tool {name!r}: it is not decorated with megarl.agents.tool")
     return typing.cast(Tool, described)
+
+
+def tool_paths(names: Sequence[str]) -> list[str]:
+    """Return the names that `find` takes, for entries of `agent.tools`: a YAML file of verl stands for all its tools.
+
+    Raises ValueError for a file that cannot be used.
+    """
+    paths: list[str] = []
+    for name in names:
+        if _is_tools_file(name):
+            from megarl.agents.verl_tools import tools_of_file
+
+            paths += [f"{name}:{tool}" for tool in tools_of_file(name)]
+        else:
+            paths.append(name)
+    return paths
+
+
+def _is_tools_file(name: str) -> bool:
+    return name.endswith((".yaml", ".yml"))
 
 
 def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:

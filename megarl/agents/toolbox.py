@@ -6,7 +6,7 @@ Every result of a call is text for the policy, except `ToolUnavailable`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -47,15 +47,44 @@ class Caller(Protocol):
         ...
 
 
+class SampleCaller(Protocol):
+    """Runs the tools with state of one sample. Whatever happens to the sample, `release` is called last."""
+
+    async def call(self, name: str, arguments: dict[str, Any], timeout: float) -> CallOutcome:
+        """Call a tool, for at most `timeout` seconds; the first call starts it. Raises ToolUnavailable."""
+        ...
+
+    async def finish(self, with_rewards: bool) -> float:
+        """End the tools of a complete sample, and return the sum of their final rewards. Raises ToolUnavailable.
+
+        `with_rewards`: without it the tools' rewards are not computed, and the sum is 0.
+        """
+        ...
+
+    def release(self) -> None:
+        """End the tools that have not ended. Does not wait for them."""
+        ...
+
+
 class Toolbox:
     """Tools by name, each with its caller."""
 
-    def __init__(self, tools: Sequence[Tool], callers: Mapping[str, Caller], timeout: float, retries: int) -> None:
-        """`timeout`: seconds of one call. `retries`: further attempts while a tool is unavailable.
+    def __init__(
+        self,
+        tools: Sequence[Tool],
+        callers: Mapping[str, Caller],
+        timeout: float,
+        retries: int,
+        open_sample: Callable[[Context], SampleCaller] | None = None,
+    ) -> None:
+        """`timeout`: seconds of one call. `retries`: further attempts while a tool is unavailable. `open_sample`: makes the
+        caller of a sample's tools with state; None if there are none.
 
         Raises ValueError for a tool with an invalid JSON schema.
         """
         self._callers, self._timeout, self._retries = dict(callers), timeout, retries
+        self._stateful = {tool.name for tool in tools if tool.stateful}
+        self._open_sample = open_sample
         self._checks: dict[str, Any] = {}
         for tool in tools:
             try:
@@ -66,12 +95,21 @@ class Toolbox:
                 ) from error
             self._checks[tool.name] = _Validator(tool.parameters)
 
-    async def call(self, call: ToolCall, context: Context, seconds_left: float) -> Turn:
-        """Return the tool turn for `call`, with its whole text. Raises ToolUnavailable after all attempts."""
+    def open_sample(self, context: Context) -> SampleCaller | None:
+        """Return the caller of a new sample's tools with state; None if there are none. It must be released."""
+        return self._open_sample(context) if self._stateful and self._open_sample is not None else None
+
+    async def call(
+        self, call: ToolCall, context: Context, seconds_left: float, state: SampleCaller | None = None
+    ) -> Turn:
+        """Return the tool turn for `call`, with its whole text. Raises ToolUnavailable after all attempts.
+
+        `state`: the sample's, from `open_sample`.
+        """
         problem = self._problem_of(call)
         if problem:
             return refused(call, problem)
-        outcome = await self._attempts(call, context, min(self._timeout, seconds_left))
+        outcome = await self._attempts(call, context, min(self._timeout, seconds_left), state)
         return Turn(
             "tool",
             outcome.answer.text,
@@ -82,9 +120,14 @@ class Toolbox:
             reward=outcome.answer.reward,
         )
 
-    async def _attempts(self, call: ToolCall, context: Context, timeout: float) -> CallOutcome:
+    async def _attempts(
+        self, call: ToolCall, context: Context, timeout: float, state: SampleCaller | None
+    ) -> CallOutcome:
         for attempt in range(self._retries + 1):
             try:
+                if call.name in self._stateful:
+                    assert state is not None, f"{call.name} needs the sample's state"
+                    return await state.call(call.name, call.arguments, timeout)
                 return await self._callers[call.name].call(call.name, call.arguments, context, timeout)
             except ToolUnavailable as error:
                 if attempt == self._retries:

@@ -15,7 +15,7 @@ import numpy as np
 from megarl.agents import Context, ToolUnavailable
 from megarl.agents.call_formats import ToolCall, calls_in
 from megarl.agents.tool_responses import AnswerTokens
-from megarl.agents.toolbox import Toolbox, refused
+from megarl.agents.toolbox import SampleCaller, Toolbox, refused
 from megarl.data.tokenizer import Tokenizer
 from megarl.recipe.agent import AgentConfig
 from megarl.types import Completion, GenerationRequest, Prompt, SampleFailure, Span, ToolUse, Turn, derived_seed
@@ -38,6 +38,7 @@ class Trajectory:
     routed_experts: np.ndarray | None = None  # int16 [prompt + R, layers, topk]
     failure: SampleFailure | None = None  # a tool was unavailable, and the sample ended early
     spans: tuple[Span, ...] = (Span(0, 0),)  # weights that sampled the response; tool tokens belong to the turn before
+    adds_rewards: bool = True  # the turns' rewards are step rewards; otherwise only scorers see them
 
     @property
     def tool_use(self) -> ToolUse:
@@ -104,8 +105,25 @@ class AgentLoop:
     async def run(self, request: GenerationRequest, first: Awaitable[Completion], sample: SampleTurn) -> Trajectory:
         """Run a sample to its end, from its first turn `first` on; `sample` samples later turns (`sampling.n` is 1).
 
-        Raises what `sample` raises.
+        Raises what `sample` raises. The state of its tools is released in any case.
         """
+        prompt = request.prompt
+        context = Context(prompt.uid, prompt.ground_truth, prompt.extra_info, request.group)
+        state = self.tools.open_sample(context)
+        try:
+            return await self._run(request, first, sample, context, state)
+        finally:
+            if state is not None:
+                state.release()
+
+    async def _run(
+        self,
+        request: GenerationRequest,
+        first: Awaitable[Completion],
+        sample: SampleTurn,
+        context: Context,
+        state: SampleCaller | None,
+    ) -> Trajectory:
         written, left = _Written(), self.settings.max_tool_seconds
         experts: np.ndarray | None = None
         failure: SampleFailure | None = None
@@ -117,11 +135,9 @@ class AgentLoop:
             if reason:
                 break
             try:
-                answers = await self._answer(calls, request, left)
+                answers = await self._answer(calls, context, left, state)
             except ToolUnavailable as error:
-                source, attempts = f"tool {error.tool!r}", self.settings.retries + 1
-                failure = SampleFailure(source, request.prompt.uid, "error", str(error), attempts)
-                reason = "failed"
+                failure = _failure(error, context, self.settings.retries + 1)
                 break
             left -= sum(turn.seconds for turn in answers)
             between = await asyncio.to_thread(self.answers.tokens, [(turn.name, turn.text) for turn in answers])
@@ -134,17 +150,30 @@ class AgentLoop:
             written.turns += [replace(turn, tokens=share) for turn, share in zip(answers, shares, strict=True)]
             written.add(np.array(between), None)
             completion = await sample(_next_request(request, written, room))
+        if failure is None and state is not None:
+            failure = await self._finish(state, written, context)
         return Trajectory(
             tokens=np.concatenate(written.tokens),
             log_probs=np.concatenate(written.log_probs),
             sampled=np.concatenate(written.sampled),
             turns=tuple(written.turns),
             ends=tuple(written.ends),
-            finish_reason=reason,
+            finish_reason="failed" if failure is not None else reason,
             routed_experts=experts,
             failure=failure,
             spans=tuple(written.spans),
+            adds_rewards=self.settings.tool_rewards == "steps",
         )
+
+    async def _finish(self, state: SampleCaller, written: _Written, context: Context) -> SampleFailure | None:
+        """End the tools with state, and add their rewards to the policy's last turn; returns a failure of a tool."""
+        try:
+            reward = await state.finish(self.settings.tool_rewards == "steps")
+        except ToolUnavailable as error:
+            return _failure(error, context, 1)
+        last = max(index for index, turn in enumerate(written.turns) if turn.role == "assistant")
+        written.turns[last] = replace(written.turns[last], reward=reward)
+        return None
 
     def _take(self, request: GenerationRequest, written: _Written, completion: Completion) -> list[ToolCall]:
         """Append the policy's turn, with its weight versions, and return its tool calls."""
@@ -169,13 +198,14 @@ class AgentLoop:
             return "turns"
         return "tool_time" if seconds_left <= 0 else ""
 
-    async def _answer(self, calls: list[ToolCall], request: GenerationRequest, seconds_left: float) -> list[Turn]:
+    async def _answer(
+        self, calls: list[ToolCall], context: Context, seconds_left: float, state: SampleCaller | None
+    ) -> list[Turn]:
         """Make the calls of one turn concurrently and return their tool turns, in the order of the calls."""
-        most, prompt = self.settings.max_calls_per_turn, request.prompt
-        context = Context(prompt.uid, prompt.ground_truth, prompt.extra_info)
+        most = self.settings.max_calls_per_turn
         turns: list[Turn] = []
         for answer in await asyncio.gather(
-            *(self.tools.call(call, context, seconds_left) for call in calls[:most]), return_exceptions=True
+            *(self.tools.call(call, context, seconds_left, state) for call in calls[:most]), return_exceptions=True
         ):
             if isinstance(answer, BaseException):  # raised when all calls have ended
                 raise answer
@@ -184,6 +214,10 @@ class AgentLoop:
         answers = [*turns, *(refused(call, problem) for call in calls[most:])]
         shown = await asyncio.to_thread(lambda: [self.answers.shown(turn.text) for turn in answers])
         return [replace(turn, text=text) for turn, text in zip(answers, shown, strict=True)]
+
+
+def _failure(error: ToolUnavailable, context: Context, attempts: int) -> SampleFailure:
+    return SampleFailure(f"tool {error.tool!r}", context.uid, "error", str(error), attempts)
 
 
 def turn_seed(seed: int | None, turn: int) -> int | None:

@@ -60,6 +60,16 @@ def iterate_rows(
     )
 
 
+def parquet_rows(file: Path) -> Iterator[dict[str, Any]]:
+    """Iterate over the rows of a parquet file with all its columns. ValueError if it cannot be read."""
+    if file.suffix != ".parquet":
+        raise ValueError(f"{file} is not a .parquet file")
+    check_file(file)
+    with _open_parquet(file, ColumnSelection([()])) as (opened, _):
+        for batch in opened.iter_batches(batch_size=_BATCH_OF_IMAGES):
+            yield from batch.to_pylist()
+
+
 def sample_rows(
     file: Path,
     count: int,

@@ -39,7 +39,7 @@ class AgentConfig:
 
     tools: list[str] = key(
         [],
-        "Tools that the policy may call: `code_interpreter` (Python in the sandbox), or your `module:function`.",
+        "Tools that the policy may call: `code_interpreter` (Python in the sandbox), your `module:function` or `module:Class`, or a YAML file of verl's tools.",
     )
     mcp: dict[str, McpServer] = key(
         {},
@@ -70,7 +70,15 @@ class AgentConfig:
         "Time limit of all calls of a sample together, in seconds. The sample ends if it exceeds the limit.",
         above=0,
     )
-    processes: int = key(16, "Tool processes per engine, and so the maximum number of concurrent calls.", at_least=1)
+    tool_rewards: Literal["steps", "scorer"] = key(
+        "steps",
+        "Use of tools' rewards. steps: added to the sample's reward, as step rewards. scorer: only scorers see them, in `turns`, and a class's method `reward` is not called.",
+    )
+    processes: int = key(
+        16,
+        "Tool processes per engine, and so the maximum number of concurrent calls. Tools with state run in further processes, one for each sample that calls one, with as many concurrent calls.",
+        at_least=1,
+    )
     retries: int = key(
         2,
         "Further attempts if a tool is not available (the sandbox or an MCP server fails; not if a call raises). If all fail, the sample's group is left out and counted, as after a scorer failure.",

@@ -18,9 +18,9 @@ def with_paths(recipe: Recipe, convert: Callable[[str], str]) -> Recipe:
     """Return the recipe with each path replaced by `convert(path)`: models, data, run directories, files of functions."""
 
     def convert_file(function: str) -> str:
-        """Convert the path of `file.py:function`; other names are unchanged."""
+        """Convert the path of `file.py:function` or of a YAML file of tools; other names are unchanged."""
         file, colon, name = function.partition(":")
-        return f"{convert(file)}{colon}{name}" if file.endswith(".py") else function
+        return f"{convert(file)}{colon}{name}" if file.endswith((".py", ".yaml", ".yml")) else function
 
     def convert_or_none(path: str | None) -> str | None:
         return convert(path) if path else None
@@ -33,6 +33,7 @@ def with_paths(recipe: Recipe, convert: Callable[[str], str]) -> Recipe:
         train=dataclasses.replace(recipe.train, replay=convert_or_none(recipe.train.replay)),
         weight_sync=dataclasses.replace(weight_sync, directory=convert_or_none(weight_sync.directory)),
         model=dataclasses.replace(model, path=convert(model.path), tokenizer=convert_or_none(model.tokenizer)),
+        agent=dataclasses.replace(recipe.agent, tools=[convert_file(tool) for tool in recipe.agent.tools]),
         critic=dataclasses.replace(critic, model_path=convert_or_none(critic.model_path)),
         teacher=dataclasses.replace(teacher, path=convert_or_none(teacher.path)),
         judge=dataclasses.replace(judge, path=convert_or_none(judge.path)),

@@ -67,7 +67,8 @@ def steps_of(score: Score, trajectory: Trajectory, decode: Decode) -> tuple[Step
     """Return the step rewards, each with the response token that ends the step, and the sum of the tools' rewards.
 
     A scorer's step ends at a character of the policy's turns, joined by line breaks. A tool's reward counts at the end
-    of the turn that called the tool.
+    of the turn that called the tool, and a reward of a tool's final state at the end of the last turn
+    (`agent.tool_rewards: steps`).
     """
     rewards_at: dict[int, list[float]] = {}  # by response token
     ends = [end for end, _ in score.steps]
@@ -76,7 +77,7 @@ def steps_of(score: Score, trajectory: Trajectory, decode: Decode) -> tuple[Step
     tool_rewards, policy_turn = [], -1
     for turn in trajectory.turns:
         policy_turn += turn.role == "assistant"
-        if turn.reward:
+        if turn.reward and trajectory.adds_rewards:
             tool_rewards.append(turn.reward)
             rewards_at.setdefault(trajectory.ends[policy_turn] - 1, []).append(turn.reward)
     return tuple((token, math.fsum(rewards)) for token, rewards in sorted(rewards_at.items())), math.fsum(tool_rewards)

@@ -7,6 +7,8 @@ behind a call that hangs or crashes move to another worker, and the failure does
 With `concurrent` > 1, a worker runs up to `concurrent` calls of async functions at a time and reports the start of each. It
 cancels a call at its limit. The pool kills a worker that has not done so after `process.GRACE` seconds; the worker's
 `ProgressMark` names the call that blocks it. Only that call has failed: the others move to another worker.
+
+Calls that share state have a `Seat`: a further process that runs only these calls.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ import json
 import math
 import pickle
 import selectors
-import signal
 import socket
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from megarl.cluster.process import child_environment
 from megarl.subprocess_pool.channel import NonblockingChannel
 from megarl.subprocess_pool.fork_server import PACKET
 from megarl.subprocess_pool.job import Answered, Failed, Outcome
-from megarl.subprocess_pool.process import PendingCall, WorkerProcess
+from megarl.subprocess_pool.process import PendingCall, Seat, WorkerProcess, exit_text
 from megarl.subprocess_pool.progress_mark import new_progress_mark
 
 FORK_SERVER = "megarl.subprocess_pool.fork_server"
@@ -118,18 +119,29 @@ class ProcessPool:
         self._thread.start()
 
     def submit(
-        self, name: str, request: Any, timeout: float | None = None, *, repeats_timeouts: bool = True
+        self,
+        name: str,
+        request: Any,
+        timeout: float | None = None,
+        *,
+        repeats_timeouts: bool = True,
+        seat: Seat | None = None,
+        last: bool = False,
     ) -> Future[Outcome]:
         """Call job `name` with `request`. `timeout`: seconds for this call, at most the pool's.
 
         repeats_timeouts: the pool's `retries` apply to time-outs, too.
+        seat: run the call in this seat's process, without further attempts. `last`: end the process after the call.
         The future raises only if the pool itself has failed or closed. Raises pickle's error if the request cannot be
         pickled.
         """
         assert name in self.names, f"{name!r} is not one of {self.names}"
+        assert seat is None or self.concurrent == 1, "a seat's calls run one after the other"
         data = pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL)
         limit = self.timeout if timeout is None else min(timeout, self.timeout)
-        call = PendingCall(next(self._numbers), name, data, limit, repeats_timeouts=repeats_timeouts)
+        call = PendingCall(
+            next(self._numbers), name, data, limit, repeats_timeouts=repeats_timeouts, seat=seat, last=last
+        )
         call.future.set_running_or_notify_cancel()  # rules out cancellation
         with self._lock:
             if self._broken is not None or self._closed:
@@ -178,7 +190,7 @@ class ProcessPool:
             self._broken = cause
             pending = [*self._submitted, *self._queue, *(call for calls in self._crashed.values() for call, _ in calls)]
         for worker in self._workers.values():
-            pending += worker.calls.values()
+            pending += [*worker.calls.values(), *(worker.seat.waiting if worker.seat is not None else ())]
             worker.close()
         self._selector.close()
         for call in pending:
@@ -187,8 +199,21 @@ class ProcessPool:
     def _accept(self) -> None:
         self._wakeup.recv(PACKET)
         with self._lock:
-            self._queue.extend(self._submitted)
+            submitted = list(self._submitted)
             self._submitted.clear()
+        for call in submitted:
+            if call.seat is None:
+                self._queue.append(call)
+            else:
+                self._add_to_seat(call.seat, call)
+
+    def _add_to_seat(self, seat: Seat, call: PendingCall) -> None:
+        seat.waiting.append(call)
+        if seat.ended:
+            seat.end()
+        elif not seat.started:
+            seat.started = True
+            self._fork(seat)
 
     def _on_worker_end(self) -> None:
         """Handle the fork server's message that a worker has ended, with its exit status."""
@@ -201,7 +226,7 @@ class ProcessPool:
         if number in self._workers:
             self._drop(self._workers[number])
         for call, seconds in self._crashed.pop(number, []):
-            self._fail(call, "crash", f"its process {_exit_text(status)}", seconds)
+            self._fail(call, "crash", f"its process {exit_text(status)}", seconds)
 
     def _receive_packet(self) -> bytes:
         """Return the fork server's next message; empty if it has ended."""
@@ -221,6 +246,8 @@ class ProcessPool:
                 worker.channel.ended = True
                 break
             self._process(worker, message)
+            if worker.number not in self._workers:  # it has answered its seat's last call
+                return
         if worker.channel.ended:
             self._command("kill", worker.number)  # if it still runs
             self._drop(worker)
@@ -244,6 +271,9 @@ class ProcessPool:
             self._fail(call, "error", content, seconds)
         else:
             self._fail(call, "timeout", self._timeout_cause(call), seconds)
+        if call.last:
+            self._command("kill", worker.number)
+            self._replace(worker, [])
 
     def _answer(self, call: PendingCall, content: bytes, seconds: float) -> None:
         try:
@@ -289,21 +319,25 @@ class ProcessPool:
         return f"it ran for longer than {call.limit:g} s{key}"
 
     def _replace(self, worker: WorkerProcess, blamed: list[PendingCall]) -> None:
-        """Start a new worker in place of this one and requeue its calls, except the blamed ones."""
-        self._queue.extendleft(call for call in reversed(worker.withdraw()) if call not in blamed)
+        """Start a new worker in place of this one and requeue its calls, except the blamed ones. A seat ends instead."""
+        unanswered = [call for call in worker.withdraw() if call not in blamed]
         del self._workers[worker.number]
         self._selector.unregister(worker.channel.connection)
         worker.close()
+        if worker.seat is not None:
+            worker.seat.end(unanswered)
+            return
+        self._queue.extendleft(reversed(unanswered))
         self._fork()
 
-    def _fork(self) -> None:
+    def _fork(self, seat: Seat | None = None) -> None:
         ours, theirs = socket.socketpair()
         number = next(self._numbers)
         with contextlib.ExitStack() as stack:
             stack.callback(theirs.close)
             mark, *shared = stack.enter_context(new_progress_mark()) if self.concurrent > 1 else (None,)
             self._command("fork", number, theirs.fileno(), *shared)
-        worker = WorkerProcess(number, NonblockingChannel(ours), mark)
+        worker = WorkerProcess(number, NonblockingChannel(ours), mark, seat=seat)
         self._workers[number] = worker
         self._selector.register(ours, worker.events, lambda: self._on_worker_message(worker))
 
@@ -325,11 +359,14 @@ class ProcessPool:
         for worker in sorted(self._workers.values(), key=lambda worker: len(worker.calls)):
             count = self._batch_size(worker) if worker.ready else 0
             if count:
-                worker.send([self._queue.popleft() for _ in range(count)], time.monotonic())
+                queue = self._queue if worker.seat is None else worker.seat.waiting
+                worker.send([queue.popleft() for _ in range(count)], time.monotonic())
                 self._listen(worker)
 
     def _batch_size(self, worker: WorkerProcess) -> int:
         """Return how many calls to send to a worker now: fewer as the queue empties, so that all workers end together."""
+        if worker.seat is not None:
+            return 0 if worker.calls else min(1, len(worker.seat.waiting))
         if self.concurrent > 1:
             return min(self.concurrent - len(worker.calls), math.ceil(len(self._queue) / self.processes))
         return 0 if worker.calls else min(self.at_once, math.ceil(len(self._queue) / (4 * self.processes)))
@@ -342,7 +379,7 @@ class ProcessPool:
     def _fail(self, call: PendingCall, kind: Literal["error", "timeout", "crash"], cause: str, seconds: float) -> None:
         """Count a failed attempt: retry the call, or set its outcome after the last one."""
         call.attempts += 1
-        if call.attempts <= self.retries and (kind != "timeout" or call.repeats_timeouts):
+        if call.seat is None and call.attempts <= self.retries and (kind != "timeout" or call.repeats_timeouts):
             self._queue.append(call)
         else:
             call.future.set_result(Failed(kind, cause, call.attempts, seconds))
@@ -356,12 +393,3 @@ def _readable(connection: socket.socket) -> bool:
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
         return bool(selector.select(0))
-
-
-def _exit_text(status: int) -> str:
-    if status >= 0:
-        return f"ended with exit status {status}"
-    try:
-        return f"was killed by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"was killed by signal {-status}"

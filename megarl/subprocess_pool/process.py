@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import selectors
+import signal
+from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from megarl.subprocess_pool.channel import NonblockingChannel
-from megarl.subprocess_pool.job import Outcome
+from megarl.subprocess_pool.job import Failed, Outcome
 from megarl.subprocess_pool.progress_mark import IDLE, ProgressMark
 
 GRACE = 1.0  # seconds after its time limit in which a concurrent call must be cancelled by its process
+SEAT_ENDED = "the process with its state has ended"
 
 
 @dataclass
@@ -18,6 +22,7 @@ class PendingCall:
     """A call without an outcome yet. Times come from time.monotonic; `limit` is in seconds.
 
     repeats_timeouts: further attempts follow after a time-out, too.
+    seat: the process that must run it; None: any worker. `last`: that process ends after the call.
     """
 
     number: int
@@ -28,11 +33,31 @@ class PendingCall:
     attempts: int = 0
     started: float | None = None  # None: waiting
     repeats_timeouts: bool = True
+    seat: Seat | None = None
+    last: bool = False
+
+
+@dataclass(eq=False)
+class Seat:
+    """A process for calls that share state, one after the other. It starts with the first call, and ends after a call marked
+    `last`, after a crash, or when a call reaches its time limit. Later calls then fail with the cause `SEAT_ENDED`."""
+
+    waiting: deque[PendingCall] = field(default_factory=deque)
+    started: bool = False
+    ended: bool = False
+
+    def end(self, unanswered: Sequence[PendingCall] = ()) -> None:
+        """Fail `unanswered`, the waiting calls and all later ones. Their state is lost, so they are never repeated."""
+        self.ended = True
+        for call in (*unanswered, *self.waiting):
+            call.future.set_result(Failed("crash", SEAT_ENDED, call.attempts + 1, 0.0))
+        self.waiting.clear()
 
 
 @dataclass
 class WorkerProcess:
-    """A worker process. With a `mark` its calls run concurrently; without, one after the other."""
+    """A worker process. With a `mark` its calls run concurrently; without, one after the other. `seat`: it runs only the calls
+    of this seat."""
 
     number: int
     channel: NonblockingChannel
@@ -41,6 +66,7 @@ class WorkerProcess:
     calls: dict[int, PendingCall] = field(default_factory=dict)  # by number, in the order they were sent
     last_message: float = 0.0  # time of the last message from it, or of the calls sent to it while it was idle
     events: int = selectors.EVENT_READ
+    seat: Seat | None = None
 
     def send(self, calls: list[PendingCall], now: float) -> None:
         if not self.calls:
@@ -98,3 +124,13 @@ class WorkerProcess:
         self.channel.connection.close()
         if self.mark is not None:
             self.mark.close()
+
+
+def exit_text(status: int) -> str:
+    """Describe the exit status of a process; negative: the signal that killed it."""
+    if status >= 0:
+        return f"ended with exit status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.observe.run_dir import RunDirectory
 from megarl.observe.samples import read_samples
-from tests.support.agent_task import TOOL, write_demonstrations, write_prompts
+from tests.support.agent_task import TOOL, write_demonstrations, write_prompts, write_verls_tool
 from tests.support.stack import metrics, run
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
@@ -130,3 +130,24 @@ def test_evaluation_with_tools_under_torchrun(taught: Path, tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr + done.stdout
     metrics = json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
     assert 0.3 < metrics["eval/pass@1"] <= 1.0
+
+
+def test_a_tool_of_verl_keeps_its_state_within_a_sample(taught: Path, tmp_path: Path) -> None:
+    """Rewards depend on the sample's earlier calls, are part of its reward, and every instance is released once."""
+    tool = f"agent.tools=[{write_verls_tool(tmp_path)}]"
+    overrides = settings(taught, tmp_path, tool, "agent.max_turns=4", "train.steps=2")
+    done = run("train", "recipes/tiny/grpo.yaml", *overrides)
+    assert done.returncode == 0, done.stderr + done.stdout
+    records = read_samples(RunDirectory(tmp_path / "agent"), 1)
+    called = [record for record in records if any(turn["role"] == "tool" for turn in record["turns"])]
+    assert called, records[:2]
+    for record in called:
+        ran = [turn for turn in record["turns"] if turn["role"] == "tool" and "failure" not in turn]
+        of_calls = [turn.get("reward", 0.0) for turn in ran]
+        assert of_calls == [0.25, *[-0.125] * (len(of_calls) - 1)]
+        scored = record["reward"] - sum(of_calls) - (1 / 16 if of_calls else 0.0)
+        assert scored == pytest.approx(round(scored)) and 0 <= round(scored) <= 1, record
+    log = (tmp_path / "digits").read_text().split("\n")[:-1]
+    created = sorted(line.split()[1] for line in log if line.startswith("create"))
+    assert created == sorted(line.split()[1] for line in log if line.startswith("release"))
+    assert len(created) >= len(called)

@@ -17,7 +17,7 @@ from megarl.agents.call_formats import DEEPSEEK, HERMES, ToolCall
 from megarl.agents.tool import describe
 from megarl.agents.tool_responses import AnswerTokens
 from megarl.agents.toolbox import CallOutcome, Toolbox
-from megarl.agents.trajectory import AgentLoop, Trajectory, turn_seed
+from megarl.agents.trajectory import AgentLoop, SampleTurn, Trajectory, turn_seed
 from megarl.data.tokenizer import Tokenizer
 from megarl.recipe.agent import AgentConfig
 from megarl.rewards import Score
@@ -48,6 +48,30 @@ class Calculator:
         if name == "slow":
             return CallOutcome(Answer("Error: it was stopped"), timeout, "timeout")
         return CallOutcome(Answer(str(arguments["a"] + arguments.get("b", 0)), reward=0.25), 1.5)
+
+
+class Counter:
+    """The state of a sample: its tool `count` counts calls."""
+
+    def __init__(self, problem: str = "", reward: float = 0.5) -> None:
+        self.problem, self.reward, self.calls = problem, reward, 0
+        self.finished: list[bool] = []
+        self.releases = 0
+
+    async def call(self, name: str, arguments: dict[str, Any], timeout: float) -> CallOutcome:
+        self.calls += 1
+        return CallOutcome(Answer(f"{self.calls}"), 0.5)
+
+    async def finish(self, with_rewards: bool) -> float:
+        self.finished.append(with_rewards)
+        if self.problem:
+            error = ToolUnavailable(self.problem)
+            error.tool = "count"
+            raise error
+        return self.reward
+
+    def release(self) -> None:
+        self.releases += 1
 
 
 def tools() -> list[Any]:
@@ -91,16 +115,19 @@ def play(
     caller: Calculator | None = None,
     cut: bool = False,
     format: str = HERMES,
+    state: Counter | None = None,
+    sample: SampleTurn | None = None,
     **settings: Any,
 ) -> tuple[Trajectory, Script, Calculator]:
     tokenizer, caller = TOKENIZERS[format](), caller or Calculator()
     config = replace(AgentConfig(tools=["x"], retries=0), **settings)
-    registered = tools()
-    box = Toolbox(registered, {tool.name: caller for tool in registered}, config.tool_timeout, config.retries)
+    registered = tools() if state is None else [*tools(), replace(tools()[0], name="count", stateful=True)]
+    callers = {tool.name: caller for tool in registered}
+    box = Toolbox(registered, callers, config.tool_timeout, config.retries, lambda _: state or Counter())
     loop = AgentLoop(config, format, tokenizer, AnswerTokens(tokenizer, {}, config.max_answer_tokens), box)
     script = Script(tokenizer, texts, cut)
     request = GenerationRequest(3, PROMPT, Sampling(n=1, max_tokens=room, temperature=0.7), seed=11)
-    return asyncio.run(loop.run(request, script.first(), script.sample)), script, caller
+    return asyncio.run(loop.run(request, script.first(), sample or script.sample)), script, caller
 
 
 ADD = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 3}}</tool_call>'
@@ -135,7 +162,45 @@ def test_two_turns_hand_worked() -> None:
     assert request.prompt.tokens == (*PROMPT.tokens, *first.tokens, *answer) and request.sampling.temperature == 0.7
     assert request.sampling.max_tokens == 2000 - len(first.tokens) - len(answer)
     assert request.seed == turn_seed(11, 1) != 11
-    assert caller.contexts == [Context("row/1", "4", {"level": 1})]
+    assert caller.contexts == [Context("row/1", "4", {"level": 1}, sample=3)]
+
+
+COUNT = '<tool_call>{"name": "count", "arguments": {"a": 1}}</tool_call>'
+
+
+def test_the_final_reward_of_a_state_is_at_the_end_of_the_last_turn() -> None:
+    state = Counter(reward=0.75)
+    done, _, _ = play([COUNT, ADD, "Done"], state=state)
+    assert [turn.text for turn in done.turns if turn.role == "tool"] == ["1", "4"]
+    assert (state.finished, state.releases) == ([True], 1)
+    steps, of_tools = steps_of(Score(0.0), done, qwen3().decode)
+    assert steps == ((done.ends[1] - 1, 0.25), (done.ends[2] - 1, 0.75)) and of_tools == 1.0
+
+
+def test_rewards_for_scorers_alone_are_not_added() -> None:
+    state = Counter(reward=0.75)
+    done, _, _ = play([COUNT, ADD, "Done"], state=state, tool_rewards="scorer")
+    assert steps_of(Score(0.0), done, qwen3().decode) == ((), 0.0) and state.finished == [False]
+    assert [turn.reward for turn in score_request(PROMPT, done, True).turns if turn.name == "add"] == [0.25]
+
+
+def test_a_state_is_released_on_every_path() -> None:
+    """A sample that is cut, fails or is aborted must not leave a process or a session behind."""
+    cut, failing, ending, aborted = Counter(), Counter(), Counter("no session"), Counter()
+    play([COUNT, "Do"], state=cut, cut=True)
+    assert (cut.finished, cut.releases) == ([True], 1)
+    done, _, _ = play(['<tool_call>{"name": "absent", "arguments": {"a": 1}}</tool_call>'], state=failing)
+    assert done.failure is not None and (failing.finished, failing.releases) == ([], 1)
+    done, _, _ = play([COUNT, "Done"], state=ending)
+    assert done.failure is not None and (done.failure.cause, done.finish_reason) == ("no session", "failed")
+    assert "count" in done.failure.source and ending.releases == 1
+
+    async def abort(request: GenerationRequest) -> Completion:
+        raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        play([COUNT], state=aborted, sample=abort)
+    assert (aborted.calls, aborted.finished, aborted.releases) == (1, [], 1)
 
 
 def test_deepseek_two_turns() -> None:

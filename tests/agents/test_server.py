@@ -22,6 +22,7 @@ from megarl.rewards.weighted import Term
 from megarl.rollout import server as module
 from megarl.rollout.server import RolloutServer
 from megarl.types import Completion, GenerationRequest, Group, Prompt, SampleTokens, Sampling
+from tests.support.agent_task import write_verls_tool
 
 ASK = '<tool_call>{"name": "look-up", "arguments": {"key": "b"}}</tool_call>'
 SETUP = AgentSetup(
@@ -64,10 +65,10 @@ class Engine:
 
 @pytest.fixture
 def serve(quickstart_data: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RolloutServer]]:
-    def make_server(engine: Engine) -> RolloutServer:
+    def make_server(engine: Engine, setup: AgentSetup = SETUP) -> RolloutServer:
         monkeypatch.setattr(module.engines, "create", lambda name, spec: engine)
         server = RolloutServer(
-            "fake", None, str(quickstart_data / "model"), RewardConfig(), [], SandboxConfig(), agent=SETUP
+            "fake", None, str(quickstart_data / "model"), RewardConfig(), [], SandboxConfig(), agent=setup
         )  # type: ignore[arg-type]
         engine.encode = server.tokenizer.encode
         score = Scorer("mine", lambda request: float(request.turns[-1].text == "7"), in_process=True)
@@ -182,3 +183,51 @@ def test_an_engine_death_in_a_later_turn_fails_all_groups_of_the_message(serve: 
     outcomes = asyncio.run(submit())
     assert isinstance(outcomes[0], EngineDead)
     assert all(isinstance(outcome, (EngineDead, asyncio.CancelledError)) for outcome in outcomes)
+
+
+# ---- tools with state
+
+TWICE = 2 * '<tool_call>{"name": "find_digit", "arguments": {"key": "b"}}</tool_call>'
+
+
+def with_state(folder: Path) -> tuple[AgentSetup, GenerationRequest]:
+    """Settings with a tool of verl, and a request with its arguments."""
+    config = AgentConfig(tools=[str(write_verls_tool(folder))], processes=2, retries=0)
+    kwargs = {"find_digit": {"create_kwargs": {"table": {"b": 7}}}}
+    prompt = Prompt("row/3", (5, 6), "?", "test", "7", {"tools_kwargs": kwargs})
+    return AgentSetup(config, {}, {}), GenerationRequest(3, prompt, Sampling(n=4, max_tokens=300), seed=300)
+
+
+def events(folder: Path, event: str) -> list[str]:
+    lines = (folder / "digits").read_text().splitlines()
+    return sorted(line.split()[1] for line in lines if line.startswith(event))
+
+
+def test_a_tool_of_verl_keeps_its_state_within_a_sample(serve: Callable[..., RolloutServer], tmp_path: Path) -> None:
+    """Its rewards depend on the sample's earlier calls, and are part of the reward of that sample alone."""
+    setup, asked = with_state(tmp_path)
+    server = serve(Engine(lambda turn, seed: TWICE if not turn and seed % 2 == 0 else "7"), setup)
+    ((group, vectors),) = run(server, [asked])
+    assert [sample.reward for sample in group.samples] == [1.1875, 1.0, 1.1875, 1.0]
+    for sample, vector in zip(group.samples, vectors, strict=True):
+        if sample.reward == 1.0:
+            assert not sample.steps
+            continue
+        assert [turn.reward for turn in vector.turns] == [0.0, 0.25, -0.125, 1 / 16]
+        assert [reward for _, reward in sample.steps] == [0.125, 1 / 16]
+        assert sample.steps[-1][0] == sample.length - 1
+    assert events(tmp_path, "create") == events(tmp_path, "release") == ["15", "17"]
+
+
+def test_tools_of_aborted_samples_are_released(serve: Callable[..., RolloutServer], tmp_path: Path) -> None:
+    """The engine fails while samples wait for their second turn."""
+
+    def policy(turn: int, seed: int) -> str:
+        if turn:
+            raise EngineDead("no memory")
+        return TWICE
+
+    setup, asked = with_state(tmp_path)
+    with pytest.raises(EngineDead, match="no memory"):
+        run(serve(Engine(policy), setup), [asked])
+    assert events(tmp_path, "create") and events(tmp_path, "create") == events(tmp_path, "release")

@@ -11,8 +11,10 @@ import pytest
 
 from megarl.agents import Context
 from megarl.agents.call_formats import calls_in
+from megarl.agents.python_tools import PythonTools
 from megarl.agents.setup import Agents, AgentSetup, check_tools
 from megarl.preflight.load import load_recipe
+from megarl.recipe.agent import AgentConfig
 from megarl.rewards import ScoreRequest, find, score
 from megarl.types import Turn
 from tests.support.agent_tokenizers import qwen3
@@ -52,6 +54,29 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right, wrong = asyncio.run(answers())
     assert (right.text, right.reward, right.failure) == ("36", 0.1, "")
     assert wrong.failure == "refused" and wrong.text in " ".join(PAGE.split())
+
+
+def test_the_example_with_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answers and rewards of the text, from the class as written."""
+    _, code = re.findall(r"```python\n(from megarl.agents import Answer.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "my_state.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
+    assert check_tools(AgentSetup(AgentConfig(tools=["my_state:submit"]), {}, {}), qwen3())
+    tools = PythonTools({"submit": "my_state:submit"}, {}, processes=1, timeout=60.0)
+    tools.start()
+
+    async def play() -> tuple[list[tuple[str, float]], float]:
+        sample = tools.open_sample(Context("row", "4"))
+        outcomes = [await sample.call("submit", {"number": number}, 60.0) for number in (6, 7, 4)]
+        return [(outcome.answer.text, outcome.answer.reward) for outcome in outcomes], await sample.finish(True)
+
+    try:
+        answers, final = asyncio.run(play())
+    finally:
+        tools.close()
+    assert answers == [("2", 0.0), ("3", -0.05), ("0", 0.0)] and final == 0.2
+    assert "reads `2`, `3` and `0`. The second call costs 0.05, and the sample earns" in " ".join(PAGE.split())
 
 
 def test_the_retool_scorer_has_the_documented_scores() -> None:

@@ -16,6 +16,7 @@ import pytest
 from megarl.subprocess_pool.fork_server import PACKET
 from megarl.subprocess_pool.job import Answered, Failed
 from megarl.subprocess_pool.pool import FORK_SERVER, ProcessPool
+from megarl.subprocess_pool.process import SEAT_ENDED, Seat
 
 NAMES = ["told", "refuses", "size", "sleeps", "unreadable", "lock", "big", "fills"]
 
@@ -248,3 +249,43 @@ def test_how_an_async_call_fails(make: Callable[..., ProcessPool], action: str, 
     for other in concurrent:
         answer = other.result(20)
         assert isinstance(answer, Answered) and answer.retries == 0
+
+
+def test_a_seats_calls_share_a_process_until_the_last_one(make: Callable[..., ProcessPool]) -> None:
+    """Calls of a seat neither take a worker from other calls, nor reach one of their processes."""
+    pool = make(processes=1)
+    seat, other = Seat(), Seat()
+    first, second, third = (
+        pool.submit("told", 0, seat=place).result(10).value["own"]  # type: ignore[union-attr]
+        for place in (seat, other, seat)
+    )
+    worker = pool.submit("told", 0).result(10).value["own"]  # type: ignore[union-attr]
+    assert first == third and len({first, second, worker}) == 3
+    blocked = pool.submit("sleeps", 3.0, seat=other)
+    assert isinstance(pool.submit("told", 0, seat=seat, last=True).result(2), Answered)
+    late = pool.submit("told", 0, seat=seat).result(10)
+    assert isinstance(late, Failed) and (late.kind, late.cause) == ("crash", SEAT_ENDED)
+    assert isinstance(pool.submit("told", 0).result(2), Answered) and not blocked.done()
+
+
+def test_a_seat_ends_with_a_call_that_hangs(make: Callable[..., ProcessPool]) -> None:
+    """Calls behind it would run without their state, so they fail, and nothing is repeated."""
+    pool = make(processes=1, retries=3)
+    seat = Seat()
+    hung, behind = pool.submit("sleeps", 60.0, 0.3, seat=seat), pool.submit("told", 0, seat=seat)
+    outcome = hung.result(10)
+    assert isinstance(outcome, Failed) and (outcome.kind, outcome.attempts) == ("timeout", 1)
+    for waiting in (behind, pool.submit("told", 0, seat=seat)):
+        outcome = waiting.result(10)
+        assert isinstance(outcome, Failed) and (outcome.kind, outcome.cause) == ("crash", SEAT_ENDED)
+
+
+def test_calls_of_seats_fail_with_the_pool(make: Callable[..., ProcessPool]) -> None:
+    pool = make(processes=1)
+    seat = Seat()
+    calls = [pool.submit("sleeps", 60.0, seat=seat), pool.submit("told", 0, seat=seat)]
+    pool.submit("told", 0).result(10)
+    pool.close()
+    for call in calls:
+        with pytest.raises(RuntimeError, match="shut down"):
+            call.result(1)

@@ -5,6 +5,7 @@ more than half of its samples, and learns from rewards to call the tool always."
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,17 @@ KEYS = "abcd"
 TOOL = "tests.support.agent_tools:find_digit"
 
 
+VERLS_TOOL = "tests.support.verl_tools.DigitTool"
+
+
+def write_verls_tool(folder: Path) -> Path:
+    """Write verl's tools file with a tool that the policy sees as `TOOL`; it logs to folder/digits."""
+    config = {"type": "native", "log": str(folder / "digits")}
+    entry = {"class_name": VERLS_TOOL, "config": config, "tool_schema": find(TOOL).schema}
+    (folder / "tools.yaml").write_text(json.dumps({"tools": [entry]}))
+    return folder / "tools.yaml"
+
+
 def _row(rng: random.Random, number: int) -> dict[str, Any]:
     table = {key: rng.randrange(10) for key in KEYS}
     key = rng.choice(KEYS)
@@ -23,7 +35,12 @@ def _row(rng: random.Random, number: int) -> dict[str, Any]:
         "data_source": "test/digits",
         "prompt": [{"role": "user", "content": f"Digit of {key}?"}],
         "reward_model": {"style": "rule", "ground_truth": str(table[key])},
-        "extra_info": {"index": number, "table": table, "key": key},
+        "extra_info": {
+            "index": number,
+            "table": table,
+            "key": key,
+            "tools_kwargs": {"find_digit": {"create_kwargs": {"table": table}}},  # for the tool of verl
+        },
     }
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
+
+import yaml
 
 from megarl.commands.convert_verl.conversion import Conversion
 from megarl.errors import InputError
@@ -13,6 +16,8 @@ SGLANG = {
     "enforce_eager": "disable_cuda_graph", "enable_chunked_prefill": "", "enable_prefix_caching": "",
 }  # fmt: skip
 """Arguments of vLLM's engine -> SGLang's; "": none."""
+_FUNCTIONS = "verl's function tools are not read: write functions of megarl (docs/agents.md)"
+_ROWS = "data.custom_cls"
 
 
 def translate_reward_function(conversion: Conversion) -> None:
@@ -34,16 +39,26 @@ def translate_reward_function(conversion: Conversion) -> None:
 
 
 def translate_tools(conversion: Conversion) -> None:
-    """Refuse a run with tools, unless the user names megarl's; drop the limits of tools of a run without."""
+    """Set agent.tools to verl's file of tools, unless the user names others; drop the limits of tools of a run without."""
     get = conversion.get
+    file, functions = f"{_R}.multi_turn.tool_config_path", f"{_R}.multi_turn.function_tool_path"
     switches = {
         f"{_R}.multi_turn.enable": get(f"{_R}.multi_turn.enable") is True,
         f"{_R}.agent.default_agent_loop": get(f"{_R}.agent.default_agent_loop") == "tool_agent",
-        f"{_R}.multi_turn.tool_config_path": bool(get(f"{_R}.multi_turn.tool_config_path")),
-        f"{_R}.multi_turn.function_tool_path": bool(get(f"{_R}.multi_turn.function_tool_path")),
+        file: bool(get(file)),
+        functions: bool(get(functions)),
     }
     options = [option for option, is_on in switches.items() if is_on]
-    if options and any(name.startswith(("agent.tools", "agent.mcp")) for name in conversion.given):
+    named = any(name.startswith(("agent.tools", "agent.mcp")) for name in conversion.given)
+    if not named and switches[file] and not {*options} & {*conversion.given}:
+        conversion.settings |= {"agent.tools": [str(get(file))], "agent.tool_rewards": "scorer"}
+        conversion.note(
+            file, "an instance lasts for a sample, in verl's tool agent loop for a call; YAML and classes must be here"
+        )
+        if switches[functions]:
+            conversion.leave_out(functions, _FUNCTIONS, to="agent.tools", changes=True)
+        named = True
+    if options and named:
         conversion.settings.setdefault("agent.max_calls_per_turn", 1)
         if "agent.max_turns" not in conversion.settings:
             conversion.note(
@@ -54,11 +69,56 @@ def translate_tools(conversion: Conversion) -> None:
             conversion.note(f"{_R}.multi_turn.max_tool_response_length", reason)
         return
     if options and not {*options} & {*conversion.given}:
-        reason = "verl's tools are classes, megarl's are functions (docs/agents.md)"
+        reason = _FUNCTIONS if switches[functions] else "the command names no tool_config_path"
         conversion.leave_out(options[0], reason, to="agent.tools", changes=True)
     for option in options:
         conversion.note(option, "left out: the run has no tools")
     conversion.drop("agent.")
+
+
+def translate_dataset_class(conversion: Conversion) -> None:
+    """Replace the files by the output of ``megarl data verl_dataset`` for verl's dataset class, and note the commands."""
+    option = f"{_ROWS}.path"
+    path = conversion.get(option)
+    if not path:
+        return
+    if option in conversion.given:
+        conversion.note(option, "left out: megarl reads the files itself")
+        return
+    name = conversion.get(f"{_ROWS}.name")
+    if not name:
+        raise InputError(f"{conversion.where(option)}{option} needs {_ROWS}.name, the class")
+    module = str(path).removeprefix("file://")
+    module = module.removeprefix("pkg://").replace("/", ".") if module.startswith("pkg://") else module
+    settings = conversion.settings
+    read = [option for option in conversion.options if option.startswith("data.") and not option.startswith(_NOT_READ)]
+    options = [f"--option={option[5:]}={_yaml(conversion.options[option].value)}" for option in read]
+    for key, written in (("data.train_files", "train"), ("data.eval_files", "test")):
+        if key in settings and key not in conversion.given:
+            out = f"data/{name}/{written}.parquet"
+            sources = [f"--source={file}" for file in settings[key]]
+            arguments = [
+                f"--class={module}:{name}",
+                *sources,
+                f"--model={settings['model.path']}",
+                *options,
+                f"--out={out}",
+            ]
+            command = shlex.join(["python", "-m", "megarl", "data", "verl_dataset", *arguments])
+            conversion.note(option, f"write the rows of {key} once, before the run: {command}")
+            settings[key] = [out]
+    conversion.drop("data.columns.")
+
+
+_NOT_READ = (
+    "data.train_", "data.val_", "data.gen_batch_size", "data.custom_cls", "data.shuffle", "data.seed",
+    "data.filter_overlong", "data.dataloader", "data.truncation",
+)  # fmt: skip
+"""Options of verl's section data that concern the order, number and length of rows, which the recipe sets."""
+
+
+def _yaml(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, width=1 << 20).removesuffix("\n...\n").strip()
 
 
 def translate_columns(conversion: Conversion) -> None:

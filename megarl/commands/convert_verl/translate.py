@@ -11,6 +11,7 @@ from megarl.commands.convert_verl.distillation import translate_distillation
 from megarl.commands.convert_verl.fully_async import Updates, read_updates, translate_fully_async
 from megarl.commands.convert_verl.inputs import (
     translate_columns,
+    translate_dataset_class,
     translate_engine,
     translate_reward_function,
     translate_sft_columns,
@@ -78,6 +79,7 @@ def translate_rl(conversion: Conversion, *, megatron: bool, sampling: Sampling, 
     translate_reward_function(conversion)
     translate_tools(conversion)
     translate_columns(conversion)
+    translate_dataset_class(conversion)
     translate_engine(conversion)
     advance = (
         conversion.settings["actor.mini_batches"] * int(conversion.settings.get("actor.epochs", 1)) // updates.count

@@ -120,6 +120,27 @@ def retool_sft(
     _report(prepare, source, out)
 
 
+@app.command(name="verl_dataset")
+def verl_dataset(
+    path: Annotated[str, typer.Option("--class", help="The class: file.py:Name or module:Name.")],
+    source: Annotated[list[str], typer.Option(help="A file that the class reads. Repeat the option for several.")],
+    out: Annotated[Path, typer.Option(help="The .parquet file to write.")],
+    model: Annotated[
+        Optional[str], typer.Option(help="Model folder with the tokenizer and processor that the class receives.")
+    ] = None,
+    option: Annotated[
+        Optional[list[str]],
+        typer.Option(help="An option of verl's section data that the class reads, e.g. prompt_key=question."),
+    ] = None,
+) -> None:
+    """Rows of a dataset class written for verl (data.custom_cls): runs the class once."""
+    from megarl.commands.data.verl_dataset import options_of, prepare
+
+    with as_input_error():
+        options = options_of(option or [])
+    _report(prepare, path, source, out, model, options)
+
+
 @app.command()
 def quickstart(
     out: Annotated[Path, typer.Option(help="Folder for data/ and model/.")],

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 from megarl.commands.convert_verl.command import convert
 from megarl.commands.convert_verl.parser import read_command
 from megarl.commands.convert_verl.table import RL, TRAINER
+from megarl.commands.data.command import app as data_app
+from megarl.data.rows import iterate_rows, write_parquet
 from megarl.errors import InputError
 
 ROOT = Path(__file__).parents[3]
@@ -106,10 +110,11 @@ def test_a_reward_function_with_its_arguments(prefix: str) -> None:
         "reward_model.reward_manager=batch",
         "reward.reward_manager.name=collabllm",
         "reward.reward_manager.source=importlib",
-        "data.custom_cls.path=my/dataset.py",
+        "data.sampler.class_path=my/sampler.py",
+        "data.datagen.path=my/datagen.py",
         "reward_model.reward_loop_class_name=Mine",
         "actor_rollout_ref.rollout.multi_turn.enable=True",
-        "actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml",
+        "actor_rollout_ref.rollout.multi_turn.function_tool_path=tools.py",
         "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent",
         "actor_rollout_ref.rollout.multi_turn.interaction_config_path=a.yaml",
         "actor_rollout_ref.rollout.agent.default_agent_loop=my_agent",
@@ -131,13 +136,13 @@ def test_what_scores_or_reads_otherwise_is_refused_unless_accepted(option: str) 
 
 
 def test_all_refused_options_are_listed_with_one_line_to_accept_them() -> None:
-    options = ["data.custom_cls.path=a.py", "reward_model.reward_manager=batch"]
+    options = ["data.sampler.class_path=a.py", "reward_model.reward_manager=batch"]
     with pytest.raises(InputError) as refused:
         convert(f"{GRPO} {' '.join(options)}", [])
     *reasons, last = str(refused.value).splitlines()
-    assert len(reasons) == 2 and last == "--accept data.custom_cls.path --accept reward_model.reward_manager"
-    with pytest.raises(InputError, match=r"no such option; did you mean 'data\.custom_cls\.path'"):
-        convert(f"{GRPO} {options[0]}", [], accepted=["data.custom_cl.path"])
+    assert len(reasons) == 2 and last == "--accept data.sampler.class_path --accept reward_model.reward_manager"
+    with pytest.raises(InputError, match=r"no such option; did you mean 'data\.sampler\.class_path'"):
+        convert(f"{GRPO} {options[0]}", [], accepted=["data.sampler.clas_path"])
 
 
 def test_a_variable_that_the_script_lacks_is_refused() -> None:
@@ -191,6 +196,47 @@ def test_a_run_with_tools_needs_megarls_tools() -> None:
         f"agent.{name}": value for name, value in agent.items()
     }
     assert not [key for key in settings(command.replace("enable=True", "enable=False")) if key.startswith("agent.")]
+
+
+def test_verls_tools_are_carried_over() -> None:
+    """verl's rewards of tools reach the reward function, and are not added to the reward."""
+    command = f"{GRPO} actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml"
+    converted = settings(command)
+    assert converted["agent.tools"] == ["tools.yaml"] and converted["agent.tool_rewards"] == "scorer"
+    assert converted["agent.max_calls_per_turn"] == 1
+    assert any("an instance lasts for a sample" in note for note in convert(command, []).notes)
+    replaced = settings(command, "agent.tools=[code_interpreter]")
+    assert replaced["agent.tools"] == ["code_interpreter"] and "agent.tool_rewards" not in replaced
+    dropped = convert(command, [], accepted=["actor_rollout_ref.rollout.multi_turn.tool_config_path"])
+    assert "agent:" not in dropped.text
+
+
+def test_verls_dataset_class_is_carried_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The noted commands write the files that the recipe names, with the options that the class reads."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text((ROOT / "tests/support/verl_datasets.py").read_text())
+    for name in ("a", "b"):
+        write_parquet(tmp_path / f"{name}.parquet", [{"question": f"{name}?", "answer": 1}])
+    command = f"{GRPO} data.train_files=[a.parquet,b.parquet] data.val_files=b.parquet trainer.test_freq=5"
+    command += " data.custom_cls.path=own.py data.custom_cls.name=HintedDataset data.prompt_key=prompt +data.hint=Go data.shuffle=False"
+    converted = settings(command)
+    assert converted["data.train_files"] == ["data/HintedDataset/train.parquet"]
+    assert converted["data.eval_files"] == ["data/HintedDataset/test.parquet"]
+    assert not [key for key in converted if key.startswith("data.columns")]
+    commands = [
+        note.partition("python -m megarl ")[2] for note in convert(command, []).notes if "before the run" in note
+    ]
+    assert len(commands) == 2 and all("shuffle" not in each for each in commands)
+    for each in commands:
+        arguments = [argument for argument in shlex.split(each)[1:] if not argument.startswith("--model=")]
+        ran = CliRunner().invoke(data_app, arguments)
+        assert ran.exit_code == 0, ran.output
+    rows = list(iterate_rows(Path("data/HintedDataset/train.parquet"), ("prompt",)))
+    assert [row.values["prompt"][0]["content"] for row in rows] == ["Go", "Go"]
+    with pytest.raises(InputError, match=r"data\.custom_cls\.path needs data\.custom_cls\.name"):
+        settings(f"{GRPO} data.custom_cls.path=own.py")
+    left_out = convert(f"{GRPO} data.custom_cls.path=own.py", [], accepted=["data.custom_cls.path"])
+    assert yaml.safe_load(left_out.text)["data"]["train_files"] == ["a.parquet"]
 
 
 class TestScript:
