@@ -33,7 +33,8 @@ class Command:
     """A training command.
 
     launcher: the words before the trainer's module. arguments: the words after it. notes: facts from outside the script
-    that the arguments depend on, such as the current folder.
+    that the arguments depend on, such as the current folder. absences: the errors about the variables that the script does
+    not set, by name; `shell_values.absent` stands for their values.
     """
 
     trainer: str
@@ -41,6 +42,7 @@ class Command:
     launcher: list[str]
     arguments: list[Argument]
     notes: list[str]
+    absences: dict[str, Undetermined]
 
 
 def read_command(text: str, variables: Mapping[str, str], context: ScriptContext | None = None) -> Command:
@@ -69,14 +71,14 @@ def read_command(text: str, variables: Mapping[str, str], context: ScriptContext
     if len(shell.calls) > 1:
         lines = ", ".join(str(call.line) for call in shell.calls)
         raise InputError(f"several training commands, in lines {lines}: keep only one")
-    return _command(shell.calls[0], shell.required)
+    return _command(shell.calls[0], shell.absences)
 
 
 def _is_training(fields: list[str]) -> bool:
     return any(map(TRAINERS.search, fields)) and fields[0] not in _NO_LAUNCHERS
 
 
-def _command(call: Call, required: list[Undetermined]) -> Command:
+def _command(call: Call, absences: dict[str, Undetermined]) -> Command:
     if call.doubt:
         raise InputError(
             f"line {call.line}: the training command is inside an if, a loop or a function with a condition that is unknown;"
@@ -84,7 +86,7 @@ def _command(call: Call, required: list[Undetermined]) -> Command:
         )
     launcher: list[str] = []
     arguments: list[Argument] = []
-    errors = list(required)
+    errors: list[Undetermined] = []
     notes: set[str] = set()
     trainer = ""
     for word in call.words:
@@ -104,7 +106,7 @@ def _command(call: Call, required: list[Undetermined]) -> Command:
             notes.update(fact.note for fact in word.facts if fact.note)
     if errors:
         raise combined(errors)
-    return Command(trainer, call.line, launcher, arguments, sorted(notes))
+    return Command(trainer, call.line, launcher, arguments, sorted(notes), absences)
 
 
 def _counts_processes(word: Expanded) -> bool:

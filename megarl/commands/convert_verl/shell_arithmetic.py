@@ -47,7 +47,8 @@ def compute(expression: Node, shell: Words, line: int, source: str) -> int:
 
     Raises Undetermined for a variable without an integer and for operators that are not supported.
     """
-    return _Expression(shell, line, source).value(expression)
+    with shell.deciding():
+        return _Expression(shell, line, source).value(expression)
 
 
 class _Expression:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -38,6 +39,22 @@ class Fact:
 Facts = frozenset[Fact]
 Status = bool | Undetermined
 """The success of a statement."""
+_ABSENT = re.compile("\ue000(\\w+)\ue001")  # two characters of Unicode's private use around the name
+
+
+def absent(name: str) -> str:
+    """Return the text that stands for the value of a variable that the script does not set."""
+    return f"\ue000{name}\ue001"
+
+
+def absent_names(text: str) -> list[str]:
+    """Return the variables that `text` contains by `absent`."""
+    return _ABSENT.findall(text)
+
+
+def without_absent(text: str, form: str = r"$\1") -> str:
+    """Replace each absent value in `text` by `form`, in which ``\\1`` is the name of its variable."""
+    return _ABSENT.sub(form, text)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ from megarl.commands.convert_verl.shell_values import (
     ShellVariable,
     State,
     Undetermined,
+    absent,
+    absent_names,
     missing,
 )
 
@@ -40,7 +42,9 @@ class Words:
     user_values: the values of variables that the user sets, which take precedence over the script's. context: the
     surroundings of the script. condition_facts: the facts that the conditions around the current statement depend on.
     facts: collects the facts that the expanded values depend on. testing: a positional parameter that is not set is
-    empty, as in [ "$1" = x ]. required: errors of ${NAME:?message}, which ends a script. lenient: a variable that is empty if it is not set, as in [ -z "$NAME" ].
+    empty, as in [ "$1" = x ]. lenient: a variable that is empty if it is not set, as in [ -z "$NAME" ].
+    nounset: `set -u` holds. decides: the current value decides something, so a variable without a value raises; elsewhere
+    `absent` stands for its value. absences: the errors about these variables, by name.
     """
 
     def __init__(self, user_values: Mapping[str, str], context: ScriptContext):
@@ -51,8 +55,8 @@ class Words:
         self.state = State(context.folder, positional=tuple(places))
         self.facts: set[Fact] = set()
         self.condition_facts: Facts = frozenset()
-        self.testing, self.lenient = False, ""
-        self.required: list[Undetermined] = []
+        self.testing, self.lenient, self.nounset, self.decides = False, "", False, False
+        self.absences: dict[str, Undetermined] = {}
 
     def output_of(self, statements: list[Node]) -> str:
         """Return the standard output of statements."""
@@ -66,6 +70,26 @@ class Words:
             yield self.facts
         finally:
             self.facts = outer
+
+    @contextmanager
+    def deciding(self) -> Iterator[None]:
+        """Raise for variables without a value within the block."""
+        outer, self.decides = self.decides, True
+        try:
+            yield
+        finally:
+            self.decides = outer
+
+    def absence(self, *texts: str) -> Undetermined | None:
+        """Return the error about the first variable without a value in `texts`, or None."""
+        return next((self.absences[name] for text in texts for name in absent_names(text)), None)
+
+    def _absent(self, name: str, line: int, source: str = "") -> str:
+        """Return the text for a variable that the script does not set. Raises Undetermined if the value decides something."""
+        error = self.absences.setdefault(name, missing(name, line, source))
+        if self.decides:
+            raise error
+        return absent(name)
 
     def fields(self, word: Node) -> list[str]:
         """Expand a word into fields. Raises Undetermined."""
@@ -98,7 +122,8 @@ class Words:
 
     def pattern(self, word: Node | None) -> str:
         """Expand a word into a pattern for `fnmatch`. Quoted characters match themselves."""
-        segments = self._segments((word or {}).get("Parts", []), quoted=False)
+        with self.deciding():
+            segments = list(self._segments((word or {}).get("Parts", []), quoted=False))
         return "".join(glob.escape(part.text) if part.kind == "quoted" else part.text for part in segments if part)
 
     def matches(self, text: str, word: Node) -> bool:
@@ -191,8 +216,7 @@ class Words:
             elif present:
                 yield Segment(value or "", kind)
             elif symbol.endswith("?"):
-                self.required.append(missing(name, node["Line"], node["Source"]))
-                raise self.required[-1]
+                yield Segment(self._absent(name, node["Line"], node["Source"]), kind)
             elif symbol.endswith("="):
                 text = self._joined(operation.get("Word"))
                 self.set_text(name, text, node["Line"])
@@ -201,6 +225,8 @@ class Words:
                 yield from self._default(operation, quoted=quoted)
             return
         text = self._item(node, unset_is_none=False) or ""
+        if (symbol or any(node.get(form) for form in ("Length", "Slice", "Repl"))) and (error := self.absence(text)):
+            raise error
         yield Segment(self._changed(text, node, operation), kind)
 
     def _default(self, operation: Node, *, quoted: bool) -> Iterator[Segment | None]:
@@ -211,10 +237,12 @@ class Words:
     def _array(self, node: Node, *, quoted: bool, star: bool) -> Iterator[Segment | None]:
         name, line, operation = node["Param"]["Value"], node["Line"], node.get("Exp") or {}
         symbol = operation.get("Op", "")
-        if node.get("Slice") or node.get("Repl") or (symbol and symbol.removeprefix(":") not in ("-", "+")):
+        if node.get("Repl") or (symbol and symbol.removeprefix(":") not in ("-", "+")):
             raise self._unknown(node)
-        absent = symbol and name not in ("@", "*", *self.state.variables, *self.user_values)
-        items = [] if absent else self._items(name, line, node["Source"])
+        unset = symbol and name not in ("@", "*", *self.state.variables, *self.user_values)
+        items = [] if unset else self._items(name, line, node["Source"])
+        if part := node.get("Slice"):
+            items = self._slice_of(items, part, node, first=1 if name in ("@", "*") else 0)
         if node.get("Length"):
             yield Segment(str(len(items)), "quoted")
         elif symbol and (symbol.endswith("+") == bool(items)):
@@ -229,12 +257,20 @@ class Words:
                     yield None
                 yield Segment(item, "quoted" if quoted else "split")
 
+    def _slice_of(self, items: list[str], part: Node, node: Node, *, first: int) -> list[str]:
+        """Return the items of ${@:2} or ${ARRAY[@]:1:2}. first: the number of the first item."""
+        start, length = (
+            compute(part[key], self, node["Line"], node["Source"]) if part.get(key) else None
+            for key in ("Offset", "Length")
+        )
+        if start is None or start < first or (length or 0) < 0:
+            raise self._unknown(node)
+        return items[start - first :][:length]
+
     def _items(self, name: str, line: int, source: str) -> list[str]:
         if name in ("@", "*"):
             items = [self._positional(number, line) for number in range(1, len(self._places()) + 1)]
-            if None in items:
-                raise missing(str(items.index(None) + 1), line)
-            return [item for item in items if item is not None]
+            return [self._absent(str(at + 1), line) if item is None else item for at, item in enumerate(items)]
         value = self._value(name, line, source)
         return [value] if isinstance(value, str) else list(value)
 
@@ -251,7 +287,7 @@ class Words:
             if text is None:
                 self.facts.add(Fact(unset=name))
                 if not (unset_is_none or self.testing):
-                    raise missing(name, line, source)
+                    return self._absent(name, line, source)
             return text
         index = node.get("Index")
         place = (integer(self.text(index)) if index["Type"] == "Word" else None) if index else 0
@@ -261,7 +297,10 @@ class Words:
             self.facts.add(Fact(unset=name))
             if unset_is_none or name == self.lenient:
                 return None
-            raise missing(name, line, source)
+            if self.testing and not self.nounset and name not in _RUNNING:
+                self.facts.add(Fact(f"line {line}: ${name} is not set, so a test takes it as empty", unset=name))
+                return None
+            return self._absent(name, line, source)
         value = self._value(name, line, source)
         items = (value,) if isinstance(value, str) else value
         return items[place] if place < len(items) else None if unset_is_none else ""
@@ -328,6 +367,9 @@ class Words:
             variable = self.state.variables[name]
             self.facts |= variable.facts
             if not isinstance(variable.value, Undetermined):
+                texts = (variable.value,) if isinstance(variable.value, str) else variable.value
+                if self.decides and (error := self.absence(*texts)):
+                    raise error
                 return variable.value
             reason = str(variable.value)
             if "\n" in reason:  # a list of missing values
@@ -347,7 +389,7 @@ class Words:
         if name in _RUNNING or name in ("0", "BASH_SOURCE"):
             message = f"line {line}: the value of ${name} is unknown until the script runs"
             raise Undetermined(message, {name: f"{message}. Add {name}=VALUE after the file"})
-        raise missing(name, line, source)
+        return self._absent(name, line, source)
 
     def current_folder(self, line: int) -> str:
         """Return the current folder, and record that it is this machine's."""
@@ -373,6 +415,8 @@ class Words:
             raise Undetermined(
                 f"line {line}: the value of ${number} is unknown: {variable.value}", variable.value.causes
             )
+        if self.decides and isinstance(variable.value, str) and (error := self.absence(variable.value)):
+            raise error
         return variable.value if isinstance(variable.value, str) else "".join(variable.value[:1])
 
     def number_of(self, name: str, line: int, source: str) -> int:

@@ -92,8 +92,8 @@ def translate_rl(conversion: Conversion, *, megatron: bool, sampling: Sampling, 
         conversion.drop("critic.", "no critic: algorithm.advantage is not gae")
 
 
-def translate_sft(conversion: Conversion, *, processes: int, rows: int | None) -> None:
-    """Derive the settings of an SFT run. `processes`: torchrun's processes on all nodes; `rows`: see `translate_rl`."""
+def translate_sft(conversion: Conversion, *, processes: int | str, rows: int | None) -> None:
+    """Derive the settings of an SFT run. `processes`: torchrun's on all nodes, or OPEN; `rows`: see `translate_rl`."""
     settings = conversion.settings
     longest = conversion.number("data.max_length")
     settings |= {"train.source": "sft", "algorithm.advantage": "none", "algorithm.loss": "sft"}
