@@ -21,7 +21,16 @@ from megarl.commands.convert_verl.fully_async import FULLY_ASYNC, FULLY_ASYNC_DE
 from megarl.commands.convert_verl.open_settings import open_notes, set_aside, stand_ins
 from megarl.commands.convert_verl.parser import TRAINERS, Command, read_command
 from megarl.commands.convert_verl.shell_values import ScriptContext, absent_names
-from megarl.commands.convert_verl.table import ACTOR, DEFAULTS, LOSS_MODE, RL, SFT, SFT_DEFAULTS, TRAINER
+from megarl.commands.convert_verl.table import (
+    ACTOR,
+    DEFAULTS,
+    LOSS_MODE,
+    RECIPE_DEFAULTS,
+    RL,
+    SFT,
+    SFT_DEFAULTS,
+    TRAINER,
+)
 from megarl.commands.convert_verl.table import LOSSES as LOSS_MODES
 from megarl.commands.convert_verl.trainers import Sampling
 from megarl.commands.convert_verl.translate import translate_rl, translate_sft, unread_options
@@ -113,8 +122,9 @@ def _translated(
         conversion.apply([*SFT, *TRAINER])
         translate_sft(conversion, processes=_processes(command), rows=rows)
         return conversion
-    is_fully_async = kind[1] == "fully_async_main"
-    conversion = Conversion(options, FULLY_ASYNC_DEFAULTS if is_fully_async else DEFAULTS, given=given)
+    is_fully_async = kind[1] in ("fully_async_main", "reward_queue.main")
+    defaults = (FULLY_ASYNC_DEFAULTS if is_fully_async else DEFAULTS) | RECIPE_DEFAULTS.get(kind[1], {})
+    conversion = Conversion(options, defaults, given=given)
     table = [*(FULLY_ASYNC if is_fully_async else []), *RL, *TRAINER]
     set_aside(conversion, table, command.absences)
     engine = conversion.get("model_engine")

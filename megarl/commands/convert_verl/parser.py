@@ -11,8 +11,11 @@ from megarl.commands.convert_verl.shell_syntax import parse
 from megarl.commands.convert_verl.shell_values import Call, Expanded, Jump, ScriptContext, Undetermined, combined
 from megarl.errors import InputError
 
-TRAINERS = re.compile(r"(?:^|[./])(main_ppo|main_dapo|fully_async_main|fsdp_sft_trainer|sft_trainer)(?:\.py)?$")
-"""verl's training modules."""
+TRAINERS = re.compile(
+    r"(?:^|[./])(main_ppo|main_ppo_sync|main_dapo|main_entropy|fully_async_main|reward_queue\.main|fsdp_sft_trainer|sft_trainer)"
+    r"(?:\.py)?$"
+)
+"""verl's training modules, and those of recipes whose options are verl's."""
 
 LARGEST = 200_000
 """Longest script, in characters. verl's longest has 12,000."""
@@ -66,7 +69,8 @@ def read_command(text: str, variables: Mapping[str, str], context: ScriptContext
         raise InputError("the script is nested too deeply") from error
     if not shell.calls:
         raise InputError(
-            "no training command: no line runs main_ppo, main_dapo, fully_async_main, sft_trainer or fsdp_sft_trainer"
+            "no training command: no line runs main_ppo, main_ppo_sync, main_dapo, main_entropy, fully_async_main, "
+            "reward_queue.main, sft_trainer or fsdp_sft_trainer"
         )
     if len(shell.calls) > 1:
         lines = ", ".join(str(call.line) for call in shell.calls)

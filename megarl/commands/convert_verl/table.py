@@ -90,6 +90,7 @@ RL = [
     Option("data.shuffle", "data.shuffle"),
     Option("data.seed", "train.seed"),
     Option("data.apply_chat_template_kwargs", "data.chat_template_args"),
+    Option("data.apply_chat_template_kwargs.*", "data.chat_template_args.*", _SAME_NAME),
     Option("data.prompt_key", "data.columns.prompt"),
     Option("data.image_key", "data.columns.images"),
     Option("data.video_key", "data.columns.videos"),
@@ -214,7 +215,9 @@ RL = [
     Option(f"{_R}.checkpoint_engine.update_weights_bucket_megabytes", "weight_sync.bucket_mb"),
     Option(f"{_A}.*.router_replay.mode", "megatron.routing_replay", names={"disabled": "none", "R2": "old_log_probs", "R3": "rollout"}),
     *_none("megarl has no counterpart", f"{_R}.ignore_eos", f"{_R}.quantization", f"{_A}.*.qat.enable", "actor_rollout_ref.model.mtp.enable", "data.min_response_length", same=(None, False, 0), changes=True),
-    *_none(_TOKENS, f"{_A}.ppo_micro_batch_size", same=(None,), changes=True),
+    Option(f"{_A}.ppo_micro_batch_size", "actor.max_tokens_per_micro_batch", "as ppo_micro_batch_size_per_gpu, of all devices", derived=True),
+    *_none("verl's sapo reads actor.tau_pos and actor.tau_neg", f"{_A}.policy_loss.tau_pos", f"{_A}.policy_loss.tau_neg"),
+    *_none("the weights are read, and nothing is dropped at random", f"{_A}.megatron.seed", "critic.megatron.seed"),
     *_none("samples keep their order within a step", f"{_A}.shuffle", same=(False,), changes=True),
     *_none("it belongs to qat, mtp or router_replay", f"{_A}.*.qat.*", "actor_rollout_ref.model.mtp.*", f"{_R}.enable_rollout_routing_replay"),
     *_none("see observe.profile", "*.profiler.*", "global_profiler.*"),
@@ -341,6 +344,7 @@ SFT = [
     *_none("the preparation of rows has no setting", "data.ignore_input_ids_mismatch", "data.pad_mode"),
     *_none("rows are read by megarl: write them as docs/data.md describes", "data.custom_cls.*", same=(None,), changes=True),
     Option("data.apply_chat_template_kwargs", "data.chat_template_args"),
+    Option("data.apply_chat_template_kwargs.*", "data.chat_template_args.*", _SAME_NAME),
     Option("optim.lr", "actor.optimizer.lr"),
     Option("optim.betas", "actor.optimizer.betas"),
     Option("optim.weight_decay", "actor.optimizer.weight_decay"),
@@ -376,6 +380,14 @@ DEFAULTS: dict[str, Any] = {
     "trainer.val_before_train": True, "trainer.resume_mode": "auto", "trainer.save_freq": -1, "trainer.total_epochs": 30,
 }  # fmt: skip
 """verl's defaults (verl/trainer/config/), where megarl or one of its losses has another default."""
+
+RECIPE_DEFAULTS: dict[str, dict[str, Any]] = {
+    "main_entropy": {
+        "custom_reward_function.path": "pkg://recipe.entropy.reward_score",
+        "custom_reward_function.name": "_default_compute_score",
+    },
+}
+"""Further defaults by training module: main_entropy has its own scorer (recipe/entropy/reward.py)."""
 
 SFT_DEFAULTS: dict[str, dict[str, Any]] = {
     "fsdp_sft_trainer": {

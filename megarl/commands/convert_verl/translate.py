@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection
 
@@ -60,7 +61,7 @@ def translate_rl(conversion: Conversion, *, megatron: bool, sampling: Sampling, 
     is_fully_async = sampling == "fully_async"
     updates = read_updates(conversion) if is_fully_async else Updates(conversion.number("data.train_batch_size"))
     _prompts(conversion)
-    _batches(conversion, updates)
+    _batches(conversion, updates, megatron=megatron)
     translate_lora(conversion, megatron=megatron)
     translate_layout(conversion, megatron=megatron, sampling=sampling)
     _kl(conversion)
@@ -70,6 +71,7 @@ def translate_rl(conversion: Conversion, *, megatron: bool, sampling: Sampling, 
     if conversion.settings.get("algorithm.loss") == "gkd":
         for name in ("weights", "truncate", "normalize"):
             conversion.drop(f"algorithm.correction.{name}", "verl's supervised loss has no weights")
+    _single_samples(conversion)
     if is_fully_async:
         translate_fully_async(conversion, updates, megatron=megatron, rows=rows)
     else:
@@ -129,12 +131,29 @@ def common(conversion: Conversion, *, rows: int | None, updates: int, optimizer:
     if unsupported := [tracker for tracker in trackers if tracker not in (*_TRACKERS, "console", "tensorboard")]:
         conversion.note("trainer.logger", f"no counterpart for {', '.join(map(str, unsupported))}")
     _steps(conversion, rows)
-    every = conversion.number("trainer.save_freq", -1)
-    settings |= {"train.save_every": every} if every > 0 else {"train.save_at_end": False}
-    every = conversion.number("trainer.test_freq", -1)
+    every = _frequency(conversion, "trainer.save_freq", rows)
+    settings |= {"train.save_every": every} if every > 0 else {"train.save_at_end": every < -1}
+    every = _frequency(conversion, "trainer.test_freq", rows)
     if every > 0 and "data.eval_files" in settings:
         settings |= {"evaluation.every": every, "evaluation.at_end": True}
+    elif every < -1 and "data.eval_files" in settings:
+        settings["evaluation.at_end"] = True
     translate_schedule(conversion, "actor.optimizer", optimizer, updates, megatron=megatron)
+
+
+def _frequency(conversion: Conversion, option: str, rows: int | None) -> int:
+    """Return a number of steps: below 1 for never, and -2 for the end of each epoch if its length is unknown."""
+    value = conversion.get(option, -1)
+    if value is False:
+        return -1
+    if value != "after_each_epoch":
+        return conversion.number(option, -1)
+    batch = conversion.settings["data.prompts_per_step"]
+    if rows is not None:
+        return max(rows // batch, 1)
+    key = "evaluation.every" if option == "trainer.test_freq" else "train.save_every"
+    conversion.note(option, f"at the end of the run: for each epoch, set {key} to rows / {batch}, or pass --rows")
+    return -2
 
 
 def _steps(conversion: Conversion, rows: int | None) -> None:
@@ -165,20 +184,26 @@ def _prompts(conversion: Conversion) -> None:
         )
 
 
-def _batches(conversion: Conversion, updates: Updates) -> None:
+def _batches(conversion: Conversion, updates: Updates, *, megatron: bool) -> None:
     settings = conversion.settings
     settings["actor.mini_batches"] = _mini_batches(conversion, f"{_A}.ppo_mini_batch_size", updates)
     context_parallel = int(settings.get("megatron.context_parallel", 1))
     longest = settings["data.max_prompt_length"] + settings["rollout.max_response_length"]
-    micro = conversion.first(f"{_A}.ppo_micro_batch_size_per_gpu")
+    option = f"{_A}.ppo_micro_batch_size_per_gpu"
+    micro = conversion.first(option)
     size = conversion.get(f"{_A}.ulysses_sequence_parallel_size", 1)
+    if not micro and conversion.get(f"{_A}.ppo_micro_batch_size"):
+        option = f"{_A}.ppo_micro_batch_size"
+        ranks = conversion.number("trainer.nnodes") * conversion.number("trainer.n_gpus_per_node")
+        sizes = [int(settings.get(f"megatron.{name}_parallel", 1)) for name in ("tensor", "pipeline", "context")]
+        micro = max(conversion.number(option) // max(ranks // (math.prod(sizes) if megatron else size), 1), 1)
     if conversion.get(f"{_A}.use_dynamic_bsz") is True or not micro:
         settings["actor.max_tokens_per_micro_batch"] = conversion.number(f"{_A}.ppo_max_token_len_per_gpu") * size
     else:
         settings["actor.max_tokens_per_micro_batch"] = -(-micro * longest // context_parallel)
         shared = f" on {context_parallel} context-parallel devices" if context_parallel > 1 else ""
         conversion.note(
-            f"{_A}.ppo_micro_batch_size_per_gpu",
+            option,
             f"{micro} x {longest} tokens{shared}: actor.max_tokens_per_micro_batch",
         )
 
@@ -275,6 +300,21 @@ def _loss(conversion: Conversion) -> None:
         settings["algorithm.aggregation_divisor"] = float(divisor)
     if settings.get("algorithm.advantage") == "gdpo":
         settings["algorithm.reward_parts"] = _reward_parts(conversion)
+
+
+def _single_samples(conversion: Conversion) -> None:
+    """Set the advantage of a run with one sample per prompt. verl's group advantages are then the sample's reward.
+
+    Source: verl/trainer/ppo/core_algos.py, compute_grpo_outcome_advantage and compute_rloo_outcome_advantage.
+    """
+    settings, option = conversion.settings, "algorithm.adv_estimator"
+    if settings.get("algorithm.advantage") not in ("grpo", "rloo") or settings.get("rollout.samples_per_prompt", 1) != 1:
+        return
+    if {"algorithm.advantage", "rollout.samples_per_prompt"} & {*conversion.given} or settings.get("algorithm.kl_in_reward"):
+        return
+    settings |= {"algorithm.advantage": "reinforce_plus_plus", "algorithm.whiten_advantages": False, "algorithm.gamma": 1.0}
+    reason = "a single sample of a prompt has its reward as advantage: reinforce_plus_plus without whitening"
+    conversion.note(option, reason)
 
 
 def _reward_parts(conversion: Conversion) -> dict[str, float]:
