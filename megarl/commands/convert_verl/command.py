@@ -122,7 +122,7 @@ def _translated(
         conversion.apply([*SFT, *TRAINER])
         translate_sft(conversion, processes=_processes(command), rows=rows)
         return conversion
-    is_fully_async = kind[1] in ("fully_async_main", "reward_queue.main")
+    is_fully_async = kind[1] == "fully_async_main"
     defaults = (FULLY_ASYNC_DEFAULTS if is_fully_async else DEFAULTS) | RECIPE_DEFAULTS.get(kind[1], {})
     conversion = Conversion(options, defaults, given=given)
     table = [*(FULLY_ASYNC if is_fully_async else []), *RL, *TRAINER]

@@ -155,6 +155,8 @@ class Conversion:
                 self.note(name, f"{option.to} has megarl's default")
             return
         to = option.to
+        if to.endswith(".betas") and isinstance(value, str):
+            value = yaml.safe_load(value)  # in quotes
         if to.endswith(".*"):
             to = to[:-1] + name[len(option.verl) - 1 :]
         if option.to.removesuffix("s").endswith("_file") or to == "lora.targets":

@@ -40,7 +40,6 @@ FULLY_ASYNC = [
     Option(f"{_A}.use_rollout_log_probs", None, _UNREAD, same=(True,)),
     Option(f"{_ASYNC}.use_rollout_log_probs", None, "log-probs of the engines are the old log-probs", same=(True,), changes=True),
     Option(f"{_ASYNC}.compute_prox_log_prob", "algorithm.old_log_probs", "True is computed, with the weights of the last update of the engines; False is rollout", names={True: "computed", False: "rollout"}),
-    *(Option(f"{_ASYNC}.{name}", None, "samples are scored as soon as they are complete") for name in ("enable_reward_queue", "reward_queue_size")),
     Option("actor_rollout_ref.hybrid_engine", None, "use cluster.placement", same=(False,)),
 ]  # fmt: skip
 """Options that precede the tables of other RL runs."""

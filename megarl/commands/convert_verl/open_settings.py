@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megarl.commands.convert_verl.conversion import Conversion, OptionValue
@@ -17,6 +17,7 @@ from megarl.commands.convert_verl.table import Option
 from megarl.recipe.load import OPEN
 
 _PATHS = ("model.path", "model.tokenizer", "critic.model_path", "data.train_files", "data.eval_files", "teacher.path")
+_FILES, _FORMATS = ("data.train_files", "data.eval_files"), (".parquet", ".jsonl")
 _NAMES = ("name", "observe.project")
 _DEVICES = ("trainer.nnodes", "trainer.n_gpus_per_node")
 
@@ -29,25 +30,42 @@ def set_aside(conversion: Conversion, table: Sequence[Option], absences: Mapping
     errors: list[Undetermined] = []
     for name, option in list(conversion.options.items()):
         row = next((row for row in table if fnmatch.fnmatchcase(name, row.verl)), None)
-        keys = (row.to or "").split(", ") if row else [""]
-        names, text = absent_names(str(option.value)), without_absent(str(option.value))
-        if not names and not (option.value == "" and keys[0] in _PATHS):
+        to = (row.to or "").split(", ")[0] if row else ""
+        texts = list(_texts(option.value))
+        names = [each for text in texts for each in absent_names(text)]
+        unreadable = to in _FILES and not all(text.endswith(_FORMATS) for text in texts)
+        if not (names or unreadable or (texts == [""] and to in _PATHS)):
             continue
-        if keys[0] in _PATHS or name in _DEVICES:
+        shown = _shown(option.value)
+        if to in _PATHS or name in _DEVICES:
             conversion.options[name] = OptionValue(OPEN, option.line)
-            conversion.open[name] = text
-        elif keys[0] in _NAMES:
-            conversion.options[name] = OptionValue(without_absent(str(option.value), "").strip("-_/ "), option.line)
+            reason = f", not {', '.join(_FORMATS)}" if unreadable and not names else ""
+            conversion.open[name] = f"{shown}{reason}"
+        elif to in _NAMES:
+            conversion.options[name] = OptionValue(without_absent(texts[0], "").strip("-_/ "), option.line)
             conversion.note(name, f"without {', '.join(f'${each}' for each in names)}, which the script does not set")
-        elif keys == [""] and name not in ("model_engine", "actor_rollout_ref.actor.strategy"):
-            conversion.options[name] = OptionValue(_shown(option.value), option.line)
+        elif not to and name not in ("model_engine", "actor_rollout_ref.actor.strategy"):
+            conversion.options[name] = OptionValue(shown, option.line)
         else:
             errors += [absences[each] for each in names]
     if errors:
         raise combined(errors)
 
 
+def _texts(value: Any) -> Iterator[str]:
+    """Iterate over the texts in a value of Hydra."""
+    if isinstance(value, Mapping):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
+    elif isinstance(value, str):
+        yield value
+
+
 def _shown(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {_shown(key): _shown(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_shown(item) for item in value]
     return without_absent(value) if isinstance(value, str) else value

@@ -12,7 +12,7 @@ from megarl.commands.convert_verl.shell_values import Call, Expanded, Jump, Scri
 from megarl.errors import InputError
 
 TRAINERS = re.compile(
-    r"(?:^|[./])(main_ppo|main_ppo_sync|main_dapo|main_entropy|fully_async_main|reward_queue\.main|fsdp_sft_trainer|sft_trainer)"
+    r"(?:^|[./])(main_ppo|main_ppo_sync|main_dapo|main_entropy|fully_async_main|fsdp_sft_trainer|sft_trainer)"
     r"(?:\.py)?$"
 )
 """verl's training modules, and those of recipes whose options are verl's."""
@@ -70,7 +70,7 @@ def read_command(text: str, variables: Mapping[str, str], context: ScriptContext
     if not shell.calls:
         raise InputError(
             "no training command: no line runs main_ppo, main_ppo_sync, main_dapo, main_entropy, fully_async_main, "
-            "reward_queue.main, sft_trainer or fsdp_sft_trainer"
+            "sft_trainer or fsdp_sft_trainer"
         )
     if len(shell.calls) > 1:
         lines = ", ".join(str(call.line) for call in shell.calls)

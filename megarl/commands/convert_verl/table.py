@@ -38,6 +38,7 @@ def _none(remark: str, *options: str, same: tuple[Any, ...] = (), changes: bool 
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 ACTOR = _A
 LOSS_MODE = f"{_A}.policy_loss.loss_mode"
+OF_POLICY_LOSS = ("loss_mode", "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef")
 OVERLONG = (
     "reward_model.overlong_buffer",
     "reward_model.reward_kwargs.overlong_buffer_cfg",
@@ -213,10 +214,12 @@ RL = [
     *_none("agent loops of one's own are not supported", f"{_R}.agent.agent_loop_config_path", f"{_R}.agent.agent_loop_manager_class", same=(None,), changes=True),
     *_none("agent.processes is per engine", f"{_R}.agent.num_workers"),
     Option(f"{_R}.checkpoint_engine.update_weights_bucket_megabytes", "weight_sync.bucket_mb"),
-    Option(f"{_A}.*.router_replay.mode", "megatron.routing_replay", names={"disabled": "none", "R2": "old_log_probs", "R3": "rollout"}),
+    *(Option(name, "megatron.routing_replay", names={"disabled": "none", "R2": "old_log_probs", "R3": "rollout"}) for name in (f"{_A}.*.router_replay.mode", f"{_A}.router_replay.mode")),
     *_none("megarl has no counterpart", f"{_R}.ignore_eos", f"{_R}.quantization", f"{_A}.*.qat.enable", "actor_rollout_ref.model.mtp.enable", "data.min_response_length", same=(None, False, 0), changes=True),
     Option(f"{_A}.ppo_micro_batch_size", "actor.max_tokens_per_micro_batch", "as ppo_micro_batch_size_per_gpu, of all devices", derived=True),
     *_none("verl's sapo reads actor.tau_pos and actor.tau_neg", f"{_A}.policy_loss.tau_pos", f"{_A}.policy_loss.tau_neg"),
+    *_none("verl reads the option of the same name in actor.policy_loss", *(f"{_A}.{name}" for name in OF_POLICY_LOSS), changes=True),
+    *_none("no micro batch is padded", f"{_A}.pad_to_length", f"{_A}.pad_to_length_bucket"),
     *_none("the weights are read, and nothing is dropped at random", f"{_A}.megatron.seed", "critic.megatron.seed"),
     *_none("samples keep their order within a step", f"{_A}.shuffle", same=(False,), changes=True),
     *_none("it belongs to qat, mtp or router_replay", f"{_A}.*.qat.*", "actor_rollout_ref.model.mtp.*", f"{_R}.enable_rollout_routing_replay"),

@@ -18,7 +18,7 @@ from megarl.commands.convert_verl.inputs import (
     translate_tools,
 )
 from megarl.commands.convert_verl.lora import translate_lora
-from megarl.commands.convert_verl.table import KL_ESTIMATORS, OVERLONG
+from megarl.commands.convert_verl.table import KL_ESTIMATORS, OF_POLICY_LOSS, OVERLONG
 from megarl.commands.convert_verl.trainers import Sampling, offloaded, translate_layout, translate_schedule
 from megarl.errors import InputError
 
@@ -42,6 +42,9 @@ def unread_options(options: Collection[str], *, megatron: bool, loss: str, criti
         unread["critic.model.enable_gradient_checkpointing"] = (
             "verl's Megatron critic ignores it and uses override_transformer_config.recompute_*"
         )
+    for name in OF_POLICY_LOSS:
+        if f"{_A}.policy_loss.{name}" in options:
+            unread[f"{_A}.{name}"] = f"verl reads policy_loss.{name}"
     unread["critic.grad_clip"] = "verl reads critic.optim.clip_grad"
     if not critic:
         unread |= dict.fromkeys((name for name in options if name.startswith("critic.")), "the run has no critic")
