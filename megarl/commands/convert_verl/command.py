@@ -18,6 +18,7 @@ from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
 from megarl.atomic_files import check_new, write_atomically
 from megarl.commands.convert_verl.conversion import Conversion, OptionValue, read_options, value_of
 from megarl.commands.convert_verl.fully_async import FULLY_ASYNC, FULLY_ASYNC_DEFAULTS
+from megarl.commands.convert_verl.inputs import RECIPE_DEFAULTS
 from megarl.commands.convert_verl.open_settings import open_notes, set_aside, stand_ins
 from megarl.commands.convert_verl.parser import TRAINERS, Command, read_command
 from megarl.commands.convert_verl.shell_values import ScriptContext, absent_names
@@ -25,7 +26,6 @@ from megarl.commands.convert_verl.table import (
     ACTOR,
     DEFAULTS,
     LOSS_MODE,
-    RECIPE_DEFAULTS,
     RL,
     SFT,
     SFT_DEFAULTS,

@@ -14,6 +14,14 @@ SGLANG = {
 }  # fmt: skip
 """Arguments of vLLM's engine -> SGLang's; "": none."""
 
+RECIPE_DEFAULTS: dict[str, dict[str, Any]] = {
+    "main_entropy": {
+        "custom_reward_function.path": "pkg://recipe.entropy.reward_score",
+        "custom_reward_function.name": "_default_compute_score",
+    },
+}
+"""Further defaults by training module: main_entropy has its own scorer (recipe/entropy/reward.py)."""
+
 
 def translate_reward_function(conversion: Conversion) -> None:
     """Set reward.function to verl's custom_reward_function: a file, or pkg:// and a module."""

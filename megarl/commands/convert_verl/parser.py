@@ -8,7 +8,15 @@ from dataclasses import dataclass
 
 from megarl.commands.convert_verl.interpreter import Interpreter
 from megarl.commands.convert_verl.shell_syntax import parse
-from megarl.commands.convert_verl.shell_values import Call, Expanded, Jump, ScriptContext, Undetermined, combined
+from megarl.commands.convert_verl.shell_values import (
+    Call,
+    Expanded,
+    Jump,
+    ScriptContext,
+    Undetermined,
+    absent_names,
+    combined,
+)
 from megarl.errors import InputError
 
 TRAINERS = re.compile(
@@ -101,6 +109,7 @@ def _command(call: Call, absences: dict[str, Undetermined]) -> Command:
             continue
         for text in word.fields:
             if trainer:
+                errors += [absences[name] for name in absent_names(text.partition("=")[0])]
                 arguments.append(Argument(word.word["Line"], text))
             elif TRAINERS.search(text):
                 trainer = text

@@ -6,6 +6,7 @@ them is unknown afterwards.
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -200,7 +201,10 @@ class Statements(Words):
             try:
                 with self.deciding():
                     text = self.text(node["Word"])
-                matches = [any(self.matches(text, pattern) for pattern in item["Patterns"]) for item in items]
+                matches = [
+                    any(fnmatch.fnmatchcase(text, self.pattern(pattern)) for pattern in item["Patterns"])
+                    for item in items
+                ]
             except Undetermined as error:
                 return self._paths(error, [*paths, lambda: True], node["Line"])
         with self._within(frozenset(facts)):

@@ -219,15 +219,15 @@ RL = [
     Option(f"{_A}.ppo_micro_batch_size", "actor.max_tokens_per_micro_batch", "as ppo_micro_batch_size_per_gpu, of all devices", derived=True),
     *_none("verl's sapo reads actor.tau_pos and actor.tau_neg", f"{_A}.policy_loss.tau_pos", f"{_A}.policy_loss.tau_neg"),
     *_none("verl reads the option of the same name in actor.policy_loss", *(f"{_A}.{name}" for name in OF_POLICY_LOSS), changes=True),
-    *_none("no micro batch is padded", f"{_A}.pad_to_length", f"{_A}.pad_to_length_bucket"),
     *_none("the weights are read, and nothing is dropped at random", f"{_A}.megatron.seed", "critic.megatron.seed"),
     *_none("samples keep their order within a step", f"{_A}.shuffle", same=(False,), changes=True),
     *_none("it belongs to qat, mtp or router_replay", f"{_A}.*.qat.*", "actor_rollout_ref.model.mtp.*", f"{_R}.enable_rollout_routing_replay"),
     *_none("see observe.profile", "*.profiler.*", "global_profiler.*"),
     *_none("Ray is started as the recipe's section cluster says", "ray_kwargs.*"),
     *_none("a checkpoint has weights, optimizer and positions", f"{_A}.checkpoint.*", "critic.checkpoint.*"),
-    *_none("megarl trains with Megatron", f"{_A}.veomni.*", f"{_A}.engine.*", f"{_A}.model_engine", f"{_A}.data_loader_seed", f"{_A}.use_prefix_grouper", f"{_A}.megatron.use_megatron_fsdp"),
-    *_none("megarl decides it", f"{_A}.megatron.dtype", f"{_A}.megatron.sequence_parallel", f"{_A}.megatron.use_remove_padding", f"{_R}.prompt_length", f"{_R}.response_length", f"{_R}.skip_tokenizer_init", f"{_R}.layered_summon", f"{_R}.disable_log_stats", f"{_R}.enable_sleep_mode", f"{_R}.multi_stage_wake_up", f"{_R}.cudagraph_capture_sizes", f"{_R}.checkpoint_engine.*"),
+    *_none("the rate stays above this share", f"{_A}.optim.min_lr_factor", same=(1, 1.0), changes=True),
+    *_none("megarl trains with Megatron", f"{_A}.torchtitan.*", f"{_A}.veomni.*", f"{_A}.engine.*", f"{_A}.model_engine", f"{_A}.data_loader_seed", f"{_A}.use_prefix_grouper", f"{_A}.megatron.use_megatron_fsdp"),
+    *_none("megarl decides it", f"{_A}.pad_to_length*", f"{_A}.megatron.dtype", f"{_A}.megatron.sequence_parallel", f"{_A}.megatron.use_remove_padding", f"{_R}.prompt_length", f"{_R}.response_length", f"{_R}.skip_tokenizer_init", f"{_R}.layered_summon", f"{_R}.disable_log_stats", f"{_R}.enable_sleep_mode", f"{_R}.multi_stage_wake_up", f"{_R}.cudagraph_capture_sizes", f"{_R}.checkpoint_engine.*"),
     Option(f"{_R}.name", "rollout.engine", names={"vllm": "vllm", "sglang": "sglang"}),
     Option(f"{_R}.engine_kwargs.sglang.*", "rollout.engine_args.*", _SAME_NAME),
     Option(f"{_R}.mode", None, "engines always run in separate processes"),
@@ -383,14 +383,6 @@ DEFAULTS: dict[str, Any] = {
     "trainer.val_before_train": True, "trainer.resume_mode": "auto", "trainer.save_freq": -1, "trainer.total_epochs": 30,
 }  # fmt: skip
 """verl's defaults (verl/trainer/config/), where megarl or one of its losses has another default."""
-
-RECIPE_DEFAULTS: dict[str, dict[str, Any]] = {
-    "main_entropy": {
-        "custom_reward_function.path": "pkg://recipe.entropy.reward_score",
-        "custom_reward_function.name": "_default_compute_score",
-    },
-}
-"""Further defaults by training module: main_entropy has its own scorer (recipe/entropy/reward.py)."""
 
 SFT_DEFAULTS: dict[str, dict[str, Any]] = {
     "fsdp_sft_trainer": {

@@ -1,4 +1,4 @@
-"""Devices of verl's trainers and engines, their parallelism, and learning-rate schedules."""
+"""Devices of verl's trainers and engines, their parallelism, intervals, and learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -94,3 +94,18 @@ def translate_schedule(conversion: Conversion, section: str, optimizer: str, upd
     if lowest := conversion.get(f"{optimizer}.min_lr"):
         default = CriticOptimizerConfig() if section.startswith("critic") else OptimizerConfig()
         settings[f"{section}.min_lr_ratio"] = float(lowest) / float(settings.get(f"{section}.lr", default.lr))
+
+
+def frequency(conversion: Conversion, option: str, rows: int | None) -> int:
+    """Return a number of steps: below 1 for never, and -2 for the end of each epoch if its length is unknown."""
+    value = conversion.get(option, -1)
+    if value is False:
+        return -1
+    if value != "after_each_epoch":
+        return conversion.number(option, -1)
+    batch = conversion.settings["data.prompts_per_step"]
+    if rows is not None:
+        return max(rows // batch, 1)
+    key = "evaluation.every" if option == "trainer.test_freq" else "train.save_every"
+    conversion.note(option, f"at the end of the run: for each epoch, set {key} to rows / {batch}, or pass --rows")
+    return -2

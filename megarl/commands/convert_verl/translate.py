@@ -19,7 +19,7 @@ from megarl.commands.convert_verl.inputs import (
 )
 from megarl.commands.convert_verl.lora import translate_lora
 from megarl.commands.convert_verl.table import KL_ESTIMATORS, OF_POLICY_LOSS, OVERLONG
-from megarl.commands.convert_verl.trainers import Sampling, offloaded, translate_layout, translate_schedule
+from megarl.commands.convert_verl.trainers import Sampling, frequency, offloaded, translate_layout, translate_schedule
 from megarl.errors import InputError
 
 _TRACKERS = ("wandb", "swanlab", "mlflow")
@@ -134,29 +134,14 @@ def common(conversion: Conversion, *, rows: int | None, updates: int, optimizer:
     if unsupported := [tracker for tracker in trackers if tracker not in (*_TRACKERS, "console", "tensorboard")]:
         conversion.note("trainer.logger", f"no counterpart for {', '.join(map(str, unsupported))}")
     _steps(conversion, rows)
-    every = _frequency(conversion, "trainer.save_freq", rows)
+    every = frequency(conversion, "trainer.save_freq", rows)
     settings |= {"train.save_every": every} if every > 0 else {"train.save_at_end": every < -1}
-    every = _frequency(conversion, "trainer.test_freq", rows)
+    every = frequency(conversion, "trainer.test_freq", rows)
     if every > 0 and "data.eval_files" in settings:
         settings |= {"evaluation.every": every, "evaluation.at_end": True}
     elif every < -1 and "data.eval_files" in settings:
         settings["evaluation.at_end"] = True
     translate_schedule(conversion, "actor.optimizer", optimizer, updates, megatron=megatron)
-
-
-def _frequency(conversion: Conversion, option: str, rows: int | None) -> int:
-    """Return a number of steps: below 1 for never, and -2 for the end of each epoch if its length is unknown."""
-    value = conversion.get(option, -1)
-    if value is False:
-        return -1
-    if value != "after_each_epoch":
-        return conversion.number(option, -1)
-    batch = conversion.settings["data.prompts_per_step"]
-    if rows is not None:
-        return max(rows // batch, 1)
-    key = "evaluation.every" if option == "trainer.test_freq" else "train.save_every"
-    conversion.note(option, f"at the end of the run: for each epoch, set {key} to rows / {batch}, or pass --rows")
-    return -2
 
 
 def _steps(conversion: Conversion, rows: int | None) -> None:
@@ -311,11 +296,20 @@ def _single_samples(conversion: Conversion) -> None:
     Source: verl/trainer/ppo/core_algos.py, compute_grpo_outcome_advantage and compute_rloo_outcome_advantage.
     """
     settings, option = conversion.settings, "algorithm.adv_estimator"
-    if settings.get("algorithm.advantage") not in ("grpo", "rloo") or settings.get("rollout.samples_per_prompt", 1) != 1:
+    if (
+        settings.get("algorithm.advantage") not in ("grpo", "rloo")
+        or settings.get("rollout.samples_per_prompt", 1) != 1
+    ):
         return
-    if {"algorithm.advantage", "rollout.samples_per_prompt"} & {*conversion.given} or settings.get("algorithm.kl_in_reward"):
+    if {"algorithm.advantage", "rollout.samples_per_prompt"} & {*conversion.given} or settings.get(
+        "algorithm.kl_in_reward"
+    ):
         return
-    settings |= {"algorithm.advantage": "reinforce_plus_plus", "algorithm.whiten_advantages": False, "algorithm.gamma": 1.0}
+    settings |= {
+        "algorithm.advantage": "reinforce_plus_plus",
+        "algorithm.whiten_advantages": False,
+        "algorithm.gamma": 1.0,
+    }
     reason = "a single sample of a prompt has its reward as advantage: reinforce_plus_plus without whitening"
     conversion.note(option, reason)
 
