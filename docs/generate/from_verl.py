@@ -23,22 +23,28 @@ megarl evaluates variables, arrays, arithmetic, `if`, `case`, loops, functions a
 
 | in the script | value |
 |---|---|
-| `${NAME:-default}`, and tests whether a variable is empty | variables of the environment count as unset |
-| `$NAME` that the script does not set | an error, if the training command uses it; all such variables are listed at once |
+| `${NAME:-default}`, and tests such as `[ "$NAME" = x ]` | variables of the environment count as unset, with a note; with `set -u` a test of one is unknown |
+| `$NAME` or `$1` that the script does not set, in a path or a number of devices | `???` (below) |
+| the same elsewhere in the training command | an error that lists all such variables; names of runs lose it, and options without counterpart keep it |
 | `$HOME`, `$(pwd)`, `$0`, `$(date)` | values of this machine at the time of the conversion, with a note if the training command uses them |
 | `python3 -c 'import NAME'` | whether the package is installed on this machine, with a note |
 | `$(command)`, `[ -f FILE ]`, the success of a command | unknown: both paths are followed, and an error if the training command depends on it |
 | a check that exits if an argument or a file is missing | skipped |
 
 `set -e` ends the script as in bash. A value that needs one of these forms is unknown: brace expansion, `$'...\\n'`, `${!NAME}`,
-`${ARRAY[@]:1}`, `$((A ? B : C))`, associative arrays, and variables set by `read`, `mapfile`, `getopts`, `printf -v` or
+`$((A ? B : C))`, associative arrays, and variables set by `read`, `mapfile`, `getopts`, `printf -v` or
 `BASH_REMATCH`. `;&` in a `case`, and scripts above 200,000 characters, are refused.
 
 To supply a value, add `NAME=value` after the file; it overrides the script's. `1=value` is the script's first argument. An
 argument with a dot in its name is a setting of the recipe and overrides the converted one. Files that the script sources are
 not read.
 
-The command may run main_ppo, main_dapo, one-step-off's main_ppo, fully_async_main, fsdp_sft_trainer or sft_trainer. Options that
+A recipe may contain `???`: the script takes a path or a number of devices from its environment or its arguments, or its data files
+are in another format. The first notes list these keys with the script's text. `plan`, `train` and all other commands refuse
+such a recipe until the key has a value, in the file or as `model.path=...` on the command line.
+
+The command may run main_ppo, main_ppo_sync, main_dapo, main_entropy, one-step-off's main_ppo, fully_async_main,
+fsdp_sft_trainer or sft_trainer. Options that
 are changed or have no counterpart are listed with their lines, as comments at the top of the recipe and on stderr. One that changes what is
 computed is an error: add the recipe's setting after the file, or `--accept OPTION` to leave it out. An option that the command
 does not set has verl's default where it differs from megarl's. `--rows` is the number of rows of the training data, which

@@ -25,6 +25,8 @@ from megarl.recipe.schema import Recipe
 from megarl.registry import nearest
 
 COMMAND_LINE = "command line"
+OPEN = "???"
+"""A value that the recipe leaves open: it must be given before the recipe is used."""
 LONGEST_NAME = 255
 """Bytes of a file or folder name."""
 
@@ -51,9 +53,13 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Reading:
     origins: dict[str, str] = {}
     files = layers(Path(path))
     command_line, errors = _parse_overrides(overrides)
+    left_open: dict[str, str] = {}
     for origin, layer in [*((str(file), layer) for file, layer in files), (COMMAND_LINE, command_line)]:
-        errors += _merge(merged, layer, origin)
+        errors += _merge(merged, layer, origin, left_open)
         origins.update(dict.fromkeys(_leaves(layer), origin))
+    for key, origin in left_open.items():
+        remedy = f"write a value into the recipe, or add {key}=VALUE to the command"
+        errors.append(ReadingError(key, "the recipe leaves this value open", remedy, value=OPEN, origin=origin))
     return Reading(_to_object(merged, str(path)), origins, errors)
 
 
@@ -186,13 +192,20 @@ def _leaves(layer: DictConfig) -> Iterator[str]:
     yield from walk(OmegaConf.to_container(layer), "")
 
 
-def _merge(merged: DictConfig, layer: DictConfig, origin: str) -> Iterator[ReadingError]:
-    """Set the values of `layer` in `merged`. Yield an error for each key or value that the schema refuses; it is not set."""
+def _merge(merged: DictConfig, layer: DictConfig, origin: str, left_open: dict[str, str]) -> Iterator[ReadingError]:
+    """Set the values of `layer` in `merged`. Yield an error for each key or value that the schema refuses; it is not set.
+
+    left_open: the keys with the value OPEN so far, and the file of each.
+    """
     content = OmegaConf.to_container(layer)
     assert isinstance(content, dict)
     settings: list[tuple[str, Any]] = []
     yield from _sort_keys(content, Recipe, "", origin, settings)
     for name, value in settings:
+        left_open.pop(name, None)
+        if value == OPEN:
+            left_open[name] = origin
+            continue
         if isinstance(value, (int, float)) and not isinstance(value, bool) and _type_name(name).split()[0] == "bool":
             problem = "this is a switch, not a number"
             yield ReadingError(name, problem, "give true or false", value=value, origin=origin)

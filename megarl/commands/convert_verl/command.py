@@ -18,9 +18,19 @@ from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
 from megarl.atomic_files import check_new, write_atomically
 from megarl.commands.convert_verl.conversion import Conversion, OptionValue, read_options, value_of
 from megarl.commands.convert_verl.fully_async import FULLY_ASYNC, FULLY_ASYNC_DEFAULTS
+from megarl.commands.convert_verl.inputs import RECIPE_DEFAULTS
+from megarl.commands.convert_verl.open_settings import open_notes, set_aside, stand_ins
 from megarl.commands.convert_verl.parser import TRAINERS, Command, read_command
-from megarl.commands.convert_verl.shell_values import ScriptContext
-from megarl.commands.convert_verl.table import ACTOR, DEFAULTS, LOSS_MODE, RL, SFT, SFT_DEFAULTS, TRAINER
+from megarl.commands.convert_verl.shell_values import ScriptContext, absent_names
+from megarl.commands.convert_verl.table import (
+    ACTOR,
+    DEFAULTS,
+    LOSS_MODE,
+    RL,
+    SFT,
+    SFT_DEFAULTS,
+    TRAINER,
+)
 from megarl.commands.convert_verl.table import LOSSES as LOSS_MODES
 from megarl.commands.convert_verl.trainers import Sampling
 from megarl.commands.convert_verl.translate import translate_rl, translate_sft, unread_options
@@ -30,7 +40,7 @@ from megarl.megatron.layout import check_layout
 from megarl.preflight.load import load_recipe
 from megarl.preflight.recipe.megatron_extra import refusal_of_extra
 from megarl.recipe.derived.megatron_ddp import refusal_of_ddp
-from megarl.recipe.load import flat_settings, to_yaml
+from megarl.recipe.load import OPEN, flat_settings, to_yaml
 from megarl.recipe.schema import Recipe
 from megarl.registry import did_you_mean
 
@@ -79,6 +89,7 @@ def convert(
     _note_exports(conversion, text)
     conversion.notes += command.notes
     conversion.notes.sort(key=_line)
+    conversion.notes[:0] = open_notes(conversion)
     return Converted(_recipe(conversion, source), conversion.notes)
 
 
@@ -107,17 +118,21 @@ def _translated(
     assert kind
     if kind[1] in SFT_DEFAULTS:
         conversion = Conversion(options, SFT_DEFAULTS[kind[1]], given=given)
+        set_aside(conversion, [*SFT, *TRAINER], command.absences)
         conversion.apply([*SFT, *TRAINER])
         translate_sft(conversion, processes=_processes(command), rows=rows)
         return conversion
     is_fully_async = kind[1] == "fully_async_main"
-    conversion = Conversion(options, FULLY_ASYNC_DEFAULTS if is_fully_async else DEFAULTS, given=given)
+    defaults = (FULLY_ASYNC_DEFAULTS if is_fully_async else DEFAULTS) | RECIPE_DEFAULTS.get(kind[1], {})
+    conversion = Conversion(options, defaults, given=given)
+    table = [*(FULLY_ASYNC if is_fully_async else []), *RL, *TRAINER]
+    set_aside(conversion, table, command.absences)
     engine = conversion.get("model_engine")
     megatron = engine == "megatron" or "megatron" in config or conversion.get(f"{ACTOR}.strategy") == "megatron"
     loss = chosen.get("algorithm.loss") or LOSS_MODES.get(str(conversion.get(LOSS_MODE, "vanilla")), "")
     critic = (chosen.get("algorithm.advantage") or conversion.get("algorithm.adv_estimator")) == "gae"
     unread = unread_options(conversion.options, megatron=megatron, loss=loss, critic=critic)
-    conversion.apply([*(FULLY_ASYNC if is_fully_async else []), *RL, *TRAINER], unread)
+    conversion.apply(table, unread)
     conversion.settings |= chosen  # other settings depend on them
     sampling: Sampling = "fully_async" if is_fully_async else "synchronous"
     sampling = "one_step_off" if "one_step_off" in command.trainer else sampling
@@ -177,12 +192,14 @@ def _setting(name: str, text: str) -> Any:
     return [value] if name.startswith("data.") and name.endswith("_files") and isinstance(value, str) else value
 
 
-def _processes(command: Command) -> int:
-    """Return the number of torchrun's processes on all nodes."""
+def _processes(command: Command) -> int | str:
+    """Return the number of torchrun's processes on all nodes, or OPEN."""
     launcher = " ".join(command.launcher)
     count = 1
     for flag in ("nproc[_-]per[_-]node", "nnodes"):
         if match := re.search(rf"--{flag}[= ](\S+)", launcher):
+            if absent_names(match[1]):
+                return OPEN
             if not match[1].isdigit():
                 raise InputError(f"line {command.line}: --{flag.replace('[_-]', '_')}={match[1]} is not a number")
             count *= int(match[1])
@@ -239,7 +256,7 @@ def _note_model(conversion: Conversion) -> None:
     if name not in published.names():
         return
     try:
-        recipe = _load(_nested(conversion.settings))
+        recipe = _load(_nested(conversion.settings | stand_ins(conversion.settings)))
         check_layout(published.read(name), recipe.megatron, recipe.cluster.trainers)
     except RecipeError:
         return  # `_recipe` reports it
@@ -258,7 +275,7 @@ def _recipe(conversion: Conversion, source: str) -> str:
     }
     content = _nested(changed)
     try:
-        _load(content)
+        _load(_nested(changed | stand_ins(conversion.settings)))
     except RecipeError as error:
         error.origin = None  # a temporary file that no longer exists
         raise InputError(

@@ -15,6 +15,7 @@ import yaml
 from megarl.commands.convert_verl.parser import Argument
 from megarl.commands.convert_verl.table import Option
 from megarl.errors import InputError
+from megarl.recipe.load import OPEN
 
 _OVERRIDE = re.compile(r"(~|\+{0,2})([\w@./-]+?)(?:=(.*))?", re.DOTALL)
 _ALGORITHMIC = ("algorithm.", "actor_rollout_ref.actor.", "critic.optim.", "distillation.", "async_training.")
@@ -37,13 +38,15 @@ class Conversion:
 
     options: the options of the command by name. defaults: verl's defaults. settings: the recipe's, by dotted key.
     given: keys of the recipe that the user sets, and options of verl that may be left out; nothing is refused for them.
-    origins: the option that each setting came from. notes: one line per option that was changed or omitted.
+    origins: the option that each setting came from. open: options without a value, and the script's text (`open_settings.py`).
+    notes: one line per option that was changed or omitted.
     """
 
     options: dict[str, OptionValue]
     defaults: Mapping[str, Any]
     settings: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
+    open: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     given: Collection[str] = ()
     refused: dict[str, str] = field(default_factory=dict)  # options -> the reason, in the order of the command
@@ -135,6 +138,9 @@ class Conversion:
         if option.to == "reward.arguments.*":
             self._take_arguments(name.partition("reward_kwargs.")[2], value)
             return
+        if value == OPEN:
+            self.settings[option.to], self.origins[option.to] = value, name
+            return
         if value == "":
             raise InputError(f"{self.where(name)}{name}= has no value")
         if option.names and (value is not None or None in option.names):
@@ -149,6 +155,8 @@ class Conversion:
                 self.note(name, f"{option.to} has megarl's default")
             return
         to = option.to
+        if to.endswith(".betas") and isinstance(value, str):
+            value = yaml.safe_load(value)  # in quotes
         if to.endswith(".*"):
             to = to[:-1] + name[len(option.verl) - 1 :]
         if option.to.removesuffix("s").endswith("_file") or to == "lora.targets":

@@ -38,6 +38,8 @@ FULLY_ASYNC = [
     Option(f"{_R}.standalone_gpu_memory_utilization", "rollout.engine_args.gpu_memory_utilization", "instead of gpu_memory_utilization", derived=True),
     Option("trainer.critic_warmup", "critic.warmup_steps", "/ trigger_parameter_sync_step: verl counts updates", derived=True),
     Option(f"{_A}.use_rollout_log_probs", None, _UNREAD, same=(True,)),
+    Option(f"{_ASYNC}.use_rollout_log_probs", None, "log-probs of the engines are the old log-probs", same=(True,), changes=True),
+    Option(f"{_ASYNC}.compute_prox_log_prob", "algorithm.old_log_probs", "True is computed, with the weights of the last update of the engines; False is rollout", names={True: "computed", False: "rollout"}),
     Option("actor_rollout_ref.hybrid_engine", None, "use cluster.placement", same=(False,)),
 ]  # fmt: skip
 """Options that precede the tables of other RL runs."""

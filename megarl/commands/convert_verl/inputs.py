@@ -19,6 +19,14 @@ SGLANG = {
 _FUNCTIONS = "verl's function tools are not read: write functions of megarl (docs/agents.md)"
 _ROWS = "data.custom_cls"
 
+RECIPE_DEFAULTS: dict[str, dict[str, Any]] = {
+    "main_entropy": {
+        "custom_reward_function.path": "pkg://recipe.entropy.reward_score",
+        "custom_reward_function.name": "_default_compute_score",
+    },
+}
+"""Further defaults by training module: main_entropy has its own scorer (recipe/entropy/reward.py)."""
+
 
 def translate_reward_function(conversion: Conversion) -> None:
     """Set reward.function to verl's custom_reward_function: a file, or pkg:// and a module."""
@@ -34,6 +42,8 @@ def translate_reward_function(conversion: Conversion) -> None:
         if not name:
             raise InputError(f"{conversion.where(f'{prefix}.name')}{prefix}.name has no value")
         conversion.settings["reward.function"] = f"{module}:{name}"
+        if option not in conversion.options:
+            conversion.note(option, "the scorer of verl's recipe, whose repository must be on PYTHONPATH")
         return
     conversion.drop("reward.arguments.", "verl uses it with custom_reward_function.path")
 

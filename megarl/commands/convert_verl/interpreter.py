@@ -31,6 +31,8 @@ from megarl.errors import InputError
 
 _DEPTH = 40  # nested calls of functions and shells
 _JUMPS: dict[str, JumpKind] = {"exit": "exit", "return": "return", "break": "break", "continue": "continue"}
+_KEEPING = ("echo", "printf", "set", "unset")  # commands that pass a text on as it is, or that know only names
+_CONDA = r"""eval "?\$\((\S*conda|micromamba|mamba) .*hook.*\)"?"""  # defines commands, and no variable of a script
 _SHELLS = ("bash", "sh", "/bin/bash", "/bin/sh", "/usr/bin/bash")
 
 
@@ -127,6 +129,8 @@ class Interpreter(Statements):
         if name in _JUMPS:
             status = cause or (arguments[:1] in ([], ["0"]))
             raise Jump(_JUMPS[name], node["Line"], frozenset(self.facts) | self.condition_facts, status)
+        if name not in _KEEPING:
+            cause = cause or self.absence(*arguments)
         if cause is None and name in _SHELLS:
             return self._shell(arguments, statement, node)
         if name in ("shift", "set", "cd", "pushd", "popd", *SETTING_COMMANDS) or name == "eval":
@@ -169,6 +173,8 @@ class Interpreter(Statements):
     def _setting(self, name: str, arguments: list[str], cause: Undetermined | None, node: Node) -> Status:
         line = node["Line"]
         if name == "eval":
+            if cause is not None and re.fullmatch(_CONDA, node["Source"]):
+                return True
             if cause is not None:
                 raise InputError(f"line {line}: eval of a text that is unknown: {cause}")
             return self._nested(" ".join(arguments), line)
@@ -204,19 +210,24 @@ class Interpreter(Statements):
         if cause is not None or self.state.positional_unknown:
             self.state.positional_unknown = cause or self.state.positional_unknown
             return True
-        possible = count <= len(self.state.positional)
-        self.facts |= {Fact(unset=str(i)) for i in range(len(self.state.positional) + 1, count + 1)}
-        self.state.positional = self.state.positional[count:] if possible else self.state.positional
-        return possible
+        absent = range(len(self.state.positional) + 1, count + 1)
+        self.facts |= {Fact(unset=str(number)) for number in absent}
+        if absent and not self.locals and not self.conditions:
+            self.state.positional = ()  # the script's arguments that the user has not given
+            return True
+        self.state.positional = self.state.positional if absent else self.state.positional[count:]
+        return not absent
 
     def _options(self, arguments: list[str]) -> None:
-        """Evaluate `set -e`, `set -o errexit` and their opposites."""
+        """Evaluate `set -e`, `set -u`, `set -o errexit`, `set -o nounset` and their opposites."""
         rest = list(arguments)
         while rest and rest[0] != "--" and rest[0][:1] in ("-", "+"):
             letters = rest.pop(0)
             named = rest.pop(0) if "o" in letters and rest else ""
             if "e" in letters or named == "errexit":
                 self.state.errexit = letters[0] == "-"
+            if "u" in letters or named == "nounset":
+                self.nounset = letters[0] == "-"
 
     def _function(self, name: str, words: list[Expanded], line: int) -> Status:
         body = self.state.functions[name]
@@ -230,6 +241,8 @@ class Interpreter(Statements):
                     unknown = word.fields
                 positional.append(ShellVariable(word.fields, word.facts))
             else:
+                if not _is_single(word.word) and word.fields:
+                    unknown = unknown or self.absence(word.fields[0])
                 positional += [ShellVariable(text, word.facts) for text in word.fields]
         saved = self.state.positional, self.state.positional_unknown
         self.state.positional, self.state.positional_unknown = tuple(positional), unknown

@@ -42,7 +42,7 @@ def translate_lora(conversion: Conversion, *, megatron: bool) -> None:
     if megatron and get(f"{read}type", "lora") == "lora":
         conversion.note(f"{read}type", "each of the fused layers has adapters of its own, as with canonical_lora")
     others = {f"{read}{name}": same for name, same in _SAME.items()} | {
-        f"{_MODEL}.exclude_modules": (None, [], "DONT_EXCLUDE")
+        f"{_MODEL}.exclude_modules": (None, [], "DONT_EXCLUDE", ".*visual.*")  # a vision tower has no adapters here
     }
     for option, same in others.items():
         if option in conversion.options and get(option) not in same:

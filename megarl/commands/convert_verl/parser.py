@@ -8,11 +8,22 @@ from dataclasses import dataclass
 
 from megarl.commands.convert_verl.interpreter import Interpreter
 from megarl.commands.convert_verl.shell_syntax import parse
-from megarl.commands.convert_verl.shell_values import Call, Expanded, Jump, ScriptContext, Undetermined, combined
+from megarl.commands.convert_verl.shell_values import (
+    Call,
+    Expanded,
+    Jump,
+    ScriptContext,
+    Undetermined,
+    absent_names,
+    combined,
+)
 from megarl.errors import InputError
 
-TRAINERS = re.compile(r"(?:^|[./])(main_ppo|main_dapo|fully_async_main|fsdp_sft_trainer|sft_trainer)(?:\.py)?$")
-"""verl's training modules."""
+TRAINERS = re.compile(
+    r"(?:^|[./])(main_ppo|main_ppo_sync|main_dapo|main_entropy|fully_async_main|fsdp_sft_trainer|sft_trainer)"
+    r"(?:\.py)?$"
+)
+"""verl's training modules, and those of recipes whose options are verl's."""
 
 LARGEST = 200_000
 """Longest script, in characters. verl's longest has 12,000."""
@@ -33,7 +44,8 @@ class Command:
     """A training command.
 
     launcher: the words before the trainer's module. arguments: the words after it. notes: facts from outside the script
-    that the arguments depend on, such as the current folder.
+    that the arguments depend on, such as the current folder. absences: the errors about the variables that the script does
+    not set, by name; `shell_values.absent` stands for their values.
     """
 
     trainer: str
@@ -41,6 +53,7 @@ class Command:
     launcher: list[str]
     arguments: list[Argument]
     notes: list[str]
+    absences: dict[str, Undetermined]
 
 
 def read_command(text: str, variables: Mapping[str, str], context: ScriptContext | None = None) -> Command:
@@ -64,19 +77,20 @@ def read_command(text: str, variables: Mapping[str, str], context: ScriptContext
         raise InputError("the script is nested too deeply") from error
     if not shell.calls:
         raise InputError(
-            "no training command: no line runs main_ppo, main_dapo, fully_async_main, sft_trainer or fsdp_sft_trainer"
+            "no training command: no line runs main_ppo, main_ppo_sync, main_dapo, main_entropy, fully_async_main, "
+            "sft_trainer or fsdp_sft_trainer"
         )
     if len(shell.calls) > 1:
         lines = ", ".join(str(call.line) for call in shell.calls)
         raise InputError(f"several training commands, in lines {lines}: keep only one")
-    return _command(shell.calls[0], shell.required)
+    return _command(shell.calls[0], shell.absences)
 
 
 def _is_training(fields: list[str]) -> bool:
     return any(map(TRAINERS.search, fields)) and fields[0] not in _NO_LAUNCHERS
 
 
-def _command(call: Call, required: list[Undetermined]) -> Command:
+def _command(call: Call, absences: dict[str, Undetermined]) -> Command:
     if call.doubt:
         raise InputError(
             f"line {call.line}: the training command is inside an if, a loop or a function with a condition that is unknown;"
@@ -84,7 +98,7 @@ def _command(call: Call, required: list[Undetermined]) -> Command:
         )
     launcher: list[str] = []
     arguments: list[Argument] = []
-    errors = list(required)
+    errors: list[Undetermined] = []
     notes: set[str] = set()
     trainer = ""
     for word in call.words:
@@ -95,6 +109,7 @@ def _command(call: Call, required: list[Undetermined]) -> Command:
             continue
         for text in word.fields:
             if trainer:
+                errors += [absences[name] for name in absent_names(text.partition("=")[0])]
                 arguments.append(Argument(word.word["Line"], text))
             elif TRAINERS.search(text):
                 trainer = text
@@ -104,7 +119,7 @@ def _command(call: Call, required: list[Undetermined]) -> Command:
             notes.update(fact.note for fact in word.facts if fact.note)
     if errors:
         raise combined(errors)
-    return Command(trainer, call.line, launcher, arguments, sorted(notes))
+    return Command(trainer, call.line, launcher, arguments, sorted(notes), absences)
 
 
 def _counts_processes(word: Expanded) -> bool:

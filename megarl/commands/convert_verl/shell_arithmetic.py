@@ -47,7 +47,17 @@ def compute(expression: Node, shell: Words, line: int, source: str) -> int:
 
     Raises Undetermined for a variable without an integer and for operators that are not supported.
     """
-    return _Expression(shell, line, source).value(expression)
+    with shell.deciding():
+        return _Expression(shell, line, source).value(expression)
+
+
+def bounds(part: Node, shell: Words, node: Node) -> tuple[int, int | None]:
+    """Return start and length of ${NAME:start:length}, of which `part` has the expressions; None: without a length."""
+    start, length = (
+        compute(part[key], shell, node["Line"], node["Source"]) if part.get(key) else None
+        for key in ("Offset", "Length")
+    )
+    return start or 0, length
 
 
 class _Expression:

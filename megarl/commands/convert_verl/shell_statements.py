@@ -6,6 +6,7 @@ them is unknown afterwards.
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -20,6 +21,7 @@ from megarl.commands.convert_verl.shell_values import (
     ShellVariable,
     Status,
     Undetermined,
+    absent_names,
     doubt_of,
     merge,
 )
@@ -197,8 +199,12 @@ class Statements(Words):
         paths = [lambda item=item: self.run(item.get("Stmts", [])) for item in items]
         with self.tracing() as facts:
             try:
-                text = self.text(node["Word"])
-                matches = [any(self.matches(text, pattern) for pattern in item["Patterns"]) for item in items]
+                with self.deciding():
+                    text = self.text(node["Word"])
+                matches = [
+                    any(fnmatch.fnmatchcase(text, self.pattern(pattern)) for pattern in item["Patterns"])
+                    for item in items
+                ]
             except Undetermined as error:
                 return self._paths(error, [*paths, lambda: True], node["Line"])
         with self._within(frozenset(facts)):
@@ -214,6 +220,8 @@ class Statements(Words):
                     items = [field for word in loop.get("Items", []) for field in self.fields(word)]
                 else:
                     items = self._items("@", line, "")
+                if error := next((self.absences[name] for item in items for name in absent_names(item)), None):
+                    raise error
             except Undetermined as error:
                 return self.forget([node], error, line)
         with self._within(frozenset(facts)):
@@ -302,7 +310,7 @@ class Statements(Words):
         self, cause: Undetermined, paths: list[Callable[[], Status]], line: int, *, doubted: bool = True
     ) -> Status:
         """Evaluate alternative paths and merge their results. A path that exits is left out."""
-        start, ends, jumps, required = self.state, [], [], len(self.required)
+        start, ends, jumps = self.state, [], []
         if doubted:
             self.doubts.append(cause)
         try:
@@ -316,7 +324,6 @@ class Statements(Words):
         finally:
             if doubted:
                 self.doubts.pop()
-                del self.required[required:]
         self.state = start
         if leaving := [jump for jump in jumps if jump.kind != "exit"]:
             raise Jump("unknown", leaving[0].line)
@@ -327,7 +334,7 @@ class Statements(Words):
 
     def forget(self, nodes: list[Node], cause: Undetermined, line: int) -> Status:
         """Mark every variable that a loop or a function sets as unknown, because its path is unknown."""
-        before, required = self.state.copy(), len(self.required)
+        before = self.state.copy()
         names: set[str] = set()
         collect_names(nodes, self.state.functions, names, set())
         unknown = Undetermined(
@@ -351,7 +358,6 @@ class Statements(Words):
                 pass  # its variables are unknown in any case
             finally:
                 self.doubts.pop()
-                del self.required[required:]
         self.state = before
         return cause
 

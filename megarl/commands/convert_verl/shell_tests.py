@@ -33,7 +33,8 @@ def double_bracket(expression: Node, shell: Words, line: int) -> Status:
 def _status(test: Callable[[], bool], shell: Words) -> Status:
     shell.testing = True
     try:
-        return test()
+        with shell.deciding():
+            return test()
     except Undetermined as error:
         return error
     finally:

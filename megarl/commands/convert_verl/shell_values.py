@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Literal
@@ -38,6 +40,22 @@ class Fact:
 Facts = frozenset[Fact]
 Status = bool | Undetermined
 """The success of a statement."""
+_ABSENT = re.compile("\ue000(\\w+)\ue001")  # two characters of Unicode's private use around the name
+
+
+def absent(name: str) -> str:
+    """Return the text that stands for the value of a variable that the script does not set."""
+    return f"\ue000{name}\ue001"
+
+
+def absent_names(text: str) -> list[str]:
+    """Return the variables that `text` contains by `absent`."""
+    return _ABSENT.findall(text)
+
+
+def without_absent(text: str, form: str = r"$\1") -> str:
+    """Replace each absent value in `text` by `form`, in which ``\\1`` is the name of its variable."""
+    return _ABSENT.sub(form, text)
 
 
 @dataclass(frozen=True)
@@ -169,3 +187,31 @@ def combined(errors: list[Undetermined]) -> Undetermined:
 def doubt_of(jump: Jump) -> Undetermined:
     """Return the unknown status of a function, loop or subshell that `jump` may have ended."""
     return Undetermined(f"line {jump.line}: whether the script goes on here is unknown")
+
+
+CASES: dict[str, Callable[[str], str]] = {
+    ",,": str.lower, "^^": str.upper, "^": lambda text: text[:1].upper() + text[1:],
+    ",": lambda text: text[:1].lower() + text[1:],
+}  # fmt: skip
+"""Changes of upper and lower case by symbol, as in ${NAME,,}."""
+
+
+def trimmed(text: str, pattern: str, symbol: str) -> str:
+    """Remove a match of `pattern` from the start (#, ##) or the end (%, %%): the shortest, or with two symbols the longest."""
+    front = symbol[0] == "#"
+    cuts = range(len(text) + 1) if front == (len(symbol) == 1) else range(len(text), -1, -1)
+    for cut in cuts:
+        removed, kept = (text[:cut], text[cut:]) if front else (text[cut:], text[:cut])
+        if fnmatch.fnmatchcase(removed, pattern):
+            return kept
+    return text
+
+
+def replaced(text: str, pattern: str, by: str, *, everywhere: bool) -> str:
+    """Replace the longest match of `pattern` at the first place, or at each, as ${NAME/pattern/by} does."""
+    result, at, done = "", 0, False
+    while at < len(text):
+        ends = (end for end in range(len(text), at, -1) if fnmatch.fnmatchcase(text[at:end], pattern))
+        end = None if done else next(ends, None)
+        result, at, done = (result + text[at], at + 1, done) if end is None else (result + by, end, not everywhere)
+    return result

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import fnmatch
 import glob
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from megarl.commands.convert_verl.shell_arithmetic import compute, integer
+from megarl.commands.convert_verl.shell_arithmetic import bounds, compute, integer
 from megarl.commands.convert_verl.shell_syntax import Node, literal
 from megarl.commands.convert_verl.shell_values import (
+    CASES,
     Fact,
     Facts,
     ScriptContext,
     ShellVariable,
     State,
     Undetermined,
+    absent,
+    absent_names,
     missing,
+    replaced,
+    trimmed,
 )
 
 _LONGEST = 1 << 20  # characters of a value: a script that doubles a text in a loop stays small
@@ -40,19 +44,21 @@ class Words:
     user_values: the values of variables that the user sets, which take precedence over the script's. context: the
     surroundings of the script. condition_facts: the facts that the conditions around the current statement depend on.
     facts: collects the facts that the expanded values depend on. testing: a positional parameter that is not set is
-    empty, as in [ "$1" = x ]. required: errors of ${NAME:?message}, which ends a script. lenient: a variable that is empty if it is not set, as in [ -z "$NAME" ].
+    empty, as in [ "$1" = x ]. lenient: a variable that is empty if it is not set, as in [ -z "$NAME" ].
+    nounset: `set -u` holds. decides: a variable without a value raises; elsewhere `absent` stands for its value.
+    absences: the errors about these variables, by name.
     """
 
     def __init__(self, user_values: Mapping[str, str], context: ScriptContext):
         self.user_values, self.context = user_values, context
         positional = {int(name): text for name, text in user_values.items() if name.isdigit() and int(name) < 1000}
-        last = max(positional, default=0)
-        places = (ShellVariable(positional[i]) if i in positional else None for i in range(1, last + 1))
-        self.state = State(context.folder, positional=tuple(places))
+        places = range(1, max(positional, default=0) + 1)
+        given = tuple(ShellVariable(positional[i]) if i in positional else None for i in places)
+        self.state = State(context.folder, positional=given)
         self.facts: set[Fact] = set()
         self.condition_facts: Facts = frozenset()
-        self.testing, self.lenient = False, ""
-        self.required: list[Undetermined] = []
+        self.testing, self.lenient, self.nounset, self.decides = False, "", False, False
+        self.absences: dict[str, Undetermined] = {}
 
     def output_of(self, statements: list[Node]) -> str:
         """Return the standard output of statements."""
@@ -67,15 +73,38 @@ class Words:
         finally:
             self.facts = outer
 
+    @contextmanager
+    def deciding(self) -> Iterator[None]:
+        """Raise for variables without a value within the block."""
+        outer, self.decides = self.decides, True
+        try:
+            yield
+        finally:
+            self.decides = outer
+
+    def absence(self, *texts: str) -> Undetermined | None:
+        """Return the error about the first variable without a value in `texts`, or None."""
+        return next((self.absences[name] for text in texts for name in absent_names(text)), None)
+
+    def _decided(self, text: str) -> str:
+        """Return `text`. Raises Undetermined if the value decides something and lacks a variable."""
+        if self.decides and (error := self.absence(text)):
+            raise error
+        return text
+
+    def _absent(self, name: str, line: int, source: str = "") -> str:
+        """Return the text for a variable that the script does not set. Raises Undetermined if the value decides something."""
+        error = self.absences.setdefault(name, missing(name, line, source))
+        if self.decides:
+            raise error
+        return absent(name)
+
     def fields(self, word: Node) -> list[str]:
         """Expand a word into fields. Raises Undetermined."""
         skeleton = "".join(part.get("Value", "") if part["Type"] == "Lit" else "x" for part in word.get("Parts", []))
         if _BRACES.search(skeleton):
-            source = word["Source"]
-            line = word["Line"]
-            raise Undetermined(
-                f"line {line}: the brace expansion {source} is not supported; write its words out, or quote it"
-            )
+            problem = f"the brace expansion {word['Source']} is not supported; write its words out, or quote it"
+            raise Undetermined(f"line {word['Line']}: {problem}")
         fields: list[str] = []
         current: str | None = None
         for segment in self._segments(word.get("Parts", []), quoted=False, tilde=r"([A-Za-z_]\w*=)?~"):
@@ -98,16 +127,13 @@ class Words:
 
     def pattern(self, word: Node | None) -> str:
         """Expand a word into a pattern for `fnmatch`. Quoted characters match themselves."""
-        segments = self._segments((word or {}).get("Parts", []), quoted=False)
+        with self.deciding():
+            segments = list(self._segments((word or {}).get("Parts", []), quoted=False))
         return "".join(glob.escape(part.text) if part.kind == "quoted" else part.text for part in segments if part)
 
-    def matches(self, text: str, word: Node) -> bool:
-        """Return whether `text` matches the pattern that `word` expands to."""
-        return fnmatch.fnmatchcase(text, self.pattern(word))
-
     def _joined(self, word: Node | None, *, tilde: str = "") -> str:
-        segments = self._segments((word or {}).get("Parts", []), quoted=False, tilde=tilde)
-        text = "".join(" " if segment is None else segment.text for segment in segments)
+        parts = self._segments((word or {}).get("Parts", []), quoted=False, tilde=tilde)
+        text = "".join(" " if part is None else part.text for part in parts)
         if len(text) > _LONGEST:
             raise Undetermined(f"line {word['Line'] if word else 1}: the value is longer than a megabyte")
         return text
@@ -185,14 +211,13 @@ class Words:
         symbol = operation.get("Op", "")
         if symbol.removeprefix(":") in _DEFAULTS:
             value = self._item(node, unset_is_none=True)
-            present = value is not None and (value != "" or not symbol.startswith(":"))
+            present = bool(value) or (value is not None and not symbol.startswith(":"))
             if symbol.endswith("+"):
                 yield from self._default(operation, quoted=quoted) if present else ()
             elif present:
                 yield Segment(value or "", kind)
             elif symbol.endswith("?"):
-                self.required.append(missing(name, node["Line"], node["Source"]))
-                raise self.required[-1]
+                yield Segment(self._absent(name, node["Line"], node["Source"]), kind)
             elif symbol.endswith("="):
                 text = self._joined(operation.get("Word"))
                 self.set_text(name, text, node["Line"])
@@ -201,6 +226,8 @@ class Words:
                 yield from self._default(operation, quoted=quoted)
             return
         text = self._item(node, unset_is_none=False) or ""
+        if (symbol or any(node.get(form) for form in ("Length", "Slice", "Repl"))) and (error := self.absence(text)):
+            raise error
         yield Segment(self._changed(text, node, operation), kind)
 
     def _default(self, operation: Node, *, quoted: bool) -> Iterator[Segment | None]:
@@ -211,10 +238,16 @@ class Words:
     def _array(self, node: Node, *, quoted: bool, star: bool) -> Iterator[Segment | None]:
         name, line, operation = node["Param"]["Value"], node["Line"], node.get("Exp") or {}
         symbol = operation.get("Op", "")
-        if node.get("Slice") or node.get("Repl") or (symbol and symbol.removeprefix(":") not in ("-", "+")):
+        if node.get("Repl") or (symbol and symbol.removeprefix(":") not in ("-", "+")):
             raise self._unknown(node)
-        absent = symbol and name not in ("@", "*", *self.state.variables, *self.user_values)
-        items = [] if absent else self._items(name, line, node["Source"])
+        unset = symbol and name not in ("@", "*", *self.state.variables, *self.user_values)
+        items = [] if unset else self._items(name, line, node["Source"])
+        if part := node.get("Slice"):
+            start, length = bounds(part, self, node)
+            first = int(name in ("@", "*"))
+            if start < first or (length or 0) < 0:
+                raise self._unknown(node)
+            items = items[start - first :][:length]
         if node.get("Length"):
             yield Segment(str(len(items)), "quoted")
         elif symbol and (symbol.endswith("+") == bool(items)):
@@ -232,26 +265,21 @@ class Words:
     def _items(self, name: str, line: int, source: str) -> list[str]:
         if name in ("@", "*"):
             items = [self._positional(number, line) for number in range(1, len(self._places()) + 1)]
-            if None in items:
-                raise missing(str(items.index(None) + 1), line)
-            return [item for item in items if item is not None]
+            return [self._absent(str(at + 1), line) if item is None else item for at, item in enumerate(items)]
         value = self._value(name, line, source)
         return [value] if isinstance(value, str) else list(value)
 
     def _item(self, node: Node, *, unset_is_none: bool) -> str | None:
         """Return the text of $NAME, ${NAME[0]} or $1."""
         name, line = node["Param"]["Value"], node["Line"]
-        source = (
-            ""
-            if node.get("Short") or not (node.get("Exp") or node.get("Repl") or node.get("Slice"))
-            else node["Source"]
-        )
+        is_changed = not node.get("Short") and any(node.get(form) for form in ("Exp", "Repl", "Slice"))
+        source = node["Source"] if is_changed else ""
         if name.isdigit() and name != "0":
             text = self._positional(int(name), line)
             if text is None:
                 self.facts.add(Fact(unset=name))
                 if not (unset_is_none or self.testing):
-                    raise missing(name, line, source)
+                    return self._absent(name, line, source)
             return text
         index = node.get("Index")
         place = (integer(self.text(index)) if index["Type"] == "Word" else None) if index else 0
@@ -261,7 +289,10 @@ class Words:
             self.facts.add(Fact(unset=name))
             if unset_is_none or name == self.lenient:
                 return None
-            raise missing(name, line, source)
+            if self.testing and not self.nounset and name not in _RUNNING:
+                self.facts.add(Fact(f"line {line}: ${name} is not set, so a test takes it as empty", unset=name))
+                return None
+            return self._absent(name, line, source)
         value = self._value(name, line, source)
         items = (value,) if isinstance(value, str) else value
         return items[place] if place < len(items) else None if unset_is_none else ""
@@ -272,45 +303,25 @@ class Words:
         if node.get("Length"):
             return str(len(text))
         if part := node.get("Slice"):
-            start, length = (
-                compute(part[key], self, node["Line"], node["Source"]) if part.get(key) else None
-                for key in ("Offset", "Length")
-            )
-            if (start or 0) < 0 or (length or 0) < 0:
+            start, length = bounds(part, self, node)
+            if start < 0 or (length or 0) < 0:
                 raise self._unknown(node)
-            return text[start or 0 :][:length]
+            return text[start:][:length]
         if change := node.get("Repl"):
             return self._replaced(text, node, change)
         if not symbol:
             return text
-        cases: dict[str, Callable[[str], str]] = {
-            ",,": str.lower, "^^": str.upper, "^": lambda text: text[:1].upper() + text[1:],
-            ",": lambda text: text[:1].lower() + text[1:],
-        }  # fmt: skip
-        if symbol in cases and not operation.get("Word"):
-            return cases[symbol](text)
+        if symbol in CASES and not operation.get("Word"):
+            return CASES[symbol](text)
         if symbol not in ("#", "##", "%", "%%"):
             raise self._unknown(node)
-        pattern, front = self.pattern(operation.get("Word")), symbol[0] == "#"
-        cuts = range(len(text) + 1) if front == (len(symbol) == 1) else range(len(text), -1, -1)
-        for cut in cuts:
-            removed, kept = (text[:cut], text[cut:]) if front else (text[cut:], text[:cut])
-            if fnmatch.fnmatchcase(removed, pattern):
-                return kept
-        return text
+        return trimmed(text, self.pattern(operation.get("Word")), symbol)
 
     def _replaced(self, text: str, node: Node, change: Node) -> str:
         pattern, by = self.pattern(change.get("Orig")), self._joined(change.get("With"))
         if pattern[:1] in ("#", "%") or len(text) > 4096:
             raise self._unknown(node)
-        result, at, done = "", 0, False
-        while at < len(text):
-            ends = (end for end in range(len(text), at, -1) if fnmatch.fnmatchcase(text[at:end], pattern))
-            end = None if done else next(ends, None)
-            result, at, done = (
-                (result + text[at], at + 1, done) if end is None else (result + by, end, not change.get("All"))
-            )
-        return result
+        return replaced(text, pattern, by, everywhere=bool(change.get("All")))
 
     # Variables.
 
@@ -328,6 +339,7 @@ class Words:
             variable = self.state.variables[name]
             self.facts |= variable.facts
             if not isinstance(variable.value, Undetermined):
+                self._decided(variable.value if isinstance(variable.value, str) else " ".join(variable.value))
                 return variable.value
             reason = str(variable.value)
             if "\n" in reason:  # a list of missing values
@@ -347,14 +359,13 @@ class Words:
         if name in _RUNNING or name in ("0", "BASH_SOURCE"):
             message = f"line {line}: the value of ${name} is unknown until the script runs"
             raise Undetermined(message, {name: f"{message}. Add {name}=VALUE after the file"})
-        raise missing(name, line, source)
+        return self._absent(name, line, source)
 
     def current_folder(self, line: int) -> str:
         """Return the current folder, and record that it is this machine's."""
         if isinstance(self.state.folder, Undetermined):
-            raise Undetermined(
-                f"line {line}: the current folder is unknown: {self.state.folder}", self.state.folder.causes
-            )
+            message = f"line {line}: the current folder is unknown: {self.state.folder}"
+            raise Undetermined(message, self.state.folder.causes)
         self.facts.add(Fact(f"line {line}: the current folder is {self.state.folder}, as in this conversion"))
         return self.state.folder
 
@@ -370,10 +381,10 @@ class Words:
             return None
         self.facts |= variable.facts
         if isinstance(variable.value, Undetermined):
-            raise Undetermined(
-                f"line {line}: the value of ${number} is unknown: {variable.value}", variable.value.causes
-            )
-        return variable.value if isinstance(variable.value, str) else "".join(variable.value[:1])
+            message = f"line {line}: the value of ${number} is unknown: {variable.value}"
+            raise Undetermined(message, variable.value.causes)
+        text = variable.value if isinstance(variable.value, str) else "".join(variable.value[:1])
+        return self._decided(text)
 
     def number_of(self, name: str, line: int, source: str) -> int:
         """Return the integer in a variable, for arithmetic. Raises Undetermined."""

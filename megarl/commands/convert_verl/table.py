@@ -38,6 +38,7 @@ def _none(remark: str, *options: str, same: tuple[Any, ...] = (), changes: bool 
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 ACTOR = _A
 LOSS_MODE = f"{_A}.policy_loss.loss_mode"
+OF_POLICY_LOSS = ("loss_mode", "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef")
 OVERLONG = (
     "reward_model.overlong_buffer",
     "reward_model.reward_kwargs.overlong_buffer_cfg",
@@ -92,6 +93,7 @@ RL = [
     Option("data.shuffle", "data.shuffle"),
     Option("data.seed", "train.seed"),
     Option("data.apply_chat_template_kwargs", "data.chat_template_args"),
+    Option("data.apply_chat_template_kwargs.*", "data.chat_template_args.*", _SAME_NAME),
     Option("data.prompt_key", "data.columns.prompt"),
     Option("data.image_key", "data.columns.images"),
     Option("data.video_key", "data.columns.videos"),
@@ -218,16 +220,20 @@ RL = [
     *_none("agent loops of one's own are not supported", f"{_R}.agent.agent_loop_config_path", f"{_R}.agent.agent_loop_manager_class", same=(None,), changes=True),
     *_none("agent.processes is per engine", f"{_R}.agent.num_workers"),
     Option(f"{_R}.checkpoint_engine.update_weights_bucket_megabytes", "weight_sync.bucket_mb"),
-    Option(f"{_A}.*.router_replay.mode", "megatron.routing_replay", names={"disabled": "none", "R2": "old_log_probs", "R3": "rollout"}),
+    *(Option(name, "megatron.routing_replay", names={"disabled": "none", "R2": "old_log_probs", "R3": "rollout"}) for name in (f"{_A}.*.router_replay.mode", f"{_A}.router_replay.mode")),
     *_none("megarl has no counterpart", f"{_R}.ignore_eos", f"{_R}.quantization", f"{_A}.*.qat.enable", "actor_rollout_ref.model.mtp.enable", "data.min_response_length", same=(None, False, 0), changes=True),
-    *_none(_TOKENS, f"{_A}.ppo_micro_batch_size", same=(None,), changes=True),
+    Option(f"{_A}.ppo_micro_batch_size", "actor.max_tokens_per_micro_batch", "as ppo_micro_batch_size_per_gpu, of all devices", derived=True),
+    *_none("verl's sapo reads actor.tau_pos and actor.tau_neg", f"{_A}.policy_loss.tau_pos", f"{_A}.policy_loss.tau_neg"),
+    *_none("verl reads the option of the same name in actor.policy_loss", *(f"{_A}.{name}" for name in OF_POLICY_LOSS), changes=True),
+    *_none("the weights are read, and nothing is dropped at random", f"{_A}.megatron.seed", "critic.megatron.seed"),
     *_none("samples keep their order within a step", f"{_A}.shuffle", same=(False,), changes=True),
     *_none("it belongs to qat, mtp or router_replay", f"{_A}.*.qat.*", "actor_rollout_ref.model.mtp.*", f"{_R}.enable_rollout_routing_replay"),
     *_none("see observe.profile", "*.profiler.*", "global_profiler.*"),
     *_none("Ray is started as the recipe's section cluster says", "ray_kwargs.*"),
     *_none("a checkpoint has weights, optimizer and positions", f"{_A}.checkpoint.*", "critic.checkpoint.*"),
-    *_none("megarl trains with Megatron", f"{_A}.veomni.*", f"{_A}.engine.*", f"{_A}.model_engine", f"{_A}.data_loader_seed", f"{_A}.use_prefix_grouper", f"{_A}.megatron.use_megatron_fsdp"),
-    *_none("megarl decides it", f"{_A}.megatron.dtype", f"{_A}.megatron.sequence_parallel", f"{_A}.megatron.use_remove_padding", f"{_R}.prompt_length", f"{_R}.response_length", f"{_R}.skip_tokenizer_init", f"{_R}.layered_summon", f"{_R}.disable_log_stats", f"{_R}.enable_sleep_mode", f"{_R}.multi_stage_wake_up", f"{_R}.cudagraph_capture_sizes", f"{_R}.checkpoint_engine.*"),
+    *_none("the rate stays above this share", f"{_A}.optim.min_lr_factor", same=(1, 1.0), changes=True),
+    *_none("megarl trains with Megatron", f"{_A}.torchtitan.*", f"{_A}.veomni.*", f"{_A}.engine.*", f"{_A}.model_engine", f"{_A}.data_loader_seed", f"{_A}.use_prefix_grouper", f"{_A}.megatron.use_megatron_fsdp"),
+    *_none("megarl decides it", f"{_A}.pad_to_length*", f"{_A}.megatron.dtype", f"{_A}.megatron.sequence_parallel", f"{_A}.megatron.use_remove_padding", f"{_R}.prompt_length", f"{_R}.response_length", f"{_R}.skip_tokenizer_init", f"{_R}.layered_summon", f"{_R}.disable_log_stats", f"{_R}.enable_sleep_mode", f"{_R}.multi_stage_wake_up", f"{_R}.cudagraph_capture_sizes", f"{_R}.checkpoint_engine.*"),
     Option(f"{_R}.name", "rollout.engine", names={"vllm": "vllm", "sglang": "sglang"}),
     Option(f"{_R}.engine_kwargs.sglang.*", "rollout.engine_args.*", _SAME_NAME),
     Option(f"{_R}.mode", None, "engines always run in separate processes"),
@@ -347,6 +353,7 @@ SFT = [
     *_none("the preparation of rows has no setting", "data.ignore_input_ids_mismatch", "data.pad_mode"),
     *_none("a class of demonstrations tokenizes them: write their messages as docs/data.md describes", "data.custom_cls.*", same=(None,), changes=True),
     Option("data.apply_chat_template_kwargs", "data.chat_template_args"),
+    Option("data.apply_chat_template_kwargs.*", "data.chat_template_args.*", _SAME_NAME),
     Option("optim.lr", "actor.optimizer.lr"),
     Option("optim.betas", "actor.optimizer.betas"),
     Option("optim.weight_decay", "actor.optimizer.weight_decay"),

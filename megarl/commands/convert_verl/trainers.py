@@ -1,4 +1,4 @@
-"""Devices of verl's trainers and engines, their parallelism, and learning-rate schedules."""
+"""Devices of verl's trainers and engines, their parallelism, intervals, and learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Literal
 
 from megarl.commands.convert_verl.conversion import Conversion
 from megarl.errors import InputError
+from megarl.recipe.load import OPEN
 from megarl.recipe.training import CriticOptimizerConfig, OptimizerConfig
 
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -16,8 +17,9 @@ Sampling = Literal["synchronous", "one_step_off", "fully_async"]
 def translate_layout(conversion: Conversion, *, megatron: bool, sampling: Sampling) -> None:
     """Set the trainers, the engines and their parallelism. `megatron`: verl's actor uses Megatron, not FSDP."""
     settings, get = conversion.settings, conversion.get
-    trainers = conversion.number("trainer.nnodes") * conversion.number("trainer.n_gpus_per_node")
-    settings["cluster.trainers"] = devices = trainers
+    is_open = OPEN in (get("trainer.nnodes"), get("trainer.n_gpus_per_node"))
+    devices = 0 if is_open else conversion.number("trainer.nnodes") * conversion.number("trainer.n_gpus_per_node")
+    settings["cluster.trainers"] = OPEN if is_open else devices
     offload = offloaded(conversion, f"{_A}.")
     if sampling != "synchronous":
         devices = conversion.number("rollout.nnodes", 1) * conversion.number("rollout.n_gpus_per_node", 8)
@@ -32,7 +34,8 @@ def translate_layout(conversion: Conversion, *, megatron: bool, sampling: Sampli
     size = conversion.number(f"{_R}.tensor_model_parallel_size")
     if devices % size:
         raise InputError(f"{devices} devices are not a multiple of rollout.tensor_model_parallel_size={size}")
-    settings |= {"rollout.tensor_parallel": size, "rollout.engines": devices // size}
+    engines = OPEN if is_open and sampling == "synchronous" else devices // size
+    settings |= {"rollout.tensor_parallel": size, "rollout.engines": engines}
     if conversion.number(f"{_R}.expert_parallel_size", 1) > 1 and settings.get("rollout.data_parallel", 1) == 1:
         settings["rollout.expert_parallel"] = True
     if megatron:
@@ -91,3 +94,18 @@ def translate_schedule(conversion: Conversion, section: str, optimizer: str, upd
     if lowest := conversion.get(f"{optimizer}.min_lr"):
         default = CriticOptimizerConfig() if section.startswith("critic") else OptimizerConfig()
         settings[f"{section}.min_lr_ratio"] = float(lowest) / float(settings.get(f"{section}.lr", default.lr))
+
+
+def frequency(conversion: Conversion, option: str, rows: int | None) -> int:
+    """Return a number of steps: below 1 for never, and -2 for the end of each epoch if its length is unknown."""
+    value = conversion.get(option, -1)
+    if value is False:
+        return -1
+    if value != "after_each_epoch":
+        return conversion.number(option, -1)
+    batch = conversion.settings["data.prompts_per_step"]
+    if rows is not None:
+        return max(rows // batch, 1)
+    key = "evaluation.every" if option == "trainer.test_freq" else "train.save_every"
+    conversion.note(option, f"at the end of the run: for each epoch, set {key} to rows / {batch}, or pass --rows")
+    return -2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection
 
@@ -18,8 +19,8 @@ from megarl.commands.convert_verl.inputs import (
     translate_tools,
 )
 from megarl.commands.convert_verl.lora import translate_lora
-from megarl.commands.convert_verl.table import KL_ESTIMATORS, OVERLONG
-from megarl.commands.convert_verl.trainers import Sampling, offloaded, translate_layout, translate_schedule
+from megarl.commands.convert_verl.table import KL_ESTIMATORS, OF_POLICY_LOSS, OVERLONG
+from megarl.commands.convert_verl.trainers import Sampling, frequency, offloaded, translate_layout, translate_schedule
 from megarl.errors import InputError
 
 _TRACKERS = ("wandb", "swanlab", "mlflow")
@@ -42,6 +43,9 @@ def unread_options(options: Collection[str], *, megatron: bool, loss: str, criti
         unread["critic.model.enable_gradient_checkpointing"] = (
             "verl's Megatron critic ignores it and uses override_transformer_config.recompute_*"
         )
+    for name in OF_POLICY_LOSS:
+        if f"{_A}.policy_loss.{name}" in options:
+            unread[f"{_A}.{name}"] = f"verl reads policy_loss.{name}"
     unread["critic.grad_clip"] = "verl reads critic.optim.clip_grad"
     if not critic:
         unread |= dict.fromkeys((name for name in options if name.startswith("critic.")), "the run has no critic")
@@ -61,7 +65,7 @@ def translate_rl(conversion: Conversion, *, megatron: bool, sampling: Sampling, 
     is_fully_async = sampling == "fully_async"
     updates = read_updates(conversion) if is_fully_async else Updates(conversion.number("data.train_batch_size"))
     _prompts(conversion)
-    _batches(conversion, updates)
+    _batches(conversion, updates, megatron=megatron)
     translate_lora(conversion, megatron=megatron)
     translate_layout(conversion, megatron=megatron, sampling=sampling)
     _kl(conversion)
@@ -71,6 +75,7 @@ def translate_rl(conversion: Conversion, *, megatron: bool, sampling: Sampling, 
     if conversion.settings.get("algorithm.loss") == "gkd":
         for name in ("weights", "truncate", "normalize"):
             conversion.drop(f"algorithm.correction.{name}", "verl's supervised loss has no weights")
+    _single_samples(conversion)
     if is_fully_async:
         translate_fully_async(conversion, updates, megatron=megatron, rows=rows)
     else:
@@ -94,8 +99,8 @@ def translate_rl(conversion: Conversion, *, megatron: bool, sampling: Sampling, 
         conversion.drop("critic.", "no critic: algorithm.advantage is not gae")
 
 
-def translate_sft(conversion: Conversion, *, processes: int, rows: int | None) -> None:
-    """Derive the settings of an SFT run. `processes`: torchrun's processes on all nodes; `rows`: see `translate_rl`."""
+def translate_sft(conversion: Conversion, *, processes: int | str, rows: int | None) -> None:
+    """Derive the settings of an SFT run. `processes`: torchrun's on all nodes, or OPEN; `rows`: see `translate_rl`."""
     settings = conversion.settings
     longest = conversion.number("data.max_length")
     settings |= {"train.source": "sft", "algorithm.advantage": "none", "algorithm.loss": "sft"}
@@ -131,11 +136,13 @@ def common(conversion: Conversion, *, rows: int | None, updates: int, optimizer:
     if unsupported := [tracker for tracker in trackers if tracker not in (*_TRACKERS, "console", "tensorboard")]:
         conversion.note("trainer.logger", f"no counterpart for {', '.join(map(str, unsupported))}")
     _steps(conversion, rows)
-    every = conversion.number("trainer.save_freq", -1)
-    settings |= {"train.save_every": every} if every > 0 else {"train.save_at_end": False}
-    every = conversion.number("trainer.test_freq", -1)
+    every = frequency(conversion, "trainer.save_freq", rows)
+    settings |= {"train.save_every": every} if every > 0 else {"train.save_at_end": every < -1}
+    every = frequency(conversion, "trainer.test_freq", rows)
     if every > 0 and "data.eval_files" in settings:
         settings |= {"evaluation.every": every, "evaluation.at_end": True}
+    elif every < -1 and "data.eval_files" in settings:
+        settings["evaluation.at_end"] = True
     translate_schedule(conversion, "actor.optimizer", optimizer, updates, megatron=megatron)
 
 
@@ -167,20 +174,26 @@ def _prompts(conversion: Conversion) -> None:
         )
 
 
-def _batches(conversion: Conversion, updates: Updates) -> None:
+def _batches(conversion: Conversion, updates: Updates, *, megatron: bool) -> None:
     settings = conversion.settings
     settings["actor.mini_batches"] = _mini_batches(conversion, f"{_A}.ppo_mini_batch_size", updates)
     context_parallel = int(settings.get("megatron.context_parallel", 1))
     longest = settings["data.max_prompt_length"] + settings["rollout.max_response_length"]
-    micro = conversion.first(f"{_A}.ppo_micro_batch_size_per_gpu")
+    option = f"{_A}.ppo_micro_batch_size_per_gpu"
+    micro = conversion.first(option)
     size = conversion.get(f"{_A}.ulysses_sequence_parallel_size", 1)
+    if not micro and conversion.get(f"{_A}.ppo_micro_batch_size"):
+        option = f"{_A}.ppo_micro_batch_size"
+        ranks = conversion.number("trainer.nnodes") * conversion.number("trainer.n_gpus_per_node")
+        sizes = [int(settings.get(f"megatron.{name}_parallel", 1)) for name in ("tensor", "pipeline", "context")]
+        micro = max(conversion.number(option) // max(ranks // (math.prod(sizes) if megatron else size), 1), 1)
     if conversion.get(f"{_A}.use_dynamic_bsz") is True or not micro:
         settings["actor.max_tokens_per_micro_batch"] = conversion.number(f"{_A}.ppo_max_token_len_per_gpu") * size
     else:
         settings["actor.max_tokens_per_micro_batch"] = -(-micro * longest // context_parallel)
         shared = f" on {context_parallel} context-parallel devices" if context_parallel > 1 else ""
         conversion.note(
-            f"{_A}.ppo_micro_batch_size_per_gpu",
+            option,
             f"{micro} x {longest} tokens{shared}: actor.max_tokens_per_micro_batch",
         )
 
@@ -285,6 +298,30 @@ def _loss(conversion: Conversion) -> None:
         settings["algorithm.aggregation_divisor"] = float(divisor)
     if settings.get("algorithm.advantage") == "gdpo":
         settings["algorithm.reward_parts"] = _reward_parts(conversion)
+
+
+def _single_samples(conversion: Conversion) -> None:
+    """Set the advantage of a run with one sample per prompt. verl's group advantages are then the sample's reward.
+
+    Source: verl/trainer/ppo/core_algos.py, compute_grpo_outcome_advantage and compute_rloo_outcome_advantage.
+    """
+    settings, option = conversion.settings, "algorithm.adv_estimator"
+    if (
+        settings.get("algorithm.advantage") not in ("grpo", "rloo")
+        or settings.get("rollout.samples_per_prompt", 1) != 1
+    ):
+        return
+    if {"algorithm.advantage", "rollout.samples_per_prompt"} & {*conversion.given} or settings.get(
+        "algorithm.kl_in_reward"
+    ):
+        return
+    settings |= {
+        "algorithm.advantage": "reinforce_plus_plus",
+        "algorithm.whiten_advantages": False,
+        "algorithm.gamma": 1.0,
+    }
+    reason = "a single sample of a prompt has its reward as advantage: reinforce_plus_plus without whitening"
+    conversion.note(option, reason)
 
 
 def _reward_parts(conversion: Conversion) -> dict[str, float]:

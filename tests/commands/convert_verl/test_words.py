@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from megarl.commands.convert_verl.shell_values import absent
 from megarl.errors import InputError
 from tests.commands.convert_verl.test_shell import MAIN, arguments, by_bash
 
@@ -38,7 +39,6 @@ def test_words_are_split_as_in_bash(text: str, expected: list[str]) -> None:
     [
         ("a=$(nproc)", "line 1: the value of $(nproc) is unknown until the script runs"),
         ("a=`nproc`", "the value of `nproc`"),
-        ("a=$U", "line 1: the script does not set $U"),
         ("a=${U%.sh}", "${U%.sh}"),
         ("a={1,2}", "the brace expansion"),
         ("a=$((1 ? 2 : 3))", "the arithmetic $((1 ? 2 : 3)) is not supported"),
@@ -57,8 +57,6 @@ def test_values_that_only_a_shell_can_compute_are_an_error(text: str, message: s
         "if [ -d /data ]; then X=1; fi",
         "for X in $(ls); do Y=$X; X=3; done",
         "nvidia-smi && X=1",
-        "f() {\nX=1\n}",
-        "( X=1 )",
         "case $(hostname) in a) X=1;; esac",
         "while read -r X; do :; done < file",
         "f() {\n[ -d /data ] && return\nX=1\n}\nf",
@@ -66,8 +64,14 @@ def test_values_that_only_a_shell_can_compute_are_an_error(text: str, message: s
 )
 def test_a_variable_set_in_a_branch_is_unknown(before: str) -> None:
     """The converter does not guess which branch is taken."""
-    with pytest.raises(InputError, match=r"the value of \$X is unknown: line \d|the script does not set \$X"):
+    with pytest.raises(InputError, match=r"the value of \$X is unknown: line \d"):
         arguments(f"{before}\n{MAIN} a=$X")
+    assert arguments(f"{before}\n{MAIN} a=$X", X="7") == ["a=7"]
+
+
+@pytest.mark.parametrize("before", ["f() {\nX=1\n}", "( X=1 )", "unset X", ":"])
+def test_a_variable_that_the_script_never_sets_has_no_value(before: str) -> None:
+    assert arguments(f"{before}\n{MAIN} a=$X") == [f"a={absent('X')}"]
     assert arguments(f"{before}\n{MAIN} a=$X", X="7") == ["a=7"]
 
 

@@ -1,0 +1,95 @@
+"""Options whose value contains a variable that the script does not set.
+
+Paths become ``???`` in the recipe, which `read_recipe` refuses until the user gives a value. So do counts of devices. Names lose
+the variable, as in bash. Options that the conversion leaves out keep it. Any other value is an error.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from megarl.commands.convert_verl.conversion import Conversion, OptionValue
+from megarl.commands.convert_verl.shell_values import Undetermined, absent_names, combined, without_absent
+from megarl.commands.convert_verl.table import Option
+from megarl.recipe.load import OPEN
+
+_PATHS = ("model.path", "model.tokenizer", "critic.model_path", "data.train_files", "data.eval_files", "teacher.path")
+_FILES, _FORMATS = ("data.train_files", "data.eval_files"), (".parquet", ".jsonl")
+_NAMES = ("name", "observe.project")
+_DEVICES = ("trainer.nnodes", "trainer.n_gpus_per_node")
+
+
+def set_aside(conversion: Conversion, table: Sequence[Option], absences: Mapping[str, Undetermined]) -> None:
+    """Replace the values of options that contain a variable without a value, as the module describes.
+
+    absences: the errors about these variables, by name. Raises Undetermined with all variables that need a value.
+    """
+    errors: list[Undetermined] = []
+    for name, option in list(conversion.options.items()):
+        row = next((row for row in table if fnmatch.fnmatchcase(name, row.verl)), None)
+        to = (row.to or "").split(", ")[0] if row else ""
+        texts = list(_texts(option.value))
+        names = [each for text in texts for each in absent_names(text)]
+        unreadable = to in _FILES and not all(text.endswith(_FORMATS) for text in texts)
+        if not (names or unreadable or (texts == [""] and to in _PATHS)):
+            continue
+        shown = _shown(option.value)
+        if to in _PATHS or name in _DEVICES:
+            conversion.options[name] = OptionValue(OPEN, option.line)
+            reason = f", not {', '.join(_FORMATS)}" if unreadable and not names else ""
+            conversion.open[name] = f"{shown}{reason}"
+        elif to in _NAMES:
+            conversion.options[name] = OptionValue(without_absent(texts[0], "").strip("-_/ "), option.line)
+            conversion.note(name, f"without {', '.join(f'${each}' for each in names)}, which the script does not set")
+        elif not to and name not in ("model_engine", "actor_rollout_ref.actor.strategy"):
+            conversion.options[name] = OptionValue(shown, option.line)
+        else:
+            errors += [absences[each] for each in names]
+    if errors:
+        raise combined(errors)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Iterate over the texts in a value of Hydra."""
+    if isinstance(value, Mapping):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
+    elif isinstance(value, str):
+        yield value
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {_shown(key): _shown(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_shown(item) for item in value]
+    return without_absent(value) if isinstance(value, str) else value
+
+
+def open_notes(conversion: Conversion) -> list[str]:
+    """Return a note for each open setting."""
+    notes = []
+    for key, value in conversion.settings.items():
+        if value == OPEN:
+            origins = [conversion.origins[key]] if key in conversion.origins else list(conversion.open)
+            given = ", ".join(f"{name}={conversion.open[name]}" for name in origins if name in conversion.open)
+            notes.append(f"{key}=???: set it before the run; the script leaves it open: {given or 'no value'}")
+    return notes
+
+
+def stand_ins(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values for the open `settings` by dotted key, with which the rest of the recipe can be checked."""
+    sizes = [settings.get(f"{section}.{name}_parallel") or 1 for section in ("megatron", "critic.megatron") for name in (
+        "tensor", "context", "pipeline", "expert", "expert_tensor")]  # fmt: skip
+    engine = int(settings.get("rollout.tensor_parallel") or 1) * int(settings.get("rollout.data_parallel") or 1)
+    devices = math.prod(int(size) for size in sizes) * engine
+    values: dict[str, Any] = {
+        "cluster.trainers": devices, "critic.trainers": devices, "rollout.engines": devices // engine,
+        "data.train_files": ["stand-in.parquet"], "data.eval_files": ["stand-in.parquet"],
+    }  # fmt: skip
+    return {key: values.get(key, "stand-in") for key, value in settings.items() if value == OPEN}
