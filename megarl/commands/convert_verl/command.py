@@ -283,7 +283,10 @@ def _recipe(conversion: Conversion, source: str) -> str:
         ) from error
     head = [f"# Converted from {source} by megarl convert-config. Options that were changed or omitted:"]
     head += [f"#   {note}" for note in conversion.notes] or ["#   nothing"]
-    return "\n".join(head) + "\n" + yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+    text = "\n".join(head) + "\n" + yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+    if names := absent_names(text):
+        raise InputError(f"the script does not set ${names[0]}: add {names[0]}=VALUE after the file")
+    return text
 
 
 def _load(content: Mapping[str, Any]) -> Recipe:
