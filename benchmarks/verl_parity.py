@@ -27,9 +27,10 @@ from typing import Any
 from megarl.commands.convert_verl.command import convert
 from megarl.commands.convert_verl.fully_async import FULLY_ASYNC
 from megarl.commands.convert_verl.inputs import SGLANG
-from megarl.commands.convert_verl.parser import read_command
-from megarl.commands.convert_verl.shell_values import ScriptContext
-from megarl.commands.convert_verl.table import RL, TRAINER, Option
+from megarl.commands.convert_verl.option import Option
+from megarl.commands.convert_verl.shell.parser import read_command
+from megarl.commands.convert_verl.shell.values import ScriptContext
+from megarl.commands.convert_verl.table import RL, TRAINER
 from megarl.errors import InputError
 from megarl.preflight.load import load_recipe
 from megarl.recipe.load import flat_settings, to_yaml

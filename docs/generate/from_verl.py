@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.commands.convert_verl.fully_async import FULLY_ASYNC, FULLY_ASYNC_DEFAULTS
-from megarl.commands.convert_verl.table import DEFAULTS, RL, SFT, SFT_DEFAULTS, TRAINER, Option
+from megarl.commands.convert_verl.option import Option
+from megarl.commands.convert_verl.table import DEFAULTS, RL, SFT, SFT_DEFAULTS, TRAINER
 
 PAGE = Path(__file__).resolve().parents[1] / "from_verl.md"
 

@@ -20,8 +20,8 @@ from megarl.commands.convert_verl.conversion import Conversion, OptionValue, rea
 from megarl.commands.convert_verl.fully_async import FULLY_ASYNC, FULLY_ASYNC_DEFAULTS
 from megarl.commands.convert_verl.inputs import RECIPE_DEFAULTS
 from megarl.commands.convert_verl.open_settings import open_notes, set_aside, stand_ins
-from megarl.commands.convert_verl.parser import TRAINERS, Command, read_command
-from megarl.commands.convert_verl.shell_values import ScriptContext, absent_names
+from megarl.commands.convert_verl.shell.parser import TRAINERS, Command, read_command
+from megarl.commands.convert_verl.shell.values import ScriptContext, absent_names
 from megarl.commands.convert_verl.table import (
     ACTOR,
     DEFAULTS,
@@ -33,7 +33,8 @@ from megarl.commands.convert_verl.table import (
 )
 from megarl.commands.convert_verl.table import LOSSES as LOSS_MODES
 from megarl.commands.convert_verl.trainers import Sampling
-from megarl.commands.convert_verl.translate import translate_rl, translate_sft, unread_options
+from megarl.commands.convert_verl.translate import translate_rl, translate_sft
+from megarl.commands.convert_verl.unread_options import unread_options
 from megarl.errors import InputError, RecipeError
 from megarl.hf import published
 from megarl.megatron.layout import check_layout

@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
-from megarl.commands.convert_verl.parser import Argument
-from megarl.commands.convert_verl.table import Option
+from megarl.commands.convert_verl.option import Option
+from megarl.commands.convert_verl.shell.parser import Argument
 from megarl.errors import InputError
 from megarl.recipe.load import OPEN
 

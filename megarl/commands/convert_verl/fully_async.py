@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.commands.convert_verl.conversion import Conversion
-from megarl.commands.convert_verl.table import DEFAULTS, Option
+from megarl.commands.convert_verl.option import Option
+from megarl.commands.convert_verl.table import DEFAULTS
 from megarl.errors import InputError
 
 _A, _R, _ASYNC = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "async_training"

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megarl.commands.convert_verl.conversion import Conversion, OptionValue
-from megarl.commands.convert_verl.shell_values import Undetermined, absent_names, combined, without_absent
-from megarl.commands.convert_verl.table import Option
+from megarl.commands.convert_verl.option import Option
+from megarl.commands.convert_verl.shell.values import Undetermined, absent_names, combined, without_absent
 from megarl.recipe.load import OPEN
 
 _PATHS = ("model.path", "model.tokenizer", "critic.model_path", "data.train_files", "data.eval_files", "teacher.path")

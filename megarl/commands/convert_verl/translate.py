@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection
 
 from megarl.commands.convert_verl.conversion import Conversion
 from megarl.commands.convert_verl.correction import translate_correction
@@ -19,41 +18,12 @@ from megarl.commands.convert_verl.inputs import (
     translate_tools,
 )
 from megarl.commands.convert_verl.lora import translate_lora
-from megarl.commands.convert_verl.table import KL_ESTIMATORS, OF_POLICY_LOSS, OVERLONG
+from megarl.commands.convert_verl.table import KL_ESTIMATORS, OVERLONG
 from megarl.commands.convert_verl.trainers import Sampling, frequency, offloaded, translate_layout, translate_schedule
 from megarl.errors import InputError
 
 _TRACKERS = ("wandb", "swanlab", "mlflow")
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-
-
-def unread_options(options: Collection[str], *, megatron: bool, loss: str, critic: bool) -> dict[str, str]:
-    """Return the reasons why verl does not read some options of an RL run, by option.
-
-    options: the options of the command. megatron: see `translate_rl`. loss: megarl's name of the loss. critic: the run has
-    one.
-    Source: verl/trainer/ppo/core_algos.py (ratios), verl/utils/megatron/optimizer.py:130, verl/trainer/ppo/utils.py:160.
-    """
-    ratios = {"clip_cov", "kl_cov"} - {loss}
-    unread = {f"{_A}.policy_loss.{mode}_ratio": f"verl reads it with loss_mode={mode}" for mode in ratios}
-    if megatron:
-        unread["actor_rollout_ref.model.enable_gradient_checkpointing"] = (
-            "verl's Megatron actor ignores it and uses override_transformer_config.recompute_*"
-        )
-        unread["critic.model.enable_gradient_checkpointing"] = (
-            "verl's Megatron critic ignores it and uses override_transformer_config.recompute_*"
-        )
-    for name in OF_POLICY_LOSS:
-        if f"{_A}.policy_loss.{name}" in options:
-            unread[f"{_A}.{name}"] = f"verl reads policy_loss.{name}"
-    unread["critic.grad_clip"] = "verl reads critic.optim.clip_grad"
-    if not critic:
-        unread |= dict.fromkeys((name for name in options if name.startswith("critic.")), "the run has no critic")
-    if megatron or f"{_A}.optim.clip_grad" in options:
-        unread[f"{_A}.grad_clip"] = "verl reads optim.clip_grad"
-    if "data.seed" in options:
-        unread["trainer.seed"] = "verl's RL trainers read data.seed"
-    return unread
 
 
 def translate_rl(conversion: Conversion, *, megatron: bool, sampling: Sampling, rows: int | None) -> None:

@@ -13,7 +13,7 @@ import yaml
 from typer.testing import CliRunner
 
 from megarl.commands.convert_verl.command import convert
-from megarl.commands.convert_verl.parser import read_command
+from megarl.commands.convert_verl.shell.parser import read_command
 from megarl.commands.convert_verl.table import RL, TRAINER
 from megarl.commands.data.command import app as data_app
 from megarl.data.rows import iterate_rows, write_parquet

@@ -10,7 +10,8 @@ import pytest
 from docs.generate.from_verl import PAGE, document
 from megarl.commands.convert_verl.command import convert
 from megarl.commands.convert_verl.conversion import value_of
-from megarl.commands.convert_verl.table import RL, SFT, TRAINER, Option
+from megarl.commands.convert_verl.option import Option
+from megarl.commands.convert_verl.table import RL, SFT, TRAINER
 from megarl.errors import InputError
 from megarl.preflight.recipe.data import COLUMNS
 from megarl.recipe.load import flat_settings, to_yaml

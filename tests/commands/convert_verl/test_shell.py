@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from megarl.commands.convert_verl import shell_syntax
 from megarl.commands.convert_verl.command import convert
-from megarl.commands.convert_verl.parser import Command, read_command
-from megarl.commands.convert_verl.shell_values import ScriptContext, absent
+from megarl.commands.convert_verl.shell import syntax
+from megarl.commands.convert_verl.shell.parser import Command, read_command
+from megarl.commands.convert_verl.shell.values import ScriptContext, absent
 from megarl.errors import InputError
 
 MAIN = "python3 -m verl.trainer.main_ppo"
@@ -377,7 +377,7 @@ class TestParser:
         old = tmp_path / "shfmt"
         old.write_text("""#!/bin/sh\necho '{"Type": "File", "Stmts": [{"Cmd": {"Type": "BinaryCmd", "Op": 10}}]}'\n""")
         old.chmod(0o755)
-        monkeypatch.setattr(shell_syntax, "_shfmt", lambda: str(old))
+        monkeypatch.setattr(syntax, "_shfmt", lambda: str(old))
         with pytest.raises(InputError, match="older than version 4: pip install"):
             arguments(f"{MAIN} a=1")
 

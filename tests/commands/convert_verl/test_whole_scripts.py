@@ -10,7 +10,7 @@ import yaml
 
 from megarl import load_recipe
 from megarl.commands.convert_verl.command import Converted, convert
-from megarl.commands.convert_verl.shell_values import ScriptContext
+from megarl.commands.convert_verl.shell.values import ScriptContext
 from megarl.errors import InputError, RecipeError
 
 MACHINE = ScriptContext(script="scripts/run.sh", folder="/home/me/verl")

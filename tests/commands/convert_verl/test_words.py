@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from megarl.commands.convert_verl.shell_values import absent
+from megarl.commands.convert_verl.shell.values import absent
 from megarl.errors import InputError
 from tests.commands.convert_verl.test_shell import MAIN, arguments, by_bash
 

@@ -6,9 +6,9 @@ import posixpath
 import re
 from collections.abc import Callable
 
-from megarl.commands.convert_verl.shell_arithmetic import integer
-from megarl.commands.convert_verl.shell_values import Fact, Undetermined
-from megarl.commands.convert_verl.shell_words import Words
+from megarl.commands.convert_verl.shell.arithmetic import integer
+from megarl.commands.convert_verl.shell.values import Fact, Undetermined
+from megarl.commands.convert_verl.shell.words import Words
 
 Output = Callable[[list[str], Words, int], str | None]
 

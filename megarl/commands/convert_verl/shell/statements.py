@@ -10,10 +10,10 @@ import fnmatch
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from megarl.commands.convert_verl.shell_arithmetic import compute
-from megarl.commands.convert_verl.shell_syntax import Node, children, literal
-from megarl.commands.convert_verl.shell_tests import double_bracket
-from megarl.commands.convert_verl.shell_values import (
+from megarl.commands.convert_verl.shell.arithmetic import compute
+from megarl.commands.convert_verl.shell.syntax import Node, children, literal
+from megarl.commands.convert_verl.shell.tests import double_bracket
+from megarl.commands.convert_verl.shell.values import (
     Call,
     Facts,
     Jump,
@@ -25,7 +25,7 @@ from megarl.commands.convert_verl.shell_values import (
     doubt_of,
     merge,
 )
-from megarl.commands.convert_verl.shell_words import Words
+from megarl.commands.convert_verl.shell.words import Words
 from megarl.errors import InputError
 
 _STEPS = 20_000  # statements that are evaluated

@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megarl.commands.convert_verl.interpreter import Interpreter
-from megarl.commands.convert_verl.shell_syntax import parse
-from megarl.commands.convert_verl.shell_values import (
+from megarl.commands.convert_verl.shell.interpreter import Interpreter
+from megarl.commands.convert_verl.shell.syntax import parse
+from megarl.commands.convert_verl.shell.values import (
     Call,
     Expanded,
     Jump,
@@ -45,7 +45,7 @@ class Command:
 
     launcher: the words before the trainer's module. arguments: the words after it. notes: facts from outside the script
     that the arguments depend on, such as the current folder. absences: the errors about the variables that the script does
-    not set, by name; `shell_values.absent` stands for their values.
+    not set, by name; `values.absent` stands for their values.
     """
 
     trainer: str

@@ -7,10 +7,10 @@ import operator
 import re
 from collections.abc import Callable
 
-from megarl.commands.convert_verl.shell_arithmetic import compute, integer
-from megarl.commands.convert_verl.shell_syntax import Node
-from megarl.commands.convert_verl.shell_values import Status, Undetermined
-from megarl.commands.convert_verl.shell_words import Words
+from megarl.commands.convert_verl.shell.arithmetic import compute, integer
+from megarl.commands.convert_verl.shell.syntax import Node
+from megarl.commands.convert_verl.shell.values import Status, Undetermined
+from megarl.commands.convert_verl.shell.words import Words
 
 _INTEGERS: dict[str, Callable[[int, int], bool]] = {
     "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le, "-gt": operator.gt, "-ge": operator.ge,

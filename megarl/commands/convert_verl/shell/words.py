@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from megarl.commands.convert_verl.shell_arithmetic import bounds, compute, integer
-from megarl.commands.convert_verl.shell_syntax import Node, literal
-from megarl.commands.convert_verl.shell_values import (
+from megarl.commands.convert_verl.shell.arithmetic import bounds, compute, integer
+from megarl.commands.convert_verl.shell.syntax import Node, literal
+from megarl.commands.convert_verl.shell.values import (
     CASES,
     Fact,
     Facts,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Literal
 
-from megarl.commands.convert_verl.shell_syntax import Node
+from megarl.commands.convert_verl.shell.syntax import Node
 from megarl.errors import InputError
 
 

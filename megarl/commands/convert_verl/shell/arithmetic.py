@@ -7,11 +7,11 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from megarl.commands.convert_verl.shell_syntax import Node, literal
-from megarl.commands.convert_verl.shell_values import Undetermined
+from megarl.commands.convert_verl.shell.syntax import Node, literal
+from megarl.commands.convert_verl.shell.values import Undetermined
 
 if TYPE_CHECKING:
-    from megarl.commands.convert_verl.shell_words import Words
+    from megarl.commands.convert_verl.shell.words import Words
 
 _NUMBER = re.compile(r"[-+]?(0[xX][0-9a-fA-F]+|\d+)")
 _NAME = re.compile(r"[A-Za-z_]\w*")

@@ -10,11 +10,11 @@ import sys
 from collections.abc import Callable, Mapping
 from importlib.machinery import PathFinder
 
-from megarl.commands.convert_verl.shell_commands import OUTPUTS, change_folder
-from megarl.commands.convert_verl.shell_statements import SETTING_COMMANDS, Statements
-from megarl.commands.convert_verl.shell_syntax import Node, literal, parse
-from megarl.commands.convert_verl.shell_tests import bracket
-from megarl.commands.convert_verl.shell_values import (
+from megarl.commands.convert_verl.shell.commands import OUTPUTS, change_folder
+from megarl.commands.convert_verl.shell.statements import SETTING_COMMANDS, Statements
+from megarl.commands.convert_verl.shell.syntax import Node, literal, parse
+from megarl.commands.convert_verl.shell.tests import bracket
+from megarl.commands.convert_verl.shell.values import (
     Call,
     Expanded,
     Fact,

@@ -1,0 +1,26 @@
+"""An option of verl in the table of options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of verl.
+
+    to: the recipe's key, or several keys separated by ", "; None: no counterpart, and `remark` has the reason.
+    names: verl's value -> megarl's value. If it is not empty, other values have no counterpart.
+    derived: a translate_* function computes the value from several options, as `remark` describes.
+    same: values of an option without counterpart that match what megarl always does.
+    changes: a recipe without the option computes something else.
+    """
+
+    verl: str
+    to: str | None = None
+    remark: str = ""
+    names: dict[Any, Any] = field(default_factory=dict)
+    derived: bool = False
+    same: tuple[Any, ...] = ()
+    changes: bool = False

@@ -1,0 +1,1 @@
+"""Reading of a shell script up to its training command, as bash would evaluate it."""
