@@ -76,7 +76,8 @@ def open_notes(conversion: Conversion) -> list[str]:
     notes = []
     for key, value in conversion.settings.items():
         if value == OPEN:
-            origins = [conversion.origins[key]] if key in conversion.origins else list(conversion.open)
+            # A number of processes follows from numbers of devices, which may be several options.
+            origins = [conversion.origins[key]] if key in conversion.origins else list(_DEVICES)
             given = ", ".join(f"{name}={conversion.open[name]}" for name in origins if name in conversion.open)
             notes.append(f"{key}=???: set it before the run; the script leaves it open: {given or 'no value'}")
     return notes
