@@ -161,5 +161,5 @@ def test_exports_compute_the_trainers_log_probs(results: Path, case: dict[str, A
     assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(start)
     base = transformers.AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32, attn_implementation="eager")
     with_adapter = peft.PeftModel.from_pretrained(base.eval(), str(adapter))
-    adapted = torch.cat([rows for rows, _ in rows_of(with_adapter)])
+    adapted = torch.cat([rows for rows, *_ in rows_of(with_adapter)])
     torch.testing.assert_close(adapted, trained, atol=2e-5, rtol=0)

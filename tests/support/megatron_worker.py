@@ -54,7 +54,7 @@ def run_case(case: dict[str, Any], output: Path) -> None:
     if where.reports:
         by_sequence = {}
         for group, (log_probs, entropy), (again, of_squares) in zip(numbers, rows, squares, strict=True):
-            assert torch.equal(again, log_probs), "the sums of squares change the log-probs"
+            torch.testing.assert_close(again, log_probs, atol=2e-6, rtol=0)  # ranks may add in another order
             lengths = [LENGTHS[i] for i in group]
             vectors = (vector.split(lengths) for vector in (log_probs, entropy, of_squares))
             for i, *values in zip(group, *vectors, strict=True):
