@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.checkpoint.folder import list_checkpoints, resume_hint
+from megarl.checkpoint.restarts import restarts_by_command
 from megarl.errors import InputError, RecipeError
 from megarl.observe.run_dir import RunDirectory
 from megarl.recipe.schema import Recipe
@@ -73,6 +74,8 @@ def naming_checkpoint(recipe: Recipe, directory: RunDirectory) -> Iterator[None]
     except BaseException as error:
         if not isinstance(error, Exception):  # Ctrl-C or SIGTERM: the command line does not show their notes
             print("", *after_interruption(recipe, directory), sep="\n", file=sys.stderr, flush=True)
+            raise
+        if restarts_by_command():
             raise
         try:
             note = resume_hint(directory.checkpoints.absolute(), recipe.train.resume)

@@ -38,6 +38,11 @@ class End:
         return cls(**json.loads(text)) if text else None
 
 
+def restarts_by_command() -> bool:
+    """Return whether this is the child of a command that restarts the run: it prints how the run continues."""
+    return REPORT in os.environ
+
+
 def restart_notices(train: TrainConfig) -> list[str]:
     """Return a notice of the cause of this restart, or that nothing will restart this run although `train.restarts` is set."""
     after = os.environ.get(AFTER)

@@ -12,14 +12,19 @@ from pathlib import Path
 
 from megarl.cluster.process import die_with_parent
 
-_STOP_SECONDS = 60.0  # time limit for an interrupted child to stop
+STOP_SECONDS = 60.0  # time limit for an interrupted child to stop
 _STOPPED = (130, 143)  # exit statuses after SIGINT or SIGTERM
 
 
-def run_child(command: Sequence[str], environ: Mapping[str, str], folder: Path | None = None) -> int:
+def run_child(
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    folder: Path | None = None,
+    stop_seconds: float | None = STOP_SECONDS,
+) -> int:
     """Run a command and return its exit status. `folder`: where it runs; None: here.
 
-    If this process is interrupted, the command receives the signal and gets time to clean up. If it then reports that it
+    If this process is interrupted, the command receives the signal and gets `stop_seconds` to clean up (None: until a second signal). If it then reports that it
     was stopped, this process exits with the same status and without another message. If this process is killed, the command
     receives SIGTERM (on Linux).
     """
@@ -35,7 +40,7 @@ def run_child(command: Sequence[str], environ: Mapping[str, str], folder: Path |
             by_hand = isinstance(error, KeyboardInterrupt)
             process.send_signal(signal.SIGINT if by_hand else signal.SIGTERM)
             try:
-                status = process.wait(_STOP_SECONDS)
+                status = process.wait(stop_seconds)
             except subprocess.TimeoutExpired:
                 status = None
             finally:  # also after a second interrupt

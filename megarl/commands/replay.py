@@ -175,7 +175,8 @@ def first_checkpoint(recorded: RunDirectory, segment: TapeSegment, resume: str) 
         if checkpoint.name == local.name and checkpoint.is_dir():
             return checkpoint.absolute()
     raise ValueError(
-        f"the tape of {recorded.path} begins after step {after}, and the checkpoint of this step is missing: copy it to {local}"
+        f"the tape of {recorded.path} begins after step {after}, and the checkpoint of this step is missing: copy it to {local}. "
+        "If the run has deleted it (train.keep_checkpoints), the steps of this start cannot be repeated; train.keep_every keeps checkpoints"
     )
 
 

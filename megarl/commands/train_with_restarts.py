@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.checkpoint.folder import checkpoint_step, list_checkpoints
-from megarl.checkpoint.restarts import AFTER, REPORT, End, reporting_end
+from megarl.checkpoint.restarts import AFTER, REPORT, End, reporting_end, restarts_by_command
 from megarl.cluster.failures import exit_cause
 from megarl.cluster.orphan_reaper import marked, sweep
 from megarl.commands.child import run_child
@@ -43,7 +43,7 @@ def train_command(path: Path, overrides: Sequence[str], *, debug: bool) -> int:
 def restarts_itself(train: TrainConfig) -> bool:
     """Return whether `megarl train` runs a recipe with these settings in a child process that it starts again."""
     under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    is_child = REPORT in os.environ
+    is_child = restarts_by_command()
     return train.restarts > 0 and train.replay is None and not under_torchrun and not is_child
 
 
@@ -69,9 +69,12 @@ def train_with_restarts(
             print(failures.last_words, file=sys.stderr, flush=True)
             return end.status if end.status > 0 else 1
         step = failures.newest_step
+        if end.report is None:  # the child could not print it
+            print(cause, file=sys.stderr)
         place = "without a checkpoint" if step is None else f"from step {step}"
-        wait = f", in {delay:.0f} s" if delay else ""
-        print(f"restart {failures.in_a_row} of {failures.limit} {place}{wait}", file=sys.stderr, flush=True)
+        wait = f" in {delay:.0f} s" if delay else ""
+        count = f"failure {failures.in_a_row} of at most {failures.limit} without a new checkpoint"
+        print(f"the run is started again {place}{wait} ({count})", file=sys.stderr, flush=True)
         time.sleep(delay)
         resume, after = resuming(overrides, recipe.train.resume, has_checkpoint=step is not None), cause.splitlines()[0]
 
@@ -120,7 +123,8 @@ def _run(command: Sequence[str], after: str) -> Ended:
     mark = uuid.uuid4().hex
     with tempfile.TemporaryDirectory(prefix="megarl-restarts-") as folder:
         report = Path(folder) / "end.json"
-        status = run_child(command, {**os.environ, REPORT: str(report), AFTER: after, _MARK: mark})
+        environ = {**os.environ, REPORT: str(report), AFTER: after, _MARK: mark}
+        status = run_child(command, environ, stop_seconds=None)  # the child may save a checkpoint first
         _wait_for_processes(lambda: marked(mark, _MARK))
         sweep(mark, variable=_MARK)
         return Ended(status, End.read(report))

@@ -131,7 +131,7 @@ def device_named(name: str, user_file: Path | None = None) -> Device:
     near = nearest(name, table)
     hint = f" Nearest: {near}." if near else ""
     raise InputError(
-        f"device {name} is unknown; known: {', '.join(table)}.{hint} Add devices with --devices FILE; `like` inherits fields "
+        f"device {name} is unknown; known: {', '.join(table)}.{hint} Add devices with a file (plan: --devices, simulate: --device-file); `like` inherits fields "
         "of a known device."
     )
 

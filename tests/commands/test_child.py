@@ -12,12 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from megarl.commands import child
 from megarl.commands.child import run_child
 
 
 def test_an_interrupt_kills_a_child_that_ignores_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "_STOP_SECONDS", 0.01)
     waiting, waits = subprocess.Popen.wait, []
 
     def interrupted(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
@@ -32,7 +30,7 @@ def test_an_interrupt_kills_a_child_that_ignores_it(monkeypatch: pytest.MonkeyPa
     deaf = "trap '' TERM INT; echo ready; while :; do sleep 0.05; done"
     try:
         with pytest.raises(KeyboardInterrupt):
-            run_child(["sh", "-c", deaf], os.environ)
+            run_child(["sh", "-c", deaf], os.environ, stop_seconds=0.01)
         assert waits[0].returncode == -signal.SIGKILL
     finally:
         waits[0].kill()

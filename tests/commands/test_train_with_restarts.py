@@ -82,7 +82,8 @@ def test_failures_without_progress_end_the_run(tmp_path: Path, capsys: pytest.Ca
     status, overrides, _ = train(tmp_path, FAILS, {**FAILS, "steps": [3]}, FAILS, FAILS, {"exit": 0})
     assert status == 1 and len(overrides) == 4
     words = capsys.readouterr().err
-    assert "restart 1 of 2 without a checkpoint" in words and "restart 1 of 2 from step 3" in words
+    assert "again without a checkpoint (failure 1 of at most 2" in words
+    assert "from step 3 (failure 1 of at most 2" in words
     assert (
         "3 failures without a new checkpoint in between (train.restarts=2)" in words and "trainer rank 1 died" in words
     )
@@ -96,6 +97,19 @@ def test_other_ends_are_final(tmp_path: Path, status: int) -> None:
 
 def test_an_error_of_the_controller_is_final(tmp_path: Path) -> None:
     assert train(tmp_path, {"exit": 1, "end": {"cause": "OSError", "process_failed": False}})[0] == 1
+
+
+def test_a_child_that_is_told_to_stop_has_time_to_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A time limit below that of a save would kill the run while it writes."""
+    limits = []
+
+    def run_child(*_: object, stop_seconds: float | None) -> int:
+        limits.append(stop_seconds)
+        (tmp_path / "starts.jsonl").write_text("")
+        return 143
+
+    monkeypatch.setattr(module, "run_child", run_child)
+    assert train(tmp_path)[0] == 143 and limits == [None]
 
 
 def test_processes_of_an_ended_start_are_gone_before_the_next(tmp_path: Path) -> None:
@@ -198,5 +212,5 @@ def test_ctrl_c_stops_the_child_and_starts_none(tmp_path: Path) -> None:
     (child,) = psutil.Process(process.pid).children()
     process.send_signal(signal.SIGINT)
     _, words = process.communicate(timeout=30)
-    assert process.returncode != 0 and "restart 1 of" not in words
+    assert process.returncode != 0 and "started again" not in words
     assert not lives(child)

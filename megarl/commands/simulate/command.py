@@ -113,6 +113,8 @@ def as_dict(result: Study) -> dict[str, Any]:
 
 def _device(path: Path, options: SimulateOptions) -> tuple[Device, list[str]]:
     calibration = read_calibration(options.calibration) if options.calibration is not None else None
+    if not path.is_file():
+        raise InputError(f"{path}: no such file")
     device, notes = device_of(path, options.device, options.device_file)
     if device is None:
         raise InputError(
