@@ -28,12 +28,13 @@ def set_aside(conversion: Conversion, table: Sequence[Option], absences: Mapping
     absences: the errors about these variables, by name. Raises Undetermined with all variables that need a value.
     """
     errors: list[Undetermined] = []
+    has_class = "data.custom_cls.path" in conversion.options  # it reads files of any format
     for name, option in list(conversion.options.items()):
         row = next((row for row in table if fnmatch.fnmatchcase(name, row.verl)), None)
         to = (row.to or "").split(", ")[0] if row else ""
         texts = list(_texts(option.value))
         names = [each for text in texts for each in absent_names(text)]
-        unreadable = to in _FILES and not all(text.endswith(_FORMATS) for text in texts)
+        unreadable = to in _FILES and not has_class and not all(text.endswith(_FORMATS) for text in texts)
         if not (names or unreadable or (texts == [""] and to in _PATHS)):
             continue
         shown = _shown(option.value)

@@ -83,7 +83,6 @@ class TestMeaning:
                 "actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_type=full",
                 "full has no counterpart",
             ),
-            ("data.train_files=a.csv", "neither .parquet nor .jsonl"),
             ("~data.train_files", "deletes an option"),
             ("data.x='${data.y}'", "refers to other options"),
             ("words", "is not an override of the form key=value"),
@@ -122,6 +121,7 @@ class TestMeaning:
                 "rollout.engine_args.",
                 "teacher.engine_args.",
                 "reward.arguments.",
+                "data.chat_template_args.",
             )
             if key.startswith("data.columns."):
                 return key.removeprefix("data.columns.") in {*COLUMNS["rollout"], *COLUMNS["sft"]}
