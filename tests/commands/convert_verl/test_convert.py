@@ -211,6 +211,13 @@ def test_verls_tools_are_carried_over() -> None:
     assert "agent:" not in dropped.text
 
 
+def test_files_of_another_format_leave_their_setting_open() -> None:
+    """megarl reads .parquet and .jsonl: the recipe waits for the name of a converted file."""
+    command = f"{GRPO} data.train_files=a.csv data.val_files=b.parquet trainer.test_freq=5"
+    assert settings(command)["data.train_files"] == "???"
+    assert "data.train_files=a.csv, not .parquet, .jsonl" in "\n".join(convert(command, []).notes)
+
+
 def test_verls_dataset_class_is_carried_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The noted commands write the files that the recipe names, with the options that the class reads."""
     monkeypatch.chdir(tmp_path)
