@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 RULES = ("drain", "finish", "refresh", "keep")
 STEPS = 45
-LAST = 20  # steps whose mean lag is printed
+LAST = 20  # number of last steps in the mean lag
 SETTINGS = [
     "cluster.placement=disaggregated", "rollout.engines=2", "cluster.trainers=1", "megatron.expert_parallel=1",
     "rollout.max_staleness=2", "algorithm.correction.weights=token", f"train.steps={STEPS}", "train.save_at_end=false",

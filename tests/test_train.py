@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import math
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -14,110 +13,18 @@ import pytest
 
 from megarl.algorithms.kl import KLWeight
 from megarl.assembly import Run
-from megarl.checkpoint.folder import checkpoint_name
 from megarl.checkpoint.graceful_stop import GracefulStop
 from megarl.checkpoint.run_checkpoints import Checkpoints
 from megarl.checkpoint.skipped_steps import SkippedSteps
 from megarl.observe.log import RunLog
 from megarl.observe.profiling import Profiling
 from megarl.recipe.schema import Recipe
-from megarl.rollout.source import Batch
 from megarl.step import training_step
 from megarl.train import run_steps
 from megarl.trainer.group import ActorGroup, CriticGroup
-from megarl.types import Group, InlineData, Metrics, Sample, SampleTokens, Shard, fetch
+from megarl.types import Group, InlineData, Metrics, SampleTokens
 from megarl.weight_sync.handover import Handover
-
-
-class Workers:
-    """Stand-in trainers: the gradient norm of step s is ``norms[s - 1]``, then 1."""
-
-    size = 1
-
-    def __init__(self, role: str, norms: list[float], calls: list[tuple[Any, ...]] | None = None) -> None:
-        self.role, self.norms = role, iter(norms)
-        self.calls = calls if calls is not None else []  # method names and arguments
-
-    def _note(self, method: str, arguments: tuple[Any, ...]) -> None:
-        plain = [
-            None if isinstance(argument, Shard) else argument for argument in arguments
-        ]  # a Shard would keep the batch alive
-        self.calls.append((f"{self.role}.{method}", *plain))
-
-    def call(self, method: str, *args: Any) -> list[Any]:
-        if method == "describe":
-            return [{"dp_rank": 0, "dp_size": 1, "reports": True}]
-        self._note(method, args)
-        if method == "compute_kl":
-            return [{0: 2.0, 1: 0.0}]
-        if method == "compute_reference_log_probs":
-            return [0]
-        if method not in ("update_actor", "update_critic"):
-            return [None]
-        norm = next(self.norms, 1.0)
-        skipped = float(not math.isfinite(norm))
-        step = {f"{self.role}/grad_norm": norm, f"{self.role}/lr": 0.1, f"{self.role}/skipped_updates": skipped}
-        kl = {"actor/kl": 1 / 3} if self.role == "actor" else {}
-        return [None, [{**step, **kl, "perf/max_memory_allocated_gb": 1.0}]]
-
-    def scatter(self, method: str, per_rank: list[tuple[Any, ...]]) -> list[Any]:
-        self._note(method, per_rank[0])
-        if method == "load_shard":
-            self.texts = [vectors.text for vectors in fetch(per_rank[0][0].samples)]
-        return [None]
-
-    def scatter_with_data(self, method: str, per_rank: list[Any], parts: int) -> list[Any]:
-        self._note(method, per_rank[0])
-        return [(None, [InlineData([])] * parts)]
-
-
-class Source:
-    """Batches of one group, none in the steps of ``without``. Remembers their vectors weakly."""
-
-    def __init__(self, without: tuple[int, ...] = ()) -> None:
-        self.without, self.taken, self.alive = without, 0, lambda: None
-
-    def take(self, count: int) -> Batch:
-        self.taken += 1
-        if self.taken in self.without:
-            return Batch([])
-        data = InlineData([SampleTokens(None, None, None)] * 2)  # type: ignore[arg-type]
-        self.alive = weakref.ref(data)
-        samples = [Sample(self.taken, i, data, 2, 3, 3, reward=i) for i in range(2)]
-        return Batch([Group(self.taken, "row", "test", samples)])
-
-    def admit(self, version: int) -> None:
-        assert self.alive() is None, "the last batch is still held when the next is sampled"
-
-    def drain(self) -> None:
-        gc.collect()
-        assert self.alive() is None, "the batch is still held when weights are synced, and it is evaluated"
-
-    def state(self, *, interrupted: bool = False) -> dict[str, Any]:
-        return {"interrupted": interrupted}
-
-    def close(self) -> None: ...
-
-
-class Saver:
-    """Stand-in saver: writes empty folders and keeps two."""
-
-    pending = False
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def save(self, step: int, state: dict[str, Any]) -> dict[str, float]:
-        self.state = state
-        (self.folder / checkpoint_name(step)).mkdir(parents=True)
-        for old in sorted(self.folder.iterdir())[:-2]:
-            old.rmdir()
-        return {}
-
-    def poll(self, *, wait: bool = False) -> dict[str, float]:
-        return {}
-
-    def rescue(self, *, wait: bool) -> None: ...
+from tests.support.training_stand_ins import Saver, Source, Workers
 
 
 @pytest.fixture(autouse=True)

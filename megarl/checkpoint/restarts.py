@@ -47,7 +47,7 @@ def restart_notices(train: TrainConfig) -> list[str]:
     """Return a notice of the cause of this restart, or that nothing will restart this run although `train.restarts` is set."""
     after = os.environ.get(AFTER)
     if after:
-        return [f"restarted from the newest checkpoint after: {after}"]
+        return [f"restarted after: {after}"]
     if after is None and train.restarts and train.replay is None:
         return ["train.restarts has no effect here: only `megarl train` on Ray starts a run again"]
     return []

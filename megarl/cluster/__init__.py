@@ -44,16 +44,20 @@ __all__ = [
 ]
 
 
+def under_torchrun() -> bool:
+    """Return whether torchrun started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
 def transport(cluster: ClusterConfig) -> str:
     """Return "ray" or "torchrun": ``cluster.transport``, with auto resolved by whether torchrun started this process."""
-    under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    if cluster.transport == "torchrun" and not under_torchrun:
+    if cluster.transport == "torchrun" and not under_torchrun():
         raise ValueError(
             "cluster.transport is torchrun, but torchrun did not start this process (RANK and WORLD_SIZE are not set): "
             f"run torchrun --nproc-per-node {cluster.trainers} -m megarl train ..., or set cluster.transport=ray."
         )
     if cluster.transport == "auto":
-        return "torchrun" if under_torchrun else "ray"
+        return "torchrun" if under_torchrun() else "ray"
     return cluster.transport
 
 

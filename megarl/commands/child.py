@@ -13,7 +13,7 @@ from pathlib import Path
 from megarl.cluster.process import die_with_parent
 
 STOP_SECONDS = 60.0  # time limit for an interrupted child to stop
-_STOPPED = (130, 143)  # exit statuses after SIGINT or SIGTERM
+STOPPED = (130, 143)  # exit statuses after SIGINT or SIGTERM
 
 
 def run_child(
@@ -46,7 +46,7 @@ def run_child(
             finally:  # also after a second interrupt
                 if process.poll() is None:
                     process.kill()  # leaving the `with` block waits for the process
-            if status in _STOPPED:
+            if status in STOPPED:
                 raise SystemExit(status) from None
             raise
 

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from megarl.checkpoint.folder import checkpoint_step, list_checkpoints
 from megarl.checkpoint.restarts import AFTER, REPORT, End, reporting_end, restarts_by_command
+from megarl.cluster import under_torchrun
 from megarl.cluster.failures import exit_cause
 from megarl.cluster.orphan_reaper import marked, sweep
-from megarl.commands.child import run_child
+from megarl.commands.child import STOPPED, run_child
 from megarl.observe.run_dir import RunDirectory
 from megarl.preflight.load import load_recipe
 from megarl.recipe import Recipe
@@ -24,7 +25,6 @@ from megarl.recipe.schema import TrainConfig
 _MARK = "MEGARL_RUN"  # in the environment of every process of the run on this machine
 _EXIT_SECONDS = 30.0  # time for the processes of an ended run to end by themselves
 _FIRST_DELAY, _LONGEST_DELAY = 10.0, 300.0  # seconds before the second restart in a row; at most
-_STOPPED = (130, 143)
 TRAIN = (sys.executable, "-m", "megarl", "train")
 
 
@@ -42,9 +42,7 @@ def train_command(path: Path, overrides: Sequence[str], *, debug: bool) -> int:
 
 def restarts_itself(train: TrainConfig) -> bool:
     """Return whether `megarl train` runs a recipe with these settings in a child process that it starts again."""
-    under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    is_child = restarts_by_command()
-    return train.restarts > 0 and train.replay is None and not under_torchrun and not is_child
+    return train.restarts > 0 and train.replay is None and not under_torchrun() and not restarts_by_command()
 
 
 def train_with_restarts(
@@ -61,7 +59,7 @@ def train_with_restarts(
     resume, after = [*overrides], ""
     while True:
         end = _run([*command, *resume], after)
-        cause = failures.cause_of(end)
+        cause = cause_of_restart(end, restarted=bool(after))
         if cause is None:
             return end.status
         delay = failures.note(cause, _newest_step(checkpoints))
@@ -87,23 +85,26 @@ class Ended:
     report: End | None
 
 
+def cause_of_restart(end: Ended, *, restarted: bool) -> str | None:
+    """Return why the run has to be started again; None if a restart cannot help: success, a stop, or another error.
+
+    `restarted`: this start was a restart. It may find fewer devices, or a cluster that is not back yet, which is an error of the
+    user at the first start.
+    """
+    if end.status == 0 or end.status in STOPPED:
+        return None
+    if end.report is None:
+        return f"the controller: {exit_cause(end.status)}"
+    is_late = end.status == 2 and restarted
+    return end.report.cause if end.report.process_failed or is_late else None
+
+
 class Failures:
     """Counts failures without a new checkpoint in between. `limit`: `train.restarts`; `newest_step`: of the checkpoints."""
 
     def __init__(self, limit: int, newest_step: int | None) -> None:
-        self.limit, self.newest_step, self.in_a_row, self._starts = limit, newest_step, 0, 0
+        self.limit, self.newest_step, self.in_a_row = limit, newest_step, 0
         self.last_words = ""  # after too many failures
-
-    def cause_of(self, end: Ended) -> str | None:
-        """Return why the run has to be started again; None if a restart cannot help: success, a stop, or another error."""
-        self._starts += 1
-        if end.status == 0 or end.status in _STOPPED:
-            return None
-        if end.report is None:
-            return f"the controller: {exit_cause(end.status)}"
-        # A restart may find fewer devices, or a cluster that is not back yet.
-        is_late = end.status == 2 and self._starts > 1
-        return end.report.cause if end.report.process_failed or is_late else None
 
     def note(self, cause: str, newest_step: int | None) -> float | None:
         """Count a failure. Returns the seconds to wait before the restart; None if there were too many."""

@@ -16,7 +16,14 @@ import pytest
 from megarl.checkpoint.restarts import AFTER, REPORT, End, reporting_end, restart_notices
 from megarl.cluster.failures import CallFailed, Failure, ProcessInfo, WorkerFailed
 from megarl.commands import train_with_restarts as module
-from megarl.commands.train_with_restarts import Ended, Failures, restarts_itself, resuming, train_with_restarts
+from megarl.commands.train_with_restarts import (
+    Ended,
+    Failures,
+    cause_of_restart,
+    restarts_itself,
+    resuming,
+    train_with_restarts,
+)
 from megarl.errors import InputError
 from megarl.preflight.recipe.general import restart_errors
 from megarl.recipe import Recipe
@@ -57,7 +64,7 @@ def no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
 def train(
     folder: Path, *plan: dict[str, object], restarts: int = 2, resume: str = "never"
 ) -> tuple[int, list[list[str]], list[str]]:
-    """The exit status, the overrides of each start, and the cause that each was told."""
+    """Return the exit status, and the overrides and the cause of the restart that each start received."""
     (folder / "plan.json").write_text(json.dumps(plan))
     (folder / "train.py").write_text(TRAIN)
     recipe = Recipe()
@@ -100,7 +107,7 @@ def test_an_error_of_the_controller_is_final(tmp_path: Path) -> None:
 
 
 def test_a_child_that_is_told_to_stop_has_time_to_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A time limit below that of a save would kill the run while it writes."""
+    """A time limit could end the run while it writes a checkpoint."""
     limits = []
 
     def run_child(*_: object, stop_seconds: float | None) -> int:
@@ -120,11 +127,12 @@ def test_processes_of_an_ended_start_are_gone_before_the_next(tmp_path: Path) ->
 
 
 def test_a_cluster_with_too_few_devices_after_a_failure_is_tried_again() -> None:
-    failures = Failures(3, None)
     too_few = Ended(2, End("InputError: too few devices", process_failed=False))
-    assert failures.cause_of(too_few) is None, "of the first start: an error of the user"
-    assert failures.cause_of(too_few) == "InputError: too few devices"
-    assert failures.cause_of(Ended(1, DIED)) and failures.cause_of(Ended(1, WRONG)) is None
+    assert cause_of_restart(too_few, restarted=False) is None, "an error of the user"
+    assert cause_of_restart(too_few, restarted=True) == "InputError: too few devices"
+    assert (
+        cause_of_restart(Ended(1, DIED), restarted=False) and cause_of_restart(Ended(1, WRONG), restarted=True) is None
+    )
 
 
 def test_waits_double_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +189,7 @@ def test_a_success_has_no_report_and_only_the_outermost_command_restarts(monkeyp
     with reporting_end():
         pass
     monkeypatch.setenv(AFTER, "a kill")
-    assert restart_notices(recipe.train) == ["restarted from the newest checkpoint after: a kill"]
+    assert restart_notices(recipe.train) == ["restarted after: a kill"]
 
 
 def test_a_recipe_without_checkpoints_cannot_restart() -> None:
