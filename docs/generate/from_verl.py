@@ -45,9 +45,8 @@ are in another format. The first notes list these keys with the script's text. `
 such a recipe until the key has a value, in the file or as `model.path=...` on the command line.
 
 The command may run main_ppo, main_ppo_sync, main_dapo, main_entropy, one-step-off's main_ppo, fully_async_main,
-fsdp_sft_trainer or sft_trainer. Options that
-are changed or have no counterpart are listed with their lines, as comments at the top of the recipe and on stderr. One that changes what is
-computed is an error: add the recipe's setting after the file, or `--accept OPTION` to leave it out. An option that the command
+fsdp_sft_trainer or sft_trainer. Comments at the top of the recipe, and stderr, list each option that is changed or has no
+counterpart, with its line. An option without counterpart that affects the computation is an error: add the recipe's setting after the file, or `--accept OPTION` to leave it out. An option that the command
 does not set has verl's default where it differs from megarl's. `--rows` is the number of rows of the training data, which
 converts epochs to steps. The recipe is loaded before it is written, and an invalid one is an error with its remedy. For models
 with a config.json in `megarl/hf/published/`, a note reports a layout that does not divide the model.
@@ -61,7 +60,7 @@ tiny copy of it on this machine.
 ## Data
 
 verl's parquet files are read as they are: `prompt`, `data_source`, `reward_model`, `extra_info`, `images`, and `messages` for SFT.
-Keys such as `data.prompt_key` become `data.columns` ([data.md](data.md)); for answers in a column of their own add
+Keys such as `data.prompt_key` become `data.columns` ([data.md](data.md)); for answers in a separate column add
 `data.columns.ground_truth=answer` after the file. A dataset class (`data.custom_cls`) runs once, before the run: a note has the
 command, and the recipe names the file that it writes ([data.md](data.md#a-dataset-class-of-verl)). Samplers (`data.sampler`) and
 generated data (`data.datagen`) are errors.

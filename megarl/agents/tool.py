@@ -43,7 +43,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the policy may call, or a class whose object keeps the state of one sample.
+    """A function that the policy may call, or a class with one object per sample, which has the state of its calls.
 
     Attributes:
         name: its name in calls.

@@ -114,7 +114,7 @@ class OptimizerConfig:
 class LoraConfig:
     """Low-rank adapters: the model's weights are frozen, and only the adapters of its linear layers are trained.
 
-    The reference policy is then the model without adapters, or with those of the last refresh
+    The reference policy is the model without adapters. After a refresh it is the model with the adapters of that time
     (`algorithm.refresh_reference_every`). Engines receive only adapters, or merged weights: `weight_sync.adapters`.
     Checkpoints contain only the adapters.
     """
