@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import wait
 
 import pytest
 
@@ -173,13 +174,14 @@ def test_a_killed_service_ends_the_trainers_call(connect):
         "tests.support.cluster_workers:Engine", (3,), name="engine0", devices=1, env=ENGINE_ENV
     )
     group = cluster.start_trainers("tests.support.cluster_workers:Echo", 1, (), {})
+    finished = [engine.call("slow", i) for i in range(3)]
+    wait(finished, timeout=60)
     engine.call("die_later", 0.3).result(timeout=60)
-    waiting = [engine.call("slow", i) for i in range(3)]
     began = time.monotonic()
     with pytest.raises(ServiceDied, match=r"service engine0 .* died: .*(.|\n)*the engine's last words"):
         group.call("sleep", 100)
     assert time.monotonic() - began < 8
-    assert all(future.result() in range(3) for future in waiting)  # they were done before
+    assert [future.result() for future in finished] == [0, 1, 2]  # the death takes no result back
     with pytest.raises(ServiceDied):
         engine.call("scaled", 1).result(timeout=10)
 
