@@ -50,6 +50,11 @@ def test_runs_that_drain(section: str, key: str, value: object) -> None:
     recipe = ahead()
     setattr(getattr(recipe, section), key, value)
     assert update_rule(recipe) == "drain" and max_lag(recipe) == 2
+    notice = update_notice(recipe)
+    if key == "at_update":  # the recipe says so
+        assert notice is None
+    else:
+        assert notice and notice.startswith("rollout.at_update is drain (auto with rollout.max_staleness=2): ")
 
 
 def test_a_window_of_0_keeps_the_order() -> None:

@@ -73,11 +73,14 @@ def test_sigterm_ends_a_run_during_its_start(started, seconds: int) -> None:
 
 @pytest.mark.slow
 def test_sigterm_saves_and_ends_all_processes_with_a_message(started) -> None:
-    """Cluster managers send SIGTERM. Ray installs a handler that would end the process without a message."""
+    """Cluster managers send SIGTERM, some to the whole process group, which must not end Ray before the save.
+
+    Ray installs a handler that would end the process without a message.
+    """
     training = started("terminated", "train.save_every=0")
     training.wait_for_steps(1)
     processes = descendants(training.process.pid)
-    training.process.send_signal(signal.SIGTERM)
+    os.killpg(training.process.pid, signal.SIGTERM)
     status, errors = training.end(30)
     first, *lines = (line for line in errors.splitlines() if line.strip())
     assert first.startswith("SIGTERM: the run ends at the next moment at which it can save a checkpoint")

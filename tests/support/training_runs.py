@@ -60,6 +60,7 @@ class Run:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
+            start_new_session=True,  # tests send signals to its process group
         )
 
     def wait_for_steps(self, count: int) -> None:

@@ -1,14 +1,16 @@
-"""Signal handling around Ray: preserve exceptions that handlers raise, and keep megarl's SIGTERM handler."""
+"""Signals and Ray: preserve exceptions that handlers raise, keep megarl's SIGTERM handler, and keep signals to a group from Ray."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ray
+from ray._private import services
 
 
 def ray_get(*args: Any, **options: Any) -> Any:
@@ -59,3 +61,27 @@ def keep_sigterm_handler() -> Iterator[None]:
     finally:
         signal.signal = install
         signal.signal(signal.SIGTERM, ours)  # replaces Ray's native handler
+
+
+@contextlib.contextmanager
+def separate_process_groups() -> Iterator[None]:
+    """Start Ray's processes, and so all that they start, outside this process's group.
+
+    `timeout`, shells and some cluster managers send SIGTERM to the whole group of a run, which would end Ray before the run has
+    saved its checkpoint. Ray has no option for it (`ray/_private/services.py`, ``start_ray_process``).
+    """
+
+    class Process(services.ConsolePopen):
+        def __init__(self, *args: Any, preexec_fn: Callable[[], None] | None = None, **options: Any) -> None:
+            def prepare() -> None:
+                os.setpgrp()
+                if preexec_fn is not None:
+                    preexec_fn()
+
+            super().__init__(*args, preexec_fn=prepare, **options)
+
+    original, services.ConsolePopen = services.ConsolePopen, Process
+    try:
+        yield
+    finally:
+        services.ConsolePopen = original

@@ -11,7 +11,7 @@ import ray
 from ray._private.services import canonicalize_bootstrap_address
 
 from megarl.cluster.orphan_reaper import OrphanReaper
-from megarl.cluster.ray.signals import keep_sigterm_handler
+from megarl.cluster.ray.signals import keep_sigterm_handler, separate_process_groups
 
 MIB = 1 << 20
 STORE_SHARE = 0.3  # of the free /dev/shm and of the memory, whichever is less
@@ -41,15 +41,16 @@ def start(address: str | None, reaper: OrphanReaper) -> None:
 def _start_private(reaper: OrphanReaper) -> None:
     os.environ.update(reaper.env)  # inherited by all processes of Ray
     try:
-        ray.init(
-            address="local",
-            num_cpus=PRIVATE_CPUS,
-            include_dashboard=False,
-            _node_ip_address="127.0.0.1",
-            object_store_memory=object_store_bytes(_free_shared_memory(), _memory()),
-            logging_level="error",
-            log_to_driver=False,
-        )
+        with separate_process_groups():
+            ray.init(
+                address="local",
+                num_cpus=PRIVATE_CPUS,
+                include_dashboard=False,
+                _node_ip_address="127.0.0.1",
+                object_store_memory=object_store_bytes(_free_shared_memory(), _memory()),
+                logging_level="error",
+                log_to_driver=False,
+            )
     except Exception as error:
         if "amount of memory on this node" in str(error):
             raise RuntimeError(

@@ -16,8 +16,16 @@ def update_rule(recipe: Recipe) -> UpdateRule:
     rollout = recipe.rollout
     if rollout.at_update != "auto":
         return rollout.at_update
-    ahead = rollout.max_staleness > 0 and not recipe.train.deterministic and rollout.admission != "wave"
-    return "refresh" if ahead and cannot_continue(recipe) is None else "drain"
+    return "refresh" if rollout.max_staleness > 0 and not_refreshed(recipe) is None else "drain"
+
+
+def not_refreshed(recipe: Recipe) -> str | None:
+    """Return why `auto` drains an asynchronous run; None if it refreshes."""
+    if recipe.train.deterministic:
+        return "with train.deterministic, updates must not depend on time"
+    if recipe.rollout.admission == "wave":
+        return "rollout.admission=wave starts a batch's groups together"
+    return cannot_continue(recipe)
 
 
 def cannot_continue(recipe: Recipe) -> str | None:
@@ -65,10 +73,17 @@ def max_lag(recipe: Recipe) -> int:
 
 
 def update_notice(recipe: Recipe) -> str | None:
-    """Return a notice if engines update at different times, or while requests run; None otherwise."""
+    """Return a notice if engines update at different times, or while requests run, or if `auto` drains an asynchronous run."""
     rule = update_rule(recipe)
-    if recipe.train.source != "rollout" or rule == "drain":
+    if recipe.train.source != "rollout":
         return None
+    if rule == "drain":
+        if recipe.rollout.at_update != "auto" or recipe.rollout.max_staleness == 0:
+            return None
+        return (
+            f"rollout.at_update is drain (auto with rollout.max_staleness={recipe.rollout.max_staleness:g}): "
+            f"{not_refreshed(recipe)}; weights change when no request runs, so a step takes at least as long as its longest response"
+        )
     if rule == "finish":
         return (
             "rollout.at_update is finish (set by the recipe): each engine keeps new weights in host memory until its requests have "
