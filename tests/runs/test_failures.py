@@ -80,6 +80,7 @@ def test_sigterm_saves_and_ends_all_processes_with_a_message(started) -> None:
     training = started("terminated", "train.save_every=0")
     training.wait_for_steps(1)
     processes = descendants(training.process.pid)
+    assert training.process.pid not in {os.getpgid(process.pid) for process in processes}
     os.killpg(training.process.pid, signal.SIGTERM)
     status, errors = training.end(30)
     first, *lines = (line for line in errors.splitlines() if line.strip())
