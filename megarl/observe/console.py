@@ -110,6 +110,7 @@ def short(value: float) -> str:
     return f"{value:.4g}"
 
 
+_GAP_BY_LAG = "rollout/logprob_gap_by_lag/"
 _TRAINED_REWARD, _SAMPLED_REWARD = "critic/rewards/mean", "rollout/rewards/mean"
 
 # (label, metric, format) for reinforcement learning
@@ -138,7 +139,8 @@ def figures(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     """Return (label, text) of the step's key figures, evaluations first. Figures of single data sources are left out.
 
     `reward` is the mean over all samples. Dynamic sampling leaves groups out of the training batch: `trained on` is the
-    mean over the batch, and is shown only if it differs.
+    mean over the batch, and is shown only if it differs. If engines sampled ahead, `lag` is the mean over tokens, and `gap` that
+    of the smallest lag: the gap of larger ones contains the policy's change.
     """
     pairs = [
         (name, f"{value:.3f}")
@@ -148,7 +150,15 @@ def figures(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     rewards = [f"{metrics[name]:.3f}" for name in (_SAMPLED_REWARD, _TRAINED_REWARD) if name in metrics]
     pairs += zip(("reward", "trained on"), dict.fromkeys(rewards), strict=False)
     columns = _COLUMNS if rewards else _COLUMNS_WITHOUT_REWARD
-    pairs += [(label, form.format(metrics[name])) for label, name, form in columns if name in metrics]
+    shown = [(label, form.format(metrics[name])) for label, name, form in columns if name in metrics]
+    lags = sorted(int(name.removeprefix(_GAP_BY_LAG)) for name in metrics if name.startswith(_GAP_BY_LAG))
+    if lags:
+        gap = (
+            ("lag", f"{metrics['rollout/staleness_mean']:.1f}"),
+            (f"gap at lag {lags[0]}", f"{metrics[f'{_GAP_BY_LAG}{lags[0]}']:.1e}"),
+        )
+        shown = [pair for each in shown for pair in (gap if each[0] == "gap" else (each,))]
+    pairs += shown
     if "perf/throughput" in metrics:
         pairs.append(("tok/s/device", short(metrics["perf/throughput"])))
     return pairs

@@ -150,6 +150,18 @@ def test_the_reward_covers_all_sampled_groups() -> None:
     assert figures(trained) == [("reward", "0.810")]
 
 
+def test_the_gap_of_old_tokens_is_not_taken_for_a_numerical_one():
+    """With engines that sample ahead, the mean gap contains the policy's change; that of the newest tokens is shown, with its lag."""
+    ahead = {
+        "critic/rewards/mean": 0.5,
+        "rollout/logprob_gap_mean": 0.3,
+        "rollout/staleness_mean": 2.25,
+        "rollout/logprob_gap_by_lag/10": 0.5,
+        "rollout/logprob_gap_by_lag/2": 0.0012,
+    }
+    assert figures(ahead) == [("reward", "0.500"), ("lag", "2.2"), ("gap at lag 2", "1.2e-03")]
+
+
 def test_sft_prints_loss_and_its_phases() -> None:
     line = {
         "actor/loss": 3.97,

@@ -164,6 +164,10 @@ def parse_lengths(text: str | None, response: float | None, recipe: Recipe) -> L
 
 def recorded(run: Path) -> Recorded:
     """Return the lengths of a run's samples. Raises InputError for a directory without enough of them."""
+    if not run.is_dir():
+        raise InputError(
+            f"--lengths {run}: no such directory. Name a run's directory, or give MEDIAN,P99,MAX, e.g. 3000,30000,32768."
+        )
     run_dir = RunDirectory(run)
     groups: dict[tuple[int, object], list[int]] = {}
     prompts: list[int] = []

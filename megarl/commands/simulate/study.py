@@ -122,18 +122,23 @@ class Runner:
 def study(subject: SimulatedRecipe, *, steps: int = STEPS, max_lag: int | None = None) -> Study:
     """Simulate the recipe. `max_lag`: largest lag in versions of a recommended schedule; None: any.
 
-    Raises InputError if no split of the devices has whole layouts, or a run would refuse every setting.
+    Raises InputError if no split of the devices has whole layouts and the recipe is not colocated, or if a run would refuse every
+    setting.
     """
     counts = subject.trainer_counts()
+    notes = []
     if not counts:
         block, group = subject.blocks
-        raise InputError(
+        undivided = (
             f"{subject.devices} devices cannot be split: trainers take multiples of {block} devices (section megatron), "
-            f"engines multiples of {group} (rollout.tensor_parallel x data_parallel). Give --devices {block + group} or another "
-            "sum of such multiples."
+            f"engines multiples of {group} (rollout.tensor_parallel x data_parallel)"
         )
+        enough = f"--devices {block + group} or another sum of such multiples"
+        if subject.recipe.cluster.placement != "colocated":
+            raise InputError(f"{undivided}. Give {enough}.")
+        notes.append(f"Only engines on the trainers' devices are simulated: {undivided}. For the others give {enough}.")
     runner = Runner(subject, steps)
-    trainers = _fastest_split(runner, counts)
+    trainers = _fastest_split(runner, counts) if counts else subject.devices
     runs, best, splits = _at_split(runner, counts, trainers, max_lag)
     if best.setting.trainers != trainers and not best.setting.colocated:  # another split suits the schedule better
         runs, best, splits = _at_split(runner, counts, best.setting.trainers, max_lag)
@@ -147,7 +152,7 @@ def study(subject: SimulatedRecipe, *, steps: int = STEPS, max_lag: int | None =
         settings=overrides(subject.recipe, runner.layout(best.setting), KEYS),
         bytes_per_token=subject.bytes_per_token,
         best_colocated=_best_colocated(runs, max_lag),
-        notes=[*_refused(runner), *assumptions(subject, steps)],
+        notes=[*notes, *_refused(runner), *assumptions(subject, steps)],
     )
 
 
@@ -166,10 +171,14 @@ def _at_split(
     runner: Runner, counts: list[int], trainers: int, max_lag: int | None
 ) -> tuple[list[SimulatedRun], SimulatedRun, list[SimulatedRun]]:
     """Return the runs of all schedules at a split, the recommended run, and its schedule at each split."""
-    settings = _schedules(runner.subject, trainers)
+    settings = _schedules(runner.subject, trainers if counts else None)
     runs = [run for setting in settings if (run := runner.run(setting)) is not None]
     if runner.synchronous is not None:
         runs = [runner.synchronous, *runs]
+    if not runs:
+        raise InputError(
+            f"A run would refuse every setting on {runner.subject.devices} devices: {'; '.join(runner.refusals)}."
+        )
     best = recommended(runs, max_lag)
     if best.setting.colocated:
         return runs, best, [best]
@@ -179,17 +188,20 @@ def _at_split(
     return runs, max(splits, key=lambda run: run.outcome.tokens_per_second), splits
 
 
-def _schedules(subject: SimulatedRecipe, trainers: int) -> list[Setting]:
-    """Return the settings of the table, but for `sync`. Requests of colocated engines run ahead only if the recipe is colocated."""
+def _schedules(subject: SimulatedRecipe, trainers: int | None) -> list[Setting]:
+    """Return the settings of the table, but for `sync`. Requests of colocated engines run ahead only if the recipe is colocated.
+
+    trainers: those with separate devices; None: the devices cannot be split.
+    """
     rollout = subject.recipe.rollout
     windows, stalenesses = sorted({*WINDOWS, rollout.window}), sorted({*STALENESS, rollout.max_staleness} - {0})
     result = []
     if subject.recipe.cluster.placement == "colocated":
         result += [Setting(subject.devices, "refresh", s, w, colocated=True) for s in stalenesses for w in windows]
-    for rule in RULES:
+    for rule in RULES if trainers is not None else ():
         for staleness in stalenesses:
             for window in windows if rule != "drain" else windows[:1]:  # drain has no window
-                result.append(Setting(trainers, rule, staleness, window))
+                result.append(Setting(trainers or 0, rule, staleness, window))
     return result
 
 
@@ -244,8 +256,8 @@ def assumptions(subject: SimulatedRecipe, steps: int) -> list[str]:
         f"({rates}), with caches of mean length. Memory is not counted: run `megarl plan` with the settings above.",
         "Engines and trainers wait during a weight sync. Scoring and tools take no time, no group is filtered, and no "
         "evaluation or checkpoint interrupts.",
-        f"{steps} steps after the start; repeat with another --seed to see the spread, about 5 % of the throughput with long "
-        "tails.",
+        f"{steps} steps after the start; repeat with another --seed to see the spread: with {STEPS} steps, about 5 % of the "
+        "throughput with long tails, and more with fewer steps.",
         "Never measured on an accelerator: updates of running requests, their recomputed caches, and every gain shown here. The "
         "effect of the lag on learning is not simulated.",
     ]

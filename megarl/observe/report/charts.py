@@ -116,7 +116,7 @@ CHARTS = (
             ("rollout/logprob_gap_max", "largest"),
             ("rollout/logprob_gap_k3", "KL (k3)"),
         ),
-        "Difference of the trainer's and the engine's log-probs of the same tokens; log scale.",
+        "Difference of the trainer's and the engine's log-probs of the same tokens; with old tokens, the policy's change too. Log scale.",
         tick=".0e",
         log=True,
     ),
@@ -144,7 +144,7 @@ CHARTS = (
         tick=".0%",
     ),
     Chart(
-        "Staleness",
+        "Lag",
         (("rollout/staleness_mean", "mean"), ("rollout/staleness_max", "most")),
         "Weight versions behind the trainer.",
     ),

@@ -108,11 +108,6 @@ def test_splits_are_whole_layouts() -> None:
     assert 52 in unusual.trainer_counts()
 
 
-def test_devices_that_cannot_be_split_are_refused() -> None:
-    with pytest.raises(InputError, match=r"trainers take multiples of 16 .*--devices 18"):
-        study(subject(16, megatron__pipeline_parallel=2, megatron__tensor_parallel=8), steps=2)
-
-
 def test_bytes_of_samples() -> None:
     assert subject().bytes_per_token == 13
     experts = QWEN | {
@@ -259,7 +254,8 @@ def test_the_command_prints_a_recipes_schedules(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["recipes/grpo_qwen3_8b.yaml", "--lengths", "none/here"], "0 samples"),
+        (["recipes/grpo_qwen3_8b.yaml", "--lengths", "none/here"], "no such directory"),
+        (["recipes/grpo_qwen3_8b.yaml", "--lengths", "recipes"], "0 samples"),
         (["recipes/ppo_qwen3_8b.yaml"], "trains a critic"),
         (["recipes/sft_peft_qwen3_8b.yaml"], "nothing is sampled"),
         (["recipes/grpo_qwen3_8b.yaml", "--devices", "3"], "cannot be split|refuse"),
@@ -271,6 +267,18 @@ def test_wrong_input_is_refused(arguments: list[str], message: str) -> None:
     done = run_command(str(ROOT / arguments[0]), *arguments[1:])
     assert isinstance(done.exception, InputError)
     assert re.search(message, str(done.exception)), done.exception
+
+
+def test_devices_that_cannot_be_split_are_simulated_together() -> None:
+    """A recipe whose trainers need every device has rows of engines on them, and says which devices a split needs."""
+    done = run_command(str(ROOT / "recipes/dapo_qwen3_30b.yaml"), "--steps", "2", "--json")
+    assert done.exit_code == 0, done.output
+    content = json.loads(done.stdout)
+    assert {run["rule"] for run in content["runs"]} == {"sync", "colocated"}
+    assert content["recommended"]["trainers"] == 16 and "--devices 20" in content["notes"][0]
+    whole = {"megatron__pipeline_parallel": 2, "megatron__tensor_parallel": 8, "cluster__placement": "disaggregated"}
+    with pytest.raises(InputError, match=r"16 devices cannot be split: trainers take multiples of 16 .*--devices 18"):
+        study(subject(16, **whole), steps=2)
 
 
 def test_a_synchronous_run_takes_the_seconds_of_its_plan() -> None:
