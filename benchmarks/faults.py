@@ -34,7 +34,9 @@ from megarl.commands.data.quickstart import prepare_quickstart
 ROOT = Path(__file__).parent.parent
 RULES = ("drain", "finish", "refresh", "keep")
 PROMPTS, STALENESS = 4, 2
-OVERTAKING = PROMPTS  # later groups that may enter a batch before a group: the default of rollout.window, in whole batches
+OVERTAKING = (
+    PROMPTS  # later groups that may enter a batch before a group: the default of rollout.window, in whole batches
+)
 END_SECONDS = 60.0
 START_SECONDS = 400.0
 CONTROLLER = ("controller SIGKILL", "controller SIGTERM", "controller SIGINT")

@@ -43,10 +43,13 @@ class RunLog:
                 log.step(step)
 
     Added metrics belong to the next step. Opening the log locks the directory (ValueError if another run has the lock)
-    and discards the metrics and samples that an earlier session wrote after ``first_step - 1``.
+    and discards the metrics and samples that an earlier session wrote after ``first_step - 1``, but for samples of `trained_steps`.
     """
 
-    def __init__(self, recipe: Recipe, run_dir: RunDirectory | Path, first_step: int, total_steps: int) -> None:
+    def __init__(
+        self, recipe: Recipe, run_dir: RunDirectory | Path, first_step: int, total_steps: int, trained_steps: int = 0
+    ) -> None:
+        """trained_steps: of the checkpoint, which may contain step `first_step` already: its samples are kept."""
         self.run_dir = run_dir if isinstance(run_dir, RunDirectory) else RunDirectory(run_dir)
         self.next_step = first_step
         self._recipe, self._total_steps = recipe, total_steps
@@ -56,11 +59,11 @@ class RunLog:
         self._closed = False
         self._parts = contextlib.ExitStack()  # undone in reverse order if a later part fails to start
         with self._parts:
-            self._open(first_step)
+            self._open(first_step, trained_steps)
             self._parts = self._parts.pop_all()
         self._clock = self._began = time.perf_counter()
 
-    def _open(self, first_step: int) -> None:
+    def _open(self, first_step: int, trained_steps: int) -> None:
         unlockable = self.run_dir.lock()
         self._parts.callback(self.run_dir.unlock)
         self.run_dir.write_recipe(to_yaml(self._recipe))
@@ -71,7 +74,7 @@ class RunLog:
         self._metrics = MetricsLog(self.run_dir, sinks)
         kept = first_step - 1 if first_step > 1 else -1  # a fresh run discards step 0 too, the evaluation at the start
         discarded = self._metrics.truncate_after(kept)
-        discard_samples_after(self.run_dir, kept)
+        discard_samples_after(self.run_dir, max(kept, trained_steps))
         self.trace = Trace(self.run_dir.trace)
         self._console: Console = make_console(self._recipe, first_step - 1, self._total_steps)
         self._parts.callback(self._console.close)

@@ -32,6 +32,11 @@ class RunPlace:
     identity: dict[str, Any]  # identity of the run's checkpoints; see megarl/checkpoint/identity.py
     notices: list[str]  # checkpoints that were skipped, with the reason, and changed settings
 
+    @property
+    def trained_steps(self) -> int:
+        """Steps of the checkpoint."""
+        return 0 if self.checkpoint is None else checkpoint_step(self.checkpoint)
+
 
 def open_run_directory(recipe: Recipe, identity: dict[str, Any]) -> RunPlace:
     """Create the run's directory if it is missing, and find the checkpoint to resume from. Raises as `find_place` does."""

@@ -98,6 +98,22 @@ def test_time_of_the_start_is_not_in_the_first_step(tmp_path: Path) -> None:
     assert session["start"]["seconds"] >= session["start"]["timing_s/start"] >= 0.3
 
 
+def test_samples_of_a_step_whose_metrics_the_checkpoint_has_are_kept(tmp_path: Path) -> None:
+    """SIGTERM ends a run after it has saved a step, and before it writes the step's metrics; the next start writes them."""
+    log = RunLog(make_recipe(), tmp_path, 1, 10)
+    for step in (1, 2, 3):
+        log.samples(step, [{"response": "x"}])
+        if step == 1:
+            log.step(step)
+    log.run_dir.unlock()  # like a kill: no file is closed
+    with RunLog(make_recipe(), tmp_path, 2, 10, trained_steps=2) as log:
+        log.step(2)
+    assert sorted(path.name for path in (tmp_path / "samples").glob("*.jsonl")) == [
+        "step_000001.jsonl",
+        "step_000002.jsonl",
+    ]
+
+
 def test_resume_moves_later_steps_aside_with_a_notice(tmp_path: Path) -> None:
     recipe = make_recipe()
     log = RunLog(recipe, tmp_path, 1, 10)
