@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,22 +36,32 @@ from megarl.recipe.derived.at_update import update_rule
 from megarl.recipe.derived.critic_view import critic_view
 from megarl.recipe.derived.offload import learners_take_turns, offloads
 from megarl.recipe.paths import with_absolute_paths
-from megarl.recipe.schema import RolloutConfig
-from megarl.rollout.engine_handle import EngineHandle, JudgeHandle, SamplingEngine, TeacherHandle, with_engine_check
+from megarl.rollout.engine_handle import EngineHandle, JudgeHandle, SamplingEngine, TeacherHandle
 from megarl.rollout.evaluate import EvaluationResult, evaluate
+from megarl.rollout.fleet import Fleet
 from megarl.rollout.judge.service import with_judge
 from megarl.rollout.source import SampleSource
 from megarl.rollout.source_dataset import DatasetSource
 from megarl.rollout.source_engines import EnginesSource
-from megarl.rollout.start_engines import load_engines, start_engines, start_judge, start_teacher, wait_for_start
+from megarl.rollout.start_engines import (
+    check_for,
+    check_in_flight,
+    load_engines,
+    start_engines,
+    start_fleet,
+    start_judge,
+    start_teacher,
+    wait_for_start,
+)
 from megarl.rollout.tape import ReplayPlan, RunTape
-from megarl.rollout.teacher import Teacher
-from megarl.trainer.group import ActorGroup, CriticGroup, TrainerGroup
+from megarl.rollout.teacher.scoring import Teacher
+from megarl.trainer.group import ActorGroup, CriticGroup, require_shared_storage
 from megarl.trainer.held_out import HeldOut
 from megarl.trainer.worker import kernel_notices
 from megarl.weight_sync.connect import open_weight_sync
-from megarl.weight_sync.handover import Colocated, Disaggregated, Handover, Occupant
+from megarl.weight_sync.handover import Colocated, Disaggregated, DisaggregatedFleet, Handover, Occupant
 from megarl.weight_sync.publish import publish
+from megarl.weight_sync.session import Session
 
 ACTOR = "megarl.trainer.actor:ActorWorker"
 CRITIC = "megarl.trainer.critic:CriticWorker"
@@ -172,12 +181,15 @@ def build_run(setup: RunSetup, cluster: Cluster, log: RunLog) -> Run:
     engines, actor, critic = started.engines, started.actor, started.critic
     stop = GracefulStop.of(recipe.train)
     check = stop.after(check_for(recipe.rollout, engines, cluster))
+    fleet = start_fleet(
+        recipe, prepared.data_sources, setup.platform, cluster, engines, started.descriptions, log.notice
+    )
     verdicts = setup.tape.verdicts() if setup.tape is not None and recipe.reward.uses_judge else None
     samplers, check = with_judge(recipe.judge, recipe.reward, engines, started.judges, check, verdicts)
-    devices = connect_engines(recipe, started, log.notice)
+    devices = connect_engines(recipe, started, log.notice, fleet)
     for notice in kernel_notices(actor.describe()):
         log.notice(notice)
-    source = _source(setup, samplers, check)
+    source = _source(setup, samplers, check, fleet)
     skipped = SkippedSteps(recipe.train.stop_after_skipped, folder.checkpoints)
     kl_weight = KLWeight(recipe.algorithm.kl_coef, recipe.algorithm.kl_target, recipe.algorithm.kl_horizon)
     saver = _saver(setup, started, devices, cluster.check, log.notice)
@@ -191,7 +203,7 @@ def build_run(setup: RunSetup, cluster: Cluster, log: RunLog) -> Run:
         teacher=Teacher(started.teachers, recipe.teacher.timeout) if started.teachers else None,
         source=source,
         devices=devices,
-        evaluate=_evaluation(recipe, prepared, samplers, actor, check),
+        evaluate=_evaluation(recipe, prepared, samplers, actor, check, fleet),
         checkpoints=Checkpoints(
             recipe.train, saver, source, kl_weight, skipped, setup.place.identity, load_weights, log, stop
         ),
@@ -264,7 +276,7 @@ def _start_actor(setup: RunSetup, cluster: Cluster) -> ActorGroup:
     args = (recipe, updated_steps * recipe.actor.optimizer_steps)
     workers = cluster.start_trainers(ACTOR, recipe.cluster.trainers, args, env={})
     actor = ActorGroup(workers, recipe, setup.prepared.flops)
-    _check_shared_storage(actor, setup.place.directory.path)
+    require_shared_storage(actor, setup.place.directory.path)
     return actor
 
 
@@ -278,44 +290,40 @@ def _start_critic(setup: RunSetup, cluster: Cluster, actor: Occupant) -> tuple[C
     args = (view, recipe.train.steps * view.actor.optimizer_steps)
     workers = cluster.start_trainers(CRITIC, recipe.critic.trainers, args, env={}, name="critic")
     critic = CriticGroup(workers, view, setup.prepared.critic_flops)
-    _check_shared_storage(critic, setup.place.directory.path)
+    require_shared_storage(critic, setup.place.directory.path)
     on_devices = Occupant(critic, offload=offloads(view, setup.platform.name))
     on_devices.offload()
     critic.describe()
     return critic, on_devices
 
 
-def _check_shared_storage(trainers: TrainerGroup, folder: Path) -> None:
-    """Raise RuntimeError unless every trainer sees the run's directory, where it writes its part of a checkpoint."""
-    token = folder / f".shared-{uuid.uuid4().hex}"
-    token.touch()
-    try:
-        views = trainers.hosts_seeing(token)
-    finally:
-        token.unlink()
-    blind = sorted({host for host, sees in views if not sees})
-    if blind:
-        raise RuntimeError(
-            f"the run's directory {folder} is not shared: {', '.join(blind)} cannot see it. "
-            "Set runs_dir to a path that every node mounts."
-        )
-
-
-def check_for(rollout: RolloutConfig, engines: Sequence[EngineHandle], cluster: Cluster) -> Callable[[], None]:
-    """Return a function that raises if a process of the run has failed. Waits for samples call it every second."""
-    return cluster.check if rollout.data_parallel == 1 else with_engine_check(engines, cluster.check)
-
-
-def connect_engines(recipe: Recipe, started: Started, notice: Callable[[str], None]) -> Handover:
+def connect_engines(
+    recipe: Recipe, started: Started, notice: Callable[[str], None], fleet: Fleet | None = None
+) -> Handover:
     """Open the weight sync between the actor and the engines, and choose how they occupy the devices."""
     actor, engines = started.actor, started.engines
     if not engines:
         return Handover()
     check_in_flight(recipe, started.descriptions)
-    session = open_weight_sync(recipe, actor, engines, started.descriptions, notice)
+    told: set[str] = set()
+
+    def tell(text: str) -> None:
+        """Pass a notice on the route of the weights on, once: a session that is opened again mostly has the same."""
+        if text not in told:
+            told.add(text)
+            notice(text)
+
+    session = open_weight_sync(recipe, actor, engines, started.descriptions, tell)
     if update_rule(recipe) == "finish" and not session.sharded and session.adapter_alpha is None:
         problem = "the weights go to the engines whole (see the notices), and each engine rank would keep the whole model in host memory"
         raise RecipeError("rollout.at_update", problem, "set rollout.at_update=refresh or drain", value="finish")
+    if fleet is not None:
+
+        def reopen(members: list[int]) -> Session:
+            handles, descriptions = [engines[i] for i in members], [fleet.descriptions[i] for i in members]
+            return open_weight_sync(recipe, actor, handles, descriptions, tell)
+
+        return DisaggregatedFleet(actor, engines, session, fleet, reopen, recipe.rollout.start_timeout)
     if recipe.cluster.placement == "disaggregated":
         return Disaggregated(actor, engines, session)
     return Colocated(
@@ -330,35 +338,24 @@ def connect_engines(recipe: Recipe, started: Started, notice: Callable[[str], No
     )
 
 
-def check_in_flight(recipe: Recipe, descriptions: Sequence[dict[str, Any]]) -> None:
-    """Raise RecipeError if an engine cannot take new weights while requests run, and `rollout.at_update` needs it."""
-    if update_rule(recipe) not in ("refresh", "keep"):
-        return
-    for each in descriptions:
-        name = f"{each['engine']} {each['version']}"
-        if each.get("ends_requests_asleep"):
-            problem = f"{name} ends running requests when it sleeps, and colocated engines sleep while trainers compute"
-            remedy = "set rollout.max_staleness=0, or install vLLM 0.23 or later"
-            raise RecipeError("rollout.max_staleness", problem, remedy, value=recipe.rollout.max_staleness)
-        if not each["can_update_in_flight"]:
-            # Colocated engines cannot drain with requests of the next batches.
-            drain = "max_staleness=0" if recipe.cluster.placement == "colocated" else "at_update=drain"
-            problem = f"{name} cannot take new weights while requests run"
-            remedy = f"set rollout.{drain}, or install another version"
-            raise RecipeError("rollout.at_update", problem, remedy, value=update_rule(recipe))
-
-
-def _source(setup: RunSetup, samplers: Sequence[SamplingEngine], check: Callable[[], None]) -> SampleSource:
+def _source(
+    setup: RunSetup, samplers: Sequence[SamplingEngine], check: Callable[[], None], fleet: Fleet | None
+) -> SampleSource:
     recipe, prepared = setup.recipe, setup.prepared
     if prepared.examples is not None:
         return DatasetSource(recipe, prepared.examples)
     assert prepared.prompts is not None
     arrivals = setup.tape.arrivals() if setup.tape is not None else None
-    return EnginesSource(recipe, prepared.prompts, samplers, prepared.tokenizer.stop_ids, check, arrivals)
+    return EnginesSource(recipe, prepared.prompts, samplers, prepared.tokenizer.stop_ids, check, arrivals, fleet)
 
 
 def _evaluation(
-    recipe: Recipe, prepared: Prepared, samplers: Sequence[SamplingEngine], actor: ActorGroup, check: Callable[[], None]
+    recipe: Recipe,
+    prepared: Prepared,
+    samplers: Sequence[SamplingEngine],
+    actor: ActorGroup,
+    check: Callable[[], None],
+    fleet: Fleet | None,
 ) -> Callable[[], EvaluationResult] | None:
     """Return a function that evaluates the policy on held-out problems (RL) or rows (SFT, DPO); None if there are none."""
     problems, rows = prepared.evaluation, prepared.held_out
@@ -366,7 +363,7 @@ def _evaluation(
         return HeldOut(recipe, rows, actor).evaluate
     if problems is None:
         return None
-    return lambda: evaluate(recipe, problems, samplers, prepared.tokenizer.stop_ids, check)
+    return lambda: evaluate(recipe, problems, samplers, prepared.tokenizer.stop_ids, check, fleet)
 
 
 def _saver(

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from megarl.assembly import Run, RunSetup, build_run, check_in_flight
+from megarl.assembly import Run, RunSetup, build_run
 from megarl.errors import RecipeError
 from megarl.observe.log import RunLog
 from megarl.observe.run_dir import RunDirectory
 from megarl.platform.cpu import CPUPlatform
 from megarl.recipe.schema import Recipe
+from megarl.rollout.start_engines import check_in_flight
 from megarl.rollout.tape import ReplayPlan, TapeSegment
 from megarl.trainer.group import ActorGroup, CriticGroup
 from megarl.weight_sync.handover import Colocated, Disaggregated, Handover
@@ -70,7 +71,7 @@ class Cluster:
         self.started.append((class_path.partition(":")[2], (size, *args[1:])))
         return Workers(name, self.calls)
 
-    def start_service(self, class_path: str, args: Any, *, name: str, devices: int, env: Any) -> Service:
+    def start_service(self, class_path: str, args: Any, *, name: str, devices: int, env: Any, **more: Any) -> Service:
         self.started.append((class_path.partition(":")[2], name))
         return Service(name, self.calls)
 

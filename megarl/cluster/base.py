@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import importlib
 import socket
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megarl.types import DataRef
+
+if TYPE_CHECKING:
+    from megarl.cluster.failures import Failure
 
 
 class WorkerGroup(Protocol):
@@ -80,6 +84,10 @@ class Service(Protocol):
         """
         ...
 
+    def failure(self) -> Failure | None:
+        """Return how the process ended or failed to start; None while it is alive."""
+        ...
+
     def alive(self) -> bool: ...
 
     def stop(self) -> None:
@@ -102,9 +110,20 @@ class Cluster(Protocol):
         ...
 
     def start_service(
-        self, class_path: str, args: tuple[Any, ...], *, name: str, devices: int, env: dict[str, str]
+        self,
+        class_path: str,
+        args: tuple[Any, ...],
+        *,
+        name: str,
+        devices: int,
+        env: dict[str, str],
+        replaces: Service | None = None,
+        essential: bool = True,
     ) -> Service:
         """Start a process that sees `devices` devices of one machine and constructs ``class_path(*args)``.
+
+        replaces: a service whose devices the new one takes; what is left of its process is killed first. essential: the run
+        cannot continue without it, so that `check` raises if it ends. A stopped process (SIGSTOP) that is not essential is killed.
 
         Start the engines in the order of the reservation: rollout.engines, of rollout.tensor_parallel devices each
         (colocated engines spread over the trainers' devices), then the engines of the teacher and of the judge.
@@ -112,11 +131,16 @@ class Cluster(Protocol):
         ...
 
     def check(self) -> None:
-        """Raise `WorkerFailed` or `ServiceDied` if a process has died or failed to start, after ending all others.
+        """Raise `WorkerFailed` or `ServiceDied` if a process has died or failed to start, after ending all others. Services that
+        are not essential are left out.
 
         Also pings idle trainers. Call it about every second while waiting for anything other than trainers, from
         the thread that calls the trainers; it takes a few milliseconds.
         """
+        ...
+
+    def on_check(self, callback: Callable[[], None]) -> None:
+        """Call `callback` in each check, in the controller's thread, also while trainers compute. It may raise `ServiceDied`."""
         ...
 
     def shutdown(self) -> None:

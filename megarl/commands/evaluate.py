@@ -6,7 +6,7 @@ import json
 import sys
 
 from megarl import platform as platforms
-from megarl.assembly import check_for, connected
+from megarl.assembly import connected
 from megarl.cluster import is_controller, serve
 from megarl.cluster.device_map import Demand
 from megarl.engines.specs import fixed_models
@@ -19,7 +19,7 @@ from megarl.recipe.judge import JUDGE
 from megarl.recipe.paths import with_absolute_paths
 from megarl.rollout.evaluate import EvaluationResult, evaluate
 from megarl.rollout.judge.service import with_judge
-from megarl.rollout.start_engines import load_engines, start_engines, start_judge, wait_for_start
+from megarl.rollout.start_engines import check_for, load_engines, start_engines, start_judge, wait_for_start
 
 
 def evaluate_model(recipe: Recipe) -> EvaluationResult:

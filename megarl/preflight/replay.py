@@ -23,6 +23,7 @@ from megarl.rollout.tape import (
     other_format,
     segment_of_checkpoint,
     segments_of,
+    with_deaths,
 )
 
 # Settings that may differ between a run and its replay: they change no number.
@@ -56,6 +57,9 @@ def replay_errors(recipe: Recipe) -> Iterator[RecipeError]:
         return
     if (problem := other_format(plans)) is not None:
         yield _error(recipe.train.replay, problem, "replay it with that version of megarl")
+        return
+    if (problem := with_deaths(plans)) is not None:
+        yield _error(recipe.train.replay, problem, "replay a run in which no engine died")
         return
     if recorded.path.resolve() == (Path(recipe.runs_dir) / recipe.name).resolve():
         yield _error(

@@ -11,9 +11,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megarl.cluster.calls import wait
+from megarl.cluster.failures import ClusterError
 from megarl.recipe.derived.at_update import update_rule
 from megarl.recipe.schema import Recipe
 from megarl.rollout.engine_handle import SamplingEngine
+from megarl.rollout.fleet import Fleet
 from megarl.types import GenerationRequest, Partial
 
 logger = logging.getLogger(__name__)
@@ -53,14 +55,24 @@ def cannot_continue_groups(recipe: Recipe) -> str | None:
 
 
 def copy_partials(
-    engines: Sequence[SamplingEngine], version: int, check: Callable[[], None]
+    engines: Sequence[SamplingEngine], version: int, check: Callable[[], None], fleet: Fleet | None = None
 ) -> dict[int, tuple[Partial, ...]]:
     """Return the samples so far of each group that engines with weights of `version` sample, if any has tokens.
 
-    check: called every second while engines answer; it may raise.
+    check: called every second while engines answer; it may raise. fleet: of engines that may die, which then return none.
     """
-    calls = [engine.copy_partials(version) for engine in engines]
-    copies = [wait(call, check) for call in calls]
+    serving = range(len(engines)) if fleet is None else fleet.serving
+    calls = [
+        (index, 0 if fleet is None else fleet.process(index), engines[index].copy_partials(version))
+        for index in serving
+    ]
+    copies = []
+    for index, process, call in calls:
+        try:
+            copies.append(wait(call, check))
+        except ClusterError as error:
+            if fleet is None or not fleet.lost(index, process, error):
+                raise
     return {
         number: partials
         for copied in copies
@@ -70,7 +82,7 @@ def copy_partials(
 
 
 def copy_in_time(
-    engines: Sequence[SamplingEngine], version: int, seconds: float = 10.0
+    engines: Sequence[SamplingEngine], version: int, fleet: Fleet | None = None, seconds: float = 10.0
 ) -> dict[int, tuple[Partial, ...]]:
     """Return `copy_partials` for the last checkpoint of a run that ends. If an engine fails or takes longer than `seconds`,
     return none, with a warning: saving the weights matters more."""
@@ -81,7 +93,7 @@ def copy_in_time(
             raise TimeoutError(f"engines did not return them within {seconds:g} s")
 
     try:
-        return copy_partials(engines, version, check)
+        return copy_partials(engines, version, check, fleet)
     except Exception as error:  # noqa: BLE001 -- the warning names it
         logger.warning("tokens of running groups are not saved, and these are sampled again after a resume: %s", error)
         return {}

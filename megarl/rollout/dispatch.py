@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from megarl.recipe.derived.at_update import UpdateRule
@@ -62,6 +62,22 @@ class Dispatch:
         if all(each.closed for index, each in enumerate(self._engines) if index != engine):
             raise ValueError(f"no engine but number {engine} is open, so its groups cannot move")
         self._engines[engine].closed = True
+
+    def close_others(self, serving: Collection[int]) -> list[int]:
+        """Start no further group on engines that are not among the `serving` ones, if there are any. Returns those that were
+        open."""
+        closed = [
+            index
+            for index, engine in enumerate(self._engines)
+            if serving and index not in serving and not engine.closed
+        ]
+        for index in closed:
+            self._engines[index].closed = True
+        return closed
+
+    def open(self, engine: int) -> None:
+        """Let groups start on a closed engine that has the newest weights and no group."""
+        self._engines[engine].closed = False
 
     def add_version(self, version: int) -> None:
         """Record that all engines have received weights. They load the first weights at once, and with finish only these."""

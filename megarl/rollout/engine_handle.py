@@ -14,7 +14,7 @@ from megarl.cluster.base import Service
 from megarl.engines.base import GroupRank
 from megarl.rollout.judge.server import Judgement, JudgeServer
 from megarl.rollout.server import RolloutServer
-from megarl.rollout.teacher_server import TeacherServer
+from megarl.rollout.teacher.server import TeacherServer
 from megarl.types import DataRef, GenerationRequest, Group, Partial, Prompt
 from megarl.weight_sync.session import Session, UpdateReport
 

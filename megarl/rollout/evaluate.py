@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from math import comb
+from typing import TypeVar
 
 import numpy as np
 
 from megarl.cluster.calls import StallTimer, attach, wait
+from megarl.cluster.failures import ClusterError
 from megarl.recipe.schema import EvaluationConfig, Recipe, RolloutConfig
 from megarl.rollout.engine_handle import SamplingEngine
+from megarl.rollout.fleet import Fleet
 from megarl.rollout.metrics import agent_figures, groups_by_source
 from megarl.rollout.unscored_groups import check_evaluation, scoring_counts, scoring_notice
 from megarl.types import GenerationRequest, Group, Metrics, Prompt, Sample, Sampling, derived_seed
+
+T = TypeVar("T")
 
 EVALUATION_SEED = 0x5EED  # differs from training's seeds; the same at every evaluation
 FIRST_EVALUATION_GROUP = 1 << 48  # evaluation groups have different numbers than training's
@@ -106,22 +112,24 @@ def evaluate(
     engines: Sequence[SamplingEngine],
     stop_token_ids: Sequence[int],
     check_processes: Callable[[], None],
+    fleet: Fleet | None = None,
 ) -> EvaluationResult:
     """Sample every problem and score it. Batches are repeatable only if the engines are idle.
 
     `check_processes` is called every second and raises if a process of the run has died. Raises RuntimeError if no
     problem finishes within `rollout.timeout`, or if too many cannot be scored (`reward.max_failed_share`). If an answer
-    cannot be scored, its problem is counted and excluded from the means.
+    cannot be scored, its problem is counted and excluded from the means. `fleet`: of engines that may die; others then sample
+    their problems, with the same seeds.
     """
     settings = recipe.evaluation
     problems = list(prompts)[: settings.limit]
     sampling = _sampling(recipe.rollout, settings, stop_token_ids)
-    groups = _run(problems, sampling, engines, check_processes, recipe.rollout.timeout)
+    groups = _run(problems, sampling, engines, check_processes, recipe.rollout.timeout, fleet)
     check_evaluation(groups, recipe.reward.max_failed_share)
     answers: list[Group] = []
     if settings.greedy:
         greedy = Sampling(n=1, max_tokens=sampling.max_tokens, temperature=0.0, stop_token_ids=sampling.stop_token_ids)
-        answers = _run(problems, greedy, engines, check_processes, recipe.rollout.timeout)
+        answers = _run(problems, greedy, engines, check_processes, recipe.rollout.timeout, fleet)
         check_evaluation(answers, recipe.reward.max_failed_share)
     metrics = {**evaluation_metrics(groups, answers, settings.ks), **by_source(groups, answers, settings.ks)}
     notice = scoring_notice([*groups, *answers], "problems", "The evaluation's figures leave these problems out.")
@@ -144,28 +152,60 @@ def _run(
     engines: Sequence[SamplingEngine],
     check_processes: Callable[[], None],
     timeout: float,
+    fleet: Fleet | None,
 ) -> list[Group]:
-    """Submit the problems round-robin, with one message per engine; return the groups in the problems' order."""
-    shares: list[list[GenerationRequest]] = [[] for _ in engines]
-    for number, prompt in enumerate(problems):
-        seed = derived_seed(EVALUATION_SEED, number)
-        shares[number % len(engines)].append(GenerationRequest(FIRST_EVALUATION_GROUP + number, prompt, sampling, seed))
-    submitted = [engine.submit(share) for engine, share in zip(engines, shares, strict=True) if share]
-    collected = [
-        engines[number % len(engines)].collect(FIRST_EVALUATION_GROUP + number) for number in range(len(problems))
-    ]
+    """Return the groups of the problems, in their order. Problems of an engine that dies go to the others."""
+    groups: dict[int, Group] = {}
+    while left := [number for number in range(len(problems)) if number not in groups]:
+        groups |= _sample(
+            {number: problems[number] for number in left}, sampling, engines, check_processes, timeout, fleet
+        )
+    return [groups[number] for number in range(len(problems))]
+
+
+def _sample(
+    problems: Mapping[int, Prompt],
+    sampling: Sampling,
+    engines: Sequence[SamplingEngine],
+    check_processes: Callable[[], None],
+    timeout: float,
+    fleet: Fleet | None,
+) -> dict[int, Group]:
+    """Submit problems, by number, round-robin, with one message per engine; return the groups, without those of engines that
+    died."""
+    serving = list(range(len(engines))) if fleet is None else fleet.serving
+    processes = {index: 0 if fleet is None else fleet.process(index) for index in serving}
+    shares: dict[int, list[GenerationRequest]] = {index: [] for index in serving}
+    owners: dict[int, int] = {}
+    for position, (number, prompt) in enumerate(problems.items()):
+        request = GenerationRequest(
+            FIRST_EVALUATION_GROUP + number, prompt, sampling, derived_seed(EVALUATION_SEED, number)
+        )
+        owners[number] = serving[position % len(serving)]
+        shares[owners[number]].append(request)
+    submitted = {index: engines[index].submit(share) for index, share in shares.items() if share}
+    collected = {number: engines[owner].collect(FIRST_EVALUATION_GROUP + number) for number, owner in owners.items()}
     stall_timer = StallTimer(timeout)
-    for future in collected:
+    for future in collected.values():
         future.add_done_callback(lambda _: stall_timer.reset())
 
     def check() -> None:
         check_processes()
-        waiting = [number for number, future in enumerate(collected) if not future.done()]
+        waiting = [number for number, future in collected.items() if not future.done()]
         if waiting:
-            stall_timer.check(
-                len(waiting), f"problem {waiting[0]} of the evaluation, on {engines[waiting[0] % len(engines)].name}"
-            )
+            name = engines[owners[waiting[0]]].name
+            stall_timer.check(len(waiting), f"problem {waiting[0]} of the evaluation, on {name}")
 
-    for submission in submitted:
-        wait(submission, check)
-    return [attach(wait(future, check)) for future in collected]
+    def result(call: Future[T], engine: int) -> T | None:
+        """Wait for a call; None if its engine has died."""
+        try:
+            return wait(call, check)
+        except ClusterError as error:
+            if fleet is None or not fleet.lost(engine, processes[engine], error):
+                raise
+            return None
+
+    for index, submission in submitted.items():
+        result(submission, index)
+    answers = {number: result(future, owners[number]) for number, future in collected.items()}
+    return {number: attach(answer) for number, answer in answers.items() if answer is not None}

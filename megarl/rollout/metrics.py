@@ -13,8 +13,10 @@ from typing import TypeVar
 
 import numpy as np
 
+from megarl.recipe.algorithm import DynamicSamplingConfig
 from megarl.rollout.admission import TriedGroup, accepted_groups
-from megarl.rollout.unscored_groups import scoring_counts
+from megarl.rollout.source import Batch
+from megarl.rollout.unscored_groups import scoring_counts, scoring_notice
 from megarl.types import Group, Metrics, Sample
 
 # Names of sources may contain slashes, so the patterns match the end of a metric's name.
@@ -131,3 +133,26 @@ def batch_metrics(tried: list[TriedGroup], count: int) -> dict[str, float]:
         **agent_figures(samples),
         **sampled_figures(tried),
     }
+
+
+def batch_of(
+    tried: list[TriedGroup], count: int, dynamic: DynamicSamplingConfig, metrics: Metrics, notice: str | None
+) -> Batch:
+    """Return the batch of the accepted ones of `tried` groups. `metrics`, `notice`: further ones of the batch.
+
+    Raises RuntimeError if fewer than `count` are accepted and `when_exhausted` is fail.
+    """
+    groups = accepted_groups(tried)
+    unscored = scoring_notice(
+        [item.group for item in tried], "groups", "These groups were left out, and others sampled in their place."
+    )
+    notices = [text for text in (notice, unscored) if text is not None]
+    if len(groups) < count:
+        text = f"dynamic sampling found {len(groups)} of {count} groups with spread in {len(tried)} tries"
+        if dynamic.when_exhausted == "fail":
+            raise RuntimeError(
+                f"{text}. The prompts may be too easy or too hard for the model: raise "
+                "algorithm.dynamic_sampling.max_attempts, set when_exhausted=smaller, or change the data."
+            )
+        notices.append(f"{text}: this step trains on {len(groups)}")
+    return Batch(groups, {**batch_metrics(tried, count), **metrics}, notices)

@@ -9,38 +9,36 @@ import functools
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any
 
-from megarl.algorithms.catalogue import ADVANTAGES
 from megarl.algorithms.shaping import add_overlong_penalty, has_spread
 from megarl.cluster.calls import StallTimer, attach, wait
-from megarl.data.dataset import sampler_of
 from megarl.data.prompts import PromptDataset
 from megarl.engines.tape import Record
 from megarl.recipe.derived.at_update import is_continuous, update_rule, window_groups
-from megarl.recipe.derived.seeded import samples_are_seeded
 from megarl.recipe.schema import Recipe
-from megarl.rollout.admission import Admission, AdmissionState, accepted_groups
+from megarl.rollout.admission import Admission, AdmissionState
 from megarl.rollout.begun_groups import (
-    BegunGroup,
     BegunGroups,
     cannot_continue_groups,
     copy_in_time,
     copy_partials,
-    request_checksum,
 )
 from megarl.rollout.dispatch import Dispatch, Finishing
 from megarl.rollout.engine_handle import SamplingEngine
-from megarl.rollout.metrics import batch_metrics
+from megarl.rollout.fleet import MOST_LOSSES, Fleet
+from megarl.rollout.metrics import batch_of
+from megarl.rollout.requests import Requests
 from megarl.rollout.source import Batch
 from megarl.rollout.tape import Arrival, Arrivals, Loaded
-from megarl.rollout.unscored_groups import FailedShare, scoring_notice
+from megarl.rollout.unscored_groups import FailedShare
 from megarl.rollout.waiting import Reason, Waiting
 from megarl.rollout.weight_loads import WeightLoads
-from megarl.types import DataRef, GenerationRequest, InlineData, Partial, Sampling, derived_seed
+from megarl.types import DataRef, GenerationRequest, InlineData, Partial
 
 logger = logging.getLogger(__name__)
 
@@ -60,21 +58,15 @@ class EnginesSource:
         stop_token_ids: Sequence[int],
         check_processes: Callable[[], None],
         arrivals: Arrivals[Arrival] | None = None,
+        fleet: Fleet | None = None,
     ):
-        """`check_processes` is called every second while waiting; it raises if a process of the run has died. `arrivals`:
-        the order in which groups are handled; None: as they arrive, without a tape."""
-        self.recipe, self.prompts, self.engines = recipe, prompts, list(engines)
+        """`check_processes` is called every second while waiting; it raises if a process of the run has died. `arrivals`: order in
+        which groups are handled; None: as they arrive, without a tape. `fleet`: of engines that may die; None: none may."""
+        self.recipe, self.engines, self.fleet = recipe, list(engines), fleet
         self.check_processes = check_processes
-        self.sampler = sampler_of(prompts, recipe.data, recipe.train.seed)
+        self.requests = Requests(recipe, prompts, stop_token_ids)
+        self.sampler = self.requests.sampler
         rollout, dynamic = recipe.rollout, recipe.algorithm.dynamic_sampling
-        self.sampling = Sampling(
-            n=rollout.samples_per_prompt,
-            max_tokens=rollout.max_response_length,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            stop_token_ids=tuple(stop_token_ids),
-        )
         self.admission = Admission(
             recipe.data.prompts_per_step,
             rollout.max_staleness,
@@ -86,8 +78,6 @@ class EnginesSource:
         self._failed_share = FailedShare(recipe.reward.max_failed_share, recipe.data.prompts_per_step)
         self._change = threading.Condition()
         self._error: BaseException | None = None
-        self._with_greedy = ADVANTAGES[recipe.algorithm.advantage].needs_greedy
-        self._seeded = samples_are_seeded(recipe)
         finishing = Finishing.of(update_rule(recipe), rollout.max_staleness, recipe.data.prompts_per_step)
         self._dispatch = Dispatch(len(self.engines), finishing)
         self._waiting = Waiting(len(self.engines))
@@ -101,13 +91,19 @@ class EnginesSource:
         self._drained: dict[str, Any] | None = None  # with drain: the state before the groups of the next batch started
         self._cannot_continue = cannot_continue_groups(recipe)
         self._begun = BegunGroups(self._cannot_continue)
-        self._engine_of: dict[int, int] = {}  # of each group that has not arrived
+        self._engine_of: dict[
+            int, tuple[int, int]
+        ] = {}  # of each group that has not arrived: index, number of its process
+        self._lost_groups: list[int] = []  # groups of dead engines, until another samples them
+        self._losses: Counter[int] = Counter()  # by group that has not arrived: engines that died while they had it
         self._moving: dict[int, dict[int, BaseException]] = {}  # engines that hand groups over -> errors of groups
 
     def admit(self, version: int) -> None:
         with self._change:
             self._stall_timer.reset()
             self._await_turn({"version": version})
+            for engine in self.fleet.serving if self.fleet is not None else ():
+                self._dispatch.open(engine)
             self._drained = self._state({}) if self._drains else None
             self.admission.version = version
             self._dispatch.add_version(version)
@@ -126,25 +122,11 @@ class EnginesSource:
             self._taking, self._drained = False, None
             self._observe()
             loads = self._loads.take_metrics(self._dispatch.behind) if self._finishes else {}
-            waits = {**self._waiting.metrics(), **loads, **self._begun.take_metrics()}
-            notices = [self._begun.take_notice()]
-        groups = accepted_groups(tried)
+            fleet = self.fleet.take_metrics() if self.fleet is not None else {}
+            waits = {**self._waiting.metrics(), **loads, **self._begun.take_metrics(), **fleet}
+            notice = self._begun.take_notice()
         drawn = self.sampler.metrics(item.group.number for item in tried)
-        batch = Batch(groups, {**batch_metrics(tried, count), **drawn, **waits})
-        tried_groups = [item.group for item in tried]
-        notices.append(
-            scoring_notice(tried_groups, "groups", "These groups were left out, and others sampled in their place.")
-        )
-        batch.notices += [notice for notice in notices if notice is not None]
-        if len(groups) < count:
-            text = f"dynamic sampling found {len(groups)} of {count} groups with spread in {len(tried)} tries"
-            if self.recipe.algorithm.dynamic_sampling.when_exhausted == "fail":
-                raise RuntimeError(
-                    f"{text}. The prompts may be too easy or too hard for the model: raise "
-                    "algorithm.dynamic_sampling.max_attempts, set when_exhausted=smaller, or change the data."
-                )
-            batch.notices.append(f"{text}: this step trains on {len(groups)}")
-        return batch
+        return batch_of(tried, count, self.recipe.algorithm.dynamic_sampling, {**drawn, **waits}, notice)
 
     def _has_batch(self) -> bool:
         if not self.admission.closed:
@@ -193,11 +175,7 @@ class EnginesSource:
 
     def _state(self, partials: Mapping[int, tuple[Partial, ...]]) -> dict[str, Any]:
         unfinished = self.admission.unfinished()
-        begun = {
-            number: BegunGroup(request_checksum(self._request(number)), partials[number])
-            for number in unfinished
-            if number in partials
-        }
+        begun = {number: self.requests.begun(number, partials[number]) for number in unfinished if number in partials}
         return {
             "segment": self._arrivals.segment,
             "counters": asdict(self.admission.state),
@@ -230,8 +208,8 @@ class EnginesSource:
         if self._drains or self._cannot_continue is not None or version is None:
             return {}
         if interrupted:
-            return copy_in_time(self.engines, version)
-        return copy_partials(self.engines, version, functools.partial(self._check, time.monotonic()))
+            return copy_in_time(self.engines, version, self.fleet)
+        return copy_partials(self.engines, version, functools.partial(self._check, time.monotonic()), self.fleet)
 
     def move_groups(self, engine: int) -> list[int]:
         """Move the groups that an engine samples to the other engines, which continue them, and start no further group on it.
@@ -243,7 +221,7 @@ class EnginesSource:
             raise RuntimeError(f"groups cannot move to other engines: {self._cannot_continue}")
         with self._change:
             self._dispatch.close(engine)
-            numbers = sorted(number for number, sampling in self._engine_of.items() if sampling == engine)
+            numbers = sorted(number for number, (index, _) in self._engine_of.items() if index == engine)
             self._moving[engine] = {}
         handed = wait(self.engines[engine].hand_over(numbers), functools.partial(self._check, time.monotonic()))
         with self._change:
@@ -252,7 +230,7 @@ class EnginesSource:
                     raise error
             for _ in handed:
                 self._dispatch.remove(engine)
-            moved = [self._begun.with_partials(self._request(number), handed[number]) for number in sorted(handed)]
+            moved = [self._begun.with_partials(self.requests.of(number), handed[number]) for number in sorted(handed)]
             self._submit(zip(moved, self._dispatch.start_again(len(moved)), strict=True))
             self._observe()
         return sorted(handed)
@@ -288,36 +266,35 @@ class EnginesSource:
 
     def _start_groups(self) -> None:
         """Start as many groups as admission and engines allow, with one message per engine."""
-        if self._error is not None:
+        if self._error is not None or (self.fleet is not None and not self.fleet.serving):
             return
         if not self.admission.running:
             self._stall_timer.reset()
-        started = self._dispatch.start_again(len(self._unfinished))
+        self._close_dead()
+        again = [*self._unfinished, *self._lost_groups]
+        started = self._dispatch.start_again(len(again))
         started += self._dispatch.start(self.admission.capacity)
-        numbers = [*self._unfinished, *self.admission.start(len(started) - len(self._unfinished))]
+        numbers = [*again, *self.admission.start(len(started) - len(again))]
         self.admission.restart(len(self._unfinished))
-        self._unfinished = []
-        requests = [self._begun.continued(self._request(number)) for number in numbers]
+        self._unfinished, self._lost_groups = [], []
+        requests = [self._begun.continued(self.requests.of(number)) for number in numbers]
         self._submit(zip(requests, started, strict=True))
         self._load_weights()
-
-    def _request(self, number: int) -> GenerationRequest:
-        """Return the request of a group: a function of its number and the recipe."""
-        prompt = self.prompts[self.sampler.at(number)]
-        seed = derived_seed(self.recipe.train.seed, number) if self._seeded else None
-        return GenerationRequest(number, prompt, self.sampling, seed, with_greedy=self._with_greedy)
 
     def _submit(self, requests: Iterable[tuple[GenerationRequest, int]]) -> None:
         """Send requests to their engines, with one message per engine. Call with the lock."""
         by_engine: dict[int, list[GenerationRequest]] = {}
         for request, engine in requests:
             by_engine.setdefault(engine, []).append(request)
-            self._engine_of[request.group] = engine
         for engine, of_engine in sorted(by_engine.items()):
-            self.engines[engine].submit(of_engine).add_done_callback(self._fail_on_error)
+            process = self.fleet.process(engine) if self.fleet is not None else 0
+            self._engine_of |= {request.group: (engine, process) for request in of_engine}
+            self.engines[engine].submit(of_engine).add_done_callback(
+                functools.partial(self._submitted, engine, process)
+            )
             for request in of_engine:
                 collected = self.engines[engine].collect(request.group)
-                collected.add_done_callback(functools.partial(self._arrived, engine, request.group))
+                collected.add_done_callback(functools.partial(self._arrived, engine, process, request.group))
 
     def _load_weights(self) -> None:
         """With finish: let engines without groups load the newest weights. Call with the lock."""
@@ -336,9 +313,9 @@ class EnginesSource:
         except BaseException as error:  # noqa: BLE001 -- the controller raises it
             self._fail(error)
 
-    def _fail_on_error(self, result: Future[Any]) -> None:
+    def _submitted(self, engine: int, process: int, result: Future[None]) -> None:
         error = result.exception()
-        if error is not None:
+        if error is not None and not (self.fleet is not None and self.fleet.lost(engine, process, error)):
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
@@ -346,10 +323,10 @@ class EnginesSource:
             self._error = self._error or error
             self._change.notify_all()
 
-    def _arrived(self, engine: int, number: int, result: Future[tuple[Any, DataRef]]) -> None:
+    def _arrived(self, engine: int, process: int, number: int, result: Future[tuple[Any, DataRef]]) -> None:
         """Handle a collected group, in a thread of the transport. The controller raises its errors when it waits."""
         try:
-            if self._has_moved(engine, number, result.exception()):
+            if self._has_moved(engine, process, number, result.exception()):
                 return
             group = attach(result.result())
             settings = self.recipe.algorithm
@@ -360,19 +337,44 @@ class EnginesSource:
                 attach((group, InlineData([])))
             with self._change:
                 self._stall_timer.reset()
-                del self._engine_of[number]
+                del self._engine_of[number], self._losses[number]
                 self._arrivals.add(group, Arrival(engine, keep))
                 self._handle_due()
         except BaseException as error:  # noqa: BLE001 -- the controller raises it
             self._fail(error)
 
-    def _has_moved(self, engine: int, number: int, error: BaseException | None) -> bool:
-        """Return whether `error` may mean that the group has moved to another engine. `move_groups` decides when it knows."""
+    def _has_moved(self, engine: int, process: int, number: int, error: BaseException | None) -> bool:
+        """Return whether the group is, or soon will be, on another engine: it was handed over, or its engine has died. After
+        an error `move_groups` decides when it knows."""
         with self._change:
             if error is not None and engine in self._moving:
                 self._moving[engine][number] = error
                 return True
-            return self._engine_of.get(number) != engine
+            if self._engine_of.get(number) != (engine, process):
+                return True
+            if error is None or self.fleet is None or not self.fleet.lost(engine, process, error):
+                return False
+            self._sample_again(engine, number, error)
+            return True
+
+    def _close_dead(self) -> None:
+        for engine in self._dispatch.close_others(self.fleet.serving) if self.fleet is not None else ():
+            self._arrivals.died(engine)
+
+    def _sample_again(self, engine: int, number: int, error: BaseException) -> None:
+        """Let another engine sample a group from its start. Call with the lock."""
+        assert self.fleet is not None
+        self._losses[number] += 1
+        if self._losses[number] >= MOST_LOSSES:
+            raise RuntimeError(
+                f"{MOST_LOSSES} engines have ended while they sampled group {number}, {self.engines[engine].name} last: does its "
+                "prompt end them? See their logs in the run's logs/"
+            ) from error
+        self.fleet.count_sampled_again()
+        self._dispatch.remove(engine)
+        self._lost_groups.append(number)
+        self._start_groups()
+        self._observe()
 
     def _handle_due(self) -> None:
         """Handle arrived groups and loaded weights whose turn it is. Call with the lock."""

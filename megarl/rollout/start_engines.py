@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -15,16 +15,19 @@ from megarl.data.images import ImageReader
 from megarl.engines import engine_settings, process_env
 from megarl.engines.base import EngineSpec, EngineTraces
 from megarl.engines.specs import judge_spec, policy_spec, teacher_spec
+from megarl.errors import RecipeError
 from megarl.platform.environment import RoleSettings
+from megarl.recipe.derived.at_update import update_rule
 from megarl.recipe.derived.seeded import samples_are_seeded
 from megarl.recipe.environment import variables
 from megarl.recipe.observe import trace_options
 from megarl.recipe.schema import Recipe, RolloutConfig
-from megarl.rollout.engine_handle import EngineHandle, JudgeHandle, TeacherHandle
+from megarl.rollout.engine_handle import EngineHandle, JudgeHandle, TeacherHandle, with_engine_check
+from megarl.rollout.fleet import Fleet
 from megarl.rollout.tape import RunTape
 
 ROLLOUT_SERVER = "megarl.rollout.server:RolloutServer"
-TEACHER_SERVER = "megarl.rollout.teacher_server:TeacherServer"
+TEACHER_SERVER = "megarl.rollout.teacher.server:TeacherServer"
 JUDGE_SERVER = "megarl.rollout.judge.server:JudgeServer"
 
 
@@ -45,20 +48,40 @@ def start_engines(
     load_weights: read the weights of `model.path`; otherwise the first weight sync loads them.
     tape: the run's tape; None: no tape.
     """
-    rollout = recipe.rollout
-    tokenizer = recipe.model.tokenizer or recipe.model.path
-    images = ImageReader.of(recipe.model.path, recipe.data)
-    scoring = (recipe.reward, sources, recipe.sandbox)
     engines = []
-    for number in range(rollout.engines):
+    for number in range(recipe.rollout.engines):
         spec = policy_spec(recipe, f"engine{number}", load_weights=load_weights)
         if traces is not None and number in recipe.observe.profile_engines:
             spec = replace(spec, traces=EngineTraces(str(traces / f"engine{number}"), trace_options(recipe.observe)))
         if tape is not None:
             spec = replace(spec, tape=tape.of_engine(spec.name))
-        args = (tokenizer, *scoring, images, AgentSetup.of(recipe), recipe.reward.uses_judge)
-        engines.append(EngineHandle(_start(ROLLOUT_SERVER, rollout.engine, spec, args, recipe, platform, cluster)))
+        engines.append(EngineHandle(_start_engine(recipe, spec, sources, platform, cluster)))
     return engines
+
+
+def restart_engine(recipe: Recipe, sources: list[str], platform: Any, cluster: Cluster, engine: EngineHandle) -> None:
+    """Start a new process of a policy's engine on the devices of the old one, which is ended. It gets its weights from a weight
+    sync, and has neither a tape nor traces."""
+    spec = policy_spec(recipe, engine.name, load_weights=False)
+    engine.service = _start_engine(recipe, spec, sources, platform, cluster, replaces=engine.service)
+
+
+def _start_engine(
+    recipe: Recipe,
+    spec: EngineSpec,
+    sources: list[str],
+    platform: Any,
+    cluster: Cluster,
+    replaces: Service | None = None,
+) -> Service:
+    """Start the process of an engine of the policy. `replaces`: the service that it takes the place of, if any."""
+    tokenizer = recipe.model.tokenizer or recipe.model.path
+    images = ImageReader.of(recipe.model.path, recipe.data)
+    scoring = (recipe.reward, sources, recipe.sandbox)
+    args = (tokenizer, *scoring, images, AgentSetup.of(recipe), recipe.reward.uses_judge)
+    essential = recipe.rollout.min_engines is None
+    engine = recipe.rollout.engine
+    return _start(ROLLOUT_SERVER, engine, spec, args, recipe, platform, cluster, replaces=replaces, essential=essential)
 
 
 def load_engines(rollout: RolloutConfig, engines: Sequence[EngineHandle]) -> list[Future[dict[str, Any]]]:
@@ -114,14 +137,71 @@ def _start(
     recipe: Recipe,
     platform: Any,
     cluster: Cluster,
+    *,
+    replaces: Service | None = None,
+    essential: bool = True,
 ) -> Service:
-    """Start the process of an engine. `args`: arguments of the class `server` after the engine's name and spec."""
+    """Start the process of an engine. `args`: arguments of the class `server` after the engine's name and spec. The last two:
+    see `Cluster.start_service`."""
     spec = replace(spec, device=platform.name)
     env = process_env(engine, recipe.cluster.threads) | engine_environment(recipe, platform, engine, spec).environment()
-    return cluster.start_service(server, (engine, spec, *args), name=spec.name, devices=spec.tensor_parallel, env=env)
+    return cluster.start_service(
+        server,
+        (engine, spec, *args),
+        name=spec.name,
+        devices=spec.tensor_parallel,
+        env=env,
+        replaces=replaces,
+        essential=essential,
+    )
 
 
 def engine_environment(recipe: Recipe, platform: Any, engine: str, spec: EngineSpec) -> RoleSettings:
     """Return the environment variables of an engine's process."""
     defaults = platform.engines_env(recipe.train.deterministic)
     return engine_settings(engine, spec, defaults, platform.name, variables(recipe.cluster.environment, "engines"))
+
+
+def start_fleet(
+    recipe: Recipe,
+    sources: list[str],
+    platform: Any,
+    cluster: Cluster,
+    engines: Sequence[EngineHandle],
+    descriptions: Sequence[dict[str, Any]],
+    notice: Callable[[str], None],
+) -> Fleet | None:
+    """Watch the policy's engines as a fleet, if they may die (`rollout.min_engines`); None otherwise. Other arguments: see
+    `start_engines` and `Fleet`."""
+    if recipe.rollout.min_engines is None or not engines:
+        return None
+
+    def restart(engine: int) -> None:
+        restart_engine(recipe, sources, platform, cluster, engines[engine])
+
+    fleet = Fleet(engines, descriptions, recipe.rollout.min_engines, restart, notice)
+    cluster.on_check(fleet.poll)
+    return fleet
+
+
+def check_for(rollout: RolloutConfig, engines: Sequence[EngineHandle], cluster: Cluster) -> Callable[[], None]:
+    """Return a function that raises if a process of the run has failed. Waits for samples call it every second."""
+    return cluster.check if rollout.data_parallel == 1 else with_engine_check(engines, cluster.check)
+
+
+def check_in_flight(recipe: Recipe, descriptions: Sequence[dict[str, Any]]) -> None:
+    """Raise RecipeError if an engine cannot take new weights while requests run, and `rollout.at_update` needs it."""
+    if update_rule(recipe) not in ("refresh", "keep"):
+        return
+    for each in descriptions:
+        name = f"{each['engine']} {each['version']}"
+        if each.get("ends_requests_asleep"):
+            problem = f"{name} ends running requests when it sleeps, and colocated engines sleep while trainers compute"
+            remedy = "set rollout.max_staleness=0, or install vLLM 0.23 or later"
+            raise RecipeError("rollout.max_staleness", problem, remedy, value=recipe.rollout.max_staleness)
+        if not each["can_update_in_flight"]:
+            # Colocated engines cannot drain with requests of the next batches.
+            drain = "max_staleness=0" if recipe.cluster.placement == "colocated" else "at_update=drain"
+            problem = f"{name} cannot take new weights while requests run"
+            remedy = f"set rollout.{drain}, or install another version"
+            raise RecipeError("rollout.at_update", problem, remedy, value=update_rule(recipe))

@@ -15,7 +15,8 @@ records both, as `tape/controller.jsonl` and a file per engine (`megarl.engines.
 A start of the run begins a segment. `format`: `TAPE_FORMAT` of the megarl that wrote it. `after`: the step that it resumed
 after. `resumed`: the segment that saved this checkpoint. `unlogged`: that segment ended before it wrote the step's metrics.
 `identity`: of model, data and seed. With `rollout.at_update: finish`, `loaded` is the number of an engine that has loaded the
-version `weights` from host memory, and `newest` the version that all engines load for an evaluation. A bundle of a failed step
+version `weights` from host memory, and `newest` the version that all engines load for an evaluation. With
+`rollout.min_engines`, `died` is the number of an engine that has died; a replay refuses it. A bundle of a failed step
 (`megarl replay --bundle`) has `{"failed": 3}` as its last record.
 """
 
@@ -110,6 +111,17 @@ def other_format(plans: Sequence[ReplayPlan]) -> str | None:
         f"segment {other.number} of the tape has format {other.format}, of {age} megarl, and this megarl replays format "
         f"{TAPE_FORMAT}"
     )
+
+
+def with_deaths(plans: Sequence[ReplayPlan]) -> str | None:
+    """Return why segments in which an engine died cannot be replayed; None if there are none."""
+    for plan in plans:
+        if (record := next((each for each in plan.segment.records if "died" in each), None)) is not None:
+            return (
+                f"engine{record['died']} died in segment {plan.segment.number} of the tape, and other engines sampled its groups again "
+                "(rollout.min_engines)"
+            )
+    return None
 
 
 def history(segments: Sequence[TapeSegment]) -> list[ReplayPlan]:
@@ -309,6 +321,10 @@ class Arrivals(Generic[A]):
         self._write({"saved": version})
         if self._recorded and self._recorded[0] == {"saved": version}:
             self._recorded.popleft()
+
+    def died(self, engine: int) -> None:
+        """Record that an engine has died (`rollout.min_engines`). Such a segment cannot be replayed."""
+        self._write({"died": engine})
 
     def ended(self) -> None:
         """Record that the run took its last step."""

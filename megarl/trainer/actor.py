@@ -29,7 +29,7 @@ from megarl.recipe.schema import Recipe
 from megarl.trainer.position_advantages import advantages_by_position
 from megarl.trainer.worker import CAUSES_OF_BROKEN_WEIGHTS, Worker, collect_parts, traced
 from megarl.types import DataRef, Metrics, SampleTokens, Shard, ShardSample, TokenScores
-from megarl.weight_sync.session import Session, UpdateReport, is_check_due
+from megarl.weight_sync.session import AbortedUpdate, Session, UpdateReport, is_check_due
 
 if TYPE_CHECKING:  # Megatron must not be imported before the platform has prepared it
     from torch import Tensor
@@ -339,11 +339,8 @@ class ActorWorker(Worker):
         ]
 
     def open_weight_sync(self, receivers: list[tuple[str, str]], route: str) -> Session | str | None:
-        """Open a sender to `receivers` (name, host id) and close an earlier one.
-
-        Rank 0 sends for the routes "full" and "adapters", every rank for "sharded". Returns the session on rank 0, or
-        the reason (str) against "sharded".
-        """
+        """Open a sender to `receivers` (name, host id) and close an earlier one. Rank 0 sends for the routes "full" and
+        "adapters", every rank for "sharded". Returns the session on rank 0, or the reason (str) against "sharded"."""
         weight_sync, host = self.recipe.weight_sync, os.environ["MASTER_ADDR"]
         self.adapters, self.first_sent = route == "adapters", None
         self._close_sender()
@@ -373,11 +370,14 @@ class ActorWorker(Worker):
             self.sender = ExportingRank()
         return self.sender.session if self.rank == 0 else None
 
-    def send_weights(self, version: int) -> UpdateReport | None:
+    def send_weights(self, version: int) -> UpdateReport | AbortedUpdate | None:
         """Send the weights to the engines. Returns this rank's report; None if it sends nothing. Raises BrokenWeights."""
+        from megarl.weight_sync.sender import send_or_abort
+
         assert self.sender is not None, "open_weight_sync comes first"
         self.check_weights(f"the engines do not receive version {version}. {CAUSES_OF_BROKEN_WEIGHTS}")
-        return self.sender.send(version, functools.partial(self._export, version))
+        export, goes_on = functools.partial(self._export, version), self.recipe.rollout.min_engines is not None
+        return send_or_abort(self.sender, version, export, goes_on)
 
     def _export(self, version: int) -> Any:
         """Export what the engines load: all weights, through mbridge on all ranks, or adapters."""
@@ -385,8 +385,8 @@ class ActorWorker(Worker):
             return self.trainer.export_weights()
         with_base = self.first_sent is None
         self.first_sent = version if self.first_sent is None else self.first_sent
-        check = is_check_due(version, self.first_sent, self.recipe.weight_sync.check_every)
-        return self.trainer.export_adapters(with_base=with_base, check=check)
+        due = is_check_due(version, self.first_sent, self.recipe.weight_sync.check_every)
+        return self.trainer.export_adapters(with_base=with_base, check=due)
 
     def shutdown(self) -> None:
         """Also free shared memory."""

@@ -6,6 +6,7 @@ A handle passes the worker's method itself, not its name: mypy compares the argu
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from megarl.trainer.actor import ActorWorker
 from megarl.trainer.critic import CriticWorker
 from megarl.trainer.worker import Worker
 from megarl.types import DataRef, Group, Metrics, Shard
-from megarl.weight_sync.session import Session, UpdateReport
+from megarl.weight_sync.session import AbortedUpdate, Session, UpdateReport, WeightSyncError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -237,8 +238,15 @@ class ActorGroup(TrainerGroup):
         return opened
 
     def send_weights(self, version: int) -> list[UpdateReport]:
-        """Send the weights to the engines. Returns the report of each rank that sent."""
-        return [report for report in self._call(ActorWorker.send_weights, version) if report is not None]
+        """Send the weights to the engines. Returns the report of each rank that sent.
+
+        Raises WeightSyncError if the update was aborted and the trainers go on (`rollout.min_engines`).
+        """
+        answers = self._call(ActorWorker.send_weights, version)
+        for answer in answers:
+            if isinstance(answer, AbortedUpdate):
+                raise WeightSyncError(answer.reason)
+        return [answer for answer in answers if isinstance(answer, UpdateReport)]
 
 
 @dataclass(frozen=True)
@@ -283,3 +291,19 @@ class CriticGroup(TrainerGroup):
         """Update the critic: one optimizer step per mini batch. Returns each rank's metrics per mini batch."""
         self._shards = []  # frees the batch's vectors before the next batch is sampled
         return self._call(CriticWorker.update_critic)
+
+
+def require_shared_storage(trainers: TrainerGroup, folder: Path) -> None:
+    """Raise RuntimeError unless every trainer sees the run's directory, where it writes its part of a checkpoint."""
+    token = folder / f".shared-{uuid.uuid4().hex}"
+    token.touch()
+    try:
+        views = trainers.hosts_seeing(token)
+    finally:
+        token.unlink()
+    blind = sorted({host for host, sees in views if not sees})
+    if blind:
+        raise RuntimeError(
+            f"the run's directory {folder} is not shared: {', '.join(blind)} cannot see it. "
+            "Set runs_dir to a path that every node mounts."
+        )

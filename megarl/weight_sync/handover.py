@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from megarl.cluster.calls import wait_for_all
+from megarl.cluster.failures import ClusterError
 from megarl.types import Metrics
 from megarl.weight_sync.publish import ReceivingEngine, SendingTrainers, publish
-from megarl.weight_sync.session import Session
+from megarl.weight_sync.session import Session, WeightSyncError
 
 
 class Handover:
@@ -66,6 +68,61 @@ class Disaggregated(Handover):
 
     def update_engines(self, version: int) -> Metrics:
         return publish(self.trainers, self.engines, self.session, version)
+
+
+class Members(Protocol):
+    """Engines that may die and start again (`rollout.fleet.Fleet`)."""
+
+    def poll(self) -> None: ...
+
+    def members(self) -> list[tuple[int, int]]:
+        """Return the engines of the next update: their indices, each with the number of its process."""
+
+    def update(self) -> AbstractContextManager[None]: ...
+
+    def updated(self, members: Sequence[tuple[int, int]]) -> None: ...
+
+    def start_all_again(self, members: Sequence[tuple[int, int]], error: Exception, limit: float) -> None: ...
+
+
+class DisaggregatedFleet(Handover):
+    """Actor, critic and engines have separate devices, and engines may die and start again.
+
+    A session has a fixed list of engines, so that a change opens a new one. Its first update is compared with the export.
+    """
+
+    def __init__(
+        self,
+        trainers: SendingTrainers,
+        engines: Sequence[ReceivingEngine],
+        session: Session,
+        fleet: Members,
+        open_session: Callable[[list[int]], Session],
+        start_timeout: float,
+    ):
+        """session: of all engines. open_session: opens one for the engines of these indices."""
+        self.trainers, self.engines, self.session = trainers, list(engines), session
+        self.fleet, self.open_session, self.start_timeout = fleet, open_session, start_timeout
+        self.members = fleet.members()
+
+    def update_engines(self, version: int) -> Metrics:
+        self.fleet.poll()
+        with self.fleet.update():
+            while True:
+                members = self.fleet.members()
+                try:
+                    metrics = self._update(members, version)
+                except (WeightSyncError, ClusterError) as error:
+                    self.fleet.start_all_again(members, error, self.start_timeout)
+                    continue
+                self.fleet.updated(members)
+                return metrics
+
+    def _update(self, members: list[tuple[int, int]], version: int) -> Metrics:
+        indices = [index for index, _ in members]
+        if members != self.members:
+            self.session, self.members = self.open_session(indices), members
+        return publish(self.trainers, [self.engines[index] for index in indices], self.session, version)
 
 
 class Occupant:

@@ -8,7 +8,7 @@ import secrets
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +21,7 @@ from megarl.weight_sync.outgoing import OutgoingBuckets
 from megarl.weight_sync.process_group import CAUSE_SECONDS
 from megarl.weight_sync.session import (
     DEVICE_TRANSPORTS,
+    AbortedUpdate,
     Session,
     UpdateReport,
     WeightSyncError,
@@ -159,3 +160,27 @@ class ExportingRank:
 
     def close(self) -> None:
         """Do nothing."""
+
+
+def send_or_abort(
+    sender: Sender | ExportingRank, version: int, export: Export, goes_on: bool
+) -> UpdateReport | AbortedUpdate | None:
+    """Send as `Sender.send` does. goes_on: if the update is aborted, return why; the trainers go on (`rollout.min_engines`).
+
+    The export is then drained: it is a collective, and other ranks may wait for this one.
+    """
+    begun: list[Iterator[tuple[str, torch.Tensor]]] = []
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        begun.append(iter(export()))
+        return begun[-1]
+
+    try:
+        return sender.send(version, tensors)
+    except WeightSyncError as error:
+        if not goes_on:
+            raise
+        for left in begun:
+            for _ in left:
+                pass
+        return AbortedUpdate(str(error))

@@ -34,6 +34,13 @@ class WeightSyncError(ProcessFailure):
     """An update failed, and its session with it: open a new one. The message names the place and the cause."""
 
 
+@dataclass(frozen=True)
+class AbortedUpdate:
+    """A trainer rank's answer after an aborted update, where the run goes on without the engine that failed."""
+
+    reason: str
+
+
 def host_id(shm_dir: str = SHARED_MEMORY_DIR) -> str:
     """Identify the processes that see the same files in `shm_dir`.
 

@@ -92,7 +92,7 @@ def test_groups_are_sampled_again_if_their_requests_have_changed(tmp_path: Path,
     if change == "seed":
         resumed.recipe.train.seed = 99
     if change == "prompts":
-        resumed.prompts = [*reversed(resumed.prompts)]  # type: ignore[assignment]
+        resumed.requests.prompts = [*reversed(resumed.requests.prompts)]  # type: ignore[assignment]
     resumed.restore(state)
     resumed.admit(0)
     again = [number for number, request in service.requests.items() if not request.partials]

@@ -20,10 +20,10 @@ from megarl.algorithms.losses.distillation_losses import divergence, gkd, with_r
 from megarl.algorithms.objective import needs_teacher, objective, runs_reference_pass, teacher_top_k
 from megarl.engines.vllm.outputs import completions
 from megarl.megatron.heads.output_heads import IMPOSSIBLE
-from megarl.rollout import teacher_server
 from megarl.rollout.engine_handle import TeacherHandle
-from megarl.rollout.teacher import Teacher
-from megarl.rollout.teacher_server import TeacherServer
+from megarl.rollout.teacher import server as teacher_server
+from megarl.rollout.teacher.scoring import Teacher
+from megarl.rollout.teacher.server import TeacherServer
 from megarl.types import Completion, GenerationRequest, Group, InlineData, Sample, SampleTokens, TokenScores
 from tests.support.loss_cases import assert_gradient, part_of, random_inputs, settings
 

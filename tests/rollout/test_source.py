@@ -74,8 +74,9 @@ class Prompts(list[Prompt]):
     difficulty = None
 
 
-def source(service: FakeService, check: Any = lambda: None, **dynamic: Any) -> EnginesSource:
+def source(service: FakeService, check: Any = lambda: None, advantage: str = "grpo", **dynamic: Any) -> EnginesSource:
     recipe = Recipe()
+    recipe.algorithm.advantage = advantage
     recipe.data.prompts_per_step, recipe.rollout.samples_per_prompt, recipe.train.steps = 4, 2, 10
     recipe.rollout.max_response_length, recipe.rollout.timeout = 20, 1.5
     for name, value in dynamic.items():
@@ -97,11 +98,7 @@ def test_a_wave_is_one_message_and_a_batch_is_in_admission_order() -> None:
 @pytest.mark.parametrize(("advantage", "expected"), [("grpo", False), ("remax", True)])
 def test_a_greedy_sample_is_requested_if_the_advantage_needs_it(advantage: str, expected: bool) -> None:
     service = FakeService()
-    engines_source = source(service)
-    engines_source.recipe.algorithm.advantage = advantage
-    engines_source = EnginesSource(
-        engines_source.recipe, engines_source.prompts, [EngineHandle(service)], [0], lambda: None
-    )  # type: ignore[arg-type]
+    engines_source = source(service, advantage=advantage)
     engines_source.admit(0)
     engines_source.take(4)
     assert service.with_greedy == [expected] * 4

@@ -12,7 +12,7 @@ import pytest
 from megarl.rollout import engine_handle
 from megarl.rollout.judge.server import JudgeServer
 from megarl.rollout.server import RolloutServer
-from megarl.rollout.teacher_server import TeacherServer
+from megarl.rollout.teacher.server import TeacherServer
 from megarl.trainer import group
 from megarl.trainer.actor import ActorWorker
 from megarl.trainer.critic import CriticWorker

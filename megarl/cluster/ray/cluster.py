@@ -6,13 +6,14 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from megarl.cluster.base import Cluster
+from megarl.cluster.base import Cluster, Service
 from megarl.cluster.failures import (
     ClusterError,
     Failure,
@@ -173,6 +174,7 @@ class RayCluster(Cluster):
         self._groups: list[RayGroup] = []
         self._services: list[RayService] = []
         self._service_watch: tuple[list[RayService], RayWatch | LocalWatch] | None = None
+        self._on_check: list[Callable[[], None]] = []
         self._owns_ray, self._processes = not ray.is_initialized(), RayProcessWatch([])
         self._private = self._owns_ray and not address  # all processes are on this machine
         try:
@@ -207,16 +209,33 @@ class RayCluster(Cluster):
         return group
 
     def start_service(
-        self, class_path: str, args: tuple[Any, ...], *, name: str, devices: int, env: dict[str, str]
+        self,
+        class_path: str,
+        args: tuple[Any, ...],
+        *,
+        name: str,
+        devices: int,
+        env: dict[str, str],
+        replaces: Service | None = None,
+        essential: bool = True,
     ) -> RayService:
-        claimed = self._devices.next_engine(devices)
+        if replaces is None:
+            claimed = self._devices.next_engine(devices)
+        else:
+            assert isinstance(replaces, RayService)
+            replaces.stop()
+            self._services.remove(replaces)
+            claimed = replaces.devices
         role_env = self._reaper.env | env | self._devices.visible(claimed)
         options = self._devices.options(claimed[0]) | _environment(role_env)
         actor = ray.remote(ServiceActor).options(max_concurrency=CONCURRENT_CALLS, **options).remote()
         place = ProcessInfo(f"service {name}", claimed[0].node_ip, log=str(self._log_dir / f"{name}.log"))
-        service = RayService(actor, place, name, claimed[0], class_path, args)
+        service = RayService(actor, place, name, claimed, class_path, args, essential=essential)
         self._services.append(service)
         return service
+
+    def on_check(self, callback: Callable[[], None]) -> None:
+        self._on_check.append(callback)
 
     def check(self) -> None:
         try:
@@ -228,21 +247,33 @@ class RayCluster(Cluster):
             raise
 
     def check_services(self) -> None:
-        """Raise ServiceDied if a service has ended or is stopped (SIGSTOP), or if a process of Ray has."""
+        """Raise ServiceDied if an essential service has ended or is stopped (SIGSTOP), or if a process of Ray has."""
         self._processes.check()
         services = [service for service in self._services if not service.stopping]
         for service in services:
-            failure = service.failure()
+            failure = service.failure() if service.essential else None
             if failure is not None:
                 raise ServiceDied(failure)
-        located = [service for service in services if service.is_located()]
-        if self._service_watch is None or self._service_watch[0] != located:
-            places, nodes = [service.place() for service in located], [service.node for service in located]
+        self._check_stopped([service for service in services if service.is_located()])
+        for callback in self._on_check:
+            callback()
+
+    def _check_stopped(self, services: list[RayService]) -> None:
+        """Raise ServiceDied if an essential service is stopped; kill another one that is."""
+        if self._service_watch is None or self._service_watch[0] != services:
+            places, nodes = [service.place() for service in services], [service.node for service in services]
             local = LocalWatch(places, "the run", ServiceDied)
-            self._service_watch = located, local if self._private else RayWatch(places, nodes, "the run", ServiceDied)
-        self._service_watch[1].check()
+            self._service_watch = services, local if self._private else RayWatch(places, nodes, "the run", ServiceDied)
+        try:
+            self._service_watch[1].check()
+        except ServiceDied as error:
+            stopped = next(service for service in services if service.place() == error.failure.place)
+            if stopped.essential:
+                raise
+            stopped.kill(replace(error.failure, died=True))
 
     def shutdown(self) -> None:
+        self._on_check = []
         services, self._services = self._services, []
         groups, self._groups = self._groups, []
         self._processes.close()

@@ -46,10 +46,21 @@ class RayService:
     """See `megarl.cluster.base.Service`."""
 
     def __init__(
-        self, actor: Any, place: ProcessInfo, name: str, device: ReservedDevice, class_path: str, args: tuple[Any, ...]
+        self,
+        actor: Any,
+        place: ProcessInfo,
+        name: str,
+        devices: list[ReservedDevice],
+        class_path: str,
+        args: tuple[Any, ...],
+        *,
+        essential: bool = True,
     ) -> None:
-        self.name, self.address, self.node = name, device.node_ip, device.node_id
+        """devices: of the process, all of one machine. essential: see `Cluster.start_service`."""
+        self.name, self.address, self.node = name, devices[0].node_ip, devices[0].node_id
+        self.devices, self.essential = devices, essential
         self._actor, self._place = actor, place
+        self._killed_because: Failure | None = None
         self.stopping = False
         self._deadline = time.monotonic() + START_SECONDS
         self._where = actor.where.remote(place.name, place.log)
@@ -109,6 +120,11 @@ class RayService:
             while Path(f"/proc/{self._place.pid}").exists() and time.monotonic() < deadline:
                 time.sleep(0.01)
 
+    def kill(self, because: Failure) -> None:
+        """Kill the process; `because` is then its failure."""
+        self._killed_because = because
+        ray.kill(self._actor)
+
     def begin_stop(self) -> list[Any]:
         """Request the end without waiting; returns the references for `finish_stop`."""
         if self.stopping or not self.alive():
@@ -122,6 +138,8 @@ class RayService:
         ray.kill(self._actor)
 
     def _death(self, error: RayActorError) -> Failure:
+        if self._killed_because is not None:
+            return self._killed_because
         # `_place` is incomplete until the reply of `where` has been read.
         if not self._place.pid and ray_wait([self._where], timeout=0)[0]:
             try:

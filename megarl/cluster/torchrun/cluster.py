@@ -17,6 +17,8 @@ import socket
 import stat
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -230,6 +232,8 @@ class TorchrunCluster(Cluster):
         self._trainer_env = trainer_env
         self._services: list[LocalService] = []
         self._service_watch: tuple[list[LocalService], LocalWatch] | None = None
+        self._claimed: dict[str, dict[str, str]] = {}  # by service: the variables that show it its devices
+        self._on_check: list[Callable[[], None]] = []
         self._local_rank = _LocalRank()
         self._ranks: list[_LocalRank | _Peer] = [self._local_rank, *_listen(self._world_size)]
         self.waiting = _Waiting()
@@ -246,13 +250,31 @@ class TorchrunCluster(Cluster):
         return group
 
     def start_service(
-        self, class_path: str, args: tuple[Any, ...], *, name: str, devices: int, env: dict[str, str]
+        self,
+        class_path: str,
+        args: tuple[Any, ...],
+        *,
+        name: str,
+        devices: int,
+        env: dict[str, str],
+        replaces: Service | None = None,
+        essential: bool = True,
     ) -> Service:
-        environment = self._devices.claim(devices) | env
+        if replaces is None:
+            claimed = self._devices.claim(devices)
+        else:
+            assert isinstance(replaces, LocalService)
+            replaces.stop()
+            self._services.remove(replaces)
+            claimed = self._claimed[name]
+        self._claimed[name] = claimed
         log = self._log_dir / f"{name}.log"
-        service = LocalService(class_path, args, name=name, log=log, env=environment)
+        service = LocalService(class_path, args, name=name, log=log, env=claimed | env, essential=essential)
         self._services.append(service)
         return service
+
+    def on_check(self, callback: Callable[[], None]) -> None:
+        self._on_check.append(callback)
 
     def check(self) -> None:
         try:
@@ -262,15 +284,28 @@ class TorchrunCluster(Cluster):
             raise
 
     def check_others(self) -> None:
-        """Raise if a service has failed or is stopped (SIGSTOP), or if the time after torchrun's SIGTERM is over."""
+        """Raise if an essential service has failed or is stopped (SIGSTOP), or if the time after torchrun's SIGTERM is over."""
         services = [service for service in self._services if not service.stopping]
         for service in services:
-            if service.failure is not None:
-                raise ServiceDied(service.failure)
+            failure = service.failure() if service.essential else None
+            if failure is not None:
+                raise ServiceDied(failure)
+        self._check_stopped([service for service in services if service.alive()])
+        self.waiting.check()
+        for callback in self._on_check:
+            callback()
+
+    def _check_stopped(self, services: list[LocalService]) -> None:
+        """Raise ServiceDied if an essential service is stopped; kill another one that is."""
         if self._service_watch is None or self._service_watch[0] != services:
             self._service_watch = services, LocalWatch([service.place for service in services], "the run", ServiceDied)
-        self._service_watch[1].check()
-        self.waiting.check()
+        try:
+            self._service_watch[1].check()
+        except ServiceDied as error:
+            stopped = next(service for service in services if service.place == error.failure.place)
+            if stopped.essential:
+                raise
+            stopped.kill(replace(error.failure, died=True))
 
     def _check_deaths(self) -> None:
         self.check_others()
@@ -320,6 +355,7 @@ class TorchrunCluster(Cluster):
         self.shutdown()
 
     def shutdown(self) -> None:
+        self._on_check = []
         self.release_trainers(now=self._local_rank.busy)
         for service in self._services:
             service.begin_stop()

@@ -36,12 +36,20 @@ class LocalService:
     class_path: "package.module:Class"; args: picklable arguments of its constructor.
     log: output file of the process.
     env: variables added to this process's environment, from which torchrun's variables are removed.
+    essential: see `Cluster.start_service`.
     """
 
     def __init__(
-        self, class_path: str, args: tuple[Any, ...], *, name: str, log: Path, env: dict[str, str] | None = None
+        self,
+        class_path: str,
+        args: tuple[Any, ...],
+        *,
+        name: str,
+        log: Path,
+        env: dict[str, str] | None = None,
+        essential: bool = True,
     ) -> None:
-        self.name = name
+        self.name, self.essential = name, essential
         self.host = host_name()
         self.address = "127.0.0.1"  # all of this cluster is on this machine
         self._reaper = OrphanReaper()
@@ -58,9 +66,10 @@ class LocalService:
         self._wire = Wire(local)
         self._outgoing = SendQueue(self._wire)
         self._numbers = itertools.count(CONSTRUCTED + 1)
-        self._lock = threading.Lock()  # protects _waiting and failure
+        self._lock = threading.Lock()  # protects _waiting and _failure
         self._waiting: dict[int, tuple[Future[Any], bool]] = {}
-        self.failure: Failure | None = None
+        self._failure: Failure | None = None
+        self._killed_because: Failure | None = None
         self.stopping = False
         self._reader = threading.Thread(target=self._read, name=f"service-{name}", daemon=True)
         self._outgoing.send(ServiceStart(class_path, args, self.place.name, str(log)))
@@ -72,8 +81,16 @@ class LocalService:
     def call_with_data(self, method: str, *args: Any) -> Future[Any]:
         return self._call(method, args, with_data=True)
 
+    def failure(self) -> Failure | None:
+        return self._failure
+
     def alive(self) -> bool:
-        return self.failure is None
+        return self._failure is None
+
+    def kill(self, because: Failure) -> None:
+        """Kill the process; `because` is then its failure."""
+        self._killed_because = because
+        self._process.kill()
 
     def stop(self) -> None:
         self.begin_stop()
@@ -96,8 +113,8 @@ class LocalService:
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()  # an answer will come: it cannot be cancelled
         with self._lock:
-            if self.failure is not None:
-                future.set_exception(ServiceDied(self.failure))
+            if self._failure is not None:
+                future.set_exception(ServiceDied(self._failure))
                 return future
             number = next(self._numbers)
             self._waiting[number] = future, with_data
@@ -133,9 +150,10 @@ class LocalService:
         if constructor_error is not None:
             failure = Failure.raised(self.place, constructor_error)
         else:
-            failure = Failure.death(self.place, "it was stopped" if self.stopping else exit_cause(returncode))
+            cause = "it was stopped" if self.stopping else exit_cause(returncode)
+            failure = self._killed_because or Failure.death(self.place, cause)
         with self._lock:
-            self.failure = failure
+            self._failure = failure
             waiting, self._waiting = self._waiting, {}
         for future, _ in waiting.values():
             future.set_exception(ServiceDied(failure))

@@ -141,6 +141,7 @@ def _batch(small: Recipe, changes: Changes) -> None:
     changes.set(small.data, "data.workers", None, _MACHINE)
     changes.set(small.data, "data.cache", None, "the rows are generated")
     if small.train.source == "rollout":
+        changes.set(small.rollout, "rollout.min_engines", None, "a rehearsal reports the first failure")
         changes.set(small.rollout, "rollout.samples_per_prompt", min(small.rollout.samples_per_prompt, SAMPLES), _SIZE)
 
 

@@ -111,6 +111,7 @@ class SimulatedRecipe:
                 recipe.rollout,
                 engines=self.devices // recipe.rollout.tensor_parallel,
                 max_staleness=max_staleness,
+                min_engines=None,
                 at_update="refresh" if max_staleness else "auto",
                 refresh_after=None,
                 window=window if max_staleness else RolloutConfig().window,
@@ -128,6 +129,7 @@ class SimulatedRecipe:
                 recipe.rollout,
                 engines=(self.devices - trainers) // recipe.rollout.tensor_parallel,
                 max_staleness=max_staleness,
+                min_engines=None,
                 at_update=rule,
                 refresh_after=recipe.rollout.refresh_after if rule == "keep" else None,
                 window=RolloutConfig().window if rule == "drain" else window,  # drain refuses another

@@ -1,0 +1,109 @@
+"""Kill or stop engines of one run at random moments, and check that the run goes on and trains each group exactly once.
+
+    python -m benchmarks.engine_deaths [--deaths 20] [--rule refresh] [--seed 0] [--out runs/engine_deaths]
+
+A tiny model trains with three engines and `rollout.min_engines: 1`. Each fault is SIGKILL or SIGSTOP to a random engine that
+samples, at a random moment after the fleet is whole; one in five faults hits a second engine soon after the first. SIGTERM ends
+the run after the last fault. The script ends with status 1 if the run ends by itself, a process is left, a step is missing, or a
+group was trained twice or left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from benchmarks.faults import END_SECONDS, ROOT, START_SECONDS, Violation, check, lines_of, pid_of
+from benchmarks.faults import settings as settings_of
+from megarl.commands.data.quickstart import prepare_quickstart
+
+ENGINES = 3
+
+
+def settings(out: Path, rule: str) -> list[str]:
+    own = [f"rollout.engines={ENGINES}", "rollout.min_engines=1", "train.save_every=20", "train.grace_seconds=60"]
+    return [
+        *(each for each in settings_of(out, rule) if not each.startswith(("rollout.engines", "train.save_every"))),
+        *own,
+    ]
+
+
+def wait_for(process: subprocess.Popen[bytes], out: Path, condition: str, seconds: float = START_SECONDS) -> None:
+    """Wait until the last line of the metrics fulfils `condition`, "whole" or "begun". Raises Violation if the run ends."""
+    deadline = time.monotonic() + seconds
+    while True:
+        lines = lines_of(out)
+        if lines and (condition == "begun" or lines[-1]["fleet/serving"] == ENGINES):
+            return
+        if process.poll() is not None or time.monotonic() > deadline:
+            end = "has not ended" if process.poll() is None else f"has ended with status {process.poll()}"
+            raise Violation(f"the run is not {condition} and {end}; see {out}/output.log")
+        time.sleep(0.1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--deaths", type=int, default=20)
+    parser.add_argument("--rule", choices=("drain", "refresh", "keep"), default="refresh")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "engine_deaths")
+    options = parser.parse_args()
+    out, order = options.out.absolute(), random.Random(options.seed)
+    out.mkdir(parents=True)
+    prepare_quickstart(out / "quickstart", seed=0)
+    command = [sys.executable, "-m", "megarl", "train", "recipes/quickstart.yaml", *settings(out, options.rule)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    with (out / "output.log").open("ab") as log:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+    done, absences = 0, []
+    try:
+        wait_for(process, out, "begun")
+        while done < options.deaths:
+            wait_for(process, out, "whole")
+            time.sleep(order.random() * 3)
+            for engine in order.sample(range(ENGINES), 2 if order.random() < 0.2 else 1):
+                number = order.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
+                os.kill(pid_of(out, f"engine{engine}"), number)
+                done += 1
+                print(f"step {len(lines_of(out)) + 1}: {number.name} to engine{engine}", flush=True)
+                time.sleep(order.random() * 2)
+            began = time.monotonic()
+            while lines_of(out)[-1]["fleet/serving"] == ENGINES and time.monotonic() < began + START_SECONDS:
+                if process.poll() is not None:
+                    raise Violation(f"the run ended with {process.poll()}; see {out}/output.log")
+                time.sleep(0.1)
+            wait_for(process, out, "whole")
+            absences.append(time.monotonic() - began)
+        started = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGTERM)
+        _, alive = psutil.wait_procs([psutil.Process(process.pid), *started], END_SECONDS + 60)
+        if alive or process.poll() not in (143, None):
+            raise Violation(f"the end: status {process.poll()}, {len(alive)} processes live")
+        trained = check(out)
+    except Violation as violation:
+        process.kill()
+        sys.exit(f"violation: {violation}")
+    last = lines_of(out)[-1]
+    again = sum(line["fleet/sampled_again"] for line in lines_of(out))
+    print(
+        json.dumps(
+            {
+                "rule": options.rule, "seed": options.seed, "faults": done, "deaths": last["fleet/deaths"],
+                "steps": len(lines_of(out)), "groups": len(trained), "sampled_again": again,
+                "seconds_until_whole": {"mean": sum(absences) / len(absences), "most": max(absences)},
+            }
+        )
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Checks of `rollout.min_engines`: engines that may die while the run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megarl.errors import RecipeError
+from megarl.recipe.derived.at_update import update_rule
+from megarl.recipe.schema import Recipe
+
+
+def fleet_errors(recipe: Recipe) -> Iterator[RecipeError]:
+    least, rollout = recipe.rollout.min_engines, recipe.rollout
+    if least is None:
+        return
+    if least >= rollout.engines:
+        problem = f"with rollout.engines={rollout.engines}, each death would leave fewer"
+        yield _error(
+            recipe, problem, f"set it to {rollout.engines - 1} at most" if rollout.engines > 1 else "leave it out"
+        )
+    if recipe.cluster.placement == "colocated":
+        problem = "an engine that starts again would load its model while trainers use its devices"
+        yield _error(least, problem, "set cluster.placement=disaggregated, or leave it out and set train.restarts")
+    if rollout.data_parallel > 1:
+        problem = "engines of a group (rollout.data_parallel) run each step together, so that none can go on alone"
+        yield _error(least, problem, "leave it out, and set train.restarts")
+    if update_rule(recipe) == "finish":
+        problem = (
+            "with rollout.at_update=finish a weight sync that is opened again, without the dead engine, would change the weights of "
+            "samples that run"
+        )
+        yield _error(least, problem, "set rollout.at_update=refresh, keep or drain")
+    if recipe.train.deterministic:
+        problem = "the moment of a death changes which engine samples which groups, so a run with train.deterministic would not repeat"
+        yield _error(least, problem, "leave it out, and set train.restarts")
+
+
+def _error(least: int, problem: str, remedy: str) -> RecipeError:
+    return RecipeError("rollout.min_engines", problem, remedy, value=least)

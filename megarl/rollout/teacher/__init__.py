@@ -1,0 +1,1 @@
+"""Log-probs of the teacher, for distillation: its processes, and the calls to them."""
