@@ -11,6 +11,7 @@ group was trained twice or left out.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -18,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -37,16 +39,15 @@ def settings(out: Path, rule: str) -> list[str]:
     ]
 
 
-def wait_for(process: subprocess.Popen[bytes], out: Path, condition: str, seconds: float = START_SECONDS) -> None:
-    """Wait until the last line of the metrics fulfils `condition`, "whole" or "begun". Raises Violation if the run ends."""
-    deadline = time.monotonic() + seconds
-    while True:
-        lines = lines_of(out)
-        if lines and (condition == "begun" or lines[-1]["fleet/serving"] == ENGINES):
-            return
+def wait_for(
+    process: subprocess.Popen[bytes], out: Path, state: str, reached: Callable[[dict[str, float]], bool]
+) -> None:
+    """Wait until the last line of the metrics fulfils `reached`. Raises Violation if the run ends or does not get there."""
+    deadline = time.monotonic() + START_SECONDS
+    while not (lines := lines_of(out)) or not reached(lines[-1]):
         if process.poll() is not None or time.monotonic() > deadline:
             end = "has not ended" if process.poll() is None else f"has ended with status {process.poll()}"
-            raise Violation(f"the run is not {condition} and {end}; see {out}/output.log")
+            raise Violation(f"the run is not {state} and {end}; see {out}/output.log")
         time.sleep(0.1)
 
 
@@ -66,22 +67,24 @@ def main() -> None:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
     done, absences = 0, []
     try:
-        wait_for(process, out, "begun")
+        wait_for(process, out, "begun", lambda line: line["fleet/serving"] == ENGINES)
         while done < options.deaths:
-            wait_for(process, out, "whole")
             time.sleep(order.random() * 3)
+            before, hit = lines_of(out)[-1]["fleet/deaths"], []
             for engine in order.sample(range(ENGINES), 2 if order.random() < 0.2 else 1):
                 number = order.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
-                os.kill(pid_of(out, f"engine{engine}"), number)
-                done += 1
-                print(f"step {len(lines_of(out)) + 1}: {number.name} to engine{engine}", flush=True)
+                with contextlib.suppress(ProcessLookupError):  # the first fault has ended it, in an update
+                    os.kill(pid := pid_of(out, f"engine{engine}"), number)
+                    hit.append(pid)
+                    print(f"step {len(lines_of(out)) + 1}: {number.name} to engine{engine}", flush=True)
                 time.sleep(order.random() * 2)
-            began = time.monotonic()
-            while lines_of(out)[-1]["fleet/serving"] == ENGINES and time.monotonic() < began + START_SECONDS:
-                if process.poll() is not None:
-                    raise Violation(f"the run ended with {process.poll()}; see {out}/output.log")
-                time.sleep(0.1)
-            wait_for(process, out, "whole")
+            done, began = done + len(hit), time.monotonic()
+
+            def is_whole(line: dict[str, float], before: float = before, hit: Sequence[int] = hit) -> bool:
+                gone = not any(psutil.pid_exists(pid) for pid in hit)
+                return gone and line["fleet/deaths"] > before and line["fleet/serving"] == ENGINES
+
+            wait_for(process, out, "whole", is_whole)
             absences.append(time.monotonic() - began)
         started = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGTERM)

@@ -11,6 +11,7 @@ import pytest
 
 from megarl.cluster import CallFailed, ServiceDied, host_name
 from megarl.cluster.devices import LocalDevices
+from megarl.cluster.failures import Failure
 from megarl.cluster.torchrun.local_service import LocalService
 from tests.support.cluster_workers import ROOT, alive, wait_until
 
@@ -154,3 +155,15 @@ def test_local_devices(monkeypatch):
     with pytest.raises(ValueError, match=r"needs 4 devices .* TEST_DEVICES=4,5,7 lists 3"):
         devices.claim(1)
     assert LocalDevices("", []).claim(3) == {}
+
+
+def test_the_cause_of_a_killed_service_is_the_one_given(start):
+    """A process that is stopped is killed because it is stopped."""
+    engine = start()
+    assert engine.call("scaled", 1).result(timeout=30) == 3
+    because = Failure.death(engine.place, "its process has been stopped")
+    engine.kill(because)
+    assert wait_until(lambda: not engine.alive(), 10)
+    with pytest.raises(ServiceDied, match="has been stopped"):
+        engine.call("scaled", 1).result(timeout=10)
+    assert engine.failure() == because and not engine.alive()

@@ -186,6 +186,37 @@ def test_a_killed_service_ends_the_trainers_call(connect):
         engine.call("scaled", 1).result(timeout=10)
 
 
+def test_a_service_that_is_not_essential_may_die_and_be_replaced(connect, monkeypatch):
+    """The new process takes the devices of the old one. A stopped process is killed."""
+    from megarl.cluster import sigstop_watch
+
+    assert wait_until(lambda: _free_npus() == 4, 10)
+    monkeypatch.setattr(sigstop_watch, "LOOK_SECONDS", 0.1)
+    cluster = connect(1, 2, npus=True, shared=False)
+    options = {"devices": 1, "env": ENGINE_ENV, "essential": False}
+    dying, other = (
+        cluster.start_service("tests.support.cluster_workers:Engine", (3,), name=f"engine{i}", **options)
+        for i in (0, 1)
+    )
+    device = dying.call("variable", "ASCEND_RT_VISIBLE_DEVICES").result(timeout=60)
+    other.call("scaled", 1).result(timeout=60)
+    seen = []
+    cluster.on_check(lambda: seen.append(dying.failure()))
+    os.kill(dying.place().pid, signal.SIGKILL)
+    assert wait_until(lambda: cluster.check() or seen[-1] is not None, 10)
+    assert seen[-1].died and seen[-1].place.name == "service engine0"
+    new = cluster.start_service("tests.support.cluster_workers:Engine", (5,), name="engine0", replaces=dying, **options)
+    assert new.call("variable", "ASCEND_RT_VISIBLE_DEVICES").result(timeout=60) == device
+    assert new.call("scaled", 1).result(timeout=10) == 5 and other.alive()
+
+    os.kill(other.place().pid, signal.SIGSTOP)
+    assert wait_until(lambda: cluster.check() or other.failure() is not None, 20)
+    assert other.failure().died and "its process has been stopped" in other.failure().cause
+    with pytest.raises(ServiceDied, match="has been stopped"):
+        other.call("scaled", 1).result(timeout=10)
+    assert new.call("scaled", 2).result(timeout=10) == 10
+
+
 def start_engines(cluster, count, devices=1):
     """Start engines and return the visible devices of each."""
     engines = [

@@ -1,0 +1,278 @@
+"""Engines that die while the run goes on: the state machine, the fleet, groups of dead engines, and repeated updates."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.cluster.failures import CallFailed, Failure, ProcessInfo, Raised, ServiceDied, WorkerFailed
+from megarl.rollout import fleet as fleet_module
+from megarl.rollout.engine_handle import EngineHandle
+from megarl.rollout.evaluate import FIRST_EVALUATION_GROUP, _run
+from megarl.rollout.fleet import MOST_STARTS, EngineStates, Fleet
+from megarl.rollout.source_engines import EnginesSource
+from megarl.types import Prompt, Sampling
+from megarl.weight_sync.handover import DisaggregatedFleet
+from megarl.weight_sync.session import WeightSyncError
+from tests.rollout.test_source import FakeService, ManualService, Prompts, refreshing
+
+EVENTS = st.lists(
+    st.tuples(st.sampled_from(["die", "start", "load", "update", "drop"]), st.integers(0, 2)), max_size=60
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(EVENTS)
+def test_an_engine_serves_only_with_weights_that_its_present_process_received(events: list[tuple[str, int]]) -> None:
+    states = EngineStates(3)
+    has_weights = {(0, 0), (1, 0), (2, 0)}
+    ends_in_a_row = [0, 0, 0]
+    for event, engine in events:
+        if event == "die":
+            states.die(engine)
+        elif event == "drop":
+            states.drop(engine)
+        elif event == "start" and engine in states.due:
+            states.start(engine)
+            ends_in_a_row[engine] += 1
+        elif event == "load" and engine in states.starting:
+            states.load(engine)
+        elif event == "update":
+            members = states.members
+            has_weights |= set(members)
+            for joined in states.update(members):
+                ends_in_a_row[joined] = 0
+        assert {(each, states.process(each)) for each in states.serving} <= has_weights
+        assert set(states.serving) <= {index for index, _ in states.members}
+        assert not set(states.due) & {index for index, _ in states.members}
+        assert max(ends_in_a_row) <= MOST_STARTS
+    assert all(states.process(each) <= len(events) for each in range(3))
+
+
+def test_weights_for_an_earlier_process_do_not_count() -> None:
+    states = EngineStates(2)
+    states.die(1)
+    states.start(1)
+    states.load(1)
+    old = states.members
+    states.die(1)
+    states.start(1)
+    states.load(1)
+    assert states.update(old) == [] and states.serving == [0]
+    assert states.update(states.members) == [1]
+
+
+class Service(ManualService):
+    """An engine's process that can die: its calls then fail."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.name, self.dead, self.started = f"engine{number}", None, Future()  # type: ignore[var-annotated]
+
+    def failure(self) -> Failure | None:
+        return self.dead
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        if method == "start":
+            return self.started
+        return super().call(method, *arguments)
+
+    def die(self) -> None:
+        """End the process."""
+        self.dead = Failure.death(ProcessInfo(f"service {self.name}", "host", 7), "killed")
+        self.fail_calls(ServiceDied(self.dead))
+
+    def break_down(self) -> None:
+        """The engine fails in a process that lives, as after an error of a device."""
+        place = ProcessInfo(f"service {self.name}", "host", 7)
+        self.fail_calls(CallFailed(Failure.raised(place, Raised("EngineDead", "engine died: out of memory", ""))))
+
+    def fail_calls(self, error: BaseException) -> None:
+        running, self.running = self.running, {}
+        for call in running.values():
+            call.set_exception(error)
+
+
+class Engines:
+    """A fleet of services, and the processes that it has started."""
+
+    def __init__(self, count: int = 2, least: int = 1) -> None:
+        self.services = [Service(number) for number in range(count)]
+        self.handles = [EngineHandle(each) for each in self.services]  # type: ignore[arg-type]
+        self.notices: list[str] = []
+        self.restarts: list[int] = []
+        descriptions = [{"receivers": number} for number in range(count)]
+        self.fleet = Fleet(self.handles, descriptions, least, self.restart, self.notices.append)
+
+    def restart(self, engine: int) -> None:
+        self.restarts.append(engine)
+        self.services[engine] = Service(engine)
+        self.handles[engine].service = self.services[engine]  # type: ignore[assignment]
+
+    def load(self, engine: int) -> None:
+        """Let the new process of an engine finish its start."""
+        self.services[engine].started.set_result({"receivers": "new"})
+        self.fleet.poll()
+
+    def update(self) -> None:
+        with self.fleet.update():
+            self.fleet.updated(self.fleet.members())
+
+
+def test_a_dead_engine_starts_again_and_serves_after_an_update() -> None:
+    engines = Engines()
+    engines.services[1].die()
+    engines.fleet.poll()
+    assert engines.restarts == [1] and engines.fleet.serving == [0] and engines.fleet.members() == [(0, 0)]
+    assert (
+        "service engine1 on host (pid 7) died: killed" in engines.notices[0] and "1 engine left" in engines.notices[0]
+    )
+    engines.load(1)
+    assert engines.fleet.serving == [0] and engines.fleet.members() == [(0, 0), (1, 1)]
+    assert engines.fleet.descriptions[1] == {"receivers": "new"}
+    engines.update()
+    engines.fleet.poll()
+    assert engines.fleet.serving == [0, 1] and engines.notices[-1] == "engine1 has the run's weights, and samples"
+    assert engines.fleet.take_metrics() == {"fleet/serving": 2.0, "fleet/deaths": 1.0, "fleet/sampled_again": 0.0}
+
+
+def test_too_few_engines_end_the_run() -> None:
+    engines = Engines(least=2, count=3)
+    engines.services[0].die()
+    engines.fleet.poll()
+    engines.services[2].die()
+    with pytest.raises(ServiceDied, match=r"engine2(.|\n)*Fewer than rollout.min_engines = 2 engines are left"):
+        engines.fleet.poll()
+    assert engines.restarts == [0], "no process is started for a run that ends"
+
+
+def test_an_engine_that_never_starts_is_given_up() -> None:
+    engines = Engines()
+    for _ in range(MOST_STARTS + 1):
+        engines.services[1].die()
+        engines.fleet.poll()
+        engines.fleet.poll()
+    assert engines.restarts == [1] * MOST_STARTS
+    assert "engine1 has ended 3 times before it sampled, and does not start again" in engines.notices
+
+
+def test_only_deaths_of_the_present_process_count() -> None:
+    engines = Engines()
+    fleet, place = engines.fleet, ProcessInfo("service engine1", "host", 7)
+    death = ServiceDied(Failure.death(place, "killed"))
+    assert not fleet.lost(1, 0, ValueError("no"))
+    assert not fleet.lost(1, 0, WorkerFailed(Failure.death(ProcessInfo("trainer rank 0"), "killed")))
+    assert not fleet.lost(1, 0, CallFailed(Failure.raised(place, Raised("KeyError", "no such prompt", ""))))
+    assert fleet.lost(1, 0, death) and fleet.serving == [0]
+    fleet.poll()
+    engines.load(1)
+    engines.update()
+    assert fleet.lost(1, 0, death) and fleet.serving == [0, 1], "a late error of the first process"
+
+
+def source_of(engines: Engines) -> EnginesSource:
+    recipe = refreshing(ManualService()).recipe
+    prompts = Prompts(Prompt(f"row/{i}", (1, 2, 3), "text", "test") for i in range(7))
+    fleet = engines.fleet
+    return EnginesSource(recipe, prompts, engines.handles, [0], fleet.poll, fleet=fleet)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("end", ["die", "break_down"])
+def test_groups_of_a_dead_engine_are_sampled_by_the_others(end: str) -> None:
+    engines = Engines()
+    source = source_of(engines)
+    source.admit(0)
+    first, second = engines.services
+    assert (sorted(first.running), sorted(second.running)) == ([0, 2, 4, 6], [1, 3, 5, 7])
+    first.finish(2)
+    getattr(first, end)()
+    assert sorted(second.running) == [0, 1, 3, 4, 5, 6, 7]
+    second.finish(0, 1, 3)
+    batch = source.take(4)
+    assert sorted(group.number for group in batch.groups) == [0, 1, 2, 3]
+    assert batch.metrics["fleet/sampled_again"] == 3 and batch.metrics["fleet/serving"] == 1
+    source.admit(1)
+    assert sorted(second.running) == [4, 5, 6, 7, 8, 9, 10, 11], "the dead engine gets no group"
+    engines.fleet.poll()
+    engines.load(0)
+    second.finish(4, 5, 6, 7)
+    engines.update()
+    source.take(4)
+    source.admit(2)
+    assert sorted(engines.services[0].running) == [12, 13, 14, 15], "its new process has fewer groups than the other"
+
+
+def test_a_group_that_ends_every_engine_is_named() -> None:
+    engines = Engines(count=4)
+    source = source_of(engines)
+    source.admit(0)
+    for _ in range(3):
+        next(each for each in engines.services if 0 in each.running).die()
+    with pytest.raises(RuntimeError, match=r"3 engines have ended while they sampled group 0"):
+        source.take(4)
+
+
+def test_groups_wait_for_an_update_that_no_engine_has_survived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine dies in an update, and the other fails with it: both start again, and then sample all groups."""
+    monkeypatch.setattr(fleet_module, "_POLL_SECONDS", 0.0)
+    engines = Engines()
+    source = source_of(engines)
+    source.admit(0)
+    sessions: list[list[int]] = []
+    started = engines.restart
+
+    def restart(engine: int) -> None:
+        started(engine)
+        engines.services[engine].started.set_result({"receivers": "new"})
+
+    engines.fleet._restart = restart
+
+    class Trainers:
+        def send_weights(self, version: int) -> list[Any]:
+            if not sessions:
+                engines.services[1].die()
+                engines.services[0].break_down()
+                assert engines.services[0].running == engines.services[1].running == {}
+                raise WeightSyncError("engine1 died in the update")
+            return []
+
+    def open_session(members: list[int]) -> Any:
+        sessions.append(members)
+        return SimpleNamespace(timeout=1.0)
+
+    handover = DisaggregatedFleet(Trainers(), engines.handles, None, engines.fleet, open_session, 10.0)  # type: ignore[arg-type]
+    monkeypatch.setattr("megarl.weight_sync.handover.publish", lambda trainers, *_: trainers.send_weights(1) or {})
+    handover.update_engines(1)
+    assert engines.restarts == [0, 1] and sessions == [[0, 1]] and engines.fleet.serving == [0, 1]
+    source.admit(1)
+    running = [*engines.services[0].running, *engines.services[1].running]
+    assert sorted(running) == list(range(12)), "with version 1, four more groups may start"
+
+
+def test_an_update_that_fails_without_a_death_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "DEATH_SECONDS", 0.1)
+    engines = Engines()
+    with pytest.raises(WeightSyncError, match="other bytes"), engines.fleet.update():
+        engines.fleet.start_all_again(engines.fleet.members(), WeightSyncError("other bytes"), 1.0)
+    assert engines.restarts == []
+
+
+def test_problems_of_an_engine_that_dies_in_an_evaluation_go_to_the_others() -> None:
+    engines = Engines()
+    problems = [Prompt(f"row/{i}", (1, 2, 3), "text", "test") for i in range(4)]
+    dying, other = engines.services
+    fake = FakeService()
+
+    def call_with_data(method: str, *arguments: Any) -> Future[Any]:
+        return fake.call_with_data(method, *arguments)
+
+    other.call, other.call_with_data = fake.call, call_with_data  # type: ignore[method-assign]
+    threading.Timer(0.2, dying.die).start()
+    groups = _run(problems, Sampling(n=1, max_tokens=8), engines.handles, engines.fleet.poll, 5.0, engines.fleet)
+    assert [group.number for group in groups] == [FIRST_EVALUATION_GROUP + number for number in range(4)]
