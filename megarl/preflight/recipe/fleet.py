@@ -16,7 +16,7 @@ def fleet_errors(recipe: Recipe) -> Iterator[RecipeError]:
     if least >= rollout.engines:
         problem = f"with rollout.engines={rollout.engines}, each death would leave fewer"
         yield _error(
-            recipe, problem, f"set it to {rollout.engines - 1} at most" if rollout.engines > 1 else "leave it out"
+            least, problem, f"set it to {rollout.engines - 1} at most" if rollout.engines > 1 else "leave it out"
         )
     if recipe.cluster.placement == "colocated":
         problem = "an engine that starts again would load its model while trainers use its devices"

@@ -1,0 +1,92 @@
+"""Real engines die, and the run goes on (`rollout.min_engines`)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.stack import metrics
+from tests.support.training_runs import Run, pid_in_log
+
+pytestmark = pytest.mark.stack
+
+FLEET = [
+    "cluster.trainers=1",
+    "megatron.expert_parallel=1",
+    "cluster.placement=disaggregated",
+    "rollout.engines=2",
+    "rollout.min_engines=1",
+    "rollout.max_response_length=48",
+    "evaluation.at_start=false",
+    "evaluation.every=0",
+    "evaluation.at_end=false",
+    "train.stop_after_skipped=0",
+    "train.save_every=0",
+]
+
+
+@pytest.fixture
+def started(quickstart_data: Path, tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def start(*more: str) -> Run:
+        runs.append(Run(quickstart_data, tmp_path, "fleet", *FLEET, *more))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        if run.process.poll() is None:
+            run.process.kill()
+            run.process.wait()
+
+
+def wait_for(run: Run, key: str, value: float) -> None:
+    """Wait until the last step has this metric."""
+    deadline = time.monotonic() + 300
+    while metrics(run.directory)[-1][key] != value:
+        assert run.process.poll() is None, run.process.communicate()[1]
+        assert time.monotonic() < deadline, f"{key} was not {value} in time"
+        time.sleep(0.1)
+
+
+RULES = [
+    ["rollout.max_staleness=2", "rollout.at_update=refresh"],
+    pytest.param(["rollout.max_staleness=2", "rollout.at_update=keep"], marks=pytest.mark.slow),
+    pytest.param(["rollout.max_staleness=1", "rollout.at_update=drain"], marks=pytest.mark.slow),
+    pytest.param(["lora.rank=4", "rollout.max_staleness=1"], marks=pytest.mark.slow),
+    pytest.param(["weight_sync.route=full"], marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("settings", RULES, ids=" ".join)
+def test_a_killed_engine_starts_again_while_the_run_goes_on(started: Callable[..., Run], settings: list[str]) -> None:
+    """Tiny steps consist mostly of updates: the kill meets one or not, and the run goes on in both cases."""
+    run = started(*settings)
+    run.wait_for_steps(2)
+    os.kill(pid_in_log(run.directory, "engine1"), signal.SIGKILL)
+    wait_for(run, "fleet/deaths", 1.0)
+    wait_for(run, "fleet/serving", 2.0)
+    run.wait_for_steps(len(metrics(run.directory)) + 2)
+    run.process.send_signal(signal.SIGTERM)
+    status, errors = run.end(120)
+    assert status == 143, errors
+    notices = (run.directory / "notices.jsonl").read_text()
+    assert "service engine1" in notices and "killed (SIGKILL" in notices and "engine1 has the run's weights" in notices
+    assert [line["step"] for line in metrics(run.directory)] == list(range(1, len(metrics(run.directory)) + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_too_few_engines_end_the_run(started: Callable[..., Run]) -> None:
+    run = started("rollout.max_staleness=1", "rollout.engines=3", "rollout.min_engines=2")
+    run.wait_for_steps(1)
+    for engine in ("engine0", "engine1"):
+        os.kill(pid_in_log(run.directory, engine), signal.SIGKILL)
+    status, errors = run.end(120)
+    assert status == 1 and "Fewer than rollout.min_engines = 2 engines are left" in errors, errors
