@@ -81,7 +81,6 @@ class EnginesSource:
         finishing = Finishing.of(update_rule(recipe), rollout.max_staleness, recipe.data.prompts_per_step)
         self._dispatch = Dispatch(len(self.engines), finishing)
         self._waiting = Waiting(len(self.engines))
-        self._waiting.observe(len(self.engines), None)
         self._taking = False  # the trainers wait for a batch
         self._arrivals: Arrivals[Arrival] = arrivals or Arrivals()
         self._stall_timer = StallTimer(rollout.timeout, self._arrivals.stall_advice)
@@ -101,6 +100,8 @@ class EnginesSource:
     def admit(self, version: int) -> None:
         with self._change:
             self._stall_timer.reset()
+            if self.admission.version is None:
+                self._waiting.metrics()  # engines do not wait while the run starts
             self._await_turn({"version": version})
             for engine in self.fleet.serving if self.fleet is not None else ():
                 self._dispatch.open(engine)

@@ -86,3 +86,10 @@ def test_pipeline_parallel_engines_drain() -> None:
     recipe = ahead()
     recipe.rollout.engine_args = {"pipeline_parallel_size": 2}
     assert update_rule(recipe) == "drain"
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_a_single_engine_that_finishes_is_noted(engines: int) -> None:
+    recipe = ahead()
+    recipe.rollout.at_update, recipe.rollout.engines = "finish", engines
+    assert ("a single engine samples nothing" in str(update_notice(recipe))) == (engines == 1)

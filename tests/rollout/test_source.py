@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from concurrent.futures import Future
 from typing import Any, ClassVar
 
@@ -342,3 +343,14 @@ def test_a_stop_with_drain_samples_the_whole_batch_again() -> None:
     first.finish(5, 7)
     stopped.take(4)
     assert stopped.state(interrupted=True)["counters"] == {"admitted": 8, "closed": 2}, "the batch is trained on"
+
+
+def test_engines_are_not_idle_while_the_run_starts() -> None:
+    """The first step counts from its first group: loading a model takes minutes."""
+    service = ManualService()
+    engines_source = source(service)
+    time.sleep(0.4)
+    engines_source.admit(0)
+    time.sleep(0.2)
+    service.finish(0, 1, 2, 3)
+    assert engines_source.take(4).metrics["rollout/engines_idle"] < 0.5

@@ -85,10 +85,15 @@ def update_notice(recipe: Recipe) -> str | None:
             f"{not_refreshed(recipe)}; weights change when no request runs, so a step takes at least as long as its longest response"
         )
     if rule == "finish":
+        alone = (
+            ""
+            if recipe.rollout.engines > 1
+            else "; a single engine samples nothing while it finishes and loads, as with drain"
+        )
         return (
             "rollout.at_update is finish (set by the recipe): each engine keeps new weights in host memory until its requests have "
             f"finished; a sample is at most {max_lag(recipe)} versions old; a repeated run samples other responses; "
-            "rollout.at_update=drain repeats"
+            f"rollout.at_update=drain repeats{alone}"
         )
     origin = f"auto with rollout.max_staleness={recipe.rollout.max_staleness:g}"
     kept = "keep their KV cache" if rule == "keep" else "recompute their KV cache"
