@@ -29,11 +29,33 @@ def listen_at(host: str, port: int = 0, backlog: int = socket.SOMAXCONN) -> sock
     return socket.create_server(("", port), family=family, dualstack_ipv6=dual, backlog=backlog)
 
 
+_reserved: dict[int, socket.socket] = {}  # by port
+
+
+def reserve_port(host: str) -> int:
+    """Return a free port of `host` at which this process listens from now on, until `serve_store` takes it.
+
+    Without this, another process could take the port while this one loads torch.
+    """
+    listener = listen_at(host)
+    port: int = listener.getsockname()[1]
+    _reserved[port] = listener
+    return port
+
+
+def release_port(port: int) -> None:
+    """Close a reserved port that no store needs."""
+    _reserved.pop(port).close()
+
+
 def serve_store(host: str, timeout: timedelta, port: int = 0) -> Any:
-    """Serve a torch.distributed.TCPStore at `host` alone (see `listen_at`) until the returned object is deleted."""
+    """Serve a torch.distributed.TCPStore at `host` alone (see `listen_at`) until the returned object is deleted.
+
+    port: one of `reserve_port`, another, or 0 for a free one.
+    """
     import torch.distributed as dist
 
-    listener = listen_at(host, port)
+    listener = _reserved.pop(port, None) or listen_at(host, port)
     free: int = listener.getsockname()[1]
     store = dist.TCPStore(
         host,

@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import pytest
 
-from megarl.cluster.key_value_store import join_ranks, listen_at, serve_store
+from megarl.cluster.key_value_store import join_ranks, listen_at, release_port, reserve_port, serve_store
 from megarl.cluster.process import free_port
 from tests.support.stack import ROOT, environment
 
@@ -86,3 +86,17 @@ def test_torchrun_serves_its_own_store(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     join_ranks("gloo", TIMEOUT)
     assert given == {"backend": "gloo", "timeout": TIMEOUT}
+
+
+def test_a_reserved_port_is_served_and_cannot_be_taken() -> None:
+    """Rank 0 names its port long before its store listens there: other processes of the machine must not get it."""
+    port = reserve_port("127.0.0.1")
+    with pytest.raises(OSError, match="in use"):
+        listen_at("127.0.0.1", port)
+    store = serve_store("127.0.0.1", timedelta(seconds=5), port)
+    assert store.port == port
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+    other = reserve_port("127.0.0.1")
+    release_port(other)
+    listen_at("127.0.0.1", other).close()

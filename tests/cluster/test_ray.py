@@ -230,6 +230,7 @@ def start_engines(cluster, count, devices=1):
 
 def test_engines_that_share_devices_spread_over_them(connect):
     """With simulated NPUs: two engines and a trainer do not fit on one device."""
+    assert wait_until(lambda: _free_npus() == 4, 10)
     cluster = connect(2, 2, npus=True)
     assert start_engines(cluster, 2) == ["0", "1"]
     group = cluster.start_trainers("tests.support.cluster_workers:Echo", 2, (), {})

@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 
+from megarl.cluster.key_value_store import join_ranks
 from megarl.types import SampleTokens
 
 ROOT = Path(__file__).parents[2]
@@ -62,7 +64,7 @@ class Reducer(Echo):
         import torch
 
         torch.set_num_threads(1)
-        torch.distributed.init_process_group("gloo")
+        join_ranks("gloo", timedelta(minutes=5))
 
     def sum(self, value):
         import torch

@@ -8,8 +8,9 @@ from typing import Any
 
 from megarl.cluster.base import load_class
 from megarl.cluster.failures import ProcessInfo, Raised, Returned, run
+from megarl.cluster.key_value_store import release_port, reserve_port
 from megarl.cluster.orphan_reaper import OrphanReaper
-from megarl.cluster.process import free_port, redirect_output
+from megarl.cluster.process import redirect_output
 from megarl.cluster.service import answer, close
 
 
@@ -25,9 +26,10 @@ class TrainerActor:
         self._place = ProcessInfo(name, pid=os.getpid(), log=log)
         self._worker: Any = None
 
-    def where(self) -> Returned:
-        """Return the place of this process and a free port of its machine."""
-        return Returned((self._place, free_port()))
+    def where(self, host: str) -> Returned:
+        """Return the place of this process, and a port of its machine, whose address is `host`, for rank 0's store."""
+        self._port = reserve_port(host)
+        return Returned((self._place, self._port))
 
     def ping(self) -> Returned:
         """Reply, to show that the process is alive."""
@@ -35,6 +37,8 @@ class TrainerActor:
 
     def construct(self, class_path: str, args: tuple[Any, ...], env: dict[str, str]) -> Returned | Raised:
         os.environ.update(env)
+        if env["RANK"] != "0":
+            release_port(self._port)
         outcome = run(lambda: load_class(class_path)(*args))
         if isinstance(outcome, Raised):
             return _log_traceback(outcome)

@@ -203,7 +203,8 @@ class RayCluster(Cluster):
         nodes = [device.node_id for device in devices]
         group = RayGroup(self, actors, places, nodes)
         self._groups.append(group)
-        where = group.wait_for_start([actor.where.remote() for actor in actors])
+        calls = [actor.where.remote(device.node_ip) for actor, device in zip(actors, devices, strict=True)]
+        where = group.wait_for_start(calls)
         group = self._groups[-1] = RayGroup(self, actors, [place for place, _ in where], nodes)
         group.construct(class_path, args, _rank_environments(devices, master_port=where[0][1]))
         return group
