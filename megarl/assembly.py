@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,7 +187,7 @@ def build_run(setup: RunSetup, cluster: Cluster, log: RunLog) -> Run:
     )
     verdicts = setup.tape.verdicts() if setup.tape is not None and recipe.reward.uses_judge else None
     samplers, check = with_judge(recipe.judge, recipe.reward, engines, started.judges, check, verdicts)
-    devices = connect_engines(recipe, started, log.notice, fleet)
+    devices = connect_engines(recipe, started, log.notice, fleet, check)
     for notice in kernel_notices(actor.describe()):
         log.notice(notice)
     source = _source(setup, samplers, check, fleet)
@@ -298,32 +299,33 @@ def _start_critic(setup: RunSetup, cluster: Cluster, actor: Occupant) -> tuple[C
 
 
 def connect_engines(
-    recipe: Recipe, started: Started, notice: Callable[[str], None], fleet: Fleet | None = None
+    recipe: Recipe,
+    started: Started,
+    notice: Callable[[str], None],
+    fleet: Fleet | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> Handover:
-    """Open the weight sync between the actor and the engines, and choose how they occupy the devices."""
+    """Open the weight sync between the actor and the engines, and choose how they occupy the devices. check: of processes."""
     actor, engines = started.actor, started.engines
     if not engines:
         return Handover()
     check_in_flight(recipe, started.descriptions)
-    told: set[str] = set()
-
-    def tell(text: str) -> None:
-        """Pass a notice on the route of the weights on, once: a session that is opened again mostly has the same."""
-        if text not in told:
-            told.add(text)
-            notice(text)
-
-    session = open_weight_sync(recipe, actor, engines, started.descriptions, tell)
+    notify_once = functools.lru_cache(maxsize=None)(
+        notice
+    )  # a session that is opened again mostly takes the same route
+    members = fleet.members() if fleet is not None else []
+    session = open_weight_sync(recipe, actor, engines, started.descriptions, notify_once)
     if update_rule(recipe) == "finish" and not session.sharded and session.adapter_alpha is None:
         problem = "the weights go to the engines whole (see the notices), and each engine rank would keep the whole model in host memory"
         raise RecipeError("rollout.at_update", problem, "set rollout.at_update=refresh or drain", value="finish")
     if fleet is not None:
 
-        def reopen(members: list[int]) -> Session:
-            handles, descriptions = [engines[i] for i in members], [fleet.descriptions[i] for i in members]
-            return open_weight_sync(recipe, actor, handles, descriptions, tell)
+        def open_session(indices: list[int]) -> Session:
+            handles, descriptions = [engines[i] for i in indices], [fleet.descriptions[i] for i in indices]
+            return open_weight_sync(recipe, actor, handles, descriptions, notify_once)
 
-        return DisaggregatedFleet(actor, engines, session, fleet, reopen, recipe.rollout.start_timeout)
+        limit = recipe.rollout.start_timeout
+        return DisaggregatedFleet(actor, engines, session, members, fleet, open_session, check, limit)
     if recipe.cluster.placement == "disaggregated":
         return Disaggregated(actor, engines, session)
     return Colocated(

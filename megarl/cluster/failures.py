@@ -122,6 +122,10 @@ class ServiceDied(ClusterError):
     """A service's process has ended, or the constructor of its object raised."""
 
 
+class TooFewEngines(ServiceDied):
+    """So many engines have died that the run cannot go on (`rollout.min_engines`)."""
+
+
 class CallFailed(ClusterError):
     """One call to a service raised; the service is still running."""
 

@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from megarl.recipe.derived.at_update import UpdateRule
+
+MOST_DEATHS = 3  # of engines that sample the same group
 
 
 @dataclass
@@ -63,17 +66,10 @@ class Dispatch:
             raise ValueError(f"no engine but number {engine} is open, so its groups cannot move")
         self._engines[engine].closed = True
 
-    def close_others(self, serving: Collection[int]) -> list[int]:
-        """Start no further group on engines that are not among the `serving` ones, if there are any. Returns those that were
-        open."""
-        closed = [
-            index
-            for index, engine in enumerate(self._engines)
-            if serving and index not in serving and not engine.closed
-        ]
-        for index in closed:
-            self._engines[index].closed = True
-        return closed
+    def close_others(self, serving: Collection[int]) -> None:
+        """Start no further group on engines that do not serve. Does nothing if `serving` is empty."""
+        for index, engine in enumerate(self._engines):
+            engine.closed = engine.closed or (bool(serving) and index not in serving)
 
     def open(self, engine: int) -> None:
         """Let groups start on a closed engine that has the newest weights and no group."""
@@ -162,3 +158,35 @@ class Dispatch:
         behind.sort(key=lambda engine: (engine.version, engine.load))
         for engine in behind[: max(0, self._most_finishing - finishing)]:
             engine.finishes = True
+
+
+class LostGroups:
+    """Groups of dead engines, until another engine samples them. Not thread-safe: the caller needs a lock."""
+
+    def __init__(self) -> None:
+        self._groups: list[int] = []
+        self._deaths: Counter[int] = Counter()  # by group that has not arrived
+
+    def add(self, group: int) -> None:
+        self._groups.append(group)
+
+    def count_death(self, group: int, engine: str) -> None:
+        """Record that an engine died while it sampled a group. Raises RuntimeError after `MOST_DEATHS` of them."""
+        self._deaths[group] += 1
+        if self._deaths[group] >= MOST_DEATHS:
+            raise RuntimeError(
+                f"{MOST_DEATHS} engines have died while they sampled group {group}, {engine} last: does its prompt end them? See "
+                "their logs in the run's logs/"
+            )
+
+    def forget(self, group: int) -> None:
+        """Record that a group has arrived."""
+        del self._deaths[group]
+
+    def take(self) -> list[int]:
+        """Return the groups, which another engine samples now."""
+        groups, self._groups = self._groups, []
+        return groups
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)

@@ -1,14 +1,18 @@
-"""Engines that may die while the run goes on (`rollout.min_engines`): which of them sample, start again, and wait for weights.
+"""Engines that may die while the run goes on (`rollout.min_engines`): which of them sample, restart, and wait for weights.
 
-    serving --dies--> dead --starts--> starting --loads--> loaded --update of the weights--> serving
+    serving --dies--> dead --restarts--> starting --loads--> loaded --update of the weights--> serving
 
 An engine dies in any state. A new process has no weights of the run, so it samples only after an update. If an engine dies in an
-update, the others may have parts of the new weights: all start again, and the update is repeated.
+update, the others may have parts of the new weights: all are ended and restart, and the update is repeated.
+
+Transport threads report failed calls; the controller's thread polls, restarts and updates. The lock is never held while a process
+is ended, since its calls then fail in transport threads that need the lock.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,15 +21,21 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from megarl.cluster.failures import ClusterError, Failure, ServiceDied
+from megarl.cluster.failures import ClusterError, Failure, ProcessInfo, ServiceDied, TooFewEngines
 from megarl.rollout.engine_handle import EngineHandle
 from megarl.text import pluralize
 from megarl.types import Metrics
+from megarl.weight_sync.session import WeightSyncError
 
-MOST_STARTS = 3  # of an engine in a row that end before it samples; it is then left dead
-MOST_LOSSES = 3  # engines that may die while they sample the same group
-DEATH_SECONDS = 10.0  # time after an aborted update in which a death must show; otherwise it had another cause
+MOST_STARTS = 3  # of an engine in a row that die before it samples; it is then left dead
+DEATH_SECONDS = (
+    30.0  # time after an aborted update in which a death must show (a stopped process: 20 s); else it is an error
+)
 _POLL_SECONDS = 0.2
+_NOT_ITS_FAILURE = ("WeightSyncError:", "EngineRefused:")  # begin causes of an engine that ends because the update does
+
+Member = tuple[int, int]
+"""Index of an engine, and the number of its process."""
 
 
 class EngineState(Enum):
@@ -41,7 +51,8 @@ class EngineState(Enum):
 class _Engine:
     state: EngineState = EngineState.SERVING
     process: int = 0  # number of its process, from 0
-    starts: int = 0  # of new processes, since it sampled last
+    starts: int = 0  # of new processes that died, since it sampled last
+    died: bool = False  # by itself, in the present process
 
 
 class EngineStates:
@@ -53,25 +64,26 @@ class EngineStates:
         self.deaths = 0
 
     def die(self, engine: int) -> bool:
-        """Record the death of an engine; return False if it is dead already."""
+        """Record that an engine has died by itself; return False if it is dead already."""
         state = self._engines[engine]
         if state.state is EngineState.DEAD:
             return False
         self.deaths += 1
-        state.state = EngineState.DEAD
+        state.state, state.died = EngineState.DEAD, True
         return True
 
-    def drop(self, engine: int) -> None:
-        """Record that an engine is ended on purpose, to start again."""
+    def end(self, engine: int) -> None:
+        """Record that the controller ends a living engine, which is not a death."""
         self._engines[engine].state = EngineState.DEAD
 
-    def start(self, engine: int) -> None:
-        """Record that a new process of a dead engine has started."""
+    def restart(self, engine: int) -> None:
+        """Record that a dead engine gets a new process."""
         state = self._engines[engine]
         assert state.state is EngineState.DEAD, state
         state.state = EngineState.STARTING
         state.process += 1
-        state.starts += 1
+        state.starts += state.died
+        state.died = False
 
     def load(self, engine: int) -> None:
         """Record that a new process has loaded the model."""
@@ -79,7 +91,7 @@ class EngineStates:
         assert state.state is EngineState.STARTING, state
         state.state = EngineState.LOADED
 
-    def update(self, members: Sequence[tuple[int, int]]) -> list[int]:
+    def update(self, members: Sequence[Member]) -> list[int]:
         """Record that `members` have received the weights; return those that serve from now on."""
         joined = []
         for index, process in members:
@@ -98,7 +110,7 @@ class EngineStates:
 
     @property
     def due(self) -> list[int]:
-        """Dead engines that may start again."""
+        """Dead engines that may restart."""
         return [
             index
             for index, engine in enumerate(self._engines)
@@ -116,8 +128,8 @@ class EngineStates:
         return self._in(EngineState.SERVING)
 
     @property
-    def members(self) -> list[tuple[int, int]]:
-        """Engines that take part in an update of the weights, each with the number of its process."""
+    def members(self) -> list[Member]:
+        """Engines that take part in an update of the weights."""
         return [(index, self.process(index)) for index in self._in(EngineState.SERVING, EngineState.LOADED)]
 
     def _in(self, *states: EngineState) -> list[int]:
@@ -125,164 +137,240 @@ class EngineStates:
 
 
 class Fleet:
-    """The engines of a run with `rollout.min_engines`. Thread-safe."""
+    """The engines of a run with `rollout.min_engines`.
+
+    lock: hold it between a look at `serving` and a call to one of these engines, so that the call reaches this process.
+    """
 
     def __init__(
         self,
         engines: Sequence[EngineHandle],
         descriptions: Sequence[dict[str, Any]],
-        least: int,
+        min_engines: int,
         restart: Callable[[int], None],
         notice: Callable[[str], None],
     ) -> None:
-        """descriptions: results of the engines' `start`. least: `rollout.min_engines`. restart: ends what is left of an
+        """descriptions: results of the engines' `start`. min_engines: `rollout.min_engines`. restart: ends what is left of an
         engine's process, and starts a new one behind its handle. notice: receives messages for the user."""
         self.engines, self.descriptions = list(engines), list(descriptions)
-        self._least, self._restart, self._notice = least, restart, notice
+        self.lock = threading.RLock()
+        self._min_engines, self._restart, self._notice = min_engines, restart, notice
         self._states = EngineStates(len(self.engines))
-        self._lock = threading.RLock()
         self._loading: dict[int, Future[dict[str, Any]]] = {}
         self._messages: list[str] = []
         self._last_death: Failure | None = None
         self._in_update = False
-        self._interrupted = False  # an engine has failed in the update, and no engine samples until it is repeated
+        self._interrupted = False  # an engine has failed in the update, and none samples until the update is repeated
+        self._failed: set[Member] = set()  # engines whose own part of the update failed
         self._sampled_again = 0  # groups, since the last metrics
+        self._recorded = [0] * len(self.engines)  # number of the process, at the last call of `take_restarted`
+        for engine in range(len(self.engines)):
+            self._watch(engine)
+
+    # --- called by transport threads and the controller's thread -------------------------------------------------------
 
     def process(self, engine: int) -> int:
         """Return the number of an engine's process, for `lost`."""
-        with self._lock:
+        with self.lock:
             return self._states.process(engine)
 
     def lost(self, engine: int, process: int, error: BaseException) -> bool:
-        """Return whether a call failed because its engine has died, and the run goes on.
+        """Return whether a call failed because its engine has died or was ended, and the run goes on.
 
         process: number of the engine's process when the call began.
         """
-        failure = self._death(engine, error)
-        if failure is None:
+        name = f"service {self.engines[engine].name}"
+        if not isinstance(error, ClusterError) or error.failure.place.name != name:
             return False
-        with self._lock:
-            if process != self._states.process(engine):
+        with self.lock:
+            if process != self._states.process(engine) or self._states.is_dead(engine):
+                return self._is_enough()
+            if not isinstance(error, ServiceDied) and not error.failure.cause.startswith("EngineDead:"):
+                return False  # a call that failed in an engine that lives
+            if self._in_update and not isinstance(error, ServiceDied):
+                self._interrupted = True  # an engine ends when its update is aborted; `restart_all` decides
                 return True
-            self._die(engine, failure)
-            return self._enough()
-
-    def _death(self, engine: int, error: BaseException) -> Failure | None:
-        """Return the failure of an engine that has died, or that failed in a process that lives; None for other errors."""
-        if not isinstance(error, ClusterError) or error.failure.place.name != f"service {self.engines[engine].name}":
-            return None
-        failed_inside = error.failure.cause.startswith("EngineDead:")
-        return error.failure if isinstance(error, ServiceDied) or failed_inside else None
-
-    def _die(self, engine: int, failure: Failure) -> None:
-        self._interrupted = self._interrupted or self._in_update
-        if self._in_update and not failure.died:
-            return  # it failed because another one died, or the whole update fails
-        if self._states.die(engine):
-            self._loading.pop(engine, None)
-            self._last_death = failure
-            self._messages.append(f"{failure}\n{pluralize(len(self._states.serving), 'engine')} left that sample")
-            if engine not in self._states.due:
-                text = f"{self.engines[engine].name} has ended {MOST_STARTS} times before it sampled, and does not start again"
-                self._messages.append(text)
-
-    def _enough(self) -> bool:
-        """Return whether enough engines are left. In a repeated update, those count that start again."""
-        if self._in_update:
-            return True
-        return len(self._states.serving) >= self._least
-
-    def count_sampled_again(self) -> None:
-        """Count a group that another engine samples from its start."""
-        with self._lock:
-            self._sampled_again += 1
+            self._die(engine, error.failure)
+            return self._is_enough()
 
     @property
     def serving(self) -> list[int]:
         """Engines that may be given groups."""
-        with self._lock:
+        with self.lock:
             return [] if self._interrupted else self._states.serving
 
-    def members(self) -> list[tuple[int, int]]:
-        """Return the engines that take part in the next update, each with the number of its process."""
-        with self._lock:
+    @property
+    def in_update(self) -> bool:
+        """Whether an update of the weights runs."""
+        with self.lock:
+            return self._in_update
+
+    def count_sampled_again(self) -> None:
+        """Count a group of a dead engine that is sampled again from its start."""
+        with self.lock:
+            self._sampled_again += 1
+
+    def take_restarted(self) -> list[int]:
+        """Return the engines that have died or were ended since the last call."""
+        with self.lock:
+            now = [self._states.process(engine) + self._states.is_dead(engine) for engine in range(len(self.engines))]
+            before, self._recorded = self._recorded, now
+            return [engine for engine, (old, new) in enumerate(zip(before, now, strict=True)) if old != new]
+
+    def take_metrics(self) -> Metrics:
+        """Return the metrics since the last call."""
+        with self.lock:
+            again, self._sampled_again = self._sampled_again, 0
+            return {
+                "fleet/serving": float(len(self._states.serving)),
+                "fleet/deaths": float(self._states.deaths),
+                "fleet/sampled_again": float(again),
+            }
+
+    # --- called by the controller's thread -----------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Find dead engines, restart them and print messages. Call it about every second.
+
+        Raises TooFewEngines if fewer than `rollout.min_engines` are left.
+        """
+        self._find_deaths()
+        with self.lock:
+            self._read_loads()
+            due = self._states.due
+            left = len(due) + len(self._states.starting) + len(self._states.members)
+            too_few = not self._is_enough() or left < self._min_engines
+            for engine in [] if too_few else due:
+                self._states.restart(engine)
+                self._messages.append(f"{self.engines[engine].name} restarts")
+        self._print()
+        if too_few:
+            assert self._last_death is not None
+            raise TooFewEngines(
+                self._last_death, f"\nFewer than rollout.min_engines = {self._min_engines} engines are left."
+            )
+        for engine in due:
+            self._restart(engine)
+            loading = self.engines[engine].start()
+            with self.lock:
+                self._loading[engine] = loading
+
+    def members(self) -> list[Member]:
+        """Return the engines that take part in the next update."""
+        with self.lock:
             return self._states.members
 
     @contextlib.contextmanager
     def update(self) -> Iterator[None]:
-        """In the block an update of the weights runs, or several until one succeeds."""
-        with self._lock:
+        """In the block an update of the weights runs, repeatedly until one succeeds."""
+        with self.lock:
             self._in_update = True
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._in_update = self._interrupted = False
+        yield
+        with self.lock:  # not after an error: the run ends, and may save a checkpoint meanwhile
+            self._in_update = self._interrupted = False
 
-    def updated(self, members: Sequence[tuple[int, int]]) -> None:
+    def follow_update(self, member: Member, update: Future[Any]) -> None:
+        """Note it if an engine fails in its own part of an update, other than by the abort of the whole."""
+
+        def ended(update: Future[Any]) -> None:
+            error = update.exception()
+            if isinstance(error, ClusterError) and not error.failure.cause.startswith(_NOT_ITS_FAILURE):
+                with self.lock:
+                    self._failed.add(member)
+
+        update.add_done_callback(ended)
+
+    def updated(self, members: Sequence[Member]) -> None:
         """Record that `members` have the newest weights: those that were loaded sample from now on."""
-        with self._lock:
+        with self.lock:
             for engine in self._states.update(members):
                 self._messages.append(f"{self.engines[engine].name} has the run's weights, and samples")
 
-    def poll(self) -> None:
-        """Find dead engines, start new processes and print messages. Call it about every second, from the controller's thread.
+    def restart_all(self, members: Sequence[Member], error: Exception, check: Callable[[], None], limit: float) -> None:
+        """After an aborted update of `members`: end and restart them all, and return when they have loaded.
 
-        Raises ServiceDied if fewer engines than `rollout.min_engines` are left.
+        check: of the run's processes. Raises `error` if none of the members has died or failed; RuntimeError after `limit`
+        seconds without `rollout.min_engines` loaded engines; and as `poll` does.
         """
-        with self._lock:
-            self._find_deaths()
-            self._read_loads()
-            alive = len(self._states.due) + len(self._states.starting) + len(self._states.members)
-            if not self._enough() or alive < self._least:
-                self._print()
-                assert self._last_death is not None
-                raise ServiceDied(
-                    self._last_death, f"\nFewer than rollout.min_engines = {self._least} engines are left."
-                )
-            for engine in self._states.due:
-                self._restart(engine)
-                self._states.start(engine)
-                self._loading[engine] = self.engines[engine].start()
-                self._messages.append(f"{self.engines[engine].name} starts again")
-            self._print()
-
-    def start_all_again(self, members: Sequence[tuple[int, int]], error: Exception, limit: float) -> None:
-        """After an aborted update of `members`: end them all, and return when new processes have loaded.
-
-        Raises `error` if none of them has died; RuntimeError after `limit` seconds; and as `poll` does.
-        """
+        names = {f"service {self.engines[engine].name}" for engine, _ in members}
+        by_member = isinstance(error, ClusterError) and error.failure.place.name in names
+        if isinstance(error, TooFewEngines) or not (isinstance(error, WeightSyncError) or by_member):
+            raise error
         deadline = time.monotonic() + DEATH_SECONDS
-        while not self._has_death(members):
+        while not self._find_failed(members):
             if time.monotonic() > deadline:
                 raise error
+            check()
             time.sleep(_POLL_SECONDS)
-        with self._lock:
-            for engine, _ in members:
-                self._states.drop(engine)
-            self._messages.append("all engines start again, and the update of the weights is repeated")
+        with self.lock:
+            self._interrupted = True
+            for engine, process in members:
+                if process == self._states.process(engine) and not self._states.is_dead(engine):
+                    self._states.end(engine)
+            self._messages.append(
+                f"the update of the weights was aborted ({error}): all engines restart, and it is repeated"
+            )
         deadline = time.monotonic() + limit
-        while self._is_starting():
+        self.poll()
+        while self._are_starting(members):
             if time.monotonic() > deadline:
+                if len(self.members()) >= self._min_engines:
+                    return
                 raise RuntimeError(
-                    f"the engines have not started again within rollout.start_timeout = {limit:g} s"
+                    f"the engines have not restarted within rollout.start_timeout = {limit:g} s"
                 ) from error
             time.sleep(_POLL_SECONDS)
+            check()
+            self.poll()
 
-    def _has_death(self, members: Sequence[tuple[int, int]]) -> bool:
-        with self._lock:
-            self._find_deaths()
-            return any(member not in self._states.members for member in members)
+    # --- inside ----------------------------------------------------------------------------------------------------------
 
-    def _is_starting(self) -> bool:
-        self.poll()
-        with self._lock:
-            return bool(self._loading)
+    def _watch(self, engine: int) -> None:
+        """Notice the failure of an engine in a process that lives, also while it has no group."""
+        watched = functools.partial(self._watched, engine, self._states.process(engine))
+        self.engines[engine].watch().add_done_callback(watched)
+
+    def _watched(self, engine: int, process: int, end: Future[None]) -> None:
+        error = end.exception()
+        if error is not None:
+            self.lost(engine, process, error)
+
+    def _is_enough(self) -> bool:
+        """Return whether as many engines serve as the run needs. In an update, `restart_all` decides."""
+        return self._in_update or len(self._states.serving) >= self._min_engines
+
+    def _die(self, engine: int, failure: Failure) -> None:
+        self._interrupted = self._interrupted or self._in_update
+        self._loading.pop(engine, None)
+        if not self._states.die(engine):
+            return
+        self._last_death = failure
+        self._messages.append(f"{failure}\n{pluralize(len(self._states.serving), 'engine')} left that sample")
+        if engine not in self._states.due:
+            name = self.engines[engine].name
+            self._messages.append(f"{name} has died {MOST_STARTS} times before it sampled, and does not restart")
 
     def _find_deaths(self) -> None:
-        for engine, handle in enumerate(self.engines):
-            if not self._states.is_dead(engine) and (failure := handle.service.failure()) is not None:
-                self._die(engine, failure)
+        """Look at the processes, without the lock: Ray may need a thread that waits for it."""
+        failures = [handle.service.failure() for handle in self.engines]
+        with self.lock:
+            for engine, failure in enumerate(failures):
+                if failure is not None and not self._states.is_dead(engine):
+                    self._die(engine, failure)
+
+    def _find_failed(self, members: Sequence[Member]) -> bool:
+        """Return whether one of `members` has died, or failed in its part of the update, which counts as a death."""
+        self._find_deaths()
+        with self.lock:
+            for member in self._failed & set(self._states.members):
+                place = ProcessInfo(f"service {self.engines[member[0]].name}")
+                self._die(member[0], Failure.death(place, "it failed in an update of the weights; see its log"))
+            self._failed.clear()
+            return any(member not in self._states.members for member in members)
+
+    def _are_starting(self, members: Sequence[Member]) -> bool:
+        with self.lock:
+            return bool(set(self._states.starting) & {engine for engine, _ in members})
 
     def _read_loads(self) -> None:
         for engine, loading in list(self._loading.items()):
@@ -293,22 +381,14 @@ class Fleet:
             if error is None:
                 self.descriptions[engine] = loading.result()
                 self._states.load(engine)
+                self._watch(engine)
             elif isinstance(error, ClusterError):
                 self._die(engine, error.failure)
             else:
                 raise error
 
     def _print(self) -> None:
-        messages, self._messages = self._messages, []
+        with self.lock:
+            messages, self._messages = self._messages, []
         for message in messages:
             self._notice(message)
-
-    def take_metrics(self) -> Metrics:
-        """Return the metrics since the last call."""
-        with self._lock:
-            again, self._sampled_again = self._sampled_again, 0
-            return {
-                "fleet/serving": float(len(self._states.serving)),
-                "fleet/deaths": float(self._states.deaths),
-                "fleet/sampled_again": float(again),
-            }

@@ -150,12 +150,23 @@ class RolloutServer:
         for request, single in singles:
             task = loop.create_task(agent.run(single, first[single.group], self._sample_turn))
             running.setdefault(request.group, []).append(task)
+        failures: list[BaseException] = []  # of the engine
+
+        async def sampled(group: int) -> list[Trajectory]:
+            try:
+                return await asyncio.gather(*running[group])
+            except asyncio.CancelledError:
+                if failures:
+                    raise failures[0] from None
+                raise
+
         for request in requests:
-            self._settle(unsettled.pop(request.group), asyncio.gather(*running[request.group]))
+            self._settle(unsettled.pop(request.group), sampled(request.group))
         all_tasks = [task for tasks in running.values() for task in tasks]
         try:
             await asyncio.gather(self._generate([single for _, single in singles], finished), *all_tasks)
-        except BaseException:
+        except BaseException as error:
+            failures.append(error)
             for task in all_tasks:
                 task.cancel()
             await asyncio.gather(*all_tasks, return_exceptions=True)  # the first error is raised below

@@ -5,11 +5,11 @@ Background threads receive the groups, so sampling continues while the controlle
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -28,9 +28,9 @@ from megarl.rollout.begun_groups import (
     copy_in_time,
     copy_partials,
 )
-from megarl.rollout.dispatch import Dispatch, Finishing
+from megarl.rollout.dispatch import Dispatch, Finishing, LostGroups
 from megarl.rollout.engine_handle import SamplingEngine
-from megarl.rollout.fleet import MOST_LOSSES, Fleet
+from megarl.rollout.fleet import Fleet
 from megarl.rollout.metrics import batch_of
 from megarl.rollout.requests import Requests
 from megarl.rollout.source import Batch
@@ -93,8 +93,7 @@ class EnginesSource:
         self._engine_of: dict[
             int, tuple[int, int]
         ] = {}  # of each group that has not arrived: index, number of its process
-        self._lost_groups: list[int] = []  # groups of dead engines, until another samples them
-        self._losses: Counter[int] = Counter()  # by group that has not arrived: engines that died while they had it
+        self._lost = LostGroups()
         self._moving: dict[int, dict[int, BaseException]] = {}  # engines that hand groups over -> errors of groups
 
     def admit(self, version: int) -> None:
@@ -271,16 +270,21 @@ class EnginesSource:
             return
         if not self.admission.running:
             self._stall_timer.reset()
-        self._close_dead()
-        again = [*self._unfinished, *self._lost_groups]
+        if self.fleet is not None:
+            self._dispatch.close_others(self.fleet.serving)
+            for engine in self.fleet.take_restarted():
+                self._arrivals.died(engine)
+        again = [*self._unfinished, *self._lost.take()]
         started = self._dispatch.start_again(len(again))
         started += self._dispatch.start(self.admission.capacity)
         numbers = [*again, *self.admission.start(len(started) - len(again))]
         self.admission.restart(len(self._unfinished))
-        self._unfinished, self._lost_groups = [], []
+        self._unfinished = []
         requests = [self._begun.continued(self.requests.of(number)) for number in numbers]
         self._submit(zip(requests, started, strict=True))
         self._load_weights()
+        if self._lost:  # an engine died meanwhile
+            self._start_groups()
 
     def _submit(self, requests: Iterable[tuple[GenerationRequest, int]]) -> None:
         """Send requests to their engines, with one message per engine. Call with the lock."""
@@ -288,14 +292,20 @@ class EnginesSource:
         for request, engine in requests:
             by_engine.setdefault(engine, []).append(request)
         for engine, of_engine in sorted(by_engine.items()):
-            process = self.fleet.process(engine) if self.fleet is not None else 0
-            self._engine_of |= {request.group: (engine, process) for request in of_engine}
-            self.engines[engine].submit(of_engine).add_done_callback(
-                functools.partial(self._submitted, engine, process)
-            )
-            for request in of_engine:
-                collected = self.engines[engine].collect(request.group)
-                collected.add_done_callback(functools.partial(self._arrived, engine, process, request.group))
+            with self.fleet.lock if self.fleet is not None else contextlib.nullcontext():
+                if self.fleet is not None and engine not in self.fleet.serving:  # it has just died
+                    for request in of_engine:
+                        self._dispatch.remove(engine)
+                        self._lost.add(request.group)
+                    continue
+                process = self.fleet.process(engine) if self.fleet is not None else 0
+                self._engine_of |= {request.group: (engine, process) for request in of_engine}
+                self.engines[engine].submit(of_engine).add_done_callback(
+                    functools.partial(self._submitted, engine, process)
+                )
+                for request in of_engine:
+                    collected = self.engines[engine].collect(request.group)
+                    collected.add_done_callback(functools.partial(self._arrived, engine, process, request.group))
 
     def _load_weights(self) -> None:
         """With finish: let engines without groups load the newest weights. Call with the lock."""
@@ -338,7 +348,8 @@ class EnginesSource:
                 attach((group, InlineData([])))
             with self._change:
                 self._stall_timer.reset()
-                del self._engine_of[number], self._losses[number]
+                del self._engine_of[number]
+                self._lost.forget(number)
                 self._arrivals.add(group, Arrival(engine, keep))
                 self._handle_due()
         except BaseException as error:  # noqa: BLE001 -- the controller raises it
@@ -355,27 +366,14 @@ class EnginesSource:
                 return True
             if error is None or self.fleet is None or not self.fleet.lost(engine, process, error):
                 return False
-            self._sample_again(engine, number, error)
+            if not self.fleet.in_update:
+                self._lost.count_death(number, self.engines[engine].name)
+            self.fleet.count_sampled_again()
+            self._dispatch.remove(engine)
+            self._lost.add(number)
+            self._start_groups()
+            self._observe()
             return True
-
-    def _close_dead(self) -> None:
-        for engine in self._dispatch.close_others(self.fleet.serving) if self.fleet is not None else ():
-            self._arrivals.died(engine)
-
-    def _sample_again(self, engine: int, number: int, error: BaseException) -> None:
-        """Let another engine sample a group from its start. Call with the lock."""
-        assert self.fleet is not None
-        self._losses[number] += 1
-        if self._losses[number] >= MOST_LOSSES:
-            raise RuntimeError(
-                f"{MOST_LOSSES} engines have ended while they sampled group {number}, {self.engines[engine].name} last: does its "
-                "prompt end them? See their logs in the run's logs/"
-            ) from error
-        self.fleet.count_sampled_again()
-        self._dispatch.remove(engine)
-        self._lost_groups.append(number)
-        self._start_groups()
-        self._observe()
 
     def _handle_due(self) -> None:
         """Handle arrived groups and loaded weights whose turn it is. Call with the lock."""

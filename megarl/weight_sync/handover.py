@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from megarl.cluster.calls import wait_for_all
 from megarl.cluster.failures import ClusterError
 from megarl.types import Metrics
 from megarl.weight_sync.publish import ReceivingEngine, SendingTrainers, publish
-from megarl.weight_sync.session import Session, WeightSyncError
+from megarl.weight_sync.session import Session, UpdateReport, WeightSyncError
 
 
 class Handover:
@@ -70,25 +71,49 @@ class Disaggregated(Handover):
         return publish(self.trainers, self.engines, self.session, version)
 
 
-class Members(Protocol):
-    """Engines that may die and start again (`rollout.fleet.Fleet`)."""
+class Fleet(Protocol):
+    """Engines that may die while the run goes on (`megarl.rollout.fleet.Fleet`)."""
 
     def poll(self) -> None: ...
 
-    def members(self) -> list[tuple[int, int]]:
-        """Return the engines of the next update: their indices, each with the number of its process."""
+    def members(self) -> list[tuple[int, int]]: ...
 
     def update(self) -> AbstractContextManager[None]: ...
 
+    def follow_update(self, member: tuple[int, int], update: Future[Any]) -> None: ...
+
     def updated(self, members: Sequence[tuple[int, int]]) -> None: ...
 
-    def start_all_again(self, members: Sequence[tuple[int, int]], error: Exception, limit: float) -> None: ...
+    def restart_all(
+        self, members: Sequence[tuple[int, int]], error: Exception, check: Callable[[], None], limit: float
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class _FollowedEngine:
+    """An engine whose fleet learns how its updates end."""
+
+    engine: ReceivingEngine
+    member: tuple[int, int]
+    fleet: Fleet
+
+    @property
+    def name(self) -> str:
+        return self.engine.name
+
+    def connect_weight_sync(self, session: Session) -> Future[str | None]:
+        return self.engine.connect_weight_sync(session)
+
+    def update_weights(self, version: int) -> Future[UpdateReport]:
+        update = self.engine.update_weights(version)
+        self.fleet.follow_update(self.member, update)
+        return update
 
 
 class DisaggregatedFleet(Handover):
-    """Actor, critic and engines have separate devices, and engines may die and start again.
+    """Actor, critic and engines have separate devices, and engines may die while the run goes on.
 
-    A session has a fixed list of engines, so that a change opens a new one. Its first update is compared with the export.
+    A session has a fixed list of engines; a changed list opens a new session. Its first update is compared with the export.
     """
 
     def __init__(
@@ -96,14 +121,16 @@ class DisaggregatedFleet(Handover):
         trainers: SendingTrainers,
         engines: Sequence[ReceivingEngine],
         session: Session,
-        fleet: Members,
+        members: list[tuple[int, int]],
+        fleet: Fleet,
         open_session: Callable[[list[int]], Session],
+        check: Callable[[], None],
         start_timeout: float,
     ):
-        """session: of all engines. open_session: opens one for the engines of these indices."""
-        self.trainers, self.engines, self.session = trainers, list(engines), session
-        self.fleet, self.open_session, self.start_timeout = fleet, open_session, start_timeout
-        self.members = fleet.members()
+        """session: of `members`. open_session: opens one for the engines of these indices. check: of the run's processes."""
+        self.trainers, self.engines, self.session, self.members = trainers, list(engines), session, members
+        self.fleet, self.open_session = fleet, open_session
+        self.check, self.start_timeout = check, start_timeout
 
     def update_engines(self, version: int) -> Metrics:
         self.fleet.poll()
@@ -113,16 +140,16 @@ class DisaggregatedFleet(Handover):
                 try:
                     metrics = self._update(members, version)
                 except (WeightSyncError, ClusterError) as error:
-                    self.fleet.start_all_again(members, error, self.start_timeout)
+                    self.fleet.restart_all(members, error, self.check, self.start_timeout)
                     continue
                 self.fleet.updated(members)
                 return metrics
 
     def _update(self, members: list[tuple[int, int]], version: int) -> Metrics:
-        indices = [index for index, _ in members]
         if members != self.members:
-            self.session, self.members = self.open_session(indices), members
-        return publish(self.trainers, [self.engines[index] for index in indices], self.session, version)
+            self.session, self.members = self.open_session([index for index, _ in members]), members
+        engines = [_FollowedEngine(self.engines[member[0]], member, self.fleet) for member in members]
+        return publish(self.trainers, engines, self.session, version)
 
 
 class Occupant:

@@ -98,6 +98,10 @@ class Sender(ABC):
     def _send(self, version: int, export: Export) -> UpdateReport:
         """Connect in the first update, then send every bucket of `version` and wait until it has been read."""
 
+    def exports(self, version: int) -> bool:
+        """Return whether every rank exports in the update to `version`."""
+        return True
+
     def send(self, version: int, export: Export) -> UpdateReport:
         """Send `version`, and wait until the engine ranks that this rank sends to have loaded it.
 
@@ -169,18 +173,19 @@ def send_or_abort(
 
     The export is then drained: it is a collective, and other ranks may wait for this one.
     """
-    begun: list[Iterator[tuple[str, torch.Tensor]]] = []
+    exports: list[Iterator[tuple[str, torch.Tensor]]] = []
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        begun.append(iter(export()))
-        return begun[-1]
+        exports.append(iter(export()))
+        return exports[-1]
 
     try:
         return sender.send(version, tensors)
     except WeightSyncError as error:
         if not goes_on:
             raise
-        for left in begun:
-            for _ in left:
-                pass
+        assert isinstance(sender, Sender), "a rank that only exports takes no part in the session"
+        if sender.exports(version):
+            for _ in exports[-1] if exports else tensors():
+                continue
         return AbortedUpdate(str(error))

@@ -36,7 +36,7 @@ class WeightSyncError(ProcessFailure):
 
 @dataclass(frozen=True)
 class AbortedUpdate:
-    """A trainer rank's answer after an aborted update, where the run goes on without the engine that failed."""
+    """Answer of a trainer rank whose update was aborted by an engine, in a run that goes on (`rollout.min_engines`)."""
 
     reason: str
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,19 +12,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.cluster.failures import CallFailed, Failure, ProcessInfo, Raised, ServiceDied, WorkerFailed
+from megarl.cluster.failures import (
+    CallFailed,
+    Failure,
+    ProcessInfo,
+    Raised,
+    ServiceDied,
+    TooFewEngines,
+    WorkerFailed,
+)
+from megarl.engines.tape import TapeFile
 from megarl.rollout import fleet as fleet_module
-from megarl.rollout.engine_handle import EngineHandle
 from megarl.rollout.evaluate import FIRST_EVALUATION_GROUP, _run
-from megarl.rollout.fleet import MOST_STARTS, EngineStates, Fleet
+from megarl.rollout.fleet import MOST_STARTS, EngineStates
 from megarl.rollout.source_engines import EnginesSource
+from megarl.rollout.tape import TAPE_FORMAT, Arrivals, history, segments_of, with_deaths
 from megarl.types import Prompt, Sampling
 from megarl.weight_sync.handover import DisaggregatedFleet
 from megarl.weight_sync.session import WeightSyncError
 from tests.rollout.test_source import FakeService, ManualService, Prompts, refreshing
+from tests.support.dying_engines import Engines
 
 EVENTS = st.lists(
-    st.tuples(st.sampled_from(["die", "start", "load", "update", "drop"]), st.integers(0, 2)), max_size=60
+    st.tuples(st.sampled_from(["die", "end", "restart", "load", "update"]), st.integers(0, 2)), max_size=60
 )
 
 
@@ -32,97 +43,47 @@ EVENTS = st.lists(
 def test_an_engine_serves_only_with_weights_that_its_present_process_received(events: list[tuple[str, int]]) -> None:
     states = EngineStates(3)
     has_weights = {(0, 0), (1, 0), (2, 0)}
-    ends_in_a_row = [0, 0, 0]
+    deaths_in_a_row = [0, 0, 0]
     for event, engine in events:
         if event == "die":
-            states.die(engine)
-        elif event == "drop":
-            states.drop(engine)
-        elif event == "start" and engine in states.due:
-            states.start(engine)
-            ends_in_a_row[engine] += 1
+            deaths_in_a_row[engine] += states.die(engine)
+        elif event == "end":
+            states.end(engine)
+        elif event == "restart" and engine in states.due:
+            assert deaths_in_a_row[engine] <= MOST_STARTS
+            states.restart(engine)
         elif event == "load" and engine in states.starting:
             states.load(engine)
         elif event == "update":
-            members = states.members
-            has_weights |= set(members)
-            for joined in states.update(members):
-                ends_in_a_row[joined] = 0
+            has_weights |= set(states.members)
+            for joined in states.update(states.members):
+                deaths_in_a_row[joined] = 0
         assert {(each, states.process(each)) for each in states.serving} <= has_weights
-        assert set(states.serving) <= {index for index, _ in states.members}
-        assert not set(states.due) & {index for index, _ in states.members}
-        assert max(ends_in_a_row) <= MOST_STARTS
-    assert all(states.process(each) <= len(events) for each in range(3))
 
 
 def test_weights_for_an_earlier_process_do_not_count() -> None:
     states = EngineStates(2)
     states.die(1)
-    states.start(1)
+    states.restart(1)
     states.load(1)
     old = states.members
     states.die(1)
-    states.start(1)
+    states.restart(1)
     states.load(1)
     assert states.update(old) == [] and states.serving == [0]
     assert states.update(states.members) == [1]
 
 
-class Service(ManualService):
-    """An engine's process that can die: its calls then fail."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.name, self.dead, self.started = f"engine{number}", None, Future()  # type: ignore[var-annotated]
-
-    def failure(self) -> Failure | None:
-        return self.dead
-
-    def call(self, method: str, *arguments: Any) -> Future[Any]:
-        if method == "start":
-            return self.started
-        return super().call(method, *arguments)
-
-    def die(self) -> None:
-        """End the process."""
-        self.dead = Failure.death(ProcessInfo(f"service {self.name}", "host", 7), "killed")
-        self.fail_calls(ServiceDied(self.dead))
-
-    def break_down(self) -> None:
-        """The engine fails in a process that lives, as after an error of a device."""
-        place = ProcessInfo(f"service {self.name}", "host", 7)
-        self.fail_calls(CallFailed(Failure.raised(place, Raised("EngineDead", "engine died: out of memory", ""))))
-
-    def fail_calls(self, error: BaseException) -> None:
-        running, self.running = self.running, {}
-        for call in running.values():
-            call.set_exception(error)
-
-
-class Engines:
-    """A fleet of services, and the processes that it has started."""
-
-    def __init__(self, count: int = 2, least: int = 1) -> None:
-        self.services = [Service(number) for number in range(count)]
-        self.handles = [EngineHandle(each) for each in self.services]  # type: ignore[arg-type]
-        self.notices: list[str] = []
-        self.restarts: list[int] = []
-        descriptions = [{"receivers": number} for number in range(count)]
-        self.fleet = Fleet(self.handles, descriptions, least, self.restart, self.notices.append)
-
-    def restart(self, engine: int) -> None:
-        self.restarts.append(engine)
-        self.services[engine] = Service(engine)
-        self.handles[engine].service = self.services[engine]  # type: ignore[assignment]
-
-    def load(self, engine: int) -> None:
-        """Let the new process of an engine finish its start."""
-        self.services[engine].started.set_result({"receivers": "new"})
-        self.fleet.poll()
-
-    def update(self) -> None:
-        with self.fleet.update():
-            self.fleet.updated(self.fleet.members())
+def test_engines_that_the_controller_ends_may_always_restart() -> None:
+    """One bad engine that dies in each update must not exhaust the others, which end with it."""
+    states = EngineStates(2)
+    for _ in range(MOST_STARTS + 1):
+        states.die(1)
+        states.end(0)
+        for engine in states.due:
+            states.restart(engine)
+            states.load(engine)
+    assert states.due == [] and states.members == [(0, MOST_STARTS + 1)]
 
 
 def test_a_dead_engine_starts_again_and_serves_after_an_update() -> None:
@@ -159,7 +120,7 @@ def test_an_engine_that_never_starts_is_given_up() -> None:
         engines.fleet.poll()
         engines.fleet.poll()
     assert engines.restarts == [1] * MOST_STARTS
-    assert "engine1 has ended 3 times before it sampled, and does not start again" in engines.notices
+    assert "engine1 has died 3 times before it sampled, and does not restart" in engines.notices
 
 
 def test_only_deaths_of_the_present_process_count() -> None:
@@ -214,7 +175,7 @@ def test_a_group_that_ends_every_engine_is_named() -> None:
     source.admit(0)
     for _ in range(3):
         next(each for each in engines.services if 0 in each.running).die()
-    with pytest.raises(RuntimeError, match=r"3 engines have ended while they sampled group 0"):
+    with pytest.raises(RuntimeError, match=r"3 engines have died while they sampled group 0"):
         source.take(4)
 
 
@@ -246,7 +207,10 @@ def test_groups_wait_for_an_update_that_no_engine_has_survived(monkeypatch: pyte
         sessions.append(members)
         return SimpleNamespace(timeout=1.0)
 
-    handover = DisaggregatedFleet(Trainers(), engines.handles, None, engines.fleet, open_session, 10.0)  # type: ignore[arg-type]
+    members = engines.fleet.members()
+    handover = DisaggregatedFleet(
+        Trainers(), engines.handles, None, members, engines.fleet, open_session, lambda: None, 10.0
+    )  # type: ignore[arg-type]
     monkeypatch.setattr("megarl.weight_sync.handover.publish", lambda trainers, *_: trainers.send_weights(1) or {})
     handover.update_engines(1)
     assert engines.restarts == [0, 1] and sessions == [[0, 1]] and engines.fleet.serving == [0, 1]
@@ -255,12 +219,105 @@ def test_groups_wait_for_an_update_that_no_engine_has_survived(monkeypatch: pyte
     assert sorted(running) == list(range(12)), "with version 1, four more groups may start"
 
 
+def restart_all(engines: Engines, error: Exception) -> None:
+    with engines.fleet.update():
+        engines.fleet.restart_all(engines.fleet.members(), error, lambda: None, 1.0)
+
+
 def test_an_update_that_fails_without_a_death_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_module, "DEATH_SECONDS", 0.1)
     engines = Engines()
-    with pytest.raises(WeightSyncError, match="other bytes"), engines.fleet.update():
-        engines.fleet.start_all_again(engines.fleet.members(), WeightSyncError("other bytes"), 1.0)
+    with pytest.raises(WeightSyncError, match="other bytes"):
+        restart_all(engines, WeightSyncError("other bytes"))
     assert engines.restarts == []
+
+
+def test_a_failure_of_another_process_in_an_update_ends_the_run() -> None:
+    """The cluster has ended by then: nothing may be restarted."""
+    engines = Engines()
+    engines.services[1].die()
+    for error in (
+        WorkerFailed(Failure.death(ProcessInfo("trainer rank 0"), "killed")),
+        ServiceDied(Failure.death(ProcessInfo("service teacher0"), "killed")),
+        TooFewEngines(Failure.death(ProcessInfo("service engine1"), "killed")),
+    ):
+        with pytest.raises(type(error)):
+            restart_all(engines, error)
+    assert engines.restarts == []
+
+
+def test_an_engine_that_fails_in_its_part_of_an_update_restarts_with_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Out of memory, say: its process lives. The abort then fails the other's part, which is not its failure."""
+    monkeypatch.setattr(fleet_module, "_POLL_SECONDS", 0.0)
+    engines = Engines()
+    for number, kind in ((0, "WeightSyncError"), (1, "OutOfMemoryError")):
+        place = ProcessInfo(f"service engine{number}", "host", 7)
+        update: Future[Any] = Future()
+        engines.fleet.follow_update((number, 0), update)
+        update.set_exception(CallFailed(Failure.raised(place, Raised(kind, "no", ""))))
+    started = engines.restart
+
+    def restart(engine: int) -> None:
+        started(engine)
+        engines.services[engine].started.set_result({"receivers": "new"})
+
+    engines.fleet._restart = restart
+    restart_all(engines, WeightSyncError("aborted: engine1: out of memory"))
+    assert engines.restarts == [0, 1] and engines.fleet.take_metrics()["fleet/deaths"] == 1
+    assert engines.fleet.take_restarted() == [0, 1] and engines.fleet.take_restarted() == []
+
+
+def test_a_new_process_that_cannot_load_in_an_update_restarts() -> None:
+    engines = Engines(count=3)
+    engines.services[2].die()
+    with engines.fleet.update():
+        engines.fleet.poll()
+        place = ProcessInfo("service engine2", "host", 7)
+        engines.services[2].started.set_exception(
+            CallFailed(Failure.raised(place, Raised("OutOfMemoryError", "no", "")))
+        )
+        engines.fleet.poll()
+        engines.fleet.updated(engines.fleet.members())
+    assert engines.restarts == [2, 2]
+
+
+def test_an_idle_engine_that_fails_in_a_process_that_lives_restarts() -> None:
+    engines = Engines()
+    engines.services[1].break_down()
+    engines.fleet.poll()
+    assert engines.restarts == [1] and engines.fleet.serving == [0]
+
+
+def test_a_run_that_is_stopped_while_engines_restart_can_save() -> None:
+    """SIGTERM raises in the check; the checks of the save must not find too few engines."""
+    engines = Engines()
+    with pytest.raises(KeyboardInterrupt), engines.fleet.update():
+        engines.services[0].die()
+        engines.services[1].die()
+        raise KeyboardInterrupt
+    engines.fleet.poll()
+
+
+def test_a_replay_of_a_run_with_deaths_is_refused(tmp_path: Path) -> None:
+    header = {"segment": 0, "format": TAPE_FORMAT, "after": 0, "resumed": None, "unlogged": False, "identity": {}}
+    engines = Engines()
+    recipe = refreshing(ManualService()).recipe
+    prompts = Prompts(Prompt(f"row/{i}", (1, 2, 3), "text", "test") for i in range(7))
+    arrivals: Arrivals[Any] = Arrivals(TapeFile(tmp_path / "controller.jsonl", header), 0)
+    source = EnginesSource(recipe, prompts, engines.handles, [0], engines.fleet.poll, arrivals, engines.fleet)  # type: ignore[arg-type]
+    source.admit(0)
+    engines.services[1].finish(1, 3, 5, 7)
+    engines.services[1].die()  # without a group
+    engines.fleet.poll()
+    engines.load(1)
+    engines.services[0].finish(0, 2, 4, 6)
+    engines.update()
+    source.take(4)
+    source.admit(1)
+    (plan,) = history(segments_of(tmp_path))
+    assert "engine1 died in segment 0" in str(with_deaths([plan]))
 
 
 def test_problems_of_an_engine_that_dies_in_an_evaluation_go_to_the_others() -> None:

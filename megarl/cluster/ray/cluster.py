@@ -224,6 +224,8 @@ class RayCluster(Cluster):
             claimed = self._devices.next_engine(devices)
         else:
             assert isinstance(replaces, RayService)
+            if replaces.alive():
+                replaces.kill(Failure.death(replaces.place(), "it was ended, to start again"))
             replaces.stop()
             self._services.remove(replaces)
             claimed = replaces.devices
@@ -250,12 +252,13 @@ class RayCluster(Cluster):
     def check_services(self) -> None:
         """Raise ServiceDied if an essential service has ended or is stopped (SIGSTOP), or if a process of Ray has."""
         self._processes.check()
-        services = [service for service in self._services if not service.stopping]
-        for service in services:
-            failure = service.failure() if service.essential else None
-            if failure is not None:
+        living = []
+        for service in [service for service in self._services if not service.stopping]:
+            failure = service.failure()
+            if failure is not None and service.essential:
                 raise ServiceDied(failure)
-        self._check_stopped([service for service in services if service.is_located()])
+            living += [service] if failure is None else []
+        self._check_stopped([service for service in living if service.is_located()])
         for callback in self._on_check:
             callback()
 

@@ -264,6 +264,8 @@ class TorchrunCluster(Cluster):
             claimed = self._devices.claim(devices)
         else:
             assert isinstance(replaces, LocalService)
+            if replaces.alive():
+                replaces.kill(Failure.death(replaces.place, "it was ended, to start again"))
             replaces.stop()
             self._services.remove(replaces)
             claimed = self._claimed[name]

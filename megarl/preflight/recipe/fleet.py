@@ -30,6 +30,11 @@ def fleet_errors(recipe: Recipe) -> Iterator[RecipeError]:
             "samples that run"
         )
         yield _error(least, problem, "set rollout.at_update=refresh, keep or drain")
+    if recipe.observe.profile_engines and recipe.observe.profile_steps:
+        problem = (
+            "a new process of an engine has no traces, for which a profiled step would wait (observe.profile_engines)"
+        )
+        yield _error(least, problem, "leave one of them out")
     if recipe.train.deterministic:
         problem = "the moment of a death changes which engine samples which groups, so a run with train.deterministic would not repeat"
         yield _error(least, problem, "leave it out, and set train.restarts")

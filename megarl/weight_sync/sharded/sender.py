@@ -52,6 +52,9 @@ class ShardedSender(Sender):
     def _join(self) -> None:
         manifest.publish(self._channel, manifest.held_key(self._rank), self._held)
 
+    def exports(self, version: int) -> bool:
+        return self.session.is_checked(version, version if self._first is None else self._first)
+
     def _send(self, version: int, export: Export) -> UpdateReport:
         """If the update is checked, this call is collective over the trainer's ranks: it calls `export` and drains it."""
         timer = PhaseTimer("pack", "fingerprint", "wait", "check")

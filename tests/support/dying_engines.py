@@ -1,0 +1,82 @@
+"""Stand-ins of engines that die, and the fleet that restarts them."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+from megarl.cluster.failures import CallFailed, Failure, ProcessInfo, Raised, ServiceDied
+from megarl.rollout.engine_handle import EngineHandle
+from megarl.rollout.fleet import Fleet
+from tests.rollout.test_source import ManualService
+
+
+class Service(ManualService):
+    """An engine's process that can die: its calls then fail."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.name = f"engine{number}"
+        self.dead: Failure | None = None
+        self.started: Future[Any] = Future()
+        self.end: Future[None] = Future()  # of `watch`
+
+    def failure(self) -> Failure | None:
+        return self.dead
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        if method in ("start", "watch"):
+            return self.started if method == "start" else self.end
+        return super().call(method, *arguments)
+
+    def die(self) -> None:
+        """End the process."""
+        self.dead = Failure.death(ProcessInfo(f"service {self.name}", "host", 7), "killed")
+        self.fail_calls(ServiceDied(self.dead))
+
+    def break_down(self) -> None:
+        """The engine fails in a process that lives, as after an error of a device."""
+        place = ProcessInfo(f"service {self.name}", "host", 7)
+        error = CallFailed(Failure.raised(place, Raised("EngineDead", "engine died: out of memory", "")))
+        self.fail_calls(error)
+        self.end.set_exception(error)
+
+    def fail_calls(self, error: BaseException) -> None:
+        running, self.running = self.running, {}
+        for call in running.values():
+            call.set_exception(error)
+
+
+class Engines:
+    """A fleet of services, and the processes that it has started."""
+
+    def __init__(self, count: int = 2, least: int = 1) -> None:
+        self.services = [Service(number) for number in range(count)]
+        self.handles = [EngineHandle(each) for each in self.services]  # type: ignore[arg-type]
+        self.notices: list[str] = []
+        self.restarts: list[int] = []
+        descriptions = [{"receivers": number} for number in range(count)]
+        self.fleet = Fleet(self.handles, descriptions, least, self.restart, self.notices.append)
+
+    def restart(self, engine: int) -> None:
+        """End the old process: its calls fail in a thread of the transport, for which a cluster waits. Then start a new one."""
+        self.restarts.append(engine)
+        ended = ServiceDied(
+            Failure.death(ProcessInfo(f"service engine{engine}", "host", 7), "it was ended, to start again")
+        )
+        thread = threading.Thread(target=self.services[engine].fail_calls, args=(ended,), daemon=True)
+        thread.start()
+        thread.join(10)
+        assert not thread.is_alive(), "the calls of an ended process wait for a lock that the controller holds"
+        self.services[engine] = Service(engine)
+        self.handles[engine].service = self.services[engine]  # type: ignore[assignment]
+
+    def load(self, engine: int) -> None:
+        """Let the new process of an engine finish its start."""
+        self.services[engine].started.set_result({"receivers": "new"})
+        self.fleet.poll()
+
+    def update(self) -> None:
+        with self.fleet.update():
+            self.fleet.updated(self.fleet.members())
