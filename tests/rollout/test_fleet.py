@@ -179,8 +179,9 @@ def test_a_group_that_ends_every_engine_is_named() -> None:
         source.take(4)
 
 
-def test_groups_wait_for_an_update_that_no_engine_has_survived(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine dies in an update, and the other fails with it: both start again, and then sample all groups."""
+@pytest.mark.parametrize("other_fails", [True, False])
+def test_groups_wait_for_a_repeated_update(monkeypatch: pytest.MonkeyPatch, other_fails: bool) -> None:
+    """An engine dies in an update. The other fails with it or is ended, with its groups: both restart, then sample all groups."""
     monkeypatch.setattr(fleet_module, "_POLL_SECONDS", 0.0)
     engines = Engines()
     source = source_of(engines)
@@ -198,8 +199,9 @@ def test_groups_wait_for_an_update_that_no_engine_has_survived(monkeypatch: pyte
         def send_weights(self, version: int) -> list[Any]:
             if not sessions:
                 engines.services[1].die()
-                engines.services[0].break_down()
-                assert engines.services[0].running == engines.services[1].running == {}
+                if other_fails:
+                    engines.services[0].break_down()
+                assert bool(engines.services[0].running) != other_fails and engines.services[1].running == {}
                 raise WeightSyncError("engine1 died in the update")
             return []
 
