@@ -32,10 +32,10 @@ ENGINES = 3
 
 
 def settings(out: Path, rule: str) -> list[str]:
-    own = [f"rollout.engines={ENGINES}", "rollout.min_engines=1", "train.save_every=20", "train.grace_seconds=60"]
+    more = [f"rollout.engines={ENGINES}", "rollout.min_engines=1", "train.save_every=20", "train.grace_seconds=60"]
     return [
         *(each for each in settings_of(out, rule) if not each.startswith(("rollout.engines", "train.save_every"))),
-        *own,
+        *more,
     ]
 
 
