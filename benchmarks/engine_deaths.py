@@ -88,9 +88,10 @@ def main() -> None:
             absences.append(time.monotonic() - began)
         started = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGTERM)
-        _, alive = psutil.wait_procs([psutil.Process(process.pid), *started], END_SECONDS + 60)
-        if alive or process.poll() not in (143, None):
-            raise Violation(f"the end: status {process.poll()}, {len(alive)} processes live")
+        status = process.wait(END_SECONDS + 60)
+        _, alive = psutil.wait_procs(started, END_SECONDS)
+        if alive or status != 143:
+            raise Violation(f"the end: status {status}, {len(alive)} processes live")
         trained = check(out)
     except Violation as violation:
         process.kill()

@@ -15,6 +15,7 @@ batch closes with fewer groups.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import deque
 from dataclasses import dataclass
@@ -66,8 +67,11 @@ class Admission:
         self.running = 0
         self.tried: list[TriedGroup] = []  # groups of the current batch, filtered ones included
         self.closed: deque[list[TriedGroup]] = deque()  # batches ready for training
-        self._unreleased: list[int] = []  # numbers of running and waiting groups, oldest first
+        self._unreleased: deque[int] = deque()  # numbers of running and waiting groups, oldest first; some are released
+        self._released_early: set[int] = set()  # numbers in `_unreleased` that are released
         self._waiting: dict[int, TriedGroup] = {}  # by number: finished groups that are not released
+        self._waiting_numbers: list[int] = []  # heap of their numbers
+        self._rejected = 0  # of them, not accepted
 
     def capacity(self, version: int | None = None) -> int:
         """Return the number of groups that may start now, on an engine with weights of `version` (default: the newest)."""
@@ -87,15 +91,19 @@ class Admission:
         """Return the batch of the next group, and the accepted and tried groups before it. Running groups count as accepted."""
         batch, accepted, tried = self.state.closed, len(accepted_groups(self.tried)), len(self.tried)
         if self.max_attempts is None:  # the same in fewer operations
-            rejected = sum(not item.accepted for item in self._waiting.values())
-            full, accepted = divmod(accepted + len(self._unreleased) - rejected, self.prompts_per_step)
+            left = len(self._unreleased) - len(self._released_early) - self._rejected
+            full, accepted = divmod(accepted + left, self.prompts_per_step)
             return batch + full, accepted, tried
-        for number in self._unreleased:
+        for number in self._in_order():
             accepted += number not in self._waiting or self._waiting[number].accepted
             tried += 1
             if self._places_left(accepted, tried) == 0:
                 batch, accepted, tried = batch + 1, 0, 0
         return batch, accepted, tried
+
+    def _in_order(self) -> list[int]:
+        """Return the numbers of running and waiting groups, oldest first."""
+        return [number for number in self._unreleased if number not in self._released_early]
 
     def _places_left(self, accepted: int, tried: int, size: int | None = None) -> int:
         """Return the number of groups that the batch can still take if all of them are accepted. `size`: a part of it."""
@@ -113,26 +121,35 @@ class Admission:
     def finish(self, group: Group, accepted: bool) -> None:
         """Record a finished group, release the groups that may be, and close batches that are now complete or exhausted."""
         self.running -= 1
-        self._waiting[group.number] = TriedGroup(group, accepted)
+        self._wait(TriedGroup(group, accepted))
         while (number := self._next_release()) is not None:
-            self._unreleased.remove(number)
-            self.tried.append(self._waiting.pop(number))
+            self._released_early.add(heapq.heappop(self._waiting_numbers))
+            while self._unreleased and self._unreleased[0] in self._released_early:
+                self._released_early.remove(self._unreleased.popleft())
+            released = self._waiting.pop(number)
+            self._rejected -= not released.accepted
+            self.tried.append(released)
             self._close_if_due()
+
+    def _wait(self, item: TriedGroup) -> None:
+        self._waiting[item.group.number] = item
+        self._rejected += not item.accepted
+        heapq.heappush(self._waiting_numbers, item.group.number)
 
     def _next_release(self) -> int | None:
         """Return the oldest finished group that may be released, if any."""
         if not self._waiting:
             return None
-        number, oldest = min(self._waiting), self._unreleased[0]
+        number, oldest = self._waiting_numbers[0], self._unreleased[0]
         if number == oldest:
             return number
-        released = self.state.admitted - len(self._unreleased)
+        released = self.state.admitted - len(self._unreleased) + len(self._released_early)
         overtaking = released - oldest  # all groups before the oldest unreleased one are released
         return number if overtaking < self.window - 1 else None
 
     def unfinished(self) -> list[int]:
         """Return the numbers of the running groups, oldest first."""
-        return [number for number in self._unreleased if number not in self._waiting]
+        return [number for number in self._in_order() if number not in self._waiting]
 
     def waiting(self) -> list[TriedGroup]:
         """Return the finished groups that are not released, oldest first."""
@@ -155,8 +172,10 @@ class Admission:
         self.state = state
         self.tried, *closed = batches
         self.closed = deque(closed)
-        self._waiting = {item.group.number: item for item in waiting}
-        self._unreleased = sorted([*unfinished, *self._waiting])
+        self._waiting, self._waiting_numbers, self._rejected = {}, [], 0
+        for item in waiting:
+            self._wait(item)
+        self._unreleased, self._released_early = deque(sorted([*unfinished, *self._waiting])), set()
 
     def restart(self, count: int) -> None:
         """Count `count` unfinished groups of a restored state as running again."""

@@ -85,6 +85,8 @@ class Dispatch:
 
     def start(self, capacity: Callable[[int], int]) -> list[int]:
         """Return the engine of each group that starts now. `capacity`: groups that may start with weights of a version."""
+        if self._finishing is None and (self._version is None or capacity(self._version) <= 0):
+            return []  # all engines have the same weights
         ready = [
             (engine.load, index) for index, engine in enumerate(self._engines) if not (engine.finishes or engine.closed)
         ]

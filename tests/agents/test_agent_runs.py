@@ -110,7 +110,10 @@ def test_a_run_with_tools_resumes_with_the_waiting_groups(taught: Path, tmp_path
 @pytest.mark.parametrize("rule", ["refresh", "keep", "finish"])
 def test_samples_with_tools_take_new_weights(taught: Path, tmp_path: Path, rule: str) -> None:
     """Between and within turns; with finish, after all turns. Tokens keep the log-probs of the weights that sampled them."""
-    ahead = ["rollout.max_staleness=2", "cluster.placement=disaggregated", "train.steps=4", f"rollout.at_update={rule}"]
+    ahead = ["rollout.max_staleness=2", "cluster.placement=disaggregated", "train.steps=6", f"rollout.at_update={rule}"]
+    ahead.append(
+        "rollout.engine_args.max_num_seqs=16"
+    )  # of 128 samples a step: the engine is busy when the weights change
     done = run("train", "recipes/tiny/grpo.yaml", *settings(taught, tmp_path, *ahead))
     assert done.returncode == 0, done.stderr + done.stdout
     lines = [line for line in metrics(tmp_path / "agent") if line["step"] > 0]

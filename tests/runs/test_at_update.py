@@ -120,18 +120,6 @@ def test_running_requests_take_new_adapters(quickstart_data: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_recorded_experts_are_replayed_if_requests_finish_first(quickstart_data: Path, tmp_path: Path) -> None:
-    """A sample has the experts of one version, so that the trainer, which takes them over, reproduces its log-probs."""
-    replay = ["megatron.routing_replay=rollout", "rollout.at_update=finish", "rollout.engines=2"]
-    done = train(quickstart_data, tmp_path, "experts", *AHEAD, "actor.optimizer.lr=1e-2", *replay)
-    assert done.returncode == 0, done.stderr + done.stdout
-    lines = metrics(tmp_path / "experts")
-    assert max(line["rollout/spans_mean"] for line in lines) == 1
-    assert 1 <= max(line["rollout/staleness_max"] for line in lines) <= LARGEST_LAG
-    check_gaps(tmp_path / "experts")
-
-
-@pytest.mark.slow
 def test_requests_wait_while_colocated_trainers_compute(quickstart_data: Path, tmp_path: Path) -> None:
     """A batch is trained as soon as its samples are finished; longer ones of the next batches continue afterwards."""
     colocated = ["cluster.placement=colocated", "rollout.max_staleness=1", "rollout.window=0.5"]
