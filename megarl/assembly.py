@@ -61,7 +61,7 @@ from megarl.trainer.held_out import HeldOut
 from megarl.trainer.worker import kernel_notices
 from megarl.weight_sync.connect import open_weight_sync
 from megarl.weight_sync.handover import Colocated, Disaggregated, DisaggregatedFleet, Handover, Occupant
-from megarl.weight_sync.publish import publish
+from megarl.weight_sync.publish import ReceivingEngine, publish
 from megarl.weight_sync.session import Session
 
 ACTOR = "megarl.trainer.actor:ActorWorker"
@@ -320,9 +320,8 @@ def connect_engines(
         raise RecipeError("rollout.at_update", problem, "set rollout.at_update=refresh or drain", value="finish")
     if fleet is not None:
 
-        def open_session(indices: list[int]) -> Session:
-            handles, descriptions = [engines[i] for i in indices], [fleet.descriptions[i] for i in indices]
-            return open_weight_sync(recipe, actor, handles, descriptions, notify_once)
+        def open_session(members: list[ReceivingEngine], indices: list[int]) -> Session:
+            return open_weight_sync(recipe, actor, members, [fleet.descriptions[i] for i in indices], notify_once)
 
         limit = recipe.rollout.start_timeout
         return DisaggregatedFleet(actor, engines, session, members, fleet, open_session, check, limit)

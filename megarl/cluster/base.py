@@ -62,6 +62,8 @@ class Service(Protocol):
     every later call fail with `ServiceDied`.
     """
 
+    stopping: bool  # its orderly end was requested
+
     @property
     def name(self) -> str: ...
 

@@ -66,14 +66,10 @@ class Dispatch:
             raise ValueError(f"no engine but number {engine} is open, so its groups cannot move")
         self._engines[engine].closed = True
 
-    def close_others(self, serving: Collection[int]) -> None:
-        """Start no further group on engines that do not serve. Does nothing if `serving` is empty."""
+    def open_only(self, serving: Collection[int]) -> None:
+        """Start groups on the `serving` engines alone, which have the newest weights."""
         for index, engine in enumerate(self._engines):
-            engine.closed = engine.closed or (bool(serving) and index not in serving)
-
-    def open(self, engine: int) -> None:
-        """Let groups start on a closed engine that has the newest weights and no group."""
-        self._engines[engine].closed = False
+            engine.closed = index not in serving
 
     def add_version(self, version: int) -> None:
         """Record that all engines have received weights. They load the first weights at once, and with finish only these."""

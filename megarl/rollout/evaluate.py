@@ -173,6 +173,8 @@ def _sample(
 ) -> dict[int, Group]:
     """Submit problems, by number, round-robin, with one message per engine; return the groups, without those of engines that
     died."""
+    if fleet is not None and not fleet.serving:
+        check_processes()  # raises: too few engines are left
     serving = list(range(len(engines))) if fleet is None else fleet.serving
     processes = {index: 0 if fleet is None else fleet.process(index) for index in serving}
     shares: dict[int, list[GenerationRequest]] = {index: [] for index in serving}

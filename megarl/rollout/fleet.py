@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +33,8 @@ DEATH_SECONDS = (
     30.0  # time after an aborted update in which a death must show (a stopped process: 20 s); else it is an error
 )
 _POLL_SECONDS = 0.2
-_NOT_ITS_FAILURE = ("WeightSyncError:", "EngineRefused:")  # begin causes of an engine that ends because the update does
+# Causes of an engine that ends because the update does. With tensor parallelism vLLM names the error of a worker by its message alone.
+_OF_THE_UPDATE = re.compile(r"WeightSyncError:|EngineRefused:|.*weight sync (was aborted|has ended)", re.DOTALL)
 
 Member = tuple[int, int]
 """Index of an engine, and the number of its process."""
@@ -185,6 +187,8 @@ class Fleet:
         with self.lock:
             if process != self._states.process(engine) or self._states.is_dead(engine):
                 return self._is_enough()
+            if self.engines[engine].service.stopping:
+                return False  # the run ends
             if not isinstance(error, ServiceDied) and not error.failure.cause.startswith("EngineDead:"):
                 return False  # a call that failed in an engine that lives
             if self._in_update and not isinstance(error, ServiceDied):
@@ -270,11 +274,11 @@ class Fleet:
             self._in_update = self._interrupted = False
 
     def follow_update(self, member: Member, update: Future[Any]) -> None:
-        """Note it if an engine fails in its own part of an update, other than by the abort of the whole."""
+        """Note it if an engine fails in its own part of an update, or of its preparation, other than by the abort of the whole."""
 
         def ended(update: Future[Any]) -> None:
             error = update.exception()
-            if isinstance(error, ClusterError) and not error.failure.cause.startswith(_NOT_ITS_FAILURE):
+            if isinstance(error, ClusterError) and not _OF_THE_UPDATE.match(error.failure.cause):
                 with self.lock:
                     self._failed.add(member)
 
@@ -312,7 +316,7 @@ class Fleet:
             )
         deadline = time.monotonic() + limit
         self.poll()
-        while self._are_starting(members):
+        while self._are_starting(members) or len(self.members()) < self._min_engines:
             if time.monotonic() > deadline:
                 if len(self.members()) >= self._min_engines:
                     return

@@ -102,8 +102,6 @@ class EnginesSource:
             if self.admission.version is None:
                 self._waiting.metrics()  # engines do not wait while the run starts
             self._await_turn({"version": version})
-            for engine in self.fleet.serving if self.fleet is not None else ():
-                self._dispatch.open(engine)
             self._drained = self._state({}) if self._drains else None
             self.admission.version = version
             self._dispatch.add_version(version)
@@ -271,7 +269,7 @@ class EnginesSource:
         if not self.admission.running:
             self._stall_timer.reset()
         if self.fleet is not None:
-            self._dispatch.close_others(self.fleet.serving)
+            self._dispatch.open_only(self.fleet.serving)
             for engine in self.fleet.take_restarted():
                 self._arrivals.died(engine)
         again = [*self._unfinished, *self._lost.take()]

@@ -10,13 +10,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from megarl.cluster.calls import wait_for_all
 from megarl.cluster.failures import ClusterError
 from megarl.types import Metrics
 from megarl.weight_sync.publish import ReceivingEngine, SendingTrainers, publish
 from megarl.weight_sync.session import Session, UpdateReport, WeightSyncError
+
+T = TypeVar("T")
 
 
 class Handover:
@@ -91,7 +93,7 @@ class Fleet(Protocol):
 
 @dataclass(frozen=True)
 class _FollowedEngine:
-    """An engine whose fleet learns how its updates end."""
+    """An engine whose fleet learns how its calls end."""
 
     engine: ReceivingEngine
     member: tuple[int, int]
@@ -102,12 +104,14 @@ class _FollowedEngine:
         return self.engine.name
 
     def connect_weight_sync(self, session: Session) -> Future[str | None]:
-        return self.engine.connect_weight_sync(session)
+        return self._follow(self.engine.connect_weight_sync(session))
 
     def update_weights(self, version: int) -> Future[UpdateReport]:
-        update = self.engine.update_weights(version)
-        self.fleet.follow_update(self.member, update)
-        return update
+        return self._follow(self.engine.update_weights(version))
+
+    def _follow(self, call: Future[T]) -> Future[T]:
+        self.fleet.follow_update(self.member, call)
+        return call
 
 
 class DisaggregatedFleet(Handover):
@@ -123,11 +127,11 @@ class DisaggregatedFleet(Handover):
         session: Session,
         members: list[tuple[int, int]],
         fleet: Fleet,
-        open_session: Callable[[list[int]], Session],
+        open_session: Callable[[list[ReceivingEngine], list[int]], Session],
         check: Callable[[], None],
         start_timeout: float,
     ):
-        """session: of `members`. open_session: opens one for the engines of these indices. check: of the run's processes."""
+        """session: of `members`. open_session: opens one for engines, with their indices. check: of the run's processes."""
         self.trainers, self.engines, self.session, self.members = trainers, list(engines), session, members
         self.fleet, self.open_session = fleet, open_session
         self.check, self.start_timeout = check, start_timeout
@@ -146,9 +150,11 @@ class DisaggregatedFleet(Handover):
                 return metrics
 
     def _update(self, members: list[tuple[int, int]], version: int) -> Metrics:
+        engines: list[ReceivingEngine] = [
+            _FollowedEngine(self.engines[member[0]], member, self.fleet) for member in members
+        ]
         if members != self.members:
-            self.session, self.members = self.open_session([index for index, _ in members]), members
-        engines = [_FollowedEngine(self.engines[member[0]], member, self.fleet) for member in members]
+            self.session, self.members = self.open_session(engines, [index for index, _ in members]), members
         return publish(self.trainers, engines, self.session, version)
 
 

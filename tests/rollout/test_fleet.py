@@ -205,8 +205,9 @@ def test_groups_wait_for_a_repeated_update(monkeypatch: pytest.MonkeyPatch, othe
                 raise WeightSyncError("engine1 died in the update")
             return []
 
-    def open_session(members: list[int]) -> Any:
-        sessions.append(members)
+    def open_session(members: list[Any], indices: list[int]) -> Any:
+        assert [member.name for member in members] == [f"engine{index}" for index in indices]
+        sessions.append(indices)
         return SimpleNamespace(timeout=1.0)
 
     members = engines.fleet.members()
@@ -290,6 +291,52 @@ def test_an_idle_engine_that_fails_in_a_process_that_lives_restarts() -> None:
     engines.services[1].break_down()
     engines.fleet.poll()
     assert engines.restarts == [1] and engines.fleet.serving == [0]
+
+
+def test_an_engine_that_has_just_joined_takes_the_groups_of_one_that_dies_before_the_next_step() -> None:
+    """The update after a step is followed by an evaluation, and only then by new groups."""
+    engines = Engines()
+    source = source_of(engines)
+    source.admit(0)
+    engines.services[1].die()
+    engines.fleet.poll()
+    engines.load(1)
+    engines.update()
+    engines.services[0].die()
+    assert sorted(engines.services[1].running) == [0, 1, 2, 3, 4, 5, 6, 7]
+    engines.services[1].finish(0, 1, 2, 3)
+    assert len(source.take(4).groups) == 4
+
+
+def test_the_end_of_a_run_is_no_death() -> None:
+    engines = Engines()
+    source = source_of(engines)
+    source.admit(0)
+    engines.services[0].stopping = True
+    engines.services[0].die()
+    with pytest.raises(ServiceDied):
+        source.take(4)
+    assert engines.fleet.take_restarted() == [] and sorted(engines.services[1].running) == [1, 3, 5, 7]
+
+
+@pytest.mark.parametrize(
+    ("cause", "counts"),
+    [
+        ("OutOfMemoryError: no memory", True),
+        ("WeightSyncError: engine1 got other bytes", False),
+        ("RuntimeError: Worker failed with error 'weight sync was aborted: engine1 died'", False),
+        ("EngineRefused: engine 'engine0' sleeps", False),
+    ],
+)
+def test_engines_that_end_because_an_update_is_aborted_have_not_failed(cause: str, counts: bool) -> None:
+    engines = Engines()
+    update: Future[Any] = Future()
+    engines.fleet.follow_update((0, 0), update)
+    kind, _, message = cause.partition(": ")
+    update.set_exception(
+        CallFailed(Failure.raised(ProcessInfo("service engine0", "host", 7), Raised(kind, message, "")))
+    )
+    assert engines.fleet._find_failed([(0, 0), (1, 0)]) == counts
 
 
 def test_a_run_that_is_stopped_while_engines_restart_can_save() -> None:

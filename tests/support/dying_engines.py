@@ -19,6 +19,7 @@ class Service(ManualService):
         super().__init__()
         self.name = f"engine{number}"
         self.dead: Failure | None = None
+        self.stopping = False
         self.started: Future[Any] = Future()
         self.end: Future[None] = Future()  # of `watch`
 

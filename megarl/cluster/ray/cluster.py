@@ -258,9 +258,19 @@ class RayCluster(Cluster):
             if failure is not None and service.essential:
                 raise ServiceDied(failure)
             living += [service] if failure is None else []
-        self._check_stopped([service for service in living if service.is_located()])
+        self._check_stopped([service for service in living if service.is_located() and self._has_place(service)])
         for callback in self._on_check:
             callback()
+
+    @staticmethod
+    def _has_place(service: RayService) -> bool:
+        """Return False for a service that has just died before it replied, and is not essential."""
+        try:
+            return bool(service.place())
+        except ServiceDied:
+            if service.essential:
+                raise
+            return False
 
     def _check_stopped(self, services: list[RayService]) -> None:
         """Raise ServiceDied if an essential service is stopped; kill another one that is."""

@@ -324,6 +324,7 @@ class TorchrunCluster(Cluster):
         if self.waiting:
             self.waiting.terminated_at = time.monotonic()
             return
+        self._on_check = []  # a callback may need a lock that the interrupted code holds
         self._ignore_terminate()
         deadline = time.monotonic() + DEATH_SECONDS
         while time.monotonic() < deadline:
