@@ -73,7 +73,7 @@ class Disaggregated(Handover):
         return publish(self.trainers, self.engines, self.session, version)
 
 
-class Fleet(Protocol):
+class EngineFleet(Protocol):
     """Engines that may die while the run goes on (`megarl.rollout.fleet.Fleet`)."""
 
     def poll(self) -> None: ...
@@ -97,7 +97,7 @@ class _FollowedEngine:
 
     engine: ReceivingEngine
     member: tuple[int, int]
-    fleet: Fleet
+    fleet: EngineFleet
 
     @property
     def name(self) -> str:
@@ -126,7 +126,7 @@ class DisaggregatedFleet(Handover):
         engines: Sequence[ReceivingEngine],
         session: Session,
         members: list[tuple[int, int]],
-        fleet: Fleet,
+        fleet: EngineFleet,
         open_session: Callable[[list[ReceivingEngine], list[int]], Session],
         check: Callable[[], None],
         start_timeout: float,

@@ -38,7 +38,7 @@ def test_stop_waits_for_the_end_of_the_process(monkeypatch: pytest.MonkeyPatch) 
     process = subprocess.Popen(["sleep", "100"])
     threading.Timer(0.3, lambda: (process.kill(), process.wait())).start()
     device: Any = SimpleNamespace(node_ip="127.0.0.1", node_id="node")
-    service = ray_service.RayService(Actor(), ProcessInfo("engine0", pid=process.pid), "engine0", device, "a:B", ())
+    service = ray_service.RayService(Actor(), ProcessInfo("engine0", pid=process.pid), "engine0", [device], "a:B", ())
     service.stop()
     assert not Path(f"/proc/{process.pid}").exists(), "Ray reports the end of a process before the system does"
     assert calls == [("stop", ray_service.STOP_SECONDS), "kill", ("lifetime", ray_service.KILL_SECONDS)]

@@ -49,7 +49,7 @@ from megarl.cluster.torchrun.wire import SendQueue, Wire
 from megarl.types import DataRef, InlineData
 
 TERMINATE_SECONDS = 3.0  # time to find the failed rank after torchrun's SIGTERM
-DEATH_SECONDS = 0.5  # time until the controller also notices a death that torchrun noticed first
+DEATH_SECONDS = 2.0  # time until the controller also notices a death that torchrun noticed first
 
 
 class _Peer:
