@@ -34,7 +34,7 @@ class Prompts(list[Prompt]):
 
 
 class Engine:
-    """Keeps groups until `finish`."""
+    """Keeps groups until the benchmark answers them."""
 
     def __init__(self, name: str) -> None:
         self.name = name

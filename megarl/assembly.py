@@ -310,9 +310,8 @@ def connect_engines(
     if not engines:
         return Handover()
     check_in_flight(recipe, started.descriptions)
-    notify_once = functools.lru_cache(maxsize=None)(
-        notice
-    )  # a session that is opened again mostly takes the same route
+    # A session that is opened again mostly takes the same route.
+    notify_once = functools.lru_cache(maxsize=None)(notice)
     members = fleet.members() if fleet is not None else []
     session = open_weight_sync(recipe, actor, engines, started.descriptions, notify_once)
     if update_rule(recipe) == "finish" and not session.sharded and session.adapter_alpha is None:
@@ -321,7 +320,8 @@ def connect_engines(
     if fleet is not None:
 
         def open_session(members: list[ReceivingEngine], indices: list[int]) -> Session:
-            return open_weight_sync(recipe, actor, members, [fleet.descriptions[i] for i in indices], notify_once)
+            descriptions = [fleet.descriptions[i] for i in indices]
+            return open_weight_sync(recipe, actor, members, descriptions, notify_once, check)
 
         limit = recipe.rollout.start_timeout
         return DisaggregatedFleet(actor, engines, session, members, fleet, open_session, check, limit)

@@ -57,18 +57,30 @@ def wait(future: Future[T], check: Callable[[], None]) -> T:
 
 
 def wait_for_all(
-    services: Sequence[Named], calls: Sequence[Future[T]], *, doing: str, key: str, limit: float
+    services: Sequence[Named],
+    calls: Sequence[Future[T]],
+    *,
+    doing: str,
+    key: str,
+    limit: float,
+    check: Callable[[], None] = lambda: None,
 ) -> list[T]:
     """Return the results of one call to each of `services`.
 
-    `limit` is in seconds from now; `key` is the recipe key that sets it. `doing` completes "engine0 did not ...".
+    `limit` is in seconds from now; `key` is the recipe key that sets it. `doing` completes "engine0 did not ...". `check` is called
+    every second, and may raise.
     Raises the first exception of a call at once, because the other services may be waiting for the failed one.
     Raises RuntimeError with the name of the first service that has not answered within `limit`.
     """
-    wait_for_futures(calls, timeout=limit, return_when=FIRST_EXCEPTION)
-    for call in calls:
-        if call.done() and call.exception() is not None:
-            call.result()
+    deadline, left = time.monotonic() + limit, set(calls)
+    while left and time.monotonic() < deadline:
+        seconds = min(_POLL_SECONDS, max(0.0, deadline - time.monotonic()))
+        done, left = wait_for_futures(left, timeout=seconds, return_when=FIRST_EXCEPTION)
+        for call in calls:
+            if call in done:
+                call.result()
+        if left:
+            check()
     for service, call in zip(services, calls, strict=True):
         if not call.done():
             raise RuntimeError(

@@ -25,15 +25,17 @@ def open_weight_sync(
     engines: Sequence[ReceivingEngine],
     descriptions: Sequence[dict[str, Any]],
     notice: Callable[[str], None],
+    check: Callable[[], None] = lambda: None,
 ) -> Session:
     """Open a weight sync session that every engine has joined.
 
-    descriptions: results of the engines' `start`. notice: receives the chosen route and the reason.
+    descriptions: results of the engines' `start`. notice: receives the chosen route and the reason. check: of processes, called
+    every second while engines join; it may raise.
     `weight_sync.route: auto` chooses the sharded route unless recipe, trainers or engines give a reason against
     it. Raises RouteRefused if `sharded` is required and not possible.
     """
     receivers = [(name, host) for description in descriptions for name, host in description["receivers"]]
-    open_route = functools.partial(_open, recipe.weight_sync, trainers, engines, receivers)
+    open_route = functools.partial(_open, recipe.weight_sync, trainers, engines, receivers, check)
     if wants_adapters(recipe):
         return _open_adapters(recipe.weight_sync, open_route, engines, descriptions, notice)
     route = recipe.weight_sync.route
@@ -92,6 +94,7 @@ def _open(
     trainers: SendingTrainers,
     engines: Sequence[ReceivingEngine],
     receivers: list[tuple[str, str]],
+    check: Callable[[], None],
     route: str,
 ) -> Session | str:
     """Open a session for `route` and let every engine join. Returns the reason if trainers or an engine cannot."""
@@ -100,7 +103,12 @@ def _open(
         return session
     joining = [engine.connect_weight_sync(session) for engine in engines]
     answers = wait_for_all(
-        engines, joining, doing="connect to the trainers", key="weight_sync.timeout", limit=weight_sync.timeout
+        engines,
+        joining,
+        doing="connect to the trainers",
+        key="weight_sync.timeout",
+        limit=weight_sync.timeout,
+        check=check,
     )
     reasons = (f"{engine.name}: {reason}" for engine, reason in zip(engines, answers, strict=True) if reason)
     return next(reasons, session)

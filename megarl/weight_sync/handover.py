@@ -93,7 +93,7 @@ class EngineFleet(Protocol):
 
 @dataclass(frozen=True)
 class _FollowedEngine:
-    """An engine whose fleet learns how its calls end."""
+    """An engine that reports the end of each call to the fleet."""
 
     engine: ReceivingEngine
     member: tuple[int, int]

@@ -36,7 +36,7 @@ class WeightSyncError(ProcessFailure):
 
 @dataclass(frozen=True)
 class AbortedUpdate:
-    """Answer of a trainer rank whose update was aborted by an engine, in a run that goes on (`rollout.min_engines`)."""
+    """Result of a trainer rank whose update was aborted, if the run goes on (`rollout.min_engines`)."""
 
     reason: str
 

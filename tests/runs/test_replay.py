@@ -48,13 +48,13 @@ def recorded(data: Path, runs: Path, *more: str) -> Path:
     return runs / "recorded"
 
 
-def replay(run_directory: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    return run("replay", str(run_directory), *more)
+def replay(run_directory: Path, *more: str, starts: int = 1) -> subprocess.CompletedProcess[str]:
+    """Replay a run that was started this many times."""
+    return run("replay", str(run_directory), *more, timeout=300 + 100 * starts)
 
 
 def assert_repeats(run_directory: Path, starts: int = 1) -> None:
-    """Replay a run of so many starts, and compare the metrics."""
-    done = run("replay", str(run_directory), timeout=300 + 100 * starts)
+    done = replay(run_directory, starts=starts)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "equal to the last bit" in done.stdout
     again = run_directory.with_name(f"{run_directory.name}-replay")

@@ -65,7 +65,7 @@ def keep_sigterm_handler() -> Iterator[None]:
 
 @contextlib.contextmanager
 def separate_process_groups() -> Iterator[None]:
-    """Start Ray's processes, and so all that they start, outside this process's group.
+    """Start Ray's processes, and all processes that they start, in other process groups than this one.
 
     `timeout`, shells and some cluster managers send SIGTERM to the whole group of a run, which would end Ray before the run has
     saved its checkpoint. Ray has no option for it (`ray/_private/services.py`, ``start_ray_process``).

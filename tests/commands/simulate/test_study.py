@@ -270,7 +270,7 @@ def test_wrong_input_is_refused(arguments: list[str], message: str) -> None:
 
 
 def test_devices_that_cannot_be_split_are_simulated_together() -> None:
-    """A recipe whose trainers need every device has rows of engines on them, and says which devices a split needs."""
+    """If trainers need every device, only engines on these devices are simulated; a note says how many a split needs."""
     done = run_command(str(ROOT / "recipes/dapo_qwen3_30b.yaml"), "--steps", "2", "--json")
     assert done.exit_code == 0, done.output
     content = json.loads(done.stdout)
