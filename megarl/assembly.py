@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from megarl import platform as platforms
-from megarl.algorithms.advantages import uses_critic
 from megarl.algorithms.kl import KLWeight
 from megarl.checkpoint.graceful_stop import GracefulStop
 from megarl.checkpoint.identity import CONTENTS, data_digest, identity_of
+from megarl.checkpoint.kept_batches import KeptBatches
 from megarl.checkpoint.run_checkpoints import Checkpoints
 from megarl.checkpoint.saver import Saver
 from megarl.checkpoint.skipped_steps import SkippedSteps
@@ -34,8 +34,7 @@ from megarl.preflight.run_directory import RunPlace, open_run_directory
 from megarl.preflight.survey import prepare_training
 from megarl.recipe import Recipe
 from megarl.recipe.derived.at_update import update_rule
-from megarl.recipe.derived.critic_view import critic_view
-from megarl.recipe.derived.offload import learners_take_turns, offloads
+from megarl.recipe.derived.offload import learners_take_turns
 from megarl.recipe.paths import with_absolute_paths
 from megarl.rollout.engine_handle import EngineHandle, JudgeHandle, SamplingEngine, TeacherHandle
 from megarl.rollout.evaluate import EvaluationResult, evaluate
@@ -56,16 +55,15 @@ from megarl.rollout.start_engines import (
 )
 from megarl.rollout.tape import ReplayPlan, RunTape
 from megarl.rollout.teacher.scoring import Teacher
-from megarl.trainer.group import ActorGroup, CriticGroup, require_shared_storage
+from megarl.trainer.group import ActorGroup, CriticGroup
 from megarl.trainer.held_out import HeldOut
+from megarl.trainer.restarts import TrainerRestarts
+from megarl.trainer.start import Learners
 from megarl.trainer.worker import kernel_notices
 from megarl.weight_sync.connect import open_weight_sync
-from megarl.weight_sync.handover import Colocated, Disaggregated, DisaggregatedFleet, Handover, Occupant
-from megarl.weight_sync.publish import ReceivingEngine, publish
+from megarl.weight_sync.handover import Colocated, Disaggregated, DisaggregatedFleet, EnginesUpdate, Handover
+from megarl.weight_sync.publish import ReceivingEngine
 from megarl.weight_sync.session import Session
-
-ACTOR = "megarl.trainer.actor:ActorWorker"
-CRITIC = "megarl.trainer.critic:CriticWorker"
 
 
 @dataclass(frozen=True)
@@ -102,6 +100,7 @@ class Run:
     log: RunLog
     device_count: int  # of trainers, critic and engines; perf/throughput divides by it
     device_peak: float | None  # FLOP/s of a trainer's device; None: unknown
+    trainer_restarts: TrainerRestarts | None = None  # None: a failure of a trainer ends the run
     replay: ReplayPlan | None = None  # of train.replay
 
     @property
@@ -144,8 +143,15 @@ class Run:
             self.log.notice(f"evaluation after step {after_step}: {notice}")
         self.log.evaluation(after_step, result.metrics)
 
+    def export(self, folder: Path) -> None:
+        """Write the weights as a Hugging Face model."""
+        self.devices.give_to_actor()  # its weights may be offloaded
+        self.actor.export_hf(folder)
+
     def shutdown(self) -> None:
         """End the trainer processes in order; the cluster ends the others."""
+        if self.trainer_restarts is not None:
+            self.trainer_restarts.batches.close()
         self.actor.shutdown()
         if self.critic is not None:
             self.critic.shutdown()
@@ -179,7 +185,7 @@ def build_run(setup: RunSetup, cluster: Cluster, log: RunLog) -> Run:
     """Start every process of the run and connect the parts."""
     recipe, prepared, folder = setup.recipe, setup.prepared, setup.place.directory
     started = _start_processes(setup, cluster, log)
-    engines, actor, critic = started.engines, started.actor, started.critic
+    engines, actor, critic = started.engines, started.learners.actor, started.learners.critic
     stop = GracefulStop.of(recipe.train)
     check = stop.after(check_for(recipe.rollout, engines, cluster))
     fleet = start_fleet(
@@ -215,6 +221,7 @@ def build_run(setup: RunSetup, cluster: Cluster, log: RunLog) -> Run:
             recipe.observe, actor, engines, log, folder.profile, recipe.rollout.start_timeout, trace_note
         ),
         log=log,
+        trainer_restarts=_trainer_restarts(setup, started.learners, devices, cluster),
         replay=setup.tape.plan if setup.tape is not None else None,
         device_count=demand_of(recipe).devices,
         device_peak=peak_tflops * 1e12 if peak_tflops else peak_flops(actor.ranks[0]["device_name"]),
@@ -229,10 +236,7 @@ class Started:
     descriptions: list[dict[str, Any]]  # of the engines
     teachers: list[TeacherHandle]
     judges: list[JudgeHandle]
-    actor: ActorGroup
-    actor_on_devices: Occupant
-    critic: CriticGroup | None
-    critic_on_devices: Occupant | None
+    learners: Learners
     engines_asleep: bool
 
 
@@ -259,43 +263,29 @@ def _start_processes(setup: RunSetup, cluster: Cluster, log: RunLog) -> Started:
         descriptions = wait_for_start(engines, loading, doing="load", limit=limit)
         wait_for_start(engines, [engine.sleep() for engine in engines], doing="go to sleep", limit=limit)
         log.reached("engines are loaded, and sleep")
-    actor = _start_actor(setup, cluster)
+    flops, critic_flops = setup.prepared.flops, setup.prepared.critic_flops
+    learners = Learners.start(recipe, cluster, platform.name, folder.path, flops, critic_flops)
     log.reached("trainers have the model")
-    actor_on_devices = Occupant(actor, offload=offloads(recipe, platform.name))
-    critic, critic_on_devices = _start_critic(setup, cluster, actor_on_devices)
     descriptions = descriptions or wait_for_start(engines, loading, doing="load", limit=limit)
     wait_for_start(fixed, loading_fixed, doing="load", limit=limit)
     log.reached("engines and all other processes are ready" if rollout else "all processes are ready")
-    return Started(
-        engines, descriptions, teachers, judges, actor, actor_on_devices, critic, critic_on_devices, time_shared
-    )
+    return Started(engines, descriptions, teachers, judges, learners, time_shared)
 
 
-def _start_actor(setup: RunSetup, cluster: Cluster) -> ActorGroup:
+def _trainer_restarts(
+    setup: RunSetup, learners: Learners, devices: Handover, cluster: Cluster
+) -> TrainerRestarts | None:
+    """Return what starts failed trainers again; None if the recipe does not want it."""
     recipe = setup.recipe
-    updated_steps = recipe.train.steps - recipe.critic.warmup_steps  # warmup_steps is 0 without a critic
-    args = (recipe, updated_steps * recipe.actor.optimizer_steps)
-    workers = cluster.start_trainers(ACTOR, recipe.cluster.trainers, args, env={})
-    actor = ActorGroup(workers, recipe, setup.prepared.flops)
-    require_shared_storage(actor, setup.place.directory.path)
-    return actor
+    if not recipe.train.trainer_restarts:
+        return None
 
+    def check() -> None:
+        cluster.check()
+        learners.check()
 
-def _start_critic(setup: RunSetup, cluster: Cluster, actor: Occupant) -> tuple[CriticGroup | None, Occupant | None]:
-    """Start the critic, if the recipe has one. The actor is offloaded first, because both may share devices."""
-    recipe = setup.recipe
-    if not uses_critic(recipe.algorithm):
-        return None, None
-    actor.offload()
-    view = critic_view(recipe)
-    args = (view, recipe.train.steps * view.actor.optimizer_steps)
-    workers = cluster.start_trainers(CRITIC, recipe.critic.trainers, args, env={}, name="critic")
-    critic = CriticGroup(workers, view, setup.prepared.critic_flops)
-    require_shared_storage(critic, setup.place.directory.path)
-    on_devices = Occupant(critic, offload=offloads(view, setup.platform.name))
-    on_devices.offload()
-    critic.describe()
-    return critic, on_devices
+    start = functools.partial(learners.restart, recipe, cluster, devices)
+    return TrainerRestarts(recipe.train.trainer_restarts, KeptBatches(setup.place.directory.batches), start, check)
 
 
 def connect_engines(
@@ -306,7 +296,7 @@ def connect_engines(
     check: Callable[[], None] = lambda: None,
 ) -> Handover:
     """Open the weight sync between the actor and the engines, and choose how they occupy the devices. check: of processes."""
-    actor, engines = started.actor, started.engines
+    actor, engines = started.learners.actor, started.engines
     if not engines:
         return Handover()
     check_in_flight(recipe, started.descriptions)
@@ -325,17 +315,24 @@ def connect_engines(
 
         limit = recipe.rollout.start_timeout
         return DisaggregatedFleet(actor, engines, session, members, fleet, open_session, check, limit)
-    if recipe.cluster.placement == "disaggregated":
-        return Disaggregated(actor, engines, session)
-    return Colocated(
-        started.actor_on_devices,
-        started.critic_on_devices,
+    update = EnginesUpdate(
+        actor,
         engines,
-        lambda version: publish(actor, engines, session, version),
+        session,
+        lambda: open_weight_sync(recipe, actor, engines, started.descriptions, notify_once, check),
+    )
+    if recipe.cluster.placement == "disaggregated":
+        return Disaggregated(update)
+    return Colocated(
+        started.learners.actor_on_devices,
+        started.learners.critic_on_devices,
+        engines,
+        update,
         engines_sleep=all(description["can_sleep"] for description in started.descriptions),
         engines_asleep=started.engines_asleep,
         requests_wait=update_rule(recipe) == "refresh",
         start_timeout=recipe.rollout.start_timeout,
+        end_session=update.end_session,
     )
 
 
@@ -374,7 +371,8 @@ def _saver(
     check: Callable[[], None],
     notice: Callable[[str], None],
 ) -> Saver:
-    recipe, folder, actor, critic = setup.recipe, setup.place.directory.checkpoints, started.actor, started.critic
+    recipe, folder = setup.recipe, setup.place.directory.checkpoints
+    actor, critic = started.learners.actor, started.learners.critic
     if critic is None:
         return Saver(folder, {"trainer": actor}, recipe.train, check, notice)
     give = {"critic": devices.give_to_critic, "trainer": devices.give_to_actor}

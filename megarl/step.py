@@ -20,32 +20,16 @@ from megarl.trainer.step_metrics import log_speed, log_update, staleness
 from megarl.types import Metrics
 
 
-def train_on_next_batch(run: Run, step: int) -> None:
-    """Take a batch and train on it. The batch is freed on return, before the next one is sampled."""
-    with run.log.phase("gen") if run.recipe.train.source == "rollout" else run.log.phase("data"):
-        batch = run.source.take(run.recipe.data.prompts_per_step)
-    run.checkpoints.trained_step = None
-    run.profiling.after_sampling(step)
-    run.log.add(batch.metrics)
-    for notice in batch.notices:
-        run.log.notice(f"step {step}: {notice}")
-    if batch.groups:
-        with run.profiling.training(step):
-            training_step(run, batch, step)
-    else:
-        run.profiling.nothing_to_compute(step)
-        run.devices.give_to_actor()
-        run.log.warn(f"step {step}: no group with spread was found, so the policy is not updated")
-        run.log.add({"actor/skipped_updates": float(run.recipe.actor.optimizer_steps)})
-        run.skipped.note("actor", step, "no group with spread was found")
-
-
 def training_step(run: Run, batch: Batch, step: int) -> None:
     """Train on `batch`. See `StepPasses` for the order."""
     passes = passes_of(run.recipe.algorithm, run.recipe.critic.warmup_steps, step)
-    if passes.teacher and run.teacher is not None:  # before the plan, which holds the locations of the vectors
-        with run.log.phase("teacher"):
-            run.teacher.score(batch.groups)
+    restarts = run.trainer_restarts
+    if restarts is None or step not in restarts.batches:  # a batch that was kept has the teacher's scores
+        if passes.teacher and run.teacher is not None:  # before the plan, which holds the locations of the vectors
+            with run.log.phase("teacher"):
+                run.teacher.score(batch.groups)
+        if restarts is not None:
+            restarts.batches.keep(step, batch.groups)
     plan = run.actor.plan(batch.groups)
     advantages = None
     if passes.critic is CriticPass.FIRST:

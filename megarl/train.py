@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -19,8 +20,7 @@ from megarl.observe.log import RunLog
 from megarl.preflight.engines_and_devices import demand_of
 from megarl.preflight.environment import environment_notices
 from megarl.recipe import Recipe
-from megarl.step import train_on_next_batch
-from megarl.trainer.reference import refresh_reference_if_due
+from megarl.trainer.recovery import save_step, train_on_next_batch, with_trainers
 
 
 def train(recipe: Recipe) -> Path:
@@ -45,8 +45,7 @@ def train(recipe: Recipe) -> Path:
             run_steps(run, resume_from=setup.place.checkpoint)
             if run.exports_at_end:
                 with log.phase("export"):
-                    run.devices.give_to_actor()  # its weights may be offloaded
-                    run.actor.export_hf(directory.path / "hf")
+                    with_trainers(run, run.last_step, lambda: run.export(directory.path / "hf"))
             run.shutdown()
     print(*after_training(recipe, directory), sep="\n", flush=True)
     return directory.path
@@ -58,24 +57,23 @@ def run_steps(run: Run, resume_from: Path | None = None) -> None:
     run.log.begin()
     if unlogged_metrics is not None:  # the killed run saved step `done`, but did not write its metrics
         run.log.add(unlogged_metrics)
-        finish_step(run, done)
+        with_trainers(run, done, lambda: finish_step(run, done))
     elif done < run.recipe.train.steps:
-        run.publish_first_weights(done)
+        with_trainers(run, done, lambda: run.publish_first_weights(done))
         if run.recipe.evaluation.at_start and done == 0:
             run.evaluate_policy(after_step=0)
     with run.checkpoints.saved_at_end(run.devices.reclaim):
         for step in range(done + 1, run.last_step + 1):
             run.profiling.before_sampling(step)
             run.source.admit(step - 1)
-            run.checkpoints.poll()
+            with_trainers(run, step - 1, run.checkpoints.poll)
             train_on_next_batch(run, step)
-            refresh_reference_if_due(run.actor, run.log, run.recipe.algorithm, step)
-            run.checkpoints.save_if_due(step)
+            with_trainers(run, step, partial(save_step, run, step))
             if run.is_cut_off(step):
                 break
-            finish_step(run, step)
+            with_trainers(run, step, partial(finish_step, run, step))
             run.skipped.check(step)
-        run.checkpoints.finish()
+        with_trainers(run, run.last_step, run.checkpoints.finish)
     run.source.close()
 
 

@@ -67,7 +67,7 @@ class Cluster:
         self.calls: list[str] = []
         self.started: list[tuple[str, Any]] = []
 
-    def start_trainers(self, class_path: str, size: int, args: Any, env: Any, name: str = "trainer") -> Workers:
+    def start_trainers(self, class_path: str, size: int, args: Any, name: str = "trainer", **more: Any) -> Workers:
         self.started.append((class_path.partition(":")[2], (size, *args[1:])))
         return Workers(name, self.calls)
 

@@ -207,7 +207,7 @@ def main() -> None:
         engine = EngineHandle(service)
         starting = engine.start()
         workers = cluster.start_trainers(
-            f"{__spec__.name}:DisturbingWorker", case.processes, (recipe, case.updates + 1), env={}
+            f"{__spec__.name}:DisturbingWorker", case.processes, (recipe, case.updates + 1)
         )
         receivers = [(name, host) for name, host in wait(starting, cluster.check)["receivers"]]
         actor = ActorGroup(workers, recipe)

@@ -66,6 +66,13 @@ class KLWeight:
     target: float | None  # None: fixed
     horizon: int  # in samples
 
+    def __post_init__(self) -> None:
+        self._initial = self.value
+
+    def reset(self) -> None:
+        """Return to the value of the first step."""
+        self.value = self._initial
+
     def adapt(self, kl: float, samples: int) -> None:
         """Update after a step of `samples` samples with mean token KL `kl` to the reference policy.
 

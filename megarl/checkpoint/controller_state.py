@@ -27,11 +27,13 @@ from megarl.types import (
     SampleImages,
     SampleTokens,
     Span,
+    TokenScores,
     ToolUse,
     Turn,
 )
 
 _VECTORS = ("tokens", "loss_mask", "rollout_log_probs", "routed_experts")
+_TEACHER = ("log_probs", "top_tokens", "top_log_probs")
 _IMAGES = ("pixels", "grids", "starts")
 _PARTIAL_VECTORS = ("tokens", "log_probs")
 
@@ -40,8 +42,8 @@ def write_state(folder: Path, state: dict[str, Any]) -> None:
     """Write the controller's `state` (plain values and a SampleSource's state) into `folder`, and sync it."""
     vectors: dict[str, np.ndarray] = {}
     source = dict(state["source"])
-    source["gathered"] = [[_write_group(item, vectors) for item in batch] for batch in source["gathered"]]
-    source["waiting"] = [_write_group(item, vectors) for item in source.get("waiting", [])]
+    source["gathered"] = [[write_group(item, vectors) for item in batch] for batch in source["gathered"]]
+    source["waiting"] = [write_group(item, vectors) for item in source.get("waiting", [])]
     source["begun"] = _write_begun(source.get("begun", {}), vectors)
     plain = {**state, "source": source}
     file = io.BytesIO()
@@ -55,8 +57,8 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
     state: dict[str, Any] = json.loads((checkpoint / "controller.json").read_text())
     with np.load(checkpoint / "waiting.npz", allow_pickle=False) as vectors:
         source = state["source"]
-        source["gathered"] = [[_read_group(item, vectors) for item in batch] for batch in source["gathered"]]
-        source["waiting"] = [_read_group(item, vectors) for item in source.get("waiting", [])]
+        source["gathered"] = [[read_group(item, vectors) for item in batch] for batch in source["gathered"]]
+        source["waiting"] = [read_group(item, vectors) for item in source.get("waiting", [])]
         source["begun"] = _read_begun(source.get("begun", []), vectors)  # older checkpoints have none
     return state
 
@@ -99,7 +101,8 @@ def _read_begun(items: list[dict[str, Any]], vectors: Any) -> dict[int, BegunGro
     return groups
 
 
-def _write_group(item: TriedGroup, vectors: dict[str, np.ndarray]) -> dict[str, Any]:
+def write_group(item: TriedGroup, vectors: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Return the plain values of a group, as JSON has them, and add the vectors of its samples to `vectors`."""
     group = item.group
     texts = []
     for index, sample in enumerate(group.samples[0].data.get()):
@@ -107,6 +110,10 @@ def _write_group(item: TriedGroup, vectors: dict[str, np.ndarray]) -> dict[str, 
         for name in _VECTORS:
             if (vector := getattr(sample, name)) is not None:
                 vectors[f"{group.number}.{index}.{name}"] = vector
+        if sample.teacher is not None:
+            vectors.update(
+                {f"{group.number}.{index}.teacher.{name}": getattr(sample.teacher, name) for name in _TEACHER}
+            )
         if sample.images is not None:  # shared by all samples of the group
             vectors.update({f"{group.number}.images.{name}": getattr(sample.images, name) for name in _IMAGES})
     samples = [{**asdict(_without_data(sample)), "data": None} for sample in group.samples]
@@ -124,7 +131,8 @@ def _write_group(item: TriedGroup, vectors: dict[str, np.ndarray]) -> dict[str, 
     }
 
 
-def _read_group(item: dict[str, Any], vectors: Any) -> TriedGroup:
+def read_group(item: dict[str, Any], vectors: Any) -> TriedGroup:
+    """Return the group that `write_group` has written. vectors: its vectors, by name."""
     number, images = item["number"], None
     if "words" not in item:
         raise ValueError(
@@ -140,6 +148,7 @@ def _read_group(item: dict[str, Any], vectors: Any) -> TriedGroup:
                 reason=texts["reason"],
                 turns=tuple(Turn(**turn) for turn in texts["turns"]),
                 images=images,
+                teacher=_read_teacher(f"{number}.{index}.teacher", vectors),
                 **{name: vectors[key] for name in _VECTORS if (key := f"{number}.{index}.{name}") in vectors},
             )
             for index, texts in enumerate(item["words"])
@@ -156,6 +165,12 @@ def _read_group(item: dict[str, Any], vectors: Any) -> TriedGroup:
         judge_seconds=item.get("judge_seconds", 0.0),
     )
     return TriedGroup(group, item["accepted"])
+
+
+def _read_teacher(prefix: str, vectors: Any) -> TokenScores | None:
+    if f"{prefix}.{_TEACHER[0]}" not in vectors:
+        return None
+    return TokenScores(**{name: vectors[f"{prefix}.{name}"] for name in _TEACHER})
 
 
 def _read_sample(values: dict[str, Any], data: InlineData) -> Sample:

@@ -45,6 +45,8 @@ class Checkpoints:
     log: RunLog
     stop: GracefulStop
     trained_step: int | None = 0
+    resumed: Path | None = None  # the checkpoint with which this session began, and its step
+    resumed_step: int = 0
 
     def poll(self) -> None:
         """Commit a background save that has been written."""
@@ -128,20 +130,47 @@ class Checkpoints:
         if path is not None:
             self.log.notice(f"{path.name} was completed before the end")
 
+    def newest(self) -> tuple[int, Path | None]:
+        """Return step and path of the newest checkpoint of this run, or step 0 and None: the starting model."""
+        saved = list_checkpoints(self.saver.folder)  # a resume has set later ones aside
+        if saved and checkpoint_step(saved[-1]) >= self.resumed_step:
+            return checkpoint_step(saved[-1]), saved[-1]
+        return self.resumed_step, self.resumed
+
+    def restore_trainers(self) -> int:
+        """Load the newest checkpoint in new trainer processes, which have the starting model. Returns its step.
+
+        A save in progress ends first. Only the state that the trainers change is restored: weights and KL weight.
+        """
+        lost = self.saver.give_up()
+        if lost is not None:
+            self.log.warn(f"the checkpoint of step {lost} was still being written: it is lost")
+        step, checkpoint = self.newest()
+        if checkpoint is None:
+            self.kl_weight.reset()
+            return step
+        self._load(checkpoint, load_state(checkpoint))
+        return step
+
+    def _load(self, checkpoint: Path, state: dict[str, Any]) -> None:
+        """Load weights and KL weight. Says so if the run does not continue bit for bit."""
+        notices = self.load_weights(checkpoint)
+        if self.kl_weight.target is not None and state.get("kl_weight") is not None:
+            self.kl_weight.value = state["kl_weight"]
+        notice = next((notice for notice in notices if notice is not None), None)
+        if notice is not None:
+            self.log.notice(notice)
+
     def resume(self, checkpoint: Path) -> tuple[int, Metrics | None]:
         """Restore the run. Returns the checkpoint's step, and the step's metrics if its line was never written."""
         with self.log.phase("load"):
             state = load_state(checkpoint)
-            self.trained_step = int(state["step"])
-            notices = self.load_weights(checkpoint)
+            self.trained_step = self.resumed_step = int(state["step"])
+            self.resumed = checkpoint
+            self._load(checkpoint, state)
             self.source.restore(state["source"])
-            if self.kl_weight.target is not None and state.get("kl_weight") is not None:
-                self.kl_weight.value = state["kl_weight"]
             for path in set_aside_later(self.saver.folder, state["step"]):
                 self.log.notice(f"a later checkpoint, which this run abandons, is kept as {path}")
-        notice = next((notice for notice in notices if notice is not None), None)
-        if notice is not None:
-            self.log.notice(notice)
         self.log.notice(f"resumed after step {state['step']} from {checkpoint}")
         return int(state["step"]), state["metrics"] if self.log.next_step == state["step"] else None
 

@@ -128,6 +128,19 @@ class Saver:
             self._or_remove(self._commit)
         return path
 
+    def give_up(self) -> int | None:
+        """End the save in progress of processes that have ended: commit it if it is written, otherwise delete it.
+
+        Returns the step of a deleted save.
+        """
+        step = self._step
+        if step is None or self.rescue(wait=False) is not None:
+            self._step = None
+            return None
+        shutil.rmtree(checkpoint.partial_path(self.folder, step), ignore_errors=True)
+        self._step, self._written = None, None
+        return step
+
     def _or_remove(self, action: Callable[[], Metrics]) -> Metrics:
         """Return the result of `action`. If it raises, delete the partial checkpoint and end the save in progress."""
         step = self._step

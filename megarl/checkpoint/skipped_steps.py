@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +40,14 @@ class SkippedSteps:
         streak = self._streaks.setdefault(role, _Streak(step))
         streak.steps += 1
         streak.causes[cause] += 1
+
+    def copy(self) -> SkippedSteps:
+        """Return an independent copy."""
+        return copy.deepcopy(self)
+
+    def reset_to(self, earlier: SkippedSteps) -> None:
+        """Forget what was noted since `earlier` was copied."""
+        self._streaks = copy.deepcopy(earlier._streaks)
 
     @property
     def keeps_checkpoints(self) -> bool:

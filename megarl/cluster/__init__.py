@@ -2,7 +2,7 @@
 
 >>> if cluster.is_controller(recipe.cluster):
 ...     with cluster.connect(recipe, platform) as processes:
-...         trainers = processes.start_trainers("megarl.trainer.actor:ActorWorker", 2, (recipe, 100), env={})
+...         trainers = processes.start_trainers("megarl.trainer.actor:ActorWorker", 2, (recipe, 100))
 ... else:
 ...     cluster.serve(recipe)
 
@@ -111,6 +111,11 @@ def connect(recipe: Recipe, platform: Platform, demand: Demand | None = None) ->
     threads = {"OMP_NUM_THREADS": str(recipe.cluster.threads)}
     trainer_env = threads | trainer_settings(recipe, platform).environment()
     if transport(recipe.cluster) == "torchrun":
+        if recipe.train.trainer_restarts:
+            raise ValueError(
+                "train.trainer_restarts needs Ray: torchrun ends all its processes when one of them has failed. Set it to 0 and "
+                "use torchrun --max-restarts, or start the run without torchrun."
+            )
         from megarl.cluster.devices import LocalDevices
         from megarl.cluster.torchrun.cluster import TorchrunCluster
 

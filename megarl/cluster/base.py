@@ -15,15 +15,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megarl.types import DataRef
 
 if TYPE_CHECKING:
-    from megarl.cluster.failures import Failure
+    from megarl.cluster.failures import Failure, WorkerFailed
 
 
 class WorkerGroup(Protocol):
     """Trainer processes, one per device; all ranks run each method together (SPMD).
 
     Every call raises `WorkerFailed` when a rank raises or dies, and `ServiceDied` when an engine
-    process dies during the call. The cluster ends all its processes before it raises.
+    process dies during the call. The cluster ends all its processes before it raises, unless the group is not `essential`
+    (`Cluster.start_trainers`).
     """
+
+    failure: WorkerFailed | None
+    """In a group that is not essential: the death of an idle rank, which `Cluster.check` has found."""
 
     @property
     def size(self) -> int:
@@ -101,15 +105,22 @@ class Cluster(Protocol):
     """Starts processes and ends all of them when its ``with`` block is left."""
 
     def start_trainers(
-        self, class_path: str, size: int, args: tuple[Any, ...], env: dict[str, str], name: str = "trainer"
+        self, class_path: str, size: int, args: tuple[Any, ...], name: str = "trainer", *, essential: bool = True
     ) -> WorkerGroup:
         """Start `size` processes that each construct ``class_path(*args)``. `name`: "trainer" or "critic".
 
+        essential: the run cannot continue without them. Otherwise a failure leaves the other processes alone, and
+        `end_trainers` and this method start the group again, on the same devices.
+
         RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as torchrun sets them,
         before the class is imported; LOCAL_RANK indexes the visible devices.
-        `env` is added to the environment of every rank. `size` must equal cluster.trainers or critic.trainers.
+        `size` must equal cluster.trainers or critic.trainers.
         """
         ...
+
+    def end_trainers(self) -> None:
+        """Kill the processes of all trainer groups, and wait until they have ended. torchrun cannot start them again."""
+        raise AssertionError(f"{type(self).__name__} cannot end its trainers alone")
 
     def start_service(
         self,
@@ -133,8 +144,8 @@ class Cluster(Protocol):
         ...
 
     def check(self) -> None:
-        """Raise `WorkerFailed` or `ServiceDied` if a process has died or failed to start, after ending all others. Services that
-        are not essential are left out.
+        """Raise `WorkerFailed` or `ServiceDied` if a process has died or failed to start, after ending all others. Trainers and
+        services that are not essential are left out.
 
         Also pings idle trainers. Call it about every second while waiting for anything other than trainers, from
         the thread that calls the trainers; it takes a few milliseconds.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megarl import platform as platforms
 from megarl.algorithms.advantages import uses_critic
-from megarl.assembly import ACTOR, CRITIC, connected
+from megarl.assembly import connected
 from megarl.checkpoint.folder import check_whole, checkpoint_name, list_checkpoints
 from megarl.checkpoint.identity import check_base
 from megarl.cluster import is_controller, serve
@@ -17,6 +17,7 @@ from megarl.preflight.load import load_recipe
 from megarl.recipe.derived.critic_view import critic_view
 from megarl.recipe.paths import with_absolute_paths
 from megarl.trainer.group import TrainerGroup, adapter_folder
+from megarl.trainer.start import ACTOR, CRITIC
 
 
 def export(run_path: Path, out: Path, step: int | None = None, *, critic: bool = False) -> Path:
@@ -45,7 +46,7 @@ def export(run_path: Path, out: Path, step: int | None = None, *, critic: bool =
         recipe = critic_view(recipe)
     with connected(recipe, platform, Demand.of(recipe, trainers=True, engines=False)) as cluster:
         worker, steps, weights_only = CRITIC if critic else ACTOR, 0, True
-        workers = cluster.start_trainers(worker, recipe.cluster.trainers, (recipe, steps, weights_only), env={})
+        workers = cluster.start_trainers(worker, recipe.cluster.trainers, (recipe, steps, weights_only))
         trainers = TrainerGroup(workers, recipe)
         trainers.load_checkpoint(checkpoint / ("critic" if critic else "trainer"))
         equal, untrained = trainers.export_hf(out)

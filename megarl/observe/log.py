@@ -56,7 +56,7 @@ class RunLog:
         self._guard = threading.RLock()
         self._pending: dict[str, Any] = {}
         self._non_finite: set[str] = set()
-        self._closed = False
+        self._closed = self._repeats = False
         self._parts = contextlib.ExitStack()  # undone in reverse order if a later part fails to start
         with self._parts:
             self._open(first_step, trained_steps)
@@ -121,6 +121,22 @@ class RunLog:
             thread = threading.current_thread().name
             self.trace.add(name, "controller", thread, began, seconds, **labels)
 
+    @contextlib.contextmanager
+    def repeating(self) -> Iterator[dict[str, Any]]:
+        """In the block a finished step is computed again: its metrics, times, samples and notices are not logged.
+
+        Yields a dict that holds the metrics at the end of the block.
+        """
+        metrics: dict[str, Any] = {}
+        with self._guard:
+            logged, self._pending, self._repeats = self._pending, {}, True
+        try:
+            yield metrics
+        finally:
+            with self._guard:
+                metrics.update(self._pending)
+                self._pending, self._repeats = logged, False
+
     def begin(self) -> None:
         """Begin the first step. The times so far become the session's start in summary.json, not part of that step."""
         with self._guard:
@@ -170,7 +186,7 @@ class RunLog:
 
     def samples(self, step: int, records: Sequence[dict[str, Any]]) -> None:
         """Write samples of `step` (see `samples.sample_records`), at most ``observe.samples_per_step`` of them."""
-        if self._recipe.observe.samples_per_step:
+        if self._recipe.observe.samples_per_step and not self._repeats:
             write_samples(self.run_dir, step, records, self._recipe.observe.samples_per_step)
 
     def step(self, step: int) -> None:
@@ -250,8 +266,9 @@ class RunLog:
         step = min(self.next_step, self._total_steps) if step is None else step
         line = json_line({"time": time.time(), "step": step, "level": level, "text": text})
         with self._guard:
-            self._notices.write(line)
-            self._console.notice(text, level == "warning")
+            if not self._repeats:
+                self._notices.write(line)
+                self._console.notice(text, level == "warning")
 
     def _write_report(self) -> None:
         """Write report.html. A failure is a warning: the run's results are complete without the report."""

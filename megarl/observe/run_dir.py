@@ -30,6 +30,7 @@ class RunDirectory:
         profile/                 step_3/: traces of trainers, engine0/: traces of an engine (observe.profile_...)
         tape/                    the run's events, for train.replay: controller.jsonl, a file per engine, judge.jsonl, recipes
         checkpoints/
+        batches/                 batches since the newest checkpoint, while the run lives (train.trainer_restarts)
         report.html  summary.json
         run.lock                 locked while the run lives
     """
@@ -46,6 +47,7 @@ class RunDirectory:
         self.profile = self.path / "profile"
         self.tape = self.path / "tape"
         self.checkpoints = self.path / "checkpoints"
+        self.batches = self.path / "batches"
         self.report = self.path / "report.html"
         self.summary = self.path / "summary.json"
         self.tracker_ids = self.path / "trackers.json"

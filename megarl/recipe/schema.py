@@ -256,6 +256,11 @@ class TrainConfig:
         "Start the run again from its newest checkpoint after one of its processes, the controller included, has died, hung or lost a connection, or a trainer or engine has raised an error: at most this many times without a new checkpoint in between. The second restart in a row waits 10 s, each further one twice as long, up to 300 s. Errors of the controller, such as a full disk, end the run. Needs `train.save_every`; under torchrun use its --max-restarts. 0: the first failure ends the run.",
         at_least=0,
     )
+    trainer_restarts: int = key(
+        0,
+        "Start the trainers again from the newest checkpoint after one of them has died, hung or raised an error, while the engines go on sampling: at most this many times without a new step in between. The batches since that checkpoint are kept in the run's `batches/`, and are trained again without sampling. Needs Ray and `train.save_every`. If a trainer dies during an update of the weights, the engines restart too, which needs `rollout.min_engines`. 0: such a failure ends the run (`train.restarts` starts all of it again).",
+        at_least=0,
+    )
     replay: Optional[str] = key(
         None,
         "Directory of a run to repeat. Requests, updates of the weights and batches follow that run's `tape/`, so a run with `rollout.at_update` finish, refresh or keep gives the same numbers again, to the last bit on a CPU in float32. `megarl replay` starts it. Not set: no replay.",

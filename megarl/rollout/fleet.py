@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from megarl.cluster.failures import ClusterError, Failure, ProcessInfo, ServiceDied, TooFewEngines
+from megarl.cluster.failures import ClusterError, Failure, ProcessInfo, ServiceDied, TooFewEngines, WorkerFailed
 from megarl.rollout.engine_handle import EngineHandle
 from megarl.text import pluralize
 from megarl.types import Metrics
@@ -293,15 +293,15 @@ class Fleet:
     def restart_all(self, members: Sequence[Member], error: Exception, check: Callable[[], None], limit: float) -> None:
         """After an aborted update of `members`: end and restart them all, and return when they have loaded.
 
-        check: of the run's processes. Raises `error` if none of the members has died or failed; RuntimeError after `limit`
-        seconds without `rollout.min_engines` loaded engines; and as `poll` does.
+        check: of the run's processes. Raises `error` if neither a member nor a trainer (WorkerFailed) has died or failed;
+        RuntimeError after `limit` seconds without `rollout.min_engines` loaded engines; and as `poll` does.
         """
         names = {f"service {self.engines[engine].name}" for engine, _ in members}
         by_member = isinstance(error, ClusterError) and error.failure.place.name in names
-        if isinstance(error, TooFewEngines) or not (isinstance(error, WeightSyncError) or by_member):
+        if isinstance(error, TooFewEngines) or not (isinstance(error, (WeightSyncError, WorkerFailed)) or by_member):
             raise error
         deadline = time.monotonic() + DEATH_SECONDS
-        while not self._find_failed(members):
+        while not isinstance(error, WorkerFailed) and not self._find_failed(members):
             if time.monotonic() > deadline:
                 raise error
             check()
@@ -311,8 +311,9 @@ class Fleet:
             for engine, process in members:
                 if process == self._states.process(engine) and not self._states.is_dead(engine):
                     self._states.end(engine)
+            cause = str(error).splitlines()[0]
             self._messages.append(
-                f"the update of the weights was aborted ({error}): all engines restart, and it is repeated"
+                f"the update of the weights was aborted ({cause}): all engines restart, and it is repeated"
             )
         deadline = time.monotonic() + limit
         self.poll()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from megarl.cluster.calls import wait_for_all
-from megarl.cluster.failures import ClusterError
+from megarl.cluster.failures import ClusterError, WorkerFailed
 from megarl.types import Metrics
 from megarl.weight_sync.publish import ReceivingEngine, SendingTrainers, publish
 from megarl.weight_sync.session import Session, UpdateReport, WeightSyncError
@@ -36,6 +36,9 @@ class Handover:
 
     def reclaim(self) -> None:
         """Give the devices to the trainers for the rest of the run, whatever the engines do. They cannot sample any more."""
+
+    def prepare_trainers_restart(self) -> None:
+        """Prepare the devices for new trainer processes. The next update opens a new session."""
 
 
 class OffloadingTrainers(Protocol):
@@ -63,14 +66,39 @@ class SleepingEngine(ReceivingEngine, Protocol):
         """End the process."""
 
 
-class Disaggregated(Handover):
-    """Actor, critic and engines have separate devices."""
+class EnginesUpdate:
+    """Updates of the same engines in one session, or in a new one after `end_session`, when the trainers' processes are new."""
 
-    def __init__(self, trainers: SendingTrainers, engines: Sequence[ReceivingEngine], session: Session):
-        self.trainers, self.engines, self.session = trainers, list(engines), session
+    def __init__(
+        self,
+        trainers: SendingTrainers,
+        engines: Sequence[ReceivingEngine],
+        session: Session,
+        open_session: Callable[[], Session],
+    ):
+        self.trainers, self.engines, self.open_session = trainers, list(engines), open_session
+        self.session: Session | None = session
+
+    def __call__(self, version: int) -> Metrics:
+        if self.session is None:
+            self.session = self.open_session()
+        return publish(self.trainers, self.engines, self.session, version)
+
+    def end_session(self) -> None:
+        self.session = None
+
+
+class Disaggregated(Handover):
+    """Actor, critic and engines have separate devices. update: sends the actor's weights to the engines as a version."""
+
+    def __init__(self, update: EnginesUpdate):
+        self.update = update
 
     def update_engines(self, version: int) -> Metrics:
-        return publish(self.trainers, self.engines, self.session, version)
+        return self.update(version)
+
+    def prepare_trainers_restart(self) -> None:
+        self.update.end_session()
 
 
 class EngineFleet(Protocol):
@@ -135,19 +163,29 @@ class DisaggregatedFleet(Handover):
         self.trainers, self.engines, self.session, self.members = trainers, list(engines), session, members
         self.fleet, self.open_session = fleet, open_session
         self.check, self.start_timeout = check, start_timeout
+        self.unfinished: WorkerFailed | None = None  # failure of a trainer in an update, after which trainers restarted
 
     def update_engines(self, version: int) -> Metrics:
         self.fleet.poll()
         with self.fleet.update():
+            if self.unfinished is not None:
+                error, self.unfinished = self.unfinished, None
+                self.fleet.restart_all(self.fleet.members(), error, self.check, self.start_timeout)
             while True:
                 members = self.fleet.members()
                 try:
                     metrics = self._update(members, version)
+                except WorkerFailed as error:
+                    self.unfinished = error
+                    raise
                 except (WeightSyncError, ClusterError) as error:
                     self.fleet.restart_all(members, error, self.check, self.start_timeout)
                     continue
                 self.fleet.updated(members)
                 return metrics
+
+    def prepare_trainers_restart(self) -> None:
+        self.members = []  # no engine belongs to the new trainers' session
 
     def _update(self, members: list[tuple[int, int]], version: int) -> Metrics:
         engines: list[ReceivingEngine] = [
@@ -195,12 +233,14 @@ class Colocated(Handover):
         engines_asleep: bool,
         requests_wait: bool = False,
         start_timeout: float,
+        end_session: Callable[[], None] = lambda: None,
     ):
-        """update: sends the actor's weights to the engines as a version. engines_sleep: engines can free their memory.
+        """update: sends the actor's weights to the engines as a version; after `end_session` in a new session. engines_sleep: engines can free their memory.
         engines_asleep: they have done so. requests_wait: requests may run when engines stop (`rollout.max_staleness` above
         0); they continue after the update. start_timeout: limit for falling asleep and waking, in seconds."""
         self.actor, self.critic, self.engines, self.update = actor, critic, list(engines), update
         self.engines_sleep, self.engines_asleep, self.start_timeout = engines_sleep, engines_asleep, start_timeout
+        self.end_session = end_session
         self.pauses = requests_wait and not engines_sleep  # an engine that sleeps stops its requests, too
         self.engines_paused = False
 
@@ -241,6 +281,10 @@ class Colocated(Handover):
             list(threads.map(lambda engine: engine.stop(), self.engines))
         self.engines_sleep = self.pauses = False
         self.give_to_actor()
+
+    def prepare_trainers_restart(self) -> None:
+        self._sleep_engines()
+        self.end_session()
 
     def _sleep_engines(self) -> None:
         if self.engines_sleep and not self.engines_asleep:

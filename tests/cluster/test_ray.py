@@ -58,7 +58,7 @@ def connect(one_ray, tmp_path):
 
 
 def test_calls_scatters_and_collectives(connect, tmp_path):
-    group = connect(2).start_trainers("tests.support.cluster_workers:Reducer", 2, (), {})
+    group = connect(2).start_trainers("tests.support.cluster_workers:Reducer", 2, ())
     first, second = group.call("identify")
     assert (first[0], first[2:], second[0], second[2:]) == (0, ("0", "2", "trainer"), 1, ("1", "2", "trainer"))
     assert group.call("sum", 2) == [4.0, 4.0]
@@ -84,7 +84,7 @@ def test_the_first_cause_is_raised_within_seconds(connect, method, message):
         "tests.support.cluster_workers:Engine", (3,), name="engine0", devices=1, env=ENGINE_ENV
     )
     pids = [*engine.call("child_pid").result(timeout=60)]
-    group = cluster.start_trainers("tests.support.cluster_workers:Reducer", 2, (), {})
+    group = cluster.start_trainers("tests.support.cluster_workers:Reducer", 2, ())
     pids += [place[1] for place in group.call("identify")]
     began = time.monotonic()
     with pytest.raises(WorkerFailed, match=message) as caught:
@@ -100,7 +100,7 @@ def test_a_stopped_trainer_is_named(connect, monkeypatch):
     from megarl.cluster.ray import watch
 
     monkeypatch.setattr(sigstop_watch, "LOOK_SECONDS", 0.3)
-    group = connect(2).start_trainers("tests.support.cluster_workers:Reducer", 2, (), {})
+    group = connect(2).start_trainers("tests.support.cluster_workers:Reducer", 2, ())
     monkeypatch.setattr(watch.ray, "remote", None)  # a new remote function per look would accumulate in the cluster
     pids = [place[1] for place in group.call("identify")]
     began = time.monotonic()
@@ -115,7 +115,7 @@ def test_a_stopped_trainer_is_named(connect, monkeypatch):
 
 def test_an_error_in_a_constructor_is_raised(connect):
     with pytest.raises(WorkerFailed, match="TypeError"):
-        connect(1).start_trainers("tests.support.cluster_workers:Engine", 1, (), {})
+        connect(1).start_trainers("tests.support.cluster_workers:Engine", 1, ())
     engine = connect(0, 1, shared=False).start_service(
         "tests.support.cluster_workers:Engine", (-1,), name="engine0", devices=1, env=ENGINE_ENV
     )
@@ -127,8 +127,8 @@ def test_a_critic_shares_the_trainers_device(connect, one_ray, tmp_path):
     """With simulated NPUs: a second group passes data to the first by reference, and its failure is named."""
     cluster = connect(1, 1, critics=1, npus=True)
     assert start_engines(cluster, 1) == ["0"]
-    actor = cluster.start_trainers("tests.support.cluster_workers:Echo", 1, (), {})
-    critic = cluster.start_trainers("tests.support.cluster_workers:Echo", 1, (), {}, name="critic")
+    actor = cluster.start_trainers("tests.support.cluster_workers:Echo", 1, ())
+    critic = cluster.start_trainers("tests.support.cluster_workers:Echo", 1, (), name="critic")
     assert critic.call("variable", "ASCEND_RT_VISIBLE_DEVICES") == ["0"], "all three fit on one device"
     ((word, refs),) = critic.scatter_with_data("give", [([[1, 2], [3]], [])], parts=2)
     assert word == "from 0" and all(isinstance(ref.ref, one_ray.ObjectRef) for ref in refs)
@@ -157,7 +157,7 @@ def test_a_service_runs_many_calls_concurrently(connect, one_ray, tmp_path):
     assert control == {"lengths": [4, 4]}
     assert isinstance(data.ref, one_ray.ObjectRef)
     assert data.get()[1].tokens.tolist() == [1, 2, 3, 4]
-    group = cluster.start_trainers("tests.support.cluster_workers:Echo", 1, (), {})
+    group = cluster.start_trainers("tests.support.cluster_workers:Echo", 1, ())
     assert group.call("fetch", data, 1) == [[1, 2, 3, 4]]
     with pytest.raises(CallFailed, match="KeyError"):
         engine.call_with_data("fail").result()
@@ -173,7 +173,7 @@ def test_a_killed_service_ends_the_trainers_call(connect):
     engine = cluster.start_service(
         "tests.support.cluster_workers:Engine", (3,), name="engine0", devices=1, env=ENGINE_ENV
     )
-    group = cluster.start_trainers("tests.support.cluster_workers:Echo", 1, (), {})
+    group = cluster.start_trainers("tests.support.cluster_workers:Echo", 1, ())
     finished = [engine.call("slow", i) for i in range(3)]
     wait(finished, timeout=60)
     engine.call("die_later", 0.3).result(timeout=60)
@@ -233,7 +233,7 @@ def test_engines_that_share_devices_spread_over_them(connect):
     assert wait_until(lambda: _free_npus() == 4, 10)
     cluster = connect(2, 2, npus=True)
     assert start_engines(cluster, 2) == ["0", "1"]
-    group = cluster.start_trainers("tests.support.cluster_workers:Echo", 2, (), {})
+    group = cluster.start_trainers("tests.support.cluster_workers:Echo", 2, ())
     assert group.call("variable", "ASCEND_RT_VISIBLE_DEVICES") == ["0,1", "0,1"]
     assert [identity[2] for identity in group.call("identify")] == ["0", "1"]
 
@@ -242,7 +242,7 @@ def test_engines_on_separate_devices(connect):
     assert wait_until(lambda: _free_npus() == 4, 10)
     cluster = connect(1, 1, 3, npus=True, shared=False)
     assert start_engines(cluster, 1, devices=3) == ["1,2,3"]
-    group = cluster.start_trainers("tests.support.cluster_workers:Echo", 1, (), {})
+    group = cluster.start_trainers("tests.support.cluster_workers:Echo", 1, ())
     assert group.call("variable", "ASCEND_RT_VISIBLE_DEVICES") == ["0"]
     with pytest.raises(ValueError, match=r"need 1 of NPU, and the free devices cannot hold them: 0 on 127\.0\.0\.1"):
         connect(1, npus=True)
@@ -267,10 +267,10 @@ def test_a_process_not_started_by_ray_is_named(connect, monkeypatch):
     cluster = connect(1, 1, npus=True)
     start_engines(cluster, 1)
     with pytest.raises(WorkerFailed, match=r"trainer rank 0 on 127\.0\.0\.1 failed: Ray has not started .* within 4 s"):
-        cluster.start_trainers("tests.support.cluster_workers:Echo", 1, (), {})
+        cluster.start_trainers("tests.support.cluster_workers:Echo", 1, ())
 
     cluster = connect(1, 1, npus=True)
-    cluster.start_trainers("tests.support.cluster_workers:Echo", 1, (), {})
+    cluster.start_trainers("tests.support.cluster_workers:Echo", 1, ())
     engine = cluster.start_service(
         "tests.support.cluster_workers:Engine", (3,), name="engine0", devices=1, env=ENGINE_ENV
     )
@@ -286,7 +286,7 @@ def test_an_idle_trainer_that_dies_is_named(connect):
     engine = cluster.start_service(
         "tests.support.cluster_workers:Engine", (3,), name="engine0", devices=1, env=ENGINE_ENV
     )
-    group = cluster.start_trainers("tests.support.cluster_workers:Echo", 2, (), {})
+    group = cluster.start_trainers("tests.support.cluster_workers:Echo", 2, ())
     engine.call("scaled", 1).result(timeout=60)
     began = time.monotonic()
     for _ in range(10):

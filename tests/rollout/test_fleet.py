@@ -240,7 +240,6 @@ def test_a_failure_of_another_process_in_an_update_ends_the_run() -> None:
     engines = Engines()
     engines.services[1].die()
     for error in (
-        WorkerFailed(Failure.death(ProcessInfo("trainer rank 0"), "killed")),
         ServiceDied(Failure.death(ProcessInfo("service teacher0"), "killed")),
         TooFewEngines(Failure.death(ProcessInfo("service engine1"), "killed")),
     ):

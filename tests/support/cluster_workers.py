@@ -184,7 +184,7 @@ def torchrun(scenario, logs):
     devices = LocalDevices("TEST_VISIBLE_DEVICES", [2])
     sigstop_watch.LOOK_SECONDS = 0.3  # detection within 3 s instead of 20 s
     with torchrun.TorchrunCluster(2, logs, devices, trainer_env={"ROLE": "trainer"}) as cluster:
-        group = cluster.start_trainers("tests.support.cluster_workers:Reducer", 2, (), {})
+        group = cluster.start_trainers("tests.support.cluster_workers:Reducer", 2, ())
         role = {"ROLE": "engine"}
         engine = cluster.start_service(
             "tests.support.cluster_workers:Engine", (3,), name="engine0", devices=1, env=role
@@ -229,7 +229,7 @@ def ray(_scenario, logs):
     recipe = Recipe(name="run", runs_dir=str(logs))
     with connect(recipe, select("cpu")) as cluster:
         engine = cluster.start_service("tests.support.cluster_workers:Engine", (3,), name="engine0", devices=1, env={})
-        group = cluster.start_trainers("tests.support.cluster_workers:Echo", 1, (), {})
+        group = cluster.start_trainers("tests.support.cluster_workers:Echo", 1, ())
         print("FACT pids", *engine.call("child_pid").result(), group.call("identify")[0][1], flush=True)
         group.call("sleep", 1000)
 

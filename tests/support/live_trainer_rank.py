@@ -79,7 +79,7 @@ class Trainer:
     def change(self, seed: int) -> None:
         """Change all weights by version, equally on all ranks."""
         with torch.no_grad():
-            for weight in self.trainer._weights():
+            for weight in self.trainer._offloader._weights():
                 weight.mul_(1.0 + 0.01 * seed).add_(0.001 * seed)
 
     def learn(self, seed: int, size: float) -> None:

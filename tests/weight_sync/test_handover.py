@@ -13,6 +13,7 @@ from megarl.assembly import Started, connect_engines
 from megarl.recipe.schema import Recipe
 from megarl.rollout.engine_handle import EngineHandle
 from megarl.trainer.group import ActorGroup
+from megarl.trainer.start import Learners
 from megarl.weight_sync.handover import Colocated, Occupant
 from megarl.weight_sync.publish import publish
 
@@ -38,7 +39,7 @@ def colocated(engines: list[Any]) -> Any:
         {"receivers": [(engine.name, "host")], "can_sleep": True, "can_update_in_flight": True} for engine in engines
     ]
     occupant = Occupant(actor, offload=False)
-    started = Started(handles(engines), answers, [], [], actor, occupant, None, None, engines_asleep=False)
+    started = Started(handles(engines), answers, [], [], Learners(actor, occupant, None, None), engines_asleep=False)
     return connect_engines(recipe, started, print)
 
 

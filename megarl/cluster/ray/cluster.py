@@ -23,6 +23,7 @@ from megarl.cluster.failures import (
     ServiceDied,
     WorkerFailed,
     collect,
+    host_name,
     worker_failed,
 )
 from megarl.cluster.orphan_reaper import VARIABLE, OrphanReaper
@@ -30,7 +31,7 @@ from megarl.cluster.ray.actors import ServiceActor, TrainerActor
 from megarl.cluster.ray.devices import RayDevices, ReservedDevice
 from megarl.cluster.ray.failures import death_cause, not_started
 from megarl.cluster.ray.processes import RayProcessWatch, private_processes
-from megarl.cluster.ray.service import START_SECONDS, RayData, RayService
+from megarl.cluster.ray.service import KILL_SECONDS, START_SECONDS, RayData, RayService, wait_for_end
 from megarl.cluster.ray.signals import ray_get, ray_wait
 from megarl.cluster.ray.start import start
 from megarl.cluster.ray.watch import RayWatch
@@ -44,8 +45,18 @@ CONCURRENT_CALLS = 100_000  # of one service; the engine has its own limit
 class RayGroup:
     """See `megarl.cluster.base.WorkerGroup`."""
 
-    def __init__(self, cluster: RayCluster, actors: list[Any], places: list[ProcessInfo], nodes: list[str]) -> None:
+    def __init__(
+        self,
+        cluster: RayCluster,
+        actors: list[Any],
+        places: list[ProcessInfo],
+        nodes: list[str],
+        *,
+        essential: bool = True,
+    ) -> None:
         self._cluster, self._actors, self._places, self._nodes = cluster, actors, places, nodes
+        self.essential = essential
+        self.failure: WorkerFailed | None = None  # see `megarl.cluster.base.WorkerGroup`
         self._has_shutdown = False
         self._pings: list[Any] = []  # of the check in progress; empty once all ranks have replied
 
@@ -81,6 +92,10 @@ class RayGroup:
             ray.kill(actor)
         self._actors, self._pings = [], []
 
+    def wait_for_end(self, seconds: float) -> None:
+        """Wait until killed processes of this machine have ended, which frees their device memory. Ray reports others' end."""
+        wait_for_end([place.pid for place in self._places if place.host == host_name()], seconds)
+
     def construct(self, class_path: str, args: tuple[Any, ...], env: list[dict[str, str]]) -> None:
         calls = [
             actor.construct.remote(class_path, args, rank_env)
@@ -89,15 +104,17 @@ class RayGroup:
         self._has_shutdown = all(self._wait_watched(calls, "its start"))
 
     def check(self) -> None:
-        """Raise WorkerFailed if an idle rank has died."""
-        if not self._actors:
+        """Raise WorkerFailed if an idle rank has died; keep it as `failure` if the group is not essential."""
+        if not self._actors or self.failure is not None:
             return
         if not self._pings:
             self._pings = [actor.ping.remote() for actor in self._actors]
         answers = self._poll(self._pings, set(range(self.size)), PING_SECONDS)
         failures = [answer for _, answer in answers if isinstance(answer, Failure)]
-        if failures:
+        if failures and self.essential:
             raise worker_failed(failures)
+        if failures:
+            self.failure = worker_failed(failures)
         if len(answers) == self.size:
             self._pings = []
 
@@ -130,8 +147,9 @@ class RayGroup:
         check = check or self._cluster.check_services
         try:
             return collect(len(refs), lambda pending, seconds: self._poll(refs, pending, seconds), check)
-        except ClusterError:
-            self._cluster.shutdown()
+        except ClusterError as error:
+            if self.essential or not isinstance(error, WorkerFailed):
+                self._cluster.shutdown()
             raise
 
     def _poll(self, refs: list[Any], pending: set[int], seconds: float) -> list[tuple[int, Returned | Failure]]:
@@ -157,7 +175,7 @@ class RayCluster(Cluster):
     whose ports only this machine can reach. If this process is already connected to Ray, that connection is
     used and stays open.
     log_dir: directory of the output files, on the machine of each process.
-    trainer_env: variables of every trainer; the caller's `env` overrides them.
+    trainer_env: variables of every trainer.
     """
 
     def __init__(
@@ -187,27 +205,34 @@ class RayCluster(Cluster):
             raise
 
     def start_trainers(
-        self, class_path: str, size: int, args: tuple[Any, ...], env: dict[str, str], name: str = "trainer"
+        self, class_path: str, size: int, args: tuple[Any, ...], name: str = "trainer", *, essential: bool = True
     ) -> RayGroup:
         devices = self._devices.of_group(name)
         assert size == len(devices), f"{size} {name} processes, but {len(devices)} devices are reserved for them"
         by_node = {device.node_id: [d for d in devices if d.node_id == device.node_id] for device in devices}
-        role_env = self._trainer_env | env
         actors, places = [], []
         for rank, device in enumerate(devices):
             places.append(ProcessInfo(f"{name} rank {rank}", device.node_ip))  # completed by the reply of `where`
             visible = self._devices.visible(by_node[device.node_id])
-            options = self._devices.options(device) | _environment(role_env | visible)
+            options = self._devices.options(device) | _environment(self._trainer_env | visible)
             log = str(self._log_dir / f"{name}-{rank}.log")
             actors.append(ray.remote(TrainerActor).options(**options).remote(places[rank].name, log))
         nodes = [device.node_id for device in devices]
-        group = RayGroup(self, actors, places, nodes)
+        group = RayGroup(self, actors, places, nodes, essential=essential)
         self._groups.append(group)
         calls = [actor.where.remote(device.node_ip) for actor, device in zip(actors, devices, strict=True)]
         where = group.wait_for_start(calls)
-        group = self._groups[-1] = RayGroup(self, actors, [place for place, _ in where], nodes)
+        located = [place for place, _ in where]
+        group = self._groups[-1] = RayGroup(self, actors, located, nodes, essential=essential)
         group.construct(class_path, args, _rank_environments(devices, master_port=where[0][1]))
         return group
+
+    def end_trainers(self) -> None:
+        groups, self._groups = self._groups, []
+        for group in groups:
+            group.kill()
+        for group in groups:
+            group.wait_for_end(KILL_SECONDS)
 
     def start_service(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,13 @@ class RayData:
     def get(self) -> Any:
         """Fetch the samples' vectors from the object store."""
         return ray_get(self.ref)
+
+
+def wait_for_end(pids: Sequence[int], seconds: float) -> None:
+    """Wait until these processes of this machine have ended, for `seconds` at most. A pid of 0 is unknown, and left out."""
+    deadline = time.monotonic() + seconds
+    while any(pid and Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 class RayService:
@@ -116,9 +124,8 @@ class RayService:
         self.finish_stop(self.begin_stop())
         deadline = time.monotonic() + KILL_SECONDS
         ray_wait([self._lifetime], timeout=KILL_SECONDS)  # `ray.kill` returns before the process has ended
-        if self._place.pid and self._place.host == host_name():  # Ray reports the end before the system does
-            while Path(f"/proc/{self._place.pid}").exists() and time.monotonic() < deadline:
-                time.sleep(0.01)
+        if self._place.host == host_name():  # Ray reports the end before the system does
+            wait_for_end([self._place.pid], deadline - time.monotonic())
 
     def kill(self, because: Failure) -> None:
         """Kill the process; `because` is then its failure."""

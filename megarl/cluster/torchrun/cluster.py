@@ -31,6 +31,7 @@ from megarl.cluster.failures import (
     ProcessInfo,
     Returned,
     ServiceDied,
+    WorkerFailed,
     collect,
     worker_failed,
 )
@@ -118,6 +119,7 @@ class TorchrunGroup:
     def __init__(self, cluster: TorchrunCluster, ranks: list[_LocalRank | _Peer]) -> None:
         self._cluster, self._ranks = cluster, ranks
         self._has_shutdown = False
+        self.failure: WorkerFailed | None = None  # never set: every failure ends the run
 
     @property
     def size(self) -> int:
@@ -241,12 +243,12 @@ class TorchrunCluster(Cluster):
         self._former_handler = signal.signal(signal.SIGTERM, self._on_terminate)
 
     def start_trainers(
-        self, class_path: str, size: int, args: tuple[Any, ...], env: dict[str, str], name: str = "trainer"
+        self, class_path: str, size: int, args: tuple[Any, ...], name: str = "trainer", *, essential: bool = True
     ) -> TorchrunGroup:
         # torchrun's ranks form the only group, so `name` has no effect.
         assert size == self._world_size, f"{size} trainers, but torchrun started {self._world_size} processes"
         group = TorchrunGroup(self, self._ranks)
-        group.construct(class_path, args, self._trainer_env | env)
+        group.construct(class_path, args, self._trainer_env)
         return group
 
     def start_service(

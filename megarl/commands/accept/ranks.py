@@ -122,4 +122,4 @@ def all_ranks(context: StageContext, class_path: str, *args: Any, name: str = "r
     recipe.runs_dir, recipe.name = str(context.folder), name
     demand = Demand.of(recipe, trainers=True, engines=False)
     with connect(recipe, platforms.select(context.device), demand) as cluster:
-        yield cluster.start_trainers(class_path, context.devices, (context.device, *args), env={})
+        yield cluster.start_trainers(class_path, context.devices, (context.device, *args))

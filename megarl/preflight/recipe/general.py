@@ -267,13 +267,19 @@ def evaluation_errors(recipe: Recipe) -> Errors:
 
 
 def restart_errors(recipe: Recipe) -> Errors:
-    restarts = recipe.train.restarts
-    if restarts and recipe.train.save_every == 0:
-        problem = "a restart continues from the newest checkpoint, and train.save_every = 0 writes none"
-        yield RecipeError("train.restarts", problem, "set train.save_every, e.g. to 20", value=restarts)
-    if restarts and recipe.cluster.transport == "torchrun":
-        problem, remedy = "torchrun starts its processes again itself", "set it to 0, and torchrun --max-restarts"
-        yield RecipeError("train.restarts", problem, remedy, value=restarts)
+    """Errors of `train.restarts` and `train.trainer_restarts`."""
+    for name in ("restarts", "trainer_restarts"):
+        value, key = getattr(recipe.train, name), f"train.{name}"
+        if value and recipe.train.save_every == 0:
+            problem = "a restart continues from the newest checkpoint, and train.save_every = 0 writes none"
+            yield RecipeError(key, problem, "set train.save_every, e.g. to 20", value=value)
+        if value and recipe.cluster.transport == "torchrun":
+            yield RecipeError(
+                key,
+                "torchrun starts its processes again itself, all together",
+                "set it to 0, and torchrun --max-restarts",
+                value=value,
+            )
 
 
 def _evaluates(evaluation: EvaluationConfig) -> bool:

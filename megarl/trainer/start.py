@@ -1,0 +1,91 @@
+"""Start the processes of actor and critic, at the start of a run and after one of them has failed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.algorithms.advantages import uses_critic
+from megarl.batching.flops import ModelFlops
+from megarl.cluster.base import Cluster, WorkerGroup
+from megarl.recipe import Recipe
+from megarl.recipe.derived.critic_view import critic_view
+from megarl.recipe.derived.offload import offloads
+from megarl.recipe.schema import TrainConfig
+from megarl.trainer.group import ActorGroup, CriticGroup, require_shared_storage
+from megarl.weight_sync.handover import Handover, Occupant
+
+ACTOR = "megarl.trainer.actor:ActorWorker"
+CRITIC = "megarl.trainer.critic:CriticWorker"
+
+
+@dataclass
+class Learners:
+    """Actor and critic (None: the recipe has none), and which of them are on the devices that they may share."""
+
+    actor: ActorGroup
+    actor_on_devices: Occupant
+    critic: CriticGroup | None
+    critic_on_devices: Occupant | None
+
+    @classmethod
+    def start(
+        cls,
+        recipe: Recipe,
+        cluster: Cluster,
+        platform: str,
+        directory: Path,
+        actor_flops: ModelFlops | None,
+        critic_flops: ModelFlops | None,
+    ) -> Learners:
+        """Start all processes. directory: the run's, which they must see. platform: name of the device's kind."""
+        actor = ActorGroup(_actor_workers(recipe, cluster), recipe, actor_flops)
+        require_shared_storage(actor, directory)
+        learners = cls(actor, Occupant(actor, offload=offloads(recipe, platform)), None, None)
+        if uses_critic(recipe.algorithm):
+            learners.actor_on_devices.offload()  # both may share devices
+            view = critic_view(recipe)
+            critic = learners.critic = CriticGroup(_critic_workers(recipe, cluster), view, critic_flops)
+            require_shared_storage(critic, directory)
+            learners.critic_on_devices = Occupant(critic, offload=offloads(view, platform))
+            learners.critic_on_devices.offload()
+            critic.describe()
+        return learners
+
+    def restart(self, recipe: Recipe, cluster: Cluster, devices: Handover) -> None:
+        """End all processes, and start new ones with the starting model behind the same handles."""
+        cluster.end_trainers()
+        devices.prepare_trainers_restart()
+        self.actor.workers = _actor_workers(recipe, cluster)
+        self.actor_on_devices.on_device = True
+        self.actor.describe()
+        if self.critic is not None and self.critic_on_devices is not None:
+            self.actor_on_devices.offload()
+            self.critic.workers = _critic_workers(recipe, cluster)
+            self.critic_on_devices.on_device = True
+            self.critic_on_devices.offload()
+            self.critic.describe()
+
+    def check(self) -> None:
+        """Raise the failure of an idle process that `Cluster.check` has found, if there is one."""
+        for group in (self.actor, self.critic):
+            if group is not None and group.workers.failure is not None:
+                raise group.workers.failure
+
+
+def _actor_workers(recipe: Recipe, cluster: Cluster) -> WorkerGroup:
+    updated_steps = recipe.train.steps - recipe.critic.warmup_steps  # warmup_steps is 0 without a critic
+    args = (recipe, updated_steps * recipe.actor.optimizer_steps)
+    return cluster.start_trainers(ACTOR, recipe.cluster.trainers, args, essential=_essential(recipe.train))
+
+
+def _critic_workers(recipe: Recipe, cluster: Cluster) -> WorkerGroup:
+    view = critic_view(recipe)
+    args = (view, recipe.train.steps * view.actor.optimizer_steps)
+    return cluster.start_trainers(
+        CRITIC, recipe.critic.trainers, args, name="critic", essential=_essential(recipe.train)
+    )
+
+
+def _essential(train: TrainConfig) -> bool:
+    return train.trainer_restarts == 0

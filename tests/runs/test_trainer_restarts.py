@@ -1,0 +1,73 @@
+"""Trainers die and start again while the engines go on (`train.trainer_restarts`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.stack import metrics
+from tests.support.training_runs import Run, pid_in_log
+
+pytestmark = pytest.mark.stack
+
+SETTINGS = [
+    "cluster.trainers=2",
+    "megatron.expert_parallel=2",
+    "cluster.placement=disaggregated",
+    "rollout.at_update=drain",
+    "evaluation.every=0",
+    "train.stop_after_skipped=0",
+    "train.trainer_restarts=2",
+    "train.save_every=4",
+    "train.steps=10",
+]
+
+
+@pytest.fixture
+def started(quickstart_data: Path, tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def start(name: str, *more: str) -> Run:
+        runs.append(Run(quickstart_data, tmp_path, name, *SETTINGS, *more))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        if run.process.poll() is None:
+            run.process.kill()
+            run.process.wait()
+
+
+def notices(run: Run) -> list[str]:
+    return [json.loads(line)["text"] for line in (run.directory / "notices.jsonl").read_text().splitlines()]
+
+
+def numbers(run: Run) -> list[dict[str, float]]:
+    """Return the metrics of each step that do not depend on time or memory."""
+    apart = ("timing_s/", "perf/", "recovery/", "weight_sync/seconds", "checkpoint/write_seconds", "rollout/")
+    return [
+        {name: value for name, value in line.items() if not name.startswith(apart)} for line in metrics(run.directory)
+    ]
+
+
+@pytest.mark.timeout(900)
+def test_killed_trainers_leave_the_numbers_of_a_run_equal(started: Callable[..., Run]) -> None:
+    """One rank is killed between the checkpoints: the steps since the last one are trained again on the same samples."""
+    killed = started("killed")
+    killed.wait_for_steps(6)
+    os.kill(pid_in_log(killed.directory, "trainer-1"), signal.SIGKILL)
+    status, errors = killed.end(300)
+    assert status == 0, errors
+    text = "\n".join(notices(killed))
+    assert "trainer rank 1" in text and "killed (SIGKILL" in text, text
+    assert "from the checkpoint of step 4; steps 5 to" in text and "with the same gradient norms" in text, text
+    assert not (killed.directory / "batches").exists()
+    undisturbed = started("undisturbed")
+    status, errors = undisturbed.end(300)
+    assert status == 0, errors
+    assert numbers(killed) == numbers(undisturbed)
