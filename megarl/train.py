@@ -20,7 +20,7 @@ from megarl.observe.log import RunLog
 from megarl.preflight.engines_and_devices import demand_of
 from megarl.preflight.environment import environment_notices
 from megarl.recipe import Recipe
-from megarl.trainer.recovery import save_step, train_on_next_batch, with_trainers
+from megarl.recovery import save_step, train_on_next_batch, with_trainers
 
 
 def train(recipe: Recipe) -> Path:

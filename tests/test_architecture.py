@@ -23,6 +23,7 @@ ROOMS = [
     ["cli"],
     ["commands"],
     ["train"],
+    ["recovery"],
     ["step"],
     ["assembly"],
     ["preflight", "trainer"],
@@ -35,7 +36,7 @@ ROOMS = [
     ["cluster", "data", "algorithms"],
     ["recipe"],
     ["platform", "hf", "exit_status"],
-    ["errors", "atomic_files", "types", "registry", "text", "sandbox"],
+    ["errors", "atomic_files", "types", "registry", "sandbox"],
 ]
 ROW = {room: number for number, rooms in enumerate(ROOMS) for room in rooms}
 

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.cluster.base import host_name
-from megarl.errors import ProcessFailure
+from megarl.errors import ProcessFailure, pluralize
 from megarl.platform.kinds import KINDS
-from megarl.text import pluralize
 
 GRACE = 0.3  # seconds to wait for other ranks after the first cause, to count equal failures
 COMMUNICATION_GRACE = 2.0  # seconds to wait for the cause after a broken connection

@@ -19,10 +19,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from megarl.errors import pluralize
 from megarl.observe.sources import brief_table, has_trouble, needs_source_lines
 from megarl.recipe.schema import Recipe
 from megarl.rollout.metrics import source_of
-from megarl.text import pluralize
 
 _SOURCES_SHOWN = 8
 _NOT_PHASES = ("timing_s/step",)

@@ -12,7 +12,7 @@ from megarl.algorithms.objective import needs_teacher
 from megarl.cluster.device_map import Demand
 from megarl.engines.routes import check_route, route_here
 from megarl.engines.specs import first_specs, fixed_models
-from megarl.errors import RecipeError, errors_of
+from megarl.errors import RecipeError, errors_of, pluralize
 from megarl.hf.shape import model_shape
 from megarl.megatron.extra_settings import check_extra_names
 from megarl.platform.kinds import kind_of
@@ -23,7 +23,6 @@ from megarl.recipe.data import DataConfig
 from megarl.recipe.derived.critic_view import critic_view
 from megarl.recipe.judge import JUDGE
 from megarl.recipe.schema import Recipe
-from megarl.text import pluralize
 
 
 def only_evaluates(data: DataConfig) -> bool:

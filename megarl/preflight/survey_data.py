@@ -15,6 +15,7 @@ from megarl.data.prompts import layout_of, with_source
 from megarl.data.rows import Row, sample_rows
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import Tokenizer
+from megarl.errors import pluralize
 from megarl.preflight.data import Prepared, check_rewards, file_errors, prepare_rewards, read_data
 from megarl.preflight.engines_and_devices import route_notices
 from megarl.preflight.findings import Survey
@@ -22,7 +23,6 @@ from megarl.preflight.judge import check_judge
 from megarl.preflight.models import CRITIC, JUDGE, POLICY
 from megarl.recipe.data import MixedSet, files_of
 from megarl.rewards.weighted import needed_columns
-from megarl.text import pluralize
 
 ROWS = 256  # rows to read from each file for a sample
 _KINDS: dict[str, type[RowDataset[Any]]] = {"sft": SFTDataset, "preferences": PreferenceDataset}

@@ -23,8 +23,8 @@ from enum import Enum
 from typing import Any
 
 from megarl.cluster.failures import ClusterError, Failure, ProcessInfo, ServiceDied, TooFewEngines, WorkerFailed
+from megarl.errors import pluralize
 from megarl.rollout.engine_handle import EngineHandle
-from megarl.text import pluralize
 from megarl.types import Metrics
 from megarl.weight_sync.session import WeightSyncError
 

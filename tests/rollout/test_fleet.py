@@ -179,6 +179,47 @@ def test_a_group_that_ends_every_engine_is_named() -> None:
         source.take(4)
 
 
+def test_engines_restart_after_a_trainer_has_died_in_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every engine may have parts of the weights, although none has died. The new trainers open a new session."""
+    monkeypatch.setattr(fleet_module, "_POLL_SECONDS", 0.0)
+    engines = Engines()
+    started, sessions, sent = engines.restart, list[list[int]](), list[int]()
+
+    def restart(engine: int) -> None:
+        started(engine)
+        engines.services[engine].started.set_result({"receivers": "new"})
+
+    engines.fleet._restart = restart
+
+    class Trainers:
+        def send_weights(self, version: int) -> list[Any]:
+            sent.append(version)
+            if len(sent) == 1:
+                raise WorkerFailed(Failure.death(ProcessInfo("trainer rank 0"), "killed"))
+            return []
+
+    def open_session(members: list[Any], indices: list[int]) -> Any:
+        sessions.append(indices)
+        return SimpleNamespace(timeout=1.0)
+
+    members, trainers = engines.fleet.members(), Trainers()
+    handover = DisaggregatedFleet(
+        trainers, engines.handles, None, members, engines.fleet, open_session, lambda: None, 10.0
+    )  # type: ignore[arg-type]
+    monkeypatch.setattr("megarl.weight_sync.handover.publish", lambda trainers, *_: trainers.send_weights(1) or {})
+    with pytest.raises(WorkerFailed):
+        handover.update_engines(1)
+    assert engines.restarts == [] and sessions == [], "the trainers restart first"
+    handover.prepare_trainers_restart()
+    handover.update_engines(1)
+    assert engines.restarts == [0, 1] and sessions == [[0, 1]] and engines.fleet.serving == [0, 1]
+    handover.prepare_trainers_restart()
+    handover.update_engines(2)
+    assert engines.restarts == [0, 1] and len(sessions) == 2, (
+        "trainers that died elsewhere leave the engines as they are"
+    )
+
+
 @pytest.mark.parametrize("other_fails", [True, False])
 def test_groups_wait_for_a_repeated_update(monkeypatch: pytest.MonkeyPatch, other_fails: bool) -> None:
     """An engine dies in an update. The other fails with it or is ended, with its groups: both restart, then sample all groups."""

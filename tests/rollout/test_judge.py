@@ -17,6 +17,7 @@ import pytest
 from megarl.cluster.service import answer
 from megarl.data.rows import text_of
 from megarl.data.tokenizer import load_tokenizer
+from megarl.errors import cut_middle
 from megarl.recipe.judge import JudgeConfig
 from megarl.recipe.schema import Recipe
 from megarl.rewards import Score, find
@@ -27,7 +28,6 @@ from megarl.rollout.judge import service as judged
 from megarl.rollout.judge.server import JUDGE_SEEDS, JudgeCodec, Judgement, JudgeServer
 from megarl.rollout.judge.service import with_judge
 from megarl.rollout.judge.verdicts import JudgeTemplate, number_in
-from megarl.text import cut_middle
 from megarl.types import (
     Completion,
     GenerationRequest,

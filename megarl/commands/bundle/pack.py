@@ -29,12 +29,12 @@ from megarl.commands.bundle.modules import function_files, local_files
 from megarl.commands.bundle.recipe import bundled_recipe
 from megarl.commands.replay import first_checkpoint
 from megarl.engines.tape import Record, read_segments
+from megarl.errors import pluralize
 from megarl.observe.run_dir import RunDirectory
 from megarl.preflight.replay import recipe_file
 from megarl.recipe.data import files_of
 from megarl.recipe.load import read_recipe, to_yaml
 from megarl.recipe.schema import Recipe
-from megarl.text import pluralize
 
 _MODEL_FILES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py", ".safetensors")
 _BLOCK = 512  # of a tar file

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megarl.errors import pluralize
 from megarl.observe.json_lines import read_lines
 from megarl.observe.metrics import restore_non_finite
 from megarl.observe.run_dir import RunDirectory
-from megarl.text import pluralize
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 # Ray's "(TaskRunner pid=123, ip=10.0.0.1)", a time stamp or a progress bar may precede it.

@@ -17,7 +17,7 @@ from megarl.commands.compare.measures import (
     span,
     throughput,
 )
-from megarl.text import pluralize
+from megarl.errors import pluralize
 
 THROUGHPUT = "perf/throughput"
 FILTERED = "rollout/groups_filtered"

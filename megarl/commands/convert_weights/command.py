@@ -37,10 +37,9 @@ from megarl.commands.convert_weights.fp8_shards import (
     partial_path,
 )
 from megarl.commands.convert_weights.layout import Layout, read_layout
-from megarl.errors import InputError
+from megarl.errors import InputError, pluralize
 from megarl.hf.weights import CONVERSION, INDEX, read_index
 from megarl.observe.console import clock
-from megarl.text import pluralize
 
 MOST_WORKERS = 4  # by default
 _STOP_SECONDS = 5.0  # time limit for processes to end

@@ -9,8 +9,8 @@ from megarl.commands.doctor.check import check
 from megarl.commands.doctor.finding import Finding, Needs, fail, ok, warning
 from megarl.commands.doctor.machine import Machine
 from megarl.commands.doctor.platform_detection import TorchSees, platform_of, torch_sees
+from megarl.errors import pluralize
 from megarl.platform.kinds import KINDS
-from megarl.text import pluralize
 
 
 @check(

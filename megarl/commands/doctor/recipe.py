@@ -10,7 +10,7 @@ from megarl.cluster.device_map import place
 from megarl.commands.doctor.finding import Finding, Needs, fail, ok, warning
 from megarl.commands.launch.topology import read_topology
 from megarl.engines.routes import check_route, route_here
-from megarl.errors import RecipeError
+from megarl.errors import RecipeError, pluralize
 from megarl.hf import weights as hf_weights
 from megarl.observe.run_dir import RunDirectory
 from megarl.platform.kinds import kind_of
@@ -20,7 +20,6 @@ from megarl.preflight.findings import STAGES, Available, Survey
 from megarl.preflight.survey import survey
 from megarl.recipe.derived.weight_sync_route import is_sharded
 from megarl.recipe.schema import Recipe, TrainConfig
-from megarl.text import pluralize
 from megarl.weight_sync.session import FULL_SLOTS, HOST_MEMORY_TRANSPORTS, SHARDED_SLOTS
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

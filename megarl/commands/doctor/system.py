@@ -12,9 +12,9 @@ from megarl.commands.doctor.check import check
 from megarl.commands.doctor.finding import Finding, Needs, fail, ok, warning
 from megarl.commands.doctor.machine import Machine, existing_path
 from megarl.commands.doctor.platform_detection import platform_of
+from megarl.errors import pluralize
 from megarl.platform.kinds import KINDS
 from megarl.preflight.run_directory import LEAST_FREE_BYTES
-from megarl.text import pluralize
 
 GIB = 1 << 30
 _EARLIEST_TIME = 1_735_689_600  # 2025-01-01; an earlier wall clock was never set

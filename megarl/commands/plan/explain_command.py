@@ -16,13 +16,12 @@ from megarl.commands.plan.preflight import checked, require
 from megarl.commands.plan.show.tables import table, transposed
 from megarl.commands.plan.show.units import decimal
 from megarl.commands.plan.weight_flows import Flow, Totals, flows, totals
-from megarl.errors import InputError, as_input_error
+from megarl.errors import InputError, as_input_error, pluralize
 from megarl.preflight.load import load_recipe
 from megarl.preflight.models import config_of
 from megarl.recipe.derived.weight_sync_route import is_sharded, why_not_sharded
 from megarl.recipe.header import hardware_of
 from megarl.recipe.schema import Recipe, WeightSyncConfig
-from megarl.text import pluralize
 from megarl.weight_sync.relay import max_connections
 from megarl.weight_sync.session import SHARED_MEMORY_TRANSPORTS
 from megarl.weight_sync.sharded.intersect import ITEM_SIZES

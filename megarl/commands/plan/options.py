@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megarl.errors import InputError
+from megarl.errors import InputError, pluralize
 from megarl.platform.device_table import DEVICES_OF, HOST_MEMORY_OF, Device, device_named, devices
 from megarl.recipe.header import hardware_of
-from megarl.text import pluralize
 
 SECONDS = 120.0
 

@@ -16,7 +16,7 @@ from megarl.commands.doctor.machine import existing_path
 from megarl.commands.doctor.recipe import checkpoint_bytes, checkpoints_at_a_time
 from megarl.commands.plan.score_once import score_once
 from megarl.commands.plan.show.units import decimal
-from megarl.errors import InputError, RecipeError, block, join_blocks
+from megarl.errors import InputError, RecipeError, block, join_blocks, pluralize
 from megarl.hf.shape import model_shape
 from megarl.preflight.findings import Available, Survey, one_line
 from megarl.preflight.models import CRITIC, POLICY
@@ -29,7 +29,6 @@ from megarl.recipe.derived.seeded import seeds_notice
 from megarl.recipe.load import all_keys
 from megarl.recipe.observe import traces_notice
 from megarl.recipe.schema import Recipe
-from megarl.text import pluralize
 
 
 def checked(recipe: Recipe, path: Path, model: str | None = None) -> Survey:

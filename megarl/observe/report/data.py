@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from megarl.errors import pluralize
 from megarl.observe.console import clock, short
 from megarl.observe.json_lines import read_lines
 from megarl.observe.metrics import restore_non_finite
@@ -20,7 +21,6 @@ from megarl.observe.report.samples import embedded_samples
 from megarl.observe.run_dir import RunDirectory
 from megarl.observe.sources import limit_curves, report_tables
 from megarl.observe.trace import read_trace_tail
-from megarl.text import pluralize
 
 MAX_BARS = 120  # in the chart of phase times
 MAX_SPANS = 1500  # in the timeline

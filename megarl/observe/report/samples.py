@@ -6,10 +6,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from megarl.errors import cut_middle
 from megarl.observe.json_lines import json_line, strict
 from megarl.observe.run_dir import RunDirectory
 from megarl.observe.samples import choose, read_samples, sample_steps
-from megarl.text import cut_middle
 
 MAX_SAMPLE_STEPS = 120
 MAX_SAMPLES_A_STEP = 16

@@ -12,9 +12,9 @@ from typing import Any
 from megarl import engines
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.engines.base import EngineSpec
+from megarl.errors import cut_middle
 from megarl.recipe.judge import JUDGE, JudgeConfig
 from megarl.rollout.judge.verdicts import JudgeTemplate, number_in
-from megarl.text import cut_middle
 from megarl.types import Completion, DataRef, GenerationRequest, Prompt, SampleFailure, Sampling, derived_seed
 
 _SHOWN = 2000  # characters of a verdict in logs and reports

@@ -10,7 +10,7 @@ from megarl.commands.plan.count.devices import too_large
 from megarl.commands.plan.count.types import DeviceUses, EngineRank, Links, Use
 from megarl.commands.plan.show.console import show
 from megarl.commands.plan.show.units import GIB, MIB, Unit, decimal, sized
-from megarl.text import pluralize
+from megarl.errors import pluralize
 from tests.support import plans
 
 

@@ -18,6 +18,7 @@ from megarl.commands.plan.count.types import HostUse, PipelineStage, RankMemory,
 from megarl.commands.plan.environment import device_kind
 from megarl.commands.plan.show.units import GIB, Unit
 from megarl.engines.specs import fixed_models
+from megarl.errors import pluralize
 from megarl.platform.device_table import Device
 from megarl.platform.kinds import is_accelerator, kind_of
 from megarl.recipe.derived.at_update import update_rule
@@ -25,7 +26,6 @@ from megarl.recipe.derived.critic_view import critic_view
 from megarl.recipe.derived.offload import copies_checkpoints
 from megarl.recipe.derived.weight_sync_route import is_sharded, wants_adapters
 from megarl.recipe.schema import ClusterConfig, Recipe
-from megarl.text import pluralize
 from megarl.weight_sync.session import HOST_MEMORY_TRANSPORTS, SHARDED_SLOTS
 
 OFFLOADED, SWAPPED, REFERENCE = "offloaded", "swapped", "reference"

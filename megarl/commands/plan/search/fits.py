@@ -21,11 +21,10 @@ from megarl.commands.plan.search.layouts import Choice, EngineLayout, apply_choi
 from megarl.commands.plan.search.lower_bound import largest_parts, min_held_bytes, min_peak_bytes, parts
 from megarl.commands.plan.time.estimate import Step, duration
 from megarl.commands.plan.time.lengths import Lengths
-from megarl.errors import InputError
+from megarl.errors import InputError, pluralize
 from megarl.hf.shape import ModelShape, model_shape
 from megarl.platform.device_table import Device
 from megarl.recipe.schema import Recipe
-from megarl.text import pluralize
 
 EngineChoice = tuple[EngineLayout, EngineRank | None]
 """Engines, and one device of them; None: no engines, or they cannot be counted here."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megarl.commands.plan.count.types import Estimate, RecipePlan, Spread
 from megarl.commands.plan.show.tables import Columns
-from megarl.text import pluralize
+from megarl.errors import pluralize
 
 TITLE = "Estimated seconds of a step"
 STEP = "step"

@@ -11,9 +11,9 @@ from megarl.commands.plan.show.estimate_table import STEP, remarks, seconds_colu
 from megarl.commands.plan.show.estimate_table import seconds as in_seconds
 from megarl.commands.plan.show.tables import head_and_rows, transposed
 from megarl.commands.plan.show.units import GIB, Unit, sized
+from megarl.errors import pluralize
 from megarl.observe.console import clock, short
 from megarl.observe.report.page import page
-from megarl.text import pluralize
 
 
 def render(plan: RecipePlan) -> str:

@@ -15,9 +15,9 @@ from megarl.commands.plan.search.search import FittingLayout, SearchResult
 from megarl.commands.plan.show.tables import table, transposed
 from megarl.commands.plan.show.units import GIB, Unit, sized
 from megarl.commands.plan.time.estimate import estimate
+from megarl.errors import pluralize
 from megarl.megatron.layout import check_layout
 from megarl.recipe.derived.offload import offloads
-from megarl.text import pluralize
 
 _WHY = 2  # phases that are listed
 

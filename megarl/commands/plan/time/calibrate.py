@@ -18,11 +18,10 @@ from megarl.commands.plan.count.types import Estimate
 from megarl.commands.plan.time.calibration import LINKS, SHARES, Calibration, CalibrationEntry
 from megarl.commands.plan.time.estimate import estimate
 from megarl.commands.plan.time.measured import Measured, read_run
-from megarl.errors import as_input_error
+from megarl.errors import as_input_error, pluralize
 from megarl.hf.shape import model_shape
 from megarl.platform.device_table import Device
 from megarl.recipe.schema import Recipe
-from megarl.text import pluralize
 
 _TRAINED = ("old_log_prob", "reference", "values", "update_critic", "update_actor")
 _LEAST_LINK_SHARE = 0.05  # a smaller share means that the links were not the bottleneck

@@ -22,6 +22,7 @@ from megarl.commands.plan.time.lengths import Lengths, MicroBatches, micro_batch
 from megarl.commands.plan.time.spread import published_ratios, runs_of_kind, spreads
 from megarl.commands.plan.time.trainers import Trainers
 from megarl.commands.plan.time.weight_sync import moved, uncounted, weight_sync_cost
+from megarl.errors import pluralize
 from megarl.hf import published
 from megarl.hf.config import number_of_experts, text_fields
 from megarl.hf.shape import ModelShape, model_shape
@@ -29,7 +30,6 @@ from megarl.platform.device_table import Device
 from megarl.recipe.derived.critic_view import critic_view
 from megarl.recipe.derived.weight_sync_route import is_sharded
 from megarl.recipe.schema import Recipe
-from megarl.text import pluralize
 
 T = TypeVar("T")
 HAND_OVER = "hand_over"

@@ -1,0 +1,225 @@
+"""Trainers that fail at any call start again, and the run ends with the weights and metrics of a run without the failure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from megarl.algorithms.kl import KLWeight
+from megarl.assembly import Run
+from megarl.checkpoint.folder import checkpoint_name
+from megarl.checkpoint.graceful_stop import GracefulStop
+from megarl.checkpoint.kept_batches import KeptBatches
+from megarl.checkpoint.run_checkpoints import Checkpoints
+from megarl.checkpoint.skipped_steps import SkippedSteps
+from megarl.cluster.failures import Failure, ProcessInfo, WorkerFailed
+from megarl.observe.log import RunLog
+from megarl.observe.profiling import Profiling
+from megarl.recipe.schema import Recipe
+from megarl.rollout.source import Batch
+from megarl.train import run_steps
+from megarl.trainer.group import ActorGroup
+from megarl.trainer.restarts import TrainerRestarts
+from megarl.types import Group, InlineData, Metrics, Sample, SampleTokens
+from megarl.weight_sync.handover import Handover
+from tests.support.training_stand_ins import Saver, Workers
+
+STEPS = 6
+
+
+class Failing:
+    """Fails the calls with these numbers, counted over all processes. `after`: when the call has had its effect."""
+
+    def __init__(self, numbers: set[int], *, after: bool) -> None:
+        self.numbers, self.after, self.calls = numbers, after, 0
+
+    def raise_if_due(self) -> None:
+        if self.calls in self.numbers:
+            raise WorkerFailed(Failure.death(ProcessInfo("trainer rank 0", "host", 7), f"killed at call {self.calls}"))
+
+
+class LearningWorkers(Workers):
+    """Stand-in trainers whose weights are the list of all updates so far."""
+
+    failure = None
+
+    def __init__(self, failing: Failing) -> None:
+        super().__init__("actor", [])
+        self.failing, self.weights = failing, list[Any]()
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        if method == "describe":
+            return super().call(method)
+        self.failing.calls += 1
+        if not self.failing.after:
+            self.failing.raise_if_due()
+        if method == "update_actor":
+            self.norms = iter([1.0 + len(self.weights)])
+            self.weights.append((self.texts, args[0]))
+        if method == "refresh_reference" and self.weights[-1] != f"reference {args[0]}":  # the same weights once more
+            self.weights.append(f"reference {args[0]}")
+        answer = super().call(method, *args)
+        self.failing.raise_if_due()
+        return answer
+
+
+class Batches:
+    """Batches of one group; the third has none."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def take(self, count: int) -> Batch:
+        self.taken += 1
+        if self.taken == 3:
+            return Batch([])
+        mask, zeros = np.array([False, True, True]), np.zeros(3, np.float32)
+        vectors = [
+            SampleTokens(np.arange(3, dtype=np.int32), mask, zeros, f"answer {self.taken}.{i}") for i in range(2)
+        ]
+        samples = [Sample(self.taken, i, InlineData(vectors), 1, 2, 2, reward=i) for i in range(2)]
+        return Batch([Group(self.taken, "row", "test", samples)])
+
+    def admit(self, version: int) -> None: ...
+
+    def drain(self) -> None: ...
+
+    def state(self, *, interrupted: bool = False) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None: ...
+
+
+class SendingHandover(Handover):
+    """Records the weights that each version has. Sending is a call to the trainers."""
+
+    def __init__(self, actor: ActorGroup) -> None:
+        self.actor, self.versions = actor, dict[int, Any]()
+
+    def update_engines(self, version: int) -> Metrics:
+        self.actor._call(ActorGroup.send_weights, version)  # type: ignore[arg-type]
+        weights = list(cast(Any, self.actor.workers).weights)
+        assert self.versions.get(version, weights) == weights, "one version has two sets of weights"
+        self.versions[version] = weights
+        return {}
+
+
+class SavingWeights(Saver):
+    """Keeps the weights of each checkpoint."""
+
+    def __init__(self, folder: Path, actor: ActorGroup) -> None:
+        super().__init__(folder)
+        self.actor, self.saved = actor, dict[str, Any]()
+
+    def save(self, step: int, state: dict[str, Any]) -> dict[str, float]:
+        self.actor._call(ActorGroup.stage_save, "folder", False)  # type: ignore[arg-type]
+        self.saved[checkpoint_name(step)] = list(cast(Any, self.actor.workers).weights), state["kl_weight"]
+        path = self.folder / checkpoint_name(step)
+        path.mkdir(parents=True)
+        (path / "controller.json").write_text(
+            json.dumps({"step": step, "kl_weight": state["kl_weight"], "source": EMPTY})
+        )
+        np.savez(path / "waiting.npz")
+        return {}
+
+    def give_up(self) -> None: ...
+
+
+EMPTY: dict[str, Any] = {"gathered": [], "waiting": [], "begun": []}
+
+
+def fit(folder: Path, most: int, failing: Failing) -> tuple[Run, list[Metrics]]:
+    """Run to the end; returns the run and its metrics without times."""
+    recipe = Recipe()
+    recipe.train.steps, recipe.train.save_every, recipe.train.trainer_restarts = STEPS, 3, most
+    recipe.train.stop_after_skipped, recipe.data.prompts_per_step, recipe.rollout.samples_per_prompt = 0, 1, 2
+    recipe.algorithm.kl_coef, recipe.algorithm.kl_target, recipe.algorithm.refresh_reference_every = 0.1, 0.2, 2
+    recipe.observe.console, recipe.observe.samples_per_step = "plain", 2
+    recipe.observe.tensorboard = recipe.observe.report = False
+    with RunLog(recipe, folder, 1, STEPS) as log:
+        actor = ActorGroup(cast(Any, LearningWorkers(failing)), recipe)
+        actor.describe()
+        source, saver = cast(Any, Batches()), cast(Any, SavingWeights(folder / "checkpoints", actor))
+        skipped = SkippedSteps(0, saver.folder)
+        kl_weight = KLWeight(0.1, 0.2, 10)
+        handover = SendingHandover(actor)
+
+        def load(path: Path) -> list[None]:
+            actor.workers.call("load", str(path))
+            cast(Any, actor.workers).weights = list(saver.saved[path.name][0])
+            return [None]
+
+        def start() -> None:
+            actor.workers = cast(Any, LearningWorkers(failing))
+
+        restarts = TrainerRestarts(most, KeptBatches(folder / "batches"), start, lambda: None)
+        checkpoints = Checkpoints(
+            recipe.train, saver, source, kl_weight, skipped, {}, load, log, GracefulStop(60.0)
+        )  # fmt: skip
+        profiling = Profiling(recipe.observe, actor, [], log, folder / "profile", 1.0)
+        tokenizer: Any = SimpleNamespace(decode=str)
+        run = Run(
+            recipe, actor, None, None, source, handover, None, checkpoints, skipped, kl_weight, tokenizer, profiling,
+            log, 1, None, restarts,
+        )  # fmt: skip
+        run_steps(run)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    apart = ("timing_s", "perf", "recovery")
+    return run, [{name: value for name, value in line.items() if not name.startswith(apart)} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, list[Metrics], int]:
+    failing = Failing(set(), after=False)
+    return *fit(tmp_path_factory.mktemp("undisturbed"), 1, failing), failing.calls
+
+
+CALLS = 26  # of the undisturbed run, see the first test
+
+
+def test_the_number_of_calls(undisturbed: tuple[Run, list[Metrics], int]) -> None:
+    assert undisturbed[2] == CALLS, "set CALLS, so that each of them fails once below"
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before its effect", "after it"])
+@pytest.mark.parametrize("number", range(1, CALLS + 1))
+def test_a_failure_at_any_call_changes_no_number(
+    number: int, after: bool, undisturbed: tuple[Run, list[Metrics], int], tmp_path: Path
+) -> None:
+    expected, metrics, _ = undisturbed
+    run, repeated = fit(tmp_path, 1, Failing({number}, after=after))
+    assert cast(Any, run.devices).versions == cast(Any, expected.devices).versions
+    assert cast(Any, run.actor.workers).weights == cast(Any, expected.actor.workers).weights
+    assert repeated == metrics
+    assert run.kl_weight.value == expected.kl_weight.value
+    notices = (tmp_path / "notices.jsonl").read_text()
+    assert f"killed at call {number}" in notices and "gradient norms differ" not in notices
+    samples = [path.read_text() for path in sorted((tmp_path / "samples").iterdir())]
+    assert len(samples) == STEPS - 1 and all(text.count("answer") == 2 for text in samples), "written once"
+
+
+def test_failures_while_trainers_recover(undisturbed: tuple[Run, list[Metrics], int], tmp_path: Path) -> None:
+    """Each restart fails at another of its calls, until the limit."""
+    run, repeated = fit(tmp_path, 5, Failing({14, 15, 17, 20}, after=True))
+    assert repeated == undisturbed[1] and run.trainer_restarts is not None and run.trainer_restarts.restarts == 4
+
+
+def test_an_error_that_occurs_each_time_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailed, match="killed at call 14"):
+        fit(tmp_path, 0, Failing({14}, after=False))
+    failing = Failing(set(range(14, 200)), after=False)
+    with pytest.raises(WorkerFailed, match="killed at call 16"):
+        fit(tmp_path / "again", 2, failing)
+
+
+def test_other_numbers_of_a_repeated_step_are_said() -> None:
+    restarts = TrainerRestarts(1, cast(Any, None), lambda: None, lambda: None)
+    restarts.record(3, {"actor/grad_norm": 2.0})
+    assert restarts.difference(3, {"actor/grad_norm": 2.0}) == 0.0
+    assert restarts.difference(3, {"actor/grad_norm": 2.25}) == 0.25
+    assert restarts.difference(4, {"actor/grad_norm": 1.0}) == 0.0, "it is trained for the first time"
