@@ -38,7 +38,7 @@ from megarl.recipe.derived.offload import learners_take_turns
 from megarl.recipe.paths import with_absolute_paths
 from megarl.rollout.engine_handle import EngineHandle, JudgeHandle, SamplingEngine, TeacherHandle
 from megarl.rollout.evaluate import EvaluationResult, evaluate
-from megarl.rollout.fleet import Fleet
+from megarl.rollout.fleet.fleet import Fleet
 from megarl.rollout.judge.service import with_judge
 from megarl.rollout.source import SampleSource
 from megarl.rollout.source_dataset import DatasetSource

@@ -135,7 +135,8 @@ class Cluster(Protocol):
     ) -> Service:
         """Start a process that sees `devices` devices of one machine and constructs ``class_path(*args)``.
 
-        replaces: a service whose devices the new one takes; what is left of its process is killed first. essential: the run
+        replaces: a service whose devices the new one takes; what is left of its process is killed first. If its machine has left
+        the cluster, the new one takes free devices of another; raises MachineLost if there are none. essential: the run
         cannot continue without it, so that `check` raises if it ends. A stopped process (SIGSTOP) that is not essential is killed.
 
         Start the engines in the order of the reservation: rollout.engines, of rollout.tensor_parallel devices each

@@ -125,6 +125,10 @@ class TooFewEngines(ServiceDied):
     """So many engines have died that the run cannot go on (`rollout.min_engines`)."""
 
 
+class MachineLost(ProcessFailure):
+    """The machine of a process has left the cluster, and no other one has enough free devices for a new process."""
+
+
 class CallFailed(ClusterError):
     """One call to a service raised; the service is still running."""
 

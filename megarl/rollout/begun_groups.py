@@ -15,7 +15,7 @@ from megarl.cluster.failures import ClusterError
 from megarl.recipe.derived.at_update import update_rule
 from megarl.recipe.schema import Recipe
 from megarl.rollout.engine_handle import SamplingEngine
-from megarl.rollout.fleet import Fleet
+from megarl.rollout.fleet.fleet import Fleet
 from megarl.types import GenerationRequest, Partial
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from megarl.cluster.calls import StallTimer, attach, wait
 from megarl.cluster.failures import ClusterError
 from megarl.recipe.schema import EvaluationConfig, Recipe, RolloutConfig
 from megarl.rollout.engine_handle import SamplingEngine
-from megarl.rollout.fleet import Fleet
+from megarl.rollout.fleet.fleet import Fleet
 from megarl.rollout.metrics import agent_figures, groups_by_source
 from megarl.rollout.unscored_groups import check_evaluation, scoring_counts, scoring_notice
 from megarl.types import GenerationRequest, Group, Metrics, Prompt, Sample, Sampling, derived_seed

@@ -30,7 +30,7 @@ from megarl.rollout.begun_groups import (
 )
 from megarl.rollout.dispatch import Dispatch, Finishing, LostGroups
 from megarl.rollout.engine_handle import SamplingEngine
-from megarl.rollout.fleet import Fleet
+from megarl.rollout.fleet.fleet import Fleet
 from megarl.rollout.metrics import batch_of
 from megarl.rollout.requests import Requests
 from megarl.rollout.source import Batch

@@ -23,7 +23,7 @@ from megarl.recipe.environment import variables
 from megarl.recipe.observe import trace_options
 from megarl.recipe.schema import Recipe, RolloutConfig
 from megarl.rollout.engine_handle import EngineHandle, JudgeHandle, TeacherHandle, with_engine_check
-from megarl.rollout.fleet import Fleet
+from megarl.rollout.fleet.fleet import Fleet
 from megarl.rollout.tape import RunTape
 
 ROLLOUT_SERVER = "megarl.rollout.server:RolloutServer"

@@ -102,7 +102,7 @@ class Disaggregated(Handover):
 
 
 class EngineFleet(Protocol):
-    """Engines that may die while the run goes on (`megarl.rollout.fleet.Fleet`)."""
+    """Engines that may die while the run goes on (`megarl.rollout.fleet.fleet.Fleet`)."""
 
     def poll(self) -> None: ...
 

@@ -364,3 +364,29 @@ def test_all_processes_end_with_the_controller(tmp_path, how):
     assert all(map(alive, pids)) and len(pids) > 5  # Ray's own processes among them
     controller.send_signal(how)
     assert wait_until(lambda: not any(map(alive, pids)) and controller.poll() is not None, 10)
+
+
+def test_trainers_that_are_not_essential_start_again_beside_other_processes(connect):
+    """After an error in a call, and after the death of an idle rank, which `check` finds without an exception."""
+    cluster = connect(2, 1)
+    engine = cluster.start_service("tests.support.cluster_workers:Engine", (3,), name="e0", devices=1, env=ENGINE_ENV)
+    group = cluster.start_trainers("tests.support.cluster_workers:Reducer", 2, (), essential=False)
+    first = [pid for _, pid, *_ in group.call("identify")]
+    with pytest.raises(WorkerFailed, match="no luck"):
+        group.call("raise_on", 1, "no luck")
+    cluster.end_trainers()
+    assert not any(map(alive, first)), "their devices must be free before others start"
+    group = cluster.start_trainers("tests.support.cluster_workers:Reducer", 2, (), essential=False)
+    second = [pid for _, pid, *_ in group.call("identify")]
+    os.kill(second[1], signal.SIGKILL)
+
+    def found():
+        cluster.check()
+        return group.failure is not None
+
+    wait_until(found, 30)
+    assert "trainer rank 1" in str(group.failure) and "SIGKILL" in str(group.failure)
+    cluster.end_trainers()
+    group = cluster.start_trainers("tests.support.cluster_workers:Reducer", 2, (), essential=False)
+    assert [rank for rank, *_ in group.call("identify")] == [0, 1] and group.failure is None
+    assert engine.call("scaled", 2).result(30) == 6

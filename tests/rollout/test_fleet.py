@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from megarl.cluster.failures import (
     CallFailed,
     Failure,
+    MachineLost,
     ProcessInfo,
     Raised,
     ServiceDied,
@@ -22,9 +23,9 @@ from megarl.cluster.failures import (
     WorkerFailed,
 )
 from megarl.engines.tape import TapeFile
-from megarl.rollout import fleet as fleet_module
 from megarl.rollout.evaluate import FIRST_EVALUATION_GROUP, _run
-from megarl.rollout.fleet import MOST_STARTS, EngineStates
+from megarl.rollout.fleet import fleet as fleet_module
+from megarl.rollout.fleet.states import MOST_STARTS, EngineStates
 from megarl.rollout.source_engines import EnginesSource
 from megarl.rollout.tape import TAPE_FORMAT, Arrivals, history, segments_of, with_deaths
 from megarl.types import Prompt, Sampling
@@ -177,6 +178,36 @@ def test_a_group_that_ends_every_engine_is_named() -> None:
         next(each for each in engines.services if 0 in each.running).die()
     with pytest.raises(RuntimeError, match=r"3 engines have died while they sampled group 0"):
         source.take(4)
+
+
+def test_an_engine_waits_for_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its machine has left the cluster: that is said once, and no attempt counts as a death or a restart."""
+    engines = Engines(count=3)
+    started, machines = engines.restart, list[str]()
+
+    def restart(engine: int) -> None:
+        if not machines:
+            raise MachineLost("no machine has 1 NPU")
+        started(engine)
+
+    engines.fleet._restart = restart
+    engines.services[1].die()
+    for _ in range(MOST_STARTS + 2):
+        monkeypatch.setattr(fleet_module, "MACHINE_SECONDS", 0.0)
+        engines.fleet.poll()
+    said = [notice for notice in engines.notices if "engine1" in notice]
+    assert len(said) == 3 and said[2] == "engine1 waits for a machine: no machine has 1 NPU", said
+    assert engines.fleet.take_restarted() == [1] and engines.fleet.take_restarted() == []
+    monkeypatch.setattr(fleet_module, "MACHINE_SECONDS", 60.0)
+    engines.fleet.poll()
+    machines.append("a new one")
+    engines.fleet.poll()
+    assert engines.restarts == [], "the next attempt is a minute later"
+    engines.fleet._no_machine_until[1] = 0.0
+    engines.fleet.poll()
+    engines.load(1)
+    engines.update()
+    assert engines.restarts == [1] and engines.fleet.serving == [0, 1, 2]
 
 
 def test_engines_restart_after_a_trainer_has_died_in_an_update(monkeypatch: pytest.MonkeyPatch) -> None:

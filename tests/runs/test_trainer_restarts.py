@@ -24,7 +24,7 @@ SETTINGS = [
     "train.stop_after_skipped=0",
     "train.trainer_restarts=2",
     "train.save_every=4",
-    "train.steps=10",
+    "train.steps=8",
 ]
 
 
@@ -55,10 +55,26 @@ def numbers(run: Run) -> list[dict[str, float]]:
     ]
 
 
+KINDS = {
+    "disaggregated": [],
+    "colocated": pytest.param(["cluster.placement=colocated"], marks=pytest.mark.slow),
+    "critic": pytest.param(
+        ["algorithm.advantage=gae", "algorithm.dynamic_sampling.enabled=false"], marks=pytest.mark.slow
+    ),
+    "lora": pytest.param(["lora.rank=4"], marks=pytest.mark.slow),
+    "reference": pytest.param(
+        ["algorithm.kl_coef=0.1", "algorithm.kl_target=0.05", "algorithm.refresh_reference_every=2"],
+        marks=pytest.mark.slow,
+    ),
+    "background save": pytest.param(["train.save_in_background=true"], marks=pytest.mark.slow),
+}
+
+
 @pytest.mark.timeout(900)
-def test_killed_trainers_leave_the_numbers_of_a_run_equal(started: Callable[..., Run]) -> None:
+@pytest.mark.parametrize("more", KINDS.values(), ids=KINDS)
+def test_killed_trainers_leave_the_numbers_of_a_run_equal(started: Callable[..., Run], more: list[str]) -> None:
     """One rank is killed between the checkpoints: the steps since the last one are trained again on the same samples."""
-    killed = started("killed")
+    killed = started("killed", *more)
     killed.wait_for_steps(6)
     os.kill(pid_in_log(killed.directory, "trainer-1"), signal.SIGKILL)
     status, errors = killed.end(300)
@@ -67,7 +83,7 @@ def test_killed_trainers_leave_the_numbers_of_a_run_equal(started: Callable[...,
     assert "trainer rank 1" in text and "killed (SIGKILL" in text, text
     assert "from the checkpoint of step 4; steps 5 to" in text and "with the same gradient norms" in text, text
     assert not (killed.directory / "batches").exists()
-    undisturbed = started("undisturbed")
+    undisturbed = started("undisturbed", *more)
     status, errors = undisturbed.end(300)
     assert status == 0, errors
     assert numbers(killed) == numbers(undisturbed)

@@ -8,7 +8,7 @@ from typing import Any
 
 from megarl.cluster.failures import CallFailed, Failure, ProcessInfo, Raised, ServiceDied
 from megarl.rollout.engine_handle import EngineHandle
-from megarl.rollout.fleet import Fleet
+from megarl.rollout.fleet.fleet import Fleet
 from tests.rollout.test_source import ManualService
 
 

@@ -252,8 +252,9 @@ class RayCluster(Cluster):
             if replaces.alive():
                 replaces.kill(Failure.death(replaces.place(), "it was ended, to start again"))
             replaces.stop()
-            self._services.remove(replaces)
-            claimed = replaces.devices
+            if replaces in self._services:
+                self._services.remove(replaces)
+            claimed = self._devices.replace_lost(replaces.devices)
         role_env = self._reaper.env | env | self._devices.visible(claimed)
         options = self._devices.options(claimed[0]) | _environment(role_env)
         actor = ray.remote(ServiceActor).options(max_concurrency=CONCURRENT_CALLS, **options).remote()

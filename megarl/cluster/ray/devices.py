@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +15,7 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from megarl.cluster.device_map import Demand, DeviceMap, place, place_on_cpus
+from megarl.cluster.failures import MachineLost
 from megarl.cluster.ray.signals import ray_get
 
 # Share of a device that a process reserves in Ray: less than a third, so that a time-shared device fits an actor trainer,
@@ -42,17 +45,14 @@ class RayDevices:
 
     def __init__(self, resource: str | None, variable: str, demand: Demand) -> None:
         self._resource, self._variable, self._demand = resource, variable, demand
-        self._group: PlacementGroup | None = None
+        self._reservations: list[PlacementGroup] = []
         self.trainers: list[ReservedDevice] = []  # in rank order
         self._critics: list[ReservedDevice] = []  # in rank order
         self._engines: list[list[ReservedDevice]] = []  # of engines that have not started; fixed models' engines last
 
     def reserve(self) -> None:
         """Reserve the devices of the run. Raises ValueError if the cluster has too few."""
-        nodes = sorted(
-            (node for node in ray.nodes() if node["Alive"]),
-            key=lambda node: (ipaddress.ip_address(node["NodeManagerAddress"]), node["NodeID"]),
-        )
+        nodes = _living_nodes()
         if self._resource is None:
             plan = place_on_cpus([int(node["Resources"].get("CPU", 0)) for node in nodes], self._demand)
             per_node = plan.per_machine(len(nodes))
@@ -69,8 +69,34 @@ class RayDevices:
         self._engines = [[places[node][number] for node, number in slots] for slots in [*plan.engines, *plan.fixed]]
 
     def of_group(self, name: str) -> list[ReservedDevice]:
-        """Devices of the group "trainer" or "critic", in rank order."""
-        return {"trainer": self.trainers, "critic": self._critics}[name]
+        """Devices of the group "trainer" or "critic", in rank order. Raises MachineLost as `replace_lost` does."""
+        if name == "trainer":
+            self.trainers = self.replace_lost(self.trainers)
+            return self.trainers
+        self._critics = self.replace_lost(self._critics)
+        return self._critics
+
+    def replace_lost(self, devices: Sequence[ReservedDevice]) -> list[ReservedDevice]:
+        """Return `devices`; those whose machine has left the cluster are replaced by free devices of another machine.
+
+        Devices of one lost machine stay together. Raises MachineLost if no machine has enough free devices.
+        """
+        nodes = {node["NodeID"]: node for node in _living_nodes()}
+        lost = Counter(device.node_id for device in devices if device.node_id not in nodes)
+        others = {node: iter(self._claim_elsewhere(list(nodes.values()), count)) for node, count in lost.items()}
+        return [next(others[device.node_id]) if device.node_id in others else device for device in devices]
+
+    def _claim_elsewhere(self, nodes: list[dict[str, Any]], count: int) -> list[ReservedDevice]:
+        """Reserve `count` free devices of one of `nodes`."""
+        if self._resource is None:
+            return [_device(max(nodes, key=lambda node: node["Resources"].get("CPU", 0)))] * count
+        free = available_resources_per_node()
+        for node in nodes:
+            if free.get(node["NodeID"], {}).get(self._resource, 0) >= count:
+                return self._reserve_bundles([node] * count, f"{count} on {node['NodeManagerAddress']}")
+        raise MachineLost(
+            f"a machine with {count} {self._resource} of this run has left the Ray cluster, and no other machine has as many free"
+        )
 
     def next_engine(self, count: int) -> list[ReservedDevice]:
         """Claim the devices of the next engine, all on one machine."""
@@ -97,10 +123,10 @@ class RayDevices:
         return {**self._amount(SHARE), "scheduling_strategy": strategy}
 
     def release(self) -> None:
-        """Release the reservation."""
-        if self._group is not None:
-            ray.util.remove_placement_group(self._group)
-        self._group, self.trainers, self._critics, self._engines = None, [], [], []
+        """Release all reservations."""
+        for group in self._reservations:
+            ray.util.remove_placement_group(group)
+        self._reservations, self.trainers, self._critics, self._engines = [], [], [], []
 
     def _amount(self, count: float) -> dict[str, Any]:
         if self._resource == "GPU":
@@ -111,21 +137,26 @@ class RayDevices:
         """Reserve a bundle for each device of `plan`; returns the devices per node, sorted by number."""
         per_node = plan.per_machine(len(nodes))
         owners = [node for node, count in zip(nodes, per_node, strict=True) for _ in range(count)]
-        selectors = [{"ray.io/node-id": node["NodeID"]} for node in owners]
-        self._group = placement_group([{self._resource: 1}] * len(owners), bundle_label_selector=selectors)
-        if not self._group.wait(_RESERVE_SECONDS):
-            self.release()
-            raise ValueError(self._not_granted(nodes, per_node))
-        try:
-            ids = self._ids(self._group, len(owners))
-        except GetTimeoutError as error:
-            self.release()
-            raise ValueError(self._not_granted(nodes, per_node)) from error
-        devices = [_device(node, self._group, i, ids[i]) for i, node in enumerate(owners)]
+        counts = ", ".join(f"{n} on {node['NodeManagerAddress']}" for node, n in zip(nodes, per_node, strict=True) if n)
+        devices = self._reserve_bundles(owners, counts)
         return [sorted((d for d in devices if d.node_id == node["NodeID"]), key=_number) for node in nodes]
 
-    def _not_granted(self, nodes: list[dict[str, Any]], per_node: list[int]) -> str:
-        counts = ", ".join(f"{n} on {node['NodeManagerAddress']}" for node, n in zip(nodes, per_node, strict=True) if n)
+    def _reserve_bundles(self, owners: list[dict[str, Any]], counts: str) -> list[ReservedDevice]:
+        """Reserve a device of each node of `owners`. counts: the devices per node, for the error message."""
+        selectors = [{"ray.io/node-id": node["NodeID"]} for node in owners]
+        group = placement_group([{self._resource: 1}] * len(owners), bundle_label_selector=selectors)
+        self._reservations.append(group)
+        try:
+            if not group.wait(_RESERVE_SECONDS):
+                raise ValueError(self._not_granted(counts))
+            ids = self._ids(group, len(owners))
+        except (GetTimeoutError, ValueError) as error:
+            self._reservations.remove(group)
+            ray.util.remove_placement_group(group)
+            raise ValueError(self._not_granted(counts)) from error
+        return [_device(node, group, i, ids[i]) for i, node in enumerate(owners)]
+
+    def _not_granted(self, counts: str) -> str:
         return (
             f"Ray did not grant the {self._resource} that were free a moment ago within {_RESERVE_SECONDS:.0f} s "
             f"({counts}): another job has taken them, or a machine has left. `ray status` shows which."
@@ -144,6 +175,14 @@ class RayDevices:
             for bundle in range(count)
         ]
         return ray_get(probes, timeout=_RESERVE_SECONDS)
+
+
+def _living_nodes() -> list[dict[str, Any]]:
+    """Nodes of the cluster, in the order of their addresses."""
+    return sorted(
+        (node for node in ray.nodes() if node["Alive"]),
+        key=lambda node: (ipaddress.ip_address(node["NodeManagerAddress"]), node["NodeID"]),
+    )
 
 
 def _device(

@@ -1,9 +1,7 @@
-"""Engines that may die while the run goes on (`rollout.min_engines`): which of them sample, restart, and wait for weights.
+"""The fleet: which engines sample, restart, and wait for weights. See `megarl.rollout.fleet.states`.
 
-    serving --dies--> dead --restarts--> starting --loads--> loaded --update of the weights--> serving
-
-An engine dies in any state. A new process has no weights of the run, so it samples only after an update. If an engine dies in an
-update, the others may have parts of the new weights: all are ended and restart, and the update is repeated.
+If an engine dies in an update, the others may have parts of the new weights: all are ended and restart, and the update is
+repeated.
 
 Transport threads report failed calls; the controller's thread polls, restarts and updates. The lock is never held while a process
 is ended, since its calls then fail in transport threads that need the lock.
@@ -18,124 +16,30 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
-from megarl.cluster.failures import ClusterError, Failure, ProcessInfo, ServiceDied, TooFewEngines, WorkerFailed
+from megarl.cluster.failures import (
+    ClusterError,
+    Failure,
+    MachineLost,
+    ProcessInfo,
+    ServiceDied,
+    TooFewEngines,
+    WorkerFailed,
+)
 from megarl.errors import pluralize
 from megarl.rollout.engine_handle import EngineHandle
+from megarl.rollout.fleet.states import MOST_STARTS, EngineStates, Member
 from megarl.types import Metrics
 from megarl.weight_sync.session import WeightSyncError
 
-MOST_STARTS = 3  # of an engine in a row that die before it samples; it is then left dead
 DEATH_SECONDS = (
     30.0  # time after an aborted update in which a death must show (a stopped process: 20 s); else it is an error
 )
+MACHINE_SECONDS = 30.0  # between attempts to find a machine for an engine
 _POLL_SECONDS = 0.2
 # Causes of an engine that ends because the update does. With tensor parallelism vLLM names the error of a worker by its message alone.
 _OF_THE_UPDATE = re.compile(r"WeightSyncError:|EngineRefused:|.*weight sync (was aborted|has ended)", re.DOTALL)
-
-Member = tuple[int, int]
-"""Index of an engine, and the number of its process."""
-
-
-class EngineState(Enum):
-    """State of an engine, as in the module's docstring."""
-
-    SERVING = "serving"
-    DEAD = "dead"
-    STARTING = "starting"
-    LOADED = "loaded"
-
-
-@dataclass
-class _Engine:
-    state: EngineState = EngineState.SERVING
-    process: int = 0  # number of its process, from 0
-    starts: int = 0  # of new processes that died, since it sampled last
-    died: bool = False  # by itself, in the present process
-
-
-class EngineStates:
-    """State machine of the module's docstring. Not thread-safe: the caller needs a lock."""
-
-    def __init__(self, engines: int) -> None:
-        """engines: their number, all serving."""
-        self._engines = [_Engine() for _ in range(engines)]
-        self.deaths = 0
-
-    def die(self, engine: int) -> bool:
-        """Record that an engine has died by itself; return False if it is dead already."""
-        state = self._engines[engine]
-        if state.state is EngineState.DEAD:
-            return False
-        self.deaths += 1
-        state.state, state.died = EngineState.DEAD, True
-        return True
-
-    def end(self, engine: int) -> None:
-        """Record that the controller ends a living engine, which is not a death."""
-        self._engines[engine].state = EngineState.DEAD
-
-    def restart(self, engine: int) -> None:
-        """Record that a dead engine gets a new process."""
-        state = self._engines[engine]
-        assert state.state is EngineState.DEAD, state
-        state.state = EngineState.STARTING
-        state.process += 1
-        state.starts += state.died
-        state.died = False
-
-    def load(self, engine: int) -> None:
-        """Record that a new process has loaded the model."""
-        state = self._engines[engine]
-        assert state.state is EngineState.STARTING, state
-        state.state = EngineState.LOADED
-
-    def update(self, members: Sequence[Member]) -> list[int]:
-        """Record that `members` have received the weights; return those that serve from now on."""
-        joined = []
-        for index, process in members:
-            engine = self._engines[index]
-            if engine.state is EngineState.LOADED and engine.process == process:
-                engine.state, engine.starts = EngineState.SERVING, 0
-                joined.append(index)
-        return joined
-
-    def process(self, engine: int) -> int:
-        """Return the number of an engine's process."""
-        return self._engines[engine].process
-
-    def is_dead(self, engine: int) -> bool:
-        return self._engines[engine].state is EngineState.DEAD
-
-    @property
-    def due(self) -> list[int]:
-        """Dead engines that may restart."""
-        return [
-            index
-            for index, engine in enumerate(self._engines)
-            if engine.state is EngineState.DEAD and engine.starts < MOST_STARTS
-        ]
-
-    @property
-    def starting(self) -> list[int]:
-        """Engines whose new process loads the model."""
-        return self._in(EngineState.STARTING)
-
-    @property
-    def serving(self) -> list[int]:
-        """Engines that sample."""
-        return self._in(EngineState.SERVING)
-
-    @property
-    def members(self) -> list[Member]:
-        """Engines that take part in an update of the weights."""
-        return [(index, self.process(index)) for index in self._in(EngineState.SERVING, EngineState.LOADED)]
-
-    def _in(self, *states: EngineState) -> list[int]:
-        return [index for index, engine in enumerate(self._engines) if engine.state in states]
 
 
 class Fleet:
@@ -165,6 +69,7 @@ class Fleet:
         self._interrupted = False  # an engine has failed in the update, and none samples until the update is repeated
         self._failed: set[Member] = set()  # engines whose own part of the update failed
         self._sampled_again = 0  # groups, since the last metrics
+        self._no_machine_until: dict[int, float] = {}  # by engine: time of the next attempt to start it
         self._recorded = [0] * len(self.engines)  # number of the process, at the last call of `take_restarted`
         for engine in range(len(self.engines)):
             self._watch(engine)
@@ -241,12 +146,15 @@ class Fleet:
         self._find_deaths()
         with self.lock:
             self._read_loads()
-            due = self._states.due
-            left = len(due) + len(self._states.starting) + len(self._states.members)
+            waiting = [engine for engine, until in self._no_machine_until.items() if time.monotonic() < until]
+            restartable = self._states.due
+            due = [engine for engine in restartable if engine not in waiting]
+            left = len(restartable) + len(self._states.starting) + len(self._states.members)
             too_few = not self._is_enough() or left < self._min_engines
             for engine in [] if too_few else due:
                 self._states.restart(engine)
-                self._messages.append(f"{self.engines[engine].name} restarts")
+                if engine not in self._no_machine_until:
+                    self._messages.append(f"{self.engines[engine].name} restarts")
         self._print()
         if too_few:
             assert self._last_death is not None
@@ -254,10 +162,7 @@ class Fleet:
                 self._last_death, f"\nFewer than rollout.min_engines = {self._min_engines} engines are left."
             )
         for engine in due:
-            self._restart(engine)
-            loading = self.engines[engine].start()
-            with self.lock:
-                self._loading[engine] = loading
+            self._start_again(engine)
 
     def members(self) -> list[Member]:
         """Return the engines that take part in the next update."""
@@ -329,6 +234,22 @@ class Fleet:
             self.poll()
 
     # --- inside ----------------------------------------------------------------------------------------------------------
+
+    def _start_again(self, engine: int) -> None:
+        """Start a new process of an engine, or wait if its machine has left the cluster and no other one has devices."""
+        try:
+            self._restart(engine)
+        except MachineLost as error:
+            with self.lock:
+                self._states.wait_for_machine(engine)
+                if engine not in self._no_machine_until:
+                    self._messages.append(f"{self.engines[engine].name} waits for a machine: {error}")
+                self._no_machine_until[engine] = time.monotonic() + MACHINE_SECONDS
+            return
+        loading = self.engines[engine].start()
+        with self.lock:
+            self._no_machine_until.pop(engine, None)
+            self._loading[engine] = loading
 
     def _watch(self, engine: int) -> None:
         """Notice the failure of an engine in a process that lives, also while it has no group."""

@@ -1,11 +1,12 @@
-"""Kill or stop engines of one run at random moments, and check that the run goes on and trains each group exactly once.
+"""Kill or stop engines and trainers of one run at random moments, and check that it goes on and trains each group exactly once.
 
-    python -m benchmarks.engine_deaths [--deaths 20] [--rule refresh] [--seed 0] [--out runs/engine_deaths]
+    python -m benchmarks.deaths [--faults 20] [--victims all] [--rule refresh] [--seed 0] [--out runs/deaths]
 
-A tiny model trains with three engines and `rollout.min_engines: 1`. Each fault is SIGKILL or SIGSTOP to a random engine that
-samples, at a random moment after the fleet is whole; one in five faults hits a second engine soon after the first. SIGTERM ends
-the run after the last fault. The script ends with status 1 if the run ends by itself, a process is left, a step is missing, or a
-group was trained twice or left out.
+A tiny model trains with two trainers, three engines, `rollout.min_engines: 1` and `train.trainer_restarts: 3`. Each fault is SIGKILL
+or SIGSTOP to a random engine or trainer (`--victims engines`: engines alone), at a random moment after the run is whole; one in five
+faults hits a second process soon after the first. SIGTERM ends the run after the last fault. The script ends with status 1 if the
+run ends by itself, a process is left, a step is missing, a group was trained twice or left out, or a step that was trained again
+had another gradient norm.
 """
 
 from __future__ import annotations
@@ -28,15 +29,27 @@ from benchmarks.faults import END_SECONDS, ROOT, START_SECONDS, Violation, check
 from benchmarks.faults import settings as settings_of
 from megarl.commands.data.quickstart import prepare_quickstart
 
-ENGINES = 3
+ENGINES, TRAINERS = 3, 2
+PROCESSES = {
+    "engines": [f"engine{number}" for number in range(ENGINES)],
+    "trainers": [f"trainer-{number}" for number in range(TRAINERS)],
+}
+PROCESSES["all"] = PROCESSES["engines"] + PROCESSES["trainers"]
 
 
 def settings(out: Path, rule: str) -> list[str]:
-    more = [f"rollout.engines={ENGINES}", "rollout.min_engines=1", "train.save_every=20", "train.grace_seconds=60"]
-    return [
-        *(each for each in settings_of(out, rule) if not each.startswith(("rollout.engines", "train.save_every"))),
-        *more,
-    ]
+    more = {
+        "rollout.engines": ENGINES, "rollout.min_engines": 1, "train.save_every": 20, "train.grace_seconds": 60,
+        "cluster.trainers": TRAINERS, "train.trainer_restarts": 3,
+    }  # fmt: skip
+    others = [each for each in settings_of(out, rule) if each.partition("=")[0] not in more]
+    return [*others, *(f"{key}={value}" for key, value in more.items())]
+
+
+def deaths(out: Path) -> float:
+    """Return the deaths of engines and the restarts of trainers so far."""
+    lines = lines_of(out)
+    return lines[-1]["fleet/deaths"] + max(line.get("recovery/trainer_restarts", 0.0) for line in lines)
 
 
 def wait_for(
@@ -53,10 +66,11 @@ def wait_for(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--deaths", type=int, default=20)
+    parser.add_argument("--faults", type=int, default=20)
+    parser.add_argument("--victims", choices=PROCESSES, default="all")
     parser.add_argument("--rule", choices=("drain", "refresh", "keep"), default="refresh")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "engine_deaths")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "deaths")
     options = parser.parse_args()
     out, order = options.out.absolute(), random.Random(options.seed)
     out.mkdir(parents=True)
@@ -68,21 +82,21 @@ def main() -> None:
     done, absences = 0, []
     try:
         wait_for(process, out, "begun", lambda line: line["fleet/serving"] == ENGINES)
-        while done < options.deaths:
+        while done < options.faults:
             time.sleep(order.random() * 3)
-            before, hit = lines_of(out)[-1]["fleet/deaths"], []
-            for engine in order.sample(range(ENGINES), 2 if order.random() < 0.2 else 1):
+            before, hit = deaths(out), []
+            for name in order.sample(PROCESSES[options.victims], 2 if order.random() < 0.2 else 1):
                 number = order.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
                 with contextlib.suppress(ProcessLookupError):  # the first fault has ended it, in an update
-                    os.kill(pid := pid_of(out, f"engine{engine}"), number)
+                    os.kill(pid := pid_of(out, name), number)
                     hit.append(pid)
-                    print(f"step {len(lines_of(out)) + 1}: {number.name} to engine{engine}", flush=True)
+                    print(f"step {len(lines_of(out)) + 1}: {number.name} to {name}", flush=True)
                 time.sleep(order.random() * 2)
             done, began = done + len(hit), time.monotonic()
 
             def is_whole(line: dict[str, float], before: float = before, hit: Sequence[int] = hit) -> bool:
                 gone = not any(psutil.pid_exists(pid) for pid in hit)
-                return gone and line["fleet/deaths"] > before and line["fleet/serving"] == ENGINES
+                return gone and deaths(out) > before and line["fleet/serving"] == ENGINES
 
             wait_for(process, out, "whole", is_whole)
             absences.append(time.monotonic() - began)
@@ -93,6 +107,9 @@ def main() -> None:
         if alive or status != 143:
             raise Violation(f"the end: status {status}, {len(alive)} processes live")
         trained = check(out)
+        notices = (out / "run" / "notices.jsonl").read_text()
+        if "gradient norms differ" in notices:
+            raise Violation("a step that was trained again had another gradient norm; see notices.jsonl")
     except Violation as violation:
         process.kill()
         sys.exit(f"violation: {violation}")
@@ -101,7 +118,9 @@ def main() -> None:
     print(
         json.dumps(
             {
-                "rule": options.rule, "seed": options.seed, "faults": done, "deaths": last["fleet/deaths"],
+                "rule": options.rule, "seed": options.seed, "faults": done, "deaths_of_engines": last["fleet/deaths"],
+                "restarts_of_trainers": max(line.get("recovery/trainer_restarts", 0) for line in lines_of(out)),
+                "steps_trained_again": max(line.get("recovery/retrained_steps", 0) for line in lines_of(out)),
                 "steps": len(lines_of(out)), "groups": len(trained), "sampled_again": again,
                 "seconds_until_whole": {"mean": sum(absences) / len(absences), "most": max(absences)},
             }

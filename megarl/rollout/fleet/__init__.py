@@ -1,0 +1,1 @@
+"""Engines that may die while the run goes on (`rollout.min_engines`)."""

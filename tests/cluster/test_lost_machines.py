@@ -1,0 +1,61 @@
+"""A machine leaves a Ray cluster: processes that start again take free devices of another one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.cluster.failures import MachineLost
+from tests.support.cluster_workers import wait_until
+
+pytestmark = pytest.mark.stack
+THREADS = {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def machines() -> Iterator[Any]:
+    """A Ray cluster of two raylets on this machine, with an NPU each."""
+    from megarl.cluster.ray import env as ray_env
+
+    ray_env.prepare(private=True)
+    import ray
+    from ray.cluster_utils import Cluster
+
+    options = {"num_cpus": 8, "object_store_memory": 128 << 20, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args={**options, "resources": {"NPU": 1}})
+    cluster.add_node(num_cpus=8, object_store_memory=128 << 20, resources={"NPU": 1})
+    ray.init(address=cluster.address, logging_level="error", log_to_driver=False)
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.mark.timeout(300)
+def test_an_engine_starts_on_another_machine(machines: Any, tmp_path: Path) -> None:
+    from megarl.cluster.device_map import Demand
+    from megarl.cluster.ray.cluster import RayCluster
+    from megarl.cluster.ray.devices import RayDevices
+
+    devices = RayDevices("NPU", "ASCEND_RT_VISIBLE_DEVICES", Demand(1, 1))
+    with RayCluster(None, devices, tmp_path, trainer_env=THREADS) as cluster:
+        trainers = cluster.start_trainers("tests.support.cluster_workers:Echo", 1, (), essential=False)
+        start: Any = {"name": "engine0", "devices": 1, "env": THREADS, "essential": False}
+        engine = cluster.start_service("tests.support.cluster_workers:Engine", (3,), **start)
+        assert engine.call("scaled", 4).result(60) == 12
+        first, homes = engine.node, {devices.trainers[0].node_id, engine.node}
+        assert len(homes) == 2, "one process on each machine"
+        lost = next(node for node in machines.list_all_nodes() if node.node_id == first)
+        if lost is machines.head_node:
+            pytest.fail("the engine is on the head, which cannot leave")
+        machines.remove_node(lost, allow_graceful=False)
+        wait_until(lambda: engine.failure() is not None, 60)
+        with pytest.raises(MachineLost, match="a machine with 1 NPU of this run has left"):
+            cluster.start_service("tests.support.cluster_workers:Engine", (3,), replaces=engine, **start)
+        machines.add_node(num_cpus=8, object_store_memory=128 << 20, resources={"NPU": 1})
+        again = cluster.start_service("tests.support.cluster_workers:Engine", (3,), replaces=engine, **start)
+        assert again.call("scaled", 5).result(60) == 15 and again.node not in homes
+        cluster.check()
+        assert trainers.call("echo", "a") == [(0, "a")], "the others are left alone"
