@@ -148,13 +148,17 @@ class Run:
         self.devices.give_to_actor()  # its weights may be offloaded
         self.actor.export_hf(folder)
 
-    def shutdown(self) -> None:
-        """End the trainer processes in order; the cluster ends the others."""
-        if self.trainer_restarts is not None:
-            self.trainer_restarts.batches.close()
-        self.actor.shutdown()
-        if self.critic is not None:
-            self.critic.shutdown()
+    @contextlib.contextmanager
+    def closing(self) -> Iterator[None]:
+        """Run the block, then end the trainer processes in order, unless the block raises; the cluster ends the others."""
+        try:
+            yield
+            for group in (self.actor, self.critic):
+                if group is not None:
+                    group.shutdown()
+        finally:
+            if self.trainer_restarts is not None:
+                self.trainer_restarts.batches.close()
 
 
 def prepare_run(recipe: Recipe) -> RunSetup:
@@ -193,14 +197,14 @@ def build_run(setup: RunSetup, cluster: Cluster, log: RunLog) -> Run:
     )
     verdicts = setup.tape.verdicts() if setup.tape is not None and recipe.reward.uses_judge else None
     samplers, check = with_judge(recipe.judge, recipe.reward, engines, started.judges, check, verdicts)
-    devices = connect_engines(recipe, started, log.notice, fleet, check)
+    devices = connect_engines(recipe, started, log.notice, fleet, check, cluster.check)
     for notice in kernel_notices(actor.describe()):
         log.notice(notice)
     source = _source(setup, samplers, check, fleet)
     skipped = SkippedSteps(recipe.train.stop_after_skipped, folder.checkpoints)
     kl_weight = KLWeight(recipe.algorithm.kl_coef, recipe.algorithm.kl_target, recipe.algorithm.kl_horizon)
     saver = _saver(setup, started, devices, cluster.check, log.notice)
-    load_weights = _checkpoint_loader(actor, critic, devices)
+    load_weights = functools.partial(started.learners.load_checkpoint, devices)
     trace_note = kind_of(setup.platform.name).tracing.engines
     peak_tflops = recipe.cluster.device_peak_tflops
     return Run(
@@ -276,16 +280,17 @@ def _trainer_restarts(
     setup: RunSetup, learners: Learners, devices: Handover, cluster: Cluster
 ) -> TrainerRestarts | None:
     """Return what starts failed trainers again; None if the recipe does not want it."""
-    recipe = setup.recipe
-    if not recipe.train.trainer_restarts:
+    train = setup.recipe.train
+    batches = KeptBatches(setup.place.directory.batches)  # deletes those of a killed session
+    if not train.trainer_restarts:
         return None
 
     def check() -> None:
         cluster.check()
         learners.check()
 
-    start = functools.partial(learners.restart, recipe, cluster, devices)
-    return TrainerRestarts(recipe.train.trainer_restarts, KeptBatches(setup.place.directory.batches), start, check)
+    start = functools.partial(learners.restart, setup.recipe, cluster, devices)
+    return TrainerRestarts(train.trainer_restarts, batches, start, check)
 
 
 def connect_engines(
@@ -294,12 +299,24 @@ def connect_engines(
     notice: Callable[[str], None],
     fleet: Fleet | None = None,
     check: Callable[[], None] = lambda: None,
+    check_processes: Callable[[], None] = lambda: None,
 ) -> Handover:
-    """Open the weight sync between the actor and the engines, and choose how they occupy the devices. check: of processes."""
-    actor, engines = started.learners.actor, started.engines
+    """Open the weight sync between the actor and the engines, and choose how they occupy the devices.
+
+    check_processes: raises if a process of the run has failed. check: raises after SIGTERM, too.
+    """
+    actor, engines, learners = started.learners.actor, started.engines, started.learners
     if not engines:
         return Handover()
     check_in_flight(recipe, started.descriptions)
+
+    def with_learners(check: Callable[[], None]) -> Callable[[], None]:
+        def both() -> None:
+            check()
+            learners.check()
+
+        return both
+
     # A session that is opened again mostly takes the same route.
     notify_once = functools.lru_cache(maxsize=None)(notice)
     members = fleet.members() if fleet is not None else []
@@ -311,28 +328,25 @@ def connect_engines(
 
         def open_session(members: list[ReceivingEngine], indices: list[int]) -> Session:
             descriptions = [fleet.descriptions[i] for i in indices]
-            return open_weight_sync(recipe, actor, members, descriptions, notify_once, check)
+            return open_weight_sync(recipe, actor, members, descriptions, notify_once, with_learners(check))
 
         limit = recipe.rollout.start_timeout
-        return DisaggregatedFleet(actor, engines, session, members, fleet, open_session, check, limit)
-    update = EnginesUpdate(
-        actor,
-        engines,
-        session,
-        lambda: open_weight_sync(recipe, actor, engines, started.descriptions, notify_once, check),
+        return DisaggregatedFleet(actor, engines, session, members, fleet, open_session, with_learners(check), limit)
+    open_again = functools.partial(
+        open_weight_sync, recipe, actor, engines, started.descriptions, notify_once, with_learners(check_processes)
     )
+    update = EnginesUpdate(actor, engines, session, open_again)
     if recipe.cluster.placement == "disaggregated":
         return Disaggregated(update)
     return Colocated(
-        started.learners.actor_on_devices,
-        started.learners.critic_on_devices,
+        learners.actor_on_devices,
+        learners.critic_on_devices,
         engines,
         update,
         engines_sleep=all(description["can_sleep"] for description in started.descriptions),
         engines_asleep=started.engines_asleep,
         requests_wait=update_rule(recipe) == "refresh",
         start_timeout=recipe.rollout.start_timeout,
-        end_session=update.end_session,
     )
 
 
@@ -378,19 +392,3 @@ def _saver(
     give = {"critic": devices.give_to_critic, "trainer": devices.give_to_actor}
     onload = (lambda name: give[name]()) if learners_take_turns(recipe, setup.platform.name) else None
     return Saver(folder, {"critic": critic, "trainer": actor}, recipe.train, check, notice, onload)
-
-
-def _checkpoint_loader(
-    actor: ActorGroup, critic: CriticGroup | None, devices: Handover
-) -> Callable[[Path], list[str | None]]:
-    """Return a function that loads a checkpoint into all trainer processes and returns their notices, the actor's first."""
-
-    def load(checkpoint: Path) -> list[str | None]:
-        notices: list[str | None] = []
-        if critic is not None:
-            devices.give_to_critic()
-            notices = critic.load_checkpoint(checkpoint / "critic")
-        devices.give_to_actor()
-        return actor.load_checkpoint(checkpoint / "trainer") + notices
-
-    return load

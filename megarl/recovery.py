@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from megarl.assembly import Run
+from megarl.checkpoint.run_checkpoints import is_due
+from megarl.checkpoint.skipped_steps import SkippedSteps
 from megarl.cluster.failures import WorkerFailed
+from megarl.errors import ProcessFailure
 from megarl.rollout.source import Batch
 from megarl.step import training_step
 from megarl.trainer.reference import refresh_reference_if_due
 from megarl.trainer.restarts import TrainerRestarts
+from megarl.types import Metrics
 
 
 def train_on_next_batch(run: Run, step: int) -> None:
     """Take a batch and train on it. The batch is freed on return, before the next one is sampled."""
     with run.log.phase("gen") if run.recipe.train.source == "rollout" else run.log.phase("data"):
         batch = run.source.take(run.recipe.data.prompts_per_step)
+    with_trainers(run, step - 1, run.checkpoints.poll)
     run.checkpoints.trained_step = None
     run.profiling.after_sampling(step)
     run.log.add(batch.metrics)
@@ -54,53 +60,92 @@ def with_trainers(run: Run, trained: int, action: Callable[[], None]) -> None:
     """Call `action`, which needs trainers that have the weights after step `trained`.
 
     With `train.trainer_restarts`, a failure of a trainer starts all of them again, brings them to step `trained`, and `action` is
-    called again. Raises WorkerFailed if they have failed too often.
+    called again. Raises WorkerFailed if they have failed too often, or if engines have parts of an update and cannot restart.
     """
-    restarts, skipped = run.trainer_restarts, run.skipped.copy()
+    restarts = run.trainer_restarts
     if restarts is None:
         return action()
+    before = StepState(run.checkpoints.trained_step, run.skipped.copy(), run.log.pending())
+    failure = attempt(restarts, action)
+    while failure is not None:
+        if not run.devices.outlives_trainers:
+            failure.add_note(
+                "Engines may have parts of the new weights, so the trainers do not start again; see rollout.min_engines."
+            )
+            raise failure
+        restarts.count(failure, trained)
+        run.log.withdraw_metrics(before.metrics, phase="recovery")
+        failure = attempt(restarts, lambda: restart_trainers(run, restarts, trained, before)) or attempt(
+            restarts, action
+        )
+
+
+@dataclass(frozen=True)
+class StepState:
+    """State of the controller before an action, to which it returns if the action fails. trained_step: see Checkpoints."""
+
+    trained_step: int | None
+    skipped: SkippedSteps
+    metrics: Metrics  # of the step so far
+
+
+def attempt(restarts: TrainerRestarts, action: Callable[[], None]) -> WorkerFailed | None:
+    """Call `action`. Returns the failure if it failed because of a trainer; raises other errors."""
     try:
         restarts.check()
-        return action()
+        action()
     except WorkerFailed as error:
-        failure = error
-    while True:
-        run.skipped.reset_to(skipped)
-        restarts.count(failure, trained)
+        return without_frames(error)
+    except ProcessFailure:
         try:
-            with run.log.phase("recovery"):
-                restart_trainers(run, restarts, trained, failure)
-            return action()
+            restarts.check()  # an engine fails if a trainer dies while they connect
         except WorkerFailed as error:
-            failure = error
+            return without_frames(error)
+        raise
+    return None
 
 
-def restart_trainers(run: Run, restarts: TrainerRestarts, trained: int, failure: WorkerFailed) -> None:
+def without_frames(error: WorkerFailed) -> WorkerFailed:
+    """Return `error` without the frames of its traceback, which hold the batch."""
+    error.__context__ = None
+    return error.with_traceback(None)
+
+
+def restart_trainers(run: Run, restarts: TrainerRestarts, trained: int, before: StepState) -> None:
     """Start all trainers again, and train the steps from the newest checkpoint to `trained` again on their kept batches."""
-    began, former_step = time.monotonic(), run.checkpoints.trained_step
     run.checkpoints.trained_step = None
-    run.log.warn(f"{failure}\nThe trainers start again (train.trainer_restarts); the engines go on")
-    restarts.start()
-    checkpoint = run.checkpoints.restore_trainers()
-    difference = 0.0
-    for step in range(checkpoint + 1, trained + 1):
-        groups = restarts.batches.read(step)
-        with run.log.repeating() as metrics:
-            if groups:
-                training_step(run, Batch(groups), step)
-            refresh_reference_if_due(run.actor, run.log, run.recipe.algorithm, step)
-        difference = max(difference, restarts.difference(step, metrics))
-        restarts.retrained += 1
-    run.checkpoints.trained_step = former_step
+    with run.log.phase("recovery"):
+        began = time.monotonic()
+        run.log.warn(f"{restarts.newest_failure}\nThe trainers start again (train.trainer_restarts)")
+        restarts.start()
+        checkpoint = run.checkpoints.restore_trainers()
+        run.devices.give_to_actor()
+        differences: list[float] = []
+        for step in range(checkpoint + 1, trained + 1):
+            groups = restarts.batches.read(step)
+            with run.log.repeating() as metrics:
+                if groups:
+                    training_step(run, Batch(groups), step)
+            if is_due(step, run.recipe.algorithm.refresh_reference_every):
+                run.actor.refresh_reference(step)
+            differences += restarts.differences(step, metrics)
+            restarts.retrained += 1
+        run.skipped.reset_to(before.skipped)
+        run.checkpoints.trained_step = before.trained_step
+        run.log.notice(recovered_text(checkpoint, trained, differences, time.monotonic() - began))
     run.log.add(restarts.metrics())
-    run.log.notice(recovered_text(checkpoint, trained, difference, time.monotonic() - began))
 
 
-def recovered_text(checkpoint: int, trained: int, difference: float, seconds: float) -> str:
-    """Return the notice of trainers that have started again from the step of `checkpoint`."""
+def recovered_text(checkpoint: int, trained: int, differences: list[float], seconds: float) -> str:
+    """Return the notice of trainers that have started again from the step of `checkpoint`. differences: of gradient norms."""
     start = f"the checkpoint of step {checkpoint}" if checkpoint else "the starting model"
-    text = f"the trainers have the weights after step {trained} again, {seconds:.0f} s after the failure, from {start}"
+    text = f"the trainers have the weights after step {trained} again, in {seconds:.0f} s, from {start}"
     if trained == checkpoint:
         return text
-    numbers = f"their gradient norms differ by up to {difference:.2g}" if difference else "with the same gradient norms"
-    return f"{text}; steps {checkpoint + 1} to {trained} were trained again on their batches, {numbers}"
+    text += f"; steps {checkpoint + 1} to {trained} were trained again on their batches"
+    if not differences:
+        return text
+    most = max(differences)
+    return (
+        f"{text}; their gradient norms differ by up to {most:.2g}" if most else f"{text}, with the same gradient norms"
+    )

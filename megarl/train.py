@@ -42,11 +42,11 @@ def train(recipe: Recipe) -> Path:
         with connected(recipe, setup.platform, demand_of(recipe)) as cluster:
             with log.phase("start"):
                 run = build_run(setup, cluster, log)
-            run_steps(run, resume_from=setup.place.checkpoint)
-            if run.exports_at_end:
-                with log.phase("export"):
-                    with_trainers(run, run.last_step, lambda: run.export(directory.path / "hf"))
-            run.shutdown()
+            with run.closing():
+                run_steps(run, resume_from=setup.place.checkpoint)
+                if run.exports_at_end:
+                    with log.phase("export"):
+                        with_trainers(run, run.last_step, lambda: run.export(directory.path / "hf"))
     print(*after_training(recipe, directory), sep="\n", flush=True)
     return directory.path
 
@@ -61,12 +61,11 @@ def run_steps(run: Run, resume_from: Path | None = None) -> None:
     elif done < run.recipe.train.steps:
         with_trainers(run, done, lambda: run.publish_first_weights(done))
         if run.recipe.evaluation.at_start and done == 0:
-            run.evaluate_policy(after_step=0)
+            with_trainers(run, 0, lambda: run.evaluate_policy(after_step=0))
     with run.checkpoints.saved_at_end(run.devices.reclaim):
         for step in range(done + 1, run.last_step + 1):
             run.profiling.before_sampling(step)
             run.source.admit(step - 1)
-            with_trainers(run, step - 1, run.checkpoints.poll)
             train_on_next_batch(run, step)
             with_trainers(run, step, partial(save_step, run, step))
             if run.is_cut_off(step):

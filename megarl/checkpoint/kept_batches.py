@@ -33,10 +33,9 @@ class KeptBatches:
         return step in self._writes
 
     def keep(self, step: int, groups: Sequence[Group]) -> None:
-        """Begin to write the batch of `step`. Raises the error of an earlier write, for example on a full disk."""
+        """Begin to write the batch of `step`, when earlier ones are written. Raises their errors, for example on a full disk."""
         for write in self._writes.values():
-            if write.done():
-                write.result()
+            write.result()
         self._writes[step] = self._thread.submit(self._write, step, list(groups))
 
     def read(self, step: int) -> list[Group]:

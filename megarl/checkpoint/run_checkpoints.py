@@ -47,6 +47,7 @@ class Checkpoints:
     trained_step: int | None = 0
     resumed: Path | None = None  # the checkpoint with which this session began, and its step
     resumed_step: int = 0
+    lost_step: int | None = None  # of a save that was lost when trainers failed
 
     def poll(self) -> None:
         """Commit a background save that has been written."""
@@ -114,7 +115,10 @@ class Checkpoints:
             self.log.warn(f"the checkpoint of step {step} could not be saved before the end: {failure}")
 
     def finish(self) -> None:
-        """Wait for a background save."""
+        """Wait for a background save. Save again if it was lost when trainers failed."""
+        if self.lost_step is not None and self.lost_step == self.trained_step:
+            self._save(self.lost_step)
+        self.lost_step = None
         self.saver.poll(wait=True)
 
     def rescue(self, error: BaseException) -> None:
@@ -133,7 +137,7 @@ class Checkpoints:
     def newest(self) -> tuple[int, Path | None]:
         """Return step and path of the newest checkpoint of this run, or step 0 and None: the starting model."""
         saved = list_checkpoints(self.saver.folder)  # a resume has set later ones aside
-        if saved and checkpoint_step(saved[-1]) >= self.resumed_step:
+        if saved and checkpoint_step(saved[-1]) > self.resumed_step:
             return checkpoint_step(saved[-1]), saved[-1]
         return self.resumed_step, self.resumed
 
@@ -144,12 +148,12 @@ class Checkpoints:
         """
         lost = self.saver.give_up()
         if lost is not None:
-            self.log.warn(f"the checkpoint of step {lost} was still being written: it is lost")
+            self.lost_step, why = lost
+            self.log.warn(f"the checkpoint of step {self.lost_step} is lost: {why}")
         step, checkpoint = self.newest()
-        if checkpoint is None:
-            self.kl_weight.reset()
-            return step
-        self._load(checkpoint, load_state(checkpoint))
+        self.kl_weight.reset()
+        if checkpoint is not None:
+            self._load(checkpoint, load_state(checkpoint))
         return step
 
     def _load(self, checkpoint: Path, state: dict[str, Any]) -> None:

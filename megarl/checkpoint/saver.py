@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from megarl.checkpoint import folder as checkpoint
 from megarl.checkpoint.manifest import FileSum
+from megarl.cluster.failures import WorkerFailed
 from megarl.recipe.schema import TrainConfig
 from megarl.types import Metrics
 
@@ -60,6 +61,7 @@ class Saver:
         self._step: int | None = None  # of the save in progress
         self._receipts: list[Path] = []
         self._written: Written | None = None  # contents of the receipts, once read
+        self._lost: tuple[int, str] | None = None  # step of a save that failed, and why, until `give_up`
 
     def save(self, step: int, state: dict[str, Any]) -> Metrics:
         """Write the checkpoint of `step`; with `train.save_in_background`, start writing it. Waits for an earlier save.
@@ -76,7 +78,7 @@ class Saver:
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        self._step = step
+        self._step, self._lost = step, None
         return metrics if background else metrics | self.poll(wait=True)
 
     def _stage(self, partial: Path) -> int:
@@ -128,18 +130,24 @@ class Saver:
             self._or_remove(self._commit)
         return path
 
-    def give_up(self) -> int | None:
+    def give_up(self) -> tuple[int, str] | None:
         """End the save in progress of processes that have ended: commit it if it is written, otherwise delete it.
 
-        Returns the step of a deleted save.
+        Returns the step of a save that is lost, and why; None if there is none.
         """
-        step = self._step
-        if step is None or self.rescue(wait=False) is not None:
-            self._step = None
+        step, why = self._step, "it was still being written"
+        if step is None:
+            lost, self._lost = self._lost, None
+            return lost
+        try:
+            written = self.rescue(wait=False)
+        except Exception as error:  # noqa: BLE001 -- a failed write, in the words of its receipt
+            written, why = None, str(error)
+        self._step, self._written, self._lost = None, None, None
+        if written is not None:
             return None
         shutil.rmtree(checkpoint.partial_path(self.folder, step), ignore_errors=True)
-        self._step, self._written = None, None
-        return step
+        return step, why
 
     def _or_remove(self, action: Callable[[], Metrics]) -> Metrics:
         """Return the result of `action`. If it raises, delete the partial checkpoint and end the save in progress."""
@@ -147,6 +155,13 @@ class Saver:
         assert step is not None
         try:
             return action()
+        except WorkerFailed as error:
+            if error.failure.died:  # its part may be written; `rescue` and `give_up` look
+                raise
+            self._lost = step, str(error)
+            self._step, self._written = None, None
+            shutil.rmtree(checkpoint.partial_path(self.folder, step), ignore_errors=True)
+            raise
         except Exception:
             self._step, self._written = None, None
             shutil.rmtree(checkpoint.partial_path(self.folder, step), ignore_errors=True)

@@ -119,7 +119,10 @@ class Cluster(Protocol):
         ...
 
     def end_trainers(self) -> None:
-        """Kill the processes of all trainer groups, and wait until they have ended. torchrun cannot start them again."""
+        """Kill the processes of all trainer groups, and wait for their end, 20 s at most, since they hold device memory.
+
+        torchrun cannot start them again.
+        """
         raise AssertionError(f"{type(self).__name__} cannot end its trainers alone")
 
     def start_service(

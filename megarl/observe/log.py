@@ -123,7 +123,7 @@ class RunLog:
 
     @contextlib.contextmanager
     def repeating(self) -> Iterator[dict[str, Any]]:
-        """In the block a finished step is computed again: its metrics, times, samples and notices are not logged.
+        """In the block a finished step is computed again: its metrics, times and samples are not logged.
 
         Yields a dict that holds the metrics at the end of the block.
         """
@@ -136,6 +136,12 @@ class RunLog:
             with self._guard:
                 metrics.update(self._pending)
                 self._pending, self._repeats = logged, False
+
+    def withdraw_metrics(self, earlier: Mapping[str, Any], *, phase: str) -> None:
+        """Return to `earlier` metrics of the next step. The times added since then become time of `phase`."""
+        with self._guard:
+            since = sum(self._take_times().values()) - sum(v for k, v in earlier.items() if k.startswith("timing_s/"))
+            self._pending = {**earlier, (key := f"timing_s/{phase}"): earlier.get(key, 0.0) + since}
 
     def begin(self) -> None:
         """Begin the first step. The times so far become the session's start in summary.json, not part of that step."""
@@ -266,9 +272,8 @@ class RunLog:
         step = min(self.next_step, self._total_steps) if step is None else step
         line = json_line({"time": time.time(), "step": step, "level": level, "text": text})
         with self._guard:
-            if not self._repeats:
-                self._notices.write(line)
-                self._console.notice(text, level == "warning")
+            self._notices.write(line)
+            self._console.notice(text, level == "warning")
 
     def _write_report(self) -> None:
         """Write report.html. A failure is a warning: the run's results are complete without the report."""

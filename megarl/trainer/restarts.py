@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -26,6 +27,7 @@ class TrainerRestarts:
     start: Callable[[], None]
     check: Callable[[], None]
     restarts: int = 0  # of this session
+    newest_failure: WorkerFailed | None = None
     retrained: int = 0  # steps that were trained again, in this session
     _in_a_row: int = 0
     _furthest: int = -1  # step of the weights at the newest failure
@@ -37,17 +39,24 @@ class TrainerRestarts:
         self._furthest = max(self._furthest, trained)
         if self._in_a_row > self.most:
             raise error
-        self.restarts += 1
+        self.restarts, self.newest_failure = self.restarts + 1, error
 
     def record(self, step: int, metrics: Metrics) -> None:
         """Remember the gradient norm of `step`, to compare it if the step is trained again."""
         if GRAD_NORM in metrics:
             self._norms[step] = float(metrics[GRAD_NORM])
 
-    def difference(self, step: int, metrics: Metrics) -> float:
-        """Return by how much the gradient norm of a repeated step differs from the first: 0 if it is the same to the last bit."""
-        first, again = self._norms.get(step), metrics.get(GRAD_NORM)
-        return 0.0 if first is None or again is None or first == again else abs(first - float(again))
+    def differences(self, step: int, metrics: Metrics) -> list[float]:
+        """Return by how much the gradient norm of a repeated step differs from the first one; [] if the step has none.
+
+        0: it is the same to the last bit. inf: one of them is NaN.
+        """
+        if step not in self._norms or GRAD_NORM not in metrics:
+            return []
+        first, again = self._norms[step], float(metrics[GRAD_NORM])
+        if first == again or (math.isnan(first) and math.isnan(again)):
+            return [0.0]
+        return [math.inf if math.isnan(first - again) else abs(first - again)]
 
     def keep_since(self, checkpoint: int) -> None:
         """Forget what is needed only up to the checkpoint of this step."""

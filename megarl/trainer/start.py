@@ -66,6 +66,15 @@ class Learners:
             self.critic_on_devices.offload()
             self.critic.describe()
 
+    def load_checkpoint(self, devices: Handover, folder: Path) -> list[str | None]:
+        """Load a checkpoint into all processes. Returns the ranks' notices, the actor's first: see `TrainerGroup`."""
+        notices: list[str | None] = []
+        if self.critic is not None:
+            devices.give_to_critic()
+            notices = self.critic.load_checkpoint(folder / "critic")
+        devices.give_to_actor()
+        return self.actor.load_checkpoint(folder / "trainer") + notices
+
     def check(self) -> None:
         """Raise the failure of an idle process that `Cluster.check` has found, if there is one."""
         for group in (self.actor, self.critic):

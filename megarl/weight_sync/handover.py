@@ -40,6 +40,11 @@ class Handover:
     def prepare_trainers_restart(self) -> None:
         """Prepare the devices for new trainer processes. The next update opens a new session."""
 
+    @property
+    def outlives_trainers(self) -> bool:
+        """Whether the engines can go on with new trainers: not after an update in which trainers failed, unless engines restart."""
+        return True
+
 
 class OffloadingTrainers(Protocol):
     """Trainers that can move their tensors to host memory."""
@@ -78,11 +83,15 @@ class EnginesUpdate:
     ):
         self.trainers, self.engines, self.open_session = trainers, list(engines), open_session
         self.session: Session | None = session
+        self.was_interrupted = False  # engines have ended, or have parts of an update
 
     def __call__(self, version: int) -> Metrics:
         if self.session is None:
             self.session = self.open_session()
-        return publish(self.trainers, self.engines, self.session, version)
+        self.was_interrupted = True
+        metrics = publish(self.trainers, self.engines, self.session, version)
+        self.was_interrupted = False
+        return metrics
 
     def end_session(self) -> None:
         self.session = None
@@ -100,6 +109,10 @@ class Disaggregated(Handover):
     def prepare_trainers_restart(self) -> None:
         self.update.end_session()
 
+    @property
+    def outlives_trainers(self) -> bool:
+        return not self.update.was_interrupted
+
 
 class EngineFleet(Protocol):
     """Engines that may die while the run goes on (`megarl.rollout.fleet.fleet.Fleet`)."""
@@ -116,6 +129,10 @@ class EngineFleet(Protocol):
 
     def restart_all(
         self, members: Sequence[tuple[int, int]], error: Exception, check: Callable[[], None], limit: float
+    ) -> None: ...
+
+    def end_and_restart(
+        self, members: Sequence[tuple[int, int]], cause: str, check: Callable[[], None], limit: float
     ) -> None: ...
 
 
@@ -163,23 +180,25 @@ class DisaggregatedFleet(Handover):
         self.trainers, self.engines, self.session, self.members = trainers, list(engines), session, members
         self.fleet, self.open_session = fleet, open_session
         self.check, self.start_timeout = check, start_timeout
-        self.unfinished: WorkerFailed | None = None  # failure of a trainer in an update, after which trainers restarted
+        self.unfinished: list[tuple[int, int]] | None = (
+            None  # members of an update that a failure of a trainer has ended
+        )
 
     def update_engines(self, version: int) -> Metrics:
         self.fleet.poll()
         with self.fleet.update():
-            if self.unfinished is not None:
-                error, self.unfinished = self.unfinished, None
-                self.fleet.restart_all(self.fleet.members(), error, self.check, self.start_timeout)
+            if self.unfinished is not None:  # the trainers have started again
+                self.fleet.end_and_restart(self.unfinished, "a trainer failed", self.check, self.start_timeout)
+                self.unfinished = None
             while True:
                 members = self.fleet.members()
                 try:
                     metrics = self._update(members, version)
-                except WorkerFailed as error:
-                    self.unfinished = error
+                except WorkerFailed:
                     raise
                 except (WeightSyncError, ClusterError) as error:
                     self.fleet.restart_all(members, error, self.check, self.start_timeout)
+                    self.unfinished = None
                     continue
                 self.fleet.updated(members)
                 return metrics
@@ -193,7 +212,10 @@ class DisaggregatedFleet(Handover):
         ]
         if members != self.members:
             self.session, self.members = self.open_session(engines, [index for index, _ in members]), members
-        return publish(self.trainers, engines, self.session, version)
+        self.unfinished = members
+        metrics = publish(self.trainers, engines, self.session, version)
+        self.unfinished = None
+        return metrics
 
 
 class Occupant:
@@ -227,20 +249,19 @@ class Colocated(Handover):
         actor: Occupant,
         critic: Occupant | None,
         engines: Sequence[SleepingEngine],
-        update: Callable[[int], Metrics],
+        update: EnginesUpdate,
         *,
         engines_sleep: bool,
         engines_asleep: bool,
         requests_wait: bool = False,
         start_timeout: float,
-        end_session: Callable[[], None] = lambda: None,
     ):
-        """update: sends the actor's weights to the engines as a version; after `end_session` in a new session. engines_sleep: engines can free their memory.
+        """update: sends the actor's weights to the engines as a version. engines_sleep: engines can free their memory.
         engines_asleep: they have done so. requests_wait: requests may run when engines stop (`rollout.max_staleness` above
         0); they continue after the update. start_timeout: limit for falling asleep and waking, in seconds."""
         self.actor, self.critic, self.engines, self.update = actor, critic, list(engines), update
         self.engines_sleep, self.engines_asleep, self.start_timeout = engines_sleep, engines_asleep, start_timeout
-        self.end_session = end_session
+        self.have_weights_alone = False  # engines that are between the two parts of waking up
         self.pauses = requests_wait and not engines_sleep  # an engine that sleeps stops its requests, too
         self.engines_paused = False
 
@@ -263,11 +284,12 @@ class Colocated(Handover):
 
         def update() -> None:
             self._wake_engines("weights")
+            self.have_weights_alone = self.engines_asleep
             metrics.update(self.update(version))
 
         self.actor.offload(update)
         self._wake_engines("kv_cache")
-        self.engines_asleep = False
+        self.engines_asleep = self.have_weights_alone = False
         if self.engines_paused:
             self._wait([engine.resume() for engine in self.engines], doing="resume")
             self.engines_paused = False
@@ -283,8 +305,15 @@ class Colocated(Handover):
         self.give_to_actor()
 
     def prepare_trainers_restart(self) -> None:
+        if self.have_weights_alone:
+            self._wake_engines("kv_cache")
+            self.engines_asleep = self.have_weights_alone = False
         self._sleep_engines()
-        self.end_session()
+        self.update.end_session()
+
+    @property
+    def outlives_trainers(self) -> bool:
+        return not self.update.was_interrupted
 
     def _sleep_engines(self) -> None:
         if self.engines_sleep and not self.engines_asleep:

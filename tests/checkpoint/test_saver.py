@@ -16,6 +16,7 @@ from megarl.checkpoint import folder as checkpoint
 from megarl.checkpoint.folder import check_whole, find_checkpoint, list_checkpoints
 from megarl.checkpoint.manifest import find_damage
 from megarl.checkpoint.saver import Saver
+from megarl.cluster.failures import Failure, ProcessInfo, WorkerFailed
 from megarl.recipe.schema import TrainConfig
 from tests.support.checkpoint_parts import Trainers, names, saver, state, unexpected
 
@@ -136,6 +137,31 @@ def test_rescue_waits_for_receipts_without_calling_the_trainers(tmp_path: Path) 
         setattr(trainers, method, None)
     assert run_saver.rescue(wait=True) == tmp_path / "step_000001"
     assert looks == [1] and names(tmp_path) == ["step_000001"]
+
+
+@pytest.mark.parametrize("died", [True, False], ids=["a trainer died", "a write failed"])
+@pytest.mark.parametrize("written", [True, False], ids=["written", "not written"])
+def test_a_save_of_failed_trainers_is_committed_or_named(died: bool, written: bool, tmp_path: Path) -> None:
+    """Either way the next save can begin, and the folder holds no partial checkpoint."""
+    trainers = Trainers()
+    run_saver = saver(tmp_path, trainers, save_in_background=True)
+    run_saver.save(1, state())
+    if written and died:
+        trainers.work()
+    trainers.error = WorkerFailed(Failure(ProcessInfo("trainer rank 1"), "disk full", died=died))
+    with pytest.raises(WorkerFailed):
+        run_saver.poll()
+    lost = run_saver.give_up()
+    assert not run_saver.pending and run_saver.give_up() is None
+    if written and died:
+        assert lost is None and names(tmp_path) == ["step_000001"]
+        assert find_damage(tmp_path / "step_000001") is None
+    else:
+        assert lost is not None and lost[0] == 1 and ("disk full" in lost[1]) != died and names(tmp_path) == []
+    trainers.error = None
+    run_saver.save(2, state())
+    run_saver.poll(wait=True)
+    assert "step_000002" in names(tmp_path)
 
 
 def test_an_interrupt_during_commit_loses_no_written_checkpoint(

@@ -384,7 +384,7 @@ def test_trainers_that_are_not_essential_start_again_beside_other_processes(conn
         cluster.check()
         return group.failure is not None
 
-    wait_until(found, 30)
+    assert wait_until(found, 30)
     assert "trainer rank 1" in str(group.failure) and "SIGKILL" in str(group.failure)
     cluster.end_trainers()
     group = cluster.start_trainers("tests.support.cluster_workers:Reducer", 2, (), essential=False)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megarl.assembly import Started, connect_engines
+from megarl.cluster.failures import Failure, ProcessInfo, WorkerFailed
 from megarl.recipe.schema import Recipe
 from megarl.rollout.engine_handle import EngineHandle
 from megarl.trainer.group import ActorGroup
@@ -114,3 +115,47 @@ def test_a_stop_ends_engines_that_sample_before_trainers_take_the_devices() -> N
     actor.on_device = False
     devices.reclaim()
     assert calls == ["engine stops", "engine stops", "onload"] and actor.on_device
+
+
+@pytest.mark.parametrize("fails_in", ["update", "offload_weights"])
+def test_trainers_restart_after_a_failure_while_engines_wake(fails_in: str) -> None:
+    """Engines that hold their weights alone go to sleep again, so that new trainers find the memory free."""
+    calls: list[str] = []
+
+    class Recorded(Engine):
+        def call(self, method: str, *args: Any) -> Future[Any]:
+            calls.append(" ".join([method, *args[0]]) if args else method)
+            return super().call(method, *args)
+
+    class Failing:
+        def call(self, method: str, *args: Any) -> list[Any]:
+            if method == fails_in:
+                raise WorkerFailed(Failure.death(ProcessInfo("trainer rank 0"), "killed"))
+            return [None]
+
+    class Update:
+        was_interrupted = False
+
+        def __call__(self, version: int) -> Any:
+            if fails_in == "update":
+                raise WorkerFailed(Failure.death(ProcessInfo("trainer rank 0"), "killed"))
+            return {}
+
+        def end_session(self) -> None:
+            calls.append("end session")
+
+    actor = Occupant(ActorGroup(Failing(), Recipe()), offload=True)  # type: ignore[arg-type]
+    devices = Colocated(
+        actor,
+        None,
+        handles([Recorded("engine0")]),
+        Update(),
+        engines_sleep=True,
+        engines_asleep=False,
+        start_timeout=1.0,
+    )  # type: ignore[arg-type]
+    with pytest.raises(WorkerFailed):
+        devices.update_engines(1)
+    assert calls == ["sleep", "wake weights"]
+    devices.prepare_trainers_restart()
+    assert calls[2:] == ["wake kv_cache", "sleep", "end session"] and devices.engines_asleep

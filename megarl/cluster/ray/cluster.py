@@ -82,19 +82,22 @@ class RayGroup:
         return [(control, [RayData(ref) for ref in refs[1:]]) for control, refs in zip(controls, calls, strict=True)]
 
     def shutdown(self) -> None:
-        if self._has_shutdown:
+        if self._has_shutdown and self.failure is None:  # other ranks would wait for a dead one
             self._has_shutdown = False
             self.call("shutdown")
         self.kill()
 
-    def kill(self) -> None:
+    def kill(self) -> list[Any]:
+        """Kill the processes. Returns references that are ready once Ray has noticed their end."""
         for actor in self._actors:
             ray.kill(actor)
+        ends = [actor.ping.remote() for actor in self._actors]
         self._actors, self._pings = [], []
+        return ends
 
-    def wait_for_end(self, seconds: float) -> None:
-        """Wait until killed processes of this machine have ended, which frees their device memory. Ray reports others' end."""
-        wait_for_end([place.pid for place in self._places if place.host == host_name()], seconds)
+    def local_pids(self) -> list[int]:
+        """Process ids of the ranks on this machine."""
+        return [place.pid for place in self._places if place.host == host_name()]
 
     def construct(self, class_path: str, args: tuple[Any, ...], env: list[dict[str, str]]) -> None:
         calls = [
@@ -229,10 +232,10 @@ class RayCluster(Cluster):
 
     def end_trainers(self) -> None:
         groups, self._groups = self._groups, []
-        for group in groups:
-            group.kill()
-        for group in groups:
-            group.wait_for_end(KILL_SECONDS)
+        ends = [end for group in groups for end in group.kill()]
+        if ends:
+            ray_wait(ends, num_returns=len(ends), timeout=KILL_SECONDS)
+        wait_for_end([pid for group in groups for pid in group.local_pids()], KILL_SECONDS)
 
     def start_service(
         self,

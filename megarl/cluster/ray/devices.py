@@ -177,6 +177,11 @@ class RayDevices:
         return ray_get(probes, timeout=_RESERVE_SECONDS)
 
 
+def is_alive(node_id: str) -> bool:
+    """Return whether a machine is in the cluster, as far as Ray knows: it notices a loss after some seconds."""
+    return any(node["NodeID"] == node_id for node in _living_nodes())
+
+
 def _living_nodes() -> list[dict[str, Any]]:
     """Nodes of the cluster, in the order of their addresses."""
     return sorted(

@@ -23,7 +23,7 @@ from megarl.cluster.failures import (
     host_name,
 )
 from megarl.cluster.ray.actors import ConstructorFailed
-from megarl.cluster.ray.devices import ReservedDevice
+from megarl.cluster.ray.devices import ReservedDevice, is_alive
 from megarl.cluster.ray.failures import death_cause, not_started
 from megarl.cluster.ray.signals import ray_get, ray_wait
 
@@ -115,8 +115,11 @@ class RayService:
                 return self._death(error)
             if isinstance(outcome, Raised):
                 return Failure.raised(self.place(), outcome)
-        if not self._place.pid and time.monotonic() > self._deadline and not ray_wait([self._where], timeout=0)[0]:
-            return not_started(self._place, START_SECONDS)
+        if not self.is_located():
+            if not is_alive(self.node):
+                return Failure.death(self._place, "its machine has left the Ray cluster before the process had started")
+            if time.monotonic() > self._deadline:
+                return not_started(self._place, START_SECONDS)
         return None
 
     def stop(self) -> None:

@@ -31,6 +31,7 @@ from megarl.preflight.recipe.reward import reward_errors
 from megarl.preflight.recipe.shared import mini_batch_errors, optimizer_errors, parallel_size_errors
 from megarl.preflight.recipe.teacher import teacher_errors
 from megarl.preflight.recipe.weight_sync import weight_sync_errors
+from megarl.recipe.derived.at_update import update_rule
 from megarl.recipe.derived.critic_view import critic_view
 from megarl.recipe.schema import EvaluationConfig, Recipe, RolloutConfig
 from megarl.recipe.training import LoraConfig
@@ -85,6 +86,7 @@ def combination_errors(recipe: Recipe) -> Iterator[ValueError]:
     yield from overlong_errors(recipe)
     yield from evaluation_errors(recipe)
     yield from restart_errors(recipe)
+    yield from trainer_restart_errors(recipe)
     yield from staleness_errors(recipe)
     yield from at_update_errors(recipe)
     yield from fleet_errors(recipe)
@@ -280,6 +282,13 @@ def restart_errors(recipe: Recipe) -> Errors:
                 "set it to 0, and torchrun --max-restarts",
                 value=value,
             )
+
+
+def trainer_restart_errors(recipe: Recipe) -> Errors:
+    if recipe.train.trainer_restarts and update_rule(recipe) == "finish":
+        problem = "with rollout.at_update=finish the weight sync that new trainers open would change the weights of samples that run"
+        remedy = "set rollout.at_update=refresh, keep or drain, or leave it out and set train.restarts"
+        yield RecipeError("train.trainer_restarts", problem, remedy, value=recipe.train.trainer_restarts)
 
 
 def _evaluates(evaluation: EvaluationConfig) -> bool:

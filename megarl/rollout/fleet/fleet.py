@@ -25,7 +25,6 @@ from megarl.cluster.failures import (
     ProcessInfo,
     ServiceDied,
     TooFewEngines,
-    WorkerFailed,
 )
 from megarl.errors import pluralize
 from megarl.rollout.engine_handle import EngineHandle
@@ -175,7 +174,7 @@ class Fleet:
         with self.lock:
             self._in_update = True
         yield
-        with self.lock:  # not after an error: the run ends, and may save a checkpoint meanwhile
+        with self.lock:  # not after an error: the run ends, or trainers start again and repeat the update
             self._in_update = self._interrupted = False
 
     def follow_update(self, member: Member, update: Future[Any]) -> None:
@@ -196,27 +195,33 @@ class Fleet:
                 self._messages.append(f"{self.engines[engine].name} has the run's weights, and samples")
 
     def restart_all(self, members: Sequence[Member], error: Exception, check: Callable[[], None], limit: float) -> None:
-        """After an aborted update of `members`: end and restart them all, and return when they have loaded.
+        """After an update of `members` that `error` has aborted: end and restart them all, and return when they have loaded.
 
-        check: of the run's processes. Raises `error` if neither a member nor a trainer (WorkerFailed) has died or failed;
-        RuntimeError after `limit` seconds without `rollout.min_engines` loaded engines; and as `poll` does.
+        check: of the run's processes. Raises `error` if none of the members has died or failed, and as `end_and_restart` does.
         """
         names = {f"service {self.engines[engine].name}" for engine, _ in members}
         by_member = isinstance(error, ClusterError) and error.failure.place.name in names
-        if isinstance(error, TooFewEngines) or not (isinstance(error, (WeightSyncError, WorkerFailed)) or by_member):
+        if isinstance(error, TooFewEngines) or not (isinstance(error, WeightSyncError) or by_member):
             raise error
         deadline = time.monotonic() + DEATH_SECONDS
-        while not isinstance(error, WorkerFailed) and not self._find_failed(members):
+        while not self._find_failed(members):
             if time.monotonic() > deadline:
                 raise error
             check()
             time.sleep(_POLL_SECONDS)
+        self.end_and_restart(members, str(error), check, limit)
+
+    def end_and_restart(self, members: Sequence[Member], cause: str, check: Callable[[], None], limit: float) -> None:
+        """End and restart `members`, some of which may have parts of an aborted update, and return when they have loaded.
+
+        cause: of the abort, for the message. Raises RuntimeError after `limit` seconds without `rollout.min_engines` loaded
+        engines; and as `poll` does.
+        """
         with self.lock:
             self._interrupted = True
             for engine, process in members:
                 if process == self._states.process(engine) and not self._states.is_dead(engine):
                     self._states.end(engine)
-            cause = str(error).splitlines()[0]
             self._messages.append(
                 f"the update of the weights was aborted ({cause}): all engines restart, and it is repeated"
             )
@@ -227,8 +232,8 @@ class Fleet:
                 if len(self.members()) >= self._min_engines:
                     return
                 raise RuntimeError(
-                    f"the engines have not restarted within rollout.start_timeout = {limit:g} s"
-                ) from error
+                    f"the engines have not restarted within rollout.start_timeout = {limit:g} s ({cause})"
+                )
             time.sleep(_POLL_SECONDS)
             check()
             self.poll()
