@@ -55,6 +55,28 @@ def test_phases_nest_repeat_and_add_up(tmp_path: Path) -> None:
     assert gen["ts"] <= reward["ts"] and reward["ts"] + reward["dur"] <= gen["ts"] + gen["dur"] + 1000
 
 
+def test_withdrawn_metrics_leave_their_time(tmp_path: Path) -> None:
+    """Of a failed attempt: speeds are computed from the times of phases."""
+    with RunLog(make_recipe(tmp_path), tmp_path / "run", 1, 5) as log:
+        log.add({"timing_s/gen": 1.0, "kept": 1.0})
+        before = log.pending()
+        log.add({"timing_s/gen": 4.0, "timing_s/update_actor": 2.0, "withdrawn": 1.0})
+        log.withdraw_metrics(before, phase="recovery")
+        assert log.pending() == {"timing_s/gen": 1.0, "kept": 1.0, "timing_s/recovery": 5.0}
+
+
+def test_a_repeated_step_is_not_logged(tmp_path: Path) -> None:
+    with RunLog(make_recipe(tmp_path), tmp_path / "run", 1, 5) as log:
+        log.add({"grad": 1.0})
+        with log.repeating() as metrics:
+            log.add({"grad": 2.0})
+            log.samples(1, [{"text": "again"}])
+            with log.phase("update_actor"):
+                pass
+        assert metrics["grad"] == 2.0 and "timing_s/update_actor" in metrics and log.pending() == {"grad": 1.0}
+        assert not list((tmp_path / "run").glob("samples/*"))
+
+
 def test_evaluations_are_written_to_their_steps_line(tmp_path: Path) -> None:
     with RunLog(make_recipe(), tmp_path, 1, 2) as log:
         with log.phase("eval"):
