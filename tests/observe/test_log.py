@@ -57,7 +57,7 @@ def test_phases_nest_repeat_and_add_up(tmp_path: Path) -> None:
 
 def test_withdrawn_metrics_leave_their_time(tmp_path: Path) -> None:
     """Of a failed attempt: speeds are computed from the times of phases."""
-    with RunLog(make_recipe(tmp_path), tmp_path / "run", 1, 5) as log:
+    with RunLog(make_recipe(samples_per_step=4), tmp_path / "run", 1, 5) as log:
         log.add({"timing_s/gen": 1.0, "kept": 1.0})
         before = log.pending()
         log.add({"timing_s/gen": 4.0, "timing_s/update_actor": 2.0, "withdrawn": 1.0})
@@ -66,7 +66,7 @@ def test_withdrawn_metrics_leave_their_time(tmp_path: Path) -> None:
 
 
 def test_a_repeated_step_is_not_logged(tmp_path: Path) -> None:
-    with RunLog(make_recipe(tmp_path), tmp_path / "run", 1, 5) as log:
+    with RunLog(make_recipe(samples_per_step=4), tmp_path / "run", 1, 5) as log:
         log.add({"grad": 1.0})
         with log.repeating() as metrics:
             log.add({"grad": 2.0})
