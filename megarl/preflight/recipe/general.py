@@ -32,7 +32,7 @@ from megarl.preflight.recipe.shared import mini_batch_errors, optimizer_errors, 
 from megarl.preflight.recipe.teacher import teacher_errors
 from megarl.preflight.recipe.weight_sync import weight_sync_errors
 from megarl.recipe.derived.critic_view import critic_view
-from megarl.recipe.schema import EvaluationConfig, Recipe, RolloutConfig
+from megarl.recipe.schema import EvaluationConfig, Recipe, RolloutConfig, TrainConfig
 from megarl.recipe.training import LoraConfig
 
 Errors = Iterator[RecipeError]
@@ -85,6 +85,7 @@ def combination_errors(recipe: Recipe) -> Iterator[ValueError]:
     yield from overlong_errors(recipe)
     yield from evaluation_errors(recipe)
     yield from restart_errors(recipe)
+    yield from spike_errors(recipe.train)
     yield from staleness_errors(recipe)
     yield from at_update_errors(recipe)
     yield from fleet_errors(recipe)
@@ -280,6 +281,17 @@ def restart_errors(recipe: Recipe) -> Errors:
                 "set it to 0, and torchrun --max-restarts",
                 value=value,
             )
+
+
+def spike_errors(train: TrainConfig) -> Errors:
+    for name in ("spike_factor", "spike_window"):
+        value = getattr(train, name)
+        if train.on_spike is None and value != getattr(TrainConfig(), name):
+            problem, remedy = (
+                "train.on_spike is not set, so this has no effect",
+                "set train.on_spike=warn, or leave it out",
+            )
+            yield RecipeError(f"train.{name}", problem, remedy, value=value)
 
 
 def _evaluates(evaluation: EvaluationConfig) -> bool:
