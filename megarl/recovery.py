@@ -56,7 +56,7 @@ def with_trainers(run: Run, trained: int, action: Callable[[], None]) -> None:
     With `train.trainer_restarts`, a failure of a trainer starts all of them again, brings them to step `trained`, and `action` is
     called again. Raises WorkerFailed if they have failed too often.
     """
-    restarts, skipped = run.trainer_restarts, run.skipped.copy()
+    restarts, streaks = run.trainer_restarts, run.skipped.streaks()
     if restarts is None:
         return action()
     try:
@@ -65,11 +65,11 @@ def with_trainers(run: Run, trained: int, action: Callable[[], None]) -> None:
     except WorkerFailed as error:
         failure = error
     while True:
-        run.skipped.reset_to(skipped)
         restarts.count(failure, trained)
         try:
             with run.log.phase("recovery"):
                 restart_trainers(run, restarts, trained, failure)
+            run.skipped.reset_to(streaks)  # steps that are trained again have been counted
             return action()
         except WorkerFailed as error:
             failure = error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,6 +16,7 @@ from megarl.assembly import Run
 from megarl.checkpoint.folder import checkpoint_name
 from megarl.checkpoint.graceful_stop import GracefulStop
 from megarl.checkpoint.kept_batches import KeptBatches
+from megarl.checkpoint.next_commands import Repetition
 from megarl.checkpoint.run_checkpoints import Checkpoints
 from megarl.checkpoint.skipped_steps import SkippedSteps
 from megarl.cluster.failures import Failure, ProcessInfo, WorkerFailed
@@ -44,13 +46,13 @@ class Failing:
 
 
 class LearningWorkers(Workers):
-    """Stand-in trainers whose weights are the list of all updates so far."""
+    """Stand-in trainers whose weights are the list of all updates so far. From `broken` updates on, gradients are not finite."""
 
     failure = None
 
-    def __init__(self, failing: Failing) -> None:
+    def __init__(self, failing: Failing, broken: int) -> None:
         super().__init__("actor", [])
-        self.failing, self.weights = failing, list[Any]()
+        self.failing, self.broken, self.weights = failing, broken, list[Any]()
 
     def call(self, method: str, *args: Any) -> list[Any]:
         if method == "describe":
@@ -59,7 +61,7 @@ class LearningWorkers(Workers):
         if not self.failing.after:
             self.failing.raise_if_due()
         if method == "update_actor":
-            self.norms = iter([1.0 + len(self.weights)])
+            self.norms = iter([1.0 + len(self.weights) if len(self.weights) < self.broken else math.nan])
             self.weights.append((self.texts, args[0]))
         if method == "refresh_reference" and self.weights[-1] != f"reference {args[0]}":  # the same weights once more
             self.weights.append(f"reference {args[0]}")
@@ -122,7 +124,7 @@ class SavingWeights(Saver):
         path = self.folder / checkpoint_name(step)
         path.mkdir(parents=True)
         (path / "controller.json").write_text(
-            json.dumps({"step": step, "kl_weight": state["kl_weight"], "source": EMPTY})
+            json.dumps({"step": step, **{name: state[name] for name in ("kl_weight", "grad_norms")}, "source": EMPTY})
         )
         np.savez(path / "waiting.npz")
         return {}
@@ -133,7 +135,7 @@ class SavingWeights(Saver):
 EMPTY: dict[str, Any] = {"gathered": [], "waiting": [], "begun": []}
 
 
-def fit(folder: Path, most: int, failing: Failing) -> tuple[Run, list[Metrics]]:
+def fit(folder: Path, most: int, failing: Failing, broken: int = 99) -> tuple[Run, list[Metrics]]:
     """Run to the end; returns the run and its metrics without times."""
     recipe = Recipe()
     recipe.train.steps, recipe.train.save_every, recipe.train.trainer_restarts = STEPS, 3, most
@@ -142,10 +144,10 @@ def fit(folder: Path, most: int, failing: Failing) -> tuple[Run, list[Metrics]]:
     recipe.observe.console, recipe.observe.samples_per_step = "plain", 2
     recipe.observe.tensorboard = recipe.observe.report = False
     with RunLog(recipe, folder, 1, STEPS) as log:
-        actor = ActorGroup(cast(Any, LearningWorkers(failing)), recipe)
+        actor = ActorGroup(cast(Any, LearningWorkers(failing, broken)), recipe)
         actor.describe()
         source, saver = cast(Any, Batches()), cast(Any, SavingWeights(folder / "checkpoints", actor))
-        skipped = SkippedSteps(0, saver.folder)
+        skipped = SkippedSteps(recipe.train, Repetition(log.run_dir, False, None))
         kl_weight = KLWeight(0.1, 0.2, 10)
         handover = SendingHandover(actor)
 
@@ -155,7 +157,7 @@ def fit(folder: Path, most: int, failing: Failing) -> tuple[Run, list[Metrics]]:
             return [None]
 
         def start() -> None:
-            actor.workers = cast(Any, LearningWorkers(failing))
+            actor.workers = cast(Any, LearningWorkers(failing, broken))
 
         restarts = TrainerRestarts(most, KeptBatches(folder / "batches"), start, lambda: None)
         checkpoints = Checkpoints(
@@ -197,10 +199,22 @@ def test_a_failure_at_any_call_changes_no_number(
     assert cast(Any, run.actor.workers).weights == cast(Any, expected.actor.workers).weights
     assert repeated == metrics
     assert run.kl_weight.value == expected.kl_weight.value
+    norms = run.skipped.norms["actor"].state()
+    assert norms == expected.skipped.norms["actor"].state() and len(norms) == STEPS - 1, (
+        "later spikes are judged by them"
+    )
     notices = (tmp_path / "notices.jsonl").read_text()
     assert f"killed at call {number}" in notices and "gradient norms differ" not in notices
     samples = [path.read_text() for path in sorted((tmp_path / "samples").iterdir())]
     assert len(samples) == STEPS - 1 and all(text.count("answer") == 2 for text in samples), "written once"
+
+
+def test_skipped_steps_that_are_trained_again_count_once(tmp_path: Path) -> None:
+    """Step 3 has no group, and from step 4 on gradients are not finite. The checkpoint of step 3 is the newest."""
+    expected, _ = fit(tmp_path / "undisturbed", 1, Failing(set(), after=False), broken=3)
+    run, _ = fit(tmp_path / "failed", 1, Failing({CALLS - 2}, after=True), broken=3)
+    assert run.trainer_restarts is not None and run.trainer_restarts.retrained >= 2
+    assert run.skipped.streaks() == expected.skipped.streaks() and run.skipped.streaks()["actor"].steps == 4
 
 
 def test_failures_while_trainers_recover(undisturbed: tuple[Run, list[Metrics], int], tmp_path: Path) -> None:
