@@ -14,6 +14,7 @@ from megarl.algorithms.kl import KLWeight
 from megarl.checkpoint.graceful_stop import GracefulStop
 from megarl.checkpoint.identity import CONTENTS, data_digest, identity_of
 from megarl.checkpoint.kept_batches import KeptBatches
+from megarl.checkpoint.next_commands import Repetition
 from megarl.checkpoint.run_checkpoints import Checkpoints
 from megarl.checkpoint.saver import Saver
 from megarl.checkpoint.skipped_steps import SkippedSteps
@@ -201,7 +202,7 @@ def build_run(setup: RunSetup, cluster: Cluster, log: RunLog) -> Run:
     for notice in kernel_notices(actor.describe()):
         log.notice(notice)
     source = _source(setup, samplers, check, fleet)
-    skipped = SkippedSteps(recipe.train.stop_after_skipped, folder.checkpoints)
+    skipped = SkippedSteps(recipe.train, Repetition(folder, setup.tape is not None, setup.place.checkpoint))
     kl_weight = KLWeight(recipe.algorithm.kl_coef, recipe.algorithm.kl_target, recipe.algorithm.kl_horizon)
     saver = _saver(setup, started, devices, cluster.check, log.notice)
     load_weights = functools.partial(started.learners.load_checkpoint, devices)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megarl.assembly import Run
 from megarl.checkpoint.run_checkpoints import is_due
-from megarl.checkpoint.skipped_steps import SkippedSteps
+from megarl.checkpoint.skipped_steps import Streak
 from megarl.cluster.failures import WorkerFailed
 from megarl.errors import ProcessFailure
 from megarl.rollout.source import Batch
@@ -65,7 +65,7 @@ def with_trainers(run: Run, trained: int, action: Callable[[], None]) -> None:
     restarts = run.trainer_restarts
     if restarts is None:
         return action()
-    before = StepState(run.checkpoints.trained_step, run.skipped.copy(), run.log.pending())
+    before = StepState(run.checkpoints.trained_step, run.skipped.streaks(), run.log.pending())
     failure = attempt(restarts, action)
     while failure is not None:
         if not run.devices.outlives_trainers:
@@ -85,7 +85,7 @@ class StepState:
     """State of the controller before an action, to which it returns if the action fails. trained_step: see Checkpoints."""
 
     trained_step: int | None
-    skipped: SkippedSteps
+    streaks: dict[str, Streak]  # of skipped steps
     metrics: Metrics  # of the step so far
 
 
@@ -130,7 +130,7 @@ def restart_trainers(run: Run, restarts: TrainerRestarts, trained: int, before: 
                 run.actor.refresh_reference(step)
             differences += restarts.differences(step, metrics)
             restarts.retrained += 1
-        run.skipped.reset_to(before.skipped)
+        run.skipped.reset_to(before.streaks)
         run.checkpoints.trained_step = before.trained_step
         run.log.notice(recovered_text(checkpoint, trained, differences, time.monotonic() - began))
     run.log.add(restarts.metrics())

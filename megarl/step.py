@@ -71,7 +71,7 @@ def critic_pass(run: Run, batch: Batch, plan: StepPlan, step: int) -> list[list[
     with log.phase("adv"):
         advantages, metrics = critic.locate_advantages(plan.shards)
     with log.phase("update_critic"):
-        log_update(log, run.skipped, step, "critic", critic.update())
+        log_update(log, run.skipped, step, "critic", critic.update(run.skipped.norms["critic"]))
     log.add(metrics)
     return advantages
 
@@ -117,7 +117,8 @@ def update_actor(run: Run, plan: StepPlan, step: int, passes: StepPasses) -> Met
     """Update the policy on the loaded shards, one optimizer step per mini batch. Returns the metrics of the update."""
     with run.log.phase("update_actor"):
         scales = run.actor.correction_scales() if run.recipe.algorithm.correction.normalize else None
-        metrics = log_update(run.log, run.skipped, step, "actor", run.actor.update(run.kl_weight.value, scales))
+        per_rank = run.actor.update(run.kl_weight.value, scales, run.skipped.norms["actor"])
+        metrics = log_update(run.log, run.skipped, step, "actor", per_rank)
     if not passes.old_log_probs:
         run.log.add(run.actor.mismatch_metrics(step - 1))
     log_speed(run.log, "actor", "update_actor", plan.update_flops, run.actor.size, run.device_peak)

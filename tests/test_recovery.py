@@ -16,6 +16,7 @@ from megarl.assembly import Run
 from megarl.checkpoint.folder import checkpoint_name
 from megarl.checkpoint.graceful_stop import GracefulStop
 from megarl.checkpoint.kept_batches import KeptBatches
+from megarl.checkpoint.next_commands import Repetition
 from megarl.checkpoint.run_checkpoints import Checkpoints
 from megarl.checkpoint.skipped_steps import SkippedSteps
 from megarl.cluster.failures import Failure, ProcessInfo, WorkerFailed
@@ -126,7 +127,7 @@ class SavingWeights(Saver):
         path = self.folder / checkpoint_name(step)
         path.mkdir(parents=True)
         (path / "controller.json").write_text(
-            json.dumps({"step": step, "kl_weight": state["kl_weight"], "source": EMPTY})
+            json.dumps({"step": step, **{name: state[name] for name in ("kl_weight", "grad_norms")}, "source": EMPTY})
         )
         np.savez(path / "waiting.npz")
         return {}
@@ -151,7 +152,7 @@ def fit(
         actor = ActorGroup(cast(Any, LearningWorkers(failing)), recipe)
         actor.describe()
         source, saver = cast(Any, Batches()), cast(Any, SavingWeights(folder / "checkpoints", actor))
-        skipped = SkippedSteps(5, saver.folder)
+        skipped = SkippedSteps(recipe.train, Repetition(log.run_dir, False, None))
         kl_weight = KLWeight(0.1, 0.2, 10)
         handover = kind(actor)
 
@@ -204,7 +205,9 @@ def test_a_failure_at_any_call_changes_no_number(
     assert cast(Any, run.actor.workers).weights == cast(Any, expected.actor.workers).weights
     assert repeated == metrics
     assert run.kl_weight.value == expected.kl_weight.value
-    assert run.skipped._streaks == expected.skipped._streaks
+    assert run.skipped.streaks() == expected.skipped.streaks()
+    norms = run.skipped.norms["actor"].state()
+    assert norms == expected.skipped.norms["actor"].state() and len(norms) == 2, "later spikes are judged by them"
     notices = (tmp_path / "notices.jsonl").read_text()
     assert f"killed at call {number}" in notices and "gradient norms differ" not in notices
     samples = [path.read_text() for path in sorted((tmp_path / "samples").iterdir())]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,10 +14,12 @@ import pytest
 from megarl.algorithms.kl import KLWeight
 from megarl.assembly import Run
 from megarl.checkpoint.graceful_stop import GracefulStop
+from megarl.checkpoint.next_commands import Repetition
 from megarl.checkpoint.run_checkpoints import Checkpoints
 from megarl.checkpoint.skipped_steps import SkippedSteps
 from megarl.observe.log import RunLog
 from megarl.observe.profiling import Profiling
+from megarl.observe.run_dir import RunDirectory
 from megarl.recipe.schema import Recipe
 from megarl.step import training_step
 from megarl.train import run_steps
@@ -48,7 +50,7 @@ def recipe() -> Recipe:
 def fit(
     recipe: Recipe,
     folder: Path,
-    actor: list[float],
+    actor: Sequence[float | list[float]],
     *,
     critic: list[float] | None = None,
     without: tuple[int, ...] = (),
@@ -64,7 +66,7 @@ def build(
     recipe: Recipe,
     folder: Path,
     log: RunLog,
-    actor: list[float],
+    actor: Sequence[float | list[float]],
     critic: list[float] | None = None,
     without: tuple[int, ...] = (),
     calls: list[tuple[Any, ...]] | None = None,
@@ -81,7 +83,7 @@ def build(
     source: Any = Source(without)
     saver: Any = Saver(folder / "checkpoints")
     algorithm, tokenizer = recipe.algorithm, cast(Any, None)
-    skipped = SkippedSteps(recipe.train.stop_after_skipped, saver.folder)
+    skipped = SkippedSteps(recipe.train, Repetition(RunDirectory(folder), has_tape=False, checkpoint=None))
     kl_weight = KLWeight(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
     return Run(
         recipe=recipe,

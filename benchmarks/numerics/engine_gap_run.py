@@ -18,6 +18,7 @@ import numpy as np
 
 from benchmarks.numerics.engine_gap import Case, Gap, score
 from megarl import platform as platforms
+from megarl.algorithms.spikes import GradNorms
 from megarl.cluster import connect, is_controller, serve
 from megarl.cluster.base import Cluster
 from megarl.cluster.calls import attach, wait
@@ -122,7 +123,8 @@ class Driver:
 
     def learn(self) -> None:
         """Take one optimizer step on the groups that `gap` loaded last."""
-        metrics = next(steps for steps in self.actor.update(self.recipe.algorithm.kl_coef, None) if steps is not None)
+        updated = self.actor.update(self.recipe.algorithm.kl_coef, None, GradNorms(self.recipe.train))
+        metrics = next(steps for steps in updated if steps is not None)
         assert len(metrics) == 1 and not metrics[0]["actor/skipped_updates"], metrics
 
 

@@ -1,19 +1,45 @@
-"""Last lines of `megarl train`: the files of the run, and the commands that use them."""
+"""Commands that a run names: in its last lines, which list its files, and in notices of steps that the user may repeat."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.checkpoint.folder import list_checkpoints, resume_hint
+from megarl.checkpoint.folder import checkpoint_step, list_checkpoints, resume_hint
 from megarl.checkpoint.restarts import restarts_by_command
 from megarl.errors import InputError, RecipeError
 from megarl.observe.run_dir import RunDirectory
 from megarl.recipe.schema import Recipe
 
 _COMMAND = "python -m megarl"
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """Advice on how to repeat a step of this start of a run.
+
+    has_tape: the start writes a tape, so that a bundle can contain the step. checkpoint: where the start began; None: at step 1.
+    """
+
+    run: RunDirectory
+    has_tape: bool
+    checkpoint: Path | None
+
+    def advice(self, step: int) -> str:
+        """Return a sentence with the command that repeats `step`, or with the reason why there is none."""
+        if self.has_tape and (self.checkpoint is None or self.checkpoint.is_dir()):
+            return f"To repeat the step, pack it when it has ended: {_COMMAND} replay {shown(self.run.path)} --bundle step.tar --step {step}"
+        if self.has_tape:
+            return (
+                f"The step cannot be repeated: a bundle of it begins at {self.checkpoint}, which was deleted. With train.keep_every, "
+                "checkpoints stay"
+            )
+        older = [path for path in list_checkpoints(self.run.checkpoints) if checkpoint_step(path) < step]
+        resume = shown(older[-1]) if older else self.checkpoint or "never"
+        return f"To repeat the step: {_COMMAND} train {shown(self.run.recipe)} name=repeated train.resume={resume}"
 
 
 def after_training(recipe: Recipe, run: RunDirectory) -> list[str]:

@@ -28,7 +28,7 @@ def is_due(step: int, every: int) -> bool:
 
 @dataclass
 class Checkpoints:
-    """Checkpoints of a run: the weights through `saver`, the state of the controller (source, KL weight) here.
+    """Checkpoints of a run: the weights through `saver`, the state of the controller (source, KL weight, gradient norms) here.
 
     `trained_step`: the trainers hold the weights after this step; None during an update.
     identity: model, data and seed that a checkpoint belongs to. load_weights: loads the checkpoint in all processes and
@@ -144,7 +144,7 @@ class Checkpoints:
     def restore_trainers(self) -> int:
         """Load the newest checkpoint in new trainer processes, which have the starting model. Returns its step.
 
-        A save in progress ends first. Only the state that the trainers change is restored: weights and KL weight.
+        A save in progress ends first. Only the state that the trainers change is restored: weights, KL weight and gradient norms.
         """
         lost = self.saver.give_up()
         if lost is not None:
@@ -152,15 +152,17 @@ class Checkpoints:
             self.log.warn(f"the checkpoint of step {self.lost_step} is lost: {why}")
         step, checkpoint = self.newest()
         self.kl_weight.reset()
+        self.skipped.restore_norms({})
         if checkpoint is not None:
             self._load(checkpoint, load_state(checkpoint))
         return step
 
     def _load(self, checkpoint: Path, state: dict[str, Any]) -> None:
-        """Load weights and KL weight. Says so if the run does not continue bit for bit."""
+        """Load weights, KL weight and gradient norms. Says so if the run does not continue bit for bit."""
         notices = self.load_weights(checkpoint)
         if self.kl_weight.target is not None and state.get("kl_weight") is not None:
             self.kl_weight.value = state["kl_weight"]
+        self.skipped.restore_norms(state.get("grad_norms", {}))
         notice = next((notice for notice in notices if notice is not None), None)
         if notice is not None:
             self.log.notice(notice)
@@ -179,7 +181,8 @@ class Checkpoints:
         return int(state["step"]), state["metrics"] if self.log.next_step == state["step"] else None
 
     def _save(self, step: int, prepare: Callable[[], None] | None = None) -> None:
-        """Save the weights and the controller's state: step, identity, the step's metrics, source and adapted KL weight.
+        """Save the weights and the controller's state: step, identity, the step's metrics, source, adapted KL weight and gradient
+        norms.
 
         prepare: set if the run ends now. Then do not wait for running groups, and call it before the weights are saved: it
         may end engines, whose samples the state contains.
@@ -196,6 +199,7 @@ class Checkpoints:
                 "metrics": self.log.pending() if self.log.next_step == step else {},
                 "source": self.source.state(interrupted=prepare is not None),
                 "kl_weight": self.kl_weight.value if adapted else None,
+                "grad_norms": {role: norms.state() for role, norms in self.skipped.norms.items()},
             }
             if prepare is not None:
                 prepare()

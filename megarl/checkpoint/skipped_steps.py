@@ -1,17 +1,20 @@
-"""Stop a run after too many consecutive steps in which every update was skipped."""
+"""Stop a run after too many consecutive steps in which every update was skipped; gradient norms of the updates that were not."""
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
+from megarl.algorithms.spikes import GradNorms
 from megarl.checkpoint.folder import checkpoint_step, list_checkpoints
+from megarl.checkpoint.next_commands import Repetition
+from megarl.recipe.schema import TrainConfig
 
 
 @dataclass
-class _Streak:
+class Streak:
     """Consecutive skipped steps up to the latest one."""
 
     first: int
@@ -20,14 +23,21 @@ class _Streak:
 
 
 class SkippedSteps:
-    """Counts consecutive skipped steps, separately for actor and critic.
+    """Counts consecutive skipped steps, and holds gradient norms of applied updates, separately for actor and critic.
 
-    limit: `train.stop_after_skipped`. checkpoints: the run's checkpoint folder.
+    repetition: how the user can repeat a step.
     """
 
-    def __init__(self, limit: int, checkpoints: Path) -> None:
-        self.limit, self.checkpoints = limit, checkpoints
-        self._streaks: dict[str, _Streak] = {}
+    def __init__(self, config: TrainConfig, repetition: Repetition) -> None:
+        self.limit, self.repetition = config.stop_after_skipped, repetition
+        self.checkpoints = repetition.run.checkpoints
+        self.norms = {role: GradNorms(config) for role in ("actor", "critic")}
+        self._streaks: dict[str, Streak] = {}
+
+    def restore_norms(self, norms: Mapping[str, Iterable[float]]) -> None:
+        """Replace the gradient norms by those of a checkpoint, by role. Checkpoints of an earlier megarl have none."""
+        for role, of_role in self.norms.items():
+            of_role.restore(norms.get(role, ()))
 
     def note(self, role: str, step: int, cause: str | None) -> None:
         """Record `step` of `role`. `cause`: why all its updates were skipped; None if at least one was applied.
@@ -37,17 +47,17 @@ class SkippedSteps:
         if cause is None:
             self._streaks.pop(role, None)
             return
-        streak = self._streaks.setdefault(role, _Streak(step))
+        streak = self._streaks.setdefault(role, Streak(step))
         streak.steps += 1
         streak.causes[cause] += 1
 
-    def copy(self) -> SkippedSteps:
-        """Return an independent copy."""
-        return copy.deepcopy(self)
+    def streaks(self) -> dict[str, Streak]:
+        """Return a copy of the counts, for `reset_to`."""
+        return copy.deepcopy(self._streaks)
 
-    def reset_to(self, earlier: SkippedSteps) -> None:
-        """Forget what was noted since `earlier` was copied."""
-        self._streaks = copy.deepcopy(earlier._streaks)
+    def reset_to(self, streaks: dict[str, Streak]) -> None:
+        """Forget what was noted since `streaks` returned these counts."""
+        self._streaks = copy.deepcopy(streaks)
 
     @property
     def keeps_checkpoints(self) -> bool:

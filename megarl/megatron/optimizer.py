@@ -1,4 +1,4 @@
-"""Megatron's optimizer: learning-rate schedule, construction, and a step that skips gradients with a non-finite norm."""
+"""Megatron's optimizer: learning-rate schedule, construction, and a step that skips gradients with a non-finite norm and spikes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megarl.algorithms.spikes import GradNorms
 from megarl.recipe.derived.optimizer_extra import optimizer_settings
 from megarl.recipe.training import OptimizerConfig
 
@@ -96,11 +97,14 @@ def inner_optimizers(member: Any) -> list[Any]:
     return list(getattr(member.optimizer, "sub_optimizers", [member.optimizer]))
 
 
-def guarded_step(optimizer: Any, *, lr: float, clip_grad: float) -> tuple[float, bool]:
+def guarded_step(
+    optimizer: Any, *, lr: float, clip_grad: float, norms: GradNorms | None = None, device: torch.device | None = None
+) -> tuple[float, bool]:
     """Clip gradients and update the weights from the gradient buffers.
 
     Returns the global gradient norm before clipping, and whether the weights were updated: a non-finite norm skips
-    the update.
+    the update, and so does a norm above the limit of `norms`. The norm of an update is added to `norms`. device: this rank's,
+    needed with `norms`.
     """
 
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -109,7 +113,7 @@ def guarded_step(optimizer: Any, *, lr: float, clip_grad: float) -> tuple[float,
         group["lr"] = lr
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
-    if not math.isfinite(norm):
+    if not math.isfinite(norm) or (norms is not None and _is_spike(norm, norms, device)):
         return norm, False
     if clip_grad > 0:
         for member in members(optimizer):
@@ -117,4 +121,15 @@ def guarded_step(optimizer: Any, *, lr: float, clip_grad: float) -> tuple[float,
                 decoupled = getattr(member.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False)
                 clip_grad_by_total_norm_fp32(parameters, clip_grad, norm, use_decoupled_grad=decoupled)
     optimizer.step_with_ready_grads()
+    if norms is not None:
+        norms.add(norm)
     return norm, True
+
+
+def _is_spike(norm: float, norms: GradNorms, device: torch.device | None) -> bool:
+    """Return whether the norm is above the limit on any rank: ranks may round differently. Collective if there is a limit."""
+    from megarl.megatron.ranks import max_over_ranks
+
+    assert device is not None
+    limit = norms.limit
+    return math.isfinite(limit) and max_over_ranks(float(norm > limit), device) > 0

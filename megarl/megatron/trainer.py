@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.algorithms.inputs import LossInputs
+from megarl.algorithms.spikes import GradNorms
 from megarl.megatron import export
 from megarl.megatron.batch import MicroBatch
 from megarl.megatron.checkpoint import rank_part
@@ -76,6 +77,7 @@ class Trainer:
             self.optimizer = build_optimizer(config, self.model.chunks, dtype=self.model.dtype, distributed=distributed)
         self.coordinates = coordinates()
         self.step = 0  # optimizer steps, skipped ones included
+        self.norms: GradNorms | None = None  # with train.on_spike: skip; each update adds its norm
         self.reference: ReferencePolicy | None = None
         self._offloader = Offloader(self.model.chunks, self.optimizer)
         self._logged_no_offload = False
@@ -205,23 +207,23 @@ class Trainer:
         """
         contributions = self.accumulate(micro_batches, loss, head)
         self.step += 1
-        config = self.recipe.actor.optimizer
-        rate = learning_rate(self.step, config, self.total_steps)
-        norm, updated = guarded_step(self.optimizer, lr=rate, clip_grad=config.clip_grad)
+        config, device = self.recipe.actor.optimizer, self.platform.device()
+        lr = learning_rate(self.step, config, self.total_steps)
+        norm, updated = guarded_step(self.optimizer, lr=lr, clip_grad=config.clip_grad, norms=self.norms, device=device)
         if not updated:
             logger.warning("optimizer step %d skipped: the gradient norm is %s", self.step, norm)
-        peak = max_over_ranks(self.platform.peak_memory(), self.platform.device())
+        peak = max_over_ranks(self.platform.peak_memory(), device)
         routers = self._router_losses.metrics(self.role)
         if contributions is None:
             return None
         step_metrics = {
             f"{self.role}/grad_norm": norm,
-            f"{self.role}/lr": rate,
+            f"{self.role}/lr": lr,
             f"{self.role}/skipped_updates": float(not updated),
             **routers,
             "perf/max_memory_allocated_gb": peak,
         }
-        return {**sum_metrics(contributions, self.platform.device()), **step_metrics}
+        return {**sum_metrics(contributions, device), **step_metrics}
 
     def accumulate(self, micro_batches: list[MicroBatch], loss: Any, head: OutputHead) -> list[Any] | None:
         """Run forward and backward of a mini batch; the gradient stays in the DDP buffers.
@@ -332,7 +334,7 @@ class PolicyTrainer(Trainer):
         `objective` receives the LossInputs of each micro batch; `MicroBatch.vectors` holds all its fields except
         log-probs and entropy. It returns a loss normalized over the whole mini batch, and metrics that are summed over
         it. Returns these sums over micro batches and data-parallel ranks, with actor/grad_norm (before clipping),
-        actor/lr, actor/skipped_updates (1 if the gradient norm was not finite and the weights are unchanged) and
+        actor/lr, actor/skipped_updates (1 if the gradient norm was not finite or above the limit of `norms`: the weights are unchanged) and
         perf/max_memory_allocated_gb (`Platform.peak_memory`, maximum over ranks); None except on the last stage.
         """
 

@@ -244,8 +244,23 @@ class TrainConfig:
     )
     stop_after_skipped: int = key(
         5,
-        "Stop the run after this many consecutive steps in which every update of the actor or the critic was skipped, because gradient norms were not finite or dynamic sampling left no group. Until then no new checkpoint replaces an older one. 0: never stop.",
+        "Stop the run after this many consecutive steps in which every update of the actor or the critic was skipped, because gradient norms were not finite or spikes (`train.on_spike`), or dynamic sampling left no group. Until then no new checkpoint replaces an older one. 0: never stop.",
         at_least=0,
+    )
+    on_spike: Optional[Literal["warn", "skip"]] = key(
+        None,
+        "Treatment of an update of the actor or the critic that is a spike: its gradient norm is above `spike_factor` x the median of the applied updates before it. warn: apply it, with a notice. skip: leave the weights unchanged, as after a gradient norm that is not finite, with a notice. Not set: norms are not compared. docs/faults.md has examples.",
+    )
+    spike_factor: float = key(
+        10.0,
+        "With `on_spike`: an update is a spike if its gradient norm is above this multiple of the median.",
+        above=1,
+    )
+    spike_window: int = key(
+        64,
+        "With `on_spike`: number of newest applied updates in the median, separate for actor and critic. Updates are judged once 16 norms are there. Norms of 0 are left out. Checkpoints contain the norms, so a resumed run finds the same spikes.",
+        at_least=16,
+        at_most=10_000,
     )
     resume: str = key(
         "never",

@@ -18,6 +18,7 @@ from megarl.algorithms.correction import correction_scales, total_mismatch
 from megarl.algorithms.inputs import Outcomes
 from megarl.algorithms.moments import Moments, Whitening
 from megarl.algorithms.optimal_baseline import group_lengths
+from megarl.algorithms.spikes import GradNorms
 from megarl.algorithms.values import ValueMoments, value_metrics
 from megarl.batching.flops import ModelFlops
 from megarl.batching.plan import StepPlan, plan_step, routes
@@ -125,6 +126,11 @@ class TrainerGroup:
             self._call(Worker.save_adapter, str(adapter_folder(folder)))
         return counts
 
+    def _send_norms(self, norms: GradNorms) -> None:
+        """Send the gradient norms of earlier updates to all ranks, if these skip spikes (`train.on_spike`)."""
+        if norms.config.on_spike == "skip":
+            self._call(Worker.skip_spikes, norms.state())
+
     def onload(self) -> None:
         self._call(Worker.onload)
 
@@ -223,8 +229,14 @@ class ActorGroup(TrainerGroup):
         """Return, per mini batch, the factor that makes the mean of its correction weights 1."""
         return correction_scales(self._call(ActorWorker.correction_totals))
 
-    def update(self, kl_weight: float, correction_scales: list[float] | None) -> list[list[Metrics] | None]:
-        """Update the policy: one optimizer step per mini batch. Returns each rank's metrics per mini batch."""
+    def update(
+        self, kl_weight: float, correction_scales: list[float] | None, norms: GradNorms
+    ) -> list[list[Metrics] | None]:
+        """Update the policy: one optimizer step per mini batch. Returns each rank's metrics per mini batch.
+
+        norms: of the actor's earlier updates.
+        """
+        self._send_norms(norms)
         return self._call(ActorWorker.update_actor, kl_weight, correction_scales)
 
     def compute_held_out_metrics(self) -> list[Metrics | None]:
@@ -287,8 +299,12 @@ class CriticGroup(TrainerGroup):
         parts = self._locate_vectors(CriticWorker.collect_advantages, (whitening,), self._shards, targets)
         return parts, value_metrics(self._moments, whitening)
 
-    def update(self) -> list[list[Metrics] | None]:
-        """Update the critic: one optimizer step per mini batch. Returns each rank's metrics per mini batch."""
+    def update(self, norms: GradNorms) -> list[list[Metrics] | None]:
+        """Update the critic: one optimizer step per mini batch. Returns each rank's metrics per mini batch.
+
+        norms: of the critic's earlier updates.
+        """
+        self._send_norms(norms)
         self._shards = []  # frees the batch's vectors before the next batch is sampled
         return self._call(CriticWorker.update_critic)
 

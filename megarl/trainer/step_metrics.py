@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from megarl.algorithms.spikes import GradNorms
 from megarl.checkpoint.skipped_steps import SkippedSteps
 from megarl.observe.log import RunLog
 from megarl.types import Group, Metrics, Sample
@@ -17,16 +20,60 @@ MEMORY = "perf/max_memory_allocated_gb"
 def log_update(
     log: RunLog, skipped: SkippedSteps, step: int, role: str, per_rank: Sequence[list[Metrics] | None]
 ) -> Metrics:
-    """Log the metrics of an update, count the step if all its updates were skipped, and return the metrics.
+    """Log the metrics of a step's updates, report spikes and skipped ones, count the step if all were skipped, and return the
+    metrics.
 
     The step's memory is the maximum over actor and critic. per_rank, role: see `combine_updates`.
     """
-    metrics = combine_updates(per_rank, role)
-    all_skipped = metrics[f"{role}/skipped_updates"] == max(len(part or ()) for part in per_rank)
-    norm = metrics[f"{role}/grad_norm"]
-    skipped.note(role, step, f"{role}/grad_norm was {norm}" if all_skipped else None)
+    metrics, norms = combine_updates(per_rank, role), skipped.norms[role]
+    updates = next(part for part in per_rank if part is not None)
+    unusual = unusual_updates(updates, role, norms)
+    if norms.config.on_spike is not None:
+        metrics[f"{role}/spikes"] = float(sum(update.is_spike for update in unusual))
+    if unusual:
+        log.warn(f"step {step}: {'; '.join(map(str, unusual))}. {skipped.repetition.advice(step)}")
+    causes = [f"{role}/grad_norm was {update.excess}" for update in unusual if not update.applied]
+    skipped.note(role, step, " and ".join(dict.fromkeys(causes)) if len(causes) == len(updates) else None)
     log.add({**metrics, MEMORY: max(metrics[MEMORY], log.pending().get(MEMORY, 0.0))})
     return metrics
+
+
+@dataclass(frozen=True)
+class UnusualUpdate:
+    """An update that was skipped, or is a spike. excess: nan, inf, or how far its norm is above the norms before it."""
+
+    name: str
+    norm: float
+    applied: bool
+    excess: str
+
+    @property
+    def is_spike(self) -> bool:
+        return math.isfinite(self.norm)
+
+    def __str__(self) -> str:
+        fate = "was applied" if self.applied else "was skipped, and left the weights unchanged"
+        norm = f" {self.norm:.4g} is" if self.is_spike else " is"
+        return f"{self.name} {fate}: its gradient norm{norm} {self.excess}"
+
+
+def unusual_updates(updates: Sequence[Metrics], role: str, norms: GradNorms) -> list[UnusualUpdate]:
+    """Return the unusual ones of a step's `updates`, and add the norms of all applied ones to `norms`.
+
+    Each update is compared with those before it. updates: the metrics of each.
+    """
+    unusual = []
+    for number, update in enumerate(updates, start=1):
+        norm, applied = update[f"{role}/grad_norm"], not update[f"{role}/skipped_updates"]
+        if not applied or norm > norms.limit:
+            excess, name = str(norm), f"update {number} of {len(updates)} of the {role}"
+            if math.isfinite(norm):
+                factor = f"{norms.config.spike_factor:g} times the median {norms.median:.4g} of the {len(norms)} updates before"
+                excess = f"above {factor} (train.spike_factor)"
+            unusual.append(UnusualUpdate(name, norm, applied, excess))
+        if applied:
+            norms.add(norm)
+    return unusual
 
 
 def log_speed(log: RunLog, name: str, phase: str, flops: float, devices: int, peak: float | None) -> None:

@@ -22,6 +22,7 @@ from megarl.algorithms.catalogue import import_modules
 from megarl.algorithms.inputs import TokenOutcomes
 from megarl.algorithms.process_advantages import step_returns, step_rewards_per_token
 from megarl.algorithms.shaping import kl_penalties
+from megarl.algorithms.spikes import GradNorms
 from megarl.cluster.key_value_store import join_ranks
 from megarl.platform.base import Profiler
 from megarl.recipe.observe import trace_options
@@ -212,6 +213,10 @@ class Worker:
         experts = [sample.routed_experts for sample in vectors]
         assert all(part is not None for part in experts), "the engine was started without return_routed_experts"
         return Routing(tokens=torch.from_numpy(np.concatenate(experts)))  # type: ignore[arg-type]
+
+    def skip_spikes(self, norms: list[float]) -> None:
+        """Skip further updates whose gradient norm is a spike. norms: of the newest applied updates (`GradNorms.state`)."""
+        self.trainer.norms = GradNorms(self.recipe.train, norms)
 
     # --- weights --------------------------------------------------------------------------------
 

@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 
-from tests.support.megatron_checkpoints import save
+from megarl.algorithms.spikes import GradNorms
+from megarl.recipe.schema import TrainConfig
+from tests.support.megatron_checkpoints import assert_same, save
 from tests.support.trainer_processes import forget_last_model
 
 
@@ -63,6 +65,7 @@ def run_case(case: dict[str, Any], output: Path) -> None:
     directory = output / f"{case['name']}.checkpoint"
     save(trainer, directory)
     went_on, last = training.train(trainer, batches, 2), training.weights_of(trainer)
+    check_skipped(trainer, batches, output / f"{case['name']}.skipped")
 
     resumed = build(case)
     assert resumed.load(directory) is None
@@ -77,6 +80,19 @@ def run_case(case: dict[str, Any], output: Path) -> None:
         crossed = None
     if dist.get_rank() == 0:
         torch.save({"metrics": metrics, "went_on": went_on, "crossed": crossed}, output / f"{case['name']}.pt")
+
+
+def check_skipped(trainer: Any, batches: list[Any], output: Path) -> None:
+    """Assert that an update which is a spike changes no weight, master or moment, in the memory of device or host."""
+    train = TrainConfig(on_spike="skip")
+    trainer.norms = GradNorms(train, [1e-6] * train.spike_window)
+    folders = [output / name for name in ("before", "after")]
+    save(trainer, folders[0])
+    (metrics,) = training.train(trainer, batches, 1)
+    assert metrics["actor/skipped_updates"] == 1.0 and metrics["actor/grad_norm"] > 0.5
+    save(trainer, folders[1])
+    dist.barrier()
+    assert_same(*folders)
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,17 @@ from megarl.types import Group, InlineData, Sample, SampleTokens, Shard, fetch
 
 
 class Workers:
-    """Stand-in trainers: the gradient norm of step s is ``norms[s - 1]``, then 1."""
+    """Stand-in trainers: the gradient norm of step s is ``norms[s - 1]``, then 1. A list has the norms of a step's updates.
+
+    After `skip_spikes` they skip norms above 100.
+    """
 
     size = 1
+    highest = math.inf
 
-    def __init__(self, role: str, norms: list[float], calls: list[tuple[Any, ...]] | None = None) -> None:
+    def __init__(
+        self, role: str, norms: Sequence[float | list[float]], calls: list[tuple[Any, ...]] | None = None
+    ) -> None:
         self.role, self.norms = role, iter(norms)
         self.calls = calls if calls is not None else []  # method names and arguments
 
@@ -36,13 +43,23 @@ class Workers:
             return [{0: 2.0, 1: 0.0}]
         if method == "compute_reference_log_probs":
             return [0]
+        if method == "skip_spikes":
+            self.highest = 100.0
         if method not in ("update_actor", "update_critic"):
             return [None]
-        norm = next(self.norms, 1.0)
-        skipped = float(not math.isfinite(norm))
-        step = {f"{self.role}/grad_norm": norm, f"{self.role}/lr": 0.1, f"{self.role}/skipped_updates": skipped}
+        norms = next(self.norms, 1.0)
         kl = {"actor/kl": 1 / 3} if self.role == "actor" else {}
-        return [None, [{**step, **kl, "perf/max_memory_allocated_gb": 1.0}]]
+        of_step = [
+            {
+                f"{self.role}/grad_norm": norm,
+                f"{self.role}/lr": 0.1,
+                f"{self.role}/skipped_updates": float(not math.isfinite(norm) or norm > self.highest),
+                **kl,
+                "perf/max_memory_allocated_gb": 1.0,
+            }
+            for norm in (norms if isinstance(norms, list) else [norms])
+        ]
+        return [None, of_step]
 
     def scatter(self, method: str, per_rank: list[tuple[Any, ...]]) -> list[Any]:
         self._note(method, per_rank[0])

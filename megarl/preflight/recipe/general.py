@@ -33,7 +33,7 @@ from megarl.preflight.recipe.teacher import teacher_errors
 from megarl.preflight.recipe.weight_sync import weight_sync_errors
 from megarl.recipe.derived.at_update import update_rule
 from megarl.recipe.derived.critic_view import critic_view
-from megarl.recipe.schema import EvaluationConfig, Recipe, RolloutConfig
+from megarl.recipe.schema import EvaluationConfig, Recipe, RolloutConfig, TrainConfig
 from megarl.recipe.training import LoraConfig
 
 Errors = Iterator[RecipeError]
@@ -87,6 +87,7 @@ def combination_errors(recipe: Recipe) -> Iterator[ValueError]:
     yield from evaluation_errors(recipe)
     yield from restart_errors(recipe)
     yield from trainer_restart_errors(recipe)
+    yield from spike_errors(recipe.train)
     yield from staleness_errors(recipe)
     yield from at_update_errors(recipe)
     yield from fleet_errors(recipe)
@@ -289,6 +290,17 @@ def trainer_restart_errors(recipe: Recipe) -> Errors:
         problem = "with rollout.at_update=finish the weight sync that new trainers open would change the weights of samples that run"
         remedy = "set rollout.at_update=refresh, keep or drain, or leave it out and set train.restarts"
         yield RecipeError("train.trainer_restarts", problem, remedy, value=recipe.train.trainer_restarts)
+
+
+def spike_errors(train: TrainConfig) -> Errors:
+    for name in ("spike_factor", "spike_window"):
+        value = getattr(train, name)
+        if train.on_spike is None and value != getattr(TrainConfig(), name):
+            problem, remedy = (
+                "train.on_spike is not set, so this has no effect",
+                "set train.on_spike=warn, or leave it out",
+            )
+            yield RecipeError(f"train.{name}", problem, remedy, value=value)
 
 
 def _evaluates(evaluation: EvaluationConfig) -> bool:
