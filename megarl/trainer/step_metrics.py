@@ -15,6 +15,7 @@ from megarl.observe.log import RunLog
 from megarl.types import Group, Metrics, Sample
 
 MEMORY = "perf/max_memory_allocated_gb"
+_SHOWN = 2  # updates in a notice
 
 
 def log_update(
@@ -31,7 +32,8 @@ def log_update(
     if norms.config.on_spike is not None:
         metrics[f"{role}/spikes"] = float(sum(update.is_spike for update in unusual))
     if unusual:
-        log.warn(f"step {step}: {'; '.join(map(str, unusual))}. {skipped.repetition.advice(step)}")
+        more = f"; and {len(unusual) - _SHOWN} more" if len(unusual) > _SHOWN else ""
+        log.warn(f"step {step}: {'; '.join(map(str, unusual[:_SHOWN]))}{more}. {skipped.repetition.advice(step)}")
     causes = [f"{role}/grad_norm was {update.excess}" for update in unusual if not update.applied]
     skipped.note(role, step, " and ".join(dict.fromkeys(causes)) if len(causes) == len(updates) else None)
     log.add({**metrics, MEMORY: max(metrics[MEMORY], log.pending().get(MEMORY, 0.0))})

@@ -96,6 +96,13 @@ def test_a_norm_that_is_not_finite_has_a_notice_and_is_no_spike(recipe: Recipe, 
     assert lines(tmp_path)[16]["actor/spikes"] == 0 and lines(tmp_path)[16]["actor/skipped_updates"] == 1
 
 
+def test_a_notice_names_only_the_first_updates(recipe: Recipe, tmp_path: Path) -> None:
+    run(recipe, tmp_path, [*CALM, [400.0, 500.0, 600.0, 700.0, 1.0]])
+    (notice,) = notices(tmp_path)
+    assert "update 2 of 5" in notice and "update 3 of 5" not in notice and "; and 2 more. To repeat" in notice
+    assert lines(tmp_path)[16]["actor/spikes"] == 4
+
+
 def test_actor_and_critic_are_compared_with_their_own_norms(recipe: Recipe, tmp_path: Path) -> None:
     recipe.algorithm.advantage = "gae"
     run(recipe, tmp_path, CALM, critic=[90.0] * 16 + [101.0, 950.0])
