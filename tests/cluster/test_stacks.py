@@ -17,13 +17,14 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.cluster.failures import ProcessInfo, run
+from megarl.cluster.failures import ProcessInfo
 from megarl.cluster.stacks import capture as capturing
 from megarl.cluster.stacks import channel, stall
 from megarl.cluster.stacks.capture import capture
 from megarl.cluster.stacks.channel import answering, read_stacks, socket_path
 from megarl.cluster.stacks.report import GroupStacks, lines_of, process_lines, situation
 from megarl.cluster.stacks.stall import LOOKS, StallWatch, TrainersStalled, progress
+from megarl.cluster.torchrun.rank import CallMessage, RankWorker
 from tests.support.cluster_workers import ROOT, wait_until
 
 WORLD = ("0", "default_pg")
@@ -118,6 +119,15 @@ def test_a_chain_of_waiting_ranks_leads_to_its_first() -> None:
             ],
             [1],
         ),
+        # Behind in one group and ahead in another: a link of a chain that ends at the last rank.
+        (
+            [
+                rank_state("a.py:1 sync", counts=[(TENSOR, 2, 6)]),
+                rank_state("a.py:1 sync", counts=[(TENSOR, 2, 5), (DATA, 2, 5)]),
+                rank_state("b.py:2 slow", counts=[(DATA, 2, 4)]),
+            ],
+            [2],
+        ),
         # It left the call without the collective.
         (
             [
@@ -142,6 +152,14 @@ def test_a_chain_of_waiting_ranks_leads_to_its_first() -> None:
 )
 def test_missing_ranks(states: list[Any], missing: list[int]) -> None:
     assert situation(group_of(*states)).missing == missing
+
+
+def test_a_rank_that_returned_without_the_collective_is_named() -> None:
+    waiting = rank_state(*IN_ALL_REDUCE, wait=("all_reduce", WORLD), counts=[(WORLD, 2, 3)])
+    assert lines_of(group_of(waiting, rank_state(counts=[(WORLD, 2, 2)])))[-2:] == [
+        "others wait for:",
+        "  trainer rank 1 on node7 (pid 101): has returned from the call, 1 collective behind in the group of all trainers",
+    ]
 
 
 def test_ranks_in_different_collectives_are_listed_with_their_lag() -> None:
@@ -248,9 +266,9 @@ def test_little_io_of_a_log_is_no_progress() -> None:
     assert progress(group_of(SILENT), now)
 
 
-def test_a_stall_of_0_never_looks() -> None:
-    watch = StallWatch(lambda full: pytest.fail("a look"), 0.0)
-    watch.check()
+def test_a_stall_of_0_never_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stall, "_in_thread", lambda read: pytest.fail("a look"))
+    StallWatch(lambda full: group_of(), 0.0).check()
 
 
 # --- capture in the process ---------------------------------------------------------------------------
@@ -272,7 +290,10 @@ def in_a_call():
     event, threads = threading.Event(), []
 
     def start(function: Any) -> None:
-        threads.append(threading.Thread(target=lambda: run(function, event), name="call", daemon=True))
+        worker = RankWorker()
+        worker._worker = SimpleNamespace(wait=lambda: function(event))
+        call = CallMessage("wait", ())
+        threads.append(threading.Thread(target=worker.answer, args=(call,), name="call", daemon=True))
         threads[-1].start()
         assert wait_until(lambda: any(thread["call"] for thread in capture(True)["threads"]), 5)
         time.sleep(0.1)
@@ -283,15 +304,25 @@ def in_a_call():
         thread.join()
 
 
-def test_a_blocked_call_is_described(in_a_call: Any) -> None:
+def test_a_blocked_call_is_described(in_a_call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     layer: list[Layer] = []
     in_a_call(lambda event: (layer.append(Layer(event)), layer[0](torch.ones(1))))
     (thread,) = [thread for thread in capture(True)["threads"] if thread["call"]]
     assert (thread["name"], thread["layer"], thread["backward"], thread["wait"]) == ("call", 3, False, None)
     places = [frame.rpartition("/")[2].split(":")[0] + frame.rpartition(" ")[2] for frame in thread["frames"]]
-    assert places == ["threading.pywait", "threading.pywait", "test_stacks.pyforward", "test_stacks.py<lambda>"]
+    assert places == [
+        "threading.pywait",
+        "threading.pywait",
+        "test_stacks.pyforward",
+        "test_stacks.py<lambda>",
+        "test_stacks.py<lambda>",
+    ]
     state = capture(False)
     assert "threads" not in state and capture(False)["digest"] == state["digest"]
+    monkeypatch.setattr(capturing, "_groups", lambda: [{"name": "0", "description": "", "size": 2, "count": 8}])
+    assert capture(False)["digest"] != state["digest"]
+    monkeypatch.undo()
+    assert capture(False)["digest"] == state["digest"]
     layer[0].event.set()
     assert wait_until(lambda: capture(False)["digest"] != state["digest"], 5)
 
@@ -319,6 +350,84 @@ def test_waits_with_other_limits(in_a_call: Any, monkeypatch: pytest.MonkeyPatch
     for place in ("/x/megarl/weight_sync/sender.py:send", "/x/megarl/megatron/checkpoint/tensor_files.py:write"):
         assert capturing._OTHER_LIMITS.search(place)
     assert not capturing._OTHER_LIMITS.search("/x/megarl/megatron/checkpoint/tensor_files.py:fill")
+
+
+RANK = """
+import json, sys, time
+import torch
+import torch.distributed as dist
+from megarl.cluster.stacks.capture import capture
+rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+group = dist.new_group([0, 1], group_desc="TENSOR_MODEL_PARALLEL_GROUP")
+dist.new_group([0], group_desc="ALONE")
+dist.barrier()
+if rank == 0:
+    time.sleep(0.5)  # the recorder notices the end of the barrier
+    work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
+    print(json.dumps(capture(True, main_thread=True)), flush=True)
+time.sleep(1000)
+"""
+
+
+def test_groups_their_counts_and_unfinished_collectives_are_read_from_torch(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", RANK]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for rank in (0, 1)
+    ]
+    try:
+        state = json.loads(ranks[0].stdout.readline())  # type: ignore[union-attr]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    world, tensor = state["groups"]
+    assert (
+        world == {"name": "0", "description": "default_pg", "size": 2, "count": world["count"]} and world["count"] > 0
+    )
+    assert tensor == {"name": tensor["name"], "description": TENSOR[1], "size": 2, "count": 1}
+    assert state["unfinished"] == ["gloo:all_reduce, number 1 of TENSOR_MODEL_PARALLEL_GROUP"]
+
+
+def test_a_backend_that_does_not_count_and_a_recorder_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Group:
+        _device_types = ("npu",)
+
+        def _get_backend(self, device: str) -> Any:
+            raise RuntimeError("no sequence numbers")
+
+    assert capturing._count(Group()) is None
+    monkeypatch.setattr(capturing, "_RECORDERS", ("torch_absent._C.dump", "torch._C.absent_dump"))
+    assert capturing._unfinished() == []
+
+
+def frames_of(file: str, *functions: str, **variables: Any) -> Any:
+    """Frames of functions that call each other, the outermost first in `functions`, with local `variables`; innermost first."""
+    scope: dict[str, Any] = {"sys": sys, "frames": []}
+    calls = [*(f"{function}(**variables)" for function in functions[1:]), "frames.append(sys._getframe())"]
+    for function, call in zip(functions, calls, strict=True):
+        arguments = ", ".join(variables)
+        body = f"    variables = dict(locals())\n    {call}\n"
+        exec(compile(f"def {function}({arguments}):\n{body}", file, "exec"), scope)
+    scope[functions[0]](**variables)
+    return capturing._outwards(scope["frames"][0])[: len(functions)]
+
+
+def test_the_function_that_user_code_calls_is_named() -> None:
+    group = SimpleNamespace(group_name="5")
+    frames = frames_of("/x/torch/distributed/distributed_c10d.py", "all_gather_object", "all_gather", group=group)
+    assert capturing._wait(frames) == {"function": "all_gather_object", "group": "5"}
+
+
+def test_a_wait_of_a_pipeline_stage_is_in_the_pipelines_group() -> None:
+    """Megatron's communicator has the group as `self.pp_group`."""
+    communicator = SimpleNamespace(pp_group=SimpleNamespace(group_name="5"))
+    file = "/x/megatron/core/pipeline_parallel/p2p_communication.py"
+    assert capturing._wait(frames_of(file, "recv_forward", self=communicator)) == {
+        "function": "recv_forward",
+        "group": "5",
+    }
 
 
 # --- answers over the socket --------------------------------------------------------------------------

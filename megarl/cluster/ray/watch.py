@@ -73,12 +73,12 @@ def read_stacks_on_nodes(pids: Sequence[int], nodes: Sequence[str], full: bool) 
     """Return the states of the processes `pids`, each on one of `nodes` (Ray node ids). Waits for the nodes."""
     looks = {}
     for node in dict.fromkeys(nodes):
-        there = [pid for pid, home in zip(pids, nodes, strict=True) if home == node]
-        looks[node] = there, _READ_STACKS.options(scheduling_strategy=_on(node)).remote(there, full)
+        local = [pid for pid, home in zip(pids, nodes, strict=True) if home == node]
+        looks[node] = local, _READ_STACKS.options(scheduling_strategy=_on(node)).remote(local, full)
     ray_wait([look for _, look in looks.values()], num_returns=len(looks), timeout=STACKS_SECONDS)
     states: dict[tuple[str, int], ProcessStacks] = {}
-    for node, (there, look) in looks.items():
-        states |= {(node, pid): state for pid, state in zip(there, _states(look, len(there)), strict=True)}
+    for node, (local, look) in looks.items():
+        states |= {(node, pid): state for pid, state in zip(local, _states(look, len(local)), strict=True)}
     return [states[node, pid] for node, pid in zip(nodes, pids, strict=True)]
 
 

@@ -24,7 +24,11 @@ SHOWN_COLLECTIVES = 6  # of a process, from the flight recorder
 _MEETINGS = ("torch/distributed/distributed_c10d.py", "p2p_communication.py", "megarl/cluster/key_value_store.py")
 # "file:function" where a rank waits for an engine, which `weight_sync.timeout` limits, or for a slow disk.
 _OTHER_LIMITS = re.compile(r"megarl/weight_sync/|megarl/atomic_files\.py|checkpoint/tensor_files\.py:write$")
-_WRAPPERS = ("torch/nn/modules/module.py", "torch/distributed/c10d_logger.py", "torch/utils/_contextlib.py")
+# "file:function" of frames that only lead to others.
+_HIDDEN = re.compile(
+    r"^<frozen importlib|torch/(nn/modules/module|distributed/c10d_logger|utils/_contextlib|autograd/function)\.py:"
+    r"|/threading\.py:(_bootstrap\w*|run)$"
+)
 _IDLE = ("/threading.py", "/selectors.py", "/queue.py", "/socket.py", "/concurrent/futures/thread.py")
 _TRANSPORT = ("megarl/cluster/", "ray/_private/")
 _RECORDERS = (
@@ -48,7 +52,7 @@ class ThreadStack(TypedDict):
     frames: list[str]
     wait: Wait | None
     layer: int | None  # layer_number of the innermost module with one, from 1
-    backward: bool
+    backward: bool  # autograd is on the stack; on devices it runs in threads of native code
 
 
 class GroupCount(TypedDict):
@@ -86,12 +90,11 @@ def capture(full: bool, *, main_thread: bool = False) -> ProcessStacks:
     for ident, innermost in sys._current_frames().items():
         frames = _outwards(innermost)
         is_main = main_thread and ident == threading.main_thread().ident
-        if ident == threading.get_ident() or not (is_main or _works(frames)):
+        if not (is_main or _works(frames)):
             continue
         lines += [(ident, _file(frame), frame.f_code.co_name, frame.f_lineno) for frame in frames]
         stack = _describe(started.get(ident, ""), frames)
-        places = (f"{_file(frame)}:{frame.f_code.co_name}" for frame in frames)
-        other_limit |= stack["wait"] is None and any(map(_OTHER_LIMITS.search, places))
+        other_limit |= stack["wait"] is None and any(_OTHER_LIMITS.search(_place(frame)) for frame in frames)
         threads.append(stack)
     groups = _groups()
     digest = hash((tuple(lines), tuple((group["name"], group["count"]) for group in groups)))
@@ -111,6 +114,10 @@ def _outwards(frame: FrameType | None) -> list[FrameType]:
 
 def _file(frame: FrameType) -> str:
     return frame.f_code.co_filename
+
+
+def _place(frame: FrameType) -> str:
+    return f"{_file(frame)}:{frame.f_code.co_name}"
 
 
 def _is_call(frame: FrameType) -> bool:
@@ -133,7 +140,7 @@ def _describe(name: str, frames: list[FrameType]) -> ThreadStack:
     texts = [
         f"{_file(frame).rpartition('/site-packages/')[2]}:{frame.f_lineno} {frame.f_code.co_name}"
         for frame in frames
-        if not _file(frame).endswith(_WRAPPERS)
+        if not _HIDDEN.search(_place(frame))
     ]
     return {
         "name": name,
@@ -141,7 +148,7 @@ def _describe(name: str, frames: list[FrameType]) -> ThreadStack:
         "frames": texts[:SHOWN_FRAMES],
         "wait": _wait(frames),
         "layer": _layer(frames),
-        "backward": any("/torch/autograd/" in _file(frame) for frame in frames),
+        "backward": not name or any(frame.f_code.co_name == "_engine_run_backward" for frame in frames),
     }
 
 
@@ -163,7 +170,7 @@ def _group_name(frame: FrameType) -> str:
 
 def _layer(frames: list[FrameType]) -> int | None:
     for frame in frames:
-        if frame.f_code.co_name == "_call_impl" and _file(frame).endswith(_WRAPPERS):
+        if _place(frame).endswith("torch/nn/modules/module.py:_call_impl"):
             number = vars(frame.f_locals["self"]).get("layer_number")
             if isinstance(number, int):
                 return number

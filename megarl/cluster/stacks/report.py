@@ -9,11 +9,11 @@ from typing import Any
 
 from megarl.cluster.failures import ProcessInfo
 from megarl.cluster.stacks.capture import GroupCount, ProcessStacks, ThreadStack
-from megarl.text import pluralize
+from megarl.errors import pluralize
 
 SHOWN = 4  # ranks or places of ranks that a list shows in full
 _WAITING_FRAMES = 2  # innermost callers of a function that waits
-_FRAMES_OF_A_THREAD = 6  # innermost frames of the controller's and an engine's threads
+_FRAMES = 10  # innermost frames of other threads
 _RANGES = 8  # ranges of ranks in a text
 _ALL = GroupCount(name="", description="default_pg", size=0, count=None)
 _NO_THREAD = ThreadStack(name="", call=False, frames=[], wait=None, layer=None, backward=False)
@@ -36,11 +36,11 @@ class GroupStacks:
 
 @dataclass(frozen=True)
 class Situation:
-    """Ranks of a call by what they do. `missing`: others wait for them, or nothing shows that they wait."""
+    """Ranks of a call, sorted by state. `missing`: others wait for them, or nothing shows that they wait."""
 
     waiting: list[int]  # in a function that meets other ranks
     missing: list[int]
-    others: list[int]  # wait for their device, as far as known
+    busy: list[int]  # compute, or wait for their device
     returned: list[int]  # and are not missing
     lags: dict[int, list[str]]  # by rank: groups in which others have started more collectives
 
@@ -73,20 +73,20 @@ def situation(group: GroupStacks) -> Situation:
     return Situation(
         waiting=sorted(waiting),
         missing=sorted(missing),
-        others=sorted(running - waiting - missing),
+        busy=sorted(running - waiting - missing),
         returned=sorted(set(ranks) - running - missing),
         lags=dict(lags),
     )
 
 
 def lines_of(group: GroupStacks, read_log: Callable[[str], str] | None = None) -> list[str]:
-    """Describe the ranks of a call. read_log: returns the last lines of an output file, to add those of missing ranks."""
+    """Describe the ranks of a call. read_log: returns the last lines of an output file; they are added for missing ranks."""
     if not group.call:
         return ["idle"]
     state = situation(group)
     blocks = [
         ("waiting for others:", _waiting(group, state.waiting, {} if state.missing else state.lags)),
-        ("waiting for the device, or busy:", _waiting(group, state.others, {})),
+        ("waiting for the device, or busy:", _waiting(group, state.busy, {})),
         ("others wait for:" if state.waiting or state.lags else "running:", _missing(group, state, read_log)),
         ("returned from the call:", [_ranks(state.returned)] if state.returned else []),
     ]
@@ -98,7 +98,7 @@ def process_lines(place: ProcessInfo, stacks: ProcessStacks) -> list[str]:
     lines = [": ".join([str(place), *_conditions(stacks)])]
     for thread in stacks.get("threads", []):
         frames = [text for text in thread["frames"] if not text.startswith("ray/") and "megarl/cluster/" not in text]
-        frames = (frames or thread["frames"])[:_FRAMES_OF_A_THREAD]
+        frames = (frames or thread["frames"])[:_FRAMES]
         lines += _indented([f"thread {thread['name'] or 'of native code'}:", *_indented(frames)])
     return lines + _indented(stacks.get("outside", []))
 
@@ -126,7 +126,7 @@ def _missing(group: GroupStacks, state: Situation, read_log: Callable[[str], str
         running = stacks["problem"] or _call_threads(stacks)
         parts = [_where(thread) if running else "has returned from the call", *_conditions(stacks)]
         text = ", ".join(filter(None, [*parts, *state.lags.get(rank, [])]))
-        alike[(text, *thread["frames"], *stacks.get("outside", []))].append(rank)
+        alike[(text, *thread["frames"][:_FRAMES], *stacks.get("outside", []))].append(rank)
     blocks = []
     for (text, *frames), ranks in alike.items():
         place, unfinished = group.places[ranks[0]], group.stacks[ranks[0]].get("unfinished", [])
@@ -194,7 +194,7 @@ def _name(entry: GroupCount) -> str:
 
 
 def _among(members: dict[int, GroupCount]) -> str:
-    """Ranks of a process group, as far as they have answered."""
+    """Format the ranks of a process group that have answered."""
     if not members:
         return ""
     size = next(iter(members.values()))["size"]

@@ -37,7 +37,7 @@ from megarl.cluster.stacks.report import GroupStacks
 from megarl.cluster.stacks.stall import StallWatch
 from megarl.cluster.torchrun.local_service import LocalService
 from megarl.cluster.torchrun.rank import CallMessage, ConstructMessage, StopMessage
-from megarl.cluster.torchrun.ranks import TERMINATE_SECONDS, LocalRank, Peer, listen
+from megarl.cluster.torchrun.ranks import TERMINATE_SECONDS, LocalRank, PeerRank, listen
 from megarl.types import DataRef, InlineData
 
 DEATH_SECONDS = 2.0  # time until the controller also notices a death that torchrun noticed first
@@ -46,7 +46,7 @@ DEATH_SECONDS = 2.0  # time until the controller also notices a death that torch
 class TorchrunGroup:
     """See `megarl.cluster.base.WorkerGroup`."""
 
-    def __init__(self, cluster: TorchrunCluster, ranks: list[LocalRank | Peer]) -> None:
+    def __init__(self, cluster: TorchrunCluster, ranks: list[LocalRank | PeerRank]) -> None:
         self._cluster, self._ranks = cluster, ranks
         self._has_shutdown = False
         self.failure: WorkerFailed | None = None  # never set: every failure ends the run
@@ -107,6 +107,7 @@ class TorchrunGroup:
         """Read the states of the ranks. Callable from any thread."""
         places, call, seconds = [rank.place for rank in self._ranks], self._call, time.monotonic() - self._call_began
         states = [with_system_facts(os.getpid(), capture(full), full)]  # of rank 0: this process
+        states[0]["cpu_ticks"] = 0  # its child processes are the engines
         states += read_stacks([place.pid for place in places[1:]], full)
         return GroupStacks("trainer", places, states, call, seconds)
 
@@ -185,7 +186,7 @@ class TorchrunCluster(Cluster):
         self._claimed: dict[str, dict[str, str]] = {}  # by service: the variables that show it its devices
         self._on_check: list[Callable[[], None]] = []
         self._local_rank = LocalRank()
-        self._ranks: list[LocalRank | Peer] = [self._local_rank, *listen(self._world_size)]
+        self._ranks: list[LocalRank | PeerRank] = [self._local_rank, *listen(self._world_size)]
         self.waiting = _Waiting()
         die_with_parent(signal.SIGTERM)
         self._former_handler = signal.signal(signal.SIGTERM, self._on_terminate)
@@ -266,7 +267,7 @@ class TorchrunCluster(Cluster):
 
     def _check_deaths(self) -> None:
         self.check_others()
-        deaths = [rank.death for rank in self._ranks if isinstance(rank, Peer) and rank.death is not None]
+        deaths = [rank.death for rank in self._ranks if isinstance(rank, PeerRank) and rank.death is not None]
         if deaths:
             raise worker_failed(deaths)
 
@@ -297,7 +298,7 @@ class TorchrunCluster(Cluster):
         if not self._ranks:
             return
         ranks, self._ranks = self._ranks, []
-        peers = [rank for rank in ranks if isinstance(rank, Peer)]
+        peers = [rank for rank in ranks if isinstance(rank, PeerRank)]
         for rank in ranks:
             rank.send(StopMessage(now))
         for peer in peers:

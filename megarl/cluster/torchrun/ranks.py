@@ -20,7 +20,7 @@ from megarl.cluster.torchrun.wire import SendQueue, Wire
 TERMINATE_SECONDS = 3.0  # time to find the failed rank after torchrun's SIGTERM, and for ranks to end
 
 
-class Peer:
+class PeerRank:
     """Rank 0's connection to another rank."""
 
     def __init__(self, wire: Wire, place: ProcessInfo) -> None:
@@ -80,14 +80,14 @@ class LocalRank:
         self._thread.join(TERMINATE_SECONDS)
 
 
-def listen(world_size: int) -> list[Peer]:
+def listen(world_size: int) -> list[PeerRank]:
     """Wait until every other rank has connected; returns the connections in rank order."""
     if world_size == 1:
         return []
     path = socket_path()
     private_directory(path.parent)
     path.unlink(missing_ok=True)  # left by a killed run
-    peers: dict[int, Peer] = {}
+    peers: dict[int, PeerRank] = {}
     deadline = time.monotonic() + JOIN_SECONDS
     try:
         with socket.socket(socket.AF_UNIX) as listener:
@@ -97,7 +97,7 @@ def listen(world_size: int) -> list[Peer]:
                 listener.settimeout(max(0.01, deadline - time.monotonic()))
                 wire = Wire(listener.accept()[0])
                 rank, place = wire.receive()
-                peers[rank] = Peer(wire, place)
+                peers[rank] = PeerRank(wire, place)
     except TimeoutError as error:
         missing = ", ".join(str(rank) for rank in range(1, world_size) if rank not in peers)
         message = f"trainer ranks {missing} did not connect to the controller within {JOIN_SECONDS:.0f} s."
