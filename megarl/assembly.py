@@ -21,6 +21,7 @@ from megarl.checkpoint.skipped_steps import SkippedSteps
 from megarl.cluster import connect
 from megarl.cluster.base import Cluster
 from megarl.cluster.device_map import Demand
+from megarl.cluster.stacks.live_run import answering_doctor
 from megarl.data.tokenizer import Tokenizer
 from megarl.engines.specs import fixed_models
 from megarl.errors import RecipeError, as_input_error
@@ -176,13 +177,13 @@ def prepare_run(recipe: Recipe) -> RunSetup:
 
 @contextlib.contextmanager
 def connected(recipe: Recipe, platform: Any, demand: Demand) -> Iterator[Cluster]:
-    """Connect to a cluster and reserve devices for `demand`.
+    """Connect to a cluster and reserve devices for `demand`. `megarl doctor RUN_DIRECTORY` can then show its processes.
 
     Raises InputError if the cluster cannot be reached or has too few devices.
     """
     with as_input_error():
         cluster = connect(recipe, platform, demand)
-    with cluster:
+    with cluster, answering_doctor(cluster):
         yield cluster
 
 

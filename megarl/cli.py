@@ -134,7 +134,11 @@ def compare(
 @app.command()
 def doctor(
     recipe: Annotated[
-        Optional[str], typer.Argument(metavar="[RECIPE]", help="Recipe (YAML file), to check its requirements too.")
+        Optional[str],
+        typer.Argument(
+            metavar="[RECIPE | RUN_DIRECTORY]",
+            help="Recipe (YAML file), to check its requirements too; or the directory of a live run, to show its processes.",
+        ),
     ] = None,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list of findings.")] = False,
@@ -144,7 +148,7 @@ def doctor(
     ] = None,
     debug: Debug = False,
 ) -> int:
-    """Check this machine or a Ray cluster: versions, devices, network, limits. Exit status 1 if a check fails."""
+    """Check this machine or a Ray cluster, or show what the processes of a live run do. Exit status 1 if a check fails."""
     from megarl.commands.doctor.command import doctor as look
 
     return look(Path(recipe) if recipe else None, overrides or [], as_json=as_json, nodes=nodes)

@@ -10,14 +10,17 @@ from megarl.platform.version_sets import VersionSet
 
 PAGE = Path(__file__).resolve().parents[1] / "doctor.md"
 
-_HEAD = """# Check a machine before a run
+_HEAD = """# Check a machine, or look at a live run
 
 ```bash
 python -m megarl doctor                                    # this machine
 python -m megarl doctor recipes/quickstart.yaml            # and the recipe's model, data, scorers and devices
 python -m megarl doctor recipes/quickstart.yaml --json     # for scripts: a list of {check, status, text, remedy, host, rank}
 bash launch/multinode.sh -- python -m megarl doctor recipes/quickstart.yaml     # on every node of a cluster
+python -m megarl doctor runs/mine                          # a live run: what each process does now, who waits for whom
 ```
+
+## Before a run
 
 Each finding is one line: the status, the check, the observation and, after `->`, the remedy. The status is `ok`, `warning`
 (the run may work) or `FAIL` (the run cannot work). The exit status is 0 if no check failed, 1 if one failed, and 2 if the
@@ -33,6 +36,48 @@ If `RAY_ADDRESS` or `cluster.ray_address` names a Ray cluster, the checks run on
 run's processes would have there. Nodes with failures come first, and for each node only warnings and failures are shown
 (`--json` has everything). `--no-nodes` checks only this machine; `--nodes` uses the Ray cluster that runs on it. The
 recipe's checks run only on the machine where the command starts, as in a run's controller.
+
+## A live run
+
+```
+$ python -m megarl doctor runs/mine
+controller on node0 (pid 4101)
+  thread MainThread:
+    /opt/megarl/megarl/trainer/group.py:228 update
+    /opt/megarl/megarl/step.py:120 update_actor
+    ...
+trainer processes (2): update_actor, for 48 s
+  waiting for others:
+    rank 0: all_to_all_single in the expert model parallel group (ranks 0-1), backward
+      megatron/core/tensor_parallel/mappings.py:444 forward
+      ...
+  others wait for:
+    trainer rank 1 on node0 (pid 4212): 1 collective behind in the expert model parallel group
+      /opt/mine/my_loss.py:21 my_loss
+      /opt/megarl/megarl/algorithms/objective.py:94 objective
+      ...
+service engine0 on node0 (pid 4180)
+  thread megarl-engine0:
+    /opt/megarl/megarl/engines/loop.py:223 _next_command
+    ...
+```
+
+The command takes the directory of a run and prints the innermost Python frames of its processes, without stopping or slowing
+them: in each process a thread answers, also while other threads are in a collective, a file system or a device call. Start it
+on the machine, in the container and as the user of the controller (`run.lock` has its host). `--json` prints the same as data.
+
+- **Waiting for others:** the function, the process group under Megatron's name for it, and the layer, if a module with
+  `layer_number` is on the stack.
+- **Others wait for:** ranks that have started fewer collectives than others of the same group. On devices, collectives start
+  without waiting, so the count shows this and not the stack. A difference of a few collectives is normal while a run makes
+  progress: look twice.
+- **No answer:** native code holds Python's lock (GIL), or the process is stopped. If `py-spy` is installed there
+  (`pip install py-spy`) and may trace processes (in Docker: `--cap-add SYS_PTRACE`), its stack comes from py-spy.
+- **not finished:** collectives in torch's flight recorder, which torch 2.13 has on. HCCL has another one, which needs
+  `TORCH_HCCL_TRACE_BUFFER_SIZE=2000` in `cluster.environment`. Counts and recorders were tested with gloo, not on GPUs or NPUs.
+
+The sockets are in `/tmp/megarl-stacks-UID`, which only the user can open. A hung call ends by itself:
+[faults.md](faults.md#calls-that-hang).
 
 `python -m docs.generate.doctor` writes this page from `megarl/commands/doctor/`.
 

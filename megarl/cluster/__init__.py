@@ -124,7 +124,9 @@ def connect(recipe: Recipe, platform: Platform, demand: Demand | None = None) ->
         numbers = [*range(engines_first, engines_first + demand.engine_devices)]
         numbers += range(fixed_first, fixed_first + demand.fixed_devices)
         local = LocalDevices(platform.kind.visible, numbers)
-        return TorchrunCluster(demand.trainers or None, log_dir(recipe), local, trainer_env=trainer_env)
+        return TorchrunCluster(
+            demand.trainers or None, log_dir(recipe), local, trainer_env=trainer_env, stall=recipe.cluster.stall
+        )
     if importlib.util.find_spec("ray") is None:
         raise ValueError(
             f"cluster.transport is {recipe.cluster.transport}, which resolves to Ray, and Ray is not installed: pip install "
@@ -138,4 +140,4 @@ def connect(recipe: Recipe, platform: Platform, demand: Demand | None = None) ->
     from megarl.cluster.ray.devices import RayDevices
 
     devices = RayDevices(platform.kind.ray_resource, platform.kind.visible, demand)
-    return RayCluster(address, devices, log_dir(recipe), trainer_env=trainer_env)
+    return RayCluster(address, devices, log_dir(recipe), trainer_env=trainer_env, stall=recipe.cluster.stall)

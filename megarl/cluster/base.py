@@ -16,6 +16,7 @@ from megarl.types import DataRef
 
 if TYPE_CHECKING:
     from megarl.cluster.failures import Failure, WorkerFailed
+    from megarl.cluster.stacks.report import GroupStacks
 
 
 class WorkerGroup(Protocol):
@@ -158,6 +159,10 @@ class Cluster(Protocol):
 
     def on_check(self, callback: Callable[[], None]) -> None:
         """Call `callback` in each check, in the controller's thread, also while trainers compute. It may raise `ServiceDied`."""
+        ...
+
+    def stacks(self) -> list[GroupStacks]:
+        """Read the stacks of all trainers and services, the services last. Takes seconds. Callable from any thread."""
         ...
 
     def shutdown(self) -> None:

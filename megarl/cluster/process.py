@@ -7,6 +7,7 @@ import faulthandler
 import os
 import signal
 import socket
+import stat
 import sys
 import time
 from pathlib import Path
@@ -50,6 +51,14 @@ def die_with_parent(signal_number: int) -> None:
 def ignore_interrupt() -> None:
     """Ignore Ctrl-C, which reaches every process of a terminal: only the controller reacts to it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def private_directory(path: Path) -> None:
+    """Create a directory that only this user can open. Raises ValueError if it exists and is open to other users."""
+    path.mkdir(mode=0o700, exist_ok=True)
+    status = path.lstat()
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) != 0o700:
+        raise ValueError(f"{path} exists and is open to other users: remove it.")
 
 
 def free_port() -> int:

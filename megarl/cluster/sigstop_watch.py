@@ -22,14 +22,15 @@ LOOKS = 10
 
 def stopped_pids(pids: Sequence[int]) -> list[int]:
     """Return those `pids` of this machine that are stopped (state T); a process under a debugger (state t) is not."""
-    return [pid for pid in pids if _state(pid) == "T"]
+    return [pid for pid in pids if process_fields(pid)[:1] == ["T"]]
 
 
-def _state(pid: int) -> str:
+def process_fields(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat from the state on; [] if the process has ended."""
     try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0].decode()
-    except OSError:  # the process has ended; the cluster reports that elsewhere
-        return ""
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
+    except OSError:  # the cluster reports it elsewhere
+        return []
 
 
 class StopDetector:

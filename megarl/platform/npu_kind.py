@@ -124,6 +124,7 @@ NPU = DeviceKind(
     implementation="megarl.platform.npu:NPUPlatform",
     sets=(_CANN_9_1, _CANN_9_0, _CANN_8_5, _CANN_8_3),
     collective="HCCL",
+    flight_recorder="torch_npu._C._distributed_c10d._dump_hccl_trace_json",  # torch_npu/csrc/distributed/Init.cpp
     tracing=_TRACING,
     ray_resource="NPU",
     visible="ASCEND_RT_VISIBLE_DEVICES",

@@ -308,6 +308,11 @@ class ClusterConfig:
     )
     threads: int = key(1, "CPU threads per process (OMP_NUM_THREADS).", at_least=1)
     timeout: float = key(1800.0, "Seconds without progress after which a collective of the trainers fails.", above=0)
+    stall: float = key(
+        600.0,
+        "Seconds after which a call to the trainers ends the run if no rank makes progress: no stack changes, no collective starts, no file is read or written, no compiler runs. The error names the ranks that the others wait for, and the lines that they execute. 0: never.",
+        at_least=0,
+    )
     environment: EnvironmentConfig = key(EnvironmentConfig, "")
 
 

@@ -1,6 +1,7 @@
 """Trainers and engines over Ray: one Ray for the whole file, a new cluster for each test."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from concurrent.futures import wait
 import pytest
 
 from megarl.cluster import CallFailed, ServiceDied, WorkerFailed, host_name
+from megarl.cluster.stacks.report import lines_of
 from tests.support.cluster_workers import ROOT, alive, descendants, wait_until
 
 pytestmark = pytest.mark.stack
@@ -46,10 +48,10 @@ def connect(one_ray, tmp_path):
 
     clusters = []
 
-    def connect(trainers=0, engines=0, tensor_parallel=1, *, critics=0, npus=False, shared=True):
+    def connect(trainers=0, engines=0, tensor_parallel=1, *, critics=0, npus=False, shared=True, stall=0.0):
         kind = ("NPU", "ASCEND_RT_VISIBLE_DEVICES") if npus else (None, "")
         devices = RayDevices(*kind, Demand(trainers, engines, tensor_parallel, shared=shared, critics=critics))
-        clusters.append(RayCluster(None, devices, tmp_path, trainer_env=THREADS | {"ROLE": "trainer"}))
+        clusters.append(RayCluster(None, devices, tmp_path, trainer_env=THREADS | {"ROLE": "trainer"}, stall=stall))
         return clusters[-1]
 
     yield connect
@@ -111,6 +113,36 @@ def test_a_stopped_trainer_is_named(connect, monkeypatch):
         group.call("stop_in_collective", 1)
     assert time.monotonic() - began < 15
     assert wait_until(lambda: not any(map(alive, pids)), 5)
+
+
+def test_a_trainer_that_does_not_enter_a_collective_is_named(connect, tmp_path):
+    cluster = connect(2, 1, stall=3.0)
+    engine = cluster.start_service(
+        "tests.support.cluster_workers:Engine", (3,), name="engine0", devices=1, env=ENGINE_ENV
+    )
+    group = cluster.start_trainers("tests.support.cluster_workers:Reducer", 2, ())
+    pids = [place[1] for place in group.call("identify")]
+    engine.call("scaled", 1).result(timeout=60)
+    trainers, services = cluster.stacks()
+    assert lines_of(trainers) == ["idle"] and [place.name for place in services.places] == ["service engine0"]
+    assert [state["problem"] for state in (*trainers.stacks, *services.stacks)] == ["", "", ""]
+    with pytest.raises(WorkerFailed) as caught:
+        group.call("sleep_in_collective", 1)
+    lines = str(caught.value).splitlines()
+    assert re.match(
+        rf"trainer rank 1 on .* \(pid {pids[1]}\) failed: others wait for it in sleep_in_collective", lines[0]
+    )
+    assert lines[2] == "  rank 0: all_reduce in the group of all trainers (ranks 0-1)"
+    missing = lines[lines.index("others wait for:") + 1 :]
+    assert missing[0].endswith(": 1 collective behind in the group of all trainers")
+    assert re.fullmatch(r"    .*cluster_workers.py:\d+ sleep_in_collective", missing[1])
+    assert missing[2:4] == [f"    its output, {tmp_path}/trainer-1.log, ends:", "      the last words"]
+    assert wait_until(lambda: not any(map(alive, pids)), 5)
+
+
+def test_a_long_call_that_makes_progress_is_not_ended(connect):
+    group = connect(2, stall=2.0).start_trainers("tests.support.cluster_workers:Reducer", 2, ())
+    assert group.call("sum_slowly", 1, 8.0) == [2.0, 2.0]
 
 
 def test_an_error_in_a_constructor_is_raised(connect):

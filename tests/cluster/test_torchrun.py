@@ -68,6 +68,14 @@ def test_a_run_under_torchrun_completes(launch, tmp_path):
             "stopped_before_a_large_call",
             r"WorkerFailed trainer rank 1 on .* \(pid \d+\) failed: its process has been stopped for 3 s",
         ),
+        (
+            "sleep_in_collective",
+            r"TrainersStalled trainer rank 1 on .* \(pid \d+\) failed: others wait for it in sleep_in_collective",
+        ),
+        (
+            "sleep_in_backward",
+            r"TrainersStalled trainer rank 1 on .* \(pid \d+\) failed: others wait for it in sleep_in_backward",
+        ),
         ("trainer_dies_polled", "WorkerFailed trainer rank 1 on .* died: its process ended without a message"),
         ("trainer_dies_unpolled", "WorkerFailed trainer rank 1 on .* died: its process ended without a message"),
         ("engine_dies", r"ServiceDied service engine0 on .* died: .*SIGKILL"),
@@ -79,11 +87,28 @@ def test_the_first_cause_is_reported_within_seconds(launch, scenario, message):
     output, _ = process.communicate(timeout=60)
     (fact,) = [line for line in output.splitlines() if line.startswith("FACT failed")]
     assert re.search(message, fact), output
-    assert float(fact.split()[2]) < (3 if scenario.startswith("trainer_dies") else 8)
+    limit = 3 if scenario.startswith("trainer_dies") else 20 if scenario.startswith("sleep_in") else 8
+    assert float(fact.split()[2]) < limit
     assert process.returncode != 0
     assert wait_until(lambda: not any(map(alive, pids)), 5)
-    if scenario == "die_in_collective":
+    if scenario in ("die_in_collective", "sleep_in_collective"):
         assert "  the last words" in output
+    if scenario.startswith("sleep_in"):
+        assert_both_ranks_are_named(scenario, output)
+
+
+def assert_both_ranks_are_named(scenario, output):
+    lines = output[output.index("waiting for others:") :].splitlines()
+    caller = "sum" if scenario == "sleep_in_collective" else scenario
+    assert lines[1] == "  rank 0: all_reduce in the group of all trainers (ranks 0-1)"
+    assert re.fullmatch(rf"    .*tests/support/cluster_workers.py:\d+ {caller}", lines[2])
+    others = lines[lines.index("others wait for:") + 1 :]
+    where = "backward of layer 3, " if scenario == "sleep_in_backward" else ""
+    assert re.fullmatch(
+        rf"  trainer rank 1 on .* \(pid \d+\): {where}1 collective behind in the group of all trainers", others[0]
+    )
+    sleeper = "forward" if where else scenario
+    assert re.fullmatch(rf"    .*tests/support/cluster_workers.py:\d+ {sleeper}", others[1])
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

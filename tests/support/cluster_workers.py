@@ -88,6 +88,40 @@ class Reducer(Echo):
             os.kill(os.getpid(), signal.SIGSTOP)
         return self.sum(1)
 
+    def sleep_in_collective(self, rank):
+        if self.rank == rank:
+            print("the last words")
+            time.sleep(1000)
+        return self.sum(1)
+
+    def sum_slowly(self, rank, seconds):
+        """Sum after `seconds`, in which `rank` changes its stack while the others wait."""
+        end = time.monotonic() + seconds
+        while self.rank == rank and time.monotonic() < end:
+            time.sleep(0.2)
+            self.sleep(0.2)
+        return self.sum(1)
+
+    def sleep_in_backward(self, rank):
+        """Hang in layer 3 where the backward pass computes its activations again; the other ranks wait for its gradient."""
+        import torch
+        from torch.utils.checkpoint import checkpoint
+
+        class Layer(torch.nn.Module):
+            def __init__(self, slow):
+                super().__init__()
+                self.layer_number, self.calls, self.slow = 3, 0, slow
+
+            def forward(self, x):
+                self.calls += 1
+                if self.slow and self.calls == 2:
+                    time.sleep(1000)
+                return x * 2
+
+        x = torch.ones(2, requires_grad=True)
+        checkpoint(Layer(self.rank == rank), x, use_reentrant=True).sum().backward()
+        torch.distributed.all_reduce(x.grad)
+
     def raise_in_collective(self, rank):
         if self.rank == rank:
             raise ValueError("this rank has had enough")
@@ -183,7 +217,8 @@ def torchrun(scenario, logs):
         return
     devices = LocalDevices("TEST_VISIBLE_DEVICES", [2])
     sigstop_watch.LOOK_SECONDS = 0.3  # detection within 3 s instead of 20 s
-    with torchrun.TorchrunCluster(2, logs, devices, trainer_env={"ROLE": "trainer"}) as cluster:
+    stall = 4.0 if scenario.startswith("sleep_in_") else 0.0
+    with torchrun.TorchrunCluster(2, logs, devices, trainer_env={"ROLE": "trainer"}, stall=stall) as cluster:
         group = cluster.start_trainers("tests.support.cluster_workers:Reducer", 2, ())
         role = {"ROLE": "engine"}
         engine = cluster.start_service(

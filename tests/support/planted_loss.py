@@ -1,6 +1,9 @@
-"""A loss that fails after some calls, named in a recipe as algorithm.modules=[tests.support.planted_loss]."""
+"""Losses that fail or hang after some calls, named in a recipe as algorithm.modules=[tests.support.planted_loss]."""
 
 from __future__ import annotations
+
+import os
+import time
 
 from torch import Tensor
 
@@ -31,3 +34,10 @@ def raises_later(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor,
 def nan_later(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
     loss = _reinforce(inputs)
     return loss * (float("nan") if _calls > CALLS else 1.0), {}
+
+
+@policy_loss("sleeps_later", needs_old_log_probs=False)
+def sleeps_later(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    if _calls > 1 and os.environ.get("RANK") == "1":
+        time.sleep(1000)
+    return _reinforce(inputs), {}

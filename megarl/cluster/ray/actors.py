@@ -12,6 +12,7 @@ from megarl.cluster.key_value_store import release_port, reserve_port
 from megarl.cluster.orphan_reaper import OrphanReaper
 from megarl.cluster.process import redirect_output
 from megarl.cluster.service import answer, close
+from megarl.cluster.stacks.channel import serve_stacks
 
 
 class ConstructorFailed(Raised):
@@ -23,6 +24,7 @@ class TrainerActor:
 
     def __init__(self, name: str, log: str) -> None:
         redirect_output(log, name)
+        serve_stacks()
         self._place = ProcessInfo(name, pid=os.getpid(), log=log)
         self._worker: Any = None
 
@@ -90,6 +92,7 @@ class ServiceActor:
 
     def _construct(self, class_path: str, args: tuple[Any, ...], name: str, log: str) -> None:
         redirect_output(log, name)
+        serve_stacks()
         # The engine's workers must end with it on every machine; the controller's reaper covers only one.
         self._reaper = OrphanReaper()
         os.environ.update(self._reaper.env)

@@ -34,8 +34,10 @@ from megarl.cluster.ray.processes import RayProcessWatch, private_processes
 from megarl.cluster.ray.service import KILL_SECONDS, START_SECONDS, RayData, RayService, wait_for_end
 from megarl.cluster.ray.signals import ray_get, ray_wait
 from megarl.cluster.ray.start import start
-from megarl.cluster.ray.watch import RayWatch
+from megarl.cluster.ray.watch import RayWatch, read_stacks_on_nodes
 from megarl.cluster.sigstop_watch import LocalWatch
+from megarl.cluster.stacks.report import GroupStacks
+from megarl.cluster.stacks.stall import StallWatch
 from megarl.types import DataRef
 
 PING_SECONDS = 0.1  # time for an idle trainer to reply to a ping; a later check waits for the rest
@@ -48,15 +50,17 @@ class RayGroup:
     def __init__(
         self,
         cluster: RayCluster,
+        name: str,
         actors: list[Any],
         places: list[ProcessInfo],
         nodes: list[str],
         *,
         essential: bool = True,
     ) -> None:
-        self._cluster, self._actors, self._places, self._nodes = cluster, actors, places, nodes
+        self._cluster, self._name, self._actors, self._places, self._nodes = cluster, name, actors, places, nodes
         self.essential = essential
         self.failure: WorkerFailed | None = None  # see `megarl.cluster.base.WorkerGroup`
+        self._call, self._call_began = "", 0.0  # the call that runs, for messages; "" if none does
         self._has_shutdown = False
         self._pings: list[Any] = []  # of the check in progress; empty once all ranks have replied
 
@@ -136,14 +140,25 @@ class RayGroup:
         return self.wait(refs, check)
 
     def _wait_watched(self, refs: list[Any], doing: str) -> list[Any]:
-        """Run `wait` with the stopped-process watch. `doing`: the call's name, for messages."""
-        watch = RayWatch(self._places, self._nodes, doing)
+        """Run `wait` with the watches of stopped processes and of progress. `doing`: the call's name, for messages."""
+        watch, stall = RayWatch(self._places, self._nodes, doing), StallWatch(self.stacks, self._cluster.stall)
 
         def check() -> None:
             self._cluster.check_services()
             watch.check()
+            stall.check()
 
-        return self.wait(refs, check)
+        self._call, self._call_began = doing, time.monotonic()
+        try:
+            return self.wait(refs, check)
+        finally:
+            self._call = ""
+
+    def stacks(self, full: bool) -> GroupStacks:
+        """Read the states of the ranks. Callable from any thread."""
+        call, seconds = self._call, time.monotonic() - self._call_began
+        states = read_stacks_on_nodes([place.pid for place in self._places], self._nodes, full)
+        return GroupStacks(self._name, self._places, states, call, seconds)
 
     def wait(self, refs: list[Any], check: Callable[[], None] | None = None) -> list[Any]:
         """Wait for `refs`, one per rank, and return their values."""
@@ -179,6 +194,7 @@ class RayCluster(Cluster):
     used and stays open.
     log_dir: directory of the output files, on the machine of each process.
     trainer_env: variables of every trainer.
+    stall: `cluster.stall`.
     """
 
     def __init__(
@@ -188,8 +204,9 @@ class RayCluster(Cluster):
         log_dir: Path,
         *,
         trainer_env: dict[str, str],
+        stall: float,
     ) -> None:
-        self._devices, self._log_dir = devices, log_dir
+        self._devices, self._log_dir, self.stall = devices, log_dir, stall
         self._reaper = OrphanReaper()
         self._trainer_env = trainer_env | self._reaper.env
         self._groups: list[RayGroup] = []
@@ -221,12 +238,12 @@ class RayCluster(Cluster):
             log = str(self._log_dir / f"{name}-{rank}.log")
             actors.append(ray.remote(TrainerActor).options(**options).remote(places[rank].name, log))
         nodes = [device.node_id for device in devices]
-        group = RayGroup(self, actors, places, nodes, essential=essential)
+        group = RayGroup(self, name, actors, places, nodes, essential=essential)
         self._groups.append(group)
         calls = [actor.where.remote(device.node_ip) for actor, device in zip(actors, devices, strict=True)]
         where = group.wait_for_start(calls)
         located = [place for place, _ in where]
-        group = self._groups[-1] = RayGroup(self, actors, located, nodes, essential=essential)
+        group = self._groups[-1] = RayGroup(self, name, actors, located, nodes, essential=essential)
         group.construct(class_path, args, _rank_environments(devices, master_port=where[0][1]))
         return group
 
@@ -277,6 +294,13 @@ class RayCluster(Cluster):
         except ClusterError:
             self.shutdown()
             raise
+
+    def stacks(self) -> list[GroupStacks]:
+        groups = [group.stacks(True) for group in list(self._groups)]
+        services = [service for service in list(self._services) if service.is_located() and service.alive()]
+        places, nodes = [service.place() for service in services], [service.node for service in services]
+        states = read_stacks_on_nodes([place.pid for place in places], nodes, True)
+        return [*groups, GroupStacks("service", places, states)]
 
     def check_services(self) -> None:
         """Raise ServiceDied if an essential service has ended or is stopped (SIGSTOP), or if a process of Ray has."""

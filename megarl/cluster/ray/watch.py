@@ -1,4 +1,4 @@
-"""Stopped-process watch on all nodes of a Ray cluster. Call `ray.env.prepare` before importing this module."""
+"""Looks at processes on all nodes of a Ray cluster: stopped ones, and stacks. Call `ray.env.prepare` before importing this module."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megarl.cluster.failures import ClusterError, ProcessInfo, WorkerFailed
 from megarl.cluster.ray.signals import ray_get, ray_wait
 from megarl.cluster.sigstop_watch import StopDetector, stopped_pids
+from megarl.cluster.stacks.capture import ProcessStacks
+from megarl.cluster.stacks.channel import read_stacks
+
+STACKS_SECONDS = 60.0  # time for the nodes to start a task and read the stacks of their processes
 
 
 class RayWatch:
@@ -54,8 +58,34 @@ class RayWatch:
 
 # Created once: Ray keeps every remote function, with its pickled code, for the lifetime of the cluster.
 _STOPPED_PIDS = ray.remote(num_cpus=0, max_retries=0)(stopped_pids)
+_READ_STACKS = ray.remote(num_cpus=0, max_retries=0)(read_stacks)
 
 
 def _look(node: str, pids: list[int]) -> Any:
-    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-    return _STOPPED_PIDS.options(scheduling_strategy=strategy).remote(pids)
+    return _STOPPED_PIDS.options(scheduling_strategy=_on(node)).remote(pids)
+
+
+def _on(node: str) -> NodeAffinitySchedulingStrategy:
+    return NodeAffinitySchedulingStrategy(node, soft=False)
+
+
+def read_stacks_on_nodes(pids: Sequence[int], nodes: Sequence[str], full: bool) -> list[ProcessStacks]:
+    """Return the states of the processes `pids`, each on one of `nodes` (Ray node ids). Waits for the nodes."""
+    looks = {}
+    for node in dict.fromkeys(nodes):
+        local = [pid for pid, home in zip(pids, nodes, strict=True) if home == node]
+        looks[node] = local, _READ_STACKS.options(scheduling_strategy=_on(node)).remote(local, full)
+    ray_wait([look for _, look in looks.values()], num_returns=len(looks), timeout=STACKS_SECONDS)
+    states: dict[tuple[str, int], ProcessStacks] = {}
+    for node, (local, look) in looks.items():
+        states |= {(node, pid): state for pid, state in zip(local, _states(look, len(local)), strict=True)}
+    return [states[node, pid] for node, pid in zip(nodes, pids, strict=True)]
+
+
+def _states(look: Any, size: int) -> list[ProcessStacks]:
+    try:
+        states: list[ProcessStacks] = ray_get(look, timeout=0)
+    except RayError as error:  # GetTimeoutError too
+        problem = f"Ray has not read its state on its machine: {type(error).__name__}"
+        return [{"problem": problem, "state": "", "io_bytes": 0, "cpu_ticks": 0}] * size
+    return states

@@ -8,14 +8,9 @@ trainer waits for that peer in a collective.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import queue
-import shutil
 import signal
-import socket
-import stat
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,7 +23,6 @@ from megarl.cluster.devices import LocalDevices
 from megarl.cluster.failures import (
     ClusterError,
     Failure,
-    ProcessInfo,
     Returned,
     ServiceDied,
     WorkerFailed,
@@ -37,89 +31,26 @@ from megarl.cluster.failures import (
 )
 from megarl.cluster.process import die_with_parent
 from megarl.cluster.sigstop_watch import LocalWatch
+from megarl.cluster.stacks.capture import capture
+from megarl.cluster.stacks.channel import read_stacks, with_system_facts
+from megarl.cluster.stacks.report import GroupStacks
+from megarl.cluster.stacks.stall import StallWatch
 from megarl.cluster.torchrun.local_service import LocalService
-from megarl.cluster.torchrun.rank import (
-    JOIN_SECONDS,
-    CallMessage,
-    ConstructMessage,
-    RankWorker,
-    StopMessage,
-    socket_path,
-)
-from megarl.cluster.torchrun.wire import SendQueue, Wire
+from megarl.cluster.torchrun.rank import CallMessage, ConstructMessage, StopMessage
+from megarl.cluster.torchrun.ranks import TERMINATE_SECONDS, LocalRank, PeerRank, listen
 from megarl.types import DataRef, InlineData
 
-TERMINATE_SECONDS = 3.0  # time to find the failed rank after torchrun's SIGTERM
 DEATH_SECONDS = 2.0  # time until the controller also notices a death that torchrun noticed first
-
-
-class _Peer:
-    """Rank 0's connection to another rank."""
-
-    def __init__(self, wire: Wire, place: ProcessInfo) -> None:
-        self.wire, self.place = wire, place
-        self.death: Failure | None = None
-        self.answers: queue.SimpleQueue[Returned | Failure] = queue.SimpleQueue()
-        self._outgoing = SendQueue(wire)
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        while True:
-            try:
-                outcome = self.wire.receive()
-            except EOFError:
-                cause = "its process ended without a message (torchrun's report names the exit code or signal)"
-                self.death = Failure.death(self.place, cause)
-                self.answers.put(self.death)
-                return
-            self.answers.put(outcome if isinstance(outcome, Returned) else Failure.raised(self.place, outcome))
-
-    def send(self, message: Any) -> None:
-        self._outgoing.send(message)
-
-    def finish(self) -> None:
-        self._outgoing.finish(TERMINATE_SECONDS)
-
-    def wake(self) -> None:
-        """Continue the process if it is stopped: otherwise torchrun waits half a minute before it kills it."""
-        with contextlib.suppress(OSError):  # the process has ended
-            os.kill(self.place.pid, signal.SIGCONT)
-
-
-class _LocalRank:
-    """Rank 0's trainer: a thread that serves calls as the other ranks do."""
-
-    def __init__(self) -> None:
-        self.place = ProcessInfo("trainer rank 0", pid=os.getpid())
-        self.answers: queue.SimpleQueue[Returned | Failure] = queue.SimpleQueue()
-        self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.busy = False
-        self._thread = threading.Thread(target=self._serve, name="trainer-0", daemon=True)
-        self._thread.start()
-
-    def _serve(self) -> None:
-        rank = RankWorker()
-        while not isinstance(message := self._messages.get(), StopMessage):
-            self.busy = True
-            outcome = rank.answer(message)
-            self.busy = False
-            self.answers.put(outcome if isinstance(outcome, Returned) else Failure.raised(self.place, outcome))
-
-    def send(self, message: Any) -> None:
-        self._messages.put(message)
-
-    def join(self) -> None:
-        """Wait up to `TERMINATE_SECONDS` for the thread: native code still running at exit aborts the process."""
-        self._thread.join(TERMINATE_SECONDS)
 
 
 class TorchrunGroup:
     """See `megarl.cluster.base.WorkerGroup`."""
 
-    def __init__(self, cluster: TorchrunCluster, ranks: list[_LocalRank | _Peer]) -> None:
+    def __init__(self, cluster: TorchrunCluster, ranks: list[LocalRank | PeerRank]) -> None:
         self._cluster, self._ranks = cluster, ranks
         self._has_shutdown = False
         self.failure: WorkerFailed | None = None  # never set: every failure ends the run
+        self._call, self._call_began = "", 0.0  # the call that runs, for messages; "" if none does
 
     @property
     def size(self) -> int:
@@ -150,12 +81,17 @@ class TorchrunGroup:
 
     def run(self, messages: list[ConstructMessage | CallMessage], doing: str) -> list[Any]:
         """Send each rank its message and return the values in rank order. `doing`: the call's name, for messages."""
-        watch = LocalWatch([rank.place for rank in self._ranks], doing)
+        watch, stall = (
+            LocalWatch([rank.place for rank in self._ranks], doing),
+            StallWatch(self.stacks, self._cluster.stall),
+        )
 
         def check() -> None:
             self._cluster.check_others()
             watch.check()
+            stall.check()
 
+        self._call, self._call_began = doing, time.monotonic()
         try:
             with self._cluster.waiting:
                 for rank, message in zip(self._ranks, messages, strict=True):
@@ -164,6 +100,16 @@ class TorchrunGroup:
         except ClusterError:
             self._cluster.abort()
             raise
+        finally:
+            self._call = ""
+
+    def stacks(self, full: bool) -> GroupStacks:
+        """Read the states of the ranks. Callable from any thread."""
+        places, call, seconds = [rank.place for rank in self._ranks], self._call, time.monotonic() - self._call_began
+        states = [with_system_facts(os.getpid(), capture(full), full)]  # of rank 0: this process
+        states[0]["cpu_ticks"] = 0  # its child processes are the engines
+        states += read_stacks([place.pid for place in places[1:]], full)
+        return GroupStacks("trainer", places, states, call, seconds)
 
     def _poll(self, pending: set[int], seconds: float) -> list[tuple[int, Returned | Failure]]:
         ready = [(rank, self._ranks[rank].answers.get()) for rank in pending if not self._ranks[rank].answers.empty()]
@@ -208,6 +154,7 @@ class TorchrunCluster(Cluster):
     trainers: number of ranks that the recipe needs; None if the command starts no trainers.
     log_dir: directory of the output files; rank 0 writes to the console.
     trainer_env: variables of every trainer; the caller's `env` overrides them.
+    stall: `cluster.stall`.
     """
 
     def __init__(
@@ -217,6 +164,7 @@ class TorchrunCluster(Cluster):
         devices: LocalDevices,
         *,
         trainer_env: dict[str, str],
+        stall: float,
     ) -> None:
         self._world_size = int(os.environ["WORLD_SIZE"])
         local = int(os.environ.get("LOCAL_WORLD_SIZE", self._world_size))
@@ -231,13 +179,14 @@ class TorchrunCluster(Cluster):
                 f"start it with --nproc-per-node {trainers}, or set cluster.trainers={self._world_size}."
             )
         self._log_dir, self._devices = log_dir, devices
-        self._trainer_env = trainer_env
+        self._trainer_env, self.stall = trainer_env, stall
+        self._group: TorchrunGroup | None = None
         self._services: list[LocalService] = []
         self._service_watch: tuple[list[LocalService], LocalWatch] | None = None
         self._claimed: dict[str, dict[str, str]] = {}  # by service: the variables that show it its devices
         self._on_check: list[Callable[[], None]] = []
-        self._local_rank = _LocalRank()
-        self._ranks: list[_LocalRank | _Peer] = [self._local_rank, *_listen(self._world_size)]
+        self._local_rank = LocalRank()
+        self._ranks: list[LocalRank | PeerRank] = [self._local_rank, *listen(self._world_size)]
         self.waiting = _Waiting()
         die_with_parent(signal.SIGTERM)
         self._former_handler = signal.signal(signal.SIGTERM, self._on_terminate)
@@ -247,7 +196,7 @@ class TorchrunCluster(Cluster):
     ) -> TorchrunGroup:
         # torchrun's ranks form the only group, so `name` has no effect.
         assert size == self._world_size, f"{size} trainers, but torchrun started {self._world_size} processes"
-        group = TorchrunGroup(self, self._ranks)
+        group = self._group = TorchrunGroup(self, self._ranks)
         group.construct(class_path, args, self._trainer_env)
         return group
 
@@ -287,6 +236,11 @@ class TorchrunCluster(Cluster):
             self.abort()
             raise
 
+    def stacks(self) -> list[GroupStacks]:
+        places = [service.place for service in list(self._services) if service.alive()]
+        services = GroupStacks("service", places, read_stacks([place.pid for place in places], True))
+        return [*([self._group.stacks(True)] if self._group is not None else []), services]
+
     def check_others(self) -> None:
         """Raise if an essential service has failed or is stopped (SIGSTOP), or if the time after torchrun's SIGTERM is over."""
         services = [service for service in self._services if not service.stopping]
@@ -313,7 +267,7 @@ class TorchrunCluster(Cluster):
 
     def _check_deaths(self) -> None:
         self.check_others()
-        deaths = [rank.death for rank in self._ranks if isinstance(rank, _Peer) and rank.death is not None]
+        deaths = [rank.death for rank in self._ranks if isinstance(rank, PeerRank) and rank.death is not None]
         if deaths:
             raise worker_failed(deaths)
 
@@ -344,7 +298,7 @@ class TorchrunCluster(Cluster):
         if not self._ranks:
             return
         ranks, self._ranks = self._ranks, []
-        peers = [rank for rank in ranks if isinstance(rank, _Peer)]
+        peers = [rank for rank in ranks if isinstance(rank, PeerRank)]
         for rank in ranks:
             rank.send(StopMessage(now))
         for peer in peers:
@@ -368,33 +322,3 @@ class TorchrunCluster(Cluster):
             service.stop()
         self._services = []
         signal.signal(signal.SIGTERM, self._former_handler)
-
-
-def _listen(world_size: int) -> list[_Peer]:
-    """Wait until every other rank has connected; returns the connections in rank order."""
-    if world_size == 1:
-        return []
-    path = socket_path()
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    status = path.parent.stat()
-    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) != 0o700:
-        raise ValueError(f"{path.parent} exists and is open to other users: remove it.")
-    path.unlink(missing_ok=True)  # left by a killed run
-    peers: dict[int, _Peer] = {}
-    deadline = time.monotonic() + JOIN_SECONDS
-    try:
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(str(path))
-            listener.listen(world_size)
-            while len(peers) < world_size - 1:
-                listener.settimeout(max(0.01, deadline - time.monotonic()))
-                wire = Wire(listener.accept()[0])
-                rank, place = wire.receive()
-                peers[rank] = _Peer(wire, place)
-    except TimeoutError as error:
-        missing = ", ".join(str(rank) for rank in range(1, world_size) if rank not in peers)
-        message = f"trainer ranks {missing} did not connect to the controller within {JOIN_SECONDS:.0f} s."
-        raise TimeoutError(message) from error
-    finally:
-        shutil.rmtree(path.parent)
-    return [peers[rank] for rank in sorted(peers)]

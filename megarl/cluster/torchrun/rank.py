@@ -17,6 +17,7 @@ from typing import Any
 from megarl.cluster.base import load_class
 from megarl.cluster.failures import ProcessInfo, Raised, Returned, run
 from megarl.cluster.process import die_with_parent, ignore_interrupt, redirect_output
+from megarl.cluster.stacks.channel import serve_stacks
 from megarl.cluster.torchrun.wire import Wire
 
 JOIN_SECONDS = 300.0  # time for the ranks to import their modules and connect
@@ -82,6 +83,7 @@ def serve(log_dir: Path) -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)
     console = os.dup(2)
     redirect_output(place.log, place.name)
+    serve_stacks()
     wire.send((rank, place))
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_read_calls, args=(wire, messages, place.name, console), daemon=True).start()

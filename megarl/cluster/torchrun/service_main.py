@@ -8,6 +8,7 @@ import sys
 
 from megarl.cluster.process import ignore_interrupt, redirect_output
 from megarl.cluster.service import ServiceServer, ServiceStart
+from megarl.cluster.stacks.channel import serve_stacks
 from megarl.cluster.torchrun.wire import Wire
 
 if __name__ == "__main__":
@@ -15,4 +16,5 @@ if __name__ == "__main__":
     wire = Wire(socket.socket(fileno=int(sys.argv[1])))
     start: ServiceStart = wire.receive()
     redirect_output(start.log, start.name)
+    serve_stacks()
     asyncio.run(ServiceServer(wire).serve(start))

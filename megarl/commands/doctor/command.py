@@ -1,4 +1,4 @@
-"""Entry point of ``python -m megarl doctor [RECIPE] [KEY=VALUE ...]``."""
+"""Entry point of ``python -m megarl doctor [RECIPE | RUN_DIRECTORY] [KEY=VALUE ...]``."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from pathlib import Path
 from megarl.commands.doctor.catalogue import CHECKS
 from megarl.commands.doctor.check import run_check, within
 from megarl.commands.doctor.finding import Finding, Needs, fail, warning
+from megarl.commands.doctor.live_run import show_live_run
 from megarl.commands.doctor.machine import Machine
 from megarl.commands.doctor.nodes import NodeReport, check_all_nodes, report_of
 from megarl.commands.doctor.platform_detection import platform_of
 from megarl.commands.doctor.recipe import ALL_NODES, device_demand, environment, needs_of, run_name, stages, weights
 from megarl.commands.doctor.system import write_token
+from megarl.errors import InputError
 from megarl.preflight.load import load_recipe
 from megarl.recipe import Recipe
 from megarl.recipe.paths import with_absolute_paths
@@ -30,9 +32,16 @@ Print = Callable[[str], None]
 def doctor(recipe_path: Path | None, overrides: Sequence[str], *, as_json: bool, nodes: bool | None) -> int:
     """Run all checks, print one line per finding (or a JSON list), and return 1 if a check failed, else 0.
 
-    nodes: check every node of the Ray cluster; None: only if a Ray address is set. Raises RecipeError if the recipe
-    does not load.
+    nodes: check every node of the Ray cluster; None: only if a Ray address is set. The directory of a run instead of a
+    recipe: show what the run's processes do. Raises RecipeError if the recipe does not load, InputError if no run is alive.
     """
+    if recipe_path is not None and recipe_path.is_dir():
+        if overrides or nodes is not None:
+            raise InputError(
+                f"{recipe_path} is the directory of a run: of the arguments for a recipe it takes only --json."
+            )
+        show_live_run(recipe_path, as_json=as_json)
+        return 0
     recipe = None if recipe_path is None else with_absolute_paths(load_recipe(recipe_path, overrides))
     machine = Machine()
     needs = needs_of(recipe, machine.environ)
