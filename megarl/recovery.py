@@ -18,8 +18,8 @@ from megarl.trainer.restarts import TrainerRestarts
 from megarl.types import Metrics
 
 
-def take_batch(run: Run, step: int) -> Batch:
-    """Return the next batch, when it has been sampled, and log its metrics and notices."""
+def train_on_next_batch(run: Run, step: int) -> None:
+    """Take a batch and train on it. The batch is freed on return, before the next one is sampled."""
     with run.log.phase("gen") if run.recipe.train.source == "rollout" else run.log.phase("data"):
         batch = run.source.take(run.recipe.data.prompts_per_step)
     with_trainers(run, step - 1, run.checkpoints.poll)
@@ -28,26 +28,24 @@ def take_batch(run: Run, step: int) -> Batch:
     run.log.add(batch.metrics)
     for notice in batch.notices:
         run.log.notice(f"step {step}: {notice}")
-    return batch
+    if batch.groups:
+        with_trainers(run, step - 1, lambda: profiled_step(run, batch, step))
+    else:
+        run.profiling.nothing_to_compute(step)
+        if run.trainer_restarts is not None:
+            run.trainer_restarts.batches.keep(step, [])
+        with_trainers(run, step - 1, run.devices.give_to_actor)
+        run.log.warn(f"step {step}: no group with spread was found, so the policy is not updated", "update")
+        run.log.add({"actor/skipped_updates": float(run.recipe.actor.optimizer_steps)})
+        run.skipped.note("actor", step, "no group with spread was found")
 
 
-def traced_once(run: Run, step: int, train: Callable[[], None]) -> None:
-    """Call `train`, the first training of `step`, traced if the recipe wants a trace of the step."""
+def profiled_step(run: Run, batch: Batch, step: int) -> None:
+    """Train on `batch`, traced if the recipe wants a trace of `step`."""
     with run.profiling.training(step):
-        train()
+        training_step(run, batch, step)
     if run.trainer_restarts is not None:
         run.trainer_restarts.record(step, run.log.pending())
-
-
-def skip_step(run: Run, step: int) -> None:
-    """Leave the policy unchanged in `step`, whose batch has no group."""
-    run.profiling.nothing_to_compute(step)
-    if run.trainer_restarts is not None:
-        run.trainer_restarts.batches.keep(step, [])
-    with_trainers(run, step - 1, run.devices.give_to_actor)
-    run.log.warn(f"step {step}: no group with spread was found, so the policy is not updated")
-    run.log.add({"actor/skipped_updates": float(run.recipe.actor.optimizer_steps)})
-    run.skipped.note("actor", step, "no group with spread was found")
 
 
 def save_step(run: Run, step: int) -> None:
@@ -56,19 +54,6 @@ def save_step(run: Run, step: int) -> None:
     run.checkpoints.save_if_due(step)
     if run.trainer_restarts is not None:
         run.trainer_restarts.keep_since(run.checkpoints.newest()[0])
-
-
-def finish_step(run: Run, step: int) -> None:
-    """Publish the new weights, evaluate if due, and write the step's metrics."""
-    evaluation, last = run.recipe.evaluation, step == run.recipe.train.steps
-    evaluates = is_due(step, evaluation.every) or (last and evaluation.at_end)
-    if not last or evaluates:
-        run.publish_weights(step)
-    if evaluates:
-        run.evaluate_policy(after_step=step)
-    tokens = run.log.pending().get("perf/total_num_tokens", 0.0)
-    run.log.add({"perf/throughput": tokens / run.log.elapsed() / run.device_count})
-    run.log.step(step)
 
 
 def with_trainers(run: Run, trained: int, action: Callable[[], None]) -> None:
@@ -131,7 +116,7 @@ def restart_trainers(run: Run, restarts: TrainerRestarts, trained: int, before: 
     run.checkpoints.trained_step = None
     with run.log.phase("recovery"):
         began = time.monotonic()
-        run.log.warn(f"{restarts.newest_failure}\nThe trainers start again (train.trainer_restarts)")
+        run.log.warn(f"{restarts.newest_failure}\nThe trainers start again (train.trainer_restarts)", "death")
         restarts.start()
         checkpoint = run.checkpoints.restore_trainers()
         run.devices.give_to_actor()

@@ -12,15 +12,15 @@ from types import ModuleType
 
 from megarl.assembly import Run, build_run, connected, prepare_run
 from megarl.checkpoint.next_commands import after_training, naming_checkpoint
-from megarl.checkpoint.restarts import restart_notices
+from megarl.checkpoint.run_checkpoints import is_due
 from megarl.cluster import is_controller, serve
 from megarl.errors import as_input_error
 from megarl.observe.log import RunLog
+from megarl.observe.restarts import restart_notices
 from megarl.preflight.engines_and_devices import demand_of
 from megarl.preflight.environment import environment_notices
 from megarl.recipe import Recipe
-from megarl.recovery import finish_step, save_step, skip_step, take_batch, traced_once, with_trainers
-from megarl.step import training_step
+from megarl.recovery import save_step, train_on_next_batch, with_trainers
 
 
 def train(recipe: Recipe) -> Path:
@@ -76,13 +76,17 @@ def run_steps(run: Run, resume_from: Path | None = None) -> None:
     run.source.close()
 
 
-def train_on_next_batch(run: Run, step: int) -> None:
-    """Take a batch and train on it. The batch is freed on return, before the next one is sampled."""
-    batch = take_batch(run, step)
-    if batch.groups:
-        with_trainers(run, step - 1, lambda: traced_once(run, step, lambda: training_step(run, batch, step)))
-    else:
-        skip_step(run, step)
+def finish_step(run: Run, step: int) -> None:
+    """Publish the new weights, evaluate if due, and write the step's metrics."""
+    evaluation, last = run.recipe.evaluation, step == run.recipe.train.steps
+    evaluates = is_due(step, evaluation.every) or (last and evaluation.at_end)
+    if not last or evaluates:
+        run.publish_weights(step)
+    if evaluates:
+        run.evaluate_policy(after_step=step)
+    tokens = run.log.pending().get("perf/total_num_tokens", 0.0)
+    run.log.add({"perf/throughput": tokens / run.log.elapsed() / run.device_count})
+    run.log.step(step)
 
 
 class _CallableModule(ModuleType):
