@@ -45,7 +45,7 @@ def skip_step(run: Run, step: int) -> None:
     if run.trainer_restarts is not None:
         run.trainer_restarts.batches.keep(step, [])
     with_trainers(run, step - 1, run.devices.give_to_actor)
-    run.log.warn(f"step {step}: no group with spread was found, so the policy is not updated")
+    run.log.warn(f"step {step}: no group with spread was found, so the policy is not updated", "update")
     run.log.add({"actor/skipped_updates": float(run.recipe.actor.optimizer_steps)})
     run.skipped.note("actor", step, "no group with spread was found")
 
@@ -131,7 +131,7 @@ def restart_trainers(run: Run, restarts: TrainerRestarts, trained: int, before: 
     run.checkpoints.trained_step = None
     with run.log.phase("recovery"):
         began = time.monotonic()
-        run.log.warn(f"{restarts.newest_failure}\nThe trainers start again (train.trainer_restarts)")
+        run.log.warn(f"{restarts.newest_failure}\nThe trainers start again (train.trainer_restarts)", "death")
         restarts.start()
         checkpoint = run.checkpoints.restore_trainers()
         run.devices.give_to_actor()

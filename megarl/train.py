@@ -12,10 +12,10 @@ from types import ModuleType
 
 from megarl.assembly import Run, build_run, connected, prepare_run
 from megarl.checkpoint.next_commands import after_training, naming_checkpoint
-from megarl.checkpoint.restarts import restart_notices
 from megarl.cluster import is_controller, serve
 from megarl.errors import as_input_error
 from megarl.observe.log import RunLog
+from megarl.observe.restarts import restart_notices
 from megarl.preflight.engines_and_devices import demand_of
 from megarl.preflight.environment import environment_notices
 from megarl.recipe import Recipe

@@ -177,7 +177,7 @@ def fit(
         )  # fmt: skip
         run_steps(run)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    apart = ("timing_s", "perf", "recovery")
+    apart = ("timing_s", "perf", "recovery", "run")
     return run, [{name: value for name, value in line.items() if not name.startswith(apart)} for line in lines]
 
 
@@ -210,6 +210,10 @@ def test_a_failure_at_any_call_changes_no_number(
     assert norms == expected.skipped.norms["actor"].state() and len(norms) == 2, "later spikes are judged by them"
     notices = (tmp_path / "notices.jsonl").read_text()
     assert f"killed at call {number}" in notices and "gradient norms differ" not in notices
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    (death,) = summary["faults"]
+    assert death["event"] == "death" and f"killed at call {number}" in death["cause"]
+    assert summary["ettr"]["recovery"] > 0
     samples = [path.read_text() for path in sorted((tmp_path / "samples").iterdir())]
     assert len(samples) == STEPS - 2 and all(text.count("answer") == 2 for text in samples), "written once"
 

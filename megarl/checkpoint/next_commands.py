@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.checkpoint.folder import checkpoint_step, list_checkpoints, resume_hint
-from megarl.checkpoint.restarts import restarts_by_command
 from megarl.errors import InputError, RecipeError
+from megarl.observe.restarts import restarts_by_command
 from megarl.observe.run_dir import RunDirectory
+from megarl.observe.sessions import time_lines
 from megarl.recipe.schema import Recipe
 
 _COMMAND = "python -m megarl"
@@ -43,7 +45,7 @@ class Repetition:
 
 
 def after_training(recipe: Recipe, run: RunDirectory) -> list[str]:
-    """Return the last lines of a finished run: paths of the run, its report, checkpoint and model; then commands.
+    """Return the last lines of a finished run: paths of the run, its report, checkpoint and model; its time and faults; commands.
 
     Lists only existing files. Paths outside the current folder are absolute.
     """
@@ -54,6 +56,8 @@ def after_training(recipe: Recipe, run: RunDirectory) -> list[str]:
     paths += [("checkpoint", checkpoints[-1])] if checkpoints else []
     paths += [("model", model)] * model.is_dir()
     lines = [f"{recipe.name}: finished", *(f"  {name:<11} {shown(path)}" for name, path in paths)]
+    if run.summary.exists():
+        lines += [f"  {name:<11} {text}" for name, text in time_lines(json.loads(run.summary.read_text()))]
     if not checkpoints and not model.is_dir():
         lines.append(
             "  no weights were saved: train.save_at_end and train.export_at_end are off, train.save_every was never due"

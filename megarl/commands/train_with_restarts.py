@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.checkpoint.folder import checkpoint_step, list_checkpoints
-from megarl.checkpoint.restarts import AFTER, REPORT, End, reporting_end, restarts_by_command
 from megarl.cluster import under_torchrun
 from megarl.cluster.failures import exit_cause
 from megarl.cluster.orphan_reaper import marked, sweep
 from megarl.commands.child import STOPPED, run_child
+from megarl.observe.alerts import Alerts
+from megarl.observe.restarts import AFTER, REPORT, End, reporting_end, restarts_by_command
 from megarl.observe.run_dir import RunDirectory
 from megarl.preflight.load import load_recipe
 from megarl.recipe import Recipe
@@ -51,8 +52,15 @@ def train_with_restarts(
     """Train to the end and return the exit status of the last start.
 
     `path`, `overrides`: the command line of `recipe`. `train`: the command that trains. Stops the child if this process is
-    interrupted (see `run_child`).
+    interrupted (see `run_child`). Sends the alerts of restarts and of the failure that ends the run; the child sends the others.
     """
+    with Alerts(recipe.observe.alerts, recipe.name, _print) as alerts:
+        return _train_to_the_end(recipe, path, overrides, alerts, debug=debug, train=train)
+
+
+def _train_to_the_end(
+    recipe: Recipe, path: Path, overrides: Sequence[str], alerts: Alerts, *, debug: bool, train: Sequence[str]
+) -> int:
     checkpoints = RunDirectory(Path(recipe.runs_dir) / recipe.name).checkpoints
     failures = Failures(recipe.train.restarts, _newest_step(checkpoints))
     command = [*train, str(path), *(["--debug"] if debug else [])]
@@ -61,18 +69,22 @@ def train_with_restarts(
         end = _run([*command, *resume], after)
         cause = cause_of_restart(end, restarted=bool(after))
         if cause is None:
+            if end.report is not None and end.status not in STOPPED:
+                alerts.send("failure", end.report.cause, _newest_step(checkpoints) or 0)
             return end.status
         delay = failures.note(cause, _newest_step(checkpoints))
-        if delay is None:
-            print(failures.last_words, file=sys.stderr, flush=True)
-            return end.status if end.status > 0 else 1
         step = failures.newest_step
+        if delay is None:
+            _print(failures.last_words)
+            alerts.send("failure", failures.last_words, step or 0)
+            return end.status if end.status > 0 else 1
         if end.report is None:  # the child could not print it
-            print(cause, file=sys.stderr)
+            _print(cause)
         place = "without a checkpoint" if step is None else f"from step {step}"
         wait = f" in {delay:.0f} s" if delay else ""
         count = f"failure {failures.in_a_row} of at most {failures.limit} without a new checkpoint"
-        print(f"the run is started again {place}{wait} ({count})", file=sys.stderr, flush=True)
+        _print(f"the run is started again {place}{wait} ({count})")
+        alerts.send("restart", cause, step or 0)
         time.sleep(delay)
         resume, after = resuming(overrides, recipe.train.resume, has_checkpoint=step is not None), cause.splitlines()[0]
 
@@ -142,6 +154,10 @@ def resuming(overrides: Sequence[str], resume: str, *, has_checkpoint: bool) -> 
     if resume not in ("never", "auto") and not has_checkpoint:
         return [*overrides]
     return [*(each for each in overrides if not each.startswith("train.resume=")), "train.resume=auto"]
+
+
+def _print(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _newest_step(checkpoints: Path) -> int | None:

@@ -16,16 +16,20 @@ from types import TracebackType
 from typing import Any
 
 from megarl.atomic_files import AppendFile, Reserve, write_atomically
+from megarl.observe.alerts import Alerts
 from megarl.observe.console import Console, make_console
-from megarl.observe.json_lines import drop_torn_line, json_line, strict
+from megarl.observe.json_lines import drop_torn_line, json_line, read_lines, strict
 from megarl.observe.metrics import MetricsLog, read_metrics
 from megarl.observe.report.page import write_report
+from megarl.observe.restarts import restart_cause, restarts_by_command
 from megarl.observe.run_dir import RunDirectory
 from megarl.observe.samples import discard_samples_after, write_samples
+from megarl.observe.sessions import effective_time, faults, productive_seconds, read_sessions
 from megarl.observe.sinks import make_sinks
 from megarl.observe.summary import summarize
 from megarl.observe.trace import Trace
 from megarl.recipe import Recipe, to_yaml
+from megarl.recipe.observe import Event
 
 _open_phases: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("open_phases", default=())
 
@@ -70,6 +74,8 @@ class RunLog:
         drop_torn_line(self.run_dir.notices)
         self._notices = AppendFile(self.run_dir.notices)
         self._parts.callback(self._notices.close)
+        self._alerts = Alerts(self._recipe.observe.alerts, self._recipe.name, self._warn_of_alerts)
+        self._parts.callback(self._close_alerts)
         sinks = make_sinks(self._recipe, self.run_dir, first_step, self.warn)
         self._metrics = MetricsLog(self.run_dir, sinks)
         kept = first_step - 1 if first_step > 1 else -1  # a fresh run discards step 0 too, the evaluation at the start
@@ -78,7 +84,8 @@ class RunLog:
         self.trace = Trace(self.run_dir.trace)
         self._console: Console = make_console(self._recipe, first_step - 1, self._total_steps)
         self._parts.callback(self._console.close)
-        self._sessions = _read_sessions(self.run_dir.summary)
+        self._productive = sum(map(productive_seconds, read_metrics(self.run_dir.metrics)))
+        self._sessions = read_sessions(self.run_dir.summary, restart_cause())
         process = {"pid": os.getpid(), "host": socket.gethostname()}
         self._sessions.append({"first_step": first_step, "began": time.time(), "status": "running", **process})
         self._reserve = Reserve(self.run_dir.path / ".reserve")
@@ -151,6 +158,7 @@ class RunLog:
             self._sessions[-1]["start"] = {"seconds": now - self._clock, **times}
             self._clock = now
         self._write_summary("running", None)
+        self._alerts.send("start", f"the first step is {self.next_step} of {self._total_steps}", self.next_step)
 
     def reached(self, text: str) -> None:
         """Show the progress of the start on the console. It is not written to a file."""
@@ -203,13 +211,13 @@ class RunLog:
             self.next_step = step + 1
         self._write_line(step, metrics)
 
-    def notice(self, text: str) -> None:
-        """Show a notice on the console, in notices.jsonl and in the report."""
-        self._say(text, "notice")
+    def notice(self, text: str, event: Event | None = None) -> None:
+        """Show a notice on the console, in notices.jsonl and in the report. event: for alerts, if it is one."""
+        self._say(text, "notice", event)
 
-    def warn(self, text: str) -> None:
-        """Show a warning on the console, in notices.jsonl and in the report."""
-        self._say(text, "warning")
+    def warn(self, text: str, event: Event = "warning") -> None:
+        """Show a warning on the console, in notices.jsonl and in the report. event: for alerts."""
+        self._say(text, "warning", event)
 
     def close(self, status: str, error: str | None = None) -> None:
         """End the session as "finished", "failed" or "stopped". Later calls do nothing.
@@ -220,7 +228,9 @@ class RunLog:
         if self._closed:
             return
         self._closed = True
-        with self._parts:  # releases terminal, notices and lock even if a statement here fails
+        with (
+            self._parts
+        ):  # releases terminal, notices and lock even if a statement here fails, and sends the last alerts
             self._reserve.release()
             problem: OSError | None = None
             for finish in (lambda: self._metrics.close(status), self.trace.close):
@@ -230,7 +240,8 @@ class RunLog:
                     problem = problem or failure
             if problem is not None and status == "finished":
                 status, error = "failed", f"{type(problem).__name__}: {problem}"
-            self._sessions[-1].update(status=status, ended=time.time())
+            self._alert_of_end(status, error)
+            self._sessions[-1].update(status=status, ended=time.time(), error=error, last_step=self.next_step - 1)
             self._write_summary(status, error)
             if problem is not None:
                 raise problem
@@ -257,6 +268,9 @@ class RunLog:
         now = time.perf_counter()
         metrics = {**metrics, "timing_s/step": now - self._clock}
         self._clock = now
+        self._productive += productive_seconds(metrics)
+        wall = time.time() - self._sessions[0]["began"]
+        metrics["run/ettr"] = min(1.0, self._productive / wall) if wall > 0 else 1.0
         self._metrics.write(step, metrics)
         self._warn_of_non_finite(step, metrics)
         self._console.step(step, metrics)
@@ -266,14 +280,40 @@ class RunLog:
         for name, value in metrics.items():
             if not math.isfinite(value) and name not in self._non_finite:
                 self._non_finite.add(name)
-                self._say(f"{name} is {float(value)} at step {step} (reported once per metric).", "warning", step)
+                self._say(
+                    f"{name} is {float(value)} at step {step} (reported once per metric).", "warning", "warning", step
+                )
 
-    def _say(self, text: str, level: str, step: int | None = None) -> None:
-        step = min(self.next_step, self._total_steps) if step is None else step
-        line = json_line({"time": time.time(), "step": step, "level": level, "text": text})
+    def _say(self, text: str, level: str, event: Event | None = None, step: int | None = None) -> None:
+        step = self._current_step if step is None else step
+        self._write_notice(text, level, event, step)
+        if event is not None:
+            self._alerts.send(event, text, step)
+
+    def _write_notice(self, text: str, level: str, event: Event | None, step: int) -> None:
+        kind = {} if event in (None, "warning") else {"event": event}  # the level names warnings
+        line = json_line({"time": time.time(), "step": step, "level": level, **kind, "text": text})
         with self._guard:
             self._notices.write(line)
             self._console.notice(text, level == "warning")
+
+    @property
+    def _current_step(self) -> int:
+        return min(self.next_step, self._total_steps)
+
+    def _alert_of_end(self, status: str, error: str | None) -> None:
+        if status != "failed":
+            self._alerts.send("end", f"{status}: {error}" if error else status, self._current_step)
+        elif not restarts_by_command():  # that command knows whether the failure ends the run
+            self._alerts.send("failure", error or status, self._current_step)
+
+    def _warn_of_alerts(self, text: str) -> None:
+        self._write_notice(text, "warning", None, self._current_step)
+
+    def _close_alerts(self) -> None:
+        unsent = self._alerts.close()
+        if unsent is not None:
+            self._warn_of_alerts(unsent)
 
     def _write_report(self) -> None:
         """Write report.html. A failure is a warning: the run's results are complete without the report."""
@@ -287,6 +327,7 @@ class RunLog:
 
     def _write_summary(self, status: str, error: str | None) -> None:
         lines = read_metrics(self.run_dir.metrics)
+        discarded, notices = (read_lines(path)[0] for path in (self.run_dir.discarded_metrics, self.run_dir.notices))
         start = {str(n): session["start"]["seconds"] for n, session in enumerate(self._sessions) if "start" in session}
         summary = {
             "name": self._recipe.name,
@@ -297,6 +338,8 @@ class RunLog:
             "total_steps": self._total_steps,
             **summarize(lines, start),
             "evaluation": _before_and_after(lines),
+            "ettr": effective_time(self._sessions, lines, discarded, time.time()),
+            "faults": faults(self._sessions, notices),
             "sessions": self._sessions,
         }
         write_atomically(self.run_dir.summary, json.dumps(strict(summary), indent=1).encode())
@@ -310,14 +353,3 @@ def _before_and_after(lines: list[dict[str, float]]) -> dict[str, dict[str, floa
         if any(name.startswith("eval/") for name in line)
     ]
     return {"first": evaluations[0], "last": evaluations[-1]} if evaluations else {}
-
-
-def _read_sessions(summary: Path) -> list[dict[str, Any]]:
-    """Return the earlier sessions of this run. A session without a final status was killed."""
-    if not summary.exists():
-        return []
-    sessions = json.loads(summary.read_text())["sessions"]
-    for session in sessions:
-        if session["status"] == "running":
-            session["status"] = "killed"
-    return sessions

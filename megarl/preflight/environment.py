@@ -7,6 +7,7 @@ from typing import Any
 from megarl.algorithms.catalogue import LOSSES
 from megarl.cluster import trainer_notices
 from megarl.engines.specs import first_specs
+from megarl.observe.webhook import unencrypted_notice
 from megarl.recipe.algorithm import AlgorithmConfig
 from megarl.recipe.derived.at_update import update_notice
 from megarl.recipe.derived.seeded import seeds_notice
@@ -34,6 +35,7 @@ def environment_notices(recipe: Recipe, platform: Any, *, training: bool = True)
                 seeds_notice(recipe),
                 update_notice(recipe),
                 traces_notice(recipe),
+                unencrypted_notice(recipe.observe.alerts),
             )
             if notice
         ]

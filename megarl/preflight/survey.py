@@ -11,6 +11,7 @@ from megarl import platform as platforms
 from megarl.cluster.device_map import place
 from megarl.engines.specs import fixed_models
 from megarl.megatron.extra_settings import fields_of_megatron
+from megarl.observe.webhook import webhook_url
 from megarl.preflight.data import Prepared
 from megarl.preflight.engines_and_devices import (
     check_device,
@@ -52,6 +53,9 @@ def _check_settings(survey: Survey) -> None:
     if not survey.available.training:
         survey.add(evaluation_setting_errors(recipe), "rollout.engine")
         return
+    if recipe.observe.alerts.url is not None:
+        with survey.part("observe.alerts.url"):
+            webhook_url(recipe.observe.alerts)
     survey.add(training_setting_errors(recipe), "megatron.extra")
     if not survey.is_partial:
         return

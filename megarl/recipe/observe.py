@@ -1,10 +1,11 @@
-"""The recipe's section `observe`: console, trackers, samples, report and profiler traces."""
+"""The recipe's section `observe`: console, trackers, samples, report, alerts and profiler traces."""
 
 from __future__ import annotations
 
 import math
+import typing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Optional
 
 from megarl.platform.tracing import TraceOptions
 from megarl.recipe.key import key
@@ -12,10 +13,32 @@ from megarl.recipe.key import key
 if TYPE_CHECKING:
     from megarl.recipe.schema import Recipe
 
+Event = Literal["start", "death", "restart", "update", "warning", "failure", "end"]
+"""Events of a run that alerts may report; docs/faults.md describes each."""
+EVENTS: tuple[Event, ...] = typing.get_args(Event)
+
+
+@dataclass
+class AlertsConfig:
+    """Messages about events of the run to a webhook; see docs/faults.md."""
+
+    url: Optional[str] = key(
+        None,
+        "Environment variable that contains the webhook's URL, e.g. ALERT_URL. A recipe contains no secret, and such a URL usually does. Unset: no alerts.",
+    )
+    format: Literal["json", "slack", "feishu", "dingtalk", "wecom"] = key(
+        "json",
+        "Body of a message. json: an object with `text` (which Mattermost shows), `run`, `host`, `event`, `step`, `cause` and `time`. The others: the text, as Slack, Feishu (Lark), DingTalk and WeCom accept it.",
+    )
+    events: list[str] = key(
+        ["death", "restart", "failure", "end"],
+        "Events to report. start: the first step begins. death: an engine or trainer has died or failed, and the run goes on (`rollout.min_engines`, `train.trainer_restarts`). restart: the run is started again (`train.restarts`). update: updates of a step were skipped, or are spikes (`train.on_spike`). warning: any other warning. failure: an error has ended the run. end: the run is finished, or was stopped.",
+    )
+
 
 @dataclass
 class ObserveConfig:
-    """Output of a run: console, trackers, samples, report and profiler traces. metrics.jsonl is always written."""
+    """Output of a run: console, trackers, samples, report, alerts and profiler traces. metrics.jsonl is always written."""
 
     console: Literal["auto", "live", "plain"] = key(
         "auto",
@@ -28,6 +51,7 @@ class ObserveConfig:
         32, "Samples per step that are written to samples/, in whole groups spread over the batch.", at_least=0
     )
     report: bool = key(True, "Write report.html at the end.")
+    alerts: AlertsConfig = key(AlertsConfig, "")
     profile_steps: list[int] = key(
         [],
         "Steps to trace with the device's profiler, to the run's `profile/`. docs/profiling.md describes the cost and how to read a trace.",

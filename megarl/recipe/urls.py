@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Mapping
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from megarl.errors import RecipeError
 
@@ -34,12 +35,26 @@ def check_url(section: str, text: str) -> None:
         )
 
 
+def is_this_machine(url: SplitResult) -> bool:
+    """Return whether the host of `url` is a loopback address or name."""
+    host = url.hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+def is_variable(name: str) -> bool:
+    """Return whether `name` can be the name of an environment variable."""
+    return _VARIABLE.fullmatch(name) is not None
+
+
 def check_headers(section: str, headers: Mapping[str, str]) -> None:
     """Raise RecipeError for headers that cannot be set, and for values that are not names of environment variables."""
     for name, variable in headers.items():
         if not _HEADER.fullmatch(name) or name.lower() in ("content-length", "content-type", "host"):
             problem = "this header cannot be set"
             raise RecipeError(f"{section}.headers", problem, "name e.g. Authorization", value=name)
-        if not _VARIABLE.fullmatch(variable):  # perhaps the secret itself, which is not shown
+        if not is_variable(variable):  # perhaps the secret itself, which is not shown
             problem = f"{name} must name an environment variable, and its value is not a valid name"
             raise RecipeError(f"{section}.headers", problem, f"write e.g. {{{name}: MY_TOKEN}}, and export MY_TOKEN")

@@ -20,7 +20,7 @@ from megarl.platform.environment import RoleSettings
 from megarl.recipe.derived.at_update import update_rule
 from megarl.recipe.derived.seeded import samples_are_seeded
 from megarl.recipe.environment import variables
-from megarl.recipe.observe import trace_options
+from megarl.recipe.observe import Event, trace_options
 from megarl.recipe.schema import Recipe, RolloutConfig
 from megarl.rollout.engine_handle import EngineHandle, JudgeHandle, TeacherHandle, with_engine_check
 from megarl.rollout.fleet.fleet import Fleet
@@ -169,7 +169,7 @@ def start_fleet(
     cluster: Cluster,
     engines: Sequence[EngineHandle],
     descriptions: Sequence[dict[str, Any]],
-    notice: Callable[[str], None],
+    notice: Callable[[str, Event | None], None],
 ) -> Fleet | None:
     """Watch the policy's engines as a fleet, if they may die (`rollout.min_engines`); None otherwise. Other arguments: see
     `start_engines` and `Fleet`."""

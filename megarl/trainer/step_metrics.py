@@ -33,7 +33,8 @@ def log_update(
         metrics[f"{role}/spikes"] = float(sum(update.is_spike for update in unusual))
     if unusual:
         more = f"; and {len(unusual) - _SHOWN} more" if len(unusual) > _SHOWN else ""
-        log.warn(f"step {step}: {'; '.join(map(str, unusual[:_SHOWN]))}{more}. {skipped.repetition.advice(step)}")
+        text = f"step {step}: {'; '.join(map(str, unusual[:_SHOWN]))}{more}. {skipped.repetition.advice(step)}"
+        log.warn(text, "update")
     causes = [f"{role}/grad_norm was {update.excess}" for update in unusual if not update.applied]
     skipped.note(role, step, " and ".join(dict.fromkeys(causes)) if len(causes) == len(updates) else None)
     log.add({**metrics, MEMORY: max(metrics[MEMORY], log.pending().get(MEMORY, 0.0))})

@@ -6,6 +6,7 @@ trainers' devices, engines on other devices, and runs without engines (SFT, DPO)
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -186,9 +187,12 @@ class DisaggregatedFleet(Handover):
 
     def update_engines(self, version: int) -> Metrics:
         self.fleet.poll()
+        waited = 0.0  # for engines to restart
         with self.fleet.update():
             if self.unfinished is not None:  # the trainers have started again
+                began = time.perf_counter()
                 self.fleet.end_and_restart(self.unfinished, "a trainer failed", self.check, self.start_timeout)
+                waited += time.perf_counter() - began
                 self.unfinished = None
             while True:
                 members = self.fleet.members()
@@ -197,11 +201,13 @@ class DisaggregatedFleet(Handover):
                 except WorkerFailed:
                     raise
                 except (WeightSyncError, ClusterError) as error:
+                    began = time.perf_counter()
                     self.fleet.restart_all(members, error, self.check, self.start_timeout)
+                    waited += time.perf_counter() - began
                     self.unfinished = None
                     continue
                 self.fleet.updated(members)
-                return metrics
+                return {**metrics, "fleet/restart_seconds": waited}
 
     def prepare_trainers_restart(self) -> None:
         self.members = []  # no engine belongs to the new trainers' session

@@ -8,12 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from megarl.checkpoint.restarts import AFTER, REPORT, End, reporting_end, restart_notices
 from megarl.cluster.failures import CallFailed, Failure, ProcessInfo, WorkerFailed
 from megarl.commands import train_with_restarts as module
 from megarl.commands.train_with_restarts import (
@@ -25,10 +25,13 @@ from megarl.commands.train_with_restarts import (
     train_with_restarts,
 )
 from megarl.errors import InputError
+from megarl.observe.restarts import AFTER, REPORT, End, reporting_end, restart_notices
 from megarl.preflight.recipe.general import restart_errors
 from megarl.recipe import Recipe
+from megarl.recipe.observe import AlertsConfig
 from megarl.weight_sync.session import WeightSyncError
 from tests.support.training_runs import lives
+from tests.support.webhook_receiver import TOKEN, Receiver
 
 DIED = End("WorkerFailed: trainer rank 1 died: killed\nits output", process_failed=True)
 WRONG = End("OSError: disk full", process_failed=False)
@@ -62,13 +65,18 @@ def no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(
-    folder: Path, *plan: dict[str, object], restarts: int = 2, resume: str = "never"
+    folder: Path,
+    *plan: dict[str, object],
+    restarts: int = 2,
+    resume: str = "never",
+    alerts: AlertsConfig | None = None,
 ) -> tuple[int, list[list[str]], list[str]]:
     """Return the exit status, and the overrides and the cause of the restart that each start received."""
     (folder / "plan.json").write_text(json.dumps(plan))
     (folder / "train.py").write_text(TRAIN)
     recipe = Recipe()
     recipe.runs_dir, recipe.train.restarts, recipe.train.resume = str(folder / "runs"), restarts, resume
+    recipe.name, recipe.observe.alerts = "run", alerts or AlertsConfig()
     command = (sys.executable, str(folder / "train.py"), str(folder))
     overrides = ["name=run", *([f"train.resume={resume}"] if resume != "never" else [])]
     status = train_with_restarts(recipe, Path("recipe.yaml"), overrides, debug=False, train=command)
@@ -94,6 +102,53 @@ def test_failures_without_progress_end_the_run(tmp_path: Path, capsys: pytest.Ca
     assert (
         "3 failures without a new checkpoint in between (train.restarts=2)" in words and "trainer rank 1 died" in words
     )
+
+
+@pytest.fixture
+def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
+    monkeypatch.setattr("megarl.observe.alerts._BETWEEN", 0.0)
+    with Receiver() as server:
+        monkeypatch.setenv("TEST_ALERT_URL", server.url)
+        yield server
+
+
+def test_restarts_and_the_last_failure_are_reported_for_a_child_that_cannot(
+    tmp_path: Path, receiver: Receiver, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plan = {**FAILS, "steps": [4]}, {"exit": -signal.SIGKILL}
+    status, _, _ = train(tmp_path, *plan, alerts=AlertsConfig(url="TEST_ALERT_URL"), restarts=1)
+    assert status == 1
+    restart, failure = receiver.messages
+    assert (restart["event"], restart["run"], restart["step"]) == ("restart", "run", 4)
+    assert restart["cause"] == "WorkerFailed: trainer rank 1 died: killed"
+    assert (failure["event"], failure["step"]) == ("failure", 4)
+    assert "2 failures without a new checkpoint in between" in failure["cause"]
+    assert "killed by signal 9 (SIGKILL)" in failure["cause"]
+    assert TOKEN not in "".join(capfd.readouterr())
+
+
+def test_errors_are_reported_and_other_ends_left_to_the_child(tmp_path: Path, receiver: Receiver) -> None:
+    """The child writes a report for every exception, SIGTERM's included."""
+    ends = {0: None, 1: WRONG.cause, 2: "InputError: no data", 130: "KeyboardInterrupt: ", 143: "Terminated: "}
+    for status, cause in ends.items():
+        folder = tmp_path / str(status)
+        folder.mkdir()
+        report = {} if cause is None else {"end": {"cause": cause, "process_failed": False}}
+        alerts = AlertsConfig(url="TEST_ALERT_URL")
+        assert train(folder, {"exit": status, **report}, alerts=alerts)[0] == status
+    assert [message["cause"] for message in receiver.messages] == ["OSError: disk full", "InputError: no data"]
+
+
+def test_a_dead_webhook_does_not_hinder_restarts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with Receiver() as server:
+        monkeypatch.setenv("TEST_ALERT_URL", server.url)
+    status, _, causes = train(tmp_path, FAILS, FAILS, {"exit": 0}, alerts=AlertsConfig(url="TEST_ALERT_URL"))
+    assert status == 0 and len(causes) == 3
+    words = capfd.readouterr().err
+    assert "no connection: ConnectError" in words and words.count("observe.alerts") == 2 and TOKEN not in words
+    assert "1 alert of observe.alerts was not sent" in words
 
 
 @pytest.mark.parametrize("status", [2, 130, 143])

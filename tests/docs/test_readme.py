@@ -166,7 +166,7 @@ AREAS = {  # values of the variables at the start of a metric's name
 def metrics_in_the_code() -> set[str]:
     """Metrics under the names in the reporting modules, with variable parts in angle brackets."""
     areas = r"(?:actor|critic|data/rows|data/epochs|source|agent|rollout|fleet|recovery|eval|weight_sync|checkpoint|perf|response_length|prompt_length)"
-    names, stems = {"timing_s/step"}, set()  # the only time that is not of a phase
+    names, stems = {"timing_s/step", "run/ettr"}, set()  # metrics that RunLog computes
     for path in (ROOT / "megarl").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             name = text_of(node)

@@ -123,6 +123,22 @@ def test_plan_reports_files_missing_on_this_machine(tmp_path: Path) -> None:
     )
 
 
+def test_the_webhook_of_alerts_is_checked_without_showing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`plan` may run on a machine that lacks the variable; `train` needs it."""
+    file, variable, secret = ROOT / "recipes" / "grpo_qwen3_8b.yaml", "TEST_ALERT_URL", "T0KEN-s3cr3t"
+    recipe = load_recipe(file, [f"runs_dir={tmp_path}", f"observe.alerts.url={variable}"])
+    monkeypatch.delenv(variable, raising=False)
+    result = survey(recipe, Available(recipe_file=file))
+    assert not result.errors and any("observe.alerts.url" in text for text in result.texts("unavailable"))
+    assert "observe.alerts.url" in [error.key for error in survey(recipe).errors if isinstance(error, RecipeError)]
+    monkeypatch.setenv(variable, f"hooks.example.com/{secret}")
+    (error,) = survey(recipe, Available(recipe_file=file)).errors
+    assert f"observe.alerts.url = '{variable}'" in str(error) and secret not in str(error)
+    monkeypatch.setenv(variable, f"https://hooks.example.com/{secret}")
+    result = survey(recipe, Available(recipe_file=file))
+    assert not result.errors and not any("observe.alerts" in text for text in result.texts("unavailable"))
+
+
 def test_a_wrong_type_beside_a_misspelled_key_is_reported() -> None:
     """The suggestion for the unknown key names the key with the wrong type."""
     with pytest.raises(RecipeErrors) as caught:

@@ -95,6 +95,7 @@ def test_a_dead_engine_starts_again_and_serves_after_an_update() -> None:
     assert (
         "service engine1 on host (pid 7) died: killed" in engines.notices[0] and "1 engine left" in engines.notices[0]
     )
+    assert engines.events == ["death", None]
     engines.load(1)
     assert engines.fleet.serving == [0] and engines.fleet.members() == [(0, 0), (1, 1)]
     assert engines.fleet.descriptions[1] == {"receivers": "new"}
@@ -287,7 +288,9 @@ def test_groups_wait_for_a_repeated_update(monkeypatch: pytest.MonkeyPatch, othe
         Trainers(), engines.handles, None, members, engines.fleet, open_session, lambda: None, 10.0
     )  # type: ignore[arg-type]
     monkeypatch.setattr("megarl.weight_sync.handover.publish", lambda trainers, *_: trainers.send_weights(1) or {})
-    handover.update_engines(1)
+    metrics = handover.update_engines(1)
+    assert 0 < metrics["fleet/restart_seconds"] < 20
+    assert handover.update_engines(1)["fleet/restart_seconds"] == 0
     assert engines.restarts == [0, 1] and sessions == [[0, 1]] and engines.fleet.serving == [0, 1]
     source.admit(1)
     running = [*engines.services[0].running, *engines.services[1].running]

@@ -49,7 +49,7 @@ def notices(run: Run) -> list[str]:
 
 def numbers(run: Run) -> list[dict[str, float]]:
     """Return the metrics of each step that do not depend on time or memory."""
-    apart = ("timing_s/", "perf/", "recovery/", "weight_sync/seconds", "checkpoint/write_seconds", "rollout/")
+    apart = ("timing_s/", "perf/", "recovery/", "weight_sync/seconds", "checkpoint/write_seconds", "rollout/", "run/")
     return [
         {name: value for name, value in line.items() if not name.startswith(apart)} for line in metrics(run.directory)
     ]

@@ -56,9 +56,14 @@ class Engines:
         self.services = [Service(number) for number in range(count)]
         self.handles = [EngineHandle(each) for each in self.services]  # type: ignore[arg-type]
         self.notices: list[str] = []
+        self.events: list[str | None] = []  # of the notices
         self.restarts: list[int] = []
         descriptions = [{"receivers": number} for number in range(count)]
-        self.fleet = Fleet(self.handles, descriptions, least, self.restart, self.notices.append)
+        self.fleet = Fleet(self.handles, descriptions, least, self.restart, self.note)
+
+    def note(self, text: str, event: str | None) -> None:
+        self.notices.append(text)
+        self.events.append(event)
 
     def restart(self, engine: int) -> None:
         """End the old process: its calls fail in a thread of the transport, for which a cluster waits. Then start a new one."""

@@ -186,6 +186,8 @@ VALUES = [
     bad(DENSE, "data.eval_files=[[a.jsonl]]", "data.eval_files", "list of texts"),
     bad(DENSE, f"name={'[' * 3000}", "name", "quote it"),
     bad(DENSE, "observe.trackers=[wandbb]", "observe.trackers", "wandb"),
+    bad(DENSE, "observe.alerts.url='https://host/x'", "observe.alerts.url", "export ALERT_URL"),
+    bad(DENSE, "observe.alerts.events=[deth]", "observe.alerts.events", "choose from"),
     bad(DENSE, "observe.profile_ranks=[99] observe.profile_steps=[1]", "observe.profile_ranks", "use numbers from 0"),
     bad(DENSE, "megatron.tensor_parallel=2,4", "megatron.tensor_parallel", "int"),
     bad(DENSE, "train.steps", "train.steps", "key=value"),

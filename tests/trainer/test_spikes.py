@@ -70,6 +70,7 @@ def test_with_warn_a_spike_is_applied_and_reported(recipe: Recipe, tmp_path: Pat
     recipe.train.on_spike, calls = "warn", list[tuple[Any, ...]]()
     trained = run(recipe, tmp_path, [*CALM, 500.0], calls=calls)
     (notice,) = notices(tmp_path)
+    assert json.loads((tmp_path / "notices.jsonl").read_text())["event"] == "update", "alerts can select it"
     assert (
         "step 17: update 1 of 1 of the actor was applied: its gradient norm 500 is above 10 times the median 2"
         in notice

@@ -163,6 +163,9 @@ def _run(small: Recipe, changes: Changes) -> None:
     if observe.trackers:
         changes.left_out("observe.trackers", list(observe.trackers), "a rehearsal is not reported to trackers")
         observe.trackers = []
+    if observe.alerts.url is not None:
+        changes.left_out("observe.alerts.url", observe.alerts.url, "a rehearsal sends no alerts")
+        observe.alerts.url = None
     changes.set(observe, "observe.console", "plain", _MACHINE)
     if observe.profile_steps:
         changes.set(observe, "observe.profile_steps", [STEPS], _SIZE)

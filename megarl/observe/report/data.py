@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median_high
@@ -19,6 +20,7 @@ from megarl.observe.metrics import restore_non_finite
 from megarl.observe.report.curves import MAX_POINTS, rounded, series
 from megarl.observe.report.samples import embedded_samples
 from megarl.observe.run_dir import RunDirectory
+from megarl.observe.sessions import effective_time, faults, time_text
 from megarl.observe.sources import limit_curves, report_tables
 from megarl.observe.trace import read_trace_tail
 
@@ -61,6 +63,7 @@ class ReportData:
     samples: list[dict[str, Any]]
     samples_note: str
     notices: list[dict[str, Any]]
+    faults: list[dict[str, Any]]  # see `sessions.faults`
     recipe: str | None
     gaps: list[str] = field(default_factory=list)  # sentences about missing data
 
@@ -80,14 +83,16 @@ def collect(run_dir: RunDirectory) -> ReportData:
     samples, samples_note = embedded_samples(run_dir)
     curves, curves_note = limit_curves(lines)
     notices, _ = read_lines(run_dir.notices)
-    sessions = summary.get("sessions") or []
+    sessions = list(summary.get("sessions") or [])
+    if sessions and status == "killed":
+        sessions[-1] = {**sessions[-1], "status": "killed"}
     return ReportData(
         name=str(summary.get("name") or settings.get("name") or run_dir.path.resolve().name),
         status=status,
         status_kind=kind,
         status_text=text,
         error=summary.get("error"),
-        facts=_facts(lines, summary, settings, sessions),
+        facts=_facts(lines, summary, settings, sessions) + _time_facts(run_dir, lines, sessions, status),
         figures=_figures(lines),
         steps=len(lines),
         thinned=len(lines) > MAX_POINTS,
@@ -100,6 +105,7 @@ def collect(run_dir: RunDirectory) -> ReportData:
         samples=samples,
         samples_note=samples_note,
         notices=notices,
+        faults=faults(sessions, notices),
         recipe=recipe,
         gaps=gaps,
     )
@@ -162,6 +168,17 @@ def _facts(
     if len(sessions) > 1:
         facts.append(("Sessions", f"{len(sessions)} (resumed {len(sessions) - 1}×)"))
     return facts
+
+
+def _time_facts(
+    run_dir: RunDirectory, lines: list[dict[str, float]], sessions: list[dict[str, Any]], status: str
+) -> list[tuple[str, str]]:
+    """Return the effective training time. A killed run ends with its last line of metrics."""
+    if not sessions or not lines:
+        return []
+    end = time.time() if status == "running" else run_dir.metrics.stat().st_mtime
+    effective = effective_time(sessions, lines, read_lines(run_dir.discarded_metrics)[0], end)
+    return [("Effective time", time_text(effective))] if effective["ratio"] is not None else []
 
 
 def _figures(lines: list[dict[str, float]]) -> list[dict[str, str]]:

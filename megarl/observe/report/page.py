@@ -33,6 +33,7 @@ def render(data: ReportData) -> str:
         _payload(data),
         run=data,
         notices=[{**notice, "clock": _clock(notice.get("time"))} for notice in data.notices],
+        faults=[{**fault, "clock": _clock(fault["time"])} for fault in data.faults],
     )
 
 

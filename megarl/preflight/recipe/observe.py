@@ -8,8 +8,9 @@ from megarl.errors import RecipeError, raise_all
 from megarl.observe.sinks import TRACKERS
 from megarl.platform.device_kind import DeviceKind
 from megarl.platform.kinds import kind_of
-from megarl.recipe.observe import ObserveConfig
+from megarl.recipe.observe import EVENTS, AlertsConfig, ObserveConfig
 from megarl.recipe.schema import Recipe
+from megarl.recipe.urls import is_variable
 
 
 def observe_errors(recipe: Recipe) -> Iterator[RecipeError]:
@@ -18,6 +19,7 @@ def observe_errors(recipe: Recipe) -> Iterator[RecipeError]:
         if tracker not in TRACKERS:
             problem, remedy = f"unknown tracker '{tracker}'", f"choose from {', '.join(TRACKERS)}"
             yield RecipeError("observe.trackers", problem, remedy, value=list(observe.trackers))
+    yield from alerts_errors(observe.alerts)
     for name, numbers, first, last, counted in (
         ("profile_steps", observe.profile_steps, 1, recipe.train.steps, "steps (train.steps)"),
         ("profile_ranks", observe.profile_ranks, 0, recipe.cluster.trainers - 1, "ranks (cluster.trainers)"),
@@ -34,6 +36,20 @@ def observe_errors(recipe: Recipe) -> Iterator[RecipeError]:
         yield from _engine_errors(recipe)
     if recipe.cluster.device != "auto":
         yield from trace_errors(recipe.observe, kind_of(recipe.cluster.device))
+
+
+def alerts_errors(alerts: AlertsConfig) -> Iterator[RecipeError]:
+    """Yield an error for a URL in place of the variable that contains it, which no message repeats, and for unknown events."""
+    if alerts.url is not None and not is_variable(alerts.url):
+        problem = (
+            "this key names an environment variable, and its value is not a valid name: a recipe contains no secret"
+        )
+        remedy = "write e.g. url: ALERT_URL, and export ALERT_URL with the webhook's URL"
+        yield RecipeError("observe.alerts.url", problem, remedy)
+    for event in alerts.events:
+        if event not in EVENTS:
+            problem, remedy = f"unknown event '{event}'", f"choose from {', '.join(EVENTS)}"
+            yield RecipeError("observe.alerts.events", problem, remedy, value=list(alerts.events))
 
 
 def _engine_errors(recipe: Recipe) -> Iterator[RecipeError]:

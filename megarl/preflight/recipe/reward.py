@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import math
 from collections.abc import Iterator
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 from megarl.errors import RecipeError, errors_of
 from megarl.preflight.recipe.shared import unused_section_errors
 from megarl.recipe.schema import RewardConfig
-from megarl.recipe.urls import check_headers, check_url
+from megarl.recipe.urls import check_headers, check_url, is_this_machine
 
 _LONGEST_ARGUMENTS = 50_000
 
@@ -91,15 +90,7 @@ def remote_notices(reward: RewardConfig) -> list[str]:
     if not reward.uses_remote or not reward.remote.url:
         return []
     url = urlsplit(reward.remote.url)
-    if url.scheme == "https" or _is_this_machine(url):
+    if url.scheme == "https" or is_this_machine(url):
         return []
     exposed = "samples" if not reward.remote.headers else "samples and the headers' values"
     return [f"reward.remote.url is plain http to {url.hostname}: {exposed} are sent unencrypted"]
-
-
-def _is_this_machine(url: SplitResult) -> bool:
-    host = url.hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")

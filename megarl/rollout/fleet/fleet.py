@@ -27,6 +27,7 @@ from megarl.cluster.failures import (
     TooFewEngines,
 )
 from megarl.errors import pluralize
+from megarl.recipe.observe import Event
 from megarl.rollout.engine_handle import EngineHandle
 from megarl.rollout.fleet.states import MOST_STARTS, EngineStates, Member
 from megarl.types import Metrics
@@ -53,16 +54,16 @@ class Fleet:
         descriptions: Sequence[dict[str, Any]],
         min_engines: int,
         restart: Callable[[int], None],
-        notice: Callable[[str], None],
+        notice: Callable[[str, Event | None], None],
     ) -> None:
         """descriptions: results of the engines' `start`. min_engines: `rollout.min_engines`. restart: ends what is left of an
-        engine's process, and starts a new one behind its handle. notice: receives messages for the user."""
+        engine's process, and starts a new one behind its handle. notice: receives messages for the user, with their event."""
         self.engines, self.descriptions = list(engines), list(descriptions)
         self.lock = threading.RLock()
         self._min_engines, self._restart, self._notice = min_engines, restart, notice
         self._states = EngineStates(len(self.engines))
         self._loading: dict[int, Future[dict[str, Any]]] = {}
-        self._messages: list[str] = []
+        self._messages: list[tuple[str, Event | None]] = []
         self._last_death: Failure | None = None
         self._in_update = False
         self._interrupted = False  # an engine has failed in the update, and none samples until the update is repeated
@@ -153,7 +154,7 @@ class Fleet:
             for engine in [] if too_few else due:
                 self._states.restart(engine)
                 if engine not in self._no_machine_until:
-                    self._messages.append(f"{self.engines[engine].name} restarts")
+                    self._messages.append((f"{self.engines[engine].name} restarts", None))
         self._print()
         if too_few:
             assert self._last_death is not None
@@ -192,7 +193,7 @@ class Fleet:
         """Record that `members` have the newest weights: those that were loaded sample from now on."""
         with self.lock:
             for engine in self._states.update(members):
-                self._messages.append(f"{self.engines[engine].name} has the run's weights, and samples")
+                self._messages.append((f"{self.engines[engine].name} has the run's weights, and samples", None))
 
     def restart_all(self, members: Sequence[Member], error: Exception, check: Callable[[], None], limit: float) -> None:
         """After an update of `members` that `error` has aborted: end and restart them all, and return when they have loaded.
@@ -222,9 +223,8 @@ class Fleet:
             for engine, process in members:
                 if process == self._states.process(engine) and not self._states.is_dead(engine):
                     self._states.end(engine)
-            self._messages.append(
-                f"the update of the weights was aborted ({cause}): all engines restart, and it is repeated"
-            )
+            text = f"the update of the weights was aborted ({cause}): all engines restart, and it is repeated"
+            self._messages.append((text, None))
         deadline = time.monotonic() + limit
         self.poll()
         while self._are_starting(members) or len(self.members()) < self._min_engines:
@@ -248,7 +248,7 @@ class Fleet:
             with self.lock:
                 self._states.wait_for_machine(engine)
                 if engine not in self._no_machine_until:
-                    self._messages.append(f"{self.engines[engine].name} waits for a machine: {error}")
+                    self._messages.append((f"{self.engines[engine].name} waits for a machine: {error}", "warning"))
                 self._no_machine_until[engine] = time.monotonic() + MACHINE_SECONDS
             return
         loading = self.engines[engine].start()
@@ -276,10 +276,12 @@ class Fleet:
         if not self._states.die(engine):
             return
         self._last_death = failure
-        self._messages.append(f"{failure}\n{pluralize(len(self._states.serving), 'engine')} left that sample")
+        left = pluralize(len(self._states.serving), "engine")
+        self._messages.append((f"{failure}\n{left} left that sample", "death"))
         if engine not in self._states.due:
             name = self.engines[engine].name
-            self._messages.append(f"{name} has died {MOST_STARTS} times before it sampled, and does not restart")
+            text = f"{name} has died {MOST_STARTS} times before it sampled, and does not restart"
+            self._messages.append((text, "warning"))
 
     def _find_deaths(self) -> None:
         """Look at the processes, without the lock: Ray may need a thread that waits for it."""
@@ -322,4 +324,4 @@ class Fleet:
         with self.lock:
             messages, self._messages = self._messages, []
         for message in messages:
-            self._notice(message)
+            self._notice(*message)

@@ -80,6 +80,7 @@ class RecordedRun:
                 f"cluster.environment.engines={{API_TOKEN: {SECRET}}}",
                 f"rollout.engine_args={{hf_token: {SECRET}, max_num_seqs: 8}}",
                 "observe.trackers=[wandb]",
+                "observe.alerts.url=ALERT_URL",
                 "algorithm.modules=[losses_of_a_bundle]",
                 "algorithm.loss=of_a_bundle",
             ],

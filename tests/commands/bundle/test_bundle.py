@@ -121,6 +121,7 @@ def test_an_unpacked_bundle_is_a_run_that_ends_at_the_step(recorded: RecordedRun
     assert all(path.startswith(f"{folder}/files/") and Path(path).exists() for path in named)
     assert list(recipe.reward.functions) == ["my_rewards:short", f"{folder}/files/functions/0/functions.py:long"]
     assert recipe.rollout.engine_args == {"max_num_seqs": 8} and recipe.observe.trackers == []
+    assert recipe.observe.alerts.url is None
 
 
 def test_the_default_is_the_last_step_with_metrics(recorded: RecordedRun, tmp_path: Path) -> None:

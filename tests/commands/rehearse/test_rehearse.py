@@ -259,6 +259,12 @@ def test_profiled_steps_ranks_and_mini_batches_fit_the_tiny_copy(tmp_path: Path)
     assert (tiny.recipe.data.prompts_per_step, tiny.recipe.actor.mini_batches) == (2, 2)
 
 
+def test_a_rehearsal_sends_no_alerts(tmp_path: Path) -> None:
+    tiny = make_tiny_copy(ROOT / "recipes" / "grpo_qwen3_8b.yaml", ["observe.alerts.url=ALERT_URL"], tmp_path)
+    assert tiny.recipe.observe.alerts.url is None
+    assert "observe.alerts.url" in [change.key for change in tiny.changes if change.outcome == "left out"]
+
+
 def test_faults_in_the_metrics_are_reported(tmp_path: Path) -> None:
     """Refused: a loss that is not finite, an update without effect, an engine with other weights, a missing step."""
     recipe = replace(load_recipe(ROOT / "recipes" / "grpo_qwen3_8b.yaml"), runs_dir=str(tmp_path), name="run")

@@ -43,6 +43,11 @@ def restarts_by_command() -> bool:
     return REPORT in os.environ
 
 
+def restart_cause() -> str:
+    """Return why `megarl train` has started this run again; "" if it has not."""
+    return os.environ.get(AFTER, "")
+
+
 def restart_notices(train: TrainConfig) -> list[str]:
     """Return a notice of the cause of this restart, or that nothing will restart this run although `train.restarts` is set."""
     after = os.environ.get(AFTER)

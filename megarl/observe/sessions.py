@@ -1,0 +1,127 @@
+"""Sessions of a run, which are the starts of its command: the time that was lost in and between them, and the run's faults."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.errors import pluralize
+from megarl.observe.console import clock
+
+_FAULTS = {"failure": ("failure",), "killed": ("kill",), "death": ("death", "deaths")}
+_LOST = {"start": "start", "repeated": "repeated steps", "recovery": "recovery", "other": "other"}
+
+Session = dict[str, Any]
+"""An entry of `sessions` in summary.json: first_step, began, status; and, once they are known, start, ended and error."""
+Line = Mapping[str, float]
+"""A line of metrics.jsonl."""
+
+
+def read_sessions(summary: Path, restarted_after: str) -> list[Session]:
+    """Return the earlier sessions of a run. A session without a final status was killed.
+
+    restarted_after: why `megarl train` has started the run again, which is the cause of a kill; "" if it has not.
+    """
+    if not summary.exists():
+        return []
+    sessions: list[Session] = json.loads(summary.read_text())["sessions"]
+    for session in sessions:
+        if session["status"] == "running":
+            session["status"] = "killed"
+            session["error"] = (restarted_after if session is sessions[-1] else "") or None
+    return sessions
+
+
+def effective_time(
+    sessions: Sequence[Session], lines: Sequence[Line], discarded: Sequence[Line], end: float
+) -> dict[str, float | None]:
+    """Return the effective training time ratio (ETTR) of a run, and its seconds.
+
+    lines: of metrics.jsonl. discarded: of metrics.discarded.jsonl. end: of the last session if it has not ended, in seconds
+    since the epoch.
+
+    ``wall``: since the first session began. ``productive``: of all steps in `lines`, each counted once. ``ratio``: productive
+    over wall, None if no time has passed. The rest of wall is lost: ``start`` before the first step of each session;
+    ``repeated`` in steps that a resume repeated; ``recovery`` while trainers or engines restarted and the run went on; ``other`` in
+    steps that an end has cut off, between sessions, and after the last step.
+    """
+    wall = max(0.0, sessions[-1].get("ended", end) - sessions[0]["began"])
+    steps = {(line["step"], line.get("timing_s/step", 0.0)) for line in discarded}  # a crash can write a line twice
+    seconds = {
+        "productive": sum(map(productive_seconds, lines)),
+        "start": sum(map(_start_seconds, sessions)),
+        "repeated": sum(seconds for _, seconds in steps),
+        "recovery": sum(map(_recovery_seconds, lines)),
+    }
+    ratio = min(1.0, seconds["productive"] / wall) if wall else None
+    return {"ratio": ratio, "wall": wall, **seconds, "other": max(0.0, wall - sum(seconds.values()))}
+
+
+def productive_seconds(line: Line) -> float:
+    """Return the seconds of a step without those in which it waited for trainers or engines to restart."""
+    return max(0.0, line.get("timing_s/step", 0.0) - _recovery_seconds(line))
+
+
+def _recovery_seconds(line: Line) -> float:
+    return line.get("timing_s/recovery", 0.0) + line.get("fleet/restart_seconds", 0.0)
+
+
+def _start_seconds(session: Session) -> float:
+    """Return the seconds before the first step. A session that ended before it counts as a whole, if its end is known."""
+    if "start" in session:
+        return float(session["start"]["seconds"])
+    return max(0.0, session.get("ended", session["began"]) - session["began"])
+
+
+def faults(sessions: Sequence[Session], notices: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the sessions that failed or were killed, and the deaths of engines and trainers in a run that went on, by time.
+
+    notices: lines of notices.jsonl. Each fault has ``time`` (None: unknown), ``step`` (None: unknown), ``event`` (failure, killed
+    or death) and ``cause`` (one line; None: unknown).
+    """
+    result = [
+        {"time": note["time"], "step": note["step"], "event": "death", "cause": first_line(note["text"])}
+        for note in notices
+        if note.get("event") == "death"
+    ]
+    for index, session in enumerate(sessions):
+        if session["status"] in ("failed", "killed"):
+            event = "failure" if session["status"] == "failed" else "killed"
+            following = sessions[index + 1]["began"] if index + 1 < len(sessions) else None
+            cause = first_line(session["error"]) if session.get("error") else None
+            time = session.get("ended", following)
+            result.append({"time": time, "step": session.get("last_step"), "event": event, "cause": cause})
+    return sorted(result, key=lambda fault: float("inf") if fault["time"] is None else fault["time"])
+
+
+def time_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return (label, text) of a run's time and faults. summary: content of summary.json."""
+    time = summary["ettr"]
+    if time["ratio"] is None:
+        return []
+    lines = [("time", f"{time_text(time)}{_lost_text(time)}")]
+    counts = Counter(fault["event"] for fault in summary["faults"])
+    if counts:
+        parts = ", ".join(pluralize(counts[event], *words) for event, words in _FAULTS.items() if counts[event])
+        causes = [fault["cause"] for fault in summary["faults"] if fault["cause"]]
+        lines.append(("faults", parts + (f"; the last: {causes[-1]}" if causes else "")))
+    return lines
+
+
+def time_text(time: Mapping[str, Any]) -> str:
+    """Return the ratio of `effective_time` and the whole time: ``94.1 % of 3:02:11 in steps (ETTR)``."""
+    return f"{100 * time['ratio']:.1f} % of {clock(time['wall'])} in steps (ETTR)"
+
+
+def _lost_text(time: Mapping[str, Any]) -> str:
+    parts = [f"{name} {clock(time[key])}" for key, name in _LOST.items() if time[key] >= 0.5]
+    return f"; {', '.join(parts)}" if parts else ""
+
+
+def first_line(text: str) -> str:
+    """Return the first line; all lines as one if the first is only a heading, as in the errors of a recipe."""
+    first = text.strip().split("\n", 1)[0].strip()
+    return " ".join(text.split()) if first.endswith(":") else first
