@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from megarl.recipe import Recipe
 from megarl.recipe.derived.at_update import update_rule
 from megarl.recipe.derived.offload import learners_take_turns
 from megarl.recipe.paths import with_absolute_paths
-from megarl.rollout.engine_handle import EngineHandle, JudgeHandle, SamplingEngine, TeacherHandle
+from megarl.rollout.engine_handle import EngineHandle, JudgeHandle, TeacherHandle
 from megarl.rollout.evaluate import EvaluationResult, evaluate
 from megarl.rollout.fleet.fleet import Fleet
 from megarl.rollout.judge.service import with_judge
@@ -46,6 +46,7 @@ from megarl.rollout.source import SampleSource
 from megarl.rollout.source_dataset import DatasetSource
 from megarl.rollout.source_engines import EnginesSource
 from megarl.rollout.start_engines import (
+    Samplers,
     check_for,
     check_in_flight,
     load_engines,
@@ -193,16 +194,18 @@ def build_run(setup: RunSetup, cluster: Cluster, log: RunLog) -> Run:
     started = _start_processes(setup, cluster, log)
     engines, actor, critic = started.engines, started.learners.actor, started.learners.critic
     stop = GracefulStop.of(recipe.train)
-    check = stop.after(check_for(recipe.rollout, engines, cluster))
+    check_processes, outages = check_for(recipe.rollout, engines, cluster, log.notice)
+    check = stop.after(check_processes)
     fleet = start_fleet(
         recipe, prepared.data_sources, setup.platform, cluster, engines, started.descriptions, log.notice
     )
     verdicts = setup.tape.verdicts() if setup.tape is not None and recipe.reward.uses_judge else None
-    samplers, check = with_judge(recipe.judge, recipe.reward, engines, started.judges, check, verdicts)
+    sampling_engines, check = with_judge(recipe.judge, recipe.reward, engines, started.judges, check, verdicts)
+    samplers = Samplers(sampling_engines, check, fleet, outages)
     devices = connect_engines(recipe, started, log.notice, fleet, check, cluster.check)
     for notice in kernel_notices(actor.describe()):
         log.notice(notice)
-    source = _source(setup, samplers, check, fleet)
+    source = _source(setup, samplers)
     skipped = SkippedSteps(recipe.train, Repetition(folder, setup.tape is not None, setup.place.checkpoint))
     kl_weight = KLWeight(recipe.algorithm.kl_coef, recipe.algorithm.kl_target, recipe.algorithm.kl_horizon)
     saver = _saver(setup, started, devices, cluster.check, log.notice)
@@ -216,7 +219,7 @@ def build_run(setup: RunSetup, cluster: Cluster, log: RunLog) -> Run:
         teacher=Teacher(started.teachers, recipe.teacher.timeout) if started.teachers else None,
         source=source,
         devices=devices,
-        evaluate=_evaluation(recipe, prepared, samplers, actor, check, fleet),
+        evaluate=_evaluation(setup, samplers, actor),
         checkpoints=Checkpoints(
             recipe.train, saver, source, kl_weight, skipped, setup.place.identity, load_weights, log, stop
         ),
@@ -352,32 +355,26 @@ def connect_engines(
     )
 
 
-def _source(
-    setup: RunSetup, samplers: Sequence[SamplingEngine], check: Callable[[], None], fleet: Fleet | None
-) -> SampleSource:
+def _source(setup: RunSetup, samplers: Samplers) -> SampleSource:
     recipe, prepared = setup.recipe, setup.prepared
     if prepared.examples is not None:
         return DatasetSource(recipe, prepared.examples)
     assert prepared.prompts is not None
     arrivals = setup.tape.arrivals() if setup.tape is not None else None
-    return EnginesSource(recipe, prepared.prompts, samplers, prepared.tokenizer.stop_ids, check, arrivals, fleet)
+    watched, stop_ids = (samplers.check, arrivals, samplers.fleet, samplers.outages), prepared.tokenizer.stop_ids
+    return EnginesSource(recipe, prepared.prompts, samplers.engines, stop_ids, *watched)
 
 
-def _evaluation(
-    recipe: Recipe,
-    prepared: Prepared,
-    samplers: Sequence[SamplingEngine],
-    actor: ActorGroup,
-    check: Callable[[], None],
-    fleet: Fleet | None,
-) -> Callable[[], EvaluationResult] | None:
+def _evaluation(setup: RunSetup, samplers: Samplers, actor: ActorGroup) -> Callable[[], EvaluationResult] | None:
     """Return a function that evaluates the policy on held-out problems (RL) or rows (SFT, DPO); None if there are none."""
+    recipe, prepared = setup.recipe, setup.prepared
     problems, rows = prepared.evaluation, prepared.held_out
     if rows is not None:
         return HeldOut(recipe, rows, actor).evaluate
     if problems is None:
         return None
-    return lambda: evaluate(recipe, problems, samplers, prepared.tokenizer.stop_ids, check, fleet)
+    watched, stop_ids = (samplers.check, samplers.fleet, samplers.outages), prepared.tokenizer.stop_ids
+    return lambda: evaluate(recipe, problems, samplers.engines, stop_ids, *watched)
 
 
 def _saver(

@@ -79,6 +79,14 @@ class ProcessFailure(RuntimeError):
     """A process of the run died, hung, lost a connection or raised: `train.restarts` starts the run again."""
 
 
+class Unavailable(RuntimeError):
+    """A call of a scorer or tool that failed because the service behind it cannot be used now, through no fault of the sample."""
+
+    is_outage = True  # False: the cause is not a service, so that calls of other samples may succeed
+    after = 0.0  # seconds of waiting that the service asks for
+    failures = 1  # failed attempts of the call
+
+
 def block(**lines: str | None) -> str:
     """Format `lines` (label -> text) as the block of an error message. Empty texts are left out."""
     return "".join(f"\n  {label:<6} {text}" for label, text in lines.items() if text)

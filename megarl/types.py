@@ -243,16 +243,20 @@ class Sample:
         return self.spans[0].version
 
 
+FailureKind = Literal["error", "timeout", "crash", "unavailable"]
+
+
 @dataclass(frozen=True)
 class SampleFailure:
     """The reason why a sample has no reward after all retries: its scorer failed, or a tool was unusable.
 
-    `kind` describes the last attempt: an exception or a violated contract, a timeout, or the end of the process.
+    `kind` describes the last attempt: an exception or a violated contract, a timeout, the end of the process, or a service that
+    could not be used.
     """
 
     source: str  # "scorer 'gsm8k'", "tool 'search'"
     uid: str  # of the row
-    kind: Literal["error", "timeout", "crash"]
+    kind: FailureKind
     cause: str
     attempts: int = 1
 
@@ -275,6 +279,8 @@ class Group:
     greedy: Sample | None = None  # scored as a baseline, not trained on; it has no vectors
     failures: tuple[SampleFailure, ...] = ()
     scoring_retries: int = 0  # repeated scoring attempts, over all samples
+    # Samples with tools that were sampled again from their start, by the cause: see `SampleFailure.kind`.
+    sampled_again: dict[FailureKind, int] = field(default_factory=dict)
     judge_seconds: float = 0.0  # time spent waiting for judge verdicts; 0 without a judge
     scoring_seconds: float = 0.0  # from its last token to its scores, without the judge
 

@@ -77,6 +77,8 @@ class Cluster:
 
     def check(self) -> None: ...
 
+    def on_check(self, callback: Any) -> None: ...
+
 
 def build(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch, **prepared: Any) -> tuple[Run, Cluster]:
     monkeypatch.setattr("megarl.rollout.start_engines.process_env", lambda *_: {})

@@ -14,6 +14,7 @@ from typing import Any
 from megarl.agents import Answer, Context, Tool, ToolUnavailable
 from megarl.agents.toolbox import CallOutcome, Failure
 from megarl.cluster import orphan_reaper
+from megarl.cluster.call_gate import url_without_secrets
 from megarl.recipe.agent import McpServer
 
 CONNECT_SECONDS = 60.0  # for a server to answer the first request
@@ -26,6 +27,7 @@ class McpTools:
 
     def __init__(self, name: str, server: McpServer) -> None:
         self.name, self.server = name, server
+        self.service = f"MCP server {name!r}" + (f" ({url_without_secrets(server.url)})" if server.url else "")
         self._client: Any = None
         self._lost: asyncio.Event | None = None
         self._keeper: asyncio.Task[None] | None = None

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.agents import Answer, Context, ToolUnavailable
+from megarl.agents.tool import ToolFault
 from megarl.agents.tool_process import WORK, ToolException, ToolRequest, UnavailableNow
 from megarl.agents.toolbox import CallOutcome
 from megarl.subprocess_pool.job import Outcome
@@ -88,10 +89,9 @@ class SampleProcess:
             request = ToolRequest({}, self._context, "reward" if with_rewards else "end")
             done = await asyncio.wrap_future(self._submit(name, request, last=not self._started))
             problem = _problem_of(done)
-            if problem:
-                unavailable = ToolUnavailable(problem)
-                unavailable.tool = name
-                raise unavailable
+            if problem is not None:
+                problem.tool = name
+                raise problem
             reward += done.value.reward  # type: ignore[union-attr]
         return reward
 
@@ -110,8 +110,8 @@ class SampleProcess:
 
     def _released(self, name: str, done: concurrent.futures.Future[Outcome]) -> None:
         self._tools._ending.discard(done)
-        problem = str(done.exception()) if done.exception() is not None else _problem_of(done.result())
-        if problem:
+        problem = done.exception() or _problem_of(done.result())
+        if problem is not None:
             print(f"tool {name!r}, sample {self._context.sample} of {self._context.uid}: {problem}", file=sys.stderr)
 
     def _submit(
@@ -126,17 +126,17 @@ def _outcome(done: Outcome, timeout: float) -> CallOutcome:
     if isinstance(done, Failed):
         return CallOutcome(Answer(_failure_text(done, timeout)), done.seconds, done.kind)
     if isinstance(done.value, UnavailableNow):
-        raise ToolUnavailable(done.value.cause)
+        raise done.value.exception()
     if isinstance(done.value, ToolException):
         return CallOutcome(Answer(f"Error: {done.value.text}"), done.seconds, "error")
     return CallOutcome(done.value, done.seconds)
 
 
-def _problem_of(done: Outcome) -> str:
-    """Return why tools could not end; "" if they have ended."""
+def _problem_of(done: Outcome) -> ToolUnavailable | None:
+    """Return why tools could not end; None if they have ended."""
     if isinstance(done, Failed):
-        return f"its end failed: {done.cause}"
-    return done.value.cause if isinstance(done.value, UnavailableNow) else ""
+        return ToolFault(f"its end failed: {done.cause}", done.kind)
+    return done.value.exception() if isinstance(done.value, UnavailableNow) else None
 
 
 def _failure_text(failed: Failed, timeout: float) -> str:

@@ -14,6 +14,7 @@ from megarl.agents.python_tools import PythonTools
 from megarl.agents.tool_responses import AnswerTokens
 from megarl.agents.toolbox import Caller, Toolbox
 from megarl.agents.trajectory import AgentLoop
+from megarl.cluster.call_gate import CallGate, CallGates
 from megarl.data.tokenizer import Tokenizer
 from megarl.errors import NotHereError, as_recipe_error
 from megarl.recipe.agent import AgentConfig
@@ -39,8 +40,9 @@ class AgentSetup:
 class Agents:
     """An agent loop with the processes and connections of its tools. Belongs to one event loop."""
 
-    def __init__(self, setup: AgentSetup, tokenizer: Tokenizer) -> None:
-        self._setup, self._tokenizer = setup, tokenizer
+    def __init__(self, setup: AgentSetup, tokenizer: Tokenizer, gates: CallGates | None = None) -> None:
+        """`gates`: of the process; None: of these tools alone."""
+        self._setup, self._tokenizer, self._gates = setup, tokenizer, gates or CallGates()
         self._paths = {agents.find(path).name: path for path in agents.tool_paths(setup.agent.tools)}
         self._python: PythonTools | None = None
         self._servers: list[McpTools] = []
@@ -49,6 +51,7 @@ class Agents:
         """Build the loop, once all tools can be called. Raises RuntimeError if one cannot."""
         agent = self._setup.agent
         callers: dict[str, Caller] = {}
+        gates: dict[str, CallGate] = {}
         tools = [agents.find(path) for path in self._paths.values()]
         if self._paths:
             self._python = PythonTools(
@@ -56,15 +59,18 @@ class Agents:
             )
             await asyncio.get_running_loop().run_in_executor(None, self._python.start)
             callers.update(dict.fromkeys(self._paths, self._python))
+            gates.update({name: self._gates.of(f"tool {name!r}") for name in self._paths})
         for name, server in agent.mcp.items():
             connection = McpTools(name, server)
             self._servers.append(connection)
             offered = await connection.tools()
             callers.update({tool.name: connection for tool in offered})
+            gate = self._gates.of(connection.service, probe=connection.tools)
+            gates.update(dict.fromkeys((tool.name for tool in offered), gate))
             tools += offered
         answers = AnswerTokens(self._tokenizer, self._setup.template_args, agent.max_answer_tokens)
         open_sample = None if self._python is None else self._python.open_sample
-        toolbox = Toolbox(tools, callers, agent.tool_timeout, agent.retries, open_sample)
+        toolbox = Toolbox(tools, callers, agent.tool_timeout, agent.retries, open_sample, gates)
         return AgentLoop(agent, chosen_format(agent, self._tokenizer), self._tokenizer, answers, toolbox)
 
     async def close(self) -> None:

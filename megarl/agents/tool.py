@@ -10,16 +10,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Union
 
+from megarl.errors import Unavailable
 from megarl.registry import Registry, import_function
+from megarl.types import FailureKind
 
 Prepare = Callable[[dict[str, Any]], Any]
 
 
-class ToolUnavailable(RuntimeError):
-    """A tool cannot be used now, through no fault of the policy. The call is retried, and then the sample is given up. Any
-    other exception of a tool is shown to the policy."""
+class ToolUnavailable(Unavailable):
+    """A tool cannot be used now, through no fault of the policy. The call is retried, then the sample is sampled again. While
+    calls of several rows fail with it, samples wait. Any other exception of a tool is shown to the policy."""
 
     tool = ""  # its name, set by the toolbox
+    kind: FailureKind = "unavailable"
+
+
+class ToolFault(ToolUnavailable):
+    """A tool has failed outside of the policy's call, or its answer is invalid: a mistake in the tool, or one that only this sample
+    has met. Calls of other samples do not wait."""
+
+    is_outage = False
+
+    def __init__(self, cause: str, kind: FailureKind = "error") -> None:
+        super().__init__(cause)
+        self.kind = kind
 
 
 @dataclass(frozen=True)

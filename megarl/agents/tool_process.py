@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megarl.agents import Answer, Context, Tool, ToolUnavailable, find
+from megarl.agents.tool import ToolFault
 from megarl.subprocess_pool.job import Job
 
 WORK = f"{__name__}:tool_job"
@@ -44,9 +45,14 @@ class ToolException:
 
 @dataclass(frozen=True)
 class UnavailableNow:
-    """The tool cannot be used now."""
+    """The tool cannot be used now. `is_outage`: False for a `ToolFault`."""
 
     cause: str
+    is_outage: bool = True
+
+    def exception(self) -> ToolUnavailable:
+        """Return the exception that the tool has raised."""
+        return ToolUnavailable(self.cause) if self.is_outage else ToolFault(self.cause)
 
 
 def caller_of(tool: Tool) -> Callable[[ToolRequest], Any]:
@@ -97,13 +103,13 @@ class SampleState:
                 if hasattr(created, "start"):
                     await _result(created.start(request.context))
             except Exception as error:  # not the policy's fault
-                raise ToolUnavailable(f"it could not start: {_text_of(error)}") from error
+                raise _blamed(error, "it could not start") from error
             self.object = created
         context = {self.tool.context: request.context} if self.tool.context is not None else {}
         return _answer_of(self.tool, await _result(self.object.call(**request.arguments, **context)))
 
     async def _end(self, with_reward: bool) -> Answer:
-        """Call `reward`, if it counts, and `end`. Raises ToolUnavailable if one of them fails."""
+        """Call `reward`, if it counts, and `end`. Raises ToolUnavailable or ToolFault if one of them fails."""
         ended, self.object = self.object, None
         try:
             reward = await _call_if_present(ended, "reward") if with_reward else None
@@ -113,38 +119,41 @@ class SampleState:
 
 
 async def _call_if_present(state: Any, method: str) -> Any:
-    """Call a method without arguments; returns None if the object lacks it. Raises ToolUnavailable if it fails."""
+    """Call a method without arguments; returns None if the object lacks it. Raises ToolUnavailable or ToolFault if it fails."""
     try:
         return await _result(getattr(state, method)()) if hasattr(state, method) else None
     except Exception as error:
-        raise ToolUnavailable(f"its method {method} failed: {_text_of(error)}") from error
+        raise _blamed(error, f"its method {method} failed") from error
 
 
 async def _result(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
-def _text_of(error: Exception) -> str:
-    return str(error) if isinstance(error, ToolUnavailable) else f"{type(error).__name__}: {error}"
+def _blamed(error: Exception, problem: str) -> ToolUnavailable:
+    """Return the exception for an error of a method that the policy has not called: ToolUnavailable if the method raised it."""
+    if isinstance(error, ToolUnavailable):
+        return UnavailableNow(f"{problem}: {error}", error.is_outage).exception()
+    return ToolFault(f"{problem}: {type(error).__name__}: {error}")
 
 
 def _failure_of(error: Exception) -> ToolException | UnavailableNow:
     """Classify a tool's exception: the policy's mistake, unless it is `ToolUnavailable`."""
     if isinstance(error, ToolUnavailable):
-        return UnavailableNow(str(error))
+        return UnavailableNow(str(error), error.is_outage)
     return ToolException(f"{type(error).__name__}: {error}")
 
 
 def _answer_of(tool: Tool, result: Any) -> Answer:
-    """Convert a tool's result to text and reward. Raises ToolUnavailable for an invalid `Answer`, which is the author's
-    mistake and not the policy's."""
+    """Convert a tool's result to text and reward. Raises ToolFault for an invalid `Answer`, which is the author's mistake and not
+    the policy's."""
     if not isinstance(result, Answer):
         return Answer(as_text(result))
     text, reward = result.text, result.reward
     if not isinstance(text, str):
-        raise ToolUnavailable(f"the text of its answer is {text!r} ({type(text).__name__})")
+        raise ToolFault(f"the text of its answer is {text!r} ({type(text).__name__})")
     if not isinstance(reward, (Real, np.bool_)) or not math.isfinite(reward):
-        raise ToolUnavailable(f"the reward of its answer is {reward!r}, not a finite number")
+        raise ToolFault(f"the reward of its answer is {reward!r}, not a finite number")
     return Answer(str(text), float(reward))
 
 

@@ -5,7 +5,6 @@ Every result of a call is text for the policy, except `ToolUnavailable`.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -16,6 +15,7 @@ from jsonschema.validators import extend
 
 from megarl.agents import Answer, Context, Tool, ToolUnavailable
 from megarl.agents.call_formats import ToolCall
+from megarl.cluster.call_gate import CallGate
 from megarl.types import Turn
 
 _MOST_PROBLEM = 300  # characters of an error about arguments
@@ -76,15 +76,18 @@ class Toolbox:
         timeout: float,
         retries: int,
         open_sample: Callable[[Context], SampleCaller] | None = None,
+        gates: Mapping[str, CallGate] | None = None,
     ) -> None:
         """`timeout`: seconds of one call. `retries`: further attempts while a tool is unavailable. `open_sample`: makes the
-        caller of a sample's tools with state; None if there are none.
+        caller of a sample's tools with state; None if there are none. `gates`: of the services behind tools; a tool without one
+        gets its own.
 
         Raises ValueError for a tool with an invalid JSON schema.
         """
         self._callers, self._timeout, self._retries = dict(callers), timeout, retries
         self._stateful = {tool.name for tool in tools if tool.stateful}
         self._open_sample = open_sample
+        self._gates = {tool.name: CallGate(f"tool {tool.name!r}") for tool in tools} | dict(gates or {})
         self._checks: dict[str, Any] = {}
         for tool in tools:
             try:
@@ -123,18 +126,18 @@ class Toolbox:
     async def _attempts(
         self, call: ToolCall, context: Context, timeout: float, state: SampleCaller | None
     ) -> CallOutcome:
-        for attempt in range(self._retries + 1):
-            try:
-                if call.name in self._stateful:
-                    assert state is not None, f"{call.name} needs the sample's state"
-                    return await state.call(call.name, call.arguments, timeout)
-                return await self._callers[call.name].call(call.name, call.arguments, context, timeout)
-            except ToolUnavailable as error:
-                if attempt == self._retries:
-                    error.tool = call.name
-                    raise
-                await asyncio.sleep(min(2.0**attempt, 30.0))
-        raise AssertionError("the last attempt returns or raises")
+        async def attempt() -> CallOutcome:
+            if call.name in self._stateful:
+                assert state is not None, f"{call.name} needs the sample's state"
+                return await state.call(call.name, call.arguments, timeout)
+            return await self._callers[call.name].call(call.name, call.arguments, context, timeout)
+
+        try:
+            outcome, _ = await self._gates[call.name].call(context.uid, attempt, self._retries + 1, _is_answer)
+        except ToolUnavailable as error:
+            error.tool = call.name
+            raise
+        return outcome
 
     def _problem_of(self, call: ToolCall) -> str:
         if call.problem:
@@ -149,6 +152,10 @@ class Toolbox:
             return ""
         place = ".".join(str(part) for part in error.absolute_path)
         return f"its arguments are wrong{' at ' + place if place else ''}: {error.message[:_MOST_PROBLEM]}"
+
+
+def _is_answer(outcome: CallOutcome) -> bool:
+    return outcome.failure not in ("timeout", "crash")
 
 
 def refused(call: ToolCall, problem: str) -> Turn:

@@ -16,9 +16,20 @@ from megarl.agents import Context, ToolUnavailable
 from megarl.agents.call_formats import ToolCall, calls_in
 from megarl.agents.tool_responses import AnswerTokens
 from megarl.agents.toolbox import SampleCaller, Toolbox, refused
+from megarl.cluster.outages import wait_before
 from megarl.data.tokenizer import Tokenizer
 from megarl.recipe.agent import AgentConfig
-from megarl.types import Completion, GenerationRequest, Prompt, SampleFailure, Span, ToolUse, Turn, derived_seed
+from megarl.types import (
+    Completion,
+    FailureKind,
+    GenerationRequest,
+    Prompt,
+    SampleFailure,
+    Span,
+    ToolUse,
+    Turn,
+    derived_seed,
+)
 
 _HEAD = 16  # tokens before a turn, in which a template may open <think>
 SampleTurn = Callable[[GenerationRequest], Awaitable[Completion]]
@@ -37,6 +48,7 @@ class Trajectory:
     finish_reason: str
     routed_experts: np.ndarray | None = None  # int16 [prompt + R, layers, topk]
     failure: SampleFailure | None = None  # a tool was unavailable, and the sample ended early
+    sampled_again: tuple[FailureKind, ...] = ()  # causes of failures after which it was sampled again from its start
     spans: tuple[Span, ...] = (Span(0, 0),)  # weights that sampled the response; tool tokens belong to the turn before
     adds_rewards: bool = True  # the turns' rewards are step rewards; otherwise only scorers see them
 
@@ -105,8 +117,25 @@ class AgentLoop:
     async def run(self, request: GenerationRequest, first: Awaitable[Completion], sample: SampleTurn) -> Trajectory:
         """Run a sample to its end, from its first turn `first` on; `sample` samples later turns (`sampling.n` is 1).
 
-        Raises what `sample` raises. The state of its tools is released in any case.
+        A sample that fails because of a tool is sampled again from its start, with the same seeds. Raises what `sample` raises.
         """
+        failures: list[SampleFailure] = []
+        while True:
+            done = await self._attempt(request, sample(request) if failures else first, sample)
+            if done.failure is None:
+                break
+            failures.append(done.failure)
+            if len(failures) == self.settings.attempts:
+                attempts = sum(failure.attempts for failure in failures)
+                done = replace(done, failure=replace(failures.pop(), attempts=attempts))
+                break
+            await asyncio.sleep(wait_before(len(failures) - 1))
+        return replace(done, sampled_again=tuple(failure.kind for failure in failures))
+
+    async def _attempt(
+        self, request: GenerationRequest, first: Awaitable[Completion], sample: SampleTurn
+    ) -> Trajectory:
+        """Run a sample once. The state of its tools is released in any case."""
         prompt = request.prompt
         context = Context(prompt.uid, prompt.ground_truth, prompt.extra_info, request.group)
         state = self.tools.open_sample(context)
@@ -137,7 +166,7 @@ class AgentLoop:
             try:
                 answers = await self._answer(calls, context, left, state)
             except ToolUnavailable as error:
-                failure = _failure(error, context, self.settings.retries + 1)
+                failure = _failure(error, context)
                 break
             left -= sum(turn.seconds for turn in answers)
             between = await asyncio.to_thread(self.answers.tokens, [(turn.name, turn.text) for turn in answers])
@@ -170,7 +199,7 @@ class AgentLoop:
         try:
             reward = await state.finish(self.settings.tool_rewards == "steps")
         except ToolUnavailable as error:
-            return _failure(error, context, 1)
+            return _failure(error, context)
         last = max(index for index, turn in enumerate(written.turns) if turn.role == "assistant")
         written.turns[last] = replace(written.turns[last], reward=reward)
         return None
@@ -216,8 +245,8 @@ class AgentLoop:
         return [replace(turn, text=text) for turn, text in zip(answers, shown, strict=True)]
 
 
-def _failure(error: ToolUnavailable, context: Context, attempts: int) -> SampleFailure:
-    return SampleFailure(f"tool {error.tool!r}", context.uid, "error", str(error), attempts)
+def _failure(error: ToolUnavailable, context: Context) -> SampleFailure:
+    return SampleFailure(f"tool {error.tool!r}", context.uid, error.kind, str(error), error.failures)
 
 
 def turn_seed(seed: int | None, turn: int) -> int | None:

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from megarl.agents import Answer, Context, Tool, ToolUnavailable, verl_stand_in
-from megarl.agents.tool import check_name
+from megarl.agents import Answer, Context, Tool, verl_stand_in
+from megarl.agents.tool import ToolFault, check_name
 from megarl.registry import import_user_module
 
 _METHODS = ("create", "execute", "calc_reward", "release")
@@ -127,7 +127,7 @@ class AgentData:
         raise _NotProvided(f"agent_data.{name}: megarl passes only {', '.join(self.__dataclass_fields__)}")
 
 
-class _NotProvided(ToolUnavailable, AttributeError):
+class _NotProvided(ToolFault, AttributeError):
     """An attribute that the policy did not ask for, so that the sample fails."""
 
 
@@ -159,7 +159,7 @@ class VerlToolState:
         self._instance = created[0] if isinstance(created, tuple) else created
 
     async def call(self, **parameters: Any) -> Answer:
-        """Execute a call. Raises ToolUnavailable for an answer that is not text."""
+        """Execute a call. Raises ToolFault for an answer that is not text."""
         execute = self._tool.execute
         keywords = dict(self._kwargs.get("execute_kwargs") or {})
         if _accepts(execute, "agent_data"):
@@ -171,7 +171,7 @@ class VerlToolState:
             return Answer(response, reward)
         for kind in ("image", "video"):
             if getattr(response, kind, None):
-                raise ToolUnavailable(f"it answered with {kind} data, and tool messages are text")
+                raise ToolFault(f"it answered with {kind} data, and tool messages are text")
         return Answer(response.text or "", reward)
 
     async def reward(self) -> float:

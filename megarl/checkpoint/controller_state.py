@@ -127,6 +127,7 @@ def write_group(item: TriedGroup, vectors: dict[str, np.ndarray]) -> dict[str, A
         "greedy": {**asdict(_without_data(group.greedy)), "data": None} if group.greedy is not None else None,
         "failures": [asdict(failure) for failure in group.failures],
         "scoring_retries": group.scoring_retries,
+        "sampled_again": group.sampled_again,
         "judge_seconds": group.judge_seconds,
     }
 
@@ -162,6 +163,7 @@ def read_group(item: dict[str, Any], vectors: Any) -> TriedGroup:
         greedy=_read_sample(item["greedy"], InlineData([])) if item.get("greedy") else None,
         failures=tuple(SampleFailure(**failure) for failure in item.get("failures", ())),
         scoring_retries=item.get("scoring_retries", 0),
+        sampled_again=item.get("sampled_again", {}),
         judge_seconds=item.get("judge_seconds", 0.0),
     )
     return TriedGroup(group, item["accepted"])

@@ -1,4 +1,4 @@
-"""Save a run when it is due and at SIGTERM, commit a save in progress when the run fails, and resume from a checkpoint."""
+"""Save a run when it is due, at SIGTERM and after an outage, commit a save in progress when the run fails, and resume from a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from megarl.checkpoint.graceful_stop import GracefulStop, StopRequested
 from megarl.checkpoint.saver import Saver
 from megarl.checkpoint.skipped_steps import SkippedSteps
 from megarl.cluster.failures import ClusterError
+from megarl.cluster.outage_watch import ServiceOutage
 from megarl.observe.log import RunLog
 from megarl.recipe.schema import TrainConfig
 from megarl.rollout.source import SampleSource
@@ -57,16 +58,21 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def saved_at_end(self, prepare: Callable[[], None]) -> Iterator[None]:
-        """At SIGTERM in the block, save; at any other end by an exception, commit the save in progress.
+        """At SIGTERM and at ServiceOutage in the block, save; at any other end by an exception, commit the save in progress.
 
-        prepare: called before a save at SIGTERM, to give the devices to the trainers.
+        prepare: called before this save, to give the devices to the trainers.
         """
         try:
             with self.stop.listening():
                 try:
                     yield
                 except StopRequested:
-                    self._save_at_stop(prepare)
+                    limit = f"; {self.stop.seconds_left:.0f} s are left (train.grace_seconds)"
+                    self._save_at_stop(prepare, "SIGTERM", limit)
+                    raise
+                except ServiceOutage:
+                    if self.config.replay is None:  # a replay saves only what the recorded run did
+                        self._save_at_stop(prepare, "an outage")
                     raise
         except BaseException as error:
             self.rescue(error)
@@ -91,27 +97,25 @@ class Checkpoints:
                 self._save(step)
         self.stop.check()
 
-    def _save_at_stop(self, prepare: Callable[[], None]) -> None:
-        """Save the last trained step. A failure is a warning: the run ends anyway."""
+    def _save_at_stop(self, prepare: Callable[[], None], cause: str, limit: str = "") -> None:
+        """Save the last trained step. A failure is a warning: the run ends anyway. limit: of the time to save, for the notice."""
         step = self.trained_step
         if step is None or step == 0:
-            self.log.notice("stopped by SIGTERM before a step was complete: there is nothing to save")
+            self.log.notice(f"stopped by {cause} before a step was complete: there is nothing to save")
             return
         try:
             self.saver.poll(wait=True)
             newest = list_checkpoints(self.saver.folder)[-1:]
             if newest and checkpoint_step(newest[0]) == step:
-                self.log.notice(f"stopped by SIGTERM after step {step}, which is saved already")
+                self.log.notice(f"stopped by {cause} after step {step}, which is saved already")
             elif self.skipped.keeps_checkpoints:
-                self.log.notice(f"stopped by SIGTERM after step {step}: it is not saved, since no weight has changed")
+                self.log.notice(f"stopped by {cause} after step {step}: it is not saved, since no weight has changed")
             else:
-                self.log.notice(
-                    f"SIGTERM: saving the checkpoint of step {step}; {self.stop.seconds_left:.0f} s are left (train.grace_seconds)"
-                )
+                self.log.notice(f"{cause}: saving the checkpoint of step {step}{limit}")
                 self._save(step, prepare)
                 self.finish()
                 self.log.notice(f"the checkpoint of step {step} was saved before the end")
-        except Exception as failure:  # noqa: BLE001 -- the run ends with SIGTERM's status, and keeps earlier checkpoints
+        except Exception as failure:  # noqa: BLE001 -- the run ends as it would, and keeps earlier checkpoints
             self.log.warn(f"the checkpoint of step {step} could not be saved before the end: {failure}")
 
     def finish(self) -> None:

@@ -24,10 +24,11 @@ class Named(Protocol):
 
 
 class StallTimer:
-    """Time since the last finished group; fails after `limit` seconds (`rollout.timeout`). `advice`: ends the message."""
+    """Time since the last finished group; fails after `limit` seconds (`rollout.timeout`). `advice`: ends the message. `pauses`:
+    returns True while time does not count."""
 
-    def __init__(self, limit: float, advice: str | None = None) -> None:
-        self.limit = limit
+    def __init__(self, limit: float, advice: str | None = None, pauses: Callable[[], bool] = lambda: False) -> None:
+        self.limit, self._pauses = limit, pauses
         self._advice = advice or "See the engines' logs in the run's logs/; raise rollout.timeout if they are slow."
         self.reset()
 
@@ -37,6 +38,8 @@ class StallTimer:
 
     def check(self, running: int, oldest: str) -> None:
         """Raise RuntimeError after `limit` seconds. `oldest`: name of the oldest of the `running` groups."""
+        if self._pauses():
+            self.reset()
         seconds = time.monotonic() - self._since
         if seconds > self.limit:
             raise RuntimeError(

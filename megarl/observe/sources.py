@@ -45,6 +45,7 @@ SAMPLED = (
     Column("scoring_timeouts", "time-outs", fault=True),
     Column("scoring_crashes", "crashes", fault=True),
     Column("scoring_errors", "errors", fault=True),
+    Column("scoring_unavailable", "unavailable", fault=True),
 )
 TOOLS = (
     Column("agent/turns/mean", "turns", "{:.1f}"),
@@ -66,7 +67,7 @@ _EVALUATED_LAST = (
 )
 # Columns on a terminal, which is narrow; the report has all columns.
 _BRIEF = {"samples", "rewards/mean", "accuracy", "response_length/mean", "truncated", "agent/turns/mean"}
-_BRIEF |= {"scoring_failed", "scoring_timeouts", "scoring_crashes", "scoring_errors"}
+_BRIEF |= {"scoring_failed", "scoring_timeouts", "scoring_crashes", "scoring_errors", "scoring_unavailable"}
 _BRIEF |= {"agent/failed_calls", "agent/tool_timeouts"}
 # Failures that print the lines of data sources even if there is only one source.
 _TROUBLE = ("scoring_failed", "agent/tool_timeouts")

@@ -81,8 +81,13 @@ class AgentConfig:
     )
     retries: int = key(
         2,
-        "Further attempts if a tool is not available (the sandbox or an MCP server fails; not if a call raises). If all fail, the sample's group is left out and counted, as after a scorer failure.",
+        "Further attempts if a tool is not available (the sandbox or an MCP server fails; not if a call raises). If all fail, the sample is sampled again (`attempts`).",
         at_least=0,
+    )
+    attempts: int = key(
+        3,
+        "Times that a sample is sampled from its start, with the same seeds, while it fails because of a tool (after `retries`) and not because of the policy. If all fail, its group is left out and counted, as after a scorer failure. While a tool or server is down, samples wait instead (`rollout.outage_timeout`).",
+        at_least=1,
     )
 
     @property

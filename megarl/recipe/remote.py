@@ -19,7 +19,9 @@ class RemoteConfig:
     )
     timeout: float = key(20.0, "Time limit of a request, in seconds.", above=0)
     attempts: int = key(
-        3, "Maximum requests per sample: the first, and repeats after lost connections, 429 and 5xx.", at_least=1
+        3,
+        "Maximum requests per sample: the first, and repeats after lost connections, 429 and 5xx. If all fail, the sample waits for the service or fails (docs/rewards.md).",
+        at_least=1,
     )
     first_wait: float = key(
         0.5,
@@ -28,6 +30,6 @@ class RemoteConfig:
     )
     longest_wait: float = key(
         10.0,
-        "Maximum wait between two requests, in seconds. A service that requests a longer wait counts as failed.",
+        "Maximum wait between two requests, in seconds. A service that requests a longer wait counts as down (`rollout.outage_timeout`).",
         above=0,
     )

@@ -158,7 +158,12 @@ class RolloutConfig:
     )
     timeout: float = key(
         3600.0,
-        "Seconds without a finished group, while groups are in progress, after which the run fails and names these groups. Applies to training and evaluation.",
+        "Seconds without a finished group, while groups are in progress, after which the run fails and names these groups. Applies to training and evaluation. Outages of services do not count.",
+        above=0,
+    )
+    outage_timeout: float = key(
+        1800.0,
+        "Seconds for which samples wait for a service that is down: a reward service, a tool or an MCP server. No group is lost meanwhile. Then the run saves a checkpoint and ends with the cause.",
         above=0,
     )
     start_timeout: float = key(1800.0, "Time limit for an engine to load, sleep or wake, in seconds.", above=0)

@@ -12,7 +12,18 @@ A scorer imports heavy libraries (sympy, a sandbox) inside its function, because
 import importlib
 import pkgutil
 
-from megarl.rewards.base import RewardError, Score, Scorer, ScoreRequest, find, resolve, score, score_awaited, scorer
+from megarl.rewards.base import (
+    RewardError,
+    Score,
+    Scorer,
+    ScoreRequest,
+    ScorerUnavailable,
+    find,
+    resolve,
+    score,
+    score_awaited,
+    scorer,
+)
 from megarl.rewards.settings import ScorerSettings
 
 for _module in sorted(module.name for module in pkgutil.iter_modules(__path__)):
@@ -24,6 +35,7 @@ __all__ = [
     "ScoreRequest",
     "Scorer",
     "ScorerSettings",
+    "ScorerUnavailable",
     "find",
     "resolve",
     "score",

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from megarl.errors import Unavailable
 from megarl.registry import Registry, did_you_mean, import_function
 from megarl.rewards.settings import ScorerSettings
 from megarl.rewards.verl_functions import is_verl_function, verl_scorer
@@ -59,12 +60,23 @@ class Score:
     reason: str = ""
 
 
-class RewardError(ValueError):
-    """The scorer `scorer` failed on the row `uid`, because of `cause`."""
+class ScorerUnavailable(Unavailable):
+    """A scorer cannot score now, because a service that it needs is down. The sample waits until the service is back.
 
-    def __init__(self, scorer: str, uid: str, cause: str) -> None:
-        super().__init__(scorer, uid, cause)  # as args, so that it survives pickling between processes
-        self.scorer, self.uid, self.cause = scorer, uid, cause
+    `after`: seconds of waiting that the service asks for.
+    """
+
+    def __init__(self, cause: str, after: float = 0.0) -> None:
+        super().__init__(cause)
+        self.after = after
+
+
+class RewardError(ValueError):
+    """The scorer `scorer` failed on the row `uid`, because of `cause`. `unavailable`: set if it raised ScorerUnavailable."""
+
+    def __init__(self, scorer: str, uid: str, cause: str, unavailable: ScorerUnavailable | None = None) -> None:
+        super().__init__(scorer, uid, cause, unavailable)  # as args, so that it survives pickling between processes
+        self.scorer, self.uid, self.cause, self.unavailable = scorer, uid, cause, unavailable
 
     def __str__(self) -> str:
         return f"scorer {self.scorer!r} failed on row {self.uid!r}: {self.cause}"
@@ -212,6 +224,8 @@ async def score_awaited(scorer: Scorer, request: ScoreRequest) -> Score:
 
 
 def _reward_error(scorer: Scorer, request: ScoreRequest, error: Exception) -> RewardError:
+    if isinstance(error, ScorerUnavailable):  # without a user's subclass, which other processes cannot unpickle
+        return RewardError(scorer.name, request.uid, str(error), ScorerUnavailable(str(error), error.after))
     return RewardError(scorer.name, request.uid, f"it raised {type(error).__name__}: {error}")
 
 

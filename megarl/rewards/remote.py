@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megarl.recipe.remote import RemoteConfig
-from megarl.rewards.base import ScoreRequest, scorer
+from megarl.rewards.base import ScoreRequest, ScorerUnavailable, scorer
 from megarl.rewards.settings import ScorerSettings
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def prepare(settings: ScorerSettings) -> None:
 async def remote(request: ScoreRequest, settings: ScorerSettings) -> Any:
     """Return the answer of the service at reward.remote.url.
 
-    Raises ServiceError after the last attempt, at a 4xx other than 429, and if the answer is not JSON.
+    Raises ScorerUnavailable after the last attempt, and ServiceError at a 4xx other than 429 and if the answer is not JSON.
     """
     import httpx
     import tenacity
@@ -71,7 +71,7 @@ async def remote(request: ScoreRequest, settings: ScorerSettings) -> Any:
         return await requests(_request, client, service, body)
     except _Retryable as error:
         times = f" ({service.attempts} requests)" if service.attempts > 1 else ""
-        raise ServiceError(f"{error}{times}") from error
+        raise ScorerUnavailable(f"{error}{times}", error.after or 0.0) from error
 
 
 async def _request(client: httpx.AsyncClient, service: RemoteConfig, body: bytes) -> Any:
@@ -117,7 +117,7 @@ def _status_error(status: int, retry_after: str | None, answer: bytes, service: 
     after = _seconds(retry_after) if status in (TOO_MANY, 503) else None
     if after is not None and after > service.longest_wait:
         limit = f"reward.remote.longest_wait is {service.longest_wait:g}"
-        return ServiceError(f"{cause}; it asks for {after:.0f} s of waiting, and {limit}")
+        return ScorerUnavailable(f"{cause}; it asks for {after:.0f} s of waiting, and {limit}", after)
     return _Retryable(cause, after)
 
 

@@ -9,15 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from megarl import rewards
+from megarl.cluster.call_gate import CallGates, url_without_secrets
 from megarl.recipe.sandbox import SandboxConfig
 from megarl.recipe.schema import RewardConfig
-from megarl.rewards import RewardError, Score, Scorer, ScoreRequest, ScorerSettings
+from megarl.rewards import RewardError, Score, Scorer, ScoreRequest, ScorerSettings, ScorerUnavailable
 from megarl.rewards.weighted import Term, combine
 from megarl.subprocess_pool import job
 from megarl.subprocess_pool.pool import ProcessPool
 from megarl.types import SampleFailure
 
 FINDER = f"{__name__}:scorer_job"
+ATTEMPTS = 3  # of a sample for which a service cannot score, while it scores others
 Outcome = tuple["Score | SampleFailure", int]
 """Score or failure of a sample, and the number of repeated attempts."""
 
@@ -26,12 +28,18 @@ class Scoring:
     """Score groups with the `terms` of their data source.
 
     `in_process` scorers run in threads, other scorers in a pool of processes. `awaited` scorers have a separate pool,
-    with many calls at a time in each process. A pool without scorers is not created.
+    with many calls at a time in each process. A pool without scorers is not created. While the service behind a scorer is down,
+    samples wait.
     """
 
     def __init__(
-        self, terms: Mapping[str, Sequence[Term]], settings: RewardConfig, sandbox: SandboxConfig | None = None
+        self,
+        terms: Mapping[str, Sequence[Term]],
+        settings: RewardConfig,
+        sandbox: SandboxConfig | None = None,
+        gates: CallGates | None = None,
     ) -> None:
+        """`gates`: of the process; None: of these scorers alone."""
         self.terms, self.retries = dict(terms), settings.retries
         scorers = {term.scorer.name: term.scorer for row in terms.values() for term in row}
         pooled = [scorer for scorer in scorers.values() if not scorer.in_process]
@@ -40,6 +48,8 @@ class Scoring:
             for awaited in (False, True)
             if (names := [scorer.name for scorer in pooled if scorer.awaited == awaited])
         }
+        gates = gates or CallGates()
+        self.gates = {scorer.name: gates.of(_service_of(scorer, settings), repeats=True) for scorer in pooled}
         self.threads = ThreadPoolExecutor(max_workers=4, thread_name_prefix="scorer")
 
     def start(self) -> None:
@@ -68,14 +78,25 @@ class Scoring:
         if scorer.in_process:
             attempts = functools.partial(self._attempts, scorer)
             return await asyncio.get_running_loop().run_in_executor(self.threads, lambda: list(map(attempts, requests)))
+        return await asyncio.gather(*(self._pooled(scorer, request) for request in requests))
+
+    async def _pooled(self, scorer: Scorer, request: ScoreRequest) -> Outcome:
         pool = self.pools[scorer.awaited]
-        results = await asyncio.gather(
-            *(
-                asyncio.wrap_future(pool.submit(scorer.name, request, repeats_timeouts=not scorer.slow_is_wrong))
-                for request in requests
-            )
-        )
-        return [_outcome(scorer, request, result) for request, result in zip(requests, results, strict=True)]
+
+        async def attempt() -> job.Outcome:
+            call = pool.submit(scorer.name, request, repeats_timeouts=not scorer.slow_is_wrong)
+            result = await asyncio.wrap_future(call)
+            if isinstance(result, job.Answered) and isinstance(result.value, ScorerUnavailable):
+                raise result.value
+            return result
+
+        try:
+            result, failures = await self.gates[scorer.name].call(request.uid, attempt, ATTEMPTS, _is_answer)
+        except ScorerUnavailable as error:
+            source, attempts = f"scorer {scorer.name!r}", error.failures
+            return SampleFailure(source, request.uid, "unavailable", str(error), attempts), attempts - 1
+        outcome, retries = _outcome(scorer, request, result)
+        return outcome, failures + retries
 
     def _attempts(self, scorer: Scorer, request: ScoreRequest) -> Outcome:
         for attempt in range(self.retries + 1):
@@ -93,19 +114,26 @@ def scorer_job(name: str, settings: dict[str, Any]) -> job.Job:
     """
     scorer = rewards.find(name, ScorerSettings.of_json(settings))
 
-    def score(request: ScoreRequest) -> Score:
+    def score(request: ScoreRequest) -> Score | ScorerUnavailable:
         try:
             return rewards.score(scorer, request)
         except RewardError as error:
-            raise job.CallError(error.cause) from error
+            return _unavailable(error)
 
-    async def score_awaited(request: ScoreRequest) -> Score:
+    async def score_awaited(request: ScoreRequest) -> Score | ScorerUnavailable:
         try:
             return await rewards.score_awaited(scorer, request)
         except RewardError as error:
-            raise job.CallError(error.cause) from error
+            return _unavailable(error)
 
     return job.Job(score_awaited if scorer.awaited else score, scorer.prepare)
+
+
+def _unavailable(error: RewardError) -> ScorerUnavailable:
+    """Return ScorerUnavailable as a value, which the pool does not repeat. Raises CallError if the scorer failed otherwise."""
+    if error.unavailable is None:
+        raise job.CallError(error.cause) from error
+    return error.unavailable
 
 
 def scorer_pool(
@@ -124,6 +152,17 @@ def scorer_pool(
         concurrent=concurrent,
         memory_mb=settings.memory_mb,
     )
+
+
+def _service_of(scorer: Scorer, settings: RewardConfig) -> str:
+    """Return the name of the service behind a scorer, for messages."""
+    if scorer.name == "remote" and settings.remote.url:
+        return url_without_secrets(settings.remote.url)
+    return f"scorer {scorer.name!r}"
+
+
+def _is_answer(result: job.Outcome) -> bool:
+    return isinstance(result, job.Answered)
 
 
 def _outcome(scorer: Scorer, request: ScoreRequest, result: job.Outcome) -> Outcome:

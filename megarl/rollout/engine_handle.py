@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from megarl.cluster.base import Service
+from megarl.cluster.outages import Outage
 from megarl.engines.base import GroupRank
 from megarl.rollout.judge.server import Judgement, JudgeServer
 from megarl.rollout.server import RolloutServer
@@ -114,6 +115,10 @@ class EngineHandle(ServiceHandle):
     def watch(self) -> Future[None]:
         """Return a future that ends when the engine has ended, and raises if it has failed."""
         return self._call(RolloutServer.watch)
+
+    def outages(self, seen: int) -> Future[tuple[int, list[Outage]]]:
+        """Return the number of changes so far and the services that are down; the result comes when this number is not `seen`."""
+        return self._call(RolloutServer.outages, seen)
 
     def sleep(self) -> Future[None]:
         """Free the device memory."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from megarl.cluster.calls import StallTimer, attach, wait
 from megarl.cluster.failures import ClusterError
+from megarl.cluster.outage_watch import OutageWatch
 from megarl.recipe.schema import EvaluationConfig, Recipe, RolloutConfig
 from megarl.rollout.engine_handle import SamplingEngine
 from megarl.rollout.fleet.fleet import Fleet
@@ -113,23 +114,25 @@ def evaluate(
     stop_token_ids: Sequence[int],
     check_processes: Callable[[], None],
     fleet: Fleet | None = None,
+    outages: OutageWatch | None = None,
 ) -> EvaluationResult:
     """Sample every problem and score it. Batches are repeatable only if the engines are idle.
 
     `check_processes` is called every second and raises if a process of the run has died. Raises RuntimeError if no
     problem finishes within `rollout.timeout`, or if too many cannot be scored (`reward.max_failed_share`). If an answer
     cannot be scored, its problem is counted and excluded from the means. `fleet`: of engines that may die; others then sample
-    their problems, with the same seeds.
+    their problems, with the same seeds. `outages`: of services; `rollout.timeout` does not count them.
     """
     settings = recipe.evaluation
     problems = list(prompts)[: settings.limit]
     sampling = _sampling(recipe.rollout, settings, stop_token_ids)
-    groups = _run(problems, sampling, engines, check_processes, recipe.rollout.timeout, fleet)
+    watched = (check_processes, recipe.rollout.timeout, fleet, outages)
+    groups = _run(problems, sampling, engines, *watched)
     check_evaluation(groups, recipe.reward.max_failed_share)
     answers: list[Group] = []
     if settings.greedy:
         greedy = Sampling(n=1, max_tokens=sampling.max_tokens, temperature=0.0, stop_token_ids=sampling.stop_token_ids)
-        answers = _run(problems, greedy, engines, check_processes, recipe.rollout.timeout, fleet)
+        answers = _run(problems, greedy, engines, *watched)
         check_evaluation(answers, recipe.reward.max_failed_share)
     metrics = {**evaluation_metrics(groups, answers, settings.ks), **by_source(groups, answers, settings.ks)}
     notice = scoring_notice([*groups, *answers], "problems", "The evaluation's figures leave these problems out.")
@@ -153,13 +156,13 @@ def _run(
     check_processes: Callable[[], None],
     timeout: float,
     fleet: Fleet | None,
+    outages: OutageWatch | None = None,
 ) -> list[Group]:
     """Return the groups of the problems, in their order. Problems of an engine that dies go to the others."""
     groups: dict[int, Group] = {}
     while left := [number for number in range(len(problems)) if number not in groups]:
-        groups |= _sample(
-            {number: problems[number] for number in left}, sampling, engines, check_processes, timeout, fleet
-        )
+        remaining = {number: problems[number] for number in left}
+        groups |= _sample(remaining, sampling, engines, check_processes, timeout, fleet, outages)
     return [groups[number] for number in range(len(problems))]
 
 
@@ -170,6 +173,7 @@ def _sample(
     check_processes: Callable[[], None],
     timeout: float,
     fleet: Fleet | None,
+    outages: OutageWatch | None = None,
 ) -> dict[int, Group]:
     """Submit problems, by number, round-robin, with one message per engine; return the groups, without those of engines that
     died."""
@@ -187,7 +191,7 @@ def _sample(
         shares[owners[number]].append(request)
     submitted = {index: engines[index].submit(share) for index, share in shares.items() if share}
     collected = {number: engines[owner].collect(FIRST_EVALUATION_GROUP + number) for number, owner in owners.items()}
-    stall_timer = StallTimer(timeout)
+    stall_timer = StallTimer(timeout, pauses=lambda: outages is not None and outages.is_down)
     for future in collected.values():
         future.add_done_callback(lambda _: stall_timer.reset())
 

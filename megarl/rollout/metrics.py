@@ -16,7 +16,7 @@ import numpy as np
 from megarl.recipe.algorithm import DynamicSamplingConfig
 from megarl.rollout.admission import TriedGroup, accepted_groups
 from megarl.rollout.source import Batch
-from megarl.rollout.unscored_groups import scoring_counts, scoring_notice
+from megarl.rollout.unscored_groups import sampled_again_counts, scoring_counts, scoring_notice
 from megarl.types import Group, Metrics, Sample
 
 # Names of sources may contain slashes, so the patterns match the end of a metric's name.
@@ -126,6 +126,7 @@ def batch_metrics(tried: list[TriedGroup], count: int) -> dict[str, float]:
         "rollout/groups_missing": float(count - accepted),
         "rollout/groups_unscored": float(unscored),
         **scoring_counts([item.group for item in tried], "rollout"),
+        **(sampled_again_counts([item.group for item in tried]) if any(sample.tool_use for sample in samples) else {}),
         **({"rollout/judge_seconds": float(np.mean(waits))} if waits else {}),
         **({"rollout/rewards/mean": float(np.mean(rewards))} if rewards else {}),
         "rollout/truncated": float(np.mean([sample.truncated for sample in samples])),

@@ -10,6 +10,7 @@ import asyncio
 import functools
 import math
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,6 +19,8 @@ from typing import Any, ParamSpec, TypeVar
 from megarl import engines, rewards
 from megarl.agents.setup import Agents, AgentSetup
 from megarl.agents.trajectory import AgentLoop, Trajectory
+from megarl.cluster.call_gate import CallGates
+from megarl.cluster.outages import Outage
 from megarl.data.images import ImageReader
 from megarl.data.tokenizer import load_tokenizer
 from megarl.engines.base import EngineRefused, EngineSpec, GroupRank, OnFinished
@@ -56,14 +59,16 @@ class RolloutServer:
         """`sources`: data sources to score. `images`: reader of the prompts' images, if any. `agent`: settings of the
         agent loop, if any. `judged`: keep each group's responses until `collect_responses` is called, once per group."""
         self.images = images
+        self.gates = CallGates()  # to the services behind scorers and tools
         self.engine = engines.create(engine, spec)
         self.tokenizer = load_tokenizer(tokenizer)  # only for text: stop tokens come with each request
         self.scoring = Scoring(
             terms_of(reward.function, reward.functions, sources, ScorerSettings.of(reward, sandbox)),
             reward,
             sandbox,
+            self.gates,
         )
-        self.agents = Agents(agent, self.tokenizer) if agent is not None else None
+        self.agents = Agents(agent, self.tokenizer, self.gates) if agent is not None else None
         self.agent_loop: AgentLoop | None = None
         self.texts = ThreadPoolExecutor(max_workers=4, thread_name_prefix="texts")
         # `generate` blocks a thread; under continuous admission, many calls run at the same time. Other calls to the engine
@@ -259,6 +264,10 @@ class RolloutServer:
         """Return when the engine has been shut down; raise as soon as it has failed."""
         await asyncio.to_thread(self.engine.watch)
 
+    async def outages(self, seen: int) -> tuple[int, list[Outage]]:
+        """Return the number of changes so far and the services that are down, as soon as this number is not `seen`."""
+        return await self.gates.outages(seen)
+
     async def sleep(self) -> None:
         await asyncio.to_thread(self.engine.sleep)
 
@@ -278,6 +287,7 @@ class RolloutServer:
         await asyncio.to_thread(self.engine.stop_profile)
 
     async def shutdown(self) -> None:
+        self.gates.close()
         try:  # the slowest part comes last: the process may be killed before it ends
             if self.agents is not None:
                 await self.agents.close()
@@ -333,6 +343,7 @@ class RolloutServer:
             greedy=samples[count] if len(samples) > count else None,
             failures=tuple(result for result, _ in outcomes if isinstance(result, SampleFailure)),
             scoring_retries=sum(repeated for _, repeated in outcomes),
+            sampled_again=dict(Counter(kind for sample in sampled for kind in sample.sampled_again)),
         )
         kept = sampled[:count]
         if self._responses is not None and not group.failures:

@@ -17,6 +17,7 @@ from typing import Any
 
 from megarl.algorithms.shaping import add_overlong_penalty, has_spread
 from megarl.cluster.calls import StallTimer, attach, wait
+from megarl.cluster.outage_watch import OutageWatch
 from megarl.data.prompts import PromptDataset
 from megarl.engines.tape import Record
 from megarl.recipe.derived.at_update import is_continuous, update_rule, window_groups
@@ -59,10 +60,12 @@ class EnginesSource:
         check_processes: Callable[[], None],
         arrivals: Arrivals[Arrival] | None = None,
         fleet: Fleet | None = None,
+        outages: OutageWatch | None = None,
     ):
         """`check_processes` is called every second while waiting; it raises if a process of the run has died. `arrivals`: order in
-        which groups are handled; None: as they arrive, without a tape. `fleet`: of engines that may die; None: none may."""
-        self.recipe, self.engines, self.fleet = recipe, list(engines), fleet
+        which groups are handled; None: as they arrive, without a tape. `fleet`: of engines that may die; None: none may. `outages`: of services; None: the
+        caller does not watch them."""
+        self.recipe, self.engines, self.fleet, self.outages = recipe, list(engines), fleet, outages
         self.check_processes = check_processes
         self.requests = Requests(recipe, prompts, stop_token_ids)
         self.sampler = self.requests.sampler
@@ -83,7 +86,8 @@ class EnginesSource:
         self._waiting = Waiting(len(self.engines))
         self._taking = False  # the trainers wait for a batch
         self._arrivals: Arrivals[Arrival] = arrivals or Arrivals()
-        self._stall_timer = StallTimer(rollout.timeout, self._arrivals.stall_advice)
+        advice = self._arrivals.stall_advice
+        self._stall_timer = StallTimer(rollout.timeout, advice, lambda: outages is not None and outages.is_down)
         self._drains, self._finishes = update_rule(recipe) == "drain", finishing is not None
         self._loads = WeightLoads(self.engines, rollout.start_timeout)
         self._unfinished: list[int] = []  # groups that ran when the resumed checkpoint was saved
@@ -120,8 +124,8 @@ class EnginesSource:
             self._taking, self._drained = False, None
             self._observe()
             loads = self._loads.take_metrics(self._dispatch.behind) if self._finishes else {}
-            fleet = self.fleet.take_metrics() if self.fleet is not None else {}
-            waits = {**self._waiting.metrics(), **loads, **self._begun.take_metrics(), **fleet}
+            taken = [each.take_metrics() for each in (self._begun, self.fleet, self.outages) if each is not None]
+            waits = {name: value for part in (self._waiting.metrics(), loads, *taken) for name, value in part.items()}
             notice = self._begun.take_notice()
         drawn = self.sampler.metrics(item.group.number for item in tried)
         return batch_of(tried, count, self.recipe.algorithm.dynamic_sampling, {**drawn, **waits}, notice)

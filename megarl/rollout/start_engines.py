@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megarl.agents.setup import AgentSetup
 from megarl.cluster.base import Cluster, Service
 from megarl.cluster.calls import wait_for_all
+from megarl.cluster.outage_watch import OutageWatch
 from megarl.data.images import ImageReader
 from megarl.engines import engine_settings, process_env
 from megarl.engines.base import EngineSpec, EngineTraces
@@ -22,13 +23,23 @@ from megarl.recipe.derived.seeded import samples_are_seeded
 from megarl.recipe.environment import variables
 from megarl.recipe.observe import Event, trace_options
 from megarl.recipe.schema import Recipe, RolloutConfig
-from megarl.rollout.engine_handle import EngineHandle, JudgeHandle, TeacherHandle, with_engine_check
+from megarl.rollout.engine_handle import EngineHandle, JudgeHandle, SamplingEngine, TeacherHandle, with_engine_check
 from megarl.rollout.fleet.fleet import Fleet
 from megarl.rollout.tape import RunTape
 
 ROLLOUT_SERVER = "megarl.rollout.server:RolloutServer"
 TEACHER_SERVER = "megarl.rollout.teacher.server:TeacherServer"
 JUDGE_SERVER = "megarl.rollout.judge.server:JudgeServer"
+
+
+@dataclass(frozen=True)
+class Samplers:
+    """The engines that sample and score, and what `EnginesSource` and `evaluate` watch while they wait for them."""
+
+    engines: Sequence[SamplingEngine]
+    check: Callable[[], None]
+    fleet: Fleet | None
+    outages: OutageWatch
 
 
 def start_engines(
@@ -184,9 +195,20 @@ def start_fleet(
     return fleet
 
 
-def check_for(rollout: RolloutConfig, engines: Sequence[EngineHandle], cluster: Cluster) -> Callable[[], None]:
-    """Return a function that raises if a process of the run has failed. Waits for samples call it every second."""
-    return cluster.check if rollout.data_parallel == 1 else with_engine_check(engines, cluster.check)
+def check_for(
+    rollout: RolloutConfig, engines: Sequence[EngineHandle], cluster: Cluster, notice: Callable[[str], None]
+) -> tuple[Callable[[], None], OutageWatch]:
+    """Return a function that raises if a process of the run has failed, or a service has been down for too long. Waits for
+    samples call it every second. Also return the watch over services, which `notice` reports, also while trainers compute."""
+    outages = OutageWatch(engines, rollout.outage_timeout, notice)
+    cluster.on_check(outages.poll)
+    processes = cluster.check if rollout.data_parallel == 1 else with_engine_check(engines, cluster.check)
+
+    def check() -> None:
+        processes()
+        outages.check()
+
+    return check, outages
 
 
 def check_in_flight(recipe: Recipe, descriptions: Sequence[dict[str, Any]]) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 
-from megarl.types import Group, Metrics, SampleFailure
+from megarl.types import FailureKind, Group, Metrics, SampleFailure
 
 MIN_GROUPS = 8  # a share of fewer groups is not reliable
 _MAX_CAUSES = 3  # that a notice names
@@ -53,7 +53,22 @@ def scoring_counts(groups: Sequence[Group], area: str) -> Metrics:
         f"{area}/scoring_timeouts": float(kinds.count("timeout")),
         f"{area}/scoring_crashes": float(kinds.count("crash")),
         f"{area}/scoring_errors": float(kinds.count("error")),
+        f"{area}/scoring_unavailable": float(kinds.count("unavailable")),
         f"{area}/scoring_retries": float(sum(group.scoring_retries for group in groups)),
+    }
+
+
+def sampled_again_counts(groups: Sequence[Group]) -> Metrics:
+    """Return the numbers of samples with tools that were sampled again from their start, in all and by cause."""
+    causes: Counter[FailureKind] = Counter()
+    for group in groups:
+        causes.update(group.sampled_again)
+    return {
+        "rollout/sampled_again": float(causes.total()),
+        "rollout/sampled_again_unavailable": float(causes["unavailable"]),
+        "rollout/sampled_again_errors": float(causes["error"]),
+        "rollout/sampled_again_timeouts": float(causes["timeout"]),
+        "rollout/sampled_again_crashes": float(causes["crash"]),
     }
 
 

@@ -120,7 +120,7 @@ def play(
     **settings: Any,
 ) -> tuple[Trajectory, Script, Calculator]:
     tokenizer, caller = TOKENIZERS[format](), caller or Calculator()
-    config = replace(AgentConfig(tools=["x"], retries=0), **settings)
+    config = replace(AgentConfig(tools=["x"], retries=0, attempts=1), **settings)
     registered = tools() if state is None else [*tools(), replace(tools()[0], name="count", stateful=True)]
     callers = {tool.name: caller for tool in registered}
     box = Toolbox(registered, callers, config.tool_timeout, config.retries, lambda _: state or Counter())
@@ -293,7 +293,7 @@ def test_an_unavailable_tool_fails_the_sample_after_its_retries(monkeypatch: pyt
     async def at_once(_: float) -> None:
         return None
 
-    monkeypatch.setattr("megarl.agents.toolbox.asyncio.sleep", at_once)
+    monkeypatch.setattr("megarl.cluster.call_gate.asyncio.sleep", at_once)
     done, _, caller = play(['<tool_call>{"name": "absent", "arguments": {"a": 1}}</tool_call>', "4"], retries=2)
     assert caller.absent == 3 and done.failure is not None
     assert str(done.failure) == "tool 'absent' failed on row 'row/1': the server is down (3 attempts)"

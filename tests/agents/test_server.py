@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +18,11 @@ import numpy as np
 import pytest
 
 from megarl.agents.setup import AgentSetup
+from megarl.cluster import outages
+from megarl.cluster.process import free_port
 from megarl.engines.base import EngineDead
 from megarl.engines.tape import requests_event
-from megarl.recipe.agent import AgentConfig
+from megarl.recipe.agent import AgentConfig, McpServer
 from megarl.recipe.sandbox import SandboxConfig
 from megarl.recipe.schema import RewardConfig
 from megarl.rewards import Scorer
@@ -34,6 +42,7 @@ SETUP = AgentSetup(
         ],
         processes=2,
         retries=0,
+        attempts=1,
     ),
     {},
     {},
@@ -231,3 +240,145 @@ def test_tools_of_aborted_samples_are_released(serve: Callable[..., RolloutServe
     with pytest.raises(EngineDead, match="no memory"):
         run(serve(Engine(policy), setup), [asked])
     assert events(tmp_path, "create") and events(tmp_path, "create") == events(tmp_path, "release")
+
+
+# ---- tools that are down
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+async def run_through(
+    server: RolloutServer, requests: list[GenerationRequest], meanwhile: Awaitable[Any]
+) -> list[Group]:
+    """Run `requests` with the server, and `meanwhile`."""
+    submitted = asyncio.ensure_future(server.submit(requests))
+    groups = asyncio.gather(*(server.collect(item.group) for item in requests))
+    await meanwhile
+    await submitted
+    return [group for group, _ in await groups]
+
+
+def test_samples_wait_for_an_mcp_server_that_is_killed_and_started_again(
+    serve: Callable[..., RolloutServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its calls fail without a connection. No sample is lost, even the only one of its row."""
+    monkeypatch.setattr(outages, "FIRST_WAIT", 0.1)
+    port = free_port()
+    far = McpServer(url=f"http://127.0.0.1:{port}/mcp?key=s3cr3t")
+    setup = AgentSetup(AgentConfig(mcp={"far": far}, retries=0, attempts=1), {}, {})
+    server = serve(Engine(lambda turn, seed: "7" if turn else call("add", a=3, b=4)), setup)
+    process = mcp_server(port)
+
+    async def everything() -> tuple[list[Group], list[Any]]:
+        nonlocal process
+        await server.start()
+        try:
+            before = await run_through(server, [request(1)], asyncio.sleep(0))
+            process.kill()
+            process.wait()
+            reports = []
+
+            async def restart() -> None:
+                nonlocal process
+                seen, down = await server.outages(0)
+                process = await asyncio.to_thread(mcp_server, port)
+                reports.extend([*down, *(await server.outages(seen))[1]])
+
+            first = await run_through(server, [request(2, count=1)], restart())
+            return [*before, *first, *(await run_through(server, [request(3)], asyncio.sleep(0)))], reports
+        finally:
+            await server.shutdown()
+
+    try:
+        groups, (outage,) = asyncio.run(asyncio.wait_for(everything(), 60))
+    finally:
+        process.kill()
+    assert outage.service == f"MCP server 'far' (http://127.0.0.1:{port}/mcp)" and outage.cause
+    assert all(not group.failures and not group.sampled_again for group in groups)
+    assert [sample.reward for group in groups for sample in group.samples] == [1.0] * 5
+
+
+def mcp_server(port: int) -> subprocess.Popen[bytes]:
+    """Start the tests' MCP server, and wait until it listens."""
+    process = subprocess.Popen([sys.executable, "-m", "tests.support.mcp_server", str(port)], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        with contextlib.suppress(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port)).close()
+            return process
+        time.sleep(0.05)
+    raise AssertionError("the MCP server does not listen")
+
+
+def test_samples_wait_for_a_tool_that_fails_for_several_rows(
+    serve: Callable[..., RolloutServer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(outages, "FIRST_WAIT", 0.2)
+    index = tmp_path / "index"
+    server = serve(
+        Engine(lambda turn, seed: "7" if turn else call("search", index=str(index))), with_search(attempts=1)
+    )
+
+    async def everything() -> tuple[list[Group], Any]:
+        await server.start()
+        try:
+            down: list[Any] = []
+
+            async def repair() -> None:
+                down.extend((await server.outages(0))[1])
+                await asyncio.sleep(2.0)
+                index.write_text("7")
+
+            return await run_through(server, [request(1), request(2)], repair()), down
+        finally:
+            await server.shutdown()
+
+    groups, (outage,) = asyncio.run(asyncio.wait_for(everything(), 60))
+    assert (outage.service, outage.cause) == ("tool 'search'", "there is no index")
+    assert [sample.reward for group in groups for sample in group.samples] == [1.0] * 4
+    assert all(not group.failures and not group.sampled_again for group in groups)
+
+
+def test_a_tool_with_a_mistake_is_not_down(
+    serve: Callable[..., RolloutServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answers are invalid for every row. No sample waits, and all groups fail."""
+    monkeypatch.setattr(outages, "FIRST_WAIT", 0.05)
+    setup = AgentSetup(AgentConfig(tools=["tests.support.agent_tools:odd"], retries=1, attempts=2), {}, {})
+    server = serve(Engine(lambda turn, seed: "7" if turn else call("odd", kind="nan")), setup)
+    groups = run(server, [request(number) for number in range(1, 4)])
+    for group, _ in groups:
+        assert [(failure.kind, failure.attempts) for failure in group.failures] == [("error", 4)] * 2
+        assert group.sampled_again == {"error": 2}
+
+
+@pytest.mark.parametrize("attempts", [1, 2, 9])
+def test_a_sample_is_sampled_again_before_its_group_fails(
+    serve: Callable[..., RolloutServer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, attempts: int
+) -> None:
+    """A tool fails for one row alone: its samples start again with their seeds until the tool works or their attempts end."""
+    monkeypatch.setattr(outages, "FIRST_WAIT", 0.05)
+    index = tmp_path / "index"
+    engine = Engine(lambda turn, seed: "7" if turn else call("search", index=str(index)) if seed == 100 else ASK)
+    monkeypatch.setattr(
+        "megarl.agents.trajectory.wait_before", lambda number: index.write_text("7") * 0.0 if number else 0.0
+    )
+    ((group, vectors),) = run(serve(engine, with_search(attempts=attempts)), [request(1)])
+    first_turns = [item for item in engine.requests if len(item.prompt.tokens) == 2]
+    assert [item.seed for item in first_turns] == [100, 101, *[100] * min(attempts - 1, 2)]
+    assert len({item.group for item in first_turns}) == 2
+    if attempts < 3:
+        (failure,) = group.failures
+        assert (failure.kind, failure.attempts) == ("unavailable", attempts) and "there is no index" in str(failure)
+        assert group.sampled_again == ({"unavailable": 1} if attempts == 2 else {})
+    else:
+        assert not group.failures and group.sampled_again == {"unavailable": 2}
+        assert [sample.reward for sample in group.samples] == [1.0, 1.0]
+        assert len(vectors[0].turns) == 3, "nothing is left of the samples that failed"
+
+
+def with_search(attempts: int) -> AgentSetup:
+    tools = ["tests.support.agent_tools:search", "tests.support.agent_tools:look_up"]
+    return AgentSetup(AgentConfig(tools=tools, processes=2, retries=0, attempts=attempts), {}, {})

@@ -48,6 +48,7 @@ def test_round_trip_is_exact(tmp_path: Path) -> None:
     first.greedy = replace(first.samples[0], reward=0.25, data=InlineData([]))
     first.failures = (SampleFailure("scorer 'mine'", "row/7", "timeout", "it ran for too long", 2),)
     first.scoring_retries = 3
+    first.sampled_again = {"unavailable": 2}
     first.samples[0].tool_use = ToolUse(turns=2, calls=1, seconds=0.5)
     spoken = first.samples[0].data.get()[0]
     spoken.reason = "off by one"
@@ -65,6 +66,7 @@ def test_round_trip_is_exact(tmp_path: Path) -> None:
         assert (old.group.number, old.group.prompt_uid) == (new.group.number, new.group.prompt_uid)
         assert old.group.greedy == new.group.greedy
         assert (old.group.failures, old.group.scoring_retries) == (new.group.failures, new.group.scoring_retries)
+        assert old.group.sampled_again == new.group.sampled_again
         for before, after in zip(old.group.samples, new.group.samples, strict=True):
             assert {**before.__dict__, "data": None} == {**after.__dict__, "data": None}
         for before, after in zip(old.group.samples[0].data.get(), new.group.samples[0].data.get(), strict=True):

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import pytest
 
 from megarl.checkpoint.graceful_stop import GracefulStop, StopRequested
+from megarl.cluster.outage_watch import ServiceOutage
 from megarl.exit_status import Terminated
 from megarl.observe.log import RunLog
 from megarl.recipe.schema import Recipe
@@ -183,3 +184,27 @@ def test_a_dead_process_is_reported_rather_than_the_stop() -> None:
         sigterm()
         with pytest.raises(RuntimeError, match="rank 1 died"):
             stop.after(check)()
+
+
+@pytest.mark.parametrize("replay", [None, "runs/recorded"])
+def test_an_outage_of_a_service_saves_the_last_step_and_is_the_error_of_the_run(
+    recipe: Recipe, tmp_path: Path, replay: str | None
+) -> None:
+    """A replay saves only what the recorded run did."""
+    recipe.train.replay = replay
+    with pytest.raises(ServiceOutage, match="the judge is down"), RunLog(recipe, tmp_path, 1, 8) as log:
+        run = build(recipe, tmp_path, log, [])
+        source: Any = run.source
+        take = source.take
+
+        def take_batch(count: int) -> Any:
+            if source.taken == 2:
+                raise ServiceOutage("the judge is down")
+            return take(count)
+
+        source.take = take_batch
+        run_steps(run)
+    assert [path.name for path in tmp_path.glob("checkpoints/*")] == ([] if replay else ["step_000002"])
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
+    saved = "the checkpoint of step 2 was saved before the end" in (tmp_path / "notices.jsonl").read_text()
+    assert saved == (replay is None)

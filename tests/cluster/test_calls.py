@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megarl.cluster import calls
-from megarl.cluster.calls import wait_for_all
+from megarl.cluster.calls import StallTimer, wait_for_all
 
 
 def test_processes_are_checked_while_calls_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,3 +37,20 @@ def test_results_keep_the_order_of_the_services() -> None:
         results[number].set_result(number)
     services: Any = [SimpleNamespace(name=f"engine{number}") for number in range(3)]
     assert wait_for_all(services, results, doing="load", key="rollout.start_timeout", limit=1.0) == [0, 1, 2]
+
+
+def test_a_stall_timer_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An outage does not count, and the time before it is forgotten."""
+    now, paused = [0.0], [False]
+    monkeypatch.setattr(calls.time, "monotonic", lambda: now[0])
+    timer = StallTimer(10.0, pauses=lambda: paused[0])
+    now[0], paused[0] = 9.0, True
+    timer.check(1, "number 0")
+    now[0] = 500.0
+    timer.check(1, "number 0")
+    paused[0] = False
+    now[0] = 510.0
+    timer.check(1, "number 0")
+    now[0] = 510.5
+    with pytest.raises(RuntimeError, match="no group has finished for 10 s"):
+        timer.check(1, "number 0")

@@ -173,7 +173,7 @@ def test_a_persistent_failure_is_raised_after_all_attempts(service: Service, bad
     service.answers = [bad]
     with pytest.raises(RewardError) as raised:
         score_of(service, timeout=0.4, attempts=2)
-    assert raised.value.cause == f"it raised ServiceError: {cause} (2 requests)"
+    assert raised.value.cause == f"{cause} (2 requests)" == str(raised.value.unavailable)
     assert len(service.calls) == 2
 
 
@@ -196,6 +196,7 @@ def test_permanent_failures_are_not_retried(service: Service, bad: Answer, cause
     with pytest.raises(RewardError) as raised:
         score_of(service)
     assert raised.value.cause.startswith(f"it raised ServiceError: {cause}"), raised.value.cause
+    assert raised.value.unavailable is None, "a permanent failure"
     assert len(service.calls) == 1 and len(raised.value.cause) < 600
 
 
@@ -235,9 +236,12 @@ def test_retry_after_is_respected_up_to_a_limit(service: Service) -> None:
     assert 0.5 <= first < 2.5 and 1.0 <= second < 1.5
     service.answers = [Answer(status=429, headers={"retry-after": "120"})]
     began = time.monotonic()
-    with pytest.raises(RewardError, match=r"it asks for 120 s of waiting, and reward.remote.longest_wait is 1.5"):
+    asks = r"it asks for 120 s of waiting, and reward.remote.longest_wait is 1.5"
+    with pytest.raises(RewardError, match=asks) as raised:
         score_of(service)
-    assert time.monotonic() - began < 1
+    assert (
+        time.monotonic() - began < 1 and raised.value.unavailable is not None and raised.value.unavailable.after == 120
+    )
 
 
 def test_waits_grow_up_to_longest_wait(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 from megarl.observe.sources import SAMPLED, TOOLS
 from megarl.rollout.admission import TriedGroup
 from megarl.rollout.evaluate import by_source
-from megarl.rollout.metrics import agent_figures, of_evaluated, of_sampled, sampled_figures, source_of
+from megarl.rollout.metrics import agent_figures, batch_metrics, of_evaluated, of_sampled, sampled_figures, source_of
 from megarl.types import Group, InlineData, Sample, SampleFailure, ToolUse
 
 
@@ -53,6 +53,7 @@ def test_figures_of_each_source_by_hand() -> None:
         "scoring_timeouts": 0,
         "scoring_crashes": 0,
         "scoring_errors": 0,
+        "scoring_unavailable": 0,
         "scoring_retries": 0,
     }
     mine = figures["mine"]
@@ -84,6 +85,17 @@ def test_agent_loops_by_hand() -> None:
         "agent/ended/turns": 0.5,
         "agent/ended/tool_time": 0.25,
     }
+
+
+def test_samples_that_were_sampled_again_are_counted_by_cause() -> None:
+    again = [group("tools", *USES[:2]), group("tools", *USES[2:])]
+    again[0].sampled_again = {"unavailable": 3, "error": 1}
+    again[1].sampled_again = {"unavailable": 1, "crash": 2}
+    metrics = batch_metrics([TriedGroup(each, True) for each in again], 2)
+    names = ("", "_unavailable", "_errors", "_timeouts", "_crashes")
+    assert [metrics[f"rollout/sampled_again{name}"] for name in names] == [7, 4, 1, 0, 2]
+    without_tools = batch_metrics([TriedGroup(group("plain", sample(1.0, 10)), True)], 1)
+    assert not any("sampled_again" in name for name in without_tools)
 
 
 def test_agent_figures_are_separate_for_each_source() -> None:

@@ -75,7 +75,13 @@ class Prompts(list[Prompt]):
     difficulty = None
 
 
-def source(service: FakeService, check: Any = lambda: None, advantage: str = "grpo", **dynamic: Any) -> EnginesSource:
+def source(
+    service: FakeService,
+    check: Any = lambda: None,
+    advantage: str = "grpo",
+    outages: Any = None,
+    **dynamic: Any,
+) -> EnginesSource:
     recipe = Recipe()
     recipe.algorithm.advantage = advantage
     recipe.data.prompts_per_step, recipe.rollout.samples_per_prompt, recipe.train.steps = 4, 2, 10
@@ -83,7 +89,7 @@ def source(service: FakeService, check: Any = lambda: None, advantage: str = "gr
     for name, value in dynamic.items():
         setattr(recipe.algorithm.dynamic_sampling, name, value)
     prompts = Prompts(Prompt(f"row/{i}", (1, 2, 3), "text", "test") for i in range(7))
-    return EnginesSource(recipe, prompts, [EngineHandle(service)], [0], check)  # type: ignore[arg-type]
+    return EnginesSource(recipe, prompts, [EngineHandle(service)], [0], check, outages=outages)  # type: ignore[arg-type]
 
 
 def test_a_wave_is_one_message_and_a_batch_is_in_admission_order() -> None:
@@ -169,6 +175,7 @@ def test_unscored_groups_are_replaced_counted_and_named(dynamic: bool) -> None:
         "scoring_timeouts": 4,
         "scoring_crashes": 0,
         "scoring_errors": 0,
+        "scoring_unavailable": 0,
         "scoring_retries": 4,
     }
     expected |= scoring
@@ -227,6 +234,34 @@ def test_engines_without_progress_are_named() -> None:
     engines_source = source(service)
     engines_source.admit(0)
     with pytest.raises(RuntimeError, match=r"rollout\.timeout.*4 are running, the oldest is number 0"):
+        engines_source.take(4)
+
+
+class Outage:
+    """The watch over services during an outage."""
+
+    is_down = True
+
+    def take_metrics(self) -> dict[str, float]:
+        return {"rollout/outage_seconds": 2.5}
+
+
+def test_groups_wait_for_a_service_for_longer_than_the_time_without_a_group() -> None:
+    """The time without a finished group ends a run after 1.5 s, unless a service is down."""
+    service, outage = ManualService(), Outage()
+    engines_source = source(service, outages=outage)
+    engines_source.admit(0)
+
+    def come_back() -> None:
+        outage.is_down = False
+        service.finish(0, 1, 2, 3)
+
+    threading.Timer(3.0, come_back).start()
+    batch = engines_source.take(4)
+    assert [group.number for group in batch.groups] == [0, 1, 2, 3]
+    assert batch.metrics["rollout/outage_seconds"] == 2.5 and batch.metrics["rollout/groups_unscored"] == 0
+    engines_source.admit(1)
+    with pytest.raises(RuntimeError, match=r"rollout\.timeout"):
         engines_source.take(4)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -58,6 +59,14 @@ def misbehave(how: str) -> str:
     if how == "absent":
         raise ToolUnavailable("the index is being rebuilt")
     raise ValueError(how)
+
+
+@tool
+def search(index: str) -> str:
+    """Reads the file of an index, which may be missing for a while."""
+    if not Path(index).exists():
+        raise ToolUnavailable("there is no index")
+    return Path(index).read_text()
 
 
 @tool

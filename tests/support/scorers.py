@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from megarl.rewards import ScoreRequest
+from megarl.rewards import ScoreRequest, ScorerUnavailable
 
 
 def letters(request: ScoreRequest) -> dict[str, float]:
@@ -82,6 +82,13 @@ def fails_once(request: ScoreRequest) -> float:
     if not place.exists():
         place.touch()
         raise ConnectionError("the service was away")
+    return 1.0
+
+
+def needs_file(request: ScoreRequest) -> float:
+    """Need a file `index` in the current directory, as other scorers need a service."""
+    if not Path("index").exists():
+        raise ScorerUnavailable("the index is being built")
     return 1.0
 
 
