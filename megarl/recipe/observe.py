@@ -20,7 +20,7 @@ EVENTS: tuple[Event, ...] = typing.get_args(Event)
 
 @dataclass
 class AlertsConfig:
-    """Messages about events of the run to a webhook; see docs/faults.md."""
+    """Messages about events of the run to a webhook; see docs/alerts.md."""
 
     url: Optional[str] = key(
         None,

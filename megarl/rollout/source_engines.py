@@ -63,8 +63,8 @@ class EnginesSource:
         outages: OutageWatch | None = None,
     ):
         """`check_processes` is called every second while waiting; it raises if a process of the run has died. `arrivals`: order in
-        which groups are handled; None: as they arrive, without a tape. `fleet`: of engines that may die; None: none may. `outages`: of services; None: the
-        caller does not watch them."""
+        which groups are handled; None: as they arrive, without a tape. `fleet`: of engines that may die; None: none may. `outages`:
+        of services; None: the caller does not watch them."""
         self.recipe, self.engines, self.fleet, self.outages = recipe, list(engines), fleet, outages
         self.check_processes = check_processes
         self.requests = Requests(recipe, prompts, stop_token_ids)
