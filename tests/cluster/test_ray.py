@@ -124,7 +124,11 @@ def test_a_trainer_that_does_not_enter_a_collective_is_named(connect, tmp_path):
     pids = [place[1] for place in group.call("identify")]
     engine.call("scaled", 1).result(timeout=60)
     trainers, services = cluster.stacks()
-    assert lines_of(trainers) == ["idle"] and [place.name for place in services.places] == ["service engine0"]
+    assert (
+        trainers.call == ""
+        and lines_of(trainers) == []
+        and [place.name for place in services.places] == ["service engine0"]
+    )
     assert [state["problem"] for state in (*trainers.stacks, *services.stacks)] == ["", "", ""]
     with pytest.raises(WorkerFailed) as caught:
         group.call("sleep_in_collective", 1)

@@ -80,9 +80,9 @@ def situation(group: GroupStacks) -> Situation:
 
 
 def lines_of(group: GroupStacks, read_log: Callable[[str], str] | None = None) -> list[str]:
-    """Describe the ranks of a call. read_log: returns the last lines of an output file; they are added for missing ranks."""
+    """Describe the ranks of a call; [] if none runs. read_log: returns the last lines of an output file; they are added for missing ranks."""
     if not group.call:
-        return ["idle"]
+        return []
     state = situation(group)
     blocks = [
         ("waiting for others:", _waiting(group, state.waiting, {} if state.missing else state.lags)),
