@@ -53,7 +53,7 @@ def test_the_controllers_answer_is_shown(run_directory: Path, capsys: pytest.Cap
         text = capsys.readouterr().out
         assert show(run_directory, as_json=True) == 0
     first, *lines = text.splitlines()
-    assert first == f"controller on {socket.gethostname()} (pid {os.getpid()})" and lines[0] == "  thread MainThread:"
+    assert first == f"controller on {socket.gethostname()} (pid {os.getpid()})" and "  thread MainThread:" in lines
     assert any(line.endswith(" show_live_run") for line in lines)  # this test is the controller's main thread
     assert lines[lines.index("trainer processes (1): update_actor, for 48 s") :] == [
         "trainer processes (1): update_actor, for 48 s",
