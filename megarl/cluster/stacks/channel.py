@@ -184,4 +184,5 @@ def _spy(pid: int) -> list[str]:
         return [f"(py-spy has not read its stack within {SPY_SECONDS:.0f} s)"]
     if done.returncode:
         return [f"(py-spy cannot read its stack: {' '.join(done.stderr.split())})"]
-    return done.stdout[done.stdout.index("Thread ") :].splitlines()  # without the lines about the process
+    threads = done.stdout.partition("\nThread ")[2]  # after lines about the process, such as its command
+    return f"Thread {threads}".splitlines()

@@ -80,7 +80,10 @@ def situation(group: GroupStacks) -> Situation:
 
 
 def lines_of(group: GroupStacks, read_log: Callable[[str], str] | None = None) -> list[str]:
-    """Describe the ranks of a call; [] if none runs. read_log: returns the last lines of an output file; they are added for missing ranks."""
+    """Describe the ranks of a call; [] if none runs.
+
+    read_log: returns the last lines of an output file; they are added for missing ranks.
+    """
     if not group.call:
         return []
     state = situation(group)
