@@ -81,7 +81,12 @@ def with_trainers(run: Run, trained: int, action: Callable[[], None]) -> None:
     if restarts is None:
         return action()
     before = StepState(run.checkpoints.trained_step, run.skipped.streaks(), run.log.pending())
-    failure = attempt(restarts, action)
+
+    def checked_action() -> None:
+        restarts.check()
+        action()
+
+    failure = attempt(restarts, checked_action)
     while failure is not None:
         if not run.devices.outlives_trainers:
             failure.add_note(
@@ -90,9 +95,8 @@ def with_trainers(run: Run, trained: int, action: Callable[[], None]) -> None:
             raise failure
         restarts.count(failure, trained)
         run.log.withdraw_metrics(before.metrics, phase="recovery")
-        failure = attempt(restarts, lambda: restart_trainers(run, restarts, trained, before)) or attempt(
-            restarts, action
-        )
+        failure = attempt(restarts, lambda: restart_trainers(run, restarts, trained, before))
+        failure = failure or attempt(restarts, checked_action)
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,6 @@ class StepState:
 def attempt(restarts: TrainerRestarts, action: Callable[[], None]) -> WorkerFailed | None:
     """Call `action`. Returns the failure if it failed because of a trainer; raises other errors."""
     try:
-        restarts.check()
         action()
     except WorkerFailed as error:
         return without_frames(error)

@@ -40,10 +40,18 @@ class Failing:
 
     def __init__(self, numbers: set[int], *, after: bool) -> None:
         self.numbers, self.after, self.calls = numbers, after, 0
+        self.failure: WorkerFailed | None = None  # of the present processes
 
     def raise_if_due(self) -> None:
         if self.calls in self.numbers:
-            raise WorkerFailed(Failure.death(ProcessInfo("trainer rank 0", "host", 7), f"killed at call {self.calls}"))
+            place = ProcessInfo("trainer rank 0", "host", 7)
+            self.failure = WorkerFailed(Failure.death(place, f"killed at call {self.calls}"))
+            raise self.failure
+
+    def check(self) -> None:
+        """Raise the failure until new processes start, as the cluster does."""
+        if self.failure is not None:
+            raise self.failure
 
 
 class LearningWorkers(Workers):
@@ -162,9 +170,10 @@ def fit(
             return [None]
 
         def start() -> None:
+            failing.failure = None
             actor.workers = cast(Any, LearningWorkers(failing))
 
-        restarts = TrainerRestarts(most, KeptBatches(folder / "batches"), start, lambda: None)
+        restarts = TrainerRestarts(most, KeptBatches(folder / "batches"), start, failing.check)
         checkpoints = Checkpoints(
             recipe.train, saver, source, kl_weight, skipped, {}, load, log, GracefulStop(60.0)
         )  # fmt: skip

@@ -1,9 +1,11 @@
-"""Losses that fail or hang after some calls, named in a recipe as algorithm.modules=[tests.support.planted_loss]."""
+"""Losses that fail, hang or die after some calls, named in a recipe as algorithm.modules=[tests.support.planted_loss]."""
 
 from __future__ import annotations
 
 import os
+import signal
 import time
+from pathlib import Path
 
 from torch import Tensor
 
@@ -41,3 +43,16 @@ def sleeps_later(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor,
     if _calls > 1 and os.environ.get("RANK") == "1":
         time.sleep(1000)
     return _reinforce(inputs), {}
+
+
+DEATH = "PLANTED_DEATH"
+"""Variable with the path of a file: `dies_once` kills rank 1 when the file is missing, and writes it."""
+
+
+@policy_loss("dies_once", needs_old_log_probs=False)
+def dies_once(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    loss, file = _reinforce(inputs), os.environ.get(DEATH)
+    if _calls > CALLS and os.environ.get("RANK") == "1" and file and not Path(file).exists():
+        Path(file).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return loss, {}
