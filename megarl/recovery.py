@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megarl.assembly import Run
 from megarl.checkpoint.run_checkpoints import is_due
 from megarl.checkpoint.skipped_steps import Streak
-from megarl.cluster.failures import WorkerFailed
+from megarl.cluster.failures import MachineLost, WorkerFailed
 from megarl.errors import ProcessFailure
 from megarl.rollout.source import Batch
 from megarl.step import training_step
@@ -114,6 +114,8 @@ def attempt(restarts: TrainerRestarts, action: Callable[[], None]) -> WorkerFail
         action()
     except WorkerFailed as error:
         return without_frames(error)
+    except MachineLost:
+        raise
     except ProcessFailure:
         try:
             restarts.check()  # an engine fails if a trainer dies while they connect

@@ -120,9 +120,9 @@ class Cluster(Protocol):
         ...
 
     def end_trainers(self) -> None:
-        """Kill the processes of all trainer groups, and wait for their end, 20 s at most, since they hold device memory.
+        """Kill the processes of all trainer groups, and wait for their end, since they hold device memory.
 
-        torchrun cannot start them again.
+        Raises ProcessFailure if processes of this machine have not ended after a minute. torchrun cannot start them again.
         """
         raise AssertionError(f"{type(self).__name__} cannot end its trainers alone")
 

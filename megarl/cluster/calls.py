@@ -9,6 +9,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures import wait as wait_for_futures
 from typing import Protocol, TypeVar
 
+from megarl.errors import ProcessFailure
 from megarl.types import DataRef, Group
 
 T = TypeVar("T")
@@ -37,12 +38,12 @@ class StallTimer:
         self._since = time.monotonic()
 
     def check(self, running: int, oldest: str) -> None:
-        """Raise RuntimeError after `limit` seconds. `oldest`: name of the oldest of the `running` groups."""
+        """Raise ProcessFailure after `limit` seconds. `oldest`: name of the oldest of the `running` groups."""
         if self._pauses():
             self.reset()
         seconds = time.monotonic() - self._since
         if seconds > self.limit:
-            raise RuntimeError(
+            raise ProcessFailure(
                 f"no group has finished for {seconds:.0f} s (rollout.timeout); {running} are running, the oldest "
                 f"is {oldest}. {self._advice}"
             )
@@ -73,7 +74,7 @@ def wait_for_all(
     `limit` is in seconds from now; `key` is the recipe key that sets it. `doing` completes "engine0 did not ...". `check` is called
     every second, and may raise.
     Raises the first exception of a call at once, because the other services may be waiting for the failed one.
-    Raises RuntimeError with the name of the first service that has not answered within `limit`.
+    Raises ProcessFailure with the name of the first service that has not answered within `limit`.
     """
     deadline, left = time.monotonic() + limit, set(calls)
     while left and time.monotonic() < deadline:
@@ -86,7 +87,7 @@ def wait_for_all(
             check()
     for service, call in zip(services, calls, strict=True):
         if not call.done():
-            raise RuntimeError(
+            raise ProcessFailure(
                 f"{service.name} did not {doing} within {key} = {limit:g} s. Its log is in the run's "
                 f"logs/{service.name}.log; raise {key} if it is only slow."
             )

@@ -43,7 +43,7 @@ def evaluate_model(recipe: Recipe) -> EvaluationResult:
         judges = start_judge(recipe, platform, cluster)
         loading = [*(judge.start() for judge in judges), *load_engines(recipe.rollout, engines)]
         wait_for_start([*judges, *engines], loading, doing="load", limit=limit)
-        check, outages = check_for(recipe.rollout, engines, cluster, lambda text: print(text, file=sys.stderr))
+        check, outages = check_for(recipe.rollout, engines, cluster, lambda text, _: print(text, file=sys.stderr))
         samplers, check = with_judge(recipe.judge, recipe.reward, engines, judges, check)
         result = evaluate(recipe, prepared.evaluation, samplers, prepared.tokenizer.stop_ids, check, outages=outages)
     for notice in result.notices:

@@ -22,8 +22,9 @@ _BETWEEN = 3.0  # seconds between two messages: DingTalk and WeCom accept 20 per
 _LONGEST_CAUSE = 500  # characters; WeCom accepts 2,048 bytes
 _HEADS: dict[Event, str] = {
     "start": "started",
-    "death": "a process failed",
+    "death": "a process failed, the run goes on",
     "restart": "starts again",
+    "outage": "outage",
     "update": "unusual update",
     "warning": "warning",
     "failure": "failed",

@@ -130,7 +130,7 @@ class RunLog:
 
     @contextlib.contextmanager
     def repeating(self) -> Iterator[dict[str, Any]]:
-        """In the block a finished step is computed again: its metrics, times and samples are not logged.
+        """In the block a finished step is computed again: its metrics, times, samples and notices of updates are not logged.
 
         Yields a dict that holds the metrics at the end of the block.
         """
@@ -285,6 +285,8 @@ class RunLog:
                 )
 
     def _say(self, text: str, level: str, event: Event | None = None, step: int | None = None) -> None:
+        if self._repeats and event == "update":
+            return  # it was said when the step was trained first
         step = self._current_step if step is None else step
         self._write_notice(text, level, event, step)
         if event is not None:

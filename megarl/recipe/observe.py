@@ -13,8 +13,8 @@ from megarl.recipe.key import key
 if TYPE_CHECKING:
     from megarl.recipe.schema import Recipe
 
-Event = Literal["start", "death", "restart", "update", "warning", "failure", "end"]
-"""Events of a run that alerts may report; docs/faults.md describes each."""
+Event = Literal["start", "death", "restart", "outage", "update", "warning", "failure", "end"]
+"""Events of a run that alerts may report; docs/alerts.md describes each."""
 EVENTS: tuple[Event, ...] = typing.get_args(Event)
 
 
@@ -31,8 +31,8 @@ class AlertsConfig:
         "Body of a message. json: an object with `text` (which Mattermost shows), `run`, `host`, `event`, `step`, `cause` and `time`. The others: the text, as Slack, Feishu (Lark), DingTalk and WeCom accept it.",
     )
     events: list[str] = key(
-        ["death", "restart", "failure", "end"],
-        "Events to report. start: the first step begins. death: an engine or trainer has died or failed, and the run goes on (`rollout.min_engines`, `train.trainer_restarts`). restart: the run is started again (`train.restarts`). update: updates of a step were skipped, or are spikes (`train.on_spike`). warning: any other warning. failure: an error has ended the run. end: the run is finished, or was stopped.",
+        ["death", "restart", "outage", "failure", "end"],
+        "Events to report. start: the first step begins. death: an engine or trainer has died or failed, and the run goes on (`rollout.min_engines`, `train.trainer_restarts`). restart: the run is started again (`train.restarts`). outage: a service that samples need is down, or back. update: updates of a step were skipped, or are spikes (`train.on_spike`). warning: any other warning. failure: an error has ended the run. end: the run is finished, or was stopped.",
     )
 
 

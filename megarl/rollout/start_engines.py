@@ -196,11 +196,11 @@ def start_fleet(
 
 
 def check_for(
-    rollout: RolloutConfig, engines: Sequence[EngineHandle], cluster: Cluster, notice: Callable[[str], None]
+    rollout: RolloutConfig, engines: Sequence[EngineHandle], cluster: Cluster, notice: Callable[[str, Event], None]
 ) -> tuple[Callable[[], None], OutageWatch]:
     """Return a function that raises if a process of the run has failed, or a service has been down for too long. Waits for
     samples call it every second. Also return the watch over services, which `notice` reports, also while trainers compute."""
-    outages = OutageWatch(engines, rollout.outage_timeout, notice)
+    outages = OutageWatch(engines, rollout.outage_timeout, lambda text: notice(text, "outage"))
     cluster.on_check(outages.poll)
     processes = cluster.check if rollout.data_parallel == 1 else with_engine_check(engines, cluster.check)
 

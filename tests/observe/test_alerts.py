@@ -73,7 +73,7 @@ def test_selected_events_arrive_once_and_in_order(receiver: Receiver) -> None:
     assert [message["step"] for message in receiver.messages] == list(range(2 * len(EVENTS)))
     receiver.messages.clear()
     assert send(AlertsConfig(url=VARIABLE), *EVENTS) == []
-    assert receiver.events == ["death", "restart", "failure", "end"]
+    assert receiver.events == ["death", "restart", "outage", "failure", "end"]
 
 
 def test_a_message_has_the_fields_and_only_the_first_line_of_the_cause(receiver: Receiver) -> None:
@@ -84,7 +84,7 @@ def test_a_message_has_the_fields_and_only_the_first_line_of_the_cause(receiver:
     first, second, third = receiver.messages
     host = socket.gethostname()
     assert time.time() - time.mktime(time.strptime(first.pop("time")[:19], "%Y-%m-%dT%H:%M:%S")) < 60
-    text = f"megarl: mine: a process failed at step 12 on {host}: service engine3 died: killed"
+    text = f"megarl: mine: a process failed, the run goes on at step 12 on {host}: service engine3 died: killed"
     cause = "service engine3 died: killed"
     assert first == {"text": text, "run": "mine", "host": host, "event": "death", "step": 12, "cause": cause}
     assert second["cause"] == "RecipeError: key data.x what no rows"

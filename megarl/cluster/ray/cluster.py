@@ -28,8 +28,8 @@ from megarl.cluster.failures import (
 )
 from megarl.cluster.orphan_reaper import VARIABLE, OrphanReaper
 from megarl.cluster.ray.actors import ServiceActor, TrainerActor
-from megarl.cluster.ray.devices import RayDevices, ReservedDevice
-from megarl.cluster.ray.failures import death_cause, not_started
+from megarl.cluster.ray.devices import RayDevices, ReservedDevice, is_alive
+from megarl.cluster.ray.failures import LEFT_BEFORE_START, death_cause, not_started
 from megarl.cluster.ray.processes import RayProcessWatch, private_processes
 from megarl.cluster.ray.service import KILL_SECONDS, START_SECONDS, RayData, RayService, wait_for_end
 from megarl.cluster.ray.signals import ray_get, ray_wait
@@ -38,9 +38,11 @@ from megarl.cluster.ray.watch import RayWatch, read_stacks_on_nodes
 from megarl.cluster.sigstop_watch import LocalWatch
 from megarl.cluster.stacks.report import GroupStacks
 from megarl.cluster.stacks.stall import StallWatch
+from megarl.errors import ProcessFailure
 from megarl.types import DataRef
 
 PING_SECONDS = 0.1  # time for an idle trainer to reply to a ping; a later check waits for the rest
+TRAINERS_END_SECONDS = 60.0  # time for killed trainers to end, which frees their memory
 CONCURRENT_CALLS = 100_000  # of one service; the engine has its own limit
 
 
@@ -131,6 +133,9 @@ class RayGroup:
 
         def check() -> None:
             self._cluster.check_services()
+            for place, node in zip(self._places, self._nodes, strict=True):
+                if not is_alive(node):
+                    raise WorkerFailed(Failure.death(place, LEFT_BEFORE_START))
             if time.monotonic() > deadline:
                 _, late = ray_wait(refs, num_returns=len(refs), timeout=0)
                 ranks = [rank for rank, ref in enumerate(refs) if ref in late]
@@ -252,7 +257,12 @@ class RayCluster(Cluster):
         ends = [end for group in groups for end in group.kill()]
         if ends:
             ray_wait(ends, num_returns=len(ends), timeout=KILL_SECONDS)
-        wait_for_end([pid for group in groups for pid in group.local_pids()], KILL_SECONDS)
+        alive = wait_for_end([pid for group in groups for pid in group.local_pids()], TRAINERS_END_SECONDS)
+        if alive:
+            raise ProcessFailure(
+                f"killed trainers do not end (pid {', '.join(map(str, alive))}): they hang in a device or a file system of this "
+                "machine, so that others cannot take their devices"
+            )
 
     def start_service(
         self,

@@ -93,7 +93,10 @@ class RayDevices:
         free = available_resources_per_node()
         for node in nodes:
             if free.get(node["NodeID"], {}).get(self._resource, 0) >= count:
-                return self._reserve_bundles([node] * count, f"{count} on {node['NodeManagerAddress']}")
+                try:
+                    return self._reserve_bundles([node] * count, f"{count} on {node['NodeManagerAddress']}")
+                except ValueError as error:
+                    raise MachineLost(f"a machine of this run has left the Ray cluster. {error}") from error
         raise MachineLost(
             f"a machine with {count} {self._resource} of this run has left the Ray cluster, and no other machine has as many free"
         )

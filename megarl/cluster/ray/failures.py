@@ -8,6 +8,8 @@ from ray.exceptions import ActorDiedError, RayActorError
 
 from megarl.cluster.failures import Failure, ProcessInfo
 
+LEFT_BEFORE_START = "its machine has left the Ray cluster before the process had started"
+
 
 def not_started(place: ProcessInfo, seconds: float) -> Failure:
     """Failure of a process that Ray has not started within `seconds` on its reserved device."""

@@ -24,7 +24,7 @@ from megarl.cluster.failures import (
 )
 from megarl.cluster.ray.actors import ConstructorFailed
 from megarl.cluster.ray.devices import ReservedDevice, is_alive
-from megarl.cluster.ray.failures import death_cause, not_started
+from megarl.cluster.ray.failures import LEFT_BEFORE_START, death_cause, not_started
 from megarl.cluster.ray.signals import ray_get, ray_wait
 
 START_SECONDS = 300.0  # time for Ray to start a process on its reserved device
@@ -43,11 +43,13 @@ class RayData:
         return ray_get(self.ref)
 
 
-def wait_for_end(pids: Sequence[int], seconds: float) -> None:
-    """Wait until these processes of this machine have ended, for `seconds` at most. A pid of 0 is unknown, and left out."""
+def wait_for_end(pids: Sequence[int], seconds: float) -> list[int]:
+    """Wait until these processes of this machine have ended, for `seconds` at most. Returns those that live; a pid of 0 is unknown,
+    and left out."""
     deadline = time.monotonic() + seconds
-    while any(pid and Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+    while (alive := [pid for pid in pids if pid and Path(f"/proc/{pid}").exists()]) and time.monotonic() < deadline:
         time.sleep(0.01)
+    return alive
 
 
 class RayService:
@@ -117,7 +119,7 @@ class RayService:
                 return Failure.raised(self.place(), outcome)
         if not self.is_located():
             if not is_alive(self.node):
-                return Failure.death(self._place, "its machine has left the Ray cluster before the process had started")
+                return Failure.death(self._place, LEFT_BEFORE_START)
             if time.monotonic() > self._deadline:
                 return not_started(self._place, START_SECONDS)
         return None

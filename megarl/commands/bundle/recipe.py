@@ -45,7 +45,7 @@ def bundled_recipe(recipe: Recipe, names: Mapping[str, str]) -> tuple[Recipe, li
         recipe,
         name=RECORDED,
         runs_dir=".",
-        train=dataclasses.replace(recipe.train, resume="never", replay=None),
+        train=dataclasses.replace(recipe.train, resume="never", replay=None, trainer_restarts=0),
         cluster=dataclasses.replace(recipe.cluster, ray_address=None, environment=EnvironmentConfig()),
         weight_sync=dataclasses.replace(recipe.weight_sync, directory=None),
         data=dataclasses.replace(recipe.data, cache=None),

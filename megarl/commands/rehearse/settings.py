@@ -149,7 +149,8 @@ def _run(small: Recipe, changes: Changes) -> None:
     train, evaluation, observe = small.train, small.evaluation, small.observe
     changes.set(train, "train.steps", STEPS, _SIZE)
     changes.set(train, "train.save_every", 1, "the run must be resumable")
-    changes.set(train, "train.restarts", 0, "a rehearsal reports the first failure")
+    for name in ("restarts", "trainer_restarts"):
+        changes.set(train, f"train.{name}", 0, "a rehearsal reports the first failure")
     changes.set(train, "train.keep_every", 0, _SIZE)
     changes.set(train, "train.resume", "never", "a new run")
     if small.critic.warmup_steps:

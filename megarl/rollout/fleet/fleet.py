@@ -26,7 +26,7 @@ from megarl.cluster.failures import (
     ServiceDied,
     TooFewEngines,
 )
-from megarl.errors import pluralize
+from megarl.errors import ProcessFailure, pluralize
 from megarl.recipe.observe import Event
 from megarl.rollout.engine_handle import EngineHandle
 from megarl.rollout.fleet.states import MOST_STARTS, EngineStates, Member
@@ -215,7 +215,7 @@ class Fleet:
     def end_and_restart(self, members: Sequence[Member], cause: str, check: Callable[[], None], limit: float) -> None:
         """End and restart `members`, some of which may have parts of an aborted update, and return when they have loaded.
 
-        cause: of the abort, for the message. Raises RuntimeError after `limit` seconds without `rollout.min_engines` loaded
+        cause: of the abort, for the message. Raises ProcessFailure after `limit` seconds without `rollout.min_engines` loaded
         engines; and as `poll` does.
         """
         with self.lock:
@@ -231,7 +231,7 @@ class Fleet:
             if time.monotonic() > deadline:
                 if len(self.members()) >= self._min_engines:
                     return
-                raise RuntimeError(
+                raise ProcessFailure(
                     f"the engines have not restarted within rollout.start_timeout = {limit:g} s ({cause})"
                 )
             time.sleep(_POLL_SECONDS)

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megarl.errors import ProcessFailure
 from megarl.recipe.judge import JUDGE, JudgeConfig
 from megarl.recipe.schema import RewardConfig
 from megarl.rewards.weighted import with_judgement
@@ -66,14 +67,14 @@ class Judge:
         self._lock = threading.Lock()
 
     def check(self) -> None:
-        """Raise RuntimeError if an engine with waiting groups has finished none for judge.timeout seconds."""
+        """Raise ProcessFailure if an engine with waiting groups has finished none for judge.timeout seconds."""
         limit = self.settings.timeout
         with self._lock:
             for engine in self.engines:
                 seconds = time.monotonic() - engine.since
                 if engine.waiting and seconds > limit:
                     name = engine.handle.name
-                    raise RuntimeError(
+                    raise ProcessFailure(
                         f"{name} has judged no group for {seconds:.0f} s (judge.timeout = {limit:g}); "
                         f"{len(engine.waiting)} wait for it, number {min(engine.waiting)} among them. Its log is in the "
                         f"run's logs/{name}.log; raise judge.timeout if the judge is slow."
