@@ -7,7 +7,8 @@ from pathlib import Path
 
 from megarl.commands.convert_verl.fully_async import FULLY_ASYNC, FULLY_ASYNC_DEFAULTS
 from megarl.commands.convert_verl.option import Option
-from megarl.commands.convert_verl.table import DEFAULTS, RL, SFT, SFT_DEFAULTS, TRAINER
+from megarl.commands.convert_verl.sft import SFT, SFT_DEFAULTS
+from megarl.commands.convert_verl.table import DEFAULTS, RL, TRAINER
 
 PAGE = Path(__file__).resolve().parents[1] / "from_verl.md"
 

@@ -6,11 +6,11 @@ trigger_parameter_sync_step of these updates the engines receive the weights. Th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from megarl.commands.convert_verl.conversion import Conversion
 from megarl.commands.convert_verl.option import Option
+from megarl.commands.convert_verl.sampling import ARRIVAL, Updates
 from megarl.commands.convert_verl.table import DEFAULTS
 from megarl.errors import InputError
 
@@ -55,15 +55,6 @@ _OF_THE_BATCH = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "
 """Advantages with statistics of the whole batch."""
 
 
-@dataclass(frozen=True)
-class Updates:
-    """Calls of verl's update_actor. prompts: in each call. count: calls per step of the recipe. origin: of `prompts`."""
-
-    prompts: int
-    count: int = 1
-    origin: str = "data.train_batch_size"
-
-
 def read_updates(conversion: Conversion) -> Updates:
     """Return the updates of a step, and set `data.prompts_per_step`. Raises InputError for values that verl refuses."""
     for option, required in (("data.train_batch_size", 0), ("data.gen_batch_size", 1)):
@@ -83,10 +74,7 @@ def translate_fully_async(conversion: Conversion, updates: Updates, *, megatron:
 
     updates: see `read_updates`. megatron, rows: see `translate_rl`.
     """
-    conversion.notes.append(
-        "verl trains on groups in the order of their arrival; here a group overtakes older ones only within "
-        "rollout.window, and with rollout.at_update=drain batches are in admission order"
-    )
+    conversion.notes.append(ARRIVAL)
     if _CONCURRENT not in conversion.options:  # an option of the command has a note
         conversion.notes.append(
             f"verl runs at most {conversion.get(_CONCURRENT)} groups per engine (concurrent_samples_per_replica); here engines "
@@ -101,7 +89,7 @@ def translate_fully_async(conversion: Conversion, updates: Updates, *, megatron:
     _at_update(conversion)
     _steps(conversion, updates, rows)
     _filter(conversion)
-    _note_batches(conversion, updates)
+    note_batches(conversion, updates)
     _schedule(conversion, megatron=megatron)
 
 
@@ -165,8 +153,8 @@ def _filter(conversion: Conversion) -> None:
         conversion.note(option, f"not used: {_UNREAD}")
 
 
-def _note_batches(conversion: Conversion, updates: Updates) -> None:
-    """Note quantities that verl computes for each update, and megarl for the step."""
+def note_batches(conversion: Conversion, updates: Updates) -> None:
+    """Note quantities that verl computes for each of several updates of a step, and megarl for the step."""
     settings = conversion.settings
     if updates.count == 1:
         return

@@ -19,14 +19,6 @@ SGLANG = {
 _FUNCTIONS = "verl's function tools are not read: write functions of megarl (docs/agents.md)"
 _ROWS = "data.custom_cls"
 
-RECIPE_DEFAULTS: dict[str, dict[str, Any]] = {
-    "main_entropy": {
-        "custom_reward_function.path": "pkg://recipe.entropy.reward_score",
-        "custom_reward_function.name": "_default_compute_score",
-    },
-}
-"""Further defaults by training module: main_entropy has its own scorer (recipe/entropy/reward.py)."""
-
 
 def translate_reward_function(conversion: Conversion) -> None:
     """Set reward.function to verl's custom_reward_function: a file, or pkg:// and a module."""
@@ -69,6 +61,11 @@ def translate_tools(conversion: Conversion) -> None:
             conversion.leave_out(functions, _FUNCTIONS, to="agent.tools", changes=True)
         named = True
     if options and named:
+        syntax = f"{_R}.multi_turn.format"
+        if get(syntax, "hermes") != "hermes":
+            conversion.leave_out(syntax, "megarl does not read this syntax of calls", to="agent.format", changes=True)
+        elif syntax in conversion.options:
+            conversion.settings["agent.format"] = "hermes"
         conversion.settings.setdefault("agent.max_calls_per_turn", 1)
         if "agent.max_turns" not in conversion.settings:
             conversion.note(

@@ -8,34 +8,40 @@ import re
 from megarl.commands.convert_verl.conversion import Conversion
 from megarl.commands.convert_verl.correction import translate_correction
 from megarl.commands.convert_verl.distillation import translate_distillation
-from megarl.commands.convert_verl.fully_async import Updates, read_updates, translate_fully_async
+from megarl.commands.convert_verl.entry_points import Kind
+from megarl.commands.convert_verl.fully_async import note_batches, read_updates, translate_fully_async
 from megarl.commands.convert_verl.inputs import (
     translate_columns,
     translate_dataset_class,
     translate_engine,
     translate_reward_function,
-    translate_sft_columns,
     translate_tools,
 )
 from megarl.commands.convert_verl.lora import translate_lora
+from megarl.commands.convert_verl.sampling import ARRIVAL, Sampling, Updates, sampling_of, updates_of
 from megarl.commands.convert_verl.table import KL_ESTIMATORS, OVERLONG
-from megarl.commands.convert_verl.trainers import Sampling, frequency, offloaded, translate_layout, translate_schedule
+from megarl.commands.convert_verl.trainers import (
+    frequency,
+    offloaded,
+    translate_layout,
+    translate_schedule,
+)
 from megarl.errors import InputError
 
 _TRACKERS = ("wandb", "swanlab", "mlflow")
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
-def translate_rl(conversion: Conversion, *, megatron: bool, sampling: Sampling, rows: int | None) -> None:
+def translate_rl(conversion: Conversion, *, megatron: bool, kind: Kind, rows: int | None) -> None:
     """Derive the settings of an RL run.
 
-    megatron: verl's actor uses Megatron, not FSDP. sampling: the trainer's.
+    megatron: verl's actor uses Megatron, not FSDP. kind: of the trainer.
     rows: number of rows of training data; None: unknown.
     """
-    is_fully_async = sampling == "fully_async"
-    updates = read_updates(conversion) if is_fully_async else Updates(conversion.number("data.train_batch_size"))
-    _prompts(conversion)
-    _batches(conversion, updates, megatron=megatron)
+    is_fully_async, sampling = kind == "fully_async", sampling_of(conversion, kind)
+    updates = read_updates(conversion) if is_fully_async else updates_of(conversion)
+    translate_prompts(conversion)
+    _batches(conversion, updates, sampling, megatron=megatron)
     translate_lora(conversion, megatron=megatron)
     translate_layout(conversion, megatron=megatron, sampling=sampling)
     _kl(conversion)
@@ -50,6 +56,9 @@ def translate_rl(conversion: Conversion, *, megatron: bool, sampling: Sampling, 
         translate_fully_async(conversion, updates, megatron=megatron, rows=rows)
     else:
         _dynamic_sampling(conversion)
+        note_batches(conversion, updates)
+        if sampling.at_update == "refresh":
+            conversion.notes.append(ARRIVAL)
     _overlong(conversion)
     translate_reward_function(conversion)
     translate_tools(conversion)
@@ -69,29 +78,6 @@ def translate_rl(conversion: Conversion, *, megatron: bool, sampling: Sampling, 
         conversion.drop("critic.", "no critic: algorithm.advantage is not gae")
 
 
-def translate_sft(conversion: Conversion, *, processes: int | str, rows: int | None) -> None:
-    """Derive the settings of an SFT run. `processes`: torchrun's on all nodes, or OPEN; `rows`: see `translate_rl`."""
-    settings = conversion.settings
-    longest = conversion.number("data.max_length")
-    settings |= {"train.source": "sft", "algorithm.advantage": "none", "algorithm.loss": "sft"}
-    settings |= {"data.max_prompt_length": longest - longest // 2, "rollout.max_response_length": longest // 2}
-    _prompts(conversion)
-    translate_sft_columns(conversion)
-    size = conversion.first("ulysses_sequence_parallel_size", "engine.ulysses_sequence_parallel_size") or 1
-    if size > 1:
-        settings["megatron.tensor_parallel"] = size
-    if conversion.get("data.use_dynamic_bsz") is True:
-        settings["actor.max_tokens_per_micro_batch"] = conversion.number("data.max_token_len_per_gpu", 8192) * size
-    else:
-        settings["actor.max_tokens_per_micro_batch"] = conversion.number("data.micro_batch_size_per_gpu", 4) * longest
-    settings["cluster.trainers"] = processes
-    if not settings.get("lora.rank"):
-        conversion.drop("lora.")
-    common(conversion, rows=rows, updates=1, optimizer="optim")
-    if "data.eval_files" in settings and not {"evaluation.every", "evaluation.at_end"} & settings.keys():
-        _drop_evaluation_data(conversion)
-
-
 def common(conversion: Conversion, *, rows: int | None, updates: int, optimizer: str, megatron: bool = False) -> None:
     """Derive settings of RL and SFT: name, trackers, number of steps, checkpoints, evaluation and schedule.
 
@@ -108,6 +94,10 @@ def common(conversion: Conversion, *, rows: int | None, updates: int, optimizer:
     _steps(conversion, rows)
     every = frequency(conversion, "trainer.save_freq", rows)
     settings |= {"train.save_every": every} if every > 0 else {"train.save_at_end": every < -1}
+    limit = conversion.get("data.val_max_samples", -1)
+    if limit > 0 and "data.eval_files" in settings:
+        settings["evaluation.limit"] = limit
+        conversion.note("data.val_max_samples", "the first rows of the files; verl draws them at random if it shuffles")
     every = frequency(conversion, "trainer.test_freq", rows)
     if every > 0 and "data.eval_files" in settings:
         settings |= {"evaluation.every": every, "evaluation.at_end": True}
@@ -133,7 +123,7 @@ def _steps(conversion: Conversion, rows: int | None) -> None:
     conversion.note(option, f"train.steps={conversion.settings['train.steps']}: {epochs} x {rows} rows / {batch}")
 
 
-def _prompts(conversion: Conversion) -> None:
+def translate_prompts(conversion: Conversion) -> None:
     cut = conversion.get("data.truncation")
     if conversion.get("data.filter_overlong_prompts") is True:
         conversion.settings["data.overlong_prompts"] = "filter"
@@ -144,7 +134,7 @@ def _prompts(conversion: Conversion) -> None:
         )
 
 
-def _batches(conversion: Conversion, updates: Updates, *, megatron: bool) -> None:
+def _batches(conversion: Conversion, updates: Updates, sampling: Sampling, *, megatron: bool) -> None:
     settings = conversion.settings
     settings["actor.mini_batches"] = _mini_batches(conversion, f"{_A}.ppo_mini_batch_size", updates)
     context_parallel = int(settings.get("megatron.context_parallel", 1))
@@ -154,7 +144,7 @@ def _batches(conversion: Conversion, updates: Updates, *, megatron: bool) -> Non
     size = conversion.get(f"{_A}.ulysses_sequence_parallel_size", 1)
     if not micro and conversion.get(f"{_A}.ppo_micro_batch_size"):
         option = f"{_A}.ppo_micro_batch_size"
-        ranks = conversion.number("trainer.nnodes") * conversion.number("trainer.n_gpus_per_node")
+        ranks = math.prod(map(conversion.number, sampling.trainers))
         sizes = [int(settings.get(f"megatron.{name}_parallel", 1)) for name in ("tensor", "pipeline", "context")]
         micro = max(conversion.number(option) // max(ranks // (math.prod(sizes) if megatron else size), 1), 1)
     if conversion.get(f"{_A}.use_dynamic_bsz") is True or not micro:
@@ -340,7 +330,7 @@ def _validation(conversion: Conversion) -> None:
     )
     if not (settings["evaluation.at_start"] or "evaluation.every" in settings):
         conversion.drop("evaluation.")
-        _drop_evaluation_data(conversion)
+        drop_evaluation_data(conversion)
         return
     settings["evaluation.temperature"] = temperature = float(conversion.get(f"{values}.temperature", 0))
     if not temperature:
@@ -349,7 +339,7 @@ def _validation(conversion: Conversion) -> None:
             conversion.note(f"{values}.n", "1: greedy samples of a prompt are equal")
 
 
-def _drop_evaluation_data(conversion: Conversion) -> None:
+def drop_evaluation_data(conversion: Conversion) -> None:
     if conversion.settings.pop("data.eval_files", None) and "data.val_files" in conversion.options:
         conversion.note("data.val_files", "omitted: evaluation is off (trainer.test_freq, trainer.val_before_train)")
 
@@ -370,5 +360,9 @@ def _critic(conversion: Conversion, updates: Updates, *, sampling: Sampling, meg
     settings["critic.max_tokens_per_micro_batch"] = settings["actor.max_tokens_per_micro_batch"]
     if size := conversion.first("critic.ulysses_sequence_parallel_size"):
         settings["critic.megatron.tensor_parallel"] = size
-    if offloaded(conversion, "critic.") and sampling == "synchronous":
+    if settings.get("critic.megatron.expert_parallel", 1) > 1:
+        of_experts = conversion.get("critic.megatron.expert_tensor_parallel_size")
+        tensor = settings.get("critic.megatron.tensor_parallel", 1)
+        settings["critic.megatron.expert_tensor_parallel"] = of_experts or tensor
+    if offloaded(conversion, "critic.") and not sampling.engines:
         settings["critic.megatron.offload"] = True
