@@ -18,6 +18,7 @@ from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
 from megarl.atomic_files import check_new, write_atomically
 from megarl.commands.convert_verl.conversion import Conversion, OptionValue, read_options, value_of
 from megarl.commands.convert_verl.fully_async import FULLY_ASYNC, FULLY_ASYNC_DEFAULTS
+from megarl.commands.convert_verl.gkd import GKD, GKD_DEFAULTS
 from megarl.commands.convert_verl.open_settings import open_notes, set_aside, stand_ins
 from megarl.commands.convert_verl.option import Option
 from megarl.commands.convert_verl.sampling import ASYNC_FLOW, ASYNC_FLOW_DEFAULTS, PARTIAL_ROLLOUT
@@ -42,6 +43,7 @@ from megarl.registry import did_you_mean
 _OF_KIND: dict[str, tuple[list[Option], dict[str, Any]]] = {
     "fully_async": (FULLY_ASYNC, FULLY_ASYNC_DEFAULTS),
     "partial_rollout": (PARTIAL_ROLLOUT, DEFAULTS),
+    "distillation": (GKD, DEFAULTS | GKD_DEFAULTS),
     "async_flow": (ASYNC_FLOW, DEFAULTS | ASYNC_FLOW_DEFAULTS),
 }
 """Options of a kind of RL trainer that precede the tables, and its defaults."""
@@ -132,11 +134,12 @@ def _translated(
     groups = f"{config} {conversion.get(f'actor@{ACTOR}', '')}"
     megatron = engine == "megatron" or "megatron" in groups or "mlite" in groups
     megatron = megatron or conversion.get(f"{ACTOR}.strategy") == "megatron"
-    loss = chosen.get("algorithm.loss") or LOSS_MODES.get(str(conversion.get(LOSS_MODE, "vanilla")), "")
-    critic = (chosen.get("algorithm.advantage") or conversion.get("algorithm.adv_estimator")) == "gae"
+    fixed: dict[str, Any] = {**entry.settings, **chosen}
+    loss = fixed.get("algorithm.loss") or LOSS_MODES.get(str(conversion.get(LOSS_MODE, "vanilla")), "")
+    critic = (fixed.get("algorithm.advantage") or conversion.get("algorithm.adv_estimator")) == "gae"
     unread = unread_options(conversion.options, megatron=megatron, loss=loss, critic=critic)
     conversion.apply(table, unread)
-    conversion.settings |= chosen  # other settings depend on them
+    conversion.settings |= fixed  # other settings depend on them
     conversion.notes += entry.notes
     translate_rl(conversion, megatron=megatron, kind=entry.kind, rows=rows)
     return conversion

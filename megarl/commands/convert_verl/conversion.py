@@ -21,8 +21,6 @@ _OVERRIDE = re.compile(r"(~|\+{0,2})([\w@./-]+?)(?:=(.*))?", re.DOTALL)
 _ALGORITHMIC = ("algorithm.", "actor_rollout_ref.actor.", "critic.optim.", "distillation.", "async_training.")
 _HARMLESS = ("trainer.", "ray_kwargs.", "global_profiler.", "checkpoint.", "hydra.")
 """Prefixes of options that are left out even if the tables lack them. Any other unknown option is refused, as by Hydra."""
-_SWITCHES = ("reward_model.enable", "reward.reward_model.enable")
-"""Options that replace the reward if they are True."""
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
@@ -81,7 +79,6 @@ class Conversion:
         to: the recipe's key, if there is one. changes: it is known that the algorithm changes.
         """
         algorithmic = changes or option.startswith(_ALGORITHMIC) or to.startswith(("algorithm.", "actor.optimizer."))
-        algorithmic = algorithmic or (option in _SWITCHES and self.get(option) is True)
         if algorithmic and option in self.options and not {option, to} & set(self.given):
             value = _short(self.options[option].value)
             instead = f"{to}=VALUE after the file, or " if to else ""
@@ -133,7 +130,8 @@ class Conversion:
             elif option.changes:
                 self.leave_out(name, f"no counterpart: {option.remark}", changes=True)
             elif option.to is None:
-                self.note(name, f"no counterpart: {option.remark}")
+                if name in self.options:
+                    self.note(name, f"no counterpart: {option.remark}")
             elif not option.derived:
                 self._take(name, option)
 

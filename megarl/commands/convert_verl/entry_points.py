@@ -11,18 +11,21 @@ Kind = Literal["synchronous", "one_step_off", "fully_async", "partial_rollout", 
 """verl's trainers: engines on the trainers' devices; engines one step ahead; engines that sample without pause; engines on the
 trainers' devices that sample ahead; recipe/async_flow; recipe/gkd; supervised."""
 
+_A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
 
 @dataclass(frozen=True)
 class EntryPoint:
     """A training module.
 
     module: its name; with dots, the end of its dotted name or of its path. defaults: values of its configuration file where
-    verl's main_ppo has others. notes: what its trainer does and the recipe does not.
+    verl's main_ppo has others. settings: of the recipe, which its trainer fixes. notes: differences of the recipe from it.
     """
 
     module: str
     kind: Kind = "synchronous"
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -37,12 +40,21 @@ ENTRY_POINTS = [
         "verl updates actor and critic at the same time, each on half of the devices; here one after the other, on all of them",
     )),
     EntryPoint("main_dapo"),
+    EntryPoint("main_dynamo", defaults={f"{_R}.name": "dynamo"}, notes=(
+        "Dynamo routes requests to vLLM by their cached prefixes; here a group goes to the engine with the fewest groups",
+    )),
+    EntryPoint("gvpo_main_ppo", defaults={"algorithm.adv_estimator": "grpo", f"{_A}.gvpo_beta": 0.1}),
+    EntryPoint("main_sppo", defaults={
+        f"{_A}.optim.lr_warmup_steps": 15, f"{_A}.sppo_eta": 1.0, "algorithm.sppo_eta": 1.0, f"{_R}.name": "sglang",
+        f"{_R}.val_kwargs.n": 2,
+    }, settings={"algorithm.advantage": "soft_mean", "algorithm.loss": "sppo"}),
     EntryPoint("main_entropy", defaults={
         "custom_reward_function.path": "pkg://recipe.entropy.reward_score",
         "custom_reward_function.name": "_default_compute_score",
     }),
     EntryPoint("fully_async_main", "fully_async"),
-    EntryPoint("reward_queue.main", "fully_async"),
+    EntryPoint("reward_queue.main", "fully_async", {"data.train_batch_size": 0}),
+    EntryPoint("main_gkd", "distillation"),
     EntryPoint("grpo_main", "async_flow", notes=(
         "old log-probs are of the weights before the step's updates; in verl's async_flow of the newest weights that its forward "
         "workers had when a sample arrived",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.commands.convert_verl.conversion import Conversion
-from megarl.commands.convert_verl.option import Option
+from megarl.commands.convert_verl.option import Option, no_counterpart
 from megarl.commands.convert_verl.sampling import ARRIVAL, Updates
 from megarl.commands.convert_verl.table import DEFAULTS
 from megarl.errors import InputError
@@ -29,6 +29,7 @@ FULLY_ASYNC = [
     Option(f"{_A}.ppo_mini_batch_size", "data.prompts_per_step, actor.mini_batches", "see trigger_parameter_sync_step", derived=True),
     Option(_PARTIAL, "rollout.at_update", "with a staleness_threshold above 0: True is refresh, False is drain", derived=True),
     Option(_CONCURRENT, None, "engines take all admitted requests; rollout.engine_args.max_num_seqs limits them"),
+    *no_counterpart("samples are scored while others are sampled", f"{_ASYNC}.enable_reward_queue", f"{_ASYNC}.reward_queue_size"),
     Option(f"{_ASYNC}.use_trainer_do_validate", None, _HYBRID, same=(False,)),
     Option(f"{_ASYNC}.use_dynamic_resource_scheduling", None, _HYBRID, same=(False,)),
     Option(f"{_ASYNC}.dynamic_schedule_*", None, _HYBRID),

@@ -44,13 +44,13 @@ ASYNC_FLOW = [
     Option(f"{_DEVICES}.*", None, "the trainers compute old log-probs, reference log-probs and advantages"),
     *(Option(name, "rollout.engines", "trainer.nnodes x trainer.n_gpus_per_node / tensor_model_parallel_size", derived=True) for name in _TRAINER),
     *(Option(f"trainer.{name}", None, "verl's async_flow does not evaluate") for name in ("test_freq", "val_before_train")),
-    Option("rule_reward.*", None, "verl's async_flow does not read it"),
+    *(Option(name, None, "verl's async_flow does not read it") for name in ("rule_reward.*", f"{_A}.ppo_epochs")),
 ]  # fmt: skip
 """Options of recipe/async_flow that precede the tables of other RL runs."""
 
 ASYNC_FLOW_DEFAULTS: dict[str, Any] = {
     "data.train_batch_size": 16, "data.max_prompt_length": 1024, "data.max_response_length": 1024,
-    f"{_A}.optim.lr_warmup_steps_ratio": 0.03, f"{_A}.ppo_mini_batch_size": 1, f"{_A}.ppo_epochs": 2,
+    f"{_A}.optim.lr_warmup_steps_ratio": 0.03, f"{_A}.ppo_mini_batch_size": 1,
     f"{_A}.ppo_micro_batch_size_per_gpu": 4, f"{_R}.n": 8, f"{_R}.tensor_model_parallel_size": 1,
     f"{_FLOW}.staleness": 1, f"{_FLOW}.wait_for_inflight_requests": False, f"{_DEVICES}.actor_train.nnodes": 1,
     f"{_DEVICES}.actor_train.n_gpus_per_node": 4, "trainer.n_gpus_per_node": 2, "trainer.save_freq": 20,
@@ -76,7 +76,7 @@ class Updates:
 
 
 @dataclass(frozen=True)
-class Sampling:
+class TrainerSampling:
     """Sampling of a trainer.
 
     trainers, engines: pairs of options; the product of a pair is a number of devices. engines=None: on the trainers' devices.
@@ -89,44 +89,46 @@ class Sampling:
     at_update: str = ""
 
 
-def sampling_of(conversion: Conversion, kind: Kind) -> Sampling:
+def sampling_of(conversion: Conversion, kind: Kind) -> TrainerSampling:
     """Return the sampling of a trainer of `kind` with the command's options. Raises InputError for an unknown mode."""
     get, mode = conversion.get, conversion.get(_MODE, "sync")
     if kind == "one_step_off":
-        return Sampling(engines=_ROLLOUT, ahead=1, at_update="drain")
+        return TrainerSampling(engines=_ROLLOUT, ahead=1, at_update="drain")
     if kind == "fully_async":
-        return Sampling(engines=_ROLLOUT)
+        return TrainerSampling(engines=_ROLLOUT)
     if kind == "partial_rollout":
-        return Sampling(ahead=1, at_update="refresh")
+        return TrainerSampling(ahead=1, at_update="refresh")
     if kind == "distillation":
         option = "trainer.scheduler"
         steps = get(option)
         if steps not in _STEPS_OFF:
             raise InputError(f"{conversion.where(option)}{option}={steps} is neither one_step_off nor two_step_off")
-        return Sampling(engines=_ROLLOUT, ahead=_STEPS_OFF[steps], at_update="drain")
+        return TrainerSampling(engines=_ROLLOUT, ahead=_STEPS_OFF[steps], at_update="drain")
     if kind == "async_flow":
         trainers, ahead = (
             (f"{_DEVICES}.actor_train.nnodes", f"{_DEVICES}.actor_train.n_gpus_per_node"),
             get(f"{_FLOW}.staleness"),
         )
         rule = "refresh" if ahead and get(f"{_FLOW}.wait_for_inflight_requests") is not True else "drain"
-        return Sampling(trainers, _TRAINER, ahead, rule)
+        return TrainerSampling(trainers, _TRAINER, ahead, rule)
     if mode == "sync":
-        return Sampling()
+        return TrainerSampling()
     if mode not in ("colocate_async", "separate_async"):
         raise InputError(f"{conversion.where(_MODE)}{_MODE}={mode} is none of sync, colocate_async, separate_async")
     ahead = get(f"{_V1}.{mode}.num_warmup_batches", 1)
     rule = "refresh" if ahead else "drain"
     engines = (f"{_R}.nnodes", f"{_R}.n_gpus_per_node") if mode == "separate_async" else None
-    return Sampling(engines=engines, ahead=ahead, at_update=rule)
+    return TrainerSampling(engines=engines, ahead=ahead, at_update=rule)
 
 
-def updates_of(conversion: Conversion) -> Updates:
-    """Return the updates of a step of a synchronous trainer, or of one with trainer_mode=separate_async."""
-    batch = conversion.number("data.train_batch_size")
+def updates_of(conversion: Conversion, kind: Kind) -> Updates:
+    """Return the updates of a step, except for fully asynchronous trainers. Raises InputError for sizes that verl refuses."""
+    batch, mini = conversion.number("data.train_batch_size"), conversion.number(f"{_A}.ppo_mini_batch_size")
+    if kind == "async_flow" and mini and batch % mini == 0:
+        return Updates(mini, batch // mini, "ppo_mini_batch_size")  # an update for each mini batch
     if conversion.get(_MODE) != "separate_async":
         return Updates(batch)
-    option, mini = f"{_V1}.separate_async.parameter_sync_step", conversion.number(f"{_A}.ppo_mini_batch_size")
+    option = f"{_V1}.separate_async.parameter_sync_step"
     count = conversion.number(option, 4)
     if batch != count * mini:
         raise InputError(

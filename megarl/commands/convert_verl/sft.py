@@ -8,6 +8,7 @@ from megarl.commands.convert_verl.conversion import Conversion
 from megarl.commands.convert_verl.inputs import translate_sft_columns
 from megarl.commands.convert_verl.option import Option, no_counterpart
 from megarl.commands.convert_verl.table import ALWAYS, SAME_NAME, ULYSSES, layout_options, lite_options
+from megarl.commands.convert_verl.trainers import translate_router_losses
 from megarl.commands.convert_verl.translate import common, drop_evaluation_data, translate_prompts
 
 _SCHEDULES = {"cosine": "cosine", "constant": "constant"}
@@ -109,6 +110,7 @@ def translate_sft(conversion: Conversion, *, processes: int | str, rows: int | N
     if settings.get("megatron.expert_parallel", 1) > 1:
         of_experts = conversion.first("engine.expert_tensor_parallel_size", "engine.etp")
         settings["megatron.expert_tensor_parallel"] = of_experts or settings.get("megatron.tensor_parallel", 1)
+    translate_router_losses(conversion, "engine.", "megatron")
     if get("data.use_dynamic_bsz") is True:
         settings["actor.max_tokens_per_micro_batch"] = conversion.number("data.max_token_len_per_gpu", 8192) * size
     else:

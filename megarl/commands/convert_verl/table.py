@@ -1,7 +1,7 @@
 """Table of verl's options and the corresponding settings of megarl. `Conversion.apply` applies it.
 
-`RL` has the options of verl.trainer.main_ppo and of the entry points of DAPO and one-step-off; `sampling.py`, `fully_async.py` and
-`distillation.py` have further options of other trainers, and `sft.py` the options of supervised training. `TRAINER` belongs to RL
+`RL` has the options of verl.trainer.main_ppo and of the entry points of DAPO and one-step-off; `rewards.py` has its rewards, `sampling.py`,
+`fully_async.py` and `gkd.py` have further options of other trainers, and `sft.py` the options of supervised training. `TRAINER` belongs to RL
 and SFT. ``*`` in the name of an option matches any text.
 """
 
@@ -10,17 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.commands.convert_verl.option import Option, no_counterpart
+from megarl.commands.convert_verl.rewards import OF_REWARD
 from megarl.commands.convert_verl.sampling import OF_SAMPLING
 
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 ACTOR = _A
 LOSS_MODE = f"{_A}.policy_loss.loss_mode"
 OF_POLICY_LOSS = ("loss_mode", "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef")
-OVERLONG = (
-    "reward_model.overlong_buffer",
-    "reward_model.reward_kwargs.overlong_buffer_cfg",
-    "reward.reward_kwargs.overlong_buffer_cfg",
-)
 
 _SAME_ADVANTAGES = (
     "gae", "grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "opo", "grpo_passk", "gpg",
@@ -35,7 +31,7 @@ ADVANTAGES = {
 }
 LOSSES = {
     "vanilla": "ppo_clip", "gspo": "gspo", "sapo": "sapo", "gpg": "reinforce", "clip_cov": "clip_cov", "kl_cov": "kl_cov",
-    "geo_mean": "gmpo", "cispo": "cispo", "dppo_tv": "dppo_tv", "dppo_kl": "dppo_kl", "dro": "dro",
+    "geo_mean": "gmpo", "cispo": "cispo", "dppo_tv": "dppo_tv", "dppo_kl": "dppo_kl", "dro": "dro", "gvpo": "gvpo",
 }  # fmt: skip
 AGGREGATIONS = {
     "token-mean": "token_mean", "seq-mean-token-sum": "seq_mean_token_sum", "seq-mean-token-mean": "seq_mean_token_mean",
@@ -54,7 +50,6 @@ ALWAYS = "megarl always does this"
 _FSDP = "an FSDP option; megarl trains with Megatron"
 _TOKENS = "micro batches are measured in tokens; actor.max_tokens_per_micro_batch also applies to the log-prob passes"
 _REFERENCE = "the actor's processes compute the reference policy, in the actor's layout"
-_BY_ROW = "each sample is scored separately: by reward.function, or by the scorer of its data_source (docs/rewards.md)"
 
 
 def layout_options(prefix: str, to: str) -> list[Option]:
@@ -74,6 +69,10 @@ def layout_options(prefix: str, to: str) -> list[Option]:
         Option(f"{config}.num_layers_in_last_pipeline_stage", f"{to}.last_stage_layers"),
         Option(f"{config}.pipeline_num_transformer_layers", None, f"use {to}.first_stage_layers and last_stage_layers"),
         *no_counterpart(_CONFIG, *(f"{config}.{name}*" for name in ("multi_head_latent_attention", "rope_scaling", "yarn_", "seq_length"))),
+        Option(f"{config}.moe_z_loss_coeff", f"{to}.moe_z_loss_coef"),
+        Option(f"{config}.moe_aux_loss_coeff", f"{to}.moe_aux_loss_coef", "unless moe_router_load_balancing_type=none, or vanilla_mbridge=True without a type: verl then has no balancing", derived=True),
+        Option(f"{config}.moe_router_load_balancing_type", f"{to}.moe_aux_loss_coef", "see moe_aux_loss_coeff", derived=True),
+        *no_counterpart("it drops tokens depending on the rest of their micro batch", *(f"{config}.{name}" for name in ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_token_drop_policy")), same=(None, False), changes=True),
         Option(f"{config}.*", f"{to}.extra.*", SAME_NAME),
         Option(f"{prefix}override_ddp_config.*", f"{to}.ddp.*", SAME_NAME),
     ]  # fmt: skip
@@ -147,6 +146,8 @@ RL = [
     Option(f"{_A}.clip_ratio_c", "algorithm.dual_clip"),
     Option(f"{_A}.tau_pos", "algorithm.tau_positive"),
     Option(f"{_A}.tau_neg", "algorithm.tau_negative"),
+    Option(f"{_A}.gvpo_beta", "algorithm.gvpo_beta"),
+    *(Option(f"{prefix}.sppo_eta", "algorithm.sppo_eta", "with main_sppo; algorithm's and actor's must be equal", derived=True) for prefix in ("algorithm", _A)),
     Option(f"{_A}.loss_agg_mode", "algorithm.aggregation", names=AGGREGATIONS),
     Option(f"{_A}.loss_scale_factor", "algorithm.aggregation_divisor", "1 with loss_agg_mode=token-sum", derived=True),
     Option(f"{_A}.policy_loss.dro_beta", "algorithm.log_ratio_coef", "half of it", derived=True),
@@ -185,7 +186,7 @@ RL = [
     *no_counterpart("it selects verl's trainers; megarl trains with Megatron", f"{_A}.strategy", "model_engine", same=("megatron",)),
     *layout_options(f"{_A}.megatron.", "megatron"),
     Option(f"{_A}.megatron.*_offload", "megatron.offload", "true if any is True", derived=True),
-    *no_counterpart("mbridge loads Hugging Face weights; a run reads only its checkpoints", "critic.megatron.use_mbridge", "critic.megatron.*dist_checkpointing*", f"{_A}.megatron.use_mbridge", f"{_A}.megatron.vanilla_mbridge", f"{_A}.megatron.use_dist_checkpointing", f"{_A}.megatron.dist_checkpointing_path", f"{_A}.load_weight"),
+    *no_counterpart("mbridge loads Hugging Face weights; a run reads only its checkpoints", "critic.megatron.use_mbridge", "critic.megatron.vanilla_mbridge", "critic.megatron.*dist_checkpointing*", f"{_A}.megatron.use_mbridge", f"{_A}.megatron.vanilla_mbridge", f"{_A}.megatron.use_dist_checkpointing", f"{_A}.megatron.dist_checkpointing_path", f"{_A}.load_weight"),
     Option(f"{_A}.ulysses_sequence_parallel_size", "megatron.tensor_parallel", ULYSSES, derived=True),
     *no_counterpart("megarl has no counterpart", f"{_A}.*.qat.enable", same=(None, False), changes=True),
     *no_counterpart("the trainers' data type is model.dtype: bfloat16 or float32", f"{_A}.megatron.dtype", f"{_A}.fsdp_config.dtype", same=("bfloat16", "bf16", "fp32", "float32"), changes=True),
@@ -222,7 +223,8 @@ RL = [
     *no_counterpart("agent.processes is per engine", f"{_R}.agent.num_workers"),
     Option(f"{_R}.checkpoint_engine.update_weights_bucket_megabytes", "weight_sync.bucket_mb"),
     *(Option(name, "megatron.routing_replay", names={"disabled": "none", "R2": "old_log_probs", "R3": "rollout"}) for name in (f"{_A}.*.router_replay.mode", f"{_A}.router_replay.mode")),
-    *no_counterpart("megarl has no counterpart", f"{_R}.ignore_eos", f"{_R}.quantization", "actor_rollout_ref.model.mtp.enable", "data.min_response_length", same=(None, False, 0), changes=True),
+    *no_counterpart("megarl has no counterpart", f"{_R}.quantization", "actor_rollout_ref.model.mtp.enable", same=(None, False), changes=True),
+    Option(f"{_R}.ignore_eos", "rollout.ignore_eos"),
     Option(f"{_A}.ppo_micro_batch_size", "actor.max_tokens_per_micro_batch", "as ppo_micro_batch_size_per_gpu, of all devices", derived=True),
     *no_counterpart("verl's sapo reads actor.tau_pos and actor.tau_neg", f"{_A}.policy_loss.tau_pos", f"{_A}.policy_loss.tau_neg"),
     *no_counterpart("verl reads the option of the same name in actor.policy_loss", *(f"{_A}.{name}" for name in OF_POLICY_LOSS), changes=True),
@@ -237,13 +239,15 @@ RL = [
     Option(f"{_A}.engine.*_offload", "megatron.offload", "true if any is True", derived=True),
     *no_counterpart("megarl trains with Megatron", f"{_A}.torchtitan.*", f"{_A}.veomni.*", f"{_A}.engine.*", "actor@actor_rollout_ref.actor", "hydra.searchpath", f"{_A}.model_engine", f"{_A}.data_loader_seed", f"{_A}.use_prefix_grouper", f"{_A}.megatron.use_megatron_fsdp"),
     *no_counterpart("megarl decides it", f"{_A}.pad_to_length*", f"{_A}.megatron.sequence_parallel", f"{_A}.megatron.use_remove_padding", f"{_R}.prompt_length", f"{_R}.response_length", f"{_R}.skip_tokenizer_init", f"{_R}.layered_summon", f"{_R}.disable_log_stats", f"{_R}.enable_sleep_mode", f"{_R}.multi_stage_wake_up", f"{_R}.cudagraph_capture_sizes", f"{_R}.checkpoint_engine.*"),
-    *no_counterpart("verl does not read it", f"{_R}.over_sample_rate"),
+    *no_counterpart("verl does not read it", f"{_R}.over_sample_rate", "data.min_response_length"),
+    *no_counterpart("see docs/metrics.md", f"{_R}.prometheus.*"),
+    *no_counterpart("requests go to the engine with the fewest groups", f"{_R}.engine_kwargs.dynamo.*"),
     *no_counterpart("it belongs to TensorRT-LLM", f"{_R}.moe_tensor_parallel_size", f"{_R}.engine_kwargs.trtllm.*"),
     *no_counterpart("see observe.samples", f"{_R}.trace.*"),
     *no_counterpart("every step samples anew", "skip.*"),
     *no_counterpart("code runs in megarl's sandbox (docs/sandbox.md)", "*reward_model.sandbox_fusion.*", "reward.sandbox_fusion.*", "sandbox_fusion.*"),
     *no_counterpart("algorithm.advantage=gae has a critic", "critic.enable"),
-    Option(f"{_R}.name", "rollout.engine", names={"vllm": "vllm", "sglang": "sglang"}),
+    Option(f"{_R}.name", "rollout.engine", names={"vllm": "vllm", "sglang": "sglang", "dynamo": "vllm"}),
     Option(f"{_R}.engine_kwargs.sglang.*", "rollout.engine_args.*", SAME_NAME),
     Option(f"{_R}.mode", None, "engines always run in separate processes"),
     Option(f"{_R}.load_format", None, "engines receive their weights from the trainers"),
@@ -288,20 +292,11 @@ RL = [
     Option("critic.*_offload", "critic.megatron.offload", "true if any is True", derived=True),
     *no_counterpart(_TOKENS, "critic.ppo_micro_batch_size*", "critic.use_dynamic_bsz", "critic.ppo_max_token_len_per_gpu", "critic.forward_*"),
     *no_counterpart(_FSDP, "critic.strategy", "critic.model.fsdp_config.*", "critic.model.use_remove_padding"),
-    *(Option(f"{prefix}custom_reward_function.{name}", "reward.function", "path:name", derived=True) for prefix in ("", "reward.") for name in ("path", "name")),
-    *(Option(f"{prefix}custom_reward_function.reward_kwargs*", "reward.arguments.*", "same name in megarl") for prefix in ("", "reward.")),
-    *no_counterpart(_BY_ROW, "reward_model.reward_manager", "reward.reward_manager.name", same=(None, "naive", "dapo", "prime", "gdpo"), changes=True),
-    *no_counterpart(_BY_ROW, "reward.reward_manager.*", "reward_model.reward_loop_*", same=(None, "register"), changes=True),
-    *no_counterpart("always rollout.max_response_length", "reward_model.reward_kwargs.max_resp_len", "reward.reward_kwargs.max_resp_len"),
-    *(option for prefix in OVERLONG for option in (
-        Option(f"{prefix}.enable", "algorithm.overlong.penalty_buffer", "False is 0", derived=True),
-        Option(f"{prefix}.len", "algorithm.overlong.penalty_buffer", "if enable is True", derived=True),
-        Option(f"{prefix}.penalty_factor", "algorithm.overlong.penalty_factor", "if enable is True", derived=True),
-        Option(f"{prefix}.log", None, "reward parts are always logged"),
-    )),
+    *OF_REWARD,
     Option("distillation.enabled", "algorithm.reference", "True is teacher", derived=True),
     Option("distillation.distillation_loss.loss_mode", "algorithm.loss, algorithm.advantage, algorithm.kl_estimator", "k1 with use_policy_gradient is on_policy_distillation; forward_kl_topk is gkd; with use_task_rewards it is a KL to the teacher", derived=True),
     Option("distillation.distillation_loss.topk", "algorithm.distill_top_k", derived=True),
+    Option("distillation.distillation_loss.log_prob_min_clamp", "algorithm.distill_min_log_prob", derived=True),
     Option("distillation.distillation_loss.loss_max_clamp", "algorithm.distill_max", derived=True),
     Option("distillation.distillation_loss.distillation_loss_coef", "algorithm.kl_coef", "with use_task_rewards", derived=True),
     Option("distillation.distillation_loss.*", "algorithm.advantage, algorithm.clip_low, algorithm.clip_high", "others are refused if enabled is True", derived=True),

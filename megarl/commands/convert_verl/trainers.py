@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from megarl.commands.convert_verl.conversion import Conversion
-from megarl.commands.convert_verl.sampling import Sampling
+from megarl.commands.convert_verl.sampling import TrainerSampling
 from megarl.errors import InputError
 from megarl.recipe.load import OPEN
 from megarl.recipe.training import CriticOptimizerConfig, OptimizerConfig
@@ -20,7 +20,7 @@ def devices_of(conversion: Conversion, options: tuple[str, str]) -> int | str:
     return math.prod(map(conversion.number, options))
 
 
-def translate_layout(conversion: Conversion, *, megatron: bool, sampling: Sampling) -> None:
+def translate_layout(conversion: Conversion, *, megatron: bool, sampling: TrainerSampling) -> None:
     """Set the trainers, the engines and their parallelism. `megatron`: verl's actor uses Megatron, not FSDP."""
     settings, get = conversion.settings, conversion.get
     settings["cluster.trainers"] = devices_of(conversion, sampling.trainers)
@@ -43,6 +43,7 @@ def translate_layout(conversion: Conversion, *, megatron: bool, sampling: Sampli
     if conversion.number(f"{_R}.expert_parallel_size", 1) > 1 and settings.get("rollout.data_parallel", 1) == 1:
         settings["rollout.expert_parallel"] = True
     if megatron:
+        translate_router_losses(conversion, f"{_A}.megatron.", "megatron")
         if settings.get("megatron.expert_parallel", 1) > 1:
             size_of_experts = get(f"{_A}.megatron.expert_tensor_parallel_size")
             settings["megatron.expert_tensor_parallel"] = size_of_experts or settings.get("megatron.tensor_parallel", 1)
@@ -59,6 +60,25 @@ def translate_layout(conversion: Conversion, *, megatron: bool, sampling: Sampli
             "the actor uses FSDP: megatron.tensor_parallel is 1, so each device holds all weights and gradients; raise it "
             "if these do not fit"
         )
+
+
+def translate_router_losses(conversion: Conversion, prefix: str, section: str) -> None:
+    """Set `moe_aux_loss_coef` of a recipe's section from the options of verl's Megatron engine below `prefix`."""
+    config, get = f"{prefix}override_transformer_config", conversion.get
+    option, kind = f"{config}.moe_aux_loss_coeff", get(f"{config}.moe_router_load_balancing_type")
+    if not (coefficient := get(option)):
+        return
+    if kind == "none" or (kind is None and get(f"{prefix}vanilla_mbridge") is True):
+        conversion.note(
+            option, f"{section}.moe_aux_loss_coef=0: verl's router has no balancing, so that it has no effect"
+        )
+        return
+    conversion.settings[f"{section}.moe_aux_loss_coef"] = coefficient
+    conversion.note(
+        option,
+        f"{section}.moe_aux_loss_coef={coefficient}: of each sequence; Megatron's aux_loss is of a micro batch. Set 0 if the model's "
+        "bridge in verl turns balancing off",
+    )
 
 
 def offloaded(conversion: Conversion, prefix: str) -> list[str]:
@@ -94,7 +114,7 @@ def translate_schedule(conversion: Conversion, section: str, optimizer: str, upd
         )
     first = conversion.get(f"{optimizer}.init_lr_ratio") or (conversion.get(f"{optimizer}.lr_warmup_init") or 0) / rate
     if first and settings.get(f"{section}.warmup_steps"):
-        settings[f"{section}.init_lr_ratio"] = float(first)
+        settings[f"{section}.init_lr_ratio"] = float(f"{first:.12g}")
     if settings.get(f"{section}.decay", "constant") == "constant":
         return
     if decay > 0:

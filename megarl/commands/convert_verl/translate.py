@@ -10,20 +10,22 @@ from megarl.commands.convert_verl.correction import translate_correction
 from megarl.commands.convert_verl.distillation import translate_distillation
 from megarl.commands.convert_verl.entry_points import Kind
 from megarl.commands.convert_verl.fully_async import note_batches, read_updates, translate_fully_async
+from megarl.commands.convert_verl.gkd import translate_gkd
 from megarl.commands.convert_verl.inputs import (
     translate_columns,
     translate_dataset_class,
     translate_engine,
-    translate_reward_function,
     translate_tools,
 )
 from megarl.commands.convert_verl.lora import translate_lora
-from megarl.commands.convert_verl.sampling import ARRIVAL, Sampling, Updates, sampling_of, updates_of
-from megarl.commands.convert_verl.table import KL_ESTIMATORS, OVERLONG
+from megarl.commands.convert_verl.losses import translate_kl, translate_loss, translate_single_samples
+from megarl.commands.convert_verl.rewards import OVERLONG, translate_reward_function
+from megarl.commands.convert_verl.sampling import ARRIVAL, TrainerSampling, Updates, sampling_of, updates_of
 from megarl.commands.convert_verl.trainers import (
     frequency,
     offloaded,
     translate_layout,
+    translate_router_losses,
     translate_schedule,
 )
 from megarl.errors import InputError
@@ -39,19 +41,21 @@ def translate_rl(conversion: Conversion, *, megatron: bool, kind: Kind, rows: in
     rows: number of rows of training data; None: unknown.
     """
     is_fully_async, sampling = kind == "fully_async", sampling_of(conversion, kind)
-    updates = read_updates(conversion) if is_fully_async else updates_of(conversion)
+    updates = read_updates(conversion) if is_fully_async else updates_of(conversion, kind)
     translate_prompts(conversion)
     _batches(conversion, updates, sampling, megatron=megatron)
     translate_lora(conversion, megatron=megatron)
     translate_layout(conversion, megatron=megatron, sampling=sampling)
-    _kl(conversion)
+    translate_kl(conversion)
     translate_distillation(conversion)
-    _loss(conversion)
+    if kind == "distillation":
+        translate_gkd(conversion)
+    translate_loss(conversion)
     translate_correction(conversion)
     if conversion.settings.get("algorithm.loss") == "gkd":
         for name in ("weights", "truncate", "normalize"):
             conversion.drop(f"algorithm.correction.{name}", "verl's supervised loss has no weights")
-    _single_samples(conversion)
+    translate_single_samples(conversion)
     if is_fully_async:
         translate_fully_async(conversion, updates, megatron=megatron, rows=rows)
     else:
@@ -134,7 +138,7 @@ def translate_prompts(conversion: Conversion) -> None:
         )
 
 
-def _batches(conversion: Conversion, updates: Updates, sampling: Sampling, *, megatron: bool) -> None:
+def _batches(conversion: Conversion, updates: Updates, sampling: TrainerSampling, *, megatron: bool) -> None:
     settings = conversion.settings
     settings["actor.mini_batches"] = _mini_batches(conversion, f"{_A}.ppo_mini_batch_size", updates)
     context_parallel = int(settings.get("megatron.context_parallel", 1))
@@ -171,127 +175,6 @@ def _mini_batches(conversion: Conversion, option: str, updates: Updates) -> int:
             f"{conversion.where(option)}{updates.origin}={batch} is not a multiple of the mini batch size {mini}"
         )
     return updates.count * (batch // mini)
-
-
-def _kl(conversion: Conversion) -> None:
-    settings, get = conversion.settings, conversion.get
-    in_loss, in_reward = get(f"{_A}.use_kl_loss") is True, get("algorithm.use_kl_in_reward") is True
-    if in_loss and in_reward:
-        raise InputError(
-            "use_kl_loss and use_kl_in_reward are both True; megarl has one KL term, in the loss or in the reward"
-        )
-    if in_loss:
-        kind = str(get(f"{_A}.kl_loss_type"))
-        settings["algorithm.kl_coef"] = get(f"{_A}.kl_loss_coef")
-        settings["algorithm.kl_straight_through"] = kind.endswith("+")
-        settings["algorithm.kl_estimator"] = _estimator(conversion, f"{_A}.kl_loss_type", kind.removesuffix("+"))
-    elif in_reward:
-        settings["algorithm.kl_in_reward"] = True
-        settings["algorithm.kl_coef"] = get("algorithm.kl_ctrl.kl_coef")
-        settings["algorithm.kl_estimator"] = _estimator(
-            conversion, "algorithm.kl_penalty", str(get("algorithm.kl_penalty"))
-        )
-        if get("algorithm.kl_ctrl.type") == "adaptive":
-            settings["algorithm.kl_target"] = get("algorithm.kl_ctrl.target_kl", 0.1)
-            settings["algorithm.kl_horizon"] = get("algorithm.kl_ctrl.horizon", 10000)
-    if not in_reward:
-        for name in conversion.options:
-            if name.startswith("algorithm.kl_ctrl."):
-                conversion.note(name, "verl ignores it without use_kl_in_reward")
-    if not settings.get("algorithm.kl_coef"):
-        conversion.drop("algorithm.kl_")
-
-
-def _estimator(conversion: Conversion, option: str, kind: str) -> str:
-    if kind not in KL_ESTIMATORS:
-        supported = ", ".join(KL_ESTIMATORS)
-        raise InputError(f"{conversion.where(option)}{option}={kind} has no counterpart; supported: {supported}")
-    return str(KL_ESTIMATORS[kind])
-
-
-def _loss(conversion: Conversion) -> None:
-    """Set the values that verl's loss fixes, and its defaults."""
-    settings, loss = conversion.settings, conversion.settings.get("algorithm.loss")
-    low = settings.get("algorithm.clip_low")
-    if isinstance(low, int | float) and low > 1:
-        settings["algorithm.clip_low"] = 1.0
-        conversion.note(f"{_A}.clip_ratio_low", "1.0: no ratio is below 0, so neither bound has an effect")
-    if loss in ("gspo", "sapo", "gmpo"):
-        if (
-            f"{_A}.loss_agg_mode" in conversion.options
-            and settings.get("algorithm.aggregation") != "seq_mean_token_mean"
-        ):
-            conversion.note(f"{_A}.loss_agg_mode", f"not used: verl's {loss} always has seq-mean-token-mean")
-        settings["algorithm.aggregation"] = "seq_mean_token_mean"
-    if (
-        loss == "gspo"
-        and settings.pop("algorithm.dual_clip", None) is not None
-        and f"{_A}.clip_ratio_c" in conversion.options
-    ):
-        conversion.note(f"{_A}.clip_ratio_c", "not used: verl's gspo has no dual clip")
-    if settings.get("algorithm.advantage") == "gpg":
-        conversion.note(
-            "algorithm.adv_estimator", "alpha is the paper's: verl counts non-zero scores instead (docs/algorithms.md)"
-        )
-    if settings.get("algorithm.advantage") == "optimal_token_baseline":
-        settings["algorithm.tail_baseline"] = "zero"
-        if conversion.get("algorithm.adv_estimator") == "optimal_token_baseline":
-            remark = (
-                "positions skip tool output, as in tir_optimal_token_baseline; verl of January 2026 computed "
-                "algorithm.tail_baseline=return"
-            )
-            conversion.note("algorithm.adv_estimator", remark)
-    if loss == "kl_cov":
-        settings.setdefault("algorithm.cov_share", 2e-4)
-        settings.setdefault("algorithm.cov_kl_coef", 0.1)
-    if loss in ("dppo_tv", "dppo_kl"):  # verl's cap is the bound of its dual clip
-        settings["algorithm.ratio_cap"] = settings.pop("algorithm.dual_clip", None) or 20.0
-    beta = conversion.get(f"{_A}.policy_loss.dro_beta")
-    if loss == "dro":
-        if not isinstance(beta, int | float) or beta <= 0:
-            raise InputError(f"loss_mode=dro needs {_A}.policy_loss.dro_beta, a number above 0")
-        settings["algorithm.log_ratio_coef"] = beta / 2
-    divisor = conversion.get(f"{_A}.loss_scale_factor")
-    if settings.get("algorithm.aggregation") == "token_sum":
-        settings["algorithm.aggregation_divisor"] = 1.0
-    elif settings.get("algorithm.aggregation") == "seq_mean_token_sum_norm" and divisor is not None:
-        settings["algorithm.aggregation_divisor"] = float(divisor)
-    if settings.get("algorithm.advantage") == "gdpo":
-        settings["algorithm.reward_parts"] = _reward_parts(conversion)
-
-
-def _single_samples(conversion: Conversion) -> None:
-    """Set the advantage of a run with one sample per prompt. verl's group advantages are then the sample's reward.
-
-    Source: verl/trainer/ppo/core_algos.py, compute_grpo_outcome_advantage and compute_rloo_outcome_advantage.
-    """
-    settings, option = conversion.settings, "algorithm.adv_estimator"
-    if (
-        settings.get("algorithm.advantage") not in ("grpo", "rloo")
-        or settings.get("rollout.samples_per_prompt", 1) != 1
-    ):
-        return
-    if {"algorithm.advantage", "rollout.samples_per_prompt"} & {*conversion.given} or settings.get(
-        "algorithm.kl_in_reward"
-    ):
-        return
-    settings |= {
-        "algorithm.advantage": "reinforce_plus_plus",
-        "algorithm.whiten_advantages": False,
-        "algorithm.gamma": 1.0,
-    }
-    reason = "a single sample of a prompt has its reward as advantage: reinforce_plus_plus without whitening"
-    conversion.note(option, reason)
-
-
-def _reward_parts(conversion: Conversion) -> dict[str, float]:
-    names, weights = (conversion.get(f"algorithm.gdpo_reward_{name}") for name in ("keys", "weights"))
-    if not isinstance(names, list) or not names:
-        raise InputError("adv_estimator=gdpo needs algorithm.gdpo_reward_keys, a list of reward parts")
-    weights = [1.0] * len(names) if weights is None else weights
-    if not isinstance(weights, list) or len(weights) != len(names):
-        raise InputError(f"algorithm.gdpo_reward_weights={weights} does not have one weight for each of {names}")
-    return {str(name): float(weight) for name, weight in zip(names, weights, strict=True)}
 
 
 def _dynamic_sampling(conversion: Conversion) -> None:
@@ -344,7 +227,7 @@ def drop_evaluation_data(conversion: Conversion) -> None:
         conversion.note("data.val_files", "omitted: evaluation is off (trainer.test_freq, trainer.val_before_train)")
 
 
-def _critic(conversion: Conversion, updates: Updates, *, sampling: Sampling, megatron: bool) -> None:
+def _critic(conversion: Conversion, updates: Updates, *, sampling: TrainerSampling, megatron: bool) -> None:
     settings = conversion.settings
     settings["critic.trainers"] = settings["cluster.trainers"]
     warmup = settings.get("critic.warmup_steps", 0)
@@ -360,6 +243,7 @@ def _critic(conversion: Conversion, updates: Updates, *, sampling: Sampling, meg
     settings["critic.max_tokens_per_micro_batch"] = settings["actor.max_tokens_per_micro_batch"]
     if size := conversion.first("critic.ulysses_sequence_parallel_size"):
         settings["critic.megatron.tensor_parallel"] = size
+    translate_router_losses(conversion, "critic.megatron.", "critic.megatron")
     if settings.get("critic.megatron.expert_parallel", 1) > 1:
         of_experts = conversion.get("critic.megatron.expert_tensor_parallel_size")
         tensor = settings.get("critic.megatron.tensor_parallel", 1)
