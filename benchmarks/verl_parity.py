@@ -27,13 +27,14 @@ from typing import Any
 from megarl.commands.convert_verl.command import convert
 from megarl.commands.convert_verl.fully_async import FULLY_ASYNC
 from megarl.commands.convert_verl.inputs import SGLANG
+from megarl.commands.convert_verl.open_settings import stand_ins
 from megarl.commands.convert_verl.option import Option
 from megarl.commands.convert_verl.shell.parser import read_command
-from megarl.commands.convert_verl.shell.values import ScriptContext
+from megarl.commands.convert_verl.shell.values import ScriptContext, without_absent
 from megarl.commands.convert_verl.table import RL, TRAINER
 from megarl.errors import InputError
 from megarl.preflight.load import load_recipe
-from megarl.recipe.load import flat_settings, to_yaml
+from megarl.recipe.load import OPEN, flat_settings, to_yaml
 
 _CONFIGS = {
     "verl.trainer.main_ppo": ("verl/trainer/config", "ppo_trainer"),
@@ -51,6 +52,7 @@ _CONFIGS = {
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _DISTILLATION = "distillation.distillation_loss"
 _MISSING = "<missing>"
+_MODE = "trainer.v1.trainer_mode"
 _SYNC = "async_training.trigger_parameter_sync_step"
 _SWITCHES = {
     f"{_R}.multi_turn.enable": [f"{_R}.multi_turn.*"],
@@ -61,9 +63,17 @@ _SWITCHES = {
 """Options that verl reads only if a switch is on, by the switch."""
 _SUBJECT = re.compile(r"(?:line \d+: )?([\w.@*-]+)(?:=| \()")
 _VLLM = tuple(f"{_R}.{name}" for name in SGLANG)
-_OPEN = ("megatron.extra", "megatron.ddp", "critic.megatron.ddp", "rollout.engine_args", "reward.arguments")
+_OPEN = (
+    "data.chat_template_args",
+    "megatron.extra",
+    "megatron.ddp",
+    "critic.megatron.ddp",
+    "rollout.engine_args",
+    "reward.arguments",
+)
 _OF_THE_MACHINE = (
     "cluster.timeout", "cluster.device", "weight_sync.bucket_mb", "observe.project", "megatron.extra.attention_backend",
+    "critic.megatron.extra.attention_backend",
     "rollout.engine_args.enable_prefix_caching", "rollout.engine_args.enable_chunked_prefill", "rollout.engine_args.enforce_eager",
     "rollout.engine_args.disable_cuda_graph",
 )  # fmt: skip
@@ -139,6 +149,10 @@ def unused(options: Mapping[str, Any]) -> list[str]:
     for switch, names in _SWITCHES.items():
         if options.get(switch) in (None, False, 0):
             patterns += names
+    if options.get(f"{_A}.router_replay.mode") == "disabled":
+        patterns += [f"{_A}.router_replay.mode"]  # verl reads the engine's, if it has one
+    if options.get("data.custom_cls.path"):
+        patterns += ["data.train_files", "data.val_files"]  # the class reads them, before the run
     if not (options.get("trainer.val_before_train") or (options.get("trainer.test_freq") or -1) > 0):
         patterns += [f"{_R}.val_kwargs.*", "data.val_files"]
     if options.get(f"{_A}.strategy") == "megatron":
@@ -203,12 +217,18 @@ def derived(options: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     yield "algorithm.use_kl_in_reward", "algorithm.kl_in_reward", bool(in_reward and coefficient)
     size = options[f"{_R}.tensor_model_parallel_size"]
     yield f"{_R}.tensor_model_parallel_size", "rollout.tensor_parallel", size
-    if "one_step_off" not in str(get("trainer.project_name")) and "rollout.nnodes" not in options:
+    separate = get(_MODE) == "separate_async"
+    if separate:
+        engines = options[f"{_R}.nnodes"] * options[f"{_R}.n_gpus_per_node"]
+        yield f"{_R}.nnodes", "rollout.engines", engines // size
+        yield _MODE, "cluster.placement", "disaggregated"
+    elif "one_step_off" not in str(get("trainer.project_name")) and "rollout.nnodes" not in options:
         yield f"{_R}.tensor_model_parallel_size", "rollout.engines", devices // size
     if get(f"{_A}.policy_loss.loss_mode") in ("dppo_tv", "dppo_kl"):
         yield f"{_A}.clip_ratio_c", "algorithm.ratio_cap", get(f"{_A}.clip_ratio_c")
     warmup = get(f"{_A}.optim.lr_warmup_steps") or -1
     if warmup > 0:
+        syncs = options[f"trainer.v1.{get(_MODE)}.parameter_sync_step"] if separate else syncs
         updates = max(prompts // mini, 1) // syncs * options[f"{_A}.ppo_epochs"]
         yield f"{_A}.optim.lr_warmup_steps", "actor.optimizer.warmup_steps", warmup * updates
     if _SYNC in options:
@@ -287,7 +307,7 @@ def parity(hydra: str, verl: Path, script: Path) -> list[Difference] | str:
         return f"refused: {str(error).splitlines()[0]}"
     if command.trainer not in _CONFIGS:
         return f"no configuration of {command.trainer}"
-    words = [argument.text for argument in command.arguments]
+    words = [without_absent(argument.text) for argument in command.arguments]
     name = next((word.partition("=")[2] for word in words if word.startswith("--config-name=")), "")
     try:
         options = composed(hydra, verl, command.trainer, name, [word for word in words if not word.startswith("--")])
@@ -296,7 +316,9 @@ def parity(hydra: str, verl: Path, script: Path) -> list[Difference] | str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "recipe.yaml"
         path.write_text(converted.text)
-        recipe = flat_settings(to_yaml(load_recipe(path)))
+        stand_in = stand_ins(flat_settings(converted.text))
+        recipe = flat_settings(to_yaml(load_recipe(path, [f"{key}={value}" for key, value in stand_in.items()])))
+    recipe |= dict.fromkeys(stand_in, OPEN)
     given = {word.lstrip("+").partition("=")[0] for word in words}
     return list(differences(options, given, recipe, converted.notes))
 

@@ -43,6 +43,7 @@ class Prompt:
     ground_truth: Any = None
     extra_info: dict[str, Any] = field(default_factory=dict)
     question: str = ""  # text of the row's messages, without the chat template's
+    messages: tuple[dict[str, Any], ...] = ()  # the row's messages, if a scorer reads them
     images: tuple[PromptImage, ...] = ()  # in the order of their placeholders in `tokens`, which are expanded
 
 

@@ -54,9 +54,12 @@ def proven_in(name: str) -> str:
             "grpo_process": "algorithms/test_process_rewards.py",
             "optimal_token_baseline": "algorithms/test_optimal_baseline.py",
             "on_policy_distillation": "rollout/test_distillation.py",
+            "soft_mean": "algorithms/test_squared_losses.py",
         }
         return exceptions.get(name, "algorithms/test_advantages.py")
     loss = LOSSES[name]
+    if name == "gvpo":
+        return "algorithms/test_squared_losses.py"
     if loss.needs_top:
         return "rollout/test_distillation.py"
     return "algorithms/test_preference_losses.py" if loss.whole_groups else "algorithms/test_policy_loss_gradients.py"

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from megarl.commands.convert_verl.entry_points import ENTRY_POINTS
 from megarl.commands.convert_verl.fully_async import FULLY_ASYNC, FULLY_ASYNC_DEFAULTS
+from megarl.commands.convert_verl.gkd import GKD, GKD_DEFAULTS
 from megarl.commands.convert_verl.option import Option
-from megarl.commands.convert_verl.table import DEFAULTS, RL, SFT, SFT_DEFAULTS, TRAINER
+from megarl.commands.convert_verl.sampling import ASYNC_FLOW, ASYNC_FLOW_DEFAULTS, PARTIAL_ROLLOUT
+from megarl.commands.convert_verl.sft import SFT, SFT_DEFAULTS
+from megarl.commands.convert_verl.table import DEFAULTS, RL, TRAINER
 
 PAGE = Path(__file__).resolve().parents[1] / "from_verl.md"
 
@@ -44,10 +48,11 @@ A recipe may contain `???`: the script takes a path or a number of devices from 
 are in another format. The first notes list these keys with the script's text. `plan`, `train` and all other commands refuse
 such a recipe until the key has a value, in the file or as `model.path=...` on the command line.
 
-The command may run main_ppo, main_ppo_sync, main_dapo, main_entropy, one-step-off's main_ppo, fully_async_main,
-fsdp_sft_trainer or sft_trainer. Comments at the top of the recipe, and stderr, list each option that is changed or has no
-counterpart, with its line. An option without counterpart that affects the computation is an error: add the recipe's setting after the file, or `--accept OPTION` to leave it out. An option that the command
-does not set has verl's default where it differs from megarl's. `--rows` is the number of rows of the training data, which
+The command may run these modules: main_ppo, main_ppo_sync, main_ppo_split, main_dapo, main_dynamo, main_entropy, fully_async_main,
+reward_queue.main, the main_ppo of one_step_off_policy and of partial_rollout, grpo_main (async_flow), main_gkd, gvpo_main_ppo,
+main_sppo, fsdp_sft_trainer, sft_trainer or sft_trainer_ray. Comments at the top of the recipe, and stderr, list each option that is changed or has no
+counterpart, with its line. An option without counterpart that affects the computation is an error, and so is an option that
+verl lacks: add the recipe's setting after the file, or `--accept OPTION` to leave it out. An option that the command does not set has verl's default where it differs from megarl's. `--rows` is the number of rows of the training data, which
 converts epochs to steps. The recipe is loaded before it is written, and an invalid one is an error with its remedy. For models
 with a config.json in `megarl/hf/published/`, a note reports a layout that does not divide the model.
 
@@ -72,6 +77,11 @@ generated data (`data.datagen`) are errors.
 [rewards.md](rewards.md) has the table. The managers naive, dapo, prime and gdpo score each sample separately, as megarl does; others
 are errors. A reward file that imports verl needs verl on PYTHONPATH.
 
+A reward model (`reward.reward_model.enable`, formerly `reward_model.enable`) becomes the scorer
+[`reward_model`](rewards.md#a-reward-model). verl serves the model itself, on the run's devices or on others; megarl's run needs a
+server on other devices: a note has the command, and `reward.remote.url` is `???` until you give its URL. With a
+custom_reward_function, the function asks the model: `reward.arguments.reward_router_address` is the server's HOST:PORT.
+
 ## Tools
 
 The YAML file of `multi_turn.tool_config_path` becomes `agent.tools`, and its classes
@@ -84,9 +94,18 @@ ones; verl's tool agent loop creates an instance for each call. As in verl, the 
 
 ## Asynchronous runs
 
-Both asynchronous trainers of verl become `cluster.placement: disaggregated` ([asynchrony.md](asynchrony.md)). One-step-off has
-`rollout.max_staleness: 1` and `rollout.at_update: drain`. With fully_async_main a step of the recipe is the time between two updates
-of the engines' weights:
+| verl | placement | `rollout.max_staleness` | `rollout.at_update` |
+|---|---|---|---|
+| one_step_off_policy | disaggregated | 1 | drain |
+| fully_async_main, reward_queue | disaggregated | staleness_threshold | refresh; without partial_rollout drain |
+| partial_rollout | colocated | 1 | refresh |
+| trainer.v1.trainer_mode=colocate_async | colocated | num_warmup_batches | refresh |
+| trainer.v1.trainer_mode=separate_async | disaggregated | num_warmup_batches | refresh |
+| async_flow | disaggregated | staleness | refresh; with wait_for_inflight_requests drain |
+| main_gkd, one_step_off or two_step_off | disaggregated | 1 or 2 | drain |
+
+[asynchrony.md](asynchrony.md) describes these settings. With fully_async_main a step of the recipe is the time between two updates of
+the engines' weights:
 
 | verl | megarl |
 |---|---|
@@ -104,7 +123,61 @@ actor's updates start when all groups of a step have arrived. Statistics of a ba
 step; in verl they are of an update of the actor. Without partial_rollout, verl's documentation lets requests finish before an
 update, as `drain` does, but its code ends them and trains on the cut responses. verl builds the learning-rate schedule before it
 knows the number of steps: a warm-up by ratio has no effect, and a decay with FSDP is an error here. So is
-optim.total_training_steps, which gives the schedule a length in updates.
+optim.total_training_steps, which gives the schedule a length in updates. The order of arrival and the statistics of a batch also
+differ with trainer_mode=separate_async and in async_flow.
+
+## Distillation, GVPO, SPPO
+
+| verl | `algorithm` |
+|---|---|
+| distillation.enabled, policy gradient of k1 | `advantage: on_policy_distillation` |
+| distillation.enabled, task rewards | a KL to the teacher: `reference: teacher`, `kl_coef` |
+| distillation.enabled, forward_kl_topk | `loss: gkd`, `distill_rest: false`; log_prob_min_clamp is `distill_min_log_prob` |
+| recipe/gkd | `loss: gkd`, `distill_rest: false`, `distill_top_k: 256` |
+| recipe/gvpo | `loss: gvpo` with `advantage: grpo` |
+| recipe/sppo | `loss: sppo` with `advantage: soft_mean` |
+
+`python -m benchmarks.verl_losses` compares loss and gradient of gvpo, sppo and forward_kl_topk with verl's functions. megarl has one
+teacher for all rows. The teacher of recipe/gkd runs in a server, and the script does not name its model: `teacher.path` is `???`. Its
+loss is a mean over the tokens of each micro batch, in megarl over the tokens of a step, and its gradient takes the probability of the
+teacher's top tokens as 1 in total. The gradient of recipe/gvpo is a sum over the samples of a micro batch:
+`actor.optimizer.clip_grad` is divided by that factor, on which AdamW's update does not depend.
+
+## Launch scripts of verl
+
+Scripts that become a recipe as they stand, without arguments, of all scripts that start a training:
+
+| repository | commit | recipes |
+|---|---|---|
+| verl-project/verl | 1dda039 | 153 of 170 |
+| verl-project/verl-recipe | 48ea0a7 | 73 of 104 |
+| verl-project/verl, January 2026 | b178a3c | 172 of 187 |
+
+`python -m benchmarks.verl_scripts verl verl-recipe` counts them in checkouts and lists the reasons of the others. They are:
+
+| reason | verl | verl-recipe | January 2026 |
+|---|---|---|---|
+| another trainer: diffusion models, PRIME, FlowRL, SPIN, SPO, Atropos, exploration bonuses | - | 10 | - |
+| custom agent loops and interactions | - | 7 | 3 |
+| layers for multi-token prediction | 5 | - | 1 |
+| engines with fp8 weights | - | 4 | - |
+| training with simulated quantization (QAT) | - | 4 | - |
+| several teachers, by data source | 4 | - | - |
+| a value that the script takes from the environment or its arguments | 3 | - | 4 |
+| training in float16 | - | 2 | - |
+| environments of robots | - | - | 2 |
+| custom samplers | - | - | 2 |
+| two training commands, depending on the machine | 2 | - | - |
+| evaluation alone | - | 2 | - |
+| weights of the correction with mean 1 in a loss without old log-probs | 1 | - | 1 |
+| a vision tower that is not trained | - | - | 1 |
+| calls of tools in the syntax of gpt-oss | - | 1 | - |
+| experts that drop tokens above a capacity | - | 1 | - |
+| two KL terms | 1 | - | - |
+| fewer prompts than a step has | 1 | - | - |
+| an argument that hydra refuses | - | - | 1 |
+
+A script without a value is converted if the value is given after the file.
 
 ## Metrics
 
@@ -137,7 +210,10 @@ def document() -> str:
     parts = [HEAD]
     for title, table in (
         ("RL", RL),
-        ("Fully asynchronous RL (before the options of RL)", FULLY_ASYNC),
+        ("fully_async_main (before the options of RL)", FULLY_ASYNC),
+        ("partial_rollout (before the options of RL)", PARTIAL_ROLLOUT),
+        ("async_flow (before the options of RL)", ASYNC_FLOW),
+        ("main_gkd (before the options of RL)", GKD),
         ("Trainer (RL and SFT)", TRAINER),
         ("SFT", SFT),
     ):
@@ -147,7 +223,7 @@ def document() -> str:
         "## Defaults of verl\n\nThe converter uses them for options that a command does not set.\n\n" + _defaults()
     )
     parts.append(
-        "\n`python -m docs.generate.from_verl` writes this page from `megarl/commands/convert_verl/table.py` and `fully_async.py`.\n"
+        "\n`python -m docs.generate.from_verl` writes this page from `megarl/commands/convert_verl/`: `table.py`, `rewards.py`, `sampling.py`, `fully_async.py`, `gkd.py` and `sft.py`.\n"
     )
     return "\n".join(parts)
 
@@ -161,7 +237,8 @@ def _row(option: Option) -> str:
 
 def _defaults() -> str:
     changed = {name: value for name, value in FULLY_ASYNC_DEFAULTS.items() if DEFAULTS.get(name) != value}
-    kinds = {"RL": DEFAULTS, "fully_async_main": changed, **SFT_DEFAULTS}
+    kinds = {"RL": DEFAULTS, "fully_async_main": changed, "grpo_main": ASYNC_FLOW_DEFAULTS, "main_gkd": GKD_DEFAULTS}
+    kinds |= {entry.module: dict(entry.defaults) for entry in ENTRY_POINTS if entry.defaults} | SFT_DEFAULTS
     rows: Sequence[str] = [
         f"| {kind} | `{name}` | `{value}` |" for kind in kinds for name, value in kinds[kind].items()
     ]

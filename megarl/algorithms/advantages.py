@@ -193,6 +193,15 @@ def opo(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
     return rewards - (weighted / np.maximum(tokens, 1))[segment]
 
 
+@advantage("soft_mean", settings=("sppo_eta",))
+def soft_mean(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
+    """Baseline of verl's SPPO: r - log(mean of exp(eta r)) / eta, with the mean over all samples of the batch and eta =
+    `sppo_eta`. Groups of one are allowed."""
+    rewards, eta = np.asarray(outcomes.rewards, dtype=np.float64), settings.sppo_eta
+    largest = rewards.max()
+    return rewards - (largest + np.log(np.mean(np.exp(eta * (rewards - largest)))) / eta)
+
+
 @advantage("gpg", needs_siblings=True, reads_scores=True)
 def gpg(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
     """Group policy gradient (GPG, arXiv 2504.02546): alpha (r - mean), with alpha = B / (B - M).

@@ -14,6 +14,7 @@ from megarl.algorithms.losses import (  # noqa: F401 - they register
     preference_losses,
     second_moment,
     sequence_losses,
+    squared_losses,
     token_losses,
 )
 from megarl.algorithms.losses.registry import LOSSES

@@ -82,6 +82,7 @@ class LossInputs:
     entropy: Tensor | None = None
     chosen: Tensor | None = None  # bool: tokens that the policy chose, filtered samples included; for kl_in_reward
     selected: Tensor | None = None  # bool: by score over the whole mini batch, for losses with `scores`
+    groups: Tensor | None = None  # index of each token's group, for losses with `whole_groups`
     accepted: Tensor | None = None  # `loss_mask`, 0.0 for tokens that a correction rejects; None: no token is rejected
 
     def zero_excluded(self, values: Tensor) -> Tensor:
@@ -122,6 +123,18 @@ class LossInputs:
         """Average `values` [T] over each sequence's accepted loss tokens: [S]; 0 for a sequence without any."""
         counts = self.sequence_sums(self.loss_mask)
         return self.sequence_sums(values) / counts.to(values.dtype).clamp(min=1.0)
+
+    def group_means(self, per_sequence: Tensor) -> tuple[Tensor, Tensor]:
+        """Average values of sequences [S] over the counted sequences of each one's group, which must be complete: the means
+        [S], and the number of counted sequences [S]. A sequence without accepted loss tokens is not counted."""
+        import torch
+
+        assert self.groups is not None
+        starts = torch.tensor([0, *self.lengths[:-1]], device=per_sequence.device).cumsum(0)
+        same = (self.groups[starts][:, None] == self.groups[starts]).to(per_sequence.dtype)  # [S, S]
+        same = same * (self.sequence_sums(self.loss_mask) > 0)
+        counts = same.sum(1)
+        return (same @ per_sequence) / counts.clamp(min=1.0), counts
 
     def on_tokens(self, per_sequence: Tensor) -> Tensor:
         """Broadcast values of sequences [S] to their tokens [T]; 0 for excluded tokens."""

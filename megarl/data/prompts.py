@@ -71,12 +71,13 @@ class PromptDataset(RowDataset[Prompt]):
         images: ImageReader | None = None,
         sample: int | None = None,
         needed: Sequence[str] = SCORED_BY_ROW,
+        with_messages: bool = False,
     ) -> None:
         """`tools`: schemas that the chat template renders. `images`: the model's image processor; None: rows must not have
         images. `sample`: rows to read of each file; None: all. `needed`: columns that scorers need, from
-        `megarl.rewards.weighted.needed_columns`."""
+        `megarl.rewards.weighted.needed_columns`. `with_messages`: a scorer reads the rows' messages."""
         self.layouts, self.optional = layout_of(needed)
-        self._needed = tuple(needed)
+        self._needed, self._with_messages = tuple(needed), with_messages
         self._tools = tuple(tools)
         self._reader = images
         self._images: dict[str, tuple[PromptImage, ...]] = {}  # by `Row.where`, while rows are read
@@ -113,6 +114,7 @@ class PromptDataset(RowDataset[Prompt]):
         (encoded,) = texts
         if not len(encoded.tokens):
             raise ValueError(f"{row.where}: the prompt is empty")
+        messages = messages_of(row, "prompt")
         return Prompt(
             uid=uid,
             tokens=tuple(encoded.tokens.tolist()),
@@ -120,7 +122,8 @@ class PromptDataset(RowDataset[Prompt]):
             data_source=row.need("data_source", str),
             ground_truth=ground_truth_of(row, needed="reward_model" in self._needed),
             extra_info=row.get("extra_info", dict) or {},
-            question=text_of(messages_of(row, "prompt")),
+            question=text_of(messages),
+            messages=tuple(messages) if self._with_messages else (),
             images=self._images.get(row.where, ()),
         )
 

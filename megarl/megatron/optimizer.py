@@ -15,13 +15,14 @@ from megarl.recipe.training import OptimizerConfig
 def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float:
     """Return the learning rate of optimizer step `step` (counted from 1).
 
-    Warm-up is linear and reaches `lr` at step `warmup_steps`. The decay then falls to
+    Warm-up is linear from `lr * init_lr_ratio` (step 0) and reaches `lr` at step `warmup_steps`. The decay then falls to
     `lr * min_lr_ratio` at step `decay_steps` (unset: `total_steps`) and stays there.
     Example: lr 1, warmup_steps 2, linear, decay_steps 6: 0.5, 1, 0.75, 0.5, 0.25, 0, 0.
     """
     assert step >= 1, step
     if step <= config.warmup_steps:
-        return config.lr * step / config.warmup_steps
+        share = step / config.warmup_steps
+        return config.lr * (config.init_lr_ratio + (1.0 - config.init_lr_ratio) * share)
     if config.decay == "constant":
         return config.lr
     span = (config.decay_steps or total_steps) - config.warmup_steps

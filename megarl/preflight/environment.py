@@ -55,12 +55,13 @@ def environment_notices(recipe: Recipe, platform: Any, *, training: bool = True)
 
 def warmup_notice(recipe: Recipe) -> str | None:
     """Return a notice if the run ends before the learning rate's warm-up does."""
-    warmup, steps = recipe.actor.optimizer.warmup_steps, recipe.train.steps * recipe.actor.optimizer_steps
+    optimizer, steps = recipe.actor.optimizer, recipe.train.steps * recipe.actor.optimizer_steps
+    warmup, first = optimizer.warmup_steps, optimizer.init_lr_ratio
     if warmup <= steps:
         return None
     return (
         f"the run has {steps} optimizer steps, and actor.optimizer.warmup_steps is {warmup}: the learning rate reaches "
-        f"{steps / warmup:.0%} of actor.optimizer.lr"
+        f"{first + (1 - first) * steps / warmup:.0%} of actor.optimizer.lr"
     )
 
 

@@ -81,6 +81,7 @@ def _try_loss(user: _UserFunction) -> None:
         entropy=vector(0.1, 0.4),
         chosen=mask > 0,
         selected=vector(-1.0, 1.0) > 0,
+        groups=torch.zeros(len(_MASK)),
     )
     result = user.call(inputs)
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):

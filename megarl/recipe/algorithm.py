@@ -144,6 +144,10 @@ class AlgorithmConfig:
     dpo_label_smoothing: float = key(
         0.0, "dpo: probability that a preference label is reversed.", at_least=0, at_most=0.5
     )
+    sppo_eta: float = key(
+        1.0, "sppo, soft_mean: eta. A higher value moves the policy further from the old policy.", above=0
+    )
+    gvpo_beta: float = key(0.1, "gvpo: beta. A higher value keeps the policy closer to the old policy.", above=0)
     old_log_probs: Literal["computed", "current", "rollout"] = key(
         "computed",
         "The proximal policy of the losses. computed: a forward pass before the step's updates. current: the current policy, without that pass; requires one optimizer step per controller step (`actor.mini_batches`, `actor.epochs`), with which the numbers are equal. rollout: the engine's log-probs (bypass mode).",
@@ -168,6 +172,13 @@ class AlgorithmConfig:
         "gkd: 0 is KL(teacher || policy), 1 is KL(policy || teacher), values between are Jensen-Shannon divergences.",
         at_least=0,
         at_most=1,
+    )
+    distill_rest: bool = key(
+        True,
+        'gkd: compare "any other token" too, so that both distributions are complete. false: only the teacher\'s most likely tokens, as verl does.',
+    )
+    distill_min_log_prob: Optional[float] = key(
+        None, "gkd: lower log-probs of teacher and policy count as this number, e.g. -10. Unset: no limit.", at_most=0
     )
     distill_max: Optional[float] = key(
         None,

@@ -7,12 +7,18 @@ from typing import Optional
 
 from megarl.recipe.key import key
 
+SERVICES = ("remote", "reward_model")
+"""Scorers that ask the service of the section `reward.remote`."""
+
 
 @dataclass
 class RemoteConfig:
-    """The HTTP service of the scorer `remote`; see docs/rewards.md."""
+    """The HTTP service of the scorers `remote` and `reward_model`; see docs/rewards.md."""
 
     url: Optional[str] = key(None, "URL that samples are posted to, e.g. https://judge.example.com/score.")
+    model: Optional[str] = key(
+        None, "reward_model: name of the model at the server, by default the path that it was started with. Required."
+    )
     headers: dict[str, str] = key(
         {},
         "Headers of each request, each with the name of the environment variable that contains its value, e.g. {Authorization: MY_TOKEN}. A recipe contains no secret.",

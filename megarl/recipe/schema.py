@@ -28,7 +28,7 @@ from megarl.recipe.environment import EnvironmentConfig
 from megarl.recipe.judge import JUDGE, JudgeConfig
 from megarl.recipe.key import MOST_PROCESSES, key
 from megarl.recipe.observe import ObserveConfig
-from megarl.recipe.remote import RemoteConfig
+from megarl.recipe.remote import SERVICES, RemoteConfig
 from megarl.recipe.sandbox import SandboxConfig
 from megarl.recipe.training import ActorConfig, CriticConfig, LoraConfig, MegatronConfig, ModelConfig
 
@@ -40,7 +40,7 @@ class RewardConfig:
 
     function: Optional[str] = key(
         None,
-        "Scorer for all rows: a registered name, `judge` (section `judge`), or your function: `module:function` or `path/file.py:function`. A function with a parameter `solution_str` is called as verl calls it. Unset: each row's `data_source` selects the scorer.",
+        "Scorer for all rows: a registered name, `judge` (section `judge`), `reward_model` (section `remote`), or your function: `module:function` or `path/file.py:function`. A function with a parameter `solution_str` is called as verl calls it. Unset: each row's `data_source` selects the scorer.",
     )
     arguments: dict[str, Any] = key(
         {},
@@ -89,9 +89,9 @@ class RewardConfig:
         return JUDGE in (self.function, *self.functions)
 
     @property
-    def uses_remote(self) -> bool:
-        """True if the scorer `remote` is a term of the reward."""
-        return "remote" in (self.function, *self.functions)
+    def services(self) -> list[str]:
+        """Names of the scorers among the reward's terms that ask the service of the section `reward.remote`."""
+        return [name for name in SERVICES if name in (self.function, *self.functions)]
 
 
 @dataclass
@@ -125,6 +125,10 @@ class RolloutConfig:
     )
     top_p: float = key(1.0, "Nucleus sampling. 1: the whole distribution.", above=0, at_most=1)
     top_k: int = key(-1, "Top-k sampling. -1: the whole distribution.", at_least=-1)
+    ignore_eos: bool = key(
+        False,
+        "Every response, of evaluation too, gets `max_response_length` tokens: end-of-text tokens do not end it. For measurements of speed. Refused with tools: end-of-text tokens end the policy's turns.",
+    )
     seeded: Literal["auto", True, False] = key(
         "auto",
         "Draw each sample with a separate random generator and seed. A sample then does not depend on its batch, and a repeated or resumed run draws the same samples. Costs a Python loop over requests in every decode step. false: an engine draws all samples of a weight version from one generator. auto: true on CPUs and with `train.deterministic`, else false. Evaluation samples are always seeded in vLLM.",

@@ -95,6 +95,9 @@ class OptimizerConfig:
 
     lr: float = key(1e-6, "Peak learning rate.", at_least=0, at_most=1)
     min_lr_ratio: float = key(0.0, "Learning rate at the end of the decay, as a share of `lr`.", at_least=0, at_most=1)
+    init_lr_ratio: float = key(
+        0.0, "Learning rate at the start of the warm-up, as a share of `lr`.", at_least=0, at_most=1
+    )
     warmup_steps: int = key(0, "Optimizer steps of linear warm-up.", at_least=0)
     decay: Literal["constant", "linear", "cosine"] = key("constant", "Shape of the schedule after warm-up.")
     decay_steps: Optional[int] = key(

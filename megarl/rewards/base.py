@@ -18,7 +18,7 @@ import numpy as np
 from megarl.errors import Unavailable
 from megarl.registry import Registry, did_you_mean, import_function
 from megarl.rewards.settings import ScorerSettings
-from megarl.rewards.verl_functions import is_verl_function, verl_scorer
+from megarl.rewards.verl_functions import is_verl_function, prepare_arguments, verl_scorer
 from megarl.types import Turn
 
 LARGEST_SCORE = 1e15
@@ -32,7 +32,8 @@ class ScoreRequest:
     `response` is the decoded response without special tokens; ends of steps count its characters. `ground_truth` and
     `extra_info` come from the row. `prompt_text` is the prompt as the model received it. `uid` names the row in
     errors. With tools, `response` joins the policy's turns in order, without the tools' answers; `turns` has all
-    turns, the tools' included.
+    turns, the tools' included. `messages` are the row's, each with `role` and `content`; they are empty unless the
+    reward uses the scorer `remote` or `reward_model`.
     """
 
     response: str
@@ -42,6 +43,7 @@ class ScoreRequest:
     prompt_text: str = ""
     uid: str = ""
     turns: tuple[Turn, ...] = ()
+    messages: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -331,7 +333,9 @@ def _import_scorer(path: str, arguments: dict[str, Any]) -> Scorer:
         raise ValueError(f"reward.function {path!r} is not a function written in Python: {error}") from error
     try:
         if of_verl:
-            return Scorer(path, verl_scorer(function, arguments))
+            return Scorer(
+                path, verl_scorer(function, arguments), prepare=functools.partial(prepare_arguments, arguments)
+            )
         inspect.signature(function).bind(None, **arguments)
     except TypeError as error:
         form = "verl's four arguments" if of_verl else "one argument, a ScoreRequest"

@@ -55,11 +55,15 @@ async def remote(request: ScoreRequest, settings: ScorerSettings) -> Any:
 
     Raises ScorerUnavailable after the last attempt, and ServiceError at a 4xx other than 429 and if the answer is not JSON.
     """
+    return await ask(settings.remote, dataclasses.asdict(request))
+
+
+async def ask(service: RemoteConfig, values: dict[str, Any]) -> Any:
+    """Post `values` as JSON and return the service's JSON. Raises ServiceError as `remote`."""
     import httpx
     import tenacity
 
-    service = settings.remote
-    body = json.dumps(dataclasses.asdict(request), allow_nan=False, default=_plain).encode()
+    body = json.dumps(values, allow_nan=False, default=_plain).encode()
     requests = tenacity.AsyncRetrying(
         stop=tenacity.stop_after_attempt(service.attempts),
         wait=_Wait(service),

@@ -5,6 +5,7 @@ They are called as by verl's reward managers naive and dapo (verl/experimental/r
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import math
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from megarl.rewards.base import ScoreRequest
 
 _PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
+_TOKENIZER = "reward_model_tokenizer"
 
 
 def is_verl_function(function: Callable[..., Any]) -> bool:
@@ -36,20 +38,39 @@ def verl_scorer(function: Callable[..., Any], arguments: dict[str, Any]) -> Call
     """Return a function of a `ScoreRequest` that calls `function` as verl does; async if `function` is.
 
     arguments: keyword arguments that take precedence over verl's four (custom_reward_function.reward_kwargs).
+    A text as `reward_model_tokenizer` is the folder of the tokenizer that `function` gets.
     Raises TypeError if `function` cannot be called so.
     """
     inspect.signature(function).bind(**{**dict.fromkeys(_PARAMETERS), **arguments})
     if inspect.iscoroutinefunction(function):
 
         async def score_awaited(request: ScoreRequest) -> Any:
-            return _result(await function(**{**_call(request), **arguments}))
+            return _result(await function(**{**_call(request), **_loaded(arguments)}))
 
         return score_awaited
 
     def score(request: ScoreRequest) -> Any:
-        return _result(function(**{**_call(request), **arguments}))
+        return _result(function(**{**_call(request), **_loaded(arguments)}))
 
     return score
+
+
+def prepare_arguments(arguments: dict[str, Any]) -> None:
+    """Load the tokenizer that `arguments` name. Raises as transformers does."""
+    _loaded(arguments)
+
+
+def _loaded(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments with the tokenizer in place of its folder, as verl passes it with a reward model."""
+    folder = arguments.get(_TOKENIZER)
+    return {**arguments, _TOKENIZER: _tokenizer(folder)} if isinstance(folder, str) else arguments
+
+
+@functools.cache
+def _tokenizer(folder: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
 
 
 def _call(request: ScoreRequest) -> dict[str, Any]:

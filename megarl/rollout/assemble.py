@@ -28,6 +28,7 @@ def score_request(prompt: Prompt, trajectory: Trajectory, with_tools: bool) -> S
         prompt_text=prompt.text,
         uid=prompt.uid,
         turns=trajectory.turns if with_tools else (),
+        messages=prompt.messages,
     )
 
 

@@ -145,7 +145,7 @@ def _sampling(rollout: RolloutConfig, settings: EvaluationConfig, stop_token_ids
         max_tokens=rollout.max_response_length,
         temperature=settings.temperature,
         top_p=settings.top_p,
-        stop_token_ids=tuple(stop_token_ids),
+        stop_token_ids=() if rollout.ignore_eos else tuple(stop_token_ids),
     )
 
 

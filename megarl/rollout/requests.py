@@ -26,7 +26,7 @@ class Requests:
             temperature=rollout.temperature,
             top_p=rollout.top_p,
             top_k=rollout.top_k,
-            stop_token_ids=tuple(stop_token_ids),
+            stop_token_ids=() if rollout.ignore_eos else tuple(stop_token_ids),
         )
         self._with_greedy = ADVANTAGES[recipe.algorithm.advantage].needs_greedy
         self._seeded = samples_are_seeded(recipe)

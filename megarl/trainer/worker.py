@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 import numpy as np
 
 from megarl import platform as platforms
-from megarl.algorithms.catalogue import import_modules
+from megarl.algorithms.catalogue import LOSSES, import_modules
 from megarl.algorithms.inputs import TokenOutcomes
 from megarl.algorithms.process_advantages import step_returns, step_rewards_per_token
 from megarl.algorithms.shaping import kl_penalties
@@ -182,6 +182,7 @@ class Worker:
         # A sample of weight 0 (filtered, or the filler of an empty micro batch) is computed but excluded from the loss.
         masks = [vectors.loss_mask * float(sample.loss_weight > 0) for sample, vectors in members]
         stale = self.recipe.rollout.max_staleness > 0
+        whole_groups = LOSSES[self.recipe.algorithm.loss].whole_groups
         return MicroBatch(
             tokens=torch.from_numpy(np.concatenate([vectors.tokens for _, vectors in members]).astype(np.int64)).to(
                 self.platform.device()
@@ -197,6 +198,11 @@ class Worker:
                 "advantages": join([_advantages(sample, vectors) for sample, vectors in members]),
                 "rollout_log_probs": join([vectors.rollout_log_probs for _, vectors in members]),
                 **({"versions": join([token_versions(sample) for sample, _ in members])} if stale else {}),
+                **(
+                    {"groups": join([np.full(sample.length, sample.group) for sample, _ in members])}
+                    if whole_groups
+                    else {}
+                ),
             },
             routing=self._routing([vectors for _, vectors in members]),
             images=Images.of([vectors.images for _, vectors in members]),

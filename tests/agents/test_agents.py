@@ -356,7 +356,9 @@ def test_rewards_of_tools_and_scorers_are_steps_at_the_end_of_their_text() -> No
 def test_a_plain_sample_has_no_turns() -> None:
     completion = Completion(np.array([8, 9], np.int32), np.array([-1.0, -2.0], np.float32), "length")
     plain = Trajectory.of(completion, "xy")
-    assert score_request(PROMPT, plain, with_tools=False).turns == ()
+    messages = ({"role": "user", "content": "?"},)
+    asked = score_request(replace(PROMPT, messages=messages), plain, with_tools=False)
+    assert asked.turns == () and asked.messages == messages
     sample = control_data(
         GenerationRequest(3, PROMPT, Sampling(1, 2), 0), 0, plain, Score(1.0), lambda ids: "xy"[: len(ids)], False
     )

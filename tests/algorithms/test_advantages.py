@@ -23,7 +23,8 @@ ELSEWHERE = [
     "grpo_process",
     "on_policy_distillation",
     "optimal_token_baseline",
-]  # tests/algorithms/test_process_rewards.py, test_optimal_baseline.py, tests/rollout/test_distillation.py
+    "soft_mean",
+]  # tests/algorithms/test_process_rewards.py, test_optimal_baseline.py, test_squared_losses.py, tests/rollout/test_distillation.py
 
 
 def advantages(name: str, batch: Outcomes, **values: object) -> np.ndarray:

@@ -17,7 +17,7 @@ from megarl.recipe.algorithm import AlgorithmConfig
 from tests.support.loss_cases import assert_gradient, part_of, random_inputs, sequences_of, settings
 
 OF_TOKENS = [name for name in LOSSES.names() if not LOSSES[name].whole_groups and not LOSSES[name].needs_top]
-"""Other tests: tests/algorithms/test_preference_losses.py (pairs), tests/rollout/test_distillation.py (a teacher's distribution)."""
+"""Other tests: tests/algorithms/test_preference_losses.py (pairs), test_squared_losses.py (groups), tests/rollout/test_distillation.py (a teacher's distribution)."""
 
 # Slow references: one token, or one sequence, at a time. `p` are the log-probs that are differentiated, `fixed` the same
 # numbers where the equation stops the gradient.
@@ -114,10 +114,14 @@ def slow_gmpo(p: Numbers, fixed: Numbers, old: Numbers, a: Numbers, s: Algorithm
     return [-sum(a) / len(a) * product ** (1 / len(p))] * len(p)
 
 
+def slow_sppo(p: Numbers, fixed: Numbers, old: Numbers, a: Numbers, s: AlgorithmConfig) -> Numbers:
+    return [(sum(p) - sum(old) - s.sppo_eta * sum(a) / len(a)) ** 2] * len(p)
+
+
 SLOW: dict[str, Reference] = {
     "ppo_clip": slow_ppo, "cispo": slow_cispo, "sapo": slow_sapo, "dppo_tv": slow_dppo_tv, "dppo_kl": slow_dppo_kl,
     "gspo": slow_gspo, "gspo_token": slow_gspo_token, "gmpo": slow_gmpo, "reinforce": slow_reinforce, "sft": slow_sft,
-    "clip_cov": slow_ppo, "kl_cov": slow_ratio, "dro": slow_dro, "m2po": slow_ratio,
+    "clip_cov": slow_ppo, "kl_cov": slow_ratio, "dro": slow_dro, "m2po": slow_ratio, "sppo": slow_sppo,
 }  # fmt: skip
 # Of selected tokens, from the reference's loss, log-prob and old log-prob.
 OF_SELECTED: dict[str, Callable[[float, float, float], float]] = {
@@ -137,6 +141,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     "gspo_token": {"clip_low": 0.02, "clip_high": 0.04},
     "gmpo": {"clip_low": 0.3, "clip_high": 0.2},
     "kl_cov": {"cov_kl_coef": 0.7},
+    "sppo": {"sppo_eta": 0.7},
 }
 
 

@@ -19,10 +19,10 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture
 def dataset(tokenizer, tmp_path):
-    def build(rows, **settings):
+    def build(rows, with_messages=False, **settings):
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        return PromptDataset([path], tokenizer, DataConfig(**settings))
+        return PromptDataset([path], tokenizer, DataConfig(**settings), with_messages=with_messages)
 
     return build
 
@@ -44,6 +44,13 @@ def test_messages_go_through_the_chat_template(dataset, tokenizer):
     assert prompt.tokens == tuple(tokenizer.encode(prompt.text))
     assert (prompt.uid, prompt.data_source, prompt.ground_truth) == ("openai/gsm8k/17", "openai/gsm8k", "4")
     assert prompt.extra_info == {"index": 17, "split": "train"}
+
+
+def test_messages_are_kept_for_scorers_that_read_them(dataset):
+    messages = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"})
+    assert dataset([row(list(messages))], with_messages=True)[0].messages == messages
+    assert dataset([row("2+2?")], with_messages=True)[0].messages == messages[1:]
+    assert dataset([row(list(messages))])[0].messages == ()
 
 
 def test_plain_text_is_a_user_message_or_unchanged(dataset):

@@ -110,9 +110,9 @@ def test_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def blocks(heading: str) -> tuple[str, str]:
-    """Return the Python and the recipe of a section."""
+    """Return the Python or the command, and the recipe, of a section."""
     section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    code, recipe = (re.search(rf"```{kind}\n(.*?)```", section, re.DOTALL) for kind in ("python", "yaml"))
+    code, recipe = (re.search(rf"```(?:{kind})\n(.*?)```", section, re.DOTALL) for kind in ("python|bash", "yaml"))
     assert code is not None and recipe is not None
     return code[1], f"model: {{path: some/model}}\n{recipe[1]}"
 
@@ -144,3 +144,10 @@ def test_links_and_settings_exist() -> None:
     assert named and all(f"`{key}`" in keys for key in named)
     metrics = (ROOT / "docs" / "metrics.md").read_text()
     assert all(f"`{name}`" in metrics for name in re.findall(r"`((?:rollout|eval|timing_s)/\w+)`", PAGE))
+
+
+def test_the_reward_models_recipe_loads(tmp_path: Path) -> None:
+    command, recipe = blocks("A reward model")
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    settings = load_recipe(tmp_path / "recipe.yaml").reward
+    assert settings.services == ["reward_model"] and str(settings.remote.model) in command

@@ -186,6 +186,7 @@ def rates(total: int, **settings: Any) -> list[float]:
 def test_learning_rates_worked_by_hand() -> None:
     assert rates(3) == [1.0, 1.0, 1.0]
     assert rates(4, warmup_steps=4) == [0.25, 0.5, 0.75, 1.0]
+    assert rates(5, warmup_steps=4, init_lr_ratio=0.2) == pytest.approx([0.4, 0.6, 0.8, 1.0, 1.0])
     assert rates(7, warmup_steps=2, decay="linear", decay_steps=6) == [0.5, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
     assert rates(4, decay="linear", min_lr_ratio=0.2) == pytest.approx([0.8, 0.6, 0.4, 0.2])
     assert rates(4, decay="cosine", min_lr_ratio=0.1) == pytest.approx([0.868198, 0.55, 0.231802, 0.1], abs=1e-6)

@@ -24,6 +24,7 @@ def load(tmp_path: Path, text: str) -> object:
         ("agent: {max_turns: 3}", "agent", "no tool is named, so this section has no effect"),
         ("agent: {tools: [a, a]}", "agent.tools", "listed more than once: a"),
         ("agent: {tools: [a]}\ndata: {chat_template: false}", "data.chat_template", "need a chat template"),
+        ("agent: {tools: [a]}\nrollout: {ignore_eos: true}", "rollout.ignore_eos", "end the policy's turns"),
         (
             "agent: {tools: [a]}\ntrain: {source: sft}\nalgorithm: {advantage: none, loss: sft}",
             "agent",

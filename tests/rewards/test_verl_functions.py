@@ -215,3 +215,26 @@ def test_scorer_processes_import_the_file(file):
     finally:
         scoring.close()
     assert [outcome.value for outcome, _ in outcomes] == [1.0, 0.25]
+
+
+def test_a_function_gets_the_tokenizer_of_a_reward_model(tmp_path, quickstart_data):
+    """verl passes the tokenizer of the reward model that it serves; a recipe names its folder."""
+    path = tmp_path / "judged.py"
+    path.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info, reward_router_address, reward_model_tokenizer):\n"
+        "    tokens = reward_model_tokenizer.encode(solution_str)\n"
+        "    return {'score': len(tokens), 'pred': reward_model_tokenizer.decode(tokens) + reward_router_address}\n"
+    )
+    folder = str(quickstart_data / "model")
+    function = scorer(path, "compute_score", reward_router_address="host:1", reward_model_tokenizer=folder)
+    function.prepare()
+    scored = score(function, REQUEST)
+    assert scored.answer == "so #### 4host:1" and 1 < scored.value <= len("so #### 4")
+    missing = scorer(path, "compute_score", reward_router_address="host:1", reward_model_tokenizer=str(tmp_path / "no"))
+    with pytest.raises(OSError, match="no"):
+        missing.prepare()
+    of_megarl = "def compute_score(data_source, solution_str, ground_truth, extra_info, text):\n    return len(text)\n"
+    (tmp_path / "own.py").write_text(of_megarl)
+    own = scorer(tmp_path / "own.py", "compute_score", text=folder)
+    own.prepare()
+    assert score(own, REQUEST).value == len(folder)

@@ -72,6 +72,25 @@ class TestDivergence:
             divergence(teacher, policy, 1.0).item(), rel=1e-4
         )
 
+    def test_top_tokens_alone_by_hand(self) -> None:
+        """Without the rest: 1/2 log 2 + 1/4 log(1/2) for the first token; the second would be below 0."""
+        batch = distilling(0, [2], top_k=2)
+        batch.reference_top_log_probs = logs([[0.5, 0.125], [0.25, 0.25]])
+        batch.top_log_probs = logs([[0.25, 0.25], [0.5, 0.25]]).requires_grad_()
+        loss, _ = gkd(batch, settings(loss="gkd", distill_rest=False))
+        assert loss.tolist() == pytest.approx([0.5 * math.log(2) - 0.125 * math.log(2), 0.0])
+        (gradient,) = torch.autograd.grad(loss.sum(), batch.top_log_probs)
+        np.testing.assert_allclose(gradient, [[-0.5, -0.125], [0.0, 0.0]])
+
+    def test_low_log_probs_count_as_the_limit(self) -> None:
+        batch = distilling(0, [1], top_k=2)
+        batch.reference_top_log_probs = torch.tensor([[-1.0, -9.0]], dtype=torch.float64)
+        batch.top_log_probs = torch.tensor([[-2.0, -7.0]], dtype=torch.float64, requires_grad=True)
+        loss, _ = gkd(batch, settings(loss="gkd", distill_rest=False, distill_min_log_prob=-5.0))
+        assert loss.item() == pytest.approx(math.exp(-1) * (-1 + 2) + math.exp(-5) * (-5 + 5))
+        (gradient,) = torch.autograd.grad(loss.sum(), batch.top_log_probs)
+        np.testing.assert_allclose(gradient, [[-math.exp(-1), 0.0]])
+
     @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
     def test_divergence_is_zero_only_for_equal_distributions(self, beta: float) -> None:
         batch = distilling(0, [40])

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import threading
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
-from megarl.recipe.schema import Recipe
+from megarl.recipe.schema import Recipe, RolloutConfig
 from megarl.rollout.engine_handle import EngineHandle
 from megarl.rollout.evaluate import accuracy_metrics, evaluate, majority_is_correct, pass_at_k
-from megarl.types import Group, InlineData, Prompt, Sample, SampleFailure
+from megarl.rollout.requests import Requests
+from megarl.types import GenerationRequest, Group, InlineData, Prompt, Sample, SampleFailure
 
 
 def test_pass_at_k_by_hand() -> None:
@@ -60,9 +61,11 @@ class Engine:
 
     def __init__(self, name: str, *, silent: bool, pause: float = 0.5, unscored: int = 0) -> None:
         self.name, self.silent, self.pause, self.unscored, self.collected = name, silent, pause, unscored, 0
+        self.requests: list[GenerationRequest] = []
 
     def call(self, method: str, requests: Any) -> Future[Any]:
         assert method == "submit"
+        self.requests += requests
         return self._later(None, after=3)  # the time of all requests
 
     def call_with_data(self, method: str, number: int) -> Future[Any]:
@@ -83,11 +86,28 @@ class Engine:
         return future
 
 
-def evaluation_on(*engines: Engine) -> Any:
-    recipe = Recipe()
+def evaluation_on(*engines: Engine, **rollout: Any) -> Any:
+    recipe = Recipe(rollout=RolloutConfig(**rollout))
     recipe.rollout.timeout = 1.2
     problems = [Prompt(f"row/{i}", (1, 2), "text", "test") for i in range(6)]
     return evaluate(recipe, problems, [EngineHandle(engine) for engine in engines], [0], lambda: None)  # type: ignore[arg-type]
+
+
+class Prompts(list[Prompt]):
+    """A data set of one file without difficulties."""
+
+    sets: ClassVar = {"train": 1}
+    difficulty = None
+
+
+def test_end_of_text_tokens_end_answers_unless_they_are_ignored() -> None:
+    for ignored, stops in ((False, (0,)), (True, ())):
+        engine = Engine("engine0", silent=False, pause=0.01)
+        evaluation_on(engine, ignore_eos=ignored)
+        assert {request.sampling.stop_token_ids for request in engine.requests} == {stops}
+        prompts: Any = Prompts([Prompt("row/0", (1, 2), "text", "test")])
+        recipe = Recipe(rollout=RolloutConfig(ignore_eos=ignored))
+        assert Requests(recipe, prompts, [0]).of(0).sampling.stop_token_ids == stops
 
 
 def test_an_engine_without_progress_ends_the_evaluation() -> None:

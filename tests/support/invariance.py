@@ -58,6 +58,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "correction": CorrectionConfig(weights="token", truncate=1.1, normalize=True),
     },
     "gkd": {"loss": "gkd", "reference": "teacher", "distill_top_k": TOP_K},
+    "gvpo": {"loss": "gvpo", "normalize_by_std": False},
+    "sppo": {"loss": "sppo", "advantage": "soft_mean"},
 }
 """What looks beyond a token: at its sequence, at the mini batch, or at the batch."""
 OTHERS = tuple(ALGORITHMS)[1:]

@@ -19,7 +19,7 @@ _LEAST_REST = 1e-6  # probability of all other tokens together: the precision of
 @policy_loss(
     "gkd",
     needs_old_log_probs=False,
-    settings=("distill_top_k", "distill_beta", "distill_max"),
+    settings=("distill_top_k", "distill_beta", "distill_max", "distill_rest", "distill_min_log_prob"),
     needs_advantages=False,
     needs_reference=True,
     needs_top=True,
@@ -33,12 +33,19 @@ def gkd(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]
     divergence is non-negative, and 0 where the two distributions over these outcomes agree. If the policy leaves less than
     1e-6 to "any other token", the loss has no gradient that raises it; this can happen with a `distill_top_k` of 1 or 2.
     A token whose loss is above `distill_max` has that loss and no gradient.
+
+    Without `distill_rest` the sums cover the teacher's most likely tokens alone. They may be below 0 where the policy gives
+    these tokens more probability than the teacher; such a token has the loss 0 and no gradient. Log-probs below
+    `distill_min_log_prob` count as this number, the policy's without a gradient.
     """
     teacher, policy = inputs.reference_top_log_probs, inputs.top_log_probs
     assert teacher is not None and policy is not None
-    loss = divergence(with_rest(teacher), with_rest(policy), settings.distill_beta)
-    if settings.distill_max is not None:
-        loss = loss.clamp(max=settings.distill_max)
+    outcomes = (with_rest(teacher), with_rest(policy)) if settings.distill_rest else (teacher, policy)
+    if (least := settings.distill_min_log_prob) is not None:
+        outcomes = (outcomes[0].clamp(min=least), outcomes[1].clamp(min=least))
+    loss = divergence(*outcomes, settings.distill_beta)
+    if not settings.distill_rest or settings.distill_max is not None:
+        loss = loss.clamp(None if settings.distill_rest else 0.0, settings.distill_max)
     return loss, {
         "actor/distill_mass": policy.detach().exp().sum(1),
         "actor/distill_teacher_mass": teacher.exp().sum(1),

@@ -79,7 +79,7 @@ def _left_out(recipe: Recipe) -> list[str]:
         program = f"{server.command[0]} without its arguments" if server.command[1:] else "".join(server.command)
         values = f", with {', '.join(server.env)} in its environment" if server.env else ""
         texts.append(f"agent.mcp.{name}: {_shown(server.url) if server.url else program}{values}")
-    if recipe.reward.uses_remote and recipe.reward.remote.url:
+    if recipe.reward.services and recipe.reward.remote.url:
         texts.append(f"reward.remote.url: {_shown(recipe.reward.remote.url)}")
     return texts
 

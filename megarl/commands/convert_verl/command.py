@@ -18,22 +18,17 @@ from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
 from megarl.atomic_files import check_new, write_atomically
 from megarl.commands.convert_verl.conversion import Conversion, OptionValue, read_options, value_of
 from megarl.commands.convert_verl.fully_async import FULLY_ASYNC, FULLY_ASYNC_DEFAULTS
-from megarl.commands.convert_verl.inputs import RECIPE_DEFAULTS
+from megarl.commands.convert_verl.gkd import GKD, GKD_DEFAULTS
 from megarl.commands.convert_verl.open_settings import open_notes, set_aside, stand_ins
-from megarl.commands.convert_verl.shell.parser import TRAINERS, Command, read_command
+from megarl.commands.convert_verl.option import Option
+from megarl.commands.convert_verl.sampling import ASYNC_FLOW, ASYNC_FLOW_DEFAULTS, PARTIAL_ROLLOUT
+from megarl.commands.convert_verl.sft import OPTIM_DEFAULTS, SFT, SFT_DEFAULTS, translate_sft
+from megarl.commands.convert_verl.shell.parser import Command, read_command
 from megarl.commands.convert_verl.shell.values import ScriptContext, absent_names
-from megarl.commands.convert_verl.table import (
-    ACTOR,
-    DEFAULTS,
-    LOSS_MODE,
-    RL,
-    SFT,
-    SFT_DEFAULTS,
-    TRAINER,
-)
+from megarl.commands.convert_verl.table import ACTOR, DEFAULTS, LOSS_MODE, RL, TRAINER
 from megarl.commands.convert_verl.table import LOSSES as LOSS_MODES
-from megarl.commands.convert_verl.trainers import Sampling
-from megarl.commands.convert_verl.translate import translate_rl, translate_sft
+from megarl.commands.convert_verl.trainers import devices_of
+from megarl.commands.convert_verl.translate import translate_rl
 from megarl.commands.convert_verl.unread_options import unread_options
 from megarl.errors import InputError, RecipeError
 from megarl.hf import published
@@ -44,6 +39,14 @@ from megarl.recipe.derived.megatron_ddp import refusal_of_ddp
 from megarl.recipe.load import OPEN, flat_settings, to_yaml
 from megarl.recipe.schema import Recipe
 from megarl.registry import did_you_mean
+
+_OF_KIND: dict[str, tuple[list[Option], dict[str, Any]]] = {
+    "fully_async": (FULLY_ASYNC, FULLY_ASYNC_DEFAULTS),
+    "partial_rollout": (PARTIAL_ROLLOUT, DEFAULTS),
+    "distillation": (GKD, DEFAULTS | GKD_DEFAULTS),
+    "async_flow": (ASYNC_FLOW, DEFAULTS | ASYNC_FLOW_DEFAULTS),
+}
+"""Options of a kind of RL trainer that precede the tables, and its defaults."""
 
 
 @dataclass(frozen=True)
@@ -115,29 +118,30 @@ def _translated(
     rows: int | None,
 ) -> Conversion:
     """Apply the tables and the derived settings. config: --config-name. chosen: advantage and loss that the user sets."""
-    kind = TRAINERS.search(command.trainer)
-    assert kind
-    if kind[1] in SFT_DEFAULTS:
-        conversion = Conversion(options, SFT_DEFAULTS[kind[1]], given=given)
+    entry = command.entry
+    if entry.kind == "sft":
+        optim = OPTIM_DEFAULTS.get(str(options["optim"].value) if "optim" in options else "", {})
+        conversion = Conversion(options, SFT_DEFAULTS[entry.module] | optim, given=given)
         set_aside(conversion, [*SFT, *TRAINER], command.absences)
         conversion.apply([*SFT, *TRAINER])
-        translate_sft(conversion, processes=_processes(command), rows=rows)
+        translate_sft(conversion, processes=_processes(command, conversion), rows=rows)
         return conversion
-    is_fully_async = kind[1] == "fully_async_main"
-    defaults = (FULLY_ASYNC_DEFAULTS if is_fully_async else DEFAULTS) | RECIPE_DEFAULTS.get(kind[1], {})
-    conversion = Conversion(options, defaults, given=given)
-    table = [*(FULLY_ASYNC if is_fully_async else []), *RL, *TRAINER]
+    first, defaults = _OF_KIND.get(entry.kind, ([], DEFAULTS))
+    conversion = Conversion(options, defaults | dict(entry.defaults), given=given)
+    table = [*first, *RL, *TRAINER]
     set_aside(conversion, table, command.absences)
     engine = conversion.get("model_engine")
-    megatron = engine == "megatron" or "megatron" in config or conversion.get(f"{ACTOR}.strategy") == "megatron"
-    loss = chosen.get("algorithm.loss") or LOSS_MODES.get(str(conversion.get(LOSS_MODE, "vanilla")), "")
-    critic = (chosen.get("algorithm.advantage") or conversion.get("algorithm.adv_estimator")) == "gae"
+    groups = f"{config} {conversion.get(f'actor@{ACTOR}', '')}"
+    megatron = engine == "megatron" or "megatron" in groups or "mlite" in groups
+    megatron = megatron or conversion.get(f"{ACTOR}.strategy") == "megatron"
+    fixed: dict[str, Any] = {**entry.settings, **chosen}
+    loss = fixed.get("algorithm.loss") or LOSS_MODES.get(str(conversion.get(LOSS_MODE, "vanilla")), "")
+    critic = (fixed.get("algorithm.advantage") or conversion.get("algorithm.adv_estimator")) == "gae"
     unread = unread_options(conversion.options, megatron=megatron, loss=loss, critic=critic)
     conversion.apply(table, unread)
-    conversion.settings |= chosen  # other settings depend on them
-    sampling: Sampling = "fully_async" if is_fully_async else "synchronous"
-    sampling = "one_step_off" if "one_step_off" in command.trainer else sampling
-    translate_rl(conversion, megatron=megatron, sampling=sampling, rows=rows)
+    conversion.settings |= fixed  # other settings depend on them
+    conversion.notes += entry.notes
+    translate_rl(conversion, megatron=megatron, kind=entry.kind, rows=rows)
     return conversion
 
 
@@ -193,8 +197,10 @@ def _setting(name: str, text: str) -> Any:
     return [value] if name.startswith("data.") and name.endswith("_files") and isinstance(value, str) else value
 
 
-def _processes(command: Command) -> int | str:
-    """Return the number of torchrun's processes on all nodes, or OPEN."""
+def _processes(command: Command, conversion: Conversion) -> int | str:
+    """Return the number of training processes on all nodes, torchrun's or Ray's, or OPEN."""
+    if command.entry.module == "sft_trainer_ray":
+        return devices_of(conversion, ("trainer.nnodes", "trainer.n_gpus_per_node"))
     launcher = " ".join(command.launcher)
     count = 1
     for flag in ("nproc[_-]per[_-]node", "nnodes"):

@@ -19,8 +19,8 @@ from megarl.recipe.load import OPEN
 
 _OVERRIDE = re.compile(r"(~|\+{0,2})([\w@./-]+?)(?:=(.*))?", re.DOTALL)
 _ALGORITHMIC = ("algorithm.", "actor_rollout_ref.actor.", "critic.optim.", "distillation.", "async_training.")
-_SWITCHES = ("reward_model.enable", "reward.reward_model.enable")
-"""Options that replace the reward if they are True."""
+_HARMLESS = ("trainer.", "ray_kwargs.", "global_profiler.", "checkpoint.", "hydra.")
+"""Prefixes of options that are left out even if the tables lack them. Any other unknown option is refused, as by Hydra."""
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
@@ -79,7 +79,6 @@ class Conversion:
         to: the recipe's key, if there is one. changes: it is known that the algorithm changes.
         """
         algorithmic = changes or option.startswith(_ALGORITHMIC) or to.startswith(("algorithm.", "actor.optimizer."))
-        algorithmic = algorithmic or (option in _SWITCHES and self.get(option) is True)
         if algorithmic and option in self.options and not {option, to} & set(self.given):
             value = _short(self.options[option].value)
             instead = f"{to}=VALUE after the file, or " if to else ""
@@ -118,9 +117,12 @@ class Conversion:
         """
         for name in [*self.options, *(name for name in self.defaults if name not in self.options)]:
             option = next((row for row in table if fnmatch.fnmatchcase(name, row.verl)), None)
-            if option is None:
+            if option is None and name.startswith("data.") and "data.custom_cls.path" in self.options:
+                self.note(name, "the dataset class reads it")
+            elif option is None:
                 near = difflib.get_close_matches(name, [row.verl for row in table], n=1, cutoff=0.85)
-                self.leave_out(name, f"unknown option, omitted{f'; nearest: {near[0]}' if near else ''}")
+                reason = f"unknown option, omitted{f'; nearest: {near[0]}' if near else ''}"
+                self.leave_out(name, reason, changes=not name.startswith(_HARMLESS))
             elif option.to is None and self.get(name) in option.same:
                 continue
             elif name in unread:
@@ -128,7 +130,8 @@ class Conversion:
             elif option.changes:
                 self.leave_out(name, f"no counterpart: {option.remark}", changes=True)
             elif option.to is None:
-                self.note(name, f"no counterpart: {option.remark}")
+                if name in self.options:
+                    self.note(name, f"no counterpart: {option.remark}")
             elif not option.derived:
                 self._take(name, option)
 

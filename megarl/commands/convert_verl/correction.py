@@ -56,6 +56,8 @@ def _bypass(conversion: Conversion) -> None:
             settings.pop(f"algorithm.correction.{name}", None)
         reason = "not used: in bypass mode the ratio of PPO's loss is already p(current) / p(engine)"
         conversion.note(f"{_PREFIX}rollout_is", reason)
+        if _get(conversion, "rollout_is_batch_normalize"):
+            conversion.note(f"{_PREFIX}rollout_is_batch_normalize", "not used: it belongs to rollout_is")
 
 
 def _get(conversion: Conversion, name: str) -> Any:

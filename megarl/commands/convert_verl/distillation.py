@@ -98,14 +98,11 @@ def _forward_kl(conversion: Conversion) -> None:
         "algorithm.loss": "gkd",
         "algorithm.distill_top_k": conversion.number(f"{_LOSS}.topk", 32),
         "algorithm.distill_beta": 0.0,
+        "algorithm.distill_rest": False,
     }
     _limit(conversion)
-    conversion.note(
-        f"{_LOSS}.loss_mode", "gkd also has the outcome 'any other token', so the divergence is never below 0"
-    )
-    if conversion.get(f"{_LOSS}.log_prob_min_clamp") is not None:
-        reason = "log-probs of the top tokens are not limited"
-        conversion.leave_out(f"{_LOSS}.log_prob_min_clamp", reason, changes=True)
+    if (least := conversion.get(f"{_LOSS}.log_prob_min_clamp")) is not None:
+        conversion.settings["algorithm.distill_min_log_prob"] = least
 
 
 def _limit(conversion: Conversion) -> None:

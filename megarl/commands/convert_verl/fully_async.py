@@ -6,11 +6,11 @@ trigger_parameter_sync_step of these updates the engines receive the weights. Th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from megarl.commands.convert_verl.conversion import Conversion
-from megarl.commands.convert_verl.option import Option
+from megarl.commands.convert_verl.option import Option, no_counterpart
+from megarl.commands.convert_verl.sampling import ARRIVAL, Updates
 from megarl.commands.convert_verl.table import DEFAULTS
 from megarl.errors import InputError
 
@@ -29,6 +29,7 @@ FULLY_ASYNC = [
     Option(f"{_A}.ppo_mini_batch_size", "data.prompts_per_step, actor.mini_batches", "see trigger_parameter_sync_step", derived=True),
     Option(_PARTIAL, "rollout.at_update", "with a staleness_threshold above 0: True is refresh, False is drain", derived=True),
     Option(_CONCURRENT, None, "engines take all admitted requests; rollout.engine_args.max_num_seqs limits them"),
+    *no_counterpart("samples are scored while others are sampled", f"{_ASYNC}.enable_reward_queue", f"{_ASYNC}.reward_queue_size"),
     Option(f"{_ASYNC}.use_trainer_do_validate", None, _HYBRID, same=(False,)),
     Option(f"{_ASYNC}.use_dynamic_resource_scheduling", None, _HYBRID, same=(False,)),
     Option(f"{_ASYNC}.dynamic_schedule_*", None, _HYBRID),
@@ -55,15 +56,6 @@ _OF_THE_BATCH = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "
 """Advantages with statistics of the whole batch."""
 
 
-@dataclass(frozen=True)
-class Updates:
-    """Calls of verl's update_actor. prompts: in each call. count: calls per step of the recipe. origin: of `prompts`."""
-
-    prompts: int
-    count: int = 1
-    origin: str = "data.train_batch_size"
-
-
 def read_updates(conversion: Conversion) -> Updates:
     """Return the updates of a step, and set `data.prompts_per_step`. Raises InputError for values that verl refuses."""
     for option, required in (("data.train_batch_size", 0), ("data.gen_batch_size", 1)):
@@ -83,10 +75,7 @@ def translate_fully_async(conversion: Conversion, updates: Updates, *, megatron:
 
     updates: see `read_updates`. megatron, rows: see `translate_rl`.
     """
-    conversion.notes.append(
-        "verl trains on groups in the order of their arrival; here a group overtakes older ones only within "
-        "rollout.window, and with rollout.at_update=drain batches are in admission order"
-    )
+    conversion.notes.append(ARRIVAL)
     if _CONCURRENT not in conversion.options:  # an option of the command has a note
         conversion.notes.append(
             f"verl runs at most {conversion.get(_CONCURRENT)} groups per engine (concurrent_samples_per_replica); here engines "
@@ -101,7 +90,7 @@ def translate_fully_async(conversion: Conversion, updates: Updates, *, megatron:
     _at_update(conversion)
     _steps(conversion, updates, rows)
     _filter(conversion)
-    _note_batches(conversion, updates)
+    note_batches(conversion, updates)
     _schedule(conversion, megatron=megatron)
 
 
@@ -165,8 +154,8 @@ def _filter(conversion: Conversion) -> None:
         conversion.note(option, f"not used: {_UNREAD}")
 
 
-def _note_batches(conversion: Conversion, updates: Updates) -> None:
-    """Note quantities that verl computes for each update, and megarl for the step."""
+def note_batches(conversion: Conversion, updates: Updates) -> None:
+    """Note quantities that verl computes for each of several updates of a step, and megarl for the step."""
     settings = conversion.settings
     if updates.count == 1:
         return

@@ -1,4 +1,4 @@
-"""Reward functions, tools, columns of rows, and arguments of engines."""
+"""Tools, columns of rows, and arguments of engines."""
 
 from __future__ import annotations
 
@@ -18,34 +18,6 @@ SGLANG = {
 """Arguments of vLLM's engine -> SGLang's; "": none."""
 _FUNCTIONS = "verl's function tools are not read: write functions of megarl (docs/agents.md)"
 _ROWS = "data.custom_cls"
-
-RECIPE_DEFAULTS: dict[str, dict[str, Any]] = {
-    "main_entropy": {
-        "custom_reward_function.path": "pkg://recipe.entropy.reward_score",
-        "custom_reward_function.name": "_default_compute_score",
-    },
-}
-"""Further defaults by training module: main_entropy has its own scorer (recipe/entropy/reward.py)."""
-
-
-def translate_reward_function(conversion: Conversion) -> None:
-    """Set reward.function to verl's custom_reward_function: a file, or pkg:// and a module."""
-    for prefix in ("custom_reward_function", "reward.custom_reward_function"):  # verl prefers the former
-        option, path = f"{prefix}.path", conversion.get(f"{prefix}.path")
-        if not path:
-            continue
-        path = str(path).removeprefix("file://")
-        module = path.removeprefix("pkg://").replace("/", ".") if path.startswith("pkg://") else path
-        if "://" in module or not (path.startswith("pkg://") or path.endswith(".py")):
-            raise InputError(f"{conversion.where(option)}{option}={path} is neither a .py file nor pkg:// and a module")
-        name = conversion.get(f"{prefix}.name", "compute_score")
-        if not name:
-            raise InputError(f"{conversion.where(f'{prefix}.name')}{prefix}.name has no value")
-        conversion.settings["reward.function"] = f"{module}:{name}"
-        if option not in conversion.options:
-            conversion.note(option, "the scorer of verl's recipe, whose repository must be on PYTHONPATH")
-        return
-    conversion.drop("reward.arguments.", "verl uses it with custom_reward_function.path")
 
 
 def translate_tools(conversion: Conversion) -> None:
@@ -69,6 +41,11 @@ def translate_tools(conversion: Conversion) -> None:
             conversion.leave_out(functions, _FUNCTIONS, to="agent.tools", changes=True)
         named = True
     if options and named:
+        syntax = f"{_R}.multi_turn.format"
+        if get(syntax, "hermes") != "hermes":
+            conversion.leave_out(syntax, "megarl does not read this syntax of calls", to="agent.format", changes=True)
+        elif syntax in conversion.options:
+            conversion.settings["agent.format"] = "hermes"
         conversion.settings.setdefault("agent.max_calls_per_turn", 1)
         if "agent.max_turns" not in conversion.settings:
             conversion.note(

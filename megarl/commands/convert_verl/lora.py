@@ -33,6 +33,11 @@ def translate_lora(conversion: Conversion, *, megatron: bool) -> None:
             engine = "Megatron" if megatron else "FSDP"
             conversion.note(name, f"not used: verl's {engine} actor reads {read}rank and its neighbours")
     if not (rank := get(f"{read}rank", 0)):
+        if get(option := f"{read}adapter_path"):
+            reason = (
+                "without lora_rank, verl of January 2026 trains these adapters, and verl of August 2026 all weights"
+            )
+            conversion.leave_out(option, reason, changes=True)
         return
     settings |= {"lora.rank": rank, "lora.alpha": get(f"{read}alpha", 32 if megatron else 16)}
     targets = get(f"{read}target_modules", _ALL) if megatron else get(f"{_MODEL}.target_modules", "all-linear")

@@ -16,7 +16,9 @@ from megarl.commands.convert_verl.option import Option
 from megarl.commands.convert_verl.shell.values import Undetermined, absent_names, combined, without_absent
 from megarl.recipe.load import OPEN
 
-_PATHS = ("model.path", "model.tokenizer", "critic.model_path", "data.train_files", "data.eval_files", "teacher.path")
+_PATHS = (
+    "model.path", "model.tokenizer", "critic.model_path", "data.train_files", "data.eval_files", "teacher.path", "reward.remote.model",
+)  # fmt: skip
 _FILES, _FORMATS = ("data.train_files", "data.eval_files"), (".parquet", ".jsonl")
 _NAMES = ("name", "observe.project")
 _DEVICES = ("trainer.nnodes", "trainer.n_gpus_per_node")
@@ -80,7 +82,9 @@ def open_notes(conversion: Conversion) -> list[str]:
             # A number of processes follows from numbers of devices, which may be several options.
             origins = [conversion.origins[key]] if key in conversion.origins else list(_DEVICES)
             given = ", ".join(f"{name}={conversion.open[name]}" for name in origins if name in conversion.open)
-            notes.append(f"{key}=???: set it before the run; the script leaves it open: {given or 'no value'}")
+            notes.append(
+                f"{key}=???: set it before the run; the script leaves it open: {given or 'it has no option for it'}"
+            )
     return notes
 
 
@@ -93,5 +97,6 @@ def stand_ins(settings: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {
         "cluster.trainers": devices, "critic.trainers": devices, "rollout.engines": devices // engine,
         "data.train_files": ["stand-in.parquet"], "data.eval_files": ["stand-in.parquet"],
+        "reward.remote.url": "http://stand-in/classify",
     }  # fmt: skip
     return {key: values.get(key, "stand-in") for key, value in settings.items() if value == OPEN}

@@ -24,3 +24,8 @@ class Option:
     derived: bool = False
     same: tuple[Any, ...] = ()
     changes: bool = False
+
+
+def no_counterpart(remark: str, *options: str, same: tuple[Any, ...] = (), changes: bool = False) -> list[Option]:
+    """Return options without counterpart that share a remark; see `Option`."""
+    return [Option(option, None, remark, same=same, changes=changes) for option in options]

@@ -1,30 +1,22 @@
 """Table of verl's options and the corresponding settings of megarl. `Conversion.apply` applies it.
 
-`RL` has the options of verl.trainer.main_ppo and of the entry points of DAPO, one-step-off and, with the options of
-`fully_async.py`, fully asynchronous training. `SFT` has the options of
-fsdp_sft_trainer and sft_trainer. ``*`` in the name of an option matches any text.
+`RL` has the options of verl.trainer.main_ppo and of the entry points of DAPO and one-step-off; `rewards.py` has its rewards, `sampling.py`,
+`fully_async.py` and `gkd.py` have further options of other trainers, and `sft.py` the options of supervised training. `TRAINER` belongs to RL
+and SFT. ``*`` in the name of an option matches any text.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from megarl.commands.convert_verl.option import Option
-
-
-def _none(remark: str, *options: str, same: tuple[Any, ...] = (), changes: bool = False) -> list[Option]:
-    return [Option(option, None, remark, same=same, changes=changes) for option in options]
-
+from megarl.commands.convert_verl.option import Option, no_counterpart
+from megarl.commands.convert_verl.rewards import OF_REWARD
+from megarl.commands.convert_verl.sampling import OF_SAMPLING
 
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 ACTOR = _A
 LOSS_MODE = f"{_A}.policy_loss.loss_mode"
 OF_POLICY_LOSS = ("loss_mode", "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef")
-OVERLONG = (
-    "reward_model.overlong_buffer",
-    "reward_model.reward_kwargs.overlong_buffer_cfg",
-    "reward.reward_kwargs.overlong_buffer_cfg",
-)
 
 _SAME_ADVANTAGES = (
     "gae", "grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "opo", "grpo_passk", "gpg",
@@ -39,7 +31,7 @@ ADVANTAGES = {
 }
 LOSSES = {
     "vanilla": "ppo_clip", "gspo": "gspo", "sapo": "sapo", "gpg": "reinforce", "clip_cov": "clip_cov", "kl_cov": "kl_cov",
-    "geo_mean": "gmpo", "cispo": "cispo", "dppo_tv": "dppo_tv", "dppo_kl": "dppo_kl", "dro": "dro",
+    "geo_mean": "gmpo", "cispo": "cispo", "dppo_tv": "dppo_tv", "dppo_kl": "dppo_kl", "dro": "dro", "gvpo": "gvpo",
 }  # fmt: skip
 AGGREGATIONS = {
     "token-mean": "token_mean", "seq-mean-token-sum": "seq_mean_token_sum", "seq-mean-token-mean": "seq_mean_token_mean",
@@ -52,13 +44,49 @@ METRICS = {"acc": "accuracy", "score": "reward", "seq_reward": "reward", "seq_fi
 RESUME = {"disable": "never", "auto": "auto"}
 
 _CONFIG = "the model's config.json determines it"
-_SAME_NAME = "same name in megarl"
-_ULYSSES = "tensor parallelism of the same size, which also splits sequences"
-_ALWAYS = "megarl always does this"
+SAME_NAME = "same name in megarl"
+ULYSSES = "tensor parallelism of the same size, which also splits sequences"
+ALWAYS = "megarl always does this"
 _FSDP = "an FSDP option; megarl trains with Megatron"
 _TOKENS = "micro batches are measured in tokens; actor.max_tokens_per_micro_batch also applies to the log-prob passes"
 _REFERENCE = "the actor's processes compute the reference policy, in the actor's layout"
-_BY_ROW = "each sample is scored separately: by reward.function, or by the scorer of its data_source (docs/rewards.md)"
+
+
+def layout_options(prefix: str, to: str) -> list[Option]:
+    """Return the options of verl's Megatron engine below `prefix`, for the recipe's section `to`."""
+    config = f"{prefix}override_transformer_config"
+    return [
+        Option(f"{prefix}tensor_model_parallel_size", f"{to}.tensor_parallel"),
+        Option(f"{prefix}pipeline_model_parallel_size", f"{to}.pipeline_parallel"),
+        Option(f"{prefix}virtual_pipeline_model_parallel_size", f"{to}.virtual_pipeline"),
+        Option(f"{prefix}context_parallel_size", f"{to}.context_parallel"),
+        Option(f"{prefix}expert_model_parallel_size", f"{to}.expert_parallel"),
+        Option(f"{prefix}expert_tensor_parallel_size", f"{to}.expert_tensor_parallel", "if unset, and expert parallelism is on: the tensor-parallel size, as in Megatron", derived=True),
+        Option(f"{prefix}use_distributed_optimizer", f"{to}.distributed_optimizer"),
+        Option(f"{config}.recompute_granularity", f"{to}.recompute", names={"full": "full", "selective": "selective", None: "none"}),
+        Option(f"{config}.recompute_*", None, f"{to}.recompute=full recomputes every layer, one at a time"),
+        Option(f"{config}.num_layers_in_first_pipeline_stage", f"{to}.first_stage_layers"),
+        Option(f"{config}.num_layers_in_last_pipeline_stage", f"{to}.last_stage_layers"),
+        Option(f"{config}.pipeline_num_transformer_layers", None, f"use {to}.first_stage_layers and last_stage_layers"),
+        *no_counterpart(_CONFIG, *(f"{config}.{name}*" for name in ("multi_head_latent_attention", "rope_scaling", "yarn_", "seq_length"))),
+        Option(f"{config}.moe_z_loss_coeff", f"{to}.moe_z_loss_coef"),
+        Option(f"{config}.moe_aux_loss_coeff", f"{to}.moe_aux_loss_coef", "unless moe_router_load_balancing_type=none, or vanilla_mbridge=True without a type: verl then has no balancing", derived=True),
+        Option(f"{config}.moe_router_load_balancing_type", f"{to}.moe_aux_loss_coef", "see moe_aux_loss_coeff", derived=True),
+        *no_counterpart("it drops tokens depending on the rest of their micro batch", *(f"{config}.{name}" for name in ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_token_drop_policy")), same=(None, False), changes=True),
+        Option(f"{config}.*", f"{to}.extra.*", SAME_NAME),
+        Option(f"{prefix}override_ddp_config.*", f"{to}.ddp.*", SAME_NAME),
+    ]  # fmt: skip
+
+
+def lite_options(prefix: str, to: str) -> list[Option]:
+    """Return the sizes of verl's Megatron Lite and Automodel engines below `prefix`, for the recipe's section `to`."""
+    sizes = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert", "etp": "expert_tensor"}
+    return [
+        *(Option(f"{prefix}{name}", f"{to}.{size}_parallel") for name, size in sizes.items()),
+        *(Option(f"{prefix}{name}_size", f"{to}.{size}_parallel") for name, size in sizes.items()),
+        *no_counterpart(f"use {to}.virtual_pipeline", f"{prefix}vpp", same=(None, 1), changes=True),
+    ]
+
 
 RL = [
     Option("actor_rollout_ref.model.path", "model.path"),
@@ -74,18 +102,21 @@ RL = [
     Option("data.shuffle", "data.shuffle"),
     Option("data.seed", "train.seed"),
     Option("data.apply_chat_template_kwargs", "data.chat_template_args"),
-    Option("data.apply_chat_template_kwargs.*", "data.chat_template_args.*", _SAME_NAME),
+    Option("data.apply_chat_template_kwargs.*", "data.chat_template_args.*", SAME_NAME),
     Option("data.prompt_key", "data.columns.prompt"),
     Option("data.image_key", "data.columns.images"),
     Option("data.video_key", "data.columns.videos"),
     Option("data.reward_fn_key", "data.columns.data_source"),
     Option("data.custom_cls.path", "data.train_files, data.eval_files", "files that `megarl data verl_dataset` writes with the class: a note has the commands", derived=True),
     Option("data.custom_cls.name", "data.train_files, data.eval_files", "see data.custom_cls.path", derived=True),
-    *_none("rows come in the order of data.shuffle and data.curriculum", "data.sampler.*", same=(None,), changes=True),
-    *_none("rows are fixed before the run", "data.datagen.*", same=(None,), changes=True),
-    *_none("the preparation of rows has no setting", "data.filter_overlong_prompts_workers", "data.dataloader_num_workers", "data.return_raw_chat", "data.return_raw_input_ids"),
+    *no_counterpart("rows come in the order of data.shuffle and data.curriculum", "data.sampler.*", same=(None,), changes=True),
+    *no_counterpart("rows are fixed before the run", "data.datagen.*", same=(None,), changes=True),
+    *no_counterpart("the preparation of rows has no setting", "data.filter_overlong_prompts_workers", "data.dataloader_num_workers", "data.return_raw_chat", "data.return_raw_input_ids", "data.image_patch_size", "actor_rollout_ref.model.use_shm"),
+    *no_counterpart("evaluation takes all rows at once, in the order of the file", "data.val_batch_size", "data.validation_shuffle"),
+    Option("data.val_max_samples", "evaluation.limit", "-1 is all rows", derived=True),
+    *no_counterpart("every row is used", "data.train_max_samples", same=(-1,), changes=True),
     Option("algorithm.adv_estimator", "algorithm.advantage", names=ADVANTAGES),
-    *_none("algorithm.advantage determines it", f"{_A}.calculate_sum_pi_squared", f"{_A}.sum_pi_squared_checkpointing"),
+    *no_counterpart("algorithm.advantage determines it", f"{_A}.calculate_sum_pi_squared", f"{_A}.sum_pi_squared_checkpointing"),
     Option("algorithm.norm_adv_by_std_in_grpo", "algorithm.normalize_by_std"),
     Option("algorithm.gamma", "algorithm.gamma"),
     Option("algorithm.lam", "algorithm.lam"),
@@ -115,6 +146,8 @@ RL = [
     Option(f"{_A}.clip_ratio_c", "algorithm.dual_clip"),
     Option(f"{_A}.tau_pos", "algorithm.tau_positive"),
     Option(f"{_A}.tau_neg", "algorithm.tau_negative"),
+    Option(f"{_A}.gvpo_beta", "algorithm.gvpo_beta"),
+    *(Option(f"{prefix}.sppo_eta", "algorithm.sppo_eta", "with main_sppo; algorithm's and actor's must be equal", derived=True) for prefix in ("algorithm", _A)),
     Option(f"{_A}.loss_agg_mode", "algorithm.aggregation", names=AGGREGATIONS),
     Option(f"{_A}.loss_scale_factor", "algorithm.aggregation_divisor", "1 with loss_agg_mode=token-sum", derived=True),
     Option(f"{_A}.policy_loss.dro_beta", "algorithm.log_ratio_coef", "half of it", derived=True),
@@ -142,38 +175,26 @@ RL = [
     Option(f"{_A}.optim.lr_decay_steps", "actor.optimizer.decay_steps", "x optimizer steps per step; without a decay it has no effect", derived=True),
     Option(f"{_A}.optim.min_lr", "actor.optimizer.min_lr_ratio", "divided by lr; without a decay it has no effect", derived=True),
     *(option for prefix in (f"{_A}.optim", "critic.optim") for option in (
-        *_none("it selects one of verl's implementations", f"{prefix}.optimizer_impl", same=("torch.optim",)),
-        *_none("the length of a run is train.steps", f"{prefix}.total_training_steps"),
-        *_none("a cosine decay has half a period", f"{prefix}.num_cycles", same=(0.5,), changes=True),
-        *_none("weight decay is constant", f"{prefix}.weight_decay_incr_style", same=("constant",), changes=True),
+        *no_counterpart("it selects one of verl's implementations", f"{prefix}.optimizer_impl", same=("torch.optim",)),
+        *no_counterpart("the length of a run is train.steps", f"{prefix}.total_training_steps"),
+        *no_counterpart("a cosine decay has half a period", f"{prefix}.num_cycles", same=(0.5,), changes=True),
+        *no_counterpart("weight decay is constant", f"{prefix}.weight_decay_incr_style", same=("constant",), changes=True),
     )),
-    *_none("warm-up starts at 0", f"{_A}.optim.lr_warmup_init", "critic.optim.lr_warmup_init", same=(0, 0.0), changes=True),
-    *_none("AdamW is the only optimizer", f"{_A}.optim.optimizer", "critic.optim.optimizer", same=("AdamW", "adamw", "adam"), changes=True),
-    *_none("optimizer states in host memory: actor.optimizer.extra.optimizer_cpu_offload or megatron.extra.swap_optimizer, depending on the device", f"{_A}.optim.override_optimizer_config*"),
-    *_none("it selects verl's trainers; megarl trains with Megatron", f"{_A}.strategy", "model_engine", same=("megatron",)),
-    Option(f"{_A}.megatron.tensor_model_parallel_size", "megatron.tensor_parallel"),
-    Option(f"{_A}.megatron.pipeline_model_parallel_size", "megatron.pipeline_parallel"),
-    Option(f"{_A}.megatron.virtual_pipeline_model_parallel_size", "megatron.virtual_pipeline"),
-    Option(f"{_A}.megatron.context_parallel_size", "megatron.context_parallel"),
-    Option(f"{_A}.megatron.expert_model_parallel_size", "megatron.expert_parallel"),
-    Option(f"{_A}.megatron.expert_tensor_parallel_size", "megatron.expert_tensor_parallel", "if unset, and expert parallelism is on: the tensor-parallel size, as in Megatron", derived=True),
-    Option(f"{_A}.megatron.use_distributed_optimizer", "megatron.distributed_optimizer"),
+    *(Option(f"{prefix}.{name}", f"{section}.init_lr_ratio", remark, derived=True) for prefix, section in ((f"{_A}.optim", "actor.optimizer"), ("critic.optim", "critic.optimizer")) for name, remark in (("init_lr_ratio", ""), ("lr_warmup_init", "divided by lr"))),
+    *no_counterpart("AdamW is the only optimizer", f"{_A}.optim.optimizer", "critic.optim.optimizer", same=("AdamW", "adamw", "adam"), changes=True),
+    *no_counterpart("optimizer states in host memory: actor.optimizer.extra.optimizer_cpu_offload or megatron.extra.swap_optimizer, depending on the device", f"{_A}.optim.override_optimizer_config*"),
+    *no_counterpart("it selects verl's trainers; megarl trains with Megatron", f"{_A}.strategy", "model_engine", same=("megatron",)),
+    *layout_options(f"{_A}.megatron.", "megatron"),
     Option(f"{_A}.megatron.*_offload", "megatron.offload", "true if any is True", derived=True),
-    Option(f"{_A}.megatron.override_transformer_config.recompute_granularity", "megatron.recompute", names={"full": "full", "selective": "selective", None: "none"}),
-    Option(f"{_A}.megatron.override_transformer_config.recompute_*", None, "megatron.recompute=full recomputes every layer, one at a time"),
-    Option(f"{_A}.megatron.override_transformer_config.num_layers_in_first_pipeline_stage", "megatron.first_stage_layers"),
-    Option(f"{_A}.megatron.override_transformer_config.num_layers_in_last_pipeline_stage", "megatron.last_stage_layers"),
-    Option(f"{_A}.megatron.override_transformer_config.pipeline_num_transformer_layers", None, "use megatron.first_stage_layers and last_stage_layers"),
-    *_none(_CONFIG, *(f"{_A}.megatron.override_transformer_config.{name}*" for name in ("multi_head_latent_attention", "rope_scaling", "yarn_", "seq_length"))),
-    Option(f"{_A}.megatron.override_transformer_config.*", "megatron.extra.*", _SAME_NAME),
-    Option(f"{_A}.megatron.override_ddp_config.*", "megatron.ddp.*", _SAME_NAME),
-    *_none("mbridge loads Hugging Face weights; a run reads only its checkpoints", f"{_A}.megatron.use_mbridge", f"{_A}.megatron.vanilla_mbridge", f"{_A}.megatron.use_dist_checkpointing", f"{_A}.megatron.dist_checkpointing_path", f"{_A}.load_weight"),
-    Option(f"{_A}.ulysses_sequence_parallel_size", "megatron.tensor_parallel", _ULYSSES, derived=True),
+    *no_counterpart("mbridge loads Hugging Face weights; a run reads only its checkpoints", "critic.megatron.use_mbridge", "critic.megatron.vanilla_mbridge", "critic.megatron.*dist_checkpointing*", f"{_A}.megatron.use_mbridge", f"{_A}.megatron.vanilla_mbridge", f"{_A}.megatron.use_dist_checkpointing", f"{_A}.megatron.dist_checkpointing_path", f"{_A}.load_weight"),
+    Option(f"{_A}.ulysses_sequence_parallel_size", "megatron.tensor_parallel", ULYSSES, derived=True),
+    *no_counterpart("megarl has no counterpart", f"{_A}.*.qat.enable", same=(None, False), changes=True),
+    *no_counterpart("the trainers' data type is model.dtype: bfloat16 or float32", f"{_A}.megatron.dtype", f"{_A}.fsdp_config.dtype", same=("bfloat16", "bf16", "fp32", "float32"), changes=True),
     Option(f"{_A}.fsdp_config.*_offload", "megatron.offload", "true if any is True", derived=True),
     Option("actor_rollout_ref.model.enable_gradient_checkpointing", "megatron.recompute", names={True: "full", False: "none"}),
-    *_none(_FSDP, f"{_A}.fsdp_config.*", f"{_A}.use_torch_compile", f"{_A}.entropy_checkpointing", f"{_A}.entropy_from_logits_with_chunking", "actor_rollout_ref.model.use_liger", "actor_rollout_ref.model.use_fused_kernels"),
-    *_none(_ALWAYS, "actor_rollout_ref.model.use_remove_padding", f"{_R}.free_cache_engine", f"{_R}.calculate_log_probs", "trainer.balance_batch", same=(True,)),
-    *_none(_CONFIG, "actor_rollout_ref.model.override_config*", "actor_rollout_ref.model.trust_remote_code"),
+    *no_counterpart(_FSDP, f"{_A}.fsdp_config.*", f"{_A}.use_torch_compile", f"{_A}.entropy_checkpointing", f"{_A}.entropy_from_logits_with_chunking", "actor_rollout_ref.model.use_liger", "actor_rollout_ref.model.use_fused_kernels", "actor_rollout_ref.model.fused_kernel_options.*", "actor_rollout_ref.model.enable_activation_offload"),
+    *no_counterpart(ALWAYS, "actor_rollout_ref.model.use_remove_padding", f"{_R}.free_cache_engine", f"{_R}.calculate_log_probs", "trainer.balance_batch", same=(True,)),
+    *no_counterpart(_CONFIG, "actor_rollout_ref.model.override_config*", "actor_rollout_ref.model.trust_remote_code", "critic.model.trust_remote_code", "data.trust_remote_code", "actor_rollout_ref.model.torch_dtype"),
     Option("actor_rollout_ref.model.lora_rank", "lora.rank", "with FSDP", derived=True),
     Option("actor_rollout_ref.model.lora_alpha", "lora.alpha", "with FSDP", derived=True),
     Option("actor_rollout_ref.model.target_modules", "lora.targets", "with FSDP", derived=True),
@@ -184,39 +205,50 @@ RL = [
     Option("actor_rollout_ref.model.lora.*", "lora.targets", "values that megarl's adapters lack are refused", derived=True),
     Option("actor_rollout_ref.model.lora_adapter_path", "lora.rank", "refused: a run starts with new adapters", derived=True),
     Option("actor_rollout_ref.model.exclude_modules", "lora.targets", "refused with adapters", derived=True),
-    *_none("all of the critic's weights are trained", "critic.model.lora_rank", "critic.model.lora.rank", same=(0,), changes=True),
-    *_none("all of the critic's weights are trained", "critic.model.lora*"),
-    *_none(_TOKENS, f"{_R}.log_prob_*"),
-    *_none(_REFERENCE, "actor_rollout_ref.ref.*"),
+    *no_counterpart("all of the critic's weights are trained", "critic.model.lora_rank", "critic.model.lora.rank", same=(0,), changes=True),
+    *no_counterpart("all of the critic's weights are trained", "critic.model.lora*"),
+    *no_counterpart(_TOKENS, f"{_R}.log_prob_*"),
+    *no_counterpart(_REFERENCE, "actor_rollout_ref.ref.*"),
     Option(f"{_R}.multi_turn.enable", "agent.tools", "with tool_config_path; otherwise give agent.tools after the file", derived=True),
     Option(f"{_R}.multi_turn.max_assistant_turns", "agent.max_turns"),
     Option(f"{_R}.multi_turn.max_parallel_calls", "agent.max_calls_per_turn"),
-    Option(f"{_R}.multi_turn.format", "agent.format", names={"hermes": "hermes"}),
+    Option(f"{_R}.multi_turn.format", "agent.format", "hermes; others are refused if the run has tools", derived=True),
     Option(f"{_R}.multi_turn.tool_config_path", "agent.tools, agent.tool_rewards", "the rewards of tools are for scorer alone, as in verl", derived=True),
     Option(f"{_R}.multi_turn.function_tool_path", "agent.tools", "refused: give agent.tools after the file", derived=True),
-    *_none("the user's turns are the tools' answers, which agent.max_turns limits", f"{_R}.multi_turn.max_user_turns"),
-    *_none("agent.max_answer_tokens limits tokens, not characters", f"{_R}.multi_turn.max_tool_response_length", f"{_R}.multi_turn.tool_response_truncate_side"),
-    *_none("an agent loop has tools only", f"{_R}.multi_turn.interaction_config_path", same=(None,), changes=True),
-    *_none("megarl's agent loop calls tools over several turns", f"{_R}.agent.default_agent_loop", same=(None, "single_turn_agent", "tool_agent"), changes=True),
-    *_none("agent loops of one's own are not supported", f"{_R}.agent.agent_loop_config_path", f"{_R}.agent.agent_loop_manager_class", same=(None,), changes=True),
-    *_none("agent.processes is per engine", f"{_R}.agent.num_workers"),
+    *no_counterpart("the user's turns are the tools' answers, which agent.max_turns limits", f"{_R}.multi_turn.max_user_turns"),
+    *no_counterpart("agent.max_answer_tokens limits tokens, not characters", f"{_R}.multi_turn.max_tool_response_length", f"{_R}.multi_turn.tool_response_truncate_side"),
+    *no_counterpart("an agent loop has tools only", f"{_R}.multi_turn.interaction_config_path", same=(None,), changes=True),
+    *no_counterpart("megarl's agent loop calls tools over several turns", f"{_R}.agent.default_agent_loop", same=(None, "single_turn_agent", "tool_agent"), changes=True),
+    *no_counterpart("agent loops of one's own are not supported", f"{_R}.agent.agent_loop_config_path", f"{_R}.agent.agent_loop_manager_class", same=(None,), changes=True),
+    *no_counterpart("agent.processes is per engine", f"{_R}.agent.num_workers"),
     Option(f"{_R}.checkpoint_engine.update_weights_bucket_megabytes", "weight_sync.bucket_mb"),
     *(Option(name, "megatron.routing_replay", names={"disabled": "none", "R2": "old_log_probs", "R3": "rollout"}) for name in (f"{_A}.*.router_replay.mode", f"{_A}.router_replay.mode")),
-    *_none("megarl has no counterpart", f"{_R}.ignore_eos", f"{_R}.quantization", f"{_A}.*.qat.enable", "actor_rollout_ref.model.mtp.enable", "data.min_response_length", same=(None, False, 0), changes=True),
+    *no_counterpart("megarl has no counterpart", f"{_R}.quantization", "actor_rollout_ref.model.mtp.enable", same=(None, False), changes=True),
+    Option(f"{_R}.ignore_eos", "rollout.ignore_eos"),
     Option(f"{_A}.ppo_micro_batch_size", "actor.max_tokens_per_micro_batch", "as ppo_micro_batch_size_per_gpu, of all devices", derived=True),
-    *_none("verl's sapo reads actor.tau_pos and actor.tau_neg", f"{_A}.policy_loss.tau_pos", f"{_A}.policy_loss.tau_neg"),
-    *_none("verl reads the option of the same name in actor.policy_loss", *(f"{_A}.{name}" for name in OF_POLICY_LOSS), changes=True),
-    *_none("the weights are read, and nothing is dropped at random", f"{_A}.megatron.seed", "critic.megatron.seed"),
-    *_none("samples keep their order within a step", f"{_A}.shuffle", same=(False,), changes=True),
-    *_none("it belongs to qat, mtp or router_replay", f"{_A}.*.qat.*", "actor_rollout_ref.model.mtp.*", f"{_R}.enable_rollout_routing_replay"),
-    *_none("see observe.profile", "*.profiler.*", "global_profiler.*"),
-    *_none("Ray is started as the recipe's section cluster says", "ray_kwargs.*"),
-    *_none("a checkpoint has weights, optimizer and positions", f"{_A}.checkpoint.*", "critic.checkpoint.*"),
-    *_none("the rate stays above this share", f"{_A}.optim.min_lr_factor", same=(1, 1.0), changes=True),
-    *_none("megarl trains with Megatron", f"{_A}.torchtitan.*", f"{_A}.veomni.*", f"{_A}.engine.*", f"{_A}.model_engine", f"{_A}.data_loader_seed", f"{_A}.use_prefix_grouper", f"{_A}.megatron.use_megatron_fsdp"),
-    *_none("megarl decides it", f"{_A}.pad_to_length*", f"{_A}.megatron.dtype", f"{_A}.megatron.sequence_parallel", f"{_A}.megatron.use_remove_padding", f"{_R}.prompt_length", f"{_R}.response_length", f"{_R}.skip_tokenizer_init", f"{_R}.layered_summon", f"{_R}.disable_log_stats", f"{_R}.enable_sleep_mode", f"{_R}.multi_stage_wake_up", f"{_R}.cudagraph_capture_sizes", f"{_R}.checkpoint_engine.*"),
-    Option(f"{_R}.name", "rollout.engine", names={"vllm": "vllm", "sglang": "sglang"}),
-    Option(f"{_R}.engine_kwargs.sglang.*", "rollout.engine_args.*", _SAME_NAME),
+    *no_counterpart("verl's sapo reads actor.tau_pos and actor.tau_neg", f"{_A}.policy_loss.tau_pos", f"{_A}.policy_loss.tau_neg"),
+    *no_counterpart("verl reads the option of the same name in actor.policy_loss", *(f"{_A}.{name}" for name in OF_POLICY_LOSS), changes=True),
+    *no_counterpart("the weights are read, and nothing is dropped at random", f"{_A}.megatron.seed", "critic.megatron.seed"),
+    *no_counterpart("samples keep their order within a step", f"{_A}.shuffle", same=(False,), changes=True),
+    *no_counterpart("it belongs to qat, mtp or router_replay", f"{_A}.*.qat.*", "actor_rollout_ref.model.mtp.*", f"{_R}.enable_rollout_routing_replay"),
+    *no_counterpart("see observe.profile", "*.profiler.*", "global_profiler.*"),
+    *no_counterpart("Ray is started as the recipe's section cluster says", "ray_kwargs.*"),
+    *no_counterpart("a checkpoint has weights, optimizer and positions", f"{_A}.checkpoint.*", "critic.checkpoint.*"),
+    *no_counterpart("the rate stays above this share", f"{_A}.optim.min_lr_factor", same=(1, 1.0), changes=True),
+    *lite_options(f"{_A}.engine.", "megatron"),
+    Option(f"{_A}.engine.*_offload", "megatron.offload", "true if any is True", derived=True),
+    *no_counterpart("megarl trains with Megatron", f"{_A}.torchtitan.*", f"{_A}.veomni.*", f"{_A}.engine.*", "actor@actor_rollout_ref.actor", "hydra.searchpath", f"{_A}.model_engine", f"{_A}.data_loader_seed", f"{_A}.use_prefix_grouper", f"{_A}.megatron.use_megatron_fsdp"),
+    *no_counterpart("megarl decides it", f"{_A}.pad_to_length*", f"{_A}.megatron.sequence_parallel", f"{_A}.megatron.use_remove_padding", f"{_R}.prompt_length", f"{_R}.response_length", f"{_R}.skip_tokenizer_init", f"{_R}.layered_summon", f"{_R}.disable_log_stats", f"{_R}.enable_sleep_mode", f"{_R}.multi_stage_wake_up", f"{_R}.cudagraph_capture_sizes", f"{_R}.checkpoint_engine.*"),
+    *no_counterpart("verl does not read it", f"{_R}.over_sample_rate", "data.min_response_length"),
+    *no_counterpart("see docs/metrics.md", f"{_R}.prometheus.*"),
+    *no_counterpart("requests go to the engine with the fewest groups", f"{_R}.engine_kwargs.dynamo.*"),
+    *no_counterpart("it belongs to TensorRT-LLM", f"{_R}.moe_tensor_parallel_size", f"{_R}.engine_kwargs.trtllm.*"),
+    *no_counterpart("see observe.samples", f"{_R}.trace.*"),
+    *no_counterpart("every step samples anew", "skip.*"),
+    *no_counterpart("code runs in megarl's sandbox (docs/sandbox.md)", "*reward_model.sandbox_fusion.*", "reward.sandbox_fusion.*", "sandbox_fusion.*"),
+    *no_counterpart("algorithm.advantage=gae has a critic", "critic.enable"),
+    Option(f"{_R}.name", "rollout.engine", names={"vllm": "vllm", "sglang": "sglang", "dynamo": "vllm"}),
+    Option(f"{_R}.engine_kwargs.sglang.*", "rollout.engine_args.*", SAME_NAME),
     Option(f"{_R}.mode", None, "engines always run in separate processes"),
     Option(f"{_R}.load_format", None, "engines receive their weights from the trainers"),
     Option(f"{_R}.n", "rollout.samples_per_prompt"),
@@ -230,7 +262,7 @@ RL = [
     Option(f"{_R}.dtype", "rollout.dtype"),
     *(Option(f"{_R}.{name}", f"rollout.engine_args.{name}") for name in ("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "enforce_eager", "enable_chunked_prefill", "enable_prefix_caching")),
     Option(f"{_R}.max_model_len", None, "always data.max_prompt_length + rollout.max_response_length"),
-    Option(f"{_R}.engine_kwargs.vllm.*", "rollout.engine_args.*", _SAME_NAME),
+    Option(f"{_R}.engine_kwargs.vllm.*", "rollout.engine_args.*", SAME_NAME),
     Option(f"{_R}.val_kwargs.n", "evaluation.samples"),
     Option(f"{_R}.val_kwargs.temperature", "evaluation.temperature", "also if do_sample is False, which verl's validation does not read", derived=True),
     Option(f"{_R}.val_kwargs.do_sample", None, "verl's validation does not read it"),
@@ -250,32 +282,21 @@ RL = [
     Option("critic.optim.lr_warmup_steps_ratio", "critic.optimizer.warmup_steps", "x the number of the critic's optimizer steps", derived=True),
     Option("critic.optim.lr_decay_steps", "critic.optimizer.decay_steps", "x the critic's optimizer steps per step", derived=True),
     Option("critic.optim.min_lr", "critic.optimizer.min_lr_ratio", "divided by lr", derived=True),
-    *_none("optimizer states in host memory: critic.optimizer.extra.optimizer_cpu_offload or critic.megatron.extra.swap_optimizer", "critic.optim.override_optimizer_config*"),
+    *no_counterpart("optimizer states in host memory: critic.optimizer.extra.optimizer_cpu_offload or critic.megatron.extra.swap_optimizer", "critic.optim.override_optimizer_config*"),
     Option("critic.ppo_mini_batch_size", "critic.mini_batches", "data.train_batch_size / this value; if unset, the actor's", derived=True),
     Option("critic.cliprange_value", "critic.value_clip"),
     Option("critic.ppo_epochs", "critic.epochs", "if unset, the actor's", derived=True),
-    Option("critic.megatron.tensor_model_parallel_size", "critic.megatron.tensor_parallel"),
-    Option("critic.megatron.pipeline_model_parallel_size", "critic.megatron.pipeline_parallel"),
-    Option("critic.megatron.override_ddp_config.*", "critic.megatron.ddp.*", _SAME_NAME),
-    Option("critic.ulysses_sequence_parallel_size", "critic.megatron.tensor_parallel", _ULYSSES, derived=True),
+    *layout_options("critic.megatron.", "critic.megatron"),
+    Option("critic.ulysses_sequence_parallel_size", "critic.megatron.tensor_parallel", ULYSSES, derived=True),
     Option("critic.model.enable_gradient_checkpointing", "critic.megatron.recompute", names={True: "full", False: "none"}),
     Option("critic.*_offload", "critic.megatron.offload", "true if any is True", derived=True),
-    *_none(_TOKENS, "critic.ppo_micro_batch_size*", "critic.use_dynamic_bsz", "critic.ppo_max_token_len_per_gpu", "critic.forward_*"),
-    *_none(_FSDP, "critic.strategy", "critic.model.fsdp_config.*", "critic.model.use_remove_padding"),
-    *(Option(f"{prefix}custom_reward_function.{name}", "reward.function", "path:name", derived=True) for prefix in ("", "reward.") for name in ("path", "name")),
-    *(Option(f"{prefix}custom_reward_function.reward_kwargs*", "reward.arguments.*", "same name in megarl") for prefix in ("", "reward.")),
-    *_none(_BY_ROW, "reward_model.reward_manager", "reward.reward_manager.name", same=(None, "naive", "dapo", "prime", "gdpo"), changes=True),
-    *_none(_BY_ROW, "reward.reward_manager.*", "reward_model.reward_loop_*", same=(None, "register"), changes=True),
-    *_none("always rollout.max_response_length", "reward_model.reward_kwargs.max_resp_len", "reward.reward_kwargs.max_resp_len"),
-    *(option for prefix in OVERLONG for option in (
-        Option(f"{prefix}.enable", "algorithm.overlong.penalty_buffer", "False is 0", derived=True),
-        Option(f"{prefix}.len", "algorithm.overlong.penalty_buffer", "if enable is True", derived=True),
-        Option(f"{prefix}.penalty_factor", "algorithm.overlong.penalty_factor", "if enable is True", derived=True),
-        Option(f"{prefix}.log", None, "reward parts are always logged"),
-    )),
+    *no_counterpart(_TOKENS, "critic.ppo_micro_batch_size*", "critic.use_dynamic_bsz", "critic.ppo_max_token_len_per_gpu", "critic.forward_*"),
+    *no_counterpart(_FSDP, "critic.strategy", "critic.model.fsdp_config.*", "critic.model.use_remove_padding"),
+    *OF_REWARD,
     Option("distillation.enabled", "algorithm.reference", "True is teacher", derived=True),
     Option("distillation.distillation_loss.loss_mode", "algorithm.loss, algorithm.advantage, algorithm.kl_estimator", "k1 with use_policy_gradient is on_policy_distillation; forward_kl_topk is gkd; with use_task_rewards it is a KL to the teacher", derived=True),
     Option("distillation.distillation_loss.topk", "algorithm.distill_top_k", derived=True),
+    Option("distillation.distillation_loss.log_prob_min_clamp", "algorithm.distill_min_log_prob", derived=True),
     Option("distillation.distillation_loss.loss_max_clamp", "algorithm.distill_max", derived=True),
     Option("distillation.distillation_loss.distillation_loss_coef", "algorithm.kl_coef", "with use_task_rewards", derived=True),
     Option("distillation.distillation_loss.*", "algorithm.advantage, algorithm.clip_low, algorithm.clip_high", "others are refused if enabled is True", derived=True),
@@ -284,9 +305,10 @@ RL = [
     Option("distillation.teacher_models.teacher_model.inference.gpu_memory_utilization", "teacher.engine_args.gpu_memory_utilization", derived=True),
     Option("distillation.n_gpus_per_node", "teacher.engines", "x distillation.nnodes / tensor_model_parallel_size", derived=True),
     Option("distillation.nnodes", "teacher.engines", derived=True),
-    *_none("use teacher.engine_args", "distillation.teacher_models.teacher_model.inference.*"),
-    *_none("megarl has one teacher", "distillation.teacher_key", "distillation.teacher_models.teacher_model.key", "distillation.teacher_models.teacher_model.num_replicas"),
+    *no_counterpart("use teacher.engine_args", "distillation.teacher_models.teacher_model.inference.*"),
+    *no_counterpart("megarl has one teacher", "distillation.teacher_key", "distillation.teacher_models.teacher_model.key", "distillation.teacher_models.teacher_model.num_replicas"),
     Option("distillation.*", "algorithm.reference", "others are refused if enabled is True", derived=True),
+    *OF_SAMPLING,
     Option("trainer.critic_warmup", "critic.warmup_steps"),
     Option("rollout.*", "rollout.engines", "one-step-off's devices for sampling", derived=True),
 ]  # fmt: skip
@@ -308,53 +330,9 @@ TRAINER = [
     Option("trainer.max_ckpt_to_keep", "train.keep_checkpoints"),
     Option("trainer.resume_mode", "train.resume", names=RESUME),
     Option("trainer.max_critic_ckpt_to_keep", None, "a checkpoint has both actor and critic"),
-    *_none("the files of a run are in runs_dir/name", "trainer.default_local_dir", "trainer.default_hdfs_dir", "trainer.resume_from_path", "trainer.rollout_data_dir", "trainer.validation_data_dir", "trainer.log_val_generations"),
+    *no_counterpart("the files of a run are in runs_dir/name", "trainer.default_local_dir", "trainer.default_hdfs_dir", "trainer.resume_from_path", "trainer.rollout_data_dir", "trainer.validation_data_dir", "trainer.log_val_generations", "trainer.tensorboard_dir", "trainer.rl_logging_board_dir"),
+    *no_counterpart("a run trains; megarl eval evaluates a checkpoint", "trainer.val_only", same=(None, False), changes=True),
     Option("trainer.use_legacy_worker_impl", None, "it selects one of verl's implementations"),
-]  # fmt: skip
-
-SFT = [
-    Option("model.partial_pretrain", "model.path"),
-    Option("model.path", "model.path"),
-    Option("data.train_files", "data.train_files"),
-    Option("data.val_files", "data.eval_files"),
-    Option("data.train_batch_size", "data.prompts_per_step"),
-    Option("data.max_length", "data.max_prompt_length, rollout.max_response_length", "the sum of the two is the limit for an example", derived=True),
-    Option("data.truncation", "data.overlong_prompts", "error is error; examples are never truncated: left and right become filter", derived=True),
-    Option("data.micro_batch_size_per_gpu", "actor.max_tokens_per_micro_batch", "x data.max_length, unless use_dynamic_bsz is True", derived=True),
-    Option("data.max_token_len_per_gpu", "actor.max_tokens_per_micro_batch", "x the sequence-parallel size", derived=True),
-    Option("data.use_dynamic_bsz", "actor.max_tokens_per_micro_batch", "selects one of the two options above", derived=True),
-    Option("data.prompt_key", "data.columns.prompt", "with data.prompt_dict_keys: the field of it", derived=True),
-    Option("data.prompt_dict_keys", "data.columns.prompt", "the field of data.prompt_key", derived=True),
-    Option("data.response_key", "data.columns.response", "with data.response_dict_keys: the field of it", derived=True),
-    Option("data.response_dict_keys", "data.columns.response", "the field of data.response_key", derived=True),
-    Option("data.messages_key", "data.columns.messages", derived=True),
-    Option("data.multiturn.messages_key", "data.columns.messages", derived=True),
-    Option("data.tools_key", "data.columns.tools", derived=True),
-    *_none("columns messages, or prompt and response, of the file decide", "data.multiturn.*"),
-    *_none("the preparation of rows has no setting", "data.ignore_input_ids_mismatch", "data.pad_mode"),
-    *_none("a class of demonstrations tokenizes them: write their messages as docs/data.md describes", "data.custom_cls.*", same=(None,), changes=True),
-    Option("data.apply_chat_template_kwargs", "data.chat_template_args"),
-    Option("data.apply_chat_template_kwargs.*", "data.chat_template_args.*", _SAME_NAME),
-    Option("optim.lr", "actor.optimizer.lr"),
-    Option("optim.betas", "actor.optimizer.betas"),
-    Option("optim.weight_decay", "actor.optimizer.weight_decay"),
-    Option("optim.clip_grad", "actor.optimizer.clip_grad"),
-    Option("optim.min_lr_ratio", "actor.optimizer.min_lr_ratio"),
-    Option("optim.lr_scheduler", "actor.optimizer.decay", names={"cosine": "cosine", "constant": "constant"}),
-    Option("optim.lr_scheduler_type", "actor.optimizer.decay", names={"cosine": "cosine", "constant": "constant"}),
-    Option("optim.lr_warmup_steps", "actor.optimizer.warmup_steps"),
-    Option("optim.lr_warmup_steps_ratio", "actor.optimizer.warmup_steps", "x train.steps", derived=True),
-    Option("model.lora_rank", "lora.rank"),
-    Option("model.lora_alpha", "lora.alpha"),
-    Option("model.target_modules", "lora.targets"),
-    Option("model.enable_gradient_checkpointing", "megatron.recompute", names={True: "full", False: "none"}),
-    Option("ulysses_sequence_parallel_size", "megatron.tensor_parallel", _ULYSSES, derived=True),
-    Option("engine.ulysses_sequence_parallel_size", "megatron.tensor_parallel", _ULYSSES, derived=True),
-    Option("engine.tensor_model_parallel_size", "megatron.tensor_parallel"),
-    Option("engine.pipeline_model_parallel_size", "megatron.pipeline_parallel"),
-    Option("engine.context_parallel_size", "megatron.context_parallel"),
-    *_none(_ALWAYS, "use_remove_padding", "model.use_remove_padding", same=(True,)),
-    *_none("megarl trains with Megatron", "model.strategy", "engine", "engine.strategy", "model.fsdp_config.*", "engine.*", "optim", "model.use_liger"),
 ]  # fmt: skip
 
 DEFAULTS: dict[str, Any] = {
@@ -370,18 +348,3 @@ DEFAULTS: dict[str, Any] = {
     "trainer.val_before_train": True, "trainer.resume_mode": "auto", "trainer.save_freq": -1, "trainer.total_epochs": 30,
 }  # fmt: skip
 """verl's defaults (verl/trainer/config/), where megarl or one of its losses has another default."""
-
-SFT_DEFAULTS: dict[str, dict[str, Any]] = {
-    "fsdp_sft_trainer": {
-        "data.train_batch_size": 256, "data.max_length": 1024, "data.micro_batch_size_per_gpu": 4, "data.truncation": "error",
-        "data.prompt_key": "question", "data.response_key": "answer",
-        "optim.lr": 1e-5, "optim.betas": [0.9, 0.95], "optim.lr_warmup_steps_ratio": 0.1, "optim.lr_scheduler": "cosine",
-        "model.lora_alpha": 16, "model.enable_gradient_checkpointing": True, "trainer.seed": 1, "trainer.save_freq": -1,
-        "trainer.resume_mode": "auto", "trainer.total_epochs": 4,
-    },
-    "sft_trainer": {
-        "data.train_batch_size": 256, "data.max_length": 1024, "data.max_token_len_per_gpu": 8192, "data.use_dynamic_bsz": True,
-        "data.truncation": "error", "optim.lr": 1e-3, "model.lora_alpha": 16, "model.enable_gradient_checkpointing": True,
-        "trainer.seed": 1, "trainer.save_freq": -1, "trainer.resume_mode": "auto", "trainer.total_epochs": 4,
-    },
-}  # fmt: skip

@@ -2,43 +2,48 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import math
 
 from megarl.commands.convert_verl.conversion import Conversion
+from megarl.commands.convert_verl.sampling import TrainerSampling
 from megarl.errors import InputError
 from megarl.recipe.load import OPEN
 from megarl.recipe.training import CriticOptimizerConfig, OptimizerConfig
 
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-Sampling = Literal["synchronous", "one_step_off", "fully_async"]
-"""verl's RL trainers: engines on the trainers' devices; engines one step ahead; engines that sample without pause."""
 
 
-def translate_layout(conversion: Conversion, *, megatron: bool, sampling: Sampling) -> None:
+def devices_of(conversion: Conversion, options: tuple[str, str]) -> int | str:
+    """Return the product of two options, or OPEN if one of them is open."""
+    if OPEN in map(conversion.get, options):
+        return OPEN
+    return math.prod(map(conversion.number, options))
+
+
+def translate_layout(conversion: Conversion, *, megatron: bool, sampling: TrainerSampling) -> None:
     """Set the trainers, the engines and their parallelism. `megatron`: verl's actor uses Megatron, not FSDP."""
     settings, get = conversion.settings, conversion.get
-    is_open = OPEN in (get("trainer.nnodes"), get("trainer.n_gpus_per_node"))
-    devices = 0 if is_open else conversion.number("trainer.nnodes") * conversion.number("trainer.n_gpus_per_node")
-    settings["cluster.trainers"] = OPEN if is_open else devices
+    settings["cluster.trainers"] = devices_of(conversion, sampling.trainers)
+    devices = settings["cluster.trainers"]
     offload = offloaded(conversion, f"{_A}.")
-    if sampling != "synchronous":
-        devices = conversion.number("rollout.nnodes", 1) * conversion.number("rollout.n_gpus_per_node", 8)
+    if sampling.engines:
+        devices = devices_of(conversion, sampling.engines)
         settings["cluster.placement"] = "disaggregated"
         for name in offload:
             conversion.note(name, "trainers do not share their devices: nothing is offloaded")
     elif offload:
         settings["megatron.offload"] = True
-    if sampling == "one_step_off":
-        settings |= {"rollout.max_staleness": 1, "rollout.at_update": "drain"}
-        settings.setdefault("algorithm.old_log_probs", "rollout")
+    if sampling.ahead is not None:
+        settings |= {"rollout.max_staleness": sampling.ahead, "rollout.at_update": sampling.at_update}
     size = conversion.number(f"{_R}.tensor_model_parallel_size")
-    if devices % size:
+    if isinstance(devices, int) and devices % size:
         raise InputError(f"{devices} devices are not a multiple of rollout.tensor_model_parallel_size={size}")
-    engines = OPEN if is_open and sampling == "synchronous" else devices // size
+    engines = devices // size if isinstance(devices, int) else OPEN
     settings |= {"rollout.tensor_parallel": size, "rollout.engines": engines}
     if conversion.number(f"{_R}.expert_parallel_size", 1) > 1 and settings.get("rollout.data_parallel", 1) == 1:
         settings["rollout.expert_parallel"] = True
     if megatron:
+        translate_router_losses(conversion, f"{_A}.megatron.", "megatron")
         if settings.get("megatron.expert_parallel", 1) > 1:
             size_of_experts = get(f"{_A}.megatron.expert_tensor_parallel_size")
             settings["megatron.expert_tensor_parallel"] = size_of_experts or settings.get("megatron.tensor_parallel", 1)
@@ -55,6 +60,25 @@ def translate_layout(conversion: Conversion, *, megatron: bool, sampling: Sampli
             "the actor uses FSDP: megatron.tensor_parallel is 1, so each device holds all weights and gradients; raise it "
             "if these do not fit"
         )
+
+
+def translate_router_losses(conversion: Conversion, prefix: str, section: str) -> None:
+    """Set `moe_aux_loss_coef` of a recipe's section from the options of verl's Megatron engine below `prefix`."""
+    config, get = f"{prefix}override_transformer_config", conversion.get
+    option, kind = f"{config}.moe_aux_loss_coeff", get(f"{config}.moe_router_load_balancing_type")
+    if not (coefficient := get(option)):
+        return
+    if kind == "none" or (kind is None and get(f"{prefix}vanilla_mbridge") is True):
+        conversion.note(
+            option, f"{section}.moe_aux_loss_coef=0: verl's router has no balancing, so that it has no effect"
+        )
+        return
+    conversion.settings[f"{section}.moe_aux_loss_coef"] = coefficient
+    conversion.note(
+        option,
+        f"{section}.moe_aux_loss_coef={coefficient}: of each sequence; Megatron's aux_loss is of a micro batch. Set 0 if the model's "
+        "bridge in verl turns balancing off",
+    )
 
 
 def offloaded(conversion: Conversion, prefix: str) -> list[str]:
@@ -76,6 +100,7 @@ def translate_schedule(conversion: Conversion, section: str, optimizer: str, upd
         settings.setdefault(f"{section}.decay", "cosine")  # verl/trainer/config/optim/veomni.yaml
     warmup, decay = (int(conversion.get(f"{optimizer}.lr_{name}_steps") or -1) for name in ("warmup", "decay"))
     ratio = conversion.get(f"{optimizer}.lr_warmup_steps_ratio", 0)
+    rate = float(settings.get(f"{section}.lr", _default_rate(section)))
     steps = decay if megatron and decay > 0 else settings.get("train.steps")
     if veomni and warmup > 0:
         conversion.note(f"{optimizer}.lr_warmup_steps", "not used: verl's VeOmni reads lr_warmup_steps_ratio")
@@ -87,13 +112,20 @@ def translate_schedule(conversion: Conversion, section: str, optimizer: str, upd
         conversion.note(
             f"{optimizer}.lr_warmup_steps_ratio", f"the number of steps is unknown: set {section}.warmup_steps"
         )
+    first = conversion.get(f"{optimizer}.init_lr_ratio") or (conversion.get(f"{optimizer}.lr_warmup_init") or 0) / rate
+    if first and settings.get(f"{section}.warmup_steps"):
+        settings[f"{section}.init_lr_ratio"] = float(f"{first:.12g}")
     if settings.get(f"{section}.decay", "constant") == "constant":
         return
     if decay > 0:
         settings[f"{section}.decay_steps"] = decay * updates
     if lowest := conversion.get(f"{optimizer}.min_lr"):
-        default = CriticOptimizerConfig() if section.startswith("critic") else OptimizerConfig()
-        settings[f"{section}.min_lr_ratio"] = float(lowest) / float(settings.get(f"{section}.lr", default.lr))
+        settings[f"{section}.min_lr_ratio"] = float(lowest) / rate
+
+
+def _default_rate(section: str) -> float:
+    """Return megarl's default learning rate of the actor's or the critic's optimizer."""
+    return (CriticOptimizerConfig() if section.startswith("critic") else OptimizerConfig()).lr
 
 
 def frequency(conversion: Conversion, option: str, rows: int | None) -> int:

@@ -8,48 +8,61 @@ import re
 from megarl.commands.convert_verl.conversion import Conversion
 from megarl.commands.convert_verl.correction import translate_correction
 from megarl.commands.convert_verl.distillation import translate_distillation
-from megarl.commands.convert_verl.fully_async import Updates, read_updates, translate_fully_async
+from megarl.commands.convert_verl.entry_points import Kind
+from megarl.commands.convert_verl.fully_async import note_batches, read_updates, translate_fully_async
+from megarl.commands.convert_verl.gkd import translate_gkd
 from megarl.commands.convert_verl.inputs import (
     translate_columns,
     translate_dataset_class,
     translate_engine,
-    translate_reward_function,
-    translate_sft_columns,
     translate_tools,
 )
 from megarl.commands.convert_verl.lora import translate_lora
-from megarl.commands.convert_verl.table import KL_ESTIMATORS, OVERLONG
-from megarl.commands.convert_verl.trainers import Sampling, frequency, offloaded, translate_layout, translate_schedule
+from megarl.commands.convert_verl.losses import translate_kl, translate_loss, translate_single_samples
+from megarl.commands.convert_verl.rewards import OVERLONG, translate_reward_function
+from megarl.commands.convert_verl.sampling import ARRIVAL, TrainerSampling, Updates, sampling_of, updates_of
+from megarl.commands.convert_verl.trainers import (
+    frequency,
+    offloaded,
+    translate_layout,
+    translate_router_losses,
+    translate_schedule,
+)
 from megarl.errors import InputError
 
 _TRACKERS = ("wandb", "swanlab", "mlflow")
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
-def translate_rl(conversion: Conversion, *, megatron: bool, sampling: Sampling, rows: int | None) -> None:
+def translate_rl(conversion: Conversion, *, megatron: bool, kind: Kind, rows: int | None) -> None:
     """Derive the settings of an RL run.
 
-    megatron: verl's actor uses Megatron, not FSDP. sampling: the trainer's.
+    megatron: verl's actor uses Megatron, not FSDP. kind: of the trainer.
     rows: number of rows of training data; None: unknown.
     """
-    is_fully_async = sampling == "fully_async"
-    updates = read_updates(conversion) if is_fully_async else Updates(conversion.number("data.train_batch_size"))
-    _prompts(conversion)
-    _batches(conversion, updates, megatron=megatron)
+    is_fully_async, sampling = kind == "fully_async", sampling_of(conversion, kind)
+    updates = read_updates(conversion) if is_fully_async else updates_of(conversion, kind)
+    translate_prompts(conversion)
+    _batches(conversion, updates, sampling, megatron=megatron)
     translate_lora(conversion, megatron=megatron)
     translate_layout(conversion, megatron=megatron, sampling=sampling)
-    _kl(conversion)
+    translate_kl(conversion)
     translate_distillation(conversion)
-    _loss(conversion)
+    if kind == "distillation":
+        translate_gkd(conversion)
+    translate_loss(conversion)
     translate_correction(conversion)
     if conversion.settings.get("algorithm.loss") == "gkd":
         for name in ("weights", "truncate", "normalize"):
             conversion.drop(f"algorithm.correction.{name}", "verl's supervised loss has no weights")
-    _single_samples(conversion)
+    translate_single_samples(conversion)
     if is_fully_async:
         translate_fully_async(conversion, updates, megatron=megatron, rows=rows)
     else:
         _dynamic_sampling(conversion)
+        note_batches(conversion, updates)
+        if sampling.at_update == "refresh":
+            conversion.notes.append(ARRIVAL)
     _overlong(conversion)
     translate_reward_function(conversion)
     translate_tools(conversion)
@@ -69,29 +82,6 @@ def translate_rl(conversion: Conversion, *, megatron: bool, sampling: Sampling, 
         conversion.drop("critic.", "no critic: algorithm.advantage is not gae")
 
 
-def translate_sft(conversion: Conversion, *, processes: int | str, rows: int | None) -> None:
-    """Derive the settings of an SFT run. `processes`: torchrun's on all nodes, or OPEN; `rows`: see `translate_rl`."""
-    settings = conversion.settings
-    longest = conversion.number("data.max_length")
-    settings |= {"train.source": "sft", "algorithm.advantage": "none", "algorithm.loss": "sft"}
-    settings |= {"data.max_prompt_length": longest - longest // 2, "rollout.max_response_length": longest // 2}
-    _prompts(conversion)
-    translate_sft_columns(conversion)
-    size = conversion.first("ulysses_sequence_parallel_size", "engine.ulysses_sequence_parallel_size") or 1
-    if size > 1:
-        settings["megatron.tensor_parallel"] = size
-    if conversion.get("data.use_dynamic_bsz") is True:
-        settings["actor.max_tokens_per_micro_batch"] = conversion.number("data.max_token_len_per_gpu", 8192) * size
-    else:
-        settings["actor.max_tokens_per_micro_batch"] = conversion.number("data.micro_batch_size_per_gpu", 4) * longest
-    settings["cluster.trainers"] = processes
-    if not settings.get("lora.rank"):
-        conversion.drop("lora.")
-    common(conversion, rows=rows, updates=1, optimizer="optim")
-    if "data.eval_files" in settings and not {"evaluation.every", "evaluation.at_end"} & settings.keys():
-        _drop_evaluation_data(conversion)
-
-
 def common(conversion: Conversion, *, rows: int | None, updates: int, optimizer: str, megatron: bool = False) -> None:
     """Derive settings of RL and SFT: name, trackers, number of steps, checkpoints, evaluation and schedule.
 
@@ -108,6 +98,10 @@ def common(conversion: Conversion, *, rows: int | None, updates: int, optimizer:
     _steps(conversion, rows)
     every = frequency(conversion, "trainer.save_freq", rows)
     settings |= {"train.save_every": every} if every > 0 else {"train.save_at_end": every < -1}
+    limit = conversion.get("data.val_max_samples", -1)
+    if limit > 0 and "data.eval_files" in settings:
+        settings["evaluation.limit"] = limit
+        conversion.note("data.val_max_samples", "the first rows of the files; verl draws them at random if it shuffles")
     every = frequency(conversion, "trainer.test_freq", rows)
     if every > 0 and "data.eval_files" in settings:
         settings |= {"evaluation.every": every, "evaluation.at_end": True}
@@ -133,7 +127,7 @@ def _steps(conversion: Conversion, rows: int | None) -> None:
     conversion.note(option, f"train.steps={conversion.settings['train.steps']}: {epochs} x {rows} rows / {batch}")
 
 
-def _prompts(conversion: Conversion) -> None:
+def translate_prompts(conversion: Conversion) -> None:
     cut = conversion.get("data.truncation")
     if conversion.get("data.filter_overlong_prompts") is True:
         conversion.settings["data.overlong_prompts"] = "filter"
@@ -144,7 +138,7 @@ def _prompts(conversion: Conversion) -> None:
         )
 
 
-def _batches(conversion: Conversion, updates: Updates, *, megatron: bool) -> None:
+def _batches(conversion: Conversion, updates: Updates, sampling: TrainerSampling, *, megatron: bool) -> None:
     settings = conversion.settings
     settings["actor.mini_batches"] = _mini_batches(conversion, f"{_A}.ppo_mini_batch_size", updates)
     context_parallel = int(settings.get("megatron.context_parallel", 1))
@@ -154,7 +148,7 @@ def _batches(conversion: Conversion, updates: Updates, *, megatron: bool) -> Non
     size = conversion.get(f"{_A}.ulysses_sequence_parallel_size", 1)
     if not micro and conversion.get(f"{_A}.ppo_micro_batch_size"):
         option = f"{_A}.ppo_micro_batch_size"
-        ranks = conversion.number("trainer.nnodes") * conversion.number("trainer.n_gpus_per_node")
+        ranks = math.prod(map(conversion.number, sampling.trainers))
         sizes = [int(settings.get(f"megatron.{name}_parallel", 1)) for name in ("tensor", "pipeline", "context")]
         micro = max(conversion.number(option) // max(ranks // (math.prod(sizes) if megatron else size), 1), 1)
     if conversion.get(f"{_A}.use_dynamic_bsz") is True or not micro:
@@ -181,127 +175,6 @@ def _mini_batches(conversion: Conversion, option: str, updates: Updates) -> int:
             f"{conversion.where(option)}{updates.origin}={batch} is not a multiple of the mini batch size {mini}"
         )
     return updates.count * (batch // mini)
-
-
-def _kl(conversion: Conversion) -> None:
-    settings, get = conversion.settings, conversion.get
-    in_loss, in_reward = get(f"{_A}.use_kl_loss") is True, get("algorithm.use_kl_in_reward") is True
-    if in_loss and in_reward:
-        raise InputError(
-            "use_kl_loss and use_kl_in_reward are both True; megarl has one KL term, in the loss or in the reward"
-        )
-    if in_loss:
-        kind = str(get(f"{_A}.kl_loss_type"))
-        settings["algorithm.kl_coef"] = get(f"{_A}.kl_loss_coef")
-        settings["algorithm.kl_straight_through"] = kind.endswith("+")
-        settings["algorithm.kl_estimator"] = _estimator(conversion, f"{_A}.kl_loss_type", kind.removesuffix("+"))
-    elif in_reward:
-        settings["algorithm.kl_in_reward"] = True
-        settings["algorithm.kl_coef"] = get("algorithm.kl_ctrl.kl_coef")
-        settings["algorithm.kl_estimator"] = _estimator(
-            conversion, "algorithm.kl_penalty", str(get("algorithm.kl_penalty"))
-        )
-        if get("algorithm.kl_ctrl.type") == "adaptive":
-            settings["algorithm.kl_target"] = get("algorithm.kl_ctrl.target_kl", 0.1)
-            settings["algorithm.kl_horizon"] = get("algorithm.kl_ctrl.horizon", 10000)
-    if not in_reward:
-        for name in conversion.options:
-            if name.startswith("algorithm.kl_ctrl."):
-                conversion.note(name, "verl ignores it without use_kl_in_reward")
-    if not settings.get("algorithm.kl_coef"):
-        conversion.drop("algorithm.kl_")
-
-
-def _estimator(conversion: Conversion, option: str, kind: str) -> str:
-    if kind not in KL_ESTIMATORS:
-        supported = ", ".join(KL_ESTIMATORS)
-        raise InputError(f"{conversion.where(option)}{option}={kind} has no counterpart; supported: {supported}")
-    return str(KL_ESTIMATORS[kind])
-
-
-def _loss(conversion: Conversion) -> None:
-    """Set the values that verl's loss fixes, and its defaults."""
-    settings, loss = conversion.settings, conversion.settings.get("algorithm.loss")
-    low = settings.get("algorithm.clip_low")
-    if isinstance(low, int | float) and low > 1:
-        settings["algorithm.clip_low"] = 1.0
-        conversion.note(f"{_A}.clip_ratio_low", "1.0: no ratio is below 0, so neither bound has an effect")
-    if loss in ("gspo", "sapo", "gmpo"):
-        if (
-            f"{_A}.loss_agg_mode" in conversion.options
-            and settings.get("algorithm.aggregation") != "seq_mean_token_mean"
-        ):
-            conversion.note(f"{_A}.loss_agg_mode", f"not used: verl's {loss} always has seq-mean-token-mean")
-        settings["algorithm.aggregation"] = "seq_mean_token_mean"
-    if (
-        loss == "gspo"
-        and settings.pop("algorithm.dual_clip", None) is not None
-        and f"{_A}.clip_ratio_c" in conversion.options
-    ):
-        conversion.note(f"{_A}.clip_ratio_c", "not used: verl's gspo has no dual clip")
-    if settings.get("algorithm.advantage") == "gpg":
-        conversion.note(
-            "algorithm.adv_estimator", "alpha is the paper's: verl counts non-zero scores instead (docs/algorithms.md)"
-        )
-    if settings.get("algorithm.advantage") == "optimal_token_baseline":
-        settings["algorithm.tail_baseline"] = "zero"
-        if conversion.get("algorithm.adv_estimator") == "optimal_token_baseline":
-            remark = (
-                "positions skip tool output, as in tir_optimal_token_baseline; verl of January 2026 computed "
-                "algorithm.tail_baseline=return"
-            )
-            conversion.note("algorithm.adv_estimator", remark)
-    if loss == "kl_cov":
-        settings.setdefault("algorithm.cov_share", 2e-4)
-        settings.setdefault("algorithm.cov_kl_coef", 0.1)
-    if loss in ("dppo_tv", "dppo_kl"):  # verl's cap is the bound of its dual clip
-        settings["algorithm.ratio_cap"] = settings.pop("algorithm.dual_clip", None) or 20.0
-    beta = conversion.get(f"{_A}.policy_loss.dro_beta")
-    if loss == "dro":
-        if not isinstance(beta, int | float) or beta <= 0:
-            raise InputError(f"loss_mode=dro needs {_A}.policy_loss.dro_beta, a number above 0")
-        settings["algorithm.log_ratio_coef"] = beta / 2
-    divisor = conversion.get(f"{_A}.loss_scale_factor")
-    if settings.get("algorithm.aggregation") == "token_sum":
-        settings["algorithm.aggregation_divisor"] = 1.0
-    elif settings.get("algorithm.aggregation") == "seq_mean_token_sum_norm" and divisor is not None:
-        settings["algorithm.aggregation_divisor"] = float(divisor)
-    if settings.get("algorithm.advantage") == "gdpo":
-        settings["algorithm.reward_parts"] = _reward_parts(conversion)
-
-
-def _single_samples(conversion: Conversion) -> None:
-    """Set the advantage of a run with one sample per prompt. verl's group advantages are then the sample's reward.
-
-    Source: verl/trainer/ppo/core_algos.py, compute_grpo_outcome_advantage and compute_rloo_outcome_advantage.
-    """
-    settings, option = conversion.settings, "algorithm.adv_estimator"
-    if (
-        settings.get("algorithm.advantage") not in ("grpo", "rloo")
-        or settings.get("rollout.samples_per_prompt", 1) != 1
-    ):
-        return
-    if {"algorithm.advantage", "rollout.samples_per_prompt"} & {*conversion.given} or settings.get(
-        "algorithm.kl_in_reward"
-    ):
-        return
-    settings |= {
-        "algorithm.advantage": "reinforce_plus_plus",
-        "algorithm.whiten_advantages": False,
-        "algorithm.gamma": 1.0,
-    }
-    reason = "a single sample of a prompt has its reward as advantage: reinforce_plus_plus without whitening"
-    conversion.note(option, reason)
-
-
-def _reward_parts(conversion: Conversion) -> dict[str, float]:
-    names, weights = (conversion.get(f"algorithm.gdpo_reward_{name}") for name in ("keys", "weights"))
-    if not isinstance(names, list) or not names:
-        raise InputError("adv_estimator=gdpo needs algorithm.gdpo_reward_keys, a list of reward parts")
-    weights = [1.0] * len(names) if weights is None else weights
-    if not isinstance(weights, list) or len(weights) != len(names):
-        raise InputError(f"algorithm.gdpo_reward_weights={weights} does not have one weight for each of {names}")
-    return {str(name): float(weight) for name, weight in zip(names, weights, strict=True)}
 
 
 def _dynamic_sampling(conversion: Conversion) -> None:
@@ -340,7 +213,7 @@ def _validation(conversion: Conversion) -> None:
     )
     if not (settings["evaluation.at_start"] or "evaluation.every" in settings):
         conversion.drop("evaluation.")
-        _drop_evaluation_data(conversion)
+        drop_evaluation_data(conversion)
         return
     settings["evaluation.temperature"] = temperature = float(conversion.get(f"{values}.temperature", 0))
     if not temperature:
@@ -349,12 +222,12 @@ def _validation(conversion: Conversion) -> None:
             conversion.note(f"{values}.n", "1: greedy samples of a prompt are equal")
 
 
-def _drop_evaluation_data(conversion: Conversion) -> None:
+def drop_evaluation_data(conversion: Conversion) -> None:
     if conversion.settings.pop("data.eval_files", None) and "data.val_files" in conversion.options:
         conversion.note("data.val_files", "omitted: evaluation is off (trainer.test_freq, trainer.val_before_train)")
 
 
-def _critic(conversion: Conversion, updates: Updates, *, sampling: Sampling, megatron: bool) -> None:
+def _critic(conversion: Conversion, updates: Updates, *, sampling: TrainerSampling, megatron: bool) -> None:
     settings = conversion.settings
     settings["critic.trainers"] = settings["cluster.trainers"]
     warmup = settings.get("critic.warmup_steps", 0)
@@ -370,5 +243,10 @@ def _critic(conversion: Conversion, updates: Updates, *, sampling: Sampling, meg
     settings["critic.max_tokens_per_micro_batch"] = settings["actor.max_tokens_per_micro_batch"]
     if size := conversion.first("critic.ulysses_sequence_parallel_size"):
         settings["critic.megatron.tensor_parallel"] = size
-    if offloaded(conversion, "critic.") and sampling == "synchronous":
+    translate_router_losses(conversion, "critic.megatron.", "critic.megatron")
+    if settings.get("critic.megatron.expert_parallel", 1) > 1:
+        of_experts = conversion.get("critic.megatron.expert_tensor_parallel_size")
+        tensor = settings.get("critic.megatron.tensor_parallel", 1)
+        settings["critic.megatron.expert_tensor_parallel"] = of_experts or tensor
+    if offloaded(conversion, "critic.") and not sampling.engines:
         settings["critic.megatron.offload"] = True

@@ -14,6 +14,7 @@ from megarl.errors import RecipeError
 from megarl.preflight.data import check_rewards
 from megarl.preflight.findings import Survey
 from megarl.recipe.judge import JUDGE
+from megarl.recipe.remote import SERVICES
 from megarl.recipe.schema import Recipe
 from megarl.rewards import Score, ScoreRequest
 from megarl.rewards.scoring import Outcome, Scoring
@@ -25,9 +26,8 @@ WRONG = "I do not know."
 
 def score_once(recipe: Recipe, rows: Sequence[Row], result: Survey) -> None:
     """Add the findings to `result`. Judges, services and other scorers that wait for an answer are reported, not called."""
-    for name, used in ((JUDGE, recipe.reward.uses_judge), ("remote", recipe.reward.uses_remote)):
-        if used:
-            result.unavailable(f"reward: {name} is not called in a plan")
+    for name in [*([JUDGE] if recipe.reward.uses_judge else []), *recipe.reward.services]:
+        result.unavailable(f"reward: {name} is not called in a plan")
     requests: dict[str, ScoreRequest] = {}
     with result.part("data.train_files"):
         needed = needed_columns(recipe.reward.function, recipe.reward.functions)
@@ -41,7 +41,7 @@ def score_once(recipe: Recipe, rows: Sequence[Row], result: Survey) -> None:
                 if not term.scorer.awaited and term.scorer.name != "unscored":
                     with result.part("reward"):
                         _score(recipe, term, request, result)
-                elif term.scorer.awaited and term.scorer.name != "remote":
+                elif term.scorer.awaited and term.scorer.name not in SERVICES:
                     result.unavailable(f"reward: {term.scorer.name} is async, and is not called in a plan")
 
 

@@ -25,6 +25,9 @@ def agent_errors(recipe: Recipe) -> Iterator[ValueError]:
     if not recipe.data.chat_template:
         problem = "tools and their results need a chat template"
         yield RecipeError("data.chat_template", problem, "set it to true", value=False)
+    if recipe.rollout.ignore_eos:
+        problem = "with tools, end-of-text tokens end the policy's turns"
+        yield RecipeError("rollout.ignore_eos", problem, "set it to false, or name no tool", value=True)
     repeated = sorted({tool for tool in agent.tools if agent.tools.count(tool) > 1})
     if repeated:
         problem = f"listed more than once: {', '.join(repeated)}"

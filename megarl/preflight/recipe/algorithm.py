@@ -177,7 +177,7 @@ def _data_set_errors(recipe: Recipe) -> Errors:
     if LOSSES[algorithm.loss].whole_groups and algorithm.aggregation != "seq_mean_token_mean":
         yield RecipeError(
             "algorithm.aggregation",
-            f"algorithm.loss={algorithm.loss} is a mean over pairs; only seq_mean_token_mean computes it",
+            f"algorithm.loss={algorithm.loss} is a mean over sequences of whole groups; only seq_mean_token_mean computes it",
             "set algorithm.aggregation=seq_mean_token_mean",
             value=algorithm.aggregation,
         )

@@ -63,12 +63,26 @@ def _argument_errors(reward: RewardConfig) -> Iterator[ValueError]:
 
 def _remote_errors(reward: RewardConfig) -> Iterator[ValueError]:
     remote = reward.remote
-    if not reward.uses_remote:
-        cause = "the reward does not use the scorer `remote`"
+    if not reward.services:
+        cause = "the reward does not use the scorer `remote` or `reward_model`"
         yield from unused_section_errors("reward.remote", remote, cause, "set reward.function=remote")
         return
+    name = reward.services[0]
+    if len(reward.services) > 1:
+        problem = "the section reward.remote describes one service, for `remote` or for `reward_model`"
+        yield RecipeError("reward.functions", problem, "name one of the two", value=dict(reward.functions))
+    if name == "reward_model" and not remote.model:
+        problem = "the scorer `reward_model` names the model in its requests"
+        yield RecipeError(
+            "reward.remote.model", problem, "give the name under which the server has it", value=remote.model
+        )
+    if name == "remote" and remote.model:
+        problem = "only the scorer `reward_model` reads it"
+        yield RecipeError(
+            "reward.remote.model", problem, "leave it out, or set reward.function=reward_model", value=remote.model
+        )
     if not remote.url:
-        problem = "the reward uses the scorer `remote`, but its URL is unset"
+        problem = f"the reward uses the scorer `{name}`, but its URL is unset"
         yield RecipeError("reward.remote.url", problem, "give its URL, or use another scorer", value=remote.url)
     else:
         yield from errors_of(check_url, "reward.remote", remote.url)
@@ -76,7 +90,7 @@ def _remote_errors(reward: RewardConfig) -> Iterator[ValueError]:
     longest = remote.attempts * remote.timeout + (remote.attempts - 1) * remote.longest_wait
     if reward.timeout < longest:
         problem = (
-            f"the timeout of a sample is {reward.timeout:g} s, and the scorer `remote` may take {longest:g} s: "
+            f"the timeout of a sample is {reward.timeout:g} s, and the scorer `{name}` may take {longest:g} s: "
             f"{remote.attempts} requests x {remote.timeout:g} s + {remote.attempts - 1} waits x {remote.longest_wait:g} s"
         )
         remedy = (
@@ -87,7 +101,7 @@ def _remote_errors(reward: RewardConfig) -> Iterator[ValueError]:
 
 def remote_notices(reward: RewardConfig) -> list[str]:
     """Return a notice if samples are sent to another machine without encryption."""
-    if not reward.uses_remote or not reward.remote.url:
+    if not reward.services or not reward.remote.url:
         return []
     url = urlsplit(reward.remote.url)
     if url.scheme == "https" or is_this_machine(url):

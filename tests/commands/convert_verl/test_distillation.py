@@ -47,14 +47,12 @@ def test_the_forward_kl_of_the_top_tokens() -> None:
         "loss_mode=forward_kl_topk topk=64 use_task_rewards=False use_policy_gradient=False loss_max_clamp=10.0"
     )
     converted = recipe(options)
-    expected = {"reference": "teacher", "advantage": "none", "loss": "gkd", "distill_max": 10.0}
+    expected = {"reference": "teacher", "advantage": "none", "loss": "gkd", "distill_max": 10.0, "distill_rest": False}
     assert expected.items() <= converted["algorithm"].items()  # 64 is the default of distill_top_k
     assert "kl_coef" not in converted["algorithm"] and converted["teacher"] == TEACHER_OF_RUN
     assert recipe(options.replace("topk=64", "topk=8"))["algorithm"]["distill_top_k"] == 8
-    limit = f" {LOSS}log_prob_min_clamp=-10.0"
-    with pytest.raises(InputError, match=f"--accept {LOSS}log_prob_min_clamp"):
-        recipe(options + limit)
-    assert recipe(options + limit, f"{LOSS}log_prob_min_clamp")["algorithm"]["loss"] == "gkd"
+    assert "distill_min_log_prob" not in converted["algorithm"]
+    assert recipe(f"{options} {LOSS}log_prob_min_clamp=-10.0")["algorithm"]["distill_min_log_prob"] == -10.0
 
 
 def test_task_rewards_and_a_kl_to_the_teacher() -> None:

@@ -55,7 +55,9 @@ def test_megatrons_layers_by_their_names_in_the_model(targets: str, layers: list
 def test_a_run_with_fsdp_starts_with_new_adapters() -> None:
     with pytest.raises(InputError, match=r"--accept .*lora_adapter_path"):
         recipe(f"{FLAT} {MODEL}lora_adapter_path=adapter")
-    assert "lora" not in recipe(f"{MODEL}exclude_modules=.*head {MODEL}lora_adapter_path=adapter"), "no adapters at all"
+    assert "lora" not in recipe(f"{MODEL}exclude_modules=.*head"), "no adapters at all"
+    with pytest.raises(InputError, match=r"without lora_rank, verl of January 2026 trains these adapters"):
+        recipe(f"{MODEL}lora_adapter_path=adapter")
 
 
 def test_a_critic_with_adapters_is_refused_if_there_is_one() -> None:

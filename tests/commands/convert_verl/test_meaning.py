@@ -11,7 +11,8 @@ from docs.generate.from_verl import PAGE, document
 from megarl.commands.convert_verl.command import convert
 from megarl.commands.convert_verl.conversion import value_of
 from megarl.commands.convert_verl.option import Option
-from megarl.commands.convert_verl.table import RL, SFT, TRAINER
+from megarl.commands.convert_verl.sft import SFT
+from megarl.commands.convert_verl.table import RL, TRAINER
 from megarl.errors import InputError
 from megarl.preflight.recipe.data import COLUMNS
 from megarl.recipe.load import flat_settings, to_yaml
@@ -118,6 +119,7 @@ class TestMeaning:
                 "megatron.extra.",
                 "megatron.ddp.",
                 "critic.megatron.ddp.",
+                "critic.megatron.extra.",
                 "rollout.engine_args.",
                 "teacher.engine_args.",
                 "reward.arguments.",

@@ -67,7 +67,6 @@ def test_fixed_micro_batches_are_shared_by_context_parallel_devices(recipe: Call
         ("actor_rollout_ref.actor.policy_loss.new_key=1", "unknown option"),
         ("algorithm.new_key=1", "unknown option"),
         ("actor_rollout_ref.actor.loss_agg_mod=token-mean", "nearest: actor_rollout_ref.actor.loss_agg_mode"),
-        ("reward_model.enable=True", "unknown option"),
         ("actor_rollout_ref.actor.optim.lr_scheduler_type=wsd", "actor.optimizer.decay=VALUE"),
     ],
 )
@@ -150,6 +149,9 @@ def test_bypass_mode_has_the_loss_of_its_type(recipe: Callable[..., Recipe]) -> 
     bypass = [f"{CORRECTION}.bypass_mode=True", f"{CORRECTION}.rollout_is=token"]
     algorithm = recipe(*bypass).algorithm
     assert (algorithm.loss, algorithm.old_log_probs, algorithm.correction.weights) == ("ppo_clip", "rollout", "none")
+    normalize = f"{CORRECTION}.rollout_is_batch_normalize=True"
+    assert not recipe(*bypass, normalize).algorithm.correction.normalize
+    assert any(f"{normalize}: not used" in note for note in converted(*bypass, normalize).notes)
     algorithm = recipe(*bypass, f"{CORRECTION}.loss_type=reinforce").algorithm
     assert (algorithm.loss, algorithm.correction.weights) == ("reinforce", "token")
     with pytest.raises(InputError, match="loss_type=other is neither"):

@@ -67,7 +67,7 @@ def test_the_critic_has_a_schedule_of_its_own() -> None:
 
 @pytest.mark.parametrize(
     "option",
-    [f"{ACTOR}lr_warmup_init=1e-7", f"{ACTOR}optimizer=muon", f"{ACTOR}num_cycles=2", f"{CRITIC}optimizer=sgd"],
+    [f"{ACTOR}optimizer=muon", f"{ACTOR}num_cycles=2", f"{CRITIC}optimizer=sgd"],
 )
 def test_another_schedule_or_optimizer_is_refused(option: str) -> None:
     with pytest.raises(InputError, match=f"--accept {option.partition('=')[0]}"):

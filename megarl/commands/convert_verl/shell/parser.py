@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megarl.commands.convert_verl.entry_points import NAMES, EntryPoint, entry_point_of
 from megarl.commands.convert_verl.shell.interpreter import Interpreter
 from megarl.commands.convert_verl.shell.syntax import parse
 from megarl.commands.convert_verl.shell.values import (
@@ -18,12 +18,6 @@ from megarl.commands.convert_verl.shell.values import (
     combined,
 )
 from megarl.errors import InputError
-
-TRAINERS = re.compile(
-    r"(?:^|[./])(main_ppo|main_ppo_sync|main_dapo|main_entropy|fully_async_main|fsdp_sft_trainer|sft_trainer)"
-    r"(?:\.py)?$"
-)
-"""verl's training modules, and those of recipes whose options are verl's."""
 
 LARGEST = 200_000
 """Longest script, in characters. verl's longest has 12,000."""
@@ -43,12 +37,13 @@ class Argument:
 class Command:
     """A training command.
 
-    launcher: the words before the trainer's module. arguments: the words after it. notes: facts from outside the script
+    trainer: the trainer's module as the script names it. launcher: the words before it. arguments: the words after it. notes: facts from outside the script
     that the arguments depend on, such as the current folder. absences: the errors about the variables that the script does
     not set, by name; `values.absent` stands for their values.
     """
 
     trainer: str
+    entry: EntryPoint
     line: int
     launcher: list[str]
     arguments: list[Argument]
@@ -76,10 +71,7 @@ def read_command(text: str, variables: Mapping[str, str], context: ScriptContext
     except RecursionError as error:
         raise InputError("the script is nested too deeply") from error
     if not shell.calls:
-        raise InputError(
-            "no training command: no line runs main_ppo, main_ppo_sync, main_dapo, main_entropy, fully_async_main, "
-            "sft_trainer or fsdp_sft_trainer"
-        )
+        raise InputError(f"no training command: no line runs one of {NAMES}")
     if len(shell.calls) > 1:
         lines = ", ".join(str(call.line) for call in shell.calls)
         raise InputError(f"several training commands, in lines {lines}: keep only one")
@@ -87,7 +79,7 @@ def read_command(text: str, variables: Mapping[str, str], context: ScriptContext
 
 
 def _is_training(fields: list[str]) -> bool:
-    return any(map(TRAINERS.search, fields)) and fields[0] not in _NO_LAUNCHERS
+    return any(map(entry_point_of, fields)) and fields[0] not in _NO_LAUNCHERS
 
 
 def _command(call: Call, absences: dict[str, Undetermined]) -> Command:
@@ -100,7 +92,7 @@ def _command(call: Call, absences: dict[str, Undetermined]) -> Command:
     arguments: list[Argument] = []
     errors: list[Undetermined] = []
     notes: set[str] = set()
-    trainer = ""
+    trainer, entry = "", None
     for word in call.words:
         if isinstance(word.fields, Undetermined):
             if trainer or _counts_processes(word):
@@ -111,7 +103,7 @@ def _command(call: Call, absences: dict[str, Undetermined]) -> Command:
             if trainer:
                 errors += [absences[name] for name in absent_names(text.partition("=")[0])]
                 arguments.append(Argument(word.word["Line"], text))
-            elif TRAINERS.search(text):
+            elif entry := entry_point_of(text):
                 trainer = text
             else:
                 launcher.append(text)
@@ -119,7 +111,8 @@ def _command(call: Call, absences: dict[str, Undetermined]) -> Command:
             notes.update(fact.note for fact in word.facts if fact.note)
     if errors:
         raise combined(errors)
-    return Command(trainer, call.line, launcher, arguments, sorted(notes), absences)
+    assert entry, "the call was recognized by its fields"
+    return Command(trainer, entry, call.line, launcher, arguments, sorted(notes), absences)
 
 
 def _counts_processes(word: Expanded) -> bool:
