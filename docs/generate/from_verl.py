@@ -151,7 +151,7 @@ Scripts that become a recipe as they stand, without arguments, of all scripts th
 |---|---|---|
 | verl-project/verl | 1dda039 | 153 of 170 |
 | verl-project/verl-recipe | 48ea0a7 | 73 of 104 |
-| verl-project/verl, January 2026 | b178a3c | 172 of 187 |
+| verl-project/verl, January 2026 | b178a3c | 171 of 187 |
 
 `python -m benchmarks.verl_scripts verl verl-recipe` counts them in checkouts and lists the reasons of the others. They are:
 
@@ -171,13 +171,14 @@ Scripts that become a recipe as they stand, without arguments, of all scripts th
 | evaluation alone | - | 2 | - |
 | weights of the correction with mean 1 in a loss without old log-probs | 1 | - | 1 |
 | a vision tower that is not trained | - | - | 1 |
+| training of adapters from a file | - | - | 1 |
 | calls of tools in the syntax of gpt-oss | - | 1 | - |
 | experts that drop tokens above a capacity | - | 1 | - |
 | two KL terms | 1 | - | - |
 | fewer prompts than a step has | 1 | - | - |
 | an argument that hydra refuses | - | - | 1 |
 
-A script without a value is converted if the value is given after the file.
+A value that a script lacks can be given after the file.
 
 ## Metrics
 
