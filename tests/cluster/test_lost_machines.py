@@ -11,7 +11,7 @@ import pytest
 from megarl.cluster.failures import MachineLost
 from tests.support.cluster_workers import wait_until
 
-pytestmark = pytest.mark.stack
+pytestmark = [pytest.mark.stack, pytest.mark.slow]
 THREADS = {"OMP_NUM_THREADS": "1"}
 
 

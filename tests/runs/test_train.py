@@ -184,6 +184,7 @@ def one_step_off(quickstart_data: Path, tmp_path_factory: pytest.TempPathFactory
     return trained(quickstart_data, runs, "whole", *ONE_STEP_OFF, torchrun=2)
 
 
+@pytest.mark.slow
 def test_two_engines_sample_one_step_ahead(one_step_off: Path) -> None:
     assert [line["rollout/staleness_max"] for line in metrics(one_step_off)] == [0, 1, 1]
 

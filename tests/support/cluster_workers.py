@@ -96,11 +96,18 @@ class Reducer(Echo):
 
     def sum_slowly(self, rank, seconds):
         """Sum after `seconds`, in which `rank` changes its stack while the others wait."""
-        end = time.monotonic() + seconds
+        end, depth = time.monotonic() + seconds, 0
         while self.rank == rank and time.monotonic() < end:
-            time.sleep(0.2)
-            self.sleep(0.2)
+            depth += 1
+            self.sleep_at(depth, 0.2)
         return self.sum(1)
+
+    def sleep_at(self, depth, seconds):
+        """Sleep below `depth` further calls, so that no two stacks of a loop over depths are equal."""
+        if depth:
+            self.sleep_at(depth - 1, seconds)
+        else:
+            time.sleep(seconds)
 
     def sleep_in_backward(self, rank):
         """Hang in layer 3 where the backward pass computes its activations again; the other ranks wait for its gradient."""

@@ -63,6 +63,7 @@ def look_at(stages: dict[str, dict[str, Any]], tmp_path: Path) -> None:
 
 
 @pytest.mark.stack
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_all_stages(tmp_path):
     """All stages of `megarl accept` on a CPU."""
