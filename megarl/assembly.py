@@ -286,7 +286,7 @@ def _trainer_restarts(
 ) -> TrainerRestarts | None:
     """Return what starts failed trainers again; None if the recipe does not want it."""
     train = setup.recipe.train
-    batches = KeptBatches(setup.place.directory.batches)  # deletes those of a killed session
+    batches = KeptBatches(setup.place.directory.batches)  # and delete the ones that a killed process has left
     if not train.trainer_restarts:
         return None
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megarl.assembly import Run
 from megarl.checkpoint.run_checkpoints import is_due
 from megarl.checkpoint.skipped_steps import Streak
-from megarl.cluster.failures import MachineLost, WorkerFailed
+from megarl.cluster.failures import WorkerFailed
 from megarl.errors import ProcessFailure
 from megarl.rollout.source import Batch
 from megarl.step import training_step
@@ -84,9 +84,13 @@ def with_trainers(run: Run, trained: int, action: Callable[[], None]) -> None:
 
     def checked_action() -> None:
         restarts.check()
-        action()
+        try:
+            action()
+        except ProcessFailure:  # an engine fails if a trainer dies while they connect
+            restarts.check()
+            raise
 
-    failure = attempt(restarts, checked_action)
+    failure = attempt(checked_action)
     while failure is not None:
         if not run.devices.outlives_trainers:
             failure.add_note(
@@ -95,8 +99,7 @@ def with_trainers(run: Run, trained: int, action: Callable[[], None]) -> None:
             raise failure
         restarts.count(failure, trained)
         run.log.withdraw_metrics(before.metrics, phase="recovery")
-        failure = attempt(restarts, lambda: restart_trainers(run, restarts, trained, before))
-        failure = failure or attempt(restarts, checked_action)
+        failure = attempt(lambda: restart_trainers(run, restarts, trained, before)) or attempt(checked_action)
 
 
 @dataclass(frozen=True)
@@ -108,27 +111,17 @@ class StepState:
     metrics: Metrics  # of the step so far
 
 
-def attempt(restarts: TrainerRestarts, action: Callable[[], None]) -> WorkerFailed | None:
-    """Call `action`. Returns the failure if it failed because of a trainer; raises other errors."""
+def attempt(action: Callable[[], None]) -> WorkerFailed | None:
+    """Call `action`. Returns the failure if it failed because of a trainer; raises other errors.
+
+    The failure has no traceback, whose frames would hold the batch.
+    """
     try:
         action()
     except WorkerFailed as error:
-        return without_frames(error)
-    except MachineLost:
-        raise
-    except ProcessFailure:
-        try:
-            restarts.check()  # an engine fails if a trainer dies while they connect
-        except WorkerFailed as error:
-            return without_frames(error)
-        raise
+        error.__context__ = None
+        return error.with_traceback(None)
     return None
-
-
-def without_frames(error: WorkerFailed) -> WorkerFailed:
-    """Return `error` without the frames of its traceback, which hold the batch."""
-    error.__context__ = None
-    return error.with_traceback(None)
 
 
 def restart_trainers(run: Run, restarts: TrainerRestarts, trained: int, before: StepState) -> None:

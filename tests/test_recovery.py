@@ -20,6 +20,7 @@ from megarl.checkpoint.next_commands import Repetition
 from megarl.checkpoint.run_checkpoints import Checkpoints
 from megarl.checkpoint.skipped_steps import SkippedSteps
 from megarl.cluster.failures import Failure, ProcessInfo, WorkerFailed
+from megarl.errors import ProcessFailure
 from megarl.observe.log import RunLog
 from megarl.observe.profiling import Profiling
 from megarl.recipe.schema import Recipe
@@ -41,6 +42,7 @@ class Failing:
     def __init__(self, numbers: set[int], *, after: bool) -> None:
         self.numbers, self.after, self.calls = numbers, after, 0
         self.failure: WorkerFailed | None = None  # of the present processes
+        self.start_error: ProcessFailure | None = None  # of the start of others
 
     def raise_if_due(self) -> None:
         if self.calls in self.numbers:
@@ -112,7 +114,7 @@ class SendingHandover(Handover):
     """Records the weights that each version has. Sending is a call to the trainers."""
 
     def __init__(self, actor: ActorGroup) -> None:
-        self.actor, self.versions = actor, dict[int, Any]()
+        self.actor, self.versions = actor, dict[Any, Any]()
 
     def update_engines(self, version: int) -> Metrics:
         self.actor._call(ActorGroup.send_weights, version)  # type: ignore[arg-type]
@@ -170,6 +172,8 @@ def fit(
             return [None]
 
         def start() -> None:
+            if failing.start_error is not None:
+                raise failing.start_error
             failing.failure = None
             actor.workers = cast(Any, LearningWorkers(failing))
 
@@ -259,6 +263,30 @@ def test_other_numbers_of_a_repeated_step_are_said() -> None:
     )
     assert recovered_text(4, 6, [0.0, 0.25], 7.4).endswith("their gradient norms differ by up to 0.25")
     assert recovered_text(6, 6, [], 7.4).endswith("from the checkpoint of step 6")
+
+
+def test_an_engine_that_fails_because_a_trainer_has_died_ends_no_run(
+    undisturbed: tuple[Run, list[Metrics], int], tmp_path: Path
+) -> None:
+    class FailingEngine(SendingHandover):
+        def update_engines(self, version: int) -> Metrics:
+            failing = cast(Any, self.actor.workers).failing
+            if version == 2 and not self.versions.get("failed"):
+                self.versions["failed"] = True
+                failing.failure = WorkerFailed(Failure.death(ProcessInfo("trainer rank 0"), "killed"))
+                raise ProcessFailure("engine0 cannot connect to the trainers")
+            return super().update_engines(version)
+
+    run, repeated = fit(tmp_path, 1, Failing(set(), after=False), FailingEngine)
+    assert repeated == undisturbed[1] and run.trainer_restarts is not None and run.trainer_restarts.restarts == 1
+
+
+def test_trainers_that_cannot_start_again_end_the_run_at_once(tmp_path: Path) -> None:
+    """No machine has devices for them, or their old processes do not end: another attempt would find the same."""
+    failing = Failing({14}, after=False)
+    failing.start_error = ProcessFailure("killed trainers do not end")
+    with pytest.raises(ProcessFailure, match="killed trainers do not end"):
+        fit(tmp_path, 5, failing)
 
 
 def test_a_failure_in_an_update_ends_a_run_whose_engines_cannot_restart(tmp_path: Path) -> None:

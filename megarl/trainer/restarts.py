@@ -19,7 +19,7 @@ class TrainerRestarts:
 
     most: failures in a row without a new step with which the run goes on (`train.trainer_restarts`). batches: of the steps since
     the newest checkpoint. start: ends all trainer processes, and starts new ones behind the same handles, with the starting
-    model. check: raises WorkerFailed if a trainer has died since its last call.
+    model. check: raises WorkerFailed if a trainer has died, until `start` has started others.
     """
 
     most: int
@@ -59,7 +59,7 @@ class TrainerRestarts:
         return [math.inf if math.isnan(first - again) else abs(first - again)]
 
     def keep_since(self, checkpoint: int) -> None:
-        """Forget what is needed only up to the checkpoint of this step."""
+        """Delete batches and norms of the steps up to `checkpoint`, which no restart needs any more."""
         self.batches.forget_through(checkpoint)
         self._norms = {step: norm for step, norm in self._norms.items() if step > checkpoint}
 

@@ -43,7 +43,7 @@ class Handover:
 
     @property
     def outlives_trainers(self) -> bool:
-        """Whether the engines can go on with new trainers: not after an update in which trainers failed, unless engines restart."""
+        """False after an update that failed, if the engines cannot restart: they may have parts of the new weights."""
         return True
 
 

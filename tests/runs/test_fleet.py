@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.stack import metrics
-from tests.support.training_runs import Run, pid_in_log
+from tests.support.training_runs import Run, background_runs, pid_in_log
 
 pytestmark = pytest.mark.stack
 
@@ -32,17 +33,8 @@ FLEET = [
 
 @pytest.fixture
 def started(quickstart_data: Path, tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    runs: list[Run] = []
-
-    def start(*more: str) -> Run:
-        runs.append(Run(quickstart_data, tmp_path, "fleet", *FLEET, *more))
-        return runs[-1]
-
-    yield start
-    for run in runs:
-        if run.process.poll() is None:
-            run.process.kill()
-            run.process.wait()
+    with background_runs(quickstart_data, tmp_path, *FLEET) as start:
+        yield functools.partial(start, "fleet")
 
 
 def wait_for(run: Run, key: str, value: float) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -82,6 +84,22 @@ class Run:
         """Wait until the run ends; returns its exit status and stderr."""
         _, errors = self.process.communicate(timeout=seconds)
         return self.process.returncode, errors
+
+
+@contextlib.contextmanager
+def background_runs(data: Path, folder: Path, *common: str) -> Iterator[Callable[..., Run]]:
+    """Yield a function that starts a `Run` by its name and further settings. All runs are killed when the block is left."""
+    runs: list[Run] = []
+
+    def start(name: str, *more: str) -> Run:
+        runs.append(Run(data, folder, name, *common, *more))
+        return runs[-1]
+
+    yield start
+    for each in runs:
+        if each.process.poll() is None:
+            each.process.kill()
+            each.process.wait()
 
 
 def pid_in_log(directory: Path, words: str) -> int:
