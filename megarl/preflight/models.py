@@ -14,10 +14,10 @@ from megarl.engines.specs import longest_sample
 from megarl.errors import NotHereError, RecipeError, as_recipe_error, errors_of, raise_all
 from megarl.hf import published, weights
 from megarl.hf.config import context_length, text_fields
+from megarl.hf.families.check import check_model, check_sizes
 from megarl.megatron.extra_settings import check_extra
 from megarl.megatron.layout import check_layout
 from megarl.megatron.lora.targets import check_lora
-from megarl.megatron.model.families import check_model, check_sizes
 from megarl.preflight.engines import check_experts, check_heads
 from megarl.recipe.data import DataConfig
 from megarl.recipe.derived.at_update import update_rule

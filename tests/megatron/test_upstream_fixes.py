@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from megarl.megatron.model.families import PROVEN
+from megarl.hf.families import FAMILIES
 from tests.support.upstream_defects import DEFECTS
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +49,7 @@ def test_defect_is_still_there(upstream: dict[str, Any], name: str) -> None:
 
 @pytest.mark.stack
 def test_mbridge_supports_every_model_of_megarl(upstream: dict[str, Any]) -> None:
-    assert set(PROVEN) <= set(upstream["models"])
+    assert set(FAMILIES) <= set(upstream["models"])
 
 
 def rows() -> list[dict[str, str]]:

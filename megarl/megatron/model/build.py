@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 import random
 import socket
@@ -15,6 +16,8 @@ import numpy as np
 import torch
 
 from megarl.hf.config import number_of_experts, text_fields
+from megarl.hf.families import family_of
+from megarl.hf.families.check import check_model
 from megarl.megatron.extra_settings import adaptor_settings, check_names, recompute_settings
 from megarl.megatron.images import ImageLayout
 from megarl.megatron.layout import check_layout, uses_sequence_parallel, vocab_divisor
@@ -141,14 +144,22 @@ def _image_layout(hf_config: Any) -> ImageLayout | None:
 
 
 def _read_hf_config(path: str) -> Any:
-    """Read the model's configuration with transformers. Raises ValueError if this machine has no config.json."""
+    """Read the model's configuration with transformers.
+
+    Raises ValueError if this machine has no config.json, or if the trainer does not support the model.
+    """
     from transformers import AutoConfig
 
-    if not (Path(path) / "config.json").is_file():
+    file = Path(path) / "config.json"
+    if not file.is_file():
         raise ValueError(
             f"model.path is {path!r}, which has no config.json on {socket.gethostname()}: every machine of the run "
             "needs the model's Hugging Face directory in the same place."
         )
+    fields = json.loads(file.read_text())
+    check_model(fields)
+    if known_as := family_of(fields).reads_as:
+        return AutoConfig.for_model(**{**fields, "model_type": known_as})
     return AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
 
 
@@ -163,7 +174,7 @@ def seed_everything(seed: int) -> None:
 
 
 def _with_enums(settings: dict[str, Any]) -> dict[str, Any]:
-    """Convert names in `settings` to Megatron's enums; mbridge only converts its defaults."""
+    """Convert names in `settings` to Megatron's enums; mbridge only converts the names of its own settings."""
     from megatron.core.transformer.enums import AttnBackend
 
     name = settings.get("attention_backend")
@@ -215,13 +226,12 @@ def _mark_duplicates(chunk: Any, **_: Any) -> None:
 
 
 def _bridge(recipe: Recipe, hf_config: Any, platform: Platform) -> Any:
-    from mbridge import AutoBridge
+    from megarl.megatron.model.bridge import FamilyBridge
+    from megarl.megatron.model.qwen2_5_vl import VisionBridge
 
-    from megarl.megatron.model import upstream_fixes
-
-    upstream_fixes.fix_mbridge()
-    upstream_fixes.patch_config(hf_config)
-    bridge = AutoBridge.from_config(
+    make = VisionBridge if hasattr(hf_config, "vision_config") else FamilyBridge
+    bridge = make(
+        family_of(hf_config.to_dict()),
         hf_config,
         dtype=DTYPES[recipe.model.dtype],
         make_vocab_size_divisible_by=vocab_divisor(text_fields(hf_config.to_dict()), recipe.megatron),
@@ -234,9 +244,7 @@ def _bridge(recipe: Recipe, hf_config: Any, platform: Platform) -> Any:
 
 
 def _transformer_settings(recipe: Recipe, hf_config: Any, platform: Platform) -> dict[str, Any]:
-    """Return fields of Megatron's TransformerConfig that mbridge does not set; `megatron.extra` takes precedence."""
-    from megarl.megatron.model import upstream_fixes
-
+    """Return fields of Megatron's TransformerConfig that do not follow from the model; `megatron.extra` takes precedence."""
     megatron = recipe.megatron
     settings: dict[str, Any] = {
         "sequence_parallel": uses_sequence_parallel(megatron),
@@ -247,20 +255,12 @@ def _transformer_settings(recipe: Recipe, hf_config: Any, platform: Platform) ->
         "deterministic_mode": recipe.train.deterministic,
         "num_layers_in_first_pipeline_stage": megatron.first_stage_layers,
         "num_layers_in_last_pipeline_stage": megatron.last_stage_layers,
-        **upstream_fixes.config_overrides(hf_config),
     }
     if platform.uses_native_layers:
         # Megatron's fused activation is only faster if compiled, which it is not here.
         settings["bias_activation_fusion"] = False
     settings |= recompute_settings(megatron)
     if number_of_experts(text_fields(hf_config.to_dict())):
-        settings.update(
-            # megarl has its losses in moe/router_losses.py: Megatron's depend on how the batch is split.
-            moe_aux_loss_coeff=0.0,
-            moe_router_load_balancing_type="none",
-            # Routing biases that drift would change the policy without a gradient.
-            moe_router_bias_update_rate=0.0,
-        )
         if recipe.model.dtype == "bfloat16":
             settings["moe_router_dtype"] = "fp32"
         if megatron.tensor_parallel > 1 and not platform.overlaps_shared_experts:

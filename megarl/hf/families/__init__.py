@@ -1,0 +1,42 @@
+"""Model families: one table each, from which loading, export, weight sync, checks and counts follow. Pure.
+
+To add one, see docs/add_a_model.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.hf.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
+from megarl.hf.families.family import Family
+from megarl.hf.families.glm4_moe import GLM4_MOE
+from megarl.hf.families.llama import LLAMA
+from megarl.hf.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from megarl.hf.families.qwen2_5_vl import QWEN2_5_VL
+
+FAMILIES: dict[str, Family] = {
+    "deepseek_v3": DEEPSEEK_V3,
+    "glm4_moe": GLM4_MOE,
+    "kimi_k2": KIMI_K2,
+    "llama": LLAMA,
+    "mistral": LLAMA,
+    "qwen2": QWEN2,
+    "qwen2_5_vl": QWEN2_5_VL,
+    "qwen2_moe": QWEN2_MOE,
+    "qwen3": QWEN3,
+    "qwen3_moe": QWEN3_MOE,
+}
+"""By `model_type`. Tests compare log-probs and gradients of each with transformers."""
+
+
+def family_of(hf_config: dict[str, Any]) -> Family:
+    """Return the family of a model's config.json. Raises ValueError for one that is not in `FAMILIES`."""
+    kind = hf_config.get("model_type")
+    if kind is None:
+        raise ValueError("The model's config.json has no model_type: transformers did not write it.")
+    if kind not in FAMILIES:
+        raise ValueError(
+            f"model.path holds a {kind!r} model. megarl trains {', '.join(FAMILIES)} models, which are tested against "
+            "transformers. docs/add_a_model.md shows how to add one."
+        )
+    return FAMILIES[kind]
