@@ -22,7 +22,7 @@ from tests.support.megatron_layouts import (
     RESUME,
     SWAP,
 )
-from tests.support.megatron_models import LENGTHS, MODELS, global_batch, write_model
+from tests.support.megatron_models import LENGTHS, MODELS, global_batch, reference_model, write_model
 from tests.support.megatron_runs import (
     WORKER,
     cases,
@@ -119,12 +119,7 @@ def test_training_does_not_depend_on_the_layout(results: Path, case: dict[str, A
 
 @cases([case for case in PARITY if case["processes"] == 1])
 def test_gradient_equals_transformers(results: Path, case: dict[str, Any]) -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        results / "models" / case["model"],
-        dtype=torch.float32,
-        attn_implementation="eager",
-        experts_implementation="eager",
-    )
+    model = reference_model(results / "models" / case["model"])
     check_gradient(results, case["name"], model, [{"input_ids": tokens[None]} for tokens in global_batch()[0]])
 
 

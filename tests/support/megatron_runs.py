@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from tests.support.megatron_models import CLIP_GRAD, ENTROPY_COEF, LOSS_SCALE, TEMPERATURE, global_batch, rows_of_logits
+from tests.support.megatron_models import CLIP_GRAD, ENTROPY_COEF, LOSS_SCALE, TEMPERATURE, global_batch, reference_model, rows_of_logits
 from tests.support.trainer_processes import run_cases
 
 WORKER = "tests.support.megatron_worker"
@@ -68,11 +68,7 @@ def checkpoint_tensors(directory: Path) -> dict[str, torch.Tensor]:
 @functools.lru_cache
 def of_transformers(model: Path) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Log-probs, entropies and sums of squared probabilities of a model directory with transformers; see `rows_of`."""
-    return rows_of(
-        transformers.AutoModelForCausalLM.from_pretrained(
-            model, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
-    )
+    return rows_of(reference_model(model))
 
 
 @torch.no_grad()

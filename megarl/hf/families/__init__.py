@@ -7,19 +7,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.hf.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
+from megarl.hf.families.deepseek_v3 import DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K2
 from megarl.hf.families.family import Family
 from megarl.hf.families.glm4_moe import GLM4_MOE
 from megarl.hf.families.llama import LLAMA
+from megarl.hf.families.mixtral import MINIMAX_M2, MIXTRAL
 from megarl.hf.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from megarl.hf.families.qwen2_5_vl import QWEN2_5_VL
 
 FAMILIES: dict[str, Family] = {
     "deepseek_v3": DEEPSEEK_V3,
     "glm4_moe": GLM4_MOE,
+    "glm4_moe_lite": GLM4_MOE_LITE,
     "kimi_k2": KIMI_K2,
     "llama": LLAMA,
+    "minimax_m2": MINIMAX_M2,
     "mistral": LLAMA,
+    "mixtral": MIXTRAL,
     "qwen2": QWEN2,
     "qwen2_5_vl": QWEN2_5_VL,
     "qwen2_moe": QWEN2_MOE,

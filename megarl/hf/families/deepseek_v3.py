@@ -116,4 +116,10 @@ DEEPSEEK_V3 = Family(
     latent=True,
     adapters=True,
 )
+def _sparse_by_type(config: Config, layer: int) -> bool:
+    kinds = config.get("mlp_layer_types")
+    return kinds[layer] == "sparse" if kinds else layer >= config.get("first_k_dense_replace", 1)
+
+
 KIMI_K2 = replace(DEEPSEEK_V3, reads_as="deepseek_v3", adapters=False)
+GLM4_MOE_LITE = replace(DEEPSEEK_V3, sparse=_sparse_by_type, adapters=False)

@@ -133,6 +133,7 @@ class Family:
     ties: bool = True  # the output layer may share the embedding's weights
     biased: bool = False  # config.json may have attention_bias
     latent: bool = False  # multi-head latent attention
+    wide_norms: bool = False  # norms of queries and keys over all heads together, not of each head
     adapters: bool = False  # adapters are proven
     reads_as: str = ""  # model_type that transformers reads config.json as, where it does not know the family's
 

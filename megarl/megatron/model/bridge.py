@@ -17,6 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from megarl.hf.config import text_fields
 from megarl.hf.families.family import Family, Row, rotary_base, rotary_scaling, sparse_layers
 from megarl.hf.families.slices import Shard, Stored, as_matrix, copy
+from megarl.megatron.model import wide_norms
 from megarl.megatron.model.tensor_reader import TensorReader
 
 _EXPERTS = ".mlp.experts.linear_fc"
@@ -145,7 +146,7 @@ class TableWeights:
             for shard, place in zip(shards, places, strict=True):
                 flat = shard.detach().reshape(-1)
                 for first, column, rows, columns, offset, stride in place.slices:
-                    part = flat.as_strided((rows, columns), (stride, 1), offset)
+                    part = flat.as_strided((rows, columns), (stride, 1), flat.storage_offset() + offset)
                     matrix[first : first + rows, column : column + columns] = part
             yield tensor, whole
 
@@ -162,6 +163,8 @@ class FamilyBridge(TableWeights, LLMBridge):
         settings = self.family.settings(self.fields)
         if "num_moe_experts" in settings:
             settings["moe_layer_freq"] = sparse_layers(self.family, self.fields)
+        if (factor := self._rotary()[1]) != 1.0:
+            settings["softmax_scale"] = factor**2 * _head_size(self.fields) ** -0.5
         config = self._build_base_config(**settings)
         if self.family.latent:
             # The field's name before Megatron 0.14. A platform that replaces latent attention may read it: see RELIED in the
@@ -170,32 +173,52 @@ class FamilyBridge(TableWeights, LLMBridge):
         return config
 
     def _get_gptmodel_args(self) -> dict[str, Any]:
-        scaling = rotary_scaling(self.fields)
-        part = scaling.get("partial_rotary_factor") or self.fields.get("partial_rotary_factor") or 1.0
         return {
             "vocab_size": self.fields["vocab_size"],
             "max_sequence_length": self.fields["max_position_embeddings"],
             "position_embedding_type": "rope",
             "rotary_base": rotary_base(self.fields),
-            "rotary_percent": 1.0 if self.family.latent else part,
+            "rotary_percent": 1.0 if self.family.latent else self._rotated_part(),
         }
+
+    def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> Any:
+        spec = super()._get_transformer_layer_spec(vp_stage)
+        if self.family.wide_norms:
+            wide_norms.install(spec.layer_specs)
+        return spec
 
     def _model_provider(self, post_model_creation_callbacks: list[Callable[..., None]]) -> Any:
         callbacks = [self._scale_rotary, *post_model_creation_callbacks]
         return super()._model_provider(callbacks)
 
     def _scale_rotary(self, model: Any, **_: Any) -> None:
-        """Give the model the rotary frequencies of its scaling, from transformers' functions.
+        """Give the model the rotary frequencies of its scaling, from transformers' functions."""
+        frequencies, _factor = self._rotary()
+        if frequencies is not None:
+            rotary = model.rotary_pos_emb
+            rotary.inv_freq = frequencies.to(rotary.inv_freq)
 
-        Megatron has llama3's with fixed constants, and YaRN's without its factor on cosines and sines. That factor, squared,
-        scales the logits instead (`softmax_scale`), which is equal where the whole head is rotated.
+    def _rotary(self) -> tuple[torch.Tensor | None, float]:
+        """Return scaled rotary frequencies [rotated size / 2], and the factor by which scaling stretches cosines and sines.
+
+        The frequencies are None where Megatron's own are right.
+
+        Megatron has llama3's frequencies with fixed constants, and none of the factor. Squared, it scales the logits instead
+        (`softmax_scale`), which is the same where the whole head is rotated.
         """
         kind = rotary_scaling(self.fields)["rope_type"]
-        if self.family.latent or kind == "default":
-            return
-        frequencies, _factor = ROPE_INIT_FUNCTIONS[kind](self.hf_config, device=None)
-        rotary = model.rotary_pos_emb
-        rotary.inv_freq = frequencies.to(rotary.inv_freq)
+        if kind == "default" or self.family.latent:
+            return None, 1.0
+        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](self.hf_config, device="cpu")
+        return frequencies, factor
+
+    def _rotated_part(self) -> float:
+        scaling = rotary_scaling(self.fields)
+        return scaling.get("partial_rotary_factor") or self.fields.get("partial_rotary_factor") or 1.0
+
+
+def _head_size(config: dict[str, Any]) -> int:
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
 
 @dataclass(frozen=True)
