@@ -197,6 +197,23 @@ def _kimi_k2() -> transformers.PreTrainedModel:
     return transformers.DeepseekV3ForCausalLM(config)
 
 
+def _qwen3_next() -> transformers.PreTrainedModel:
+    """Qwen3-Next: two layers of gated delta nets, with two value heads for each key head, and two of gated attention."""
+    config = transformers.Qwen3NextConfig(
+        **COMMON,
+        **EXPERTS,
+        head_dim=32,
+        num_experts=4,
+        shared_expert_intermediate_size=64,
+        linear_key_head_dim=8,
+        linear_value_head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        layer_types=["linear_attention", "full_attention"] * 2,
+    )
+    return transformers.Qwen3NextForCausalLM(config)
+
+
 MODELS = {
     "llama": _llama,
     "qwen2": _qwen2,
@@ -216,6 +233,7 @@ MODELS = {
     "minimax_m2": _minimax_m2,
     "glm4_moe_lite": _glm4_moe_lite,
     "kimi_k2": _kimi_k2,
+    "qwen3_next": _qwen3_next,
 }
 
 

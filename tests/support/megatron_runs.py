@@ -17,6 +17,9 @@ from tests.support.trainer_processes import run_cases
 WORKER = "tests.support.megatron_worker"
 SAME_GRADIENT = 1e-5
 """Tolerance relative to a tensor's largest element; gaps up to 2e-6 occur."""
+DECAY, SAME_DECAY = ("A_log", "dt_bias"), 3e-4
+"""Parameters of a delta net's decay. In float32, the chunked rules of Megatron and of transformers are both 1e-4 away from the
+gradient of the recurrence itself in float64, since they subtract cumulative sums."""
 SAME_CHANGE = 1e-5
 LAST_BITS = 2 * torch.finfo(torch.float32).eps  # two steps, each of which rounds
 UNTRAINED = ("e_score_correction_bias", "score.bias")
@@ -108,7 +111,7 @@ def check_gradient(results: Path, name: str, model: Any, inputs: list[dict[str, 
     for tensor_name, tensor in expected.items():
         clipped_gradient = tensor.double() * clipped
         gap = (trained["gradient"][tensor_name] - clipped_gradient).abs().max() / clipped_gradient.abs().max()
-        assert gap < SAME_GRADIENT, f"{tensor_name}: {gap:.1e}"
+        assert gap < (SAME_DECAY if tensor_name.endswith(DECAY) else SAME_GRADIENT), f"{tensor_name}: {gap:.1e}"
 
 
 def gradient_of_transformers(model: Any, directory: Path) -> dict[str, torch.Tensor]:

@@ -14,6 +14,7 @@ from megarl.hf.families.llama import LLAMA
 from megarl.hf.families.mixtral import MINIMAX_M2, MIXTRAL
 from megarl.hf.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from megarl.hf.families.qwen2_5_vl import QWEN2_5_VL
+from megarl.hf.families.qwen3_next import QWEN3_NEXT
 
 FAMILIES: dict[str, Family] = {
     "deepseek_v3": DEEPSEEK_V3,
@@ -29,6 +30,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": QWEN2_MOE,
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3_MOE,
+    "qwen3_next": QWEN3_NEXT,
 }
 """By `model_type`. Tests compare log-probs and gradients of each with transformers."""
 

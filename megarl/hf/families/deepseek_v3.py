@@ -35,6 +35,9 @@ LATENT_ATTENTION = in_layers(
 )
 
 
+_UNSCALED = {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+
+
 def sigmoid_routing(config: Config) -> dict[str, Any]:
     """Return Megatron's fields for experts that are scored by a sigmoid and chosen with a bias."""
     grouped = (config.get("n_group") or 1) > 1
@@ -51,11 +54,14 @@ def sigmoid_routing(config: Config) -> dict[str, Any]:
 
 def _settings(config: Config) -> dict[str, Any]:
     scaling = rotary_scaling(config)
-    rotary = yarn_fields(scaling) if scaling["rope_type"] == "yarn" else {"rope_type": "rope"}
+    rotary = yarn_fields(scaling) if scaling["rope_type"] == "yarn" else _UNSCALED
     return {
         **mixture(config),
         **sigmoid_routing(config),
         "moe_shared_expert_intermediate_size": config["moe_intermediate_size"] * config["n_shared_experts"],
+        "moe_shared_expert_overlap": True,
+        "attention_backend": "fused",
+        "disable_bf16_reduced_precision_matmul": True,
         "qk_layernorm": True,
         "q_lora_rank": config.get("q_lora_rank"),
         "kv_lora_rank": config["kv_lora_rank"],

@@ -134,6 +134,7 @@ class Family:
     biased: bool = False  # config.json may have attention_bias
     latent: bool = False  # multi-head latent attention
     wide_norms: bool = False  # norms of queries and keys over all heads together, not of each head
+    delta_nets: bool = False  # gated delta nets in the layers that `layer_types` calls linear_attention
     adapters: bool = False  # adapters are proven
     reads_as: str = ""  # model_type that transformers reads config.json as, where it does not know the family's
 
@@ -184,6 +185,9 @@ def mixture(config: Config) -> dict[str, Any]:
         "moe_router_topk": config["num_experts_per_tok"],
         "moe_ffn_hidden_size": config.get("moe_intermediate_size") or config["intermediate_size"],
         "moe_grouped_gemm": True,
+        "bias_activation_fusion": True,
+        "bias_dropout_fusion": True,
+        "persist_layer_norm": True,
         # megarl computes its own balancing losses: megatron/moe/router_losses.py.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,

@@ -46,7 +46,8 @@ def _qwen2_moe(config: Config) -> dict[str, Any]:
     }
 
 
-def _every_few(config: Config, layer: int) -> bool:
+def every_few(config: Config, layer: int) -> bool:
+    """Return whether a layer is one of the mixtures of experts, which may be only every few layers."""
     dense = layer in (config.get("mlp_only_layers") or [])
     return not dense and (layer + 1) % (config.get("decoder_sparse_step") or 1) == 0
 
@@ -59,7 +60,7 @@ def _unsupported(config: Config) -> Refusals:
 QWEN2 = Family((*MODEL, *ATTENTION, *DENSE), _qwen2, adapters=True)
 QWEN3 = Family((*MODEL, *ATTENTION, *DENSE), _qwen3, adapters=True)
 QWEN3_MOE = Family(
-    (*MODEL, *ATTENTION, *DENSE, *EXPERTS), _qwen3_moe, sparse=_every_few, unsupported=_unsupported, adapters=True
+    (*MODEL, *ATTENTION, *DENSE, *EXPERTS), _qwen3_moe, sparse=every_few, unsupported=_unsupported, adapters=True
 )
 QWEN2_MOE = Family(
     (
@@ -71,6 +72,6 @@ QWEN2_MOE = Family(
         *in_layers(row(copy, "mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight")),
     ),
     _qwen2_moe,
-    sparse=_every_few,
+    sparse=every_few,
     unsupported=_unsupported,
 )

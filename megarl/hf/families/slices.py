@@ -107,3 +107,90 @@ def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
     if len(shape) < 2:
         return 1, math.prod(shape)
     return shape[0], math.prod(shape[1:])
+
+
+def gated_qkv(config: Config, shape: tuple[int, ...], shard: Shard) -> list[Stored]:
+    """Store query, key and value as three tensors, the query of each head with the gate of its output after it.
+
+    In the parameter, each key/value head follows the queries and then the gates of its query heads.
+    """
+    heads = config["num_attention_heads"]
+    groups = config.get("num_key_value_heads") or heads
+    per_group, held = heads // groups, groups // shard.ranks
+    stride = shape[0] // held
+    size = stride // (2 * per_group + 2)
+    first = shard.rank * held
+    gated = [
+        (((first + group) * per_group + head) * 2 * size + gate * size, group * stride + (gate * per_group + head) * size, size)
+        for group in range(held)
+        for head in range(per_group)
+        for gate in (0, 1)
+    ]
+    stored = [_lines(shape, 2 * heads * size, gated)]
+    for begin in (2 * per_group * size, (2 * per_group + 1) * size):
+        runs = [((first + group) * size, group * stride + begin, size) for group in range(held)]
+        stored.append(_lines(shape, groups * size, runs))
+    return stored
+
+
+class DeltaSizes(NamedTuple):
+    """Sizes of a gated delta net. Its parameters hold query, key, value, output gate, beta and decay of one key head after the
+    other, so that tensor-parallel ranks have whole heads."""
+
+    heads: int  # key heads
+    key: int  # of a head's query and key
+    value: int  # of all value heads of a key head
+    per_key: int  # value heads of a key head
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Lines of query, key, value, output gate, beta and decay of a key head."""
+        return self.key, self.key, self.value, self.value, self.per_key, self.per_key
+
+
+def delta_sizes(config: Config) -> DeltaSizes:
+    """Return the sizes of a model's gated delta nets."""
+    per_key = config["linear_num_value_heads"] // config["linear_num_key_heads"]
+    width = config["linear_value_head_dim"] * per_key
+    return DeltaSizes(config["linear_num_key_heads"], config["linear_key_head_dim"], width, per_key)
+
+
+def delta_by_head(config: Config, shape: tuple[int, ...], shard: Shard) -> list[Stored]:
+    """Store a delta net's input as two tensors, both by key head: query, key, value and gate; beta and decay."""
+    sizes = delta_sizes(config)
+    wide, narrow = sum(sizes.parts[:4]), sum(sizes.parts[4:])
+    held = sizes.heads // shard.ranks
+    return [
+        _lines(
+            shape,
+            sizes.heads * count,
+            [((shard.rank * held + head) * count, head * (wide + narrow) + begin, count) for head in range(held)],
+        )
+        for begin, count in ((0, wide), (wide, narrow))
+    ]
+
+
+def delta_by_part(config: Config, shape: tuple[int, ...], shard: Shard) -> list[Stored]:
+    """Store a delta net's input as four tensors: query, key and value of all heads one after the other; gate; beta; decay."""
+    sizes = delta_sizes(config)
+    return [_parts(shape, sizes, shard, sizes.parts, tensor) for tensor in ((0, 1, 2), (3,), (4,), (5,))]
+
+
+def delta_convolution(config: Config, shape: tuple[int, ...], shard: Shard) -> list[Stored]:
+    """Store a delta net's convolution with the channels of query, key and value of all heads one after the other."""
+    sizes = delta_sizes(config)
+    return [_parts(shape, sizes, shard, sizes.parts[:3], (0, 1, 2))]
+
+
+def _parts(
+    shape: tuple[int, ...], sizes: DeltaSizes, shard: Shard, of_head: tuple[int, ...], tensor: tuple[int, ...]
+) -> Stored:
+    """Return a tensor of the parts `tensor` of all heads, of a parameter with the parts `of_head` of one head after the other."""
+    held, runs, start = sizes.heads // shard.ranks, [], 0
+    for part in tensor:
+        count, begin = of_head[part], sum(of_head[:part])
+        runs += [
+            (start + (shard.rank * held + head) * count, head * sum(of_head) + begin, count) for head in range(held)
+        ]
+        start += sizes.heads * count
+    return _lines(shape, start, runs)

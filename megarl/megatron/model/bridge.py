@@ -11,13 +11,15 @@ import torch
 import torch.distributed as dist
 from mbridge.core import LLMBridge
 from mbridge.core.util import unwrap_model
+from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megarl.hf.config import text_fields
 from megarl.hf.families.family import Family, Row, rotary_base, rotary_scaling, sparse_layers
 from megarl.hf.families.slices import Shard, Stored, as_matrix, copy
-from megarl.megatron.model import wide_norms
+from megarl.megatron.model import gated_delta_net, wide_norms
 from megarl.megatron.model.tensor_reader import TensorReader
 
 _EXPERTS = ".mlp.experts.linear_fc"
@@ -185,6 +187,9 @@ class FamilyBridge(TableWeights, LLMBridge):
         spec = super()._get_transformer_layer_spec(vp_stage)
         if self.family.wide_norms:
             wide_norms.install(spec.layer_specs)
+        if self.family.delta_nets:
+            first = get_transformer_layer_offset(self.config, vp_stage)
+            gated_delta_net.install(self.fields, spec.layer_specs, first, gpt_layer_specs.TESpecProvider())
         return spec
 
     def _model_provider(self, post_model_creation_callbacks: list[Callable[..., None]]) -> Any:

@@ -38,7 +38,7 @@ def _norm_weight(config: Any, size: int) -> torch.nn.Parameter:
 
 
 class Norm(torch.nn.Module):
-    """RMSNorm."""
+    """RMSNorm; its weight is one less than the factor if `layernorm_zero_centered_gamma`."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
@@ -48,9 +48,10 @@ class Norm(torch.nn.Module):
             )
         self.weight = _norm_weight(config, hidden_size)
         self.eps = eps
+        self.zero_centered = config.layernorm_zero_centered_gamma
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight + 1 if self.zero_centered else self.weight, self.eps)
 
 
 class LayerNormColumnParallelLinear(ColumnParallelLinear):
@@ -60,9 +61,11 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.layer_norm_weight = _norm_weight(config, input_size)
         self.eps = config.layernorm_epsilon
+        self.zero_centered = config.layernorm_zero_centered_gamma
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return super().forward(rms_norm(x, self.layer_norm_weight, self.eps), *args, **kwargs)
+        weight = self.layer_norm_weight + 1 if self.zero_centered else self.layer_norm_weight
+        return super().forward(rms_norm(x, weight, self.eps), *args, **kwargs)
 
 
 class Linear(torch.nn.Module):
