@@ -80,10 +80,8 @@ def _check_heads(hf_config: dict[str, Any], megatron: MegatronConfig) -> None:
     groups = heads if latent else hf_config.get("num_key_value_heads") or heads
     _check_divides(megatron, "tensor_parallel", heads, f"the model's {heads} attention heads", groups)
     _check_divides(megatron, "tensor_parallel", groups, f"the model's {groups} key/value heads", heads)
-    if hf_config.get("model_type") == "deepseek_v3":
-        size = hf_config["vocab_size"]
-        noun = f"the vocabulary of {size}, and mbridge cannot pad deepseek_v3's"
-        _check_divides(megatron, "tensor_parallel", size, noun, heads)
+    if linear := hf_config.get("linear_num_key_heads"):
+        _check_divides(megatron, "tensor_parallel", linear, f"the {linear} key heads of the model's delta nets", heads)
 
 
 def _check_divides(megatron: MegatronConfig, key: str, count: int, noun: str, *others: int) -> None:
@@ -143,9 +141,9 @@ def _check_pipeline(hf_config: dict[str, Any], megatron: MegatronConfig) -> None
         raise ValueError(f"{fixed} layers do not divide over the remaining {stages} pipeline stages. Change {keys}.")
     if vpp is None:
         return
-    if hf_config.get("model_type") == "qwen2_5_vl":
+    if "vision_config" in hf_config:
         raise ValueError(
-            f"megatron.virtual_pipeline={vpp}: mbridge cannot build virtual pipeline stages of qwen2_5_vl. Leave "
+            f"megatron.virtual_pipeline={vpp}: mbridge cannot build virtual pipeline stages of a model with a vision tower. Leave "
             "megatron.virtual_pipeline unset."
         )
     if stages == 0:

@@ -122,6 +122,22 @@ def _glm4_moe() -> transformers.PreTrainedModel:
     return transformers.Glm4MoeForCausalLM(config)
 
 
+def _glm4_moe_plain() -> transformers.PreTrainedModel:
+    """GLM-4.5's architecture without biases and norms of queries and keys, with two shared experts and another rotated part."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+    config = transformers.Glm4MoeConfig(
+        **COMMON,
+        **EXPERTS,
+        head_dim=32,
+        n_routed_experts=8,
+        n_shared_experts=2,
+        attention_bias=False,
+        use_qk_norm=False,
+        rope_parameters=rope,
+    )
+    return transformers.Glm4MoeForCausalLM(config)
+
+
 def _llama3() -> transformers.PreTrainedModel:
     """Llama 3.1's scaled rotary embedding, with wavelengths of all three kinds: kept, interpolated and stretched."""
     llama3 = {
@@ -160,7 +176,9 @@ def _qwen2_moe() -> transformers.PreTrainedModel:
 
 
 def _mixtral() -> transformers.PreTrainedModel:
-    config = transformers.MixtralConfig(**{**COMMON, "intermediate_size": 32}, num_local_experts=4, num_experts_per_tok=2)
+    config = transformers.MixtralConfig(
+        **{**COMMON, "intermediate_size": 32}, num_local_experts=4, num_experts_per_tok=2
+    )
     return transformers.MixtralForCausalLM(config)
 
 
@@ -224,6 +242,7 @@ MODELS = {
     "deepseek_v3": _deepseek_v3,
     "moonlight": _moonlight,
     "glm4_moe": _glm4_moe,
+    "glm4_moe_plain": _glm4_moe_plain,
     "llama3": _llama3,
     "mistral": _mistral,
     "qwen3_yarn": _qwen3_yarn,

@@ -11,7 +11,15 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from tests.support.megatron_models import CLIP_GRAD, ENTROPY_COEF, LOSS_SCALE, TEMPERATURE, global_batch, reference_model, rows_of_logits
+from tests.support.megatron_models import (
+    CLIP_GRAD,
+    ENTROPY_COEF,
+    LOSS_SCALE,
+    TEMPERATURE,
+    global_batch,
+    reference_model,
+    rows_of_logits,
+)
 from tests.support.trainer_processes import run_cases
 
 WORKER = "tests.support.megatron_worker"

@@ -339,7 +339,7 @@ def _model_config(model_path: str) -> dict[str, Any]:
 def _config_overrides(spec: EngineSpec, config: Mapping[str, Any], device: str) -> dict[str, Any]:
     """Return fields of config.json with the values that vLLM must read instead: from the recipe, and required by megarl."""
     overrides = dict(spec.engine_args.get("hf_overrides") or {})
-    if config.get("model_type") == "deepseek_v3":
+    if config.get("model_type") in ("deepseek_v3", "kimi_k2"):
         overrides = {**_missing_routing(config), **overrides}
     if spec.fp32_head:
         fp32_head.check(spec.engine_args, device)

@@ -58,7 +58,7 @@ def _settings(config: Config) -> dict[str, Any]:
     return {
         **mixture(config),
         **sigmoid_routing(config),
-        "moe_shared_expert_intermediate_size": config["moe_intermediate_size"] * config["n_shared_experts"],
+        "moe_shared_expert_intermediate_size": config["moe_intermediate_size"] * config.get("n_shared_experts", 1),
         "moe_shared_expert_overlap": True,
         "attention_backend": "fused",
         "disable_bf16_reduced_precision_matmul": True,
@@ -122,6 +122,8 @@ DEEPSEEK_V3 = Family(
     latent=True,
     adapters=True,
 )
+
+
 def _sparse_by_type(config: Config, layer: int) -> bool:
     kinds = config.get("mlp_layer_types")
     return kinds[layer] == "sparse" if kinds else layer >= config.get("first_k_dense_replace", 1)

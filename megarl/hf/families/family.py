@@ -130,10 +130,12 @@ class Family:
     rotary: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     """Kinds of rotary scaling (`rope_type`) that are carried over."""
 
+    prefix: str = ""  # of the text model's parameters in Megatron
     ties: bool = True  # the output layer may share the embedding's weights
-    biased: bool = False  # config.json may have attention_bias
+    biased: bool = False  # attention_bias in config.json is part of the architecture, or carried over
     latent: bool = False  # multi-head latent attention
     wide_norms: bool = False  # norms of queries and keys over all heads together, not of each head
+    tower: bool = False  # has a vision tower, which is trained
     delta_nets: bool = False  # gated delta nets in the layers that `layer_types` calls linear_attention
     adapters: bool = False  # adapters are proven
     reads_as: str = ""  # model_type that transformers reads config.json as, where it does not know the family's

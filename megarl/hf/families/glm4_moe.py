@@ -24,7 +24,7 @@ def _settings(config: Config) -> dict[str, Any]:
     return {
         **mixture(config),
         **sigmoid_routing(config),
-        "moe_shared_expert_intermediate_size": config["moe_intermediate_size"] * config["n_shared_experts"],
+        "moe_shared_expert_intermediate_size": config["moe_intermediate_size"] * config.get("n_shared_experts", 1),
         "moe_shared_expert_overlap": True,
         "qk_layernorm": bool(config.get("use_qk_norm")),
         "add_qkv_bias": bool(config.get("attention_bias")),

@@ -39,7 +39,7 @@ def _qwen3_moe(config: Config) -> dict[str, Any]:
 def _qwen2_moe(config: Config) -> dict[str, Any]:
     return {
         **mixture(config),
-        "add_qkv_bias": True,
+        "add_qkv_bias": config.get("qkv_bias", True),
         "moe_router_pre_softmax": not config.get("norm_topk_prob", False),
         "moe_shared_expert_intermediate_size": config["shared_expert_intermediate_size"],
         "moe_shared_expert_gate": True,
@@ -57,7 +57,7 @@ def _unsupported(config: Config) -> Refusals:
     yield config.get("num_experts_per_tok") == 1, "num_experts_per_tok: 1"
 
 
-QWEN2 = Family((*MODEL, *ATTENTION, *DENSE), _qwen2, adapters=True)
+QWEN2 = Family((*MODEL, *ATTENTION, *DENSE), _qwen2, biased=True, adapters=True)
 QWEN3 = Family((*MODEL, *ATTENTION, *DENSE), _qwen3, adapters=True)
 QWEN3_MOE = Family(
     (*MODEL, *ATTENTION, *DENSE, *EXPERTS), _qwen3_moe, sparse=every_few, unsupported=_unsupported, adapters=True
@@ -74,4 +74,5 @@ QWEN2_MOE = Family(
     _qwen2_moe,
     sparse=every_few,
     unsupported=_unsupported,
+    biased=True,
 )

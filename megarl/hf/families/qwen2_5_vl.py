@@ -34,11 +34,14 @@ _PROJECTION = (
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    return {"add_qkv_bias": True, "mrope_section": rotary_scaling(config)["mrope_section"]}
+    return {"add_qkv_bias": True, "mrope_section": rotary_scaling(config).get("mrope_section")}
 
 
 QWEN2_5_VL = Family(
     (*prefixed((*MODEL, *ATTENTION, *DENSE), "language_model.", ""), *_TOWER, *_PROJECTION),
     _settings,
     rotary=("default", "mrope"),
+    prefix="language_model.",
+    biased=True,
+    tower=True,
 )

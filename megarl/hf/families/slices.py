@@ -121,7 +121,11 @@ def gated_qkv(config: Config, shape: tuple[int, ...], shard: Shard) -> list[Stor
     size = stride // (2 * per_group + 2)
     first = shard.rank * held
     gated = [
-        (((first + group) * per_group + head) * 2 * size + gate * size, group * stride + (gate * per_group + head) * size, size)
+        (
+            ((first + group) * per_group + head) * 2 * size + gate * size,
+            group * stride + (gate * per_group + head) * size,
+            size,
+        )
         for group in range(held)
         for head in range(per_group)
         for gate in (0, 1)

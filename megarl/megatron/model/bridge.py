@@ -18,6 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megarl.hf.config import text_fields
 from megarl.hf.families.family import Family, Row, rotary_base, rotary_scaling, sparse_layers
+from megarl.hf.families.sizes import head_size
 from megarl.hf.families.slices import Shard, Stored, as_matrix, copy
 from megarl.megatron.model import gated_delta_net, wide_norms
 from megarl.megatron.model.tensor_reader import TensorReader
@@ -166,7 +167,7 @@ class FamilyBridge(TableWeights, LLMBridge):
         if "num_moe_experts" in settings:
             settings["moe_layer_freq"] = sparse_layers(self.family, self.fields)
         if (factor := self._rotary()[1]) != 1.0:
-            settings["softmax_scale"] = factor**2 * _head_size(self.fields) ** -0.5
+            settings["softmax_scale"] = factor**2 * head_size(self.fields) ** -0.5
         config = self._build_base_config(**settings)
         if self.family.latent:
             # The field's name before Megatron 0.14. A platform that replaces latent attention may read it: see RELIED in the
@@ -220,10 +221,6 @@ class FamilyBridge(TableWeights, LLMBridge):
     def _rotated_part(self) -> float:
         scaling = rotary_scaling(self.fields)
         return scaling.get("partial_rotary_factor") or self.fields.get("partial_rotary_factor") or 1.0
-
-
-def _head_size(config: dict[str, Any]) -> int:
-    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,14 +15,17 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.ssm.gated_delta_net import torch_chunk_gated_delta_rule
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 
 from megarl.hf.families.slices import Config, DeltaSizes, delta_sizes
 from megarl.megatron.host_offsets import host_offsets
-from megarl.megatron.native_layers.attention import plan_padding
+from megarl.megatron.native_layers.attention import plan_chunks, plan_padding
 
 _SHARDED = ("convolution", "A_log", "dt_bias")  # by heads, over tensor-parallel ranks
 
@@ -47,6 +51,7 @@ class PackedDeltaNet(MegatronModule):
         super().__init__(config)
         self.layer_number, self.sizes, self.kernel = layer_number, sizes, kernel
         self.group = parallel_state.get_tensor_model_parallel_group()
+        self.context = parallel_state.get_context_parallel_group()
         self.heads = sizes.heads // self.group.size()
         self.value_head = sizes.value // sizes.per_key
         common = {"config": config, "bias": False, "is_expert": False, "tp_group": self.group}
@@ -87,15 +92,36 @@ class PackedDeltaNet(MegatronModule):
     ) -> tuple[torch.Tensor, None]:
         """Return the output [tokens, 1, hidden] of a packed stream. No state passes from one sequence to the next."""
         inputs = self.in_proj(hidden_states)[0].squeeze(1)  # [tokens, heads * parts]
-        offsets = host_offsets(packed_seq_params.cu_seqlens_q_padded)
-        plan = plan_padding(tuple(end - start for start, end in zip(offsets[:-1], offsets[1:], strict=True)), inputs.device)
+        lengths = [end - start for start, end in pairwise(host_offsets(packed_seq_params.cu_seqlens_q_padded))]
+        if self.context.size() > 1:
+            mixed = self._over_context_ranks(inputs, lengths)
+        else:
+            mixed = self._sequences(inputs, lengths)
+        out, bias = self.out_proj(mixed.unsqueeze(1))
+        return out, bias
+
+    def _over_context_ranks(self, inputs: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        """Return the outputs of this context-parallel rank's tokens. Every rank computes all tokens of its heads.
+
+        A state passes through all tokens of a sequence, and a rank has two chunks of each: see `plan_chunks`.
+        """
+        ranks, rank, held = self.context.size(), self.context.rank(), len(inputs)
+        gathered = gather_from_sequence_parallel_region(
+            inputs.contiguous(), tensor_parallel_output_grad=True, group=self.context
+        )
+        shares = tuple(length // ranks for length in lengths)
+        in_order = plan_chunks(shares, ranks, 0, inputs.device).chunks[1].keys  # the last chunk attends to all
+        outputs = self._sequences(gathered.index_select(0, in_order), lengths)
+        return outputs.index_select(0, in_order.argsort()[rank * held : (rank + 1) * held])
+
+    def _sequences(self, inputs: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        """Return the outputs [tokens, heads * value] of whole sequences of `lengths`."""
+        plan = plan_padding(tuple(lengths), inputs.device)
         outputs = [
             self._rectangle(inputs.index_select(0, batch.rows).view(batch.count, batch.length, -1)).flatten(0, 1)
             for batch in plan.batches
         ]
-        mixed = torch.cat(outputs).index_select(0, plan.places)
-        out, bias = self.out_proj(mixed.unsqueeze(1))
-        return out, bias
+        return torch.cat(outputs).index_select(0, plan.places)
 
     def _rectangle(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return [sequences, length, heads * value] of inputs [sequences, length, heads * parts], padded on the right.
