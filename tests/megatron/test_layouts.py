@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from tests.support import held_ranks, holdings_check, megatron_critic
 from tests.support.megatron_layouts import (

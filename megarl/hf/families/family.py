@@ -16,7 +16,7 @@ Refusals = Iterator[tuple[bool, str]]
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """Tensors of a checkpoint that hold one Megatron parameter.
 
     `{layer}` and `{expert}` stand for numbers that count over all pipeline stages and ranks.
@@ -27,17 +27,19 @@ class Row:
     tensors: tuple[str, ...]
 
 
-def row(kind: Kind, parameter: str, *tensors: str) -> Row:
+def row(kind: Kind, parameter: str, *tensors: str) -> TableRow:
     """Return a row of a family's table."""
-    return Row(kind, parameter, tensors)
+    return TableRow(kind, parameter, tensors)
 
 
-def prefixed(rows: Iterable[Row], parameter: str, tensor: str) -> tuple[Row, ...]:
+def prefixed(rows: Iterable[TableRow], parameter: str, tensor: str) -> tuple[TableRow, ...]:
     """Return `rows` with prefixes for Megatron's and the checkpoint's names."""
-    return tuple(Row(row.kind, parameter + row.parameter, tuple(tensor + name for name in row.tensors)) for row in rows)
+    return tuple(
+        TableRow(row.kind, parameter + row.parameter, tuple(tensor + name for name in row.tensors)) for row in rows
+    )
 
 
-def in_layers(*rows: Row) -> tuple[Row, ...]:
+def in_layers(*rows: TableRow) -> tuple[TableRow, ...]:
     """Return `rows` of a decoder layer with the names that they have in the model."""
     return prefixed(rows, "decoder.layers.{layer}.", "model.layers.{layer}.")
 
@@ -84,7 +86,7 @@ EXPERTS = in_layers(
 """A mixture of experts."""
 
 
-def shared_experts(name: str) -> tuple[Row, ...]:
+def shared_experts(name: str) -> tuple[TableRow, ...]:
     """Return the rows of shared experts, which the checkpoint calls `name`."""
     return in_layers(
         row(
@@ -119,7 +121,7 @@ def supports_all(config: Config) -> Refusals:
 class Family:
     """Models of one architecture. All functions take a configuration from `text_fields`."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[TableRow, ...]
     settings: Callable[[Config], dict[str, Any]]
     """Fields of Megatron's TransformerConfig that differ from its defaults, beyond the sizes that every model has."""
 
@@ -141,11 +143,11 @@ class Family:
     reads_as: str = ""  # model_type that transformers reads config.json as, where it does not know the family's
 
     @cached_property
-    def by_parameter(self) -> dict[str, Row]:
+    def by_parameter(self) -> dict[str, TableRow]:
         """The rows by Megatron's name, with placeholders for numbers."""
         return {row.parameter: row for row in self.rows}
 
-    def row_of(self, parameter: str) -> Row:
+    def row_of(self, parameter: str) -> TableRow:
         """Return the row of a Megatron parameter, with its numbers filled in. Raises ValueError if there is none."""
         numbers: dict[str, str] = {}
 
@@ -158,7 +160,7 @@ class Family:
         row = self.by_parameter.get(generic)
         if row is None:
             raise ValueError(f"the model's table has no row for Megatron's parameter {parameter}")
-        return Row(row.kind, parameter, tuple(name.format(**numbers) for name in row.tensors))
+        return TableRow(row.kind, parameter, tuple(name.format(**numbers) for name in row.tensors))
 
 
 _NUMBER = re.compile(r"(layers\.|\.weight(?=\d+$))(\d+)")

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from megarl.hf.config import number_of_experts
-from megarl.hf.families.family import Family, Row
-from megarl.hf.families.slices import Config, Shard, delta_sizes
+from megarl.hf.families.family import Family, TableRow
+from megarl.hf.families.slices import Config, ParameterShard, delta_sizes
 
 Shape = tuple[int, ...]
 
@@ -15,7 +15,7 @@ Shape = tuple[int, ...]
 class Parameter(NamedTuple):
     """A Megatron parameter of the whole model, without parallelism."""
 
-    row: Row  # with numbers filled in
+    row: TableRow  # with numbers filled in
     shape: Shape
 
 
@@ -45,7 +45,7 @@ def layer_parameters(family: Family, config: Config, layer: int) -> Iterator[Par
 def tensors(family: Family, config: Config) -> Iterator[tuple[str, Shape]]:
     """Yield the name and shape of each tensor of a checkpoint's text model."""
     for row, shape in parameters(family, config):
-        for name, place in zip(row.tensors, row.kind(config, shape, Shard()), strict=True):
+        for name, place in zip(row.tensors, row.kind(config, shape, ParameterShard()), strict=True):
             yield name, place.shape
 
 

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 Config = dict[str, Any]
 
 Slice = tuple[int, int, int, int, int, int]
-"""Row, column, rows and columns in the checkpoint's tensor as a matrix (see `as_matrix`); element offset and row stride in the
+"""TableRow, column, rows and columns in the checkpoint's tensor as a matrix (see `as_matrix`); element offset and row stride in the
 contiguous parameter."""
 
 
-class Shard(NamedTuple):
+class ParameterShard(NamedTuple):
     """Part `rank` of `ranks` equal parts of a parameter, split along dimension `dim`."""
 
     rank: int = 0
@@ -32,10 +32,10 @@ class Stored(NamedTuple):
     slices: list[Slice]
 
 
-Kind = Callable[[Config, tuple[int, ...], Shard], list[Stored]]
+Kind = Callable[[Config, tuple[int, ...], ParameterShard], list[Stored]]
 
 
-def copy(config: Config, shape: tuple[int, ...], shard: Shard) -> list[Stored]:
+def copy(config: Config, shape: tuple[int, ...], shard: ParameterShard) -> list[Stored]:
     """Store the parameter as it is."""
     if shard.dim == 0:
         return [_lines(shape, shape[0] * shard.ranks, [(shard.rank * shape[0], 0, shape[0])])]
@@ -43,13 +43,13 @@ def copy(config: Config, shape: tuple[int, ...], shard: Shard) -> list[Stored]:
     return [Stored((rows, columns * shard.ranks), [(0, shard.rank * columns, rows, columns, 0, columns)])]
 
 
-def vocabulary(config: Config, shape: tuple[int, ...], shard: Shard) -> list[Stored]:
+def vocabulary(config: Config, shape: tuple[int, ...], shard: ParameterShard) -> list[Stored]:
     """Store an embedding or output layer without the rows that Megatron adds to make the vocabulary divisible."""
     first, size = shard.rank * shape[0], config["vocab_size"]
     return [_lines(shape, size, [(first, 0, min(shape[0], size - first))])]
 
 
-def gate_up(config: Config, shape: tuple[int, ...], shard: Shard) -> list[Stored]:
+def gate_up(config: Config, shape: tuple[int, ...], shard: ParameterShard) -> list[Stored]:
     """Store a gated MLP's first linear as two tensors. Each rank has its share of the gate, then of the up projection."""
     half = shape[0] // 2
     return [
@@ -58,13 +58,13 @@ def gate_up(config: Config, shape: tuple[int, ...], shard: Shard) -> list[Stored
     ]
 
 
-def qkv(config: Config, shape: tuple[int, ...], shard: Shard) -> list[Stored]:
+def qkv(config: Config, shape: tuple[int, ...], shard: ParameterShard) -> list[Stored]:
     """Store query, key and value as three tensors. In the parameter, each key/value head follows its query heads."""
     heads = config["num_attention_heads"]
     return _query_key_value(shape, shard, heads, config.get("num_key_value_heads") or heads)
 
 
-def tower_qkv(config: Config, shape: tuple[int, ...], shard: Shard) -> list[Stored]:
+def tower_qkv(config: Config, shape: tuple[int, ...], shard: ParameterShard) -> list[Stored]:
     """Store a vision tower's query, key and value as one tensor, one after the other."""
     heads = config["vision_config"]["num_heads"]
     parts = _query_key_value(shape, shard, heads, heads)
@@ -78,7 +78,7 @@ def tower_qkv(config: Config, shape: tuple[int, ...], shard: Shard) -> list[Stor
     return [Stored((3 * rows, *shape[1:]), slices)]  # type: ignore[arg-type]
 
 
-def _query_key_value(shape: tuple[int, ...], shard: Shard, heads: int, groups: int) -> list[Stored]:
+def _query_key_value(shape: tuple[int, ...], shard: ParameterShard, heads: int, groups: int) -> list[Stored]:
     per_group, held = heads // groups, groups // shard.ranks  # query heads of a group; groups of this shard
     size = shape[0] // (held * (per_group + 2))  # of a head
     first = shard.rank * held
@@ -109,7 +109,7 @@ def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
     return shape[0], math.prod(shape[1:])
 
 
-def gated_qkv(config: Config, shape: tuple[int, ...], shard: Shard) -> list[Stored]:
+def gated_qkv(config: Config, shape: tuple[int, ...], shard: ParameterShard) -> list[Stored]:
     """Store query, key and value as three tensors, the query of each head with the gate of its output after it.
 
     In the parameter, each key/value head follows the queries and then the gates of its query heads.
@@ -159,7 +159,7 @@ def delta_sizes(config: Config) -> DeltaSizes:
     return DeltaSizes(config["linear_num_key_heads"], config["linear_key_head_dim"], width, per_key)
 
 
-def delta_by_head(config: Config, shape: tuple[int, ...], shard: Shard) -> list[Stored]:
+def delta_by_head(config: Config, shape: tuple[int, ...], shard: ParameterShard) -> list[Stored]:
     """Store a delta net's input as two tensors, both by key head: query, key, value and gate; beta and decay."""
     sizes = delta_sizes(config)
     wide, narrow = sum(sizes.parts[:4]), sum(sizes.parts[4:])
@@ -174,20 +174,20 @@ def delta_by_head(config: Config, shape: tuple[int, ...], shard: Shard) -> list[
     ]
 
 
-def delta_by_part(config: Config, shape: tuple[int, ...], shard: Shard) -> list[Stored]:
+def delta_by_part(config: Config, shape: tuple[int, ...], shard: ParameterShard) -> list[Stored]:
     """Store a delta net's input as four tensors: query, key and value of all heads one after the other; gate; beta; decay."""
     sizes = delta_sizes(config)
     return [_parts(shape, sizes, shard, sizes.parts, tensor) for tensor in ((0, 1, 2), (3,), (4,), (5,))]
 
 
-def delta_convolution(config: Config, shape: tuple[int, ...], shard: Shard) -> list[Stored]:
+def delta_convolution(config: Config, shape: tuple[int, ...], shard: ParameterShard) -> list[Stored]:
     """Store a delta net's convolution with the channels of query, key and value of all heads one after the other."""
     sizes = delta_sizes(config)
     return [_parts(shape, sizes, shard, sizes.parts[:3], (0, 1, 2))]
 
 
 def _parts(
-    shape: tuple[int, ...], sizes: DeltaSizes, shard: Shard, of_head: tuple[int, ...], tensor: tuple[int, ...]
+    shape: tuple[int, ...], sizes: DeltaSizes, shard: ParameterShard, of_head: tuple[int, ...], tensor: tuple[int, ...]
 ) -> Stored:
     """Return a tensor of the parts `tensor` of all heads, of a parameter with the parts `of_head` of one head after the other."""
     held, runs, start = sizes.heads // shard.ranks, [], 0

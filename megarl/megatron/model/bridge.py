@@ -17,9 +17,9 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megarl.hf.config import text_fields
-from megarl.hf.families.family import Family, Row, rotary_base, rotary_scaling, sparse_layers
+from megarl.hf.families.family import Family, TableRow, rotary_base, rotary_scaling, sparse_layers
 from megarl.hf.families.sizes import head_size
-from megarl.hf.families.slices import Shard, Stored, as_matrix, copy
+from megarl.hf.families.slices import ParameterShard, Stored, as_matrix, copy
 from megarl.megatron.model import gated_delta_net, wide_norms
 from megarl.megatron.model.tensor_reader import TensorReader
 
@@ -36,25 +36,25 @@ class TableWeights:
     family: Family
     fields: dict[str, Any]  # config.json, from `text_fields`
     mpu: Any  # mbridge's ParallelStates: sizes, ranks and groups
-    critic_head: Row | None = None  # in place of the output layer's row
+    critic_head: TableRow | None = None  # in place of the output layer's row
 
-    def row_of(self, parameter: str) -> Row:
+    def row_of(self, parameter: str) -> TableRow:
         """Return the row of a Megatron parameter with global numbers. Raises ValueError if the table has none."""
         row = self.family.row_of(parameter)
         if parameter.endswith("output_layer.weight"):
             if self.critic_head is not None:
                 return self.critic_head
             if self.fields.get("tie_word_embeddings"):
-                return Row(row.kind, parameter, ("model.embed_tokens.weight",))
+                return TableRow(row.kind, parameter, ("model.embed_tokens.weight",))
         return row
 
-    def shard_of(self, parameter: str, weight: Any) -> Shard:
+    def shard_of(self, parameter: str, weight: Any) -> ParameterShard:
         """Return this rank's part of a parameter."""
         if _EXPERTS in parameter:
-            return Shard(self.mpu.etp_rank, self.mpu.etp_size, int("linear_fc2" in parameter))
+            return ParameterShard(self.mpu.etp_rank, self.mpu.etp_size, int("linear_fc2" in parameter))
         if getattr(weight, "tensor_model_parallel", False):
-            return Shard(self.mpu.tp_rank, self.mpu.tp_size, weight.partition_dim)
-        return Shard()
+            return ParameterShard(self.mpu.tp_rank, self.mpu.tp_size, weight.partition_dim)
+        return ParameterShard()
 
     def stored(self, parameter: str, weight: torch.Tensor) -> list[tuple[str, Stored]]:
         """Return (checkpoint tensor, the slices of it that `weight` holds) for each of a parameter's tensors."""
@@ -137,7 +137,7 @@ class TableWeights:
     def _joined(self, parameter: str, shards: list[torch.Tensor], dim: int) -> Iterator[tuple[str, torch.Tensor]]:
         row = self.row_of(parameter)
         of_shards = [
-            row.kind(self.fields, tuple(shard.shape), Shard(rank, len(shards), dim))
+            row.kind(self.fields, tuple(shard.shape), ParameterShard(rank, len(shards), dim))
             for rank, shard in enumerate(shards)
         ]
         for tensor, places in zip(row.tensors, zip(*of_shards, strict=True), strict=True):
