@@ -9,7 +9,23 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
-from torch.distributed.nn.functional import all_reduce
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Sum over the ranks of a group. Each rank's loss depends on the sum, so gradients are summed too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = grad.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
 
 
 class QueryNorm(torch.nn.Module):
@@ -34,7 +50,7 @@ class QueryNorm(torch.nn.Module):
         values = x.float()
         total = values.square().sum((-2, -1), keepdim=True)
         if self.group.size() > 1:
-            total = all_reduce(total, dist.ReduceOp.SUM, self.group)
+            total = _SumOverRanks.apply(total, self.group)
         normed = (values * torch.rsqrt(total / self.width + self.eps)).to(x.dtype)
         return normed * self.weight.view(x.shape[-2:])
 
