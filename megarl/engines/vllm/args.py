@@ -306,6 +306,8 @@ def _set_cpu_arguments(arguments: dict[str, Any], spec: EngineSpec, config: dict
             "rewinds the generator after an unfinished prompt, which a CPU generator does not support"
         )
     arguments.setdefault("max_num_batched_tokens", max(_CPU_BATCHED_TOKENS, spec.max_model_len))
+    if "linear_attention" in (config.get("layer_types") or ()):
+        arguments.setdefault("enable_prefix_caching", False)  # vLLM caches prefixes of their states by chunks alone
     if config.get("kv_lora_rank") is not None:
         arguments["compilation_config"] = _without_rotary_op(arguments.get("compilation_config"), spec.recipe_section)
 
