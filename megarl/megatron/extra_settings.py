@@ -16,8 +16,7 @@ from typing import Any
 from megarl import platform
 from megarl.errors import RecipeError
 from megarl.hf.config import number_of_experts, text_fields
-from megarl.hf.families.deepseek_v3 import yarn_fields
-from megarl.hf.families.family import rotary_scaling
+from megarl.hf.families.settings import rotary_scaling, yarn_fields
 from megarl.megatron.layout import uses_sequence_parallel
 from megarl.platform import transformer_engine
 from megarl.platform.adaptor import Adaptor, adaptor

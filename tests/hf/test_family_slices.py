@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megarl.hf import families
 from megarl.hf.families.slices import (
     Kind,
     ParameterShard,
@@ -75,6 +77,12 @@ def test_shards_hold_each_element_once(kind: Kind, shape: tuple[int, ...], dim: 
         padding += int((used == 0).sum())
     assert all((count == 1).all() for count in seen)
     assert padding == (3 * 12 if kind is vocabulary else 0)
+
+
+def test_a_family_is_one_short_file() -> None:
+    for file in Path(families.__file__).parent.glob("*.py"):
+        text = file.read_text()
+        assert "= Family(" not in text or len(text.splitlines()) <= 80, f"{file.name} is no table any more"
 
 
 def test_slices_by_hand() -> None:

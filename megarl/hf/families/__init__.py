@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.hf.families.deepseek_v3 import DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K2
+from megarl.hf.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from megarl.hf.families.family import Family
 from megarl.hf.families.glm4_moe import GLM4_MOE
+from megarl.hf.families.glm4_moe_lite import GLM4_MOE_LITE
 from megarl.hf.families.llama import LLAMA
 from megarl.hf.families.mixtral import MINIMAX_M2, MIXTRAL
 from megarl.hf.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE

@@ -6,7 +6,8 @@ from typing import Any
 
 from megarl.hf.config import text_fields
 from megarl.hf.families import family_of
-from megarl.hf.families.family import Family, rotary_scaling
+from megarl.hf.families.family import Family
+from megarl.hf.families.settings import rotary_scaling
 
 _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _QUANTIZATION = ("quantization_config", "compression_config")

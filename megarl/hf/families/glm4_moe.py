@@ -4,19 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.hf.families.deepseek_v3 import sigmoid_routing
-from megarl.hf.families.family import (
-    ATTENTION,
-    DENSE,
-    EXPERTS,
-    MODEL,
-    ROUTING_BIAS,
-    Family,
-    Refusals,
-    after_the_first,
-    mixture,
-    shared_experts,
-)
+from megarl.hf.families.family import Family, Refusals, after_the_first
+from megarl.hf.families.rows import ATTENTION, DENSE, EXPERTS, MODEL, ROUTING_BIAS, shared_experts
+from megarl.hf.families.settings import mixture, sigmoid_routing
 from megarl.hf.families.slices import Config
 
 
@@ -46,4 +36,5 @@ GLM4_MOE = Family(
     rotary=("default",),
     ties=False,
     biased=True,
+    adapters=True,
 )

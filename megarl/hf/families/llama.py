@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.hf.families.family import ATTENTION, DENSE, MODEL, Family, Refusals
+from megarl.hf.families.family import Family, Refusals
+from megarl.hf.families.rows import ATTENTION, DENSE, MODEL
 from megarl.hf.families.slices import Config
 
 
@@ -18,4 +19,4 @@ def _unsupported(config: Config) -> Refusals:
     yield window is not None, f"sliding_window: {window}"
 
 
-LLAMA = Family((*MODEL, *ATTENTION, *DENSE), _settings, unsupported=_unsupported)
+LLAMA = Family((*MODEL, *ATTENTION, *DENSE), _settings, unsupported=_unsupported, adapters=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.hf.families.deepseek_v3 import sigmoid_routing
-from megarl.hf.families.family import ATTENTION, MODEL, Family, Refusals, in_layers, mixture, row
+from megarl.hf.families.family import Family, Refusals
+from megarl.hf.families.rows import ATTENTION, MODEL, in_layers, row
+from megarl.hf.families.settings import mixture, sigmoid_routing
 from megarl.hf.families.slices import Config, copy, gate_up
 
 _EXPERTS = in_layers(

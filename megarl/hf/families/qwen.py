@@ -4,18 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.hf.families.family import (
-    ATTENTION,
-    DENSE,
-    EXPERTS,
-    MODEL,
-    Family,
-    Refusals,
-    in_layers,
-    mixture,
-    row,
-    shared_experts,
-)
+from megarl.hf.families.family import Family, Refusals
+from megarl.hf.families.rows import ATTENTION, DENSE, EXPERTS, MODEL, in_layers, row, shared_experts
+from megarl.hf.families.settings import mixture
 from megarl.hf.families.slices import Config, copy
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.hf.families.family import ATTENTION, DENSE, MODEL, Family, prefixed, rotary_scaling, row
+from megarl.hf.families.family import Family
+from megarl.hf.families.rows import ATTENTION, DENSE, MODEL, prefixed, row
+from megarl.hf.families.settings import rotary_scaling
 from megarl.hf.families.slices import Config, copy, gate_up, tower_qkv
 
 _TOWER = prefixed(

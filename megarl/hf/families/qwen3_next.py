@@ -4,25 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.hf.families.family import DENSE, EXPERTS, MODEL, Family, Refusals, in_layers, mixture, row, shared_experts
+from megarl.hf.families.family import Family, Refusals
 from megarl.hf.families.qwen import every_few
-from megarl.hf.families.slices import Config, copy, delta_by_head, delta_convolution, gated_qkv
+from megarl.hf.families.rows import DELTA_NET, DENSE, EXPERTS, GATED_ATTENTION, MODEL, in_layers, row, shared_experts
+from megarl.hf.families.settings import mixture
+from megarl.hf.families.slices import Config, copy, delta_by_head
 
-GATED_ATTENTION = in_layers(
-    row(copy, "self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
-    row(gated_qkv, "self_attention.linear_qkv.weight", *(f"self_attn.{name}_proj.weight" for name in "qkv")),
-    row(copy, "self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
-    row(copy, "self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
-    row(copy, "self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
-)
-DELTA_NET = in_layers(
-    row(copy, "self_attention.in_proj.layer_norm_weight", "input_layernorm.weight"),
-    row(delta_convolution, "self_attention.convolution", "linear_attn.conv1d.weight"),
-    row(copy, "self_attention.A_log", "linear_attn.A_log"),
-    row(copy, "self_attention.dt_bias", "linear_attn.dt_bias"),
-    row(copy, "self_attention.norm", "linear_attn.norm.weight"),
-    row(copy, "self_attention.out_proj.weight", "linear_attn.out_proj.weight"),
-)
 _BY_HEAD = in_layers(
     row(
         delta_by_head,

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from megarl.hf.config import number_of_experts
-from megarl.hf.families.family import Family, TableRow
+from megarl.hf.families.family import Family
+from megarl.hf.families.rows import TableRow
 from megarl.hf.families.slices import Config, ParameterShard, delta_sizes
 
 Shape = tuple[int, ...]

@@ -16,7 +16,7 @@ import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from safetensors import safe_open
 
-from megarl.hf.families.family import row
+from megarl.hf.families.rows import row
 from megarl.hf.families.slices import copy
 from megarl.megatron.batch import PackedStream
 from megarl.megatron.heads.output_heads import at_predicted_tokens, language_model

@@ -17,7 +17,9 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megarl.hf.config import text_fields
-from megarl.hf.families.family import Family, TableRow, rotary_base, rotary_scaling, sparse_layers
+from megarl.hf.families.family import Family, sparse_layers
+from megarl.hf.families.rows import TableRow
+from megarl.hf.families.settings import rotary_base, rotary_scaling
 from megarl.hf.families.sizes import head_size
 from megarl.hf.families.slices import ParameterShard, Stored, as_matrix, copy
 from megarl.megatron.model import gated_delta_net, wide_norms

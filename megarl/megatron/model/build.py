@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import logging
 import random
 import socket
@@ -18,6 +17,7 @@ import torch
 from megarl.hf.config import number_of_experts, text_fields
 from megarl.hf.families import family_of
 from megarl.hf.families.check import check_model
+from megarl.hf.families.read import transformers_config
 from megarl.megatron.extra_settings import adaptor_settings, check_names, recompute_settings
 from megarl.megatron.images import ImageLayout
 from megarl.megatron.layout import check_layout, uses_sequence_parallel, vocab_divisor
@@ -148,19 +148,14 @@ def _read_hf_config(path: str) -> Any:
 
     Raises ValueError if this machine has no config.json, or if the trainer does not support the model.
     """
-    from transformers import AutoConfig
-
-    file = Path(path) / "config.json"
-    if not file.is_file():
+    config = transformers_config(Path(path))
+    if config is None:
         raise ValueError(
             f"model.path is {path!r}, which has no config.json on {socket.gethostname()}: every machine of the run "
             "needs the model's Hugging Face directory in the same place."
         )
-    fields = json.loads(file.read_text())
-    check_model(fields)
-    if known_as := family_of(fields).reads_as:
-        return AutoConfig.for_model(**{**fields, "model_type": known_as})
-    return AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    check_model(config.to_dict())
+    return config
 
 
 def seed_everything(seed: int) -> None:
