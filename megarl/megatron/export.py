@@ -14,6 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from megarl.atomic_files import atomic_directory, give_default_mode
+from megarl.hf.config import text_fields
+from megarl.hf.families import family_of
 from megarl.hf.weights import CONVERSION
 
 T = TypeVar("T")
@@ -112,7 +114,7 @@ def _with_tied(weights: Iterator[tuple[str, torch.Tensor]], source: Path) -> Ite
     tied = _config(source).get("tie_word_embeddings", False)
     for name, tensor in weights:
         yield name, tensor
-        if tied and name == "model.embed_tokens.weight":
+        if tied and name.endswith("embed_tokens.weight"):
             yield "lm_head.weight", tensor
 
 
@@ -121,12 +123,10 @@ def _config(source: Path) -> dict[str, Any]:
 
 
 def _untrained(names: Iterable[str], source: Path) -> list[str]:
-    """Return the `names` in multi-token-prediction layers, which follow the model's last layer."""
+    """Return the `names` that are not trained: multi-token-prediction layers, which follow the last layer, and `carried` ones."""
     config = _config(source)
-    if not config.get("num_nextn_predict_layers"):
-        return []
-    extra = range(config["num_hidden_layers"], config["num_hidden_layers"] + config["num_nextn_predict_layers"])
-    prefixes = tuple(f"model.layers.{number}." for number in extra)
+    first, count = text_fields(config)["num_hidden_layers"], config.get("num_nextn_predict_layers") or 0
+    prefixes = tuple(f"model.layers.{number}." for number in range(first, first + count)) + family_of(config).carried
     return [name for name in names if name.startswith(prefixes)]
 
 

@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 from megarl.hf.config import number_of_experts, text_fields
+from megarl.hf.families import FAMILIES, has_tower
 from megarl.recipe.training import MegatronConfig
 
 _MOST_NAMED = 64  # largest size that an error message proposes
@@ -24,7 +25,7 @@ def check_layout(hf_config: dict[str, Any], megatron: MegatronConfig, world_size
     data_parallel = _check_world(megatron, world_size)
     _check_heads(hf_config, megatron)
     _check_widths(hf_config, megatron)
-    _check_vision_tower(hf_config.get("vision_config"), megatron)
+    _check_vision_tower(hf_config.get("vision_config") if has_tower(hf_config) else None, megatron)
     _check_pipeline(hf_config, megatron)
     _check_experts(hf_config, megatron, data_parallel)
 
@@ -141,7 +142,7 @@ def _check_pipeline(hf_config: dict[str, Any], megatron: MegatronConfig) -> None
         raise ValueError(f"{fixed} layers do not divide over the remaining {stages} pipeline stages. Change {keys}.")
     if vpp is None:
         return
-    if "vision_config" in hf_config:
+    if has_tower(hf_config):
         raise ValueError(
             f"megatron.virtual_pipeline={vpp}: mbridge cannot build virtual pipeline stages of a model with a vision tower. Leave "
             "megatron.virtual_pipeline unset."
@@ -159,6 +160,12 @@ def _check_pipeline(hf_config: dict[str, Any], megatron: MegatronConfig) -> None
 
 
 def _check_experts(hf_config: dict[str, Any], megatron: MegatronConfig, data_parallel: int) -> None:
+    family = FAMILIES.get(hf_config.get("model_type", ""))
+    if (megatron.expert_tensor_parallel or 1) > 1 and family is not None and family.stacks_experts:
+        raise ValueError(
+            f"megatron.expert_tensor_parallel={megatron.expert_tensor_parallel}: {hf_config['model_type']} checkpoints store all "
+            "experts of a layer as one tensor, which expert-tensor parallel cannot split. Leave it out."
+        )
     experts, ep, etp = number_of_experts(hf_config), megatron.expert_parallel, megatron.expert_tensor_parallel or 1
     tp, cp = megatron.tensor_parallel, megatron.context_parallel
     if not experts:

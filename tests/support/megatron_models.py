@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -215,21 +216,55 @@ def _kimi_k2() -> transformers.PreTrainedModel:
     return transformers.DeepseekV3ForCausalLM(config)
 
 
+DELTA = {
+    "head_dim": 32,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
+TOWER = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "patch_size": 4,
+    "num_position_embeddings": 16,
+}
+
+
 def _qwen3_next() -> transformers.PreTrainedModel:
     """Qwen3-Next: two layers of gated delta nets, with two value heads for each key head, and two of gated attention."""
     config = transformers.Qwen3NextConfig(
         **COMMON,
         **EXPERTS,
-        head_dim=32,
+        **DELTA,
         num_experts=4,
         shared_expert_intermediate_size=64,
-        linear_key_head_dim=8,
-        linear_value_head_dim=16,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        layer_types=["linear_attention", "full_attention"] * 2,
     )
     return transformers.Qwen3NextForCausalLM(config)
+
+
+def _qwen3_5_text() -> transformers.PreTrainedModel:
+    return transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**COMMON, **DELTA))
+
+
+def _qwen3_5() -> transformers.PreTrainedModel:
+    """Qwen3.5 as it is published: with a vision tower, and tied embeddings as its small models have."""
+    text = {**COMMON, **DELTA, "tie_word_embeddings": True}
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=TOWER, tie_word_embeddings=True)
+    return transformers.Qwen3_5ForConditionalGeneration(config)
+
+
+def _qwen3_5_moe() -> transformers.PreTrainedModel:
+    """Qwen3.5 with experts. `write_model` stacks them, as in the published checkpoints."""
+    text = {**COMMON, **DELTA, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 64}
+    del text["intermediate_size"], text["norm_topk_prob"]
+    return transformers.Qwen3_5MoeForConditionalGeneration(
+        transformers.Qwen3_5MoeConfig(text_config=text, vision_config=TOWER)
+    )
 
 
 MODELS = {
@@ -253,6 +288,9 @@ MODELS = {
     "glm4_moe_lite": _glm4_moe_lite,
     "kimi_k2": _kimi_k2,
     "qwen3_next": _qwen3_next,
+    "qwen3_5_text": _qwen3_5_text,
+    "qwen3_5": _qwen3_5,
+    "qwen3_5_moe": _qwen3_5_moe,
 }
 
 
@@ -273,6 +311,8 @@ def write_model(name: str, directory: Path) -> Path:
     model.save_pretrained(path)
     if name == "kimi_k2":
         _name_kimi(path / "config.json")
+    if name == "qwen3_5_moe":
+        save_file(stack_experts(load_file(path / "model.safetensors")), path / "model.safetensors", {"format": "pt"})
     if json.loads((path / "config.json").read_text()).get("num_nextn_predict_layers"):
         _add_mtp_layer(path / "model.safetensors", model.config.num_hidden_layers)
     return path
@@ -284,12 +324,29 @@ def _name_kimi(file: Path) -> None:
     file.write_text(json.dumps({**config, "model_type": "kimi_k2"}))
 
 
+def stack_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a checkpoint's tensors with those of all experts of a layer in two, as Qwen3.5 is published."""
+    stacked = {name: tensor for name, tensor in tensors.items() if not re.search(r"\.experts\.\d", name)}
+    for name in [name for name in tensors if ".experts.0.gate_proj" in name]:
+        prefix = name.partition(".experts.0.")[0]
+        of_experts = range(sum(f"{prefix}.experts.{number}.gate_proj.weight" in tensors for number in range(64)))
+        gate, up, down = (
+            torch.stack([tensors[f"{prefix}.experts.{number}.{part}_proj.weight"] for number in of_experts])
+            for part in ("gate", "up", "down")
+        )
+        stacked[f"{prefix}.experts.gate_up_proj"] = torch.cat([gate, up], 1)
+        stacked[f"{prefix}.experts.down_proj"] = down
+    return stacked
+
+
 def reference_model(directory: Path) -> Any:
     """Load a directory of `write_model` with transformers, in float32 and with its plain implementations."""
     fields = json.loads((directory / "config.json").read_text())
     if fields["model_type"] == "kimi_k2":
         fields["model_type"] = "deepseek_v3"
-    return transformers.AutoModelForCausalLM.from_pretrained(
+    with_tower = "vision_config" in fields
+    read = transformers.AutoModelForImageTextToText if with_tower else transformers.AutoModelForCausalLM
+    return read.from_pretrained(
         directory,
         config=transformers.AutoConfig.for_model(**fields),
         dtype=torch.float32,

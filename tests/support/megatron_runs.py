@@ -18,17 +18,19 @@ from tests.support.megatron_models import (
     global_batch,
     reference_model,
     rows_of_logits,
+    stack_experts,
 )
 from tests.support.trainer_processes import run_cases
 
 WORKER = "tests.support.megatron_worker"
 SAME_GRADIENT = 1e-5
 """Tolerance relative to a tensor's largest element; gaps up to 2e-6 occur."""
-DECAY, SAME_DECAY = ("A_log", "dt_bias"), 3e-4
-"""Parameters of a delta net's decay. In float32, the chunked rules of Megatron and of transformers are both 1e-4 away from the
+DECAY, SAME_DECAY = ("A_log", "dt_bias", "in_proj_a.weight"), 1e-3
+"""Parameters of a delta net's decay. In float32, the chunked rules of Megatron and of transformers are both some 1e-4 away from the
 gradient of the recurrence itself in float64, since they subtract cumulative sums."""
 SAME_CHANGE = 1e-5
 LAST_BITS = 2 * torch.finfo(torch.float32).eps  # two steps, each of which rounds
+CARRIED = "model.visual."  # a tower that is not trained
 UNTRAINED = ("e_score_correction_bias", "score.bias")
 """Weights without gradient: experts' routing biases, and the untrained weights of a critic's export."""
 
@@ -124,7 +126,10 @@ def check_gradient(results: Path, name: str, model: Any, inputs: list[dict[str, 
 def gradient_of_transformers(model: Any, directory: Path) -> dict[str, torch.Tensor]:
     """The gradients of a transformers model by checkpoint name; a checkpoint has each expert separately."""
     for parameter in model.parameters():
-        parameter.data = parameter.grad
+        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     model.save_pretrained(directory)
     tensors = checkpoint_tensors(directory)
-    return {name: tensor for name, tensor in tensors.items() if not name.endswith(UNTRAINED)}
+    if model.config.model_type == "qwen3_5_moe":
+        tensors = stack_experts(tensors)
+    trained = {name: tensor for name, tensor in tensors.items() if not name.endswith(UNTRAINED)}
+    return {name: tensor for name, tensor in trained.items() if not name.startswith(CARRIED)}

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from megarl.atomic_files import give_default_mode
-from megarl.hf.families import family_of
+from megarl.hf.families import family_of, has_tower
 from megarl.hf.families.sizes import tensors
 
 Config = dict[str, Any]
@@ -50,7 +50,7 @@ def shapes(config: Config) -> Shapes:
             if name.startswith(last):
                 yield name.replace(last, f"model.layers.{layer}."), shape
         yield from _token_prediction(config, f"model.layers.{layer}.")
-    if "vision_config" in config:
+    if has_tower(config):
         yield from _vision_tower(config["vision_config"])
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from megarl.commands.data.tiny_tokenizer import EOS_ID, FIRST_IMAGE_ID, IMAGE_TOKENS, PAD_ID, VOCAB_LIMIT
 from megarl.commands.rehearse.changes import Changes
 from megarl.hf.config import number_of_experts, text_fields, with_experts, with_layers
+from megarl.hf.families import has_tower
 
 Config = dict[str, Any]
 
@@ -34,7 +35,7 @@ def shrink_model(hf_config: Config, layers: int, changes: Changes) -> Config:
     small = {**config, **_attention(config), **_experts(config), **_ids(config)}
     small |= with_layers(config, layers) | {"vocab_size": VOCAB_LIMIT, "initializer_range": _SPREAD}
     small |= {"intermediate_size": WIDTH, "dtype" if "dtype" in config else "torch_dtype": "float32"}
-    if "vision_config" in config:
+    if has_tower(config):
         small |= _vision(config, small)
     _note(config, small, changes)
     return small
@@ -75,7 +76,7 @@ def _experts(config: Config) -> Config:
 def _ids(config: Config) -> Config:
     """Return the token ids of the tiny tokenizer."""
     ids: Config = {"bos_token_id": None, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
-    if "vision_config" in config:
+    if has_tower(config):
         names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
         assert len(names) == len(IMAGE_TOKENS)
         ids |= {name: FIRST_IMAGE_ID + number for number, name in enumerate(names)}

@@ -18,6 +18,7 @@ from megarl.engines.vllm.dispatch_buffers import DEFAULT_MB, dispatch_buffer
 from megarl.engines.vllm.images import image_args
 from megarl.engines.vllm.scheduling import needs_synchronous_scheduling
 from megarl.errors import RecipeError
+from megarl.hf.families import has_tower
 from megarl.platform.environment import Requirement, at_least
 from megarl.recipe.library_fields import Fields, fields_of, problem
 from megarl.types import Sampling
@@ -286,6 +287,8 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
         if spec.deterministic:
             arguments["compilation_config"] = _without_whole_graphs(arguments, spec.recipe_section)
         arguments["additional_config"] = ascend.additional_config(arguments.get("additional_config", {}), version)
+    if "vision_config" in config and not has_tower(config):
+        arguments.setdefault("language_model_only", True)  # no image is sent, and no weight of the tower
     if device == "cpu":
         _set_cpu_arguments(arguments, spec, config)
     else:

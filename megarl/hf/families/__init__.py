@@ -15,6 +15,7 @@ from megarl.hf.families.llama import LLAMA
 from megarl.hf.families.mixtral import MINIMAX_M2, MIXTRAL
 from megarl.hf.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from megarl.hf.families.qwen2_5_vl import QWEN2_5_VL
+from megarl.hf.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_TEXT
 from megarl.hf.families.qwen3_next import QWEN3_NEXT
 
 FAMILIES: dict[str, Family] = {
@@ -30,10 +31,19 @@ FAMILIES: dict[str, Family] = {
     "qwen2_5_vl": QWEN2_5_VL,
     "qwen2_moe": QWEN2_MOE,
     "qwen3": QWEN3,
+    "qwen3_5": QWEN3_5,
+    "qwen3_5_moe": QWEN3_5_MOE,
+    "qwen3_5_text": QWEN3_5_TEXT,
     "qwen3_moe": QWEN3_MOE,
     "qwen3_next": QWEN3_NEXT,
 }
 """By `model_type`. Tests compare log-probs and gradients of each with transformers."""
+
+
+def has_tower(hf_config: dict[str, Any]) -> bool:
+    """Return whether a model reads images: it has a vision tower, and its family trains it."""
+    family = FAMILIES.get(hf_config.get("model_type", ""))
+    return "vision_config" in hf_config and (family is None or family.tower)
 
 
 def family_of(hf_config: dict[str, Any]) -> Family:

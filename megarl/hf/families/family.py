@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from megarl.hf.families.rows import TableRow
-from megarl.hf.families.slices import Config
+from megarl.hf.families.slices import Config, expert_stack
 
 Refusals = Iterator[tuple[bool, str]]
 """(whether config.json has it, setting) for each setting that the trainer does not support."""
@@ -50,6 +50,7 @@ class Family:
     biased: bool = False  # attention_bias in config.json is part of the architecture, or carried over
     latent: bool = False  # multi-head latent attention
     wide_norms: bool = False  # norms of queries and keys over all heads together, not of each head
+    carried: tuple[str, ...] = ()  # prefixes of tensors that are not trained and exported unchanged
     tower: bool = False  # has a vision tower, which is trained
     delta_nets: bool = False  # gated delta nets in the layers that `layer_types` calls linear_attention
     adapters: bool = False  # adapters are proven
@@ -59,6 +60,11 @@ class Family:
     def by_parameter(self) -> dict[str, TableRow]:
         """The rows by Megatron's name, with placeholders for numbers."""
         return {row.parameter: row for row in self.rows}
+
+    @property
+    def stacks_experts(self) -> bool:
+        """Whether a checkpoint stores all experts of a layer as one tensor."""
+        return any(row.kind is expert_stack for row in self.rows)
 
     def row_of(self, parameter: str) -> TableRow:
         """Return the row of a Megatron parameter, with its numbers filled in. Raises ValueError if there is none."""

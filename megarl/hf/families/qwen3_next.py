@@ -54,4 +54,5 @@ QWEN3_NEXT = Family(
     unsupported=_unsupported,
     rotary=("default",),
     delta_nets=True,
+    carried=("mtp.",),
 )

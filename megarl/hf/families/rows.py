@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -35,6 +36,14 @@ def prefixed(rows: Iterable[TableRow], parameter: str, tensor: str) -> tuple[Tab
 def in_layers(*rows: TableRow) -> tuple[TableRow, ...]:
     """Return `rows` of a decoder layer with the names that they have in the model."""
     return prefixed(rows, "decoder.layers.{layer}.", "model.layers.{layer}.")
+
+
+def under(prefix: str, rows: Iterable[TableRow]) -> tuple[TableRow, ...]:
+    """Return `rows` with tensors under `prefix` instead of "model."."""
+    return tuple(
+        TableRow(row.kind, row.parameter, tuple(re.sub(r"^model\.", prefix, name) for name in row.tensors))
+        for row in rows
+    )
 
 
 MODEL = (

@@ -45,9 +45,12 @@ def layer_parameters(family: Family, config: Config, layer: int) -> Iterator[Par
 
 def tensors(family: Family, config: Config) -> Iterator[tuple[str, Shape]]:
     """Yield the name and shape of each tensor of a checkpoint's text model."""
+    seen = set()  # a stack of experts has a row for each
     for row, shape in parameters(family, config):
         for name, place in zip(row.tensors, row.kind(config, shape, ParameterShard()), strict=True):
-            yield name, place.shape
+            if name not in seen:
+                seen.add(name)
+                yield name, place.shape
 
 
 def _mixer(family: Family, config: Config, layer: int) -> dict[str, Shape]:

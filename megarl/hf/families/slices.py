@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from megarl.hf.config import number_of_experts
+
 Config = dict[str, Any]
 
 Slice = tuple[int, int, int, int, int, int]
@@ -23,6 +25,7 @@ class ParameterShard(NamedTuple):
     rank: int = 0
     ranks: int = 1
     dim: int = 0
+    expert: int = 0  # number of the expert that the parameter belongs to
 
 
 class Stored(NamedTuple):
@@ -62,6 +65,13 @@ def qkv(config: Config, shape: tuple[int, ...], shard: ParameterShard) -> list[S
     """Store query, key and value as three tensors. In the parameter, each key/value head follows its query heads."""
     heads = config["num_attention_heads"]
     return _query_key_value(shape, shard, heads, config.get("num_key_value_heads") or heads)
+
+
+def expert_stack(config: Config, shape: tuple[int, ...], shard: ParameterShard) -> list[Stored]:
+    """Store the parameters of all experts as one tensor, one expert after the other. They cannot be split into shards."""
+    assert shard.ranks == 1, "check_layout refuses it"
+    elements = math.prod(shape)
+    return [Stored((number_of_experts(config), *shape), [(shard.expert, 0, 1, elements, 0, elements)])]
 
 
 def tower_qkv(config: Config, shape: tuple[int, ...], shard: ParameterShard) -> list[Stored]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,7 @@ class TableWeights:
     fields: dict[str, Any]  # config.json, from `text_fields`
     mpu: Any  # mbridge's ParallelStates: sizes, ranks and groups
     critic_head: TableRow | None = None  # in place of the output layer's row
+    _unfinished: dict[str, tuple[torch.Tensor, int]]  # stacks of experts, with the elements that they still lack
 
     def row_of(self, parameter: str) -> TableRow:
         """Return the row of a Megatron parameter with global numbers. Raises ValueError if the table has none."""
@@ -47,13 +48,16 @@ class TableWeights:
             if self.critic_head is not None:
                 return self.critic_head
             if self.fields.get("tie_word_embeddings"):
-                return TableRow(row.kind, parameter, ("model.embed_tokens.weight",))
+                embedding = f"{self.family.prefix}embedding.word_embeddings.weight"
+                return TableRow(row.kind, parameter, self.family.by_parameter[embedding].tensors)
         return row
 
     def shard_of(self, parameter: str, weight: Any) -> ParameterShard:
         """Return this rank's part of a parameter."""
         if _EXPERTS in parameter:
-            return ParameterShard(self.mpu.etp_rank, self.mpu.etp_size, int("linear_fc2" in parameter))
+            return ParameterShard(
+                self.mpu.etp_rank, self.mpu.etp_size, int("linear_fc2" in parameter), _expert_number(parameter)
+            )
         if getattr(weight, "tensor_model_parallel", False):
             return ParameterShard(self.mpu.tp_rank, self.mpu.tp_size, weight.partition_dim)
         return ParameterShard()
@@ -111,6 +115,7 @@ class TableWeights:
     def export_weights(self, models: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor of the checkpoint, on every rank. Collective: exhaust it on every rank."""
         models = list(map(unwrap_model, models))
+        self._unfinished = {}
         for weight, description in _over_stages(self.mpu, models, self._descriptions(models)):
             yield from self._whole(description, weight)
 
@@ -139,25 +144,35 @@ class TableWeights:
     def _joined(self, parameter: str, shards: list[torch.Tensor], dim: int) -> Iterator[tuple[str, torch.Tensor]]:
         row = self.row_of(parameter)
         of_shards = [
-            row.kind(self.fields, tuple(shard.shape), ParameterShard(rank, len(shards), dim))
+            row.kind(self.fields, tuple(shard.shape), ParameterShard(rank, len(shards), dim, _expert_number(parameter)))
             for rank, shard in enumerate(shards)
         ]
         for tensor, places in zip(row.tensors, zip(*of_shards, strict=True), strict=True):
             if row.kind is copy and len(shards) == 1:
                 yield tensor, shards[0]
                 continue
-            whole = torch.empty(places[0].shape, dtype=shards[0].dtype, device=shards[0].device)
+            whole, missing = self._unfinished.pop(tensor, (None, 0))
+            if whole is None:
+                whole = torch.empty(places[0].shape, dtype=shards[0].dtype, device=shards[0].device)
+                missing = whole.numel()
             matrix = whole.view(as_matrix(whole.shape))
             for shard, place in zip(shards, places, strict=True):
                 flat = shard.detach().reshape(-1)
                 for first, column, rows, columns, offset, stride in place.slices:
                     part = flat.as_strided((rows, columns), (stride, 1), flat.storage_offset() + offset)
                     matrix[first : first + rows, column : column + columns] = part
-            yield tensor, whole
+                    missing -= rows * columns
+            if missing:  # a stack of experts
+                self._unfinished[tensor] = whole, missing
+            else:
+                yield tensor, whole
 
 
 class FamilyBridge(TableWeights, LLMBridge):
     """mbridge's bridge for text models of a family: it builds GPTModels from the family's settings."""
+
+    # The width of a dense layer, which a model of experts alone does not have.
+    _CONFIG_MAPPING: ClassVar[dict[str, Any]] = {**LLMBridge._CONFIG_MAPPING, "ffn_hidden_size": ("intermediate_size", None)}
 
     def __init__(self, family: Family, hf_config: Any, **arguments: Any) -> None:
         self.family, self.fields = family, text_fields(hf_config.to_dict())
@@ -170,7 +185,8 @@ class FamilyBridge(TableWeights, LLMBridge):
             settings["moe_layer_freq"] = sparse_layers(self.family, self.fields)
         if (factor := self._rotary()[1]) != 1.0:
             settings["softmax_scale"] = factor**2 * head_size(self.fields) ** -0.5
-        config = self._build_base_config(**settings)
+        section = "text_config" if hasattr(self.hf_config, "text_config") else None
+        config = self._build_base_config(text_config_key=section, **settings)
         if self.family.latent:
             # The field's name before Megatron 0.14. A platform that replaces latent attention may read it: see RELIED in the
             # platform's recorded calls.
@@ -235,6 +251,12 @@ class _Description:
     dtype: torch.dtype
     sharded: bool  # over tensor-parallel ranks
     dim: int  # of the shards
+
+
+def _expert_number(parameter: str) -> int:
+    """Return the number of the expert in a parameter's name, 0 if it has none."""
+    number = parameter.rpartition(".weight")[2]
+    return int(number) if number.isdigit() else 0
 
 
 def exported(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from megarl.hf.config import number_of_experts, text_fields
-from megarl.hf.families import family_of
+from megarl.hf.families import family_of, has_tower
 from megarl.hf.families.check import check_model
 from megarl.hf.families.read import transformers_config
 from megarl.megatron.extra_settings import adaptor_settings, check_names, recompute_settings
@@ -94,7 +94,7 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weigh
             ddp_config={
                 "grad_reduce_in_fp32": True,
                 "use_distributed_optimizer": recipe.megatron.distributed_optimizer,
-                **ddp_settings(recipe, with_images=hasattr(hf_config, "vision_config")),
+                **ddp_settings(recipe, with_images=has_tower(hf_config.to_dict())),
             },
         )
     _install_hooks(chunks, replays_routing=recipe.megatron.routing_replay != "none")
@@ -104,7 +104,7 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weigh
         critic.load_weights(bridge, chunks, recipe.model.path, recipe.train.seed)
     elif platform.holds_values:
         bridge.load_weights(lora.base() if lora else chunks, recipe.model.path)
-    return Model(bridge, chunks, bridge.config, dtype, bridge.hf_config.vocab_size, _image_layout(hf_config), lora)
+    return Model(bridge, chunks, bridge.config, dtype, bridge.fields["vocab_size"], _image_layout(hf_config), lora)
 
 
 def _install_native_layers(dtype: str, platform: Platform, hf_config: Any) -> None:
@@ -133,9 +133,9 @@ def _install_hooks(chunks: list[Any], *, replays_routing: bool) -> None:
 
 
 def _image_layout(hf_config: Any) -> ImageLayout | None:
-    vision = getattr(hf_config, "vision_config", None)
-    if vision is None:
+    if not has_tower(hf_config.to_dict()):
         return None
+    vision = hf_config.vision_config
     return ImageLayout(
         merge=vision.spatial_merge_size,
         patch=vision.patch_size,
@@ -224,7 +224,7 @@ def _bridge(recipe: Recipe, hf_config: Any, platform: Platform) -> Any:
     from megarl.megatron.model.bridge import FamilyBridge
     from megarl.megatron.model.qwen2_5_vl import VisionBridge
 
-    make = VisionBridge if hasattr(hf_config, "vision_config") else FamilyBridge
+    make = VisionBridge if has_tower(hf_config.to_dict()) else FamilyBridge
     bridge = make(
         family_of(hf_config.to_dict()),
         hf_config,
