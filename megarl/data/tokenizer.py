@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.hf.config import text_fields
-from megarl.hf.families.read import transformers_config
+from megarl.hf.families.read import config_of_unknown_type
 
 Messages = Sequence[dict[str, Any]]
 Tools = Sequence[dict[str, Any]]
@@ -178,7 +178,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.directory = directory
         try:
             self._hf = AutoTokenizer.from_pretrained(
-                str(directory), config=transformers_config(directory), trust_remote_code=False, local_files_only=True
+                str(directory), config=config_of_unknown_type(directory), trust_remote_code=False, local_files_only=True
             )
         except Exception as error:  # transformers raises whatever its parsers raise
             raise ValueError(f"{directory}: transformers cannot load the tokenizer: {error}") from error

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from megarl.hf.config import number_of_experts, text_fields, with_experts
+from megarl.hf.config import layer_kinds, number_of_experts, text_fields, with_experts
 from megarl.hf.families import family_of
 from megarl.hf.families.family import Family
 from megarl.hf.families.sizes import head_size, layer_parameters
@@ -28,6 +28,7 @@ class Attention:
     cached: int  # elements per token in the KV cache
     keys_and_values: int  # elements per token of keys and values in training
     pieces: int  # tensor-parallel ranks that can split the cache; further ranks hold copies
+    least: int  # weights of the smallest layer
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def model_shape(hf_config: Config) -> ModelShape:
     family, config = family_of(hf_config), text_fields(hf_config)
     hidden = config["hidden_size"]
     sparse = tuple(family.sparse(config, layer) for layer in range(config["num_hidden_layers"]))
-    mixers = config["layer_types"] if family.delta_nets else [""] * len(sparse)
+    mixers = layer_kinds(config) if family.delta_nets else [""] * len(sparse)
     kinds = list(zip(sparse, mixers, strict=True))
     counted = {kind: _matrices(family, config, kinds.index(kind)) for kind in dict.fromkeys(kinds)}
     of_layers = [counted[kind] for kind in kinds]
@@ -129,12 +130,12 @@ def _attention(family: Family, config: Config, weights: list[int]) -> Attention:
     latent, and their up-projections are applied to query and output instead (arXiv 2405.04434, 2.1.2).
     """
     layers, heads = len(weights), config["num_attention_heads"]
-    mean = sum(weights) // layers
+    mean, least = sum(weights) // layers, min(weights)
     if family.latent:
         rank, rotary = config["kv_lora_rank"], config["qk_rope_head_dim"]
         trained = heads * (config["qk_nope_head_dim"] + rotary + config["v_head_dim"])
-        return Attention(mean, trained, heads * (2 * rank + rotary), rank + rotary, trained, 1)
+        return Attention(mean, trained, heads * (2 * rank + rotary), rank + rotary, trained, 1, least)
     groups, size = config.get("num_key_value_heads") or heads, head_size(config)
-    attending = sum(kind != "linear_attention" for kind in config["layer_types"]) if family.delta_nets else layers
+    attending = sum(kind != "linear_attention" for kind in layer_kinds(config)) if family.delta_nets else layers
     pairs, cached = (count * size * attending // layers for count in (2 * heads, 2 * groups))
-    return Attention(mean, pairs, pairs, cached, cached, groups)
+    return Attention(mean, pairs, pairs, cached, cached, groups, least)

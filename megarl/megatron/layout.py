@@ -101,7 +101,9 @@ def _check_divides(megatron: MegatronConfig, key: str, count: int, noun: str, *o
 def _check_widths(hf_config: dict[str, Any], megatron: MegatronConfig) -> None:
     """Check widths of layers that every token passes; expert-tensor parallel shards the routed experts instead."""
     experts, widths = number_of_experts(hf_config), {}
-    if not experts or hf_config.get("first_k_dense_replace"):
+    family = FAMILIES.get(hf_config.get("model_type", ""))
+    layers = range(hf_config["num_hidden_layers"])
+    if not experts or family is None or not all(family.sparse(hf_config, layer) for layer in layers):
         widths["intermediate_size"] = hf_config.get("intermediate_size") or 0
     if shared := hf_config.get("n_shared_experts"):
         widths["moe_intermediate_size x n_shared_experts"] = hf_config["moe_intermediate_size"] * shared

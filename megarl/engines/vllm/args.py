@@ -18,6 +18,7 @@ from megarl.engines.vllm.dispatch_buffers import DEFAULT_MB, dispatch_buffer
 from megarl.engines.vllm.images import image_args
 from megarl.engines.vllm.scheduling import needs_synchronous_scheduling
 from megarl.errors import RecipeError
+from megarl.hf.config import layer_kinds, text_fields
 from megarl.hf.families import has_tower
 from megarl.platform.environment import Requirement, at_least
 from megarl.recipe.library_fields import Fields, fields_of, problem
@@ -309,7 +310,7 @@ def _set_cpu_arguments(arguments: dict[str, Any], spec: EngineSpec, config: dict
             "rewinds the generator after an unfinished prompt, which a CPU generator does not support"
         )
     arguments.setdefault("max_num_batched_tokens", max(_CPU_BATCHED_TOKENS, spec.max_model_len))
-    if "linear_attention" in (config.get("layer_types") or ()):
+    if "linear_attention" in layer_kinds(text_fields(config)):
         arguments.setdefault("enable_prefix_caching", False)  # vLLM caches prefixes of their states by chunks alone
     if config.get("kv_lora_rank") is not None:
         arguments["compilation_config"] = _without_rotary_op(arguments.get("compilation_config"), spec.recipe_section)

@@ -35,19 +35,22 @@ def unsupported_settings(family: Family, config: dict[str, Any]) -> list[str]:
     """
     activation = config.get("hidden_act") or "silu"
     scaling = rotary_scaling(config)
-    factor = scaling.get("attention_factor") or 1.0
+    scaled = scaling["rope_type"] == "yarn" and scaling.get("attention_factor") != 1.0
     partial = (scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0
+    sliding = "sliding_attention" in (config.get("layer_types") or ())
+    needs = scaling["rope_type"] == "yarn" and not {"factor", "original_max_position_embeddings"} <= scaling.keys()
     refusals = [
+        (needs, "rotary scaling 'yarn' without factor and original_max_position_embeddings"),
         (scaling["rope_type"] not in family.rotary, f"rotary scaling {scaling['rope_type']!r}"),
         (activation not in ("silu", "swish"), f"hidden_act: {activation}"),
-        (bool(config.get("use_sliding_window")), "use_sliding_window: true"),
+        (bool(config.get("use_sliding_window")) or sliding, "sliding windows (use_sliding_window or layer_types)"),
         (bool(config.get("attention_dropout")), "attention_dropout, which engines do not apply"),
         (not family.biased and bool(config.get("attention_bias")), "attention_bias: true"),
         (not family.ties and bool(config.get("tie_word_embeddings")), "tie_word_embeddings: true"),
         *family.unsupported(config),
     ]
     if not family.latent:
-        refusals.append((factor != 1.0 and partial, "an attention_factor with a partial_rotary_factor"))
+        refusals.append((scaled and partial, "rotary scaling 'yarn' of a part of each head (partial_rotary_factor)"))
     return [setting for present, setting in refusals if present]
 
 

@@ -6,14 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.hf.families.family import Family, Refusals, after_the_first
-from megarl.hf.families.rows import (
-    DENSE,
-    EXPERTS,
-    LATENT_ATTENTION,
-    MODEL,
-    ROUTING_BIAS,
-    shared_experts,
-)
+from megarl.hf.families.rows import DENSE, EXPERTS, LATENT_ATTENTION, MODEL, ROUTING_BIAS, shared_experts
 from megarl.hf.families.settings import mixture, rotary_base, rotary_scaling, sigmoid_routing, yarn_fields
 from megarl.hf.families.slices import Config
 
@@ -48,9 +41,12 @@ def _unsupported(config: Config) -> Refusals:
     Megatron apply it there.
     """
     scaling = rotary_scaling(config)
-    chosen, groups = config["num_experts_per_tok"], config.get("topk_group") or 1
+    chosen, groups = config.get("num_experts_per_tok", 8), config.get("topk_group") or 1
     yield chosen == 1, "num_experts_per_tok: 1"
     yield not config.get("norm_topk_prob", True), "norm_topk_prob: false"
+    yield config.get("scoring_func", "sigmoid") != "sigmoid", f"scoring_func: {config.get('scoring_func')}"
+    yield config.get("topk_method", "noaux_tc") != "noaux_tc", f"topk_method: {config.get('topk_method')}"
+    yield config.get("moe_layer_freq", 1) != 1, f"moe_layer_freq: {config.get('moe_layer_freq')}"
     yield not config.get("n_shared_experts", 1), "no shared experts (n_shared_experts)"
     yield (
         (config.get("n_group") or 1) > 1 and chosen // groups != 2,

@@ -50,7 +50,9 @@ class Family:
     biased: bool = False  # attention_bias in config.json is part of the architecture, or carried over
     latent: bool = False  # multi-head latent attention
     wide_norms: bool = False  # norms of queries and keys over all heads together, not of each head
-    carried: tuple[str, ...] = ()  # prefixes of tensors that are not trained and exported unchanged
+    carried: tuple[str, ...] = (
+        "mtp.",
+    )  # prefixes of tensors that are not trained and exported unchanged; so are layers beyond the last
     tower: bool = False  # has a vision tower, which is trained
     delta_nets: bool = False  # gated delta nets in the layers that `layer_types` calls linear_attention
     adapters: bool = False  # adapters are proven

@@ -15,7 +15,7 @@ def _settings(config: Config) -> dict[str, Any]:
 
 def _unsupported(config: Config) -> Refusals:
     yield bool(config.get("mlp_bias")), "mlp_bias: true"
-    window = config.get("sliding_window") if config["model_type"] == "mistral" else None
+    window = config.get("sliding_window", 4096) if config["model_type"] == "mistral" else None
     yield window is not None, f"sliding_window: {window}"
 
 

@@ -42,11 +42,22 @@ def _unsupported(config: Config) -> Refusals:
     yield bool(config.get("router_jitter_noise")), "router_jitter_noise, which engines do not apply"
 
 
+def _unsupported_minimax(config: Config) -> Refusals:
+    yield from _unsupported(config)
+    yield not config.get("use_qk_norm", True), "use_qk_norm: false"
+    yield config.get("qk_norm_type", "per_layer") != "per_layer", f"qk_norm_type: {config.get('qk_norm_type')}"
+    yield not config.get("use_routing_bias", True), "use_routing_bias: false"
+    yield config.get("scoring_func", "sigmoid") != "sigmoid", f"scoring_func: {config.get('scoring_func')}"
+    yield bool(config.get("shared_intermediate_size")), "shared experts (shared_intermediate_size)"
+    yield 0 in (config.get("attn_type_list") or ()), "linear attention (attn_type_list)"
+
+
 MIXTRAL = Family((*MODEL, *ATTENTION, *_EXPERTS), _mixtral, sparse=_always, unsupported=_unsupported)
 MINIMAX_M2 = Family(
     (*MODEL, *ATTENTION, *_EXPERTS),
     _minimax_m2,
     sparse=_always,
-    unsupported=_unsupported,
+    unsupported=_unsupported_minimax,
+    rotary=("default",),
     wide_norms=True,
 )

@@ -6,7 +6,6 @@ from typing import Any
 
 from megarl.hf.families.family import Family
 from megarl.hf.families.rows import ATTENTION, DENSE, MODEL, prefixed, row
-from megarl.hf.families.settings import rotary_scaling
 from megarl.hf.families.slices import Config, copy, gate_up, tower_qkv
 
 _TOWER = prefixed(
@@ -36,7 +35,7 @@ _PROJECTION = (
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    return {"add_qkv_bias": True, "mrope_section": rotary_scaling(config).get("mrope_section")}
+    return {"add_qkv_bias": True}
 
 
 QWEN2_5_VL = Family(

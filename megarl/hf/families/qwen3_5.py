@@ -46,7 +46,7 @@ def _unsupported(config: Config) -> Refusals:
     yield config.get("num_experts_per_tok") == 1, "num_experts_per_tok: 1"
 
 
-QWEN3_5_TEXT = Family((*_LAYERS, *DENSE), _dense, rotary=("default",), delta_nets=True, carried=("mtp.",))
+QWEN3_5_TEXT = Family((*_LAYERS, *DENSE), _dense, rotary=("default",), delta_nets=True)
 QWEN3_5 = Family(under(_WHOLE, (*_LAYERS, *DENSE)), _dense, rotary=("default",), delta_nets=True, carried=_CARRIED)
 QWEN3_5_MOE = Family(
     under(_WHOLE, (*_LAYERS, *_STACKED, *GATED_SHARED_EXPERT)),

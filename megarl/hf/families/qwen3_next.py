@@ -54,5 +54,4 @@ QWEN3_NEXT = Family(
     unsupported=_unsupported,
     rotary=("default",),
     delta_nets=True,
-    carried=("mtp.",),
 )

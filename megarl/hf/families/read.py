@@ -9,15 +9,13 @@ from typing import Any
 from megarl.hf.families import FAMILIES
 
 
-def transformers_config(directory: Path) -> Any:
-    """Return the configuration of a Hugging Face directory; None if it has no config.json."""
-    from transformers import CONFIG_MAPPING, AutoConfig
+def config_of_unknown_type(directory: Path) -> Any:
+    """Return transformers' configuration of a directory if megarl's families say how to read it; None otherwise."""
+    from transformers import CONFIG_MAPPING
 
     file = directory / "config.json"
-    if not file.is_file():
+    fields = json.loads(file.read_text()) if file.is_file() else {}
+    family = FAMILIES.get(fields.get("model_type", ""))
+    if family is None or not family.reads_as:
         return None
-    fields = json.loads(file.read_text())
-    family = FAMILIES.get(fields.get("model_type"))
-    if family is not None and family.reads_as:
-        return CONFIG_MAPPING[family.reads_as].from_dict({**fields, "model_type": family.reads_as})
-    return AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+    return CONFIG_MAPPING[family.reads_as].from_dict({**fields, "model_type": family.reads_as})

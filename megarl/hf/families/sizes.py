@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from megarl.hf.config import number_of_experts
+from megarl.hf.config import layer_kinds, number_of_experts
 from megarl.hf.families.family import Family
 from megarl.hf.families.rows import TableRow
 from megarl.hf.families.slices import Config, ParameterShard, delta_sizes
@@ -55,7 +55,7 @@ def tensors(family: Family, config: Config) -> Iterator[tuple[str, Shape]]:
 
 def _mixer(family: Family, config: Config, layer: int) -> dict[str, Shape]:
     """Return the shapes of attention, or of what a layer has in its place, with the norm before it."""
-    if family.delta_nets and config["layer_types"][layer] == "linear_attention":
+    if family.delta_nets and layer_kinds(config)[layer] == "linear_attention":
         own = _delta_net(config)
     elif family.latent:
         own = _latent_attention(config)

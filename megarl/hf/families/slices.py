@@ -15,7 +15,7 @@ from megarl.hf.config import number_of_experts
 Config = dict[str, Any]
 
 Slice = tuple[int, int, int, int, int, int]
-"""TableRow, column, rows and columns in the checkpoint's tensor as a matrix (see `as_matrix`); element offset and row stride in the
+"""Row, column, rows and columns in the checkpoint's tensor as a matrix (see `as_matrix`); element offset and row stride in the
 contiguous parameter."""
 
 

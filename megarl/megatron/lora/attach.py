@@ -190,6 +190,10 @@ class _View:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._chunk, name)
 
+    def without_merging(self) -> _View:
+        """Return a view in which reading a weight does not merge it."""
+        return _View(self._chunk, {})
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {name: value for name, value in self._chunk.state_dict().items() if not is_adapter(name)}
 

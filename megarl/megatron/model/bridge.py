@@ -96,6 +96,7 @@ class TableWeights:
 
         Raises ValueError if a tensor is missing or has another shape than the model.
         """
+        # The names are read first: Megatron makes routing biases float32 when a router's state_dict is read.
         with TensorReader(Path(weights_path)) as reader, torch.no_grad():
             for model in map(unwrap_model, models):
                 names = self._weight_name_mapping_mcore_local_to_global(model)
@@ -123,7 +124,9 @@ class TableWeights:
         found = []
         for number, model in enumerate(models):
             names = self._weight_name_mapping_mcore_local_to_global(model, consider_ep=False)
-            for name, weight in exported(model):
+            # Adapters are merged when a weight is read, and a description needs none.
+            unmerged = model.without_merging() if hasattr(model, "without_merging") else model
+            for name, weight in exported(unmerged):
                 sharded = bool(getattr(weight, "tensor_model_parallel", False))
                 dim = weight.partition_dim if sharded else 0  # type: ignore[attr-defined]
                 found.append(_Description(number, names[name], tuple(weight.shape), weight.dtype, sharded, dim))
@@ -172,7 +175,10 @@ class FamilyBridge(TableWeights, LLMBridge):
     """mbridge's bridge for text models of a family: it builds GPTModels from the family's settings."""
 
     # The width of a dense layer, which a model of experts alone does not have.
-    _CONFIG_MAPPING: ClassVar[dict[str, Any]] = {**LLMBridge._CONFIG_MAPPING, "ffn_hidden_size": ("intermediate_size", None)}
+    _CONFIG_MAPPING: ClassVar[dict[str, Any]] = {
+        **LLMBridge._CONFIG_MAPPING,
+        "ffn_hidden_size": ("intermediate_size", None),
+    }
 
     def __init__(self, family: Family, hf_config: Any, **arguments: Any) -> None:
         self.family, self.fields = family, text_fields(hf_config.to_dict())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 import random
 import socket
@@ -17,7 +18,7 @@ import torch
 from megarl.hf.config import number_of_experts, text_fields
 from megarl.hf.families import family_of, has_tower
 from megarl.hf.families.check import check_model
-from megarl.hf.families.read import transformers_config
+from megarl.hf.families.read import config_of_unknown_type
 from megarl.megatron.extra_settings import adaptor_settings, check_names, recompute_settings
 from megarl.megatron.images import ImageLayout
 from megarl.megatron.layout import check_layout, uses_sequence_parallel, vocab_divisor
@@ -148,13 +149,19 @@ def _read_hf_config(path: str) -> Any:
 
     Raises ValueError if this machine has no config.json, or if the trainer does not support the model.
     """
-    config = transformers_config(Path(path))
-    if config is None:
+    from transformers import AutoConfig
+
+    directory = Path(path)
+    if not (directory / "config.json").is_file():
         raise ValueError(
             f"model.path is {path!r}, which has no config.json on {socket.gethostname()}: every machine of the run "
             "needs the model's Hugging Face directory in the same place."
         )
-    check_model(config.to_dict())
+    check_model(json.loads((directory / "config.json").read_text()))
+    config = config_of_unknown_type(directory)
+    if config is None:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+    check_model(config.to_dict())  # with transformers' defaults for absent fields
     return config
 
 

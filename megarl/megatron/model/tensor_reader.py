@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 
 from megarl.hf.families.slices import as_matrix
+from megarl.hf.weights import read_index
 
 
 class TensorReader(contextlib.ExitStack):
@@ -20,8 +21,10 @@ class TensorReader(contextlib.ExitStack):
         super().__init__()
         self._directory = directory
         self._files: dict[str, Any] = {}  # by tensor
-        for file in sorted(directory.glob("*.safetensors")):
-            handle = self.enter_context(safe_open(file, framework="pt", device="cpu"))
+        files = {file.name: file for file in sorted(directory.glob("*.safetensors"))}
+        placed = read_index(directory, files)
+        for name in dict.fromkeys(placed.values()) or files:  # a repository may hold other files beside the index's
+            handle = self.enter_context(safe_open(files[name], framework="pt", device="cpu"))
             self._files.update(dict.fromkeys(handle.keys(), handle))
         if not self._files:
             raise ValueError(f"{directory} holds no *.safetensors")
