@@ -1,15 +1,22 @@
-"""Write the tables of docs/models.md: ``python -m docs.generate.models`` (--check: only test if they are up to date)."""
+"""Write the table of docs/models.md and the list in README.md: ``python -m docs.generate.models``.
+
+--check: only test if they are up to date.
+"""
 
 from __future__ import annotations
 
 import sys
+import textwrap
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from benchmarks.numerics.engine_gap import MODELS as SAMPLED
 from megarl.hf.families import FAMILIES
 from tests.support.megatron_layouts import PARITY, VL
 
 PAGE = Path(__file__).parents[1] / "models.md"
+README = PAGE.parents[1] / "README.md"
 BEGIN, END = "<!-- generated: python -m docs.generate.models -->", "<!-- end -->"
 
 KNOWN = {
@@ -18,7 +25,7 @@ KNOWN = {
     "glm4_moe_lite": ("GLM-4.7-Flash", ("glm4_moe_lite",), "glm4_moe_lite"),
     "kimi_k2": ("Kimi-K2", ("kimi_k2",), "kimi_k2"),
     "llama": ("Llama 2, Llama 3", ("llama", "llama3"), "llama"),
-    "minimax_m2": ("MiniMax-M2", ("minimax_m2",), "minimax_m2"),
+    "minimax_m2": ("MiniMax-M2", ("minimax_m2",), ""),
     "mistral": ("Mistral", ("mistral",), "mistral"),
     "mixtral": ("Mixtral", ("mixtral",), "mixtral"),
     "qwen2": ("Qwen2, Qwen2.5", ("qwen2", "qwen2_tied"), "qwen2"),
@@ -26,32 +33,42 @@ KNOWN = {
     "qwen2_moe": ("Qwen1.5-MoE, Qwen2-57B-A14B", ("qwen2_moe",), "qwen2_moe"),
     "qwen3": ("Qwen3", ("qwen3", "qwen3_linear", "qwen3_yarn"), "qwen3"),
     "qwen3_moe": ("Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder", ("qwen3_moe", "qwen3_moe_raw"), "qwen3_moe"),
+    "qwen3_5": ("Qwen3.5, Qwen3.6, on text", ("qwen3_5",), ""),
+    "qwen3_5_moe": ("Qwen3.5-35B-A3B and other mixtures of Qwen3.5 and 3.6, on text", ("qwen3_5_moe",), ""),
+    "qwen3_5_text": ("Qwen3.5 without its vision tower", ("qwen3_5_text",), ""),
     "qwen3_next": ("Qwen3-Next-80B-A3B", ("qwen3_next",), "qwen3_next"),
 }
 """By `model_type`: published models; tiny models of the layout tests; tiny model that is compared with vLLM."""
 
 
-def document(page: str) -> str:
-    """Return the page with new tables."""
+def pages() -> dict[Path, str]:
+    """Return the text of each page with its new part."""
+    names = ", ".join(models for models, *_ in sorted(KNOWN.values()))
+    lines = textwrap.fill(names, width=120, break_on_hyphens=False)
+    return {PAGE: _replaced(PAGE.read_text(), f"\n{table()}\n"), README: _replaced(README.read_text(), f"{lines}.")}
+
+
+def _replaced(page: str, part: str) -> str:
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
+    return f"{before}{BEGIN}\n{part}\n{END}{after}"
 
 
 def table() -> str:
     """Return one row for each family."""
-    rows = ["| `model_type` | models | layouts compared with transformers | sampled by vLLM | LoRA | rotary scaling |"]
+    rows = ["| `model_type` | models | layouts in CI; with --all | sampled by vLLM | LoRA | rotary scaling |"]
     rows.append("|---|---|---|---|---|---|")
     for kind, family in sorted(FAMILIES.items()):
         models, tiny, sampled = KNOWN[kind]
-        layouts = [case["name"].partition("-")[2] for case in [*PARITY, *VL] if case["model"] in tiny]
-        layouts = list(dict.fromkeys(name for name in layouts if "=" not in name))
-        engine = "yes" if sampled in SAMPLED else "with images" if family.tower else "no"
+        cases = [case for case in [*PARITY, *VL] if case["model"] in tiny]
+        quick = _layouts(case for case in cases if not case["slow"])
+        slow = [name for name in _layouts(cases) if name not in quick]
+        engine = "with images" if family.tower else _PRECISION.get(sampled, "float32") if sampled in SAMPLED else "no"
         scaling = ", ".join(word for word in family.rotary if word not in ("default", "mrope")) or "-"
         cells = [
             f"`{kind}`",
             models,
-            f"{len(layouts)}: {', '.join(layouts)}",
+            "; ".join(", ".join(names) for names in (quick, slow) if names),
             engine,
             "yes" if family.adapters else "no",
             scaling,
@@ -60,12 +77,19 @@ def table() -> str:
     return "\n".join(rows)
 
 
+def _layouts(cases: Iterable[dict[str, Any]]) -> list[str]:
+    names = (case["name"].partition("-")[2] for case in cases)
+    return list(dict.fromkeys(name for name in names if "=" not in name))
+
+
+_PRECISION = {"qwen3_next": "bfloat16"}  # vLLM's delta nets on a CPU have no other
+
+
 def main() -> None:
-    text = document(PAGE.read_text())
-    if "--check" in sys.argv:
-        assert text == PAGE.read_text(), "docs/models.md is not up to date: python -m docs.generate.models writes it"
-        return
-    PAGE.write_text(text)
+    for page, text in pages().items():
+        if "--check" in sys.argv:
+            assert text == page.read_text(), f"{page.name} is not up to date: python -m docs.generate.models writes it"
+        page.write_text(text)
 
 
 if __name__ == "__main__":

@@ -61,9 +61,9 @@ def with_layers(config: dict[str, Any], layers: int, *, dense: int = 1) -> dict[
         few = (kinds * layers)[:layers]
         others = [kind for kind in dict.fromkeys(kinds) if kind not in few]
         fields["layer_types"] = [*few[: layers - len(others)], *others] if layers > len(others) else few
-    if kinds := config.get("mlp_layer_types"):
-        first = kinds.index("sparse")
-        fields["mlp_layer_types"] = ["dense"] * min(first, most_dense) + ["sparse"] * (layers - min(first, most_dense))
+    if of_layers := config.get("mlp_layer_types"):
+        first = min(of_layers.index("sparse"), most_dense)
+        fields["mlp_layer_types"] = ["dense"] * first + ["sparse"] * (layers - first)
     if config.get("max_window_layers") is not None:
         fields["max_window_layers"] = min(config["max_window_layers"], layers)
     return fields

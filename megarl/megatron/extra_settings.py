@@ -16,7 +16,7 @@ from typing import Any
 from megarl import platform
 from megarl.errors import RecipeError
 from megarl.hf.config import number_of_experts, text_fields
-from megarl.hf.families import family_of, has_tower
+from megarl.hf.families import has_tower, has_zero_centered_norms
 from megarl.hf.families.settings import rotary_scaling, yarn_fields
 from megarl.megatron.layout import uses_sequence_parallel
 from megarl.platform import transformer_engine
@@ -134,7 +134,7 @@ def check_extra(recipe: Recipe, hf_config: dict[str, Any], section: str) -> None
     scaling = rotary_scaling(text)
     key = "model.path" if section == "megatron" else "critic.model_path"
     unfit = adapts.zero_centered_norm_problem()
-    if unfit is not None and family_of(hf_config).settings(text).get("layernorm_zero_centered_gamma"):
+    if unfit is not None and has_zero_centered_norms(hf_config):
         raise RecipeError(key, *unfit, value=recipe.model.path)
     if text.get("kv_lora_rank") and scaling["rope_type"] == "yarn":
         fields = yarn_fields(scaling)

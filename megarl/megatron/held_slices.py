@@ -34,6 +34,6 @@ def describe(bridge: TableWeights, chunks: Sequence[Any]) -> SliceTable:
             parameter = builder.parameter(f"{number}/{name}", str(weight.dtype).removeprefix("torch."))
             for tensor, place in bridge.stored(names[name], weight):
                 number_of_tensor = builder.tensor(tensor, place.shape)
-                for *region, offset, stride in place.slices:
-                    builder.add(number_of_tensor, tuple(region), parameter, offset, stride)
+                for row, column, rows, columns, offset, stride in place.slices:
+                    builder.add(number_of_tensor, (row, column, rows, columns), parameter, offset, stride)
     return builder.build()

@@ -59,7 +59,7 @@ KINDS: list[tuple[Kind, tuple[int, ...], int]] = [
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize(("kind", "shape", "dim"), KINDS)
 def test_shards_hold_each_element_once(kind: Kind, shape: tuple[int, ...], dim: int, ranks: int) -> None:
-    """Every element of the checkpoint is in one shard, and every element of a shard, but for padding, is stored once."""
+    """A shard of a padded vocabulary also has elements that are not stored."""
     held = tuple(size // ranks if axis == dim else size for axis, size in enumerate(shape))
     seen: list[np.ndarray] = []
     padding = 0
@@ -82,7 +82,7 @@ def test_shards_hold_each_element_once(kind: Kind, shape: tuple[int, ...], dim: 
 def test_a_family_is_one_short_file() -> None:
     for file in Path(families.__file__).parent.glob("*.py"):
         text = file.read_text()
-        assert "= Family(" not in text or len(text.splitlines()) <= 80, f"{file.name} is no table any more"
+        assert "= Family(" not in text or len(text.splitlines()) <= 80, f"{file.name} exceeds 80 lines"
 
 
 def test_slices_by_hand() -> None:

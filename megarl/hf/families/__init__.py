@@ -5,8 +5,10 @@ To add one, see docs/add_a_model.md.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from megarl.hf.config import text_fields
 from megarl.hf.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from megarl.hf.families.family import Family
 from megarl.hf.families.glm4_moe import GLM4_MOE
@@ -40,10 +42,16 @@ FAMILIES: dict[str, Family] = {
 """By `model_type`. Tests compare log-probs and gradients of each with transformers."""
 
 
-def has_tower(hf_config: dict[str, Any]) -> bool:
+def has_tower(hf_config: Mapping[str, Any]) -> bool:
     """Return whether a model reads images: it has a vision tower, and its family trains it."""
     family = FAMILIES.get(hf_config.get("model_type", ""))
     return "vision_config" in hf_config and (family is None or family.tower)
+
+
+def has_zero_centered_norms(hf_config: dict[str, Any]) -> bool:
+    """Return whether the model's norms add 1 to their weights."""
+    family = FAMILIES.get(hf_config.get("model_type", ""))
+    return family is not None and bool(family.settings(text_fields(hf_config)).get("layernorm_zero_centered_gamma"))
 
 
 def family_of(hf_config: dict[str, Any]) -> Family:

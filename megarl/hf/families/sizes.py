@@ -135,8 +135,8 @@ def _mlp(family: Family, config: Config, layer: int) -> dict[str, Shape]:
 
 
 def _gated(name: str, hidden: int, width: int, norm: str | None = None) -> dict[str, Shape]:
-    shapes = {name.format(1): (2 * width, hidden), name.format(2): (hidden, width)}
-    return {norm: (hidden,), **shapes} if norm else shapes
+    shapes: dict[str, Shape] = {norm: (hidden,)} if norm else {}
+    return shapes | {name.format(1): (2 * width, hidden), name.format(2): (hidden, width)}
 
 
 def head_size(config: Config) -> int:

@@ -128,7 +128,7 @@ class TableWeights:
             unmerged = model.without_merging() if hasattr(model, "without_merging") else model
             for name, weight in exported(unmerged):
                 sharded = bool(getattr(weight, "tensor_model_parallel", False))
-                dim = weight.partition_dim if sharded else 0  # type: ignore[attr-defined]
+                dim = weight.partition_dim if sharded else 0
                 found.append(_Description(number, names[name], tuple(weight.shape), weight.dtype, sharded, dim))
         return found
 

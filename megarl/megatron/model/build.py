@@ -48,7 +48,7 @@ class Model:
 
     @property
     def merged_chunks(self) -> list[Any]:
-        """The chunks as mbridge reads them, with adapter deltas merged into the weights."""
+        """The chunks as export reads them, with adapter deltas merged into the weights."""
         return self.lora.merged() if self.lora else self.chunks
 
 

@@ -1,7 +1,7 @@
 """Layers on torch's kernels for platforms without Transformer Engine (CPU, and CUDA without the package).
 
 They use Transformer Engine's parameter names (``linear_qkv.layer_norm_weight``, ``experts.linear_fc1.weight0``), so
-mbridge's weight mappings apply unchanged. `install` registers them where Megatron looks for Transformer Engine.
+the tables of `megarl/hf/families/` apply unchanged. `install` registers them where Megatron looks for Transformer Engine.
 """
 
 from __future__ import annotations
