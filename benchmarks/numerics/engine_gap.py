@@ -42,6 +42,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {"num_experts": 8}),
     "deepseek_v3": ("deepseek_v3", {**_GROUPED, "num_nextn_predict_layers": 1}),
     "deepseek_v3_yarn": ("deepseek_v3", {**_GROUPED, "rope_scaling": _YARN, "max_position_embeddings": 128}),
+    **{kind: (kind, {}) for kind in ("glm4_moe", "llama", "mistral", "mixtral", "qwen2_moe")},
+    "glm4_moe_lite": ("glm4_moe_lite", {}),
+    "kimi_k2": ("kimi_k2", {"rope_scaling": _YARN, "max_position_embeddings": 128}),
+    "qwen3_next": (
+        "qwen3_next",
+        {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2, "initializer_range": 0.04},
+    ),
 }
 """Kind of `make_tiny_model`, and configuration in addition to the tiny sizes, by model."""
 
@@ -89,7 +96,7 @@ class Result:
 def write_model(name: str, directory: Path) -> Path:
     """Write the random model `name` of MODELS with a fixed seed. Returns its directory."""
     kind, sizes = MODELS[name]
-    path = make_tiny_model(kind, directory / name, seed=0, **_SHARP, **sizes)  # type: ignore[arg-type]
+    path = make_tiny_model(kind, directory / name, seed=0, **{**_SHARP, **sizes})  # type: ignore[arg-type]
     if sizes.get("num_nextn_predict_layers"):
         _add_prediction_layer(path)
     return path

@@ -52,7 +52,7 @@ class ModelFlops:
 def model_flops(hf_config: dict[str, Any]) -> ModelFlops:
     """Count the language model of a config.json.
 
-    Raises ValueError for a `model_type` that is not in `megarl.hf.shape.COUNTED`: an unchecked count would be a guess.
+    Raises ValueError for a `model_type` of no family: an unchecked count would be a guess.
     """
     shape = model_shape(hf_config)
     return ModelFlops(per_token=2 * shape.active, per_pair=2 * shape.layers * shape.attention.per_pair)

@@ -20,6 +20,7 @@ import numpy as np
 
 from megarl.data.cache import Encoded
 from megarl.data.rows import Row
+from megarl.hf.families import has_tower
 from megarl.recipe.data import DataConfig
 from megarl.types import Prompt, PromptImage, SampleImages
 
@@ -231,7 +232,7 @@ def _placeholders(content: Any) -> int:
 @lru_cache(maxsize=4)
 def _image_token(directory: str) -> int:
     config = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
-    if "vision_config" not in config or "image_token_id" not in config:
+    if not has_tower(config) or "image_token_id" not in config:
         raise ValueError(
             f"the model in {directory} ({config.get('model_type')}) reads no images: its config.json has no vision_config "
             "and image_token_id. Set model.path to a vision-language model, or use rows without images"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.hf.config import text_fields
+from megarl.hf.families.read import config_of_unknown_type
 
 Messages = Sequence[dict[str, Any]]
 Tools = Sequence[dict[str, Any]]
@@ -176,7 +177,9 @@ class HuggingFaceTokenizer(Tokenizer):
 
         self.directory = directory
         try:
-            self._hf = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
+            self._hf = AutoTokenizer.from_pretrained(
+                str(directory), config=config_of_unknown_type(directory), trust_remote_code=False, local_files_only=True
+            )
         except Exception as error:  # transformers raises whatever its parsers raise
             raise ValueError(f"{directory}: transformers cannot load the tokenizer: {error}") from error
         if self._hf.is_fast:  # truncation and padding in tokenizer.json are meant for inference

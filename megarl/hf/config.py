@@ -32,19 +32,38 @@ def number_of_experts(config: dict[str, Any]) -> int:
     return next((int(config[name]) for name in EXPERTS if config.get(name)), 0)
 
 
+def layer_kinds(config: dict[str, Any]) -> list[str]:
+    """Return the kind of each layer, by transformers' names: "full_attention", "linear_attention", "sliding_attention".
+
+    Configurations from before transformers 5 give the interval of full attention, or nothing. `config`: from `text_fields`.
+    """
+    layers = config["num_hidden_layers"]
+    if kinds := config.get("layer_types"):
+        return list(kinds)
+    interval = config.get("full_attention_interval") or (4 if config.get("linear_num_key_heads") else 1)
+    return ["full_attention" if (layer + 1) % interval == 0 else "linear_attention" for layer in range(layers)]
+
+
 def with_layers(config: dict[str, Any], layers: int, *, dense: int = 1) -> dict[str, Any]:
     """Return the fields of config.json that set the number of layers, with the lists that transformers 5 writes per layer.
 
     `config`: from `text_fields`. `dense`: largest number of dense layers before mixtures of experts, which keep at least
     one layer.
     """
+    most_dense = dense
     dense = min(dense, config.get("first_k_dense_replace") or 0)
     layers = max(layers, dense + 1)
     fields: dict[str, Any] = {"num_hidden_layers": layers}
     if config.get("first_k_dense_replace"):
         fields["first_k_dense_replace"] = dense
-    if kinds := config.get("layer_types"):
-        fields["layer_types"] = (kinds * layers)[:layers]
+    if config.get("layer_types") or config.get("full_attention_interval"):
+        kinds = layer_kinds(config)
+        few = (kinds * layers)[:layers]
+        others = [kind for kind in dict.fromkeys(kinds) if kind not in few]
+        fields["layer_types"] = [*few[: layers - len(others)], *others] if layers > len(others) else few
+    if of_layers := config.get("mlp_layer_types"):
+        first = min(of_layers.index("sparse"), most_dense)
+        fields["mlp_layer_types"] = ["dense"] * first + ["sparse"] * (layers - first)
     if config.get("max_window_layers") is not None:
         fields["max_window_layers"] = min(config["max_window_layers"], layers)
     return fields

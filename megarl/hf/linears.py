@@ -6,34 +6,33 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from megarl.hf.config import number_of_experts
+from megarl.hf.config import text_fields, with_experts
+from megarl.hf.families import family_of
+from megarl.hf.families.sizes import layer_parameters
 
 ALL = "all-linear"
 _MLP = ("gate_proj", "up_proj", "down_proj")
+_WITHOUT = ("mlp.router.weight", "mlp.shared_experts.gate_weight")  # small, and not linears of Megatron
 
 
 def linears_of_layer(hf_config: dict[str, Any], layer: int) -> list[str]:
-    """Return the linears of one layer: leading dense layers have no experts, sparse layers no dense MLP."""
-    dense = layer < (hf_config.get("first_k_dense_replace") or 0)
-    absent: tuple[str, ...] = ("mlp.experts.", "mlp.shared_experts.") if dense else ()
-    if not dense and number_of_experts(hf_config):
-        absent = tuple(f"mlp.{name}" for name in _MLP)
-    return [name for name in linears_of(hf_config) if not name.startswith(absent)]
+    """Return the names, within one layer, of its linears that can have an adapter, without expert numbers."""
+    family, config = family_of(hf_config), text_fields(hf_config)
+    names = [
+        name
+        for row, shape in layer_parameters(family, {**config, **with_experts(config, 1)}, layer)
+        if len(shape) == 2 and not row.parameter.endswith(_WITHOUT)
+        for name in row.tensors
+    ]
+    return [without_expert(name).split(".", 3)[3].removesuffix(".weight") for name in names]
 
 
 def linears_of(hf_config: dict[str, Any]) -> list[str]:
-    """Return the names, within a layer, of all linears that can have an adapter, without expert numbers."""
-    if hf_config.get("kv_lora_rank"):
-        query = ["q_a_proj", "q_b_proj"] if hf_config.get("q_lora_rank") else ["q_proj"]
-        attention = [*query, "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
-    else:
-        attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
-    parents = ["mlp.experts."] if number_of_experts(hf_config) else ["mlp."]
-    if hf_config.get("first_k_dense_replace"):
-        parents.append("mlp.")
-    if hf_config.get("n_shared_experts"):
-        parents.append("mlp.shared_experts.")
-    return [f"self_attn.{name}" for name in attention] + [parent + name for parent in parents for name in _MLP]
+    """Return the names, within a layer, of all linears that can have an adapter in some layer."""
+    family, config = family_of(hf_config), text_fields(hf_config)
+    sparse = [family.sparse(config, layer) for layer in range(config["num_hidden_layers"])]
+    layers = [sparse.index(kind) for kind in (True, False) if kind in sparse]
+    return list(dict.fromkeys(name for layer in layers for name in linears_of_layer(hf_config, layer)))
 
 
 def matches(name: str, targets: Sequence[str]) -> bool:

@@ -6,18 +6,21 @@ projector, multi-token-prediction layers (not trained) and adapters are left out
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
-from megarl.hf.config import number_of_experts, text_fields
+from megarl.hf.config import layer_kinds, number_of_experts, text_fields, with_experts
+from megarl.hf.families import family_of
+from megarl.hf.families.family import Family
+from megarl.hf.families.sizes import head_size, layer_parameters
 
 Config = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention of one layer."""
+    """Attention of one layer: the mean over layers, where some have another mixer."""
 
     weights: int
     per_pair: int  # multiply-adds per (query, key) pair in training
@@ -25,6 +28,7 @@ class Attention:
     cached: int  # elements per token in the KV cache
     keys_and_values: int  # elements per token of keys and values in training
     pieces: int  # tensor-parallel ranks that can split the cache; further ranks hold copies
+    least: int  # weights of the smallest layer
 
 
 @dataclass(frozen=True)
@@ -72,79 +76,66 @@ class ModelShape:
 
 
 def model_shape(hf_config: Config) -> ModelShape:
-    """Count a model's parameters. Raises ValueError for a `model_type` that is not in `COUNTED`."""
-    kind = hf_config.get("model_type", "")
-    if kind not in COUNTED:
-        supported = ", ".join(sorted(COUNTED))
-        raise ValueError(f"model_type {kind!r} is not supported by the parameter counts; supported: {supported}.")
-    config = text_fields(hf_config)
-    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
-    sparse = tuple(COUNTED[kind](config, layer) for layer in range(layers))
-    routed = 3 * hidden * (config.get("moe_intermediate_size") or config.get("intermediate_size") or 0)
+    """Count a model's parameters. Raises ValueError for a `model_type` of no family."""
+    family, config = family_of(hf_config), text_fields(hf_config)
+    hidden = config["hidden_size"]
+    sparse = tuple(family.sparse(config, layer) for layer in range(config["num_hidden_layers"]))
+    mixers = layer_kinds(config) if family.delta_nets else [""] * len(sparse)
+    kinds = list(zip(sparse, mixers, strict=True))
+    counted = {kind: _matrices(family, config, kinds.index(kind)) for kind in dict.fromkeys(kinds)}
+    of_layers = [counted[kind] for kind in kinds]
+    of_sparse = of_layers[sparse.index(True)] if any(sparse) else {}
+    of_dense = of_layers[sparse.index(False)] if not all(sparse) else {}
     return ModelShape(
         hidden=hidden,
         output=hidden * config["vocab_size"],
         tied=bool(config.get("tie_word_embeddings")),
-        attention=_latent_attention(config) if config.get("kv_lora_rank") else _attention(config),
-        dense=3 * hidden * (config.get("intermediate_size") or 0),
-        shared=hidden * _shared_width(config) if any(sparse) else 0,
-        expert=routed if any(sparse) else 0,
+        attention=_attention(family, config, [layer["attention"] for layer in of_layers]),
+        dense=of_dense.get("mlp", 0),
+        shared=of_sparse.get("mlp", 0),
+        expert=of_sparse.get("expert", 0),
         experts=number_of_experts(config) if any(sparse) else 0,
         chosen=config["num_experts_per_tok"] if any(sparse) else 0,
         sparse=sparse,
     )
 
 
-def _attention(config: Config) -> Attention:
-    """Count multi-head or grouped-query attention."""
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    groups = config.get("num_key_value_heads") or heads
-    size = config.get("head_dim") or hidden // heads
-    projected = (heads + 2 * groups) * size + heads * size  # query, key, value; and out
-    return Attention(
-        hidden * projected, heads * 2 * size, heads * 2 * size, 2 * groups * size, 2 * groups * size, groups
-    )
+def _matrices(family: Family, config: Config, layer: int) -> dict[str, int]:
+    """Return the elements of a layer's matrices: attention; one expert; and the rest of its MLP, router included."""
+    counts = {"attention": 0, "expert": 0, "mlp": 0}
+    for row, shape in layer_parameters(family, with_experts_of(config, 1), layer):
+        if len(shape) == 2:
+            part = (
+                "attention"
+                if ".self_attention." in row.parameter
+                else "expert"
+                if ".experts." in row.parameter
+                else "mlp"
+            )
+            counts[part] += prod(shape)
+    if counts["expert"]:
+        counts["mlp"] += (number_of_experts(config) - 1) * config["hidden_size"]  # the router's other rows
+    return counts
 
 
-def _latent_attention(config: Config) -> Attention:
-    """Count multi-head latent attention (DeepSeek).
+def with_experts_of(config: Config, count: int) -> Config:
+    """Return a configuration with `count` experts, if it has any."""
+    return {**config, **with_experts(config, count)}
 
-    Training computes keys and values from the latent. In decoding, heads attend to the latent, and their up-projections
-    are applied to query and output instead (arXiv 2405.04434, 2.1.2).
+
+def _attention(family: Family, config: Config, weights: list[int]) -> Attention:
+    """Count attention. `weights`: of each layer. Gated delta nets have no pairs and no growing cache, and count as none.
+
+    With latent attention (DeepSeek), training computes keys and values from the latent. In decoding, heads attend to the
+    latent, and their up-projections are applied to query and output instead (arXiv 2405.04434, 2.1.2).
     """
-    hidden, heads, rank = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
-    plain, rotary, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
-    query_rank, query = config.get("q_lora_rank"), heads * (plain + rotary)
-    weights = hidden * query_rank + query_rank * query if query_rank else hidden * query
-    weights += hidden * (rank + rotary) + rank * heads * (plain + value) + heads * value * hidden
-    trained = heads * (plain + rotary + value)
-    return Attention(weights, trained, heads * (2 * rank + rotary), rank + rotary, trained, 1)
-
-
-def _shared_width(config: Config) -> int:
-    """Return the total output width of a sparse layer's always-active matrices: router, shared experts and their gate."""
-    routed = config.get("moe_intermediate_size") or config["intermediate_size"]
-    width = number_of_experts(config) + 3 * routed * (config.get("n_shared_experts") or 0)
-    if shared := config.get("shared_expert_intermediate_size"):
-        width += 3 * shared + 1  # and its gate
-    return width
-
-
-def _every_few(config: Config, layer: int) -> bool:
-    dense = layer in (config.get("mlp_only_layers") or [])
-    return not dense and (layer + 1) % config.get("decoder_sparse_step", 1) == 0
-
-
-def _after_the_first(config: Config, layer: int) -> bool:
-    return layer >= config.get("first_k_dense_replace", 0)
-
-
-COUNTED: dict[str, Callable[[Config, int], bool]] = {
-    **dict.fromkeys(("llama", "qwen2", "qwen3", "qwen2_5_vl"), lambda config, layer: False),
-    "mixtral": lambda config, layer: True,
-    "qwen2_moe": _every_few,
-    "qwen3_moe": _every_few,
-    "deepseek_v3": _after_the_first,
-    "glm4_moe": _after_the_first,
-}
-"""Supported model types; each function tells whether a layer (from 0) of a configuration is a mixture of experts."""
+    layers, heads = len(weights), config["num_attention_heads"]
+    mean, least = sum(weights) // layers, min(weights)
+    if family.latent:
+        rank, rotary = config["kv_lora_rank"], config["qk_rope_head_dim"]
+        trained = heads * (config["qk_nope_head_dim"] + rotary + config["v_head_dim"])
+        return Attention(mean, trained, heads * (2 * rank + rotary), rank + rotary, trained, 1, least)
+    groups, size = config.get("num_key_value_heads") or heads, head_size(config)
+    attending = sum(kind != "linear_attention" for kind in layer_kinds(config)) if family.delta_nets else layers
+    pairs, cached = (count * size * attending // layers for count in (2 * heads, 2 * groups))
+    return Attention(mean, pairs, pairs, cached, cached, groups, least)

@@ -14,7 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from megarl.atomic_files import atomic_directory, give_default_mode
-from megarl.hf.weights import CONVERSION
+from megarl.hf.families import FAMILIES
+from megarl.hf.weights import CONVERSION, read_index
 
 T = TypeVar("T")
 
@@ -112,7 +113,7 @@ def _with_tied(weights: Iterator[tuple[str, torch.Tensor]], source: Path) -> Ite
     tied = _config(source).get("tie_word_embeddings", False)
     for name, tensor in weights:
         yield name, tensor
-        if tied and name == "model.embed_tokens.weight":
+        if tied and name.endswith("embed_tokens.weight"):
             yield "lm_head.weight", tensor
 
 
@@ -121,13 +122,14 @@ def _config(source: Path) -> dict[str, Any]:
 
 
 def _untrained(names: Iterable[str], source: Path) -> list[str]:
-    """Return the `names` in multi-token-prediction layers, which follow the model's last layer."""
+    """Return the `names` that are not trained: multi-token-prediction layers, which follow the last layer, and `carried` ones."""
     config = _config(source)
-    if not config.get("num_nextn_predict_layers"):
-        return []
-    extra = range(config["num_hidden_layers"], config["num_hidden_layers"] + config["num_nextn_predict_layers"])
-    prefixes = tuple(f"model.layers.{number}." for number in extra)
-    return [name for name in names if name.startswith(prefixes)]
+    family = FAMILIES.get(config.get("model_type", ""))
+    carried = family.carried if family else ()
+    if count := config.get("num_nextn_predict_layers"):
+        first = config["num_hidden_layers"]
+        carried += tuple(f"model.layers.{number}." for number in range(first, first + count))
+    return [name for name in names if name.startswith(carried)] if carried else []
 
 
 def _some(names: Iterable[str]) -> str:
@@ -226,8 +228,11 @@ def _check_equal(name: str, file: Path, expected: torch.Tensor, origin: str) -> 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:
     """Map each tensor name to the safetensors file that holds it."""
+    found = {file.name: file for file in sorted(directory.glob("*.safetensors"))}
+    if placed := read_index(directory, found):
+        return {name: found[file] for name, file in placed.items()}
     files = {}
-    for file in sorted(directory.glob("*.safetensors")):
+    for file in found.values():
         with safe_open(file, framework="pt", device="cpu") as reader:
             files.update(dict.fromkeys(reader.keys(), file))
     return files

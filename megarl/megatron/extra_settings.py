@@ -16,8 +16,9 @@ from typing import Any
 from megarl import platform
 from megarl.errors import RecipeError
 from megarl.hf.config import number_of_experts, text_fields
+from megarl.hf.families import has_tower, has_zero_centered_norms
+from megarl.hf.families.settings import rotary_scaling, yarn_fields
 from megarl.megatron.layout import uses_sequence_parallel
-from megarl.megatron.model.families import rotary_scaling, yarn_fields
 from megarl.platform import transformer_engine
 from megarl.platform.adaptor import Adaptor, adaptor
 from megarl.platform.kinds import kind_of
@@ -115,7 +116,7 @@ def check_extra(recipe: Recipe, hf_config: dict[str, Any], section: str) -> None
     """
     check_extra_names(recipe, section)
     try:
-        ddp_settings(recipe, with_images="vision_config" in hf_config)
+        ddp_settings(recipe, with_images=has_tower(hf_config))
     except RecipeError as error:
         key = error.key.replace("megatron", section, 1)
         raise RecipeError(key, error.problem, error.remedy, value=error.value) from None
@@ -131,11 +132,14 @@ def check_extra(recipe: Recipe, hf_config: dict[str, Any], section: str) -> None
         raise RecipeError(f"{section}.extra.{name}", *problem, value=extra.get(name))
     text = text_fields(hf_config)
     scaling = rotary_scaling(text)
+    key = "model.path" if section == "megatron" else "critic.model_path"
+    unfit = adapts.zero_centered_norm_problem()
+    if unfit is not None and has_zero_centered_norms(hf_config):
+        raise RecipeError(key, *unfit, value=recipe.model.path)
     if text.get("kv_lora_rank") and scaling["rope_type"] == "yarn":
         fields = yarn_fields(scaling)
         unfit = adapts.latent_attention_problem(fields["mscale"], fields["mscale_all_dim"])
         if unfit is not None:
-            key = "model.path" if section == "megatron" else "critic.model_path"
             raise RecipeError(key, *unfit, value=recipe.model.path)
 
 
@@ -168,13 +172,13 @@ def adaptor_settings(recipe: Recipe, hf_config: dict[str, Any]) -> dict[str, Any
         "bf16": recipe.model.dtype == "bfloat16",
         "num_attention_heads": text["num_attention_heads"],
         "multi_latent_attention": bool(text.get("kv_lora_rank")),
-        "position_embedding_type": "mrope" if "vision_config" in hf_config else "rope",
+        "position_embedding_type": "mrope" if has_tower(hf_config) else "rope",
         **recompute_settings(megatron),
     }
     if experts := number_of_experts(text):
         # mbridge sets these for models with experts unless `extra` does.
         settings |= {"num_experts": experts, "moe_grouped_gemm": True, "moe_token_dispatcher_type": "alltoall"}
-    return settings | ddp_settings(recipe, with_images="vision_config" in hf_config) | megatron.extra
+    return settings | ddp_settings(recipe, with_images=has_tower(hf_config)) | megatron.extra
 
 
 def recompute_settings(megatron: MegatronConfig) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 from megarl.hf.config import number_of_experts, text_fields
+from megarl.hf.families import FAMILIES, has_tower
 from megarl.recipe.training import MegatronConfig
 
 _MOST_NAMED = 64  # largest size that an error message proposes
@@ -24,7 +25,7 @@ def check_layout(hf_config: dict[str, Any], megatron: MegatronConfig, world_size
     data_parallel = _check_world(megatron, world_size)
     _check_heads(hf_config, megatron)
     _check_widths(hf_config, megatron)
-    _check_vision_tower(hf_config.get("vision_config"), megatron)
+    _check_vision_tower(hf_config.get("vision_config") if has_tower(hf_config) else None, megatron)
     _check_pipeline(hf_config, megatron)
     _check_experts(hf_config, megatron, data_parallel)
 
@@ -80,10 +81,8 @@ def _check_heads(hf_config: dict[str, Any], megatron: MegatronConfig) -> None:
     groups = heads if latent else hf_config.get("num_key_value_heads") or heads
     _check_divides(megatron, "tensor_parallel", heads, f"the model's {heads} attention heads", groups)
     _check_divides(megatron, "tensor_parallel", groups, f"the model's {groups} key/value heads", heads)
-    if hf_config.get("model_type") == "deepseek_v3":
-        size = hf_config["vocab_size"]
-        noun = f"the vocabulary of {size}, and mbridge cannot pad deepseek_v3's"
-        _check_divides(megatron, "tensor_parallel", size, noun, heads)
+    if linear := hf_config.get("linear_num_key_heads"):
+        _check_divides(megatron, "tensor_parallel", linear, f"the {linear} key heads of the model's delta nets", heads)
 
 
 def _check_divides(megatron: MegatronConfig, key: str, count: int, noun: str, *others: int) -> None:
@@ -102,7 +101,9 @@ def _check_divides(megatron: MegatronConfig, key: str, count: int, noun: str, *o
 def _check_widths(hf_config: dict[str, Any], megatron: MegatronConfig) -> None:
     """Check widths of layers that every token passes; expert-tensor parallel shards the routed experts instead."""
     experts, widths = number_of_experts(hf_config), {}
-    if not experts or hf_config.get("first_k_dense_replace"):
+    family = FAMILIES.get(hf_config.get("model_type", ""))
+    layers = range(hf_config["num_hidden_layers"])
+    if not experts or family is None or not all(family.sparse(hf_config, layer) for layer in layers):
         widths["intermediate_size"] = hf_config.get("intermediate_size") or 0
     if shared := hf_config.get("n_shared_experts"):
         widths["moe_intermediate_size x n_shared_experts"] = hf_config["moe_intermediate_size"] * shared
@@ -143,9 +144,9 @@ def _check_pipeline(hf_config: dict[str, Any], megatron: MegatronConfig) -> None
         raise ValueError(f"{fixed} layers do not divide over the remaining {stages} pipeline stages. Change {keys}.")
     if vpp is None:
         return
-    if hf_config.get("model_type") == "qwen2_5_vl":
+    if has_tower(hf_config):
         raise ValueError(
-            f"megatron.virtual_pipeline={vpp}: mbridge cannot build virtual pipeline stages of qwen2_5_vl. Leave "
+            f"megatron.virtual_pipeline={vpp}: mbridge cannot build virtual pipeline stages of a model with a vision tower. Leave "
             "megatron.virtual_pipeline unset."
         )
     if stages == 0:
@@ -161,6 +162,12 @@ def _check_pipeline(hf_config: dict[str, Any], megatron: MegatronConfig) -> None
 
 
 def _check_experts(hf_config: dict[str, Any], megatron: MegatronConfig, data_parallel: int) -> None:
+    family = FAMILIES.get(hf_config.get("model_type", ""))
+    if (megatron.expert_tensor_parallel or 1) > 1 and family is not None and family.stacks_experts:
+        raise ValueError(
+            f"megatron.expert_tensor_parallel={megatron.expert_tensor_parallel}: {hf_config['model_type']} checkpoints store all "
+            "experts of a layer as one tensor, which expert-tensor parallel cannot split. Leave it out."
+        )
     experts, ep, etp = number_of_experts(hf_config), megatron.expert_parallel, megatron.expert_tensor_parallel or 1
     tp, cp = megatron.tensor_parallel, megatron.context_parallel
     if not experts:

@@ -44,6 +44,10 @@ class Adaptor:
         """Problem of these YaRN fields in the device's latent attention; None if it supports them."""
         return mindspeed.latent_attention_problem(mscale, mscale_all_dim) if self.label else None
 
+    def zero_centered_norm_problem(self) -> Problem | None:
+        """Problem of norms that add 1 to their weights; None if the device's layers support them."""
+        return mindspeed.zero_centered_norm_problem() if self.label else None
+
 
 def adaptor(device: str) -> Adaptor:
     """Return the adaptor of a device kind: "cpu", "cuda" or "npu"."""

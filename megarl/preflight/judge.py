@@ -10,7 +10,7 @@ from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import check_vocabulary, load_tokenizer, unread_arguments
 from megarl.errors import RecipeError, as_recipe_error
 from megarl.hf.config import context_length
-from megarl.megatron.model.families import check_sizes
+from megarl.hf.families.check import check_sizes
 from megarl.preflight.engines import check_heads
 from megarl.recipe.judge import JudgeConfig
 from megarl.recipe.schema import Recipe

@@ -14,10 +14,11 @@ from megarl.engines.specs import longest_sample
 from megarl.errors import NotHereError, RecipeError, as_recipe_error, errors_of, raise_all
 from megarl.hf import published, weights
 from megarl.hf.config import context_length, text_fields
+from megarl.hf.families import has_tower
+from megarl.hf.families.check import check_model, check_sizes
 from megarl.megatron.extra_settings import check_extra
 from megarl.megatron.layout import check_layout
 from megarl.megatron.lora.targets import check_lora
-from megarl.megatron.model.families import check_model, check_sizes
 from megarl.preflight.engines import check_experts, check_heads
 from megarl.recipe.data import DataConfig
 from megarl.recipe.derived.at_update import update_rule
@@ -168,7 +169,7 @@ def sampled_errors(recipe: Recipe, config: Config) -> Iterator[ValueError]:
     """Yield errors of a model that its engines cannot sample from."""
     yield from errors_of(_check_context, recipe, config)
     yield from errors_of(_check_pixels, recipe.data, config)
-    if update_rule(recipe) == "keep" and "vision_config" in config:
+    if update_rule(recipe) == "keep" and has_tower(config):
         yield RecipeError(
             "rollout.at_update",
             "engines cache encoded images without the version of the weights, so later requests would reuse old encodings",
@@ -187,7 +188,7 @@ def critic_errors(recipe: Recipe, config: Config) -> Iterator[ValueError]:
     yield from model_errors
     if model_errors:
         return
-    if "vision_config" in config:
+    if has_tower(config):
         remedy = "name a language model in critic.model_path, or use another algorithm.advantage"
         yield RecipeError(key, "a vision-language model cannot be a critic yet", remedy, value=view.model.path)
         return
@@ -251,5 +252,5 @@ def _check_context(recipe: Recipe, config: Config) -> None:
 def _check_pixels(data: DataConfig, config: Config) -> None:
     """Raise RecipeError for limits of image sizes if the model reads no images."""
     for name in ("min_pixels", "max_pixels"):
-        if (value := getattr(data, name)) is not None and "vision_config" not in config:
+        if (value := getattr(data, name)) is not None and not has_tower(config):
             raise RecipeError(f"data.{name}", "the model reads no images", "leave it out", value=value)

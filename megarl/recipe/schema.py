@@ -331,11 +331,11 @@ class WeightSyncConfig:
 
     route: Literal["full", "sharded", "auto"] = key(
         "auto",
-        "sharded: every trainer rank sends the slices that engine ranks need, once (vLLM only, without adapters). full: mbridge gathers the model, and rank 0 sends all of it once to each host with engines. auto: sharded if recipe, model and engines allow it, else full; a notice at the start gives the choice and the reason.",
+        "sharded: every trainer rank sends the slices that engine ranks need, once (vLLM only, without adapters). full: all trainer ranks gather the model, and rank 0 sends all of it once to each host with engines. auto: sharded if recipe, model and engines allow it, else full; a notice at the start gives the choice and the reason.",
     )
     check_every: int = key(
         0,
-        "Sharded and adapter-only sync: verify the first update, and each update that follows it by a multiple of this number, against mbridge's export, tensor by tensor. 0: only the first.",
+        "Sharded and adapter-only sync: verify the first update, and each update that follows it by a multiple of this number, against the export, tensor by tensor. 0: only the first.",
         at_least=0,
     )
     adapters: Literal["auto", "only", "merged"] = key(

@@ -380,7 +380,7 @@ class ActorWorker(Worker):
         return send_or_abort(self.sender, version, export, goes_on)
 
     def _export(self, version: int) -> Any:
-        """Export what the engines load: all weights, through mbridge on all ranks, or adapters."""
+        """Export what the engines load: all weights, gathered on all ranks, or adapters."""
         if not self.adapters:
             return self.trainer.export_weights()
         with_base = self.first_sent is None

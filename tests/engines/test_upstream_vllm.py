@@ -109,6 +109,22 @@ def test_reload_leaves_a_tied_output_layer_packed(process, without, tmp_path):
     sender.close()
 
 
+def test_reload_needs_named_weight_loaders():
+    """Until loaders are named, the layers of a reload are never seen as complete: it fails."""
+    code = (
+        "import functools, torch\n"
+        "from vllm.model_executor.model_loader.reload import initialize_layerwise_reload, layerwise\n"
+        "from megarl.engines.vllm.compat import name_partial_loaders\n"
+        "model = torch.nn.Linear(2, 2, bias=False)\n"
+        "model.weight.weight_loader = functools.partial(print)\n"
+        "try: layerwise._get_weight_loader(model.weight).__name__; unnamed = 'named'\n"
+        "except AttributeError: unnamed = 'unnamed'\n"
+        "name_partial_loaders(model)\n"
+        "print(unnamed + '-' + layerwise._get_weight_loader(model.weight).__name__)\n"
+    )
+    assert printed(code) == "unnamed-print"
+
+
 def test_expert_kernel_on_cpu_ignores_the_expert_map():
     """Read, not run: with expert parallel it ends its process."""
     code = (

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
 
 from tests.support import megatron_layouts
-from tests.support.megatron_models import write_model
+from tests.support.megatron_models import reference_model, write_model
 from tests.support.megatron_runs import (
     cases,
     checkpoint_tensors,
@@ -55,6 +54,11 @@ ONE = [
     exported("qwen3", slow=True),
     exported("qwen3", SOME, slow=True),
     exported("moonlight", slow=True),
+    exported("llama"),
+    exported("mistral", slow=True),
+    exported("kimi_k2", slow=True),
+    exported("glm4_moe", slow=True),
+    exported("glm4_moe_lite", slow=True),
 ]
 MORE = [
     lora("qwen3_moe", "TP2xEP2"),
@@ -159,7 +163,6 @@ def test_exports_compute_the_trainers_log_probs(results: Path, case: dict[str, A
     assert not torch.allclose(untrained, trained, atol=1e-3, rtol=0), "training changed next to nothing"
     adapter = results / f"{case['name']}.adapter"
     assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(start)
-    base = transformers.AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32, attn_implementation="eager")
-    with_adapter = peft.PeftModel.from_pretrained(base.eval(), str(adapter))
+    with_adapter = peft.PeftModel.from_pretrained(reference_model(start), str(adapter))
     adapted = torch.cat([rows for rows, *_ in rows_of(with_adapter)])
     torch.testing.assert_close(adapted, trained, atol=2e-5, rtol=0)

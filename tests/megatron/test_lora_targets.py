@@ -8,17 +8,23 @@ from typing import Any
 import pytest
 
 from megarl.errors import RecipeError
-from megarl.hf.linears import linears_of, matches
+from megarl.hf.linears import linears_of, linears_of_layer, matches
 from megarl.megatron.layout import layers_of_chunks
 from megarl.megatron.lora.targets import check_lora
 from megarl.preflight.load import load_recipe
 from megarl.recipe.training import LoraConfig, MegatronConfig
 
-DENSE = {"model_type": "qwen3", "num_hidden_layers": 4}
-MIXTURE = {"model_type": "qwen3_moe", "num_experts": 4, "num_hidden_layers": 4}
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 4}
+EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+DENSE = {"model_type": "qwen3", **SIZES}
+MIXTURE = {"model_type": "qwen3_moe", "num_experts": 4, **SIZES, **EXPERTS}
 DEEPSEEK = {
     "model_type": "deepseek_v3",
-    "num_hidden_layers": 4,
+    **SIZES,
+    **EXPERTS,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
     "kv_lora_rank": 512,
     "q_lora_rank": 1536,
     "n_routed_experts": 8,
@@ -38,12 +44,12 @@ def test_a_short_name_matches_all_layers_and_a_longer_one_fewer() -> None:
     everywhere = chosen(DEEPSEEK, "gate_proj", "up_proj", "down_proj")
     assert [name for name in everywhere if name.endswith("up_proj")] == [
         "mlp.experts.up_proj",
-        "mlp.up_proj",
         "mlp.shared_experts.up_proj",
+        "mlp.up_proj",
     ]
     assert chosen(DEEPSEEK, "shared_experts.up_proj", "mlp.down_proj") == [
-        "mlp.down_proj",
         "mlp.shared_experts.up_proj",
+        "mlp.down_proj",
     ]
     assert len(chosen(DEEPSEEK, "all-linear")) == 5 + 9
     assert matches("model.layers.3.mlp.experts.17.up_proj", ["experts.up_proj"])
@@ -90,6 +96,15 @@ def test_layers_of_each_chunk() -> None:
     uneven = MegatronConfig(pipeline_parallel=3, virtual_pipeline=2, first_stage_layers=2, last_stage_layers=4)
     assert [list(chunk) for chunk in layers_of_chunks(10, uneven)] == [[0], [1, 2], [3, 4], [5], [6, 7], [8, 9]]
     assert [list(chunk) for chunk in layers_of_chunks(4, MegatronConfig())] == [[0, 1, 2, 3]]
+
+
+def test_dense_layers_of_any_pattern_have_no_experts() -> None:
+    some_dense = {**MIXTURE, "mlp_only_layers": [0]}
+    by_type = {**DEEPSEEK, "model_type": "glm4_moe_lite", "mlp_layer_types": ["dense", *["sparse"] * 3]}
+    del by_type["first_k_dense_replace"]
+    for config in (some_dense, by_type):
+        assert "mlp.up_proj" in linears_of_layer(config, 0) and "mlp.experts.up_proj" in linears_of_layer(config, 1)
+        assert not any(".experts." in name for name in linears_of_layer(config, 0))
 
 
 @pytest.mark.parametrize("setting", ["lora.alpha=8", "lora.targets=[q_proj]"])

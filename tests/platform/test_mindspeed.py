@@ -178,6 +178,16 @@ def test_latent_attention_that_mindspeed_scales_differently_is_refused(fields: d
             check_extra(recipe({}), latent, section)
 
 
+def test_norms_that_mindspeed_computes_differently_are_refused() -> None:
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    model = {**DENSE, **experts, "model_type": "qwen3_next", "shared_expert_intermediate_size": 64}
+    check_extra(recipe({}, "cuda"), model, "megatron")
+    with pytest.raises(
+        RecipeError, match=r"model\.path = [\s\S]*norms add 1 to their weights[\s\S]*cluster\.device: cuda"
+    ):
+        check_extra(recipe({}), model, "megatron")
+
+
 def test_context_parallel_with_images_is_refused() -> None:
     images = {"text_config": DENSE, "vision_config": {}}
     with pytest.raises(RecipeError, match=r"megatron\.context_parallel = 2[\s\S]*vision[\s\S]*context_parallel=1"):

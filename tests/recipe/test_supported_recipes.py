@@ -16,10 +16,10 @@ from megarl.batching.flops import model_flops
 from megarl.cluster.device_map import Demand, place
 from megarl.hf import published
 from megarl.hf.config import number_of_experts, text_fields
+from megarl.hf.families.check import check_model
 from megarl.megatron.extra_settings import check_extra
 from megarl.megatron.layout import check_layout
 from megarl.megatron.lora.targets import check_lora
-from megarl.megatron.model.families import check_model
 from megarl.preflight.engines import check_engines, check_experts
 from megarl.recipe.derived.critic_view import critic_view
 

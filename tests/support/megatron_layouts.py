@@ -75,6 +75,22 @@ TP2xCP2xEP2       -      -      -           -      slow       -              ci 
 TP2xCP2xEP4       -      -      -           -      slow       -              slow         slow       -
 """
 
+TABLES = """
+layout       llama3  mistral  qwen3_linear  qwen3_yarn  qwen2_moe  mixtral  minimax_m2  glm4_moe_lite  kimi_k2  qwen3_next  glm4_moe_plain  qwen3_5_text  qwen3_5  qwen3_5_moe
+TP1          ci      ci       ci            ci          ci         ci       ci          ci             ci       ci          ci              ci            ci       ci
+DP2          slow    slow     -             slow        slow       slow     slow        slow           slow     slow        -               -             slow     slow
+TP2          slow    slow     -             slow        ci         slow     ci          slow           slow     ci          -               ci            slow     ci
+PP2          slow    slow     -             slow        slow       slow     slow        slow           slow     ci          -               slow          ci       slow
+PP2xVPP2     -       -        -             -           slow       slow     slow        slow           slow     slow        -               -             slow     slow
+CP2          ci      -        -             ci          slow       slow     slow        slow           slow     ci          -               slow          slow     slow
+EP2          -       -        -             -           slow       slow     slow        slow           slow     slow        -               -             -        ci
+ETP2         -       -        -             -           slow       slow     slow        slow           slow     slow        -               -             -        -
+TP2xETP2     -       -        -             -           slow       slow     slow        slow           -        slow        -               -             -        -
+TP2xPP2xEP2  -       -        -             -           slow       slow     slow        slow           slow     slow        -               -             -        slow
+TP2xCP2xEP2  -       -        -             -           slow       slow     slow        slow           slow     slow        -               -             -        slow
+"""
+"""Models that differ from those of `MATRIX` by their tables, and in few computations."""
+
 
 def case(model: str, layout: str, *, slow: bool = False, **more: Any) -> dict[str, Any]:
     """Case of a model in a layout for the trainer processes; `more` are keys of the recipe's megatron section.
@@ -94,8 +110,8 @@ def case(model: str, layout: str, *, slow: bool = False, **more: Any) -> dict[st
     }
 
 
-def _matrix() -> list[dict[str, Any]]:
-    head, *rows = (line.split() for line in MATRIX.strip().splitlines())
+def _matrix(table: str) -> list[dict[str, Any]]:
+    head, *rows = (line.split() for line in table.strip().splitlines())
     return [
         case(model, row[0], slow=word == "slow")
         for row in rows
@@ -104,7 +120,7 @@ def _matrix() -> list[dict[str, Any]]:
     ]
 
 
-PARITY = _matrix()
+PARITY = [*_matrix(MATRIX), *_matrix(TABLES)]
 OPTIONS = [
     case("qwen3_moe", "TP2", distributed_optimizer=False, recompute="full"),
     case("qwen3_moe", "TP2xEP2", recompute="selective"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -121,6 +123,150 @@ def _glm4_moe() -> transformers.PreTrainedModel:
     return transformers.Glm4MoeForCausalLM(config)
 
 
+def _glm4_moe_plain() -> transformers.PreTrainedModel:
+    """GLM-4.5's architecture without biases and norms of queries and keys, with two shared experts and another rotated part."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+    config = transformers.Glm4MoeConfig(
+        **COMMON,
+        **EXPERTS,
+        head_dim=32,
+        n_routed_experts=8,
+        n_shared_experts=2,
+        attention_bias=False,
+        use_qk_norm=False,
+        rope_parameters=rope,
+    )
+    return transformers.Glm4MoeForCausalLM(config)
+
+
+def _llama3() -> transformers.PreTrainedModel:
+    """Llama 3.1's scaled rotary embedding, with wavelengths of all three kinds: kept, interpolated and stretched."""
+    llama3 = {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    }
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**COMMON, rope_parameters=llama3))
+
+
+def _mistral() -> transformers.PreTrainedModel:
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**COMMON, head_dim=32, sliding_window=None))
+
+
+def _qwen3_yarn() -> transformers.PreTrainedModel:
+    """Qwen3 with YaRN, which its authors recommend for long contexts."""
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**COMMON, head_dim=16, rope_parameters=yarn))
+
+
+def _qwen3_linear() -> transformers.PreTrainedModel:
+    linear = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**COMMON, head_dim=16, rope_parameters=linear))
+
+
+def _qwen2_moe() -> transformers.PreTrainedModel:
+    """Qwen2-MoE with a gated shared expert, and a dense layer among its layers."""
+    experts = {**EXPERTS, "norm_topk_prob": False}
+    config = transformers.Qwen2MoeConfig(
+        **COMMON, **experts, num_experts=4, shared_expert_intermediate_size=64, mlp_only_layers=[1]
+    )
+    return transformers.Qwen2MoeForCausalLM(config)
+
+
+def _mixtral() -> transformers.PreTrainedModel:
+    config = transformers.MixtralConfig(
+        **{**COMMON, "intermediate_size": 32}, num_local_experts=4, num_experts_per_tok=2
+    )
+    return transformers.MixtralForCausalLM(config)
+
+
+def _minimax_m2() -> transformers.PreTrainedModel:
+    """MiniMax-M2: norms of queries and keys over all heads, half of each head rotated, experts scored by a sigmoid."""
+    config = transformers.MiniMaxM2Config(
+        **{**COMMON, "intermediate_size": 32}, head_dim=32, rotary_dim=16, num_local_experts=4, num_experts_per_tok=2
+    )
+    return transformers.MiniMaxM2ForCausalLM(config)
+
+
+def _glm4_moe_lite() -> transformers.PreTrainedModel:
+    """GLM-4.7-Flash: DeepSeek-V3's attention with low-rank queries, one group."""
+    config = {key: value for key, value in LATENT.items() if key != "first_k_dense_replace"}
+    return transformers.Glm4MoeLiteForCausalLM(
+        transformers.Glm4MoeLiteConfig(**config, n_group=1, topk_group=1, q_lora_rank=32, rms_norm_eps=1e-6)
+    )
+
+
+def _kimi_k2() -> transformers.PreTrainedModel:
+    """Kimi-K2: DeepSeek-V3's architecture with one group of experts. `write_model` gives it its own model_type."""
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 50000.0,
+        "factor": 32,
+        "beta_fast": 1.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 16,
+    }
+    config = transformers.DeepseekV3Config(**LATENT, n_group=1, topk_group=1, q_lora_rank=32, rope_parameters=yarn)
+    config.num_nextn_predict_layers = 0
+    return transformers.DeepseekV3ForCausalLM(config)
+
+
+DELTA = {
+    "head_dim": 32,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
+TOWER = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "patch_size": 4,
+    "num_position_embeddings": 16,
+}
+
+
+def _qwen3_next() -> transformers.PreTrainedModel:
+    """Qwen3-Next: two layers of gated delta nets, with two value heads for each key head, and two of gated attention."""
+    config = transformers.Qwen3NextConfig(
+        **COMMON,
+        **EXPERTS,
+        **DELTA,
+        num_experts=4,
+        shared_expert_intermediate_size=64,
+    )
+    return transformers.Qwen3NextForCausalLM(config)
+
+
+def _qwen3_5_text() -> transformers.PreTrainedModel:
+    return transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**COMMON, **DELTA))
+
+
+def _qwen3_5() -> transformers.PreTrainedModel:
+    """Qwen3.5 as it is published: with a vision tower, and tied embeddings as its small models have."""
+    text = {**COMMON, **DELTA, "tie_word_embeddings": True}
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=TOWER, tie_word_embeddings=True)
+    return transformers.Qwen3_5ForConditionalGeneration(config)
+
+
+def _qwen3_5_moe() -> transformers.PreTrainedModel:
+    """Qwen3.5 with experts. `write_model` stacks them, as in the published checkpoints."""
+    text = {**COMMON, **DELTA, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 64}
+    del text["intermediate_size"], text["norm_topk_prob"]
+    return transformers.Qwen3_5MoeForConditionalGeneration(
+        transformers.Qwen3_5MoeConfig(text_config=text, vision_config=TOWER)
+    )
+
+
 MODELS = {
     "llama": _llama,
     "qwen2": _qwen2,
@@ -131,6 +277,20 @@ MODELS = {
     "deepseek_v3": _deepseek_v3,
     "moonlight": _moonlight,
     "glm4_moe": _glm4_moe,
+    "glm4_moe_plain": _glm4_moe_plain,
+    "llama3": _llama3,
+    "mistral": _mistral,
+    "qwen3_yarn": _qwen3_yarn,
+    "qwen3_linear": _qwen3_linear,
+    "qwen2_moe": _qwen2_moe,
+    "mixtral": _mixtral,
+    "minimax_m2": _minimax_m2,
+    "glm4_moe_lite": _glm4_moe_lite,
+    "kimi_k2": _kimi_k2,
+    "qwen3_next": _qwen3_next,
+    "qwen3_5_text": _qwen3_5_text,
+    "qwen3_5": _qwen3_5,
+    "qwen3_5_moe": _qwen3_5_moe,
 }
 
 
@@ -149,9 +309,50 @@ def write_model(name: str, directory: Path) -> Path:
                 buffer.copy_(torch.randn_like(buffer) * 0.01)
     path = directory / name
     model.save_pretrained(path)
+    if name == "kimi_k2":
+        _name_kimi(path / "config.json")
+    if name == "qwen3_5_moe":
+        save_file(stack_experts(load_file(path / "model.safetensors")), path / "model.safetensors", {"format": "pt"})
     if json.loads((path / "config.json").read_text()).get("num_nextn_predict_layers"):
         _add_mtp_layer(path / "model.safetensors", model.config.num_hidden_layers)
     return path
+
+
+def _name_kimi(file: Path) -> None:
+    """Write the model_type of Kimi-K2, which transformers does not know: its repository brings code of its own."""
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "model_type": "kimi_k2"}))
+
+
+def stack_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a checkpoint's tensors with those of all experts of a layer in two, as Qwen3.5 is published."""
+    stacked = {name: tensor for name, tensor in tensors.items() if not re.search(r"\.experts\.\d", name)}
+    for name in [name for name in tensors if ".experts.0.gate_proj" in name]:
+        prefix = name.partition(".experts.0.")[0]
+        of_experts = range(sum(f"{prefix}.experts.{number}.gate_proj.weight" in tensors for number in range(64)))
+        gate, up, down = (
+            torch.stack([tensors[f"{prefix}.experts.{number}.{part}_proj.weight"] for number in of_experts])
+            for part in ("gate", "up", "down")
+        )
+        stacked[f"{prefix}.experts.gate_up_proj"] = torch.cat([gate, up], 1)
+        stacked[f"{prefix}.experts.down_proj"] = down
+    return stacked
+
+
+def reference_model(directory: Path) -> Any:
+    """Load a directory of `write_model` with transformers, in float32 and with its plain implementations."""
+    fields = json.loads((directory / "config.json").read_text())
+    if fields["model_type"] == "kimi_k2":
+        fields["model_type"] = "deepseek_v3"
+    with_tower = "vision_config" in fields
+    read = transformers.AutoModelForImageTextToText if with_tower else transformers.AutoModelForCausalLM
+    return read.from_pretrained(
+        directory,
+        config=transformers.AutoConfig.for_model(**fields),
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation="eager",
+    ).eval()
 
 
 def _add_mtp_layer(file: Path, number: int) -> None:

@@ -8,17 +8,30 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors import safe_open
 
-from tests.support.megatron_models import CLIP_GRAD, ENTROPY_COEF, LOSS_SCALE, TEMPERATURE, global_batch, rows_of_logits
+from tests.support.megatron_models import (
+    CLIP_GRAD,
+    ENTROPY_COEF,
+    LOSS_SCALE,
+    TEMPERATURE,
+    global_batch,
+    reference_model,
+    rows_of_logits,
+    stack_experts,
+)
 from tests.support.trainer_processes import run_cases
 
 WORKER = "tests.support.megatron_worker"
 SAME_GRADIENT = 1e-5
 """Tolerance relative to a tensor's largest element; gaps up to 2e-6 occur."""
+SAME_CHANGE_OF_DELTA_NETS = 1e-4
+DECAY, SAME_DECAY = ("A_log", "dt_bias", "in_proj_a.weight"), 1e-3
+"""Parameters of a delta net's decay. In float32, the chunked rules of Megatron and of transformers are both some 1e-4 away from the
+gradient of the recurrence itself in float64, since they subtract cumulative sums."""
 SAME_CHANGE = 1e-5
 LAST_BITS = 2 * torch.finfo(torch.float32).eps  # two steps, each of which rounds
+CARRIED = "model.visual."  # a tower that is not trained
 UNTRAINED = ("e_score_correction_bias", "score.bias")
 """Weights without gradient: experts' routing biases, and the untrained weights of a critic's export."""
 
@@ -68,11 +81,7 @@ def checkpoint_tensors(directory: Path) -> dict[str, torch.Tensor]:
 @functools.lru_cache
 def of_transformers(model: Path) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Log-probs, entropies and sums of squared probabilities of a model directory with transformers; see `rows_of`."""
-    return rows_of(
-        transformers.AutoModelForCausalLM.from_pretrained(
-            model, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
-    )
+    return rows_of(reference_model(model))
 
 
 @torch.no_grad()
@@ -82,16 +91,19 @@ def rows_of(model: Any) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 def check_weights(
-    got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], before: dict[str, torch.Tensor]
+    got: dict[str, torch.Tensor],
+    expected: dict[str, torch.Tensor],
+    before: dict[str, torch.Tensor],
+    same_change: float = SAME_CHANGE,
 ) -> None:
-    """Assert that training has changed every weight, and to the expected value: within a share of the change plus the
-    weight's last bits. `before` may lack the second name of a tensor that is exported twice."""
+    """Assert that training has changed every weight, and to the expected value: within a share of the change
+    (`same_change`) plus the weight's last bits. `before` may lack the second name of a tensor that is exported twice."""
     assert got.keys() == expected.keys()
     for name in expected.keys() & before.keys():
         moved = (expected[name] - before[name]).abs().max()
         assert (moved > 0) != name.endswith(UNTRAINED), f"{name} has moved by {moved:.1e}"
         gap = (got[name] - expected[name]).abs().max()
-        limit = SAME_CHANGE * moved + LAST_BITS * before[name].abs().max()
+        limit = same_change * moved + LAST_BITS * before[name].abs().max()
         assert gap <= limit, f"{name}: {gap:.1e} apart, and it has moved by {moved:.1e}"
 
 
@@ -112,13 +124,16 @@ def check_gradient(results: Path, name: str, model: Any, inputs: list[dict[str, 
     for tensor_name, tensor in expected.items():
         clipped_gradient = tensor.double() * clipped
         gap = (trained["gradient"][tensor_name] - clipped_gradient).abs().max() / clipped_gradient.abs().max()
-        assert gap < SAME_GRADIENT, f"{tensor_name}: {gap:.1e}"
+        assert gap < (SAME_DECAY if tensor_name.endswith(DECAY) else SAME_GRADIENT), f"{tensor_name}: {gap:.1e}"
 
 
 def gradient_of_transformers(model: Any, directory: Path) -> dict[str, torch.Tensor]:
     """The gradients of a transformers model by checkpoint name; a checkpoint has each expert separately."""
     for parameter in model.parameters():
-        parameter.data = parameter.grad
+        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     model.save_pretrained(directory)
     tensors = checkpoint_tensors(directory)
-    return {name: tensor for name, tensor in tensors.items() if not name.endswith(UNTRAINED)}
+    if model.config.model_type == "qwen3_5_moe":
+        tensors = stack_experts(tensors)
+    trained = {name: tensor for name, tensor in tensors.items() if not name.endswith(UNTRAINED)}
+    return {name: tensor for name, tensor in trained.items() if not name.startswith(CARRIED)}

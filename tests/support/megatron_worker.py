@@ -190,7 +190,7 @@ def run_upstream(case: dict[str, Any], output: Path) -> None:
     """Check, before any model is built, that mbridge still has the Qwen2.5-VL defects that megarl fixes."""
     from tests.support.vl_model import check_upstream
 
-    assert "mbridge" not in sys.modules, "mends may be in place already"
+    assert "megarl.megatron.model.qwen2_5_vl" not in sys.modules, "mends may be in place already"
     check_upstream(case["model"])
 
 

@@ -144,27 +144,24 @@ def check_upstream(path: str) -> None:
     from types import SimpleNamespace
 
     import transformers
-    from mbridge.core.bridge import Bridge
-    from mbridge.models.qwen2_5_vl import Qwen2_5VLBridge, transformer_config
+    from mbridge.models.qwen2_5_vl import transformer_config
     from mbridge.models.qwen2_5_vl.attention import Qwen2_5VLSelfAttention
     from mbridge.models.qwen2_5_vl.model import Qwen2_5VLModel
     from mbridge.models.qwen2_5_vl.vision_model import VisionRotaryEmbedding
 
-    assert not hasattr(transformers.AutoConfig.from_pretrained(path), "hidden_size"), "patch_config"
+    assert not hasattr(transformers.AutoConfig.from_pretrained(path), "hidden_size"), "_add_fields"
     sizes = transformer_config.get_vision_model_config(SimpleNamespace(num_layers=4, layernorm_epsilon=1e-5))
-    assert (sizes.num_layers, sizes.hidden_size, sizes.layernorm_epsilon) == (32, 1280, 1e-5), "_read_vision_sizes"
-    by_name = Qwen2_5VLBridge._get_mcore_config_by_name
-    assert by_name is Bridge._get_mcore_config_by_name, "_split_projection_plainly"
+    assert (sizes.num_layers, sizes.hidden_size, sizes.layernorm_epsilon) == (32, 1280, 1e-5), "_tower_config"
     attention = inspect.signature(Qwen2_5VLSelfAttention.forward).parameters
-    assert "rotary_pos_cos_sin" not in attention, "_accept_later_arguments"
+    assert "rotary_pos_cos_sin" not in attention, "_accepting_later_arguments"
     rotary = VisionRotaryEmbedding(16)
     exact = rotary(60)
     assert (rotary.bfloat16()(60) - exact).abs().max() > 0.05, "_angles"
     assert "vp_stage" not in inspect.signature(Qwen2_5VLModel.__init__).parameters, "layout.py refuses virtual stages"
 
-    from megarl.megatron.model import upstream_fixes
+    from megarl.megatron.model import qwen2_5_vl
 
-    upstream_fixes.fix_mbridge()
+    qwen2_5_vl._fix_layers()
     assert torch.equal(rotary(60), exact), "mended, the angles do not depend on the model's dtype"
 
 

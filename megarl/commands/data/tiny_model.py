@@ -13,7 +13,10 @@ from typing import Any, Literal, get_args
 from megarl.commands.data.tiny_tokenizer import EOS_ID, PAD_ID, VOCAB_LIMIT, make_tiny_tokenizer
 from megarl.commands.data.tiny_weights import Config, write_weights
 
-Kind = Literal["qwen3_moe", "qwen3", "qwen2", "deepseek_v3"]
+Kind = Literal[
+    "qwen3_moe", "qwen3", "qwen2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "kimi_k2", "llama", "minimax_m2", "mistral",
+    "mixtral", "qwen2_moe", "qwen3_next",
+]  # fmt: skip
 
 COMMON: Config = {
     "vocab_size": VOCAB_LIMIT,
@@ -35,6 +38,31 @@ COMMON: Config = {
     "torch_dtype": "float32",
 }
 
+_LATENT: Config = {
+    "num_key_value_heads": 4,
+    "attention_bias": False,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 512,  # vLLM's MLA kernel on CPU only supports this size, and 64 for the rotary part
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "num_nextn_predict_layers": 0,
+    "rope_interleave": True,
+    "rope_scaling": None,
+}
+
 # vLLM has CPU kernels for these head sizes.
 KINDS: dict[str, Config] = {
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "hidden_size": 128, "use_sliding_window": False},
@@ -52,15 +80,15 @@ KINDS: dict[str, Config] = {
         "router_aux_loss_coef": 0.001,
         "output_router_logits": False,
     },
-    "deepseek_v3": {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "num_key_value_heads": 4,
-        "attention_bias": False,
-        "q_lora_rank": 32,
-        "kv_lora_rank": 512,  # vLLM's MLA kernel on CPU only supports this size, and 64 for the rotary part
-        "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 32,
-        "v_head_dim": 32,
+    "deepseek_v3": {**_LATENT, "architectures": ["DeepseekV3ForCausalLM"]},
+    "kimi_k2": {**_LATENT, "architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 8},
+    "glm4_moe_lite": {**_LATENT, "architectures": ["Glm4MoeLiteForCausalLM"], "routed_scaling_factor": 1.8},
+    "glm4_moe": {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "head_dim": 32,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "partial_rotary_factor": 0.5,
         "moe_intermediate_size": 64,
         "n_routed_experts": 4,
         "n_shared_experts": 1,
@@ -68,14 +96,62 @@ KINDS: dict[str, Config] = {
         "n_group": 1,
         "topk_group": 1,
         "first_k_dense_replace": 1,
-        "moe_layer_freq": 1,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
         "norm_topk_prob": True,
-        "routed_scaling_factor": 1.0,
+        "routed_scaling_factor": 2.5,
         "num_nextn_predict_layers": 0,
-        "rope_interleave": True,
-        "rope_scaling": None,
+    },
+    "llama": {"architectures": ["LlamaForCausalLM"], "head_dim": 32, "attention_bias": False, "mlp_bias": False},
+    "mistral": {"architectures": ["MistralForCausalLM"], "head_dim": 32, "sliding_window": None},
+    "mixtral": {
+        "architectures": ["MixtralForCausalLM"],
+        "hidden_size": 128,
+        "intermediate_size": 64,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+        "router_jitter_noise": 0.0,
+    },
+    "minimax_m2": {
+        "architectures": ["MiniMaxM2ForCausalLM"],
+        "head_dim": 32,
+        "rotary_dim": 16,
+        "intermediate_size": 64,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "scoring_func": "sigmoid",
+        "use_qk_norm": True,
+        "use_routing_bias": True,
+    },
+    "qwen2_moe": {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "hidden_size": 128,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": False,
+        "use_sliding_window": False,
+    },
+    "qwen3_next": {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "head_dim": 32,
+        "attention_bias": False,
+        "partial_rotary_factor": 0.5,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_conv_kernel_dim": 4,
+        "layer_types": ["linear_attention", "full_attention"],
     },
 }
 

@@ -26,6 +26,7 @@ from megarl.commands.plan.search.suggest import suggest
 from megarl.engines import arguments_of
 from megarl.engines.specs import policy_spec
 from megarl.hf.config import number_of_experts, text_fields
+from megarl.hf.families import has_tower
 from megarl.platform.device_table import Device
 from megarl.platform.kinds import kind_of
 from megarl.recipe.derived.weight_sync_route import is_sharded, wants_adapters
@@ -236,7 +237,7 @@ def _notes(recipe: Recipe, stages: list[PipelineStage], kinds: list[Engine], mod
         notes.append(OF_CONNECTIONS)
     if number_of_experts(text_fields(model)):
         notes.append(OF_EXPERTS)
-    if "vision_config" in model:
+    if has_tower(model):
         notes.append(OF_IMAGES)
     if kinds:
         notes.append(OF_ENGINES)

@@ -17,6 +17,7 @@ from megarl.commands.doctor.recipe import checkpoint_bytes, checkpoints_at_a_tim
 from megarl.commands.plan.score_once import score_once
 from megarl.commands.plan.show.units import decimal
 from megarl.errors import InputError, RecipeError, block, join_blocks, pluralize
+from megarl.hf.families import has_tower
 from megarl.hf.shape import model_shape
 from megarl.preflight.findings import Available, Survey, one_line
 from megarl.preflight.models import CRITIC, POLICY
@@ -70,7 +71,7 @@ def check_run(recipe: Recipe, result: Survey) -> None:
     policy = result.configs.get(POLICY)
     if policy is not None:
         with result.part("megatron.ddp"):
-            if overlap := ddp_notice(recipe, with_images="vision_config" in policy):
+            if overlap := ddp_notice(recipe, with_images=has_tower(policy)):
                 result.notice(overlap)
     identity: dict[str, Any] = {}
     if recipe.train.resume != "never":

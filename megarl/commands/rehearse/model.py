@@ -7,6 +7,7 @@ from typing import Any
 from megarl.commands.data.tiny_tokenizer import EOS_ID, FIRST_IMAGE_ID, IMAGE_TOKENS, PAD_ID, VOCAB_LIMIT
 from megarl.commands.rehearse.changes import Changes
 from megarl.hf.config import number_of_experts, text_fields, with_experts, with_layers
+from megarl.hf.families import has_tower
 
 Config = dict[str, Any]
 
@@ -23,7 +24,7 @@ _ROTARY = ("rope_scaling", "rope_parameters")  # names before transformers 5, an
 _STRUCTURE = (
     "model_type", "architectures", "num_nextn_predict_layers", "n_shared_experts", "kv_lora_rank", "qk_rope_head_dim",
     "tie_word_embeddings", *_ROTARY, "rope_theta", "attention_bias", "use_qk_norm", "partial_rotary_factor", "scoring_func", "topk_method", "norm_topk_prob",
-    "routed_scaling_factor", "decoder_sparse_step", "mlp_only_layers", "max_position_embeddings", "rms_norm_eps",
+    "routed_scaling_factor", "decoder_sparse_step", "mlp_only_layers", "rope_interleave", "max_position_embeddings", "rms_norm_eps",
 )  # fmt: skip
 
 
@@ -34,7 +35,7 @@ def shrink_model(hf_config: Config, layers: int, changes: Changes) -> Config:
     small = {**config, **_attention(config), **_experts(config), **_ids(config)}
     small |= with_layers(config, layers) | {"vocab_size": VOCAB_LIMIT, "initializer_range": _SPREAD}
     small |= {"intermediate_size": WIDTH, "dtype" if "dtype" in config else "torch_dtype": "float32"}
-    if "vision_config" in config:
+    if has_tower(config):
         small |= _vision(config, small)
     _note(config, small, changes)
     return small
@@ -51,6 +52,12 @@ def _attention(config: Config) -> Config:
     groups = config.get("num_key_value_heads") or heads
     small_groups = min(groups, 2)
     small = {"num_attention_heads": small_groups * (heads // groups), "num_key_value_heads": small_groups}
+    if config.get("linear_num_key_heads"):
+        per_key = config["linear_num_value_heads"] // config["linear_num_key_heads"]
+        small |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2 * per_key}
+        small |= {"linear_key_head_dim": HEAD, "linear_value_head_dim": HEAD}
+    if config.get("rotary_dim"):
+        small["rotary_dim"] = HEAD * config["rotary_dim"] // config["head_dim"]
     if config.get("head_dim"):
         return {**small, "head_dim": HEAD, "hidden_size": HIDDEN}
     return {**small, "hidden_size": HEAD * small["num_attention_heads"]}
@@ -63,7 +70,10 @@ def _experts(config: Config) -> Config:
         return {}
     chosen = min(config["num_experts_per_tok"], CHOSEN)
     small = with_experts(config, min(experts, EXPERTS))
-    small |= {"moe_intermediate_size": EXPERT_WIDTH, "num_experts_per_tok": chosen}
+    small |= {"num_experts_per_tok": chosen}
+    for width in ("moe_intermediate_size", "shared_expert_intermediate_size"):
+        if config.get(width):
+            small[width] = EXPERT_WIDTH
     if (config.get("n_group") or 1) > 1:
         groups = min(config["n_group"], GROUPS)
         chosen = min(config["topk_group"], groups // 2)
@@ -75,7 +85,7 @@ def _experts(config: Config) -> Config:
 def _ids(config: Config) -> Config:
     """Return the token ids of the tiny tokenizer."""
     ids: Config = {"bos_token_id": None, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
-    if "vision_config" in config:
+    if has_tower(config):
         names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
         assert len(names) == len(IMAGE_TOKENS)
         ids |= {name: FIRST_IMAGE_ID + number for number, name in enumerate(names)}

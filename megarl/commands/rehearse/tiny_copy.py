@@ -15,6 +15,7 @@ from megarl.commands.rehearse.data import write_data
 from megarl.commands.rehearse.layout import layers_for
 from megarl.commands.rehearse.model import shrink_model
 from megarl.commands.rehearse.settings import note_kept, shrink_settings
+from megarl.hf.families import has_tower
 from megarl.preflight.load import load_recipe
 from megarl.preflight.models import check_policy, config_of
 from megarl.recipe.load import to_yaml
@@ -52,9 +53,9 @@ def make_tiny_copy(
     small = shrink_settings(recipe, processes, changes)
     config = shrink_model(hf_config, max(layers_for(small.megatron), layers_for(small.critic.megatron)), changes)
     model = folder / "model"
-    make_tiny_tokenizer(model, images="vision_config" in config)
+    make_tiny_tokenizer(model, images=has_tower(config))
     write_model(model, config, _SEED, _SPREAD)
-    if "vision_config" in config:
+    if has_tower(config):
         _write_image_processor(model, config["vision_config"])
     _set_model_paths(small, str(model), changes)
     write_data(recipe, small, folder / "data", changes)

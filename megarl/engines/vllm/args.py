@@ -18,6 +18,8 @@ from megarl.engines.vllm.dispatch_buffers import DEFAULT_MB, dispatch_buffer
 from megarl.engines.vllm.images import image_args
 from megarl.engines.vllm.scheduling import needs_synchronous_scheduling
 from megarl.errors import RecipeError
+from megarl.hf.config import layer_kinds, text_fields
+from megarl.hf.families import has_tower
 from megarl.platform.environment import Requirement, at_least
 from megarl.recipe.library_fields import Fields, fields_of, problem
 from megarl.types import Sampling
@@ -286,6 +288,8 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
         if spec.deterministic:
             arguments["compilation_config"] = _without_whole_graphs(arguments, spec.recipe_section)
         arguments["additional_config"] = ascend.additional_config(arguments.get("additional_config", {}), version)
+    if "vision_config" in config and not has_tower(config):
+        arguments.setdefault("language_model_only", True)  # no image is sent, and no weight of the tower
     if device == "cpu":
         _set_cpu_arguments(arguments, spec, config)
     else:
@@ -306,6 +310,8 @@ def _set_cpu_arguments(arguments: dict[str, Any], spec: EngineSpec, config: dict
             "rewinds the generator after an unfinished prompt, which a CPU generator does not support"
         )
     arguments.setdefault("max_num_batched_tokens", max(_CPU_BATCHED_TOKENS, spec.max_model_len))
+    if "linear_attention" in layer_kinds(text_fields(config)):
+        arguments.setdefault("enable_prefix_caching", False)  # vLLM caches prefixes of their states by chunks alone
     if config.get("kv_lora_rank") is not None:
         arguments["compilation_config"] = _without_rotary_op(arguments.get("compilation_config"), spec.recipe_section)
 
@@ -339,7 +345,7 @@ def _model_config(model_path: str) -> dict[str, Any]:
 def _config_overrides(spec: EngineSpec, config: Mapping[str, Any], device: str) -> dict[str, Any]:
     """Return fields of config.json with the values that vLLM must read instead: from the recipe, and required by megarl."""
     overrides = dict(spec.engine_args.get("hf_overrides") or {})
-    if config.get("model_type") == "deepseek_v3":
+    if config.get("model_type") in ("deepseek_v3", "kimi_k2"):
         overrides = {**_missing_routing(config), **overrides}
     if spec.fp32_head:
         fp32_head.check(spec.engine_args, device)

@@ -7,6 +7,7 @@ versions support the sharded route.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import sys
@@ -105,6 +106,7 @@ def start_reload(model: torch.nn.Module) -> None:
         meta.SKIP_TENSORS.add(route_support.ROUTER_BIAS)
     elif not _lists_router_bias(meta):
         _refuse_router_bias(model)
+    name_partial_loaders(model)
     initialize_layerwise_reload(model)
     if not private or hasattr(layerwise, "SKIP_TENSORS") or hasattr(layerwise, "SKIP_LOAD_TENSORS"):  # from 0.20 on
         return
@@ -115,6 +117,14 @@ def start_reload(model: torch.nn.Module) -> None:
                 tensor.weight_loader = layerwise._get_original_loader(tensor)
                 if counted:
                     layerwise.get_layerwise_info(layer).load_numel_total -= tensor.numel()
+
+
+def name_partial_loaders(model: torch.nn.Module) -> None:
+    """Give weight loaders that are partial functions a name, which a reload reads: MiniMax-M2's norms have such loaders."""
+    for parameter in model.parameters():
+        loader = getattr(parameter, "weight_loader", None)
+        if isinstance(loader, functools.partial):
+            loader.__name__ = loader.func.__name__  # type: ignore[attr-defined]
 
 
 def _lists_router_bias(meta: Any) -> bool:

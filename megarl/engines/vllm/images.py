@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from megarl.hf.families import has_tower
 from megarl.types import SampleImages
 
 
@@ -37,7 +38,7 @@ def image_args(model_config: Mapping[str, Any], device: str) -> dict[str, Any]:
 
     Raises RuntimeError if vLLM cannot load such models.
     """
-    if "vision_config" not in model_config:
+    if not has_tower(model_config):
         return {}
     if importlib.util.find_spec("torchvision") is None:
         raise RuntimeError(

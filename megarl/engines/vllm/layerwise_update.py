@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from vllm.platforms import current_platform
 
-from megarl.engines.vllm import compat
+from megarl.engines.vllm import compat, route_support
 from megarl.engines.vllm.needed_slices import needed_slices, storage_id
 from megarl.weight_sync.sharded.receiver import CompletedHook
 from megarl.weight_sync.sharded.slices import SliceTable
@@ -161,7 +161,11 @@ def check_complete(model: torch.nn.Module, leave_out: Container[str]) -> None:
 
     for name, module in model.named_modules():
         info = get_layerwise_info(module)
-        elements = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        elements = sum(
+            parameter.numel()
+            for parameter_name, parameter in module.named_parameters(recurse=False)
+            if parameter_name != route_support.ROUTER_BIAS  # loaded in place and not counted by vLLM
+        )
         if elements == 0 or name in leave_out or not compat.is_loading(info):
             continue
         lacking = elements - padded_rows(module) * (elements // _rows(module)) - info.load_numel

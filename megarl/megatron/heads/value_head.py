@@ -16,6 +16,8 @@ import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from safetensors import safe_open
 
+from megarl.hf.families.rows import row
+from megarl.hf.families.slices import copy
 from megarl.megatron.batch import PackedStream
 from megarl.megatron.heads.output_heads import at_predicted_tokens, language_model
 
@@ -58,12 +60,8 @@ def put_head(model: Any, *, post_process: bool, config: Any, **_: Any) -> None:
 
 
 def name_head(bridge: Any) -> None:
-    """Make a bridge export the value head as `score.weight` and without vocabulary padding."""
-    to_hf_name, to_hf_format = bridge._weight_name_mapping_mcore_to_hf, bridge._weight_to_hf_format
-    bridge._weight_name_mapping_mcore_to_hf = lambda name: [WEIGHT] if name.endswith(_LAYER) else to_hf_name(name)
-    bridge._weight_to_hf_format = lambda name, weight: (
-        ([WEIGHT], [weight]) if name.endswith(_LAYER) else to_hf_format(name, weight)
-    )
+    """Make a bridge export the value head as `score.weight`."""
+    bridge.critic_head = row(copy, _LAYER, WEIGHT)
 
 
 def load_weights(bridge: Any, chunks: list[Any], path: str, seed: int) -> None:

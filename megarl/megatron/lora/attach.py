@@ -75,11 +75,11 @@ class Lora:
             self._on = True
 
     def base(self) -> list[Any]:
-        """Return views of the chunks for mbridge, without adapters."""
+        """Return views of the chunks for export, without adapters."""
         return [_View(chunk, {}) for chunk, _ in self._of_weight]
 
     def merged(self) -> list[Any]:
-        """Return views of the chunks for mbridge; each weight is merged with its adapter when it is read."""
+        """Return views of the chunks for export; each weight is merged with its adapter when it is read."""
         return [_View(chunk, of_weight) for chunk, of_weight in self._of_weight]
 
     def _site(self, module: Any, weights: list[str], config: Any, *, grouped: bool) -> Site:
@@ -182,13 +182,17 @@ def _require_gradient(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
 
 
 class _View:
-    """A chunk without adapters, for mbridge; weights in `of_weight` are merged when read."""
+    """A chunk without adapters, for export; weights in `of_weight` are merged when read."""
 
     def __init__(self, chunk: Any, of_weight: dict[str, tuple[Adapter, int | None]]) -> None:
         self._chunk, self._of_weight = chunk, of_weight
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._chunk, name)
+
+    def without_merging(self) -> _View:
+        """Return a view in which reading a weight does not merge it."""
+        return _View(self._chunk, {})
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {name: value for name, value in self._chunk.state_dict().items() if not is_adapter(name)}

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.errors import RecipeError
+from megarl.hf.families import FAMILIES, family_of
 from megarl.hf.linears import ALL, linears_of, linears_of_layer, matches
 from megarl.megatron.layout import layers_of_chunks
 from megarl.recipe.training import LoraConfig, MegatronConfig
 from megarl.registry import nearest
-
-FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
 
 
 def check_lora(hf_config: dict[str, Any], lora: LoraConfig, megatron: MegatronConfig) -> None:
@@ -20,11 +19,11 @@ def check_lora(hf_config: dict[str, Any], lora: LoraConfig, megatron: MegatronCo
     """
     if not lora.rank:
         return
-    family = hf_config.get("model_type")
-    if family not in FAMILIES:
+    if not family_of(hf_config).adapters:
+        supported = ", ".join(name for name, family in FAMILIES.items() if family.adapters)
         raise RecipeError(
             "lora.rank",
-            f"adapters are supported for {', '.join(FAMILIES)} models; this model is {family!r}",
+            f"adapters are supported for {supported} models; this model is {hf_config['model_type']!r}",
             "set lora.rank=0 to train all weights",
             value=lora.rank,
         )

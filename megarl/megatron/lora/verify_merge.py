@@ -1,4 +1,4 @@
-"""Compare the adapters that engines receive with the merged weights that mbridge exports."""
+"""Compare the adapters that engines receive with the merged exported weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def verify_merge(lora: Lora, export: Callable[[list[Any]], Iterator[Named]], mat
     scale = lora.settings.alpha / lora.settings.rank
     wrong = mismatched_weights(export(lora.base()), export(lora.merged()), matrices, scale)
     if wrong and torch.distributed.get_rank() == 0:
-        raise RuntimeError(f"adapters of {abbreviate_names(wrong)} differ from the merged weights that mbridge exports")
+        raise RuntimeError(f"adapters of {abbreviate_names(wrong)} differ from the merged exported weights")
 
 
 def mismatched_weights(

@@ -1,1 +1,1 @@
-"""Megatron models: supported families, building through mbridge, and fixes of mbridge and Megatron."""
+"""Megatron models: building through mbridge, weights by the family's table, layers that Megatron lacks, and fixes of Megatron."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 import random
 import socket
@@ -15,6 +16,9 @@ import numpy as np
 import torch
 
 from megarl.hf.config import number_of_experts, text_fields
+from megarl.hf.families import family_of, has_tower
+from megarl.hf.families.check import check_model
+from megarl.hf.families.read import config_of_unknown_type
 from megarl.megatron.extra_settings import adaptor_settings, check_names, recompute_settings
 from megarl.megatron.images import ImageLayout
 from megarl.megatron.layout import check_layout, uses_sequence_parallel, vocab_divisor
@@ -44,7 +48,7 @@ class Model:
 
     @property
     def merged_chunks(self) -> list[Any]:
-        """The chunks as mbridge reads them, with adapter deltas merged into the weights."""
+        """The chunks as export reads them, with adapter deltas merged into the weights."""
         return self.lora.merged() if self.lora else self.chunks
 
 
@@ -91,7 +95,7 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weigh
             ddp_config={
                 "grad_reduce_in_fp32": True,
                 "use_distributed_optimizer": recipe.megatron.distributed_optimizer,
-                **ddp_settings(recipe, with_images=hasattr(hf_config, "vision_config")),
+                **ddp_settings(recipe, with_images=has_tower(hf_config.to_dict())),
             },
         )
     _install_hooks(chunks, replays_routing=recipe.megatron.routing_replay != "none")
@@ -101,7 +105,7 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weigh
         critic.load_weights(bridge, chunks, recipe.model.path, recipe.train.seed)
     elif platform.holds_values:
         bridge.load_weights(lora.base() if lora else chunks, recipe.model.path)
-    return Model(bridge, chunks, bridge.config, dtype, bridge.hf_config.vocab_size, _image_layout(hf_config), lora)
+    return Model(bridge, chunks, bridge.config, dtype, bridge.fields["vocab_size"], _image_layout(hf_config), lora)
 
 
 def _install_native_layers(dtype: str, platform: Platform, hf_config: Any) -> None:
@@ -130,9 +134,9 @@ def _install_hooks(chunks: list[Any], *, replays_routing: bool) -> None:
 
 
 def _image_layout(hf_config: Any) -> ImageLayout | None:
-    vision = getattr(hf_config, "vision_config", None)
-    if vision is None:
+    if not has_tower(hf_config.to_dict()):
         return None
+    vision = hf_config.vision_config
     return ImageLayout(
         merge=vision.spatial_merge_size,
         patch=vision.patch_size,
@@ -141,15 +145,24 @@ def _image_layout(hf_config: Any) -> ImageLayout | None:
 
 
 def _read_hf_config(path: str) -> Any:
-    """Read the model's configuration with transformers. Raises ValueError if this machine has no config.json."""
+    """Read the model's configuration with transformers.
+
+    Raises ValueError if this machine has no config.json, or if the trainer does not support the model.
+    """
     from transformers import AutoConfig
 
-    if not (Path(path) / "config.json").is_file():
+    directory = Path(path)
+    if not (directory / "config.json").is_file():
         raise ValueError(
             f"model.path is {path!r}, which has no config.json on {socket.gethostname()}: every machine of the run "
             "needs the model's Hugging Face directory in the same place."
         )
-    return AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    check_model(json.loads((directory / "config.json").read_text()))
+    config = config_of_unknown_type(directory)
+    if config is None:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+    check_model(config.to_dict())  # with transformers' defaults for absent fields
+    return config
 
 
 def seed_everything(seed: int) -> None:
@@ -163,7 +176,7 @@ def seed_everything(seed: int) -> None:
 
 
 def _with_enums(settings: dict[str, Any]) -> dict[str, Any]:
-    """Convert names in `settings` to Megatron's enums; mbridge only converts its defaults."""
+    """Convert names in `settings` to Megatron's enums; mbridge only converts the names of its own settings."""
     from megatron.core.transformer.enums import AttnBackend
 
     name = settings.get("attention_backend")
@@ -215,13 +228,12 @@ def _mark_duplicates(chunk: Any, **_: Any) -> None:
 
 
 def _bridge(recipe: Recipe, hf_config: Any, platform: Platform) -> Any:
-    from mbridge import AutoBridge
+    from megarl.megatron.model.bridge import FamilyBridge
+    from megarl.megatron.model.qwen2_5_vl import VisionBridge
 
-    from megarl.megatron.model import upstream_fixes
-
-    upstream_fixes.fix_mbridge()
-    upstream_fixes.patch_config(hf_config)
-    bridge = AutoBridge.from_config(
+    make = VisionBridge if has_tower(hf_config.to_dict()) else FamilyBridge
+    bridge = make(
+        family_of(hf_config.to_dict()),
         hf_config,
         dtype=DTYPES[recipe.model.dtype],
         make_vocab_size_divisible_by=vocab_divisor(text_fields(hf_config.to_dict()), recipe.megatron),
@@ -234,9 +246,7 @@ def _bridge(recipe: Recipe, hf_config: Any, platform: Platform) -> Any:
 
 
 def _transformer_settings(recipe: Recipe, hf_config: Any, platform: Platform) -> dict[str, Any]:
-    """Return fields of Megatron's TransformerConfig that mbridge does not set; `megatron.extra` takes precedence."""
-    from megarl.megatron.model import upstream_fixes
-
+    """Return fields of Megatron's TransformerConfig that do not follow from the model; `megatron.extra` takes precedence."""
     megatron = recipe.megatron
     settings: dict[str, Any] = {
         "sequence_parallel": uses_sequence_parallel(megatron),
@@ -247,20 +257,12 @@ def _transformer_settings(recipe: Recipe, hf_config: Any, platform: Platform) ->
         "deterministic_mode": recipe.train.deterministic,
         "num_layers_in_first_pipeline_stage": megatron.first_stage_layers,
         "num_layers_in_last_pipeline_stage": megatron.last_stage_layers,
-        **upstream_fixes.config_overrides(hf_config),
     }
     if platform.uses_native_layers:
         # Megatron's fused activation is only faster if compiled, which it is not here.
         settings["bias_activation_fusion"] = False
     settings |= recompute_settings(megatron)
     if number_of_experts(text_fields(hf_config.to_dict())):
-        settings.update(
-            # megarl has its losses in moe/router_losses.py: Megatron's depend on how the batch is split.
-            moe_aux_loss_coeff=0.0,
-            moe_router_load_balancing_type="none",
-            # Routing biases that drift would change the policy without a gradient.
-            moe_router_bias_update_rate=0.0,
-        )
         if recipe.model.dtype == "bfloat16":
             settings["moe_router_dtype"] = "fp32"
         if megatron.tensor_parallel > 1 and not platform.overlaps_shared_experts:

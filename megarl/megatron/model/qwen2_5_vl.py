@@ -7,28 +7,62 @@ stream with images and positions already prepared (`PackedStream`).
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
+import mbridge.models.qwen2_5_vl as package
 import torch
+from mbridge.models.qwen2_5_vl.attention import Qwen2_5VLSelfAttention
+from mbridge.models.qwen2_5_vl.model import Qwen2_5VLModel
+from mbridge.models.qwen2_5_vl.vision_model import VisionRotaryEmbedding
 from megatron.core import tensor_parallel
 
+from megarl.hf.config import text_fields
+from megarl.hf.families.family import Family
 from megarl.megatron.images import StreamImages
+from megarl.megatron.model.bridge import TableWeights
+
+_of_published_model = package.get_vision_model_config
 
 _NORM_EPSILON = 1e-6  # of the vision tower, independent of the text model: hard-coded in the published model's code
 _ROTARY_BASE = 10000.0  # of the vision tower, likewise
 
 
-def patch_config(hf_config: Any) -> None:
-    """Copy the fields of a nested text config to the top level, where mbridge reads them.
+class VisionBridge(TableWeights, package.Qwen2_5VLBridge):
+    """mbridge's bridge for Qwen2.5-VL, with weights from the family's table and the vision tower's sizes from config.json.
 
-    Raises ValueError for a vision tower that mbridge would build differently.
+    mbridge uses the sizes of the published 7B model, the text model's norm epsilon, and its uneven or interleaved pipeline
+    stages.
     """
+
+    def __init__(self, family: Family, hf_config: Any, **arguments: Any) -> None:
+        """Raises ValueError for a vision tower that mbridge would build differently."""
+        self.family, self.fields = family, text_fields(hf_config.to_dict())
+        _add_fields(hf_config)
+        _fix_layers()
+        super().__init__(hf_config, **arguments)
+
+    def _model_provider(self, post_model_creation_callbacks: list[Callable[..., None]]) -> Callable[..., Any]:
+        build = super()._model_provider(post_model_creation_callbacks)
+
+        def build_with_vision(*args: Any, **kwargs: Any) -> Any:
+            package.get_vision_model_config = partial(_tower_config, vision=self.hf_config.vision_config)
+            model = build(*args, **kwargs)
+            # Positions are already split for context parallel; Megatron would split them again.
+            model.language_model.rotary_pos_emb.cp_group = None
+            return model
+
+        return build_with_vision
+
+
+def _add_fields(hf_config: Any) -> None:
+    """Copy the fields of the text section to the top level, and the rotary base to the name, where mbridge reads them."""
     for name, value in hf_config.text_config.to_dict().items():
         if value is not None and not hasattr(hf_config, name):
             setattr(hf_config, name, value)
     hf_config.rope_scaling = hf_config.text_config.rope_scaling
+    hf_config.rope_theta = hf_config.rope_parameters["rope_theta"]
     if hf_config.vision_config.hidden_act != "silu":
         raise ValueError(
             f"vision_config.hidden_act is {hf_config.vision_config.hidden_act!r}; mbridge builds Qwen2.5-VL's vision "
@@ -41,82 +75,42 @@ def patch_config(hf_config: Any) -> None:
         )
 
 
-def install() -> None:
-    """Replace the functions of mbridge's modules that need a fix."""
-    import mbridge.models.qwen2_5_vl as package
-    from mbridge.models.qwen2_5_vl.attention import Qwen2_5VLSelfAttention
-    from mbridge.models.qwen2_5_vl.model import Qwen2_5VLModel
-    from mbridge.models.qwen2_5_vl.vision_model import VisionRotaryEmbedding
-
+def _fix_layers() -> None:
+    """Replace the functions of mbridge's modules that need a fix. Idempotent."""
     # mbridge warns that every such model is under development.
     logging.getLogger("mbridge.models.qwen2_5_vl.model").setLevel(logging.ERROR)
-    _read_vision_sizes(package)
-    _split_projection_plainly(package.Qwen2_5VLBridge)
-    _accept_later_arguments(Qwen2_5VLSelfAttention)
-    VisionRotaryEmbedding.forward = _angles
-    Qwen2_5VLModel.forward = _forward
+    if Qwen2_5VLModel.forward is not _forward:
+        Qwen2_5VLSelfAttention.forward = _accepting_later_arguments(Qwen2_5VLSelfAttention.forward)
+        VisionRotaryEmbedding.forward = _angles
+        Qwen2_5VLModel.forward = _forward
 
 
-def _read_vision_sizes(package: Any) -> None:
-    """Read the vision tower's sizes from config.json.
-
-    mbridge uses the sizes of the published 7B model, the text model's norm epsilon, and its uneven or interleaved
-    pipeline stages.
-    """
-    make_provider, make_config = package.Qwen2_5VLBridge._model_provider, package.get_vision_model_config
-
-    def from_hf(config: Any, *, vision: Any) -> Any:
-        config = make_config(config)
-        config.num_layers, config.num_attention_heads = vision.depth, vision.num_heads
-        config.hidden_size, config.ffn_hidden_size = vision.hidden_size, vision.intermediate_size
-        config.kv_channels, config.num_query_groups = vision.hidden_size // vision.num_heads, vision.num_heads
-        config.in_channels, config.patch_size = vision.in_channels, vision.patch_size
-        config.temporal_patch_size, config.spatial_merge_size = vision.temporal_patch_size, vision.spatial_merge_size
-        config.fullatt_block_indexes = list(vision.fullatt_block_indexes)
-        config._qwen2_5_vl_window_size = vision.window_size
-        config.layernorm_epsilon = _NORM_EPSILON
-        config.num_layers_in_first_pipeline_stage = config.num_layers_in_last_pipeline_stage = None
-        config.virtual_pipeline_model_parallel_size = None
-        # Patches within a window attend to each other. A platform's attention may read this field instead of the layer's
-        # mask type; the text model's "causal" would then apply to the tower.
-        config.attention_mask_type = "no_mask"
-        return config
-
-    def provider(self: Any, callbacks: Any) -> Any:
-        build = make_provider(self, callbacks)
-
-        def build_with_vision(*args: Any, **kwargs: Any) -> Any:
-            package.get_vision_model_config = partial(from_hf, vision=self.hf_config.vision_config)
-            model = build(*args, **kwargs)
-            # Positions are already split for context parallel; Megatron would split them again.
-            model.language_model.rotary_pos_emb.cp_group = None
-            return model
-
-        return build_with_vision
-
-    package.Qwen2_5VLBridge._model_provider = provider
+def _tower_config(config: Any, *, vision: Any) -> Any:
+    """Return the vision tower's TransformerConfig. `vision`: its section of config.json."""
+    config = _of_published_model(config)
+    config.num_layers, config.num_attention_heads = vision.depth, vision.num_heads
+    config.hidden_size, config.ffn_hidden_size = vision.hidden_size, vision.intermediate_size
+    config.kv_channels, config.num_query_groups = vision.hidden_size // vision.num_heads, vision.num_heads
+    config.in_channels, config.patch_size = vision.in_channels, vision.patch_size
+    config.temporal_patch_size, config.spatial_merge_size = vision.temporal_patch_size, vision.spatial_merge_size
+    config.fullatt_block_indexes = list(vision.fullatt_block_indexes)
+    config._qwen2_5_vl_window_size = vision.window_size
+    config.layernorm_epsilon = _NORM_EPSILON
+    config.num_layers_in_first_pipeline_stage = config.num_layers_in_last_pipeline_stage = None
+    config.virtual_pipeline_model_parallel_size = None
+    # Patches within a window attend to each other. A platform's attention may read this field instead of the layer's
+    # mask type; the text model's "causal" would then apply to the tower.
+    config.attention_mask_type = "no_mask"
+    return config
 
 
-def _split_projection_plainly(bridge: Any) -> None:
-    """Treat the vision tower's projection as ungated: mbridge takes it for gated, and TP would pair wrong halves."""
-    config_of = bridge._get_mcore_config_by_name
-
-    def config_by_name(self: Any, name: str) -> Any:
-        if name.startswith("vision_model.projection."):
-            return SimpleNamespace(gated_linear_unit=False)
-        return config_of(self, name)
-
-    bridge._get_mcore_config_by_name = config_by_name
-
-
-def _accept_later_arguments(attention: Any) -> None:
+def _accepting_later_arguments(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Accept the argument that Megatron 0.16 adds and only its inference engine sets."""
-    forward = attention.forward
 
     def without(self: Any, *args: Any, rotary_pos_cos_sin: None = None, **kwargs: Any) -> Any:
         return forward(self, *args, **kwargs)
 
-    attention.forward = without
+    return without
 
 
 def _angles(self: Any, length: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Layers on torch's kernels for platforms without Transformer Engine (CPU, and CUDA without the package).
 
 They use Transformer Engine's parameter names (``linear_qkv.layer_norm_weight``, ``experts.linear_fc1.weight0``), so
-mbridge's weight mappings apply unchanged. `install` registers them where Megatron looks for Transformer Engine.
+the tables of `megarl/hf/families/` apply unchanged. `install` registers them where Megatron looks for Transformer Engine.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _norm_weight(config: Any, size: int) -> torch.nn.Parameter:
 
 
 class Norm(torch.nn.Module):
-    """RMSNorm."""
+    """RMSNorm; its weight is one less than the factor if `layernorm_zero_centered_gamma`."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
@@ -48,9 +48,10 @@ class Norm(torch.nn.Module):
             )
         self.weight = _norm_weight(config, hidden_size)
         self.eps = eps
+        self.zero_centered = config.layernorm_zero_centered_gamma
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight + 1 if self.zero_centered else self.weight, self.eps)
 
 
 class LayerNormColumnParallelLinear(ColumnParallelLinear):
@@ -60,9 +61,11 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.layer_norm_weight = _norm_weight(config, input_size)
         self.eps = config.layernorm_epsilon
+        self.zero_centered = config.layernorm_zero_centered_gamma
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return super().forward(rms_norm(x, self.layer_norm_weight, self.eps), *args, **kwargs)
+        weight = self.layer_norm_weight + 1 if self.zero_centered else self.layer_norm_weight
+        return super().forward(rms_norm(x, weight, self.eps), *args, **kwargs)
 
 
 class Linear(torch.nn.Module):

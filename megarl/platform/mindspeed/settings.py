@@ -101,6 +101,19 @@ def latent_attention_problem(mscale: float, mscale_all_dim: float) -> tuple[str,
     )
 
 
+def zero_centered_norm_problem() -> tuple[str, str]:
+    """Problem and remedy of norms that add 1 to their weight (Qwen3-Next, Qwen3.5) under MindSpeed.
+
+    Its RMSNorm, which replaces Megatron's, multiplies by the weight itself (core_r0.16.0, mindspeed/core/fusions/
+    fused_rms_norm.py).
+    """
+    return (
+        f"the model's norms add 1 to their weights, and {label()}'s RMSNorm does not: trainer and engines would compute "
+        "different models",
+        "train with cluster.device: cuda",
+    )
+
+
 def arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of MindSpeed's `repatch`, from a model's settings under Megatron's names.
 

@@ -24,13 +24,15 @@ _OWNED_BY_MEGATRON_KEYS = {
     "calculate_per_token_loss": None,
     "variable_seq_lengths": None,
 }
-# Fields that mbridge derives from the model.
+# Fields that follow from the model.
 _OWNED_BY_MODEL = (
     "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size",
     "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "num_moe_experts", "moe_router_topk", "moe_layer_freq",
     "layernorm_epsilon", "normalization", "gated_linear_unit", "add_bias_linear", "add_qkv_bias", "qk_layernorm",
     "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "mtp_num_layers",
-    "params_dtype", "bf16", "fp16",
+    "params_dtype", "bf16", "fp16", "softmax_scale", "attention_output_gate", "layernorm_zero_centered_gamma",
+    "moe_shared_expert_gate", "moe_router_score_function", "moe_router_enable_expert_bias", "moe_router_num_groups",
+    "moe_router_group_topk", "moe_router_topk_scaling_factor", "moe_router_pre_softmax", "mrope_section", "rotary_base",
 )  # fmt: skip
 # With these fields, the other tokens of a micro batch decide which tokens are dropped.
 _DROPS_TOKENS = ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_token_drop_policy")

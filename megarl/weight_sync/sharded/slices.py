@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,18 +17,13 @@ from functools import cached_property
 
 import numpy as np
 
+from megarl.hf.families.slices import as_matrix
+
 # Columns of `SliceTable.slices`.
 SLICE_COLUMNS = ("tensor", "row", "column", "rows", "columns", "parameter", "offset", "stride")
 
 # Bytes of an element, by torch's name of the dtype.
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
-
-
-def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
-    """Return the rows and columns of a checkpoint tensor."""
-    if len(shape) < 2:
-        return 1, math.prod(shape)
-    return shape[0], math.prod(shape[1:])
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ from megarl.commands.plan.count.parameters import held, largest_rank  # noqa: E4
 from megarl.commands.plan.count.serve import serve  # noqa: E402
 from megarl.commands.plan.count.workload import Workload  # noqa: E402
 from megarl.megatron.critic import CriticTrainer  # noqa: E402
-from megarl.megatron.held_slices import Forms, describe  # noqa: E402
+from megarl.megatron.held_slices import describe  # noqa: E402
 from megarl.megatron.model.build import Model  # noqa: E402
 from megarl.megatron.trainer import PolicyTrainer, Trainer  # noqa: E402
 from megarl.preflight.load import load_recipe  # noqa: E402
@@ -67,11 +67,10 @@ def _held_slices(model: Model, rank: int, ranks: int) -> dict[str, Any]:
     ]
     assert coordinates[rank % ranks] == (mpu.tp_rank, mpu.ep_rank, mpu.etp_rank), "Megatron changed its order of ranks"
     descriptions: dict[tuple[int, ...], str] = {}
-    forms = Forms(model.bridge)
     for place in dict.fromkeys(coordinates):
         tensor, expert, expert_tensor = place
         model.bridge.mpu = dataclasses.replace(mpu, tp_rank=tensor, ep_rank=expert, etp_rank=expert_tensor)
-        descriptions[place] = base64.b64encode(describe(model.bridge, chunks, forms).to_bytes()).decode()
+        descriptions[place] = base64.b64encode(describe(model.bridge, chunks).to_bytes()).decode()
     model.bridge.mpu = mpu
     numbers = {place: number for number, place in enumerate(descriptions)}
     return {"unique": list(descriptions.values()), "of_rank": [numbers[place] for place in coordinates]}

@@ -16,10 +16,10 @@ from megarl.commands.plan.count.host import host_copies
 from megarl.commands.plan.count.rank_client import RankClient, RankRequest
 from megarl.commands.plan.count.types import Activations, PipelineStage, RankMemory
 from megarl.commands.plan.count.workload import Workload, first_ranks, peak_workload, trainers_offload
+from megarl.hf.families.check import check_model
 from megarl.megatron.extra_settings import check_extra, fields_of_megatron
 from megarl.megatron.layout import check_layout
 from megarl.megatron.lora.targets import check_lora
-from megarl.megatron.model.families import check_model
 from megarl.platform.adaptor import swapped_parts
 from megarl.recipe.derived.critic_view import critic_view
 from megarl.recipe.schema import Recipe

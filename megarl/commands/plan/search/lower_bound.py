@@ -83,7 +83,7 @@ class Parameters:
 
 
 def parameters(megatron: MegatronConfig, shape: ModelShape, part: StagePart) -> Parameters:
-    plain = part.layers * shape.attention.weights + part.dense * shape.dense + part.sparse * shape.shared
+    plain = part.layers * shape.attention.least + part.dense * shape.dense + part.sparse * shape.shared
     plain += shape.output * (part.first + (part.last and not (part.first and shape.tied)))
     cut = megatron.expert_parallel * (megatron.expert_tensor_parallel or 1)
     return Parameters(plain / megatron.tensor_parallel, part.sparse * shape.experts * shape.expert / cut)

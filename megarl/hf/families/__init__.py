@@ -1,0 +1,67 @@
+"""Model families: one table each, from which loading, export, weight sync, checks and counts follow. Pure.
+
+To add one, see docs/add_a_model.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.hf.config import text_fields
+from megarl.hf.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
+from megarl.hf.families.family import Family
+from megarl.hf.families.glm4_moe import GLM4_MOE
+from megarl.hf.families.glm4_moe_lite import GLM4_MOE_LITE
+from megarl.hf.families.llama import LLAMA
+from megarl.hf.families.mixtral import MINIMAX_M2, MIXTRAL
+from megarl.hf.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from megarl.hf.families.qwen2_5_vl import QWEN2_5_VL
+from megarl.hf.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_TEXT
+from megarl.hf.families.qwen3_next import QWEN3_NEXT
+
+FAMILIES: dict[str, Family] = {
+    "deepseek_v3": DEEPSEEK_V3,
+    "glm4_moe": GLM4_MOE,
+    "glm4_moe_lite": GLM4_MOE_LITE,
+    "kimi_k2": KIMI_K2,
+    "llama": LLAMA,
+    "minimax_m2": MINIMAX_M2,
+    "mistral": LLAMA,
+    "mixtral": MIXTRAL,
+    "qwen2": QWEN2,
+    "qwen2_5_vl": QWEN2_5_VL,
+    "qwen2_moe": QWEN2_MOE,
+    "qwen3": QWEN3,
+    "qwen3_5": QWEN3_5,
+    "qwen3_5_moe": QWEN3_5_MOE,
+    "qwen3_5_text": QWEN3_5_TEXT,
+    "qwen3_moe": QWEN3_MOE,
+    "qwen3_next": QWEN3_NEXT,
+}
+"""By `model_type`. Tests compare log-probs and gradients of each with transformers."""
+
+
+def has_tower(hf_config: Mapping[str, Any]) -> bool:
+    """Return whether a model reads images: it has a vision tower, and its family trains it."""
+    family = FAMILIES.get(hf_config.get("model_type", ""))
+    return "vision_config" in hf_config and (family is None or family.tower)
+
+
+def has_zero_centered_norms(hf_config: dict[str, Any]) -> bool:
+    """Return whether the model's norms add 1 to their weights."""
+    family = FAMILIES.get(hf_config.get("model_type", ""))
+    return family is not None and bool(family.settings(text_fields(hf_config)).get("layernorm_zero_centered_gamma"))
+
+
+def family_of(hf_config: dict[str, Any]) -> Family:
+    """Return the family of a model's config.json. Raises ValueError for one that is not in `FAMILIES`."""
+    kind = hf_config.get("model_type")
+    if kind is None:
+        raise ValueError("The model's config.json has no model_type: transformers did not write it.")
+    if kind not in FAMILIES:
+        raise ValueError(
+            f"model.path holds a {kind!r} model. megarl trains {', '.join(FAMILIES)} models, which are tested against "
+            "transformers. docs/add_a_model.md shows how to add one."
+        )
+    return FAMILIES[kind]

@@ -1,0 +1,80 @@
+"""Refuse models that Megatron would compute differently from the engine, or not at all. Pure functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.hf.config import text_fields
+from megarl.hf.families import family_of
+from megarl.hf.families.family import Family
+from megarl.hf.families.settings import rotary_scaling
+
+_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+_QUANTIZATION = ("quantization_config", "compression_config")
+
+
+def check_model(hf_config: dict[str, Any]) -> None:
+    """Refuse a model that the trainer does not support. `hf_config` is the model's config.json.
+
+    Raises ValueError that names the unsupported field.
+    """
+    family = family_of(hf_config)
+    config = text_fields(hf_config)
+    _check_weights(config)
+    if settings := unsupported_settings(family, config):
+        raise ValueError(
+            f"The model's config.json asks for {settings[0]}, which the trainer cannot do for {config['model_type']}: it "
+            "would compute another model than the engine. Use a model without it."
+        )
+
+
+def unsupported_settings(family: Family, config: dict[str, Any]) -> list[str]:
+    """Return the settings of a configuration (from `text_fields`) that are not carried over to Megatron.
+
+    Absent fields have the defaults of transformers.
+    """
+    activation = config.get("hidden_act") or "silu"
+    scaling = rotary_scaling(config)
+    scaled = scaling["rope_type"] == "yarn" and scaling.get("attention_factor") != 1.0
+    partial = (scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0
+    sliding = "sliding_attention" in (config.get("layer_types") or ())
+    needs = scaling["rope_type"] == "yarn" and not {"factor", "original_max_position_embeddings"} <= scaling.keys()
+    refusals = [
+        (needs, "rotary scaling 'yarn' without factor and original_max_position_embeddings"),
+        (scaling["rope_type"] not in family.rotary, f"rotary scaling {scaling['rope_type']!r}"),
+        (activation not in ("silu", "swish"), f"hidden_act: {activation}"),
+        (bool(config.get("use_sliding_window")) or sliding, "sliding windows (use_sliding_window or layer_types)"),
+        (bool(config.get("attention_dropout")), "attention_dropout, which engines do not apply"),
+        (not family.biased and bool(config.get("attention_bias")), "attention_bias: true"),
+        (not family.ties and bool(config.get("tie_word_embeddings")), "tie_word_embeddings: true"),
+        *family.unsupported(config),
+    ]
+    if not family.latent:
+        refusals.append((scaled and partial, "rotary scaling 'yarn' of a part of each head (partial_rotary_factor)"))
+    return [setting for present, setting in refusals if present]
+
+
+def check_sizes(hf_config: dict[str, Any]) -> None:
+    """Refuse a config.json without the sizes that every model has; later readers assume them. Raises ValueError."""
+    config = text_fields(hf_config)
+    for name in _SIZES:
+        size = config.get(name)
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            state = "has no" if size is None else f"has {size!r} as its"
+            raise ValueError(f"The model's config.json {state} {name}, which must be a positive integer.")
+
+
+def _check_weights(config: dict[str, Any]) -> None:
+    for name in _QUANTIZATION:
+        if method := config.get(name):
+            how = method.get("quant_method", "an unnamed method") if isinstance(method, dict) else method
+            blocks = how == "fp8" and method.get("weight_block_size")
+            remedy = (
+                "Convert them first: python -m megarl convert-weights FOLDER --out FOLDER-BF16, and name that in the recipe"
+                if blocks
+                else f"Take the unquantized model, or convert it to bfloat16 and remove {name} from config.json"
+            )
+            raise ValueError(
+                f"The model's weights are quantized ({name} in config.json: {how}); the trainer would read the numbers "
+                f"without their scales. {remedy}."
+            )

@@ -1,0 +1,92 @@
+"""A model family: how its checkpoints are stored, how Megatron builds it, and what of its config.json is not supported. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from megarl.hf.families.rows import TableRow
+from megarl.hf.families.slices import Config, expert_stack
+
+Refusals = Iterator[tuple[bool, str]]
+"""(whether config.json has it, setting) for each setting that the trainer does not support."""
+
+
+def never(config: Config, layer: int) -> bool:
+    """Return that no layer is a mixture of experts."""
+    return False
+
+
+def after_the_first(config: Config, layer: int) -> bool:
+    """Return whether a layer follows the leading dense layers."""
+    return layer >= config.get("first_k_dense_replace", 0)
+
+
+def supports_all(config: Config) -> Refusals:
+    """Refuse nothing."""
+    return iter(())
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models of one architecture. All functions take a configuration from `text_fields`."""
+
+    rows: tuple[TableRow, ...]
+    settings: Callable[[Config], dict[str, Any]]
+    """Fields of Megatron's TransformerConfig that differ from its defaults, beyond the sizes that every model has."""
+
+    sparse: Callable[[Config, int], bool] = never
+    """Whether a layer, counted from 0, is a mixture of experts."""
+
+    unsupported: Callable[[Config], Refusals] = supports_all
+    rotary: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
+    """Kinds of rotary scaling (`rope_type`) that are carried over."""
+
+    prefix: str = ""  # of the text model's parameters in Megatron
+    ties: bool = True  # the output layer may share the embedding's weights
+    biased: bool = False  # attention_bias in config.json is part of the architecture, or carried over
+    latent: bool = False  # multi-head latent attention
+    wide_norms: bool = False  # norms of queries and keys over all heads together, not of each head
+    carried: tuple[str, ...] = (
+        "mtp.",
+    )  # prefixes of tensors that are not trained and exported unchanged; so are layers beyond the last
+    tower: bool = False  # has a vision tower, which is trained
+    delta_nets: bool = False  # gated delta nets in the layers that `layer_types` calls linear_attention
+    adapters: bool = False  # adapters are proven
+    reads_as: str = ""  # model_type that transformers reads config.json as, where it does not know the family's
+
+    @cached_property
+    def by_parameter(self) -> dict[str, TableRow]:
+        """The rows by Megatron's name, with placeholders for numbers."""
+        return {row.parameter: row for row in self.rows}
+
+    @property
+    def stacks_experts(self) -> bool:
+        """Whether a checkpoint stores all experts of a layer as one tensor."""
+        return any(row.kind is expert_stack for row in self.rows)
+
+    def row_of(self, parameter: str) -> TableRow:
+        """Return the row of a Megatron parameter, with its numbers filled in. Raises ValueError if there is none."""
+        numbers: dict[str, str] = {}
+
+        def name_number(match: re.Match[str]) -> str:
+            key = "layer" if match[1] == "layers." else "expert"
+            numbers[key] = match[2]
+            return f"{match[1]}{{{key}}}"
+
+        generic = _NUMBER.sub(name_number, parameter)
+        row = self.by_parameter.get(generic)
+        if row is None:
+            raise ValueError(f"the model's table has no row for Megatron's parameter {parameter}")
+        return TableRow(row.kind, parameter, tuple(name.format(**numbers) for name in row.tensors))
+
+
+_NUMBER = re.compile(r"(layers\.|\.weight(?=\d+$))(\d+)")
+
+
+def sparse_layers(family: Family, config: Config) -> list[int]:
+    """Return Megatron's `moe_layer_freq`: 1 for each layer that is a mixture of experts, else 0."""
+    return [int(family.sparse(config, layer)) for layer in range(config["num_hidden_layers"])]

@@ -1,0 +1,59 @@
+"""Qwen3.5 and 3.6, dense and with experts: gated delta nets and gated attention.
+
+Their checkpoints have a vision tower, which is exported unchanged: the language model is trained on text.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.hf.families.family import Family, Refusals
+from megarl.hf.families.qwen3_next import GATED_SHARED_EXPERT, gated_attention, gated_mixture
+from megarl.hf.families.rows import DELTA_NET, DENSE, EXPERTS, GATED_ATTENTION, MODEL, in_layers, row, under
+from megarl.hf.families.slices import Config, delta_by_part, expert_stack
+
+_IN_PARTS = (f"linear_attn.in_proj_{name}.weight" for name in ("qkv", "z", "b", "a"))
+_LAYERS = (
+    *MODEL,
+    *GATED_ATTENTION,
+    *DELTA_NET,
+    *in_layers(row(delta_by_part, "self_attention.in_proj.weight", *_IN_PARTS)),
+)
+_STACKED = (
+    *(row for row in EXPERTS if "{expert}" not in row.parameter),
+    *in_layers(
+        row(expert_stack, "mlp.experts.linear_fc1.weight{expert}", "mlp.experts.gate_up_proj"),
+        row(expert_stack, "mlp.experts.linear_fc2.weight{expert}", "mlp.experts.down_proj"),
+    ),
+)
+_CARRIED = ("model.visual.", "mtp.")
+_WHOLE = "model.language_model."  # where checkpoints with a vision tower have the language model
+
+
+def _dense(config: Config) -> dict[str, Any]:
+    return gated_attention(config)
+
+
+def _experts(config: Config) -> dict[str, Any]:
+    return {**gated_attention(config), **gated_mixture(config)}
+
+
+def _always(config: Config, layer: int) -> bool:
+    return True
+
+
+def _unsupported(config: Config) -> Refusals:
+    yield config.get("num_experts_per_tok") == 1, "num_experts_per_tok: 1"
+
+
+QWEN3_5_TEXT = Family((*_LAYERS, *DENSE), _dense, rotary=("default",), delta_nets=True)
+QWEN3_5 = Family(under(_WHOLE, (*_LAYERS, *DENSE)), _dense, rotary=("default",), delta_nets=True, carried=_CARRIED)
+QWEN3_5_MOE = Family(
+    under(_WHOLE, (*_LAYERS, *_STACKED, *GATED_SHARED_EXPERT)),
+    _experts,
+    sparse=_always,
+    unsupported=_unsupported,
+    rotary=("default",),
+    delta_nets=True,
+    carried=_CARRIED,
+)

@@ -1,0 +1,57 @@
+"""Qwen3-Next: gated delta nets in three of four layers, gated attention in the fourth, a mixture of experts in all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.hf.families.family import Family, Refusals
+from megarl.hf.families.qwen import every_few
+from megarl.hf.families.rows import DELTA_NET, DENSE, EXPERTS, GATED_ATTENTION, MODEL, in_layers, row, shared_experts
+from megarl.hf.families.settings import mixture
+from megarl.hf.families.slices import Config, copy, delta_by_head
+
+_BY_HEAD = in_layers(
+    row(
+        delta_by_head,
+        "self_attention.in_proj.weight",
+        "linear_attn.in_proj_qkvz.weight",
+        "linear_attn.in_proj_ba.weight",
+    )
+)
+GATED_SHARED_EXPERT = (
+    *shared_experts("shared_expert"),
+    *in_layers(row(copy, "mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight")),
+)
+
+
+def gated_attention(config: Config) -> dict[str, Any]:
+    """Return Megatron's fields for attention with gated output and norms that add 1 to their weight."""
+    return {"qk_layernorm": True, "attention_output_gate": True, "layernorm_zero_centered_gamma": True}
+
+
+def gated_mixture(config: Config) -> dict[str, Any]:
+    """Return Megatron's fields for experts with a gated shared expert."""
+    return {
+        **mixture(config),
+        "moe_router_pre_softmax": not config.get("norm_topk_prob", True),
+        "moe_shared_expert_intermediate_size": config["shared_expert_intermediate_size"],
+        "moe_shared_expert_gate": True,
+    }
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    return {**gated_attention(config), **gated_mixture(config)}
+
+
+def _unsupported(config: Config) -> Refusals:
+    yield config.get("num_experts_per_tok") == 1, "num_experts_per_tok: 1"
+
+
+QWEN3_NEXT = Family(
+    (*MODEL, *GATED_ATTENTION, *DELTA_NET, *_BY_HEAD, *DENSE, *EXPERTS, *GATED_SHARED_EXPERT),
+    _settings,
+    sparse=every_few,
+    unsupported=_unsupported,
+    rotary=("default",),
+    delta_nets=True,
+)

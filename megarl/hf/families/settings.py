@@ -1,0 +1,67 @@
+"""Fields of Megatron's TransformerConfig that several families share, from config.json."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.hf.config import number_of_experts
+from megarl.hf.families.slices import Config
+
+
+def rotary_scaling(config: Config) -> dict[str, Any]:
+    """Return the rotary scaling in config.json: `rope_parameters` since transformers 5, `rope_scaling` before."""
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return {**scaling, "rope_type": scaling.get("rope_type") or scaling.get("type") or "default"}
+
+
+def rotary_base(config: Config) -> float:
+    """Return the base of the rotary frequencies."""
+    return rotary_scaling(config).get("rope_theta") or config.get("rope_theta") or 10000.0
+
+
+def mixture(config: Config) -> dict[str, Any]:
+    """Return Megatron's fields that all mixtures of experts share."""
+    return {
+        "num_moe_experts": number_of_experts(config),
+        "moe_router_topk": config["num_experts_per_tok"],
+        "moe_ffn_hidden_size": config.get("moe_intermediate_size") or config["intermediate_size"],
+        "moe_grouped_gemm": True,
+        "bias_activation_fusion": True,
+        "bias_dropout_fusion": True,
+        "persist_layer_norm": True,
+        # megarl computes its own balancing losses: megatron/moe/router_losses.py.
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_bias_update_rate": 0.0,
+    }
+
+
+def sigmoid_routing(config: Config) -> dict[str, Any]:
+    """Return Megatron's fields for experts that are scored by a sigmoid and chosen with a bias."""
+    grouped = (config.get("n_group") or 1) > 1
+    return {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_pre_softmax": True,
+        "moe_router_dtype": "fp32",
+        "moe_router_topk_scaling_factor": config.get("routed_scaling_factor"),
+        "moe_router_num_groups": config["n_group"] if grouped else None,
+        "moe_router_group_topk": config["topk_group"] if grouped else None,
+    }
+
+
+def yarn_fields(scaling: dict[str, Any]) -> dict[str, Any]:
+    """Return Megatron's fields for YaRN with latent attention.
+
+    Without `mscale` and `mscale_all_dim`, transformers scales cosines and sines by the full factor's mscale and does not
+    scale logits: 1 and 0 in Megatron's fields.
+    """
+    return {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": scaling["factor"],
+        "original_max_position_embeddings": scaling["original_max_position_embeddings"],
+        "beta_fast": scaling.get("beta_fast") or 32,
+        "beta_slow": scaling.get("beta_slow") or 1,
+        "mscale": scaling.get("mscale") or 1.0,
+        "mscale_all_dim": scaling.get("mscale_all_dim") or 0.0,
+    }
