@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import signal
@@ -15,11 +14,12 @@ import pytest
 from tests.support.cluster_workers import ROOT, wait_until
 
 BASH = shutil.which("bash") or ""
-# A host runs commands in a folder of its own, of which `docker exec` makes the working directory.
+# Each host is this machine; `docker exec` changes to the folder $SITE/opt.
 SSH = """#!/usr/bin/env bash
 [ "$1" = -n ] || exit 99
 export HOST=$2
-exec env --default-signal=INT,TERM,HUP bash -c "$3" # another machine's processes inherit no ignored signals
+# Processes of another machine are in another session, and inherit no ignored signals.
+exec setsid --wait env --default-signal=INT,TERM,HUP bash -c "$3"
 """
 DOCKER = """#!/usr/bin/env bash
 [ "$1 $2 $3 $4" = "exec -w /opt/megarl megarl" ] || exit 98
@@ -93,7 +93,8 @@ def test_a_run_is_ended_at_its_first_node(site: dict[str, str], how: str) -> Non
             assert subprocess.run(command(site, "--stop"), env=site, timeout=30).returncode == 0
         assert run.wait(20) == 143
     finally:
-        with contextlib.suppress(ProcessLookupError):
+        if run.poll() is None:
+            subprocess.run(command(site, "--stop"), env=site, timeout=30, check=False)
             os.killpg(run.pid, signal.SIGKILL)
 
 

@@ -252,7 +252,7 @@ def test_the_launcher_prints_its_variables(option: str) -> None:
     assert done.returncode == 0 and not done.stderr
     text = (ROOT / "launch" / "multinode.sh").read_text()
     names = re.findall(r"^#   ([A-Z_]{6,})", text, re.M)
-    assert {"MASTER_ADDR", "MEGARL_VENV"} < set(names) and all(f"  {name} " in done.stdout for name in names)
+    assert {"MASTER_ADDR", "MEGARL_VENV"} < set(names) and all(f"  {name}" in done.stdout for name in names)
     assert "launch/multinode.sh RECIPE" in done.stdout and "set -eu" not in done.stdout and "#" not in done.stdout
 
 
