@@ -89,7 +89,9 @@ class TestPage:
                 loaded(words[at], tuple(word for word in words[at + 1 :] if re.match(r"[\w.]+=", word)))
 
     def test_files_and_build_arguments_exist(self, page: str) -> None:
-        for name in re.findall(r"(?:launch|recipes|tests|megarl)/[\w./-]+\.(?:yaml|sh|env|py|txt)", PAGES[page]):
+        for name in re.findall(
+            r"(?<![\w/])(?:launch|recipes|tests|megarl)/[\w./-]+\.(?:yaml|sh|env|py|txt)", PAGES[page]
+        ):
             assert (ROOT / name).is_file(), name
         arguments = " ".join(path.read_text() for path in ROOT.glob("Dockerfile.*"))
         for name in re.findall(r"(?:--build-arg |[`(])([A-Z]+(?:_[A-Z]+)*)=(?=\w)", PAGES[page]):
@@ -110,7 +112,8 @@ class TestPage:
             key = re.split(r"[=: ]", text)[0]
             if key.split(".")[0] in SECTIONS and re.fullmatch(r"\w+(\.\w+)+", key):
                 owner = key.rsplit(".", 1)[0]
-                assert key in KEYS or owner in ("rollout.engine_args", "megatron.extra"), key
+                is_section = any(known.startswith(f"{key}.") for known in KEYS)
+                assert key in KEYS or is_section or owner in ("rollout.engine_args", "megatron.extra"), key
 
     def test_every_model_and_data_set_of_a_recipe_has_its_command(self, page: str) -> None:
         """A reader who runs the page's commands in order has every file that the page's recipes read."""

@@ -242,7 +242,8 @@ def test_the_build_context_leaves_out_what_git_ignores_and_nothing_of_megarl():
     """`COPY . .` must not take a virtual environment, weights or results with it, and must take the whole package."""
     left_out = patterns(".dockerignore")
     for pattern in patterns(".gitignore"):
-        assert any(entry.removeprefix("**/").startswith(pattern.strip("/")) for entry in left_out), pattern
+        name = pattern.strip("/")
+        assert any(fnmatch.fnmatchcase(name, entry.removeprefix("**/")) for entry in left_out), pattern
     assert ".git" in left_out
     tracked = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
@@ -252,3 +253,11 @@ def test_the_build_context_leaves_out_what_git_ignores_and_nothing_of_megarl():
             parts = file.split("/")
             names = parts if pattern.startswith("**/") else parts[:1]
             assert not any(fnmatch.fnmatchcase(part, pattern.removeprefix("**/")) for part in names), (pattern, file)
+
+
+def test_both_images_load_data_sets_by_their_hub_name():
+    """`megarl data ... --source openai/gsm8k` in the first hour: docs/devices.md, step 3."""
+    assert re.search(r"\bdatasets==\d", TEXT)
+    lock = Path(ROOT, "launch/requirements-cuda.txt").read_text()
+    for package in ("datasets", "multiprocess", "pandas"):
+        assert re.search(rf"^{package}==\d", lock, re.MULTILINE), package

@@ -68,10 +68,9 @@ def command_of(settings: Settings, number: int, resumed: Path | None = None) -> 
     return launcher + shlex.join([*words, "--stages", str(number)])
 
 
-def _shown(recipe: str) -> str:
-    """Return the recipe's path as a user writes it: relative if it is below the current folder."""
-    path = Path(recipe)
-    return str(path.relative_to(Path.cwd())) if recipe and path.is_relative_to(Path.cwd()) else recipe
+def _shown(path: str) -> str:
+    """Return the path as a user writes it: relative if it is below the current folder. "" stays."""
+    return str(Path(path).relative_to(Path.cwd())) if path and Path(path).is_relative_to(Path.cwd()) else path
 
 
 def here(context: StageContext, number: int) -> str:
@@ -153,7 +152,7 @@ def _cut(recipe: Recipe, devices: int) -> str:
     megatron, trainers = fit_layout(recipe.megatron, recipe.cluster.trainers, split(recipe, devices)[0])
     return (
         f"the recipe's widths in {layers_of(megatron)} layers: {layout_text(megatron)} on {trainers} trainers "
-        f"(the recipe: {recipe.cluster.trainers}); needs config.json and tokenizer in {recipe.model.path}"
+        f"(the recipe: {recipe.cluster.trainers}); needs config.json and tokenizer in {_shown(recipe.model.path)}"
     )
 
 
