@@ -25,7 +25,7 @@ from megarl.preflight.load import load_recipe
 from megarl.recipe.header import hardware_of
 
 CPU_PROCESSES = 2  # ranks on a CPU
-CPU_TOGETHER = 2  # concurrent stages on a CPU, where no stage measures speed against a limit
+CPU_TOGETHER = 3  # concurrent stages on a CPU, where no stage measures speed against a limit
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,9 @@ def accept(recipe: Path | None, overrides: Sequence[str], options: AcceptOptions
         write_settings(directory, settings)
     print(f"stages run in {directory}; to resume after an interruption: --resume {directory}", flush=True)
     together = CPU_TOGETHER if settings.tiny else 1
+    if together > 1:  # the longest first, so that none runs alone at the end
+        stages = sorted(stages, key=lambda stage: -stage.minutes)
+        ends = shares(stages, settings.minutes)
     results = run_stages(directory, stages, ends, lambda text: print(text, flush=True), together=together)
     archive = directory.with_name(f"{directory.name}.tar.gz")
     verdict, reason = verdict_of(results)
