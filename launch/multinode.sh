@@ -6,8 +6,8 @@
 #
 #   MASTER_ADDR          address of node rank 0
 #   NODE_RANK, NNODES    which node this is, and of how many (default: the only one)
-#   DEVICES_PER_NODE     devices of each node (default: what Ray finds)
-#   MASTER_PORT          Ray's port on node rank 0 (6379); the launchers talk on the next one
+#   DEVICES_PER_NODE     devices of each node (default: what Ray finds). Also on a single node, which then starts Ray here
+#   MASTER_PORT          Ray's port on node rank 0 (6379); the next two are used as well
 #   MEGARL_JOIN_TIMEOUT  seconds until every node must have joined (600)
 #   MEGARL_NODE_IP       this node's address, where it has several
 #   MEGARL_JOIN_DIR      a folder that every node sees; node rank 0 writes the run's secret there (runs_dir)
@@ -18,9 +18,20 @@
 # A signal to any node ends the run in order, in 300 s at most: a checkpoint that is being written is completed. A second
 # signal ends it at once.
 set -eu
+case "${1:-}" in
+  -h | --help)
+    sed -n '2,/^set -eu/{/^set -eu/d; s/^# \{0,1\}//; p;}' "$0"
+    exit 0
+    ;;
+esac
 cd "$(dirname "$0")/.."
 python=python3
 if [ -n "${MEGARL_VENV:-}" ] || [ -x .venv/bin/python ]; then python=${MEGARL_VENV:-.venv}/bin/python; fi
+if ! "$python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("omegaconf") is None)' > /dev/null 2>&1; then
+  echo "megarl multinode: megarl's packages are not installed for $(command -v "$python" || echo "$python"). On a laptop run" \
+    "bash launch/install_cpu.sh first; on a node with devices start this in the image's container, or set MEGARL_VENV." >&2
+  exit 2
+fi
 wanted=$(ulimit -Hn)
 if [ "$wanted" = unlimited ] || [ "$wanted" -gt 65536 ]; then wanted=65536; fi
 ulimit -n "$wanted" # Ray keeps a connection to every worker

@@ -21,6 +21,7 @@ LONGEST = (  # files of minutes, the longest first
     "tests/runs/test_tiny_recipes.py",
     "tests/megatron/test_layouts.py",
     "tests/runs/test_train.py",
+    "tests/commands/accept/test_processes.py",
 )
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
 from megarl.engines.vllm.route_support import RouteSupport, installed_support, support_of
 from megarl.errors import RecipeError
 from megarl.platform.version_sets import VersionSet
@@ -49,12 +52,17 @@ def route_of(recipe: Recipe, support: RouteSupport | None, on: str = "") -> Weig
 
 
 def routes_of_sets(recipe: Recipe, sets: Iterable[VersionSet]) -> list[WeightRoute]:
-    """Return the route for each version set that pins a vLLM version, in order."""
+    """Return the route for each version set that names a vLLM version, in order: of a range the oldest version."""
     routes = []
     for version_set in sets:
-        version = version_set.packages.get(_ENGINE, "")
-        if version.startswith("=="):
-            number = version.removeprefix("==")
+        versions = [
+            Version(part.version)
+            for part in SpecifierSet(version_set.packages.get(_ENGINE, ""))
+            if part.operator in ("==", ">=")
+        ]
+        if versions:
+            release = (*min(versions).release, 0, 0)[:3]
+            number = str(min(versions)) if min(versions).is_prerelease else ".".join(map(str, release))
             routes.append(route_of(recipe, support_of(number), f"{version_set.name} (vLLM {number})"))
     return routes
 

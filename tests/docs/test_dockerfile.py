@@ -1,5 +1,6 @@
 """Dockerfile.npu without building it: its arguments, its sets of versions, and the shell of every step."""
 
+import fnmatch
 import json
 import os
 import re
@@ -231,3 +232,32 @@ def test_each_pinned_commit_is_on_its_release_branch(variable, name, references)
     for cann, reference in zip(("9.1.0", "9.0.0", "8.5.1", "8.3.rc1"), references, strict=True):
         command = ["git", "-C", os.environ[variable], "merge-base", "--is-ancestor", versions(by_cann(cann))[name]]
         assert subprocess.run([*command, reference], timeout=60).returncode == 0, (name, reference)
+
+
+def patterns(name: str) -> list[str]:
+    return [line for line in Path(ROOT, name).read_text().splitlines() if line and not line.startswith("#")]
+
+
+def test_the_build_context_leaves_out_what_git_ignores_and_nothing_of_megarl():
+    """`COPY . .` must not take a virtual environment, weights or results with it, and must take the whole package."""
+    left_out = patterns(".dockerignore")
+    for pattern in patterns(".gitignore"):
+        name = pattern.strip("/")
+        assert any(fnmatch.fnmatchcase(name, entry.removeprefix("**/")) for entry in left_out), pattern
+    assert ".git" in left_out
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    for pattern in left_out:
+        for file in tracked:
+            parts = file.split("/")
+            names = parts if pattern.startswith("**/") else parts[:1]
+            assert not any(fnmatch.fnmatchcase(part, pattern.removeprefix("**/")) for part in names), (pattern, file)
+
+
+def test_both_images_load_data_sets_by_their_hub_name():
+    """`megarl data ... --source openai/gsm8k` in the first hour: docs/devices.md, step 3."""
+    assert re.search(r"\bdatasets==\d", TEXT)
+    lock = Path(ROOT, "launch/requirements-cuda.txt").read_text()
+    for package in ("datasets", "multiprocess", "pandas"):
+        assert re.search(rf"^{package}==\d", lock, re.MULTILINE), package

@@ -49,6 +49,12 @@ def test_every_set_of_versions_has_a_route() -> None:
     assert [route.name for route in routes if "vLLM 0.11.0" in route.on] == ["none"]
 
 
+def test_the_route_of_a_range_is_that_of_its_oldest_version() -> None:
+    """A plan for GPUs on a laptop: the extra `cuda` allows several versions."""
+    (route,) = routes_of_sets(recipe(), kind_of("cuda").sets)
+    assert route.name == "sharded" and route.on == "CUDA (vLLM 0.32.0)" and "not known" not in str(route)
+
+
 def test_an_unsupported_route_is_refused_before_the_start() -> None:
     insists = recipe(weight_sync__route="sharded")
     with pytest.raises(

@@ -21,5 +21,5 @@ A stage is a module in `stages/` with one function, listed in `catalogue.py`:
   bundle.
 - Rank processes: `ranks.py` starts a class in one process per rank, on this machine or with Ray on all nodes.
 - The same code runs on every kind of device. `megarl.platform` has the differences between the kinds.
-- `context.tiny` selects the sizes: True on a CPU, where all stages together take about a minute.
+- `context.tiny` selects the sizes: True on a CPU, where all stages together take two to three minutes on two cores.
 """

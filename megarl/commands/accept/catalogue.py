@@ -110,6 +110,7 @@ STAGES: tuple[Stage, ...] = (
         "no limits: figures are compared with the table of devices",
     ),
 )
+OF_ALL_NODES = (0, 3)  # the other stages run on one node
 BUNDLE = 8  # the last stage; the controller runs it, so it works after any failure of the others
 BUNDLE_MINUTES = 1.0
 

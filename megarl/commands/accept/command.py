@@ -12,19 +12,20 @@ from pathlib import Path
 from megarl import platform as platforms
 from megarl.atomic_files import write_atomically
 from megarl.commands.accept.bundle import VERDICT, write_bundle
-from megarl.commands.accept.catalogue import BUNDLE, BUNDLE_MINUTES, STAGES, Stage, shares, stage_numbers
+from megarl.commands.accept.catalogue import BUNDLE, OF_ALL_NODES, STAGES, shares, stage_numbers
 from megarl.commands.accept.result import FAIL, PASS, to_json, verdict_of
 from megarl.commands.accept.runner import RESULTS, read_results, run_stages
 from megarl.commands.accept.settings import FILE, Settings, parse_stages, read_settings, write_settings
 from megarl.commands.doctor.machine import Machine
 from megarl.commands.doctor.platform_detection import torch_sees
 from megarl.errors import InputError, as_input_error
+from megarl.platform.device_table import DEVICES_OF, device_named
 from megarl.platform.kinds import kind_of
 from megarl.preflight.load import load_recipe
+from megarl.recipe.header import hardware_of
 
 CPU_PROCESSES = 2  # ranks on a CPU
-CPU_TOGETHER = 2  # concurrent stages on a CPU, where no stage measures speed against a limit
-_WIDTH = 12
+CPU_TOGETHER = 3  # concurrent stages on a CPU, where no stage measures speed against a limit
 
 
 @dataclass(frozen=True)
@@ -53,13 +54,18 @@ def accept(recipe: Path | None, overrides: Sequence[str], options: AcceptOptions
     stages = [stage for stage in STAGES if stage.number in settings.stages]
     ends = shares(stages, settings.minutes)
     if options.expect:
-        print(expectation(settings, stages, ends))
+        from megarl.commands.accept.stages.expected import expectation
+
+        print(expectation(settings, stages, ends, options.resume))
         return 0
     directory.mkdir(parents=True, exist_ok=True)
     if not (directory / FILE).exists():
         write_settings(directory, settings)
     print(f"stages run in {directory}; to resume after an interruption: --resume {directory}", flush=True)
     together = CPU_TOGETHER if settings.tiny else 1
+    if together > 1:  # the longest first, so that none runs alone at the end
+        stages = sorted(stages, key=lambda stage: -stage.minutes)
+        ends = shares(stages, settings.minutes)
     results = run_stages(directory, stages, ends, lambda text: print(text, flush=True), together=together)
     archive = directory.with_name(f"{directory.name}.tar.gz")
     verdict, reason = verdict_of(results)
@@ -86,7 +92,7 @@ def _prepare(recipe: Path | None, overrides: Sequence[str], options: AcceptOptio
     if not kind.files:
         devices = CPU_PROCESSES
     elif options.expect and not kind.is_here():
-        devices = 0  # --expect is used on a machine without such devices
+        devices = _planned_devices(recipe, device)
     else:
         devices = _devices(options.device)
     settings = Settings(
@@ -100,10 +106,7 @@ def _prepare(recipe: Path | None, overrides: Sequence[str], options: AcceptOptio
         Machine().environ.get("RAY_ADDRESS", ""),
     )
     if settings.nodes > 1 and not settings.ray_address and not options.expect:
-        raise InputError(
-            f"--nodes {settings.nodes} needs a Ray cluster over these nodes: set RAY_ADDRESS, or start\n"
-            "  launch/multinode.sh -- python -m megarl accept ... on each of them."
-        )
+        raise _needs_ray(settings.nodes, f"--nodes {settings.nodes}")
     name = f"accept-{platform.node()}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     return settings, (options.out / name).absolute()
 
@@ -112,7 +115,7 @@ def _resumed(options: AcceptOptions) -> Settings:
     """Read the settings in the folder of `--resume`. Stages named by `--stages` lose their results and run again; with
     `--expect` nothing is written.
 
-    Raises InputError for an option that cannot be changed by `--resume`.
+    Raises InputError for an option that cannot be changed by `--resume`, and if a stage of all nodes is missing without Ray.
     """
     assert options.resume is not None
     settings, fresh = read_settings(options.resume), AcceptOptions()
@@ -122,16 +125,36 @@ def _resumed(options: AcceptOptions) -> Settings:
                 f"--resume {options.resume} keeps that acceptance's options: omit --{name} {getattr(options, name)}, "
                 "or start another acceptance without --resume."
             )
-    results = read_results(options.resume)
-    if options.stages is None:
+    again = parse_stages(options.stages, stage_numbers()) if options.stages is not None else ()
+    kept = [result for result in read_results(options.resume) if result.number not in again]
+    settings = replace(
+        settings,
+        stages=tuple(sorted({*settings.stages, *again})),
+        ray_address=Machine().environ.get("RAY_ADDRESS", ""),  # of this call: an earlier cluster has ended
+    )
+    if options.expect:
         return settings
-    again = parse_stages(options.stages, stage_numbers())
-    settings = replace(settings, stages=tuple(sorted({*settings.stages, *again})))
-    if not options.expect:
-        kept = [result for result in results if result.number not in again]
+    missing = set(settings.stages) - {result.number for result in kept}
+    if settings.nodes > 1 and not settings.ray_address and missing & set(OF_ALL_NODES):
+        raise _needs_ray(settings.nodes, f"--resume {options.resume}")
+    if again:
         write_atomically(options.resume / RESULTS, to_json(kept).encode())
-        write_settings(options.resume, settings)
+    write_settings(options.resume, settings)
     return settings
+
+
+def _needs_ray(nodes: int, option: str) -> InputError:
+    return InputError(
+        f"{option} needs a Ray cluster over {nodes} nodes: set RAY_ADDRESS, or start\n"
+        "  launch/multinode.sh -- python -m megarl accept ... on each of them."
+    )
+
+
+def _planned_devices(recipe: Path | None, device: str) -> int:
+    """Return the devices of a node for `--expect` on a machine without such devices: of the recipe's header, else 0 (unknown)."""
+    machine = None if recipe is None else hardware_of(recipe)
+    name = None if machine is None else DEVICES_OF.get(machine[0])
+    return machine[2] if machine is not None and name is not None and device_named(name).kind == device else 0
 
 
 def _devices(device: str) -> int:
@@ -141,31 +164,3 @@ def _devices(device: str) -> int:
     if not sees.names:
         raise InputError(f"torch sees no {kind_of(platforms.kind(device)).plural}: {sees.error or 'run megarl doctor'}")
     return len(sees.names)
-
-
-def expectation(settings: Settings, stages: Sequence[Stage], ends: dict[int, float]) -> str:
-    """Return the text of `--expect`: for each stage the time, the work and the conditions."""
-    kind = kind_of(settings.device)
-    lines = [
-        f"{settings.nodes} x {settings.devices or 'all'} {kind.plural}; recipe: {settings.recipe or 'none'}; "
-        f"{settings.minutes:g} minutes in total; nothing is downloaded",
-    ]
-    before = 0.0
-    for stage in stages:
-        lines += [
-            "",
-            f"{stage.number} {stage.name}, {(ends[stage.number] - before) / 60:.1f} minutes and unused time of earlier stages",
-            f"  {'runs':<{_WIDTH}}{stage.runs}",
-            f"  {'passes when':<{_WIDTH}}{stage.passes}",
-        ]
-        before = ends[stage.number]
-    if BUNDLE in settings.stages:
-        status = [" ".join(words) for words in kind.status_commands]
-        status += [f"{name} of each device" for name in sorted({words[0] for words in kind.device_commands})]
-        lines += [
-            "",
-            f"{BUNDLE} bundle, {BUNDLE_MINUTES:g} minute",
-            f"  {'writes':<{_WIDTH}}{VERDICT}, results.json, packages, environment (an allow-list), "
-            f"{', '.join(status) or 'no status of devices'}, traces of stage 6, ends of logs",
-        ]
-    return "\n".join(lines)

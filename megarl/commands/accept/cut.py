@@ -219,14 +219,17 @@ def _values(torch: Any, tile: Any, name: str, shape: tuple[int, ...]) -> Any:
 
 def describe_layout(cut: Recipe, trainers: int, config: dict[str, Any]) -> str:
     """Describe the layout of a cut and the recipe's number of trainers: `TP4 PP2 EP2 ETP4 on 8 trainers (the recipe: 16), 2 engines of TP2, 4 layers`."""
-    megatron = cut.megatron
-    sizes = {
-        "TP": megatron.tensor_parallel, "PP": megatron.pipeline_parallel, "CP": megatron.context_parallel,
-        "EP": megatron.expert_parallel, "ETP": megatron.expert_tensor_parallel or 1,
-    }  # fmt: skip
-    layout = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one rank"
     rollout = cut.rollout
     engines = f"{rollout.engines} engines of TP{rollout.tensor_parallel}" + (
         f" in groups of {rollout.data_parallel}" if rollout.data_parallel > 1 else ""
     )
-    return f"{layout} on {cut.cluster.trainers} trainers (the recipe: {trainers}), {engines}, {config['num_hidden_layers']} layers"
+    return f"{layout_text(cut.megatron)} on {cut.cluster.trainers} trainers (the recipe: {trainers}), {engines}, {config['num_hidden_layers']} layers"
+
+
+def layout_text(megatron: MegatronConfig) -> str:
+    """Return the sizes above 1: `TP4 PP2 EP2 ETP4`."""
+    sizes = {
+        "TP": megatron.tensor_parallel, "PP": megatron.pipeline_parallel, "CP": megatron.context_parallel,
+        "EP": megatron.expert_parallel, "ETP": megatron.expert_tensor_parallel or 1,
+    }  # fmt: skip
+    return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one rank"

@@ -43,7 +43,7 @@ def read_results(directory: Path) -> list[StageResult]:
 def run_stages(
     directory: Path, stages: Sequence[Stage], ends: Mapping[int, float], say: Say, *, together: int = 1
 ) -> list[StageResult]:
-    """Run the stages that have no result in `directory` yet, and return the results of all stages in order.
+    """Start the stages that have no result in `directory` yet in this order, and return the results of all by number.
 
     ends: deadline of each stage in seconds from now (`catalogue.shares`). together: number of concurrent stages.
     """
@@ -72,7 +72,7 @@ def run_stages(
             for call in calls:
                 call.cancel()
             raise
-    return [results[stage.number] for stage in stages]
+    return [results[number] for number in sorted(stage.number for stage in stages)]
 
 
 class Stopped(Exception):

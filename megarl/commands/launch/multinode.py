@@ -4,14 +4,13 @@
 
 Node rank 0 starts Ray's head, waits until every node and device has joined, and runs the command with RAY_ADDRESS
 set. The other nodes join and wait. Every node returns the command's exit status and ends only the processes that it
-started. If RAY_ADDRESS is already set (KubeRay), the command joins that cluster. See `topology` for the environment
-variables.
+started. If RAY_ADDRESS is already set (KubeRay), the command joins that cluster. A single node only starts Ray if
+DEVICES_PER_NODE is set; otherwise the command starts it. See `topology` for the environment variables.
 """
 
 from __future__ import annotations
 
 import glob
-import json
 import math
 import os
 import signal
@@ -28,16 +27,16 @@ from typing import IO
 from megarl.cluster.orphan_reaper import VARIABLE, OrphanReaper, sweep
 from megarl.commands.launch.join_secret import JoinFile, secret_of_environment
 from megarl.commands.launch.joining import RayConnection, join, taken_port
+from megarl.commands.launch.ray_start import device_resource, node_resource, ray_command
 from megarl.commands.launch.rendezvous import RendezvousClient, RendezvousServer
 from megarl.commands.launch.topology import Topology, read_topology
-from megarl.platform.kinds import KINDS, kind_of
+from megarl.platform.kinds import KINDS
 
 # Time for the command to end after a signal; it may be completing a checkpoint. A second signal ends it at once.
 STOP_SECONDS = 300.0
 QUIET_SECONDS = 10.0  # wait until the launcher prints that it waits
 RAY_SECONDS = 8.0  # time for Ray to end
 RAY_ATTEMPTS = 3  # attempts to start Ray on a node
-_RESOURCE_FLAGS = {"CPU": "--num-cpus", "GPU": "--num-gpus"}  # resources with a flag of `ray start`
 RUNS_DIR = "runs"  # of other commands than training: the default of `runs_dir`
 USAGE = 2  # exit status for invalid arguments or environment
 
@@ -63,7 +62,7 @@ def main(arguments: list[str], environ: Mapping[str, str]) -> int:
         return USAGE
     with _signals():
         try:
-            if topology.nodes == 1 or environ.get("RAY_ADDRESS"):
+            if environ.get("RAY_ADDRESS") or (topology.nodes == 1 and not environ.get("DEVICES_PER_NODE")):
                 with _child(command, dict(environ)) as process:
                     return _wait(process)
             reaper = OrphanReaper()
@@ -79,36 +78,6 @@ def main(arguments: list[str], environ: Mapping[str, str]) -> int:
                 reaper.close()
         except _Interrupted as interruption:
             return interruption.status
-
-
-def ray_command(topology: Topology, device: str) -> list[str]:
-    """Return the ``ray start`` command of this node: in the foreground, no dashboard, ports chosen by the system."""
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
-    command += ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"]
-    if topology.is_head:
-        command += ["--head", f"--port={topology.port}", f"--node-ip-address={topology.node_ip or topology.master}"]
-        command += ["--include-dashboard=false", "--no-monitor", f"--ray-client-server-port={topology.port + 2}"]
-    else:
-        command += [f"--address={topology.ray_address}"]
-        command += [f"--node-ip-address={topology.node_ip}"] if topology.node_ip else []
-    resources = {node_resource(topology.node_rank): 1}
-    if topology.devices_per_node is not None:
-        resource = _resource(device)
-        if resource in _RESOURCE_FLAGS:
-            command.append(f"{_RESOURCE_FLAGS[resource]}={topology.devices_per_node}")
-        else:
-            resources[resource] = topology.devices_per_node
-    return [*command, f"--resources={json.dumps(resources)}"]
-
-
-def _resource(device: str) -> str:
-    """Ray resource of the devices of a node."""
-    return kind_of(device).ray_resource or "CPU"
-
-
-def node_resource(rank: int) -> str:
-    """Ray resource that identifies the node with this rank."""
-    return f"megarl_node_{rank}"
 
 
 # --- head and member nodes ----------------------------------------------------------------------
@@ -137,7 +106,8 @@ def _run_head(topology: Topology, command: list[str], device: str, environ: dict
                     _say(_tail(log))
                 return status
             server.begin()
-            _say(f"{topology.nodes} nodes have joined {topology.ray_address}")
+            nodes = "1 node has" if topology.nodes == 1 else f"{topology.nodes} nodes have"
+            _say(f"{nodes} joined {topology.ray_address}")
             with _child(command, environ | {"RAY_ADDRESS": topology.ray_address}) as process:
                 status = _wait(process, _Members(server).watch)
             return status
@@ -245,7 +215,7 @@ def _wait_for_nodes(
                 continue
             resources = ray.cluster_resources()
             missing = [rank for rank in range(topology.nodes) if node_resource(rank) not in resources]
-            present = int(resources.get(_resource(device), 0))
+            present = int(resources.get(device_resource(device), 0))
             expected = topology.nodes * (topology.devices_per_node or 0)
             if not missing and present >= expected:
                 return None
@@ -365,7 +335,7 @@ def _signals() -> Iterator[None]:
 
 def _command(arguments: list[str]) -> tuple[list[str], str, str]:
     """Return the command to run, its device kind and `runs_dir`. Raises ValueError for wrong usage or an invalid recipe."""
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if not arguments:
         raise ValueError("usage: launch/multinode.sh RECIPE [key=value ...]   or   launch/multinode.sh -- COMMAND ...")
     if arguments[0] == "--":
         if len(arguments) == 1:

@@ -214,9 +214,11 @@ def _with_suggestions(
 
 
 def _of_device(cluster: ClusterConfig, device: Device | None) -> list[str]:
-    """Return notes on software for the planned device that is missing here; the machines of the run may have it."""
+    """Return notes on missing software if this machine has the planned kind of device; another machine's software does not count."""
     name = device_kind(cluster, device)
-    return [] if name is None else [f"In this environment {notice}." for notice in kind_of(name).installation_notices()]
+    if name is None or not kind_of(name).is_here():
+        return []
+    return [f"On this machine {notice}." for notice in kind_of(name).installation_notices()]
 
 
 def _notes(recipe: Recipe, stages: list[PipelineStage], kinds: list[Engine], model: dict[str, Any]) -> list[str]:

@@ -91,7 +91,7 @@ class TestRunner:
         assert not Path(f"/proc/{child}").exists() or not runner._alive(child), "the stage's child lives on"
 
     def test_two_stages_at_a_time(self, monkeypatch, tmp_path):
-        """Results are in the order of the stages, and both are on disk."""
+        """Results are in the order of the numbers, and both are on disk."""
         both = threading.Barrier(2, timeout=20)
 
         def run_stage(directory, stage, seconds, stop):
@@ -99,7 +99,7 @@ class TestRunner:
             return stage_verdict(stage.number, stage.name, [limited("x", 1.0, "<=", 2.0)], 1.0)
 
         monkeypatch.setattr(runner, "run_stage", run_stage)
-        stages = list(STAGES[:2])
+        stages = [STAGES[1], STAGES[0]]
         results = runner.run_stages(tmp_path, stages, {0: 50.0, 1: 50.0}, lambda text: None, together=2)
         assert [result.number for result in results] == [0, 1]
         assert len(from_json((tmp_path / runner.RESULTS).read_text())) == 2

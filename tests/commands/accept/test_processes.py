@@ -63,10 +63,9 @@ def look_at(stages: dict[str, dict[str, Any]], tmp_path: Path) -> None:
 
 
 @pytest.mark.stack
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_all_stages(tmp_path):
-    """All stages of `megarl accept` on a CPU."""
+    """All stages of `megarl accept` on a CPU: two minutes on two cores, mostly imports of its processes."""
     stages = accepted(tmp_path)
     assert list(stages) == [stage.name for stage in STAGES]
     look_at(stages, tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import socket
 import stat
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import venv
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -237,6 +239,30 @@ def test_the_launcher_takes_the_environment_of_megarl_venv(tmp_path: Path) -> No
     python.write_text('#!/bin/sh\necho "environment of the test: $*"\n')
     python.chmod(0o755)
     command = ["bash", "launch/multinode.sh", "recipe.yaml"]
-    venv = {**environment(), "MEGARL_VENV": str(tmp_path)}
-    done = subprocess.run(command, cwd=ROOT, env=venv, capture_output=True, text=True, timeout=30)
+    variables = {**environment(), "MEGARL_VENV": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=30)
     assert done.stdout == "environment of the test: -m megarl.commands.launch.multinode recipe.yaml\n"
+
+
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_the_launcher_prints_its_variables(option: str) -> None:
+    done = subprocess.run(
+        ["bash", "launch/multinode.sh", option], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 0 and not done.stderr
+    text = (ROOT / "launch" / "multinode.sh").read_text()
+    names = re.findall(r"^#   ([A-Z_]{6,})", text, re.M)
+    assert {"MASTER_ADDR", "MEGARL_VENV"} < set(names) and all(f"  {name}" in done.stdout for name in names)
+    assert "launch/multinode.sh RECIPE" in done.stdout and "set -eu" not in done.stdout and "#" not in done.stdout
+
+
+def test_missing_packages_are_named_without_a_traceback(tmp_path: Path) -> None:
+    """A node where megarl was never installed, or a Python environment of another machine."""
+    venv.create(tmp_path, with_pip=False)
+    variables = {**environment(), "MEGARL_VENV": str(tmp_path), "PYTHONPATH": ""}
+    done = subprocess.run(
+        ["bash", "launch/multinode.sh", "recipe.yaml"],
+        cwd=ROOT, env=variables, capture_output=True, text=True, timeout=30,
+    )  # fmt: skip
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert f"not installed for {tmp_path}/bin/python" in done.stderr and "MEGARL_VENV" in done.stderr

@@ -39,6 +39,9 @@ exit "$status"
 """
 
 
+JOINED = "127.0.0.1:6379"  # of a Ray that the command would join, so that the launcher starts none
+
+
 @pytest.fixture
 def sbatch(tmp_path):
     """Run launch/slurm.sh as Slurm does: a copy of it, with the variables of a job."""
@@ -77,7 +80,7 @@ def sbatch(tmp_path):
 
 def test_slurm_starts_one_launcher_per_node_and_returns_its_status(sbatch, tmp_path):
     job = sbatch("--", sys.executable, "-c", "import os; print(os.environ['HCCL_SOCKET_IFNAME']); raise SystemExit(5)",
-                 MEGARL_INTERFACE="bond0")  # fmt: skip
+                 MEGARL_INTERFACE="bond0", RAY_ADDRESS=JOINED)  # fmt: skip
     output, _ = job.communicate(timeout=60)
     assert (output, job.returncode) == ("bond0\n", 5)
     called = (tmp_path / "called").read_text().split()
@@ -87,7 +90,7 @@ def test_slurm_starts_one_launcher_per_node_and_returns_its_status(sbatch, tmp_p
 
 def test_slurm_forwards_the_preemption_signal_to_the_run(sbatch):
     code = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(9)); print('up', flush=True); time.sleep(60)"
-    job = sbatch("--", sys.executable, "-c", code)
+    job = sbatch("--", sys.executable, "-c", code, RAY_ADDRESS=JOINED)
     assert job.stdout.readline() == "up\n"
     ours = descendants(job.pid)
     job.send_signal(signal.SIGTERM)

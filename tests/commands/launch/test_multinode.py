@@ -1,6 +1,7 @@
 """launch/multinode.sh: the rank of a node, the agreement of the launchers, and two nodes on loopback."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 
 from megarl.cluster.process import free_port
 from megarl.cluster.ray import env as ray_env
-from megarl.commands.launch.multinode import ray_command
+from megarl.commands.launch.ray_start import ray_command
 from megarl.commands.launch.rendezvous import RendezvousClient, RendezvousServer
 from megarl.commands.launch.topology import first_host, read_topology
 from tests.support.cluster_workers import ROOT, alive, descendants, wait_until
@@ -130,10 +131,10 @@ def node():
     started = []
     port = str(free_port())
 
-    def node(rank, *command, nodes=2, timeout=60):
+    def node(rank, *command, nodes=2, timeout=60, devices="1"):
         env = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SLURM_", "PET_"))}
         env |= {"NNODES": str(nodes), "NODE_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        env |= {"DEVICES_PER_NODE": "1", "MEGARL_JOIN_TIMEOUT": str(timeout), "OMP_NUM_THREADS": "1"}
+        env |= {"DEVICES_PER_NODE": devices, "MEGARL_JOIN_TIMEOUT": str(timeout), "OMP_NUM_THREADS": "1"}
         started.append(
             subprocess.Popen(
                 [shutil.which("bash"), "launch/multinode.sh", "--", *command],
@@ -153,8 +154,19 @@ def node():
 
 
 def test_a_single_node_runs_the_command_directly(node):
-    process = node(0, sys.executable, "-c", "raise SystemExit(5)", nodes=1)
-    assert process.wait(30) == 5
+    process = node(0, sys.executable, "-c", "raise SystemExit(5)", nodes=1, devices="")
+    output, _ = process.communicate(timeout=30)
+    assert (output, process.returncode) == ("", 5)
+
+
+@pytest.mark.stack
+def test_a_single_node_with_a_number_of_devices_starts_ray_with_them(node):
+    """The remedy where Ray counts too few devices."""
+    process = node(0, sys.executable, "-c", NODES, nodes=1, devices="5")
+    output, _ = process.communicate(timeout=120)
+    assert "1 node has joined 127.0.0.1:" in output
+    assert re.search(r"NODES \['[\d.]+'\] 5\.0", output)
+    assert process.returncode == 7
 
 
 @pytest.mark.stack

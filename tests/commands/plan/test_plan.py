@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,10 @@ from megarl.commands.plan.search.suggest import Suggestions
 from megarl.errors import InputError
 from megarl.exit_status import guarded
 from megarl.hf import published
+from megarl.platform.device_kind import DeviceKind
+from megarl.platform.kinds import kind_of
 from megarl.preflight.load import load_recipe
-from megarl.recipe.schema import Recipe
+from megarl.recipe.schema import ClusterConfig, Recipe
 from tests.support.count_ranks import count_stages
 
 ROOT = Path(__file__).parents[3]
@@ -62,6 +64,15 @@ def test_without_vllm_the_route_is_unknown(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(build, "engines", lambda *_: [])
     plan = build.make_plan(run_recipe, {"rollout": published.read("Qwen3-8B")}, None)
     assert plan.weight_sync is None and any("not known here: vLLM is not installed" in note for note in plan.notes)
+
+
+def test_missing_packages_are_noted_only_where_the_devices_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The packages of a laptop say nothing about a cluster."""
+    lacking = replace(kind_of("cuda"), installation_notices=lambda: ["Transformer Engine is not installed"])
+    monkeypatch.setattr(build, "kind_of", lambda _: lacking)
+    for here, notes in ((True, ["On this machine Transformer Engine is not installed."]), (False, [])):
+        monkeypatch.setattr(DeviceKind, "is_here", lambda self, here=here: here)
+        assert build._of_device(ClusterConfig(device="cuda"), None) == notes
 
 
 @pytest.mark.parametrize("route", ["auto", "sharded"])

@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# Start megarl's container on this node, in the background: with all devices, the host's network and driver, and folders
+# that every node sees.
+#
+#   launch/container.sh npu|cuda
+#   docker exec -it megarl bash      a shell in it
+#   docker rm -f megarl              ends it, and deletes what lies outside the three folders
+#
+#   SHARED      a folder of all nodes; its data/, models/ and runs/ are mounted below /opt/megarl (/shared/megarl)
+#   IMAGE       the image (megarl-npu or megarl-cuda)
+#   CONTAINER   the container's name (megarl)
+#   SANDBOX     0: leaves out the rights that recipes which run generated code need (docs/sandbox.md)
+set -eu
+kind=${1:-}
+shared=${SHARED:-/shared/megarl}
+case "$kind" in
+  npu)
+    devices=(/dev/davinci[0-9]* /dev/davinci_manager /dev/devmm_svm /dev/hisi_hdc)
+    mounts=(/usr/local/Ascend/driver /usr/local/dcmi /usr/local/bin/npu-smi /etc/ascend_install.info /etc/hccn.conf)
+    options=()
+    ;;
+  cuda)
+    devices=(/dev/infiniband) # docker takes all devices of a folder
+    mounts=()
+    options=(--gpus all)
+    ;;
+  *)
+    echo "usage: launch/container.sh npu|cuda, got '$kind'" >&2
+    exit 2
+    ;;
+esac
+for device in "${devices[@]}"; do
+  if [ -e "$device" ]; then
+    options+=(--device "$device")
+  elif [ "$kind" = npu ]; then
+    echo "container.sh: this node has no $device: is Ascend's driver installed?" >&2
+    exit 1
+  fi
+done
+for path in ${mounts[@]+"${mounts[@]}"}; do # docker would create an empty folder for one that is missing
+  if [ -e "$path" ]; then options+=(-v "$path:$path:ro"); else echo "container.sh: no $path here, not mounted" >&2; fi
+done
+if [ "${SANDBOX:-1}" != 0 ]; then
+  options+=(--cap-add SYS_ADMIN --security-opt seccomp=unconfined --security-opt apparmor=unconfined)
+fi
+for folder in data models runs; do
+  mkdir -p "$shared/$folder"
+  options+=(-v "$shared/$folder:/opt/megarl/$folder")
+done
+exec docker run -d --name "${CONTAINER:-megarl}" --network host --ipc host --init \
+  --ulimit nofile=65536:65536 --ulimit memlock=-1:-1 "${options[@]}" "${IMAGE:-megarl-$kind}" sleep infinity

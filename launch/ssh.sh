@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# launch/multinode.sh on several nodes over ssh, in the container that launch/container.sh has started on each:
+#
+#   launch/ssh.sh HOSTS RECIPE [key=value ...]
+#   launch/ssh.sh HOSTS -- COMMAND ...
+#   launch/ssh.sh HOSTS --stop                 ends the run that another terminal has started
+#
+# HOSTS is a file with a host per line, node rank 0 first; one line is a run on one node. Ctrl-C ends the run on all nodes,
+# in order. Lines of other nodes than the first begin with the host's name.
+#
+#   INTERFACE          the network interface between the nodes (ip -br addr), where they have several
+#   DEVICES_PER_NODE   devices of each node (default: what Ray finds)
+#   MASTER_ADDR        address of the first host (default: its name in HOSTS)
+#   MASTER_PORT        as in launch/multinode.sh, like MEGARL_JOIN_TIMEOUT
+#   CONTAINER          the containers' name (megarl)
+set -euo pipefail
+case "${1:-}" in
+  -h | --help)
+    sed -n '2,/^set -eu/{/^set -eu/d; s/^# \{0,1\}//; p;}' "$0"
+    exit 0
+    ;;
+esac
+if [ $# -lt 2 ] || [ ! -f "$1" ]; then
+  echo "usage: launch/ssh.sh HOSTS RECIPE [key=value ...], or HOSTS -- COMMAND ...; HOSTS is a file, got '${1:-}'" >&2
+  exit 2
+fi
+mapfile -t hosts < <(grep -v '^[[:space:]]*\(#\|$\)' "$1")
+shift
+if [ ${#hosts[@]} = 0 ]; then
+  echo "ssh.sh: the file of hosts is empty" >&2
+  exit 2
+fi
+variables=(NNODES="${#hosts[@]}" MASTER_ADDR="${MASTER_ADDR:-${hosts[0]}}" PYTHONUNBUFFERED=1)
+for name in DEVICES_PER_NODE MASTER_PORT MEGARL_JOIN_TIMEOUT; do
+  if [ -n "${!name:-}" ]; then variables+=("$name=${!name}"); fi
+done
+if [ -n "${INTERFACE:-}" ]; then
+  for library in HCCL GLOO TP NCCL; do variables+=("${library}_SOCKET_IFNAME=$INTERFACE"); done
+fi
+pid_file=runs/.launcher-${hosts[0]}.pid # of the first node's launcher
+
+on() { # HOST COMMAND ...: run it in the host's container
+  local host=$1
+  shift
+  ssh -n "$host" "$(printf '%q ' docker exec -w /opt/megarl "${CONTAINER:-megarl}" "$@")"
+}
+
+start() { # RANK ARGUMENTS ...: of multinode.sh
+  local rank=$1 command
+  shift
+  command=$(printf '%q ' exec env "${variables[@]}" NODE_RANK="$rank" bash launch/multinode.sh "$@")
+  if [ "$rank" = 0 ]; then command="echo \$\$ > $pid_file; $command"; fi
+  on "${hosts[$rank]}" bash -c "$command"
+}
+
+stop() {
+  echo "ssh.sh: ending the run" >&2
+  on "${hosts[0]}" bash -c "kill -TERM \$(cat $pid_file)"
+}
+
+if [ "$1" = --stop ]; then
+  stop
+  exit
+fi
+trap 'stop || true' INT TERM HUP
+others=()
+for ((rank = 1; rank < ${#hosts[@]}; rank++)); do
+  (trap '' INT TERM HUP && start "$rank" "$@" 2>&1 | sed -u "s/^/${hosts[$rank]}: /") &
+  others+=($!)
+done
+(trap '' INT TERM HUP && start 0 "$@") &
+first=$!
+while true; do # a signal interrupts `wait`
+  if wait "$first"; then status=0; else status=$?; fi
+  kill -0 "$first" 2> /dev/null || break
+done
+for job in ${others[@]+"${others[@]}"}; do wait "$job" || true; done
+exit "$status"

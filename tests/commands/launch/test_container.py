@@ -1,0 +1,142 @@
+"""launch/container.sh and launch/ssh.sh, with programs in place of docker and ssh."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.support.cluster_workers import ROOT, wait_until
+
+BASH = shutil.which("bash") or ""
+# Each host is this machine; `docker exec` changes to the folder $SITE/opt.
+SSH = """#!/usr/bin/env bash
+[ "$1" = -n ] || exit 99
+export HOST=$2
+# Processes of another machine are in another session, and inherit no ignored signals.
+exec setsid --wait env --default-signal=INT,TERM,HUP bash -c "$3"
+"""
+DOCKER = """#!/usr/bin/env bash
+[ "$1 $2 $3 $4" = "exec -w /opt/megarl megarl" ] || exit 98
+cd "$SITE/opt"
+shift 4
+exec "$@"
+"""
+MULTINODE = """
+set -u
+for name in HOST NODE_RANK NNODES MASTER_ADDR DEVICES_PER_NODE HCCL_SOCKET_IFNAME NCCL_SOCKET_IFNAME; do
+  echo "$name=${!name:-none}"
+done
+printf 'argument <%s>\\n' "$@"
+if [ "$NODE_RANK" = 0 ]; then
+  if [ "$1" = waits ]; then trap 'exit 143' TERM; echo up > up; while true; do sleep 0.05; done; fi
+  exit 7
+fi
+"""
+
+
+def program(folder: Path, name: str, text: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(text)
+    (folder / name).chmod(0o755)
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> dict[str, str]:
+    """Environment in which `ssh` and `docker` run everything on this machine, in tmp_path/opt."""
+    program(tmp_path / "bin", "ssh", SSH)
+    program(tmp_path / "bin", "docker", DOCKER)
+    program(tmp_path / "opt" / "launch", "multinode.sh", MULTINODE)
+    (tmp_path / "opt" / "runs").mkdir()
+    (tmp_path / "hosts").write_text("node0\n# a spare one\nnode1\n\n")
+    return {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SITE": str(tmp_path)}
+
+
+def command(site: dict[str, str], *arguments: str) -> list[str]:
+    return [BASH, str(ROOT / "launch" / "ssh.sh"), f"{site['SITE']}/hosts", *arguments]
+
+
+def test_every_host_starts_its_rank_and_the_first_has_the_status(site: dict[str, str]) -> None:
+    variables = site | {"DEVICES_PER_NODE": "16", "INTERFACE": "bond0"}
+    done = subprocess.run(
+        command(site, "r.yaml", "a={x: 1, y: $HOME}"), env=variables, capture_output=True, text=True, timeout=30
+    )
+    lines = done.stdout.splitlines()
+    assert done.returncode == 7, done.stderr
+    for line in ("HOST=node0", "NODE_RANK=0", "NNODES=2", "MASTER_ADDR=node0", "DEVICES_PER_NODE=16"):
+        assert line in lines
+    assert {"HCCL_SOCKET_IFNAME=bond0", "NCCL_SOCKET_IFNAME=bond0", "argument <a={x: 1, y: $HOME}>"} <= set(lines)
+    assert {"node1: HOST=node1", "node1: NODE_RANK=1", "node1: MASTER_ADDR=node0"} <= set(lines)
+
+
+def test_variables_that_are_not_set_are_not_passed(site: dict[str, str]) -> None:
+    variables = site | {"MASTER_ADDR": "10.0.0.1"}
+    done = subprocess.run(command(site, "r.yaml"), env=variables, capture_output=True, text=True, timeout=30)
+    lines = done.stdout.splitlines()
+    assert {"MASTER_ADDR=10.0.0.1", "DEVICES_PER_NODE=none", "HCCL_SOCKET_IFNAME=none"} <= set(lines)
+
+
+@pytest.mark.parametrize("how", ["signal", "option"])
+def test_a_run_is_ended_at_its_first_node(site: dict[str, str], how: str) -> None:
+    """The remote command has no terminal, so a signal to ssh alone would leave the run behind."""
+    run = subprocess.Popen(command(site, "waits"), env=site, stdout=subprocess.DEVNULL, start_new_session=True)
+    try:
+        assert wait_until((Path(site["SITE"]) / "opt" / "up").exists, 20)
+        if how == "signal":
+            os.killpg(run.pid, signal.SIGINT)  # as Ctrl-C does
+        else:
+            assert subprocess.run(command(site, "--stop"), env=site, timeout=30).returncode == 0
+        assert run.wait(20) == 143
+    finally:
+        if run.poll() is None:
+            subprocess.run(command(site, "--stop"), env=site, timeout=30, check=False)
+            os.killpg(run.pid, signal.SIGKILL)
+
+
+def test_ssh_refuses_a_wrong_call(site: dict[str, str], tmp_path: Path) -> None:
+    done = subprocess.run(
+        [BASH, str(ROOT / "launch" / "ssh.sh"), "absent", "r.yaml"],
+        env=site,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == 2 and "HOSTS is a file, got 'absent'" in done.stderr
+    (tmp_path / "hosts").write_text("# none\n")
+    done = subprocess.run(command(site, "r.yaml"), env=site, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2 and "empty" in done.stderr
+
+
+def docker_arguments(tmp_path: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run container.sh with a docker that prints its arguments, one a line."""
+    program(tmp_path / "bin", "docker", "#!/usr/bin/env bash\nprintf '%s\\n' \"$@\"\n")
+    variables = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SHARED": str(tmp_path / "shared"), **environ}
+    return subprocess.run(
+        [BASH, "launch/container.sh", *arguments], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=30
+    )
+
+
+def test_a_container_has_the_hosts_network_and_the_shared_folders(tmp_path: Path) -> None:
+    words = docker_arguments(tmp_path, "cuda").stdout.splitlines()
+    assert words[:2] == ["run", "-d"] and words[-3:] == ["megarl-cuda", "sleep", "infinity"]
+    for pair in (("--network", "host"), ("--ipc", "host"), ("--gpus", "all"), ("--ulimit", "memlock=-1:-1")):
+        assert pair in pairwise(words)
+    for folder in ("data", "models", "runs"):
+        assert f"{tmp_path}/shared/{folder}:/opt/megarl/{folder}" in words and (tmp_path / "shared" / folder).is_dir()
+    assert "SYS_ADMIN" in words
+    words = docker_arguments(tmp_path, "cuda", SANDBOX="0", IMAGE="registry/megarl:1").stdout.splitlines()
+    assert "SYS_ADMIN" not in words and "registry/megarl:1" in words and "--rm" not in words
+
+
+def test_a_container_needs_the_drivers_devices(tmp_path: Path) -> None:
+    if Path("/dev/davinci_manager").exists():
+        pytest.skip("this machine has NPUs")
+    done = docker_arguments(tmp_path, "npu")
+    assert done.returncode == 1 and "is Ascend's driver installed?" in done.stderr and not done.stdout
+    done = docker_arguments(tmp_path, "gpu")
+    assert done.returncode == 2 and "npu|cuda, got 'gpu'" in done.stderr

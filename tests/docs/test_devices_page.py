@@ -1,0 +1,160 @@
+"""docs/devices.md, accept.md and cuda.md: every command is accepted, and every file that a recipe reads has a command that makes it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+import typer
+
+from megarl.cli import app
+from megarl.commands.accept.catalogue import BUNDLE, OF_ALL_NODES, STAGES
+from megarl.platform.device_table import device_named
+from megarl.preflight.load import load_recipe
+from megarl.recipe.header import hardware_of
+from megarl.recipe.schema import Recipe
+
+ROOT = Path(__file__).parents[2]
+NAMES = ["devices.md", "devices_reference.md", "accept.md", "cuda.md"]
+PAGES = {name: (ROOT / "docs" / name).read_text() for name in NAMES}
+KEYS = set(re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "recipes.md").read_text(), re.M))
+SECTIONS = {key.split(".")[0] for key in KEYS if "." in key}
+LAUNCHERS = ("launch/multinode.sh", "launch/ssh.sh")
+# A choice of devices: the line of step 0 as a mapping.
+CHOICES = [
+    dict(word.split("=", 1) for word in shlex.split(line, comments=True))
+    for line in PAGES["devices.md"].splitlines()
+    if line.startswith("KIND=")
+]
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"^```bash\n(.*?)^```", PAGES[page], re.M | re.S)
+
+
+def commands(page: str) -> list[list[str]]:
+    """Words of each command of megarl or a launcher, for each choice of devices."""
+    unique: dict[tuple[str, ...], None] = {}
+    for line in "\n".join(blocks(page)).splitlines():
+        for choice in CHOICES:
+            text = line
+            for name, value in choice.items():
+                text = text.replace(f"${name}", value)
+            unique[tuple(shlex.split(text, comments=True))] = None
+    return [list(words) for words in unique if "megarl" in words or any(word in LAUNCHERS for word in words)]
+
+
+def of_megarl(words: list[str]) -> list[str] | None:
+    """Return the words after `megarl` of a command, or None for other commands, e.g. with a container named megarl."""
+    if "megarl" not in words or words[0] in ("git", "docker", "while", "ssh"):
+        return None
+    at = words.index("megarl")
+    return words[at + 1 :] if at == 0 or words[at - 1] == "-m" else None
+
+
+@cache
+def loaded(path: str, settings: tuple[str, ...] = ()) -> Recipe:
+    return load_recipe(ROOT / path, list(settings))
+
+
+@pytest.mark.parametrize("page", NAMES)
+class TestPage:
+    def test_blocks_are_bash(self, page: str) -> None:
+        for block in blocks(page):
+            done = subprocess.run([shutil.which("bash") or "", "-n", "-c", block], capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+
+    def test_commands_are_accepted(self, page: str) -> None:
+        accepted = 0
+        for words in commands(page):
+            rest = of_megarl(words)
+            if rest is None:
+                continue
+            command = typer.main.get_command(app)
+            while hasattr(command, "commands"):
+                command, rest = command.commands[rest[0]], rest[1:]
+            command.make_context("megarl", rest)
+            accepted += 1
+        assert accepted > 3
+
+    def test_recipes_load_with_the_settings_shown(self, page: str) -> None:
+        for words in commands(page):
+            at = next((index for index, word in enumerate(words) if word.startswith("recipes/")), None)
+            if at is not None:
+                loaded(words[at], tuple(word for word in words[at + 1 :] if re.match(r"[\w.]+=", word)))
+
+    def test_files_and_build_arguments_exist(self, page: str) -> None:
+        for name in re.findall(
+            r"(?<![\w/])(?:launch|recipes|tests|megarl)/[\w./-]+\.(?:yaml|sh|env|py|txt)", PAGES[page]
+        ):
+            assert (ROOT / name).is_file(), name
+        arguments = " ".join(path.read_text() for path in ROOT.glob("Dockerfile.*"))
+        for name in re.findall(r"(?:--build-arg |[`(])([A-Z]+(?:_[A-Z]+)*)=(?=\w)", PAGES[page]):
+            variables = (ROOT / "launch" / "container.sh").read_text() + (ROOT / "launch" / "multinode.sh").read_text()
+            assert f"ARG {name}" in arguments or name in variables, name
+
+    def test_links_lead_somewhere(self, page: str) -> None:
+        for target in re.findall(r"\]\(([^)]+)\)", PAGES[page]):
+            if target.startswith("https://"):
+                continue
+            file, _, anchor = target.partition("#")
+            text = (ROOT / "docs" / file).read_text() if file else PAGES[page]
+            anchors = [re.sub(r"[^\w\s-]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^#+ (.*)", text, re.M)]  # fmt: skip
+            assert not anchor or anchor in anchors, target
+
+    def test_settings_exist(self, page: str) -> None:
+        for text in re.findall(r"`([^`\n]+)`", PAGES[page]):
+            key = re.split(r"[=: ]", text)[0]
+            if key.split(".")[0] in SECTIONS and re.fullmatch(r"\w+(\.\w+)+", key):
+                owner = key.rsplit(".", 1)[0]
+                is_section = any(known.startswith(f"{key}.") for known in KEYS)
+                assert key in KEYS or is_section or owner in ("rollout.engine_args", "megatron.extra"), key
+
+    def test_every_model_and_data_set_of_a_recipe_has_its_command(self, page: str) -> None:
+        """A reader who runs the page's commands in order has every file that the page's recipes read."""
+        text, words = PAGES[page], [word for words in commands(page) for word in words]
+        if page in ("accept.md", "devices_reference.md"):
+            pytest.skip("an acceptance needs no files, and a laptop has generated ones")
+        made = set(re.findall(r"--(?:local-dir|out) ([\w./-]+)", text))
+        used = [word for word in dict.fromkeys(words) if word.startswith("recipes/")]
+        assert len(used) >= 2
+        for path in used:
+            recipe = loaded(path)
+            header = (ROOT / path).read_text()
+            assert recipe.model.path in made or recipe.model.path in header.split("\nbase:")[0], (
+                path,
+                recipe.model.path,
+            )
+            for file in [*recipe.data.train_files, *recipe.data.eval_files]:
+                assert str(Path(file).parent) in made, (path, file)
+
+
+def test_each_choice_of_devices_has_recipes_for_them() -> None:
+    assert {choice["KIND"] for choice in CHOICES} == {"npu", "cuda"} and len(CHOICES) >= 4
+    for choice in CHOICES:
+        device = device_named(choice["DEVICE"])
+        assert device.kind == choice["KIND"], choice
+        for name in ("RECIPE", "FIRST"):
+            machine = hardware_of(ROOT / choice[name])
+            assert machine is not None and machine[1] == 1, "the first recipes are for one node"
+            assert loaded(choice[name]).cluster.device == choice["KIND"]
+
+
+def test_the_stages_are_those_of_the_acceptance() -> None:
+    section = PAGES["devices.md"].split("\n## 6. Accept\n")[1].split("\n## ")[0]
+    names = re.findall(r"^\| (\d) ([\w ]+) \|", section, re.M)
+    assert names == [*((str(stage.number), stage.name) for stage in STAGES), (str(BUNDLE), "bundle")]
+    assert "only stages 0 and 3 use them" in section and OF_ALL_NODES == (0, 3)
+
+
+def test_the_number_of_nodes_is_that_of_the_recipes_header() -> None:
+    for words in commands("devices.md"):
+        if "--nodes" in words:
+            path = next(word for word in words if word.startswith("recipes/"))
+            machine = hardware_of(ROOT / path)
+            assert machine is not None and int(words[words.index("--nodes") + 1]) == machine[1]
