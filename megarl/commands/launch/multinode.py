@@ -26,6 +26,7 @@ from types import FrameType
 from typing import IO
 
 from megarl.cluster.orphan_reaper import VARIABLE, OrphanReaper, sweep
+from megarl.cluster.ray.env import node_resource
 from megarl.commands.launch.join_secret import JoinFile, secret_of_environment
 from megarl.commands.launch.joining import RayConnection, join, taken_port
 from megarl.commands.launch.rendezvous import RendezvousClient, RendezvousServer
@@ -104,11 +105,6 @@ def ray_command(topology: Topology, device: str) -> list[str]:
 def _resource(device: str) -> str:
     """Ray resource of the devices of a node."""
     return kind_of(device).ray_resource or "CPU"
-
-
-def node_resource(rank: int) -> str:
-    """Ray resource that identifies the node with this rank."""
-    return f"megarl_node_{rank}"
 
 
 # --- head and member nodes ----------------------------------------------------------------------
