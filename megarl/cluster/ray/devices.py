@@ -113,9 +113,7 @@ class RayDevices:
         if self._resource is None:
             return None
         free = available_resources_per_node()
-        return sum(
-            int(free.get(node["NodeID"], {}).get(self._resource, 0)) // count for node in self._open_nodes()
-        )
+        return sum(int(free.get(node["NodeID"], {}).get(self._resource, 0)) // count for node in self._open_nodes())
 
     def give_back(self, devices: Sequence[ReservedDevice]) -> None:
         """Release the devices of an engine that has left, for other engines and jobs."""

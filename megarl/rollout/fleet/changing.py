@@ -51,6 +51,12 @@ class ChangingFleet:
         self._to_end: list[int] = []  # engines that have left, and whose process has not been ended
         self._evaluations = 0  # that run now
 
+    @property
+    def wanted(self) -> int:
+        """Number of engines that the run should have."""
+        with self.lock:
+            return self._states.wanted
+
     def set_wanted(self, wanted: int) -> None:
         """Change the number of engines, at the next `poll`: others start or leave. Callable from any thread."""
         with self.lock:

@@ -71,7 +71,6 @@ class Fleet(ChangingFleet):
         self._failed: set[Member] = set()  # engines whose own part of the update failed
         self._sampled_again = 0  # groups, since the last metrics
         self._recorded = [0] * len(self.engines)  # number of the process, at the last call of `take_restarted`
-        self.version: int | None = None  # of the weights of the engines that sample
         for engine in range(len(self.engines)):
             self._watch(engine)
 
@@ -168,9 +167,7 @@ class Fleet(ChangingFleet):
             self._end_process(engine)
         if too_few:
             assert self._last_death is not None
-            raise TooFewEngines(
-                self._last_death, f"\nFewer than rollout.min_engines = {self.least} engines are left."
-            )
+            raise TooFewEngines(self._last_death, f"\nFewer than rollout.min_engines = {self.least} engines are left.")
         for engine in due:
             self._start_again(engine)
 
@@ -199,10 +196,9 @@ class Fleet(ChangingFleet):
 
         update.add_done_callback(ended)
 
-    def updated(self, members: Sequence[Member], version: int) -> None:
-        """Record that `members` have the weights of `version`: those that were loaded sample from now on."""
+    def updated(self, members: Sequence[Member]) -> None:
+        """Record that `members` have the newest weights: those that were loaded sample from now on."""
         with self.lock:
-            self.version = version
             for engine in self._states.update(members):
                 self._messages.append((f"{self.engines[engine].name} has the run's weights, and samples", None))
 
@@ -256,6 +252,8 @@ class Fleet(ChangingFleet):
     def _start_again(self, engine: int) -> None:
         """Start a new process of an engine, or wait if its machine has left the cluster and no other one has devices."""
         try:
+            if engine > len(self.engines):
+                raise MachineLost("another engine waits, too")
             self._restart(engine)
         except MachineLost as error:
             with self.lock:
