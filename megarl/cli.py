@@ -34,7 +34,6 @@ app = typer.Typer(
 )
 app.add_typer(data_app, name="data")
 
-
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe (YAML file).")]
 Overrides = Annotated[
     Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]...", help="Settings that override the recipe's.")

@@ -117,11 +117,12 @@ class EngineStates:
         """Return the engines that should leave, so that `wanted` remain: those that do not sample first, then the newest."""
         staying = self.staying
         by_order = sorted(staying, key=lambda engine: (_LEAVE_ORDER.index(self.state(engine)), -engine))
-        return by_order[: max(0, len(staying) - self._wanted_here())]
+        return by_order[: max(0, len(staying) - self.wanted)]
 
     def missing(self) -> int:
-        """Return the number of engines that must be added, so that `wanted` remain."""
-        return max(0, self._wanted_here() - len(self.staying))
+        """Return the number of engines that must be added, so that `wanted` remain, with those that return on another machine."""
+        returning = sum(each.state is EngineState.LEAVING and each.returns for each in self._engines)
+        return max(0, self.wanted - len(self.staying) - returning)
 
     def add(self) -> int:
         """Add an engine, or bring back one that is gone; return its index. It is dead until it restarts."""
@@ -156,11 +157,6 @@ class EngineStates:
     def has_left(self, member: Member) -> bool:
         """Return whether a process has ended because its engine left."""
         return member[1] <= self._engines[member[0]].ended
-
-    def _wanted_here(self) -> int:
-        """Return how many of the wanted engines are not leaving with their machine."""
-        returning = sum(each.state is EngineState.LEAVING and each.returns for each in self._engines)
-        return max(0, self.wanted - returning)
 
     # --- views ---------------------------------------------------------------------------------------------------------
 

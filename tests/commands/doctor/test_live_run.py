@@ -100,7 +100,7 @@ def test_directories_without_a_run_that_can_be_reached(run_directory: Path, tmp_
     with pytest.raises(InputError, match=r"cannot be reached: .*No such file"):
         show(run_directory)
     (run_directory / "run.lock").write_text(json.dumps({"pid": 5, "host": "node7"}))
-    with pytest.raises(InputError, match="is on node7: start the doctor there"):
+    with pytest.raises(InputError, match="is on node7: start the command there"):
         show(run_directory)
     with pytest.raises(InputError, match="takes only --json"):
         doctor(run_directory, ["train.steps=1"], as_json=False, nodes=None)
