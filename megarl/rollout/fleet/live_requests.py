@@ -8,7 +8,6 @@ from typing import Any
 
 from megarl.cluster.base import Cluster
 from megarl.errors import pluralize
-from megarl.recipe.key import MOST_PROCESSES
 from megarl.recipe.schema import Recipe
 from megarl.rollout.engine_handle import EngineHandle
 from megarl.rollout.fleet.fleet import Fleet
@@ -82,15 +81,14 @@ class EngineRequests:
                 f"{pluralize(wanted, 'engine')} would be fewer than rollout.min_engines = {self.fleet.least}. To go lower, stop the run "
                 "and resume it with another value"
             )
-        if wanted > MOST_PROCESSES:
-            return f"{wanted} engines are more than {MOST_PROCESSES}, the most"
         size = self.recipe.rollout.tensor_parallel
         free = self.cluster.free_services(size) if more > 0 else None
         if free is not None and more > free:
-            each = f" of {size} devices on one machine each (rollout.tensor_parallel)" if size > 1 else ""
+            each = f" ({size} on one machine for each: rollout.tensor_parallel)" if size > 1 else ""
+            fewer = f", or ask for {free} more at most" if free else ""
             return (
-                f"{pluralize(more, 'more engine')} {'needs' if more == 1 else 'need'} free devices, and those of the Ray cluster hold "
-                f"{free}{each}. Add a machine, or ask for {free} more at most"
+                f"{pluralize(more, 'more engine')} would need free devices{each}, and the Ray cluster has enough for {free}. Add a "
+                f"machine{fewer}"
             )
         return None
 
