@@ -149,6 +149,7 @@ class EnginesSource:
         meanwhile."""
         with self._change:
             self._wait(lambda: not self._owners.moving and (not self._drains or self.admission.idle()))
+        self.moves.release_engines(before_update=True)
 
     def load_newest(self, version: int) -> None:
         if not self._finishes:

@@ -242,12 +242,11 @@ def test_with_drain_a_leaving_engine_finishes_its_groups() -> None:
     engines.services[0].finish(0, 2, 4, 6)
     engines.services[1].finish(1, 3, 5, 7)
     assert engines.step(1) == [0, 1, 2, 3] and engines.running() == [[8, 9, 10, 11], []]
-    engines.check()
-    assert engines.ended == [1]
+    assert engines.ended == [1], "before the update"
 
 
 def test_with_drain_groups_of_a_machine_that_ends_are_sampled_again() -> None:
-    """From the same seeds, so that the numbers stay. Its engine starts on another machine, and nothing counts as a death."""
+    """From the same seeds. Its engine starts on another machine, and nothing counts as a death."""
     engines = ElasticEngines(2, at_update="drain")
     engines.source.admit(0)
     seeds = {number: request.seed for number, request in engines.services[1].requests.items()}
@@ -271,6 +270,19 @@ def test_a_machine_of_too_many_engines_cannot_leave() -> None:
     text = "1 engine would be left that sample, and rollout.min_engines is 2"
     assert engines.fleet.leave_machine([1, 2], 60.0) == text
     assert engines.fleet.leave_machine([2], 60.0) is None and engines.fleet.leave_machine([1], 60.0) == text
+
+
+def test_an_engine_that_restarts_in_an_aborted_update_has_left_its_machine() -> None:
+    """It starts on another machine, so that nothing else follows from the end of the first."""
+    engines = ElasticEngines(2)
+    with engines.fleet.update():
+        assert engines.fleet.leave_machine([1], 60.0) is None
+        engines.services[1].die()
+        engines.check()
+        engines.load_all()
+        engines.fleet.updated(engines.fleet.members())
+    engines.check()
+    assert engines.fleet.serving == [0, 1] and engines.ended == [] and engines.fleet.leaving() == []
 
 
 def test_an_engine_ends_with_its_grace_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,7 @@ class RayDevices:
                 try:
                     return self._reserve_bundles([[node] * count], f"{count} on {node['NodeManagerAddress']}")[0]
                 except ValueError as error:
-                    raise MachineLost(f"a machine of this run has left the Ray cluster. {error}") from error
+                    raise MachineLost(str(error)) from error
         raise MachineLost(
             f"a machine with {count} {self._resource} of this run has left the Ray cluster, and no other machine has as many free"
         )

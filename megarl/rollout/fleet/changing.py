@@ -47,7 +47,8 @@ class ChangingFleet:
         self._messages: list[tuple[str, Event | None]] = []
         self._in_update = False
         self._no_machine_until: dict[int, float] = {}  # by engine: time of the next attempt to start it
-        self._leave_by: dict[int, float] = {}  # by engine that leaves with its machine: when its process is ended
+        # By engine that leaves with its machine: number of its process there, and when it is ended.
+        self._leave_by: dict[int, tuple[int, float]] = {}
         self._to_end: list[int] = []  # engines that have left, and whose process has not been ended
         self._evaluations = 0  # that run now
 
@@ -71,7 +72,7 @@ class ChangingFleet:
             left = len(set(self._states.serving) - {*new, *self._leave_by})
             if new and left < self.least:
                 return f"{pluralize(left, 'engine')} would be left that sample, and rollout.min_engines is {self.least}"
-            self._leave_by |= {engine: time.monotonic() + seconds for engine in new}
+            self._leave_by |= {engine: (self._states.process(engine), time.monotonic() + seconds) for engine in new}
         return None
 
     def leaving(self) -> list[Leaver]:
@@ -116,9 +117,9 @@ class ChangingFleet:
         """Let engines leave or add some, until as many as wanted remain. Engines whose machine ends leave in time."""
         if self._in_update:
             return
-        for engine, by in list(self._leave_by.items()):
-            if self._states.is_dead(engine):
-                self._leave_by.pop(engine)
+        for engine, (process, by) in list(self._leave_by.items()):
+            if self._states.is_dead(engine) or self._states.process(engine) != process:
+                self._leave_by.pop(engine)  # it has ended there for another reason
             elif engine not in self._states.leaving:
                 self._leave(engine, returns=True)
             elif time.monotonic() > by:

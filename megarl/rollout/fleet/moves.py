@@ -83,9 +83,9 @@ class GroupMoves:
             self._sample_again([group], engine)
             return True
 
-    def release_engines(self) -> None:
+    def release_engines(self, *, before_update: bool = False) -> None:
         """Take the groups of engines that leave, and let engines without groups go. Called in the controller's thread, about every
-        second.
+        second. before_update: take no groups, since their new engines would change their weights meanwhile.
 
         The others continue the samples of the groups. Where they cannot, the engine finishes its groups; if its machine ends
         soon, the others sample them again from their start, with the same seeds.
@@ -102,7 +102,7 @@ class GroupMoves:
                     groups = []
             if not groups:
                 self._fleet.let_go(leaver)
-            elif continues and member not in self._asked:
+            elif continues and member not in self._asked and not before_update:
                 self._asked.add(member)
                 self.move(leaver.engine)
 
