@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,10 +99,10 @@ class Run:
     profiling: Profiling
     log: RunLog
     started_devices: int  # of trainers, critic and engines, at the start
-    fleet: Fleet | None  # None: the number of engines is fixed
     device_peak: float | None  # FLOP/s of a trainer's device; None: unknown
     trainer_restarts: TrainerRestarts | None = None  # None: a failure of a trainer ends the run
     replay: ReplayPlan | None = None  # of train.replay
+    fleet: Fleet | None = None  # None: the number of engines is fixed
 
     @property
     def device_count(self) -> int:
@@ -205,9 +205,7 @@ def build_run(setup: RunSetup, cluster: Cluster, log: RunLog) -> Run:
     devices = connect_engines(recipe, started, log.notice, samplers.fleet, samplers.check, cluster.check)
     for notice in kernel_notices(actor.describe()):
         log.notice(notice)
-    source = _source(setup, samplers)
-    if isinstance(source, EnginesSource):
-        answer_requests(recipe, cluster, engines, source)
+    source = _source(setup, samplers, engines, cluster)
     skipped = SkippedSteps(recipe.train, Repetition(folder, setup.tape is not None, setup.place.checkpoint))
     kl_weight = KLWeight(recipe.algorithm.kl_coef, recipe.algorithm.kl_target, recipe.algorithm.kl_horizon)
     saver = _saver(setup, started, devices, cluster.check, log.notice)
@@ -360,14 +358,16 @@ def connect_engines(
     )
 
 
-def _source(setup: RunSetup, samplers: Samplers) -> SampleSource:
+def _source(setup: RunSetup, samplers: Samplers, engines: Sequence[EngineHandle], cluster: Cluster) -> SampleSource:
     recipe, prepared = setup.recipe, setup.prepared
     if prepared.examples is not None:
         return DatasetSource(recipe, prepared.examples)
     assert prepared.prompts is not None
     arrivals = setup.tape.arrivals() if setup.tape is not None else None
     watched, stop_ids = (samplers.check, arrivals, samplers.fleet, samplers.outages), prepared.tokenizer.stop_ids
-    return EnginesSource(recipe, prepared.prompts, samplers.engines, stop_ids, *watched)
+    source = EnginesSource(recipe, prepared.prompts, samplers.engines, stop_ids, *watched)
+    answer_requests(recipe, cluster, engines, source)
+    return source
 
 
 def _evaluation(setup: RunSetup, samplers: Samplers, actor: ActorGroup) -> Callable[[], EvaluationResult] | None:

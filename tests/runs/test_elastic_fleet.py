@@ -43,14 +43,19 @@ def engines(directory: Path, *request: str) -> str:
     return done.stdout
 
 
+def step_of(path: Path) -> int:
+    return int(path.stem.split("_")[1])
+
+
 def assert_each_group_once(directory: Path) -> None:
     """The groups of all steps, and what the last checkpoint has of later ones, are all groups that were admitted."""
-    lines = [json.loads(line) for file in (directory / "samples").iterdir() for line in file.read_text().splitlines()]
+    newest = max((directory / "checkpoints").glob("step_*"), key=step_of)
+    files = [file for file in (directory / "samples").iterdir() if step_of(file) <= step_of(newest)]
+    lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     samples = Counter((line["group"], line["index"]) for line in lines)
     assert set(samples.values()) == {1}, "no sample is trained twice"
     trained = {group for group, _ in samples}
-    assert len(samples) == 4 * len(trained) == 16 * len(metrics(directory))
-    newest = max((directory / "checkpoints").glob("step_*"), key=lambda path: int(path.name.split("_")[1]))
+    assert len(samples) == 4 * len(trained) == 16 * step_of(newest)
     source = load_state(newest)["source"]
     later = [item.group.number for batch in source["gathered"] for item in batch]
     later += [item.group.number for item in source["waiting"]] + source["unfinished"]
