@@ -15,8 +15,8 @@
 #
 # What Slurm (srun --ntasks-per-node=1), PyTorchJob, JobSet and StatefulSets set is understood; where
 # RAY_ADDRESS is set (KubeRay), that cluster is joined. Every node returns the run's exit status.
-# A signal to any node ends the run in order, in 300 s at most: a checkpoint that is being written is completed. A second
-# signal ends it at once.
+# A signal to a node ends the run in order, in 300 s at most: a checkpoint that is being written is completed. A second
+# signal ends it at once. With rollout.min_engines, a node that has only engines leaves instead, and the run goes on.
 set -eu
 case "${1:-}" in
   -h | --help)

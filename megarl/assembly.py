@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from megarl.checkpoint.skipped_steps import SkippedSteps
 from megarl.cluster import connect
 from megarl.cluster.base import Cluster
 from megarl.cluster.device_map import Demand
-from megarl.cluster.stacks.live_run import answering_doctor
+from megarl.cluster.stacks.live_run import answering_requests
 from megarl.data.tokenizer import Tokenizer
 from megarl.engines.specs import fixed_models
 from megarl.errors import RecipeError, as_input_error
@@ -41,17 +41,14 @@ from megarl.recipe.paths import with_absolute_paths
 from megarl.rollout.engine_handle import EngineHandle, JudgeHandle, TeacherHandle
 from megarl.rollout.evaluate import EvaluationResult, evaluate
 from megarl.rollout.fleet.fleet import Fleet
-from megarl.rollout.judge.service import with_judge
+from megarl.rollout.samplers import Samplers, answer_requests, connect_samplers
 from megarl.rollout.source import SampleSource
 from megarl.rollout.source_dataset import DatasetSource
 from megarl.rollout.source_engines import EnginesSource
 from megarl.rollout.start_engines import (
-    Samplers,
-    check_for,
     check_in_flight,
     load_engines,
     start_engines,
-    start_fleet,
     start_judge,
     start_teacher,
     wait_for_start,
@@ -101,10 +98,18 @@ class Run:
     tokenizer: Tokenizer
     profiling: Profiling
     log: RunLog
-    device_count: int  # of trainers, critic and engines; perf/throughput divides by it
+    started_devices: int  # of trainers, critic and engines, at the start
     device_peak: float | None  # FLOP/s of a trainer's device; None: unknown
     trainer_restarts: TrainerRestarts | None = None  # None: a failure of a trainer ends the run
     replay: ReplayPlan | None = None  # of train.replay
+    fleet: Fleet | None = None  # None: the number of engines is fixed
+
+    @property
+    def device_count(self) -> int:
+        """Devices of trainers, critic and engines; perf/throughput divides by it."""
+        rollout = self.recipe.rollout
+        joined = self.fleet.wanted - rollout.engines if self.fleet is not None else 0
+        return self.started_devices + joined * rollout.tensor_parallel
 
     @property
     def last_step(self) -> int:
@@ -184,7 +189,7 @@ def connected(recipe: Recipe, platform: Any, demand: Demand) -> Iterator[Cluster
     """
     with as_input_error():
         cluster = connect(recipe, platform, demand)
-    with cluster, answering_doctor(cluster):
+    with cluster, answering_requests(cluster):
         yield cluster
 
 
@@ -194,18 +199,13 @@ def build_run(setup: RunSetup, cluster: Cluster, log: RunLog) -> Run:
     started = _start_processes(setup, cluster, log)
     engines, actor, critic = started.engines, started.learners.actor, started.learners.critic
     stop = GracefulStop.of(recipe.train)
-    check_processes, outages = check_for(recipe.rollout, engines, cluster, log.notice)
-    check = stop.after(check_processes)
-    fleet = start_fleet(
-        recipe, prepared.data_sources, setup.platform, cluster, engines, started.descriptions, log.notice
-    )
     verdicts = setup.tape.verdicts() if setup.tape is not None and recipe.reward.uses_judge else None
-    sampling_engines, check = with_judge(recipe.judge, recipe.reward, engines, started.judges, check, verdicts)
-    samplers = Samplers(sampling_engines, check, fleet, outages)
-    devices = connect_engines(recipe, started, log.notice, fleet, check, cluster.check)
+    parts = (engines, started.descriptions, started.judges, stop.after, log.notice, verdicts)
+    samplers = connect_samplers(recipe, prepared.data_sources, setup.platform, cluster, *parts)
+    devices = connect_engines(recipe, started, log.notice, samplers.fleet, samplers.check, cluster.check)
     for notice in kernel_notices(actor.describe()):
         log.notice(notice)
-    source = _source(setup, samplers)
+    source = _source(setup, samplers, engines, cluster)
     skipped = SkippedSteps(recipe.train, Repetition(folder, setup.tape is not None, setup.place.checkpoint))
     kl_weight = KLWeight(recipe.algorithm.kl_coef, recipe.algorithm.kl_target, recipe.algorithm.kl_horizon)
     saver = _saver(setup, started, devices, cluster.check, log.notice)
@@ -232,7 +232,8 @@ def build_run(setup: RunSetup, cluster: Cluster, log: RunLog) -> Run:
         log=log,
         trainer_restarts=_trainer_restarts(setup, started.learners, devices, cluster),
         replay=setup.tape.plan if setup.tape is not None else None,
-        device_count=demand_of(recipe).devices,
+        started_devices=demand_of(recipe).devices,
+        fleet=samplers.fleet,
         device_peak=peak_tflops * 1e12 if peak_tflops else peak_flops(actor.ranks[0]["device_name"]),
     )
 
@@ -336,7 +337,9 @@ def connect_engines(
             return open_weight_sync(recipe, actor, members, descriptions, notify_once, with_learners(check))
 
         limit = recipe.rollout.start_timeout
-        return DisaggregatedFleet(actor, engines, session, members, fleet, open_session, with_learners(check), limit)
+        return DisaggregatedFleet(
+            actor, fleet.engines, session, members, fleet, open_session, with_learners(check), limit
+        )
     open_again = functools.partial(
         open_weight_sync, recipe, actor, engines, started.descriptions, notify_once, with_learners(check_processes)
     )
@@ -355,14 +358,16 @@ def connect_engines(
     )
 
 
-def _source(setup: RunSetup, samplers: Samplers) -> SampleSource:
+def _source(setup: RunSetup, samplers: Samplers, engines: Sequence[EngineHandle], cluster: Cluster) -> SampleSource:
     recipe, prepared = setup.recipe, setup.prepared
     if prepared.examples is not None:
         return DatasetSource(recipe, prepared.examples)
     assert prepared.prompts is not None
     arrivals = setup.tape.arrivals() if setup.tape is not None else None
     watched, stop_ids = (samplers.check, arrivals, samplers.fleet, samplers.outages), prepared.tokenizer.stop_ids
-    return EnginesSource(recipe, prepared.prompts, samplers.engines, stop_ids, *watched)
+    source = EnginesSource(recipe, prepared.prompts, samplers.engines, stop_ids, *watched)
+    answer_requests(recipe, cluster, engines, source)
+    return source
 
 
 def _evaluation(setup: RunSetup, samplers: Samplers, actor: ActorGroup) -> Callable[[], EvaluationResult] | None:

@@ -17,6 +17,7 @@ import typer
 
 from megarl.commands.bundle import cli_options as replay_options
 from megarl.commands.data.command import app as data_app
+from megarl.commands.engines.cli_command import engines_command
 from megarl.commands.plan import cli_options
 from megarl.commands.simulate import cli_options as simulate_options
 from megarl.errors import as_input_error
@@ -32,7 +33,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(data_app, name="data")
-
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe (YAML file).")]
 Overrides = Annotated[
@@ -152,6 +152,9 @@ def doctor(
     from megarl.commands.doctor.command import doctor as look
 
     return look(Path(recipe) if recipe else None, overrides or [], as_json=as_json, nodes=nodes)
+
+
+app.command(name="engines", context_settings={"ignore_unknown_options": True})(engines_command)  # -1 is no option
 
 
 @app.command()

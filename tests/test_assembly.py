@@ -83,6 +83,7 @@ class Cluster:
 def build(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch, **prepared: Any) -> tuple[Run, Cluster]:
     monkeypatch.setattr("megarl.rollout.start_engines.process_env", lambda *_: {})
     monkeypatch.setattr("megarl.assembly.EnginesSource", lambda *_: "engines source")
+    monkeypatch.setattr("megarl.assembly.answer_requests", lambda *_: None)
     monkeypatch.setattr("megarl.assembly.DatasetSource", lambda *_: "data source")
     recipe.model.path, recipe.observe.console = str(folder / "model"), "plain"
     recipe.observe.tensorboard = recipe.observe.report = False

@@ -101,7 +101,7 @@ def build(
         tokenizer=tokenizer,
         profiling=Profiling(recipe.observe, actor_group, [], log, folder / "profile", 1.0),
         log=log,
-        device_count=1,
+        started_devices=1,
         device_peak=None,
     )
 

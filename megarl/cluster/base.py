@@ -82,6 +82,11 @@ class Service(Protocol):
         """Address of its machine that processes on other machines can reach."""
         ...
 
+    @property
+    def device_names(self) -> str:
+        """Numbers of its devices on its machine, such as "4,5"; "" if it needs none."""
+        ...
+
     def call(self, method: str, *args: Any) -> Future[Any]: ...
 
     def call_with_data(self, method: str, *args: Any) -> Future[Any]:
@@ -104,6 +109,10 @@ class Service(Protocol):
 
 class Cluster(Protocol):
     """Starts processes and ends all of them when its ``with`` block is left."""
+
+    requests: dict[str, Callable[[list[str]], Any]]
+    """Functions that answer other processes of this user, by the first word of the request (`answering_requests`). They are
+    called in threads with the other words, and return plain values."""
 
     def start_trainers(
         self, class_path: str, size: int, args: tuple[Any, ...], name: str = "trainer", *, essential: bool = True
@@ -136,17 +145,39 @@ class Cluster(Protocol):
         env: dict[str, str],
         replaces: Service | None = None,
         essential: bool = True,
+        additional: bool = False,
     ) -> Service:
         """Start a process that sees `devices` devices of one machine and constructs ``class_path(*args)``.
 
         replaces: a service whose devices the new one takes; what is left of its process is killed first. If its machine has left
         the cluster, the new one takes free devices of another; raises MachineLost if there are none. essential: the run
         cannot continue without it, so that `check` raises if it ends. A stopped process (SIGSTOP) that is not essential is killed.
+        additional: beyond the reservation; it takes free devices of a machine, and raises MachineLost if there are none.
 
         Start the engines in the order of the reservation: rollout.engines, of rollout.tensor_parallel devices each
         (colocated engines spread over the trainers' devices), then the engines of the teacher and of the judge.
         """
         ...
+
+    def release_service(self, service: Service) -> None:
+        """End a service, and give its devices back: an additional one, or another job, may take them.
+
+        With torchrun the number of services is fixed.
+        """
+        raise AssertionError(f"{type(self).__name__} cannot give devices back")
+
+    def free_services(self, devices: int) -> int | None:
+        """Return how many additional services of `devices` devices may start; None: any number, since they need no devices.
+        Callable from any thread."""
+        return 0
+
+    def leave_machine(self, rank: int) -> tuple[list[Service], str | None]:
+        """Start no further process on the machine with this node rank of launch/multinode.sh, which leaves the cluster.
+
+        Returns the services there, and why the machine cannot leave while the run goes on, if it cannot. Callable from any
+        thread, and again.
+        """
+        return [], "the processes of this run are on one machine"
 
     def check(self) -> None:
         """Raise `WorkerFailed` or `ServiceDied` if a process has died or failed to start, after ending all others. Trainers and

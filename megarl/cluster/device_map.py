@@ -51,6 +51,7 @@ class Demand:
     critics, critic_block: the same for the critic.
     shared: engines, trainers and critic time-share the same devices.
     fixed: engines of the teacher and the judge, in start order; their devices are never shared.
+    engines_leave: the number of engines may change while the run goes on.
     """
 
     trainers: int
@@ -61,6 +62,7 @@ class Demand:
     critics: int = 0
     critic_block: int = 1
     fixed: tuple[FixedEngines, ...] = ()
+    engines_leave: bool = False
 
     @classmethod
     def of(
@@ -76,6 +78,7 @@ class Demand:
             critics=recipe.critic.trainers if critic else 0,
             critic_block=recipe.critic.megatron.tensor_parallel if critic else 1,
             fixed=tuple(FixedEngines.of(recipe, section) for section in fixed),
+            engines_leave=engines and recipe.rollout.min_engines is not None,
         )
 
     @property
@@ -149,9 +152,14 @@ class DeviceMap:
 
     def per_machine(self, machines: int) -> list[int]:
         """Number of devices that the run takes on each machine."""
-        engines = [slot for engine in [*self.engines, *self.fixed] for slot in engine]
-        slots = {*self.trainers, *self.critics, *engines}
+        slots = {slot for part in self.parts(separate_engines=False) for slot in part}
         return [sum(machine == number for machine, _ in slots) for number in range(machines)]
+
+    def parts(self, *, separate_engines: bool) -> list[list[Slot]]:
+        """Return all slots, sorted; separate_engines: those of each rollout engine as a further list."""
+        engines = [] if separate_engines else self.engines
+        rest = {*self.trainers, *self.critics, *(slot for engine in [*engines, *self.fixed] for slot in engine)}
+        return [sorted(rest), *([sorted(engine) for engine in self.engines] if separate_engines else [])]
 
 
 def place(machines: Sequence[tuple[str, int]], demand: Demand, resource: str) -> DeviceMap:

@@ -45,6 +45,11 @@ class OutageWatch:
         self._since: dict[str, float] = {}  # of services that are down
         self._polled, self._seconds = clock(), 0.0
 
+    def add(self, engine: ReportingEngine) -> None:
+        """Read the reports of a further engine, too."""
+        self._engines.append(engine)
+        self._reports.append({})
+
     @property
     def is_down(self) -> bool:
         """True while a service is down."""
@@ -55,9 +60,9 @@ class OutageWatch:
         now = self._clock()
         self._seconds += now - self._polled if self._since else 0.0
         self._polled = now
-        if not self._calls:
-            self._processes = [engine.service for engine in self._engines]
-            self._calls = [engine.outages(0) for engine in self._engines]
+        for engine in self._engines[len(self._calls) :]:
+            self._processes.append(engine.service)
+            self._calls.append(engine.outages(0))
         for index, call in enumerate(self._calls):
             if call.done():
                 self._read(index, call, now)

@@ -19,7 +19,8 @@ from megarl.recipe.judge import JUDGE
 from megarl.recipe.paths import with_absolute_paths
 from megarl.rollout.evaluate import EvaluationResult, evaluate
 from megarl.rollout.judge.service import with_judge
-from megarl.rollout.start_engines import check_for, load_engines, start_engines, start_judge, wait_for_start
+from megarl.rollout.samplers import check_for
+from megarl.rollout.start_engines import load_engines, start_engines, start_judge, wait_for_start
 
 
 def evaluate_model(recipe: Recipe) -> EvaluationResult:

@@ -15,9 +15,9 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from megarl.cluster.ray.env import node_resource
 from megarl.cluster.ray.signals import keep_sigterm_handler, ray_get, ray_wait
 from megarl.cluster.ray.start import join
-from megarl.commands.launch.ray_start import node_resource
 
 _CLOCK_SECONDS = 5.0  # timeout of a clock reading, in a process that has already answered
 _CLOCK_READINGS = 3

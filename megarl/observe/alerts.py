@@ -24,6 +24,7 @@ _HEADS: dict[Event, str] = {
     "start": "started",
     "death": "a process failed, the run goes on",
     "restart": "starts again",
+    "engines": "engines",
     "outage": "outage",
     "update": "unusual update",
     "warning": "warning",

@@ -13,7 +13,7 @@ from megarl.recipe.key import key
 if TYPE_CHECKING:
     from megarl.recipe.schema import Recipe
 
-Event = Literal["start", "death", "restart", "outage", "update", "warning", "failure", "end"]
+Event = Literal["start", "death", "restart", "engines", "outage", "update", "warning", "failure", "end"]
 """Events of a run that alerts may report; docs/alerts.md describes each."""
 EVENTS: tuple[Event, ...] = typing.get_args(Event)
 
@@ -32,7 +32,7 @@ class AlertsConfig:
     )
     events: list[str] = key(
         ["death", "restart", "outage", "failure", "end"],
-        "Events to report. start: the first step begins. death: an engine or trainer has died or failed, and the run goes on (`rollout.min_engines`, `train.trainer_restarts`). restart: the run is started again (`train.restarts`). outage: a service that samples need is down, or back. update: updates of a step were skipped, or are spikes (`train.on_spike`). warning: any other warning. failure: an error has ended the run. end: the run is finished, or was stopped.",
+        "Events to report. start: the first step begins. death: an engine or trainer has died or failed, and the run goes on (`rollout.min_engines`, `train.trainer_restarts`). restart: the run is started again (`train.restarts`). engines: their wanted number changes, or one joins or leaves (`megarl engines`, a machine that ends). outage: a service that samples need is down, or back. update: updates of a step were skipped, or are spikes (`train.on_spike`). warning: any other warning. failure: an error has ended the run. end: the run is finished, or was stopped.",
     )
 
 

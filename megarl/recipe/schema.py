@@ -102,7 +102,7 @@ class RolloutConfig:
     engines: int = key(1, "Number of engines. Each is a replica of the policy.", at_least=1, at_most=MOST_PROCESSES)
     min_engines: Optional[int] = key(
         None,
-        "Fewest engines with which the run goes on. If an engine dies and this many are left, they sample its groups again from the start, and a new process on its devices takes part from the next update on. After a death during an update all engines restart, and the update is repeated. Needs engines on separate devices. Unset: each death ends the run (`train.restarts` starts it again).",
+        "Fewest engines with which the run goes on. If an engine dies and this many are left, they sample its groups again from the start, and a new process on its devices takes part from the next update on. After a death during an update all engines restart, and the update is repeated. `megarl engines` then also changes the number of engines while the run goes on. Needs engines on separate devices. Unset: each death ends the run (`train.restarts` starts it again).",
         at_least=1,
     )
     tensor_parallel: int = key(1, "Tensor-parallel size within an engine.", at_least=1)

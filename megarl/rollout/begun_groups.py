@@ -100,7 +100,7 @@ def copy_in_time(
 
 
 class BegunGroups:
-    """The begun groups of a resumed checkpoint, until they start."""
+    """The begun groups of a resumed checkpoint, and of engines that have handed them over, until they start."""
 
     def __init__(self, cannot_continue: str | None) -> None:
         """`cannot_continue`: why all groups are sampled again, if they are."""
@@ -112,6 +112,10 @@ class BegunGroups:
 
     def restore(self, groups: Mapping[int, BegunGroup]) -> None:
         self._groups = dict(groups)
+
+    def add(self, number: int, group: BegunGroup) -> None:
+        """Add a group that an engine has handed over."""
+        self._groups[number] = group
 
     def continued(self, request: GenerationRequest) -> GenerationRequest:
         """Return `request` with what the checkpoint has of its samples, if anything."""

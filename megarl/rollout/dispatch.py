@@ -12,13 +12,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from megarl.recipe.derived.at_update import UpdateRule
-
-MOST_DEATHS = 3  # of engines that sample the same group
 
 
 @dataclass
@@ -60,6 +57,16 @@ class Dispatch:
         """Number of engines without a group, closed ones left out."""
         return sum(not (engine.load or engine.closed) for engine in self._engines)
 
+    @property
+    def open(self) -> int:
+        """Number of engines on which groups start."""
+        return sum(not engine.closed for engine in self._engines)
+
+    @property
+    def versions(self) -> list[int | None]:
+        """Version of the weights of each engine; None before the first update."""
+        return [engine.version for engine in self._engines]
+
     def close(self, engine: int) -> None:
         """Start no further group on an engine. ValueError if no other engine is open."""
         if all(each.closed for index, each in enumerate(self._engines) if index != engine):
@@ -67,7 +74,9 @@ class Dispatch:
         self._engines[engine].closed = True
 
     def open_only(self, serving: Collection[int]) -> None:
-        """Start groups on the `serving` engines alone, which have the newest weights."""
+        """Start groups on the `serving` engines alone, which have the newest weights. They may be more than before."""
+        missing = max(serving, default=-1) + 1 - len(self._engines)
+        self._engines += [_EngineState(version=self._version) for _ in range(missing)]
         for index, engine in enumerate(self._engines):
             engine.closed = index not in serving
 
@@ -156,35 +165,3 @@ class Dispatch:
         behind.sort(key=lambda engine: (engine.version, engine.load))
         for engine in behind[: max(0, self._most_finishing - finishing)]:
             engine.finishes = True
-
-
-class LostGroups:
-    """Groups of dead engines, until another engine samples them. Not thread-safe: the caller needs a lock."""
-
-    def __init__(self) -> None:
-        self._groups: list[int] = []
-        self._deaths: Counter[int] = Counter()  # by group that has not arrived
-
-    def add(self, group: int) -> None:
-        self._groups.append(group)
-
-    def count_death(self, group: int, engine: str) -> None:
-        """Record that an engine died while it sampled a group. Raises RuntimeError after `MOST_DEATHS` of them."""
-        self._deaths[group] += 1
-        if self._deaths[group] >= MOST_DEATHS:
-            raise RuntimeError(
-                f"{MOST_DEATHS} engines have died while they sampled group {group}, {engine} last: does its prompt end them? See "
-                "their logs in the run's logs/"
-            )
-
-    def forget(self, group: int) -> None:
-        """Record that a group has arrived."""
-        del self._deaths[group]
-
-    def take(self) -> list[int]:
-        """Return the groups, which another engine samples now."""
-        groups, self._groups = self._groups, []
-        return groups
-
-    def __bool__(self) -> bool:
-        return bool(self._groups)

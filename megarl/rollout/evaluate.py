@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -158,11 +159,12 @@ def _run(
     fleet: Fleet | None,
     outages: OutageWatch | None = None,
 ) -> list[Group]:
-    """Return the groups of the problems, in their order. Problems of an engine that dies go to the others."""
+    """Return the groups of the problems, in their order. Problems of an engine that dies, or leaves, go to the others."""
     groups: dict[int, Group] = {}
-    while left := [number for number in range(len(problems)) if number not in groups]:
-        remaining = {number: problems[number] for number in left}
-        groups |= _sample(remaining, sampling, engines, check_processes, timeout, fleet, outages)
+    with fleet.evaluation() if fleet is not None else contextlib.nullcontext():
+        while left := [number for number in range(len(problems)) if number not in groups]:
+            remaining = {number: problems[number] for number in left}
+            groups |= _sample(remaining, sampling, engines, check_processes, timeout, fleet, outages)
     return [groups[number] for number in range(len(problems))]
 
 

@@ -27,7 +27,8 @@ class SampleSource(Protocol):
         """Return the next `count` groups in admission order; fewer, with a notice, only if the recipe allows it."""
 
     def drain(self) -> None:
-        """With `rollout.at_update: drain`, wait until all admitted groups have finished; otherwise return at once."""
+        """With `rollout.at_update: drain`, wait until all admitted groups have finished. Otherwise only wait for engines that hand
+        groups over."""
 
     def load_newest(self, version: int) -> None:
         """With `rollout.at_update: finish`, wait until every engine has loaded `version`, which was the last update."""

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megarl.algorithms.shaping import add_overlong_penalty, has_spread
-from megarl.cluster.calls import StallTimer, attach, wait
+from megarl.cluster.calls import StallTimer, attach
 from megarl.cluster.outage_watch import OutageWatch
 from megarl.data.prompts import PromptDataset
 from megarl.engines.tape import Record
@@ -29,9 +29,10 @@ from megarl.rollout.begun_groups import (
     copy_in_time,
     copy_partials,
 )
-from megarl.rollout.dispatch import Dispatch, Finishing, LostGroups
+from megarl.rollout.dispatch import Dispatch, Finishing
 from megarl.rollout.engine_handle import SamplingEngine
 from megarl.rollout.fleet.fleet import Fleet
+from megarl.rollout.fleet.moves import GroupMoves
 from megarl.rollout.metrics import batch_of
 from megarl.rollout.requests import Requests
 from megarl.rollout.source import Batch
@@ -65,7 +66,7 @@ class EnginesSource:
         """`check_processes` is called every second while waiting; it raises if a process of the run has died. `arrivals`: order in
         which groups are handled; None: as they arrive, without a tape. `fleet`: of engines that may die; None: none may. `outages`:
         of services; None: the caller does not watch them."""
-        self.recipe, self.engines, self.fleet, self.outages = recipe, list(engines), fleet, outages
+        self.recipe, self.engines, self.fleet, self.outages = recipe, engines, fleet, outages
         self.check_processes = check_processes
         self.requests = Requests(recipe, prompts, stop_token_ids)
         self.sampler = self.requests.sampler
@@ -94,11 +95,19 @@ class EnginesSource:
         self._drained: dict[str, Any] | None = None  # with drain: the state before the groups of the next batch started
         self._cannot_continue = cannot_continue_groups(recipe)
         self._begun = BegunGroups(self._cannot_continue)
-        self._engine_of: dict[
-            int, tuple[int, int]
-        ] = {}  # of each group that has not arrived: index, number of its process
-        self._lost = LostGroups()
-        self._moving: dict[int, dict[int, BaseException]] = {}  # engines that hand groups over -> errors of groups
+        self.moves = GroupMoves(
+            engines,
+            fleet,
+            self._dispatch,
+            self._begun,
+            self.requests,
+            self._change,
+            self._start_again,
+            self._fail,
+            cannot_continue=self._cannot_continue,
+            finishes_first=self._drains,
+        )
+        self._owners = self.moves.owners
 
     def admit(self, version: int) -> None:
         with self._change:
@@ -136,9 +145,11 @@ class EnginesSource:
         return bool(self.admission.closed)
 
     def drain(self) -> None:
-        if self._drains:
-            with self._change:
-                self._wait(self.admission.idle)
+        """See `SampleSource`. Engines that hand groups over have replied when this returns: updates must not change their weights
+        meanwhile."""
+        with self._change:
+            self._wait(lambda: not self._owners.moving and (not self._drains or self.admission.idle()))
+        self.moves.release_engines(before_update=True)
 
     def load_newest(self, version: int) -> None:
         if not self._finishes:
@@ -213,30 +224,6 @@ class EnginesSource:
             return copy_in_time(self.engines, version, self.fleet)
         return copy_partials(self.engines, version, functools.partial(self._check, time.monotonic()), self.fleet)
 
-    def move_groups(self, engine: int) -> list[int]:
-        """Move the groups that an engine samples to the other engines, which continue them, and start no further group on it.
-
-        Returns the groups' numbers. A group that is already scored stays, and arrives. Engines must have the same weights:
-        call from the thread that publishes weights. Raises RuntimeError if samples cannot be continued.
-        """
-        if self._cannot_continue is not None:
-            raise RuntimeError(f"groups cannot move to other engines: {self._cannot_continue}")
-        with self._change:
-            self._dispatch.close(engine)
-            numbers = sorted(number for number, (index, _) in self._engine_of.items() if index == engine)
-            self._moving[engine] = {}
-        handed = wait(self.engines[engine].hand_over(numbers), functools.partial(self._check, time.monotonic()))
-        with self._change:
-            for number, error in self._moving.pop(engine).items():
-                if number not in handed:
-                    raise error
-            for _ in handed:
-                self._dispatch.remove(engine)
-            moved = [self._begun.with_partials(self.requests.of(number), handed[number]) for number in sorted(handed)]
-            self._submit(zip(moved, self._dispatch.start_again(len(moved)), strict=True))
-            self._observe()
-        return sorted(handed)
-
     def _check(self, since: float) -> None:
         """Raise an engine's error, or if a process has died or no group finishes within `rollout.timeout`. since: see
         `WeightLoads.check`."""
@@ -266,6 +253,11 @@ class EnginesSource:
         if self._error is not None:
             raise self._error
 
+    def _start_again(self) -> None:
+        """Start groups that their engines have lost. Call with the lock."""
+        self._start_groups()
+        self._observe()
+
     def _start_groups(self) -> None:
         """Start as many groups as admission and engines allow, with one message per engine."""
         if self._error is not None or (self.fleet is not None and not self.fleet.serving):
@@ -276,7 +268,7 @@ class EnginesSource:
             self._dispatch.open_only(self.fleet.serving)
             for engine in self.fleet.take_restarted():
                 self._arrivals.died(engine)
-        again = [*self._unfinished, *self._lost.take()]
+        again = [*self._unfinished, *self._owners.take_lost()]
         started = self._dispatch.start_again(len(again))
         started += self._dispatch.start(self.admission.capacity)
         numbers = [*again, *self.admission.start(len(started) - len(again))]
@@ -285,7 +277,7 @@ class EnginesSource:
         requests = [self._begun.continued(self.requests.of(number)) for number in numbers]
         self._submit(zip(requests, started, strict=True))
         self._load_weights()
-        if self._lost:  # an engine died meanwhile
+        if self._owners.lost:  # an engine died meanwhile
             self._start_groups()
 
     def _submit(self, requests: Iterable[tuple[GenerationRequest, int]]) -> None:
@@ -297,11 +289,10 @@ class EnginesSource:
             with self.fleet.lock if self.fleet is not None else contextlib.nullcontext():
                 if self.fleet is not None and engine not in self.fleet.serving:  # it has just died
                     for request in of_engine:
-                        self._dispatch.remove(engine)
-                        self._lost.add(request.group)
+                        self.moves.give_up(request.group, engine)
                     continue
-                process = self.fleet.process(engine) if self.fleet is not None else 0
-                self._engine_of |= {request.group: (engine, process) for request in of_engine}
+                process = self.moves.process(engine)
+                self._owners.give([request.group for request in of_engine], (engine, process))
                 self.engines[engine].submit(of_engine).add_done_callback(
                     functools.partial(self._submitted, engine, process)
                 )
@@ -328,7 +319,7 @@ class EnginesSource:
 
     def _submitted(self, engine: int, process: int, result: Future[None]) -> None:
         error = result.exception()
-        if error is not None and not (self.fleet is not None and self.fleet.lost(engine, process, error)):
+        if error is not None and self.moves.has_failed(engine, process, error):
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
@@ -339,7 +330,7 @@ class EnginesSource:
     def _arrived(self, engine: int, process: int, number: int, result: Future[tuple[Any, DataRef]]) -> None:
         """Handle a collected group, in a thread of the transport. The controller raises its errors when it waits."""
         try:
-            if self._has_moved(engine, process, number, result.exception()):
+            if self.moves.has_moved(engine, process, number, result.exception()):
                 return
             group = attach(result.result())
             settings = self.recipe.algorithm
@@ -349,33 +340,14 @@ class EnginesSource:
             if not keep:  # free the vectors; the metrics still need the control data
                 attach((group, InlineData([])))
             with self._change:
+                if not self._owners.owns(number, (engine, process)):  # its engine has just left
+                    return
                 self._stall_timer.reset()
-                del self._engine_of[number]
-                self._lost.forget(number)
+                self._owners.arrive(number)
                 self._arrivals.add(group, Arrival(engine, keep))
                 self._handle_due()
         except BaseException as error:  # noqa: BLE001 -- the controller raises it
             self._fail(error)
-
-    def _has_moved(self, engine: int, process: int, number: int, error: BaseException | None) -> bool:
-        """Return whether the group is, or soon will be, on another engine: it was handed over, or its engine has died. After
-        an error `move_groups` decides when it knows."""
-        with self._change:
-            if error is not None and engine in self._moving:
-                self._moving[engine][number] = error
-                return True
-            if self._engine_of.get(number) != (engine, process):
-                return True
-            if error is None or self.fleet is None or not self.fleet.lost(engine, process, error):
-                return False
-            if not self.fleet.in_update:
-                self._lost.count_death(number, self.engines[engine].name)
-            self.fleet.count_sampled_again()
-            self._dispatch.remove(engine)
-            self._lost.add(number)
-            self._start_groups()
-            self._observe()
-            return True
 
     def _handle_due(self) -> None:
         """Handle arrived groups and loaded weights whose turn it is. Call with the lock."""
@@ -397,4 +369,4 @@ class EnginesSource:
         reason: Reason | None = None
         if self._taking and not self.admission.closed:
             reason = "window" if self.admission.has_enough_finished() else "engines"
-        self._waiting.observe(self._dispatch.idle, reason, scoring)
+        self._waiting.observe(self._dispatch.idle, reason, scoring, self._dispatch.open)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megarl.agents.setup import AgentSetup
 from megarl.cluster.base import Cluster, Service
 from megarl.cluster.calls import wait_for_all
-from megarl.cluster.outage_watch import OutageWatch
 from megarl.data.images import ImageReader
 from megarl.engines import engine_settings, process_env
 from megarl.engines.base import EngineSpec, EngineTraces
@@ -21,25 +20,14 @@ from megarl.platform.environment import RoleSettings
 from megarl.recipe.derived.at_update import update_rule
 from megarl.recipe.derived.seeded import samples_are_seeded
 from megarl.recipe.environment import variables
-from megarl.recipe.observe import Event, trace_options
+from megarl.recipe.observe import trace_options
 from megarl.recipe.schema import Recipe, RolloutConfig
-from megarl.rollout.engine_handle import EngineHandle, JudgeHandle, SamplingEngine, TeacherHandle, with_engine_check
-from megarl.rollout.fleet.fleet import Fleet
+from megarl.rollout.engine_handle import EngineHandle, JudgeHandle, TeacherHandle
 from megarl.rollout.tape import RunTape
 
 ROLLOUT_SERVER = "megarl.rollout.server:RolloutServer"
 TEACHER_SERVER = "megarl.rollout.teacher.server:TeacherServer"
 JUDGE_SERVER = "megarl.rollout.judge.server:JudgeServer"
-
-
-@dataclass(frozen=True)
-class Samplers:
-    """The engines that sample and score, and what `EnginesSource` and `evaluate` watch while they wait for them."""
-
-    engines: Sequence[SamplingEngine]
-    check: Callable[[], None]
-    fleet: Fleet | None
-    outages: OutageWatch
 
 
 def start_engines(
@@ -66,7 +54,7 @@ def start_engines(
             spec = replace(spec, traces=EngineTraces(str(traces / f"engine{number}"), trace_options(recipe.observe)))
         if tape is not None:
             spec = replace(spec, tape=tape.of_engine(spec.name))
-        engines.append(EngineHandle(_start_engine(recipe, spec, sources, platform, cluster)))
+        engines.append(EngineHandle(start_engine(recipe, spec, sources, platform, cluster)))
     return engines
 
 
@@ -74,25 +62,37 @@ def restart_engine(recipe: Recipe, sources: list[str], platform: Any, cluster: C
     """Start a new process of a policy's engine on the devices of the old one, which is ended. It gets its weights from a weight
     sync, and has neither a tape nor traces."""
     spec = policy_spec(recipe, engine.name, load_weights=False)
-    engine.service = _start_engine(recipe, spec, sources, platform, cluster, replaces=engine.service)
+    engine.service = start_engine(recipe, spec, sources, platform, cluster, replaces=engine.service)
 
 
-def _start_engine(
+def start_engine(
     recipe: Recipe,
     spec: EngineSpec,
     sources: list[str],
     platform: Any,
     cluster: Cluster,
     replaces: Service | None = None,
+    additional: bool = False,
 ) -> Service:
-    """Start the process of an engine of the policy. `replaces`: the service that it takes the place of, if any."""
+    """Start the process of an engine of the policy. `replaces`, `additional`: see `Cluster.start_service`."""
     tokenizer = recipe.model.tokenizer or recipe.model.path
     images = ImageReader.of(recipe.model.path, recipe.data)
     scoring = (recipe.reward, sources, recipe.sandbox)
     args = (tokenizer, *scoring, images, AgentSetup.of(recipe), recipe.reward.uses_judge)
     essential = recipe.rollout.min_engines is None
     engine = recipe.rollout.engine
-    return _start(ROLLOUT_SERVER, engine, spec, args, recipe, platform, cluster, replaces=replaces, essential=essential)
+    return _start(
+        ROLLOUT_SERVER,
+        engine,
+        spec,
+        args,
+        recipe,
+        platform,
+        cluster,
+        replaces=replaces,
+        essential=essential,
+        additional=additional,
+    )
 
 
 def load_engines(rollout: RolloutConfig, engines: Sequence[EngineHandle]) -> list[Future[dict[str, Any]]]:
@@ -151,8 +151,9 @@ def _start(
     *,
     replaces: Service | None = None,
     essential: bool = True,
+    additional: bool = False,
 ) -> Service:
-    """Start the process of an engine. `args`: arguments of the class `server` after the engine's name and spec. The last two:
+    """Start the process of an engine. `args`: arguments of the class `server` after the engine's name and spec. The last three:
     see `Cluster.start_service`."""
     spec = replace(spec, device=platform.name)
     env = process_env(engine, recipe.cluster.threads) | engine_environment(recipe, platform, engine, spec).environment()
@@ -164,6 +165,7 @@ def _start(
         env=env,
         replaces=replaces,
         essential=essential,
+        additional=additional,
     )
 
 
@@ -171,44 +173,6 @@ def engine_environment(recipe: Recipe, platform: Any, engine: str, spec: EngineS
     """Return the environment variables of an engine's process."""
     defaults = platform.engines_env(recipe.train.deterministic)
     return engine_settings(engine, spec, defaults, platform.name, variables(recipe.cluster.environment, "engines"))
-
-
-def start_fleet(
-    recipe: Recipe,
-    sources: list[str],
-    platform: Any,
-    cluster: Cluster,
-    engines: Sequence[EngineHandle],
-    descriptions: Sequence[dict[str, Any]],
-    notice: Callable[[str, Event | None], None],
-) -> Fleet | None:
-    """Watch the policy's engines as a fleet, if they may die (`rollout.min_engines`); None otherwise. Other arguments: see
-    `start_engines` and `Fleet`."""
-    if recipe.rollout.min_engines is None or not engines:
-        return None
-
-    def restart(engine: int) -> None:
-        restart_engine(recipe, sources, platform, cluster, engines[engine])
-
-    fleet = Fleet(engines, descriptions, recipe.rollout.min_engines, restart, notice)
-    cluster.on_check(fleet.poll)
-    return fleet
-
-
-def check_for(
-    rollout: RolloutConfig, engines: Sequence[EngineHandle], cluster: Cluster, notice: Callable[[str, Event], None]
-) -> tuple[Callable[[], None], OutageWatch]:
-    """Return a function that raises if a process of the run has failed, or a service has been down for too long. Waits for
-    samples call it every second. Also return the watch over services, which `notice` reports, also while trainers compute."""
-    outages = OutageWatch(engines, rollout.outage_timeout, lambda text: notice(text, "outage"))
-    cluster.on_check(outages.poll)
-    processes = cluster.check if rollout.data_parallel == 1 else with_engine_check(engines, cluster.check)
-
-    def check() -> None:
-        processes()
-        outages.check()
-
-    return check, outages
 
 
 def check_in_flight(recipe: Recipe, descriptions: Sequence[dict[str, Any]]) -> None:

@@ -16,7 +16,7 @@ A start of the run begins a segment. `format`: `TAPE_FORMAT` of the megarl that 
 after. `resumed`: the segment that saved this checkpoint. `unlogged`: that segment ended before it wrote the step's metrics.
 `identity`: of model, data and seed. With `rollout.at_update: finish`, `loaded` is the number of an engine that has loaded the
 version `weights` from host memory, and `newest` the version that all engines load for an evaluation. With
-`rollout.min_engines`, `died` is the number of an engine that has died; a replay refuses it. A bundle of a failed step
+`rollout.min_engines`, `died` is the number of an engine that has died, joined or left; a replay refuses it. A bundle of a failed step
 (`megarl replay --bundle`) has `{"failed": 3}` as its last record.
 """
 
@@ -118,8 +118,8 @@ def with_deaths(plans: Sequence[ReplayPlan]) -> str | None:
     for plan in plans:
         if (record := next((each for each in plan.segment.records if "died" in each), None)) is not None:
             return (
-                f"engine{record['died']} died in segment {plan.segment.number} of the tape, and other engines sampled its groups again "
-                "(rollout.min_engines)"
+                f"engine{record['died']} died in segment {plan.segment.number} of the tape, or joined or left in it, so that groups went to "
+                "other engines (rollout.min_engines)"
             )
     return None
 
@@ -323,7 +323,7 @@ class Arrivals(Generic[A]):
             self._recorded.popleft()
 
     def died(self, engine: int) -> None:
-        """Record that an engine has died (`rollout.min_engines`). Such a segment cannot be replayed."""
+        """Record that an engine has died, joined or left (`rollout.min_engines`). Such a segment cannot be replayed."""
         self._write({"died": engine})
 
     def ended(self) -> None:

@@ -177,8 +177,8 @@ class DisaggregatedFleet(Handover):
         check: Callable[[], None],
         start_timeout: float,
     ):
-        """session: of `members`. open_session: opens one for engines, with their indices. check: of the run's processes."""
-        self.trainers, self.engines, self.session, self.members = trainers, list(engines), session, members
+        """engines: may grow. session: of `members`. open_session: opens one for engines, with their indices. check: of the run's processes."""
+        self.trainers, self.engines, self.session, self.members = trainers, engines, session, members
         self.fleet, self.open_session = fleet, open_session
         self.check, self.start_timeout = check, start_timeout
         self.unfinished: list[tuple[int, int]] | None = (

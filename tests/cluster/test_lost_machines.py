@@ -59,3 +59,36 @@ def test_an_engine_starts_on_another_machine(machines: Any, tmp_path: Path) -> N
         assert again.call("scaled", 5).result(60) == 15 and again.node not in homes
         cluster.check()
         assert trainers.call("echo", "a") == [(0, "a")], "the others are left alone"
+
+
+@pytest.mark.timeout(300)
+def test_additional_engines_take_free_devices_and_give_them_back(machines: Any, tmp_path: Path) -> None:
+    from megarl.cluster.device_map import Demand
+    from megarl.cluster.ray.cluster import RayCluster
+    from megarl.cluster.ray.devices import RayDevices
+
+    devices = RayDevices("NPU", "ASCEND_RT_VISIBLE_DEVICES", Demand(1, 1, engines_leave=True))
+    with RayCluster(None, devices, tmp_path, trainer_env=THREADS, stall=0.0) as cluster:
+        cluster.start_trainers("tests.support.cluster_workers:Echo", 1, (), essential=False)
+        start: Any = {"devices": 1, "env": THREADS, "essential": False}
+        engine = cluster.start_service("tests.support.cluster_workers:Engine", (3,), name="engine0", **start)
+        assert cluster.free_services(1) == 0
+        start["additional"] = True
+        with pytest.raises(MachineLost, match="no machine of the Ray cluster has 1 free NPU"):
+            cluster.start_service("tests.support.cluster_workers:Engine", (3,), name="engine1", **start)
+        resources = {"NPU": 2, "megarl_node_3": 1}
+        machines.add_node(num_cpus=8, object_store_memory=128 << 20, resources=resources)
+        assert wait_until(lambda: cluster.free_services(1) == 2, 30) and cluster.free_services(3) == 0
+        further = cluster.start_service("tests.support.cluster_workers:Engine", (4,), name="engine1", **start)
+        assert further.call("scaled", 5).result(60) == 20 and further.device_names != ""
+        assert further.node not in (engine.node, devices.trainers[0].node_id) and cluster.free_services(1) == 1
+        assert cluster.leave_machine(7) == ([], "no machine of the Ray cluster has node rank 7")
+        assert cluster.leave_machine(3) == ([further], None) and cluster.free_services(1) == 0, "nothing starts there"
+        cluster.release_service(further)
+        assert cluster.leave_machine(3) == ([], None) and not further.alive()
+        assert engine.call("scaled", 5).result(60) == 15
+        cluster.release_service(engine)
+        assert wait_until(lambda: cluster.free_services(1) == 1, 30), "the devices of the first engines return, too"
+        again = cluster.start_service("tests.support.cluster_workers:Engine", (5,), name="engine1", **start)
+        assert again.call("scaled", 5).result(60) == 25 and again.node == engine.node
+        cluster.check()

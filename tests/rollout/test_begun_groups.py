@@ -183,7 +183,7 @@ def test_groups_move_to_the_other_engines(early: bool) -> None:
     assert (sorted(leaving.running), sorted(second.running), sorted(third.running)) == ([0, 3, 6], [1, 4, 7], [2, 5])
     leaving.scoring = {3}
     leaving.partials = {0: (partial(4), partial(6)), 6: (partial(0), partial(0))}
-    assert source.move_groups(0) == [0, 6]
+    source.moves.move(0)
     assert (sorted(second.running), sorted(third.running)) == ([1, 4, 6, 7], [0, 2, 5])
     assert equal(third.requests[0].partials, leaving.partials[0])
     leaving.finish(3)
@@ -216,18 +216,19 @@ def test_a_group_that_fails_while_others_move_ends_the_run() -> None:
         return hand_over(method, *arguments)
 
     leaving.call = call  # type: ignore[method-assign]
+    source.moves.move(0)
     with pytest.raises(ZeroDivisionError):
-        source.move_groups(0)
+        source.take(4)
 
 
 def test_the_last_engine_keeps_its_groups() -> None:
     source = refreshing(MovingService())
     source.admit(0)
     with pytest.raises(ValueError, match="no engine but number 0 is open"):
-        source.move_groups(0)
+        source.moves.move(0)
     finishing = refreshing(MovingService(), MovingService(), at_update="finish")
     with pytest.raises(RuntimeError, match=r"cannot move to other engines: with rollout\.at_update=finish"):
-        finishing.move_groups(0)
+        finishing.moves.move(0)
 
 
 def test_an_engine_that_dies_while_it_copies_is_raised() -> None:

@@ -102,7 +102,8 @@ def test_a_dead_engine_starts_again_and_serves_after_an_update() -> None:
     engines.update()
     engines.fleet.poll()
     assert engines.fleet.serving == [0, 1] and engines.notices[-1] == "engine1 has the run's weights, and samples"
-    assert engines.fleet.take_metrics() == {"fleet/serving": 2.0, "fleet/deaths": 1.0, "fleet/sampled_again": 0.0}
+    expected = {"fleet/serving": 2.0, "fleet/deaths": 1.0, "fleet/sampled_again": 0.0}
+    assert engines.fleet.take_metrics().items() >= expected.items()
 
 
 def test_too_few_engines_end_the_run() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +27,8 @@ from megarl.cluster.failures import (
 )
 from megarl.cluster.orphan_reaper import VARIABLE, OrphanReaper
 from megarl.cluster.ray.actors import ServiceActor, TrainerActor
-from megarl.cluster.ray.devices import RayDevices, ReservedDevice, is_alive
+from megarl.cluster.ray.devices import RayDevices, is_alive, node_with, rank_environments
+from megarl.cluster.ray.env import node_resource
 from megarl.cluster.ray.failures import LEFT_BEFORE_START, death_cause, not_started
 from megarl.cluster.ray.processes import RayProcessWatch, private_processes
 from megarl.cluster.ray.service import KILL_SECONDS, START_SECONDS, RayData, RayService, wait_for_end
@@ -59,7 +59,7 @@ class RayGroup:
         *,
         essential: bool = True,
     ) -> None:
-        self._cluster, self._name, self._actors, self._places, self._nodes = cluster, name, actors, places, nodes
+        self._cluster, self._name, self._actors, self._places, self.nodes = cluster, name, actors, places, nodes
         self.essential = essential
         self.failure: WorkerFailed | None = None  # see `megarl.cluster.base.WorkerGroup`
         self._call, self._call_began = "", 0.0  # the call that runs, for messages; "" if none does
@@ -133,7 +133,7 @@ class RayGroup:
 
         def check() -> None:
             self._cluster.check_services()
-            for place, node in zip(self._places, self._nodes, strict=True):
+            for place, node in zip(self._places, self.nodes, strict=True):
                 if not is_alive(node):
                     raise WorkerFailed(Failure.death(place, LEFT_BEFORE_START))
             if time.monotonic() > deadline:
@@ -146,7 +146,7 @@ class RayGroup:
 
     def _wait_watched(self, refs: list[Any], doing: str) -> list[Any]:
         """Run `wait` with the watches of stopped processes and of progress. `doing`: the call's name, for messages."""
-        watch, stall = RayWatch(self._places, self._nodes, doing), StallWatch(self.stacks, self._cluster.stall)
+        watch, stall = RayWatch(self._places, self.nodes, doing), StallWatch(self.stacks, self._cluster.stall)
 
         def check() -> None:
             self._cluster.check_services()
@@ -162,7 +162,7 @@ class RayGroup:
     def stacks(self, full: bool) -> GroupStacks:
         """Read the states of the ranks. Callable from any thread."""
         call, seconds = self._call, time.monotonic() - self._call_began
-        states = read_stacks_on_nodes([place.pid for place in self._places], self._nodes, full)
+        states = read_stacks_on_nodes([place.pid for place in self._places], self.nodes, full)
         return GroupStacks(self._name, self._places, states, call, seconds)
 
     def wait(self, refs: list[Any], check: Callable[[], None] | None = None) -> list[Any]:
@@ -218,6 +218,7 @@ class RayCluster(Cluster):
         self._services: list[RayService] = []
         self._service_watch: tuple[list[RayService], RayWatch | LocalWatch] | None = None
         self._on_check: list[Callable[[], None]] = []
+        self.requests: dict[str, Callable[[list[str]], Any]] = {}
         self._owns_ray, self._processes = not ray.is_initialized(), RayProcessWatch([])
         self._private = self._owns_ray and not address  # all processes are on this machine
         try:
@@ -249,7 +250,7 @@ class RayCluster(Cluster):
         where = group.wait_for_start(calls)
         located = [place for place, _ in where]
         group = self._groups[-1] = RayGroup(self, name, actors, located, nodes, essential=essential)
-        group.construct(class_path, args, _rank_environments(devices, master_port=where[0][1]))
+        group.construct(class_path, args, rank_environments(devices, master_port=where[0][1]))
         return group
 
     def end_trainers(self) -> None:
@@ -274,9 +275,10 @@ class RayCluster(Cluster):
         env: dict[str, str],
         replaces: Service | None = None,
         essential: bool = True,
+        additional: bool = False,
     ) -> RayService:
         if replaces is None:
-            claimed = self._devices.next_engine(devices)
+            claimed = self._devices.claim(devices) if additional else self._devices.next_engine(devices)
         else:
             assert isinstance(replaces, RayService)
             if replaces.alive():
@@ -292,6 +294,29 @@ class RayCluster(Cluster):
         service = RayService(actor, place, name, claimed, class_path, args, essential=essential)
         self._services.append(service)
         return service
+
+    def release_service(self, service: Service) -> None:
+        assert isinstance(service, RayService)
+        service.stop()
+        if service in self._services:
+            self._services.remove(service)
+            self._devices.give_back(service.devices)
+
+    def free_services(self, devices: int) -> int | None:
+        return self._devices.free(devices)
+
+    def leave_machine(self, rank: int) -> tuple[list[Service], str | None]:
+        node = node_with(node_resource(rank))
+        if node is None:
+            return [], f"no machine of the Ray cluster has node rank {rank}"
+        if any(node in group.nodes for group in self._groups):
+            return [], "trainers are on it"
+        here = [service for service in self._services if service.node == node]
+        fixed = [service.name for service in here if service.essential]
+        if fixed:
+            return [], f"{fixed[0]} is on it, which the run needs"
+        self._devices.leave(node)
+        return [service for service in here if service.alive()], None
 
     def on_check(self, callback: Callable[[], None]) -> None:
         self._on_check.append(callback)
@@ -373,23 +398,3 @@ class RayCluster(Cluster):
 
 def _environment(env: dict[str, str]) -> dict[str, Any]:
     return {"runtime_env": {"env_vars": env}}
-
-
-def _rank_environments(devices: list[ReservedDevice], master_port: int) -> list[dict[str, str]]:
-    """Environment of each rank as torchrun would set it; rank 0's machine hosts the rendezvous."""
-    per_node = Counter(device.node_id for device in devices)
-    local_ranks: Counter[str] = Counter()
-    environments = []
-    for rank, device in enumerate(devices):
-        environments.append(
-            {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(len(devices)),
-                "LOCAL_RANK": str(local_ranks[device.node_id]),
-                "LOCAL_WORLD_SIZE": str(per_node[device.node_id]),
-                "MASTER_ADDR": devices[0].node_ip,
-                "MASTER_PORT": str(master_port),
-            }
-        )
-        local_ranks[device.node_id] += 1
-    return environments

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from megarl.cluster.device_map import Demand, DeviceMap, place, place_on_cpus
+from megarl.cluster.device_map import Demand, DeviceMap, Slot, place, place_on_cpus
 from megarl.cluster.failures import MachineLost
 from megarl.cluster.ray.signals import ray_get
 
@@ -49,24 +50,24 @@ class RayDevices:
         self.trainers: list[ReservedDevice] = []  # in rank order
         self._critics: list[ReservedDevice] = []  # in rank order
         self._engines: list[list[ReservedDevice]] = []  # of engines that have not started; fixed models' engines last
+        self._leaving: set[str] = set()  # ids of nodes that get no further process
 
     def reserve(self) -> None:
         """Reserve the devices of the run. Raises ValueError if the cluster has too few."""
         nodes = _living_nodes()
         if self._resource is None:
             plan = place_on_cpus([int(node["Resources"].get("CPU", 0)) for node in nodes], self._demand)
-            per_node = plan.per_machine(len(nodes))
-            places = [[_device(node)] * count for node, count in zip(nodes, per_node, strict=True)]
+            devices = {slot: _device(nodes[slot[0]]) for slot in plan.parts(separate_engines=False)[0]}
         else:
             free = available_resources_per_node()
             machines = [
                 (node["NodeManagerAddress"], int(free.get(node["NodeID"], {}).get(self._resource, 0))) for node in nodes
             ]
             plan = place(machines, self._demand, self._resource)
-            places = self._reserve(nodes, plan)
-        self.trainers = [places[node][number] for node, number in plan.trainers]
-        self._critics = [places[node][number] for node, number in plan.critics]
-        self._engines = [[places[node][number] for node, number in slots] for slots in [*plan.engines, *plan.fixed]]
+            devices = self._reserve(nodes, plan)
+        self.trainers = [devices[slot] for slot in plan.trainers]
+        self._critics = [devices[slot] for slot in plan.critics]
+        self._engines = [[devices[slot] for slot in slots] for slots in [*plan.engines, *plan.fixed]]
 
     def of_group(self, name: str) -> list[ReservedDevice]:
         """Devices of the group "trainer" or "critic", in rank order. Raises MachineLost as `replace_lost` does."""
@@ -77,11 +78,11 @@ class RayDevices:
         return self._critics
 
     def replace_lost(self, devices: Sequence[ReservedDevice]) -> list[ReservedDevice]:
-        """Return `devices`; those whose machine has left the cluster are replaced by free devices of another machine.
+        """Return `devices`; those whose machine has left the cluster, or leaves, are replaced by free devices of another machine.
 
         Devices of one lost machine stay together. Raises MachineLost if no machine has enough free devices.
         """
-        nodes = {node["NodeID"]: node for node in _living_nodes()}
+        nodes = {node["NodeID"]: node for node in self._open_nodes()}
         lost = Counter(device.node_id for device in devices if device.node_id not in nodes)
         others = {node: iter(self._claim_elsewhere(list(nodes.values()), count)) for node, count in lost.items()}
         return [next(others[device.node_id]) if device.node_id in others else device for device in devices]
@@ -94,12 +95,39 @@ class RayDevices:
         for node in nodes:
             if free.get(node["NodeID"], {}).get(self._resource, 0) >= count:
                 try:
-                    return self._reserve_bundles([node] * count, f"{count} on {node['NodeManagerAddress']}")
+                    return self._reserve_bundles([[node] * count], f"{count} on {node['NodeManagerAddress']}")[0]
                 except ValueError as error:
-                    raise MachineLost(f"a machine of this run has left the Ray cluster. {error}") from error
+                    raise MachineLost(str(error)) from error
         raise MachineLost(
             f"a machine with {count} {self._resource} of this run has left the Ray cluster, and no other machine has as many free"
         )
+
+    def claim(self, count: int) -> list[ReservedDevice]:
+        """Reserve `count` free devices of one machine, for an additional engine. Raises MachineLost if no machine has as many."""
+        if self.free(count) == 0:
+            raise MachineLost(f"no machine of the Ray cluster has {count} free {self._resource}")
+        return self._claim_elsewhere(self._open_nodes(), count)
+
+    def free(self, count: int) -> int | None:
+        """Return how many additional engines of `count` devices the free devices hold; None: any number, without devices."""
+        if self._resource is None:
+            return None
+        free = available_resources_per_node()
+        return sum(int(free.get(node["NodeID"], {}).get(self._resource, 0)) // count for node in self._open_nodes())
+
+    def give_back(self, devices: Sequence[ReservedDevice]) -> None:
+        """Release the devices of an engine that has left, for other engines and jobs."""
+        groups = {device.group.id: device.group for device in devices if device.group is not None}
+        for group in groups.values():
+            self._reservations = [each for each in self._reservations if each.id != group.id]
+            ray.util.remove_placement_group(group)
+
+    def leave(self, node_id: str) -> None:
+        """Start no further process on a node, which leaves the cluster."""
+        self._leaving.add(node_id)
+
+    def _open_nodes(self) -> list[dict[str, Any]]:
+        return [node for node in _living_nodes() if node["NodeID"] not in self._leaving]
 
     def next_engine(self, count: int) -> list[ReservedDevice]:
         """Claim the devices of the next engine, all on one machine."""
@@ -136,28 +164,41 @@ class RayDevices:
             return {"num_cpus": 0, "num_gpus": count}
         return {"num_cpus": 0, "resources": {self._resource: count}}
 
-    def _reserve(self, nodes: list[dict[str, Any]], plan: DeviceMap) -> list[list[ReservedDevice]]:
-        """Reserve a bundle for each device of `plan`; returns the devices per node, sorted by number."""
+    def _reserve(self, nodes: list[dict[str, Any]], plan: DeviceMap) -> dict[Slot, ReservedDevice]:
+        """Reserve a bundle for each device of `plan`: one placement group, and one per engine if engines leave."""
         per_node = plan.per_machine(len(nodes))
-        owners = [node for node, count in zip(nodes, per_node, strict=True) for _ in range(count)]
         counts = ", ".join(f"{n} on {node['NodeManagerAddress']}" for node, n in zip(nodes, per_node, strict=True) if n)
-        devices = self._reserve_bundles(owners, counts)
-        return [sorted((d for d in devices if d.node_id == node["NodeID"]), key=_number) for node in nodes]
+        parts = [part for part in plan.parts(separate_engines=self._demand.engines_leave) if part]
+        reserved = self._reserve_bundles([[nodes[node] for node, _ in part] for part in parts], counts)
+        devices: dict[Slot, ReservedDevice] = {}
+        for part, group in zip(parts, reserved, strict=True):
+            for number, node in enumerate(nodes):
+                slots = [slot for slot in part if slot[0] == number]
+                of_node = sorted((device for device in group if device.node_id == node["NodeID"]), key=_number)
+                devices |= dict(zip(slots, of_node, strict=True))
+        return devices
 
-    def _reserve_bundles(self, owners: list[dict[str, Any]], counts: str) -> list[ReservedDevice]:
-        """Reserve a device of each node of `owners`. counts: the devices per node, for the error message."""
-        selectors = [{"ray.io/node-id": node["NodeID"]} for node in owners]
-        group = placement_group([{self._resource: 1}] * len(owners), bundle_label_selector=selectors)
-        self._reservations.append(group)
+    def _reserve_bundles(self, parts: list[list[dict[str, Any]]], counts: str) -> list[list[ReservedDevice]]:
+        """Reserve a placement group for each part: a device of each of its nodes. counts: devices per node, for the error."""
+        groups = []
+        for owners in parts:
+            selectors = [{"ray.io/node-id": node["NodeID"]} for node in owners]
+            groups.append(placement_group([{self._resource: 1}] * len(owners), bundle_label_selector=selectors))
+        self._reservations += groups
         try:
-            if not group.wait(_RESERVE_SECONDS):
+            deadline = time.monotonic() + _RESERVE_SECONDS
+            if not all(group.wait(max(0.0, deadline - time.monotonic())) for group in groups):
                 raise ValueError(self._not_granted(counts))
-            ids = self._ids(group, len(owners))
+            ids = iter(self._ids([(group, len(owners)) for group, owners in zip(groups, parts, strict=True)]))
         except (GetTimeoutError, ValueError) as error:
-            self._reservations.remove(group)
-            ray.util.remove_placement_group(group)
+            for group in groups:
+                self._reservations.remove(group)
+                ray.util.remove_placement_group(group)
             raise ValueError(self._not_granted(counts)) from error
-        return [_device(node, group, i, ids[i]) for i, node in enumerate(owners)]
+        return [
+            [_device(node, group, bundle, next(ids)) for bundle, node in enumerate(owners)]
+            for group, owners in zip(groups, parts, strict=True)
+        ]
 
     def _not_granted(self, counts: str) -> str:
         return (
@@ -165,24 +206,50 @@ class RayDevices:
             f"({counts}): another job has taken them, or a machine has left. `ray status` shows which."
         )
 
-    def _ids(self, group: PlacementGroup, count: int) -> list[str]:
+    def _ids(self, groups: Sequence[tuple[PlacementGroup, int]]) -> list[str]:
         """Device number of each bundle; Ray shows it only to a process that holds the whole bundle."""
+        bundles = [(group, bundle) for group, count in groups for bundle in range(count)]
         if not self._variable:
-            return [""] * count
+            return [""] * len(bundles)
         probe = ray.remote(max_retries=0)(_device_ids)
         probes = [
             probe.options(
                 **self._amount(1),
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
             ).remote(self._resource)
-            for bundle in range(count)
+            for group, bundle in bundles
         ]
         return ray_get(probes, timeout=_RESERVE_SECONDS)
+
+
+def rank_environments(devices: list[ReservedDevice], master_port: int) -> list[dict[str, str]]:
+    """Environment of each rank as torchrun would set it; rank 0's machine hosts the rendezvous."""
+    per_node = Counter(device.node_id for device in devices)
+    local_ranks: Counter[str] = Counter()
+    environments = []
+    for rank, device in enumerate(devices):
+        environments.append(
+            {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(len(devices)),
+                "LOCAL_RANK": str(local_ranks[device.node_id]),
+                "LOCAL_WORLD_SIZE": str(per_node[device.node_id]),
+                "MASTER_ADDR": devices[0].node_ip,
+                "MASTER_PORT": str(master_port),
+            }
+        )
+        local_ranks[device.node_id] += 1
+    return environments
 
 
 def is_alive(node_id: str) -> bool:
     """Return whether a machine is in the cluster, as far as Ray knows: it notices a loss after some seconds."""
     return any(node["NodeID"] == node_id for node in _living_nodes())
+
+
+def node_with(resource: str) -> str | None:
+    """Return the id of the living node with a resource; None if there is none."""
+    return next((node["NodeID"] for node in _living_nodes() if resource in node["Resources"]), None)
 
 
 def _living_nodes() -> list[dict[str, Any]]:

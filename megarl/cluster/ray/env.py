@@ -34,3 +34,8 @@ def authentication(environ: Mapping[str, str]) -> dict[str, str]:
     if any(environ.get(name) for name in _AUTHENTICATION):
         return {}
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+
+
+def node_resource(rank: int) -> str:
+    """Ray resource that identifies the node with this rank of launch/multinode.sh."""
+    return f"megarl_node_{rank}"

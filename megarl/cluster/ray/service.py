@@ -82,6 +82,10 @@ class RayService:
     def host(self) -> str:
         return self.place().host
 
+    @property
+    def device_names(self) -> str:
+        return ",".join(device.id for device in self.devices)
+
     def place(self) -> ProcessInfo:
         """Wait until the process has started and return its place. Raises ServiceDied if it does not start."""
         if not self._place.pid:

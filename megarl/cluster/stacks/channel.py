@@ -1,6 +1,7 @@
 """Ask processes of this machine for their stacks, over a Unix socket that a thread of each process serves.
 
-The sockets are in a folder that only this user can open. A request is one byte, an answer is JSON.
+The sockets are in a folder that only this user can open. A request is one byte, or a byte and a line of words for the controller
+of a run. An answer is JSON.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ from megarl.cluster.stacks.capture import ProcessStacks, capture
 REQUEST_SECONDS = 1.0  # time for a reader to send its request, and for a process to accept it
 ANSWER_SECONDS = 5.0  # time for a process to answer
 SPY_SECONDS = 20.0  # time limit of py-spy
-_SHORT, _FULL = b"s", b"f"
+_LONGEST_LINE = 1000  # bytes of a request with words
+_SHORT, _FULL, _WORDS = b"s", b"f", b"w"
+
+AnswerWords = Callable[[list[str]], Any]
 
 
 def socket_path(pid: int, user: int) -> Path:
@@ -37,10 +41,15 @@ def serve_stacks() -> None:
     _serve(lambda full: capture(full))
 
 
+def _no_words(words: list[str]) -> dict[str, str]:
+    return {"problem": f"this process does not answer {' '.join(words)!r}"}
+
+
 @contextlib.contextmanager
-def answering(answer: Callable[[bool], Any]) -> Iterator[None]:
-    """Answer requests with `answer(full)` while the block runs. It is called in a thread and returns plain values."""
-    listener = _serve(answer)
+def answering(answer: Callable[[bool], Any], answer_words: AnswerWords = _no_words) -> Iterator[None]:
+    """Answer requests with `answer(full)`, or `answer_words(words)`, while the block runs. They are called in a thread and return
+    plain values."""
+    listener = _serve(answer, answer_words)
     try:
         yield
     finally:
@@ -50,7 +59,7 @@ def answering(answer: Callable[[bool], Any]) -> Iterator[None]:
             socket_path(os.getpid(), os.getuid()).unlink(missing_ok=True)
 
 
-def _serve(answer: Callable[[bool], Any]) -> socket.socket | None:
+def _serve(answer: Callable[[bool], Any], answer_words: AnswerWords = _no_words) -> socket.socket | None:
     path = socket_path(os.getpid(), os.getuid())
     listener = socket.socket(socket.AF_UNIX)
     try:
@@ -64,11 +73,12 @@ def _serve(answer: Callable[[bool], Any]) -> socket.socket | None:
     except (OSError, ValueError) as error:  # the run works without it
         print(f"megarl: the stacks of this process cannot be read by other processes: {error}", flush=True)
         return None
-    threading.Thread(target=_answer, args=(listener, answer), name="megarl-stacks", daemon=True).start()
+    arguments = (listener, answer, answer_words)
+    threading.Thread(target=_answer, args=arguments, name="megarl-stacks", daemon=True).start()
     return listener
 
 
-def _answer(listener: socket.socket, answer: Callable[[bool], Any]) -> None:
+def _answer(listener: socket.socket, answer: Callable[[bool], Any], answer_words: AnswerWords) -> None:
     while True:
         try:
             connection, _ = listener.accept()
@@ -76,22 +86,34 @@ def _answer(listener: socket.socket, answer: Callable[[bool], Any]) -> None:
             return
         with connection, contextlib.suppress(OSError):  # the reader has left
             connection.settimeout(REQUEST_SECONDS)
-            full = connection.recv(1) == _FULL
+            kind, words = connection.recv(1), list[str]()
+            if kind == _WORDS:
+                with connection.makefile("rb") as stream:
+                    words = stream.readline(_LONGEST_LINE).decode(errors="replace").split()
             connection.settimeout(None)
             try:
-                reply = answer(full)
+                reply = answer_words(words) if kind == _WORDS else answer(kind == _FULL)
             except Exception as error:  # noqa: BLE001 -- the reader reports it
                 reply = {"problem": f"its answer failed: {type(error).__name__}: {error}"}
             connection.sendall(json.dumps(reply).encode())
 
 
 def request(pid: int, user: int, full: bool) -> socket.socket:
-    """Request the answer of a process. Raises OSError if it cannot be reached."""
+    """Request the stacks of a process. Raises OSError if it cannot be reached."""
+    return _send(pid, user, _FULL if full else _SHORT)
+
+
+def request_words(pid: int, user: int, words: Sequence[str]) -> socket.socket:
+    """Request the answer of a run's controller to `words`. Raises OSError if it cannot be reached."""
+    return _send(pid, user, _WORDS + " ".join(words).encode() + b"\n")
+
+
+def _send(pid: int, user: int, message: bytes) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(REQUEST_SECONDS)
     try:
         connection.connect(str(socket_path(pid, user)))
-        connection.sendall(_FULL if full else _SHORT)
+        connection.sendall(message)
     except OSError:
         connection.close()
         raise

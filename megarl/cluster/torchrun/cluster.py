@@ -182,6 +182,7 @@ class TorchrunCluster(Cluster):
         self._trainer_env, self.stall = trainer_env, stall
         self._group: TorchrunGroup | None = None
         self._services: list[LocalService] = []
+        self.requests: dict[str, Callable[[list[str]], Any]] = {}
         self._service_watch: tuple[list[LocalService], LocalWatch] | None = None
         self._claimed: dict[str, dict[str, str]] = {}  # by service: the variables that show it its devices
         self._on_check: list[Callable[[], None]] = []
@@ -210,7 +211,9 @@ class TorchrunCluster(Cluster):
         env: dict[str, str],
         replaces: Service | None = None,
         essential: bool = True,
+        additional: bool = False,
     ) -> Service:
+        assert not additional, "the devices under torchrun are fixed"
         if replaces is None:
             claimed = self._devices.claim(devices)
         else:
@@ -222,7 +225,15 @@ class TorchrunCluster(Cluster):
             claimed = self._claimed[name]
         self._claimed[name] = claimed
         log = self._log_dir / f"{name}.log"
-        service = LocalService(class_path, args, name=name, log=log, env=claimed | env, essential=essential)
+        service = LocalService(
+            class_path,
+            args,
+            name=name,
+            log=log,
+            env=claimed | env,
+            essential=essential,
+            device_names=next(iter(claimed.values()), ""),
+        )
         self._services.append(service)
         return service
 

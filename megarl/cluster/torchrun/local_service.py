@@ -36,7 +36,7 @@ class LocalService:
     class_path: "package.module:Class"; args: picklable arguments of its constructor.
     log: output file of the process.
     env: variables added to this process's environment, from which torchrun's variables are removed.
-    essential: see `Cluster.start_service`.
+    essential: see `Cluster.start_service`. device_names: see `Service`.
     """
 
     def __init__(
@@ -48,10 +48,12 @@ class LocalService:
         log: Path,
         env: dict[str, str] | None = None,
         essential: bool = True,
+        device_names: str = "",
     ) -> None:
         self.name, self.essential = name, essential
         self.host = host_name()
         self.address = "127.0.0.1"  # all of this cluster is on this machine
+        self.device_names = device_names
         self._reaper = OrphanReaper()
         local, remote = socket.socketpair()
         self._process = subprocess.Popen(

@@ -6,35 +6,20 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from megarl.cluster.base import host_name
 from megarl.cluster.failures import ProcessInfo
 from megarl.cluster.stacks.channel import read_stacks
 from megarl.cluster.stacks.live_run import read_live_run
 from megarl.cluster.stacks.report import GroupStacks, lines_of, process_lines
-from megarl.errors import InputError
-from megarl.observe.run_dir import RunDirectory
+from megarl.commands.live_controller import find_controller, unreachable
 
 
 def show_live_run(directory: Path, *, as_json: bool) -> None:
     """Print the stacks of the run in `directory`. Raises InputError if no run lives there or its controller is elsewhere."""
-    holder = RunDirectory(directory).holder()
-    if holder is None:
-        raise InputError(
-            f"no run is alive in {directory}: no process has its run.lock. `megarl doctor` takes a recipe, or the directory of "
-            "a run that trains now."
-        )
-    pid, host = holder.get("pid"), holder.get("host")
-    if pid is None or host != host_name():
-        raise InputError(
-            f"the controller of the run in {directory} is on {host or 'another machine'}: start the doctor there."
-        )
+    pid, user = find_controller(directory)
     try:
-        groups = read_live_run(pid, (directory / "run.lock").stat().st_uid)
+        groups = read_live_run(pid, user)
     except (FileNotFoundError, PermissionError) as error:
-        raise InputError(
-            f"the controller of the run in {directory} (pid {pid}) cannot be reached: {error}. Start the doctor in the same "
-            "container and as the same user. A run answers once it has connected to its cluster."
-        ) from error
+        raise unreachable(directory, pid, error) from error
     except (TimeoutError, ConnectionRefusedError, BlockingIOError):  # it hangs, too
         groups = [GroupStacks("controller", [ProcessInfo("controller", pid=pid)], read_stacks([pid], True))]
     print(

@@ -20,14 +20,17 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import IO
 
 from megarl.cluster.orphan_reaper import VARIABLE, OrphanReaper, sweep
+from megarl.cluster.ray.env import node_resource
 from megarl.commands.launch.join_secret import JoinFile, secret_of_environment
 from megarl.commands.launch.joining import RayConnection, join, taken_port
-from megarl.commands.launch.ray_start import device_resource, node_resource, ray_command
+from megarl.commands.launch.members import Members, NodeRelease
+from megarl.commands.launch.ray_start import device_resource, ray_command
 from megarl.commands.launch.rendezvous import RendezvousClient, RendezvousServer
 from megarl.commands.launch.topology import Topology, read_topology
 from megarl.platform.kinds import KINDS
@@ -39,6 +42,16 @@ RAY_SECONDS = 8.0  # time for Ray to end
 RAY_ATTEMPTS = 3  # attempts to start Ray on a node
 RUNS_DIR = "runs"  # of other commands than training: the default of `runs_dir`
 USAGE = 2  # exit status for invalid arguments or environment
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A command, the device kind and `runs_dir` of its run, and how nodes leave it."""
+
+    command: list[str]
+    device: str
+    runs_dir: str
+    release: NodeRelease
 
 
 class _Interrupted(Exception):
@@ -55,7 +68,7 @@ class _PeerInterrupted(_Interrupted):
 def main(arguments: list[str], environ: Mapping[str, str]) -> int:
     """Run the launcher of this node and return the exit status."""
     try:
-        command, device, runs_dir = _command(arguments)
+        task = _task(arguments)
         topology = read_topology(environ)
     except ValueError as error:
         _say(str(error))
@@ -63,13 +76,13 @@ def main(arguments: list[str], environ: Mapping[str, str]) -> int:
     with _signals():
         try:
             if environ.get("RAY_ADDRESS") or (topology.nodes == 1 and not environ.get("DEVICES_PER_NODE")):
-                with _child(command, dict(environ)) as process:
+                with _child(task.command, dict(environ)) as process:
                     return _wait(process)
             reaper = OrphanReaper()
-            join_file = JoinFile(Path(topology.join_dir or runs_dir), topology)
+            join_file = JoinFile(Path(topology.join_dir or task.runs_dir), topology)
             try:
                 run = _run_head if topology.is_head else _run_member
-                return run(topology, command, device, dict(environ) | reaper.env, join_file)
+                return run(topology, task, dict(environ) | reaper.env, join_file)
             except OSError as error:
                 _say(f"node rank {topology.node_rank}: {error}")
                 return 1
@@ -83,7 +96,7 @@ def main(arguments: list[str], environ: Mapping[str, str]) -> int:
 # --- head and member nodes ----------------------------------------------------------------------
 
 
-def _run_head(topology: Topology, command: list[str], device: str, environ: dict[str, str], join_file: JoinFile) -> int:
+def _run_head(topology: Topology, task: _Task, environ: dict[str, str], join_file: JoinFile) -> int:
     deadline = time.monotonic() + topology.join_timeout
     busy_port = taken_port(topology)
     if busy_port is not None:
@@ -98,8 +111,8 @@ def _run_head(topology: Topology, command: list[str], device: str, environ: dict
     server = RendezvousServer(topology.node_ip or topology.master, topology.port + 1, topology.nodes, secret)
     status = 1
     try:
-        with _ray(topology, device, environ) as (ray_process, log):
-            problem = _wait_for_nodes(topology, device, server, ray_process, deadline)
+        with _ray(topology, task.device, environ) as (ray_process, log):
+            problem = _wait_for_nodes(topology, task.device, server, ray_process, deadline)
             if problem:
                 _say(problem)
                 if ray_process.poll() is not None:
@@ -108,8 +121,8 @@ def _run_head(topology: Topology, command: list[str], device: str, environ: dict
             server.begin()
             nodes = "1 node has" if topology.nodes == 1 else f"{topology.nodes} nodes have"
             _say(f"{nodes} joined {topology.ray_address}")
-            with _child(command, environ | {"RAY_ADDRESS": topology.ray_address}) as process:
-                status = _wait(process, _Members(server).watch)
+            with _child(task.command, environ | {"RAY_ADDRESS": topology.ray_address}) as process:
+                status = _wait(process, Members(server, task.release, _say, _end_run).watch)
             return status
     except _Interrupted as interruption:
         status = interruption.status
@@ -118,9 +131,7 @@ def _run_head(topology: Topology, command: list[str], device: str, environ: dict
         server.finish(status)
 
 
-def _run_member(
-    topology: Topology, _command: list[str], device: str, environ: dict[str, str], join_file: JoinFile
-) -> int:
+def _run_member(topology: Topology, task: _Task, environ: dict[str, str], join_file: JoinFile) -> int:
     try:
         client, variables = join(topology, environ, join_file)
     except TimeoutError as error:
@@ -131,7 +142,7 @@ def _run_member(
             time.sleep(0.1)
         if client.over:
             return _report_end(topology, client)
-        cause = _stay_in_ray(topology, device, environ | variables, client)
+        cause = _stay_in_ray(topology, task.device, environ | variables, client)
         if cause:
             client.fail(cause)
             _say(f"node rank {topology.node_rank}: {cause}")
@@ -154,7 +165,8 @@ def _stay_in_ray(topology: Topology, device: str, environ: dict[str, str], clien
             except _Interrupted:
                 client.request_end()
                 _say(
-                    f"node rank {topology.node_rank}: node rank 0 ends the run; one more signal ends this node at once"
+                    f"node rank {topology.node_rank}: waiting for node rank 0, which lets this node leave or ends the run; one more "
+                    "signal ends this node at once"
                 )
                 _wait_until_over(process, client, time.monotonic() + STOP_SECONDS)
                 if not client.over:
@@ -178,6 +190,9 @@ def _wait_until_over(process: subprocess.Popen[bytes], client: RendezvousClient,
 
 def _report_end(topology: Topology, client: RendezvousClient) -> int:
     """Print why the run has ended, unless it succeeded, and return this node's exit status."""
+    if client.released:
+        _say(f"node rank {topology.node_rank}: this node has left, and the run goes on")
+        return 0
     if client.status is not None:
         if client.status:
             event = "the run ended" if client.begun else "the run ended before all nodes had joined,"
@@ -234,22 +249,8 @@ def _wait_for_nodes(
     return f"all nodes have joined, with {present} devices instead of {expected}: check DEVICES_PER_NODE on each node."
 
 
-class _Members:
-    """Watches the member nodes and prints each departure once."""
-
-    def __init__(self, server: RendezvousServer) -> None:
-        self._server = server
-        self._reported: set[int] = set()
-
-    def watch(self) -> None:
-        """Raise _PeerInterrupted if a member received a signal, so that the run ends in order on all nodes."""
-        for rank in self._server.ending():
-            _say(f"node rank {rank} received a signal to end, which ends the run")
-            raise _PeerInterrupted(signal.SIGTERM)
-        for rank in set(self._server.absent()) - self._reported:
-            self._reported.add(rank)
-            cause = self._server.failed().get(rank)
-            _say(f"node rank {rank} has left" + (f": {cause}" if cause else ""))
+def _end_run() -> None:
+    raise _PeerInterrupted(signal.SIGTERM)
 
 
 # --- processes ----------------------------------------------------------------------------------
@@ -333,20 +334,21 @@ def _signals() -> Iterator[None]:
 # --- arguments and output -----------------------------------------------------------------------
 
 
-def _command(arguments: list[str]) -> tuple[list[str], str, str]:
-    """Return the command to run, its device kind and `runs_dir`. Raises ValueError for wrong usage or an invalid recipe."""
+def _task(arguments: list[str]) -> _Task:
+    """Return what to run. Raises ValueError for wrong usage or an invalid recipe."""
     if not arguments:
         raise ValueError("usage: launch/multinode.sh RECIPE [key=value ...]   or   launch/multinode.sh -- COMMAND ...")
     if arguments[0] == "--":
         if len(arguments) == 1:
             raise ValueError("no command after --")
-        return arguments[1:], _present_device(), RUNS_DIR
+        return _Task(arguments[1:], _present_device(), RUNS_DIR, NodeRelease(None, 0.0))
     from megarl.preflight.load import load_recipe
 
     recipe = load_recipe(arguments[0], arguments[1:])
     device = recipe.cluster.device
     command = [sys.executable, "-m", "megarl", "train", *arguments]
-    return command, _present_device() if device == "auto" else device, recipe.runs_dir
+    release = NodeRelease(Path(recipe.runs_dir).absolute() / recipe.name, recipe.train.grace_seconds)
+    return _Task(command, _present_device() if device == "auto" else device, recipe.runs_dir, release)
 
 
 def _present_device() -> str:

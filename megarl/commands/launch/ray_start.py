@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
+from megarl.cluster.ray.env import node_resource
 from megarl.commands.launch.topology import Topology
 from megarl.platform.kinds import kind_of
 
@@ -34,8 +35,3 @@ def ray_command(topology: Topology, device: str) -> list[str]:
 def device_resource(device: str) -> str:
     """Ray resource of the devices of a node."""
     return kind_of(device).ray_resource or "CPU"
-
-
-def node_resource(rank: int) -> str:
-    """Ray resource that identifies the node with this rank."""
-    return f"megarl_node_{rank}"

@@ -60,6 +60,13 @@ class RendezvousServer:
         with self._lock:
             return sorted(self._ending)
 
+    def release(self, rank: int) -> None:
+        """Send a member that received a signal that the run goes on without it."""
+        with self._lock:
+            self._ending.discard(rank)
+            if rank in self._present:
+                _send(self._present[rank][0], {"released": True})
+
     def open(self) -> None:
         """Send present and future members that the head is ready for them."""
         with self._lock:
@@ -152,8 +159,8 @@ class RendezvousServer:
 
 
 class RendezvousClient:
-    """A member's end. A thread sets `refusal`, `ready`, `begun` and `status` as messages arrive, and `left` if the head
-    closes the connection. `is_misled`: what answers is another program."""
+    """A member's end. A thread sets `refusal`, `ready`, `begun`, `released` and `status` as messages arrive, and `left` if the head
+    closes the connection. `released`: the run goes on without this node. `is_misled`: what answers is another program."""
 
     def __init__(self, host: str, port: int, node_rank: int, nodes: int, timeout: float, secret: str) -> None:
         """Raises TimeoutError if the head cannot be reached within `timeout` seconds."""
@@ -162,6 +169,7 @@ class RendezvousClient:
         self.admitted = False
         self.ready = False
         self.begun = False
+        self.released = False
         self.left = False
         self.is_misled = False
         self._connection = _dial(host, port, timeout)
@@ -176,14 +184,14 @@ class RendezvousClient:
 
     @property
     def over(self) -> bool:
-        return self.left or self.status is not None or self.refusal is not None
+        return self.left or self.status is not None or self.refusal is not None or self.released
 
     def fail(self, cause: str) -> None:
         """Send the head the cause of this node's failure."""
         _send(self._connection, {"failed": cause})
 
     def request_end(self) -> None:
-        """Request the end of the run from the head, after a signal on this node."""
+        """Request the release of this node from the head, or else the end of the run, after a signal on this node."""
         _send(self._connection, {"ending": True})
 
     def close(self) -> None:
@@ -201,6 +209,7 @@ class RendezvousClient:
                     self.admitted = self.admitted or "admitted" in message
                     self.ready = self.ready or "ready" in message
                     self.begun = self.begun or "begun" in message
+                    self.released = self.released or "released" in message
                     self.refusal = message.get("refused", self.refusal)
                     self.status = message.get("status", self.status)
             except (ValueError, RecursionError):  # not JSON, or not UTF-8

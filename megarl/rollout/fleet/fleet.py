@@ -3,6 +3,9 @@
 If an engine dies in an update, the others may have parts of the new weights: all are ended and restart, and the update is
 repeated.
 
+The wanted number of engines may change (`megarl.rollout.fleet.changing`): further ones start and join at an update, and others
+leave. The source of the samples moves the groups of an engine that leaves, and then calls `let_go`.
+
 Transport threads report failed calls; the controller's thread polls, restarts and updates. The lock is never held while a process
 is ended, since its calls then fail in transport threads that need the lock.
 """
@@ -12,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -29,7 +31,8 @@ from megarl.cluster.failures import (
 from megarl.errors import ProcessFailure, pluralize
 from megarl.recipe.observe import Event
 from megarl.rollout.engine_handle import EngineHandle
-from megarl.rollout.fleet.states import MOST_STARTS, EngineStates, Member
+from megarl.rollout.fleet.changing import ChangingFleet
+from megarl.rollout.fleet.states import MOST_STARTS, Member
 from megarl.types import Metrics
 from megarl.weight_sync.session import WeightSyncError
 
@@ -42,7 +45,7 @@ _POLL_SECONDS = 0.2
 _OF_THE_UPDATE = re.compile(r"WeightSyncError:|EngineRefused:|.*weight sync (was aborted|has ended)", re.DOTALL)
 
 
-class Fleet:
+class Fleet(ChangingFleet):
     """The engines of a run with `rollout.min_engines`.
 
     lock: hold it between a look at `serving` and a call to one of these engines, so that the call reaches this process.
@@ -55,21 +58,18 @@ class Fleet:
         min_engines: int,
         restart: Callable[[int], None],
         notice: Callable[[str, Event | None], None],
+        end: Callable[[int], None] | None = None,
     ) -> None:
         """descriptions: results of the engines' `start`. min_engines: `rollout.min_engines`. restart: ends what is left of an
-        engine's process, and starts a new one behind its handle. notice: receives messages for the user, with their event."""
-        self.engines, self.descriptions = list(engines), list(descriptions)
-        self.lock = threading.RLock()
-        self._min_engines, self._restart, self._notice = min_engines, restart, notice
-        self._states = EngineStates(len(self.engines))
-        self._loading: dict[int, Future[dict[str, Any]]] = {}
-        self._messages: list[tuple[str, Event | None]] = []
+        engine's process, and starts a new one behind its handle; it appends the handle of an additional engine to `engines`.
+        notice: receives messages for the user, with their event. end: ends the process of an engine that leaves, and frees its
+        devices; None: the number of engines is fixed."""
+        super().__init__(engines, descriptions, min_engines, end)
+        self._restart, self._notice = restart, notice
         self._last_death: Failure | None = None
-        self._in_update = False
         self._interrupted = False  # an engine has failed in the update, and none samples until the update is repeated
         self._failed: set[Member] = set()  # engines whose own part of the update failed
         self._sampled_again = 0  # groups, since the last metrics
-        self._no_machine_until: dict[int, float] = {}  # by engine: time of the next attempt to start it
         self._recorded = [0] * len(self.engines)  # number of the process, at the last call of `take_restarted`
         for engine in range(len(self.engines)):
             self._watch(engine)
@@ -120,11 +120,12 @@ class Fleet:
             self._sampled_again += 1
 
     def take_restarted(self) -> list[int]:
-        """Return the engines that have died or were ended since the last call."""
+        """Return the engines that have died, were ended, or were added since the last call."""
         with self.lock:
-            now = [self._states.process(engine) + self._states.is_dead(engine) for engine in range(len(self.engines))]
+            engines = range(self._states.count)
+            now = [self._states.process(engine) + self._states.is_dead(engine) for engine in engines]
             before, self._recorded = self._recorded, now
-            return [engine for engine, (old, new) in enumerate(zip(before, now, strict=True)) if old != new]
+            return [engine for engine in engines if engine >= len(before) or before[engine] != now[engine]]
 
     def take_metrics(self) -> Metrics:
         """Return the metrics since the last call."""
@@ -132,6 +133,9 @@ class Fleet:
             again, self._sampled_again = self._sampled_again, 0
             return {
                 "fleet/serving": float(len(self._states.serving)),
+                "fleet/starting": float(len(self._states.staying) - len(self._states.serving)),
+                "fleet/leaving": float(len(self._states.leaving)),
+                "fleet/wanted": float(self._states.wanted),
                 "fleet/deaths": float(self._states.deaths),
                 "fleet/sampled_again": float(again),
             }
@@ -146,21 +150,24 @@ class Fleet:
         self._find_deaths()
         with self.lock:
             self._read_loads()
+            self._change_number()
+            ending, self._to_end = self._to_end, []
             waiting = [engine for engine, until in self._no_machine_until.items() if time.monotonic() < until]
             restartable = self._states.due
             due = [engine for engine in restartable if engine not in waiting]
-            left = len(restartable) + len(self._states.starting) + len(self._states.members)
-            too_few = not self._is_enough() or left < self._min_engines
+            left = len(restartable) + len(self._states.starting) + len(self._states.members) - len(self._states.leaving)
+            too_few = not self._is_enough() or left < self.least
             for engine in [] if too_few else due:
                 self._states.restart(engine)
                 if engine not in self._no_machine_until:
-                    self._messages.append((f"{self.engines[engine].name} restarts", None))
+                    verb = "restarts" if self._states.process(engine) else "starts"
+                    self._messages.append((f"{self.name(engine)} {verb}", None))
         self._print()
+        for engine in ending:
+            self._end_process(engine)
         if too_few:
             assert self._last_death is not None
-            raise TooFewEngines(
-                self._last_death, f"\nFewer than rollout.min_engines = {self._min_engines} engines are left."
-            )
+            raise TooFewEngines(self._last_death, f"\nFewer than rollout.min_engines = {self.least} engines are left.")
         for engine in due:
             self._start_again(engine)
 
@@ -221,15 +228,17 @@ class Fleet:
         with self.lock:
             self._interrupted = True
             for engine, process in members:
-                if process == self._states.process(engine) and not self._states.is_dead(engine):
+                if engine in self._states.leaving:
+                    self._depart(engine)
+                elif process == self._states.process(engine) and not self._states.is_dead(engine):
                     self._states.end(engine)
             text = f"the update of the weights was aborted ({cause}): all engines restart, and it is repeated"
             self._messages.append((text, None))
         deadline = time.monotonic() + limit
         self.poll()
-        while self._are_starting(members) or len(self.members()) < self._min_engines:
+        while self._are_starting(members) or len(self.members()) < self.least:
             if time.monotonic() > deadline:
-                if len(self.members()) >= self._min_engines:
+                if len(self.members()) >= self.least:
                     return
                 raise ProcessFailure(
                     f"the engines have not restarted within rollout.start_timeout = {limit:g} s ({cause})"
@@ -243,12 +252,14 @@ class Fleet:
     def _start_again(self, engine: int) -> None:
         """Start a new process of an engine, or wait if its machine has left the cluster and no other one has devices."""
         try:
+            if engine > len(self.engines):
+                raise MachineLost("another engine waits, too")
             self._restart(engine)
         except MachineLost as error:
             with self.lock:
                 self._states.wait_for_machine(engine)
                 if engine not in self._no_machine_until:
-                    self._messages.append((f"{self.engines[engine].name} waits for a machine: {error}", "warning"))
+                    self._messages.append((f"{self.name(engine)} waits for a machine: {error}", "warning"))
                 self._no_machine_until[engine] = time.monotonic() + MACHINE_SECONDS
             return
         loading = self.engines[engine].start()
@@ -268,11 +279,14 @@ class Fleet:
 
     def _is_enough(self) -> bool:
         """Return whether as many engines serve as the run needs. In an update, `restart_all` decides."""
-        return self._in_update or len(self._states.serving) >= self._min_engines
+        return self._in_update or len(self._states.serving) >= self.least
 
     def _die(self, engine: int, failure: Failure) -> None:
         self._interrupted = self._interrupted or self._in_update
         self._loading.pop(engine, None)
+        if engine in self._states.leaving:
+            self._depart(engine)
+            return
         if not self._states.die(engine):
             return
         self._last_death = failure
@@ -285,7 +299,7 @@ class Fleet:
 
     def _find_deaths(self) -> None:
         """Look at the processes, without the lock: Ray may need a thread that waits for it."""
-        failures = [handle.service.failure() for handle in self.engines]
+        failures = [handle.service.failure() for handle in list(self.engines)]
         with self.lock:
             for engine, failure in enumerate(failures):
                 if failure is not None and not self._states.is_dead(engine):

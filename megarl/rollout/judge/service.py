@@ -200,6 +200,11 @@ def _when_done(call: Future[Any], then: Callable[[Future[Any]], None], result: F
     call.add_done_callback(done)
 
 
+def judged_like(first: SamplingEngine, engine: EngineHandle) -> SamplingEngine:
+    """Return a further engine whose groups are scored as those of `first`, one of the engines of `with_judge`."""
+    return JudgedEngine(engine, first.judge) if isinstance(first, JudgedEngine) else engine
+
+
 def with_judge(
     settings: JudgeConfig,
     reward: RewardConfig,

@@ -14,7 +14,7 @@ import pytest
 from megarl.cluster.failures import ProcessInfo
 from megarl.cluster.stacks import channel
 from megarl.cluster.stacks.channel import socket_path
-from megarl.cluster.stacks.live_run import answering_doctor
+from megarl.cluster.stacks.live_run import answering_requests
 from megarl.cluster.stacks.report import GroupStacks
 from megarl.commands.doctor.command import doctor
 from megarl.errors import InputError
@@ -48,7 +48,7 @@ GROUPS = [
 
 def test_the_controllers_answer_is_shown(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cluster: Any = SimpleNamespace(stacks=lambda: GROUPS)
-    with answering_doctor(cluster):
+    with answering_requests(cluster):
         assert show(run_directory) == 0
         text = capsys.readouterr().out
         assert show(run_directory, as_json=True) == 0
@@ -72,7 +72,7 @@ def test_the_controllers_answer_is_shown(run_directory: Path, capsys: pytest.Cap
 
 def test_an_answer_that_fails_is_an_error(run_directory: Path) -> None:
     cluster: Any = SimpleNamespace(stacks=lambda: 1 / 0)
-    with answering_doctor(cluster), pytest.raises(RuntimeError, match=r"cannot read the stacks .*ZeroDivisionError"):
+    with answering_requests(cluster), pytest.raises(RuntimeError, match=r"cannot read the stacks .*ZeroDivisionError"):
         show(run_directory)
 
 
@@ -100,7 +100,7 @@ def test_directories_without_a_run_that_can_be_reached(run_directory: Path, tmp_
     with pytest.raises(InputError, match=r"cannot be reached: .*No such file"):
         show(run_directory)
     (run_directory / "run.lock").write_text(json.dumps({"pid": 5, "host": "node7"}))
-    with pytest.raises(InputError, match="is on node7: start the doctor there"):
+    with pytest.raises(InputError, match="is on node7: start the command there"):
         show(run_directory)
     with pytest.raises(InputError, match="takes only --json"):
         doctor(run_directory, ["train.steps=1"], as_json=False, nodes=None)

@@ -1,0 +1,1 @@
+"""`megarl engines`: list the engines of a live run, and change their number."""

@@ -1,0 +1,78 @@
+"""The member nodes of a run, as node rank 0 sees them: those that leave, with or without the run's end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.commands.launch.rendezvous import RendezvousServer
+from megarl.errors import InputError
+
+_ASK_SECONDS = 1.0  # between requests to the run
+
+
+@dataclass(frozen=True)
+class NodeRelease:
+    """Lets the engines of a node leave, so that the run goes on without it.
+
+    directory: of the run; None: the command is no training. seconds: time until the node ends (`train.grace_seconds`).
+    """
+
+    directory: Path | None
+    seconds: float
+
+    def engines_left(self, rank: int) -> list[str] | str:
+        """Ask the run to let the engines of a node leave. Returns those that it still has, or why the run cannot go on without
+        the node."""
+        if self.directory is None:
+            return "the command is no training"
+        from megarl.commands.engines.command import ask
+
+        try:
+            answer = ask(self.directory, ["leave", str(rank), f"{self.seconds:g}"])
+        except (InputError, RuntimeError) as error:
+            return str(error)
+        if "refused" in answer:
+            return str(answer["refused"])
+        names: list[str] = answer["engines"]
+        return names
+
+
+class Members:
+    """Watches the member nodes, and prints each departure once."""
+
+    def __init__(
+        self, server: RendezvousServer, release: NodeRelease, say: Callable[[str], None], end: Callable[[], None]
+    ) -> None:
+        """say: prints a line. end: ends the run, by an exception."""
+        self._server, self._release, self._say, self._end = server, release, say, end
+        self._reported: set[int] = set()
+        self._leaving: set[int] = set()
+        self._ask_after = 0.0
+
+    def watch(self) -> None:
+        """Release members that received a signal when their engines have left, or end the run in order on all nodes if it cannot
+        go on without one of them."""
+        if time.monotonic() >= self._ask_after:
+            for rank in self._server.ending():
+                self._let_leave(rank)
+            self._ask_after = time.monotonic() + _ASK_SECONDS
+        for rank in set(self._server.absent()) - self._reported:
+            self._reported.add(rank)
+            cause = self._server.failed().get(rank)
+            self._say(f"node rank {rank} has left" + (f": {cause}" if cause else ""))
+        self._reported &= set(self._server.absent())  # another machine may have taken a rank
+
+    def _let_leave(self, rank: int) -> None:
+        left = self._release.engines_left(rank)
+        if isinstance(left, str):
+            self._say(f"node rank {rank} received a signal to end, which ends the run: {left}")
+            self._end()
+        elif left and rank not in self._leaving:
+            self._leaving.add(rank)
+            self._say(f"node rank {rank} received a signal to end: the run goes on, and {', '.join(left)} leave")
+        elif not left:
+            self._leaving.discard(rank)
+            self._server.release(rank)

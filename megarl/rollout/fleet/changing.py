@@ -1,0 +1,156 @@
+"""Change the number of a fleet's engines while the run goes on: further ones start, others leave."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.errors import pluralize
+from megarl.recipe.observe import Event
+from megarl.rollout.engine_handle import EngineHandle
+from megarl.rollout.fleet.states import EngineStates, Member
+
+
+@dataclass(frozen=True)
+class Leaver:
+    """An engine that leaves. `at_once`: its machine ends soon, so that its groups cannot finish on it."""
+
+    engine: int
+    process: int
+    at_once: bool
+
+
+class ChangingFleet:
+    """Base class of `Fleet`: the number of its engines, which changes on request or because machines end.
+
+    lock: hold it between a look at `serving` and a call to one of these engines, so that the call reaches this process.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[EngineHandle],
+        descriptions: Sequence[dict[str, Any]],
+        least: int,
+        end: Callable[[int], None] | None,
+    ) -> None:
+        """See `Fleet`."""
+        self.engines, self.descriptions = list(engines), list(descriptions)
+        self.lock = threading.RLock()
+        self.least, self._end = least, end
+        self._states = EngineStates(len(self.engines))
+        self._loading: dict[int, Future[dict[str, Any]]] = {}
+        self._messages: list[tuple[str, Event | None]] = []
+        self._in_update = False
+        self._no_machine_until: dict[int, float] = {}  # by engine: time of the next attempt to start it
+        # By engine that leaves with its machine: number of its process there, and when it is ended.
+        self._leave_by: dict[int, tuple[int, float]] = {}
+        self._to_end: list[int] = []  # engines that have left, and whose process has not been ended
+        self._evaluations = 0  # that run now
+
+    @property
+    def wanted(self) -> int:
+        """Number of engines that the run should have."""
+        with self.lock:
+            return self._states.wanted
+
+    def set_wanted(self, wanted: int) -> None:
+        """Change the number of engines, at the next `poll`: others start or leave. Callable from any thread."""
+        with self.lock:
+            self._messages.append((f"{self._states.wanted} -> {pluralize(wanted, 'engine')} wanted", "engines"))
+            self._states.wanted = wanted
+
+    def leave_machine(self, engines: Sequence[int], seconds: float) -> str | None:
+        """Let `engines` leave, from the next `poll` on, since their machine ends in `seconds`; they start again on another one.
+        Returns the reason if too few would be left. Callable from any thread, and again for the same engines."""
+        with self.lock:
+            new = [engine for engine in engines if engine not in self._leave_by and not self._states.is_dead(engine)]
+            left = len(set(self._states.serving) - {*new, *self._leave_by})
+            if new and left < self.least:
+                return f"{pluralize(left, 'engine')} would be left that sample, and rollout.min_engines is {self.least}"
+            self._leave_by |= {engine: (self._states.process(engine), time.monotonic() + seconds) for engine in new}
+        return None
+
+    def leaving(self) -> list[Leaver]:
+        """Return the engines that leave and have a process."""
+        with self.lock:
+            return [Leaver(each, self._states.process(each), each in self._leave_by) for each in self._states.leaving]
+
+    def has_left(self, member: Member) -> bool:
+        """Return whether a process has ended because its engine left, which is no death."""
+        with self.lock:
+            return self._states.has_left(member)
+
+    def let_go(self, leaver: Leaver) -> None:
+        """End the process of a leaving engine without groups. Call it from the controller's thread, not in an update."""
+        with self.lock:
+            is_current = leaver in self.leaving()
+            if not is_current or (self._evaluations and not leaver.at_once):
+                return
+            self._has_left(leaver.engine)
+        self._end_process(leaver.engine)
+
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """In the block engines sample for an evaluation, so that only those leave whose machine ends."""
+        with self.lock:
+            self._evaluations += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._evaluations -= 1
+
+    def name(self, engine: int) -> str:
+        return self.engines[engine].name if engine < len(self.engines) else f"engine{engine}"
+
+    @property
+    def states(self) -> EngineStates:
+        """The engines' states. Hold the lock."""
+        return self._states
+
+    def _change_number(self) -> None:
+        """Let engines leave or add some, until as many as wanted remain. Engines whose machine ends leave in time."""
+        if self._in_update:
+            return
+        for engine, (process, by) in list(self._leave_by.items()):
+            if self._states.is_dead(engine) or self._states.process(engine) != process:
+                self._leave_by.pop(engine)  # it has ended there for another reason
+            elif engine not in self._states.leaving:
+                self._leave(engine, returns=True)
+            elif time.monotonic() > by:
+                self._depart(engine)
+        for engine in self._states.surplus():
+            self._leave(engine, returns=False)
+        for _ in range(self._states.missing()):
+            if self._states.add() == len(self.descriptions):
+                self.descriptions.append({})
+
+    def _leave(self, engine: int, *, returns: bool) -> None:
+        self._no_machine_until.pop(engine, None)
+        self._loading.pop(engine, None)
+        why = "its machine ends" if returns else "fewer engines are wanted"
+        self._messages.append((f"{self.name(engine)} leaves: {why}", "engines"))
+        if not self._states.leave(engine, returns=returns):
+            self._depart(engine)
+
+    def _depart(self, engine: int) -> None:
+        """Record that an engine has left. `poll` ends its process."""
+        self._has_left(engine)
+        self._to_end.append(engine)
+
+    def _has_left(self, engine: int) -> None:
+        """Record that an engine has left; the caller ends its process, without the lock."""
+        if engine in self._states.leaving:
+            self._states.left(engine)
+        self._leave_by.pop(engine, None)
+        self._messages.append((f"{self.name(engine)} has left", "engines"))
+
+    def _end_process(self, engine: int) -> None:
+        assert self._end is not None
+        if engine < len(self.engines):  # it has had a process
+            self._end(engine)

@@ -1,0 +1,133 @@
+"""Answers of a live run to `megarl engines` and to the launcher of a machine that ends. They are called in threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.cluster.base import Cluster
+from megarl.errors import pluralize
+from megarl.recipe.schema import Recipe
+from megarl.rollout.engine_handle import EngineHandle
+from megarl.rollout.fleet.fleet import Fleet
+from megarl.rollout.fleet.states import EngineState
+
+_WITH_WEIGHTS = (EngineState.SERVING, EngineState.LEAVING)
+_WITH_PROCESS = (*_WITH_WEIGHTS, EngineState.LOADED)
+
+
+def why_fixed(recipe: Recipe, transport: str) -> str | None:
+    """Return why the number of a run's engines cannot change; None if it can."""
+    rollout = recipe.rollout
+    if recipe.cluster.placement == "colocated":
+        return "its engines share the trainers' devices (cluster.placement=colocated)"
+    if rollout.data_parallel > 1:
+        return f"its engines run in groups of {rollout.data_parallel} (rollout.data_parallel)"
+    if rollout.min_engines is None:
+        return "it has no rollout.min_engines. Resume it with this setting: it allows engines to leave and to join"
+    if transport != "ray":
+        return "torchrun starts its processes: start it without torchrun, on Ray"
+    return None
+
+
+@dataclass(frozen=True)
+class EngineRequests:
+    """The requests ``engines [N]`` and ``leave RANK SECONDS``.
+
+    engines: of the run. fleet: None if their number is fixed, with the reason `fixed`. versions, groups: by engine.
+    """
+
+    recipe: Recipe
+    cluster: Cluster
+    engines: Sequence[EngineHandle]
+    fleet: Fleet | None
+    fixed: str | None
+    versions: Callable[[], Sequence[int | None]]
+    groups: Callable[[], Mapping[int, int]]
+
+    def answer_engines(self, words: Sequence[str]) -> dict[str, Any]:
+        """Return the engines, after a change of the wanted number if `words` has one: 4, +1 or -1. ``refused``: the reason."""
+        if not words:
+            return self._listed()
+        if self.fleet is None or self.fixed is not None:
+            return {"refused": f"the number of its engines is fixed: {self.fixed}"}
+        before = self.fleet.wanted
+        change = int(words[0])
+        wanted = before + change if words[0][0] in "+-" else change
+        problem = self._problem(wanted)
+        if problem is not None:
+            return {"refused": problem}
+        if wanted != before:
+            self.fleet.set_wanted(wanted)
+        return {**self._listed(), "before": before}
+
+    def answer_leave(self, words: Sequence[str]) -> dict[str, Any]:
+        """Let the engines leave whose machine, with a node rank of launch/multinode.sh, ends in some seconds. Returns the names of
+        those that it still has; ``refused``: the reason why the run cannot go on without the machine."""
+        if self.fleet is None or self.fixed is not None:
+            return {"refused": f"the number of its engines is fixed: {self.fixed}"}
+        services, problem = self.cluster.leave_machine(int(words[0]))
+        here = [index for index, engine in enumerate(self.fleet.engines) if engine.service in services]
+        problem = problem or self.fleet.leave_machine(here, float(words[1]))
+        return {"refused": problem} if problem is not None else {"engines": [self.fleet.name(each) for each in here]}
+
+    def _problem(self, wanted: int) -> str | None:
+        assert self.fleet is not None
+        with self.fleet.lock:
+            more = wanted - len(self.fleet.states.staying)
+        if wanted < self.fleet.least:
+            return (
+                f"{pluralize(wanted, 'engine')} would be fewer than rollout.min_engines = {self.fleet.least}. To go lower, stop the run "
+                "and resume it with another value"
+            )
+        size = self.recipe.rollout.tensor_parallel
+        free = self.cluster.free_services(size) if more > 0 else None
+        if free is not None and more > free:
+            each = f" ({size} on one machine for each: rollout.tensor_parallel)" if size > 1 else ""
+            fewer = f", or ask for {free} more at most" if free else ""
+            return (
+                f"{pluralize(more, 'more engine')} would need free devices{each}, and the Ray cluster has enough for {free}. Add a "
+                f"machine{fewer}"
+            )
+        return None
+
+    def _listed(self) -> dict[str, Any]:
+        fixed = self.fleet is None or self.fixed is not None
+        result: dict[str, Any] = {"engines": self._rows(), "fixed": self.fixed}
+        if self.fleet is not None:
+            with self.fleet.lock:
+                result |= {"wanted": self.fleet.states.wanted, "least": self.fleet.least}
+        if not fixed:
+            result["free"] = self.cluster.free_services(self.recipe.rollout.tensor_parallel)
+        return result
+
+    def _rows(self) -> list[dict[str, Any]]:
+        groups, versions = self.groups(), self.versions()
+        rows = []
+        for index, state, deaths in self._states():
+            if state is EngineState.GONE:
+                continue
+            known = index < len(self.engines)
+            service = self.engines[index].service if known else None
+            has_version = state in _WITH_WEIGHTS and index < len(versions)
+            rows.append(
+                {
+                    "name": service.name if service is not None else f"engine{index}",
+                    "state": state.value,
+                    "host": service.host if service is not None and state in _WITH_PROCESS else None,
+                    "devices": service.device_names if service is not None and state is not EngineState.DEAD else "",
+                    "version": versions[index] if has_version else None,
+                    "groups": groups.get(index, 0),
+                    "deaths": deaths,
+                }
+            )
+        return rows
+
+    def _states(self) -> list[tuple[int, EngineState, int]]:
+        """Return index, state and deaths of each engine."""
+        if self.fleet is None:
+            return [(index, EngineState.SERVING, 0) for index in range(len(self.engines))]
+        with self.fleet.lock:
+            states = self.fleet.states
+            return [(index, states.state(index), states.deaths_of(index)) for index in range(states.count)]
