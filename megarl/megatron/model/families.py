@@ -14,6 +14,7 @@ A new family needs:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from megarl.hf.config import text_fields
@@ -28,19 +29,26 @@ _QUANTIZATION = ("quantization_config", "compression_config")
 def check_model(hf_config: dict[str, Any]) -> None:
     """Refuse a model that Megatron or mbridge would compute differently from the engine, or not at all.
 
-    `hf_config` is the model's config.json. Raises ValueError that names the unsupported field.
+    `hf_config` is the model's config.json. Raises ValueError that names the unsupported field, the first of `model_faults`.
     """
-    kind = hf_config.get("model_type")
+    for fault in model_faults(hf_config):
+        raise ValueError(fault)
+
+
+def model_faults(hf_config: dict[str, Any]) -> Iterator[str]:
+    """Yield every reason for which the trainer refuses a model. `hf_config`: the model's config.json."""
+    kind, config = hf_config.get("model_type"), text_fields(hf_config)
     if kind is None:
-        raise ValueError("The model's config.json has no model_type: transformers did not write it.")
-    if kind not in PROVEN:
-        raise ValueError(
+        yield "The model's config.json has no model_type: transformers did not write it."
+    elif kind not in PROVEN:
+        yield (
             f"model.path holds a {kind!r} model. megarl trains {', '.join(PROVEN)} models, which are tested against "
             "transformers; mbridge may map others too, but no test shows that they are computed correctly."
         )
-    config = text_fields(hf_config)
-    _check_weights(config)
-    _check_rotary_scaling(config)
+    yield from _weight_faults(config)
+    if kind not in PROVEN:
+        return
+    yield from _rotary_faults(config)
     unsupported = _unsupported(kind, config)
     if kind in _MIXTURES:
         # With one expert per token, Megatron does not normalize its weight.
@@ -48,7 +56,7 @@ def check_model(hf_config: dict[str, Any]) -> None:
         unsupported += _MIXTURES[kind](config)
     for present, setting in unsupported:
         if present:
-            raise ValueError(
+            yield (
                 f"The model's config.json asks for {setting}, which the trainer cannot do for {kind}: it would compute "
                 "another model than the engine. Use a model without it."
             )
@@ -79,15 +87,21 @@ def yarn_fields(scaling: dict[str, Any]) -> dict[str, Any]:
 
 def check_sizes(hf_config: dict[str, Any]) -> None:
     """Refuse a config.json without the sizes that every model has; later readers assume them. Raises ValueError."""
+    for fault in size_faults(hf_config):
+        raise ValueError(fault)
+
+
+def size_faults(hf_config: dict[str, Any]) -> Iterator[str]:
+    """Yield a reason for each size that every model has and config.json lacks."""
     config = text_fields(hf_config)
     for name in _SIZES:
         size = config.get(name)
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             state = "has no" if size is None else f"has {size!r} as its"
-            raise ValueError(f"The model's config.json {state} {name}, which must be a positive integer.")
+            yield f"The model's config.json {state} {name}, which must be a positive integer."
 
 
-def _check_weights(config: dict[str, Any]) -> None:
+def _weight_faults(config: dict[str, Any]) -> Iterator[str]:
     for name in _QUANTIZATION:
         if method := config.get(name):
             how = method.get("quant_method", "an unnamed method") if isinstance(method, dict) else method
@@ -97,17 +111,17 @@ def _check_weights(config: dict[str, Any]) -> None:
                 if blocks
                 else f"Take the unquantized model, or convert it to bfloat16 and remove {name} from config.json"
             )
-            raise ValueError(
+            yield (
                 f"The model's weights are quantized ({name} in config.json: {how}); the trainer would read the numbers "
                 f"without their scales. {remedy}."
             )
 
 
-def _check_rotary_scaling(config: dict[str, Any]) -> None:
+def _rotary_faults(config: dict[str, Any]) -> Iterator[str]:
     kind, model = rotary_scaling(config)["rope_type"], config["model_type"]
     supported = {"deepseek_v3": ("default", "yarn"), "qwen2_5_vl": ("default", "mrope")}.get(model, ("default",))
     if kind not in supported:
-        raise ValueError(
+        yield (
             f"The model's config.json asks for rotary scaling {kind!r}, which mbridge does not carry over for "
             f"{model}: the trainer would compute other positions than the engine. Remove it (rope_parameters or "
             "rope_scaling) from config.json if the context length allows it."
@@ -146,7 +160,7 @@ def _unsupported_deepseek(config: dict[str, Any]) -> list[tuple[bool, str]]:
     Megatron apply it there.
     """
     scaling = rotary_scaling(config)
-    chosen, groups = config["num_experts_per_tok"], config.get("topk_group") or 1
+    chosen, groups = config.get("num_experts_per_tok") or 8, config.get("topk_group") or 1
     return [
         (not config.get("norm_topk_prob", True), "norm_topk_prob: false"),
         (not config.get("n_shared_experts", 1), "no shared experts (n_shared_experts)"),
