@@ -18,6 +18,7 @@ import typer
 from megarl.commands.bundle import cli_options as replay_options
 from megarl.commands.data.command import app as data_app
 from megarl.commands.engines.cli_command import engines_command
+from megarl.commands.model.command import app as model_app
 from megarl.commands.plan import cli_options
 from megarl.commands.simulate import cli_options as simulate_options
 from megarl.errors import as_input_error
@@ -33,6 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(data_app, name="data")
+app.add_typer(model_app, name="model")
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe (YAML file).")]
 Overrides = Annotated[
@@ -373,9 +375,7 @@ def convert_config(
     ] = None,
     accept: Annotated[
         Optional[list[str]],
-        typer.Option(
-            help="Option of verl to leave out although the run then computes something else; may be repeated."
-        ),
+        typer.Option(help="Option of verl to leave out although the run then computes something else; repeatable."),
     ] = None,
     debug: Debug = False,
 ) -> None:

@@ -253,11 +253,3 @@ def test_the_build_context_leaves_out_what_git_ignores_and_nothing_of_megarl():
             parts = file.split("/")
             names = parts if pattern.startswith("**/") else parts[:1]
             assert not any(fnmatch.fnmatchcase(part, pattern.removeprefix("**/")) for part in names), (pattern, file)
-
-
-def test_both_images_load_data_sets_by_their_hub_name():
-    """`megarl data ... --source openai/gsm8k` in the first hour: docs/devices.md, step 3."""
-    assert re.search(r"\bdatasets==\d", TEXT)
-    lock = Path(ROOT, "launch/requirements-cuda.txt").read_text()
-    for package in ("datasets", "multiprocess", "pandas"):
-        assert re.search(rf"^{package}==\d", lock, re.MULTILINE), package
