@@ -13,6 +13,7 @@ import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megarl.atomic_files import atomic_file
 from megarl.commands.accept.result import FAIL, StageResult, shown, verdict_of
 from megarl.commands.accept.settings import Settings
 from megarl.commands.doctor.machine import run
@@ -42,13 +43,8 @@ def write_bundle(directory: Path, settings: Settings, results: Sequence[StageRes
     (directory / "packages.txt").write_text(packages(), encoding="utf-8")
     (directory / "environment.txt").write_text(environment(os.environ), encoding="utf-8")
     (directory / "devices.txt").write_text(device_status(settings, problems), encoding="utf-8")
-    partial = archive.with_name(f".{archive.name}.partial")
-    try:
-        with tarfile.open(partial, "w:gz") as tar:
-            _add_all(tar, directory, archive.name.removesuffix(".tar.gz"), settings, problems)
-        os.replace(partial, archive)
-    finally:
-        partial.unlink(missing_ok=True)
+    with atomic_file(archive) as part, tarfile.open(part, "w:gz") as tar:
+        _add_all(tar, directory, archive.name.removesuffix(".tar.gz"), settings, problems)
     return problems
 
 

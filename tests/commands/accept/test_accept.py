@@ -194,7 +194,7 @@ class TestResults:
         )
         assert from_json(to_json([result])) == [result]
         broken = stage_verdict(1, "s", [limited("a", float("nan"), "<=", 1.0)], 2.0)
-        assert json.loads(to_json([broken]))[0]["checks"][0]["value"] == "nan"
+        assert json.loads(to_json([broken]))[0]["checks"][0]["value"] == "NaN"
 
 
 class TestCommand:
