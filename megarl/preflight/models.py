@@ -11,7 +11,7 @@ from megarl.algorithms.advantages import uses_critic
 from megarl.algorithms.objective import needs_teacher, teacher_top_k
 from megarl.data.tokenizer import Tokenizer, check_same_tokens, check_vocabulary, load_tokenizer
 from megarl.engines.specs import longest_sample
-from megarl.errors import NotHereError, RecipeError, as_recipe_error, errors_of, raise_all
+from megarl.errors import NotHereError, RecipeError, as_recipe_error, errors_of
 from megarl.hf import published, weights
 from megarl.hf.config import context_length, text_fields
 from megarl.hf.families import has_tower
@@ -158,11 +158,6 @@ def policy_errors(recipe: Recipe, config: Config) -> Iterator[ValueError]:
     yield from errors_of(check_extra, recipe, config, "megatron")
     if recipe.train.source == "rollout":
         yield from sampled_errors(recipe, config)
-
-
-def check_policy(recipe: Recipe, config: Config) -> None:
-    """Raise the errors of `policy_errors`."""
-    raise_all(policy_errors(recipe, config))
 
 
 def sampled_errors(recipe: Recipe, config: Config) -> Iterator[ValueError]:

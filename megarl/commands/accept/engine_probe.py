@@ -212,14 +212,10 @@ def requests(family: str, count: int, tokens: int, temperature: float = 1.0) -> 
     sampling = Sampling(n=1, max_tokens=tokens, temperature=temperature)
     requests = []
     for number in range(count):
-        prompt = sequences[number % len(sequences)].tokens.tolist()
-        requests.append(GenerationRequest(number, prompt_of(number, prompt), sampling, 1000 + number))
+        tokens_of_prompt = sequences[number % len(sequences)].tokens.tolist()
+        prompt = Prompt(f"probe/{number}", tuple(tokens_of_prompt), "", "probe")
+        requests.append(GenerationRequest(number, prompt, sampling, 1000 + number))
     return requests
-
-
-def prompt_of(number: int, tokens: list[int]) -> Prompt:
-    """Return a prompt with these tokens, for use without a data set."""
-    return Prompt(f"probe/{number}", tuple(tokens), "", "probe")
 
 
 def gap(family: str, sent: list[GenerationRequest], sampled: list[Completion], trainers: Any) -> float:

@@ -130,8 +130,3 @@ def from_json(text: str) -> list[StageResult]:
         checks = tuple(RecordedCheck(**check) for check in entry.pop("checks"))
         results.append(StageResult(**entry, checks=checks))
     return results
-
-
-def check_line(check: RecordedCheck) -> str:
-    """Format a check as a line of checks.jsonl."""
-    return json.dumps(strict(asdict(check)))
