@@ -207,6 +207,11 @@ def pluralize(count: int, word: str, plural: str | None = None) -> str:
     return f"{count:,} {word if count == 1 else plural or f'{word}s'}"
 
 
+def cut_end(text: str, longest: int) -> str:
+    """Return `text`, or its beginning with an ellipsis if it has more than `longest` characters."""
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
+
+
 def cut_middle(text: str, longest: int) -> str:
     """Return `text`, or its two ends with a note if it has more than `longest` characters."""
     if len(text) <= longest:

@@ -17,6 +17,7 @@ from megarl.atomic_files import atomic_file
 from megarl.commands.accept.result import FAIL, StageResult, shown, verdict_of
 from megarl.commands.accept.settings import Settings
 from megarl.commands.doctor.machine import run
+from megarl.errors import cut_end
 from megarl.platform.kinds import KINDS, kind_of
 
 VERDICT = "verdict.md"
@@ -96,8 +97,7 @@ def verdict_page(settings: Settings, results: Sequence[StageResult]) -> str:
 
 
 def _cell(text: str) -> str:
-    short = " ".join(text.split()).replace("|", "\\|")
-    return short if len(short) <= _CELL else f"{short[: _CELL - 3]}..."
+    return cut_end(" ".join(text.split()).replace("|", "\\|"), _CELL)
 
 
 def packages() -> str:
