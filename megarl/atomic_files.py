@@ -168,20 +168,27 @@ class Reserve:
         self._path.unlink(missing_ok=True)
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace `path` by `data` atomically: a reader sees the old or the new file, also after a crash."""
+@contextlib.contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path for the block to write, then flush it to disk and rename it to `path`.
+
+    A reader sees the old or the new file, also after a crash. The temporary file is deleted if the block raises.
+    """
     part = _part(path)
     try:
-        file = AppendFile(part, fresh=True)
-        try:
-            file.write(data, sync=True)
-        finally:
-            file.close()
+        yield part
+        sync(part)
         os.replace(part, path)
-    except OSError:
+    except BaseException:
         part.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace `path` by `data` as `atomic_file` does."""
+    with disk_errors(path), atomic_file(path) as part:
+        part.write_bytes(data)
 
 
 def check_target(option: str, path: Path) -> None:

@@ -191,9 +191,25 @@ def as_input_error() -> Iterator[None]:
         raise InputError(str(error)) from error
 
 
+def spans_of(numbers: Iterable[int]) -> list[list[int]]:
+    """Return increasing numbers as spans, each [first, last] or [only one]: 1, 2, 3, 7 are [[1, 3], [7]]."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1] = [spans[-1][0], number]
+        else:
+            spans.append([number])
+    return spans
+
+
 def pluralize(count: int, word: str, plural: str | None = None) -> str:
     """Return the count with its noun: ``1 -> "1 layout"``, ``1200 -> "1,200 layouts"``. `plural` defaults to `word` + s."""
     return f"{count:,} {word if count == 1 else plural or f'{word}s'}"
+
+
+def cut_end(text: str, longest: int) -> str:
+    """Return `text`, or its beginning with an ellipsis if it has more than `longest` characters."""
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
 def cut_middle(text: str, longest: int) -> str:

@@ -180,6 +180,12 @@ def test_a_function_that_reads_one_section_takes_it(path: Path) -> None:
             assert len(uses) > len(reads) or len(sections) > 1, f"{function.name} needs only {sections}, not the recipe"
 
 
+def test_files_of_tests_are_small() -> None:
+    lines = {path.relative_to(ROOT): len(path.read_text().splitlines()) for path in (ROOT / "tests").rglob("*.py")}
+    too_long = {str(path): count for path, count in lines.items() if count > LONGEST_FILE}
+    assert not too_long, f"at most {LONGEST_FILE} lines in a file; split them by topic: {too_long}"
+
+
 def test_folders_are_small() -> None:
     top = [path for path in PACKAGE.iterdir() if path.name != "__pycache__"]
     assert len([path for path in top if path.suffix == ".py"]) <= FILES_AT_THE_TOP

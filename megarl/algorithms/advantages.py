@@ -12,17 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from megarl.algorithms.inputs import Outcomes, TokenOutcomes
 from megarl.algorithms.moments import Moments, Whitening
-from megarl.recipe.algorithm import check_settings
+from megarl.recipe.algorithm import AlgorithmConfig, check_settings
 from megarl.registry import Registry
-
-if TYPE_CHECKING:
-    from megarl.recipe.algorithm import AlgorithmConfig
 
 Estimator = Callable[[Outcomes, "AlgorithmConfig"], np.ndarray]
 TokenEstimator = Callable[[TokenOutcomes, "AlgorithmConfig"], np.ndarray]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from megarl.algorithms import optimal_baseline, process_advantages, token_advantages  # noqa: F401 - they register
 from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.aggregation import AGGREGATIONS
@@ -18,10 +16,8 @@ from megarl.algorithms.losses import (  # noqa: F401 - they register
     token_losses,
 )
 from megarl.algorithms.losses.registry import LOSSES
+from megarl.recipe.algorithm import AlgorithmConfig
 from megarl.registry import import_user_module
-
-if TYPE_CHECKING:
-    from megarl.recipe.algorithm import AlgorithmConfig
 
 __all__ = ["ADVANTAGES", "AGGREGATIONS", "KL_ESTIMATORS", "LOSSES", "import_modules"]
 

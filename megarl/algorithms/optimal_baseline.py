@@ -7,16 +7,13 @@ slot for each position of the batch's first group, then of the second, ...
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megarl.algorithms.advantages import ADVANTAGES, AdvantageEstimator, PositionEstimator
 from megarl.algorithms.inputs import Outcomes, TokenOutcomes
 from megarl.algorithms.returns import returns_to_go
-
-if TYPE_CHECKING:
-    from megarl.recipe.algorithm import AlgorithmConfig
+from megarl.recipe.algorithm import AlgorithmConfig
 
 _LEAST_WEIGHT = 1e-8
 """Added to each W: where the policy chose every token with certainty, the baseline is the mean."""

@@ -7,16 +7,13 @@ at the first loss token if none precedes it.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megarl.algorithms.advantages import STD_EPS, GroupStatistics, advantage, grpo
 from megarl.algorithms.inputs import Outcomes
-
-if TYPE_CHECKING:
-    from megarl.recipe.algorithm import AlgorithmConfig
-    from megarl.types import Steps
+from megarl.recipe.algorithm import AlgorithmConfig
+from megarl.types import Steps
 
 
 def step_rewards_per_token(steps: Steps, mask: np.ndarray) -> np.ndarray:

@@ -7,17 +7,14 @@ Whitening over the whole batch (`whiten_advantages`) follows separately, since n
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from megarl.algorithms.advantages import ADVANTAGES, AdvantageEstimator, TokenEstimator
 from megarl.algorithms.inputs import TokenOutcomes
 from megarl.algorithms.returns import returns_to_go
-from megarl.recipe.algorithm import check_settings
-
-if TYPE_CHECKING:
-    from megarl.recipe.algorithm import AlgorithmConfig
+from megarl.recipe.algorithm import AlgorithmConfig, check_settings
 
 
 def token_advantage(

@@ -155,14 +155,11 @@ class Saver:
         assert step is not None
         try:
             return action()
-        except WorkerFailed as error:
-            if error.failure.died:  # its part may be written; `rescue` and `give_up` look
-                raise
-            self._lost = step, str(error)
-            self._step, self._written = None, None
-            shutil.rmtree(checkpoint.partial_path(self.folder, step), ignore_errors=True)
-            raise
-        except Exception:
+        except Exception as error:
+            if isinstance(error, WorkerFailed):
+                if error.failure.died:  # its part may be written; `rescue` and `give_up` look
+                    raise
+                self._lost = step, str(error)
             self._step, self._written = None, None
             shutil.rmtree(checkpoint.partial_path(self.folder, step), ignore_errors=True)
             raise

@@ -14,17 +14,14 @@ from __future__ import annotations
 import importlib.util
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megarl.cluster.base import Cluster, Service, WorkerGroup, host_name
 from megarl.cluster.device_map import Demand
 from megarl.cluster.failures import CallFailed, ClusterError, ServiceDied, WorkerFailed
+from megarl.platform.base import Platform
 from megarl.platform.environment import RoleSettings
 from megarl.recipe.environment import variables
 from megarl.recipe.schema import ClusterConfig, Recipe
-
-if TYPE_CHECKING:
-    from megarl.platform.base import Platform
 
 __all__ = [
     "CallFailed",

@@ -13,7 +13,7 @@ from megarl.checkpoint.folder import checkpoint_name
 from megarl.checkpoint.next_commands import shown
 from megarl.checkpoint.run_checkpoints import is_due
 from megarl.commands.child import run_child
-from megarl.errors import as_input_error
+from megarl.errors import as_input_error, spans_of
 from megarl.observe.metrics import read_metrics, without_times
 from megarl.observe.run_dir import RunDirectory
 from megarl.preflight.replay import no_plan, recipe_file
@@ -230,11 +230,5 @@ def differences(recorded: Sequence[dict[str, Any]], repeated: Sequence[dict[str,
 
 def spans_text(steps: Sequence[int]) -> str:
     """Return increasing steps as text: `steps 1 to 20, 45`."""
-    spans: list[list[int]] = []
-    for step in steps:
-        if spans and step == spans[-1][-1] + 1:
-            spans[-1] = [spans[-1][0], step]
-        else:
-            spans.append([step])
-    text = ", ".join(" to ".join(map(str, span)) for span in spans)
+    text = ", ".join(" to ".join(map(str, span)) for span in spans_of(steps))
     return f"{'step' if len(steps) == 1 else 'steps'} {text}"

@@ -13,7 +13,6 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import numpy as np
 
 from megarl.atomic_files import write_synced
 from megarl.data.tokenizer import Tokenizer
+from megarl.platform.version_sets import version_of
 from megarl.recipe.schema import DataConfig
 
 _PACKAGES = ("transformers", "tokenizers", "sentencepiece", "jinja2", "safetensors")
@@ -123,8 +123,8 @@ def _code_digest() -> str:
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     for package in _PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            digest.update(f"{package}={version(package)}".encode())
+        if (version := version_of(package)) is not None:
+            digest.update(f"{package}={version}".encode())
     return digest.hexdigest()
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megarl.errors import cut_end
+
 GROUND_TRUTH = "ground_truth"  # in `data.columns`: the file's column of plain answers, instead of `reward_model`
 _OBJECTS = ("extra_info", "reward_model")  # a file may have them as JSON text
 
@@ -89,5 +91,4 @@ def _object(where: str, column: str, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        short = text if len(text) <= 80 else f"{text[:77]}..."
-        raise ValueError(f"{where}: column {column!r} is {short!r}, which is not JSON: {error}") from error
+        raise ValueError(f"{where}: column {column!r} is {cut_end(text, 80)!r}, which is not JSON: {error}") from error

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.data.columns import ColumnSelection
+from megarl.errors import cut_end
 
 _BATCH = 4096  # rows of a parquet file that are converted to Python objects at a time
 _BATCH_OF_IMAGES = 64  # the same for rows with images, which are large
@@ -32,7 +33,7 @@ class Row:
         """
         value = self.values.get(column)
         if value is not None and not isinstance(value, kind):
-            raise ValueError(f"{self.where}: column {column!r} is {_short(value)}, not a {kind.__name__}")
+            raise ValueError(f"{self.where}: column {column!r} is {cut_end(repr(value), 80)}, not a {kind.__name__}")
         return value
 
     def need(self, column: str, kind: type) -> Any:
@@ -131,11 +132,13 @@ def messages_of(row: Row, column: str) -> list[dict[str, Any]]:
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value:
-        raise ValueError(f"{row.where}: column {column!r} is {_short(value)}, not messages or text")
+        raise ValueError(f"{row.where}: column {column!r} is {cut_end(repr(value), 80)}, not messages or text")
     messages = []
     for message in value:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise ValueError(f"{row.where}: a message in {column!r} is {_short(message)}, not {{role, content}}")
+            raise ValueError(
+                f"{row.where}: a message in {column!r} is {cut_end(repr(message), 80)}, not {{role, content}}"
+            )
         # Parquet adds fields that a message lacks as None.
         messages.append({name: part for name, part in message.items() if part is not None or name == "content"})
     return messages
@@ -258,7 +261,7 @@ def _jsonl_row(where: str, line: bytes, selection: ColumnSelection) -> Row:
     except RecursionError as error:
         raise ValueError(f"{where} is nested too deeply") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{where} is {_short(values)}, not an object of columns")
+        raise ValueError(f"{where} is {cut_end(repr(values), 80)}, not an object of columns")
     selection.check(where, values, named=False)
     return Row(where, selection.values(where, values))
 
@@ -268,8 +271,3 @@ def _neighbours(file: Path) -> str:
         return f" (nor a directory {file.parent})"
     names = sorted(path.name for path in file.parent.iterdir() if path.suffix in (".parquet", ".jsonl"))
     return f"; {file.parent} has {', '.join(names) or 'no .parquet or .jsonl files'}"
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

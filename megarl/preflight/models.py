@@ -11,7 +11,7 @@ from megarl.algorithms.advantages import uses_critic
 from megarl.algorithms.objective import needs_teacher, teacher_top_k
 from megarl.data.tokenizer import Tokenizer, check_same_tokens, check_vocabulary, load_tokenizer
 from megarl.engines.specs import longest_sample
-from megarl.errors import NotHereError, RecipeError, as_recipe_error, errors_of, raise_all
+from megarl.errors import NotHereError, RecipeError, as_recipe_error, errors_of
 from megarl.hf import hub, published, weights
 from megarl.hf.adapters import adapter_faults
 from megarl.hf.config import context_length, text_fields
@@ -196,11 +196,6 @@ def adapter_errors(lora: LoraConfig, config: Config) -> Iterator[ValueError]:
     with as_recipe_error("lora.path", "give the directory that PEFT's save_pretrained wrote", lora.path):
         for key, problem, remedy in adapter_faults(Path(lora.path), config, lora.rank, lora.alpha, lora.targets):
             yield RecipeError(key, problem, remedy, value=getattr(lora, key.removeprefix("lora.")))
-
-
-def check_policy(recipe: Recipe, config: Config) -> None:
-    """Raise the errors of `policy_errors`."""
-    raise_all(policy_errors(recipe, config))
 
 
 def sampled_errors(recipe: Recipe, config: Config) -> Iterator[ValueError]:

@@ -127,7 +127,8 @@ def _plan_of(recipe: Recipe, recorded: Path, header: Record) -> ReplayPlan:
     """Return the plan of the recorded run's start that this start (`header`) repeats."""
     after, replay = header["after"], recipe.train.replay
     plans = history(segments_of(recorded))
-    plan = next((plan for plan in plans if _starts_as(plan, header)), None)
+    start = header["after"], header["unlogged"]
+    plan = next((plan for plan in plans if (plan.segment.after, plan.segment.unlogged) == start), None)
     if plan is None:
         steps = sorted({plan.segment.after for plan in plans})
         starts = " and ".join(f"after step {step}" if step else "from the beginning" for step in steps)
@@ -157,10 +158,6 @@ def _without_paths(identity: Mapping[str, Any]) -> dict[str, Any]:
         else value
         for name, value in identity.items()
     }
-
-
-def _starts_as(plan: ReplayPlan, header: Record) -> bool:
-    return (plan.segment.after, plan.segment.unlogged) == (header["after"], header["unlogged"])
 
 
 def _differences(recorded: Path, recipe: Recipe) -> list[str]:

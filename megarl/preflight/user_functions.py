@@ -6,16 +6,14 @@ import inspect
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
 from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
 from megarl.algorithms.inputs import LossInputs, Outcomes, TokenOutcomes
 from megarl.errors import RecipeError
-
-if TYPE_CHECKING:
-    from megarl.recipe.algorithm import AlgorithmConfig
+from megarl.recipe.algorithm import AlgorithmConfig
 
 _LENGTHS = [5, 4, 5, 4]  # tokens of four samples: two prompts with two samples each
 _MASK = np.array([0, 1, 1, 1, 1, 0, 1, 1, 1] * 2, dtype=bool)

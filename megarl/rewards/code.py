@@ -157,7 +157,7 @@ def tests_of(ground_truth: Any, program: str) -> list[Test]:
     """Return the tests of a row for `program`."""
     cases = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
     if not isinstance(cases, dict):
-        raise ValueError(f"ground_truth is {_short(ground_truth)}, not an object with inputs and outputs")
+        raise ValueError(f"ground_truth is {repr(ground_truth)[:200]}, not an object with inputs and outputs")
     if cases.get("assert_case"):
         return [_statement(program, str(statement)) for statement in cases["assert_case"]]
     if not cases.get("inputs") or len(cases["inputs"]) != len(cases.get("outputs", ())):
@@ -235,7 +235,3 @@ def _same_word(word: str, expected: str) -> bool:
         return math.isclose(float(word), float(expected), rel_tol=CLOSE, abs_tol=CLOSE)
     except ValueError:
         return False
-
-
-def _short(value: Any) -> str:
-    return repr(value)[:200]

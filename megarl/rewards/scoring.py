@@ -91,7 +91,10 @@ class Scoring:
             return result
 
         try:
-            result, failures = await self.gates[scorer.name].call(request.uid, attempt, ATTEMPTS, _is_answer)
+            gate = self.gates[scorer.name]
+            result, failures = await gate.call(
+                request.uid, attempt, ATTEMPTS, lambda result: isinstance(result, job.Answered)
+            )
         except ScorerUnavailable as error:
             source, attempts = f"scorer {scorer.name!r}", error.failures
             return SampleFailure(source, request.uid, "unavailable", str(error), attempts), attempts - 1
@@ -159,10 +162,6 @@ def _service_of(scorer: Scorer, settings: RewardConfig) -> str:
     if scorer.name == "remote" and settings.remote.url:
         return url_without_secrets(settings.remote.url)
     return f"scorer {scorer.name!r}"
-
-
-def _is_answer(result: job.Outcome) -> bool:
-    return isinstance(result, job.Answered)
 
 
 def _outcome(scorer: Scorer, request: ScoreRequest, result: job.Outcome) -> Outcome:

@@ -1,4 +1,4 @@
-"""Trainers and engines over Ray: one Ray for the whole file, a new cluster for each test."""
+"""Trainers and engines over Ray: calls, failures and ends of their processes."""
 
 import os
 import re
@@ -13,50 +13,9 @@ import pytest
 from megarl.cluster import CallFailed, ServiceDied, WorkerFailed, host_name
 from megarl.cluster.stacks.report import lines_of
 from tests.support.cluster_workers import ROOT, alive, descendants, wait_until
+from tests.support.ray_services import ENGINE_ENV, THREADS, free_npus
 
 pytestmark = pytest.mark.stack
-THREADS = {"OMP_NUM_THREADS": "1"}
-ENGINE_ENV = THREADS | {"ROLE": "engine"}
-
-
-@pytest.fixture(scope="module")
-def one_ray():
-    from megarl.cluster.ray import env as ray_env
-
-    ray_env.prepare(private=True)
-    import ray
-
-    ray.init(
-        address="local",
-        num_cpus=16,
-        resources={"NPU": 4},
-        include_dashboard=False,
-        _node_ip_address="127.0.0.1",
-        object_store_memory=128 << 20,
-        logging_level="error",
-        log_to_driver=False,
-    )
-    yield ray
-    ray.shutdown()
-
-
-@pytest.fixture
-def connect(one_ray, tmp_path):
-    from megarl.cluster.device_map import Demand
-    from megarl.cluster.ray.cluster import RayCluster
-    from megarl.cluster.ray.devices import RayDevices
-
-    clusters = []
-
-    def connect(trainers=0, engines=0, tensor_parallel=1, *, critics=0, npus=False, shared=True, stall=0.0):
-        kind = ("NPU", "ASCEND_RT_VISIBLE_DEVICES") if npus else (None, "")
-        devices = RayDevices(*kind, Demand(trainers, engines, tensor_parallel, shared=shared, critics=critics))
-        clusters.append(RayCluster(None, devices, tmp_path, trainer_env=THREADS | {"ROLE": "trainer"}, stall=stall))
-        return clusters[-1]
-
-    yield connect
-    for cluster in clusters:
-        cluster.shutdown()
 
 
 def test_calls_scatters_and_collectives(connect, tmp_path):
@@ -159,21 +118,6 @@ def test_an_error_in_a_constructor_is_raised(connect):
         engine.call("scaled", 1).result(timeout=60)
 
 
-def test_a_critic_shares_the_trainers_device(connect, one_ray, tmp_path):
-    """With simulated NPUs: a second group passes data to the first by reference, and its failure is named."""
-    cluster = connect(1, 1, critics=1, npus=True)
-    assert start_engines(cluster, 1) == ["0"]
-    actor = cluster.start_trainers("tests.support.cluster_workers:Echo", 1, ())
-    critic = cluster.start_trainers("tests.support.cluster_workers:Echo", 1, (), name="critic")
-    assert critic.call("variable", "ASCEND_RT_VISIBLE_DEVICES") == ["0"], "all three fit on one device"
-    ((word, refs),) = critic.scatter_with_data("give", [([[1, 2], [3]], [])], parts=2)
-    assert word == "from 0" and all(isinstance(ref.ref, one_ray.ObjectRef) for ref in refs)
-    assert actor.scatter("total", [(refs,)]) == [6.0]
-    with pytest.raises(WorkerFailed, match=r"critic rank 0 on .* failed: ValueError: no more values"):
-        critic.call("raise_on", 0, "no more values")
-    assert "critic rank 0" in (tmp_path / "critic-0.log").read_text()
-
-
 def test_a_service_runs_many_calls_concurrently(connect, one_ray, tmp_path):
     cluster = connect(1, 1)
     engine = cluster.start_service(
@@ -226,7 +170,7 @@ def test_a_service_that_is_not_essential_may_die_and_be_replaced(connect, monkey
     """The new process takes the devices of the old one. A stopped process is killed."""
     from megarl.cluster import sigstop_watch
 
-    assert wait_until(lambda: _free_npus() == 4, 10)
+    assert wait_until(lambda: free_npus() == 4, 10)
     monkeypatch.setattr(sigstop_watch, "LOOK_SECONDS", 0.1)
     cluster = connect(1, 2, npus=True, shared=False)
     options = {"devices": 1, "env": ENGINE_ENV, "essential": False}
@@ -251,70 +195,6 @@ def test_a_service_that_is_not_essential_may_die_and_be_replaced(connect, monkey
     with pytest.raises(ServiceDied, match="has been stopped"):
         other.call("scaled", 1).result(timeout=10)
     assert new.call("scaled", 2).result(timeout=10) == 10
-
-
-def start_engines(cluster, count, devices=1):
-    """Start engines and return the visible devices of each."""
-    engines = [
-        cluster.start_service(
-            "tests.support.cluster_workers:Engine", (3,), name=f"engine{i}", devices=devices, env=ENGINE_ENV
-        )
-        for i in range(count)
-    ]
-    return [engine.call("variable", "ASCEND_RT_VISIBLE_DEVICES").result(timeout=60) for engine in engines]
-
-
-def test_engines_that_share_devices_spread_over_them(connect):
-    """With simulated NPUs: two engines and a trainer do not fit on one device."""
-    assert wait_until(lambda: _free_npus() == 4, 10)
-    cluster = connect(2, 2, npus=True)
-    assert start_engines(cluster, 2) == ["0", "1"]
-    group = cluster.start_trainers("tests.support.cluster_workers:Echo", 2, ())
-    assert group.call("variable", "ASCEND_RT_VISIBLE_DEVICES") == ["0,1", "0,1"]
-    assert [identity[2] for identity in group.call("identify")] == ["0", "1"]
-
-
-def test_engines_on_separate_devices(connect):
-    assert wait_until(lambda: _free_npus() == 4, 10)
-    cluster = connect(1, 1, 3, npus=True, shared=False)
-    assert start_engines(cluster, 1, devices=3) == ["1,2,3"]
-    group = cluster.start_trainers("tests.support.cluster_workers:Echo", 1, ())
-    assert group.call("variable", "ASCEND_RT_VISIBLE_DEVICES") == ["0"]
-    with pytest.raises(ValueError, match=r"need 1 of NPU, and the free devices cannot hold them: 0 on 127\.0\.0\.1"):
-        connect(1, npus=True)
-
-
-def test_processes_without_devices_start_beyond_the_number_of_cpus(connect):
-    cluster = connect(20, 40)  # of 16 CPUs
-    assert len(cluster._devices.trainers) == 20
-    assert connect(1, 1, npus=False)._devices.next_engine(1)
-
-
-def test_a_process_not_started_by_ray_is_named(connect, monkeypatch):
-    """Processes reserve more of a device than it has, for which Ray would wait forever."""
-    from megarl.cluster.ray import cluster as ray_cluster
-    from megarl.cluster.ray import devices as ray_devices
-    from megarl.cluster.ray import service as ray_service
-
-    assert wait_until(lambda: _free_npus() == 4, 10)
-    monkeypatch.setattr(ray_cluster, "START_SECONDS", 4.0)
-    monkeypatch.setattr(ray_service, "START_SECONDS", 4.0)
-    monkeypatch.setattr(ray_devices, "SHARE", 0.6)
-    cluster = connect(1, 1, npus=True)
-    start_engines(cluster, 1)
-    with pytest.raises(WorkerFailed, match=r"trainer rank 0 on 127\.0\.0\.1 failed: Ray has not started .* within 4 s"):
-        cluster.start_trainers("tests.support.cluster_workers:Echo", 1, ())
-
-    cluster = connect(1, 1, npus=True)
-    cluster.start_trainers("tests.support.cluster_workers:Echo", 1, ())
-    engine = cluster.start_service(
-        "tests.support.cluster_workers:Engine", (3,), name="engine0", devices=1, env=ENGINE_ENV
-    )
-    time.sleep(4.1)
-    with pytest.raises(ServiceDied, match=r"service engine0 on 127\.0\.0\.1 failed: Ray has not started"):
-        cluster.check()
-    with pytest.raises(ServiceDied):
-        engine.call("scaled", 1).result(timeout=10)
 
 
 def test_an_idle_trainer_that_dies_is_named(connect):
@@ -376,12 +256,6 @@ def test_a_dead_service_is_named_and_a_service_that_was_ended_is_not(connect):
         while time.monotonic() < began + 3:
             cluster.check()
             time.sleep(0.2)
-
-
-def _free_npus():
-    import ray
-
-    return ray.available_resources().get("NPU", 0)
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])

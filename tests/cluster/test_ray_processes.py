@@ -11,19 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cluster import ServiceDied
+from megarl.cluster import ServiceDied, sigstop_watch
 from megarl.cluster.ray import env as ray_env
 from tests.support.cluster_workers import wait_until
 
 ray_env.prepare(private=True)
 
-from megarl.cluster.ray import processes  # noqa: E402 -- after the variables that Ray reads at import
-from megarl.cluster.ray.processes import RayProcess, RayProcessWatch  # noqa: E402
+from megarl.cluster.ray.processes import RayProcess, RayProcessWatch  # noqa: E402 -- after the variables that Ray reads at import
 
 
 @pytest.fixture
 def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RayProcess]]:
-    monkeypatch.setattr(processes, "LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(sigstop_watch, "LOOK_SECONDS", 0.2)
     started = []
     for name in ("raylet", "gcs_server"):
         log = tmp_path / f"{name}.out"
@@ -31,7 +30,6 @@ def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RayPro
         started.append(RayProcess(name, subprocess.Popen(["sleep", "1000"]), str(log)))
     yield started
     for each in started:
-        assert isinstance(each.process, subprocess.Popen)
         each.process.kill()
         each.process.wait()
 
@@ -42,7 +40,7 @@ def test_a_killed_process_is_named_with_its_last_words(
     """The line on stderr appears even if Ray ends this process before the run reports the error."""
     watch = RayProcessWatch(two)
     watch.check()
-    two[1].process.kill()  # type: ignore[attr-defined]
+    two[1].process.kill()
     began = time.monotonic()
     assert wait_until(lambda: watch.failure is not None, 5) and time.monotonic() - began < 2
     with pytest.raises(ServiceDied) as raised:
@@ -63,12 +61,12 @@ def test_a_watch_of_no_process_has_no_thread() -> None:
 
 def test_a_stopped_process_is_named_and_a_pause_is_not(two: list[RayProcess]) -> None:
     raylet, watch = two[0].process, RayProcessWatch(two)
-    raylet.send_signal(signal.SIGSTOP)  # type: ignore[attr-defined]
+    raylet.send_signal(signal.SIGSTOP)
     time.sleep(1)
-    raylet.send_signal(signal.SIGCONT)  # type: ignore[attr-defined]
+    raylet.send_signal(signal.SIGCONT)
     time.sleep(1.5)
     watch.check()
-    raylet.send_signal(signal.SIGSTOP)  # type: ignore[attr-defined]
+    raylet.send_signal(signal.SIGSTOP)
     assert wait_until(lambda: watch.failure is not None, 10)
     with pytest.raises(ServiceDied, match=r"Ray's raylet on .* failed: its process has been stopped for 2 s"):
         watch.check()
@@ -78,6 +76,6 @@ def test_a_stopped_process_is_named_and_a_pause_is_not(two: list[RayProcess]) ->
 def test_a_watch_that_is_closed_reports_no_end(two: list[RayProcess]) -> None:
     watch = RayProcessWatch(two)
     watch.close()
-    two[0].process.kill()  # type: ignore[attr-defined]
+    two[0].process.kill()
     time.sleep(0.5)
     watch.check()

@@ -9,7 +9,9 @@ from typing import Any
 from megarl.cluster.failures import CallFailed, Failure, ProcessInfo, Raised, ServiceDied
 from megarl.rollout.engine_handle import EngineHandle
 from megarl.rollout.fleet.fleet import Fleet
-from tests.rollout.test_source import ManualService
+from megarl.rollout.source_engines import EnginesSource
+from megarl.types import Prompt
+from tests.rollout.test_source import ManualService, Prompts, refreshing
 
 
 class Service(ManualService):
@@ -86,3 +88,11 @@ class Engines:
     def update(self) -> None:
         with self.fleet.update():
             self.fleet.updated(self.fleet.members())
+
+
+def source_of(engines: Engines) -> EnginesSource:
+    """Return a source of samples from the fleet's engines."""
+    recipe = refreshing(ManualService()).recipe
+    prompts = Prompts(Prompt(f"row/{i}", (1, 2, 3), "text", "test") for i in range(7))
+    fleet = engines.fleet
+    return EnginesSource(recipe, prompts, engines.handles, [0], fleet.poll, fleet=fleet)  # type: ignore[arg-type]

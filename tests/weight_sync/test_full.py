@@ -35,7 +35,6 @@ from megarl.weight_sync.session import (
 from megarl.weight_sync.shared_memory import SharedSlot, remove_stale_files
 
 KIB = 1024
-ROOT = Path(__file__).parents[2]
 
 
 def make_weights(seed):
@@ -272,7 +271,7 @@ def test_silent_peers_are_named_after_the_timeout(tmp_path):
 
 def test_unusable_sessions(tmp_path):
     with pytest.raises(RecipeError, match="none of auto, shared_memory"):
-        load_recipe(ROOT / "recipes" / "dapo_qwen2.5_32b.yaml", ["weight_sync.transport=rdma"])
+        load_recipe(Path(__file__).parents[2] / "recipes" / "dapo_qwen2.5_32b.yaml", ["weight_sync.transport=rdma"])
     with pytest.raises(ValueError, match="'e' does not share /dev/shm"):
         check_transport("shared_memory", ["b", "a"], [("e", "b")])
     with pytest.raises(ValueError, match="two receivers"):

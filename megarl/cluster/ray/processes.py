@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 
 from megarl.cluster.failures import Failure, ProcessInfo, ServiceDied, exit_cause
-from megarl.cluster.sigstop_watch import LOOK_SECONDS, LOOKS, stopped_pids
+from megarl.cluster.sigstop_watch import LocalWatch
 
 POLL_SECONDS = 0.2
 _LOGS = {"raylet": "raylet.out", "gcs_server": "gcs_server.out"}
-
-
-class ChildProcess(Protocol):
-    """The part of `subprocess.Popen` that the watch reads."""
-
-    @property
-    def pid(self) -> int: ...
-
-    def poll(self) -> int | None: ...
 
 
 @dataclass(frozen=True)
@@ -33,7 +24,7 @@ class RayProcess:
     """A process of Ray. `log`: its output file."""
 
     name: str
-    process: ChildProcess
+    process: subprocess.Popen[bytes]
     log: str
 
     @property
@@ -59,8 +50,7 @@ class RayProcessWatch:
 
     def __init__(self, processes: list[RayProcess]) -> None:
         self._processes = processes
-        self._stopped_looks = [0] * len(processes)
-        self._next_look = time.monotonic() + LOOK_SECONDS
+        self._stopped = LocalWatch([each.place for each in processes], "the run", ServiceDied)
         self._closed = threading.Event()
         self.failure: Failure | None = None
         self._thread = threading.Thread(target=self._run, name="megarl-ray-processes", daemon=True)
@@ -90,14 +80,8 @@ class RayProcessWatch:
             status = each.process.poll()
             if status is not None:
                 return Failure.death(each.place, f"{exit_cause(status)}. The run cannot continue without it")
-        now = time.monotonic()
-        if now < self._next_look:
-            return None
-        self._next_look = now + LOOK_SECONDS
-        stopped = stopped_pids([each.process.pid for each in self._processes])
-        for number, each in enumerate(self._processes):
-            self._stopped_looks[number] = self._stopped_looks[number] + 1 if each.process.pid in stopped else 0
-            if self._stopped_looks[number] >= LOOKS:
-                seconds = LOOKS * LOOK_SECONDS
-                return Failure(each.place, f"its process has been stopped for {seconds:.0f} s, as by SIGSTOP or Ctrl-Z")
+        try:
+            self._stopped.check()
+        except ServiceDied as error:
+            return error.failure
         return None

@@ -46,7 +46,7 @@ class RayWatch:
                 if not ray_wait([look], timeout=0)[0]:
                     continue
                 self._read(node, look)
-            self._pending[node] = _look(node, pids)
+            self._pending[node] = _STOPPED_PIDS.options(scheduling_strategy=_on(node)).remote(pids)
 
     def _read(self, node: str, look: Any) -> None:
         try:
@@ -59,10 +59,6 @@ class RayWatch:
 # Created once: Ray keeps every remote function, with its pickled code, for the lifetime of the cluster.
 _STOPPED_PIDS = ray.remote(num_cpus=0, max_retries=0)(stopped_pids)
 _READ_STACKS = ray.remote(num_cpus=0, max_retries=0)(read_stacks)
-
-
-def _look(node: str, pids: list[int]) -> Any:
-    return _STOPPED_PIDS.options(scheduling_strategy=_on(node)).remote(pids)
 
 
 def _on(node: str) -> NodeAffinitySchedulingStrategy:

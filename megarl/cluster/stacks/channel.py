@@ -21,6 +21,7 @@ from typing import Any
 from megarl.cluster.process import private_directory
 from megarl.cluster.sigstop_watch import process_fields
 from megarl.cluster.stacks.capture import ProcessStacks, capture
+from megarl.sandbox.usage import stat, tree
 
 REQUEST_SECONDS = 1.0  # time for a reader to send its request, and for a process to accept it
 ANSWER_SECONDS = 5.0  # time for a process to answer
@@ -184,15 +185,7 @@ def _io_bytes(pid: int) -> int:
 
 def _cpu_ticks(pid: int, itself: bool) -> int:
     """Clock ticks of a process's children, their children included, and of the process too if `itself`."""
-    fields = process_fields(pid)
-    if not fields:
-        return 0
-    children: list[str] = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # the thread has ended
-            children += path.read_text().split()
-    ticks = sum(map(int, fields[11:15] if itself else fields[13:15]))
-    return ticks + sum(_cpu_ticks(int(child), itself=True) for child in children)
+    return sum(sum(stat(each)[13 if each == pid and not itself else 11 : 15]) for each in tree(pid))
 
 
 def _spy(pid: int) -> list[str]:

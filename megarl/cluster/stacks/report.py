@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.cluster.failures import ProcessInfo
 from megarl.cluster.stacks.capture import GroupCount, ProcessStacks, ThreadStack
-from megarl.errors import pluralize
+from megarl.errors import pluralize, spans_of
 
 SHOWN = 4  # ranks or places of ranks that a list shows in full
 _WAITING_FRAMES = 2  # innermost callers of a function that waits
@@ -207,12 +207,7 @@ def _among(members: dict[int, GroupCount]) -> str:
 def _ranks(ranks: Iterable[int]) -> str:
     """Format ranks: "rank 1", "ranks 0-2, 5"."""
     ranks = sorted(ranks)
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and parts[-1][-1] == rank - 1:
-            parts[-1] = [parts[-1][0], rank]
-        else:
-            parts.append([rank])
+    parts = spans_of(ranks)
     texts = ["-".join(map(str, part)) for part in parts[:_RANGES]]
     more = f", ... ({len(ranks)} ranks)" if len(parts) > _RANGES else ""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(texts)}{more}"

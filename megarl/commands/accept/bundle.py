@@ -13,9 +13,11 @@ import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megarl.atomic_files import atomic_file
 from megarl.commands.accept.result import FAIL, StageResult, shown, verdict_of
 from megarl.commands.accept.settings import Settings
 from megarl.commands.doctor.machine import run
+from megarl.errors import cut_end
 from megarl.platform.kinds import KINDS, kind_of
 
 VERDICT = "verdict.md"
@@ -42,13 +44,8 @@ def write_bundle(directory: Path, settings: Settings, results: Sequence[StageRes
     (directory / "packages.txt").write_text(packages(), encoding="utf-8")
     (directory / "environment.txt").write_text(environment(os.environ), encoding="utf-8")
     (directory / "devices.txt").write_text(device_status(settings, problems), encoding="utf-8")
-    partial = archive.with_name(f".{archive.name}.partial")
-    try:
-        with tarfile.open(partial, "w:gz") as tar:
-            _add_all(tar, directory, archive.name.removesuffix(".tar.gz"), settings, problems)
-        os.replace(partial, archive)
-    finally:
-        partial.unlink(missing_ok=True)
+    with atomic_file(archive) as part, tarfile.open(part, "w:gz") as tar:
+        _add_all(tar, directory, archive.name.removesuffix(".tar.gz"), settings, problems)
     return problems
 
 
@@ -100,8 +97,7 @@ def verdict_page(settings: Settings, results: Sequence[StageResult]) -> str:
 
 
 def _cell(text: str) -> str:
-    short = " ".join(text.split()).replace("|", "\\|")
-    return short if len(short) <= _CELL else f"{short[: _CELL - 3]}..."
+    return cut_end(" ".join(text.split()).replace("|", "\\|"), _CELL)
 
 
 def packages() -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from megarl.commands.accept.result import NOT_RUN, REPORT, RecordedCheck, Value, check_line, limited
+from megarl.commands.accept.result import NOT_RUN, REPORT, RecordedCheck, Value, limited
 from megarl.commands.accept.settings import Settings
+from megarl.observe.json_lines import strict
 from megarl.recipe.schema import Recipe
 
 CHECKS, DOING = "checks.jsonl", "doing.txt"
@@ -65,7 +67,7 @@ class StageContext:
         """Append checks, and write them to disk before returning."""
         with (self.folder / CHECKS).open("a", encoding="utf-8") as stream:
             for check in checks:
-                stream.write(check_line(check) + "\n")
+                stream.write(json.dumps(strict(asdict(check))) + "\n")
                 print(f"{check.verdict:<8} {check.line()}", flush=True)
             stream.flush()
             os.fsync(stream.fileno())

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,6 @@ from megarl.recipe.schema import Recipe
 from megarl.sandbox.usage import cpu_and_memory
 from megarl.trainer.actor import ActorWorker
 from megarl.types import Completion, GenerationRequest, Prompt, Sampling
-from megarl.weight_sync.session import Session, UpdateReport
 
 PROBE = "megarl.commands.accept.engine_probe:EngineProbe"
 TRAINER = "megarl.commands.accept.engine_probe:WeightSyncRank"
@@ -30,7 +30,7 @@ MAX_LENGTH = 256
 
 
 class EngineProbe:
-    """A `megarl.engines.backed.BackedEngine` whose calls run in threads, with methods that measure its memory."""
+    """A `megarl.engines.backed.BackedEngine` whose methods run in threads, with further ones that measure its memory."""
 
     def __init__(self, name: str, spec: EngineSpec) -> None:
         self.engine, self.device = engines.create(name, spec), spec.device or "auto"
@@ -42,29 +42,15 @@ class EngineProbe:
         self.rendezvous = Rendezvous(host)
         return self.rendezvous.first
 
-    async def start(self, group_rank: GroupRank | None = None) -> dict[str, Any]:
-        return await asyncio.to_thread(self.engine.start, group_rank)
+    def __getattr__(self, method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+        """Return a method of the engine as a function that runs it in a thread."""
+        return functools.partial(asyncio.to_thread, getattr(self.engine, method))
 
     async def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
         """Return the samples of all requests, in the order of their groups."""
         results: dict[int, list[Completion]] = {}
         await asyncio.to_thread(self.engine.generate, requests, results.__setitem__)
         return [completion for group in sorted(results) for completion in results[group]]
-
-    async def sleep(self) -> None:
-        await asyncio.to_thread(self.engine.sleep)
-
-    async def wake(self, tags: tuple[str, ...] | None = None) -> None:
-        await asyncio.to_thread(self.engine.wake, tags)
-
-    async def abort(self) -> None:
-        await asyncio.to_thread(self.engine.abort)
-
-    async def connect_weight_sync(self, session: Session) -> str | None:
-        return await asyncio.to_thread(self.engine.connect_weight_sync, session)
-
-    async def update_weights(self, version: int) -> UpdateReport:
-        return await asyncio.to_thread(self.engine.update_weights, version)
 
     async def free_memory(self) -> float | None:
         """Return the free memory of the engine's device in GiB; None on a CPU."""
@@ -76,9 +62,6 @@ class EngineProbe:
     async def resident(self) -> float:
         """Return the resident host memory of this process and its descendants in GiB."""
         return cpu_and_memory(os.getpid())[1] / 2**30
-
-    async def shutdown(self) -> None:
-        await asyncio.to_thread(self.engine.shutdown)
 
 
 class WeightSyncRank(ActorWorker):
@@ -229,14 +212,10 @@ def requests(family: str, count: int, tokens: int, temperature: float = 1.0) -> 
     sampling = Sampling(n=1, max_tokens=tokens, temperature=temperature)
     requests = []
     for number in range(count):
-        prompt = sequences[number % len(sequences)].tokens.tolist()
-        requests.append(GenerationRequest(number, prompt_of(number, prompt), sampling, 1000 + number))
+        tokens_of_prompt = sequences[number % len(sequences)].tokens.tolist()
+        prompt = Prompt(f"probe/{number}", tuple(tokens_of_prompt), "", "probe")
+        requests.append(GenerationRequest(number, prompt, sampling, 1000 + number))
     return requests
-
-
-def prompt_of(number: int, tokens: list[int]) -> Prompt:
-    """Return a prompt with these tokens, for use without a data set."""
-    return Prompt(f"probe/{number}", tuple(tokens), "", "probe")
 
 
 def gap(family: str, sent: list[GenerationRequest], sampled: list[Completion], trainers: Any) -> float:

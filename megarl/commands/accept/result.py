@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal
+
+from megarl.observe.json_lines import strict
 
 Verdict = Literal["PASS", "FAIL", "NOT RUN", "REPORT"]
 Relation = Literal["<=", ">=", "=="]
@@ -118,7 +120,7 @@ def verdict_of(results: Sequence[StageResult]) -> tuple[Verdict, str]:
 
 def to_json(results: Sequence[StageResult]) -> str:
     """Convert `results` to JSON. Values that are not finite, which JSON lacks, become text."""
-    return json.dumps([_finite(asdict(result)) for result in results], indent=1)
+    return json.dumps(strict([asdict(result) for result in results]), indent=1)
 
 
 def from_json(text: str) -> list[StageResult]:
@@ -128,18 +130,3 @@ def from_json(text: str) -> list[StageResult]:
         checks = tuple(RecordedCheck(**check) for check in entry.pop("checks"))
         results.append(StageResult(**entry, checks=checks))
     return results
-
-
-def check_line(check: RecordedCheck) -> str:
-    """Format a check as a line of checks.jsonl."""
-    return json.dumps(_finite(asdict(check)))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {key: _finite(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(entry) for entry in value]
-    return value

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from megarl.atomic_files import write_atomically
 from megarl.cluster.orphan_reaper import OrphanReaper
+from megarl.cluster.sigstop_watch import process_fields
 from megarl.commands.accept import stage_main
 from megarl.commands.accept.catalogue import Stage
 from megarl.commands.accept.context import CHECKS, DOING
@@ -183,7 +184,4 @@ def _is_python(pid: int) -> bool:
 
 
 def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (OSError, IndexError):
-        return False
+    return process_fields(pid)[:1] not in ([], ["Z"])

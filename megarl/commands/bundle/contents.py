@@ -10,12 +10,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import platform
 import re
 from dataclasses import asdict, dataclass, fields
 from typing import Any
+
+from megarl.platform.version_sets import version_of
 
 BUNDLE_FORMAT = 1
 DESCRIPTION = "bundle.json"
@@ -66,13 +67,8 @@ class Description:
 
 def installed_libraries() -> dict[str, str]:
     """Return the versions of Python and of the libraries that determine a run's numbers; absent ones are left out."""
-    versions = {"python": platform.python_version()}
-    for name in _LIBRARIES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
+    versions = {name: version for name in _LIBRARIES if (version := version_of(name)) is not None}
+    return {"python": platform.python_version(), **versions}
 
 
 def portable_error(text: str, folder: str) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from megarl.algorithms.advantages import uses_critic
 from megarl.algorithms.catalogue import import_modules
 from megarl.algorithms.objective import needs_teacher
-from megarl.atomic_files import check_new, disk_errors, sync
+from megarl.atomic_files import atomic_file, check_new, disk_errors
 from megarl.checkpoint.folder import check_whole
 from megarl.commands.bundle.choice import BundledStep, choose
 from megarl.commands.bundle.contents import (
@@ -210,25 +210,15 @@ def _checkpoint(folder: Path) -> list[Member]:
 
 
 def _write(file: Path, members: Sequence[Member]) -> None:
-    part = file.with_name(f".{file.name}.partial")
-    try:
-        with disk_errors(file), part.open("wb") as raw:
-            with tarfile.open(fileobj=raw, mode="w", format=tarfile.PAX_FORMAT) as archive:
-                for member in members:
-                    info = tarfile.TarInfo(member.name)
-                    info.size, info.mode = member.size, 0o644
-                    if isinstance(member.source, bytes):
-                        archive.addfile(info, io.BytesIO(member.source))
-                    else:
-                        with member.source.open("rb") as stream:
-                            archive.addfile(info, stream)
-            raw.flush()
-            os.fsync(raw.fileno())
-        os.replace(part, file)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-    sync(file.absolute().parent)
+    with disk_errors(file), atomic_file(file) as part, tarfile.open(part, "w", format=tarfile.PAX_FORMAT) as archive:
+        for member in members:
+            info = tarfile.TarInfo(member.name)
+            info.size, info.mode = member.size, 0o644
+            if isinstance(member.source, bytes):
+                archive.addfile(info, io.BytesIO(member.source))
+            else:
+                with member.source.open("rb") as stream:
+                    archive.addfile(info, stream)
 
 
 def _mib(size: int) -> str:

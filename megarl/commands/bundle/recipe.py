@@ -57,11 +57,6 @@ def bundled_recipe(recipe: Recipe, names: Mapping[str, str]) -> tuple[Recipe, li
     return with_paths(view, lambda path: names.get(path, path)), left_out
 
 
-def unpacked_recipe(recipe: Recipe, folder: Path) -> Recipe:
-    """Return the recipe of a bundle that is unpacked in `folder`, with absolute paths."""
-    return with_paths(recipe, lambda path: str(folder / path))
-
-
 def _left_out(recipe: Recipe) -> list[str]:
     """Return a text for each setting that a replay may need and that the bundle does not contain."""
     environment = recipe.cluster.environment
@@ -73,7 +68,7 @@ def _left_out(recipe: Recipe) -> list[str]:
                 texts.append(f"{name}: it may be a secret")
             elif isinstance(value, str) and _bare(value) != value:
                 texts.append(f"{name}: {_shown(value)}")
-            elif _is_path(value):
+            elif isinstance(value, str) and value.startswith("/") and Path(value).exists():
                 texts.append(f"{name}: {value}")
     for name, server in recipe.agent.mcp.items():
         program = f"{server.command[0]} without its arguments" if server.command[1:] else "".join(server.command)
@@ -113,7 +108,3 @@ def _named_values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from _named_values(name, part)
     else:
         yield name, value
-
-
-def _is_path(value: Any) -> bool:
-    return isinstance(value, str) and value.startswith("/") and Path(value).exists()

@@ -9,8 +9,8 @@ from pathlib import Path, PurePosixPath
 
 from megarl.atomic_files import atomic_directory, disk_errors, write_atomically
 from megarl.commands.bundle.contents import DESCRIPTION, FILES, MODULES, RECORDED, Description
-from megarl.commands.bundle.recipe import unpacked_recipe
 from megarl.recipe.load import read_recipe, to_yaml
+from megarl.recipe.paths import with_paths
 
 _MOST_BYTES = 1 << 20  # of the description
 _SPARE = 1 << 20  # bytes that stay free on the disk
@@ -43,8 +43,8 @@ def unpack(file: Path, folder: Path) -> Description:
                 for member in members:
                     archive.extract(member, partial, set_attrs=False, filter="data")
                 for recipe in _recipes(partial):
-                    text = to_yaml(unpacked_recipe(read_recipe(recipe).recipe, folder.absolute()))
-                    write_atomically(recipe, text.encode())
+                    absolute = with_paths(read_recipe(recipe).recipe, lambda path: str(folder.absolute() / path))
+                    write_atomically(recipe, to_yaml(absolute).encode())
                 (partial / MODULES).mkdir(exist_ok=True)
     except (tarfile.TarError, EOFError) as error:
         raise ValueError(f"{file} is damaged: {error}") from error

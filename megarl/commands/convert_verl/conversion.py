@@ -14,7 +14,7 @@ import yaml
 
 from megarl.commands.convert_verl.option import Option
 from megarl.commands.convert_verl.shell.parser import Argument
-from megarl.errors import InputError
+from megarl.errors import InputError, cut_end
 from megarl.recipe.load import OPEN
 
 _OVERRIDE = re.compile(r"(~|\+{0,2})([\w@./-]+?)(?:=(.*))?", re.DOTALL)
@@ -217,5 +217,4 @@ def value_of(text: str, line: int) -> Any:
 
 
 def _short(value: Any) -> str:
-    text = str(value).replace("\n", " ")
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return cut_end(str(value).replace("\n", " "), 60)

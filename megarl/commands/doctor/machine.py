@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import resource
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import megarl
+from megarl.platform.version_sets import version_of
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,7 @@ class Machine:
 
     def version(self, package: str) -> str | None:
         """Return the version of an installed distribution, or None if it is not installed."""
-        try:
-            return importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            return None
+        return version_of(package)
 
     def run(self, command: Sequence[str], seconds: float = 5.0) -> Output | None:
         """Run a command with a time limit. Return None if the program does not exist."""

@@ -16,7 +16,7 @@ from megarl.commands.child import run_child
 from megarl.commands.rehearse.changes import Change
 from megarl.commands.rehearse.settings import STEPS
 from megarl.commands.rehearse.tiny_copy import TinyCopy, make_tiny_copy
-from megarl.errors import as_input_error, plain
+from megarl.errors import as_input_error, cut_end, plain
 from megarl.observe.metrics import read_metrics
 from megarl.preflight.run_directory import LEAST_FREE_BYTES
 
@@ -105,7 +105,8 @@ def table(changes: Sequence[Change], width: int | None) -> str:
         rows = [change for change in changes if change.outcome == outcome]
         keys = max((len(change.key) for change in rows), default=0)
         parts.append(f"\n{title} ({len(rows)})")
-        parts += [_cut(f"  {change.key:<{keys}}  {_describe(change)}", width) for change in rows]
+        lines = [f"  {change.key:<{keys}}  {_describe(change)}" for change in rows]
+        parts += lines if width is None else [cut_end(line, width) for line in lines]
     return "\n".join(parts)
 
 
@@ -113,10 +114,6 @@ def _describe(change: Change) -> str:
     if change.outcome == "reduced":
         return f"{plain(change.before)} -> {plain(change.after)}: {change.reason}"
     return plain(change.before) + (f": {change.reason}" if change.reason else "")
-
-
-def _cut(line: str, width: int | None) -> str:
-    return line if width is None or len(line) <= width else f"{line[: width - 3]}..."
 
 
 def _folder(out: Path | None) -> Path:

@@ -15,9 +15,10 @@ from megarl.commands.rehearse.data import write_data
 from megarl.commands.rehearse.layout import layers_for
 from megarl.commands.rehearse.model import shrink_model
 from megarl.commands.rehearse.settings import note_kept, shrink_settings
+from megarl.errors import raise_all
 from megarl.hf.families import has_tower
 from megarl.preflight.load import load_recipe
-from megarl.preflight.models import check_policy, config_of
+from megarl.preflight.models import config_of, policy_errors
 from megarl.recipe.hub_inputs import with_cached_inputs
 from megarl.recipe.load import to_yaml
 from megarl.recipe.schema import Recipe
@@ -50,7 +51,7 @@ def make_tiny_copy(
     recipe = with_cached_inputs(load_recipe(path, overrides))
     changes = Changes()
     hf_config = config_of(recipe.model.path, path, name=shape)
-    check_policy(recipe, hf_config)  # before shrinking, which hides many errors
+    raise_all(policy_errors(recipe, hf_config))  # before shrinking, which hides many errors
     small = shrink_settings(recipe, processes, changes)
     config = shrink_model(hf_config, max(layers_for(small.megatron), layers_for(small.critic.megatron)), changes)
     model = folder / "model"

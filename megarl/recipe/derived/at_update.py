@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    from megarl.recipe.schema import Recipe
+from megarl.recipe.schema import Recipe
 
 UpdateRule = Literal["drain", "finish", "refresh", "keep"]
 

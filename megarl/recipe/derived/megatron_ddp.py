@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megarl import platform
 from megarl.errors import RecipeError
 from megarl.platform.kinds import kind_of
+from megarl.recipe.schema import Recipe
 from megarl.registry import nearest
-
-if TYPE_CHECKING:
-    from megarl.recipe.schema import Recipe
 
 _SUMS = "gradients are summed in float32 over micro batches and ranks; otherwise the update would depend on the split"
 _FSDP = "it belongs to Megatron's FSDP, and megarl shards only the optimizer (megatron.distributed_optimizer)"

@@ -5,10 +5,9 @@ They select an AdamW with states and update on the host.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from megarl.recipe.training import OptimizerConfig
+from megarl.recipe.training import OptimizerConfig
 
 _SET = "{section}.{key} decides it"
 _REDUCED = (

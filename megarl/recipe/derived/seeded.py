@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from megarl import platform
 from megarl.platform.kinds import kind_of
-
-if TYPE_CHECKING:
-    from megarl.recipe.schema import Recipe
+from megarl.recipe.schema import Recipe
 
 
 def samples_are_seeded(recipe: Recipe) -> bool:

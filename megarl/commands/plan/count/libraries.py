@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megarl.commands.plan.count.types import EngineRank, PipelineStage
 from megarl.commands.plan.environment import device_kind, environment_of
@@ -17,9 +17,7 @@ from megarl.platform.device_table import Device
 from megarl.platform.kinds import kind_of
 from megarl.recipe.derived.critic_view import critic_view
 from megarl.recipe.schema import Recipe, RolloutConfig
-
-if TYPE_CHECKING:
-    from megarl.recipe.training import MegatronConfig
+from megarl.recipe.training import MegatronConfig
 
 COMMUNICATORS, CONTEXTS, GRAPHS, RECOMPUTED = "communicators", "contexts", "graphs", "recomputed weights"
 LEGEND = (

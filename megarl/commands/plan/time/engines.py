@@ -65,15 +65,12 @@ def room(engines: Engines, lengths: Lengths, limits: EngineLimits, counted: Engi
     if counted is not None and counted.cache is not None:
         fitting = counted.cache / (counted.cache_per_token * lengths.tokens)
     elif limits.cache is not None or limits.share is not None:
-        cache = limits.cache if limits.cache is not None else _left(engines, limits.share or 0.0)
+        share = engines.device.memory * 2**30 * (limits.share or 0.0)
+        cache = limits.cache if limits.cache is not None else share - engines.weights - _WORKING
         fitting = cache / (engines.cache_per_token * lengths.tokens)
     else:
         fitting = math.inf
     return max(1.0, min(float(limits.sequences), fitting))
-
-
-def _left(engines: Engines, share: float) -> float:
-    return engines.device.memory * 2**30 * share - engines.weights - _WORKING
 
 
 def generate(engines: Engines, lengths: Lengths, prompts: float, samples: float) -> Cost:
