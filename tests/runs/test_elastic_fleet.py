@@ -92,28 +92,29 @@ def test_an_engine_joins_and_leaves(started: Callable[..., Run], settings: list[
 
 @pytest.mark.timeout(1800)
 def test_a_node_with_an_engine_leaves(quickstart_data: Path, tmp_path: Path) -> None:
-    """SIGTERM to its launcher, as before a preemption: its engine starts again on the other node."""
+    """SIGTERM to its launcher, as before a preemption: its engine starts again on another node. The first node has the trainer, each
+    of the others an engine."""
     more = [*SMALL, *ELASTIC, "rollout.max_staleness=2", "rollout.at_update=refresh", "observe.console=plain"]
     arguments = settings(quickstart_data, tmp_path, "preempted", "train.steps=500", *more)
-    nodes = Nodes(2, ["recipes/quickstart.yaml", *arguments])
+    nodes = Nodes(3, ["recipes/quickstart.yaml", *arguments])
     try:
-        nodes.start(0)
-        nodes.start(1)
+        for rank in range(3):
+            nodes.start(rank)
         directory, alive = tmp_path / "preempted", lambda: nodes.processes[0].poll() is None
         deadline = time.monotonic() + SECONDS
         while not (directory / "metrics.jsonl").exists() or len(metrics(directory)) < 2:
             assert alive(), nodes.end(0, 10)[1]
             assert time.monotonic() < deadline
             time.sleep(0.2)
-        nodes.processes[1].terminate()
-        status, output = nodes.end(1, 60)
-        assert status == 0 and "this node has left, and the run goes on" in output, output
+        nodes.processes[2].terminate()
+        status, output = nodes.end(2, 60)
+        assert status == 0 and "this node has left, and the run goes on" in output, [output, *nodes.lines[0]]
         wait_for(directory, alive, serving=2.0, leaving=0.0)
         assert {line["fleet/deaths"] for line in metrics(directory)} == {0.0}
         nodes.processes[0].terminate()
         status, output = nodes.end(0, 200)
         assert status == 143, output
-        assert "node rank 1 received a signal to end: the run goes on, and engine" in output
+        assert "node rank 2 received a signal to end: the run goes on, and engine" in output
     finally:
         nodes.close()
     assert_each_group_once(directory)
