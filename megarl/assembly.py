@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl import platform as platforms
 from megarl.algorithms.kl import KLWeight
 from megarl.checkpoint.graceful_stop import GracefulStop
-from megarl.checkpoint.identity import CONTENTS, data_digest, identity_of
 from megarl.checkpoint.kept_batches import KeptBatches
 from megarl.checkpoint.next_commands import Repetition
 from megarl.checkpoint.run_checkpoints import Checkpoints
@@ -29,15 +27,12 @@ from megarl.observe.log import RunLog
 from megarl.observe.profiling import Profiling
 from megarl.platform.device_table import peak_flops
 from megarl.platform.kinds import kind_of
-from megarl.preflight.data import Prepared
-from megarl.preflight.engines_and_devices import check_device, demand_of
-from megarl.preflight.replay import open_tape, write_recipe
-from megarl.preflight.run_directory import RunPlace, open_run_directory
-from megarl.preflight.survey import prepare_training
+from megarl.preflight.engines_and_devices import demand_of
+from megarl.preflight.replay import write_recipe
+from megarl.preflight.run_setup import RunSetup
 from megarl.recipe import Recipe
 from megarl.recipe.derived.at_update import update_rule
 from megarl.recipe.derived.offload import learners_take_turns
-from megarl.recipe.paths import with_absolute_paths
 from megarl.rollout.engine_handle import EngineHandle, JudgeHandle, TeacherHandle
 from megarl.rollout.evaluate import EvaluationResult, evaluate
 from megarl.rollout.fleet.fleet import Fleet
@@ -56,7 +51,7 @@ from megarl.rollout.start_engines import (
     start_teacher,
     wait_for_start,
 )
-from megarl.rollout.tape import ReplayPlan, RunTape
+from megarl.rollout.tape import ReplayPlan
 from megarl.rollout.teacher.scoring import Teacher
 from megarl.trainer.group import ActorGroup, CriticGroup
 from megarl.trainer.held_out import HeldOut
@@ -67,21 +62,6 @@ from megarl.weight_sync.connect import open_weight_sync
 from megarl.weight_sync.handover import Colocated, Disaggregated, DisaggregatedFleet, EnginesUpdate, Handover
 from megarl.weight_sync.publish import ReceivingEngine
 from megarl.weight_sync.session import Session
-
-
-@dataclass(frozen=True)
-class RunSetup:
-    """A checked recipe and the data read for it, before any process starts."""
-
-    recipe: Recipe
-    prepared: Prepared
-    platform: Any
-    place: RunPlace
-    tape: RunTape | None  # None: this run has no tape (`cannot_replay`)
-
-    @property
-    def notices(self) -> list[str]:
-        return [*self.prepared.notices, *self.place.notices]
 
 
 @dataclass
@@ -162,18 +142,6 @@ class Run:
         finally:
             if self.trainer_restarts is not None:
                 self.trainer_restarts.batches.close()
-
-
-def prepare_run(recipe: Recipe) -> RunSetup:
-    """Check `recipe`, read data and models, and open the run's directory. Raises RecipeError or InputError."""
-    recipe = with_absolute_paths(recipe)
-    prepared = prepare_training(recipe)
-    platform = platforms.select(recipe.cluster.device)
-    check_device(recipe, platform.name)
-    identity = identity_of(recipe, prepared.model, prepared.critic_model, prepared.rows_of_sets)
-    identity[CONTENTS] = data_digest(recipe.data)
-    place = open_run_directory(recipe, identity)
-    return RunSetup(recipe, prepared, platform, place, open_tape(recipe, place))
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ import typer
 
 from megarl.commands.bundle import cli_options as replay_options
 from megarl.commands.data.command import app as data_app
+from megarl.commands.model.command import app as model_app
 from megarl.commands.plan import cli_options
 from megarl.commands.simulate import cli_options as simulate_options
 from megarl.errors import as_input_error
@@ -32,6 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(data_app, name="data")
+app.add_typer(model_app, name="model")
 
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe (YAML file).")]

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
-from megarl.assembly import Run, build_run, connected, prepare_run
+from megarl.assembly import Run, build_run, connected
 from megarl.checkpoint.next_commands import after_training, naming_checkpoint
 from megarl.cluster import is_controller, serve
 from megarl.errors import as_input_error
@@ -18,6 +18,7 @@ from megarl.observe.log import RunLog
 from megarl.observe.restarts import restart_notices
 from megarl.preflight.engines_and_devices import demand_of
 from megarl.preflight.environment import environment_notices
+from megarl.preflight.run_setup import prepare_run
 from megarl.recipe import Recipe
 from megarl.recovery import finish_step, save_step, skip_step, take_batch, traced_once, with_trainers
 from megarl.step import training_step

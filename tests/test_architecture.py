@@ -52,6 +52,7 @@ HOMES = {
     "plotly": ("observe/report/",),
     "tensorboard": ("observe/sinks.py", "commands/compare/"),
     "pyarrow": ("data/rows.py",),
+    "huggingface_hub": ("hf/hub/",),
     "PIL": ("data/images.py", "commands/data/"),
     "pyseccomp": ("sandbox/syscalls.py",),
     "mcp": ("agents/mcp_tools.py",),

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from megarl.assembly import Run, RunSetup, build_run
+from megarl.assembly import Run, build_run
 from megarl.errors import RecipeError
 from megarl.observe.log import RunLog
 from megarl.observe.run_dir import RunDirectory
 from megarl.platform.cpu import CPUPlatform
+from megarl.preflight.run_setup import RunSetup
 from megarl.recipe.schema import Recipe
 from megarl.rollout.start_engines import check_in_flight
 from megarl.rollout.tape import ReplayPlan, TapeSegment

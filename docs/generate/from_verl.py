@@ -56,8 +56,7 @@ verl lacks: add the recipe's setting after the file, or `--accept OPTION` to lea
 converts epochs to steps. The recipe is loaded before it is written, and an invalid one is an error with its remedy. For models
 with a config.json in `megarl/hf/published/`, a note reports a layout that does not divide the model.
 
-Check two settings yourself. A script with FSDP has no Megatron layout: choose `megatron.tensor_parallel` if the script has no
-sequence parallelism. `model.path` must be a folder, not a name on the hub.
+A script with FSDP has no Megatron layout: choose `megatron.tensor_parallel` if the script has no sequence parallelism.
 
 Then `python -m megarl plan grpo.yaml --device H100` (or `910B`, ...) checks the recipe, the data and the memory, and `python -m megarl rehearse grpo.yaml` runs a
 tiny copy of it on this machine.

@@ -13,7 +13,7 @@ from megarl.hf.config import text_fields
 from megarl.recipe.data import DataConfig
 from megarl.recipe.derived.critic_view import critic_view
 from megarl.recipe.schema import Recipe
-from megarl.recipe.training import ModelConfig
+from megarl.recipe.training import LoraConfig, ModelConfig
 
 # Fields of config.json that identify a model: each determines the size or number of tensors.
 _SIZES = (
@@ -26,6 +26,7 @@ _SIZES = (
 )  # fmt: skip
 
 CONTENTS = "contents of the training data"  # key of `data_digest`; checkpoints of earlier versions do not have it
+_START = "weights of lora.path"
 _WHOLE_BYTES = 16 << 20  # weight files up to this size are hashed completely
 _SAMPLES, _SAMPLE_BYTES = 16, 4096  # of larger files: evenly spaced samples, the header with names and shapes included
 
@@ -53,7 +54,7 @@ def identity_of(
         "rows of the training data": rows,
         "model": _model_identity(recipe.model, model),
         "critic": None if critic is None else _model_identity(critic_view(recipe).model, critic),
-        "lora": dataclasses.asdict(recipe.lora) if recipe.lora.rank else None,
+        "lora": _lora_identity(recipe.lora) if recipe.lora.rank else None,
     }
 
 
@@ -115,6 +116,13 @@ def check_identity(checkpoint: Path, identity: dict[str, Any]) -> None:
         )
     if identity["critic"]:
         _check_model(checkpoint, saved["critic"], identity["critic"], "critic.model_path")
+    starts = [(each["lora"] or {}).get(_START) for each in (saved, identity)]
+    if saved["lora"] and identity["lora"] and starts[0] != starts[1]:
+        raise RecipeError(
+            "lora.path",
+            f"the checkpoint {checkpoint} started from {'other' if starts[0] else 'new'} adapters, which are its reference policy",
+            "set it back" if starts[0] else "leave it out, or start a new run (another name)",
+        )
     if saved["lora"] != identity["lora"]:
         settings = " ".join(f"lora.{name}={value}" for name, value in (saved["lora"] or {"rank": 0}).items())
         raise RecipeError(
@@ -144,6 +152,12 @@ def check_base(checkpoint: Path, model: ModelConfig) -> None:
     """Raise RecipeError if the weights at `model.path` are not the base of the adapters in `checkpoint`."""
     saved, digest = saved_identity(checkpoint)["model"], weights_digest(Path(model.path))
     _check_model(checkpoint, saved, {**saved, "path": model.path, "weights": digest}, "model.path")
+
+
+def _lora_identity(lora: LoraConfig) -> dict[str, Any]:
+    """Settings of the adapters, and a digest of the adapters in `lora.path`, if set."""
+    settings = {name: value for name, value in dataclasses.asdict(lora).items() if name != "path"}
+    return settings | ({_START: weights_digest(Path(lora.path))} if lora.path else {})
 
 
 def _model_identity(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:

@@ -72,7 +72,8 @@ def _commands(recipe: Recipe, run: RunDirectory, model: Path | None, checkpoints
         exported = Path("models") / recipe.name
         commands.append(f"export {shown(run.path)} --out {exported}")
     if exported is not None and recipe.train.source == "rollout" and recipe.data.eval_files:
-        commands.append(f"eval {shown(run.recipe)} model.path={shown(exported)}")
+        merged = " lora.path=null" if recipe.lora.path else ""
+        commands.append(f"eval {shown(run.recipe)} model.path={shown(exported)}{merged}")
     if not run.report.exists():
         commands.append(f"report {shown(run.path)}")
     return commands

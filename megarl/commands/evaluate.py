@@ -13,6 +13,7 @@ from megarl.engines.specs import fixed_models
 from megarl.errors import as_input_error
 from megarl.preflight.engines_and_devices import check_device
 from megarl.preflight.environment import environment_notices
+from megarl.preflight.hub_inputs import evaluation_inputs, fetch_inputs
 from megarl.preflight.survey import prepare_evaluation
 from megarl.recipe import Recipe
 from megarl.recipe.judge import JUDGE
@@ -29,10 +30,11 @@ def evaluate_model(recipe: Recipe) -> EvaluationResult:
         return EvaluationResult({})
     with as_input_error():
         recipe = with_absolute_paths(recipe)
+        recipe, notices = fetch_inputs(recipe, evaluation_inputs(asks_judge=recipe.asks_judge))
         prepared = prepare_evaluation(recipe)
         platform = platforms.select(recipe.cluster.device)
         check_device(recipe, platform.name, training=False)
-    for notice in environment_notices(recipe, platform, training=False):
+    for notice in [*notices, *environment_notices(recipe, platform, training=False)]:
         print(notice, file=sys.stderr)
     assert prepared.evaluation is not None
     judge = [section for section in fixed_models(recipe) if section == JUDGE]  # an evaluation needs no teacher

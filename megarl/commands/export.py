@@ -13,7 +13,10 @@ from megarl.cluster import is_controller, serve
 from megarl.cluster.device_map import Demand
 from megarl.errors import as_input_error
 from megarl.observe.run_dir import RunDirectory
+from megarl.preflight.hub_inputs import fetch_inputs
 from megarl.preflight.load import load_recipe
+from megarl.preflight.models import CRITIC as CRITIC_MODEL
+from megarl.preflight.models import POLICY
 from megarl.recipe.derived.critic_view import critic_view
 from megarl.recipe.paths import with_absolute_paths
 from megarl.trainer.group import TrainerGroup, adapter_folder
@@ -33,6 +36,7 @@ def export(run_path: Path, out: Path, step: int | None = None, *, critic: bool =
         if critic and not uses_critic(recipe.algorithm):
             raise ValueError(f"{run_path} has no critic: its algorithm.advantage is {recipe.algorithm.advantage}")
         checkpoint = _choose_checkpoint(run_dir, step)
+        recipe, _ = fetch_inputs(recipe, [POLICY, "model.tokenizer", *([CRITIC_MODEL] if critic else [])])
         if recipe.lora.rank and not critic:
             check_base(checkpoint, recipe.model)
         for folder in (out, adapter_folder(out)) if recipe.lora.rank else (out,):

@@ -92,7 +92,7 @@ def key_of(file: Path, kind: str, tokenizer: Tokenizer, config: DataConfig) -> s
         tokenizer_digest(tokenizer),
         repr((config.chat_template, sorted(config.chat_template_args.items()), config.prompt_suffix)),
         repr(sorted(config.columns.items())),
-        tokenizer.today() if config.chat_template else "",
+        tokenizer.today() if config.applies_template else "",
         _code_digest(),
     ):
         digest.update(f"{len(part)}:{part}".encode())

@@ -20,6 +20,7 @@ import numpy as np
 
 from megarl.data.cache import Encoded
 from megarl.data.rows import Row
+from megarl.hf import hub
 from megarl.hf.families import has_tower
 from megarl.recipe.data import DataConfig
 from megarl.types import Prompt, PromptImage, SampleImages
@@ -231,7 +232,7 @@ def _placeholders(content: Any) -> int:
 
 @lru_cache(maxsize=4)
 def _image_token(directory: str) -> int:
-    config = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
+    config = json.loads((Path(hub.local_model(directory, weights=False)) / "config.json").read_text(encoding="utf-8"))
     if not has_tower(config) or "image_token_id" not in config:
         raise ValueError(
             f"the model in {directory} ({config.get('model_type')}) reads no images: its config.json has no vision_config "
@@ -247,7 +248,10 @@ def _load(reader: ImageReader) -> Any:
     try:
         # The Pillow backend even with torchvision installed, so that every machine computes the same values.
         processor = AutoImageProcessor.from_pretrained(
-            reader.directory, backend="pil", trust_remote_code=False, local_files_only=True
+            hub.local_model(reader.directory, weights=False),
+            backend="pil",
+            trust_remote_code=False,
+            local_files_only=True,
         )
     except Exception as error:  # transformers raises whatever its parsers raise
         raise ValueError(f"{reader.directory}: transformers cannot load the image processor: {error}") from error

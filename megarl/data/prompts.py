@@ -15,6 +15,7 @@ from megarl.data.encode import Encode
 from megarl.data.images import ImageReader, expand_placeholders, read_images, with_image_parts
 from megarl.data.rows import Row, messages_of, text_of
 from megarl.data.tokenizer import Tokenizer
+from megarl.hf import hub
 from megarl.recipe.schema import DataConfig
 from megarl.types import Prompt, PromptImage
 
@@ -28,10 +29,12 @@ def layout_of(needed: Sequence[str]) -> tuple[list[tuple[str, ...]], list[str]]:
 
 
 def with_source(row: Row, file: Path, needed: Sequence[str]) -> Row:
-    """Return `row` with a data source for metrics and uids: the file's name if the column is absent and not needed."""
+    """Return `row` with a data source for metrics and uids if the column is absent and not needed: the name of the data set on
+    the hub, or of the file."""
     if row.values.get("data_source") is not None or "data_source" in needed:
         return row
-    return Row(row.where, {**row.values, "data_source": file.stem})
+    name = hub.name_of_file(str(file))
+    return Row(row.where, {**row.values, "data_source": name.repo if name is not None else file.stem})
 
 
 def ground_truth_of(row: Row, *, needed: bool) -> Any:
@@ -133,7 +136,7 @@ def encode_prompts(
 ) -> list[Encoded]:
     """Render and tokenize each row's prompt, with the tools and the generation prompt."""
     texts = [_render(row, tokenizer, config, tools) for row in rows]
-    leading = tokenizer.leading_ids(config.chat_template)
+    leading = tokenizer.leading_ids(config.applies_template)
     encoded = []
     for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
         tokens = np.array(leading + ids, dtype=np.int32)
@@ -146,8 +149,8 @@ def _render(row: Row, tokenizer: Tokenizer, config: DataConfig, tools: Sequence[
     if config.prompt_suffix:
         messages = _with_suffix(row, messages, config.prompt_suffix)
     try:
-        messages = with_image_parts(row, messages, config.chat_template)
-        return tokenizer.render_text(messages, config.chat_template, config.chat_template_args, tools=tools)
+        messages = with_image_parts(row, messages, config.applies_template)
+        return tokenizer.render_text(messages, config.applies_template, config.chat_template_args, tools=tools)
     except ValueError as error:
         raise ValueError(f"{row.where}: {error}") from error
 

@@ -106,7 +106,7 @@ def encode_conversations(
     encoded = []
     for conversation, parts in zip(conversations, pieces, strict=True):
         tokenized = [(next(ids), part.learned) for part in parts]
-        tokens, mask = _join(conversation.row, tokenized, tokenizer, config.chat_template)
+        tokens, mask = _join(conversation.row, tokenized, tokenizer, config.applies_template)
         candidates = conversation.messages[conversation.first_learned :]
         answers = [message for message in candidates if message["role"] == "assistant"]
         encoded.append(Encoded(tokens, mask, "".join(_text_and_calls(message) for message in answers)))
@@ -150,11 +150,11 @@ def _pieces(conversation: Conversation, tokenizer: Tokenizer, config: DataConfig
 
     def rendered(turns: list[dict[str, Any]], generate: bool) -> str:
         try:
-            return tokenizer.render_text(turns, config.chat_template, config.chat_template_args, generate, tools)
+            return tokenizer.render_text(turns, config.applies_template, config.chat_template_args, generate, tools)
         except ValueError as error:
             raise ValueError(f"{row.where}: {error}") from error
 
-    if not config.chat_template:
+    if not config.applies_template:
         turns = itertools.groupby(range(len(messages)), key=learned)
         return [_Piece(rendered([messages[n] for n in turn], generate=False), is_learned) for is_learned, turn in turns]
     whole = rendered(messages, generate=False)

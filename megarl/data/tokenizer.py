@@ -10,6 +10,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from megarl.data.chat_template import is_text, resolve
+from megarl.hf import hub
 from megarl.hf.config import text_fields
 from megarl.hf.families.read import config_of_unknown_type
 
@@ -107,26 +109,58 @@ class Tokenizer(ABC):
         return [] if chat_template else list(self.bos_ids)
 
 
-def load_tokenizer(directory: str | Path, model_directory: str | Path | None = None) -> Tokenizer:
+def load_tokenizer(
+    directory: str | Path, model_directory: str | Path | None = None, chat_template: bool | str = True
+) -> Tokenizer:
     """Load the tokenizer in `directory`; no code from the directory is run.
 
+    `chat_template`: the value of `data.chat_template`; a text or a name replaces the tokenizer's template.
     A Hugging Face tokenizer has precedence over a bare sentencepiece ``tokenizer.model``. The model's stop tokens are
-    read from generation_config.json (else config.json) in `model_directory`, by default the same directory.
+    read from generation_config.json (else config.json) in `model_directory`, by default the same directory. A tokenizer of the
+    hub is fetched if this node lacks it (`hub.local_model`).
 
     Raises:
-        ValueError: the directory has no readable tokenizer, or the tokenizer has no end token.
+        ValueError: the directory has no readable tokenizer, or the tokenizer has no end token, or cannot have that template.
     """
-    directory = Path(directory)
+    directory = Path(hub.local_model(str(directory), weights=False))
     if not directory.is_dir():
         raise ValueError(f"{directory} is not a directory: a tokenizer is a local Hugging Face directory")
-    model_stops = _model_stop_ids(Path(model_directory or directory))
+    model_stops = _model_stop_ids(Path(hub.local_model(str(model_directory or directory), weights=False)))
     if any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
-        return HuggingFaceTokenizer(directory, model_stops)
+        return HuggingFaceTokenizer(directory, model_stops, chat_template if isinstance(chat_template, str) else None)
     if (directory / "tokenizer.model").is_file():
+        if isinstance(chat_template, str):
+            raise ValueError(
+                f"data.chat_template: the bare sentencepiece model in {directory} can have no template: set false"
+            )
         return SentencePieceTokenizer(directory, model_stops)
     files = ", ".join(sorted(path.name for path in directory.iterdir())) or "nothing"
     raise ValueError(
         f"{directory} has no tokenizer (tokenizer.json, tokenizer_config.json or tokenizer.model), but {files}"
+    )
+
+
+def template_text(chat_template: bool | str, directory: str) -> str | None:
+    """Return the text of a template that `data.chat_template` sets for the tokenizer in `directory`; None if it sets none."""
+    if isinstance(chat_template, bool) or is_text(chat_template):
+        return chat_template if isinstance(chat_template, str) else None
+    return str(load_tokenizer(directory, chat_template=chat_template).chat_template)
+
+
+def turn_end_notice(tokenizer: Tokenizer) -> str | None:
+    """Return a notice if the chat template ends answers with a token at which engines do not stop."""
+    talk = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    try:
+        ids = tokenizer.encode(tokenizer.apply_chat_template(talk, {}, False, ()))
+    except ValueError:
+        return None  # rows show whether the template fits them
+    ends = [number for number in ids if number in tokenizer.end_ids]
+    if not ends or ends[-1] in tokenizer.stop_ids:
+        return None
+    end, stops = (tokenizer.decode(tokens, special=True) for tokens in (ends[-1:], tokenizer.stop_ids))
+    return (
+        f"data.chat_template ends answers with {end!r}, but engines stop at {stops!r}: add {ends[-1]} to eos_token_id in the "
+        "model's generation_config.json if the model is to stop there"
     )
 
 
@@ -172,7 +206,8 @@ def check_same_tokens(tokenizer: Tokenizer, other: Tokenizer) -> None:
 class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer loaded by transformers."""
 
-    def __init__(self, directory: Path, model_stops: list[int]) -> None:
+    def __init__(self, directory: Path, model_stops: list[int], chat_template: str | None = None) -> None:
+        """`chat_template`: text or name of a template instead of the tokenizer's."""
         from transformers import AutoTokenizer
 
         self.directory = directory
@@ -185,6 +220,8 @@ class HuggingFaceTokenizer(Tokenizer):
         if self._hf.is_fast:  # truncation and padding in tokenizer.json are meant for inference
             self._hf.backend_tokenizer.no_truncation()
             self._hf.backend_tokenizer.no_padding()
+        if chat_template is not None:
+            self._hf.chat_template = resolve(chat_template, self._hf.chat_template, self.added_tokens())
         self.chat_template = self._hf.chat_template
         self.vocab_size = max(self._hf.get_vocab().values()) + 1
         self.stop_ids = _stop_ids(directory, self._hf.eos_token_id, model_stops)

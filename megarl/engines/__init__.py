@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib.util
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from megarl.hf import hub
 from megarl.platform.environment import RoleSettings, users_first
 
 if TYPE_CHECKING:
@@ -36,9 +38,13 @@ class EngineArguments(Protocol):
 
 
 def create(name: str, spec: EngineSpec) -> BackedEngine:
-    """Create the engine `name` without starting it. ValueError for an unknown name."""
+    """Create the engine `name` without starting it, and fetch its model if it is of the hub and this node lacks it.
+
+    Raises ValueError for an unknown name, and HubError.
+    """
     check_name(name)
     module, attribute = _ENGINES[name].split(":")
+    spec = dataclasses.replace(spec, model_path=hub.local_model(spec.model_path))
     return getattr(importlib.import_module(module), attribute)(spec)
 
 

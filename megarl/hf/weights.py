@@ -21,7 +21,11 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 @dataclass(frozen=True)
 class Tensor:
     name: str
-    elements: int
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
 
 
 def tensors_of(file: Path) -> list[Tensor]:
@@ -36,7 +40,7 @@ def tensors_of(file: Path) -> list[Tensor]:
             header = json.loads(opened.read(length))
             entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
             end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-            tensors = [Tensor(name, math.prod(entry["shape"])) for name, entry in entries.items()]
+            tensors = [Tensor(name, tuple(map(int, entry["shape"]))) for name, entry in entries.items()]
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"{file.name} is not a safetensors file: its header cannot be read") from error
     if size < 8 + length + end:

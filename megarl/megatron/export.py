@@ -26,11 +26,12 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class ExportChange:
-    """Differences of a trained model from its source directory: tensor names and config.json."""
+    """Differences of a trained model from its source directory: tensor names, config.json and the chat template."""
 
     removed: tuple[str, ...] = ()  # tensors that the source may have and the model does not
     added: tuple[str, ...] = ()  # tensors that the model has and the source may lack
     config: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # transforms config.json
+    chat_template: str | None = None  # text of a template instead of the tokenizer's
 
     def apply(self, names: Iterable[str]) -> list[str]:
         """Return the model's tensor names from the source's."""
@@ -80,8 +81,21 @@ def save_hf(
                 shutil.copyfile(file, partial / file.name)
         if change.config is not None:
             (partial / "config.json").write_text(json.dumps(change.config(_config(source)), indent=2) + "\n")
+        if change.chat_template is not None:
+            _write_chat_template(partial, change.chat_template)
         _Shards(partial).write(_with_untrained(weights, source, change))
     torch.distributed.barrier()
+
+
+def _write_chat_template(directory: Path, template: str) -> None:
+    """Replace the chat template of the tokenizer in `directory`, in all places where transformers looks for one."""
+    (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
+    (directory / "chat_template.json").unlink(missing_ok=True)
+    settings = directory / "tokenizer_config.json"
+    if settings.is_file():
+        content = json.loads(settings.read_text(encoding="utf-8"))
+        if content.pop("chat_template", None) is not None:
+            settings.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _with_untrained(

@@ -14,7 +14,7 @@ from megarl.megatron.offload import copy_to_host, swap
 class ReferencePolicy:
     """The policy after step `step`; 0: before training.
 
-    With LoRA, only adapters are kept, and none for step 0: the model without adapters. Callers gather parameters first
+    With LoRA, only adapters are kept. Without `lora.path` none is kept for step 0: the model without adapters. Callers gather parameters first
     (`pipeline.finish_param_gather`).
     """
 
@@ -22,7 +22,7 @@ class ReferencePolicy:
         self._model = model
         self._kept: list[torch.Tensor] = []  # in the order of `_weights`
         self.step = 0
-        if not model.lora:
+        if _keeps_start(model):
             self.keep(0)
 
     def keep(self, step: int) -> None:
@@ -57,7 +57,12 @@ class ReferencePolicy:
 
 def reference_sizes(model: Model, *, refreshed: bool) -> list[int]:
     """Return the bytes of each tensor that a reference policy keeps on the host. `refreshed`: after the first refresh."""
-    return [] if model.lora and not refreshed else [weight.nbytes for weight in _weights(model).values()]
+    return [] if not _keeps_start(model) and not refreshed else [weight.nbytes for weight in _weights(model).values()]
+
+
+def _keeps_start(model: Model) -> bool:
+    """Return whether the policy before training differs from the model without adapters, or has none."""
+    return not model.lora or model.lora.settings.path is not None
 
 
 def _weights(model: Model) -> dict[int, torch.Tensor]:

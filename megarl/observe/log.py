@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from megarl.atomic_files import AppendFile, Reserve, write_atomically
+from megarl.hf import hub
 from megarl.observe.alerts import Alerts
 from megarl.observe.console import Console, make_console
 from megarl.observe.json_lines import drop_torn_line, json_line, read_lines, strict
@@ -333,7 +334,7 @@ class RunLog:
         start = {str(n): session["start"]["seconds"] for n, session in enumerate(self._sessions) if "start" in session}
         summary = {
             "name": self._recipe.name,
-            "model": self._recipe.model.path,
+            "model": str(hub.name_of_folder(self._recipe.model.path) or self._recipe.model.path),
             "status": status,
             "error": error,
             "steps": int(lines[-1]["step"]) if lines else 0,

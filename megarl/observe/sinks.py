@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from megarl.atomic_files import disk_errors, write_atomically
 from megarl.observe.run_dir import RunDirectory
+from megarl.recipe.hub_inputs import with_hub_names
 from megarl.recipe.schema import Recipe
 
 
@@ -180,7 +181,8 @@ def make_sinks(recipe: Recipe, run_dir: RunDirectory, first_step: int, warn: Cal
     if unknown:
         raise ValueError(f"observe.trackers: {unknown[0]!r} is an unknown tracker. Choose from {', '.join(TRACKERS)}.")
     sinks: list[Sink] = [TensorBoardSink(run_dir, first_step)] if recipe.observe.tensorboard else []
-    sinks += [GuardedTracker(name, TRACKERS[name](recipe, run_dir), warn) for name in recipe.observe.trackers]
+    named = with_hub_names(recipe)
+    sinks += [GuardedTracker(name, TRACKERS[name](named, run_dir), warn) for name in recipe.observe.trackers]
     return sinks
 
 

@@ -14,7 +14,7 @@ from megarl.data.preferences import PreferenceDataset
 from megarl.data.prompts import PromptDataset
 from megarl.data.rows import check_file
 from megarl.data.sft import SFTDataset
-from megarl.data.tokenizer import Tokenizer
+from megarl.data.tokenizer import Tokenizer, turn_end_notice
 from megarl.engines.specs import longest_sample
 from megarl.errors import NotHereError, RecipeError, errors_of
 from megarl.preflight.recipe.reward import remote_notices
@@ -80,6 +80,8 @@ def read_data(recipe: Recipe, tokenizer: Tokenizer, *, training: bool, sample: i
             _add_notices(prepared, "evaluation examples", prepared.held_out)
         _check_pixel_limits(data, has_images=False)
         return prepared
+    if isinstance(data.chat_template, str) and (notice := turn_end_notice(tokenizer)) is not None:
+        prepared.notices.append(notice)
     setup = AgentSetup.of(recipe)
     tools = check_tools(setup, tokenizer) if setup is not None else []
     rows: dict[str, Any] = {"tools": tools, "images": ImageReader.of(recipe.model.path, data), "sample": sample}

@@ -69,6 +69,10 @@ def evaluation_setting_errors(recipe: Recipe) -> Iterator[ValueError]:
     if not recipe.data.eval_files:
         problem = "the recipe has no evaluation data"
         yield RecipeError("data.eval_files", problem, "name .parquet or .jsonl files", value=[])
+    if recipe.lora.rank and recipe.lora.path:
+        problem = "`megarl eval` samples from model.path alone, without adapters"
+        remedy = "set lora.path=null, and model.path to a merged model (`megarl export`, or PEFT's merge_and_unload)"
+        yield RecipeError("lora.path", problem, remedy, value=recipe.lora.path)
     yield from errors_of(check_engines, recipe.rollout)
     if recipe.asks_judge:
         yield from errors_of(check_engine, "judge", recipe.judge)

@@ -54,10 +54,10 @@ def environment_notices(recipe: Recipe, platform: Any, *, training: bool = True)
 
 
 def warmup_notice(recipe: Recipe) -> str | None:
-    """Return a notice if the run ends before the learning rate's warm-up does."""
+    """Return a notice if the run ends before the learning rate's warm-up does; None while the number of steps is unknown."""
     optimizer, steps = recipe.actor.optimizer, recipe.train.steps * recipe.actor.optimizer_steps
     warmup, first = optimizer.warmup_steps, optimizer.init_lr_ratio
-    if warmup <= steps:
+    if warmup <= steps or recipe.train.epochs is not None:
         return None
     return (
         f"the run has {steps} optimizer steps, and actor.optimizer.warmup_steps is {warmup}: the learning rate reaches "

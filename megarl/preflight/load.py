@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 
 from megarl.algorithms.catalogue import LOSSES
 from megarl.algorithms.rejection import of_icepop
-from megarl.errors import RecipeError, raise_all
+from megarl.data.chat_template import read_template
+from megarl.errors import RecipeError, errors_of, raise_all
 from megarl.preflight.recipe.algorithm import name_errors
 from megarl.preflight.recipe.general import recipe_errors
 from megarl.recipe.algorithm import AlgorithmConfig, CorrectionConfig
+from megarl.recipe.data import DataConfig
 from megarl.recipe.load import read_recipe
 from megarl.recipe.schema import Recipe
 
@@ -27,6 +29,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, check: bool 
     names = list(name_errors(reading.recipe.algorithm))  # imports the user's modules
     apply_loss_defaults(reading.recipe.algorithm, reading.origins)
     apply_icepop(reading.recipe.algorithm.correction, reading.origins)
+    errors += errors_of(_read_chat_template, reading.recipe.data, reading.origins)
     if check:
         for error in recipe_errors(reading.recipe, names):
             if isinstance(error, RecipeError):
@@ -34,6 +37,16 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, check: bool 
             errors.append(error)
     raise_all(errors)
     return reading.recipe
+
+
+def _read_chat_template(data: DataConfig, origins: Mapping[str, str]) -> None:
+    """Replace a file in `data.chat_template` by its text, so that other machines, resumes and exports have it."""
+    key, value = "data.chat_template", data.chat_template
+    try:
+        data.chat_template = read_template(value)
+    except ValueError as error:
+        remedy = "give a .jinja file, the text of a template, a name such as chatml, true or false"
+        raise RecipeError(key, str(error), remedy, value=value, origin=origins.get(key)) from error
 
 
 def apply_loss_defaults(algorithm: AlgorithmConfig, keys: Container[str]) -> None:

@@ -12,7 +12,8 @@ from megarl.algorithms.objective import needs_teacher, teacher_top_k
 from megarl.data.tokenizer import Tokenizer, check_same_tokens, check_vocabulary, load_tokenizer
 from megarl.engines.specs import longest_sample
 from megarl.errors import NotHereError, RecipeError, as_recipe_error, errors_of, raise_all
-from megarl.hf import published, weights
+from megarl.hf import hub, published, weights
+from megarl.hf.adapters import adapter_faults
 from megarl.hf.config import context_length, text_fields
 from megarl.hf.families import has_tower
 from megarl.hf.families.check import check_model, check_sizes
@@ -25,7 +26,7 @@ from megarl.recipe.derived.at_update import update_rule
 from megarl.recipe.derived.critic_view import critic_view
 from megarl.recipe.header import shape_of
 from megarl.recipe.schema import Recipe
-from megarl.recipe.training import ModelConfig
+from megarl.recipe.training import LoraConfig, ModelConfig
 
 Config = dict[str, Any]
 POLICY, CRITIC, TEACHER, JUDGE = "model.path", "critic.model_path", "teacher.path", "judge.path"
@@ -55,8 +56,8 @@ def models_of(recipe: Recipe) -> dict[str, str]:
 def config_of(path: str, recipe: Path, key: str = POLICY, name: str | None = None) -> Config:
     """Return the config.json of the model at `path`, the value of the setting `key` in the recipe file `recipe`.
 
-    The first source that exists is used: `name` (a published model or a folder), `path`, the published model with the
-    directory's name, the published model in the recipe's head.
+    The first source that exists is used: `name` (a published model, a folder or a name on the hub), `path`, the published
+    model with the directory's name, the published model in the recipe's head, config.json on the hub.
 
     Raises NotHereError if no source exists, and RecipeError for a file that cannot be read.
     """
@@ -64,7 +65,10 @@ def config_of(path: str, recipe: Path, key: str = POLICY, name: str | None = Non
         return read_hf_config(name, key)
     if name is None and Path(path).is_dir():
         return read_hf_config(path, key)
-    shape = name or (Path(path).name if Path(path).name in published.names() else shape_of(recipe, key))
+    last = Path(path).name.partition("@")[0]
+    shape = name or (last if last in published.names() else shape_of(recipe, key))
+    if shape not in published.names() and (on_hub := _hub_model(key, name or path)) is not None:
+        return read_hf_config(_fetch_config(key, on_hub), key)
     if shape is None:
         raise NotHereError(
             key,
@@ -80,11 +84,27 @@ def config_of(path: str, recipe: Path, key: str = POLICY, name: str | None = Non
         raise RecipeError(key, str(error), "name a published model", value=path) from error
 
 
+def _hub_model(key: str, text: str) -> hub.HubName | None:
+    try:
+        return hub.model_name(text)
+    except hub.HubError as error:
+        raise RecipeError(key, error.problem, error.remedy, value=text) from error
+
+
+def _fetch_config(key: str, name: hub.HubName) -> str:
+    """Return the folder of a hub model's config.json and tokenizer in the cache, fetched without the weights."""
+    try:
+        return str(hub.model_folder(name, weights=False))
+    except hub.HubError as error:
+        remedy = f"{error.remedy}; to plan without it, add a line `# Shape: NAME` with a published model to the recipe"
+        raise NotHereError(key, error.problem, remedy, value=str(name)) from error
+
+
 def _missing_remedy(path: str) -> str:
     """Return the remedy for the missing model directory `path`."""
     end = "/".join(Path(path).parts[-3:])
     return _REMEDIES.get(
-        end, "give the model's Hugging Face directory, with its config.json; megarl downloads no models"
+        end, "give the model's Hugging Face directory, with its config.json, or a name on the hub (OWNER/NAME)"
     )
 
 
@@ -98,6 +118,10 @@ LARGEST_SIZES = {
 def read_hf_config(path: str, key: str = POLICY) -> Config:
     """Return config.json of the Hugging Face directory `path`, the value of the setting `key`. Raises RecipeError."""
     directory = Path(path)
+    if path.startswith(hub.PREFIX):
+        problem, fetch = "it is not in this machine's cache of the hub", path.removeprefix(hub.PREFIX).partition("@")[0]
+        remedy = f"`train` and `eval` download it; to do it now, run `hf download {fetch}`"
+        raise NotHereError(key, problem, remedy, value=path)
     if not directory.is_dir():
         problem = f"the directory does not exist (working directory: {Path.cwd()})"
         raise RecipeError(key, problem, _missing_remedy(path), value=path)
@@ -133,13 +157,13 @@ def read_weights_config(path: str, key: str) -> Config:
     return config
 
 
-def read_tokenizer(model: ModelConfig, config: Config) -> Tokenizer:
-    """Return the policy's tokenizer, checked against the vocabulary of `config`, its config.json. Raises RecipeError."""
+def read_tokenizer(model: ModelConfig, config: Config, chat_template: bool | str = True) -> Tokenizer:
+    """Return the policy's tokenizer with the template of `data.chat_template`, checked against the vocabulary of `config`, its config.json. Raises RecipeError."""
     key, path = ("model.tokenizer", model.tokenizer) if model.tokenizer else (POLICY, model.path)
     with as_recipe_error(
         key, "give a directory with the model's own tokenizer (in model.tokenizer if it is separate)", path
     ):
-        tokenizer = load_tokenizer(path, model.path)
+        tokenizer = load_tokenizer(path, model.path, chat_template)
         check_vocabulary(tokenizer, config)
     return tokenizer
 
@@ -158,6 +182,20 @@ def policy_errors(recipe: Recipe, config: Config) -> Iterator[ValueError]:
     yield from errors_of(check_extra, recipe, config, "megatron")
     if recipe.train.source == "rollout":
         yield from sampled_errors(recipe, config)
+
+
+def adapter_errors(lora: LoraConfig, config: Config) -> Iterator[ValueError]:
+    """Yield errors of the adapter in `lora.path` that training starts from. `config`: config.json of the policy."""
+    assert lora.path is not None
+    if not Path(lora.path).is_dir():
+        problem = f"the directory does not exist (working directory: {Path.cwd()})"
+        yield RecipeError(
+            "lora.path", problem, "give a PEFT directory, or a name on the hub (OWNER/NAME)", value=lora.path
+        )
+        return
+    with as_recipe_error("lora.path", "give the directory that PEFT's save_pretrained wrote", lora.path):
+        for key, problem, remedy in adapter_faults(Path(lora.path), config, lora.rank, lora.alpha, lora.targets):
+            yield RecipeError(key, problem, remedy, value=getattr(lora, key.removeprefix("lora.")))
 
 
 def check_policy(recipe: Recipe, config: Config) -> None:

@@ -24,8 +24,9 @@ from megarl.preflight.models import POLICY
 from megarl.preflight.replay import replay_errors
 from megarl.preflight.run_directory import run_directory_errors
 from megarl.preflight.survey_data import check_data, check_sample, check_scorers, check_without_rows
-from megarl.preflight.survey_models import check_models
+from megarl.preflight.survey_models import check_configs, check_models
 from megarl.recipe.header import hardware_of
+from megarl.recipe.hub_inputs import with_cached_inputs
 from megarl.recipe.schema import Recipe
 
 
@@ -34,6 +35,8 @@ def survey(recipe: Recipe, available: Available | None = None) -> Survey:
 
     Data is read only if settings and models have no errors: reading takes long, and its checks would repeat these errors.
     """
+    if available is not None and available.recipe_file is not None:
+        recipe = with_cached_inputs(recipe)
     result = Survey(recipe, available)
     result.run_stage("settings", _check_settings)
     result.run_stage("model", check_models)
@@ -106,6 +109,14 @@ def prepare_training(recipe: Recipe) -> Prepared:
 def prepare_evaluation(recipe: Recipe) -> Prepared:
     """Return the tokenizer and data of `eval`. Raises as `prepare_training` does."""
     return _prepare(recipe, Available(training=False))
+
+
+def check_without_weights(recipe: Recipe) -> None:
+    """Raise the errors of settings and of each model's config.json together, before `train` downloads weights and rows."""
+    result = Survey(recipe, Available())
+    result.run_stage("settings", _check_settings)
+    result.run_stage("model", check_configs)
+    result.raise_errors()
 
 
 def _prepare(recipe: Recipe, available: Available) -> Prepared:

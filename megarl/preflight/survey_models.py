@@ -17,6 +17,7 @@ from megarl.preflight.models import (
     POLICY,
     TEACHER,
     Config,
+    adapter_errors,
     check_teacher,
     check_teacher_tokens,
     config_of,
@@ -31,14 +32,19 @@ from megarl.preflight.models import (
 from megarl.preflight.recipe.critic import ONE_LAYOUT
 
 
+def check_configs(survey: Survey) -> None:
+    """Read each model's config.json and check settings against it."""
+    for key, directory in models_of(survey.recipe).items():
+        if survey.available.training or key in (POLICY, JUDGE):
+            with survey.part(key, needed=key in (POLICY, CRITIC)):
+                survey.configs[key] = _config_of(survey, key, directory)
+    _check_settings_against(survey)
+
+
 def check_models(survey: Survey) -> None:
     recipe = survey.recipe
     training = survey.available.training
-    for key, directory in models_of(recipe).items():
-        if training or key in (POLICY, JUDGE):
-            with survey.part(key, needed=key in (POLICY, CRITIC)):
-                survey.configs[key] = _config_of(survey, key, directory)
-    _check_configs(survey)
+    check_configs(survey)
     if survey.is_partial and survey.errors:
         return  # checks of the files would repeat these errors
     device = recipe.cluster.device
@@ -46,6 +52,8 @@ def check_models(survey: Survey) -> None:
         with survey.part("cluster.device"):
             check_device(recipe, device)
     _check_policy_files(survey)
+    if training and recipe.lora.rank and recipe.lora.path:
+        _check_adapter(survey, recipe.lora.path)
     for key in [key for key in survey.configs if key != POLICY]:
         _check_other_files(survey, key)
     if training and uses_critic(recipe.algorithm) and not survey.is_partial:
@@ -58,7 +66,7 @@ def _config_of(survey: Survey, key: str, directory: str) -> Config:
     return config_of(directory, survey.available.recipe_file, key, survey.available.shape if key == POLICY else None)
 
 
-def _check_configs(survey: Survey) -> None:
+def _check_settings_against(survey: Survey) -> None:
     """Check settings against each config.json: layout, adapters, context length, parallel sizes of engines."""
     recipe, policy = survey.recipe, survey.configs.get(POLICY)
     if policy is not None:
@@ -92,7 +100,14 @@ def _check_policy_files(survey: Survey) -> None:
         if separate is not None and not _is_here(survey, separate, "model.tokenizer", "the tokenizer"):
             return
     with survey.part(POLICY):
-        survey.tokenizer = read_tokenizer(recipe.model, survey.configs[POLICY])
+        survey.tokenizer = read_tokenizer(recipe.model, survey.configs[POLICY], recipe.data.chat_template)
+
+
+def _check_adapter(survey: Survey, folder: str) -> None:
+    """Check the adapter that training starts from against the recipe and the policy."""
+    if POLICY in survey.configs and _is_here(survey, folder, "lora.path", "the adapter"):
+        with survey.part("lora.path"):
+            survey.add(adapter_errors(survey.recipe.lora, survey.configs[POLICY]), "lora.path")
 
 
 def _check_other_files(survey: Survey, key: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Optional
+from typing import Any, Literal, Optional, Union
 
 from megarl.recipe.key import key
 
@@ -13,7 +13,7 @@ from megarl.recipe.key import key
 class MixedSet:
     """An entry of `data.mix`."""
 
-    files: list[str] = key([], "Rows of the set: .parquet or .jsonl files.")
+    files: list[str] = key([], "Rows of the set, as `data.train_files`.")
     weight: float = key(1.0, "Weight of the set. Its share of the rows is this over the sum of all weights.", above=0)
 
 
@@ -22,7 +22,8 @@ class DataConfig:
     """Prompts: parquet or JSONL rows in verl's columns. docs/data.md describes the columns and how to make them."""
 
     train_files: list[str] = key(
-        [], "Training rows: .parquet or .jsonl files. `train` requires this key or `data.mix`."
+        [],
+        "Training rows: .parquet or .jsonl files, or data sets on the hub: hf://openai/gsm8k/main/train (docs/hub.md). `train` requires this key or `data.mix`.",
     )
     mix: dict[str, MixedSet] = key(
         {},
@@ -32,7 +33,9 @@ class DataConfig:
         {},
         "Names of columns in your files where they differ from docs/data.md, e.g. {prompt: question, response: extra_info.solution}; a dot reads a field of a column. `ground_truth` names a column of plain answers, instead of `reward_model`. Applies to all files.",
     )
-    eval_files: list[str] = key([], "Held-out rows for evaluation, in the columns of the training rows.")
+    eval_files: list[str] = key(
+        [], "Held-out rows for evaluation, in the columns of the training rows, as `data.train_files`."
+    )
     prompts_per_step: int = key(32, "Prompts per controller step (for SFT: examples).", at_least=1)
     max_prompt_length: int = key(1024, "Maximum length of a prompt, in tokens.", at_least=1)
     overlong_prompts: Literal["error", "filter"] = key(
@@ -49,9 +52,9 @@ class DataConfig:
         "Epochs (of each set) drawn by `data.curriculum`. Later epochs are drawn as `data.shuffle` sets. Unset: all epochs.",
         at_least=1,
     )
-    chat_template: bool = key(
+    chat_template: Union[bool, str] = key(
         True,
-        "Apply the tokenizer's chat template to the messages of `prompt`. false: the messages' contents are concatenated.",
+        "true: apply the tokenizer's chat template to the messages of `prompt`. false: the messages' contents are concatenated. Otherwise a template instead of the tokenizer's: a .jinja file, the template's text, `chatml`, or the name of one of several templates of the tokenizer. Tool messages are rendered with it, too, and exported models have it.",
     )
     prompt_suffix: str = key(
         "",
@@ -75,6 +78,11 @@ class DataConfig:
         "~/.cache/megarl",
         "Directory for tokenized rows of files with at least 1,000 rows, by the contents of file, tokenizer and template. You may delete it at any time. null: no cache.",
     )
+
+    @property
+    def applies_template(self) -> bool:
+        """True if a chat template renders the messages, the tokenizer's or another."""
+        return self.chat_template is not False
 
 
 def training_sets(data: DataConfig) -> dict[str, list[str]]:

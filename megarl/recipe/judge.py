@@ -18,7 +18,8 @@ class JudgeConfig:
     or `reward.functions` names `judge`."""
 
     path: Optional[str] = key(
-        None, "Hugging Face directory of the judge, with its tokenizer and chat template. Required with a judge."
+        None,
+        "The judge: a Hugging Face directory or a name on the hub, with its tokenizer and chat template. Required with a judge.",
     )
     engine: str = key("vllm", "Engine, as `rollout.engine`.")
     engines: int = key(1, "Number of engines. Each is a replica of the judge.", at_least=1, at_most=MOST_PROCESSES)

@@ -21,10 +21,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megarl.errors import ReadingError, RecipeError, plain
 from megarl.recipe.former_names import with_present_names
+from megarl.recipe.hub_inputs import with_hub_names
 from megarl.recipe.schema import Recipe
 from megarl.registry import nearest
 
 COMMAND_LINE = "command line"
+STEPS, EPOCHS = "train.steps", "train.epochs"
 OPEN = "???"
 """A value that the recipe leaves open: it must be given before the recipe is used."""
 LONGEST_NAME = 255
@@ -57,10 +59,27 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Reading:
     for origin, layer in [*((str(file), layer) for file, layer in files), (COMMAND_LINE, command_line)]:
         errors += _merge(merged, layer, origin, left_open)
         origins.update(dict.fromkeys(_leaves(layer), origin))
+        errors += _drop_other_length(merged, layer, origin, origins)
     for key, origin in left_open.items():
         remedy = f"write a value into the recipe, or add {key}=VALUE to the command"
         errors.append(ReadingError(key, "the recipe leaves this value open", remedy, value=OPEN, origin=origin))
     return Reading(_to_object(merged, str(path)), origins, errors)
+
+
+def _drop_other_length(
+    merged: DictConfig, layer: DictConfig, origin: str, origins: dict[str, str]
+) -> Iterator[ReadingError]:
+    """Reset `train.steps` of the layers below if `layer` sets `train.epochs`, and the reverse. Yield an error if it sets both."""
+    present = [key for key in (STEPS, EPOCHS) if OmegaConf.select(layer, key) is not None]
+    if len(present) == 2:
+        value = OmegaConf.select(layer, EPOCHS)
+        yield ReadingError(
+            EPOCHS, f"{STEPS} sets the length of the run, too", "leave one out", value=value, origin=origin
+        )
+    for key in present[:1]:
+        other = STEPS if key == EPOCHS else EPOCHS
+        if origins.pop(other, None) is not None:
+            OmegaConf.update(merged, other, OmegaConf.select(_schema(), other))
 
 
 @functools.cache
@@ -78,8 +97,8 @@ def layers(path: Path) -> list[tuple[Path, DictConfig]]:
 
 
 def to_yaml(recipe: Recipe) -> str:
-    """Format the recipe as YAML with every key."""
-    return OmegaConf.to_yaml(OmegaConf.structured(recipe))
+    """Format the recipe as YAML with every key. Files in the cache of the hub have their name and commit."""
+    return OmegaConf.to_yaml(OmegaConf.structured(with_hub_names(recipe)))
 
 
 def flat_settings(text: str) -> dict[str, Any]:
@@ -330,7 +349,8 @@ def _type_of(dotted: str) -> Any:
 def _type_name(dotted: str) -> str:
     kind = _type_of(dotted)
     if typing.get_origin(kind) is typing.Union:
-        return f"{_plain_type(_without_none(kind))} or null"
+        parts = [_plain_type(part) for part in typing.get_args(kind) if part is not type(None)]
+        return " or ".join([*parts, "null"] if type(None) in typing.get_args(kind) else parts)
     return _plain_type(kind)
 
 

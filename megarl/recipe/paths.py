@@ -6,16 +6,29 @@ import dataclasses
 import os
 from collections.abc import Callable
 
+from megarl.hf import hub
+from megarl.recipe.hub_inputs import with_inputs
 from megarl.recipe.schema import Recipe
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
-    """Return the recipe with absolute paths, which do not depend on the directory a process starts in."""
+    """Return the recipe with absolute paths, which do not depend on the directory a process starts in.
+
+    Names of models on the hub get `hf://` in front.
+    """
+
+    def named(_: str, path: str) -> str:
+        return path if path.startswith(hub.PREFIX) else str(hub.model_name(path) or path)
+
+    recipe = with_inputs(recipe, named, lambda _, files: files)
     return with_paths(recipe, lambda path: os.path.abspath(os.path.expanduser(path)))
 
 
 def with_paths(recipe: Recipe, convert: Callable[[str], str]) -> Recipe:
-    """Return the recipe with each path replaced by `convert(path)`: models, data, run directories, files of functions."""
+    """Return the recipe with each path replaced by `convert(path)`: models, data, run directories, files of functions.
+
+    Names on the hub, with `hf://`, are no paths.
+    """
 
     def convert_file(function: str) -> str:
         """Convert the path of `file.py:function` or of a YAML file of tools; other names are unchanged."""
@@ -25,30 +38,22 @@ def with_paths(recipe: Recipe, convert: Callable[[str], str]) -> Recipe:
     def convert_or_none(path: str | None) -> str | None:
         return convert(path) if path else None
 
-    data, model, critic, teacher, judge = recipe.data, recipe.model, recipe.critic, recipe.teacher, recipe.judge
+    def convert_model(_: str, path: str) -> str:
+        return path if path.startswith(hub.PREFIX) else convert(path)
+
+    def convert_files(_: str, files: list[str]) -> list[str]:
+        return [file if file.startswith(hub.PREFIX) else convert(file) for file in files]
+
     weight_sync, reward = recipe.weight_sync, recipe.reward
     return dataclasses.replace(
-        recipe,
+        with_inputs(recipe, convert_model, convert_files),
         runs_dir=convert(recipe.runs_dir),
         train=dataclasses.replace(recipe.train, replay=convert_or_none(recipe.train.replay)),
         weight_sync=dataclasses.replace(weight_sync, directory=convert_or_none(weight_sync.directory)),
-        model=dataclasses.replace(model, path=convert(model.path), tokenizer=convert_or_none(model.tokenizer)),
         agent=dataclasses.replace(recipe.agent, tools=[convert_file(tool) for tool in recipe.agent.tools]),
-        critic=dataclasses.replace(critic, model_path=convert_or_none(critic.model_path)),
-        teacher=dataclasses.replace(teacher, path=convert_or_none(teacher.path)),
-        judge=dataclasses.replace(judge, path=convert_or_none(judge.path)),
         reward=dataclasses.replace(
             reward,
             function=convert_file(reward.function) if reward.function else None,
             functions={convert_file(name): weight for name, weight in reward.functions.items()},
-        ),
-        data=dataclasses.replace(
-            data,
-            train_files=[convert(file) for file in data.train_files],
-            mix={
-                name: dataclasses.replace(part, files=[convert(file) for file in part.files])
-                for name, part in data.mix.items()
-            },
-            eval_files=[convert(file) for file in data.eval_files],
         ),
     )

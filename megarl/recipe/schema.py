@@ -1,7 +1,7 @@
-"""The root `Recipe`, and its sections reward, rollout, teacher, evaluation, train, cluster and weight_sync.
+"""The root `Recipe`, and its sections reward, rollout, teacher, evaluation, train and cluster.
 
-Sections in other files: model, megatron, lora, actor and critic in training.py; algorithm, data, agent, judge, observe and
-sandbox in a file of that name; `cluster.environment` in environment.py; `reward.remote` in remote.py.
+Sections in other files: model, megatron, lora, actor and critic in training.py; algorithm, data, agent, judge, observe,
+sandbox and weight_sync in a file of that name; `cluster.environment` in environment.py; `reward.remote` in remote.py.
 
 A field is declared with ``key(default, doc)``: its first argument is the default, and the bounds follow the text. Defaults in
 other places:
@@ -31,6 +31,7 @@ from megarl.recipe.observe import ObserveConfig
 from megarl.recipe.remote import SERVICES, RemoteConfig
 from megarl.recipe.sandbox import SandboxConfig
 from megarl.recipe.training import ActorConfig, CriticConfig, LoraConfig, MegatronConfig, ModelConfig
+from megarl.recipe.weight_sync import WeightSyncConfig
 
 
 @dataclass
@@ -184,7 +185,8 @@ class TeacherConfig:
     of the policy's tokens. It runs in separate engines on separate devices."""
 
     path: Optional[str] = key(
-        None, "Hugging Face directory of the teacher. Its tokenizer must equal the policy's. Required with a teacher."
+        None,
+        "The teacher: a Hugging Face directory or a name on the hub. Its tokenizer must equal the policy's. Required with a teacher.",
     )
     engine: str = key("vllm", "Engine, as `rollout.engine`.")
     engines: int = key(1, "Number of engines. Each is a replica of the teacher.", at_least=1, at_most=MOST_PROCESSES)
@@ -221,6 +223,11 @@ class TrainConfig:
         "Source of the samples: engines (`rollout`, RL), the answers in the data set (`sft`), or its pairs of a chosen and a rejected answer (`preferences`, DPO).",
     )
     steps: int = key(1, "Number of controller steps.", at_least=1)
+    epochs: Optional[float] = key(
+        None,
+        "Length of the run in passes over the training rows, instead of `train.steps`: epochs x rows / `data.prompts_per_step` steps, rounded up. The run records the steps. Of both keys the later layer counts (recipe over base, command line over recipe); both in one file are refused. Groups that dynamic sampling leaves out are drawn in addition.",
+        above=0,
+    )
     seed: int = key(0, "Seed of all random generators.", at_least=0)
     deterministic: bool = key(
         False,
@@ -323,48 +330,6 @@ class ClusterConfig:
         at_least=0,
     )
     environment: EnvironmentConfig = key(EnvironmentConfig, "")
-
-
-@dataclass
-class WeightSyncConfig:
-    """Weight sync, from the trainers to the engines."""
-
-    route: Literal["full", "sharded", "auto"] = key(
-        "auto",
-        "sharded: every trainer rank sends the slices that engine ranks need, once (vLLM only, without adapters). full: all trainer ranks gather the model, and rank 0 sends all of it once to each host with engines. auto: sharded if recipe, model and engines allow it, else full; a notice at the start gives the choice and the reason.",
-    )
-    check_every: int = key(
-        0,
-        "Sharded and adapter-only sync: verify the first update, and each update that follows it by a multiple of this number, against the export, tensor by tensor. 0: only the first.",
-        at_least=0,
-    )
-    adapters: Literal["auto", "only", "merged"] = key(
-        "auto",
-        "With `lora.rank` above 0. only: engines receive the model's weights once and then only adapters, which they apply unmerged. merged: engines receive full weights with merged adapters at every update. auto: only if the engines support adapters, else merged; a notice at the start gives the choice and the reason.",
-    )
-    transport: Literal["auto", "shared_memory", "ipc", "collective", "device", "files"] = key(
-        "auto",
-        "auto: shared memory for engines on the sending trainer's host, gloo for all others. collective: gloo for all engines. ipc: like auto, but sharded slices stay in the trainers' device memory, which engines on the same host map. device: sharded slices go from device memory to device memory over the devices' collective library; requires disaggregated engines. files: full tensors, as safetensors in `weight_sync.directory`, which keeps the last two versions for inspection; slow, and only with full weight sync.",
-    )
-    directory: Optional[str] = key(
-        None,
-        "With transport files: directory for the weights, on a file system that trainers and engines share. megarl adds a folder with the run's name. Unset: `weight_sync` in the run's directory.",
-    )
-    bucket_mb: int = key(
-        64,
-        "Bucket size in MiB. A larger tensor gets a separate bucket. With sharded sync a rank holds at most four buckets, and larger tensors are split.",
-        at_least=1,
-    )
-    timeout: float = key(
-        600.0,
-        "Seconds without a response from a peer after which the update, or the connection for it, fails.",
-        above=0,
-    )
-    silence: float = key(
-        30.0,
-        "Heartbeat timeout in seconds. A rank without a heartbeat for this long during an update counts as stopped, or its machine or network as down; the end of a process is noticed at once. Each rank sends a heartbeat per second from a separate thread. Raise the value if machines swap or are paused. Must be below `weight_sync.timeout`.",
-        at_least=3,
-    )
 
 
 @dataclass

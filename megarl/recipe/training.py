@@ -10,10 +10,13 @@ from megarl.recipe.key import key
 
 @dataclass
 class ModelConfig:
-    """The model to train: a Hugging Face directory."""
+    """The model to train: a Hugging Face directory, or a model on the hub."""
 
-    path: str = key("", "Hugging Face directory with config.json, safetensors and tokenizer. Required.")
-    tokenizer: Optional[str] = key(None, "Tokenizer directory. Unset: `model.path`.")
+    path: str = key(
+        "",
+        "Hugging Face directory with config.json, safetensors and tokenizer, or a name on the hub with an optional branch, tag or commit: Qwen/Qwen3-1.7B, Qwen/Qwen3-1.7B@main. docs/hub.md describes names. Required.",
+    )
+    tokenizer: Optional[str] = key(None, "Tokenizer: a directory or a name on the hub. Unset: `model.path`.")
     dtype: Literal["float32", "bfloat16"] = key(
         "bfloat16",
         "Data type of the trainer's weights and activations. With bfloat16 the optimizer keeps float32 master weights.",
@@ -117,13 +120,17 @@ class OptimizerConfig:
 class LoraConfig:
     """Low-rank adapters: the model's weights are frozen, and only the adapters of its linear layers are trained.
 
-    The reference policy is the model without adapters. After a refresh it is the model with the adapters of that time
+    The reference policy is the model without adapters, or with the adapters of `path`. After a refresh it is the model with the adapters of that time
     (`algorithm.refresh_reference_every`). Engines receive only adapters, or merged weights: `weight_sync.adapters`.
     Checkpoints contain only the adapters.
     """
 
     rank: int = key(0, "Rank of the adapters. 0: no adapters, all weights are trained.", at_least=0)
     alpha: float = key(32.0, "The output of an adapter is scaled by alpha / rank.", above=0)
+    path: Optional[str] = key(
+        None,
+        "Adapter to start from: a PEFT directory (adapter_config.json and adapter_model.safetensors) or a name on the hub. Rank, alpha and linears must equal this section's. Unset: new adapters, which change nothing at first.",
+    )
     targets: list[str] = key(
         ["all-linear"],
         "Linear layers with an adapter, by Hugging Face name (q_proj, gate_proj, ...), or by a suffix of a longer name (experts.up_proj, shared_experts.up_proj, mlp.up_proj). `all-linear`: all linear layers of attention, MLP and experts.",
@@ -171,7 +178,7 @@ class CriticConfig:
 
     model_path: Optional[str] = key(
         None,
-        "Hugging Face directory of the initial weights: a model, or a critic that `megarl export --critic` wrote. Unset: `model.path`.",
+        "Initial weights, a directory or a name on the hub: a model, or a critic that `megarl export --critic` wrote. Unset: `model.path`.",
     )
     trainers: int = key(
         1,

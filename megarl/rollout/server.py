@@ -55,13 +55,16 @@ class RolloutServer:
         images: ImageReader | None = None,
         agent: AgentSetup | None = None,
         judged: bool = False,
+        chat_template: bool | str = True,
     ):
         """`sources`: data sources to score. `images`: reader of the prompts' images, if any. `agent`: settings of the
-        agent loop, if any. `judged`: keep each group's responses until `collect_responses` is called, once per group."""
+        agent loop, if any. `judged`: keep each group's responses until `collect_responses` is called, once per group.
+        `chat_template`: the value of `data.chat_template`."""
         self.images = images
         self.gates = CallGates()  # to the services behind scorers and tools
         self.engine = engines.create(engine, spec)
-        self.tokenizer = load_tokenizer(tokenizer)  # only for text: stop tokens come with each request
+        # only for text: stop tokens come with each request
+        self.tokenizer = load_tokenizer(tokenizer, chat_template=chat_template)
         self.scoring = Scoring(
             terms_of(reward.function, reward.functions, sources, ScorerSettings.of(reward, sandbox)),
             reward,

@@ -89,7 +89,8 @@ def _start_engine(
     tokenizer = recipe.model.tokenizer or recipe.model.path
     images = ImageReader.of(recipe.model.path, recipe.data)
     scoring = (recipe.reward, sources, recipe.sandbox)
-    args = (tokenizer, *scoring, images, AgentSetup.of(recipe), recipe.reward.uses_judge)
+    agent, template = AgentSetup.of(recipe), recipe.data.chat_template
+    args = (tokenizer, *scoring, images, agent, recipe.reward.uses_judge, template)
     essential = recipe.rollout.min_engines is None
     engine = recipe.rollout.engine
     return _start(ROLLOUT_SERVER, engine, spec, args, recipe, platform, cluster, replaces=replaces, essential=essential)

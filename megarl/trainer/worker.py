@@ -10,7 +10,7 @@ import functools
 import os
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
@@ -24,7 +24,9 @@ from megarl.algorithms.process_advantages import step_returns, step_rewards_per_
 from megarl.algorithms.shaping import kl_penalties
 from megarl.algorithms.spikes import GradNorms
 from megarl.cluster.key_value_store import join_ranks
+from megarl.data.tokenizer import template_text
 from megarl.platform.base import Profiler
+from megarl.recipe.hub_inputs import with_local_model
 from megarl.recipe.observe import trace_options
 from megarl.recipe.schema import Recipe
 from megarl.types import DataRef, SampleTokens, Shard, ShardSample, Steps, fetch
@@ -76,7 +78,7 @@ class Worker:
     """
 
     def __init__(self, recipe: Recipe, total_optimizer_steps: int, weights_only: bool = False):
-        self.recipe = recipe
+        self.recipe = recipe = with_local_model(recipe)
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         import_modules(recipe.algorithm)
         self.platform = platforms.select(recipe.cluster.device)
@@ -255,6 +257,9 @@ class Worker:
     def save_hf(self, directory: str) -> None:
         """Write the weights as a Hugging Face model. Raises BrokenWeights."""
         self.check_weights(f"nothing is exported to {directory}. {CAUSES_OF_BROKEN_WEIGHTS}")
+        model, change = self.recipe.model, self.trainer.export_change
+        template = template_text(self.recipe.data.chat_template, model.tokenizer or model.path)
+        self.trainer.export_change = replace(change, chat_template=template)
         self.trainer.save_hf(Path(directory))
 
     def check_weights(self, event: str) -> None:

@@ -81,6 +81,7 @@ def check_adapters(trainer: Any, batches: list[Any], start: Any, case: dict[str,
         partial = output / f".{case['name']}.adapter.partial"
         assert {str(partial / name) for name in ("adapter_config.json", "adapter_model.safetensors")} <= set(on_disk)
         assert not partial.exists()
+    check_start_from(trainer, output / f"{case['name']}.adapter", batches, trained)
     if case.get("export"):
         trainer.save_hf(output / f"{case['name']}.merged")
         torch.save(torch.cat([now for now, _ in trained]), output / f"{case['name']}.trained.pt")
@@ -95,6 +96,33 @@ def check_adapters(trainer: Any, batches: list[Any], start: Any, case: dict[str,
         if dist.get_rank() == 0:
             torch.save({"metrics": went_on, "weights": weights}, output / f"{case['name']}.went_on.pt")
         check_weights_only(case, directory, saved)
+
+
+def check_start_from(trainer: Any, adapter: Path, batches: list[Any], expected: Any) -> None:
+    """A PEFT directory gives the adapters back in every layout, and is the reference policy of a run that starts from it.
+    `expected`: log-probs with these adapters."""
+    from megarl.megatron.lora.peft import load_adapter
+
+    lora = trainer.model.lora
+    matrices = [matrix for each in lora.adapters for matrix in each.parameters()]
+    saved = [matrix.detach().clone() for matrix in matrices]
+
+    def change() -> None:
+        for matrix in matrices:
+            matrix.data.add_(0.01)
+
+    change()
+    load_adapter(lora, adapter)
+    assert all(map(torch.equal, matrices, saved)), "the directory does not give the adapters back"
+    lora.settings.path = str(adapter)
+    trainer.keep_reference()
+    change()
+    reference = trainer.log_probs(batches, temperature=1.0, reference=True)
+    for (kept, _), (then, _) in zip(reference or [], expected or [], strict=True):
+        assert torch.equal(kept, then), "the reference is not the model with the adapters of lora.path"
+    load_adapter(lora, adapter)
+    lora.settings.path = None
+    trainer.keep_reference()
 
 
 def check_timeout() -> None:

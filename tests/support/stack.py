@@ -27,12 +27,14 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def run(*arguments: str, torchrun: int = 0, timeout: float = 400) -> subprocess.CompletedProcess[str]:
-    """Run the command line in the repository's root and wait for its end."""
+def run(
+    *arguments: str, torchrun: int = 0, timeout: float = 400, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run the command line in the repository's root and wait for its end. `env`: variables in addition to `environment`."""
     return subprocess.run(
         command(*arguments, torchrun=torchrun),
         cwd=ROOT,
-        env=environment(),
+        env={**environment(), **(env or {})},
         capture_output=True,
         text=True,
         timeout=timeout,

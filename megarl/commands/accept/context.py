@@ -48,11 +48,13 @@ class StageContext:
     def recipe(self) -> Recipe | None:
         """The recipe of the command line, or None. Raises RecipeError if it does not load."""
         from megarl.preflight.load import load_recipe
+        from megarl.recipe.hub_inputs import with_cached_inputs
         from megarl.recipe.paths import with_absolute_paths
 
         if not self.settings.recipe:
             return None
-        return with_absolute_paths(load_recipe(Path(self.settings.recipe), list(self.settings.overrides)))
+        recipe = load_recipe(Path(self.settings.recipe), list(self.settings.overrides))
+        return with_cached_inputs(with_absolute_paths(recipe))
 
     def doing(self, text: str) -> None:
         """Record the current action. If the stage hangs or dies, its reason has this text."""

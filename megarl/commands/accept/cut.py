@@ -21,6 +21,7 @@ from megarl.engines.specs import fixed_models, longest_sample
 from megarl.hf.config import number_of_experts, text_fields, with_experts, with_layers
 from megarl.preflight.load import load_recipe
 from megarl.preflight.models import read_hf_config
+from megarl.recipe.hub_inputs import with_cached_inputs
 from megarl.recipe.load import to_yaml
 from megarl.recipe.paths import with_absolute_paths
 from megarl.recipe.schema import Recipe, RolloutConfig
@@ -55,7 +56,7 @@ def make_cut(path: Path, overrides: Sequence[str], folder: Path, device: str, de
     device: the kind, as in cluster.device. devices: their number on this node. Raises CannotCut if the recipe's model is
     not on this node or other models need devices, and RecipeError if the recipe does not load.
     """
-    recipe = with_absolute_paths(load_recipe(path, list(overrides)))
+    recipe = with_cached_inputs(with_absolute_paths(load_recipe(path, list(overrides))))
     if fixed := fixed_models(recipe):
         raise CannotCut(f"engines of {' and '.join(fixed)} need separate devices")
     if not (Path(recipe.model.path) / "config.json").is_file():

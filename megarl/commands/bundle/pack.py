@@ -33,6 +33,7 @@ from megarl.errors import pluralize
 from megarl.observe.run_dir import RunDirectory
 from megarl.preflight.replay import recipe_file
 from megarl.recipe.data import files_of
+from megarl.recipe.hub_inputs import with_cached_inputs
 from megarl.recipe.load import read_recipe, to_yaml
 from megarl.recipe.schema import Recipe
 
@@ -93,7 +94,7 @@ def pack(run: Path, file: Path, step: int | None) -> None:
 def contents_of(recorded: RunDirectory, choice: BundledStep) -> tuple[Description, list[Member]]:
     """Return the description of a bundle and its members."""
     segment = choice.segment
-    recipe = read_recipe(recipe_file(recorded.tape, segment.number)).recipe
+    recipe = with_cached_inputs(read_recipe(recipe_file(recorded.tape, segment.number)).recipe)
     modules, installed = local_files(recipe)
     import_modules(recipe.algorithm)  # they register the loss, which decides which models the run has
     names, members = _files(recipe)
@@ -128,6 +129,8 @@ def _files(recipe: Recipe) -> tuple[dict[str, str], list[Member]]:
     names: dict[str, str] = {}
     members: list[Member] = []
     models = {"model": recipe.model.path, "tokenizer": recipe.model.tokenizer}
+    if recipe.lora.rank:
+        models["adapter"] = recipe.lora.path
     if uses_critic(recipe.algorithm):
         models["critic"] = recipe.critic.model_path
     if needs_teacher(recipe.algorithm):

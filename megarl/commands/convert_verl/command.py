@@ -255,10 +255,8 @@ def _drop_rejected(conversion: Conversion, kept: Collection[str]) -> None:
 
 
 def _note_model(conversion: Conversion) -> None:
-    """Add notes if the model path is a name on the hub, or if the layout does not fit a published model."""
+    """Add a note if the layout does not fit a published model."""
     path = str(conversion.settings.get("model.path", ""))
-    if re.fullmatch(r"[\w-]+/[\w.-]+", path) and not Path(path).is_dir():
-        conversion.notes.append(f"model.path={path}: a name on the hub, but model.path must be a folder with the model")
     name = path.rstrip("/").rsplit("/", 1)[-1]
     if name not in published.names():
         return

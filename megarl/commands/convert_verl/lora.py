@@ -42,6 +42,9 @@ def translate_lora(conversion: Conversion, *, megatron: bool) -> None:
     settings |= {"lora.rank": rank, "lora.alpha": get(f"{read}alpha", 32 if megatron else 16)}
     targets = get(f"{read}target_modules", _ALL) if megatron else get(f"{_MODEL}.target_modules", "all-linear")
     settings["lora.targets"] = _targets(conversion, targets, megatron=megatron)
+    if not megatron and (path := get(option := f"{read}adapter_path")):  # Megatron's is no PEFT directory
+        settings["lora.path"] = path
+        conversion.note(option, "the reference policy has these adapters, too; verl's is the model without adapters")
     if get(f"{_MODEL}.lora.merge") is True:
         settings["weight_sync.adapters"] = "merged"
     if megatron and get(f"{read}type", "lora") == "lora":
@@ -49,6 +52,8 @@ def translate_lora(conversion: Conversion, *, megatron: bool) -> None:
     others = {f"{read}{name}": same for name, same in _SAME.items()} | {
         f"{_MODEL}.exclude_modules": (None, [], "DONT_EXCLUDE", ".*visual.*")  # a vision tower has no adapters here
     }
+    if not megatron:
+        del others[f"{read}adapter_path"]
     for option, same in others.items():
         if option in conversion.options and get(option) not in same:
             conversion.leave_out(option, "megarl's adapters have no counterpart", changes=True)

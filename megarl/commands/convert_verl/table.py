@@ -203,7 +203,7 @@ RL = [
     Option("actor_rollout_ref.model.lora.target_modules", "lora.targets", "with Megatron: linear_fc1 is gate_proj and up_proj, ...", derived=True),
     Option("actor_rollout_ref.model.lora.merge", "weight_sync.adapters", "True is merged", derived=True),
     Option("actor_rollout_ref.model.lora.*", "lora.targets", "values that megarl's adapters lack are refused", derived=True),
-    Option("actor_rollout_ref.model.lora_adapter_path", "lora.rank", "refused: a run starts with new adapters", derived=True),
+    Option("actor_rollout_ref.model.lora_adapter_path", "lora.path", "with FSDP", derived=True),
     Option("actor_rollout_ref.model.exclude_modules", "lora.targets", "refused with adapters", derived=True),
     *no_counterpart("all of the critic's weights are trained", "critic.model.lora_rank", "critic.model.lora.rank", same=(0,), changes=True),
     *no_counterpart("all of the critic's weights are trained", "critic.model.lora*"),

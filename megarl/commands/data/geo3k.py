@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,10 +44,6 @@ def _prompt_row(row: Row, split: str, index: int, *, folder: Path) -> dict[str, 
 
 def _encoded(row: Row, image: Any, folder: Path) -> bytes:
     """Return the bytes of an image file."""
-    if hasattr(image, "save"):  # the package `datasets` decodes images; PNG is lossless
-        file = io.BytesIO()
-        image.save(file, format="PNG")
-        return file.getvalue()
     if isinstance(image, dict):
         image = image.get("bytes") or image.get("path")
     if isinstance(image, bytes):

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megarl.data.rows import Row, iterate_rows, write_parquet
+from megarl.hf import hub
 
 Prepared = tuple[dict[Path, int], list[str]]
 """Number of rows of each written file, and notices about omitted rows."""
-
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def rows_of(
@@ -60,22 +59,11 @@ def _split_files(folder: Path, split: str) -> list[Path]:
 def _from_hub(
     name: str, split: str, layouts: Sequence[Sequence[str]], optional: Sequence[str], config: str | None
 ) -> Iterator[Row]:
-    if not HUB_NAME.fullmatch(name):
+    if (named := hub.model_name(name)) is None:
         raise ValueError(f"source {name!r} is neither a file, nor a folder, nor a hub name like openai/gsm8k")
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise ValueError(
-            f"there is no folder {name!r}; to load it from the Hugging Face hub, run: pip install datasets"
-        ) from error
-    hub_rows = load_dataset(name, config, split=split)
-    columns = list(hub_rows.column_names)
-    if not any(set(layout) <= set(columns) for layout in layouts):
-        required = ", or ".join(" and ".join(layout) for layout in layouts)
-        raise ValueError(f"{name} {split} has the columns {', '.join(columns)}, not {required}")
-    used = {*optional, *(column for layout in layouts for column in layout)}
-    for number, values in enumerate(hub_rows.select_columns([column for column in columns if column in used])):
-        yield Row(f"{name} {split}, row {number}", values)
+    files, _ = hub.pin_data(replace(named, path=f"{config}/{split}" if config else split))
+    for file in files:
+        yield from iterate_rows(hub.data_file(file), *layouts, optional=optional)
 
 
 def write_distinct(path: Path, rows: Iterable[dict[str, Any]]) -> Prepared:

@@ -21,6 +21,7 @@ from megarl.commands.doctor.system import write_token
 from megarl.errors import InputError
 from megarl.preflight.load import load_recipe
 from megarl.recipe import Recipe
+from megarl.recipe.hub_inputs import with_cached_inputs
 from megarl.recipe.paths import with_absolute_paths
 
 _PREFLIGHT_SECONDS = 3600.0  # reading and tokenizing the data may take long; the run then reads it from the cache
@@ -42,7 +43,7 @@ def doctor(recipe_path: Path | None, overrides: Sequence[str], *, as_json: bool,
             )
         show_live_run(recipe_path, as_json=as_json)
         return 0
-    recipe = None if recipe_path is None else with_absolute_paths(load_recipe(recipe_path, overrides))
+    recipe = None if recipe_path is None else _read(recipe_path, overrides)
     machine = Machine()
     needs = needs_of(recipe, machine.environ)
     if nodes and not needs.ray_address:
@@ -56,6 +57,11 @@ def doctor(recipe_path: Path | None, overrides: Sequence[str], *, as_json: bool,
     failed, warned = (sum(finding.status == status for finding in findings) for status in ("FAIL", "warning"))
     write(f"{failed} failed, {warned} {'warning' if warned == 1 else 'warnings'}, {len(findings) - failed - warned} ok")
     return 1 if failed else 0
+
+
+def _read(path: Path, overrides: Sequence[str]) -> Recipe:
+    """Return the recipe with absolute paths, and with files of the cache instead of names on the hub."""
+    return with_cached_inputs(with_absolute_paths(load_recipe(path, overrides)))
 
 
 def _check_all(machine: Machine, needs: Needs, recipe: Recipe | None, all_nodes: bool, write: Print) -> list[Finding]:

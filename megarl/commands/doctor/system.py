@@ -196,10 +196,10 @@ def sandbox(machine: Machine, needs: Needs) -> Iterator[Finding]:
         yield warning(text, "; ".join([*lacking[1:], "only scorers of programs and the code interpreter need it"]))
 
 
-@check("hub", f"Hugging Face's hub, or HF_ENDPOINT, answers within {_HUB_SECONDS:.0f} s; only `megarl data` needs it")
+@check("hub", f"Hugging Face's hub, or HF_ENDPOINT, answers within {_HUB_SECONDS:.0f} s; only names on the hub need it")
 def hub(machine: Machine, needs: Needs) -> Iterator[Finding]:
     if machine.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
-        yield ok("offline (HF_HUB_OFFLINE): models and data are read from folders")
+        yield ok("offline (HF_HUB_OFFLINE): names on the hub are read from the cache")
         return
     endpoint = machine.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     if problem := machine.fetch(endpoint, _HUB_SECONDS):

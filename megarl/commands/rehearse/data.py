@@ -13,6 +13,7 @@ from megarl.commands.rehearse.changes import Changes
 from megarl.commands.rehearse.scorer import NAME as COIN
 from megarl.data.rows import iterate_rows
 from megarl.errors import RecipeError
+from megarl.hf import hub
 from megarl.recipe.data import files_of
 from megarl.recipe.schema import Recipe, RewardConfig
 from megarl.rewards import resolve
@@ -63,6 +64,11 @@ def write_data(recipe: Recipe, small: Recipe, folder: Path, changes: Changes) ->
         _add_coin(small.reward, sources, changes)
 
 
+def _of_source(data_source: str) -> Columns | None:
+    """Return the columns of a published data set by its data source, the name on the hub."""
+    return next((columns for columns in _FOLDERS.values() if columns.data_source == data_source), None)
+
+
 def columns_of(recipe: Recipe, key: str, file: str) -> Columns:
     """Determine the columns of a `file` in the setting `key`: from its first row, or from its folder's name if missing.
 
@@ -78,8 +84,9 @@ def columns_of(recipe: Recipe, key: str, file: str) -> Columns:
                     key, f"the first row of {file} has an empty prompt", "fill or delete this row", value=file
                 )
             return Columns(layout, row.get("data_source", str) or path.parent.name)
-    by_folder = _FOLDERS.get(path.parent.name)
-    source = by_folder.data_source if by_folder else path.parent.name
+    on_hub = hub.data_name(file)
+    by_folder = _of_source(on_hub.repo) if on_hub is not None else _FOLDERS.get(path.parent.name)
+    source = by_folder.data_source if by_folder else path.parent.name if on_hub is None else on_hub.repo
     if recipe.train.source == "preferences":
         return Columns("pairs", source)
     if recipe.train.source == "sft":

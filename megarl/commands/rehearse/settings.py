@@ -148,6 +148,8 @@ def _batch(small: Recipe, changes: Changes) -> None:
 def _run(small: Recipe, changes: Changes) -> None:
     train, evaluation, observe = small.train, small.evaluation, small.observe
     changes.set(train, "train.steps", STEPS, _SIZE)
+    changes.set(train, "train.epochs", None, _SIZE)
+    changes.set(small.lora, "lora.path", None, _SIZE)
     changes.set(train, "train.save_every", 1, "the run must be resumable")
     for name in ("restarts", "trainer_restarts"):
         changes.set(train, f"train.{name}", 0, "a rehearsal reports the first failure")

@@ -18,6 +18,7 @@ from megarl.commands.rehearse.settings import note_kept, shrink_settings
 from megarl.hf.families import has_tower
 from megarl.preflight.load import load_recipe
 from megarl.preflight.models import check_policy, config_of
+from megarl.recipe.hub_inputs import with_cached_inputs
 from megarl.recipe.load import to_yaml
 from megarl.recipe.schema import Recipe
 
@@ -46,7 +47,7 @@ def make_tiny_copy(
     shape: the name in `megarl.hf.published` of the model to shrink; None: the recipe's model.
     Raises RecipeError or ValueError if the recipe does not load, or if its model or data are unknown.
     """
-    recipe = load_recipe(path, overrides)
+    recipe = with_cached_inputs(load_recipe(path, overrides))
     changes = Changes()
     hf_config = config_of(recipe.model.path, path, name=shape)
     check_policy(recipe, hf_config)  # before shrinking, which hides many errors
@@ -71,6 +72,8 @@ def _set_model_paths(small: Recipe, model: str, changes: Changes) -> None:
     reason = "random weights and a tiny tokenizer"
     changes.set(small.model, "model.path", model, reason)
     changes.set(small.model, "model.tokenizer", None, reason)
+    if isinstance(small.data.chat_template, str):
+        changes.set(small.data, "data.chat_template", True, "the tiny tokenizer has other special tokens")
     for section, owner, name in (("critic", small.critic, "model_path"), ("teacher", small.teacher, "path"), ("judge", small.judge, "path")):  # fmt: skip
         if getattr(owner, name):
             changes.set(owner, f"{section}.{name}", model, reason)

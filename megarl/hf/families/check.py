@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+from megarl.errors import errors_of
 from megarl.hf.config import text_fields
-from megarl.hf.families import family_of
+from megarl.hf.families import FAMILIES, family_of
 from megarl.hf.families.family import Family
 from megarl.hf.families.settings import rotary_scaling
 
@@ -16,14 +18,21 @@ _QUANTIZATION = ("quantization_config", "compression_config")
 def check_model(hf_config: dict[str, Any]) -> None:
     """Refuse a model that the trainer does not support. `hf_config` is the model's config.json.
 
-    Raises ValueError that names the unsupported field.
+    Raises ValueError that names the unsupported field, the first of `model_faults`.
     """
-    family = family_of(hf_config)
-    config = text_fields(hf_config)
-    _check_weights(config)
-    if settings := unsupported_settings(family, config):
-        raise ValueError(
-            f"The model's config.json asks for {settings[0]}, which the trainer cannot do for {config['model_type']}: it "
+    for fault in model_faults(hf_config):
+        raise ValueError(fault)
+
+
+def model_faults(hf_config: dict[str, Any]) -> Iterator[str]:
+    """Yield every reason for which the trainer refuses a model. `hf_config`: the model's config.json."""
+    config, family = text_fields(hf_config), FAMILIES.get(hf_config.get("model_type") or "")
+    if family is None:
+        yield from map(str, errors_of(family_of, hf_config))
+    yield from _weight_faults(config)
+    for setting in unsupported_settings(family, config) if family is not None else ():
+        yield (
+            f"The model's config.json asks for {setting}, which the trainer cannot do for {config['model_type']}: it "
             "would compute another model than the engine. Use a model without it."
         )
 
@@ -56,15 +65,21 @@ def unsupported_settings(family: Family, config: dict[str, Any]) -> list[str]:
 
 def check_sizes(hf_config: dict[str, Any]) -> None:
     """Refuse a config.json without the sizes that every model has; later readers assume them. Raises ValueError."""
+    for fault in size_faults(hf_config):
+        raise ValueError(fault)
+
+
+def size_faults(hf_config: dict[str, Any]) -> Iterator[str]:
+    """Yield a reason for each size that every model has and config.json lacks."""
     config = text_fields(hf_config)
     for name in _SIZES:
         size = config.get(name)
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             state = "has no" if size is None else f"has {size!r} as its"
-            raise ValueError(f"The model's config.json {state} {name}, which must be a positive integer.")
+            yield f"The model's config.json {state} {name}, which must be a positive integer."
 
 
-def _check_weights(config: dict[str, Any]) -> None:
+def _weight_faults(config: dict[str, Any]) -> Iterator[str]:
     for name in _QUANTIZATION:
         if method := config.get(name):
             how = method.get("quant_method", "an unnamed method") if isinstance(method, dict) else method
@@ -74,7 +89,7 @@ def _check_weights(config: dict[str, Any]) -> None:
                 if blocks
                 else f"Take the unquantized model, or convert it to bfloat16 and remove {name} from config.json"
             )
-            raise ValueError(
+            yield (
                 f"The model's weights are quantized ({name} in config.json: {how}); the trainer would read the numbers "
                 f"without their scales. {remedy}."
             )

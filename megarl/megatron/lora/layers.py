@@ -106,6 +106,12 @@ class Adapter(torch.nn.Module):
         torch.distributed.all_gather(shards, matrix.contiguous(), group=self.group)
         return torch.cat(shards, _AXIS[kind])
 
+    def shard(self, kind: str, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's shard of the full matrix A or B of a part: the inverse of `whole`."""
+        if _CUT_MATRIX[self.site.cut] != kind or self.group.size() == 1:
+            return whole
+        return whole.chunk(self.group.size(), _AXIS[kind])[self.group.rank()]
+
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
         """Return sharded tensors of the full matrices under names that do not depend on the layout."""
         result = {}

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from megarl.atomic_files import atomic_directory, give_default_mode
+from megarl.hf import hub
+from megarl.hf.adapters import CONFIG, PREFIX, WEIGHTS
 from megarl.megatron.lora.attach import Lora, matrices, trained_modules
 from megarl.recipe.training import LoraConfig
 
@@ -19,18 +22,43 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 def save_adapter(directory: Path, lora: Lora, base: str) -> None:
     """Write the adapters to `directory` atomically, on rank 0.
 
-    Collective; rank 0's host memory holds all matrices meanwhile. `base`: path of the base model, for PEFT.
+    Collective; rank 0's host memory holds all matrices meanwhile. `base`: path of the base model, for PEFT. A model of the hub
+    is named there with its commit.
     """
     modules = trained_modules(lora)
     tensors = gather_adapters(lora)
     if torch.distributed.get_rank() == 0:
-        named = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in tensors.items()}
+        named = {f"{PREFIX}{name}": tensor.contiguous() for name, tensor in tensors.items()}
         config = adapter_config(modules, lora.settings, base)
         with atomic_directory(directory) as partial:
-            save_file(named, partial / "adapter_model.safetensors", metadata={"format": "pt"})
-            give_default_mode(partial / "adapter_model.safetensors")
-            (partial / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+            save_file(named, partial / WEIGHTS, metadata={"format": "pt"})
+            give_default_mode(partial / WEIGHTS)
+            (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     torch.distributed.barrier()
+
+
+def load_adapter(lora: Lora, directory: Path) -> None:
+    """Read this rank's shards of all adapters from a PEFT directory. Raises ValueError for a missing or unfitting matrix."""
+    with safe_open(directory / WEIGHTS, framework="pt", device="cpu") as file:
+        names = set(file.keys())
+
+        def read(name: str) -> torch.Tensor:
+            if name not in names:
+                raise ValueError(f"lora.path: {directory / WEIGHTS} has no {name}, which lora.targets names")
+            return file.get_tensor(name)
+
+        for adapter in lora.adapters:
+            for part in adapter.site.parts:
+                for kind, matrices_of_kind in (("A", adapter.A), ("B", adapter.B)) if part.adapted else ():
+                    of_modules = [read(f"{PREFIX}{module}.lora_{kind}.weight") for module in part.modules]
+                    whole = torch.stack(of_modules) if adapter.site.experts else of_modules[0]
+                    shard, matrix = adapter.shard(kind, whole), matrices_of_kind[part.name]
+                    if shard.shape != matrix.shape:
+                        raise ValueError(
+                            f"lora.path: lora_{kind} of {part.modules[0]} in {directory / WEIGHTS} has shape "
+                            f"{tuple(of_modules[0].shape)}, which does not fit the model: name an adapter of this model"
+                        )
+                    matrix.data.copy_(shard)
 
 
 def gather_adapters(lora: Lora) -> dict[str, torch.Tensor]:
@@ -49,10 +77,12 @@ def adapter_config(modules: list[str], lora: LoraConfig, base: str) -> dict[str,
     outside = [
         module for module in modules if mixture and module.rsplit(".", 1)[-1] in _MLP and ".experts." not in module
     ]
+    on_hub = hub.name_of_folder(base)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": base if on_hub is None else on_hub.repo,
+        "revision": None if on_hub is None else on_hub.revision,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,

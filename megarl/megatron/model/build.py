@@ -72,6 +72,7 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weigh
 
     from megarl.megatron.heads import value_head as critic
     from megarl.megatron.lora.attach import Lora
+    from megarl.megatron.lora.peft import load_adapter
     from megarl.megatron.model import upstream_fixes
 
     upstream_fixes.fix_megatron()
@@ -105,6 +106,8 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weigh
         critic.load_weights(bridge, chunks, recipe.model.path, recipe.train.seed)
     elif platform.holds_values:
         bridge.load_weights(lora.base() if lora else chunks, recipe.model.path)
+        if lora and recipe.lora.path and not weights_only:
+            load_adapter(lora, Path(recipe.lora.path))
     return Model(bridge, chunks, bridge.config, dtype, bridge.fields["vocab_size"], _image_layout(hf_config), lora)
 
 

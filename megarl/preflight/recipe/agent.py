@@ -22,7 +22,7 @@ def agent_errors(recipe: Recipe) -> Iterator[ValueError]:
         remedy = "leave the section out: demonstrations name tools in their column `tools`"
         yield RecipeError("agent", problem, remedy)
         return
-    if not recipe.data.chat_template:
+    if not recipe.data.applies_template:
         problem = "tools and their results need a chat template"
         yield RecipeError("data.chat_template", problem, "set it to true", value=False)
     if recipe.rollout.ignore_eos:

@@ -33,7 +33,7 @@ def critic_errors(recipe: Recipe) -> Iterator[RecipeError]:
         return
     if recipe.cluster.transport == "torchrun":
         yield RecipeError("cluster.transport", ONE_LAYOUT, "set cluster.transport=ray", value="torchrun")
-    if critic.warmup_steps >= recipe.train.steps:
+    if recipe.train.epochs is None and critic.warmup_steps >= recipe.train.steps:
         yield RecipeError(
             "critic.warmup_steps",
             f"the run has {recipe.train.steps} steps (train.steps), so the policy would never be updated",

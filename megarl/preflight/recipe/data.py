@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from megarl.errors import RecipeError
+from megarl.hf import hub
 from megarl.recipe.data import DataConfig, files_of
 from megarl.registry import did_you_mean
 
@@ -48,6 +49,15 @@ def data_errors(data: DataConfig) -> Iterator[RecipeError]:
         if not part.files:
             yield RecipeError("data.mix", f"the set {name} has no files", "name .parquet or .jsonl files", value=name)
     for name, file in files_of(data):
-        if not file.endswith((".parquet", ".jsonl")):
+        if file.startswith(hub.PREFIX):
+            yield from _hub_name_errors(name, file)
+        elif not file.endswith((".parquet", ".jsonl")):
             problem = f"{file} is neither .parquet nor .jsonl"
             yield RecipeError(name, problem, "convert it to one of these, as docs/data.md shows", value=file)
+
+
+def _hub_name_errors(setting: str, file: str) -> Iterator[RecipeError]:
+    try:
+        hub.data_name(file)
+    except hub.HubError as error:
+        yield RecipeError(setting, error.problem, error.remedy, value=file)

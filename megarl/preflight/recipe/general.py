@@ -33,6 +33,7 @@ from megarl.preflight.recipe.teacher import teacher_errors
 from megarl.preflight.recipe.weight_sync import weight_sync_errors
 from megarl.recipe.derived.at_update import update_rule
 from megarl.recipe.derived.critic_view import critic_view
+from megarl.recipe.derived.epochs import epochs_errors
 from megarl.recipe.schema import EvaluationConfig, Recipe, RolloutConfig, TrainConfig
 from megarl.recipe.training import LoraConfig
 
@@ -70,6 +71,7 @@ def combination_errors(recipe: Recipe) -> Iterator[ValueError]:
     yield from algorithm_errors(recipe)
     yield from environment_errors(recipe.cluster.environment)
     yield from required_key_errors(recipe)
+    yield from epochs_errors(recipe)
     yield from critic_errors(recipe)
     yield from teacher_errors(recipe)
     yield from reward_errors(recipe.reward)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from megarl.errors import RecipeError, raise_all
@@ -20,8 +21,9 @@ def observe_errors(recipe: Recipe) -> Iterator[RecipeError]:
             problem, remedy = f"unknown tracker '{tracker}'", f"choose from {', '.join(TRACKERS)}"
             yield RecipeError("observe.trackers", problem, remedy, value=list(observe.trackers))
     yield from alerts_errors(observe.alerts)
+    last_step = recipe.train.steps if recipe.train.epochs is None else math.inf  # known once the rows are counted
     for name, numbers, first, last, counted in (
-        ("profile_steps", observe.profile_steps, 1, recipe.train.steps, "steps (train.steps)"),
+        ("profile_steps", observe.profile_steps, 1, last_step, "steps (train.steps)"),
         ("profile_ranks", observe.profile_ranks, 0, recipe.cluster.trainers - 1, "ranks (cluster.trainers)"),
         ("profile_engines", observe.profile_engines, 0, recipe.rollout.engines - 1, "engines (rollout.engines)"),
     ):

@@ -52,9 +52,8 @@ def test_megatrons_layers_by_their_names_in_the_model(targets: str, layers: list
     assert recipe(options)["lora"]["targets"] == layers
 
 
-def test_a_run_with_fsdp_starts_with_new_adapters() -> None:
-    with pytest.raises(InputError, match=r"--accept .*lora_adapter_path"):
-        recipe(f"{FLAT} {MODEL}lora_adapter_path=adapter")
+def test_a_run_with_fsdp_may_start_from_an_adapter() -> None:
+    assert recipe(f"{FLAT} {MODEL}lora_adapter_path=adapter")["lora"]["path"] == "adapter"
     assert "lora" not in recipe(f"{MODEL}exclude_modules=.*head"), "no adapters at all"
     with pytest.raises(InputError, match=r"without lora_rank, verl of January 2026 trains these adapters"):
         recipe(f"{MODEL}lora_adapter_path=adapter")

@@ -4,7 +4,6 @@ import functools
 import json
 import random
 import re
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -65,7 +64,7 @@ def test_gsm8k_from_parquet_is_the_same(tmp_path):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
-def test_invalid_gsm8k_sources_are_refused(tmp_path, monkeypatch):
+def test_invalid_gsm8k_sources_are_refused(tmp_path):
     (tmp_path / "train.jsonl").write_text('{"question": "2+2?", "answer": "It is 4."}\n')
     with pytest.raises(ValueError, match=r"train.jsonl, line 1: the answer has no number after '####': ...'It is 4.'"):
         gsm8k.prepare(str(tmp_path), tmp_path / "out")
@@ -75,9 +74,6 @@ def test_invalid_gsm8k_sources_are_refused(tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()  # nothing half-written
     with pytest.raises(ValueError, match="neither a file, nor a folder, nor a hub name"):
         gsm8k.prepare("./no/such/folder", tmp_path / "out")
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match="pip install datasets"):
-        gsm8k.prepare("openai/gsm8k", tmp_path / "out")
 
 
 @pytest.mark.parametrize("dataset", [gsm8k, math, geo3k])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from megarl.data import SFTDataset, load_tokenizer
 from megarl.data.rows import write_parquet
 from megarl.recipe.schema import DataConfig
 from megarl.rewards import ScoreRequest, resolve, score
+from tests.support.fake_hub import running_hub, use_hub
 from tests.support.rows import read_rows
 
 VERL = ("data_source", "prompt", "ability", "reward_model", "extra_info")
@@ -66,9 +65,9 @@ def test_math_keeps_levels_as_numbers(tmp_path: Path) -> None:
     assert second["extra_info"]["level"] is None and second["extra_info"]["index"] == 1
 
 
-@pytest.mark.parametrize("form", ["hub", "jsonl", "decoded"])
-def test_geo3k_keeps_the_images_bytes(tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Images arrive in the hub's files, in files next to JSONL, or decoded by the package `datasets`."""
+@pytest.mark.parametrize("form", ["hub", "jsonl"])
+def test_geo3k_keeps_the_images_bytes(tmp_path: Path, form: str) -> None:
+    """Images arrive in the hub's files, or in files next to JSONL."""
     from PIL import Image
 
     drawing = Image.new("RGBA", (30, 20), (10, 20, 30, 128))
@@ -81,15 +80,10 @@ def test_geo3k_keeps_the_images_bytes(tmp_path: Path, form: str, monkeypatch: py
             write_parquet(
                 tmp_path / "in" / "data" / f"{split}-00000-of-00001.parquet", [{**problem, "images": [image]}]
             )
-        elif form == "jsonl":
+        else:
             write_jsonl(tmp_path / "in" / f"{split}.jsonl", [{**problem, "images": ["a.png"]}])
             (tmp_path / "in" / "a.png").write_bytes(file.getvalue())
-        else:
-            rows = HubRows([{**problem, "images": [drawing]}])
-            hub = types.SimpleNamespace(load_dataset=lambda *_, rows=rows, **__: rows)
-            monkeypatch.setitem(sys.modules, "datasets", hub)
-    source = "hiyouga/geometry3k" if form == "decoded" else str(tmp_path / "in")
-    summary, _ = geo3k.prepare(source, tmp_path / "out")
+    summary, _ = geo3k.prepare(str(tmp_path / "in"), tmp_path / "out")
     assert summary == {tmp_path / "out" / "train.parquet": 1, tmp_path / "out" / "test.parquet": 1}
     (row,) = rows_in(tmp_path / "out" / "test.parquet", *VERL, "images")
     (image,) = row.pop("images")
@@ -274,32 +268,22 @@ def test_retool_becomes_turns_and_the_loss_counts_only_the_models_turns(tmp_path
         SFTDataset([tmp_path / "train.parquet"], load_tokenizer(tmp_path / "tokenizer"), DataConfig(), 2000)
 
 
-class HubRows(list[dict[str, Any]]):
-    """The part of the `datasets` API that the source uses."""
-
-    @property
-    def column_names(self) -> list[str]:
-        return list(self[0])
-
-    def select_columns(self, columns: list[str]) -> list[dict[str, Any]]:
-        return [{column: row[column] for column in columns} for row in self]
-
-
-def test_a_hub_name_is_read_through_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[str, str | None, str]] = []
-
-    def load_dataset(name: str, config: str | None, split: str) -> HubRows:
-        calls.append((name, config, split))
-        return HubRows([{"problem": "2+2?", "answer": "4", "id": 1, "picture": b"x"}])
-
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    aime.prepare("math-ai/aime25", tmp_path, 2025, "test")
-    assert calls == [("math-ai/aime25", None, "test")]
-    assert rows_in(tmp_path / "test.parquet")[0]["data_source"] == "aime_2025"
-    with pytest.raises(
-        ValueError, match="math-ai/aime25 train has the columns problem, answer, id, picture, not messages"
-    ):
-        retool_sft.prepare("math-ai/aime25", tmp_path)
+def test_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"problem": "2+2?", "answer": "4", "id": 1, "picture": "x"}
+    monkeypatch.chdir(tmp_path)
+    with running_hub() as server:
+        use_hub(monkeypatch, server.url, tmp_path / "home")
+        server.dataset("math-ai/aime25").commit(
+            {f"{split}.jsonl": json.dumps({**row, "id": split}).encode() for split in ("test", "train", "two/test")}
+        )
+        aime.prepare("math-ai/aime25", tmp_path, 2025, "test")
+        assert rows_in(tmp_path / "test.parquet")[0]["data_source"] == "aime_2025"
+        aime.prepare("math-ai/aime25", tmp_path, 2025, "test", "two")
+        assert server.downloads() == ["test.jsonl"] * 2
+        with pytest.raises(ValueError, match="no column 'messages'; it has problem, answer, id, picture"):
+            retool_sft.prepare("math-ai/aime25", tmp_path)
+        with pytest.raises(ValueError, match="has no data set math-ai/none"):
+            aime.prepare("math-ai/none", tmp_path, 2025, "test")
 
 
 @pytest.mark.parametrize("command", ["math", "dapo_math", "deepscaler", "aime", "geo3k", "retool_sft"])

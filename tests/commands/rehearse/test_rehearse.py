@@ -194,6 +194,16 @@ def test_rows_have_the_columns_of_the_file_if_it_exists(tmp_path: Path) -> None:
     assert (columns(str(file)).data_source, columns(str(file)).layout) == ("me/own", "pictures")
     with pytest.raises(RecipeError, match=r"set reward\.function"):
         columns("data/unheard_of/train.parquet")
+    assert columns("hf://openai/gsm8k/main/test") == columns("data/gsm8k/test.parquet")
+    with pytest.raises(RecipeError, match=r"set reward\.function"):
+        columns("hf://org/unheard_of/test")
+
+
+def test_a_template_of_the_recipe_does_not_fit_the_tiny_tokenizer(tmp_path: Path) -> None:
+    template = "data.chat_template='{{ messages[0].content }}<|eot|>'"
+    tiny = make_tiny_copy(ROOT / "recipes" / "grpo_qwen3_8b.yaml", [template], tmp_path)
+    assert tiny.recipe.data.chat_template is True
+    assert [change.key for change in tiny.changes].count("data.chat_template") == 1
 
 
 def test_a_scorer_of_the_user_keeps_its_arguments(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ _INDIFFERENT = (
     "data.mix", "data.eval_files", "data.shuffle", "data.curriculum", "data.workers", "data.cache", "data.overlong",
     "data.prompt_suffix", "data.chat_template", "rollout.timeout", "rollout.start_timeout", "rollout.temperature",
     "rollout.top_", "algorithm.clip", "algorithm.dual_clip", "algorithm.correction", "algorithm.overlong",
-    "actor.optimizer.", "critic.optimizer.", "critic.warmup_steps", "critic.value_clip", "megatron.moe_", "train.steps",
+    "actor.optimizer.", "critic.optimizer.", "critic.warmup_steps", "critic.value_clip", "megatron.moe_", "train.steps", "train.epochs", "lora.path",
     "train.seed", "train.save", "train.export", "train.keep", "train.verify", "train.stop", "train.resume",
     "cluster.timeout", "cluster.ray_address", "cluster.device_peak", "weight_sync.timeout",
     "weight_sync.silence",

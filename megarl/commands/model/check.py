@@ -1,0 +1,147 @@
+"""Check whether megarl trains a model, by its config.json. Takes seconds, and imports neither Megatron nor an engine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.errors import RecipeError
+from megarl.hf import hub, published, weights
+from megarl.hf.config import context_length, number_of_experts, text_fields
+from megarl.hf.families import FAMILIES, has_tower
+from megarl.hf.families.check import model_faults, size_faults
+from megarl.hf.linears import linears_of
+from megarl.hf.shape import model_shape
+from megarl.preflight.models import read_hf_config
+
+ADD_A_FAMILY = "docs/add_a_model.md shows how: a family is a table of its tensors"
+_SHOWN = 12  # unknown fields
+
+
+@dataclass(frozen=True)
+class ModelCheck:
+    """The result for one model. `reasons`: why megarl does not train it, all of them; empty if it does."""
+
+    model: str
+    family: str
+    reasons: list[str]
+    facts: dict[str, str]
+    hints: list[str]
+
+
+def check_model_of(model: str, *, as_json: bool) -> int:
+    """Print the result for `model`; see `check_config`. Returns 0 if megarl trains the model, else 1.
+
+    Raises ValueError if `model` has no readable config.json.
+    """
+    config, problem = _read(model)
+    result = check_config(model, config, problem)
+    print(json.dumps(asdict(result), indent=1) if as_json else "\n".join(_lines(result)))
+    return 1 if result.reasons else 0
+
+
+def check_config(model: str, config: dict[str, Any], weights_problem: str | None = None) -> ModelCheck:
+    """Return the result for a config.json. `weights_problem`: a fault of the weights in its folder, if any."""
+    reasons = [*model_faults(config), *size_faults(config)]
+    reasons = [reason.replace("model.path holds a", "this is a") for reason in reasons]
+    if weights_problem:
+        reasons.append(f"Its weights: {weights_problem}.")
+    family = str(config.get("model_type"))
+    known = family in FAMILIES
+    return ModelCheck(model, family, reasons, _facts(config, readable=not reasons), [] if known else _hints(config))
+
+
+def _read(model: str) -> tuple[dict[str, Any], str | None]:
+    """Return config.json of a folder, a file, a name on the hub or a published model, and a fault of its weights."""
+    path = Path(model).expanduser()
+    if path.is_file():
+        path = path.parent if path.name == "config.json" else path
+    if path.is_dir():
+        config = _config_in(path)
+        if not any(path.glob("*.safetensors")):
+            return config, None  # a config.json alone is enough for this check
+        return config, weights.find_fault(path, int(text_fields(config).get("num_hidden_layers") or 0))
+    if model in published.names():
+        return published.read(model), None
+    name = hub.model_name(model)
+    if name is None:
+        raise ValueError(
+            f"{model} is neither a folder with a config.json, nor a name on the hub (OWNER/NAME), nor one of "
+            f"{', '.join(published.names())}"
+        )
+    return _config_in(hub.config_folder(name)), hub.weights_fault(name)
+
+
+def _config_in(folder: Path) -> dict[str, Any]:
+    try:
+        return read_hf_config(str(folder))
+    except RecipeError as error:
+        raise ValueError(f"{folder}: {error.problem}: {error.remedy}") from error
+
+
+def _facts(config: dict[str, Any], *, readable: bool) -> dict[str, str]:
+    """Return facts by label. `readable`: the family is known and config.json is complete."""
+    text = text_fields(config)
+    facts = {
+        "family": f"{config.get('model_type')} ({', '.join(config.get('architectures') or []) or 'no architectures'})"
+    }
+    if readable:
+        shape = model_shape(config)
+        active = f", {shape.active:,} active per token" if number_of_experts(text) else ""
+        facts["size"] = f"{shape.total:,} parameters{active}, {text['num_hidden_layers']} layers"
+        facts["heads"] = (
+            f"{text['num_attention_heads']} of queries, {text.get('num_key_value_heads') or 'as many'} of keys"
+        )
+    if number_of_experts(text):
+        facts["experts"] = f"{number_of_experts(text)} per layer, {text.get('num_experts_per_tok')} per token"
+    length = context_length(config)
+    facts["context"] = (
+        f"{length:,} tokens" if length is not None else "the engine computes it (scaled rotary embeddings)"
+    )
+    facts["images"] = "yes" if has_tower(config) else "no"
+    if readable:
+        with_adapters = FAMILIES[config["model_type"]].adapters
+        facts["adapters"] = (
+            f"yes: {', '.join(_leaves(config))}" if with_adapters else "no: train all weights (lora.rank: 0)"
+        )
+    return facts
+
+
+def _leaves(config: dict[str, Any]) -> list[str]:
+    return list(dict.fromkeys(name.rsplit(".", 1)[-1] for name in linears_of(text_fields(config))))
+
+
+def _hints(config: dict[str, Any]) -> list[str]:
+    """Return what to know before a new family is added."""
+    hints = [f"to add the family: {ADD_A_FAMILY}"]
+    unknown = sorted(text_fields(config).keys() - _known_fields())
+    if unknown:
+        more = f", and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
+        hints.append(f"config.json has fields that no supported family has: {', '.join(unknown[:_SHOWN])}{more}")
+    return hints
+
+
+def _known_fields() -> set[str]:
+    """Return the fields of the published models, and fields without influence on the computation."""
+    fields = {
+        "transformers_version",
+        "dtype",
+        "torch_dtype",
+        "use_cache",
+        "pad_token_id",
+        "initializer_range",
+        "auto_map",
+    }
+    return fields.union(*(text_fields(published.read(name)) for name in published.names()))
+
+
+def _lines(result: ModelCheck) -> list[str]:
+    lines = [result.model, *(f"  {label:<9} {text}" for label, text in result.facts.items()), ""]
+    if not result.reasons:
+        return [*lines, "megarl trains this model."]
+    many = len(result.reasons)
+    lines.append(f"megarl does not train this model{f', for {many} reasons' if many > 1 else ''}:")
+    lines += [f"  - {reason}" for reason in result.reasons]
+    return [*lines, *(["", *(f"  {hint}" for hint in result.hints)] if result.hints else [])]

@@ -1,0 +1,124 @@
+"""Errors of huggingface_hub as one message each that says what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megarl.hf.hub.names import HubError, HubName, Kind
+
+
+def cache_folder() -> Path:
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE).expanduser().resolve()
+
+
+def endpoint() -> str:
+    from huggingface_hub import constants
+
+    return constants.ENDPOINT
+
+
+def is_offline() -> bool:
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)
+
+
+@cache
+def _errors() -> Any:
+    import huggingface_hub.errors
+
+    return huggingface_hub.errors
+
+
+def is_unreachable(error: BaseException) -> bool:
+    """Return whether `error` means that the hub gave no answer, or an answer of an overloaded server."""
+    if isinstance(error, _errors().HfHubHTTPError):
+        response = getattr(error, "response", None)
+        return response is not None and response.status_code >= 500
+    package = type(error).__module__.split(".")[0]  # HTTP libraries differ between versions of huggingface_hub
+    return package in ("httpx", "httpx2", "requests") or isinstance(error, (ConnectionError, TimeoutError))
+
+
+@contextlib.contextmanager
+def hub_errors(name: HubName, kind: Kind) -> Iterator[None]:
+    """Convert errors of huggingface_hub to HubErrors that say what to do."""
+    try:
+        yield
+    except HubError:
+        raise
+    except Exception as error:
+        converted = _hub_error(error, name, kind)
+        if converted is None:
+            raise
+        raise converted from error
+
+
+def _hub_error(error: Exception, name: HubName, kind: Kind) -> HubError | None:
+    errors, what = _errors(), "model" if kind == "model" else "data set"
+    page = f"{endpoint()}/{'' if kind == 'model' else 'datasets/'}{name.repo}"
+    if isinstance(error, errors.GatedRepoError):
+        return HubError(
+            f"the {what} {name.repo} is gated, and this account has no access",
+            f"accept its terms at {page}, then log in on every node with `hf auth login`, or set HF_TOKEN",
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return HubError(
+            f"there is no folder of this name (working directory: {Path.cwd()}), and {endpoint()} has no such {what}, or it "
+            f"is private"
+            if kind == "model"
+            else f"{endpoint()} has no data set {name.repo}, or it is private",
+            "correct the name; for a private one log in on every node with `hf auth login`, or set HF_TOKEN",
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return HubError(
+            f"{name.repo} has no revision {name.revision!r}", f"name a branch, a tag or a commit of {page}/tree/main"
+        )
+    if isinstance(error, errors.HFValidationError):
+        return HubError(f"{name.repo!r} is not a name on the hub: {error}", "write OWNER/NAME, or the path of a folder")
+    if isinstance(error, errors.LocalEntryNotFoundError) or is_unreachable(error):
+        return not_in_cache(error, name, what)
+    if isinstance(error, errors.HfHubHTTPError):
+        return HubError(
+            f"{endpoint()} refused {name.repo}: {' '.join(str(error).split())}", f"open {page} in a browser"
+        )
+    if isinstance(error, OSError):
+        return _disk_error(error, name)
+    return None
+
+
+def not_in_cache(error: Exception | None, name: HubName, what: str) -> HubError:
+    """Return the error for files that are missing in the cache while the hub gives no answer. `error`: the cause, if known."""
+    where, revision = cache_folder(), f"@{name.revision}" if name.revision else ""
+    fetch = f"hf download {'' if what == 'model' else '--repo-type dataset '}{name.repo}"
+    fetch += f" --revision {name.revision}" if name.revision else ""
+    if is_offline():
+        return HubError(
+            f"HF_HUB_OFFLINE is set, and {name.repo}{revision} is not complete in the cache {where}",
+            f"fetch it where there is a network (`{fetch}`) into this cache, set HF_HOME to the folder that has it, give the "
+            "path of a folder, or unset HF_HUB_OFFLINE",
+        )
+    cause = "" if error is None else f" ({type(error.__cause__ or error).__name__})"
+    return HubError(
+        f"{endpoint()} does not answer{cause}, and {name.repo}{revision} is not complete in the cache {where}",
+        f"set https_proxy, or HF_ENDPOINT to a mirror; or run `{fetch}` where there is a network and copy the cache; or give the "
+        "path of a folder",
+    )
+
+
+def _disk_error(error: OSError, name: HubName) -> HubError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return HubError(
+            f"the disk of the cache {cache_folder()} is full: {name.repo} is not complete",
+            "free some space, or set HF_HOME to a folder on another disk; the download then goes on where it stopped",
+        )
+    return HubError(
+        f"{name.repo} cannot be written to the cache {cache_folder()}: {error.strerror or error}",
+        "set HF_HOME to a folder that can be written to",
+    )

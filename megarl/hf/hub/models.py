@@ -1,0 +1,88 @@
+"""Models on the hub."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megarl.hf.hub.errors import hub_errors, not_in_cache
+from megarl.hf.hub.files import cached_snapshot, is_in_cache, listing, name_of_snapshot, snapshot
+from megarl.hf.hub.names import HubError, HubName
+
+_SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt", "tokenizer*.txt")
+_WEIGHTS = ("*.safetensors",)
+
+
+def pin_model(name: HubName, *, weights: bool = True, download: bool = True) -> tuple[HubName, str | None]:
+    """Return the model at the commit of its revision, with its files in the cache, and a notice.
+
+    `weights`: the model needs weights, which must be safetensors; they are downloaded with `download`. The notice, None if
+    the hub answers, says that it does not, so that the commit in the cache is used. Raises HubError.
+    """
+    with hub_errors(name, "model"):
+        files, notice = listing(name, "model")
+        if weights and not _has_safetensors(files):
+            raise _no_safetensors(name, files) if notice is None else not_in_cache(None, name, "model")
+        return replace(name, revision=snapshot(name, "model", _model_patterns(weights and download)).name), notice
+
+
+def model_folder(name: HubName, *, weights: bool = True) -> Path:
+    """Return the folder of a pinned model in this machine's cache, after a download of missing files. Raises HubError."""
+    with hub_errors(name, "model"):
+        return snapshot(name, "model", _model_patterns(weights))
+
+
+def config_folder(name: HubName) -> Path:
+    """Return the folder in the cache with the model's config.json, and with no more if it was not there. Raises HubError."""
+    with hub_errors(name, "model"):
+        return snapshot(name, "model", ["config.json"])
+
+
+def weights_fault(name: HubName) -> str | None:
+    """Return why the trainer cannot read a model's weights, by the names of its files; None if it can. Raises HubError."""
+    with hub_errors(name, "model"):
+        files, _ = listing(name, "model")
+    return None if _has_safetensors(files) else str(_no_safetensors(name, files))
+
+
+def cached_model(name: HubName) -> Path | None:
+    """Return the folder of a model in the cache if it has weights, without any connection; None otherwise."""
+    folder = cached_snapshot(name, "model")
+    return folder if folder is not None and any(folder.glob("*.safetensors")) else None
+
+
+def local_model(path: str, *, weights: bool = True) -> str:
+    """Return the folder of a model on this machine.
+
+    `path`: its folder on the machine that started the run. If that is a model of the hub in the cache there, the same commit
+    is read from this machine's cache, after a download of missing files. Raises HubError.
+    """
+    name = name_of_snapshot(Path(path), "model")
+    if name is None or (os.path.isdir(path) and not is_in_cache(Path(path))):
+        return path
+    return str(model_folder(name, weights=weights))
+
+
+def name_of_folder(path: str) -> HubName | None:
+    """Return the hub name, with its commit, of a model's folder in this machine's cache; None for any other folder."""
+    return name_of_snapshot(Path(path), "model") if is_in_cache(Path(path)) else None
+
+
+def _model_patterns(weights: bool) -> tuple[str, ...]:
+    return (*_SMALL_FILES, *_WEIGHTS) if weights else _SMALL_FILES
+
+
+def _has_safetensors(files: Sequence[str]) -> bool:
+    return any(file.endswith(".safetensors") and "/" not in file for file in files)
+
+
+def _no_safetensors(name: HubName, files: Sequence[str]) -> HubError:
+    weights = [file for file in files if file.endswith((".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5"))]
+    has = f"weights in {', '.join(sorted(weights)[:2])}" if weights else f"{', '.join(sorted(files)[:4]) or 'no files'}"
+    remedy = (
+        "name a repository or a revision with safetensors (for many models the hub has a pull request with them: "
+        f"{name.repo}@refs/pr/N), or convert the model in a trusted place with save_pretrained"
+    )
+    return HubError(f"{name.repo} has no *.safetensors, but {has}; megarl reads no pickles", remedy)

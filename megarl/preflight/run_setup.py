@@ -1,0 +1,52 @@
+"""Check a recipe, fetch and read its inputs, and open the run's directory, before any process starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megarl import platform as platforms
+from megarl.checkpoint.identity import CONTENTS, data_digest, identity_of
+from megarl.preflight.data import Prepared
+from megarl.preflight.engines_and_devices import check_device
+from megarl.preflight.hub_inputs import fetch_inputs, training_inputs
+from megarl.preflight.recipe.general import validate
+from megarl.preflight.replay import open_tape
+from megarl.preflight.run_directory import RunPlace, open_run_directory
+from megarl.preflight.survey import check_without_weights, prepare_training
+from megarl.recipe import Recipe
+from megarl.recipe.derived.epochs import with_steps
+from megarl.recipe.paths import with_absolute_paths
+from megarl.rollout.tape import RunTape
+
+
+@dataclass(frozen=True)
+class RunSetup:
+    """A checked recipe and the data read for it, before any process starts."""
+
+    recipe: Recipe
+    prepared: Prepared
+    platform: Any
+    place: RunPlace
+    tape: RunTape | None  # None: this run has no tape (`cannot_replay`)
+
+    @property
+    def notices(self) -> list[str]:
+        return [*self.prepared.notices, *self.place.notices]
+
+
+def prepare_run(recipe: Recipe) -> RunSetup:
+    """Check `recipe`, read data and models, and open the run's directory. Raises RecipeError or InputError."""
+    recipe = with_absolute_paths(recipe)
+    recipe, notices = fetch_inputs(recipe, training_inputs(recipe), check_without_weights)
+    prepared = prepare_training(recipe)
+    recipe, length = with_steps(recipe, prepared.rows_of_sets)
+    prepared.notices[:0] = notices + length
+    if length:
+        validate(recipe)  # settings that the number of steps bounds
+    platform = platforms.select(recipe.cluster.device)
+    check_device(recipe, platform.name)
+    identity = identity_of(recipe, prepared.model, prepared.critic_model, prepared.rows_of_sets)
+    identity[CONTENTS] = data_digest(recipe.data)
+    place = open_run_directory(recipe, identity)
+    return RunSetup(recipe, prepared, platform, place, open_tape(recipe, place))

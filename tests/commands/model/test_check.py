@@ -1,0 +1,121 @@
+"""`megarl model check`: all reasons against a model at once, from its config.json."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.cli import app
+from megarl.commands.model.check import check_config
+from megarl.exit_status import guarded
+from megarl.hf import published
+from megarl.hf.families.check import check_model
+from tests.support.fake_hub import running_hub, use_hub
+
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "architectures": ["GptOssForCausalLM"],
+    "num_hidden_layers": 24,
+    "hidden_size": 2880,
+    "num_attention_heads": 64,
+    "vocab_size": 201088,
+    "max_position_embeddings": 131072,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "swiglu_limit": 7.0,
+    "quantization_config": {"quant_method": "mxfp4"},
+}
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    status = guarded(lambda: app(args=["model", "check", *arguments], standalone_mode=False), debug=False)
+    captured = capsys.readouterr()
+    return status, captured.out + captured.err
+
+
+@pytest.fixture(autouse=True)
+def _handlers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.chdir(tmp_path)
+
+
+def folder(path: Path, config: dict[str, Any]) -> str:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+def test_a_published_model(capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = run(capsys, "Qwen3-8B")
+    assert status == 0 and text.endswith("\nmegarl trains this model.\n")
+    assert "8,190,427,136 parameters, 36 layers" in text and "yes: q_proj, k_proj" in text
+
+
+@pytest.mark.parametrize("name", published.names())
+def test_every_published_model_is_trained(name: str) -> None:
+    assert check_config(name, published.read(name)).reasons == []
+
+
+def test_an_unknown_family_with_all_reasons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = run(capsys, folder(tmp_path / "m", {**GPT_OSS, "vocab_size": None}))
+    assert status == 1 and "does not train this model, for 3 reasons:" in text
+    for words in ("this is a 'gpt_oss' model", "(quantization_config in config.json: mxfp4)", "has no vocab_size"):
+        assert words in text
+    assert "docs/add_a_model.md" in text and "swiglu_limit" in text
+
+
+def test_several_settings_of_a_known_family(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {**published.read("Qwen3-8B"), "attention_bias": True, "hidden_act": "gelu", "use_sliding_window": True}
+    config["rope_scaling"] = {"rope_type": "longrope", "factor": 4.0}
+    status, text = run(capsys, f"{folder(tmp_path / 'm', config)}/config.json", "--json")
+    result = json.loads(text)
+    assert status == 1 and len(result["reasons"]) == 4 and result["family"] == "qwen3" and not result["hints"]
+    with pytest.raises(ValueError, match="rotary scaling 'longrope'"):  # the first of them stops a run
+        check_model(config)
+
+
+def test_damaged_weights(quickstart_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, str(quickstart_data / "model"))[0] == 0
+    model = folder(tmp_path / "m", json.loads((quickstart_data / "model" / "config.json").read_text()))
+    (tmp_path / "m" / "model.safetensors").write_bytes(b"cut")
+    status, text = run(capsys, model)
+    assert status == 1 and "Its weights: model.safetensors is not a safetensors file" in text
+
+
+def test_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    config = json.dumps(published.read("Qwen3-8B")).encode()
+    with running_hub() as server:
+        use_hub(monkeypatch, server.url, tmp_path / "home")
+        server.model("org/new").commit({"config.json": config, "model.safetensors": b"large", "tokenizer.json": b"{}"})
+        server.model("org/old").commit({"config.json": config, "pytorch_model.bin": b"large"})
+        assert run(capsys, "org/new")[0] == run(capsys, "hf://org/new@main")[0] == 0
+        assert server.downloads() == ["config.json"]
+        status, text = run(capsys, "org/old")
+        assert status == 1 and "org/old has no *.safetensors, but weights in pytorch_model.bin" in text
+        status, text = run(capsys, "org/none")
+        assert status == 2 and "has no such model" in text
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(None, "is neither a folder with a config.json"), ("{", "is not valid JSON"), ("[]", "is not a JSON object")],
+)
+def test_no_config(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, words: str) -> None:
+    if content is not None:
+        (tmp_path / "m").mkdir()
+        (tmp_path / "m" / "config.json").write_text(content)
+    status, text = run(capsys, "m")
+    assert status == 2 and words in text
+
+
+def test_it_imports_neither_torch_nor_megatron() -> None:
+    code = (
+        "import sys; from megarl.commands.model.check import check_model_of; check_model_of('Qwen3-8B', as_json=True);"
+        "heavy = {'torch', 'megatron', 'mbridge', 'vllm', 'transformers'} & {*sys.modules}; assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

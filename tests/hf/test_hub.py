@@ -1,0 +1,313 @@
+"""Names on the hub: huggingface_hub's own code against a server with the hub's endpoints."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.hf import hub
+from tests.support.fake_hub import FakeHub, running_hub, use_hub
+
+MODEL = {
+    "config.json": b'{"model_type": "qwen3"}',
+    "tokenizer.json": b"{}",
+    "chat_template.jinja": b"{{ messages }}",
+    "model.safetensors": b"weights",
+    "pytorch_model.bin": b"a pickle",
+    "modeling_custom.py": b"raise SystemExit",
+    "original/consolidated.safetensors": b"a copy",
+    "consolidated.safetensors": b"a copy",
+}
+README = b"""---
+configs:
+- config_name: main
+  data_files:
+  - split: train
+    path: main/train-*
+  - {split: test, path: [main/test-a.parquet, main/test-b.parquet]}
+- config_name: socratic
+  data_files: [{split: train, path: socratic/train-*}]
+---
+# Text
+"""
+
+
+@pytest.fixture
+def server() -> Iterator[FakeHub]:
+    with running_hub() as server:
+        yield server
+
+
+@pytest.fixture
+def home(server: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.chdir(tmp_path)
+    use_hub(monkeypatch, server.url, tmp_path / "home")
+    return tmp_path / "home"
+
+
+def model(text: str) -> hub.HubName:
+    name = hub.model_name(text)
+    assert name is not None, text
+    return name
+
+
+class TestNames:
+    @pytest.mark.parametrize(
+        ("text", "repo", "revision"),
+        [
+            ("Qwen/Qwen3-1.7B", "Qwen/Qwen3-1.7B", None),
+            ("Qwen/Qwen3-1.7B@v1", "Qwen/Qwen3-1.7B", "v1"),
+            ("hf://Qwen/Qwen3-1.7B@refs/pr/3", "Qwen/Qwen3-1.7B", "refs/pr/3"),
+        ],
+    )
+    def test_of_models(self, text: str, repo: str, revision: str | None) -> None:
+        assert hub.model_name(text) == hub.HubName(repo, revision)
+
+    @pytest.mark.parametrize(
+        "text",
+        ["", "model", "models/Qwen3-8B", "runs/x", "/a/b", "./a/b", "~/a", "a/b/c", "../a", "a//b", "a/b@", "a b/c"],
+    )
+    def test_paths_are_no_names(self, text: str) -> None:
+        assert hub.model_name(text) is None
+
+    def test_a_folder_comes_first(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "Qwen").mkdir()
+        assert hub.model_name("Qwen/Qwen3-8B") is None  # a folder that is not there yet
+        assert hub.model_name("hf://Qwen/Qwen3-8B") == hub.HubName("Qwen/Qwen3-8B")
+
+    def test_of_data(self) -> None:
+        assert hub.data_name("data/train.parquet") is None
+        assert hub.data_name("hf://openai/gsm8k/main/train") == hub.HubName("openai/gsm8k", None, "main/train")
+        assert hub.data_name("hf://datasets/openai/gsm8k@v1/train") == hub.HubName("openai/gsm8k", "v1", "train")
+        converted = hub.data_name("hf://openai/gsm8k@refs/convert/parquet/main/train/0000.parquet")
+        assert converted == hub.HubName("openai/gsm8k", "refs/convert/parquet", "main/train/0000.parquet")
+        with pytest.raises(hub.HubError, match=r"CONFIG/\]SPLIT"):
+            hub.data_name("hf://openai/gsm8k")
+        with pytest.raises(hub.HubError, match="hf://OWNER/NAME"):
+            hub.model_name("hf://Qwen3-8B")
+
+    def test_are_read_back(self) -> None:
+        for text in ("hf://a/b@refs/pr/1", "hf://a/b"):
+            assert str(hub.model_name(text)) == text
+        for text in ("hf://a/b@v1/main/train", "hf://a/b/x.jsonl"):
+            assert str(hub.data_name(text)) == text
+
+
+class TestModels:
+    def test_pinned_at_the_commit(self, server: FakeHub, home: Path) -> None:
+        first = server.model("org/tiny").commit(MODEL)
+        pinned, notice = hub.pin_model(model("org/tiny"))
+        assert (str(pinned), notice, pinned.is_pinned) == (f"hf://org/tiny@{first}", None, True)
+        server.model("org/tiny").commit({**MODEL, "model.safetensors": b"other"})
+        folder = hub.model_folder(pinned)
+        assert (folder / "model.safetensors").read_bytes() == b"weights"
+        assert hub.pin_model(model("org/tiny"))[0] != pinned
+        assert hub.local_model(str(folder)) == str(folder)
+        assert hub.name_of_folder(str(folder)) == pinned
+        assert hub.local_model("/a/folder") == "/a/folder" and hub.name_of_folder("/a/folder") is None
+
+    def test_neither_code_nor_pickles(self, server: FakeHub, home: Path) -> None:
+        server.model("org/tiny").commit(MODEL)
+        folder = hub.model_folder(hub.pin_model(model("org/tiny"))[0])
+        names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+        assert names == {"config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"}
+        assert {*server.downloads()} == names
+
+    def test_a_complete_cache_needs_no_request(self, server: FakeHub, home: Path) -> None:
+        server.model("org/tiny").commit(MODEL)
+        pinned, _ = hub.pin_model(model("org/tiny"))
+        server.requests.clear()
+        assert hub.model_folder(pinned).is_dir()
+        assert not server.requests
+
+    def test_another_node_downloads_the_same_commit(
+        self, server: FakeHub, home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        server.model("org/tiny").commit(MODEL)
+        first = hub.model_folder(hub.pin_model(model("org/tiny"))[0])
+        server.model("org/tiny").commit({**MODEL, "model.safetensors": b"other"})
+        use_hub(monkeypatch, server.url, tmp_path / "of another node")
+        assert hub.local_model(str(first)) == str(first)  # it sees that folder
+        shutil.rmtree(home)
+        tokenizer = Path(hub.local_model(str(first), weights=False))
+        assert {path.name for path in tokenizer.iterdir()} == {"config.json", "tokenizer.json", "chat_template.jinja"}
+        folder = Path(hub.local_model(str(first)))
+        assert folder.is_relative_to(tmp_path / "of another node")
+        assert (folder / "model.safetensors").read_bytes() == b"weights"
+
+    def test_branches_and_tags(self, server: FakeHub, home: Path) -> None:
+        tagged = server.model("org/tiny").commit(MODEL, "v1", "refs/pr/3")
+        server.model("org/tiny").commit({**MODEL, "model.safetensors": b"newer"})
+        for revision in ("v1", "refs/pr/3", tagged):
+            assert hub.pin_model(model(f"org/tiny@{revision}"))[0].revision == tagged
+
+    def test_without_weights(self, server: FakeHub, home: Path) -> None:
+        server.model("org/tiny").commit(MODEL)
+        pinned, _ = hub.pin_model(model("org/tiny"), weights=False)
+        assert (hub.model_folder(pinned, weights=False) / "config.json").is_file()
+        assert "model.safetensors" not in server.downloads()
+        assert hub.cached_model(model("org/tiny")) is None
+        folder = hub.model_folder(pinned)
+        assert hub.cached_model(model("org/tiny")) == hub.cached_model(pinned) == folder
+
+    def test_offline(self, server: FakeHub, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        commit = server.model("org/tiny").commit(MODEL)
+        hub.pin_model(model("org/tiny"))
+        use_hub(monkeypatch, server.url, home, offline=True)
+        server.requests.clear()
+        pinned, notice = hub.pin_model(model("org/tiny"))
+        assert pinned.revision == commit and hub.model_folder(pinned).is_dir()
+        assert notice == f"HF_HUB_OFFLINE is set: org/tiny is taken from the cache, at commit {commit[:12]}"
+        assert not server.requests
+
+    def test_hub_that_does_not_answer(self, server: FakeHub, home: Path) -> None:
+        server.model("org/tiny").commit(MODEL)
+        first, _ = hub.pin_model(model("org/tiny"))
+        server.fails = True
+        pinned, notice = hub.pin_model(model("org/tiny"))
+        assert pinned == first
+        assert notice is not None and "does not answer: org/tiny is taken from the cache" in notice
+
+
+def refused(name: str) -> str:
+    with pytest.raises(hub.HubError) as caught:
+        hub.model_folder(hub.pin_model(model(name))[0])
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+class TestRefusals:
+    def test_no_such_model(self, home: Path) -> None:
+        text = refused("org/no-such")
+        assert "there is no folder of this name" in text and "has no such model" in text and "correct the name" in text
+
+    def test_no_such_revision(self, server: FakeHub, home: Path) -> None:
+        server.model("org/tiny").commit(MODEL)
+        assert "org/tiny has no revision 'v9': name a branch, a tag or a commit" in refused("org/tiny@v9")
+
+    def test_gated(self, server: FakeHub, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        server.model("org/tiny").commit(MODEL)
+        server.model("org/tiny").gated = True
+        text = refused("org/tiny")
+        assert "org/tiny is gated" in text and f"accept its terms at {server.url}/org/tiny" in text
+        assert "hf auth login" in text and "HF_TOKEN" in text
+        monkeypatch.setenv("HF_TOKEN", "good")
+        assert hub.pin_model(model("org/tiny"))[0].is_pinned
+
+    def test_offline_without_a_cache(self, server: FakeHub, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        use_hub(monkeypatch, server.url, home, offline=True)
+        text = refused("org/tiny@v1")
+        assert "HF_HUB_OFFLINE is set" in text and "`hf download org/tiny --revision v1`" in text and "HF_HOME" in text
+
+    def test_offline_with_a_part(self, server: FakeHub, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        server.model("org/tiny").commit(MODEL)
+        folder = hub.model_folder(hub.pin_model(model("org/tiny"))[0])
+        (folder / "tokenizer.json").unlink()
+        use_hub(monkeypatch, server.url, home, offline=True)
+        assert "org/tiny is not complete in the cache" in refused("org/tiny")
+
+    def test_offline_with_config_alone(self, server: FakeHub, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        server.model("org/tiny").commit(MODEL)
+        hub.config_folder(model("org/tiny"))
+        use_hub(monkeypatch, server.url, home, offline=True)
+        assert hub.config_folder(model("org/tiny")).is_dir()
+        assert "HF_HUB_OFFLINE is set, and org/tiny is not complete in the cache" in refused("org/tiny")
+
+    def test_no_network(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        use_hub(monkeypatch, "http://127.0.0.1:9", home)
+        text = refused("org/tiny")
+        assert "http://127.0.0.1:9 does not answer" in text and "HF_ENDPOINT to a mirror" in text
+
+    @pytest.mark.parametrize(("code", "word"), [(errno.ENOSPC, "is full"), (errno.EROFS, "cannot be written to")])
+    def test_disk(self, server: FakeHub, home: Path, monkeypatch: pytest.MonkeyPatch, code: int, word: str) -> None:
+        server.model("org/tiny").commit(MODEL)
+
+        def fail(*_: object, **__: object) -> None:
+            raise OSError(code, os.strerror(code))
+
+        monkeypatch.setattr("huggingface_hub.file_download.http_get", fail)
+        text = refused("org/tiny")
+        assert word in text and str(home) in text and "HF_HOME" in text
+
+    def test_no_safetensors(self, server: FakeHub, home: Path) -> None:
+        server.model("org/old").commit({"config.json": b"{}", "pytorch_model.bin": b"a pickle"})
+        text = refused("org/old")
+        assert "org/old has no *.safetensors, but weights in pytorch_model.bin" in text and "org/old@refs/pr/N" in text
+        assert not server.downloads()
+
+
+ROWS: Callable[[str], bytes] = str.encode
+
+
+class TestData:
+    def pin(self, text: str) -> list[str]:
+        name = hub.data_name(text)
+        assert name is not None
+        return [str(file) for file in hub.pin_data(name)[0]]
+
+    def test_splits_of_the_readme(self, server: FakeHub, home: Path) -> None:
+        files = ["main/train-00000-of-00002.parquet", "main/train-00001-of-00002.parquet", "main/test-a.parquet"]
+        files += ["main/test-b.parquet", "socratic/train-00000-of-00001.parquet"]
+        commit = server.dataset("openai/gsm8k").commit({"README.md": README, **{name: ROWS(name) for name in files}})
+        start = f"hf://openai/gsm8k@{commit}"
+        assert self.pin("hf://openai/gsm8k/main/train") == [f"{start}/{name}" for name in files[:2]]
+        assert self.pin("hf://openai/gsm8k/main/test") == [f"{start}/{name}" for name in files[2:4]]
+        assert self.pin("hf://openai/gsm8k/test") == [f"{start}/{name}" for name in files[2:4]]
+        assert self.pin("hf://openai/gsm8k/main/test-*.parquet") == [f"{start}/{name}" for name in files[2:4]]
+        assert self.pin(f"{start}/main/train") == [f"{start}/{name}" for name in files[:2]]
+        with pytest.raises(hub.HubError) as caught:  # two configurations have it
+            self.pin("hf://openai/gsm8k/train")
+        assert "has no rows 'train': name one of hf://openai/gsm8k/main/train, " in str(caught.value)
+
+    def test_a_file(self, server: FakeHub, home: Path) -> None:
+        server.dataset("org/rows").commit({"deep/er/a.jsonl": b"{}\n", "code.py": b""})
+        (pinned,) = self.pin("hf://org/rows/deep/er/a.jsonl")
+        name = hub.data_name(pinned)
+        assert name is not None
+        file = hub.data_file(name)
+        assert file.read_bytes() == b"{}\n" and hub.name_of_file(str(file)) == name
+        assert hub.cached_files(pinned) == hub.cached_files("hf://org/rows/deep/er/a.jsonl") == [str(file)]
+        assert hub.cached_files("hf://org/rows/train") == hub.cached_files("a.jsonl") == []
+        assert server.downloads() == ["a.jsonl"]
+
+    @pytest.mark.parametrize("file", ["train.jsonl", "data/train-00000-of-00001.parquet", "train/0000.parquet"])
+    def test_splits_by_file_names(self, server: FakeHub, home: Path, file: str) -> None:
+        file = f"default/{file}" if file == "train/0000.parquet" else file
+        server.dataset("org/rows").commit({file: b"rows", "data/other.csv": b""})
+        (pinned,) = self.pin("hf://org/rows/train")
+        assert pinned.endswith(file)
+
+    def test_converted_by_the_hub(self, server: FakeHub, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        data = server.dataset("org/csv")
+        data.commit({"rows.csv": b"a,b"})
+        converted = data.commit({"main/train/0000.parquet": b"rows"}, "refs/convert/parquet")
+        expected = [f"hf://org/csv@{converted}/main/train/0000.parquet"]
+        assert self.pin("hf://org/csv/main/train") == self.pin("hf://org/csv/train") == expected
+        data.commit({"main/train/0000.parquet": b"newer"}, "refs/convert/parquet")
+        assert self.pin(f"hf://org/csv@{converted}/main/train") == expected  # what a resumed run asks for
+        with pytest.raises(hub.HubError, match=r"has no rows 'main/test': name one of hf://org/csv/main/train$"):
+            self.pin("hf://org/csv/main/test")
+
+    def test_no_rows(self, server: FakeHub, home: Path) -> None:
+        server.dataset("org/csv").commit({"rows.csv": b"a,b"})
+        with pytest.raises(hub.HubError, match=r"it has neither splits .* nor \.parquet"):
+            self.pin("hf://org/csv/train")
+        with pytest.raises(hub.HubError, match="has no data set org/none"):
+            self.pin("hf://org/none/train")
+
+    def test_offline(self, server: FakeHub, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        server.dataset("openai/gsm8k").commit({"README.md": README, "main/train-0.parquet": b"rows"})
+        online = self.pin("hf://openai/gsm8k/main/train")
+        use_hub(monkeypatch, server.url, home, offline=True)
+        assert self.pin("hf://openai/gsm8k/main/train") == online
+
+    def test_files_of_other_folders(self, tmp_path: Path) -> None:
+        assert hub.name_of_file(str(tmp_path / "train.parquet")) is None
+        copied = tmp_path / "datasets--org--rows/snapshots" / ("0" * 40) / "train.parquet"  # of another cache
+        assert hub.name_of_file(str(copied)) is None
