@@ -146,7 +146,7 @@ def updates(parts: list[Any]) -> list[Any]:
 
 
 def test_a_rollback_is_said_counted_and_reported(tmp_path: Path) -> None:
-    run, lines = go(tmp_path, {5, 7, 8}, save_every=3, spikes_before_rollback=2)
+    go(tmp_path, {5, 7, 8}, save_every=3, spikes_before_rollback=2)
     assert notices(tmp_path, "rollback") == [
         "step 8: 2 spikes since the checkpoint of step 6. The trainers go back to its weights, and the batches of steps 7 to 8 are "
         "left out"
