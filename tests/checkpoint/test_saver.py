@@ -148,7 +148,7 @@ def test_a_full_disk_of_a_trainer_is_no_failure_of_its_process(tmp_path: Path) -
     run_saver.save(1, state())
     full = "DiskFullError: writing to step_000001 failed: No space left on device. Free some space"
     trainers.error = WorkerFailed(Failure(ProcessInfo("trainer rank 1"), full))
-    with pytest.raises(DiskFullError, match="trainer rank 1 .*: writing to step_000001 .* Free some space") as raised:
+    with pytest.raises(DiskFullError, match=r"trainer rank 1 .*: writing to step_000001 .* Free some space") as raised:
         run_saver.poll()
     assert not isinstance(raised.value, ProcessFailure) and not run_saver.pending and names(tmp_path) == []
 
