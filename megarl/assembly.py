@@ -53,6 +53,7 @@ from megarl.rollout.teacher.scoring import Teacher
 from megarl.trainer.group import ActorGroup, CriticGroup
 from megarl.trainer.held_out import HeldOut
 from megarl.trainer.restarts import TrainerRestarts
+from megarl.trainer.rollbacks import Rollbacks
 from megarl.trainer.start import Learners
 from megarl.trainer.worker import kernel_notices
 from megarl.weight_sync.connect import open_weight_sync
@@ -81,6 +82,7 @@ class Run:
     started_devices: int  # of trainers, critic and engines, at the start
     device_peak: float | None  # FLOP/s of a trainer's device; None: unknown
     trainer_restarts: TrainerRestarts | None = None  # None: a failure of a trainer ends the run
+    rollbacks: Rollbacks | None = None  # None: spikes cause no rollback
     replay: ReplayPlan | None = None  # of train.replay
     fleet: Fleet | None = None  # None: the number of engines is fixed
 
@@ -199,6 +201,7 @@ def build_run(setup: RunSetup, cluster: Cluster, log: RunLog) -> Run:
         ),
         log=log,
         trainer_restarts=_trainer_restarts(setup, started.learners, devices, cluster),
+        rollbacks=Rollbacks.of(recipe.train),
         replay=setup.tape.plan if setup.tape is not None else None,
         started_devices=demand_of(recipe).devices,
         fleet=samplers.fleet,

@@ -81,13 +81,18 @@ class DiskFullError(OSError):
     """A write failed because the disk or quota is full. The message names the file and the remedy."""
 
 
+def is_disk_full(error: OSError) -> bool:
+    """Return whether the disk or quota is full ("no space left", ENOSPC, or "quota exceeded", EDQUOT)."""
+    return error.errno in _FULL
+
+
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
     """Convert "no space left" (ENOSPC) and "quota exceeded" (EDQUOT) in the block to a `DiskFullError`."""
     try:
         yield
     except OSError as error:
-        if error.errno not in _FULL or isinstance(error, DiskFullError):
+        if not is_disk_full(error) or isinstance(error, DiskFullError):
             raise
         raise DiskFullError(error.errno, _full_text(path, error)) from error
 

@@ -1,16 +1,19 @@
-"""The parts of a step that need trainers. With `train.trainer_restarts` each is repeated after the trainers have failed."""
+"""The parts of a step that need trainers. With `train.trainer_restarts` each is repeated after the trainers have failed; with
+`train.on_spike: rollback` the trainers go back to a checkpoint after spikes."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from megarl.assembly import Run
+from megarl.checkpoint.folder import checkpoint_step, list_checkpoints
 from megarl.checkpoint.run_checkpoints import is_due
 from megarl.checkpoint.skipped_steps import Streak
 from megarl.cluster.failures import WorkerFailed
-from megarl.errors import ProcessFailure
+from megarl.errors import ProcessFailure, pluralize
 from megarl.rollout.source import Batch
 from megarl.step import training_step
 from megarl.trainer.reference import refresh_reference_if_due
@@ -69,6 +72,74 @@ def finish_step(run: Run, step: int) -> None:
     tokens = run.log.pending().get("perf/total_num_tokens", 0.0)
     run.log.add({"perf/throughput": tokens / run.log.elapsed() / run.device_count})
     run.log.step(step)
+
+
+def roll_back_if_due(run: Run, step: int) -> None:
+    """Go back to the newest checkpoint after `step` if the spikes since then are too many (`train.on_spike: rollback`).
+
+    The run goes on as if the batches since the checkpoint had been empty. Raises RuntimeError instead of the rollback after
+    `train.rollbacks`.
+    """
+    rollbacks, metrics = run.rollbacks, run.log.pending()
+    if rollbacks is None:
+        return
+    new = int(metrics.get("actor/spikes", 0.0) + metrics.get("critic/spikes", 0.0))
+    rollbacks.note(step, new)
+    if not new or not rollbacks.is_due(run.checkpoints.newest()[0]):
+        return
+    with_trainers(run, step, partial(run.checkpoints.poll, wait=True))
+    checkpoint, _ = run.checkpoints.newest()
+    if not rollbacks.is_due(checkpoint):  # the save that has just ended is newer than the first of the spikes
+        return
+    spikes = pluralize(rollbacks.count(checkpoint), "spike")
+    if checkpoint == 0:
+        rollbacks.forget_spikes()
+        run.log.warn(f"step {step}: {spikes}, and no checkpoint to go back to: their updates were skipped", "update")
+        return
+    if not rollbacks.is_allowed(checkpoint):
+        raise RuntimeError(f"step {step}: {spikes} again, {too_many_rollbacks_text(run, checkpoint, step)}")
+    run.log.warn(
+        f"step {step}: {spikes} since the checkpoint of step {checkpoint}. The trainers go back to its weights, and the batches "
+        f"of {steps_text(checkpoint + 1, step)} are left out",
+        "rollback",
+    )
+    rollbacks.record(checkpoint)
+    if run.trainer_restarts is not None:
+        run.trainer_restarts.leave_out(checkpoint + 1, step)
+    run.checkpoints.rolled_back_step = step
+    with_trainers(run, step, partial(roll_back, run, step))
+    run.log.add(rollbacks.metrics(checkpoint, step))
+
+
+def roll_back(run: Run, step: int) -> None:
+    """Load the newest checkpoint after `step`, and refresh the reference policy as steps without groups would have done."""
+    with run.log.phase("recovery"):
+        checkpoint, every = run.checkpoints.restore_trainers(), run.recipe.algorithm.refresh_reference_every
+        due = [
+            passed for passed in range(checkpoint + 1, step) if is_due(passed, every)
+        ]  # at `step`, `save_step` does it
+        if due:
+            run.actor.refresh_reference(due[-1])
+
+
+def too_many_rollbacks_text(run: Run, checkpoint: int, step: int) -> str:
+    """Return the end of the error about spikes after `train.rollbacks` rollbacks to `checkpoint`: cause and way on."""
+    train, older = (
+        run.recipe.train,
+        [path for path in list_checkpoints(run.checkpoints.saver.folder) if checkpoint_step(path) < checkpoint],
+    )
+    place = f"from an older checkpoint, e.g. train.resume={older[-1]}, or" if older else "from it"
+    return (
+        f"after the trainers have gone back to the checkpoint of step {checkpoint} {pluralize(train.rollbacks, 'time')} "
+        f"(train.rollbacks), and trained on other samples each time. So its weights or the settings are the cause. Check "
+        f"metrics.jsonl and samples/ of {steps_text(checkpoint + 1, step)}; resume {place} with a lower actor.optimizer.lr, or with "
+        "a larger train.spike_factor if the norms have grown for good."
+    )
+
+
+def steps_text(first: int, last: int) -> str:
+    """Return the steps from `first` to `last`: "step 3", "steps 3 to 5"."""
+    return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
 def with_trainers(run: Run, trained: int, action: Callable[[], None]) -> None:

@@ -20,7 +20,7 @@ from megarl.preflight.engines_and_devices import demand_of
 from megarl.preflight.environment import environment_notices
 from megarl.preflight.run_setup import prepare_run
 from megarl.recipe import Recipe
-from megarl.recovery import finish_step, save_step, skip_step, take_batch, traced_once, with_trainers
+from megarl.recovery import finish_step, roll_back_if_due, save_step, skip_step, take_batch, traced_once, with_trainers
 from megarl.step import training_step
 
 
@@ -68,6 +68,7 @@ def run_steps(run: Run, resume_from: Path | None = None) -> None:
             run.profiling.before_sampling(step)
             run.source.admit(step - 1)
             train_on_next_batch(run, step)
+            roll_back_if_due(run, step)
             with_trainers(run, step, partial(save_step, run, step))
             if run.is_cut_off(step):
                 break

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -29,6 +30,7 @@ from megarl.rollout.source import Batch
 from megarl.train import run_steps
 from megarl.trainer.group import ActorGroup
 from megarl.trainer.restarts import TrainerRestarts
+from megarl.trainer.rollbacks import Rollbacks
 from megarl.types import Group, InlineData, Metrics, Sample, SampleTokens
 from megarl.weight_sync.handover import Handover
 from tests.support.training_stand_ins import Saver, Workers
@@ -149,19 +151,27 @@ EMPTY: dict[str, Any] = {"gathered": [], "waiting": [], "begun": []}
 
 
 def fit(
-    folder: Path, most: int, failing: Failing, kind: type[SendingHandover] = SendingHandover
+    folder: Path,
+    most: int,
+    failing: Failing,
+    kind: type[SendingHandover] = SendingHandover,
+    *,
+    change: Callable[[Recipe], None] = lambda recipe: None,
+    batches: Any = None,
+    workers: type[LearningWorkers] = LearningWorkers,
 ) -> tuple[Run, list[Metrics]]:
-    """Run to the end; returns the run and its metrics without times."""
+    """Run to the end; returns the run and its metrics without times. change: of the recipe."""
     recipe = Recipe()
     recipe.train.steps, recipe.train.save_every, recipe.train.trainer_restarts = STEPS, 3, most
     recipe.train.stop_after_skipped, recipe.data.prompts_per_step, recipe.rollout.samples_per_prompt = 5, 1, 2
     recipe.algorithm.kl_coef, recipe.algorithm.kl_target, recipe.algorithm.refresh_reference_every = 0.1, 0.2, 2
     recipe.observe.console, recipe.observe.samples_per_step = "plain", 2
     recipe.observe.tensorboard = recipe.observe.report = False
-    with RunLog(recipe, folder, 1, STEPS) as log:
-        actor = ActorGroup(cast(Any, LearningWorkers(failing)), recipe)
+    change(recipe)
+    with RunLog(recipe, folder, 1, recipe.train.steps) as log:
+        actor = ActorGroup(cast(Any, workers(failing)), recipe)
         actor.describe()
-        source, saver = cast(Any, Batches()), cast(Any, SavingWeights(folder / "checkpoints", actor))
+        source, saver = cast(Any, batches or Batches()), cast(Any, SavingWeights(folder / "checkpoints", actor))
         skipped = SkippedSteps(recipe.train, Repetition(log.run_dir, False, None))
         kl_weight = KLWeight(0.1, 0.2, 10)
         handover = kind(actor)
@@ -175,7 +185,7 @@ def fit(
             if failing.start_error is not None:
                 raise failing.start_error
             failing.failure = None
-            actor.workers = cast(Any, LearningWorkers(failing))
+            actor.workers = cast(Any, workers(failing))
 
         restarts = TrainerRestarts(most, KeptBatches(folder / "batches"), start, failing.check)
         checkpoints = Checkpoints(
@@ -186,7 +196,7 @@ def fit(
         tokenizer: Any = SimpleNamespace(decode=str)
         run = Run(
             recipe, actor, None, None, source, handover, None, checkpoints, skipped, kl_weight, tokenizer, profiling,
-            log, 1, None, restarts,
+            log, 1, None, restarts, Rollbacks.of(recipe.train),
         )  # fmt: skip
         run_steps(run)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

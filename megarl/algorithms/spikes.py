@@ -42,6 +42,11 @@ class GradNorms:
             return math.inf
         return self.config.spike_factor * self.median
 
+    @property
+    def skips(self) -> bool:
+        """Whether the trainers skip updates with a norm above the limit."""
+        return self.config.on_spike in ("skip", "rollback")
+
     def add(self, norm: float) -> None:
         """Add the norm of an applied update."""
         if norm > 0:

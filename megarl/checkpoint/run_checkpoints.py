@@ -49,12 +49,13 @@ class Checkpoints:
     resumed: Path | None = None  # the checkpoint with which this session began, and its step
     resumed_step: int = 0
     lost_step: int | None = None  # of a save that was lost when trainers failed
+    rolled_back_step: int | None = None  # the last step after which the trainers went back to the newest checkpoint
 
-    def poll(self) -> None:
-        """Commit a background save that has been written."""
+    def poll(self, *, wait: bool = False) -> None:
+        """Commit a background save that has been written. `wait`: wait until it is."""
         if self.saver.pending:
             with self.log.phase("save"):
-                self.log.add(self.saver.poll())
+                self.log.add(self.saver.poll(wait=wait))
 
     @contextlib.contextmanager
     def saved_at_end(self, prepare: Callable[[], None]) -> Iterator[None]:
@@ -91,11 +92,15 @@ class Checkpoints:
                     "SIGTERM came in the last step: the run saves it and goes on to its end; one more SIGTERM ends it at once"
                 )
         elif is_due(step, self.config.save_every):
-            if self.skipped.keeps_checkpoints:
+            if self._keeps_others(step):
                 self.log.notice(f"step {step}: no checkpoint, since no weight has changed; the ones before it are kept")
             else:
                 self._save(step)
         self.stop.check()
+
+    def _keeps_others(self, step: int) -> bool:
+        """Whether a checkpoint of `step` would have the weights of an earlier one, and might displace a better one."""
+        return self.skipped.keeps_checkpoints or self.rolled_back_step == step
 
     def _save_at_stop(self, prepare: Callable[[], None], cause: str, limit: str = "") -> None:
         """Save the last trained step. A failure is a warning: the run ends anyway. limit: of the time to save, for the notice."""
@@ -108,7 +113,7 @@ class Checkpoints:
             newest = list_checkpoints(self.saver.folder)[-1:]
             if newest and checkpoint_step(newest[0]) == step:
                 self.log.notice(f"stopped by {cause} after step {step}, which is saved already")
-            elif self.skipped.keeps_checkpoints:
+            elif self._keeps_others(step):
                 self.log.notice(f"stopped by {cause} after step {step}: it is not saved, since no weight has changed")
             else:
                 self.log.notice(f"{cause}: saving the checkpoint of step {step}{limit}")
@@ -146,7 +151,7 @@ class Checkpoints:
         return self.resumed_step, self.resumed
 
     def restore_trainers(self) -> int:
-        """Load the newest checkpoint in new trainer processes, which have the starting model. Returns its step.
+        """Load the newest checkpoint, if there is one, into the trainers. Returns its step; 0: new processes have the starting model.
 
         A save in progress ends first. Only the state that the trainers change is restored: weights, KL weight and gradient norms.
         """

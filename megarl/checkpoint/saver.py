@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from megarl.atomic_files import DiskFullError
 from megarl.checkpoint import folder as checkpoint
 from megarl.checkpoint.manifest import FileSum
 from megarl.cluster.failures import WorkerFailed
@@ -107,7 +108,7 @@ class Saver:
             return {}
 
         def commit_if_done() -> Metrics:
-            done = [group.save_done(wait) for group in self.groups.values()]  # calls every group
+            done = [_save_done(group, wait) for group in self.groups.values()]  # calls every group
             return self._commit() if all(done) else {}
 
         return self._or_remove(commit_if_done)
@@ -184,6 +185,17 @@ class Written:
 
     files: dict[str, FileSum]  # by path within the checkpoint
     seconds: float  # of the slowest rank
+
+
+def _save_done(group: SavingGroup, wait: bool) -> bool:
+    """Return `SavingGroup.save_done`. Raises DiskFullError if a process met a full disk: no restart of it would help."""
+    try:
+        return group.save_done(wait)
+    except WorkerFailed as error:
+        kind, _, text = error.failure.cause.partition(": ")
+        if kind != DiskFullError.__name__:
+            raise
+        raise DiskFullError(f"{error.failure.place}: {text}") from error
 
 
 def read_receipts(receipts: list[Path], folder: Path) -> Written:

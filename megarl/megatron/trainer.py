@@ -77,7 +77,7 @@ class Trainer:
             self.optimizer = build_optimizer(config, self.model.chunks, dtype=self.model.dtype, distributed=distributed)
         self.coordinates = coordinates()
         self.step = 0  # optimizer steps, skipped ones included
-        self.norms: GradNorms | None = None  # with train.on_spike: skip; each update adds its norm
+        self.norms: GradNorms | None = None  # with train.on_spike: skip or rollback; each update adds its norm
         self.reference: ReferencePolicy | None = None
         self._offloader = Offloader(self.model.chunks, self.optimizer)
         self._logged_no_offload = False

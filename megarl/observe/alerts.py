@@ -25,6 +25,7 @@ _HEADS: dict[Event, str] = {
     "death": "a process failed, the run goes on",
     "restart": "starts again",
     "engines": "engines",
+    "rollback": "goes back to a checkpoint",
     "outage": "outage",
     "update": "unusual update",
     "warning": "warning",

@@ -25,7 +25,7 @@ from megarl.observe.report.page import write_report
 from megarl.observe.restarts import restart_cause, restarts_by_command
 from megarl.observe.run_dir import RunDirectory
 from megarl.observe.samples import discard_samples_after, write_samples
-from megarl.observe.sessions import effective_time, faults, productive_seconds, read_sessions
+from megarl.observe.sessions import effective_time, faults, productive_seconds, read_sessions, step_seconds
 from megarl.observe.sinks import make_sinks
 from megarl.observe.summary import summarize
 from megarl.observe.trace import Trace
@@ -85,7 +85,7 @@ class RunLog:
         self.trace = Trace(self.run_dir.trace)
         self._console: Console = make_console(self._recipe, first_step - 1, self._total_steps)
         self._parts.callback(self._console.close)
-        self._productive = sum(map(productive_seconds, read_metrics(self.run_dir.metrics)))
+        self._productive = productive_seconds(read_metrics(self.run_dir.metrics))
         self._sessions = read_sessions(self.run_dir.summary, restart_cause())
         process = {"pid": os.getpid(), "host": socket.gethostname()}
         self._sessions.append({"first_step": first_step, "began": time.time(), "status": "running", **process})
@@ -269,7 +269,10 @@ class RunLog:
         now = time.perf_counter()
         metrics = {**metrics, "timing_s/step": now - self._clock}
         self._clock = now
-        self._productive += productive_seconds(metrics)
+        if "recovery/dropped_steps" in metrics:
+            self._productive = productive_seconds([*read_metrics(self.run_dir.metrics), {**metrics, "step": step}])
+        else:
+            self._productive += step_seconds(metrics)
         wall = time.time() - self._sessions[0]["began"]
         metrics["run/ettr"] = min(1.0, self._productive / wall) if wall > 0 else 1.0
         self._metrics.write(step, metrics)

@@ -11,8 +11,14 @@ from typing import Any
 from megarl.errors import pluralize
 from megarl.observe.console import clock
 
-_FAULTS = {"failure": ("failure",), "killed": ("kill",), "death": ("death", "deaths")}
-_LOST = {"start": "start", "repeated": "repeated steps", "recovery": "recovery", "other": "other"}
+_FAULTS = {"failure": ("failure",), "killed": ("kill",), "death": ("death", "deaths"), "rollback": ("rollback",)}
+_LOST = {
+    "start": "start",
+    "repeated": "repeated steps",
+    "recovery": "recovery",
+    "dropped": "dropped steps",
+    "other": "other",
+}
 
 Session = dict[str, Any]
 """An entry of `sessions` in summary.json: first_step, began, status; and, once they are known, start, ended and error."""
@@ -45,23 +51,33 @@ def effective_time(
 
     ``wall``: since the first session began. ``productive``: of all steps in `lines`, each counted once. ``ratio``: productive
     over wall, None if no time has passed. The rest of wall is lost: ``start`` before the first step of each session;
-    ``repeated`` in steps that a resume repeated; ``recovery`` while trainers or engines restarted and the run went on; ``other`` in
-    steps that an end has cut off, between sessions, and after the last step.
+    ``repeated`` in steps that a resume repeated; ``recovery`` while trainers or engines restarted and the run went on, and in
+    rollbacks; ``dropped`` in steps that a rollback undid; ``other`` in steps that an end has cut off, between sessions, and after
+    the last step.
     """
     wall = max(0.0, sessions[-1].get("ended", end) - sessions[0]["began"])
     steps = {(line["step"], line.get("timing_s/step", 0.0)) for line in discarded}  # a crash can write a line twice
     seconds = {
-        "productive": sum(map(productive_seconds, lines)),
+        "productive": productive_seconds(lines),
         "start": sum(map(_start_seconds, sessions)),
         "repeated": sum(seconds for _, seconds in steps),
         "recovery": sum(map(_recovery_seconds, lines)),
+        "dropped": sum(map(step_seconds, lines)) - productive_seconds(lines),
     }
     ratio = min(1.0, seconds["productive"] / wall) if wall else None
     return {"ratio": ratio, "wall": wall, **seconds, "other": max(0.0, wall - sum(seconds.values()))}
 
 
-def productive_seconds(line: Line) -> float:
-    """Return the seconds of a step without those in which it waited for trainers or engines to restart."""
+def productive_seconds(lines: Sequence[Line]) -> float:
+    """Return the seconds of the steps without those that a rollback undid. lines: of metrics.jsonl."""
+    dropped = {
+        line["step"] - earlier for line in lines for earlier in range(int(line.get("recovery/dropped_steps", 0)))
+    }
+    return sum(step_seconds(line) for line in lines if line["step"] not in dropped)
+
+
+def step_seconds(line: Line) -> float:
+    """Return the seconds of a step without those in which it waited for trainers or engines to restart, or for a rollback."""
     return max(0.0, line.get("timing_s/step", 0.0) - _recovery_seconds(line))
 
 
@@ -77,15 +93,15 @@ def _start_seconds(session: Session) -> float:
 
 
 def faults(sessions: Sequence[Session], notices: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the sessions that failed or were killed, and the deaths of engines and trainers in a run that went on, by time.
+    """Return the sessions that failed or were killed, and the deaths and rollbacks in a run that went on, by time.
 
-    notices: lines of notices.jsonl. Each fault has ``time`` (None: unknown), ``step`` (None: unknown), ``event`` (failure, killed
-    or death) and ``cause`` (one line; None: unknown).
+    notices: lines of notices.jsonl. Each fault has ``time`` (None: unknown), ``step`` (None: unknown), ``event`` (failure, killed,
+    death or rollback) and ``cause`` (one line; None: unknown).
     """
     result = [
-        {"time": note["time"], "step": note["step"], "event": "death", "cause": first_line(note["text"])}
+        {"time": note["time"], "step": note["step"], "event": note["event"], "cause": first_line(note["text"])}
         for note in notices
-        if note.get("event") == "death"
+        if note.get("event") in ("death", "rollback")
     ]
     for index, session in enumerate(sessions):
         if session["status"] in ("failed", "killed"):

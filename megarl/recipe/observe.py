@@ -13,7 +13,7 @@ from megarl.recipe.key import key
 if TYPE_CHECKING:
     from megarl.recipe.schema import Recipe
 
-Event = Literal["start", "death", "restart", "engines", "outage", "update", "warning", "failure", "end"]
+Event = Literal["start", "death", "restart", "rollback", "engines", "outage", "update", "warning", "failure", "end"]
 """Events of a run that alerts may report; docs/alerts.md describes each."""
 EVENTS: tuple[Event, ...] = typing.get_args(Event)
 
@@ -31,8 +31,8 @@ class AlertsConfig:
         "Body of a message. json: an object with `text` (which Mattermost shows), `run`, `host`, `event`, `step`, `cause` and `time`. The others: the text, as Slack, Feishu (Lark), DingTalk and WeCom accept it.",
     )
     events: list[str] = key(
-        ["death", "restart", "outage", "failure", "end"],
-        "Events to report. start: the first step begins. death: an engine or trainer has died or failed, and the run goes on (`rollout.min_engines`, `train.trainer_restarts`). restart: the run is started again (`train.restarts`). engines: their wanted number changes, or one joins or leaves (`megarl engines`, a machine that ends). outage: a service that samples need is down, or back. update: updates of a step were skipped, or are spikes (`train.on_spike`). warning: any other warning. failure: an error has ended the run. end: the run is finished, or was stopped.",
+        ["death", "restart", "rollback", "outage", "failure", "end"],
+        "Events to report. start: the first step begins. death: an engine or trainer has died or failed, and the run goes on (`rollout.min_engines`, `train.trainer_restarts`). restart: the run is started again (`train.restarts`). rollback: the trainers go back to a checkpoint after spikes (`train.on_spike`). engines: their wanted number changes, or one joins or leaves (`megarl engines`, a machine that ends). outage: a service that samples need is down, or back. update: updates of a step were skipped, or are spikes (`train.on_spike`). warning: any other warning. failure: an error has ended the run. end: the run is finished, or was stopped.",
     )
 
 

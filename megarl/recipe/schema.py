@@ -263,9 +263,19 @@ class TrainConfig:
         "Stop the run after this many consecutive steps in which every update of the actor or the critic was skipped, because gradient norms were not finite or spikes (`train.on_spike`), or dynamic sampling left no group. Until then no new checkpoint replaces an older one. 0: never stop.",
         at_least=0,
     )
-    on_spike: Optional[Literal["warn", "skip"]] = key(
+    on_spike: Optional[Literal["warn", "skip", "rollback"]] = key(
         None,
-        "Treatment of an update of the actor or the critic that is a spike: its gradient norm is above `spike_factor` x the median of the applied updates before it. warn: apply it, with a notice. skip: leave the weights unchanged, as after a gradient norm that is not finite, with a notice. Not set: norms are not compared. docs/faults.md has examples.",
+        "Treatment of an update of the actor or the critic that is a spike: its gradient norm is above `spike_factor` x the median of the applied updates before it. warn: apply it, with a notice. skip: leave the weights unchanged, as after a gradient norm that is not finite, with a notice. rollback: skip it, and if there are `spikes_before_rollback` of them since the newest checkpoint, go back to the weights of this checkpoint and leave out the batches since then. Needs `save_every`. Not set: norms are not compared. docs/faults.md has examples, docs/recovery.md describes rollbacks.",
+    )
+    spikes_before_rollback: int = key(
+        3,
+        "With `on_spike: rollback`: number of spikes of actor and critic since the newest checkpoint that cause a rollback. Fewer are skipped.",
+        at_least=1,
+    )
+    rollbacks: int = key(
+        3,
+        "With `on_spike: rollback`: at most this many rollbacks to one checkpoint. The next one ends the run instead.",
+        at_least=1,
     )
     spike_factor: float = key(
         10.0,

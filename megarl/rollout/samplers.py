@@ -110,7 +110,8 @@ def start_fleet(
         cluster.release_service(fleet.engines[engine].service)
         released.add(engine)
 
-    fleet = Fleet(engines, descriptions, recipe.rollout.min_engines, restart, notice, end)
+    limit = recipe.rollout.start_timeout
+    fleet = Fleet(engines, descriptions, recipe.rollout.min_engines, restart, notice, end, limit)
     cluster.on_check(fleet.poll)
     return fleet
 

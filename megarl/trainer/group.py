@@ -128,7 +128,7 @@ class TrainerGroup:
 
     def _send_norms(self, norms: GradNorms) -> None:
         """Send the gradient norms of earlier updates to all ranks, if these skip spikes (`train.on_spike`)."""
-        if norms.config.on_spike == "skip":
+        if norms.skips:
             self._call(Worker.skip_spikes, norms.state())
 
     def onload(self) -> None:

@@ -63,6 +63,12 @@ class TrainerRestarts:
         self.batches.forget_through(checkpoint)
         self._norms = {step: norm for step, norm in self._norms.items() if step > checkpoint}
 
+    def leave_out(self, first: int, last: int) -> None:
+        """Train no batch of the steps from `first` to `last` again: the trainers have gone back to the weights before them."""
+        for step in range(first, last + 1):
+            self.batches.keep(step, [])
+            self._norms.pop(step, None)
+
     def metrics(self) -> Metrics:
         """Return the metrics of this session so far."""
         return {

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
+from megarl.atomic_files import DiskFullError
 from megarl.checkpoint import folder as checkpoint
 from megarl.checkpoint.folder import check_whole, find_checkpoint, list_checkpoints
 from megarl.checkpoint.manifest import find_damage
 from megarl.checkpoint.saver import Saver
 from megarl.cluster.failures import Failure, ProcessInfo, WorkerFailed
+from megarl.errors import ProcessFailure
 from megarl.recipe.schema import TrainConfig
 from tests.support.checkpoint_parts import Trainers, names, saver, state, unexpected
 
@@ -137,6 +139,18 @@ def test_rescue_waits_for_receipts_without_calling_the_trainers(tmp_path: Path) 
         setattr(trainers, method, None)
     assert run_saver.rescue(wait=True) == tmp_path / "step_000001"
     assert looks == [1] and names(tmp_path) == ["step_000001"]
+
+
+def test_a_full_disk_of_a_trainer_is_no_failure_of_its_process(tmp_path: Path) -> None:
+    """`train.restarts` and `train.trainer_restarts` repeat failures of processes only, and another attempt would find the same disk."""
+    trainers = Trainers()
+    run_saver = saver(tmp_path, trainers, save_in_background=True)
+    run_saver.save(1, state())
+    full = "DiskFullError: writing to step_000001 failed: No space left on device. Free some space"
+    trainers.error = WorkerFailed(Failure(ProcessInfo("trainer rank 1"), full))
+    with pytest.raises(DiskFullError, match=r"trainer rank 1 .*: writing to step_000001 .* Free some space") as raised:
+        run_saver.poll()
+    assert not isinstance(raised.value, ProcessFailure) and not run_saver.pending and names(tmp_path) == []
 
 
 @pytest.mark.parametrize("died", [True, False], ids=["a trainer died", "a write failed"])

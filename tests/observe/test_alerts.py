@@ -73,7 +73,7 @@ def test_selected_events_arrive_once_and_in_order(receiver: Receiver) -> None:
     assert [message["step"] for message in receiver.messages] == list(range(2 * len(EVENTS)))
     receiver.messages.clear()
     assert send(AlertsConfig(url=VARIABLE), *EVENTS) == []
-    assert receiver.events == ["death", "restart", "outage", "failure", "end"]
+    assert receiver.events == ["death", "restart", "rollback", "outage", "failure", "end"]
 
 
 def test_a_message_has_the_fields_and_only_the_first_line_of_the_cause(receiver: Receiver) -> None:

@@ -29,7 +29,16 @@ def line(step: int, seconds: float, **more: float) -> dict[str, float]:
 
 def test_a_run_without_faults_loses_its_start() -> None:
     time = effective_time([session(100, "finished", 20, ended=200)], [line(0, 10), line(1, 30), line(2, 40)], [], 999)
-    assert time == {"ratio": 0.8, "wall": 100, "productive": 80, "start": 20, "repeated": 0, "recovery": 0, "other": 0}
+    assert time == {
+        "ratio": 0.8,
+        "wall": 100,
+        "productive": 80,
+        "start": 20,
+        "repeated": 0,
+        "recovery": 0,
+        "dropped": 0,
+        "other": 0,
+    }
 
 
 def test_restarts_repeated_steps_and_recovery_are_lost() -> None:
@@ -54,6 +63,7 @@ def test_restarts_repeated_steps_and_recovery_are_lost() -> None:
         "start": 50 + 30 + 60,
         "repeated": 100,
         "recovery": 30,
+        "dropped": 0,
         "other": 40 + 10 + 10,
     }
 
@@ -62,6 +72,29 @@ def test_a_run_that_has_just_begun_has_no_ratio() -> None:
     assert effective_time([session(5, "running")], [], [], 5)["ratio"] is None
     assert effective_time([session(5, "running")], [], [], 4)["ratio"] is None, "the clock was set back"
     assert effective_time([session(0, "running")], [line(1, 3)], [], 2)["ratio"] == 1.0, "clocks differ"
+
+
+def test_steps_that_a_rollback_undid_are_lost() -> None:
+    """The rollback after step 4 undoes steps 3 and 4, and takes 5 s."""
+    kept = [
+        line(1, 10),
+        line(2, 10),
+        line(3, 20),
+        line(4, 25, **{"recovery/dropped_steps": 2.0, "timing_s/recovery": 5.0}),
+        line(5, 10),
+    ]
+    time = effective_time([session(0, "finished", 10, ended=100)], kept, [], 999)
+    assert (time["productive"], time["dropped"], time["recovery"], time["other"]) == (30, 40, 5, 15)
+
+
+def test_run_ettr_leaves_out_dropped_steps(tmp_path: Path) -> None:
+    with RunLog(make_recipe(), tmp_path, 1, 3) as log:
+        log.begin()
+        for step in (1, 2, 3):
+            log.add({"recovery/dropped_steps": 2.0} if step == 2 else {})
+            log.step(step)
+    first, second, third = read_metrics(tmp_path / "metrics.jsonl")
+    assert first["run/ettr"] > 0 and second["run/ettr"] == 0 and third["run/ettr"] > 0
 
 
 def test_faults_are_failures_kills_and_deaths_of_engines() -> None:
@@ -75,23 +108,33 @@ def test_faults_are_failures_kills_and_deaths_of_engines() -> None:
         {"time": 60, "step": 5, "level": "notice", "event": "death", "text": "engine1 died: killed\n1 engine left"},
         {"time": 61, "step": 5, "level": "warning", "event": "update", "text": "skipped"},
         {"time": 62, "step": 5, "level": "notice", "text": "engine1 restarts"},
+        {"time": 63, "step": 6, "level": "warning", "event": "rollback", "text": "step 6: 3 spikes"},
     ]
     assert [tuple(fault.values()) for fault in faults(sessions, notes)] == [
         (40, None, "killed", "the controller: killed by signal 9"),
         (60, 5, "death", "engine1 died: killed"),
+        (63, 6, "rollback", "step 6: 3 spikes"),
         (80, 7, "failure", "RuntimeError: no"),
         (None, None, "killed", None),
     ]
 
 
 def test_the_lines_of_the_console() -> None:
-    time = {"ratio": 0.941, "wall": 10931.0, "start": 250.0, "repeated": 0.0, "recovery": 0.4, "other": 395.2}
+    time = {
+        "ratio": 0.941,
+        "wall": 10931.0,
+        "start": 250.0,
+        "repeated": 0.0,
+        "recovery": 0.4,
+        "dropped": 75.0,
+        "other": 395.2,
+    }
     events = [
         {"time": 1, "step": 1, "event": event, "cause": cause}
         for event, cause in (("death", "engine1 died"), ("failure", "trainer 0 died"), ("death", "engine2 died"), ("killed", None))
     ]  # fmt: skip
     assert time_lines({"ettr": time, "faults": []}) == [
-        ("time", "94.1 % of 3:02:11 in steps (ETTR); start 4:10, other 6:35")
+        ("time", "94.1 % of 3:02:11 in steps (ETTR); start 4:10, dropped steps 1:15, other 6:35")
     ]
     assert time_lines({"ettr": time, "faults": events})[1] == (
         "faults",

@@ -122,6 +122,25 @@ def test_an_engine_that_never_starts_is_given_up() -> None:
     assert "engine1 has died 3 times before it sampled, and does not restart" in engines.notices
 
 
+def test_a_new_process_that_does_not_load_in_time_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(fleet_module.time, "monotonic", lambda: now[0])
+    engines = Engines(load_limit=100.0)
+    engines.services[1].die()
+    engines.fleet.poll()
+    now[0] = 100.0
+    engines.fleet.poll()
+    assert engines.restarts == [1], "it may still load"
+    now[0] = 101.0
+    engines.fleet.poll()
+    assert engines.restarts == [1, 1]
+    assert "engine1 died: it has not loaded within rollout.start_timeout = 100 s" in engines.notices[-2]
+    now[0] = 200.0
+    engines.load(1)
+    engines.update()
+    assert engines.fleet.serving == [0, 1], "the newer process has its own limit"
+
+
 def test_only_deaths_of_the_present_process_count() -> None:
     engines = Engines()
     fleet, place = engines.fleet, ProcessInfo("service engine1", "host", 7)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from concurrent.futures import Future
 from typing import Any
@@ -54,14 +55,14 @@ class Service(ManualService):
 class Engines:
     """A fleet of services, and the processes that it has started."""
 
-    def __init__(self, count: int = 2, least: int = 1) -> None:
+    def __init__(self, count: int = 2, least: int = 1, load_limit: float = math.inf) -> None:
         self.services = [Service(number) for number in range(count)]
         self.handles = [EngineHandle(each) for each in self.services]  # type: ignore[arg-type]
         self.notices: list[str] = []
         self.events: list[str | None] = []  # of the notices
         self.restarts: list[int] = []
         descriptions = [{"receivers": number} for number in range(count)]
-        self.fleet = Fleet(self.handles, descriptions, least, self.restart, self.note)
+        self.fleet = Fleet(self.handles, descriptions, least, self.restart, self.note, load_limit=load_limit)
 
     def note(self, text: str, event: str | None) -> None:
         self.notices.append(text)

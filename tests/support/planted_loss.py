@@ -56,3 +56,13 @@ def dies_once(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, di
         Path(file).touch()
         os.kill(os.getpid(), signal.SIGKILL)
     return loss, {}
+
+
+SPIKES = 22
+"""Call in a trainer process in which `spikes_once` has a gradient a million times as large."""
+
+
+@policy_loss("spikes_once", needs_old_log_probs=False)
+def spikes_once(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = _reinforce(inputs)
+    return loss * (1e6 if _calls == SPIKES else 1.0), {}

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
 
-from megarl.atomic_files import sync, write_synced
+from megarl.atomic_files import DiskFullError, is_disk_full, sync, write_synced
 from megarl.checkpoint.manifest import FileSum, file_sum
 from megarl.megatron.checkpoint.shards import reference_to_load, set_updates, shards_to_load, shards_to_save, updates
 from megarl.megatron.checkpoint.tensor_files import TensorFiles, write
@@ -192,11 +192,18 @@ def _fill(directory: Path, model: Model, optimizer: Any) -> dict[str, Any]:
     return json.loads(file.read_text())
 
 
-def _failed_write(directory: Path, needed: int, error: OSError) -> RuntimeError:
+def _failed_write(directory: Path, needed: int, error: OSError) -> Exception:
+    """Return the error of a failed write: a `DiskFullError` if the disk or quota is full."""
     free = shutil.disk_usage(next(path for path in (directory, *directory.parents) if path.exists())).free
-    return RuntimeError(
+    text = (
         f"writing to {directory} failed: {error.strerror or error}. This rank's part needs {needed} bytes, and the disk "
         f"has {free} free."
+    )
+    if not is_disk_full(error):
+        return RuntimeError(text)
+    return DiskFullError(
+        f"{text} Earlier checkpoints are complete. Free some space (train.keep_checkpoints sets how many checkpoints are kept), and "
+        "resume with train.resume=auto."
     )
 
 

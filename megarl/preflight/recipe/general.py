@@ -303,6 +303,16 @@ def spike_errors(train: TrainConfig) -> Errors:
                 "set train.on_spike=warn, or leave it out",
             )
             yield RecipeError(f"train.{name}", problem, remedy, value=value)
+    for name in ("spikes_before_rollback", "rollbacks"):
+        value = getattr(train, name)
+        if train.on_spike != "rollback" and value != getattr(TrainConfig(), name):
+            problem, remedy = "it needs train.on_spike=rollback", "set that, or leave it out"
+            yield RecipeError(f"train.{name}", problem, remedy, value=value)
+    if train.on_spike == "rollback" and train.save_every == 0:
+        problem = "a rollback goes to the newest checkpoint, and train.save_every = 0 writes none"
+        yield RecipeError(
+            "train.on_spike", problem, "set train.save_every, e.g. to 20, or on_spike=skip", value="rollback"
+        )
 
 
 def _evaluates(evaluation: EvaluationConfig) -> bool:

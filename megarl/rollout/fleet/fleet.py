@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -59,12 +60,15 @@ class Fleet(ChangingFleet):
         restart: Callable[[int], None],
         notice: Callable[[str, Event | None], None],
         end: Callable[[int], None] | None = None,
+        load_limit: float = math.inf,
     ) -> None:
         """descriptions: results of the engines' `start`. min_engines: `rollout.min_engines`. restart: ends what is left of an
         engine's process, and starts a new one behind its handle; it appends the handle of an additional engine to `engines`.
         notice: receives messages for the user, with their event. end: ends the process of an engine that leaves, and frees its
-        devices; None: the number of engines is fixed."""
+        devices; None: the number of engines is fixed. load_limit: seconds after which a new process that has not loaded counts as
+        dead."""
         super().__init__(engines, descriptions, min_engines, end)
+        self._load_limit, self._load_began = load_limit, dict[int, float]()
         self._restart, self._notice = restart, notice
         self._last_death: Failure | None = None
         self._interrupted = False  # an engine has failed in the update, and none samples until the update is repeated
@@ -265,7 +269,7 @@ class Fleet(ChangingFleet):
         loading = self.engines[engine].start()
         with self.lock:
             self._no_machine_until.pop(engine, None)
-            self._loading[engine] = loading
+            self._loading[engine], self._load_began[engine] = loading, time.monotonic()
 
     def _watch(self, engine: int) -> None:
         """Notice the failure of an engine in a process that lives, also while it has no group."""
@@ -322,6 +326,9 @@ class Fleet(ChangingFleet):
     def _read_loads(self) -> None:
         for engine, loading in list(self._loading.items()):
             if not loading.done():
+                if time.monotonic() - self._load_began[engine] > self._load_limit:
+                    cause = f"it has not loaded within rollout.start_timeout = {self._load_limit:g} s; see its log"
+                    self._die(engine, Failure.death(ProcessInfo(f"service {self.engines[engine].name}"), cause))
                 continue
             del self._loading[engine]
             error = loading.exception()

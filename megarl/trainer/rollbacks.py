@@ -1,0 +1,61 @@
+"""When the trainers go back to a checkpoint after spikes of the gradient norm (`train.on_spike: rollback`). Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from megarl.recipe.schema import TrainConfig
+from megarl.types import Metrics
+
+
+@dataclass
+class Rollbacks:
+    """Spikes and rollbacks of this session.
+
+    spikes: number since the newest checkpoint that causes a rollback (`train.spikes_before_rollback`). most: rollbacks to one
+    checkpoint (`train.rollbacks`).
+    """
+
+    spikes: int
+    most: int
+    _of_step: dict[int, int] = field(default_factory=dict)  # spikes since the newest rollback, by step
+    _to: Counter[int] = field(default_factory=Counter)  # rollbacks, by the checkpoint's step
+
+    @classmethod
+    def of(cls, train: TrainConfig) -> Rollbacks | None:
+        """Return the state at the start of a session; None without `train.on_spike: rollback`."""
+        return cls(train.spikes_before_rollback, train.rollbacks) if train.on_spike == "rollback" else None
+
+    def note(self, step: int, spikes: int) -> None:
+        """Record the number of spikes in `step`."""
+        if spikes:
+            self._of_step[step] = spikes
+
+    def count(self, checkpoint: int) -> int:
+        """Return the number of spikes after step `checkpoint` and after the newest rollback."""
+        return sum(spikes for step, spikes in self._of_step.items() if step > checkpoint)
+
+    def is_due(self, checkpoint: int) -> bool:
+        """Return whether the spikes after step `checkpoint`, the newest checkpoint's, cause a rollback."""
+        return self.count(checkpoint) >= self.spikes
+
+    def is_allowed(self, checkpoint: int) -> bool:
+        """Return whether the trainers may go back to `checkpoint` once more."""
+        return self._to[checkpoint] < self.most
+
+    def record(self, checkpoint: int) -> None:
+        """Record a rollback to `checkpoint`."""
+        self._to[checkpoint] += 1
+        self.forget_spikes()
+
+    def forget_spikes(self) -> None:
+        """Count spikes from the next step on."""
+        self._of_step.clear()
+
+    def metrics(self, checkpoint: int, step: int) -> Metrics:
+        """Return the metrics of a rollback after `step`."""
+        return {
+            "recovery/rollbacks": float(self._to.total()),
+            "recovery/dropped_steps": float(step - checkpoint),
+        }
