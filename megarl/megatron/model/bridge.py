@@ -239,7 +239,8 @@ class FamilyBridge(TableWeights, LLMBridge):
         kind = rotary_scaling(self.fields)["rope_type"]
         if kind == "default" or self.family.latent:
             return None, 1.0
-        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](self.hf_config, device="cpu")
+        with torch.device("cpu"):  # the planner's tensors hold no values
+            frequencies, factor = ROPE_INIT_FUNCTIONS[kind](self.hf_config, device="cpu")
         return frequencies, factor
 
     def _rotated_part(self) -> float:
