@@ -51,13 +51,12 @@ def with_hub_names(recipe: Recipe) -> Recipe:
 
 def with_local_model(recipe: Recipe) -> Recipe:
     """Return the recipe with the folders of model and starting adapter on this node, fetched if they are of the hub and the
-    node lacks them."""
+    node lacks them. `recipe` itself if it names folders."""
     adapter = recipe.lora.path
-    return replace(
-        recipe,
-        model=replace(recipe.model, path=hub.local_model(recipe.model.path)),
-        lora=replace(recipe.lora, path=hub.local_model(adapter) if adapter else None),
-    )
+    model, start = hub.local_model(recipe.model.path), hub.local_model(adapter) if adapter else None
+    if (model, start) == (recipe.model.path, adapter):
+        return recipe
+    return replace(recipe, model=replace(recipe.model, path=model), lora=replace(recipe.lora, path=start))
 
 
 def with_cached_inputs(recipe: Recipe) -> Recipe:
