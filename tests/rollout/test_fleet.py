@@ -134,7 +134,7 @@ def test_a_new_process_that_does_not_load_in_time_is_replaced(monkeypatch: pytes
     now[0] = 101.0
     engines.fleet.poll()
     assert engines.restarts == [1, 1]
-    assert "engine1 died: it has not loaded within rollout.start_timeout = 100 s" in engines.notices[-2]
+    assert "died: it has not loaded within rollout.start_timeout = 100 s" in engines.notices[-2]
     now[0] = 200.0
     engines.load(1)
     engines.update()
