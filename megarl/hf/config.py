@@ -37,9 +37,9 @@ def layer_kinds(config: dict[str, Any]) -> list[str]:
 
     Configurations from before transformers 5 give the interval of full attention, or nothing. `config`: from `text_fields`.
     """
-    layers = config["num_hidden_layers"]
     if kinds := config.get("layer_types"):
         return list(kinds)
+    layers = config.get("num_hidden_layers") or 0
     interval = config.get("full_attention_interval") or (4 if config.get("linear_num_key_heads") else 1)
     return ["full_attention" if (layer + 1) % interval == 0 else "linear_attention" for layer in range(layers)]
 
