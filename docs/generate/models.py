@@ -28,6 +28,7 @@ KNOWN = {
     "minimax_m2": ("MiniMax-M2", ("minimax_m2",), ""),
     "mistral": ("Mistral", ("mistral",), "mistral"),
     "mixtral": ("Mixtral", ("mixtral",), "mixtral"),
+    "olmoe": ("OLMoE-1B-7B", ("olmoe",), "olmoe"),
     "qwen2": ("Qwen2, Qwen2.5", ("qwen2", "qwen2_tied"), "qwen2"),
     "qwen2_5_vl": ("Qwen2.5-VL", ("vl", "vl_tied"), ""),
     "qwen2_moe": ("Qwen1.5-MoE, Qwen2-57B-A14B", ("qwen2_moe",), "qwen2_moe"),

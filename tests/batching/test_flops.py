@@ -48,6 +48,7 @@ CASES = {
     ),
     "mistral": ("MistralForCausalLM", "MistralConfig", {"sliding_window": None}),
     "minimax_m2": ("MiniMaxM2ForCausalLM", "MiniMaxM2Config", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "olmoe": ("OlmoeForCausalLM", "OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2}),
     "glm4_moe_lite": (
         "Glm4MoeLiteForCausalLM",
         "Glm4MoeLiteConfig",

@@ -11,6 +11,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.support.megatron_prediction import add_mtp_layer
+
 LENGTHS = [7, 13, 41, 5, 3, 15, 9, 3]
 """Of the sequences of the global batch. With [7, 13, 41] in one micro batch, attention needs two rectangles;
 in pairs, they need no padding under TP 2."""
@@ -191,6 +193,19 @@ def _minimax_m2() -> transformers.PreTrainedModel:
     return transformers.MiniMaxM2ForCausalLM(config)
 
 
+def _olmoe() -> transformers.PreTrainedModel:
+    """OLMoE: norms of queries and keys over all heads, and routing weights that are not normalized over the chosen experts."""
+    config = transformers.OlmoeConfig(
+        **{**COMMON, "intermediate_size": 32},
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=False,
+        # Not in `global_batch`: transformers gives the embedding of the padding token, by default 1, no gradient.
+        pad_token_id=255,
+    )
+    return transformers.OlmoeForCausalLM(config)
+
+
 def _glm4_moe_lite() -> transformers.PreTrainedModel:
     """GLM-4.7-Flash: DeepSeek-V3's attention with low-rank queries, one group."""
     config = {key: value for key, value in LATENT.items() if key != "first_k_dense_replace"}
@@ -285,6 +300,7 @@ MODELS = {
     "qwen2_moe": _qwen2_moe,
     "mixtral": _mixtral,
     "minimax_m2": _minimax_m2,
+    "olmoe": _olmoe,
     "glm4_moe_lite": _glm4_moe_lite,
     "kimi_k2": _kimi_k2,
     "qwen3_next": _qwen3_next,
@@ -314,7 +330,7 @@ def write_model(name: str, directory: Path) -> Path:
     if name == "qwen3_5_moe":
         save_file(stack_experts(load_file(path / "model.safetensors")), path / "model.safetensors", {"format": "pt"})
     if json.loads((path / "config.json").read_text()).get("num_nextn_predict_layers"):
-        _add_mtp_layer(path / "model.safetensors", model.config.num_hidden_layers)
+        add_mtp_layer(path / "model.safetensors", model.config.num_hidden_layers)
     return path
 
 
@@ -353,25 +369,6 @@ def reference_model(directory: Path) -> Any:
         attn_implementation="eager",
         experts_implementation="eager",
     ).eval()
-
-
-def _add_mtp_layer(file: Path, number: int) -> None:
-    """Add DeepSeek-V3's multi-token-prediction layer after the last layer; transformers does not write it.
-
-    A decoder layer like the last, two norms and the projection of their outputs, the shared head's norm, and copies of
-    embedding and output layer.
-    """
-    tensors = load_file(file)
-    last, prefix = f"model.layers.{number - 1}.", f"model.layers.{number}."
-    layer = {name: tensor for name, tensor in tensors.items() if name.startswith(last)}
-    tensors.update({name.replace(last, prefix): torch.randn_like(tensor) for name, tensor in layer.items()})
-    embedding, norm = tensors["model.embed_tokens.weight"], tensors["model.norm.weight"]
-    for name in ("enorm", "hnorm", "shared_head.norm"):
-        tensors[f"{prefix}{name}.weight"] = torch.randn_like(norm)
-    tensors[f"{prefix}eh_proj.weight"] = torch.randn(len(norm), 2 * len(norm))
-    tensors[f"{prefix}embed_tokens.weight"] = embedding.clone()
-    tensors[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
-    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def global_batch() -> tuple[list[torch.Tensor], list[torch.Tensor]]:

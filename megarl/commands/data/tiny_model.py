@@ -15,7 +15,7 @@ from megarl.commands.data.tiny_weights import Config, write_weights
 
 Kind = Literal[
     "qwen3_moe", "qwen3", "qwen2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "kimi_k2", "llama", "minimax_m2", "mistral",
-    "mixtral", "qwen2_moe", "qwen3_next",
+    "mixtral", "olmoe", "qwen2_moe", "qwen3_next",
 ]  # fmt: skip
 
 COMMON: Config = {
@@ -121,6 +121,19 @@ KINDS: dict[str, Config] = {
         "scoring_func": "sigmoid",
         "use_qk_norm": True,
         "use_routing_bias": True,
+    },
+    "olmoe": {
+        "architectures": ["OlmoeForCausalLM"],
+        "rms_norm_eps": 1e-5,
+        "hidden_size": 128,
+        "intermediate_size": 64,
+        "attention_bias": False,
+        "clip_qkv": None,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": False,
+        "router_aux_loss_coef": 0.01,
+        "output_router_logits": False,
     },
     "qwen2_moe": {
         "architectures": ["Qwen2MoeForCausalLM"],

@@ -15,6 +15,7 @@ from megarl.hf.families.glm4_moe import GLM4_MOE
 from megarl.hf.families.glm4_moe_lite import GLM4_MOE_LITE
 from megarl.hf.families.llama import LLAMA
 from megarl.hf.families.mixtral import MINIMAX_M2, MIXTRAL
+from megarl.hf.families.olmoe import OLMOE
 from megarl.hf.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from megarl.hf.families.qwen2_5_vl import QWEN2_5_VL
 from megarl.hf.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_TEXT
@@ -29,6 +30,7 @@ FAMILIES: dict[str, Family] = {
     "minimax_m2": MINIMAX_M2,
     "mistral": LLAMA,
     "mixtral": MIXTRAL,
+    "olmoe": OLMOE,
     "qwen2": QWEN2,
     "qwen2_5_vl": QWEN2_5_VL,
     "qwen2_moe": QWEN2_MOE,

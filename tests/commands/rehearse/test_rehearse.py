@@ -146,6 +146,7 @@ def test_weights_have_transformers_names_and_shapes(name: str, tmp_path: Path) -
         "Glm4MoeConfig",
         "MixtralConfig",
         "MiniMaxM2Config",
+        "OlmoeConfig",
         "Qwen2MoeConfig",
         "Qwen3NextConfig",
         "Glm4MoeLiteConfig",
