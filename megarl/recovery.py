@@ -104,6 +104,7 @@ def roll_back_if_due(run: Run, step: int) -> None:
         "rollback",
     )
     rollbacks.record(checkpoint)
+    run.skipped.reset_to({})  # so that train.stop_after_skipped counts steps after the rollback only
     if run.trainer_restarts is not None:
         run.trainer_restarts.leave_out(checkpoint + 1, step)
     run.checkpoints.rolled_back_step = step

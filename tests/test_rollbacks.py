@@ -89,8 +89,8 @@ def go(
     return fit(folder, 2, failing or Failing(set(), after=False), kind, **cast(Any, parts))
 
 
-def dropped_steps(spiking: Collection[int], steps: int, save_every: int, before: int) -> dict[int, int]:
-    """Return the checkpoint to which each dropped step goes back, worked out from the rule alone."""
+def dropped_steps(spiking: Collection[int], steps: int, save_every: int, before: int, limit: int) -> dict[int, int]:
+    """Return the checkpoint to which each dropped step goes back, worked out from the rule alone. limit: `stop_after_skipped`."""
     checkpoint, counted, dropped = 0, list[int](), dict[int, int]()
     for step in range(1, steps + 1):
         counted = [earlier for earlier in counted if earlier > checkpoint] + [step] * (step in spiking)
@@ -99,7 +99,7 @@ def dropped_steps(spiking: Collection[int], steps: int, save_every: int, before:
             counted = []
             if checkpoint:
                 dropped |= dict.fromkeys(range(checkpoint + 1, step + 1), checkpoint)
-        if step % save_every == 0 and dropped.get(step) is None:
+        if step % save_every == 0 and dropped.get(step) is None and not (limit and step in spiking):
             checkpoint = step
     return dropped
 
@@ -109,14 +109,16 @@ def notices(folder: Path, event: str) -> list[str]:
     return [line["text"] for line in lines if line.get("event") == event]
 
 
+@pytest.mark.parametrize("limit", [0, 5])
 @pytest.mark.parametrize("seed", range(40))
-def test_a_run_equals_one_without_the_dropped_batches(seed: int, tmp_path: Path) -> None:
+def test_a_run_equals_one_without_the_dropped_batches(seed: int, limit: int, tmp_path: Path) -> None:
     choose = random.Random(seed)
     save_every, before = choose.choice([2, 3, 4]), choose.choice([1, 1, 2, 3])
-    spiking = {step for step in range(2, 13) if choose.random() < 0.4}
-    dropped = dropped_steps(spiking, 12, save_every, before)
+    first = save_every + 1 if limit else 2  # with a limit, spikes before the first checkpoint may end the run
+    spiking = {step for step in range(first, 13) if choose.random() < (0.8 if limit else 0.4)}
+    dropped = dropped_steps(spiking, 12, save_every, before, limit)
     settings = {"save_every": save_every, "spikes_before_rollback": before, "rollbacks": 12}
-    run, lines = go(tmp_path / "a", spiking, **settings)
+    run, lines = go(tmp_path / "a", spiking, stop_after_skipped=limit, **settings)
     clean, expected = go(tmp_path / "b", spiking - set(dropped), without=dropped, **settings)
     assert weights(run) == weights(clean)
     assert not any(f" {step}." in str(weights(run)) for step in dropped)
@@ -199,6 +201,15 @@ def test_too_many_rollbacks_to_a_checkpoint_end_the_run(tmp_path: Path) -> None:
     assert len(notices(tmp_path, "rollback")) == 2
 
 
+def test_steps_before_a_rollback_do_not_count_for_stop_after_skipped(tmp_path: Path) -> None:
+    """Each step from 7 on has a spike. The rollback at step 9 begins a new streak, and so does the one at step 12."""
+    spiking = set(range(7, 13))
+    go(tmp_path / "rollback", spiking, save_every=6, spikes_before_rollback=3, stop_after_skipped=5)
+    assert len(notices(tmp_path / "rollback", "rollback")) == 2
+    with pytest.raises(RuntimeError, match="nothing was learned in 5 consecutive steps, 7 to 11"):
+        go(tmp_path / "none", spiking, save_every=6, spikes_before_rollback=6, stop_after_skipped=5)
+
+
 def test_a_later_checkpoint_allows_further_rollbacks(tmp_path: Path) -> None:
     go(tmp_path, {5, 8, 11}, save_every=3, spikes_before_rollback=1, rollbacks=1)
     assert len(notices(tmp_path, "rollback")) == 3
@@ -226,6 +237,9 @@ def test_settings_that_have_no_effect_or_no_checkpoint_are_refused() -> None:
     assert keys(on_spike="rollback") == ["train.on_spike"]
     assert keys(on_spike="skip", rollbacks=1) == ["train.rollbacks"]
     assert keys(spikes_before_rollback=1) == ["train.spikes_before_rollback"]
+    limited = {"on_spike": "rollback", "save_every": 20, "spikes_before_rollback": 5}
+    assert keys(**limited) == ["train.stop_after_skipped"]
+    assert keys(**limited, stop_after_skipped=0) == keys(**limited, stop_after_skipped=6) == []
     (error,) = spike_errors(TrainConfig(on_spike="rollback"))
     assert "set train.save_every" in str(error)
     assert Rollbacks.of(TrainConfig(on_spike="skip")) is None

@@ -14,7 +14,7 @@ from typing import Any
 
 from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
 from megarl.algorithms.objective import runs_old_log_prob_pass
-from megarl.errors import RecipeError, raise_all
+from megarl.errors import RecipeError, pluralize, raise_all
 from megarl.preflight.recipe.agent import agent_errors
 from megarl.preflight.recipe.algorithm import algorithm_errors, name_errors, source_errors
 from megarl.preflight.recipe.at_update import at_update_errors, staleness_errors
@@ -312,6 +312,14 @@ def spike_errors(train: TrainConfig) -> Errors:
         problem = "a rollback goes to the newest checkpoint, and train.save_every = 0 writes none"
         yield RecipeError(
             "train.on_spike", problem, "set train.save_every, e.g. to 20, or on_spike=skip", value="rollback"
+        )
+    if train.on_spike == "rollback" and 0 < train.stop_after_skipped <= train.spikes_before_rollback:
+        yield RecipeError(
+            "train.stop_after_skipped",
+            f"the run would end before {pluralize(train.spikes_before_rollback, 'spike')} in a row (train.spikes_before_rollback) "
+            "can cause a rollback",
+            f"set it to {train.spikes_before_rollback + 1} or more, or to 0, or lower train.spikes_before_rollback",
+            value=train.stop_after_skipped,
         )
 
 
