@@ -13,7 +13,7 @@ from megarl.checkpoint.folder import checkpoint_step, list_checkpoints
 from megarl.checkpoint.run_checkpoints import is_due
 from megarl.checkpoint.skipped_steps import Streak
 from megarl.cluster.failures import WorkerFailed
-from megarl.errors import ProcessFailure, pluralize
+from megarl.errors import ProcessFailure, SpoiledWeights, pluralize
 from megarl.rollout.source import Batch
 from megarl.step import training_step
 from megarl.trainer.reference import refresh_reference_if_due
@@ -77,7 +77,7 @@ def finish_step(run: Run, step: int) -> None:
 def roll_back_if_due(run: Run, step: int) -> None:
     """Go back to the newest checkpoint after `step` if the spikes since then are too many (`train.on_spike: rollback`).
 
-    The run goes on as if the batches since the checkpoint had been empty. Raises RuntimeError instead of the rollback after
+    The run goes on as if the batches since the checkpoint had been empty. Raises SpoiledWeights instead of the rollback after
     `train.rollbacks`.
     """
     rollbacks, metrics = run.rollbacks, run.log.pending()
@@ -97,7 +97,7 @@ def roll_back_if_due(run: Run, step: int) -> None:
         run.log.warn(f"step {step}: {spikes}, and no checkpoint to go back to: their updates were skipped", "update")
         return
     if not rollbacks.is_allowed(checkpoint):
-        raise RuntimeError(f"step {step}: {spikes} again, {too_many_rollbacks_text(run, checkpoint, step)}")
+        raise SpoiledWeights(f"step {step}: {spikes} again, {too_many_rollbacks_text(run, checkpoint, step)}")
     run.log.warn(
         f"step {step}: {spikes} since the checkpoint of step {checkpoint}. The trainers go back to its weights, and the batches "
         f"of {steps_text(checkpoint + 1, step)} are left out",

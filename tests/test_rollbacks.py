@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megarl.assembly import Run
-from megarl.errors import RecipeError
+from megarl.errors import RecipeError, SpoiledWeights
 from megarl.preflight.recipe.general import spike_errors
 from megarl.recipe.schema import Recipe, TrainConfig
 from megarl.rollout.source import Batch
@@ -191,7 +191,7 @@ def test_a_checkpoint_of_undone_steps_displaces_no_other(tmp_path: Path) -> None
 
 
 def test_too_many_rollbacks_to_a_checkpoint_end_the_run(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError) as raised:
+    with pytest.raises(SpoiledWeights) as raised:
         go(tmp_path, {8, 9, 11}, save_every=3, spikes_before_rollback=1, rollbacks=2)
     text = str(raised.value)
     assert text.startswith(
@@ -206,7 +206,7 @@ def test_steps_before_a_rollback_do_not_count_for_stop_after_skipped(tmp_path: P
     spiking = set(range(7, 13))
     go(tmp_path / "rollback", spiking, save_every=6, spikes_before_rollback=3, stop_after_skipped=5)
     assert len(notices(tmp_path / "rollback", "rollback")) == 2
-    with pytest.raises(RuntimeError, match="nothing was learned in 5 consecutive steps, 7 to 11"):
+    with pytest.raises(SpoiledWeights, match="nothing was learned in 5 consecutive steps, 7 to 11"):
         go(tmp_path / "none", spiking, save_every=6, spikes_before_rollback=6, stop_after_skipped=5)
 
 
