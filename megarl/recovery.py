@@ -99,8 +99,8 @@ def roll_back_if_due(run: Run, step: int) -> None:
     if not rollbacks.is_allowed(checkpoint):
         raise SpoiledWeights(f"step {step}: {spikes} again, {too_many_rollbacks_text(run, checkpoint, step)}")
     run.log.warn(
-        f"step {step}: {spikes} since the checkpoint of step {checkpoint}. The trainers go back to its weights, and the batches "
-        f"of {steps_text(checkpoint + 1, step)} are left out",
+        f"step {step}: {spikes} since the checkpoint of step {checkpoint}. The trainers go back to its weights, and the samples "
+        f"of {steps_text(checkpoint + 1, step)} are not trained on again",
         "rollback",
     )
     rollbacks.record(checkpoint)

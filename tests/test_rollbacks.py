@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from megarl.assembly import Run
+from megarl.checkpoint.graceful_stop import StopRequested
 from megarl.errors import RecipeError, SpoiledWeights
 from megarl.preflight.recipe.general import spike_errors
 from megarl.recipe.schema import Recipe, TrainConfig
@@ -150,8 +151,8 @@ def updates(parts: list[Any]) -> list[Any]:
 def test_a_rollback_is_said_counted_and_reported(tmp_path: Path) -> None:
     go(tmp_path, {5, 7, 8}, save_every=3, spikes_before_rollback=2)
     assert notices(tmp_path, "rollback") == [
-        "step 8: 2 spikes since the checkpoint of step 6. The trainers go back to its weights, and the batches of steps 7 to 8 are "
-        "left out"
+        "step 8: 2 spikes since the checkpoint of step 6. The trainers go back to its weights, and the samples of steps 7 to 8 are "
+        "not trained on again"
     ]
     (line,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines() if "dropped" in line]
     assert line["step"] == 8 and line["recovery/rollbacks"] == 1 and line["recovery/dropped_steps"] == 2
@@ -183,11 +184,30 @@ def test_without_a_checkpoint_spikes_are_skipped_and_the_run_goes_on(tmp_path: P
 
 def test_a_checkpoint_of_undone_steps_displaces_no_other(tmp_path: Path) -> None:
     go(tmp_path, {6}, save_every=3, spikes_before_rollback=1, save_at_end=0)
+    texts = (tmp_path / "notices.jsonl").read_text()
+    assert "step 6: no checkpoint, since the trainers went back to an earlier one" in texts
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
         "step_000003",
         "step_000009",
         "step_000012",
     ]
+
+
+def test_sigterm_after_a_rollback_names_the_checkpoint_of_a_resume(tmp_path: Path) -> None:
+    class Stopping(SendingHandover):
+        def update_engines(self, version: int) -> Metrics:
+            if version == 8:
+                raise StopRequested
+            return super().update_engines(version)
+
+    with pytest.raises(StopRequested):
+        go(tmp_path, {8}, save_every=3, spikes_before_rollback=1, kind=Stopping)
+    texts = (tmp_path / "notices.jsonl").read_text()
+    assert (
+        "stopped by SIGTERM after step 8: the trainers went back to the checkpoint of step 6, from which a resume continues; it "
+        "repeats the steps left out"
+    ) in texts
+    assert "no weight has changed" not in texts and not (tmp_path / "checkpoints" / "step_000008").exists()
 
 
 def test_too_many_rollbacks_to_a_checkpoint_end_the_run(tmp_path: Path) -> None:

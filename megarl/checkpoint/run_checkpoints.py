@@ -93,7 +93,12 @@ class Checkpoints:
                 )
         elif is_due(step, self.config.save_every):
             if self._keeps_others(step):
-                self.log.notice(f"step {step}: no checkpoint, since no weight has changed; the ones before it are kept")
+                why = (
+                    "the trainers went back to an earlier one"
+                    if self.rolled_back_step == step
+                    else "no weight has changed"
+                )
+                self.log.notice(f"step {step}: no checkpoint, since {why}; the ones before it are kept")
             else:
                 self._save(step)
         self.stop.check()
@@ -113,6 +118,11 @@ class Checkpoints:
             newest = list_checkpoints(self.saver.folder)[-1:]
             if newest and checkpoint_step(newest[0]) == step:
                 self.log.notice(f"stopped by {cause} after step {step}, which is saved already")
+            elif self.rolled_back_step == step:
+                self.log.notice(
+                    f"stopped by {cause} after step {step}: the trainers went back to the checkpoint of step {self.newest()[0]}, from "
+                    "which a resume continues; it repeats the steps left out"
+                )
             elif self._keeps_others(step):
                 self.log.notice(f"stopped by {cause} after step {step}: it is not saved, since no weight has changed")
             else:
