@@ -79,6 +79,10 @@ class ProcessFailure(RuntimeError):
     """A process of the run died, hung, lost a connection or raised: `train.restarts` starts the run again."""
 
 
+class SpoiledWeights(RuntimeError):
+    """Updates are skipped again and again: the newest checkpoint may have the cause. The message names the one to resume from."""
+
+
 class Unavailable(RuntimeError):
     """A call of a scorer or tool that failed because the service behind it cannot be used now, through no fault of the sample."""
 

@@ -13,7 +13,7 @@ from megarl.checkpoint.folder import checkpoint_step, list_checkpoints
 from megarl.checkpoint.run_checkpoints import is_due
 from megarl.checkpoint.skipped_steps import Streak
 from megarl.cluster.failures import WorkerFailed
-from megarl.errors import ProcessFailure, pluralize
+from megarl.errors import ProcessFailure, SpoiledWeights, pluralize
 from megarl.rollout.source import Batch
 from megarl.step import training_step
 from megarl.trainer.reference import refresh_reference_if_due
@@ -75,9 +75,9 @@ def finish_step(run: Run, step: int) -> None:
 
 
 def roll_back_if_due(run: Run, step: int) -> None:
-    """Go back to the newest checkpoint after `step` if the spikes since then are too many (`train.on_spike: rollback`).
+    """Go back to the newest checkpoint before the spikes if those up to `step` are too many (`train.on_spike: rollback`).
 
-    The run goes on as if the batches since the checkpoint had been empty. Raises RuntimeError instead of the rollback after
+    The run goes on as if the batches since the checkpoint had been empty. Raises SpoiledWeights instead of the rollback after
     `train.rollbacks`.
     """
     rollbacks, metrics = run.rollbacks, run.log.pending()
@@ -85,27 +85,27 @@ def roll_back_if_due(run: Run, step: int) -> None:
         return
     new = int(metrics.get("actor/spikes", 0.0) + metrics.get("critic/spikes", 0.0))
     rollbacks.note(step, new)
-    if not new or not rollbacks.is_due(run.checkpoints.newest()[0]):
+    if not new or not rollbacks.is_due:
         return
     with_trainers(run, step, partial(run.checkpoints.poll, wait=True))
-    checkpoint, _ = run.checkpoints.newest()
-    if not rollbacks.is_due(checkpoint):  # the save that has just ended is newer than the first of the spikes
-        return
-    spikes = pluralize(rollbacks.count(checkpoint), "spike")
+    checkpoint, _ = run.checkpoints.newest(before=rollbacks.first_step)
+    spikes = f"{pluralize(rollbacks.count, 'spike')} in {steps_text(rollbacks.first_step, step)}"
     if checkpoint == 0:
         rollbacks.forget_spikes()
-        run.log.warn(f"step {step}: {spikes}, and no checkpoint to go back to: their updates were skipped", "update")
+        run.log.warn(f"step {step}: {spikes}, and no checkpoint before them: their updates were skipped", "update")
         return
     if not rollbacks.is_allowed(checkpoint):
-        raise RuntimeError(f"step {step}: {spikes} again, {too_many_rollbacks_text(run, checkpoint, step)}")
+        raise SpoiledWeights(f"step {step}: {spikes}, {too_many_rollbacks_text(run, checkpoint, step)}")
     run.log.warn(
-        f"step {step}: {spikes} since the checkpoint of step {checkpoint}. The trainers go back to its weights, and the batches "
-        f"of {steps_text(checkpoint + 1, step)} are left out",
+        f"step {step}: {spikes}. The trainers go back to the checkpoint of step {checkpoint}, and the samples of "
+        f"{steps_text(checkpoint + 1, step)} are not trained on again",
         "rollback",
     )
     rollbacks.record(checkpoint)
+    run.skipped.reset_to({})  # so that train.stop_after_skipped counts steps after the rollback only
     if run.trainer_restarts is not None:
         run.trainer_restarts.leave_out(checkpoint + 1, step)
+    run.checkpoints.abandon_after(checkpoint)
     run.checkpoints.rolled_back_step = step
     with_trainers(run, step, partial(roll_back, run, step))
     run.log.add(rollbacks.metrics(checkpoint, step))

@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 
 from megarl.assembly import Run
-from megarl.errors import RecipeError
+from megarl.checkpoint.graceful_stop import StopRequested
+from megarl.errors import RecipeError, SpoiledWeights
 from megarl.preflight.recipe.general import spike_errors
 from megarl.recipe.schema import Recipe, TrainConfig
+from megarl.recipe.training import ActorConfig
 from megarl.rollout.source import Batch
 from megarl.trainer.rollbacks import Rollbacks
 from megarl.types import Group, InlineData, Metrics, Sample, SampleTokens
@@ -89,18 +91,20 @@ def go(
     return fit(folder, 2, failing or Failing(set(), after=False), kind, **cast(Any, parts))
 
 
-def dropped_steps(spiking: Collection[int], steps: int, save_every: int, before: int) -> dict[int, int]:
-    """Return the checkpoint to which each dropped step goes back, worked out from the rule alone."""
-    checkpoint, counted, dropped = 0, list[int](), dict[int, int]()
+def dropped_steps(spiking: Collection[int], steps: int, save_every: int, before: int, limit: int) -> dict[int, int]:
+    """Return the checkpoint to which each dropped step goes back, worked out from the rule alone. limit: `stop_after_skipped`."""
+    saved, counted, dropped = [0], list[int](), dict[int, int]()
     for step in range(1, steps + 1):
-        counted = [earlier for earlier in counted if earlier > checkpoint] + [step] * (step in spiking)
+        counted = [earlier for earlier in counted if earlier > step - save_every] + [step] * (step in spiking)
         rolls_back = step in spiking and len(counted) >= before
         if rolls_back:
+            saved_before = [earlier for earlier in saved if earlier < counted[0]]
             counted = []
-            if checkpoint:
+            if checkpoint := saved_before[-1]:
+                saved = saved_before
                 dropped |= dict.fromkeys(range(checkpoint + 1, step + 1), checkpoint)
-        if step % save_every == 0 and dropped.get(step) is None:
-            checkpoint = step
+        if step % save_every == 0 and dropped.get(step) is None and not (limit and step in spiking):
+            saved.append(step)
     return dropped
 
 
@@ -109,14 +113,17 @@ def notices(folder: Path, event: str) -> list[str]:
     return [line["text"] for line in lines if line.get("event") == event]
 
 
+@pytest.mark.parametrize("limit", [0, 5])
 @pytest.mark.parametrize("seed", range(40))
-def test_a_run_equals_one_without_the_dropped_batches(seed: int, tmp_path: Path) -> None:
+def test_a_run_equals_one_without_the_dropped_batches(seed: int, limit: int, tmp_path: Path) -> None:
     choose = random.Random(seed)
     save_every, before = choose.choice([2, 3, 4]), choose.choice([1, 1, 2, 3])
-    spiking = {step for step in range(2, 13) if choose.random() < 0.4}
-    dropped = dropped_steps(spiking, 12, save_every, before)
+    before = min(before, save_every)  # others are refused: a step has one update
+    first = save_every + 1 if limit else 2  # with a limit, spikes before the first checkpoint may end the run
+    spiking = {step for step in range(first, 13) if choose.random() < (0.8 if limit else 0.4)}
+    dropped = dropped_steps(spiking, 12, save_every, before, limit)
     settings = {"save_every": save_every, "spikes_before_rollback": before, "rollbacks": 12}
-    run, lines = go(tmp_path / "a", spiking, **settings)
+    run, lines = go(tmp_path / "a", spiking, stop_after_skipped=limit, **settings)
     clean, expected = go(tmp_path / "b", spiking - set(dropped), without=dropped, **settings)
     assert weights(run) == weights(clean)
     assert not any(f" {step}." in str(weights(run)) for step in dropped)
@@ -146,13 +153,13 @@ def updates(parts: list[Any]) -> list[Any]:
 
 
 def test_a_rollback_is_said_counted_and_reported(tmp_path: Path) -> None:
-    go(tmp_path, {5, 7, 8}, save_every=3, spikes_before_rollback=2)
+    go(tmp_path, {8, 9}, save_every=3, spikes_before_rollback=2)
     assert notices(tmp_path, "rollback") == [
-        "step 8: 2 spikes since the checkpoint of step 6. The trainers go back to its weights, and the batches of steps 7 to 8 are "
-        "left out"
+        "step 9: 2 spikes in steps 8 to 9. The trainers go back to the checkpoint of step 6, and the samples of steps 7 to 9 are "
+        "not trained on again"
     ]
     (line,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines() if "dropped" in line]
-    assert line["step"] == 8 and line["recovery/rollbacks"] == 1 and line["recovery/dropped_steps"] == 2
+    assert line["step"] == 9 and line["recovery/rollbacks"] == 1 and line["recovery/dropped_steps"] == 3
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert [fault["event"] for fault in summary["faults"]] == ["rollback"] and summary["ettr"]["dropped"] > 0
 
@@ -173,7 +180,7 @@ def test_without_a_checkpoint_spikes_are_skipped_and_the_run_goes_on(tmp_path: P
     run, _ = go(tmp_path, {2, 3}, save_every=6, spikes_before_rollback=2)
     assert notices(tmp_path, "rollback") == []
     assert any(
-        text == "step 3: 2 spikes, and no checkpoint to go back to: their updates were skipped"
+        text == "step 3: 2 spikes in steps 2 to 3, and no checkpoint before them: their updates were skipped"
         for text in notices(tmp_path, "update")
     )
     assert len(updates(weights(run))) == 10
@@ -181,6 +188,8 @@ def test_without_a_checkpoint_spikes_are_skipped_and_the_run_goes_on(tmp_path: P
 
 def test_a_checkpoint_of_undone_steps_displaces_no_other(tmp_path: Path) -> None:
     go(tmp_path, {6}, save_every=3, spikes_before_rollback=1, save_at_end=0)
+    texts = (tmp_path / "notices.jsonl").read_text()
+    assert "step 6: no checkpoint, since the trainers went back to an earlier one" in texts
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
         "step_000003",
         "step_000009",
@@ -188,15 +197,41 @@ def test_a_checkpoint_of_undone_steps_displaces_no_other(tmp_path: Path) -> None
     ]
 
 
+def test_sigterm_after_a_rollback_names_the_checkpoint_of_a_resume(tmp_path: Path) -> None:
+    class Stopping(SendingHandover):
+        def update_engines(self, version: int) -> Metrics:
+            if version == 8:
+                raise StopRequested
+            return super().update_engines(version)
+
+    with pytest.raises(StopRequested):
+        go(tmp_path, {8}, save_every=3, spikes_before_rollback=1, kind=Stopping)
+    texts = (tmp_path / "notices.jsonl").read_text()
+    assert (
+        "stopped by SIGTERM after step 8: the trainers went back to the checkpoint of step 6, from which a resume continues; it "
+        "repeats the steps left out"
+    ) in texts
+    assert "no weight has changed" not in texts and not (tmp_path / "checkpoints" / "step_000008").exists()
+
+
 def test_too_many_rollbacks_to_a_checkpoint_end_the_run(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError) as raised:
+    with pytest.raises(SpoiledWeights) as raised:
         go(tmp_path, {8, 9, 11}, save_every=3, spikes_before_rollback=1, rollbacks=2)
     text = str(raised.value)
     assert text.startswith(
-        "step 11: 1 spike again, after the trainers have gone back to the checkpoint of step 6 2 times (train.rollbacks)"
+        "step 11: 1 spike in step 11, after the trainers have gone back to the checkpoint of step 6 2 times (train.rollbacks)"
     )
     assert f"train.resume={tmp_path}/checkpoints/step_000003" in text and "steps 7 to 11" in text
     assert len(notices(tmp_path, "rollback")) == 2
+
+
+def test_steps_before_a_rollback_do_not_count_for_stop_after_skipped(tmp_path: Path) -> None:
+    """Each step from 7 on has a spike. The rollback at step 9 begins a new streak, and so does the one at step 12."""
+    spiking = set(range(7, 13))
+    go(tmp_path / "rollback", spiking, save_every=6, spikes_before_rollback=3, stop_after_skipped=5)
+    assert len(notices(tmp_path / "rollback", "rollback")) == 2
+    with pytest.raises(SpoiledWeights, match="nothing was learned in 5 consecutive steps, 7 to 11"):
+        go(tmp_path / "none", spiking, save_every=6, spikes_before_rollback=6, stop_after_skipped=5)
 
 
 def test_a_later_checkpoint_allows_further_rollbacks(tmp_path: Path) -> None:
@@ -204,21 +239,33 @@ def test_a_later_checkpoint_allows_further_rollbacks(tmp_path: Path) -> None:
     assert len(notices(tmp_path, "rollback")) == 3
 
 
-def test_spikes_count_from_the_newest_checkpoint_or_rollback() -> None:
-    rollbacks = Rollbacks(2, 1)
+def test_a_checkpoint_among_the_spikes_is_set_aside(tmp_path: Path) -> None:
+    """It neither hides the spike before it, nor is a target: its weights may be the cause of the spike after it."""
+    go(tmp_path, {5, 7}, save_every=3, spikes_before_rollback=2)
+    (text,) = notices(tmp_path, "rollback")
+    assert (
+        "2 spikes in steps 5 to 7. The trainers go back to the checkpoint of step 3" in text and "steps 4 to 7" in text
+    )
+    assert f"is kept as {tmp_path}/checkpoints/discarded/step_000006" in (tmp_path / "notices.jsonl").read_text()
+    assert not (tmp_path / "checkpoints" / "step_000006").exists()
+
+
+def test_spikes_of_the_last_steps_count_since_the_newest_rollback() -> None:
+    rollbacks = Rollbacks(2, 1, window=3)
     rollbacks.note(3, 1)
-    assert not rollbacks.is_due(0)
-    rollbacks.note(4, 1)
-    assert rollbacks.is_due(0) and rollbacks.is_due(2) and not rollbacks.is_due(3)
+    rollbacks.note(6, 1)
+    assert not rollbacks.is_due and rollbacks.first_step == 6, "step 3 is too old"
+    rollbacks.note(8, 1)
+    assert rollbacks.is_due and rollbacks.first_step == 6
     rollbacks.record(2)
-    assert not rollbacks.is_due(2) and not rollbacks.is_allowed(2) and rollbacks.is_allowed(3)
-    rollbacks.note(5, 2)
-    assert rollbacks.is_due(2), "two updates of one step"
+    assert not rollbacks.is_due and not rollbacks.is_allowed(2) and rollbacks.is_allowed(3)
+    rollbacks.note(9, 2)
+    assert rollbacks.is_due, "two updates of one step"
 
 
 def test_settings_that_have_no_effect_or_no_checkpoint_are_refused() -> None:
-    def keys(**train: Any) -> list[str]:
-        errors = list(spike_errors(TrainConfig(**train)))
+    def keys(updates: int = 1, **train: Any) -> list[str]:
+        errors = list(spike_errors(Recipe(train=TrainConfig(**train), actor=ActorConfig(mini_batches=updates))))
         assert all(isinstance(error, RecipeError) for error in errors)
         return [cast(RecipeError, error).key for error in errors]
 
@@ -226,6 +273,12 @@ def test_settings_that_have_no_effect_or_no_checkpoint_are_refused() -> None:
     assert keys(on_spike="rollback") == ["train.on_spike"]
     assert keys(on_spike="skip", rollbacks=1) == ["train.rollbacks"]
     assert keys(spikes_before_rollback=1) == ["train.spikes_before_rollback"]
-    (error,) = spike_errors(TrainConfig(on_spike="rollback"))
+    limited = {"on_spike": "rollback", "save_every": 20, "spikes_before_rollback": 5}
+    assert keys(**limited) == ["train.stop_after_skipped"]
+    assert keys(**limited, stop_after_skipped=0) == keys(**limited, stop_after_skipped=6) == []
+    frequent = {"on_spike": "rollback", "save_every": 2}
+    assert keys(**frequent) == ["train.spikes_before_rollback"] and keys(updates=2, **frequent) == []
+    assert keys(on_spike="rollback", save_every=20, keep_checkpoints=1) == ["train.keep_checkpoints"]
+    (error,) = spike_errors(Recipe(train=TrainConfig(on_spike="rollback")))
     assert "set train.save_every" in str(error)
     assert Rollbacks.of(TrainConfig(on_spike="skip")) is None

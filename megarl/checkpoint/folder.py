@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megarl.atomic_files import sync
+from megarl.atomic_files import disk_errors, sync
 from megarl.checkpoint.controller_state import write_state
 from megarl.checkpoint.manifest import FileSum, find_damage, write_manifest
 
@@ -127,8 +127,13 @@ def begin(folder: Path, step: int, state: dict[str, Any], notice: Callable[[str]
     """Create the partial folder of `step`, write the controller's `state` into it and return its path.
 
     `state`: plain values and a SampleSource's state. Deletes partial folders of killed runs and completes deletions;
-    `notice` receives the failures. Raises OSError if the partial folder of `step` itself cannot be replaced.
+    `notice` receives the failures. Raises OSError if the partial folder of `step` itself cannot be replaced, and DiskFullError.
     """
+    with disk_errors(folder):
+        return _begin(folder, step, state, notice)
+
+
+def _begin(folder: Path, step: int, state: dict[str, Any], notice: Callable[[str], None]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in [*folder.glob(".step_*.partial"), *folder.glob(".step_*.deleted")]:
         _delete(leftover, notice)
@@ -156,14 +161,18 @@ def check_room(folder: Path, step: int, needed: int) -> None:
 
 
 def commit(folder: Path, step: int, files: dict[str, FileSum]) -> Path:
-    """Write the manifest and rename the partial folder of `begin`. `files`: sums of the files already on disk."""
+    """Write the manifest and rename the partial folder of `begin`. Raises DiskFullError.
+
+    files: sums of the files already on disk.
+    """
     partial, final = partial_path(folder, step), folder / checkpoint_name(step)
-    write_manifest(partial, files)
-    for directory in (*(path for path in partial.rglob("*") if path.is_dir()), partial):
-        sync(directory)  # makes the file names durable
-    assert not final.exists(), f"{final} exists, although a resume moves later checkpoints aside"
-    partial.rename(final)
-    sync(folder)
+    with disk_errors(folder):
+        write_manifest(partial, files)
+        for directory in (*(path for path in partial.rglob("*") if path.is_dir()), partial):
+            sync(directory)  # makes the file names durable
+        assert not final.exists(), f"{final} exists, although a resume moves later checkpoints aside"
+        partial.rename(final)
+        sync(folder)
     return final
 
 

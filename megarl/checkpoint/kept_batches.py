@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megarl.atomic_files import disk_errors
 from megarl.checkpoint.controller_state import read_group, write_group
 from megarl.checkpoint.folder import checkpoint_name
 from megarl.rollout.admission import TriedGroup
@@ -33,7 +34,7 @@ class KeptBatches:
         return step in self._writes
 
     def keep(self, step: int, groups: Sequence[Group]) -> None:
-        """Begin to write the batch of `step`, when earlier ones are written. Raises their errors, for example on a full disk."""
+        """Begin to write the batch of `step`, when earlier ones are written. Raises their errors, e.g. DiskFullError."""
         for write in self._writes.values():
             write.result()
         self._writes[step] = self._thread.submit(self._write, step, list(groups))
@@ -65,6 +66,7 @@ class KeptBatches:
         vectors: dict[str, np.ndarray] = {}
         items = [write_group(TriedGroup(group, accepted=True), vectors) for group in groups]
         folder = self._path(step)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "groups.json").write_text(json.dumps(items))
-        np.savez(folder / "vectors.npz", **vectors)  # type: ignore[arg-type]
+        with disk_errors(self.folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "groups.json").write_text(json.dumps(items))
+            np.savez(folder / "vectors.npz", **vectors)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.checkpoint.folder import checkpoint_step, list_checkpoints, resume_hint
-from megarl.errors import InputError, RecipeError
+from megarl.errors import InputError, RecipeError, SpoiledWeights
 from megarl.observe.restarts import restarts_by_command
 from megarl.observe.run_dir import RunDirectory
 from megarl.observe.sessions import time_lines
@@ -97,7 +97,10 @@ def shown(path: Path) -> Path:
 
 @contextlib.contextmanager
 def naming_checkpoint(recipe: Recipe, directory: RunDirectory) -> Iterator[None]:
-    """Add a note on the last checkpoint and how to resume to an error of the run; print it after Ctrl-C and SIGTERM."""
+    """Add a note on the last checkpoint and how to resume to an error of the run; print it after Ctrl-C and SIGTERM.
+
+    SpoiledWeights gets no note: its message names the checkpoint, and the last one may be the wrong one.
+    """
     try:
         yield
     except (RecipeError, InputError):  # the run did not start, so it cannot be resumed
@@ -106,7 +109,7 @@ def naming_checkpoint(recipe: Recipe, directory: RunDirectory) -> Iterator[None]
         if not isinstance(error, Exception):  # Ctrl-C or SIGTERM: the command line does not show their notes
             print("", *after_interruption(recipe, directory), sep="\n", file=sys.stderr, flush=True)
             raise
-        if restarts_by_command():
+        if restarts_by_command() or isinstance(error, SpoiledWeights):
             raise
         try:
             note = resume_hint(directory.checkpoints.absolute(), recipe.train.resume)

@@ -93,7 +93,12 @@ class Checkpoints:
                 )
         elif is_due(step, self.config.save_every):
             if self._keeps_others(step):
-                self.log.notice(f"step {step}: no checkpoint, since no weight has changed; the ones before it are kept")
+                why = (
+                    "the trainers went back to an earlier one"
+                    if self.rolled_back_step == step
+                    else "no weight has changed"
+                )
+                self.log.notice(f"step {step}: no checkpoint, since {why}; the ones before it are kept")
             else:
                 self._save(step)
         self.stop.check()
@@ -113,6 +118,11 @@ class Checkpoints:
             newest = list_checkpoints(self.saver.folder)[-1:]
             if newest and checkpoint_step(newest[0]) == step:
                 self.log.notice(f"stopped by {cause} after step {step}, which is saved already")
+            elif self.rolled_back_step == step:
+                self.log.notice(
+                    f"stopped by {cause} after step {step}: the trainers went back to the checkpoint of step {self.newest()[0]}, from "
+                    "which a resume continues; it repeats the steps left out"
+                )
             elif self._keeps_others(step):
                 self.log.notice(f"stopped by {cause} after step {step}: it is not saved, since no weight has changed")
             else:
@@ -143,9 +153,13 @@ class Checkpoints:
         if path is not None:
             self.log.notice(f"{path.name} was completed before the end")
 
-    def newest(self) -> tuple[int, Path | None]:
-        """Return step and path of the newest checkpoint of this run, or step 0 and None: the starting model."""
+    def newest(self, before: int | None = None) -> tuple[int, Path | None]:
+        """Return step and path of the newest checkpoint of this run, or step 0 and None: the starting model.
+
+        before: only checkpoints of earlier steps; must be after the step of the resume.
+        """
         saved = list_checkpoints(self.saver.folder)  # a resume has set later ones aside
+        saved = [path for path in saved if before is None or checkpoint_step(path) < before]
         if saved and checkpoint_step(saved[-1]) > self.resumed_step:
             return checkpoint_step(saved[-1]), saved[-1]
         return self.resumed_step, self.resumed
@@ -184,10 +198,14 @@ class Checkpoints:
             self.resumed = checkpoint
             self._load(checkpoint, state)
             self.source.restore(state["source"])
-            for path in set_aside_later(self.saver.folder, state["step"]):
-                self.log.notice(f"a later checkpoint, which this run abandons, is kept as {path}")
+            self.abandon_after(state["step"])
         self.log.notice(f"resumed after step {state['step']} from {checkpoint}")
         return int(state["step"]), state["metrics"] if self.log.next_step == state["step"] else None
+
+    def abandon_after(self, step: int) -> None:
+        """Set aside the checkpoints of steps after `step`, from which the run goes on."""
+        for path in set_aside_later(self.saver.folder, step):
+            self.log.notice(f"a later checkpoint, which this run abandons, is kept as {path}")
 
     def _save(self, step: int, prepare: Callable[[], None] | None = None) -> None:
         """Save the weights and the controller's state: step, identity, the step's metrics, source, adapted KL weight and gradient

@@ -8,10 +8,11 @@ A checkpoint has its final name from the rename on. At most one save is in progr
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -75,7 +76,8 @@ class Saver:
             background = self.config.save_in_background
             checkpoint.check_room(self.folder, step, self._stage(partial))
             for group in self.groups.values():
-                group.write_save()
+                with _full_disks():
+                    group.write_save()
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -89,7 +91,9 @@ class Saver:
         for name, group in self.groups.items():
             if self._onload is not None:
                 self._onload(name)
-            for bytes_of_rank, receipts in group.stage_save(partial / name, copy):
+            with _full_disks():
+                parts = group.stage_save(partial / name, copy)
+            for bytes_of_rank, receipts in parts:
                 size += bytes_of_rank
                 self._receipts += [partial / name / receipt for receipt in receipts]
         return size
@@ -108,7 +112,8 @@ class Saver:
             return {}
 
         def commit_if_done() -> Metrics:
-            done = [_save_done(group, wait) for group in self.groups.values()]  # calls every group
+            with _full_disks():
+                done = [group.save_done(wait) for group in self.groups.values()]  # calls every group
             return self._commit() if all(done) else {}
 
         return self._or_remove(commit_if_done)
@@ -187,10 +192,11 @@ class Written:
     seconds: float  # of the slowest rank
 
 
-def _save_done(group: SavingGroup, wait: bool) -> bool:
-    """Return `SavingGroup.save_done`. Raises DiskFullError if a process met a full disk: no restart of it would help."""
+@contextlib.contextmanager
+def _full_disks() -> Iterator[None]:
+    """Convert the WorkerFailed of a process that met a full disk to DiskFullError: no restart of it would help."""
     try:
-        return group.save_done(wait)
+        yield
     except WorkerFailed as error:
         kind, _, text = error.failure.cause.partition(": ")
         if kind != DiskFullError.__name__:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from megarl.algorithms.spikes import GradNorms
 from megarl.checkpoint.folder import checkpoint_step, list_checkpoints
 from megarl.checkpoint.next_commands import Repetition
+from megarl.errors import SpoiledWeights
 from megarl.recipe.schema import TrainConfig
 
 
@@ -68,11 +69,11 @@ class SkippedSteps:
         return self.limit > 0 and bool(self._streaks)
 
     def check(self, step: int) -> None:
-        """Raise RuntimeError if no weight has changed in the last `limit` steps, up to `step`."""
+        """Raise SpoiledWeights if no weight has changed in the last `limit` steps, up to `step`."""
         for role, streak in self._streaks.items():
             if 0 < self.limit <= streak.steps:
                 causes = ", ".join(f"{cause} ({count} of them)" for cause, count in streak.causes.items())
-                raise RuntimeError(
+                raise SpoiledWeights(
                     f"nothing was learned in {streak.steps} consecutive steps, {streak.first} to {step}: every update of the "
                     f"{role} was skipped ({role}/skipped_updates), because {causes}. {self._advice(streak.first)} Check "
                     f"metrics.jsonl and samples/ of the steps before {streak.first}, and change the cause: "

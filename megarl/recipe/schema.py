@@ -265,11 +265,11 @@ class TrainConfig:
     )
     on_spike: Optional[Literal["warn", "skip", "rollback"]] = key(
         None,
-        "Treatment of an update of the actor or the critic that is a spike: its gradient norm is above `spike_factor` x the median of the applied updates before it. warn: apply it, with a notice. skip: leave the weights unchanged, as after a gradient norm that is not finite, with a notice. rollback: skip it, and if there are `spikes_before_rollback` of them since the newest checkpoint, go back to the weights of this checkpoint and leave out the batches since then. Needs `save_every`. Not set: norms are not compared. docs/faults.md has examples, docs/recovery.md describes rollbacks.",
+        "Treatment of an update of the actor or the critic that is a spike: its gradient norm is above `spike_factor` x the median of the applied updates before it. warn: apply it, with a notice. skip: leave the weights unchanged, as after a gradient norm that is not finite, with a notice. rollback: skip it, and if there are `spikes_before_rollback` of them in the last `save_every` steps, go back to the weights of the newest checkpoint before them and leave out the batches since then. Needs `save_every`, and `keep_checkpoints` of at least 2. Not set: norms are not compared. docs/faults.md has examples, docs/recovery.md describes rollbacks.",
     )
     spikes_before_rollback: int = key(
         3,
-        "With `on_spike: rollback`: number of spikes of actor and critic since the newest checkpoint that cause a rollback. Fewer are skipped.",
+        "With `on_spike: rollback`: number of spikes of actor and critic in the last `save_every` steps that cause a rollback. Fewer are skipped.",
         at_least=1,
     )
     rollbacks: int = key(

@@ -13,32 +13,43 @@ from megarl.types import Metrics
 class Rollbacks:
     """Spikes and rollbacks of this session.
 
-    spikes: number since the newest checkpoint that causes a rollback (`train.spikes_before_rollback`). most: rollbacks to one
-    checkpoint (`train.rollbacks`).
+    spikes: number in the last `window` steps that causes a rollback (`train.spikes_before_rollback`, `train.save_every`). most:
+    rollbacks to one checkpoint (`train.rollbacks`).
     """
 
     spikes: int
     most: int
+    window: int
     _of_step: dict[int, int] = field(default_factory=dict)  # spikes since the newest rollback, by step
     _to: Counter[int] = field(default_factory=Counter)  # rollbacks, by the checkpoint's step
 
     @classmethod
     def of(cls, train: TrainConfig) -> Rollbacks | None:
         """Return the state at the start of a session; None without `train.on_spike: rollback`."""
-        return cls(train.spikes_before_rollback, train.rollbacks) if train.on_spike == "rollback" else None
+        if train.on_spike != "rollback":
+            return None
+        return cls(train.spikes_before_rollback, train.rollbacks, train.save_every)
 
     def note(self, step: int, spikes: int) -> None:
-        """Record the number of spikes in `step`."""
+        """Record the number of spikes in `step`, the newest, and forget those before the window."""
+        self._of_step = {earlier: count for earlier, count in self._of_step.items() if earlier > step - self.window}
         if spikes:
             self._of_step[step] = spikes
 
-    def count(self, checkpoint: int) -> int:
-        """Return the number of spikes after step `checkpoint` and after the newest rollback."""
-        return sum(spikes for step, spikes in self._of_step.items() if step > checkpoint)
+    @property
+    def count(self) -> int:
+        """Number of spikes in the window and after the newest rollback."""
+        return sum(self._of_step.values())
 
-    def is_due(self, checkpoint: int) -> bool:
-        """Return whether the spikes after step `checkpoint`, the newest checkpoint's, cause a rollback."""
-        return self.count(checkpoint) >= self.spikes
+    @property
+    def first_step(self) -> int:
+        """Step of the first of these spikes. There must be one."""
+        return min(self._of_step)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the spikes cause a rollback."""
+        return self.count >= self.spikes
 
     def is_allowed(self, checkpoint: int) -> bool:
         """Return whether the trainers may go back to `checkpoint` once more."""

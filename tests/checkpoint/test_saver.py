@@ -58,7 +58,7 @@ def test_a_failed_background_write_is_raised_at_the_next_step(tmp_path: Path) ->
 def test_the_save_after_a_failed_commit_lists_its_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainers = Trainers()
     run_saver = saver(tmp_path, trainers)
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+    with monkeypatch.context() as patch, pytest.raises(DiskFullError, match="the disk is full"):
         patch.setattr(checkpoint, "write_manifest", raise_error(OSError(errno.ENOSPC, "No space left on device")))
         run_saver.save(1, state())
     assert names(tmp_path) == []
@@ -151,6 +151,32 @@ def test_a_full_disk_of_a_trainer_is_no_failure_of_its_process(tmp_path: Path) -
     with pytest.raises(DiskFullError, match=r"trainer rank 1 .*: writing to step_000001 .* Free some space") as raised:
         run_saver.poll()
     assert not isinstance(raised.value, ProcessFailure) and not run_saver.pending and names(tmp_path) == []
+
+
+@pytest.mark.parametrize("method", ["stage_save", "write_save"])
+def test_a_full_disk_at_the_begin_of_a_save_is_no_failure_of_a_process(method: str, tmp_path: Path) -> None:
+    trainers = Trainers()
+    full = WorkerFailed(Failure(ProcessInfo("trainer rank 1"), "DiskFullError: no space left. Free some space"))
+    setattr(trainers, method, raise_error(full))
+    with pytest.raises(DiskFullError, match=r"trainer rank 1 .* Free some space") as raised:
+        saver(tmp_path, trainers).save(1, state())
+    assert not isinstance(raised.value, ProcessFailure) and names(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["waiting.npz", "controller.json", "manifest.json"])
+def test_a_full_disk_of_the_controller_names_the_remedy(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel refuses the write of one file of a checkpoint."""
+    opened = Path.open
+
+    def open_full(path: Path, *args: Any, **options: Any) -> Any:
+        return opened(Path("/dev/full") if path.name == name else path, *args, **options)
+
+    monkeypatch.setattr(Path, "open", open_full)
+    with pytest.raises(DiskFullError, match=r"the disk is full .*train\.keep_checkpoints") as raised:
+        saver(tmp_path).save(1, state())
+    assert raised.value.errno == errno.ENOSPC and names(tmp_path) == []
 
 
 @pytest.mark.parametrize("died", [True, False], ids=["a trainer died", "a write failed"])

@@ -45,7 +45,7 @@ def test_a_spike_restores_weights_and_optimizer_and_the_engines_follow(quickstar
     assert lines[-1]["actor/skipped_updates"] == 1 and lines[-1]["recovery/dropped_steps"] == 3
     notices = [json.loads(line) for line in (run / "notices.jsonl").read_text().splitlines()]
     (text,) = [notice["text"] for notice in notices if notice.get("event") == "rollback"]
-    assert "since the checkpoint of step 3" in text and "steps 4 to 6" in text
+    assert "back to the checkpoint of step 3" in text and "steps 4 to 6" in text
     saved, restored = (run / "checkpoints" / f"step_{step:06}" / "trainer" for step in (3, 6))
     files = sorted(path.name for path in saved.glob("*.safetensors"))
     assert len(files) == 2

@@ -12,9 +12,10 @@ import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from megarl.algorithms.advantages import uses_critic
 from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
 from megarl.algorithms.objective import runs_old_log_prob_pass
-from megarl.errors import RecipeError, raise_all
+from megarl.errors import RecipeError, pluralize, raise_all
 from megarl.preflight.recipe.agent import agent_errors
 from megarl.preflight.recipe.algorithm import algorithm_errors, name_errors, source_errors
 from megarl.preflight.recipe.at_update import at_update_errors, staleness_errors
@@ -89,7 +90,7 @@ def combination_errors(recipe: Recipe) -> Iterator[ValueError]:
     yield from evaluation_errors(recipe)
     yield from restart_errors(recipe)
     yield from trainer_restart_errors(recipe)
-    yield from spike_errors(recipe.train)
+    yield from spike_errors(recipe)
     yield from staleness_errors(recipe)
     yield from at_update_errors(recipe)
     yield from fleet_errors(recipe)
@@ -294,7 +295,8 @@ def trainer_restart_errors(recipe: Recipe) -> Errors:
         yield RecipeError("train.trainer_restarts", problem, remedy, value=recipe.train.trainer_restarts)
 
 
-def spike_errors(train: TrainConfig) -> Errors:
+def spike_errors(recipe: Recipe) -> Errors:
+    train = recipe.train
     for name in ("spike_factor", "spike_window"):
         value = getattr(train, name)
         if train.on_spike is None and value != getattr(TrainConfig(), name):
@@ -308,11 +310,41 @@ def spike_errors(train: TrainConfig) -> Errors:
         if train.on_spike != "rollback" and value != getattr(TrainConfig(), name):
             problem, remedy = "it needs train.on_spike=rollback", "set that, or leave it out"
             yield RecipeError(f"train.{name}", problem, remedy, value=value)
-    if train.on_spike == "rollback" and train.save_every == 0:
-        problem = "a rollback goes to the newest checkpoint, and train.save_every = 0 writes none"
+    if train.on_spike != "rollback":
+        return
+    if train.save_every == 0:
+        problem = "a rollback goes to the newest checkpoint before the spikes, and train.save_every = 0 writes none"
         yield RecipeError(
             "train.on_spike", problem, "set train.save_every, e.g. to 20, or on_spike=skip", value="rollback"
         )
+    elif (most := train.save_every * _updates_per_step(recipe)) < train.spikes_before_rollback:
+        yield RecipeError(
+            "train.spikes_before_rollback",
+            f"spikes of the last {pluralize(train.save_every, 'step')} count (train.save_every), which have {pluralize(most, 'update')}",
+            f"set it to at most {most}, or raise train.save_every",
+            value=train.spikes_before_rollback,
+        )
+    if train.keep_checkpoints == 1:
+        yield RecipeError(
+            "train.keep_checkpoints",
+            "a rollback goes to the newest checkpoint before the spikes, and the only one that is kept may have been saved among them",
+            "set it to 2 or more",
+            value=1,
+        )
+    if 0 < train.stop_after_skipped <= train.spikes_before_rollback:
+        yield RecipeError(
+            "train.stop_after_skipped",
+            f"the run would end before {pluralize(train.spikes_before_rollback, 'spike')} in a row (train.spikes_before_rollback) "
+            "can cause a rollback",
+            f"set it to {train.spikes_before_rollback + 1} or more, or to 0, or lower train.spikes_before_rollback",
+            value=train.stop_after_skipped,
+        )
+
+
+def _updates_per_step(recipe: Recipe) -> int:
+    """Return the number of optimizer steps of actor and critic in a controller step."""
+    critic = critic_view(recipe).actor.optimizer_steps if uses_critic(recipe.algorithm) else 0
+    return recipe.actor.optimizer_steps + critic
 
 
 def _evaluates(evaluation: EvaluationConfig) -> bool:
