@@ -174,8 +174,8 @@ class Cluster(Protocol):
     def leave_machine(self, rank: int) -> tuple[list[Service], str | None]:
         """Start no further process on the machine with this node rank of launch/multinode.sh, which leaves the cluster.
 
-        Returns the services there, and why the machine cannot leave while the run goes on, if it cannot. Callable from any
-        thread, and again.
+        Returns the services there, none if the machine has left, and why the machine cannot leave while the run goes on, if it
+        cannot. Callable from any thread, and again.
         """
         return [], "the processes of this run are on one machine"
 

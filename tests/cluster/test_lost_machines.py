@@ -82,7 +82,7 @@ def test_additional_engines_take_free_devices_and_give_them_back(machines: Any, 
         further = cluster.start_service("tests.support.cluster_workers:Engine", (4,), name="engine1", **start)
         assert further.call("scaled", 5).result(60) == 20 and further.device_names != ""
         assert further.node not in (engine.node, devices.trainers[0].node_id) and cluster.free_services(1) == 1
-        assert cluster.leave_machine(7) == ([], "no machine of the Ray cluster has node rank 7")
+        assert cluster.leave_machine(7) == ([], None), "a machine that has left has no services"
         assert cluster.leave_machine(3) == ([further], None) and cluster.free_services(1) == 0, "nothing starts there"
         cluster.release_service(further)
         assert cluster.leave_machine(3) == ([], None) and not further.alive()

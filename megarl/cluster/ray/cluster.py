@@ -307,8 +307,8 @@ class RayCluster(Cluster):
 
     def leave_machine(self, rank: int) -> tuple[list[Service], str | None]:
         node = node_with(node_resource(rank))
-        if node is None:
-            return [], f"no machine of the Ray cluster has node rank {rank}"
+        if node is None:  # it has left
+            return [], None
         if any(node in group.nodes for group in self._groups):
             return [], "trainers are on it"
         here = [service for service in self._services if service.node == node]

@@ -72,6 +72,22 @@ def test_a_node_leaves_when_its_engines_have(nodes: Any, monkeypatch: pytest.Mon
     assert said[1:] == ["node rank 1 has left"] and release.asked == [1, 1, 1]
 
 
+def test_a_node_that_ends_before_its_release_has_left(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run is not asked again: Ray may have lost the machine by then."""
+    monkeypatch.setattr(members, "_ASK_SECONDS", 0.0)
+    server, client = nodes
+    said: list[str] = []
+    release: Any = Release(["engine1"], "trainers are on it")
+    watch = Members(server, release, said.append, end).watch
+    client.request_end()
+    assert wait_until(lambda: server.ending() == [1], 5)
+    watch()
+    client.close()
+    assert wait_until(lambda: server.absent() == [1], 5)
+    watch()
+    assert server.ending() == [] and release.asked == [1] and said[1:] == ["node rank 1 has left"]
+
+
 def test_a_run_that_needs_the_node_ends(nodes: Any) -> None:
     server, client = nodes
     said: list[str] = []
