@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megarl.cli import app
+from megarl.cluster.stacks import channel
 from megarl.cluster.stacks.channel import socket_path
 from megarl.cluster.stacks.live_run import answering_requests, ask_live_run
 from megarl.commands.engines.command import show_engines
@@ -188,6 +189,13 @@ def test_runs_that_cannot_answer(directory: Path, tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match=r"cannot answer 'engines': .*ZeroDivisionError"):
             ask_live_run(os.getpid(), os.getuid(), ["engines"])
     assert not socket_path(os.getpid(), os.getuid()).exists()
+
+
+def test_a_controller_that_ends_before_its_answer(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: Any = SimpleNamespace(stacks=list, requests={"engines": lambda words: {}})
+    monkeypatch.setattr(channel.json, "dumps", lambda reply: "")
+    with answering_requests(ends), pytest.raises(InputError, match=r"was cut off .*its controller ends"):
+        show_engines(directory, "list", as_json=False)
 
 
 def test_a_change_by_a_negative_number_is_no_option(directory: Path) -> None:
