@@ -66,9 +66,10 @@ class Run:
         self.asked.append(devices)
         return self.free
 
-    def leave(self, rank: int) -> tuple[list[Any], str | None]:
+    def leave(self, rank: int, agree: Any) -> tuple[list[Any], str | None]:
         assert rank == 3
-        return self.services, self.problem
+        problem = self.problem or agree(self.services)
+        return ([], problem) if problem else (self.services, None)
 
 
 def test_engines_are_listed_and_their_number_changes(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.cluster.base import Cluster
+from megarl.cluster.base import Cluster, Service
 from megarl.errors import pluralize
 from megarl.recipe.schema import Recipe
 from megarl.rollout.engine_handle import EngineHandle
@@ -67,10 +67,17 @@ class EngineRequests:
         those that it still has; ``refused``: the reason why the run cannot go on without the machine."""
         if self.fleet is None or self.fixed is not None:
             return {"refused": f"the number of its engines is fixed: {self.fixed}"}
-        services, problem = self.cluster.leave_machine(int(words[0]))
-        here = [index for index, engine in enumerate(self.fleet.engines) if engine.service in services]
-        problem = problem or self.fleet.leave_machine(here, float(words[1]))
-        return {"refused": problem} if problem is not None else {"engines": [self.fleet.name(each) for each in here]}
+        fleet, seconds = self.fleet, float(words[1])
+
+        def engines_of(services: Sequence[Service]) -> list[int]:
+            return [index for index, engine in enumerate(fleet.engines) if engine.service in services]
+
+        services, problem = self.cluster.leave_machine(
+            int(words[0]), lambda services: fleet.leave_machine(engines_of(services), seconds)
+        )
+        if problem is not None:
+            return {"refused": problem}
+        return {"engines": [fleet.name(each) for each in engines_of(services)]}
 
     def _problem(self, wanted: int) -> str | None:
         assert self.fleet is not None
