@@ -125,6 +125,28 @@ def test_numbers_that_a_run_refuses(directory: Path, request_text: str, reason: 
     assert run.engines.fleet.wanted == 3
 
 
+def test_an_engine_that_leaves_stays_if_it_is_wanted_again(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its devices are not free yet. Once it hands its groups over it leaves, and the refusal names it."""
+    run = Run(free=0)
+    run.engines.source.admit(0)
+    engines = run.engines
+    engines.services[2].silent = True
+    with answering_requests(run.cluster):
+        show_engines(directory, "-1", as_json=False)
+        engines.fleet.poll()
+        assert engines.fleet.serving == [0, 1]
+        show_engines(directory, "+1", as_json=False)
+        engines.check()
+        assert engines.fleet.serving == [0, 1, 2] and engines.ended == [] and engines.notices[-1] == "engine2 stays"
+        show_engines(directory, "-1", as_json=False)
+        engines.check()
+        with pytest.raises(InputError, match=r"Add a machine, or ask again when engine2, which leaves now, has left\."):
+            show_engines(directory, "+1", as_json=False)
+        engines.services[2].reply()
+        engines.check()
+    assert engines.ended == [2] and capsys.readouterr().out
+
+
 def test_engines_without_devices_have_no_limit(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = Run(free=None, recipe=elastic_recipe())
     with answering_requests(run.cluster):

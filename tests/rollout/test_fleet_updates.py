@@ -215,7 +215,9 @@ def test_an_engine_that_dies_while_it_starts_does_not_interrupt_the_update(loads
             engines.load(2)
             engines.services[2].break_down()
         else:
-            engines.services[2].started.set_exception(ServiceDied(Failure.death(ProcessInfo("service engine2"), "killed")))
+            engines.services[2].started.set_exception(
+                ServiceDied(Failure.death(ProcessInfo("service engine2"), "killed"))
+            )
             engines.fleet.poll()
         assert engines.fleet.serving == [0, 1]
         engines.fleet.poll()

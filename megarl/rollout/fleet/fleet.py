@@ -96,7 +96,7 @@ class Fleet(ChangingFleet):
             return False
         with self.lock:
             if process != self._states.process(engine) or self._states.is_dead(engine):
-                return self._is_enough()
+                return self._keeps_enough()
             if self.engines[engine].service.stopping:
                 return False  # the run ends
             if not isinstance(error, ServiceDied) and not error.failure.cause.startswith("EngineDead:"):
@@ -105,7 +105,7 @@ class Fleet(ChangingFleet):
                 self._interrupted = True  # an engine ends when its update is aborted; `restart_all` decides
                 return True
             self._die(engine, error.failure)
-            return self._is_enough()
+            return self._keeps_enough()
 
     @property
     def serving(self) -> list[int]:
@@ -155,13 +155,15 @@ class Fleet(ChangingFleet):
         self._find_deaths()
         with self.lock:
             self._read_loads()
+            self._keeps_enough()  # before dead engines leave in place of those that stay
             self._change_number()
             ending, self._to_end = self._to_end, []
             waiting = [engine for engine, until in self._no_machine_until.items() if time.monotonic() < until]
             restartable = self._states.due
             due = [engine for engine in restartable if engine not in waiting]
+            is_enough = self._keeps_enough()
             left = len(restartable) + len(self._states.starting) + len(self._states.members) - len(self._states.leaving)
-            too_few = not self._is_enough() or left < self.least
+            too_few = not is_enough or left < self.least
             for engine in [] if too_few else due:
                 self._states.restart(engine)
                 if engine not in self._no_machine_until:
@@ -283,9 +285,12 @@ class Fleet(ChangingFleet):
         if error is not None:
             self.lost(engine, process, error)
 
-    def _is_enough(self) -> bool:
-        """Return whether as many engines serve as the run needs. In an update, `restart_all` decides."""
-        return self._in_update or len(self._states.serving) >= self.least
+    def _keeps_enough(self) -> bool:
+        """Return whether as many engines serve as the run needs. If not, leaving ones stay. In an update, `restart_all` decides."""
+        if self._in_update:
+            return True
+        self._stay(self.can_stay()[: max(0, self.least - len(self._states.serving))])
+        return len(self._states.serving) >= self.least
 
     def _is_updating(self, engine: int) -> bool:
         """Return whether an engine takes part in an update that runs. Engines that load meanwhile do not."""

@@ -82,7 +82,10 @@ class EngineRequests:
     def _problem(self, wanted: int) -> str | None:
         assert self.fleet is not None
         with self.fleet.lock:
-            more = wanted - len(self.fleet.states.staying)
+            can_stay = self.fleet.can_stay()
+            more = wanted - len(self.fleet.states.staying) - len(can_stay)
+            leavers = [each.engine for each in self.fleet.leaving() if not each.at_once]
+            ending = [self.fleet.name(engine) for engine in leavers if engine not in can_stay]
         if wanted < self.fleet.least:
             return (
                 f"{pluralize(wanted, 'engine')} would be fewer than rollout.min_engines = {self.fleet.least}. To go lower, stop the run "
@@ -93,6 +96,11 @@ class EngineRequests:
         if free is not None and more > free:
             each = f" ({size} on one machine for each: rollout.tensor_parallel)" if size > 1 else ""
             fewer = f", or ask for {free} more at most" if free else ""
+            if ending:
+                fewer += (
+                    f", or ask again when {', '.join(ending)}, which {'leaves' if len(ending) == 1 else 'leave'} now, "
+                )
+                fewer += f"{'has' if len(ending) == 1 else 'have'} left"
             return (
                 f"{pluralize(more, 'more engine')} would need free devices{each}, and the Ray cluster has enough for {free}. Add a "
                 f"machine{fewer}"
