@@ -243,6 +243,33 @@ def test_an_update_waits_for_engines_that_hand_groups_over() -> None:
     assert engines.running() == [list(range(8)), []] and engines.ended == [1]
 
 
+def test_an_engine_that_does_not_hand_its_groups_over_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update would wait for it forever. The others sample its groups from their start."""
+    monkeypatch.setattr(changing, "HAND_OVER_SECONDS", 0.1)
+    engines = ElasticEngines(2)
+    engines.source.admit(0)
+    engines.services[1].silent = True
+    engines.fleet.set_wanted(1)
+    engines.check()
+    engines.source.drain()
+    assert engines.running()[0] == list(range(8)) and engines.ended == [1] and engines.source._error is None
+    assert "engine1 has not handed its groups over within 0.1 s: others sample them again" in engines.notices
+    figures = engines.fleet.take_metrics()
+    assert figures["fleet/deaths"] == 0 and figures["fleet/sampled_again"] == 4
+
+
+def test_an_engine_that_has_replied_may_score_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(changing, "HAND_OVER_SECONDS", 0.0)
+    engines = ElasticEngines(2)
+    engines.source.admit(0)
+    engines.services[1].scoring = {3}
+    engines.fleet.set_wanted(1)
+    engines.check()
+    time.sleep(0.01)
+    engines.check()
+    assert engines.ended == [] and engines.running()[1] == [3]
+
+
 def test_no_engine_leaves_in_an_update() -> None:
     engines = ElasticEngines(2)
     engines.source.admit(0)

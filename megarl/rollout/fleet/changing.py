@@ -16,6 +16,9 @@ from megarl.rollout.engine_handle import EngineHandle
 from megarl.rollout.fleet.states import EngineStates, Member
 
 
+HAND_OVER_SECONDS = 30.0  # time for a leaving engine to hand its groups over; updates wait for it
+
+
 @dataclass(frozen=True)
 class Leaver:
     """An engine that leaves. `at_once`: its machine ends soon, so that its groups cannot finish on it."""
@@ -50,6 +53,7 @@ class ChangingFleet:
         # By engine that leaves with its machine: number of its process there, and when it is ended.
         self._leave_by: dict[int, tuple[int, float]] = {}
         self._asked: set[Member] = set()  # processes of engines that leave, and have been asked for their groups
+        self._handing_over: dict[Member, float] = {}  # those that have not replied, and since when
         self._to_end: list[int] = []  # engines that have left, and whose process has not been ended
         self._evaluations = 0  # that run now
 
@@ -94,13 +98,20 @@ class ChangingFleet:
             return [engine for engine in leaving if engine not in asked and engine not in self._leave_by]
 
     def ask_for_groups(self, leaver: Leaver) -> bool:
-        """Return whether a leaving engine must be asked for its groups now, which happens once; it cannot stay any more."""
+        """Return whether a leaving engine must be asked for its groups now, which happens once; it cannot stay any more. It is
+        ended unless `handed_over` is called within `HAND_OVER_SECONDS`."""
         with self.lock:
             member = leaver.engine, leaver.process
             if leaver not in self.leaving() or member in self._asked:
                 return False
             self._asked.add(member)
+            self._handing_over[member] = time.monotonic()
             return True
+
+    def handed_over(self, member: Member) -> None:
+        """Record the reply of an engine that hands its groups over."""
+        with self.lock:
+            self._handing_over.pop(member, None)
 
     def has_left(self, member: Member) -> bool:
         """Return whether a process has ended because its engine left, which is no death."""
@@ -146,6 +157,9 @@ class ChangingFleet:
                 self._leave(engine, returns=True)
             elif time.monotonic() > by:
                 self._depart(engine)
+        for member, since in list(self._handing_over.items()):
+            if time.monotonic() - since > HAND_OVER_SECONDS:
+                self._end_silent(member)
         for engine in self._states.surplus():
             self._leave(engine, returns=False)
         for _ in range(self._states.missing()):
@@ -164,6 +178,15 @@ class ChangingFleet:
         why = "its machine ends" if returns else "fewer engines are wanted"
         self._messages.append((f"{self.name(engine)} leaves: {why}", "engines"))
         if not self._states.leave(engine, returns=returns):
+            self._depart(engine)
+
+    def _end_silent(self, member: Member) -> None:
+        """Let an engine depart that has not handed its groups over in time."""
+        del self._handing_over[member]
+        engine, process = member
+        if engine in self._states.leaving and process == self._states.process(engine):
+            text = f"{self.name(engine)} has not handed its groups over within {HAND_OVER_SECONDS:g} s: others sample them again"
+            self._messages.append((text, "warning"))
             self._depart(engine)
 
     def _depart(self, engine: int) -> None:

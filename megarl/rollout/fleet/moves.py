@@ -121,6 +121,8 @@ class GroupMoves:
     def _handed_over(self, engine: int, process: int, reply: Future[dict[int, tuple[Partial, ...]]]) -> None:
         """Start the groups elsewhere that an engine has handed over, in a thread of the transport."""
         try:
+            if self._fleet is not None:
+                self._fleet.handed_over((engine, process))
             with self._change:
                 errors, failure = self.owners.end_move(engine), reply.exception()
                 if failure is not None and self.has_failed(engine, process, failure):
