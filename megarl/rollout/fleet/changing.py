@@ -15,7 +15,6 @@ from megarl.recipe.observe import Event
 from megarl.rollout.engine_handle import EngineHandle
 from megarl.rollout.fleet.states import EngineStates, Member
 
-
 HAND_OVER_SECONDS = 30.0  # time for a leaving engine to hand its groups over; updates wait for it
 
 
