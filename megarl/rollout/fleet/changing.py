@@ -78,6 +78,7 @@ class ChangingFleet:
             left = len(set(self._states.serving) - {*new, *self._leave_by})
             spare = [engine for engine in self.can_stay() if engine not in new]
             if new and left + len(spare) < self.least:
+                left += len(spare)
                 return f"{pluralize(left, 'engine')} would be left that sample, and rollout.min_engines is {self.least}"
             if new:
                 self._stay(spare[: max(0, self.least - left)])
