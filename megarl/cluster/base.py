@@ -107,6 +107,10 @@ class Service(Protocol):
         ...
 
 
+LeaveCheck = Callable[[list[Service]], str | None]
+"""Receives the services of a machine, and returns why they cannot leave, if they cannot."""
+
+
 class Cluster(Protocol):
     """Starts processes and ends all of them when its ``with`` block is left."""
 
@@ -171,11 +175,11 @@ class Cluster(Protocol):
         Callable from any thread."""
         return 0
 
-    def leave_machine(self, rank: int) -> tuple[list[Service], str | None]:
+    def leave_machine(self, rank: int, agree: LeaveCheck) -> tuple[list[Service], str | None]:
         """Start no further process on the machine with this node rank of launch/multinode.sh, which leaves the cluster.
 
-        Returns the services there, and why the machine cannot leave while the run goes on, if it cannot. Callable from any
-        thread, and again.
+        Returns the services there, none if the machine has left, and why the machine cannot leave while the run goes on, if it
+        cannot. agree: the last check. Callable from any thread, and again.
         """
         return [], "the processes of this run are on one machine"
 

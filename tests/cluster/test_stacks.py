@@ -272,6 +272,30 @@ def test_an_answer_that_fails_is_a_problem_of_the_process() -> None:
     assert not socket_path(os.getpid(), os.getuid()).exists()
 
 
+def test_a_slow_answer_does_not_block_requests_with_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`megarl doctor` reads the stacks of a whole run, meanwhile a node leaves. A reader that does not read ends its thread alone."""
+    monkeypatch.setattr(channel, "SEND_SECONDS", 0.2)
+    monkeypatch.setattr(channel, "MOST_ANSWERS", 2)
+    slow = threading.Event()
+
+    def answer(full: bool) -> Any:
+        assert slow.wait(20)
+        return "x" * (8 << 20)
+
+    pid, user = os.getpid(), os.getuid()
+    with answering(answer, lambda words: {"words": words}):
+        deaf = [channel.request(pid, user, True)]
+        for number in ("1", "2"):
+            connection = channel.request_words(pid, user, ["leave", number])
+            assert channel.receive(connection, time.monotonic() + 10) == {"words": ["leave", number]}
+        deaf.append(channel.request(pid, user, True))
+        slow.set()  # all threads send
+        for _ in range(3):
+            assert len(channel.receive(channel.request(pid, user, True), time.monotonic() + 10)) == 8 << 20
+        for connection in deaf:
+            connection.close()
+
+
 def test_files_and_child_processes_count(process: Any, tmp_path: Path) -> None:
     before = channel.with_system_facts(os.getpid(), {}, False)
     (tmp_path / "file").write_bytes(bytes(3 << 20))

@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megarl.cli import app
+from megarl.cluster.stacks import channel
 from megarl.cluster.stacks.channel import socket_path
 from megarl.cluster.stacks.live_run import answering_requests, ask_live_run
 from megarl.commands.engines.command import show_engines
@@ -65,9 +66,10 @@ class Run:
         self.asked.append(devices)
         return self.free
 
-    def leave(self, rank: int) -> tuple[list[Any], str | None]:
+    def leave(self, rank: int, agree: Any) -> tuple[list[Any], str | None]:
         assert rank == 3
-        return self.services, self.problem
+        problem = self.problem or agree(self.services)
+        return ([], problem) if problem else (self.services, None)
 
 
 def test_engines_are_listed_and_their_number_changes(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,6 +123,28 @@ def test_numbers_that_a_run_refuses(directory: Path, request_text: str, reason: 
     with answering_requests(run.cluster), pytest.raises(InputError, match=rf"does not change its engines: {reason}"):
         show_engines(directory, request_text, as_json=False)
     assert run.engines.fleet.wanted == 3
+
+
+def test_an_engine_that_leaves_stays_if_it_is_wanted_again(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its devices are not free yet. Once it hands its groups over it leaves, and the refusal names it."""
+    run = Run(free=0)
+    run.engines.source.admit(0)
+    engines = run.engines
+    engines.services[2].silent = True
+    with answering_requests(run.cluster):
+        show_engines(directory, "-1", as_json=False)
+        engines.fleet.poll()
+        assert engines.fleet.serving == [0, 1]
+        show_engines(directory, "+1", as_json=False)
+        engines.check()
+        assert engines.fleet.serving == [0, 1, 2] and engines.ended == [] and engines.notices[-1] == "engine2 stays"
+        show_engines(directory, "-1", as_json=False)
+        engines.check()
+        with pytest.raises(InputError, match=r"Add a machine, or ask again when engine2, which leaves now, has left\."):
+            show_engines(directory, "+1", as_json=False)
+        engines.services[2].reply()
+        engines.check()
+    assert engines.ended == [2] and capsys.readouterr().out
 
 
 def test_engines_without_devices_have_no_limit(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,6 +212,13 @@ def test_runs_that_cannot_answer(directory: Path, tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match=r"cannot answer 'engines': .*ZeroDivisionError"):
             ask_live_run(os.getpid(), os.getuid(), ["engines"])
     assert not socket_path(os.getpid(), os.getuid()).exists()
+
+
+def test_a_controller_that_ends_before_its_answer(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: Any = SimpleNamespace(stacks=list, requests={"engines": lambda words: {}})
+    monkeypatch.setattr(channel.json, "dumps", lambda reply: "")
+    with answering_requests(ends), pytest.raises(InputError, match=r"was cut off .*its controller ends"):
+        show_engines(directory, "list", as_json=False)
 
 
 def test_a_change_by_a_negative_number_is_no_option(directory: Path) -> None:

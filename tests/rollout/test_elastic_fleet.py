@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.cluster.failures import TooFewEngines
 from megarl.rollout.evaluate import FIRST_EVALUATION_GROUP, _run
 from megarl.rollout.fleet import changing
 from megarl.types import Prompt, Sampling
@@ -188,6 +189,47 @@ def test_a_leaving_engine_that_dies_has_left() -> None:
     assert engines.fleet.take_metrics()["fleet/deaths"] == 0 and "death" not in engines.events
 
 
+def test_a_leaving_engine_stays_if_another_one_dies() -> None:
+    """Otherwise too few would be left. The dead one leaves in its place."""
+    engines = ElasticEngines(3, least=2, at_update="drain")
+    engines.source.admit(0)
+    engines.fleet.set_wanted(2)
+    engines.check()
+    assert engines.fleet.serving == [0, 1] and engines.running()[2] == [2, 5]
+    engines.services[0].die()
+    engines.check()
+    assert engines.fleet.serving == [1, 2] and engines.source._error is None and engines.restarts == []
+    assert engines.all_running() == list(range(8)) and engines.ended == [0] and engines.fleet.wanted == 2
+    engines.services[1].die()
+    with pytest.raises(TooFewEngines):
+        engines.check()
+
+
+def test_a_leaving_engine_stays_if_the_machine_of_another_one_ends() -> None:
+    engines = ElasticEngines(3, least=2, at_update="drain")
+    engines.source.admit(0)
+    engines.fleet.set_wanted(2)
+    engines.check()
+    assert "1 engine would be left" in str(engines.fleet.leave_machine([1, 2], 60.0))
+    assert engines.fleet.leave_machine([1], 60.0) is None
+    engines.check()
+    assert engines.fleet.serving == [0, 2] and set(engines.ended) == {1}
+
+
+def test_an_engine_that_hands_groups_over_does_not_stay() -> None:
+    engines = ElasticEngines(3, least=2)
+    engines.source.admit(0)
+    engines.services[2].silent = True
+    engines.fleet.set_wanted(2)
+    engines.check()
+    engines.fleet.set_wanted(3)
+    engines.fleet.poll()
+    assert [leaver.engine for leaver in engines.fleet.leaving()] == [2] and engines.restarts == [3]
+    engines.services[0].die()
+    with pytest.raises(TooFewEngines):
+        engines.check()
+
+
 def test_an_update_waits_for_engines_that_hand_groups_over() -> None:
     """Otherwise they would go to engines whose weights change meanwhile."""
     engines = ElasticEngines(2)
@@ -199,6 +241,33 @@ def test_an_update_waits_for_engines_that_hand_groups_over() -> None:
     threading.Timer(0.2, leaving.reply).start()
     engines.source.drain()
     assert engines.running() == [list(range(8)), []] and engines.ended == [1]
+
+
+def test_an_engine_that_does_not_hand_its_groups_over_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update would wait for it forever. The others sample its groups from their start."""
+    monkeypatch.setattr(changing, "HAND_OVER_SECONDS", 0.1)
+    engines = ElasticEngines(2)
+    engines.source.admit(0)
+    engines.services[1].silent = True
+    engines.fleet.set_wanted(1)
+    engines.check()
+    engines.source.drain()
+    assert engines.running()[0] == list(range(8)) and engines.ended == [1] and engines.source._error is None
+    assert "engine1 has not handed its groups over within 0.1 s: others sample them again" in engines.notices
+    figures = engines.fleet.take_metrics()
+    assert figures["fleet/deaths"] == 0 and figures["fleet/sampled_again"] == 4
+
+
+def test_an_engine_that_has_replied_may_score_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(changing, "HAND_OVER_SECONDS", 0.0)
+    engines = ElasticEngines(2)
+    engines.source.admit(0)
+    engines.services[1].scoring = {3}
+    engines.fleet.set_wanted(1)
+    engines.check()
+    time.sleep(0.01)
+    engines.check()
+    assert engines.ended == [] and engines.running()[1] == [3]
 
 
 def test_no_engine_leaves_in_an_update() -> None:

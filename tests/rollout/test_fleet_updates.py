@@ -200,3 +200,28 @@ def test_a_run_that_is_stopped_while_engines_restart_can_save() -> None:
         engines.services[1].die()
         raise KeyboardInterrupt
     engines.fleet.poll()
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_an_engine_that_dies_while_it_starts_does_not_interrupt_the_update(loads: bool) -> None:
+    """It has no part in it: the others sample on, with the weights that they receive."""
+    engines = Engines(3)
+    engines.services[2].die()
+    engines.fleet.poll()
+    with engines.fleet.update():
+        members = engines.fleet.members()
+        assert members == [(0, 0), (1, 0)]
+        if loads:
+            engines.load(2)
+            engines.services[2].break_down()
+        else:
+            engines.services[2].started.set_exception(
+                ServiceDied(Failure.death(ProcessInfo("service engine2"), "killed"))
+            )
+            engines.fleet.poll()
+        assert engines.fleet.serving == [0, 1]
+        engines.fleet.poll()
+        assert engines.restarts == [2, 2], "it starts again"
+        engines.services[1].die()
+        engines.fleet.poll()
+        assert engines.fleet.serving == [], "a member of the update"

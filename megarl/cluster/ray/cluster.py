@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from megarl.cluster.base import Cluster, Service
+from megarl.cluster.base import Cluster, LeaveCheck, Service
 from megarl.cluster.failures import (
     ClusterError,
     Failure,
@@ -305,18 +305,18 @@ class RayCluster(Cluster):
     def free_services(self, devices: int) -> int | None:
         return self._devices.free(devices)
 
-    def leave_machine(self, rank: int) -> tuple[list[Service], str | None]:
-        node = node_with(node_resource(rank))
-        if node is None:
-            return [], f"no machine of the Ray cluster has node rank {rank}"
-        if any(node in group.nodes for group in self._groups):
+    def leave_machine(self, rank: int, agree: LeaveCheck) -> tuple[list[Service], str | None]:
+        if (node := node_with(node_resource(rank))) is None:  # it has left
+            return [], None
+        if self._devices.has_trainers(node):
             return [], "trainers are on it"
         here = [service for service in self._services if service.node == node]
         fixed = [service.name for service in here if service.essential]
-        if fixed:
-            return [], f"{fixed[0]} is on it, which the run needs"
-        self._devices.leave(node)
-        return [service for service in here if service.alive()], None
+        living: list[Service] = [service for service in here if service.alive()]
+        problem = f"{fixed[0]} is on it, which the run needs" if fixed else agree(living)
+        if problem is None:
+            self._devices.leave(node)
+        return living, problem
 
     def on_check(self, callback: Callable[[], None]) -> None:
         self._on_check.append(callback)

@@ -122,6 +122,10 @@ class RayDevices:
             self._reservations = [each for each in self._reservations if each.id != group.id]
             ray.util.remove_placement_group(group)
 
+    def has_trainers(self, node_id: str) -> bool:
+        """Return whether a node has devices of trainers or critics, also while none of these runs."""
+        return any(device.node_id == node_id for device in [*self.trainers, *self._critics])
+
     def leave(self, node_id: str) -> None:
         """Start no further process on a node, which leaves the cluster."""
         self._leaving.add(node_id)

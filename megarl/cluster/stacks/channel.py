@@ -25,6 +25,8 @@ from megarl.sandbox.usage import stat, tree
 
 REQUEST_SECONDS = 1.0  # time for a reader to send its request, and for a process to accept it
 ANSWER_SECONDS = 5.0  # time for a process to answer
+SEND_SECONDS = 10.0  # time for a reader to accept an answer
+MOST_ANSWERS = 8  # at a time; further readers wait
 SPY_SECONDS = 20.0  # time limit of py-spy
 _LONGEST_LINE = 1000  # bytes of a request with words
 _SHORT, _FULL, _WORDS = b"s", b"f", b"w"
@@ -75,28 +77,47 @@ def _serve(answer: Callable[[bool], Any], answer_words: AnswerWords = _no_words)
         print(f"megarl: the stacks of this process cannot be read by other processes: {error}", flush=True)
         return None
     arguments = (listener, answer, answer_words)
-    threading.Thread(target=_answer, args=arguments, name="megarl-stacks", daemon=True).start()
+    threading.Thread(target=_accept, args=arguments, name="megarl-stacks", daemon=True).start()
     return listener
 
 
-def _answer(listener: socket.socket, answer: Callable[[bool], Any], answer_words: AnswerWords) -> None:
+def _accept(listener: socket.socket, answer: Callable[[bool], Any], answer_words: AnswerWords) -> None:
+    """Answer each reader in a thread of its own: the stacks of a whole run can take minutes. Requests with words, which may change
+    the run, are answered one after the other."""
+    slots, words_lock = threading.Semaphore(MOST_ANSWERS), threading.Lock()
+
+    def answer_in_turn(words: list[str]) -> Any:
+        with words_lock:
+            return answer_words(words)
+
+    def serve(connection: socket.socket) -> None:
+        try:
+            with connection, contextlib.suppress(OSError):  # the reader has left
+                _answer(connection, answer, answer_in_turn)
+        finally:
+            slots.release()
+
     while True:
+        slots.acquire()
         try:
             connection, _ = listener.accept()
         except OSError:  # closed
             return
-        with connection, contextlib.suppress(OSError):  # the reader has left
-            connection.settimeout(REQUEST_SECONDS)
-            kind, words = connection.recv(1), list[str]()
-            if kind == _WORDS:
-                with connection.makefile("rb") as stream:
-                    words = stream.readline(_LONGEST_LINE).decode(errors="replace").split()
-            connection.settimeout(None)
-            try:
-                reply = answer_words(words) if kind == _WORDS else answer(kind == _FULL)
-            except Exception as error:  # noqa: BLE001 -- the reader reports it
-                reply = {"problem": f"its answer failed: {type(error).__name__}: {error}"}
-            connection.sendall(json.dumps(reply).encode())
+        threading.Thread(target=serve, args=(connection,), name="megarl-stacks", daemon=True).start()
+
+
+def _answer(connection: socket.socket, answer: Callable[[bool], Any], answer_words: AnswerWords) -> None:
+    connection.settimeout(REQUEST_SECONDS)
+    kind, words = connection.recv(1), list[str]()
+    if kind == _WORDS:
+        with connection.makefile("rb") as stream:
+            words = stream.readline(_LONGEST_LINE).decode(errors="replace").split()
+    try:
+        reply = answer_words(words) if kind == _WORDS else answer(kind == _FULL)
+    except Exception as error:  # noqa: BLE001 -- the reader reports it
+        reply = {"problem": f"its answer failed: {type(error).__name__}: {error}"}
+    connection.settimeout(SEND_SECONDS)
+    connection.sendall(json.dumps(reply).encode())
 
 
 def request(pid: int, user: int, full: bool) -> socket.socket:

@@ -41,6 +41,10 @@ def ask(directory: Path, words: Sequence[str]) -> dict[str, Any]:
         ) from error
     except OSError as error:
         raise unreachable(directory, pid, error) from error
+    except ValueError as error:  # no JSON
+        raise InputError(
+            f"the answer of the run in {directory} (pid {pid}) was cut off ({error}): its controller ends. Try again if the run goes on."
+        ) from error
 
 
 def text_of(answer: Mapping[str, Any]) -> list[str]:

@@ -11,6 +11,11 @@ from megarl.commands.launch.rendezvous import RendezvousServer
 from megarl.errors import InputError
 
 _ASK_SECONDS = 1.0  # between requests to the run
+LEAST_PATIENCE = 30.0  # time for the run to answer, even if `train.grace_seconds` is shorter: it may be at its end
+
+
+class NoAnswer(Exception):
+    """The run has not answered. It may be busy, or at its end."""
 
 
 @dataclass(frozen=True)
@@ -23,17 +28,20 @@ class NodeRelease:
     directory: Path | None
     seconds: float
 
-    def engines_left(self, rank: int) -> list[str] | str:
-        """Ask the run to let the engines of a node leave. Returns those that it still has, or why the run cannot go on without
-        the node."""
+    def engines_left(self, rank: int, since: float) -> list[str] | str:
+        """Ask the run to let the engines of a node leave, which received its signal at `since` (time.monotonic()).
+
+        Returns those that the node still has, or why the run cannot go on without the node. Raises NoAnswer.
+        """
         if self.directory is None:
             return "the command is no training"
         from megarl.commands.engines.command import ask
 
+        seconds = max(0.0, self.seconds - (time.monotonic() - since))
         try:
-            answer = ask(self.directory, ["leave", str(rank), f"{self.seconds:g}"])
+            answer = ask(self.directory, ["leave", str(rank), f"{seconds:.0f}"])
         except (InputError, RuntimeError) as error:
-            return str(error)
+            raise NoAnswer(str(error)) from error
         if "refused" in answer:
             return str(answer["refused"])
         names: list[str] = answer["engines"]
@@ -49,14 +57,18 @@ class Members:
         """say: prints a line. end: ends the run, by an exception."""
         self._server, self._release, self._say, self._end = server, release, say, end
         self._reported: set[int] = set()
-        self._leaving: set[int] = set()
+        self._leaving: set[int] = set()  # their departure has been printed
+        self._since: dict[int, float] = {}  # by rank that received a signal: time of the first request
         self._ask_after = 0.0
 
     def watch(self) -> None:
-        """Release members that received a signal when their engines have left, or end the run in order on all nodes if it cannot
-        go on without one of them."""
+        """Release members that received a signal when their engines have left, or end the run in order on all nodes if it refuses
+        to go on without one of them, or does not answer in the time that the member has."""
         if time.monotonic() >= self._ask_after:
-            for rank in self._server.ending():
+            ending = self._server.ending()
+            self._leaving &= set(ending)  # the others have left, and another machine may take a rank
+            self._since = {rank: self._since.get(rank, time.monotonic()) for rank in ending}
+            for rank in ending:
                 self._let_leave(rank)
             self._ask_after = time.monotonic() + _ASK_SECONDS
         for rank in set(self._server.absent()) - self._reported:
@@ -66,7 +78,13 @@ class Members:
         self._reported &= set(self._server.absent())  # another machine may have taken a rank
 
     def _let_leave(self, rank: int) -> None:
-        left = self._release.engines_left(rank)
+        since = self._since[rank]
+        try:
+            left = self._release.engines_left(rank, since)
+        except NoAnswer as error:
+            if time.monotonic() - since < max(self._release.seconds, LEAST_PATIENCE):
+                return  # `watch` asks again; if the run has finished, its command ends meanwhile
+            left = f"the run has not answered since. {error}"
         if isinstance(left, str):
             self._say(f"node rank {rank} received a signal to end, which ends the run: {left}")
             self._end()

@@ -56,7 +56,7 @@ class RendezvousServer:
             return dict(self._failed)
 
     def ending(self) -> list[int]:
-        """Ranks of members that received a signal and wait for the end of the run."""
+        """Ranks of connected members that received a signal and wait for their release or the end of the run."""
         with self._lock:
             return sorted(self._ending)
 
@@ -132,6 +132,7 @@ class RendezvousServer:
         with self._lock:
             if self._present.get(rank, (None, ""))[0] is connection:
                 del self._present[rank]
+                self._ending.discard(rank)
 
     def _refusal(self, challenge: str, hello: dict[str, Any] | None) -> str | None:
         """Return why a connection does not belong to the run."""

@@ -15,6 +15,8 @@ from megarl.recipe.observe import Event
 from megarl.rollout.engine_handle import EngineHandle
 from megarl.rollout.fleet.states import EngineStates, Member
 
+HAND_OVER_SECONDS = 30.0  # time for a leaving engine to hand its groups over; updates wait for it
+
 
 @dataclass(frozen=True)
 class Leaver:
@@ -49,6 +51,8 @@ class ChangingFleet:
         self._no_machine_until: dict[int, float] = {}  # by engine: time of the next attempt to start it
         # By engine that leaves with its machine: number of its process there, and when it is ended.
         self._leave_by: dict[int, tuple[int, float]] = {}
+        self._asked: set[Member] = set()  # processes of engines that leave, and have been asked for their groups
+        self._handing_over: dict[Member, float] = {}  # those that have not replied, and since when
         self._to_end: list[int] = []  # engines that have left, and whose process has not been ended
         self._evaluations = 0  # that run now
 
@@ -59,10 +63,12 @@ class ChangingFleet:
             return self._states.wanted
 
     def set_wanted(self, wanted: int) -> None:
-        """Change the number of engines, at the next `poll`: others start or leave. Callable from any thread."""
+        """Change the number of engines, at the next `poll`: others start or leave. Leaving ones stay first. Callable from any
+        thread."""
         with self.lock:
             self._messages.append((f"{self._states.wanted} -> {pluralize(wanted, 'engine')} wanted", "engines"))
             self._states.wanted = wanted
+            self._stay(self.can_stay()[: self._states.missing()])
 
     def leave_machine(self, engines: Sequence[int], seconds: float) -> str | None:
         """Let `engines` leave, from the next `poll` on, since their machine ends in `seconds`; they start again on another one.
@@ -70,8 +76,12 @@ class ChangingFleet:
         with self.lock:
             new = [engine for engine in engines if engine not in self._leave_by and not self._states.is_dead(engine)]
             left = len(set(self._states.serving) - {*new, *self._leave_by})
-            if new and left < self.least:
+            spare = [engine for engine in self.can_stay() if engine not in new]
+            if new and left + len(spare) < self.least:
+                left += len(spare)
                 return f"{pluralize(left, 'engine')} would be left that sample, and rollout.min_engines is {self.least}"
+            if new:
+                self._stay(spare[: max(0, self.least - left)])
             self._leave_by |= {engine: (self._states.process(engine), time.monotonic() + seconds) for engine in new}
         return None
 
@@ -79,6 +89,29 @@ class ChangingFleet:
         """Return the engines that leave and have a process."""
         with self.lock:
             return [Leaver(each, self._states.process(each), each in self._leave_by) for each in self._states.leaving]
+
+    def can_stay(self) -> list[int]:
+        """Return the leaving engines that have not been asked for their groups, and whose machines stay."""
+        with self.lock:
+            asked = {engine for engine, process in self._asked if process == self._states.process(engine)}
+            leaving = [engine for engine in self._states.leaving if self._states.can_stay(engine)]
+            return [engine for engine in leaving if engine not in asked and engine not in self._leave_by]
+
+    def ask_for_groups(self, leaver: Leaver) -> bool:
+        """Return whether a leaving engine must be asked for its groups now, which happens once; it cannot stay any more. It is
+        ended unless `handed_over` is called within `HAND_OVER_SECONDS`."""
+        with self.lock:
+            member = leaver.engine, leaver.process
+            if leaver not in self.leaving() or member in self._asked:
+                return False
+            self._asked.add(member)
+            self._handing_over[member] = time.monotonic()
+            return True
+
+    def handed_over(self, member: Member) -> None:
+        """Record the reply of an engine that hands its groups over."""
+        with self.lock:
+            self._handing_over.pop(member, None)
 
     def has_left(self, member: Member) -> bool:
         """Return whether a process has ended because its engine left, which is no death."""
@@ -124,11 +157,20 @@ class ChangingFleet:
                 self._leave(engine, returns=True)
             elif time.monotonic() > by:
                 self._depart(engine)
+        for member, since in list(self._handing_over.items()):
+            if time.monotonic() - since > HAND_OVER_SECONDS:
+                self._end_silent(member)
         for engine in self._states.surplus():
             self._leave(engine, returns=False)
         for _ in range(self._states.missing()):
             if self._states.add() == len(self.descriptions):
                 self.descriptions.append({})
+
+    def _stay(self, engines: Sequence[int]) -> None:
+        """Let leaving engines serve again."""
+        for engine in engines:
+            self._states.stay(engine)
+            self._messages.append((f"{self.name(engine)} stays", "engines"))
 
     def _leave(self, engine: int, *, returns: bool) -> None:
         self._no_machine_until.pop(engine, None)
@@ -136,6 +178,15 @@ class ChangingFleet:
         why = "its machine ends" if returns else "fewer engines are wanted"
         self._messages.append((f"{self.name(engine)} leaves: {why}", "engines"))
         if not self._states.leave(engine, returns=returns):
+            self._depart(engine)
+
+    def _end_silent(self, member: Member) -> None:
+        """Let an engine depart that has not handed its groups over in time."""
+        del self._handing_over[member]
+        engine, process = member
+        if engine in self._states.leaving and process == self._states.process(engine):
+            text = f"{self.name(engine)} has not handed its groups over within {HAND_OVER_SECONDS:g} s: others sample them again"
+            self._messages.append((text, "warning"))
             self._depart(engine)
 
     def _depart(self, engine: int) -> None:

@@ -71,7 +71,8 @@ class Fleet(ChangingFleet):
         self._load_limit, self._load_began = load_limit, dict[int, float]()
         self._restart, self._notice = restart, notice
         self._last_death: Failure | None = None
-        self._interrupted = False  # an engine has failed in the update, and none samples until the update is repeated
+        self._updating: set[Member] = set()  # engines that take part in the update that runs
+        self._interrupted = False  # one of them has failed, and no engine samples until the update is repeated
         self._failed: set[Member] = set()  # engines whose own part of the update failed
         self._sampled_again = 0  # groups, since the last metrics
         self._recorded = [0] * len(self.engines)  # number of the process, at the last call of `take_restarted`
@@ -95,16 +96,16 @@ class Fleet(ChangingFleet):
             return False
         with self.lock:
             if process != self._states.process(engine) or self._states.is_dead(engine):
-                return self._is_enough()
+                return self._keeps_enough()
             if self.engines[engine].service.stopping:
                 return False  # the run ends
             if not isinstance(error, ServiceDied) and not error.failure.cause.startswith("EngineDead:"):
                 return False  # a call that failed in an engine that lives
-            if self._in_update and not isinstance(error, ServiceDied):
+            if self._is_updating(engine) and not isinstance(error, ServiceDied):
                 self._interrupted = True  # an engine ends when its update is aborted; `restart_all` decides
                 return True
             self._die(engine, error.failure)
-            return self._is_enough()
+            return self._keeps_enough()
 
     @property
     def serving(self) -> list[int]:
@@ -154,13 +155,15 @@ class Fleet(ChangingFleet):
         self._find_deaths()
         with self.lock:
             self._read_loads()
+            self._keeps_enough()  # before dead engines leave in place of those that stay
             self._change_number()
             ending, self._to_end = self._to_end, []
             waiting = [engine for engine, until in self._no_machine_until.items() if time.monotonic() < until]
             restartable = self._states.due
             due = [engine for engine in restartable if engine not in waiting]
+            is_enough = self._keeps_enough()
             left = len(restartable) + len(self._states.starting) + len(self._states.members) - len(self._states.leaving)
-            too_few = not self._is_enough() or left < self.least
+            too_few = not is_enough or left < self.least
             for engine in [] if too_few else due:
                 self._states.restart(engine)
                 if engine not in self._no_machine_until:
@@ -176,15 +179,16 @@ class Fleet(ChangingFleet):
             self._start_again(engine)
 
     def members(self) -> list[Member]:
-        """Return the engines that take part in the next update."""
+        """Return the engines that take part in the update that begins now, or in the next one."""
         with self.lock:
+            self._updating = set(self._states.members)
             return self._states.members
 
     @contextlib.contextmanager
     def update(self) -> Iterator[None]:
         """In the block an update of the weights runs, repeatedly until one succeeds."""
         with self.lock:
-            self._in_update = True
+            self._in_update, self._updating = True, set(self._states.members)
         yield
         with self.lock:  # not after an error: the run ends, or trainers start again and repeat the update
             self._in_update = self._interrupted = False
@@ -240,9 +244,9 @@ class Fleet(ChangingFleet):
             self._messages.append((text, None))
         deadline = time.monotonic() + limit
         self.poll()
-        while self._are_starting(members) or len(self.members()) < self.least:
+        while self._are_starting(members) or self._members_left() < self.least:
             if time.monotonic() > deadline:
-                if len(self.members()) >= self.least:
+                if self._members_left() >= self.least:
                     return
                 raise ProcessFailure(
                     f"the engines have not restarted within rollout.start_timeout = {limit:g} s ({cause})"
@@ -281,12 +285,23 @@ class Fleet(ChangingFleet):
         if error is not None:
             self.lost(engine, process, error)
 
-    def _is_enough(self) -> bool:
-        """Return whether as many engines serve as the run needs. In an update, `restart_all` decides."""
-        return self._in_update or len(self._states.serving) >= self.least
+    def _keeps_enough(self) -> bool:
+        """Return whether as many engines serve as the run needs. If not, leaving ones stay. In an update, `restart_all` decides."""
+        if self._in_update:
+            return True
+        self._stay(self.can_stay()[: max(0, self.least - len(self._states.serving))])
+        return len(self._states.serving) >= self.least
+
+    def _is_updating(self, engine: int) -> bool:
+        """Return whether an engine takes part in an update that runs. Engines that load meanwhile do not."""
+        return self._in_update and (engine, self._states.process(engine)) in self._updating
+
+    def _members_left(self) -> int:
+        with self.lock:
+            return len(self._states.members)
 
     def _die(self, engine: int, failure: Failure) -> None:
-        self._interrupted = self._interrupted or self._in_update
+        self._interrupted = self._interrupted or self._is_updating(engine)
         self._loading.pop(engine, None)
         if engine in self._states.leaving:
             self._depart(engine)

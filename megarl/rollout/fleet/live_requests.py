@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.cluster.base import Cluster
+from megarl.cluster.base import Cluster, Service
 from megarl.errors import pluralize
 from megarl.recipe.schema import Recipe
 from megarl.rollout.engine_handle import EngineHandle
@@ -67,15 +67,25 @@ class EngineRequests:
         those that it still has; ``refused``: the reason why the run cannot go on without the machine."""
         if self.fleet is None or self.fixed is not None:
             return {"refused": f"the number of its engines is fixed: {self.fixed}"}
-        services, problem = self.cluster.leave_machine(int(words[0]))
-        here = [index for index, engine in enumerate(self.fleet.engines) if engine.service in services]
-        problem = problem or self.fleet.leave_machine(here, float(words[1]))
-        return {"refused": problem} if problem is not None else {"engines": [self.fleet.name(each) for each in here]}
+        fleet, seconds = self.fleet, float(words[1])
+
+        def engines_of(services: Sequence[Service]) -> list[int]:
+            return [index for index, engine in enumerate(fleet.engines) if engine.service in services]
+
+        services, problem = self.cluster.leave_machine(
+            int(words[0]), lambda services: fleet.leave_machine(engines_of(services), seconds)
+        )
+        if problem is not None:
+            return {"refused": problem}
+        return {"engines": [fleet.name(each) for each in engines_of(services)]}
 
     def _problem(self, wanted: int) -> str | None:
         assert self.fleet is not None
         with self.fleet.lock:
-            more = wanted - len(self.fleet.states.staying)
+            can_stay = self.fleet.can_stay()
+            more = wanted - len(self.fleet.states.staying) - len(can_stay)
+            leavers = [each.engine for each in self.fleet.leaving() if not each.at_once]
+            ending = [self.fleet.name(engine) for engine in leavers if engine not in can_stay]
         if wanted < self.fleet.least:
             return (
                 f"{pluralize(wanted, 'engine')} would be fewer than rollout.min_engines = {self.fleet.least}. To go lower, stop the run "
@@ -86,6 +96,11 @@ class EngineRequests:
         if free is not None and more > free:
             each = f" ({size} on one machine for each: rollout.tensor_parallel)" if size > 1 else ""
             fewer = f", or ask for {free} more at most" if free else ""
+            if ending:
+                fewer += (
+                    f", or ask again when {', '.join(ending)}, which {'leaves' if len(ending) == 1 else 'leave'} now, "
+                )
+                fewer += f"{'has' if len(ending) == 1 else 'have'} left"
             return (
                 f"{pluralize(more, 'more engine')} would need free devices{each}, and the Ray cluster has enough for {free}. Add a "
                 f"machine{fewer}"

@@ -13,7 +13,6 @@ from megarl.rollout.dispatch import Dispatch
 from megarl.rollout.engine_handle import SamplingEngine
 from megarl.rollout.fleet.fleet import Fleet
 from megarl.rollout.fleet.owners import GroupOwners
-from megarl.rollout.fleet.states import Member
 from megarl.rollout.requests import Requests
 from megarl.types import Partial
 
@@ -46,7 +45,6 @@ class GroupMoves:
         self._begun, self._requests, self._change = begun, requests, change
         self._start_groups, self._fail = start_groups, fail
         self._cannot_continue, self._finishes_first = cannot_continue, finishes_first
-        self._asked: set[Member] = set()  # processes of engines that leave, and have been asked for their groups
 
     def process(self, engine: int) -> int:
         """Return the number of an engine's process."""
@@ -93,7 +91,6 @@ class GroupMoves:
         if self._fleet is None or self._fleet.in_update:
             return
         for leaver in self._fleet.leaving():
-            member = leaver.engine, leaver.process
             continues = self._cannot_continue is None and not self._finishes_first
             with self._change:
                 groups = self.owners.of(leaver.engine)
@@ -102,8 +99,7 @@ class GroupMoves:
                     groups = []
             if not groups:
                 self._fleet.let_go(leaver)
-            elif continues and member not in self._asked and not before_update:
-                self._asked.add(member)
+            elif continues and not before_update and self._fleet.ask_for_groups(leaver):
                 self.move(leaver.engine)
 
     def move(self, engine: int) -> None:
@@ -125,6 +121,8 @@ class GroupMoves:
     def _handed_over(self, engine: int, process: int, reply: Future[dict[int, tuple[Partial, ...]]]) -> None:
         """Start the groups elsewhere that an engine has handed over, in a thread of the transport."""
         try:
+            if self._fleet is not None:
+                self._fleet.handed_over((engine, process))
             with self._change:
                 errors, failure = self.owners.end_move(engine), reply.exception()
                 if failure is not None and self.has_failed(engine, process, failure):

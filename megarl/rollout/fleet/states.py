@@ -3,6 +3,7 @@
     serving --dies--> dead --restarts--> starting --loads--> loaded --update of the weights--> serving
     serving --leaves--> leaving --has no groups--> gone, or dead if its machine leaves --wanted again--> dead
     loaded --leaves--> leaving; dead, starting --leaves--> gone
+    leaving, if it has served --stays--> serving
 
 An engine dies in any state, and a leaving one has then left: that is no death. A new process has no weights of the run, so it
 samples only after an update. A leaving engine gets no further group, and receives the weights while it has some.
@@ -43,6 +44,7 @@ class _Engine:
     died: bool = False  # by itself, in the present process
     deaths: int = 0
     returns: bool = False  # it leaves with its machine, and starts again on another one
+    served: bool = False  # before it left
     ended: int = -1  # number of its newest process that was ended because it left
 
 
@@ -142,10 +144,22 @@ class EngineStates:
         """
         state = self._engines[engine]
         is_busy = state.state in (EngineState.SERVING, EngineState.LOADED, EngineState.LEAVING)
+        if state.state is not EngineState.LEAVING:
+            state.served = state.state is EngineState.SERVING
         state.state, state.returns = EngineState.LEAVING, returns
         if not is_busy:
             self.left(engine)
         return is_busy
+
+    def can_stay(self, engine: int) -> bool:
+        """Return whether an engine leaves that could serve instead: it has weights, and its machine does not leave."""
+        state = self._engines[engine]
+        return state.state is EngineState.LEAVING and state.served and not state.returns
+
+    def stay(self, engine: int) -> None:
+        """Record that a leaving engine serves again."""
+        assert self.can_stay(engine), self._engines[engine]
+        self._engines[engine].state = EngineState.SERVING
 
     def left(self, engine: int) -> None:
         """Record that a leaving engine has no groups any more, or that its process has ended."""

@@ -11,7 +11,7 @@ import pytest
 
 from megarl.cluster.process import free_port
 from megarl.commands.launch import members, multinode
-from megarl.commands.launch.members import Members, NodeRelease
+from megarl.commands.launch.members import Members, NoAnswer, NodeRelease
 from megarl.commands.launch.rendezvous import RendezvousClient, RendezvousServer
 from megarl.errors import InputError
 from tests.support.cluster_workers import wait_until
@@ -26,14 +26,19 @@ def end() -> None:
 
 
 class Release:
-    """Answers of a run."""
+    """Answers of a run; None: it does not answer."""
 
-    def __init__(self, *answers: list[str] | str) -> None:
+    seconds = 90.0
+
+    def __init__(self, *answers: list[str] | str | None) -> None:
         self.answers, self.asked = list(answers), list[int]()
 
-    def engines_left(self, rank: int) -> list[str] | str:
+    def engines_left(self, rank: int, since: float) -> list[str] | str:
         self.asked.append(rank)
-        return self.answers.pop(0)
+        answer = self.answers.pop(0)
+        if answer is None:
+            raise NoAnswer("it is busy")
+        return answer
 
 
 @pytest.fixture
@@ -72,6 +77,22 @@ def test_a_node_leaves_when_its_engines_have(nodes: Any, monkeypatch: pytest.Mon
     assert said[1:] == ["node rank 1 has left"] and release.asked == [1, 1, 1]
 
 
+def test_a_node_that_ends_before_its_release_has_left(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run is not asked again: Ray may have lost the machine by then."""
+    monkeypatch.setattr(members, "_ASK_SECONDS", 0.0)
+    server, client = nodes
+    said: list[str] = []
+    release: Any = Release(["engine1"], "trainers are on it")
+    watch = Members(server, release, said.append, end).watch
+    client.request_end()
+    assert wait_until(lambda: server.ending() == [1], 5)
+    watch()
+    client.close()
+    assert wait_until(lambda: server.absent() == [1], 5)
+    watch()
+    assert server.ending() == [] and release.asked == [1] and said[1:] == ["node rank 1 has left"]
+
+
 def test_a_run_that_needs_the_node_ends(nodes: Any) -> None:
     server, client = nodes
     said: list[str] = []
@@ -83,9 +104,32 @@ def test_a_run_that_needs_the_node_ends(nodes: Any) -> None:
     assert said == ["node rank 1 received a signal to end, which ends the run: trainers are on it"]
 
 
+def test_a_run_that_does_not_answer_is_asked_again(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the member's time is over: the controller may be busy for a while, or have finished."""
+    monkeypatch.setattr(members, "_ASK_SECONDS", 0.0)
+    server, client = nodes
+    said: list[str] = []
+    release: Any = Release(None, None, ["engine1"], None, None)
+    client.request_end()
+    assert wait_until(lambda: server.ending() == [1], 5)
+    watch = Members(server, release, said.append, end).watch
+    for seconds in (90.0, 0.0, 90.0, 90.0):  # 0: the command of a run that has finished still needs time to end
+        release.seconds = seconds
+        watch()
+    assert said == ["node rank 1 received a signal to end: the run goes on, and engine1 leave"]
+    now = time.monotonic()
+    monkeypatch.setattr(members.time, "monotonic", lambda: now + 91)
+    with pytest.raises(Ended):
+        watch()
+    assert said[1:] == [
+        "node rank 1 received a signal to end, which ends the run: the run has not answered since. it is busy"
+    ]
+
+
 def test_the_run_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[Any] = []
-    answers: list[Any] = [{"engines": ["engine1"]}, {"refused": "no"}, InputError("no run is alive")]
+    answers: list[Any] = [{"engines": ["engine1"]}, {"refused": "no"}]
+    answers += [InputError("no run is alive"), RuntimeError("its answer failed")]
 
     def ask(directory: Path, words: list[str]) -> dict[str, Any]:
         asked.append((directory, words))
@@ -95,10 +139,13 @@ def test_the_run_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         return dict(answer)
 
     monkeypatch.setattr("megarl.commands.engines.command.ask", ask)
-    release = NodeRelease(tmp_path, 90.0)
-    assert [release.engines_left(1) for _ in range(3)] == [["engine1"], "no", "no run is alive"]
-    assert asked == [(tmp_path, ["leave", "1", "90"])] * 3
-    assert NodeRelease(None, 0.0).engines_left(1) == "the command is no training"
+    release, now = NodeRelease(tmp_path, 90.0), time.monotonic()
+    assert [release.engines_left(1, now), release.engines_left(1, now - 50)] == [["engine1"], "no"]
+    for text in ("no run is alive", "its answer failed"):
+        with pytest.raises(NoAnswer, match=text):
+            release.engines_left(1, now - 100)
+    assert asked == [(tmp_path, ["leave", "1", seconds]) for seconds in ("90", "40", "0", "0")]
+    assert NodeRelease(None, 0.0).engines_left(1, now) == "the command is no training"
 
 
 def test_the_run_of_a_recipe_is_known(tmp_path: Path) -> None:
