@@ -64,11 +64,9 @@ class _Download:
         name = hub.data_name(file)
         if name is None:
             return [file]
-        pinned, notice = hub.pin_data(self._as_recorded(name, "dataset"), download=self.downloads)
-        if not self.downloads:
-            return [file]
+        pinned, notice = hub.pin_data(self._as_recorded(name, "dataset"))
         self._report(key, pinned[0], notice)
-        return [str(hub.data_file(each)) for each in pinned]
+        return [str(path) for path in hub.data_files(pinned)]
 
     def _as_recorded(self, name: hub.HubName, kind: hub.Kind) -> hub.HubName:
         commit = self.recorded.get((kind, name.repo))

@@ -172,7 +172,35 @@ class TestModels:
         server.fails = True
         pinned, notice = hub.pin_model(model("org/tiny"))
         assert pinned == first
-        assert notice is not None and "does not answer: org/tiny is taken from the cache" in notice
+        assert notice is not None and "answers with HTTP status 503: org/tiny is taken from the cache" in notice
+
+    @pytest.mark.parametrize("status", [401, 404, 429])
+    def test_a_pinned_commit_in_the_cache_needs_no_answer(self, server: FakeHub, home: Path, status: int) -> None:
+        server.model("org/tiny").commit(MODEL)
+        server.dataset("org/rows").commit({"train.jsonl": b"{}", "README.md": README})
+        pinned, _ = hub.pin_model(model("org/tiny"))
+        (rows,), _ = hub.pin_data(hub.HubName("org/rows", None, "train"))
+        hub.data_files([rows])
+        server.refuses = status
+        server.requests.clear()
+        assert hub.pin_model(pinned) == (pinned, None) and hub.model_folder(pinned).is_dir()
+        assert hub.pin_data(rows) == ([rows], None) and hub.data_files([rows])[0].is_file()
+        assert not server.requests
+        for tree in home.rglob("trees/*.json"):  # written by an old huggingface_hub
+            tree.unlink()
+        again, notice = hub.pin_model(pinned)
+        assert again == pinned and notice is not None and f"HTTP status {status}" in notice
+
+    def test_the_wait_for_an_answer_is_bounded(
+        self, server: FakeHub, home: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        commit = server.model("org/tiny").commit(MODEL)
+        server.waits = 2.0
+        monkeypatch.setattr("megarl.hf.hub.files._TIMEOUT", 0.2)
+        assert "does not answer" in refused("org/tiny")
+        server.waits = 0.0
+        assert hub.pin_model(model("org/tiny"))[0].revision == commit
+        assert len([path for _, path in server.requests if "/revision/" in path or path.endswith("org/tiny")]) == 2
 
 
 def refused(name: str) -> str:
@@ -249,7 +277,9 @@ class TestData:
     def pin(self, text: str) -> list[str]:
         name = hub.data_name(text)
         assert name is not None
-        return [str(file) for file in hub.pin_data(name)[0]]
+        pinned, _ = hub.pin_data(name)
+        hub.data_files(pinned)
+        return [str(file) for file in pinned]
 
     def test_splits_of_the_readme(self, server: FakeHub, home: Path) -> None:
         files = ["main/train-00000-of-00002.parquet", "main/train-00001-of-00002.parquet", "main/test-a.parquet"]
@@ -270,7 +300,7 @@ class TestData:
         (pinned,) = self.pin("hf://org/rows/deep/er/a.jsonl")
         name = hub.data_name(pinned)
         assert name is not None
-        file = hub.data_file(name)
+        file = hub.data_files([name])[0]
         assert file.read_bytes() == b"{}\n" and hub.name_of_file(str(file)) == name
         assert hub.cached_files(pinned) == hub.cached_files("hf://org/rows/deep/er/a.jsonl") == [str(file)]
         assert hub.cached_files("hf://org/rows/train") == hub.cached_files("a.jsonl") == []
@@ -306,6 +336,45 @@ class TestData:
         online = self.pin("hf://openai/gsm8k/main/train")
         use_hub(monkeypatch, server.url, home, offline=True)
         assert self.pin("hf://openai/gsm8k/main/train") == online
+
+    @pytest.mark.parametrize("has_list", [True, False])
+    def test_a_part_of_a_split_in_the_cache(
+        self, server: FakeHub, home: Path, monkeypatch: pytest.MonkeyPatch, has_list: bool
+    ) -> None:
+        shards = [f"data/train-0000{number}-of-00002.parquet" for number in range(2)]
+        server.dataset("org/rows").commit(dict.fromkeys(shards, b"rows"))
+        self.pin(f"hf://org/rows/{shards[0]}")
+        if not has_list:  # written by an old huggingface_hub
+            (tree,) = home.rglob("trees/*.json")
+            tree.unlink()
+        assert hub.cached_files("hf://org/rows/train") == []
+        for offline in (True, False):
+            use_hub(monkeypatch, server.url, home, offline=offline)
+            server.fails = True
+            with pytest.raises(hub.HubError, match="org/rows.* is not complete in the cache"):
+                self.pin("hf://org/rows/train")
+            assert self.pin(f"hf://org/rows/{shards[0]}")[0].endswith(shards[0])
+        server.fails = False
+        self.pin("hf://org/rows/train")
+        assert [Path(file).name for file in hub.cached_files("hf://org/rows/train")] == [Path(s).name for s in shards]
+
+    @pytest.mark.parametrize(
+        "files",
+        [
+            ("train.jsonl", "train.parquet"),
+            ("train.jsonl", "data/train.jsonl"),
+            ("data/train-00000-of-00001.parquet", "data/train-00000-of-00002.parquet"),
+        ],
+    )
+    def test_several_forms_of_a_split(self, server: FakeHub, home: Path, files: tuple[str, ...]) -> None:
+        server.dataset("org/rows").commit(dict.fromkeys(files, b"rows"))
+        with pytest.raises(
+            hub.HubError, match="default/train in several forms, so its rows would be doubled"
+        ) as caught:
+            self.pin("hf://org/rows/train")
+        assert all(file in str(caught.value) for file in files)
+        form = str(caught.value).split(" or ")[-1]
+        assert len(self.pin(form)) == 1
 
     def test_files_of_other_folders(self, tmp_path: Path) -> None:
         assert hub.name_of_file(str(tmp_path / "train.parquet")) is None

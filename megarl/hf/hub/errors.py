@@ -37,11 +37,20 @@ def _errors() -> Any:
     return huggingface_hub.errors
 
 
+def http_status(error: BaseException | None) -> int | None:
+    return getattr(getattr(error, "response", None), "status_code", None)
+
+
+def is_refused(error: BaseException) -> bool:
+    """Return whether `error` is an answer of the hub that gives no files: deleted, private, gated or overloaded."""
+    return isinstance(error, _errors().HfHubHTTPError) and http_status(error) is not None
+
+
 def is_unreachable(error: BaseException) -> bool:
     """Return whether `error` means that the hub gave no answer, or an answer of an overloaded server."""
     if isinstance(error, _errors().HfHubHTTPError):
-        response = getattr(error, "response", None)
-        return response is not None and response.status_code >= 500
+        status = http_status(error)
+        return status is not None and (status >= 500 or status == 429)
     package = type(error).__module__.split(".")[0]  # HTTP libraries differ between versions of huggingface_hub
     return package in ("httpx", "httpx2", "requests") or isinstance(error, (ConnectionError, TimeoutError))
 

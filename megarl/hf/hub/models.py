@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from megarl.hf.hub.errors import hub_errors, not_in_cache
@@ -22,10 +21,11 @@ def pin_model(name: HubName, *, weights: bool = True, download: bool = True) -> 
     the hub answers, says that it does not, so that the commit in the cache is used. Raises HubError.
     """
     with hub_errors(name, "model"):
-        files, notice = listing(name, "model")
-        if weights and not _has_safetensors(files):
-            raise _no_safetensors(name, files) if notice is None else not_in_cache(None, name, "model")
-        return replace(name, revision=snapshot(name, "model", _model_patterns(weights and download)).name), notice
+        listed = listing(name, "model")
+        if weights and not _has_safetensors(listed.files):
+            raise _no_safetensors(name, listed.files) if listed.is_whole else not_in_cache(None, name, "model")
+        snapshot(listed.name, "model", _model_patterns(weights and download))
+        return listed.name, listed.notice
 
 
 def model_folder(name: HubName, *, weights: bool = True) -> Path:
@@ -40,11 +40,18 @@ def config_folder(name: HubName) -> Path:
         return snapshot(name, "model", ["config.json"])
 
 
-def weights_fault(name: HubName) -> str | None:
-    """Return why the trainer cannot read a model's weights, by the names of its files; None if it can. Raises HubError."""
+def weights_fault(name: HubName) -> tuple[str | None, str | None]:
+    """Return why the trainer cannot read a model's weights, by the names of its files, and a notice if these are unknown.
+
+    Both are None if the trainer can read them. Raises HubError.
+    """
     with hub_errors(name, "model"):
-        files, _ = listing(name, "model")
-    return None if _has_safetensors(files) else str(_no_safetensors(name, files))
+        listed = listing(name, "model")
+    if _has_safetensors(listed.files):
+        return None, None
+    if listed.is_whole:
+        return str(_no_safetensors(name, listed.files)), None
+    return None, f"{listed.notice}; the cache has no list of its files, so its weights are not checked"
 
 
 def cached_model(name: HubName) -> Path | None:
