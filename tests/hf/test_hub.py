@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megarl.hf import hub
+from megarl.hf.hub.errors import without_secrets
 from tests.support.fake_hub import FakeHub, running_hub, use_hub
 
 MODEL = {
@@ -21,8 +22,14 @@ MODEL = {
     "pytorch_model.bin": b"a pickle",
     "modeling_custom.py": b"raise SystemExit",
     "original/consolidated.safetensors": b"a copy",
+    "original/params.json": b"{}",
+    "sub/folder/config.json": b"{}",
+    "sub/spiece.model": b"",
+    "sub/x.jinja": b"",
+    "additional_chat_templates/tool.jinja": b"{{ tools }}",
     "consolidated.safetensors": b"a copy",
 }
+SMALL = {"config.json", "tokenizer.json", "chat_template.jinja", "additional_chat_templates/tool.jinja"}
 README = b"""---
 configs:
 - config_name: main
@@ -70,7 +77,26 @@ class TestNames:
 
     @pytest.mark.parametrize(
         "text",
-        ["", "model", "models/Qwen3-8B", "runs/x", "/a/b", "./a/b", "~/a", "a/b/c", "../a", "a//b", "a/b@", "a b/c"],
+        [
+            "",
+            "model",
+            "models/Qwen3-8B",
+            "runs/x",
+            "output/step-10",
+            "ckpt/x",
+            "pretrained/x",
+            "weights/x",
+            "Results/x",
+            "a/b.json",
+            "/a/b",
+            "./a/b",
+            "~/a",
+            "a/b/c",
+            "../a",
+            "a//b",
+            "a/b@",
+            "a b/c",
+        ],
     )
     def test_paths_are_no_names(self, text: str) -> None:
         assert hub.model_name(text) is None
@@ -116,8 +142,8 @@ class TestModels:
         server.model("org/tiny").commit(MODEL)
         folder = hub.model_folder(hub.pin_model(model("org/tiny"))[0])
         names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-        assert names == {"config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"}
-        assert {*server.downloads()} == names
+        assert names == {*SMALL, "model.safetensors"}
+        assert {*server.downloads()} == {Path(name).name for name in names}
 
     def test_a_complete_cache_needs_no_request(self, server: FakeHub, home: Path) -> None:
         server.model("org/tiny").commit(MODEL)
@@ -136,7 +162,7 @@ class TestModels:
         assert hub.local_model(str(first)) == str(first)  # it sees that folder
         shutil.rmtree(home)
         tokenizer = Path(hub.local_model(str(first), weights=False))
-        assert {path.name for path in tokenizer.iterdir()} == {"config.json", "tokenizer.json", "chat_template.jinja"}
+        assert {path.name for path in tokenizer.iterdir()} == {Path(name).parts[0] for name in SMALL}
         folder = Path(hub.local_model(str(first)))
         assert folder.is_relative_to(tmp_path / "of another node")
         assert (folder / "model.safetensors").read_bytes() == b"weights"
@@ -251,6 +277,37 @@ class TestRefusals:
         use_hub(monkeypatch, "http://127.0.0.1:9", home)
         text = refused("org/tiny")
         assert "http://127.0.0.1:9 does not answer" in text and "HF_ENDPOINT to a mirror" in text
+        assert text.startswith("there is no folder of this name")
+
+    @pytest.mark.parametrize("status", [401, 403, 418, 429, 503])
+    def test_the_status_without_the_secrets_of_the_address(
+        self, server: FakeHub, home: Path, monkeypatch: pytest.MonkeyPatch, status: int
+    ) -> None:
+        server.refuses = status
+        monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
+        use_hub(monkeypatch, server.url.replace("://", "://user:p@ssword@"), home)
+        text = refused("org/tiny")
+        assert f"HTTP status {status}" in text and server.url in text
+        assert "user" not in text and "ssword" not in text
+
+    def test_secrets_in_texts(self) -> None:
+        text = without_secrets(
+            "404 for 'https://me:x@hub.example/a/b?token=1' and hf://org/name@v1 (why? see http://h/?q=2)"
+        )
+        assert text == "404 for 'https://hub.example/a/b' and hf://org/name@v1 (why? see http://h/)"
+
+    def test_errors_of_xet_are_no_errors_of_the_disk(
+        self, server: FakeHub, home: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        server.model("org/tiny").commit(MODEL)
+        error = type("XetError", (OSError,), {"__module__": "hf_xet.errors"})
+
+        def fail(*_: object, **__: object) -> None:
+            raise error("no route")
+
+        monkeypatch.setattr("huggingface_hub.file_download.http_get", fail)
+        text = refused("org/tiny")
+        assert "the download of org/tiny failed: no route" in text and "HF_HOME" not in text
 
     @pytest.mark.parametrize(("code", "word"), [(errno.ENOSPC, "is full"), (errno.EROFS, "cannot be written to")])
     def test_disk(self, server: FakeHub, home: Path, monkeypatch: pytest.MonkeyPatch, code: int, word: str) -> None:
@@ -268,6 +325,8 @@ class TestRefusals:
         text = refused("org/old")
         assert "org/old has no *.safetensors, but weights in pytorch_model.bin" in text and "org/old@refs/pr/N" in text
         assert not server.downloads()
+        server.model("org/copy").commit({"config.json": b"{}", "consolidated.safetensors": b"weights"})
+        assert "org/copy has no model*.safetensors, but weights in consolidated.safetensors" in refused("org/copy")
 
 
 ROWS: Callable[[str], bytes] = str.encode
@@ -351,7 +410,7 @@ class TestData:
         for offline in (True, False):
             use_hub(monkeypatch, server.url, home, offline=offline)
             server.fails = True
-            with pytest.raises(hub.HubError, match="org/rows.* is not complete in the cache"):
+            with pytest.raises(hub.HubError, match=r"org/rows.* is not complete in the cache"):
                 self.pin("hf://org/rows/train")
             assert self.pin(f"hf://org/rows/{shards[0]}")[0].endswith(shards[0])
         server.fails = False

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import contextlib
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,8 +13,9 @@ from megarl.atomic_files import write_atomically
 from megarl.hf.hub.errors import cache_folder, endpoint, http_status, is_offline, is_refused, is_unreachable
 from megarl.hf.hub.names import COMMIT, HubName, Kind
 
-LEFT_OUT = ("original/*", "onnx/*", "openvino/*", "consolidated*", "*/*.safetensors")
-"""Copies of the weights in other formats, which some repositories have."""
+LEFT_OUT = ("original/*", "onnx/*", "openvino/*", "consolidated*")
+LEFT_OUT += tuple(f"*/*.{suffix}" for suffix in ("safetensors", "json", "model", "tiktoken", "txt"))
+"""Copies of the weights in other formats, and files of other programs in subfolders, which some repositories have."""
 
 _TIMEOUT = 10.0  # s, for an answer without files
 

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from megarl.hf.hub.errors import hub_errors, not_in_cache
-from megarl.hf.hub.files import cached_snapshot, is_in_cache, listing, name_of_snapshot, snapshot
+from megarl.hf.hub.files import LEFT_OUT, cached_snapshot, is_in_cache, listing, name_of_snapshot, snapshot
 from megarl.hf.hub.names import HubError, HubName
 
-_SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt", "tokenizer*.txt")
+_SMALL_FILES = (
+    "*.json",
+    "chat_template*.jinja",
+    "additional_chat_templates/*.jinja",
+    "*.model",
+    "*.tiktoken",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer*.txt",
+)
 _WEIGHTS = ("*.safetensors",)
 
 
@@ -57,7 +67,7 @@ def weights_fault(name: HubName) -> tuple[str | None, str | None]:
 def cached_model(name: HubName) -> Path | None:
     """Return the folder of a model in the cache if it has weights, without any connection; None otherwise."""
     folder = cached_snapshot(name, "model")
-    return folder if folder is not None and any(folder.glob("*.safetensors")) else None
+    return folder if folder is not None and _has_safetensors([file.name for file in folder.iterdir()]) else None
 
 
 def local_model(path: str, *, weights: bool = True) -> str:
@@ -82,14 +92,19 @@ def _model_patterns(weights: bool) -> tuple[str, ...]:
 
 
 def _has_safetensors(files: Sequence[str]) -> bool:
-    return any(file.endswith(".safetensors") and "/" not in file for file in files)
+    return any(
+        file.endswith(".safetensors") and not any(fnmatchcase(file, each) for each in LEFT_OUT) for file in files
+    )
 
 
 def _no_safetensors(name: HubName, files: Sequence[str]) -> HubError:
-    weights = [file for file in files if file.endswith((".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5"))]
+    weights = [
+        file for file in files if file.endswith((".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".safetensors"))
+    ]
     has = f"weights in {', '.join(sorted(weights)[:2])}" if weights else f"{', '.join(sorted(files)[:4]) or 'no files'}"
     remedy = (
         "name a repository or a revision with safetensors (for many models the hub has a pull request with them: "
         f"{name.repo}@refs/pr/N), or convert the model in a trusted place with save_pretrained"
     )
-    return HubError(f"{name.repo} has no *.safetensors, but {has}; megarl reads no pickles", remedy)
+    absent = "no model*.safetensors" if any(file.endswith(".safetensors") for file in files) else "no *.safetensors"
+    return HubError(f"{name.repo} has {absent}, but {has}; megarl reads no pickles", remedy)
