@@ -47,7 +47,7 @@ def model_folder(name: HubName, *, weights: bool = True) -> Path:
 def config_folder(name: HubName) -> Path:
     """Return the folder in the cache with the model's config.json, and with no more if it was not there. Raises HubError."""
     with hub_errors(name, "model"):
-        return snapshot(name, "model", ["config.json"])
+        return snapshot(listing(name, "model").name, "model", ["config.json"])
 
 
 def weights_fault(name: HubName) -> tuple[str | None, str | None]:

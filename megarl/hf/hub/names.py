@@ -22,21 +22,7 @@ _FOLDERS = re.compile(
 )
 """Usual names of folders, which are read as paths even if they do not exist; the hub reserves several of them."""
 
-_FILES = (
-    ".json",
-    ".jsonl",
-    ".yaml",
-    ".yml",
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".ckpt",
-    ".parquet",
-    ".gguf",
-    ".py",
-    ".txt",
-)
+_FILE = re.compile(r".*\.(?:jsonl?|ya?ml|safetensors|bin|pth?|ckpt|parquet|gguf|py|txt)", re.IGNORECASE)
 
 
 class HubError(ValueError):
@@ -73,7 +59,8 @@ def model_name(text: str) -> HubName | None:
     """Return the hub name in the value of a setting such as `model.path`; None if it is the path of a folder.
 
     `hf://OWNER/NAME[@REVISION]` is always a hub name. `OWNER/NAME[@REVISION]` is one if neither it nor `OWNER` is a folder
-    here, `OWNER` is not a usual name of folders (models, data, ...), and it does not end as a file does. Raises HubError for another text after `hf://`.
+    here, `OWNER` is not a usual name of folders (models, data, ...), and it does not end as a file does. Raises HubError for
+    another text after `hf://`.
     """
     match = _MODEL.fullmatch(text.removeprefix(PREFIX))
     if text.startswith(PREFIX):
@@ -88,9 +75,11 @@ def model_name(text: str) -> HubName | None:
 
 def _is_free(text: str) -> bool:
     owner = text.split("/")[0]
-    is_file_name = text.lower().endswith(_FILES)
     return (
-        _FOLDERS.fullmatch(owner) is None and not is_file_name and not os.path.exists(text) and not os.path.isdir(owner)
+        _FOLDERS.fullmatch(owner) is None
+        and _FILE.fullmatch(text) is None
+        and not os.path.exists(text)
+        and not os.path.isdir(owner)
     )
 
 
