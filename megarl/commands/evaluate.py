@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 
 from megarl import platform as platforms
 from megarl.assembly import connected
@@ -14,7 +15,7 @@ from megarl.errors import as_input_error
 from megarl.preflight.engines_and_devices import check_device
 from megarl.preflight.environment import environment_notices
 from megarl.preflight.hub_inputs import evaluation_inputs, fetch_inputs
-from megarl.preflight.survey import prepare_evaluation
+from megarl.preflight.survey import check_without_weights, prepare_evaluation
 from megarl.recipe import Recipe
 from megarl.recipe.judge import JUDGE
 from megarl.recipe.paths import with_absolute_paths
@@ -31,11 +32,13 @@ def evaluate_model(recipe: Recipe) -> EvaluationResult:
         return EvaluationResult({})
     with as_input_error():
         recipe = with_absolute_paths(recipe)
-        recipe, notices = fetch_inputs(recipe, evaluation_inputs(asks_judge=recipe.asks_judge))
+        inputs = evaluation_inputs(asks_judge=recipe.asks_judge)
+        fetched = fetch_inputs(recipe, inputs, partial(check_without_weights, training=False))
+        recipe = fetched.recipe
         prepared = prepare_evaluation(recipe)
         platform = platforms.select(recipe.cluster.device)
         check_device(recipe, platform.name, training=False)
-    for notice in [*notices, *environment_notices(recipe, platform, training=False)]:
+    for notice in [*fetched.notices, *environment_notices(recipe, platform, training=False)]:
         print(notice, file=sys.stderr)
     assert prepared.evaluation is not None
     judge = [section for section in fixed_models(recipe) if section == JUDGE]  # an evaluation needs no teacher

@@ -36,7 +36,7 @@ def export(run_path: Path, out: Path, step: int | None = None, *, critic: bool =
         if critic and not uses_critic(recipe.algorithm):
             raise ValueError(f"{run_path} has no critic: its algorithm.advantage is {recipe.algorithm.advantage}")
         checkpoint = _choose_checkpoint(run_dir, step)
-        recipe, _ = fetch_inputs(recipe, [POLICY, "model.tokenizer", *([CRITIC_MODEL] if critic else [])])
+        recipe = fetch_inputs(recipe, [POLICY, "model.tokenizer", *([CRITIC_MODEL] if critic else [])]).recipe
         if recipe.lora.rank and not critic:
             check_base(checkpoint, recipe.model)
         for folder in (out, adapter_folder(out)) if recipe.lora.rank else (out,):

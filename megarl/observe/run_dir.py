@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ class RunDirectory:
     ::
 
         recipe.resolved.yaml     all settings of the run
+        hub.json                 commits of models and data sets on the hub, if the recipe names any
         metrics.jsonl            one line per step, flat keys (metrics.discarded.jsonl: lines that a resume discarded)
         notices.jsonl            notices and warnings, with their times and steps
         samples/                 step_000123.jsonl: generated text, with rewards
@@ -38,6 +40,7 @@ class RunDirectory:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         self.recipe = self.path / "recipe.resolved.yaml"
+        self.hub_commits = self.path / "hub.json"
         self.metrics = self.path / "metrics.jsonl"
         self.discarded_metrics = self.path / "metrics.discarded.jsonl"
         self.notices = self.path / "notices.jsonl"
@@ -129,6 +132,13 @@ class RunDirectory:
                 number += 1
             write_atomically(kept, old)
         write_atomically(self.recipe, data)
+
+    def write_hub_commits(self, commits: Mapping[str, Mapping[str, str]]) -> None:
+        """Write the commits by setting and name; with none no file remains."""
+        if commits:
+            write_atomically(self.hub_commits, json.dumps(commits, indent=1).encode())
+        else:
+            self.hub_commits.unlink(missing_ok=True)
 
     def _held_text(self) -> str:
         holder = self._read_holder()

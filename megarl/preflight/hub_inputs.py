@@ -1,20 +1,17 @@
 """Fetch the models and data sets that a recipe names on the hub, once, before anything starts.
 
-Every name is resolved to a commit, which the run's recipe.resolved.yaml records; a resume and a replay use the recorded
-commits. The recipe then has folders and files in this machine's cache, so nothing else knows the hub. Processes on other
-nodes read the same commits from the cache of their node (`hub.local_model`).
+Every name is resolved to a commit, which the run's recipe.resolved.yaml and hub.json record; a resume and a replay use the
+recorded commits. The recipe then has folders and files in this machine's cache, so nothing else knows the hub. Processes on
+other nodes read the same commits from the cache of their node (`hub.local_model`).
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
-from functools import partial
+import json
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
-
-import yaml
+from typing import TypeVar
 
 from megarl.errors import NotHereError, raise_all
 from megarl.hf import hub
@@ -25,62 +22,65 @@ from megarl.recipe.hub_inputs import with_inputs
 from megarl.recipe.schema import Recipe
 
 T = TypeVar("T")
-_PINNED = re.compile(r"hf://([\w.-]+/[\w.-]+)@([0-9a-f]{40})(/.+)?")
+Commits = dict[str, dict[str, str]]
+"""Commit by setting and by repository with the revision that the recipe names: {"model.path": {"hf://org/name@v1": "0123..."}}."""
 
 
-class _Download:
-    """Downloads the names in the settings `used`, and collects errors and notices. `recorded`: see `recorded_commits`.
-    `downloads`: False to check the names alone, and to download only config.json and tokenizer of models."""
+@dataclass
+class _Names:
+    """Resolves the names in the settings `used` to commits, and collects errors and notices. `recorded`: of the run."""
 
-    def __init__(self, used: Collection[str], recorded: Mapping[tuple[hub.Kind, str], str], *, downloads: bool) -> None:
-        self.used, self.recorded, self.downloads = used, recorded, downloads
-        self.errors: list[ValueError] = []
-        self.notices: list[str] = []
-        self.has_models = False
+    used: Collection[str]
+    recorded: Commits
+    models: dict[tuple[str, str], hub.HubName] = field(default_factory=dict)  # by setting and text in the recipe
+    rows: dict[tuple[str, str], list[hub.HubName]] = field(default_factory=dict)
+    commits: Commits = field(default_factory=dict)
+    errors: list[ValueError] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
 
     def model(self, key: str, path: str) -> str:
-        if key not in self.used:
-            return path
-        has_weights = key != "model.tokenizer"
+        """Return the folder with config.json and tokenizer of a model on the hub; other paths are unchanged."""
 
         def fetch() -> str:
-            name = hub.model_name(path)
-            if name is None:
+            if (name := hub.model_name(path)) is None:
                 return path
-            name = self._as_recorded(name, "model")
-            pinned, notice = hub.pin_model(name, weights=has_weights, download=self.downloads)
-            self._report(key, pinned, notice)
-            self.has_models = True
-            return str(hub.model_folder(pinned, weights=has_weights and self.downloads))
+            weights = _has_weights(key)
+            pinned, notice = hub.pin_model(self._as_recorded(key, name), weights=weights, download=False)
+            self.models[key, path] = pinned
+            self._report(key, name, pinned, notice)
+            return str(hub.model_folder(pinned, weights=False))
 
-        return self._try(key, path, fetch, path)
+        return self._try(key, path, fetch, path) if key in self.used else path
 
     def files(self, key: str, files: list[str]) -> list[str]:
-        if key not in self.used:
-            return files
-        return [path for file in files for path in self._try(key, file, partial(self._data, key, file), [file])]
+        for file in files if key in self.used else ():
+            self._try(key, file, lambda file=file: self._resolve(key, file), None)
+        return files
 
-    def _data(self, key: str, file: str) -> list[str]:
-        name = hub.data_name(file)
-        if name is None:
-            return [file]
-        pinned, notice = hub.pin_data(self._as_recorded(name, "dataset"), download=self.downloads)
-        if not self.downloads:
-            return [file]
-        self._report(key, pinned[0], notice)
-        return [str(hub.data_file(each)) for each in pinned]
+    def _resolve(self, key: str, file: str) -> None:
+        if (name := hub.data_name(file)) is not None:
+            self.rows[key, file], notice = hub.pin_data(self._as_recorded(key, name))
+            self._report(key, name, self.rows[key, file][0], notice)
 
-    def _as_recorded(self, name: hub.HubName, kind: hub.Kind) -> hub.HubName:
-        commit = self.recorded.get((kind, name.repo))
-        if commit is None or name.is_pinned:
+    def _as_recorded(self, key: str, name: hub.HubName) -> hub.HubName:
+        """Return the name at the commit that the run has recorded for it. Raises HubError if the recipe's revision changed."""
+        recorded = {text: commit for text, commit in self.recorded.get(key, {}).items() if _repo(text) == name.repo}
+        if name.is_pinned or not recorded:
             return name
-        return replace(name, revision=commit)
+        asked = str(replace(name, path=""))
+        if asked not in recorded:
+            before = ", ".join(f"{text} (commit {commit[:12]})" for text, commit in recorded.items())
+            raise hub.HubError(
+                f"the run has recorded {before}, and the recipe now names {asked}",
+                "restore the revision; to change it in this run name a commit (@ and 40 digits); or give the run another name",
+            )
+        return replace(name, revision=recorded[asked])
 
-    def _report(self, key: str, pinned: hub.HubName, notice: str | None) -> None:
-        kind: hub.Kind = "dataset" if pinned.path else "model"
-        why = ", as recorded in the run" if self.recorded.get((kind, pinned.repo)) == pinned.revision else ""
-        text = notice or f"{pinned.repo} of the hub, at commit {str(pinned.revision)[:12]}{why}"
-        self.notices.append(f"{key}: {text}")
+    def _report(self, key: str, name: hub.HubName, pinned: hub.HubName, notice: str | None) -> None:
+        asked, commit = str(replace(name, path="")), str(pinned.revision)
+        self.commits.setdefault(key, {})[asked] = commit
+        why = ", as recorded in the run" if commit in self.recorded.get(key, {}).values() else ""
+        self.notices.append(f"{key}: {notice or f'{pinned.repo} of the hub, at commit {commit[:12]}{why}'}")
 
     def _try(self, key: str, value: str, fetch: Callable[[], T], otherwise: T) -> T:
         try:
@@ -88,6 +88,31 @@ class _Download:
         except hub.HubError as error:
             self.errors.append(NotHereError(key, error.problem, error.remedy, value=value))
             return otherwise
+
+    def download(self, recipe: Recipe) -> Recipe:
+        """Return the recipe with folders and files in the cache for the resolved names, after a download of missing ones."""
+
+        def model(key: str, path: str) -> str:
+            name = self.models.get((key, path))
+            if name is None:
+                return path
+            return self._try(key, path, lambda: str(hub.model_folder(name, weights=_has_weights(key))), path)
+
+        def rows(key: str, file: str) -> list[str]:
+            names = self.rows.get((key, file))
+            if names is None:
+                return [file]
+            return self._try(key, file, lambda: [str(path) for path in hub.data_files(names)], [file])
+
+        return with_inputs(recipe, model, lambda key, files: [path for file in files for path in rows(key, file)])
+
+
+def _has_weights(key: str) -> bool:
+    return key != "model.tokenizer"
+
+
+def _repo(text: str) -> str:
+    return text.removeprefix(hub.PREFIX).partition("@")[0]
 
 
 def training_inputs(recipe: Recipe) -> list[str]:
@@ -101,58 +126,67 @@ def evaluation_inputs(*, asks_judge: bool) -> list[str]:
     return [POLICY, "model.tokenizer", "data.eval_files", *([JUDGE] if asks_judge else [])]
 
 
+@dataclass(frozen=True)
+class FetchedInputs:
+    """A recipe with folders and files of this machine, notices, and the commits to record in the run's directory."""
+
+    recipe: Recipe
+    notices: list[str]
+    commits: Commits
+
+
 def fetch_inputs(
     recipe: Recipe, used: Collection[str], check: Callable[[Recipe], None] = lambda recipe: None
-) -> tuple[Recipe, list[str]]:
-    """Return the recipe with folders and files of this machine instead of names on the hub, and notices.
+) -> FetchedInputs:
+    """Return the recipe with folders and files of this machine instead of names on the hub.
 
     `used`: the settings to fetch. `check`: called before weights and rows are downloaded, with folders that have config.json
     and tokenizer of the models. Raises RecipeErrors with every name that cannot be used.
     """
     recorded = recorded_commits(recipe)
-    names = _Download(used, recorded, downloads=False)
+    names = _Names(used, recorded)
     without_weights = with_inputs(recipe, names.model, names.files)
     raise_all(names.errors)
-    if names.has_models:
+    if names.commits:
         check(without_weights)
-    download = _Download(used, recorded, downloads=True)
-    local = with_inputs(recipe, download.model, download.files)
-    raise_all(download.errors)
-    if download.has_models:
-        download.notices.append(
+    local = names.download(recipe)
+    raise_all(names.errors)
+    if names.models:
+        names.notices.append(
             "models of the hub: each node reads them from its own cache (HF_HOME), and downloads missing files"
         )
-    return local, list(dict.fromkeys(download.notices))
+    return FetchedInputs(local, list(dict.fromkeys(names.notices)), _with_earlier(names.commits, recorded))
 
 
-def recorded_commits(recipe: Recipe) -> dict[tuple[hub.Kind, str], str]:
-    """Return the commit of each repository, by kind and name, in the recipe of the run that is resumed or replayed.
-
-    A repository that the recipe names at several commits is left out.
-    """
-    commits: dict[tuple[hub.Kind, str], set[str]] = {}
-    for file in _recorded_recipes(recipe):
-        for text in _texts(yaml.safe_load(file.read_text(encoding="utf-8"))):
-            if match := _PINNED.fullmatch(text):
-                commits.setdefault(("dataset" if match[3] else "model", match[1]), set()).add(match[2])
-        if commits:
-            break
-    return {repository: only for repository, (only, *more) in commits.items() if not more}
+def _with_earlier(commits: Commits, recorded: Commits) -> Commits:
+    """Return `commits` with the revisions of earlier starts that have the same commits: the recipe may name either."""
+    return {
+        key: {**{text: commit for text, commit in recorded.get(key, {}).items() if commit in of.values()}, **of}
+        for key, of in commits.items()
+    }
 
 
-def _recorded_recipes(recipe: Recipe) -> Iterator[Path]:
-    """Yield the recorded recipes that exist, the one to follow first."""
+def recorded_commits(recipe: Recipe) -> Commits:
+    """Return the commits of the run that is resumed or replayed. Raises ValueError, which names the file, if it is damaged."""
+    for file in _recorded(recipe):
+        try:
+            commits: Commits = json.loads(file.read_text(encoding="utf-8"))
+            if all(isinstance(commit, str) for of in commits.values() for commit in of.values()):
+                return commits
+        except (ValueError, AttributeError):
+            pass
+        raise ValueError(
+            f"{file} is damaged, so the commits of the run's models and data are unknown: take them from recipe.resolved.yaml "
+            "beside it into the recipe, and delete the file"
+        )
+    return {}
+
+
+def _recorded(recipe: Recipe) -> Iterator[Path]:
+    """Yield the files with recorded commits that exist, the one to follow first."""
     runs = [] if recipe.train.replay is None else [Path(recipe.train.replay)]
     if recipe.train.resume not in ("never", "auto"):
         runs += Path(recipe.train.resume).absolute().parents[1:2]  # runs/NAME/checkpoints/CHECKPOINT
     if recipe.train.resume != "never":
         runs.append(Path(recipe.runs_dir) / recipe.name)
-    yield from (file for run in runs if (file := RunDirectory(run).recipe).is_file())
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (dict, list)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _texts(item)
+    yield from (file for run in runs if (file := RunDirectory(run).hub_commits).is_file())

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from megarl.checkpoint.folder import checkpoint_step, find_checkpoint
 from megarl.checkpoint.identity import check_identity
 from megarl.errors import NotHereError, RecipeError, plain, raise_all
@@ -109,7 +111,12 @@ def _changed_settings(directory: RunDirectory, recipe: Recipe) -> list[str]:
     """Return a notice of the settings that changed since the run's last start; an empty list if no setting changed."""
     if not directory.recipe.is_file():
         return []
-    before, now = (flat_settings(text) for text in (directory.recipe.read_text(), to_yaml(recipe)))
+    try:
+        before = flat_settings(directory.recipe.read_text())
+    except yaml.YAMLError as error:
+        cause = " ".join(str(error).split())
+        return [f"{directory.recipe} is damaged, so settings that changed since the last start are unknown: {cause}"]
+    now = flat_settings(to_yaml(recipe))
     changed = [key for key in now if key in before and before[key] != now[key] and key != "train.resume"]
     if not changed:
         return []

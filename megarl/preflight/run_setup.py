@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megarl import platform as platforms
 from megarl.checkpoint.identity import CONTENTS, data_digest, identity_of
 from megarl.preflight.data import Prepared
 from megarl.preflight.engines_and_devices import check_device
-from megarl.preflight.hub_inputs import fetch_inputs, training_inputs
+from megarl.preflight.hub_inputs import Commits, fetch_inputs, training_inputs
 from megarl.preflight.recipe.general import validate
 from megarl.preflight.replay import open_tape
 from megarl.preflight.run_directory import RunPlace, open_run_directory
@@ -29,6 +29,7 @@ class RunSetup:
     platform: Any
     place: RunPlace
     tape: RunTape | None  # None: this run has no tape (`cannot_replay`)
+    hub_commits: Commits = field(default_factory=dict)  # of models and data sets on the hub
 
     @property
     def notices(self) -> list[str]:
@@ -38,10 +39,11 @@ class RunSetup:
 def prepare_run(recipe: Recipe) -> RunSetup:
     """Check `recipe`, read data and models, and open the run's directory. Raises RecipeError or InputError."""
     recipe = with_absolute_paths(recipe)
-    recipe, notices = fetch_inputs(recipe, training_inputs(recipe), check_without_weights)
+    fetched = fetch_inputs(recipe, training_inputs(recipe), check_without_weights)
+    recipe = fetched.recipe
     prepared = prepare_training(recipe)
     recipe, length = with_steps(recipe, prepared.rows_of_sets)
-    prepared.notices[:0] = notices + length
+    prepared.notices[:0] = fetched.notices + length
     if length:
         validate(recipe)  # settings that the number of steps bounds
     platform = platforms.select(recipe.cluster.device)
@@ -49,4 +51,4 @@ def prepare_run(recipe: Recipe) -> RunSetup:
     identity = identity_of(recipe, prepared.model, prepared.critic_model, prepared.rows_of_sets)
     identity[CONTENTS] = data_digest(recipe.data)
     place = open_run_directory(recipe, identity)
-    return RunSetup(recipe, prepared, platform, place, open_tape(recipe, place))
+    return RunSetup(recipe, prepared, platform, place, open_tape(recipe, place), fetched.commits)

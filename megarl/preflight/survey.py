@@ -111,9 +111,9 @@ def prepare_evaluation(recipe: Recipe) -> Prepared:
     return _prepare(recipe, Available(training=False))
 
 
-def check_without_weights(recipe: Recipe) -> None:
-    """Raise the errors of settings and of each model's config.json together, before `train` downloads weights and rows."""
-    result = Survey(recipe, Available())
+def check_without_weights(recipe: Recipe, *, training: bool = True) -> None:
+    """Raise the errors of settings and of each model's config.json together, before weights and rows are downloaded."""
+    result = Survey(recipe, Available(training=training))
     result.run_stage("settings", _check_settings)
     result.run_stage("model", check_configs)
     result.raise_errors()

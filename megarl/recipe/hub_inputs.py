@@ -1,4 +1,4 @@
-"""Models and data sets of a recipe that are on the hub, or in this machine's cache of it (megarl/hf/hub.py)."""
+"""Models and data sets of a recipe that are on the hub, or in this machine's cache of it (megarl/hf/hub/)."""
 
 from __future__ import annotations
 

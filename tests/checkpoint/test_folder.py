@@ -300,6 +300,10 @@ def test_a_resume_lists_changed_settings(tmp_path: Path) -> None:
         "changed since the run was last started: data.chat_template_args {} -> {'a': 1}, teacher.path null -> 'other', "
         "actor.optimizer.lr 1e-06 -> 2e-06"
     )
+    text = place.directory.recipe.read_text()
+    place.directory.recipe.write_text(text + "model: {path: 'cut")
+    (notice,) = [notice for notice in open_run_directory(recipe, identity).notices if "changed" in notice]
+    assert notice.startswith(f"{place.directory.recipe} is damaged")
 
 
 def test_a_checkpoint_of_another_critic_is_refused(tmp_path: Path) -> None:

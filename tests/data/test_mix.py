@@ -196,6 +196,11 @@ def test_a_mix_in_a_recipe() -> None:
         ),
         (["data.train_files=[]", "data.mix={a: {files: [x.csv]}}"], "data.mix.a.files", "neither .parquet nor .jsonl"),
         (["data.train_files=[x.csv]"], "data.train_files", "as docs/data.md shows"),
+        (
+            ["data.train_files=[openai/gsm8k/main/train]"],
+            "data.train_files",
+            "write hf://openai/gsm8k/main/train",
+        ),
         (["data.curriculum_epochs=2"], "data.curriculum_epochs", "set data.curriculum"),
     ],
 )

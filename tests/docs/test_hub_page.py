@@ -32,7 +32,8 @@ def test_the_first_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick
         server.model("Qwen/Qwen3-1.7B").commit(folder_files(quickstart_data / "model"))
         server.dataset("openai/gsm8k").commit({"main/train.jsonl": rows, "main/test.jsonl": rows})
         absolute = with_absolute_paths(load_recipe("recipe.yaml"))
-        local, notices = fetch_inputs(absolute, training_inputs(absolute))
+        inputs = fetch_inputs(absolute, training_inputs(absolute))
+    local, notices = inputs.recipe, inputs.notices
     prepared = prepare_training(local)
     assert prepared.data_sources == ["openai/gsm8k"] and prepared.rows_of_sets == {"train": 1}
     shown = [re.sub(r"[0-9a-f]{12}$", "COMMIT", line) for line in notices if not line.startswith("data.eval_files")]

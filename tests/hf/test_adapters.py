@@ -146,7 +146,8 @@ class TestInARecipe:
             use_hub(monkeypatch, server.url, tmp_path / "home")
             commit = server.model("org/adapter").commit({**folder_files(adapter), "training_args.bin": b"a pickle"})
             recipe = with_absolute_paths(self.recipe(quickstart_data, "org/adapter"))
-            recipe, (notice, _) = fetch_inputs(recipe, training_inputs(recipe))
+            inputs = fetch_inputs(recipe, training_inputs(recipe))
+            recipe, (notice, _) = inputs.recipe, inputs.notices
             assert notice == f"lora.path: org/adapter of the hub, at commit {commit[:12]}"
             assert not survey(recipe).errors
             assert f"path: hf://org/adapter@{commit}" in to_yaml(recipe)

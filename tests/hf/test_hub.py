@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from megarl.hf import hub
-from tests.support.fake_hub import FakeHub, running_hub, use_hub
+from megarl.hf.hub.errors import without_secrets
+from tests.support.fake_hub import FakeHub, use_hub
 
 MODEL = {
     "config.json": b'{"model_type": "qwen3"}',
@@ -21,33 +21,14 @@ MODEL = {
     "pytorch_model.bin": b"a pickle",
     "modeling_custom.py": b"raise SystemExit",
     "original/consolidated.safetensors": b"a copy",
+    "original/params.json": b"{}",
+    "sub/folder/config.json": b"{}",
+    "sub/spiece.model": b"",
+    "sub/x.jinja": b"",
+    "additional_chat_templates/tool.jinja": b"{{ tools }}",
     "consolidated.safetensors": b"a copy",
 }
-README = b"""---
-configs:
-- config_name: main
-  data_files:
-  - split: train
-    path: main/train-*
-  - {split: test, path: [main/test-a.parquet, main/test-b.parquet]}
-- config_name: socratic
-  data_files: [{split: train, path: socratic/train-*}]
----
-# Text
-"""
-
-
-@pytest.fixture
-def server() -> Iterator[FakeHub]:
-    with running_hub() as server:
-        yield server
-
-
-@pytest.fixture
-def home(server: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.chdir(tmp_path)
-    use_hub(monkeypatch, server.url, tmp_path / "home")
-    return tmp_path / "home"
+SMALL = {"config.json", "tokenizer.json", "chat_template.jinja", "additional_chat_templates/tool.jinja"}
 
 
 def model(text: str) -> hub.HubName:
@@ -70,7 +51,26 @@ class TestNames:
 
     @pytest.mark.parametrize(
         "text",
-        ["", "model", "models/Qwen3-8B", "runs/x", "/a/b", "./a/b", "~/a", "a/b/c", "../a", "a//b", "a/b@", "a b/c"],
+        [
+            "",
+            "model",
+            "models/Qwen3-8B",
+            "runs/x",
+            "output/step-10",
+            "ckpt/x",
+            "pretrained/x",
+            "weights/x",
+            "Results/x",
+            "a/b.json",
+            "/a/b",
+            "./a/b",
+            "~/a",
+            "a/b/c",
+            "../a",
+            "a//b",
+            "a/b@",
+            "a b/c",
+        ],
     )
     def test_paths_are_no_names(self, text: str) -> None:
         assert hub.model_name(text) is None
@@ -116,8 +116,8 @@ class TestModels:
         server.model("org/tiny").commit(MODEL)
         folder = hub.model_folder(hub.pin_model(model("org/tiny"))[0])
         names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-        assert names == {"config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"}
-        assert {*server.downloads()} == names
+        assert names == {*SMALL, "model.safetensors"}
+        assert {*server.downloads()} == {Path(name).name for name in names}
 
     def test_a_complete_cache_needs_no_request(self, server: FakeHub, home: Path) -> None:
         server.model("org/tiny").commit(MODEL)
@@ -136,7 +136,7 @@ class TestModels:
         assert hub.local_model(str(first)) == str(first)  # it sees that folder
         shutil.rmtree(home)
         tokenizer = Path(hub.local_model(str(first), weights=False))
-        assert {path.name for path in tokenizer.iterdir()} == {"config.json", "tokenizer.json", "chat_template.jinja"}
+        assert {path.name for path in tokenizer.iterdir()} == {Path(name).parts[0] for name in SMALL}
         folder = Path(hub.local_model(str(first)))
         assert folder.is_relative_to(tmp_path / "of another node")
         assert (folder / "model.safetensors").read_bytes() == b"weights"
@@ -172,7 +172,35 @@ class TestModels:
         server.fails = True
         pinned, notice = hub.pin_model(model("org/tiny"))
         assert pinned == first
-        assert notice is not None and "does not answer: org/tiny is taken from the cache" in notice
+        assert notice is not None and "answers with HTTP status 503: org/tiny is taken from the cache" in notice
+
+    @pytest.mark.parametrize("status", [401, 404, 429])
+    def test_a_pinned_commit_in_the_cache_needs_no_answer(self, server: FakeHub, home: Path, status: int) -> None:
+        server.model("org/tiny").commit(MODEL)
+        server.dataset("org/rows").commit({"train.jsonl": b"{}", "README.md": b"# Rows"})
+        pinned, _ = hub.pin_model(model("org/tiny"))
+        (rows,), _ = hub.pin_data(hub.HubName("org/rows", None, "train"))
+        hub.data_files([rows])
+        server.refuses = status
+        server.requests.clear()
+        assert hub.pin_model(pinned) == (pinned, None) and hub.model_folder(pinned).is_dir()
+        assert hub.pin_data(rows) == ([rows], None) and hub.data_files([rows])[0].is_file()
+        assert not server.requests
+        for tree in home.rglob("trees/*.json"):  # written by an old huggingface_hub
+            tree.unlink()
+        again, notice = hub.pin_model(pinned)
+        assert again == pinned and notice is not None and f"HTTP status {status}" in notice
+
+    def test_the_wait_for_an_answer_is_bounded(
+        self, server: FakeHub, home: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        commit = server.model("org/tiny").commit(MODEL)
+        server.waits = 2.0
+        monkeypatch.setattr("megarl.hf.hub.files._TIMEOUT", 0.2)
+        assert "does not answer" in refused("org/tiny")
+        server.waits = 0.0
+        assert hub.pin_model(model("org/tiny"))[0].revision == commit
+        assert len([path for _, path in server.requests if "/revision/" in path or path.endswith("org/tiny")]) == 2
 
 
 def refused(name: str) -> str:
@@ -223,6 +251,37 @@ class TestRefusals:
         use_hub(monkeypatch, "http://127.0.0.1:9", home)
         text = refused("org/tiny")
         assert "http://127.0.0.1:9 does not answer" in text and "HF_ENDPOINT to a mirror" in text
+        assert text.startswith("there is no folder of this name")
+
+    @pytest.mark.parametrize("status", [401, 403, 418, 429, 503])
+    def test_the_status_without_the_secrets_of_the_address(
+        self, server: FakeHub, home: Path, monkeypatch: pytest.MonkeyPatch, status: int
+    ) -> None:
+        server.refuses = status
+        monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
+        use_hub(monkeypatch, server.url.replace("://", "://user:p@ssword@"), home)
+        text = refused("org/tiny")
+        assert f"HTTP status {status}" in text and server.url in text
+        assert "user" not in text and "ssword" not in text
+
+    def test_secrets_in_texts(self) -> None:
+        text = without_secrets(
+            "404 for 'https://me:x@hub.example/a/b?token=1' and hf://org/name@v1 (why? see http://h/?q=2)"
+        )
+        assert text == "404 for 'https://hub.example/a/b' and hf://org/name@v1 (why? see http://h/)"
+
+    def test_errors_of_xet_are_no_errors_of_the_disk(
+        self, server: FakeHub, home: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        server.model("org/tiny").commit(MODEL)
+        error = type("XetError", (OSError,), {"__module__": "hf_xet.errors"})
+
+        def fail(*_: object, **__: object) -> None:
+            raise error("no route")
+
+        monkeypatch.setattr("huggingface_hub.file_download.http_get", fail)
+        text = refused("org/tiny")
+        assert "the download of org/tiny failed: no route" in text and "HF_HOME" not in text
 
     @pytest.mark.parametrize(("code", "word"), [(errno.ENOSPC, "is full"), (errno.EROFS, "cannot be written to")])
     def test_disk(self, server: FakeHub, home: Path, monkeypatch: pytest.MonkeyPatch, code: int, word: str) -> None:
@@ -240,74 +299,5 @@ class TestRefusals:
         text = refused("org/old")
         assert "org/old has no *.safetensors, but weights in pytorch_model.bin" in text and "org/old@refs/pr/N" in text
         assert not server.downloads()
-
-
-ROWS: Callable[[str], bytes] = str.encode
-
-
-class TestData:
-    def pin(self, text: str) -> list[str]:
-        name = hub.data_name(text)
-        assert name is not None
-        return [str(file) for file in hub.pin_data(name)[0]]
-
-    def test_splits_of_the_readme(self, server: FakeHub, home: Path) -> None:
-        files = ["main/train-00000-of-00002.parquet", "main/train-00001-of-00002.parquet", "main/test-a.parquet"]
-        files += ["main/test-b.parquet", "socratic/train-00000-of-00001.parquet"]
-        commit = server.dataset("openai/gsm8k").commit({"README.md": README, **{name: ROWS(name) for name in files}})
-        start = f"hf://openai/gsm8k@{commit}"
-        assert self.pin("hf://openai/gsm8k/main/train") == [f"{start}/{name}" for name in files[:2]]
-        assert self.pin("hf://openai/gsm8k/main/test") == [f"{start}/{name}" for name in files[2:4]]
-        assert self.pin("hf://openai/gsm8k/test") == [f"{start}/{name}" for name in files[2:4]]
-        assert self.pin("hf://openai/gsm8k/main/test-*.parquet") == [f"{start}/{name}" for name in files[2:4]]
-        assert self.pin(f"{start}/main/train") == [f"{start}/{name}" for name in files[:2]]
-        with pytest.raises(hub.HubError) as caught:  # two configurations have it
-            self.pin("hf://openai/gsm8k/train")
-        assert "has no rows 'train': name one of hf://openai/gsm8k/main/train, " in str(caught.value)
-
-    def test_a_file(self, server: FakeHub, home: Path) -> None:
-        server.dataset("org/rows").commit({"deep/er/a.jsonl": b"{}\n", "code.py": b""})
-        (pinned,) = self.pin("hf://org/rows/deep/er/a.jsonl")
-        name = hub.data_name(pinned)
-        assert name is not None
-        file = hub.data_file(name)
-        assert file.read_bytes() == b"{}\n" and hub.name_of_file(str(file)) == name
-        assert hub.cached_files(pinned) == hub.cached_files("hf://org/rows/deep/er/a.jsonl") == [str(file)]
-        assert hub.cached_files("hf://org/rows/train") == hub.cached_files("a.jsonl") == []
-        assert server.downloads() == ["a.jsonl"]
-
-    @pytest.mark.parametrize("file", ["train.jsonl", "data/train-00000-of-00001.parquet", "train/0000.parquet"])
-    def test_splits_by_file_names(self, server: FakeHub, home: Path, file: str) -> None:
-        file = f"default/{file}" if file == "train/0000.parquet" else file
-        server.dataset("org/rows").commit({file: b"rows", "data/other.csv": b""})
-        (pinned,) = self.pin("hf://org/rows/train")
-        assert pinned.endswith(file)
-
-    def test_converted_by_the_hub(self, server: FakeHub, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        data = server.dataset("org/csv")
-        data.commit({"rows.csv": b"a,b"})
-        converted = data.commit({"main/train/0000.parquet": b"rows"}, "refs/convert/parquet")
-        expected = [f"hf://org/csv@{converted}/main/train/0000.parquet"]
-        assert self.pin("hf://org/csv/main/train") == self.pin("hf://org/csv/train") == expected
-        data.commit({"main/train/0000.parquet": b"newer"}, "refs/convert/parquet")
-        assert self.pin(f"hf://org/csv@{converted}/main/train") == expected  # what a resumed run asks for
-        with pytest.raises(hub.HubError, match=r"has no rows 'main/test': name one of hf://org/csv/main/train$"):
-            self.pin("hf://org/csv/main/test")
-
-    def test_no_rows(self, server: FakeHub, home: Path) -> None:
-        server.dataset("org/csv").commit({"rows.csv": b"a,b"})
-        with pytest.raises(hub.HubError, match=r"it has neither splits .* nor \.parquet"):
-            self.pin("hf://org/csv/train")
-        with pytest.raises(hub.HubError, match="has no data set org/none"):
-            self.pin("hf://org/none/train")
-
-    def test_offline(self, server: FakeHub, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        server.dataset("openai/gsm8k").commit({"README.md": README, "main/train-0.parquet": b"rows"})
-        online = self.pin("hf://openai/gsm8k/main/train")
-        use_hub(monkeypatch, server.url, home, offline=True)
-        assert self.pin("hf://openai/gsm8k/main/train") == online
-
-    def test_files_of_other_folders(self, tmp_path: Path) -> None:
-        assert hub.name_of_file(str(tmp_path / "train.parquet")) is None
-        copied = tmp_path / "datasets--org--rows/snapshots" / ("0" * 40) / "train.parquet"  # of another cache
-        assert hub.name_of_file(str(copied)) is None
+        server.model("org/copy").commit({"config.json": b"{}", "consolidated.safetensors": b"weights"})
+        assert "org/copy has no model*.safetensors, but weights in consolidated.safetensors" in refused("org/copy")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,17 @@ def recipe_of(*overrides: str) -> Recipe:
 
 
 def fetched(recipe: Recipe) -> tuple[Recipe, list[str]]:
-    return fetch_inputs(recipe, training_inputs(recipe))
+    inputs = fetch_inputs(recipe, training_inputs(recipe))
+    return inputs.recipe, inputs.notices
+
+
+def started(recipe: Recipe, folder: Path) -> Recipe:
+    """Record the recipe's commits in runs/first, and return the recipe with local files."""
+    inputs = fetch_inputs(recipe, training_inputs(recipe))
+    run = RunDirectory(folder / "runs" / "first")
+    run.path.mkdir(parents=True, exist_ok=True)
+    run.write_hub_commits(inputs.commits)
+    return inputs.recipe
 
 
 def test_names_are_no_paths() -> None:
@@ -89,10 +100,7 @@ def test_rows_without_a_data_source_have_the_name_of_the_data_set(server: FakeHu
 
 @pytest.mark.parametrize("overrides", [["train.resume=auto"], ["train.resume=runs/first/checkpoints/step-000001"]])
 def test_a_resumed_run_has_the_recorded_commits(server: FakeHub, overrides: list[str], tmp_path: Path) -> None:
-    first, _ = fetched(recipe_of("name=first"))
-    run = RunDirectory(tmp_path / "runs" / "first")
-    run.path.mkdir(parents=True)
-    run.write_recipe(to_yaml(first))
+    first = started(recipe_of("name=first"), tmp_path)
     for repository in server.repositories.values():  # new commits of both
         repository.commit({**repository.commits[repository.refs["main"]], "README.md": b"new"})
     again, notices = fetched(recipe_of("name=first", *overrides))
@@ -105,6 +113,67 @@ def test_a_resumed_run_has_the_recorded_commits(server: FakeHub, overrides: list
     assert named.model.path.endswith(commit)
 
 
+def test_a_changed_revision_is_refused_at_a_resume(server: FakeHub, tmp_path: Path) -> None:
+    model = server.repositories["models/org/tiny"]
+    first, files = model.refs["main"], model.commits[model.refs["main"]]
+    second = model.commit({**files, "README.md": b"new"}, "v2")
+    started(recipe_of("name=first"), tmp_path)
+    with pytest.raises(RecipeError) as caught:
+        fetched(recipe_of("name=first", "train.resume=auto", "model.path=org/tiny@v2"))
+    assert f"recorded hf://org/tiny (commit {first[:12]}), and the recipe now names hf://org/tiny@v2" in str(
+        caught.value
+    )
+    pinned = started(recipe_of("name=first", "train.resume=auto", f"model.path=org/tiny@{first}"), tmp_path)
+    model.commit({**files, "README.md": b"newer"})
+    assert fetched(recipe_of("name=first", "train.resume=auto"))[0].model == pinned.model  # either name
+    changed = started(recipe_of("name=first", "train.resume=auto", f"model.path=org/tiny@{second}"), tmp_path)
+    assert changed.model.path.endswith(second)
+    with pytest.raises(RecipeError, match="the recipe now names hf://org/tiny"):
+        fetched(recipe_of("name=first", "train.resume=auto"))
+
+
+def test_commits_are_recorded_for_each_setting(server: FakeHub, tmp_path: Path) -> None:
+    words = server.repositories["datasets/org/words"]
+    files = words.commits[words.refs["main"]]
+    words.commit({**files, "README.md": b"of v1"}, "v1")
+    both = ("name=first", f"data.train_files=[{TRAIN}]", "data.eval_files=[hf://org/words@v1/test]")
+    first = started(recipe_of(*both), tmp_path)
+    assert len({Path(file).parent for file in [*first.data.train_files, *first.data.eval_files]}) == 2
+    words.commit({**files, "README.md": b"newer"}, "main", "v1")
+    assert fetched(recipe_of(*both, "train.resume=auto"))[0].data == first.data
+
+
+def test_a_damaged_record_is_named(tmp_path: Path) -> None:
+    started(recipe_of("name=first"), tmp_path)
+    file = tmp_path / "runs/first/hub.json"
+    for text in (file.read_text()[:20], "[]", '{"model.path": 1}'):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=r"runs/first/hub\.json is damaged"):
+            fetched(recipe_of("name=first", "train.resume=auto"))
+
+
+def test_a_branch_that_moves_during_the_checks(server: FakeHub) -> None:
+    model = server.repositories["models/org/tiny"]
+    first = model.refs["main"]
+    recipe = recipe_of()
+    checked: list[str] = []
+
+    def move(recipe: Recipe) -> None:
+        checked.append(recipe.model.path)
+        model.commit({**model.commits[first], "README.md": b"new"})
+
+    local = fetch_inputs(recipe, training_inputs(recipe), move).recipe
+    assert local.model.path == checked[0] and local.model.path.endswith(first)
+
+
+def test_settings_are_checked_if_only_rows_are_on_the_hub(server: FakeHub, quickstart_data: Path) -> None:
+    recipe = recipe_of(f"model.path={quickstart_data / 'model'}", "rollout.engine=vlm")
+    inputs = evaluation_inputs(asks_judge=False)
+    with pytest.raises(ValueError, match="did you mean 'vllm'"):
+        fetch_inputs(recipe, inputs, partial(check_without_weights, training=False))
+    assert not [name for name in server.downloads() if name.endswith(".parquet")]
+
+
 def test_a_recorded_recipe_is_read_back(server: FakeHub, tmp_path: Path) -> None:
     first, _ = fetched(recipe_of())
     (tmp_path / "resolved.yaml").write_text(to_yaml(first))
@@ -112,7 +181,7 @@ def test_a_recorded_recipe_is_read_back(server: FakeHub, tmp_path: Path) -> None
     assert again == first
     server.requests.clear()
     assert (
-        fetch_inputs(with_absolute_paths(load_recipe(tmp_path / "resolved.yaml")), ["model.path"])[0].model
+        fetch_inputs(with_absolute_paths(load_recipe(tmp_path / "resolved.yaml")), ["model.path"]).recipe.model
         == first.model
     )
 
@@ -149,7 +218,7 @@ def test_only_what_a_command_reads_is_fetched(server: FakeHub) -> None:
     recipe.teacher.path, recipe.critic.model_path = "hf://org/other", "hf://org/none"
     local, _ = fetched(recipe)
     assert (local.teacher.path, local.critic.model_path) == ("hf://org/other", "hf://org/none")
-    local, _ = fetch_inputs(recipe, evaluation_inputs(asks_judge=False))
+    local = fetch_inputs(recipe, evaluation_inputs(asks_judge=False)).recipe
     assert local.data.train_files == [TRAIN] and local.data.eval_files[0].endswith("/test.parquet")
 
 

@@ -74,6 +74,12 @@ def test_every_row_is_drawn_in_each_epoch(epochs: float, steps: int) -> None:
     assert with_steps(resolved, {"train": 100}) == (resolved, [])
 
 
+def test_epochs_are_the_written_decimal() -> None:
+    recipe = Recipe()
+    recipe.train.epochs, recipe.data.prompts_per_step = 1.1, 10  # 1.1 * 100 is above 110 in floating point
+    assert with_steps(recipe, {"train": 100})[0].train.steps == 11
+
+
 def test_a_run_records_its_steps(quickstart_data: Path, tmp_path: Path) -> None:
     names = [f"model.path={quickstart_data}/model", f"runs_dir={tmp_path}"]
     names += [

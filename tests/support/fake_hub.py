@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -42,6 +43,8 @@ class FakeHub:
         self.repositories: dict[str, Repository] = {}
         self.requests: list[tuple[str, str]] = []
         self.fails = False  # answer 503 to everything
+        self.refuses: int | None = None  # answer this status to everything
+        self.waits = 0.0  # s before each answer
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -79,8 +82,11 @@ class FakeHub:
     def answer(self, handler: BaseHTTPRequestHandler) -> None:
         path = unquote(urlsplit(handler.path).path)
         self.requests.append((handler.command, path))
+        time.sleep(self.waits)
         if self.fails:
             return _send(handler, 503, b"")
+        if self.refuses is not None:
+            return _send(handler, self.refuses, b"")
         if path.startswith("/api/"):
             return self._api(handler, path.removeprefix("/api/"))
         name, _, rest = path.lstrip("/").partition("/resolve/")

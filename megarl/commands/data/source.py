@@ -62,8 +62,8 @@ def _from_hub(
     if (named := hub.model_name(name)) is None:
         raise ValueError(f"source {name!r} is neither a file, nor a folder, nor a hub name like openai/gsm8k")
     files, _ = hub.pin_data(replace(named, path=f"{config}/{split}" if config else split))
-    for file in files:
-        yield from iterate_rows(hub.data_file(file), *layouts, optional=optional)
+    for file in hub.data_files(files):
+        yield from iterate_rows(file, *layouts, optional=optional)
 
 
 def write_distinct(path: Path, rows: Iterable[dict[str, Any]]) -> Prepared:

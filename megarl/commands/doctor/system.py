@@ -13,6 +13,7 @@ from megarl.commands.doctor.finding import Finding, Needs, fail, ok, warning
 from megarl.commands.doctor.machine import Machine, existing_path
 from megarl.commands.doctor.platform_detection import platform_of
 from megarl.errors import pluralize
+from megarl.hf.hub.errors import without_secrets
 from megarl.platform.kinds import KINDS
 from megarl.preflight.run_directory import LEAST_FREE_BYTES
 
@@ -206,9 +207,9 @@ def hub(machine: Machine, needs: Needs) -> Iterator[Finding]:
         remedy = (
             "set HF_ENDPOINT to a mirror or https_proxy to a proxy; or HF_HUB_OFFLINE=1, and fetch models elsewhere"
         )
-        yield warning(f"{endpoint}: {problem}", remedy)
+        yield warning(f"{without_secrets(endpoint)}: {without_secrets(problem)}", remedy)
     else:
-        yield ok(f"{endpoint} answers")
+        yield ok(f"{without_secrets(endpoint)} answers")
 
 
 def _size(count: int) -> str:

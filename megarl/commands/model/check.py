@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,10 @@ def check_model_of(model: str, *, as_json: bool) -> int:
 
     Raises ValueError if `model` has no readable config.json.
     """
-    config, problem = _read(model)
+    config, problem, notice = _read(model)
     result = check_config(model, config, problem)
+    if notice:
+        print(notice, file=sys.stderr)
     print(json.dumps(asdict(result), indent=1) if as_json else "\n".join(_lines(result)))
     return 1 if result.reasons else 0
 
@@ -53,25 +56,25 @@ def check_config(model: str, config: dict[str, Any], weights_problem: str | None
     return ModelCheck(model, family, reasons, _facts(config, readable=not reasons), [] if known else _hints(config))
 
 
-def _read(model: str) -> tuple[dict[str, Any], str | None]:
-    """Return config.json of a folder, a file, a name on the hub or a published model, and a fault of its weights."""
+def _read(model: str) -> tuple[dict[str, Any], str | None, str | None]:
+    """Return config.json of a folder, a file, a name on the hub or a published model, a fault of its weights, and a notice."""
     path = Path(model).expanduser()
     if path.is_file():
         path = path.parent if path.name == "config.json" else path
     if path.is_dir():
         config = _config_in(path)
         if not any(path.glob("*.safetensors")):
-            return config, None  # a config.json alone is enough for this check
-        return config, weights.find_fault(path, int(text_fields(config).get("num_hidden_layers") or 0))
+            return config, None, None  # a config.json alone is enough for this check
+        return config, weights.find_fault(path, int(text_fields(config).get("num_hidden_layers") or 0)), None
     if model in published.names():
-        return published.read(model), None
+        return published.read(model), None, None
     name = hub.model_name(model)
     if name is None:
         raise ValueError(
             f"{model} is neither a folder with a config.json, nor a name on the hub (OWNER/NAME), nor one of "
             f"{', '.join(published.names())}"
         )
-    return _config_in(hub.config_folder(name)), hub.weights_fault(name)
+    return _config_in(hub.config_folder(name)), *hub.weights_fault(name)
 
 
 def _config_in(folder: Path) -> dict[str, Any]:

@@ -5,7 +5,7 @@ there. Only JSON, safetensors, tokenizer files and rows of data sets are downloa
 HF_TOKEN, HF_HOME and HF_HUB_OFFLINE have their usual meaning.
 """
 
-from megarl.hf.hub.data import cached_files, data_file, name_of_file, pin_data
+from megarl.hf.hub.data import cached_files, data_files, name_of_file, pin_data
 from megarl.hf.hub.models import (
     cached_model,
     config_folder,
@@ -25,7 +25,7 @@ __all__ = [
     "cached_files",
     "cached_model",
     "config_folder",
-    "data_file",
+    "data_files",
     "data_name",
     "local_model",
     "model_folder",

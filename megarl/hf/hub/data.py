@@ -8,40 +8,50 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megarl.hf.hub.errors import hub_errors
-from megarl.hf.hub.files import cached_snapshot, files_in, is_in_cache, listing, name_of_snapshot, snapshot
+from megarl.hf.hub.errors import hub_errors, not_in_cache
+from megarl.hf.hub.files import (
+    cached_snapshot,
+    cached_tree,
+    files_in,
+    is_in_cache,
+    listing,
+    name_of_snapshot,
+    snapshot,
+)
 from megarl.hf.hub.names import HubError, HubName, data_name, is_file
-from megarl.hf.hub.splits import CONVERTED, files_of_split
+from megarl.hf.hub.splits import CONVERTED, check_one_form, files_of_split, lacks_shards
 
 
-def pin_data(name: HubName, *, download: bool = True) -> tuple[list[HubName], str | None]:
-    """Return the files of a data set's split, each at a commit and in the cache, and a notice as `pin_model` does.
+def pin_data(name: HubName) -> tuple[list[HubName], str | None]:
+    """Return the files of a data set's split, each at a commit, and a notice as `pin_model` does. Fetches no rows.
 
     The split's files are the ones in the README's `configs`, else files named after the split, else the parquet files
-    that the hub has converted the data set to. Without `download` the files keep the revision of `name`. Raises HubError.
+    that the hub has converted the data set to. Raises HubError, also if the hub gives no answer and the cache has a part.
     """
     with hub_errors(name, "dataset"):
-        files, notice = listing(name, "dataset")
-        readme = _text(name, "README.md") if "README.md" in files else ""
-        chosen, has = files_of_split(name.path, files, readme)
-        if not chosen and not name.is_pinned and name.revision is None and not is_file(name.path):
+        listed = listing(name, "dataset")
+        has_readme = "README.md" in listed.files and not is_file(name.path)
+        readme = _text(replace(listed.name, path="README.md")) if has_readme else ""
+        chosen, has = files_of_split(name.path, listed.files, readme)
+        if not chosen and name.revision is None and not is_file(name.path):
             converted = replace(name, revision=CONVERTED)
             with contextlib.suppress(HubError), hub_errors(converted, "dataset"):
-                files, notice = listing(converted, "dataset")
-                chosen, splits = files_of_split(name.path, files, "")
+                listed = listing(converted, "dataset")
+                chosen, splits = files_of_split(name.path, listed.files, "")
                 name, has = converted, has or splits
         if not chosen:
-            raise HubError(f"{name.repo} has no rows {name.path!r}", _name_one_of(name, has, files))
-        if not download:
-            return [replace(name, path=file) for file in chosen], notice
-        commit = snapshot(name, "dataset", [glob.escape(file) for file in chosen]).name
-        return [HubName(name.repo, commit, file) for file in chosen], notice
+            raise HubError(f"{name.repo} has no rows {name.path!r}", _name_one_of(name, has, listed.files))
+        check_one_form(name, chosen)
+        if not listed.is_whole and lacks_shards(name.path, chosen):
+            raise not_in_cache(None, name, "data set")
+        return [replace(listed.name, path=file) for file in chosen], listed.notice
 
 
-def data_file(name: HubName) -> Path:
-    """Return a file of a data set at a commit in this machine's cache, downloaded if it is missing. Raises HubError."""
-    with hub_errors(name, "dataset"):
-        return snapshot(name, "dataset", [glob.escape(name.path)]) / name.path
+def data_files(names: Sequence[HubName]) -> list[Path]:
+    """Return files of one data set at one commit in this machine's cache; missing ones are downloaded. Raises HubError."""
+    with hub_errors(names[0], "dataset"):
+        folder = snapshot(names[0], "dataset", [glob.escape(name.path) for name in names])
+        return [folder / name.path for name in names]
 
 
 def cached_files(item: str) -> list[str]:
@@ -57,7 +67,10 @@ def cached_files(item: str) -> list[str]:
         if folder is not None:
             readme = folder / "README.md"
             text = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
-            if files := files_of_split(name.path, files_in(folder), text)[0]:
+            tree = cached_tree(folder)
+            files, _ = files_of_split(name.path, files_in(folder) if tree is None else tree, text)
+            is_whole = tree is not None or not lacks_shards(name.path, files)
+            if files and is_whole and all((folder / file).is_file() for file in files):
                 return [str(folder / file) for file in files]
     return []
 
@@ -80,5 +93,5 @@ def _name_one_of(name: HubName, splits: Sequence[str], files: Sequence[str]) -> 
     )
 
 
-def _text(name: HubName, file: str) -> str:
-    return (snapshot(name, "dataset", [file]) / file).read_text(encoding="utf-8", errors="replace")
+def _text(name: HubName) -> str:
+    return data_files([name])[0].read_text(encoding="utf-8", errors="replace")

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from megarl.hf.hub.names import HubError, HubName, Kind
+
+
+def without_secrets(text: str) -> str:
+    """Return `text` without user, password and query of the addresses in it."""
+    return re.sub(r"(\w+://)(?:[^/\s'\"]*@)?([^?\s'\"]*)(?:\?[^\s'\")]*)?", r"\1\2", text)
 
 
 def cache_folder() -> Path:
@@ -19,9 +25,10 @@ def cache_folder() -> Path:
 
 
 def endpoint() -> str:
+    """Return the address of the hub, for messages: without user, password and query."""
     from huggingface_hub import constants
 
-    return constants.ENDPOINT
+    return without_secrets(constants.ENDPOINT)
 
 
 def is_offline() -> bool:
@@ -37,11 +44,20 @@ def _errors() -> Any:
     return huggingface_hub.errors
 
 
+def http_status(error: BaseException | None) -> int | None:
+    return getattr(getattr(error, "response", None), "status_code", None)
+
+
+def is_refused(error: BaseException) -> bool:
+    """Return whether `error` is an answer of the hub that gives no files: deleted, private, gated or overloaded."""
+    return isinstance(error, _errors().HfHubHTTPError) and http_status(error) is not None
+
+
 def is_unreachable(error: BaseException) -> bool:
     """Return whether `error` means that the hub gave no answer, or an answer of an overloaded server."""
     if isinstance(error, _errors().HfHubHTTPError):
-        response = getattr(error, "response", None)
-        return response is not None and response.status_code >= 500
+        status = http_status(error)
+        return status is not None and (status >= 500 or status == 429)
     package = type(error).__module__.split(".")[0]  # HTTP libraries differ between versions of huggingface_hub
     return package in ("httpx", "httpx2", "requests") or isinstance(error, (ConnectionError, TimeoutError))
 
@@ -70,10 +86,9 @@ def _hub_error(error: Exception, name: HubName, kind: Kind) -> HubError | None:
         )
     if isinstance(error, errors.RepositoryNotFoundError):
         return HubError(
-            f"there is no folder of this name (working directory: {Path.cwd()}), and {endpoint()} has no such {what}, or it "
-            f"is private"
+            f"{_no_folder()}, and {endpoint()} has no such {what}, or it is private{_status(error)}"
             if kind == "model"
-            else f"{endpoint()} has no data set {name.repo}, or it is private",
+            else f"{endpoint()} has no data set {name.repo}, or it is private{_status(error)}",
             "correct the name; for a private one log in on every node with `hf auth login`, or set HF_TOKEN",
         )
     if isinstance(error, errors.RevisionNotFoundError):
@@ -86,27 +101,44 @@ def _hub_error(error: Exception, name: HubName, kind: Kind) -> HubError | None:
         return not_in_cache(error, name, what)
     if isinstance(error, errors.HfHubHTTPError):
         return HubError(
-            f"{endpoint()} refused {name.repo}: {' '.join(str(error).split())}", f"open {page} in a browser"
+            f"{endpoint()} refused {name.repo}{_status(error)}: {without_secrets(' '.join(str(error).split()))}",
+            f"open {page} in a browser",
+        )
+    if type(error).__module__.split(".")[0] == "hf_xet":
+        return HubError(
+            f"the download of {name.repo} failed: {without_secrets(' '.join(str(error).split()))}",
+            "start again: it goes on where it stopped; HF_HUB_DISABLE_XET=1 downloads over plain HTTP",
         )
     if isinstance(error, OSError):
         return _disk_error(error, name)
     return None
 
 
+def _no_folder() -> str:
+    return f"there is no folder of this name (working directory: {Path.cwd()})"
+
+
+def _status(error: BaseException | None) -> str:
+    status = http_status(error)
+    return "" if status is None else f" (HTTP status {status})"
+
+
 def not_in_cache(error: Exception | None, name: HubName, what: str) -> HubError:
     """Return the error for files that are missing in the cache while the hub gives no answer. `error`: the cause, if known."""
     where, revision = cache_folder(), f"@{name.revision}" if name.revision else ""
+    folder = f"{_no_folder()}, " if what == "model" else ""
     fetch = f"hf download {'' if what == 'model' else '--repo-type dataset '}{name.repo}"
     fetch += f" --revision {name.revision}" if name.revision else ""
     if is_offline():
         return HubError(
-            f"HF_HUB_OFFLINE is set, and {name.repo}{revision} is not complete in the cache {where}",
+            f"{folder}HF_HUB_OFFLINE is set, and {name.repo}{revision} is not complete in the cache {where}",
             f"fetch it where there is a network (`{fetch}`) into this cache, set HF_HOME to the folder that has it, give the "
             "path of a folder, or unset HF_HUB_OFFLINE",
         )
-    cause = "" if error is None else f" ({type(error.__cause__ or error).__name__})"
+    first = None if error is None else error.__cause__ or error
+    cause = "" if first is None else _status(first) or f" ({type(first).__name__})"
     return HubError(
-        f"{endpoint()} does not answer{cause}, and {name.repo}{revision} is not complete in the cache {where}",
+        f"{folder}{endpoint()} {'gives no files' if http_status(first) else 'does not answer'}{cause}, and {name.repo}{revision} is not complete in the cache {where}",
         f"set https_proxy, or HF_ENDPOINT to a mirror; or run `{fetch}` where there is a network and copy the cache; or give the "
         "path of a folder",
     )
@@ -116,7 +148,8 @@ def _disk_error(error: OSError, name: HubName) -> HubError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return HubError(
             f"the disk of the cache {cache_folder()} is full: {name.repo} is not complete",
-            "free some space, or set HF_HOME to a folder on another disk; the download then goes on where it stopped",
+            "free some space: the download then goes on where it stopped; or set HF_HOME to a folder on another disk, where it "
+            "starts again",
         )
     return HubError(
         f"{name.repo} cannot be written to the cache {cache_folder()}: {error.strerror or error}",

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from megarl.hf.hub.errors import hub_errors, not_in_cache
-from megarl.hf.hub.files import cached_snapshot, is_in_cache, listing, name_of_snapshot, snapshot
+from megarl.hf.hub.files import LEFT_OUT, cached_snapshot, is_in_cache, listing, name_of_snapshot, snapshot
 from megarl.hf.hub.names import HubError, HubName
 
-_SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt", "tokenizer*.txt")
+_SMALL_FILES = (
+    "*.json",
+    "chat_template*.jinja",
+    "additional_chat_templates/*.jinja",
+    "*.model",
+    "*.tiktoken",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer*.txt",
+)
 _WEIGHTS = ("*.safetensors",)
 
 
@@ -22,10 +31,11 @@ def pin_model(name: HubName, *, weights: bool = True, download: bool = True) -> 
     the hub answers, says that it does not, so that the commit in the cache is used. Raises HubError.
     """
     with hub_errors(name, "model"):
-        files, notice = listing(name, "model")
-        if weights and not _has_safetensors(files):
-            raise _no_safetensors(name, files) if notice is None else not_in_cache(None, name, "model")
-        return replace(name, revision=snapshot(name, "model", _model_patterns(weights and download)).name), notice
+        listed = listing(name, "model")
+        if weights and not _has_safetensors(listed.files):
+            raise _no_safetensors(name, listed.files) if listed.is_whole else not_in_cache(None, name, "model")
+        snapshot(listed.name, "model", _model_patterns(weights and download))
+        return listed.name, listed.notice
 
 
 def model_folder(name: HubName, *, weights: bool = True) -> Path:
@@ -37,20 +47,27 @@ def model_folder(name: HubName, *, weights: bool = True) -> Path:
 def config_folder(name: HubName) -> Path:
     """Return the folder in the cache with the model's config.json, and with no more if it was not there. Raises HubError."""
     with hub_errors(name, "model"):
-        return snapshot(name, "model", ["config.json"])
+        return snapshot(listing(name, "model").name, "model", ["config.json"])
 
 
-def weights_fault(name: HubName) -> str | None:
-    """Return why the trainer cannot read a model's weights, by the names of its files; None if it can. Raises HubError."""
+def weights_fault(name: HubName) -> tuple[str | None, str | None]:
+    """Return why the trainer cannot read a model's weights, by the names of its files, and a notice if these are unknown.
+
+    Both are None if the trainer can read them. Raises HubError.
+    """
     with hub_errors(name, "model"):
-        files, _ = listing(name, "model")
-    return None if _has_safetensors(files) else str(_no_safetensors(name, files))
+        listed = listing(name, "model")
+    if _has_safetensors(listed.files):
+        return None, None
+    if listed.is_whole:
+        return str(_no_safetensors(name, listed.files)), None
+    return None, f"{listed.notice}; the cache has no list of its files, so its weights are not checked"
 
 
 def cached_model(name: HubName) -> Path | None:
     """Return the folder of a model in the cache if it has weights, without any connection; None otherwise."""
     folder = cached_snapshot(name, "model")
-    return folder if folder is not None and any(folder.glob("*.safetensors")) else None
+    return folder if folder is not None and _has_safetensors([file.name for file in folder.iterdir()]) else None
 
 
 def local_model(path: str, *, weights: bool = True) -> str:
@@ -75,14 +92,19 @@ def _model_patterns(weights: bool) -> tuple[str, ...]:
 
 
 def _has_safetensors(files: Sequence[str]) -> bool:
-    return any(file.endswith(".safetensors") and "/" not in file for file in files)
+    return any(
+        file.endswith(".safetensors") and not any(fnmatchcase(file, each) for each in LEFT_OUT) for file in files
+    )
 
 
 def _no_safetensors(name: HubName, files: Sequence[str]) -> HubError:
-    weights = [file for file in files if file.endswith((".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5"))]
+    weights = [
+        file for file in files if file.endswith((".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".safetensors"))
+    ]
     has = f"weights in {', '.join(sorted(weights)[:2])}" if weights else f"{', '.join(sorted(files)[:4]) or 'no files'}"
     remedy = (
         "name a repository or a revision with safetensors (for many models the hub has a pull request with them: "
         f"{name.repo}@refs/pr/N), or convert the model in a trusted place with save_pretrained"
     )
-    return HubError(f"{name.repo} has no *.safetensors, but {has}; megarl reads no pickles", remedy)
+    absent = "no model*.safetensors" if any(file.endswith(".safetensors") for file in files) else "no *.safetensors"
+    return HubError(f"{name.repo} has {absent}, but {has}; megarl reads no pickles", remedy)

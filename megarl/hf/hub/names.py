@@ -15,8 +15,14 @@ _REPOSITORY = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
 _MODEL = re.compile(rf"({_REPOSITORY})(?:@([\w./-]+))?")
 _DATA = re.compile(rf"(?:datasets/)?({_REPOSITORY})(?:@((?:refs/(?:convert|pr)/)?[^/@]+))?/(.+)")
 
-_FOLDERS = ("checkpoints", "ckpts", "data", "datasets", "model", "models", "outputs", "runs", "spaces", "weights")
+_FOLDERS = re.compile(
+    "artifacts|cache|(?:checkpoint|ckpt|dataset|experiment|export|llm|log|model|output|result|run|save|weight)s?|data|exp|hf|home"
+    "|local|mnt|out|pretrained(?:_models)?|saved|scratch|spaces|tmp|work|workspace",
+    re.IGNORECASE,
+)
 """Usual names of folders, which are read as paths even if they do not exist; the hub reserves several of them."""
+
+_FILE = re.compile(r".*\.(?:jsonl?|ya?ml|safetensors|bin|pth?|ckpt|parquet|gguf|py|txt)", re.IGNORECASE)
 
 
 class HubError(ValueError):
@@ -53,7 +59,8 @@ def model_name(text: str) -> HubName | None:
     """Return the hub name in the value of a setting such as `model.path`; None if it is the path of a folder.
 
     `hf://OWNER/NAME[@REVISION]` is always a hub name. `OWNER/NAME[@REVISION]` is one if neither it nor `OWNER` is a folder
-    here, and `OWNER` is not a usual name of folders (models, data, ...). Raises HubError for another text after `hf://`.
+    here, `OWNER` is not a usual name of folders (models, data, ...), and it does not end as a file does. Raises HubError for
+    another text after `hf://`.
     """
     match = _MODEL.fullmatch(text.removeprefix(PREFIX))
     if text.startswith(PREFIX):
@@ -68,7 +75,12 @@ def model_name(text: str) -> HubName | None:
 
 def _is_free(text: str) -> bool:
     owner = text.split("/")[0]
-    return owner not in _FOLDERS and not os.path.exists(text) and not os.path.isdir(owner)
+    return (
+        _FOLDERS.fullmatch(owner) is None
+        and _FILE.fullmatch(text) is None
+        and not os.path.exists(text)
+        and not os.path.isdir(owner)
+    )
 
 
 def data_name(text: str) -> HubName | None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 import yaml
+
+from megarl.hf.hub.names import HubError, HubName
 
 CONVERTED = "refs/convert/parquet"
 """Branch with the parquet files that the hub converts a public data set to: CONFIG/SPLIT/0000.parquet."""
@@ -15,6 +18,7 @@ CONVERTED = "refs/convert/parquet"
 _SUFFIXES = (".parquet", ".jsonl")
 _FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*$", re.DOTALL | re.MULTILINE)
 _NAMED = re.compile(r"(?:(?P<folder>.+)/)?(?P<split>[A-Za-z]\w*)(?:-\d{5}-of-\d{5})?\.(?:parquet|jsonl)")
+_SHARD = re.compile(r"-(\d{5})-of-(\d{5})(?=\.)")
 _CONVERTED_FILE = re.compile(r"(?P<config>[^/]+)/(?P<split>[^/]+)/\d{4,}\.parquet")
 
 
@@ -33,6 +37,31 @@ def files_of_split(path: str, files: Sequence[str], readme: str) -> tuple[list[s
     default = [name for name in matches if name == f"default/{path}"]
     chosen = [path] if path in splits else default or matches
     return (splits[chosen[0]] if len(chosen) == 1 else []), [*splits]
+
+
+def lacks_shards(path: str, files: Sequence[str]) -> bool:
+    """Return whether `files`, chosen for `path`, are a part of a set train-00000-of-00002, ... A named file needs no others."""
+    numbers: dict[str, set[str]] = {}
+    for file in files:
+        if match := _SHARD.search(file):
+            numbers.setdefault(_SHARD.sub(r"-*-of-\2", file), set()).add(match[1])
+    return path not in files and any(len(each) < int(form.rpartition("-of-")[2][:5]) for form, each in numbers.items())
+
+
+def check_one_form(name: HubName, files: Sequence[str]) -> None:
+    """Raise HubError if `files` have a split in several forms, e.g. train.jsonl and train.parquet: its rows would be doubled."""
+    forms: dict[str, dict[str, None]] = {}
+    for file in files:
+        if split := _split_of(file):
+            form = re.sub(r"/\d+\.parquet$", "/*.parquet", _SHARD.sub(r"-*-of-\2", file))
+            forms.setdefault(split, {})[form] = None
+    for split, several in forms.items():
+        if len(several) > 1:
+            named = " or ".join(str(replace(name, path=form)) for form in several)
+            raise HubError(
+                f"{name.repo} has {split} in several forms, so its rows would be doubled: {', '.join(files)}",
+                f"name one form: {named}",
+            )
 
 
 def _from_readme(readme: str, rows: Sequence[str]) -> dict[str, list[str]]:
@@ -64,16 +93,19 @@ def _from_names(rows: Sequence[str]) -> dict[str, list[str]]:
     """
     splits: dict[str, list[str]] = {}
     for file in rows:
-        if match := _CONVERTED_FILE.fullmatch(file):
-            config = match["config"]
-        elif match := _NAMED.fullmatch(file):
-            config = "default" if match["folder"] in (None, "data") else match["folder"].removeprefix("data/")
-            if "/" in config:
-                continue
-        else:
-            continue
-        splits.setdefault(f"{config}/{match['split']}", []).append(file)
+        if split := _split_of(file):
+            splits.setdefault(split, []).append(file)
     return splits
+
+
+def _split_of(file: str) -> str | None:
+    """Return "CONFIG/SPLIT" of a file by its name; None if it is named after no split."""
+    if match := _CONVERTED_FILE.fullmatch(file):
+        return f"{match['config']}/{match['split']}"
+    if (match := _NAMED.fullmatch(file)) is None:
+        return None
+    config = "default" if match["folder"] in (None, "data") else match["folder"].removeprefix("data/")
+    return None if "/" in config else f"{config}/{match['split']}"
 
 
 def _matches(file: str, pattern: str) -> bool:

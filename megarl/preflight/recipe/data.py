@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 
@@ -16,6 +17,8 @@ COLUMNS = {
     "preferences": ("prompt", "chosen", "rejected", "data_source", "extra_info"),
 }
 """Columns that a run reads, by train.source."""
+
+_SPLIT = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(/[\w-]+){1,2}")  # OWNER/NAME/[CONFIG/]SPLIT
 
 
 def column_errors(source: str, columns: dict[str, str]) -> Iterator[RecipeError]:
@@ -53,7 +56,10 @@ def data_errors(data: DataConfig) -> Iterator[RecipeError]:
             yield from _hub_name_errors(name, file)
         elif not file.endswith((".parquet", ".jsonl")):
             problem = f"{file} is neither .parquet nor .jsonl"
-            yield RecipeError(name, problem, "convert it to one of these, as docs/data.md shows", value=file)
+            remedy = "convert it to one of these, as docs/data.md shows"
+            if not os.path.exists(file) and _SPLIT.fullmatch(file):
+                remedy += f"; for rows on the hub write hf://{file}"
+            yield RecipeError(name, problem, remedy, value=file)
 
 
 def _hub_name_errors(setting: str, file: str) -> Iterator[RecipeError]:

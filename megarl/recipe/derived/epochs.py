@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from fractions import Fraction
 
 from megarl.errors import RecipeError, pluralize
 from megarl.recipe.schema import Recipe
@@ -20,7 +21,7 @@ def with_steps(recipe: Recipe, rows_of_sets: Mapping[str, int]) -> tuple[Recipe,
         return recipe, []
     (rows,) = rows_of_sets.values()  # `epochs_errors` refuses several sets
     each = recipe.data.prompts_per_step
-    steps = math.ceil(epochs * rows / each)
+    steps = math.ceil(Fraction(str(epochs)) * rows / each)  # 1.1 as written, not the nearest float
     notice = (
         f"train.epochs = {epochs:g}: {pluralize(rows, 'row')} with data.prompts_per_step = {each:,} are "
         f"{pluralize(steps, 'step')}"

@@ -99,6 +99,13 @@ def test_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
         assert status == 1 and "org/old has no *.safetensors, but weights in pytorch_model.bin" in text
         status, text = run(capsys, "org/none")
         assert status == 2 and "has no such model" in text
+        use_hub(monkeypatch, server.url, tmp_path / "home", offline=True)
+        assert run(capsys, "org/new")[0] == 0 and run(capsys, "org/old")[0] == 1  # the cache has the lists of files
+        for tree in (tmp_path / "home").rglob("trees/*.json"):
+            tree.unlink()
+        for name in ("org/new", "org/old"):
+            status, text = run(capsys, name)
+            assert status == 0 and "HF_HUB_OFFLINE is set" in text and "its weights are not checked" in text
 
 
 @pytest.mark.parametrize(
