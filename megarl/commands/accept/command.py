@@ -56,7 +56,7 @@ def accept(recipe: Path | None, overrides: Sequence[str], options: AcceptOptions
     if options.expect:
         from megarl.commands.accept.stages.expected import expectation
 
-        print(expectation(settings, stages, ends, options.resume))
+        print(expectation(settings, stages, ends, options.resume, options.out))
         return 0
     directory.mkdir(parents=True, exist_ok=True)
     if not (directory / FILE).exists():

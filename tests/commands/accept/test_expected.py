@@ -72,6 +72,17 @@ def test_the_command_of_a_stage_needs_the_launcher_only_for_all_nodes() -> None:
     assert lines(npus("dapo_qwen3_30b"), "alone", Path("/d"))[3] == "python -m megarl accept --resume /d --stages 3"
 
 
+def test_the_command_of_a_stage_keeps_the_options_given(capsys: pytest.CaptureFixture[str]) -> None:
+    options = AcceptOptions(device="cpu", minutes=12.5, stages="4", out=Path("my runs"), expect=True)
+    assert command.accept(None, [], options) == 0
+    shown = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  alone "))
+    accept, *arguments = shlex.split(shown.rpartition(" megarl ")[2])
+    parsed = typer.main.get_command(app).commands[accept].make_context("accept", arguments).params
+    assert (parsed["minutes"], parsed["out"], parsed["stages"]) == (12.5, Path("my runs"), "4")
+    assert command.accept(None, [], AcceptOptions(device="cpu", expect=True)) == 0
+    assert not {"--minutes", "--out"} & set(capsys.readouterr().out.split()), "defaults are not shown"
+
+
 def test_on_a_laptop_the_header_has_the_devices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     options = AcceptOptions(device="npu", expect=True, out=tmp_path)
     if command.kind_of("npu").is_here():
