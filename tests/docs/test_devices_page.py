@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 import shutil
@@ -25,12 +26,15 @@ PAGES = {name: (ROOT / "docs" / name).read_text() for name in NAMES}
 KEYS = set(re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "recipes.md").read_text(), re.M))
 SECTIONS = {key.split(".")[0] for key in KEYS if "." in key}
 LAUNCHERS = ("launch/multinode.sh", "launch/ssh.sh")
-# A choice of devices: the line of step 0 as a mapping.
-CHOICES = [
-    dict(word.split("=", 1) for word in shlex.split(line, comments=True))
-    for line in PAGES["devices.md"].splitlines()
-    if line.startswith("KIND=")
-]
+
+
+def variables(first: str) -> list[dict[str, str]]:
+    """Return the lines of step 0 that begin with this variable, as mappings."""
+    lines = [line for line in PAGES["devices.md"].splitlines() if line.startswith(f"{first}=")]
+    return [dict(word.split("=", 1) for word in shlex.split(line, comments=True)) for line in lines]
+
+
+CHOICES, CHOICES_OF_MANY = variables("KIND"), variables("MANY")
 
 
 def blocks(page: str) -> list[str]:
@@ -38,12 +42,12 @@ def blocks(page: str) -> list[str]:
 
 
 def commands(page: str) -> list[list[str]]:
-    """Words of each command of megarl or a launcher, for each choice of devices."""
+    """Words of each command of megarl or a launcher, for each choice of devices and of several nodes."""
     unique: dict[tuple[str, ...], None] = {}
     for line in "\n".join(blocks(page)).splitlines():
-        for choice in CHOICES:
+        for choice, many in itertools.product(CHOICES, CHOICES_OF_MANY):
             text = line
-            for name, value in choice.items():
+            for name, value in {**choice, **many}.items():
                 text = text.replace(f"${name}", value)
             unique[tuple(shlex.split(text, comments=True))] = None
     return [list(words) for words in unique if "megarl" in words or any(word in LAUNCHERS for word in words)]
@@ -120,6 +124,8 @@ class TestPage:
         text, words = PAGES[page], [word for words in commands(page) for word in words]
         if page in ("accept.md", "devices_reference.md"):
             pytest.skip("an acceptance needs no files, and a laptop has generated ones")
+        if page == "devices.md":  # it refers to the reference for DeepSeek-V3
+            text += PAGES["devices_reference.md"]
         made = set(re.findall(r"--(?:local-dir|out) ([\w./-]+)", text))
         used = [word for word in dict.fromkeys(words) if word.startswith("recipes/")]
         assert len(used) >= 2
@@ -152,9 +158,27 @@ def test_the_stages_are_those_of_the_acceptance() -> None:
     assert "only stages 0 and 3 use them" in section and OF_ALL_NODES == (0, 3)
 
 
-def test_the_number_of_nodes_is_that_of_the_recipes_header() -> None:
-    for words in commands("devices.md"):
-        if "--nodes" in words:
-            path = next(word for word in words if word.startswith("recipes/"))
-            machine = hardware_of(ROOT / path)
-            assert machine is not None and int(words[words.index("--nodes") + 1]) == machine[1]
+def test_recipes_of_several_nodes_use_all_devices_of_their_nodes() -> None:
+    """An acceptance with another number of nodes than the recipe's fails in stage 0."""
+    assert {loaded(many["MANY"]).cluster.device for many in CHOICES_OF_MANY} == {choice["KIND"] for choice in CHOICES}
+    for many in CHOICES_OF_MANY:
+        recipe, machine = loaded(many["MANY"]), hardware_of(ROOT / many["MANY"])
+        assert machine is not None and machine[1] == int(many["NODES"]) > 1
+        assert recipe.cluster.trainers == machine[1] * machine[2]
+        if "DEVICE" in many:
+            assert device_named(many["DEVICE"]).kind == recipe.cluster.device
+    accepted = [words for words in commands("devices.md") if "--nodes" in words]
+    shown = {(words[words.index("accept") + 1], words[words.index("--nodes") + 1]) for words in accepted}
+    assert shown == {(many["MANY"], many["NODES"]) for many in CHOICES_OF_MANY}
+
+
+def test_every_stage_has_a_row_in_the_table_of_failures() -> None:
+    section = PAGES["devices_reference.md"].split("\n## After a failure\n")[1].split("\n## ")[0]
+    rows = set(re.findall(r"^\| (\d)[ ,]", section, re.M))
+    assert rows == {str(stage.number) for stage in STAGES if stage.name != "speed"}, "stage 7 has no limits"
+
+
+def test_a_resumed_acceptance_of_all_nodes_has_another_folder() -> None:
+    """`--resume` keeps the number of nodes, so the folder of one node cannot serve for a test of all nodes."""
+    folders = {words[0] == "megarl": words[words.index("--resume") + 1] for words in commands("devices.md") if "--resume" in words}  # fmt: skip
+    assert len(folders) == 2 and folders[True] != folders[False]

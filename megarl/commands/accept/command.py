@@ -56,12 +56,14 @@ def accept(recipe: Path | None, overrides: Sequence[str], options: AcceptOptions
     if options.expect:
         from megarl.commands.accept.stages.expected import expectation
 
-        print(expectation(settings, stages, ends, options.resume))
+        print(expectation(settings, stages, ends, options.resume, options.out))
         return 0
     directory.mkdir(parents=True, exist_ok=True)
     if not (directory / FILE).exists():
         write_settings(directory, settings)
     print(f"stages run in {directory}; to resume after an interruption: --resume {directory}", flush=True)
+    if notice := _one_node_notice(settings):
+        print(notice, flush=True)
     together = CPU_TOGETHER if settings.tiny else 1
     if together > 1:  # the longest first, so that none runs alone at the end
         stages = sorted(stages, key=lambda stage: -stage.minutes)
@@ -141,6 +143,16 @@ def _resumed(options: AcceptOptions) -> Settings:
         write_atomically(options.resume / RESULTS, to_json(kept).encode())
     write_settings(options.resume, settings)
     return settings
+
+
+def _one_node_notice(settings: Settings) -> str:
+    """Return a notice if an acceptance of one node runs stages of all nodes in a Ray cluster, else ""."""
+    if settings.nodes > 1 or not settings.ray_address or not set(OF_ALL_NODES) & set(settings.stages):
+        return ""
+    return (
+        f"this acceptance is of one node: it leaves out other nodes of the Ray cluster at {settings.ray_address}. To test "
+        "them start another acceptance, with --nodes N and without --resume."
+    )
 
 
 def _needs_ray(nodes: int, option: str) -> InputError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,25 @@ def test_the_command_of_a_stage_needs_the_launcher_only_for_all_nodes() -> None:
         parsed = typer.main.get_command(app).commands[accept].make_context("accept", arguments).params
         assert parsed["stages"] == str(stage.number) and parsed["device"] == "npu"
     assert lines(npus("dapo_qwen3_30b"), "alone", Path("/d"))[3] == "python -m megarl accept --resume /d --stages 3"
+
+
+def test_the_command_of_a_stage_keeps_the_options_given(capsys: pytest.CaptureFixture[str]) -> None:
+    options = AcceptOptions(device="cpu", minutes=12.5, stages="4", out=Path("my runs"), expect=True)
+    assert command.accept(None, [], options) == 0
+    shown = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  alone "))
+    accept, *arguments = shlex.split(shown.rpartition(" megarl ")[2])
+    parsed = typer.main.get_command(app).commands[accept].make_context("accept", arguments).params
+    assert (parsed["minutes"], parsed["out"], parsed["stages"]) == (12.5, Path("my runs"), "4")
+    assert command.accept(None, [], AcceptOptions(device="cpu", expect=True)) == 0
+    assert not {"--minutes", "--out"} & set(capsys.readouterr().out.split()), "defaults are not shown"
+
+
+def test_one_node_of_a_cluster_is_reported() -> None:
+    """A folder of one node that is resumed under a launcher of many nodes would pass without the others."""
+    one_node = Settings("npu", 16, stages=(0, 3, 4), ray_address="node0:6379")
+    assert "leaves out other nodes of the Ray cluster at node0:6379" in command._one_node_notice(one_node)
+    for settings in (replace(one_node, nodes=8), replace(one_node, ray_address=""), replace(one_node, stages=(4, 8))):
+        assert command._one_node_notice(settings) == ""
 
 
 def test_on_a_laptop_the_header_has_the_devices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -24,9 +24,13 @@ _NONE = "no recipe: only tiny models"
 
 
 def expectation(
-    settings: Settings, stages: Sequence[Stage], ends: dict[int, float], resumed: Path | None = None
+    settings: Settings,
+    stages: Sequence[Stage],
+    ends: dict[int, float],
+    resumed: Path | None = None,
+    out: Path = Path(),
 ) -> str:
-    """Return the text. `ends`: deadline of each stage in seconds. `resumed`: the folder of `--resume`."""
+    """Return the text. `ends`: deadline of each stage in seconds. `resumed`: the folder of `--resume`. `out`: of `--out`."""
     kind = kind_of(settings.device)
     context = StageContext(settings, Path(), Path(), math.inf)
     lines = [
@@ -41,7 +45,7 @@ def expectation(
             f"  {'runs':<{_WIDTH}}{stage.runs}",
             f"  {'here':<{_WIDTH}}{here(context, stage.number)}",
             f"  {'passes when':<{_WIDTH}}{stage.passes}",
-            f"  {'alone':<{_WIDTH}}{command_of(settings, stage.number, resumed)}",
+            f"  {'alone':<{_WIDTH}}{command_of(settings, stage.number, resumed, out)}",
         ]
         before = ends[stage.number]
     if BUNDLE in settings.stages:
@@ -56,8 +60,8 @@ def expectation(
     return "\n".join(lines)
 
 
-def command_of(settings: Settings, number: int, resumed: Path | None = None) -> str:
-    """Return the command that runs one stage alone. Stages of one node need no launcher."""
+def command_of(settings: Settings, number: int, resumed: Path | None = None, out: Path = Path()) -> str:
+    """Return the command that runs one stage alone, with the options of this call. Stages of one node need no launcher."""
     launcher = "bash launch/multinode.sh -- " if settings.nodes > 1 and number in OF_ALL_NODES else ""
     words = ["python", "-m", "megarl", "accept"]
     if resumed is not None:
@@ -65,6 +69,8 @@ def command_of(settings: Settings, number: int, resumed: Path | None = None) -> 
     else:
         words += [*filter(None, [_shown(settings.recipe)]), *settings.overrides, "--device", settings.device]
         words += ["--nodes", str(settings.nodes)] if launcher else []
+        words += ["--minutes", f"{settings.minutes:g}"] if settings.minutes != Settings.minutes else []
+        words += ["--out", str(out)] if out != Path() else []
     return launcher + shlex.join([*words, "--stages", str(number)])
 
 
