@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -54,7 +55,7 @@ class _Names:
 
     def files(self, key: str, files: list[str]) -> list[str]:
         for file in files if key in self.used else ():
-            self._try(key, file, lambda file=file: self._resolve(key, file), None)
+            self._try(key, file, partial(self._resolve, key, file), None)
         return files
 
     def _resolve(self, key: str, file: str) -> None:

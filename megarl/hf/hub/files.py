@@ -13,8 +13,10 @@ from megarl.atomic_files import write_atomically
 from megarl.hf.hub.errors import cache_folder, endpoint, http_status, is_offline, is_refused, is_unreachable
 from megarl.hf.hub.names import COMMIT, HubName, Kind
 
-LEFT_OUT = ("original/*", "onnx/*", "openvino/*", "consolidated*")
-LEFT_OUT += tuple(f"*/*.{suffix}" for suffix in ("safetensors", "json", "model", "tiktoken", "txt"))
+LEFT_OUT = (
+    *("original/*", "onnx/*", "openvino/*", "consolidated*"),
+    *(f"*/*.{suffix}" for suffix in ("safetensors", "json", "model", "tiktoken", "txt")),
+)
 """Copies of the weights in other formats, and files of other programs in subfolders, which some repositories have."""
 
 _TIMEOUT = 10.0  # s, for an answer without files
