@@ -80,6 +80,7 @@ class ElasticEngines(Engines):
         self.restarts.append(engine)
         self.services.append(LeavingService(engine))
         handle = EngineHandle(self.services[engine])  # type: ignore[arg-type]
+        self.handles.append(handle)
         self.fleet.engines.append(handle)
         self.sampling.append(handle)
 
