@@ -44,7 +44,7 @@ def blocks(page: str) -> list[str]:
 def commands(page: str) -> list[list[str]]:
     """Words of each command of megarl or a launcher, for each choice of devices and of several nodes."""
     unique: dict[tuple[str, ...], None] = {}
-    for line in "\n".join(blocks(page)).splitlines():
+    for line in "\n".join(blocks(page)).replace("\\\n", " ").splitlines():
         for choice, many in itertools.product(CHOICES, CHOICES_OF_MANY):
             text = line
             for name, value in {**choice, **many}.items():
