@@ -84,7 +84,7 @@ def test_a_resumed_window_equals_the_saved_one_and_may_be_shorter() -> None:
         (["train.spike_window=32"], "train.spike_window", "train.on_spike is not set"),
         (["train.on_spike=warn", "train.spike_factor=1"], "train.spike_factor", "above 1"),
         (["train.on_spike=warn", "train.spike_window=15"], "train.spike_window", "at least 16"),
-        (["train.on_spike=stop"], "train.on_spike", "warn, skip"),
+        (["train.on_spike=stop"], "train.on_spike", "warn, skip, rollback"),
         (["train.on_spike=rollback"], "train.on_spike", "train.save_every = 0 writes none"),
     ],
 )

@@ -30,7 +30,7 @@ DEVICE = Device(
 )
 """1e12 FLOP/s, 1e9 bytes/s of memory, links and the host, 1e8 over the network, 5e7 between hosts."""
 
-ATTENTION = Attention(weights=100, per_pair=4, per_cached_pair=6, cached=8, keys_and_values=8, pieces=2)
+ATTENTION = Attention(weights=100, per_pair=4, per_cached_pair=6, cached=8, keys_and_values=8, pieces=2, least=100)
 DENSE = ModelShape(
     hidden=10,
     output=1000,

@@ -63,7 +63,7 @@ def test_drain_and_the_synchronous_run_have_no_window_of_the_recipe() -> None:
 
 def test_rules_that_train_refuses_are_refused() -> None:
     plain = subject(cluster__placement="disaggregated", rollout__max_staleness=1.0)
-    images = replace(plain, models={"rollout": QWEN | {"vision_config": {}}})
+    images = replace(plain, models={"rollout": QWEN | {"model_type": "qwen2_5_vl", "vision_config": {}}})
     assert plain.refusal(plain.split(8, "keep", 1, 0.3)) is None
     assert "encoded images" in str(images.refusal(images.split(8, "keep", 1, 0.3)))
 
