@@ -128,8 +128,9 @@ def test_a_group_may_move_again(start: Callable[..., Engine]) -> None:
     third.begin(moved)
     (moved,) = third.engine.hand_over([1])
     assert moved.partials[1].spans == (Span(0, 1),), "no token of version 2 yet"
-    third.begin(moved)
+    call = third.begin(moved)
     third.step(3)
+    call.result(5)
     sample = third.done[1][1]
     parts = sampled(1, 101, 4), sampled(1, derived_seed(101, 4), 2), sampled(2, derived_seed(101, 6), 3)
     assert_parts(sample, *parts)
@@ -150,14 +151,16 @@ def test_only_the_chosen_groups_are_handed_over(start: Callable[..., Engine]) ->
 def test_a_request_at_its_end_is_finished(start: Callable[..., Engine]) -> None:
     """Hand-over right after the step in which groups end: by a stop token for sample 0, by `max_tokens` for group 2."""
     engine, other = start(0), start(0)
-    engine.begin(request(1, (3, 5)), request(2, (3,)))
+    first = engine.begin(request(1, (3, 5)), request(2, (3,)))
     engine.step(3)
     (moved,) = engine.engine.hand_over()
+    first.result(5)
     assert list(engine.done) == [2]
     assert [(len(each.tokens), each.finish_reason) for each in moved.partials] == [(3, "stop"), (3, None)]
-    other.begin(moved)
+    call = other.begin(moved)
     assert len(other.backend.admitted) == 1
     other.step(2)
+    call.result(5)
     assert [len(each.tokens) for each in other.done[1]] == [3, 5]
 
 
@@ -181,9 +184,10 @@ def test_a_request_without_tokens_starts_as_any_other(start: Callable[..., Engin
     first.begin(plain)
     (moved,) = first.engine.hand_over()
     assert [partial.spans for partial in moved.partials] == [(), ()]
-    second.begin(moved)
+    call = second.begin(moved)
     assert second.backend.admitted == [plain]
     second.step(6)
+    call.result(5)
     assert_parts(second.done[1][1], sampled(1, 101, 6))
 
 
@@ -207,9 +211,10 @@ def test_a_group_has_its_greedy_sample_last(start: Callable[..., Engine]) -> Non
     first.step(4)
     (moved,) = first.engine.hand_over()
     assert [len(each.tokens) for each in moved.partials] == [3, 4, 4] and moved.with_greedy
-    second.begin(moved)
+    call = second.begin(moved)
     assert [each.sampling.temperature for each in second.backend.admitted] == [1.0, 0.0]
     second.step(2)
+    call.result(5)
     assert [len(each.tokens) for each in second.done[1]] == [3, 6, 6]
     for index, sample in enumerate(second.done[1][1:], 1):
         assert np.array_equal(sample.tokens[:4], moved.partials[index].tokens)
@@ -250,8 +255,9 @@ def test_recorded_experts_and_older_engines_are_refused(start: Callable[..., Eng
         engine.engine.generate([request(9, (1,)), begun], print)
     assert engine.backend.admitted == [], "no request of the call is admitted"
     engine.engine.update_weights(3)
-    engine.begin(begun)
+    call = engine.begin(begun)
     engine.step(4)
+    call.result(5)
     assert engine.done[1][0].spans == (Span(0, 3),)
 
 
