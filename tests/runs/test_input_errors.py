@@ -85,9 +85,9 @@ def test_tokenizer_beyond_the_vocabulary(copy: Path, megarl: CommandLine) -> Non
 
 def test_model_with_unsupported_rotary_scaling(copy: Path, megarl: CommandLine) -> None:
     config = json.loads((copy / "model" / "config.json").read_text())
-    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
-    (copy / "model" / "config.json").write_text(json.dumps({**config, "rope_parameters": yarn}))
-    megarl.refuses_training(data=copy, words=("config.json", "rotary scaling 'yarn'", "Remove it"))
+    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    (copy / "model" / "config.json").write_text(json.dumps({**config, "rope_parameters": dynamic}))
+    megarl.refuses_training(data=copy, words=("config.json", "rotary scaling 'dynamic'", "Use a model without it"))
 
 
 def test_empty_data_set(copy: Path, megarl: CommandLine) -> None:
