@@ -43,7 +43,7 @@ def traced_once(run: Run, step: int, train: Callable[[], None]) -> None:
 
 
 def skip_step(run: Run, step: int) -> None:
-    """Leave the policy unchanged in `step`, whose batch has no group."""
+    """Leave the policy unchanged in `step`: its batch is empty."""
     run.profiling.nothing_to_compute(step)
     if run.trainer_restarts is not None:
         run.trainer_restarts.batches.keep(step, [])
@@ -185,7 +185,7 @@ class StepState:
 def attempt(action: Callable[[], None]) -> WorkerFailed | None:
     """Call `action`. Returns the failure if it failed because of a trainer; raises other errors.
 
-    The failure has no traceback, whose frames would hold the batch.
+    The traceback is removed from the failure: its frames would keep the batch in memory.
     """
     try:
         action()

@@ -26,7 +26,7 @@ SPIKE = 500.0  # the stand-in trainers skip norms above 100
 
 
 class SpikingWorkers(LearningWorkers):
-    """Stand-in trainers whose weights are the list of all updates so far. Batches with "spike" in their texts have spikes."""
+    """Stand-in trainers. Their weights are the list of updates so far; a batch with "spike" in its texts causes a spike."""
 
     def call(self, method: str, *args: Any) -> list[Any]:
         if method == "update_actor":
@@ -43,7 +43,7 @@ class SpikingWorkers(LearningWorkers):
 
 
 class SomeBatches:
-    """Batches of one group, named by their step. Those of `spiking` have a spike, and those of `without` have no group."""
+    """Batches of one group, named by their step. Steps in `spiking` cause a spike; steps in `without` have an empty batch."""
 
     def __init__(self, spiking: Collection[int], without: Collection[int] = ()) -> None:
         self.spiking, self.without, self.taken = spiking, without, 0

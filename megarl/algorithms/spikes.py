@@ -44,7 +44,7 @@ class GradNorms:
 
     @property
     def skips(self) -> bool:
-        """Whether the trainers skip updates with a norm above the limit."""
+        """True if trainers skip updates above the limit."""
         return self.config.on_spike in ("skip", "rollback")
 
     def add(self, norm: float) -> None:

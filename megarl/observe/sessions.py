@@ -69,7 +69,7 @@ def effective_time(
 
 
 def productive_seconds(lines: Sequence[Line]) -> float:
-    """Return the seconds of the steps without those that a rollback undid. lines: of metrics.jsonl."""
+    """Return the total seconds of all steps that no rollback undid. lines: parsed lines of metrics.jsonl."""
     dropped = {
         line["step"] - earlier for line in lines for earlier in range(int(line.get("recovery/dropped_steps", 0)))
     }

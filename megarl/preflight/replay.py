@@ -35,7 +35,7 @@ _SHOWN = 4  # settings in a message
 def cannot_replay(recipe: Recipe) -> str | None:
     """Return why a run of `recipe` has no tape; None if it has one."""
     if recipe.train.source != "rollout" or not is_continuous(recipe):
-        return "it has no requests whose weights or batches depend on time, so that it repeats without a tape"
+        return "neither its weights nor its batches depend on time, so it repeats without a tape"
     if recipe.rollout.data_parallel > 1:
         return "engines of a group (rollout.data_parallel) agree on each step over the network, which the tape does not record"
     return None

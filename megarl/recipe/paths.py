@@ -27,7 +27,7 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
 def with_paths(recipe: Recipe, convert: Callable[[str], str]) -> Recipe:
     """Return the recipe with each path replaced by `convert(path)`: models, data, run directories, files of functions.
 
-    Names on the hub, with `hf://`, are no paths.
+    Names on the hub (`hf://...`) are not paths and stay as they are.
     """
 
     def convert_file(function: str) -> str:

@@ -48,7 +48,7 @@ class Rollbacks:
 
     @property
     def is_due(self) -> bool:
-        """Whether the spikes cause a rollback."""
+        """True if there are enough spikes for a rollback."""
         return self.count >= self.spikes
 
     def is_allowed(self, checkpoint: int) -> bool:

@@ -223,7 +223,7 @@ class Worker:
         return Routing(tokens=torch.from_numpy(np.concatenate(experts)))  # type: ignore[arg-type]
 
     def skip_spikes(self, norms: list[float]) -> None:
-        """Skip further updates whose gradient norm is a spike. norms: of the newest applied updates (`GradNorms.state`)."""
+        """Skip further updates if their gradient norm is a spike. norms: gradient norms of the newest applied updates (`GradNorms.state`)."""
         self.trainer.norms = GradNorms(self.recipe.train, norms)
 
     # --- weights --------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from tests.support.checkpoint_parts import saver, state
 
 @pytest.mark.parametrize("error", [SpoiledWeights("resume from step 3"), RuntimeError("the machine burns")])
 def test_an_error_that_names_a_checkpoint_gets_no_note_on_the_last_one(error: Exception, tmp_path: Path) -> None:
-    """The last checkpoint may have the weights whose updates were skipped."""
+    """The last checkpoint may hold the spoiled weights."""
     saver(tmp_path).save(7, state([], []))
     directory = cast(Any, SimpleNamespace(checkpoints=tmp_path))
     with pytest.raises(type(error)) as raised, naming_checkpoint(Recipe(), directory):

@@ -77,7 +77,7 @@ def test_runs_without_a_tape_are_refused(file: Path, overrides: list[str], words
     ("overrides", "words"),
     [
         (None, "recorded is not the directory of a run"),
-        ([], "recorded has no tape: it has no requests whose weights or batches depend on time"),
+        ([], "recorded has no tape: neither its weights nor its batches depend on time"),
         ([*IN_FLIGHT, "rollout.data_parallel=2"], "recorded has no tape: engines of a group"),
         (IN_FLIGHT, "recorded has no tape: it ended before its first step, or tape/controller.jsonl was deleted"),
     ],

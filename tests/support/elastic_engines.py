@@ -55,7 +55,7 @@ class LeavingService(Service):
 
 
 class ElasticEngines(Engines):
-    """A fleet whose number of engines changes, and a source that samples with it. `ended`: engines whose process was ended."""
+    """A fleet that gains and loses engines, and a source that samples with it. `ended`: numbers of the engines that lost their process."""
 
     def __init__(self, count: int = 2, least: int = 1, **rollout: Any) -> None:
         super().__init__(count, least)

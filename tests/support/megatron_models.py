@@ -341,7 +341,7 @@ def _name_kimi(file: Path) -> None:
 
 
 def stack_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a checkpoint's tensors with those of all experts of a layer in two, as Qwen3.5 is published."""
+    """Return a checkpoint's tensors as Qwen3.5 is published: two tensors per layer hold all its experts."""
     stacked = {name: tensor for name, tensor in tensors.items() if not re.search(r"\.experts\.\d", name)}
     for name in [name for name in tensors if ".experts.0.gate_proj" in name]:
         prefix = name.partition(".experts.0.")[0]

@@ -114,8 +114,6 @@ LATENT_ATTENTION = in_layers(
     row(copy, "self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight"),
     row(copy, "self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
 )
-
-
 """Multi-head latent attention."""
 
 GATED_ATTENTION = in_layers(
