@@ -303,12 +303,12 @@ class Fleet(ChangingFleet):
     def _die(self, engine: int, failure: Failure) -> None:
         self._interrupted = self._interrupted or self._is_updating(engine)
         self._loading.pop(engine, None)
+        self._last_death = failure
         if engine in self._states.leaving:
             self._depart(engine)
             return
         if not self._states.die(engine):
             return
-        self._last_death = failure
         left = pluralize(len(self._states.serving), "engine")
         self._messages.append((f"{failure}\n{left} left that sample", "death"))
         if engine not in self._states.due:
