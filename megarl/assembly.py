@@ -57,7 +57,7 @@ from megarl.trainer.rollbacks import Rollbacks
 from megarl.trainer.start import Learners
 from megarl.trainer.worker import kernel_notices
 from megarl.weight_sync.connect import open_weight_sync
-from megarl.weight_sync.handover import Colocated, Disaggregated, DisaggregatedFleet, EnginesUpdate, Handover
+from megarl.weight_sync.placement import Colocated, Disaggregated, DisaggregatedFleet, EnginesUpdate, Placement
 from megarl.weight_sync.publish import ReceivingEngine
 from megarl.weight_sync.session import Session
 
@@ -71,7 +71,7 @@ class Run:
     critic: CriticGroup | None
     teacher: Teacher | None
     source: SampleSource
-    devices: Handover
+    devices: Placement
     evaluate: Callable[[], EvaluationResult] | None  # None: nothing to evaluate
     checkpoints: Checkpoints
     skipped: SkippedSteps
@@ -255,7 +255,7 @@ def _start_processes(setup: RunSetup, cluster: Cluster, log: RunLog) -> Started:
 
 
 def _trainer_restarts(
-    setup: RunSetup, learners: Learners, devices: Handover, cluster: Cluster
+    setup: RunSetup, learners: Learners, devices: Placement, cluster: Cluster
 ) -> TrainerRestarts | None:
     """Return what starts failed trainers again; None if the recipe does not want it."""
     train = setup.recipe.train
@@ -278,14 +278,14 @@ def connect_engines(
     fleet: Fleet | None = None,
     check: Callable[[], None] = lambda: None,
     check_processes: Callable[[], None] = lambda: None,
-) -> Handover:
+) -> Placement:
     """Open the weight sync between the actor and the engines, and choose how they occupy the devices.
 
     check_processes: raises if a process of the run has failed. check: raises after SIGTERM, too.
     """
     actor, engines, learners = started.learners.actor, started.engines, started.learners
     if not engines:
-        return Handover()
+        return Placement()
     check_in_flight(recipe, started.descriptions)
 
     def with_learners(check: Callable[[], None]) -> Callable[[], None]:
@@ -357,7 +357,7 @@ def _evaluation(setup: RunSetup, samplers: Samplers, actor: ActorGroup) -> Calla
 def _saver(
     setup: RunSetup,
     started: Started,
-    devices: Handover,
+    devices: Placement,
     check: Callable[[], None],
     notice: Callable[[str], None],
 ) -> Saver:

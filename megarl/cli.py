@@ -17,7 +17,7 @@ import typer
 
 from megarl.commands.bundle import cli_options as replay_options
 from megarl.commands.data.command import app as data_app
-from megarl.commands.engines.cli_command import engines_command
+from megarl.commands.engines.cli_options import engines_command
 from megarl.commands.model.command import app as model_app
 from megarl.commands.plan import cli_options
 from megarl.commands.simulate import cli_options as simulate_options
@@ -52,9 +52,9 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 @app.command(name="train")
 def train_command(recipe: RecipePath, overrides: Overrides = None, debug: Debug = False) -> None:
     """Train a model by the recipe; all output is in runs/<name>/."""
-    from megarl.commands.train_with_restarts import train_command as train
+    from megarl.commands.train_with_restarts import run_train_command
 
-    raise typer.Exit(train(recipe, overrides or [], debug=debug))
+    raise typer.Exit(run_train_command(recipe, overrides or [], debug=debug))
 
 
 @app.command(name="eval")

@@ -19,7 +19,7 @@ from megarl.recipe.schema import Recipe
 from megarl.rollout.start_engines import check_in_flight
 from megarl.rollout.tape import ReplayPlan, TapeSegment
 from megarl.trainer.group import ActorGroup, CriticGroup
-from megarl.weight_sync.handover import Colocated, Disaggregated, Handover
+from megarl.weight_sync.placement import Colocated, Disaggregated, Placement
 
 
 class Service:
@@ -108,7 +108,7 @@ def test_sft_starts_only_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     run, cluster = build(recipe, tmp_path, monkeypatch, examples=["row"])
     assert cluster.started == [("ActorWorker", (2, 6))]
     assert cluster.calls == ["trainer.sees", "trainer.describe"]
-    assert type(run.devices) is Handover and run.source == "data source" and run.evaluate is None
+    assert type(run.devices) is Placement and run.source == "data source" and run.evaluate is None
     assert run.device_count == 2 and not list((tmp_path / "run").glob(".shared-*"))
     run.checkpoints.load_weights(tmp_path)
     assert cluster.calls[2:] == ["trainer.load"]

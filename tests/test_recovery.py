@@ -32,7 +32,7 @@ from megarl.trainer.group import ActorGroup
 from megarl.trainer.restarts import TrainerRestarts
 from megarl.trainer.rollbacks import Rollbacks
 from megarl.types import Group, InlineData, Metrics, Sample, SampleTokens
-from megarl.weight_sync.handover import Handover
+from megarl.weight_sync.placement import Placement
 from tests.support.training_stand_ins import Saver, Workers
 
 STEPS = 6
@@ -112,7 +112,7 @@ class Batches:
     def close(self) -> None: ...
 
 
-class SendingHandover(Handover):
+class SendingPlacement(Placement):
     """Records the weights that each version has. Sending is a call to the trainers."""
 
     def __init__(self, actor: ActorGroup) -> None:
@@ -154,7 +154,7 @@ def fit(
     folder: Path,
     most: int,
     failing: Failing,
-    kind: type[SendingHandover] = SendingHandover,
+    kind: type[SendingPlacement] = SendingPlacement,
     *,
     change: Callable[[Recipe], None] = lambda recipe: None,
     batches: Any = None,
@@ -174,7 +174,7 @@ def fit(
         source, saver = cast(Any, batches or Batches()), cast(Any, SavingWeights(folder / "checkpoints", actor))
         skipped = SkippedSteps(recipe.train, Repetition(log.run_dir, False, None))
         kl_weight = KLWeight(0.1, 0.2, 10)
-        handover = kind(actor)
+        placement = kind(actor)
 
         def load(path: Path) -> list[None]:
             actor.workers.call("load", str(path))
@@ -195,7 +195,7 @@ def fit(
         profiling = Profiling(recipe.observe, actor, [], log, folder / "profile", 1.0)
         tokenizer: Any = SimpleNamespace(decode=str)
         run = Run(
-            recipe, actor, None, None, source, handover, None, checkpoints, skipped, kl_weight, tokenizer, profiling,
+            recipe, actor, None, None, source, placement, None, checkpoints, skipped, kl_weight, tokenizer, profiling,
             log, 1, None, restarts, Rollbacks.of(recipe.train),
         )  # fmt: skip
         run_steps(run)
@@ -278,7 +278,7 @@ def test_other_numbers_of_a_repeated_step_are_said() -> None:
 def test_an_engine_that_fails_because_a_trainer_has_died_ends_no_run(
     undisturbed: tuple[Run, list[Metrics], int], tmp_path: Path
 ) -> None:
-    class FailingEngine(SendingHandover):
+    class FailingEngine(SendingPlacement):
         def update_engines(self, version: int) -> Metrics:
             failing = cast(Any, self.actor.workers).failing
             if version == 2 and not self.versions.get("failed"):
@@ -300,7 +300,7 @@ def test_trainers_that_cannot_start_again_end_the_run_at_once(tmp_path: Path) ->
 
 
 def test_a_failure_in_an_update_ends_a_run_whose_engines_cannot_restart(tmp_path: Path) -> None:
-    class Interrupted(SendingHandover):
+    class Interrupted(SendingPlacement):
         outlives_trainers = False  # type: ignore[assignment]
 
     with pytest.raises(WorkerFailed, match="killed at call 1") as raised:

@@ -16,11 +16,11 @@ from megarl.checkpoint.graceful_stop import StopRequested
 from megarl.errors import RecipeError, SpoiledWeights
 from megarl.preflight.recipe.general import spike_errors
 from megarl.recipe.schema import Recipe, TrainConfig
-from megarl.recipe.training import ActorConfig
+from megarl.recipe.trainers import ActorConfig
 from megarl.rollout.source import Batch
 from megarl.trainer.rollbacks import Rollbacks
 from megarl.types import Group, InlineData, Metrics, Sample, SampleTokens
-from tests.test_recovery import Failing, LearningWorkers, SendingHandover, fit
+from tests.test_recovery import Failing, LearningWorkers, SendingPlacement, fit
 
 SPIKE = 500.0  # the stand-in trainers skip norms above 100
 
@@ -77,7 +77,7 @@ def go(
     *,
     without: Collection[int] = (),
     failing: Failing | None = None,
-    kind: type[SendingHandover] = SendingHandover,
+    kind: type[SendingPlacement] = SendingPlacement,
     **train: int,
 ) -> tuple[Run, list[Metrics]]:
     """Run to the end with `train.on_spike: rollback`; returns the run and its metrics without times."""
@@ -198,7 +198,7 @@ def test_a_checkpoint_of_undone_steps_displaces_no_other(tmp_path: Path) -> None
 
 
 def test_sigterm_after_a_rollback_names_the_checkpoint_of_a_resume(tmp_path: Path) -> None:
-    class Stopping(SendingHandover):
+    class Stopping(SendingPlacement):
         def update_engines(self, version: int) -> Metrics:
             if version == 8:
                 raise StopRequested

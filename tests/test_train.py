@@ -25,7 +25,7 @@ from megarl.step import training_step
 from megarl.train import run_steps
 from megarl.trainer.group import ActorGroup, CriticGroup
 from megarl.types import Group, InlineData, Metrics, SampleTokens
-from megarl.weight_sync.handover import Handover
+from megarl.weight_sync.placement import Placement
 from tests.support.training_stand_ins import Saver, Source, Workers
 
 
@@ -91,7 +91,7 @@ def build(
         critic=critic_group,
         teacher=None,
         source=source,
-        devices=Handover(),
+        devices=Placement(),
         evaluate=None,
         checkpoints=Checkpoints(
             recipe.train, saver, source, kl_weight, skipped, {}, lambda path: [None], log, GracefulStop(60.0)

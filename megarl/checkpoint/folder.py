@@ -1,4 +1,4 @@
-"""Checkpoint folders of a run (trainer/, critic/, controller's state, manifest): atomic commit, search for an intact one, retention.
+"""Checkpoint folders of a run: atomic commit, search for an intact one, retention. Tensors: `megarl/megatron/checkpoint/`.
 
 A checkpoint is a folder `step_000123` with the trainers' files (`trainer/`), the critic's if the run has one
 (`critic/`), the controller's state (see controller_state.py), and `manifest.json`, which lists every file with size and

@@ -13,7 +13,7 @@ from megarl.hf.config import text_fields
 from megarl.recipe.data import DataConfig
 from megarl.recipe.derived.critic_view import critic_view
 from megarl.recipe.schema import Recipe
-from megarl.recipe.training import LoraConfig, ModelConfig
+from megarl.recipe.trainers import LoraConfig, ModelConfig
 
 # Fields of config.json that identify a model: each determines the size or number of tensors.
 _SIZES = (

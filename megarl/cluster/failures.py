@@ -1,4 +1,6 @@
-"""Failures of processes, reported once with the first cause; the run then ends. `ray/cluster.py` and `torchrun/` detect them.
+"""Failures of processes, reported once with the first cause. `ray/` and `torchrun/` detect them.
+
+The run then ends, unless the process is not essential (`Cluster.start_trainers`, `Cluster.start_service`).
 
 A trainer that dies makes its peers fail in their collective. `collect` therefore waits a moment for further
 failures and reports one that is not a broken connection, if there is any.

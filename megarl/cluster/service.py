@@ -13,7 +13,7 @@ from typing import Any
 
 from megarl.cluster.base import load_class
 from megarl.cluster.failures import Raised, Returned, run
-from megarl.cluster.torchrun.wire import Wire
+from megarl.cluster.wire import Wire
 
 CONSTRUCTED = 0  # number of the constructor's outcome; calls are numbered from 1
 

@@ -1,1 +1,1 @@
-"""Commands that no training run imports."""
+"""Commands. Neither the loop (`train.py`) nor a process that it starts imports this folder."""

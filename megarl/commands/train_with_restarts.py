@@ -29,7 +29,7 @@ _FIRST_DELAY, _LONGEST_DELAY = 10.0, 300.0  # seconds before the second restart 
 TRAIN = (sys.executable, "-m", "megarl", "train")
 
 
-def train_command(path: Path, overrides: Sequence[str], *, debug: bool) -> int:
+def run_train_command(path: Path, overrides: Sequence[str], *, debug: bool) -> int:
     """Train here, or in a child process that is restarted if the recipe wants that. Returns the exit status."""
     with reporting_end():
         recipe = load_recipe(path, list(overrides))

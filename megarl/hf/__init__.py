@@ -1,1 +1,1 @@
-"""Read facts from a Hugging Face model directory without loading the model."""
+"""Model families (`families/`), names on the hub (`hub/`), and facts from a Hugging Face model folder without loading the model."""

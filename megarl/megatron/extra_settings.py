@@ -25,7 +25,7 @@ from megarl.platform.kinds import kind_of
 from megarl.recipe.derived.megatron_ddp import ddp_settings
 from megarl.recipe.library_fields import Fields, fields_of, problem
 from megarl.recipe.schema import Recipe
-from megarl.recipe.training import MegatronConfig
+from megarl.recipe.trainers import MegatronConfig
 from megarl.registry import nearest
 
 _CLASSES = {

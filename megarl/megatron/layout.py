@@ -10,7 +10,7 @@ from typing import Any
 
 from megarl.hf.config import number_of_experts, text_fields
 from megarl.hf.families import FAMILIES, has_tower
-from megarl.recipe.training import MegatronConfig
+from megarl.recipe.trainers import MegatronConfig
 
 _MOST_NAMED = 64  # largest size that an error message proposes
 

@@ -9,7 +9,7 @@ import torch
 
 from megarl.algorithms.spikes import GradNorms
 from megarl.recipe.derived.optimizer_extra import optimizer_settings
-from megarl.recipe.training import OptimizerConfig
+from megarl.recipe.trainers import OptimizerConfig
 
 
 def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float:

@@ -1,6 +1,6 @@
 """Messages between a training process and the command that restarts it (`train.restarts`).
 
-`megarl train` starts the training as a child process (megarl/commands/train_with_restarts.py). The two share a file for the
+With it, `megarl train` starts the training as a child process (megarl/commands/train_with_restarts.py). The two share a file for the
 cause of an end, and a variable for the cause of the last restart.
 """
 

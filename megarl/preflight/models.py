@@ -26,7 +26,7 @@ from megarl.recipe.derived.at_update import update_rule
 from megarl.recipe.derived.critic_view import critic_view
 from megarl.recipe.header import shape_of
 from megarl.recipe.schema import Recipe
-from megarl.recipe.training import LoraConfig, ModelConfig
+from megarl.recipe.trainers import LoraConfig, ModelConfig
 
 Config = dict[str, Any]
 POLICY, CRITIC, TEACHER, JUDGE = "model.path", "critic.model_path", "teacher.path", "judge.path"

@@ -30,7 +30,7 @@ from megarl.recipe.key import MOST_PROCESSES, key
 from megarl.recipe.observe import ObserveConfig
 from megarl.recipe.remote import SERVICES, RemoteConfig
 from megarl.recipe.sandbox import SandboxConfig
-from megarl.recipe.training import ActorConfig, CriticConfig, LoraConfig, MegatronConfig, ModelConfig
+from megarl.recipe.trainers import ActorConfig, CriticConfig, LoraConfig, MegatronConfig, ModelConfig
 from megarl.recipe.weight_sync import WeightSyncConfig
 
 

@@ -1,4 +1,6 @@
-"""The source of RL batches: submit groups to engines, filter them (dynamic sampling), and fail if an engine dies.
+"""The source of RL batches: submit groups to engines, and filter them (dynamic sampling).
+
+The death of an engine is an error, unless a fleet (`rollout.min_engines`) gives its groups to others.
 
 Background threads receive the groups, so sampling continues while the controller trains.
 """

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import socket
 
-from megarl.cluster.torchrun.wire import LENGTH, packed
+from megarl.cluster.wire import LENGTH, packed
 
 CHUNK = 1 << 18
 
 
 class NonblockingChannel:
-    """Pickled messages in the format of `megarl.cluster.torchrun.wire.Wire`, without blocking.
+    """Pickled messages in the format of `megarl.cluster.wire.Wire`, without blocking.
 
     A peer that does not read, or that stops in the middle of a message, never delays the caller.
     """

@@ -24,7 +24,7 @@ import traceback
 from typing import Any, NoReturn
 
 from megarl.cluster.process import die_with_parent, ignore_interrupt
-from megarl.cluster.torchrun.wire import Wire
+from megarl.cluster.wire import Wire
 from megarl.subprocess_pool.channel import NonblockingChannel
 from megarl.subprocess_pool.job import Job, load_jobs
 from megarl.subprocess_pool.limits import check_memory, limit_memory

@@ -11,7 +11,7 @@ import types
 from collections.abc import Coroutine, Generator
 from typing import Any
 
-from megarl.cluster.torchrun.wire import Wire
+from megarl.cluster.wire import Wire
 from megarl.subprocess_pool.channel import NonblockingChannel
 from megarl.subprocess_pool.job import CallError, Job
 from megarl.subprocess_pool.progress_mark import IDLE, ProgressMark

@@ -13,7 +13,7 @@ from megarl.recipe.derived.critic_view import critic_view
 from megarl.recipe.derived.offload import offloads
 from megarl.recipe.schema import TrainConfig
 from megarl.trainer.group import ActorGroup, CriticGroup, require_shared_storage
-from megarl.weight_sync.handover import Handover, Occupant
+from megarl.weight_sync.placement import Occupant, Placement
 
 ACTOR = "megarl.trainer.actor:ActorWorker"
 CRITIC = "megarl.trainer.critic:CriticWorker"
@@ -52,7 +52,7 @@ class Learners:
             critic.describe()
         return learners
 
-    def restart(self, recipe: Recipe, cluster: Cluster, devices: Handover) -> None:
+    def restart(self, recipe: Recipe, cluster: Cluster, devices: Placement) -> None:
         """End all processes, and start new ones with the starting model behind the same handles."""
         cluster.end_trainers()
         devices.prepare_trainers_restart()
@@ -66,7 +66,7 @@ class Learners:
             self.critic_on_devices.offload()
             self.critic.describe()
 
-    def load_checkpoint(self, devices: Handover, folder: Path) -> list[str | None]:
+    def load_checkpoint(self, devices: Placement, folder: Path) -> list[str | None]:
         """Load a checkpoint into all processes. Returns the ranks' notices, the actor's first: see `TrainerGroup`."""
         notices: list[str | None] = []
         if self.critic is not None:

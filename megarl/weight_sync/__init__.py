@@ -1,6 +1,7 @@
 """Weight sync: send new weights from the trainers to the engines.
 
-Two ways, chosen once per run by `connect.py`:
+`update_engines` in `placement.py` starts an update: `publish.py` calls the trainers' senders and the engines' receivers at the same
+time; vLLM's workers load the weights (`engines/vllm/worker.py`). `connect.py` chooses one of two routes when it opens a session:
 
 - sharded (`weight_sync.route: sharded`): every trainer rank has a `ShardedSender`, every engine rank a `ShardedReceiver`. Each
   slice of a tensor goes only to the engine ranks that need it.

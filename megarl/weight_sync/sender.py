@@ -1,4 +1,4 @@
-"""Base class of the trainers' senders, and the start of a session."""
+"""Base class of the trainers' senders. `send_or_abort` sends the weights of an update, `start_session` starts a session."""
 
 from __future__ import annotations
 

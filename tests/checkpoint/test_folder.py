@@ -26,7 +26,7 @@ from megarl.preflight.run_directory import open_run_directory
 from megarl.recipe.data import DataConfig
 from megarl.recipe.load import to_yaml
 from megarl.recipe.schema import Recipe
-from megarl.recipe.training import ModelConfig
+from megarl.recipe.trainers import ModelConfig
 from megarl.rollout.admission import TriedGroup
 from megarl.types import InlineData, SampleFailure, SampleImages, Span, ToolUse, Turn
 from tests.support.checkpoint_parts import Trainers, names, saver, spoil, state, tried

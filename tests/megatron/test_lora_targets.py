@@ -12,7 +12,7 @@ from megarl.hf.linears import linears_of, linears_of_layer, matches
 from megarl.megatron.layout import layers_of_chunks
 from megarl.megatron.lora.targets import check_lora
 from megarl.preflight.load import load_recipe
-from megarl.recipe.training import LoraConfig, MegatronConfig
+from megarl.recipe.trainers import LoraConfig, MegatronConfig
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 4}
 EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}

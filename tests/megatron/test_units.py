@@ -20,7 +20,7 @@ from megarl.megatron.layout import check_layout, uses_sequence_parallel, vocab_d
 from megarl.megatron.native_layers.norm_rotary import rms_norm, rotate_packed
 from megarl.megatron.optimizer import learning_rate
 from megarl.recipe.schema import Recipe
-from megarl.recipe.training import MegatronConfig, OptimizerConfig
+from megarl.recipe.trainers import MegatronConfig, OptimizerConfig
 from tests.support.megatron_models import MODELS
 from tests.support.vl_model import config as vl_config
 

@@ -18,7 +18,7 @@ from megarl.cluster.failures import (
     WorkerFailed,
 )
 from megarl.rollout.fleet import fleet as fleet_module
-from megarl.weight_sync.handover import DisaggregatedFleet
+from megarl.weight_sync.placement import DisaggregatedFleet
 from megarl.weight_sync.session import WeightSyncError
 from tests.support.dying_engines import Engines, source_of
 
@@ -47,18 +47,18 @@ def test_engines_restart_after_a_trainer_has_died_in_an_update(monkeypatch: pyte
         return SimpleNamespace(timeout=1.0)
 
     members, trainers = engines.fleet.members(), Trainers()
-    handover = DisaggregatedFleet(
+    placement = DisaggregatedFleet(
         trainers, engines.handles, None, members, engines.fleet, open_session, lambda: None, 10.0
     )  # type: ignore[arg-type]
-    monkeypatch.setattr("megarl.weight_sync.handover.publish", lambda trainers, *_: trainers.send_weights(1) or {})
+    monkeypatch.setattr("megarl.weight_sync.placement.publish", lambda trainers, *_: trainers.send_weights(1) or {})
     with pytest.raises(WorkerFailed):
-        handover.update_engines(1)
+        placement.update_engines(1)
     assert engines.restarts == [] and sessions == [], "the trainers restart first"
-    handover.prepare_trainers_restart()
-    handover.update_engines(1)
+    placement.prepare_trainers_restart()
+    placement.update_engines(1)
     assert engines.restarts == [0, 1] and sessions == [[0, 1]] and engines.fleet.serving == [0, 1]
-    handover.prepare_trainers_restart()
-    handover.update_engines(2)
+    placement.prepare_trainers_restart()
+    placement.update_engines(2)
     assert engines.restarts == [0, 1] and len(sessions) == 2, (
         "trainers that died elsewhere leave the engines as they are"
     )
@@ -96,13 +96,13 @@ def test_groups_wait_for_a_repeated_update(monkeypatch: pytest.MonkeyPatch, othe
         return SimpleNamespace(timeout=1.0)
 
     members = engines.fleet.members()
-    handover = DisaggregatedFleet(
+    placement = DisaggregatedFleet(
         Trainers(), engines.handles, None, members, engines.fleet, open_session, lambda: None, 10.0
     )  # type: ignore[arg-type]
-    monkeypatch.setattr("megarl.weight_sync.handover.publish", lambda trainers, *_: trainers.send_weights(1) or {})
-    metrics = handover.update_engines(1)
+    monkeypatch.setattr("megarl.weight_sync.placement.publish", lambda trainers, *_: trainers.send_weights(1) or {})
+    metrics = placement.update_engines(1)
     assert 0 < metrics["fleet/restart_seconds"] < 20
-    assert handover.update_engines(1)["fleet/restart_seconds"] == 0
+    assert placement.update_engines(1)["fleet/restart_seconds"] == 0
     assert engines.restarts == [0, 1] and sessions == [[0, 1]] and engines.fleet.serving == [0, 1]
     source.admit(1)
     running = [*engines.services[0].running, *engines.services[1].running]

@@ -14,7 +14,7 @@ from megarl.recipe.schema import Recipe
 from megarl.rollout.engine_handle import EngineHandle
 from megarl.trainer.group import ActorGroup, CriticGroup
 from megarl.types import Group, InlineData, Sample
-from megarl.weight_sync.handover import Colocated, Occupant
+from megarl.weight_sync.placement import Colocated, Occupant
 
 
 def batch(lengths: list[int], truncated: set[int]) -> list[Group]:

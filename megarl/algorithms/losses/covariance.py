@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megarl.algorithms.inputs import LossInputs, TokenSums, advantages_of, kept
-from megarl.algorithms.losses.registry import CLIP, Metrics, Selection, clipped_surrogate, log_ratio, policy_loss
+from megarl.algorithms.losses.registry import Metrics, Selection, policy_loss
+from megarl.algorithms.losses.surrogate import CLIP, clipped_surrogate, log_ratio
 
 if TYPE_CHECKING:
     from torch import Tensor

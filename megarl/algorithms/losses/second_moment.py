@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megarl.algorithms.inputs import LossInputs, TokenSums, advantages_of, kept
-from megarl.algorithms.losses.registry import Metrics, Selection, log_ratio, policy_loss
+from megarl.algorithms.losses.registry import Metrics, Selection, policy_loss
+from megarl.algorithms.losses.surrogate import log_ratio
 
 if TYPE_CHECKING:
     from torch import Tensor

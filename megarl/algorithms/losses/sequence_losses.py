@@ -8,14 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.algorithms.inputs import LossInputs, advantages_of, with_slope
-from megarl.algorithms.losses.registry import (
-    CLIP,
-    Metrics,
-    clipped_surrogate,
-    log_ratio,
-    policy_loss,
-    positive_advantage,
-)
+from megarl.algorithms.losses.registry import Metrics, policy_loss
+from megarl.algorithms.losses.surrogate import CLIP, clipped_surrogate, log_ratio, positive_advantage
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,16 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.algorithms.inputs import LossInputs, advantages_of, kept
-from megarl.algorithms.losses.registry import (
-    CLIP,
-    LOSSES,
-    Metrics,
-    PolicyLoss,
-    clipped_surrogate,
-    log_ratio,
-    policy_loss,
-    positive_advantage,
-)
+from megarl.algorithms.losses.registry import LOSSES, Metrics, PolicyLoss, policy_loss
+from megarl.algorithms.losses.surrogate import CLIP, clipped_surrogate, log_ratio, positive_advantage
 
 if TYPE_CHECKING:
     from torch import Tensor

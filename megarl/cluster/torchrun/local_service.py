@@ -24,7 +24,7 @@ from megarl.cluster.failures import (
 from megarl.cluster.orphan_reaper import OrphanReaper
 from megarl.cluster.process import child_environment
 from megarl.cluster.service import CONSTRUCTED, ServiceCall, ServiceStart, ServiceStop
-from megarl.cluster.torchrun.wire import SendQueue, Wire
+from megarl.cluster.wire import SendQueue, Wire
 from megarl.types import InlineData
 
 STOP_SECONDS = 5.0  # time for an object's shutdown() before its process is killed

@@ -18,7 +18,7 @@ from megarl.cluster.base import load_class
 from megarl.cluster.failures import ProcessInfo, Raised, Returned, run
 from megarl.cluster.process import die_with_parent, ignore_interrupt, redirect_output
 from megarl.cluster.stacks.channel import serve_stacks
-from megarl.cluster.torchrun.wire import Wire
+from megarl.cluster.wire import Wire
 
 JOIN_SECONDS = 300.0  # time for the ranks to import their modules and connect
 

@@ -15,7 +15,7 @@ from typing import Any
 from megarl.cluster.failures import Failure, ProcessInfo, Returned
 from megarl.cluster.process import private_directory
 from megarl.cluster.torchrun.rank import JOIN_SECONDS, RankWorker, StopMessage, socket_path
-from megarl.cluster.torchrun.wire import SendQueue, Wire
+from megarl.cluster.wire import SendQueue, Wire
 
 TERMINATE_SECONDS = 3.0  # time to find the failed rank after torchrun's SIGTERM, and for ranks to end
 

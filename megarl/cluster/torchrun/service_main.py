@@ -9,7 +9,7 @@ import sys
 from megarl.cluster.process import ignore_interrupt, redirect_output
 from megarl.cluster.service import ServiceServer, ServiceStart
 from megarl.cluster.stacks.channel import serve_stacks
-from megarl.cluster.torchrun.wire import Wire
+from megarl.cluster.wire import Wire
 
 if __name__ == "__main__":
     ignore_interrupt()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.commands.accept.rank import Rank
-from megarl.recipe.training import MegatronConfig
+from megarl.recipe.trainers import MegatronConfig
 
 REPEATS = 5
 GROUPS = {

@@ -25,7 +25,7 @@ from megarl.recipe.hub_inputs import with_cached_inputs
 from megarl.recipe.load import to_yaml
 from megarl.recipe.paths import with_absolute_paths
 from megarl.recipe.schema import Recipe, RolloutConfig
-from megarl.recipe.training import MegatronConfig
+from megarl.recipe.trainers import MegatronConfig
 
 RECIPE = "cut.yaml"
 PROMPT, RESPONSE = 256, 512  # tokens at most

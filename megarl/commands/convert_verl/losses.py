@@ -5,7 +5,7 @@ from __future__ import annotations
 from megarl.commands.convert_verl.conversion import Conversion
 from megarl.commands.convert_verl.table import KL_ESTIMATORS
 from megarl.errors import InputError
-from megarl.recipe.training import OptimizerConfig
+from megarl.recipe.trainers import OptimizerConfig
 
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 

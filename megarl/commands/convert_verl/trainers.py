@@ -8,7 +8,7 @@ from megarl.commands.convert_verl.conversion import Conversion
 from megarl.commands.convert_verl.sampling import TrainerSampling
 from megarl.errors import InputError
 from megarl.recipe.load import OPEN
-from megarl.recipe.training import CriticOptimizerConfig, OptimizerConfig
+from megarl.recipe.trainers import CriticOptimizerConfig, OptimizerConfig
 
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 

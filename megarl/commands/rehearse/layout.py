@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megarl.recipe.training import MegatronConfig
+from megarl.recipe.trainers import MegatronConfig
 
 PROCESSES = 2
 _WITH_PIPELINE = 4  # for a pipeline combined with another kind of parallelism

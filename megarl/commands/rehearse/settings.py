@@ -12,7 +12,7 @@ from megarl.megatron.extra_settings import fields_of_megatron
 from megarl.platform.kinds import kind_of
 from megarl.recipe.observe import ObserveConfig
 from megarl.recipe.schema import Recipe
-from megarl.recipe.training import ActorConfig, CriticConfig, MegatronConfig
+from megarl.recipe.trainers import ActorConfig, CriticConfig, MegatronConfig
 
 STEPS = 2
 PROMPT, PROMPT_WITH_TOOLS, RESPONSE, DEMONSTRATION = 64, 256, 16, 192  # tokens

@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel.layers import copy_tensor_model_parallel_attr
 from megarl.hf.linears import matches, without_expert
 from megarl.megatron.lora.layers import Adapter, Adapters, Cut, LinearPart, Site
 from megarl.megatron.native_layers.norm_rotary import rms_norm
-from megarl.recipe.training import LoraConfig
+from megarl.recipe.trainers import LoraConfig
 
 CHILD = "lora"
 """Name of the module that holds a chunk's adapters: the prefix of their parameter names."""

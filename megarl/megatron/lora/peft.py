@@ -14,7 +14,7 @@ from megarl.atomic_files import atomic_directory, give_default_mode
 from megarl.hf import hub
 from megarl.hf.adapters import CONFIG, PREFIX, WEIGHTS
 from megarl.megatron.lora.attach import Lora, matrices, trained_modules
-from megarl.recipe.training import LoraConfig
+from megarl.recipe.trainers import LoraConfig
 
 _MLP = ("gate_proj", "up_proj", "down_proj")
 

@@ -8,7 +8,7 @@ from megarl.errors import RecipeError
 from megarl.hf.families import FAMILIES, family_of
 from megarl.hf.linears import ALL, linears_of, linears_of_layer, matches
 from megarl.megatron.layout import layers_of_chunks
-from megarl.recipe.training import LoraConfig, MegatronConfig
+from megarl.recipe.trainers import LoraConfig, MegatronConfig
 from megarl.registry import nearest
 
 

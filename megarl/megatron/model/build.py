@@ -27,7 +27,7 @@ from megarl.platform import Platform
 from megarl.platform.adaptor import adaptor
 from megarl.recipe.derived.megatron_ddp import ddp_settings
 from megarl.recipe.schema import Recipe
-from megarl.recipe.training import MegatronConfig
+from megarl.recipe.trainers import MegatronConfig
 
 logger = logging.getLogger(__name__)
 

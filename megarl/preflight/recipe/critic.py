@@ -13,7 +13,7 @@ from megarl.preflight.recipe.shared import (
     unused_section_errors,
 )
 from megarl.recipe.schema import Recipe
-from megarl.recipe.training import MegatronConfig
+from megarl.recipe.trainers import MegatronConfig
 
 ONE_LAYOUT = (
     "under torchrun every process is an actor trainer in a single Megatron layout; the critic needs additional processes, "

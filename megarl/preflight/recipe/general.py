@@ -12,10 +12,9 @@ import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megarl.algorithms.advantages import uses_critic
 from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
 from megarl.algorithms.objective import runs_old_log_prob_pass
-from megarl.errors import RecipeError, pluralize, raise_all
+from megarl.errors import RecipeError, raise_all
 from megarl.preflight.recipe.agent import agent_errors
 from megarl.preflight.recipe.algorithm import algorithm_errors, name_errors, source_errors
 from megarl.preflight.recipe.at_update import at_update_errors, staleness_errors
@@ -29,14 +28,15 @@ from megarl.preflight.recipe.megatron_extra import extra_errors
 from megarl.preflight.recipe.observe import observe_errors
 from megarl.preflight.recipe.optimizer_extra import optimizer_extra_errors
 from megarl.preflight.recipe.reward import reward_errors
+from megarl.preflight.recipe.rollout import engine_group_errors, sampling_errors
 from megarl.preflight.recipe.shared import mini_batch_errors, optimizer_errors, parallel_size_errors
 from megarl.preflight.recipe.teacher import teacher_errors
+from megarl.preflight.recipe.train import restart_errors, spike_errors, trainer_restart_errors
 from megarl.preflight.recipe.weight_sync import weight_sync_errors
-from megarl.recipe.derived.at_update import update_rule
 from megarl.recipe.derived.critic_view import critic_view
 from megarl.recipe.derived.epochs import epochs_errors
-from megarl.recipe.schema import EvaluationConfig, Recipe, RolloutConfig, TrainConfig
-from megarl.recipe.training import LoraConfig
+from megarl.recipe.schema import EvaluationConfig, Recipe
+from megarl.recipe.trainers import LoraConfig
 
 Errors = Iterator[RecipeError]
 LONGEST_RUN_NAME = 200  # bytes; files next to the run's folder add to it, and file systems allow 255
@@ -230,19 +230,6 @@ def lora_errors(lora: LoraConfig) -> Errors:
         yield RecipeError("lora.rank", "rank 0 makes no adapters, but other keys of lora are set", remedy, value=0)
 
 
-def sampling_errors(rollout: RolloutConfig) -> Errors:
-    if rollout.top_k == 0:
-        yield RecipeError("rollout.top_k", "0 would keep no token", "use -1 for the whole distribution", value=0)
-    if (rollout.top_p < 1 or rollout.top_k > 0) and rollout.temperature != 1:
-        yield RecipeError(
-            "rollout.temperature",
-            "with top_p or top_k the engine returns unfiltered log-probs only at temperature 1; filtered ones would add "
-            "their renormalization to the importance ratio",
-            "set rollout.temperature=1, or rollout.top_p=1 and rollout.top_k=-1",
-            value=rollout.temperature,
-        )
-
-
 def overlong_errors(recipe: Recipe) -> Errors:
     buffer, longest = recipe.algorithm.overlong.penalty_buffer, recipe.rollout.max_response_length
     if buffer > longest:
@@ -272,81 +259,6 @@ def evaluation_errors(recipe: Recipe) -> Errors:
             yield RecipeError("evaluation.ks", problem, remedy, value=list(evaluation.ks))
 
 
-def restart_errors(recipe: Recipe) -> Errors:
-    """Errors of `train.restarts` and `train.trainer_restarts`."""
-    for name in ("restarts", "trainer_restarts"):
-        value, key = getattr(recipe.train, name), f"train.{name}"
-        if value and recipe.train.save_every == 0:
-            problem = "a restart continues from the newest checkpoint, and train.save_every = 0 writes none"
-            yield RecipeError(key, problem, "set train.save_every, e.g. to 20", value=value)
-        if value and recipe.cluster.transport == "torchrun":
-            yield RecipeError(
-                key,
-                "torchrun starts its processes again itself, all together",
-                "set it to 0, and torchrun --max-restarts",
-                value=value,
-            )
-
-
-def trainer_restart_errors(recipe: Recipe) -> Errors:
-    if recipe.train.trainer_restarts and update_rule(recipe) == "finish":
-        problem = "with rollout.at_update=finish the weight sync that new trainers open would change the weights of samples that run"
-        remedy = "set rollout.at_update=refresh, keep or drain, or leave it out and set train.restarts"
-        yield RecipeError("train.trainer_restarts", problem, remedy, value=recipe.train.trainer_restarts)
-
-
-def spike_errors(recipe: Recipe) -> Errors:
-    train = recipe.train
-    for name in ("spike_factor", "spike_window"):
-        value = getattr(train, name)
-        if train.on_spike is None and value != getattr(TrainConfig(), name):
-            problem, remedy = (
-                "train.on_spike is not set, so this has no effect",
-                "set train.on_spike=warn, or leave it out",
-            )
-            yield RecipeError(f"train.{name}", problem, remedy, value=value)
-    for name in ("spikes_before_rollback", "rollbacks"):
-        value = getattr(train, name)
-        if train.on_spike != "rollback" and value != getattr(TrainConfig(), name):
-            problem, remedy = "it needs train.on_spike=rollback", "set that, or leave it out"
-            yield RecipeError(f"train.{name}", problem, remedy, value=value)
-    if train.on_spike != "rollback":
-        return
-    if train.save_every == 0:
-        problem = "a rollback goes to the newest checkpoint before the spikes, and train.save_every = 0 writes none"
-        yield RecipeError(
-            "train.on_spike", problem, "set train.save_every, e.g. to 20, or on_spike=skip", value="rollback"
-        )
-    elif (most := train.save_every * _updates_per_step(recipe)) < train.spikes_before_rollback:
-        yield RecipeError(
-            "train.spikes_before_rollback",
-            f"spikes of the last {pluralize(train.save_every, 'step')} count (train.save_every), which have {pluralize(most, 'update')}",
-            f"set it to at most {most}, or raise train.save_every",
-            value=train.spikes_before_rollback,
-        )
-    if train.keep_checkpoints == 1:
-        yield RecipeError(
-            "train.keep_checkpoints",
-            "a rollback goes to the newest checkpoint before the spikes, and the only one that is kept may have been saved among them",
-            "set it to 2 or more",
-            value=1,
-        )
-    if 0 < train.stop_after_skipped <= train.spikes_before_rollback:
-        yield RecipeError(
-            "train.stop_after_skipped",
-            f"the run would end before {pluralize(train.spikes_before_rollback, 'spike')} in a row (train.spikes_before_rollback) "
-            "can cause a rollback",
-            f"set it to {train.spikes_before_rollback + 1} or more, or to 0, or lower train.spikes_before_rollback",
-            value=train.stop_after_skipped,
-        )
-
-
-def _updates_per_step(recipe: Recipe) -> int:
-    """Return the number of optimizer steps of actor and critic in a controller step."""
-    critic = critic_view(recipe).actor.optimizer_steps if uses_critic(recipe.algorithm) else 0
-    return recipe.actor.optimizer_steps + critic
-
-
 def _evaluates(evaluation: EvaluationConfig) -> bool:
     return evaluation.every > 0 or evaluation.at_start or evaluation.at_end
 
@@ -364,23 +276,6 @@ def _held_out_loss_errors(recipe: Recipe) -> Errors:
             "it treats the highest-scored tokens of a mini batch specially, and held-out rows form no mini batch",
             "disable evaluation, or set another algorithm.loss",
             value=loss,
-        )
-
-
-def engine_group_errors(rollout: RolloutConfig) -> Errors:
-    if rollout.engines % rollout.data_parallel:
-        yield RecipeError(
-            "rollout.data_parallel",
-            f"rollout.engines = {rollout.engines} do not divide into groups of {rollout.data_parallel}",
-            "choose a divisor of rollout.engines, or change rollout.engines",
-            value=rollout.data_parallel,
-        )
-    if rollout.data_parallel > 1 and not rollout.spreads_experts:
-        yield RecipeError(
-            "rollout.expert_parallel",
-            f"groups of engines (rollout.data_parallel = {rollout.data_parallel}) exist only to spread experts",
-            "leave it out, or set rollout.data_parallel=1",
-            value=False,
         )
 
 

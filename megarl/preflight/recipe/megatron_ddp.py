@@ -8,7 +8,7 @@ from typing import Any
 from megarl.errors import RecipeError
 from megarl.recipe.derived.megatron_ddp import refusal_of_ddp
 from megarl.recipe.schema import Recipe
-from megarl.recipe.training import MegatronConfig
+from megarl.recipe.trainers import MegatronConfig
 
 
 def ddp_errors(recipe: Recipe) -> Iterator[RecipeError]:

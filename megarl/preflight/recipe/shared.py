@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megarl.errors import RecipeError
-from megarl.recipe.training import MegatronConfig, OptimizerConfig
+from megarl.recipe.trainers import MegatronConfig, OptimizerConfig
 
 
 def unused_section_errors(section: str, settings: Any, cause: str, remedy: str) -> Iterator[RecipeError]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megarl.recipe.schema import Recipe
-from megarl.recipe.training import LoraConfig
+from megarl.recipe.trainers import LoraConfig
 
 
 def critic_view(recipe: Recipe) -> Recipe:

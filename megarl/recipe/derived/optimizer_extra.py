@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.recipe.training import OptimizerConfig
+from megarl.recipe.trainers import OptimizerConfig
 
 _SET = "{section}.{key} decides it"
 _REDUCED = (

@@ -23,7 +23,7 @@ from megarl.commands.data.tiny_model import make_tiny_model
 from megarl.commands.data.tiny_weights import shapes
 from megarl.commands.plan.count.types import DeviceUses, Use
 from megarl.recipe.schema import Recipe
-from megarl.recipe.training import MegatronConfig
+from megarl.recipe.trainers import MegatronConfig
 from megarl.weight_sync.connect import RouteRefused
 
 

@@ -32,7 +32,7 @@ from megarl.hf.config import number_of_experts, text_fields
 from megarl.hf.families import FAMILIES
 from megarl.megatron.layout import check_layout
 from megarl.preflight.survey import prepare_training
-from megarl.recipe.training import MegatronConfig
+from megarl.recipe.trainers import MegatronConfig
 from tests.support.megatron_models import MODELS
 from tests.support.megatron_models import write_model as write_hf_model
 from tests.support.stack import run

@@ -12,7 +12,7 @@ from megarl.commands.accept.collective_rank import Timing
 from megarl.commands.accept.context import StageContext
 from megarl.commands.accept.ranks import COLLECTIVE_SECONDS, Ranks, all_ranks, local_ranks
 from megarl.platform.device_table import Device, device_of
-from megarl.recipe.training import MegatronConfig
+from megarl.recipe.trainers import MegatronConfig
 
 RANK = "megarl.commands.accept.collective_rank:CollectiveRank"
 SHARE = 0.6  # required rate of a collective, as a share of the link's rate in the table of devices

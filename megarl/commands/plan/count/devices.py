@@ -1,6 +1,6 @@
 """Memory of each kind of device in each phase of a step, summed over everything that shares the device. Pure.
 
-Follows `megarl/weight_sync/handover.py` and the trainers' `Offloader`: colocated trainers, critic and engines
+Follows `megarl/weight_sync/placement.py` and the trainers' `Offloader`: colocated trainers, critic and engines
 time-share devices. Idle engines sleep; idle trainers offload if `megatron.offload` is set, else they stay.
 """
 

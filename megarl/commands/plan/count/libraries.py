@@ -17,7 +17,7 @@ from megarl.platform.device_table import Device
 from megarl.platform.kinds import kind_of
 from megarl.recipe.derived.critic_view import critic_view
 from megarl.recipe.schema import Recipe, RolloutConfig
-from megarl.recipe.training import MegatronConfig
+from megarl.recipe.trainers import MegatronConfig
 
 COMMUNICATORS, CONTEXTS, GRAPHS, RECOMPUTED = "communicators", "contexts", "graphs", "recomputed weights"
 LEGEND = (

@@ -23,7 +23,7 @@ from megarl.megatron.lora.targets import check_lora
 from megarl.platform.adaptor import swapped_parts
 from megarl.recipe.derived.critic_view import critic_view
 from megarl.recipe.schema import Recipe
-from megarl.recipe.training import MegatronConfig
+from megarl.recipe.trainers import MegatronConfig
 from megarl.weight_sync.sharded.slices import SliceTable
 
 _NOT_COUNTED = (

@@ -9,7 +9,7 @@ from megarl.platform.kinds import is_accelerator
 from megarl.recipe.data import DataConfig
 from megarl.recipe.derived.offload import offloads
 from megarl.recipe.schema import ClusterConfig, Recipe
-from megarl.recipe.training import MegatronConfig
+from megarl.recipe.trainers import MegatronConfig
 
 
 @dataclass(frozen=True)

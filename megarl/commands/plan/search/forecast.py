@@ -19,7 +19,7 @@ from megarl.commands.plan.search.lower_bound import StagePart, chunks_in_flight,
 from megarl.hf.config import number_of_experts, text_fields, with_experts, with_layers
 from megarl.hf.shape import ModelShape
 from megarl.recipe.schema import Recipe
-from megarl.recipe.training import MegatronConfig
+from megarl.recipe.trainers import MegatronConfig
 
 _CONTEXT = 2
 """Largest context parallel size of a sample: with larger ones the memory per token differs by a few percent."""

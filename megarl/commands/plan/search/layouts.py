@@ -23,7 +23,7 @@ from megarl.preflight.recipe.general import validate
 from megarl.preflight.recipe.shared import parallel_size_errors
 from megarl.recipe.derived.offload import offloads
 from megarl.recipe.schema import Recipe
-from megarl.recipe.training import MegatronConfig
+from megarl.recipe.trainers import MegatronConfig
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")  # from fast and large to slow and small

@@ -14,7 +14,7 @@ from megarl.megatron.layout import layers_of_chunks, uses_sequence_parallel
 from megarl.platform.adaptor import swapped_parts
 from megarl.recipe.derived.optimizer_extra import host_share
 from megarl.recipe.schema import Recipe
-from megarl.recipe.training import MegatronConfig
+from megarl.recipe.trainers import MegatronConfig
 
 
 @dataclass(frozen=True)

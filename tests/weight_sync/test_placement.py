@@ -15,7 +15,7 @@ from megarl.recipe.schema import Recipe
 from megarl.rollout.engine_handle import EngineHandle
 from megarl.trainer.group import ActorGroup
 from megarl.trainer.start import Learners
-from megarl.weight_sync.handover import Colocated, Occupant
+from megarl.weight_sync.placement import Colocated, Occupant
 from megarl.weight_sync.publish import publish
 
 

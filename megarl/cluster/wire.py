@@ -1,4 +1,8 @@
-"""Length-prefixed pickles over a stream socket, between processes of the same user."""
+"""Messages between processes of the same user, as length-prefixed pickles over a stream socket.
+
+Under torchrun they carry the calls to trainers and services, with objects of `megarl/types.py`; under Ray, Ray does. Processes of
+`subprocess_pool/` use them in both cases.
+"""
 
 from __future__ import annotations
 

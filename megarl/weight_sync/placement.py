@@ -22,7 +22,7 @@ from megarl.weight_sync.session import Session, UpdateReport, WeightSyncError
 T = TypeVar("T")
 
 
-class Handover:
+class Placement:
     """Gives the devices to the part of the run that computes next. In this class: a run without engines."""
 
     def give_to_critic(self) -> None:
@@ -98,7 +98,7 @@ class EnginesUpdate:
         self.session = None
 
 
-class Disaggregated(Handover):
+class Disaggregated(Placement):
     """Actor, critic and engines have separate devices. update: sends the actor's weights to the engines as a version."""
 
     def __init__(self, update: EnginesUpdate):
@@ -160,7 +160,7 @@ class _FollowedEngine:
         return call
 
 
-class DisaggregatedFleet(Handover):
+class DisaggregatedFleet(Placement):
     """Actor, critic and engines have separate devices, and engines may die while the run goes on.
 
     A session has a fixed list of engines; a changed list opens a new session. Its first update is compared with the export.
@@ -247,7 +247,7 @@ class Occupant:
             self.on_device = False
 
 
-class Colocated(Handover):
+class Colocated(Placement):
     """Actor, critic and engines time-share the same devices."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The recipe's sections on training: model, layout, adapters, optimizers, actor and critic."""
+"""The recipe's sections on trainers: `model`, `megatron`, `lora`, `actor` and `critic`. Section `train` is in schema.py."""
 
 from __future__ import annotations
 
