@@ -43,7 +43,7 @@ recipe's checks run only on the machine where the command starts, as in a run's 
 $ python -m megarl doctor runs/mine
 controller on node0 (pid 4101)
   thread MainThread:
-    /opt/megarl/megarl/trainer/group.py:228 update
+    /opt/megarl/megarl/trainer/group.py:240 update
     /opt/megarl/megarl/step.py:120 update_actor
     ...
 trainer processes (2): update_actor, for 48 s
