@@ -7,6 +7,7 @@
 #   docker rm -f megarl              ends it, and deletes what lies outside the three folders
 #
 #   SHARED      a folder of all nodes; its data/, models/ and runs/ are mounted below /opt/megarl (/shared/megarl)
+#   CHECKOUT    a checkout of megarl on this node, in place of the image's (/opt/megarl); without a .venv
 #   IMAGE       the image (megarl-npu or megarl-cuda)
 #   CONTAINER   the container's name (megarl)
 #   SANDBOX     0: leaves out the rights that recipes which run generated code need (docs/sandbox.md)
@@ -40,12 +41,25 @@ done
 for path in ${mounts[@]+"${mounts[@]}"}; do # docker would create an empty folder for one that is missing
   if [ -e "$path" ]; then options+=(-v "$path:$path:ro"); else echo "container.sh: no $path here, not mounted" >&2; fi
 done
+name=${CONTAINER:-megarl}
+if docker container inspect "$name" > /dev/null 2>&1; then
+  echo "container.sh: this node has a container $name already: docker rm -f $name ends it" >&2
+  exit 1
+fi
+if [ -n "${CHECKOUT:-}" ]; then options+=(-v "$CHECKOUT:/opt/megarl"); fi
 if [ "${SANDBOX:-1}" != 0 ]; then
   options+=(--cap-add SYS_ADMIN --security-opt seccomp=unconfined --security-opt apparmor=unconfined)
 fi
 for folder in data models runs; do
-  mkdir -p "$shared/$folder"
+  if ! mkdir -p "$shared/$folder"; then
+    echo "container.sh: cannot make $shared/$folder: set SHARED to a folder of all nodes in which $(id -un) may write" >&2
+    exit 1
+  fi
   options+=(-v "$shared/$folder:/opt/megarl/$folder")
 done
-exec docker run -d --name "${CONTAINER:-megarl}" --network host --ipc host --init \
+docker run -d --name "$name" --network host --ipc host --init \
   --ulimit nofile=65536:65536 --ulimit memlock=-1:-1 "${options[@]}" "${IMAGE:-megarl-$kind}" sleep infinity
+if ! docker exec "$name" sh -c 'for folder in data models runs; do rm "$(mktemp "/opt/megarl/$folder/.XXXXXX")" || exit 1; done'; then
+  echo "container.sh: root of the container cannot write in $shared (NFS with root_squash?): chmod 1777 its data, models and runs" >&2
+  exit 1
+fi

@@ -10,8 +10,9 @@
 #
 #   INTERFACE          the network interface between the nodes (ip -br addr), where they have several
 #   DEVICES_PER_NODE   devices of each node (default: what Ray finds)
-#   MASTER_ADDR        address of the first host (default: its name in HOSTS)
-#   MASTER_PORT        as in launch/multinode.sh, like MEGARL_JOIN_TIMEOUT
+#   MASTER_ADDR        address of the first host (default: its name in HOSTS, without user@)
+#   MASTER_PORT        as in launch/multinode.sh, like MEGARL_JOIN_TIMEOUT and MEGARL_JOIN_DIR
+#   HCCL_*, NCCL_*, GLOO_*, HF_HOME, HF_ENDPOINT, RAY_TMPDIR   as they are set here, on every host
 #   CONTAINER          the containers' name (megarl)
 set -euo pipefail
 case "${1:-}" in
@@ -30,8 +31,9 @@ if [ ${#hosts[@]} = 0 ]; then
   echo "ssh.sh: the file of hosts is empty" >&2
   exit 2
 fi
-variables=(NNODES="${#hosts[@]}" MASTER_ADDR="${MASTER_ADDR:-${hosts[0]}}" PYTHONUNBUFFERED=1)
-for name in DEVICES_PER_NODE MASTER_PORT MEGARL_JOIN_TIMEOUT; do
+variables=(NNODES="${#hosts[@]}" MASTER_ADDR="${MASTER_ADDR:-${hosts[0]##*@}}" PYTHONUNBUFFERED=1)
+mapfile -t libraries < <(compgen -e | grep -E '^(HCCL|NCCL|GLOO)_')
+for name in DEVICES_PER_NODE MASTER_PORT MEGARL_JOIN_TIMEOUT MEGARL_JOIN_DIR HF_HOME HF_ENDPOINT RAY_TMPDIR ${libraries[@]+"${libraries[@]}"}; do
   if [ -n "${!name:-}" ]; then variables+=("$name=${!name}"); fi
 done
 if [ -n "${INTERFACE:-}" ]; then

@@ -143,13 +143,16 @@ def test_an_unsupported_model_type_is_refused() -> None:
         ("Ascend910B3", 294.9),
         ("Ascend910B4-1", 245.8),
         ("Ascend910_9392", 353.9),
+        ("Ascend910_9382", 353.9),
+        ("Ascend910_9362", 294.9),
+        ("Ascend910B2C", 353.9),
     ],
 )
 def test_peaks(device: str, tflops: float) -> None:
     assert peak_flops(device) == pytest.approx(tflops * 1e12, rel=1e-3)
 
 
-@pytest.mark.parametrize("device", ["cpu", "NVIDIA RTX A1000", "Ascend910B2C", "NVIDIA H2000"])
+@pytest.mark.parametrize("device", ["cpu", "NVIDIA RTX A1000", "Ascend910B9", "NVIDIA H2000"])
 def test_an_unknown_device_has_no_peak_and_no_mfu(device: str) -> None:
     assert peak_flops(device) is None
     assert speed("actor", 2e12, peak_flops(device)) == {"perf/tflops_per_device/actor": 2.0}

@@ -5,6 +5,8 @@ Without them, an error would appear after the devices were allocated."""
 from __future__ import annotations
 
 import json
+import re
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -184,3 +186,15 @@ def test_an_unknown_model_is_named_with_the_nearest() -> None:
 
 def test_page_is_up_to_date() -> None:
     assert PAGE.read_text() == document(), "run python -m docs.generate.supported_recipes"
+
+
+@pytest.mark.parametrize(
+    "file", [path for path in (ROOT / "recipes").rglob("*.yaml") if "tiny" not in path.parts], ids=str
+)
+def test_the_head_of_a_file_has_the_commands_for_the_model_and_data_that_it_names(file: Path) -> None:
+    text = file.read_text()
+    head = "".join(takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
+    for model in re.findall(r"^  path: models/(\S+)$", text, re.MULTILINE):
+        assert re.search(rf"hf download \S+ --local-dir models/{re.escape(model.removesuffix('-BF16'))}\n", head)
+    for folder in set(re.findall(r"data/(\w+)/\w+\.parquet", text.removeprefix(head))):
+        assert re.search(rf"--out data/{folder}$", head, re.MULTILINE), folder

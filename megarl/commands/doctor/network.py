@@ -106,7 +106,9 @@ def _ranges(machine: Machine, kind: DeviceKind) -> Iterator[Finding]:
             yield warning(text, "ss -ltnp shows the processes")
         if overlap := _ephemeral(machine, numbers):
             text = f"{variable}={value}: {overlap} of these ports are in the ephemeral range ({_EPHEMERAL})"
-            yield warning(text, f"sysctl -w net.ipv4.ip_local_reserved_ports={value}")
+            yield warning(
+                text, f"sysctl -w net.ipv4.ip_local_reserved_ports={value}, on each host, outside the container"
+            )
 
 
 def _ports(value: str) -> list[int] | None:

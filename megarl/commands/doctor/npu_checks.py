@@ -113,7 +113,7 @@ def driver(machine: Machine, needs: Needs) -> Iterator[Finding]:
     if absent:
         yield fail(
             f"driver {version}, without {', '.join(absent)}",
-            "pass them into the container: see the comments in Dockerfile.npu",
+            "pass them into the container, as launch/container.sh does",
         )
         return
     yield _compare_driver(machine, version)

@@ -32,7 +32,7 @@ from megarl.commands.launch.joining import RayConnection, join, taken_port
 from megarl.commands.launch.members import Members, NodeRelease
 from megarl.commands.launch.ray_start import device_resource, ray_command
 from megarl.commands.launch.rendezvous import RendezvousClient, RendezvousServer
-from megarl.commands.launch.topology import Topology, read_topology
+from megarl.commands.launch.topology import Topology, loopback_problem, read_topology
 from megarl.platform.kinds import KINDS
 
 # Time for the command to end after a signal; it may be completing a checkpoint. A second signal ends it at once.
@@ -98,6 +98,10 @@ def main(arguments: list[str], environ: Mapping[str, str]) -> int:
 
 def _run_head(topology: Topology, task: _Task, environ: dict[str, str], join_file: JoinFile) -> int:
     deadline = time.monotonic() + topology.join_timeout
+    problem = loopback_problem(topology)
+    if problem is not None:
+        _say(problem)
+        return 1
     busy_port = taken_port(topology)
     if busy_port is not None:
         needed = f"Ray and the launchers need {topology.port} to {topology.port + 2}"

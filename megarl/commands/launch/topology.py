@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -122,6 +123,25 @@ def _integer(environ: Mapping[str, str], names: tuple[str, ...], default: int | 
     if not environ[name].isdigit():
         raise ValueError(f"{name} must be a whole number, got {environ[name]}.")
     return int(environ[name])
+
+
+def loopback_problem(topology: Topology) -> str | None:
+    """Return what is wrong if other nodes cannot reach the address that the head's name has on the head itself; None if nothing is.
+
+    Debian and Ubuntu give a machine's own name the address 127.0.1.1 in /etc/hosts.
+    """
+    if topology.nodes == 1 or topology.node_ip is not None:
+        return None
+    try:
+        address = socket.gethostbyname(topology.master)
+    except OSError:
+        return None  # the bind reports it
+    if not _is_loopback(address):
+        return None
+    return (
+        f"MASTER_ADDR={topology.master} is {address} on this node, which other nodes cannot reach. Set MASTER_ADDR on every node to "
+        "this node's address in the nodes' network (ip -br addr)."
+    )
 
 
 def _is_loopback(address: str) -> bool:

@@ -29,7 +29,7 @@ exec "$@"
 """
 MULTINODE = """
 set -u
-for name in HOST NODE_RANK NNODES MASTER_ADDR DEVICES_PER_NODE HCCL_SOCKET_IFNAME NCCL_SOCKET_IFNAME; do
+for name in HOST NODE_RANK NNODES MASTER_ADDR DEVICES_PER_NODE HCCL_SOCKET_IFNAME NCCL_SOCKET_IFNAME NCCL_IB_HCA; do
   echo "$name=${!name:-none}"
 done
 printf 'argument <%s>\\n' "$@"
@@ -62,7 +62,12 @@ def command(site: dict[str, str], *arguments: str) -> list[str]:
 
 
 def test_every_host_starts_its_rank_and_the_first_has_the_status(site: dict[str, str]) -> None:
-    variables = site | {"DEVICES_PER_NODE": "16", "INTERFACE": "bond0"}
+    variables = site | {
+        "DEVICES_PER_NODE": "16",
+        "INTERFACE": "bond0",
+        "NCCL_IB_HCA": "mlx5",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     done = subprocess.run(
         command(site, "r.yaml", "a={x: 1, y: $HOME}"), env=variables, capture_output=True, text=True, timeout=30
     )
@@ -71,7 +76,15 @@ def test_every_host_starts_its_rank_and_the_first_has_the_status(site: dict[str,
     for line in ("HOST=node0", "NODE_RANK=0", "NNODES=2", "MASTER_ADDR=node0", "DEVICES_PER_NODE=16"):
         assert line in lines
     assert {"HCCL_SOCKET_IFNAME=bond0", "NCCL_SOCKET_IFNAME=bond0", "argument <a={x: 1, y: $HOME}>"} <= set(lines)
+    assert {"NCCL_IB_HCA=mlx5", "node1: NCCL_IB_HCA=mlx5"} <= set(lines)
     assert {"node1: HOST=node1", "node1: NODE_RANK=1", "node1: MASTER_ADDR=node0"} <= set(lines)
+
+
+def test_the_user_of_ssh_is_not_part_of_the_first_nodes_address(site: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("root@node0\nroot@node1\n")
+    done = subprocess.run(command(site, "r.yaml"), env=site, capture_output=True, text=True, timeout=30)
+    lines = done.stdout.splitlines()
+    assert {"HOST=root@node0", "MASTER_ADDR=node0", "root@node1: MASTER_ADDR=node0", "NCCL_IB_HCA=none"} <= set(lines)
 
 
 def test_variables_that_are_not_set_are_not_passed(site: dict[str, str]) -> None:
@@ -112,9 +125,19 @@ def test_ssh_refuses_a_wrong_call(site: dict[str, str], tmp_path: Path) -> None:
     assert done.returncode == 2 and "empty" in done.stderr
 
 
+RUN = """#!/usr/bin/env bash
+case "$1" in
+  run) printf '%s\\n' "$@" ;;
+  container) [ -n "${EXISTS:-}" ] ;;
+  exec) [ -z "${READ_ONLY:-}" ] ;;
+esac
+"""
+
+
 def docker_arguments(tmp_path: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run container.sh with a docker that prints its arguments, one a line."""
-    program(tmp_path / "bin", "docker", "#!/usr/bin/env bash\nprintf '%s\\n' \"$@\"\n")
+    """Run container.sh with a docker that prints the arguments of `run`, one a line. EXISTS, READ_ONLY: set, if the container exists,
+    or its root cannot write."""
+    program(tmp_path / "bin", "docker", RUN)
     variables = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SHARED": str(tmp_path / "shared"), **environ}
     return subprocess.run(
         [BASH, "launch/container.sh", *arguments], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=30
@@ -131,6 +154,22 @@ def test_a_container_has_the_hosts_network_and_the_shared_folders(tmp_path: Path
     assert "SYS_ADMIN" in words
     words = docker_arguments(tmp_path, "cuda", SANDBOX="0", IMAGE="registry/megarl:1").stdout.splitlines()
     assert "SYS_ADMIN" not in words and "registry/megarl:1" in words and "--rm" not in words
+
+
+def test_a_checkout_replaces_the_images(tmp_path: Path) -> None:
+    words = docker_arguments(tmp_path, "cuda", CHECKOUT="/home/me/megarl").stdout.splitlines()
+    mounts = [word for word in words if ":/opt/megarl" in word]
+    assert mounts[0] == "/home/me/megarl:/opt/megarl" and len(mounts) == 4
+
+
+def test_what_keeps_a_container_from_working_is_said(tmp_path: Path) -> None:
+    done = docker_arguments(tmp_path, "cuda", EXISTS="1", CONTAINER="mine")
+    assert done.returncode == 1 and "docker rm -f mine" in done.stderr and not done.stdout
+    done = docker_arguments(tmp_path, "cuda", READ_ONLY="1")
+    assert done.returncode == 1 and "root_squash" in done.stderr
+    (tmp_path / "file").write_text("")
+    done = docker_arguments(tmp_path, "cuda", SHARED=str(tmp_path / "file"))
+    assert done.returncode == 1 and "set SHARED" in done.stderr and not done.stdout
 
 
 def test_a_container_needs_the_drivers_devices(tmp_path: Path) -> None:

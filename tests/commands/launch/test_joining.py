@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import venv
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from megarl.commands.launch import multinode, rendezvous
 from megarl.commands.launch.join_secret import JoinFile, secret_of_environment
 from megarl.commands.launch.joining import RayConnection, join, taken_port
 from megarl.commands.launch.rendezvous import RendezvousClient, RendezvousServer
-from megarl.commands.launch.topology import Topology
+from megarl.commands.launch.topology import Topology, loopback_problem
 from megarl.recipe.schema import Recipe
 from tests.support.cluster_workers import wait_until
 from tests.support.stack import ROOT, environment
@@ -266,3 +267,14 @@ def test_missing_packages_are_named_without_a_traceback(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert f"not installed for {tmp_path}/bin/python" in done.stderr and "MEGARL_VENV" in done.stderr
+
+
+def test_a_head_whose_name_is_loopback_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """/etc/hosts of Debian and Ubuntu gives a machine's own name 127.0.1.1: other nodes would wait until the time limit."""
+    head = replace(topology(6379, 0), master="node0")
+    monkeypatch.setattr("socket.gethostbyname", lambda name: {"node0": "127.0.1.1", "node9": "10.0.0.9"}[name])
+    problem = loopback_problem(head)
+    assert problem is not None and "MASTER_ADDR=node0 is 127.0.1.1" in problem
+    assert loopback_problem(replace(head, master="node9")) is None
+    assert loopback_problem(replace(head, nodes=1)) is None
+    assert loopback_problem(replace(head, node_ip="127.0.0.2")) is None, "several nodes on one machine, for trials"
