@@ -137,8 +137,8 @@ def describe(function: Callable[..., Any], name: str | None = None, prepare: Pre
     hints = typing.get_type_hints(called)
     properties: dict[str, Any] = {}
     required, context = [], None
-    taken = list(inspect.signature(called).parameters.values())
-    for parameter in taken[1:] if stateful else taken:  # without self
+    signature_parameters = list(inspect.signature(called).parameters.values())
+    for parameter in signature_parameters[1:] if stateful else signature_parameters:  # without self
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ValueError(f"tool {name!r}: parameter {parameter} cannot be called by name")
         hint = hints.get(parameter.name)

@@ -128,10 +128,10 @@ def provide(more: Mapping[str, Sequence[Any]] = MappingProxyType({})) -> None:
 
 def missing_hint(error: Exception) -> str:
     """Return the end of a message for an import that failed because the stand-in lacks a part of verl; "" otherwise."""
-    wanted = getattr(error, "name", None) or ""
+    missing_module = getattr(error, "name", None) or ""
     if (
         not isinstance(error, ImportError)
-        or not wanted.startswith("verl")
+        or not missing_module.startswith("verl")
         or not isinstance(sys.modules["verl"], _StandIn)
     ):
         return ""

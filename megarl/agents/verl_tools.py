@@ -71,8 +71,8 @@ def _maker(entry: dict[str, Any], place: str) -> Callable[[], Any]:
     from verl.tools.schemas import OpenAIFunctionToolSchema
 
     try:
-        given = entry.get("tool_schema")
-        schema = None if given is None else OpenAIFunctionToolSchema.model_validate(given)
+        fields = entry.get("tool_schema")
+        schema = None if fields is None else OpenAIFunctionToolSchema.model_validate(fields)
     except ValueError as error:
         raise ValueError(f"{place}: its tool_schema is not one of verl's: {error}") from error
 

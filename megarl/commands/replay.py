@@ -147,9 +147,9 @@ def _not_repeated_lines(recorded: RunDirectory, last: Start) -> Iterator[str]:
     steps = [step for span in last.not_repeated for step in span]
     if not last.not_repeated:
         return
-    what = spans_text(steps) if steps else f"the start after step {last.last_step}"
+    omitted = spans_text(steps) if steps else f"the start after step {last.last_step}"
     yield (
-        f"the replay ends after step {last.last_step} and does not repeat {what}: SIGTERM caused the checkpoint of step "
+        f"the replay ends after step {last.last_step} and does not repeat {omitted}: SIGTERM caused the checkpoint of step "
         f"{last.last_step}, and a replay does not save there"
     )
     for span in filter(None, last.not_repeated):

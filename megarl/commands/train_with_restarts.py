@@ -161,5 +161,5 @@ def _print(line: str) -> None:
 
 
 def _newest_step(checkpoints: Path) -> int | None:
-    found = list_checkpoints(checkpoints)
-    return checkpoint_step(found[-1]) if found else None
+    saved = list_checkpoints(checkpoints)
+    return checkpoint_step(saved[-1]) if saved else None

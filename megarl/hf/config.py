@@ -59,8 +59,8 @@ def with_layers(config: dict[str, Any], layers: int, *, dense: int = 1) -> dict[
     if config.get("layer_types") or config.get("full_attention_interval"):
         kinds = layer_kinds(config)
         few = (kinds * layers)[:layers]
-        others = [kind for kind in dict.fromkeys(kinds) if kind not in few]
-        fields["layer_types"] = [*few[: layers - len(others)], *others] if layers > len(others) else few
+        absent = [kind for kind in dict.fromkeys(kinds) if kind not in few]
+        fields["layer_types"] = [*few[: layers - len(absent)], *absent] if layers > len(absent) else few
     if of_layers := config.get("mlp_layer_types"):
         first = min(of_layers.index("sparse"), most_dense)
         fields["mlp_layer_types"] = ["dense"] * first + ["sparse"] * (layers - first)

@@ -242,11 +242,11 @@ def _check_equal(name: str, file: Path, expected: torch.Tensor, origin: str) -> 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:
     """Map each tensor name to the safetensors file that holds it."""
-    found = {file.name: file for file in sorted(directory.glob("*.safetensors"))}
-    if placed := read_index(directory, found):
-        return {name: found[file] for name, file in placed.items()}
+    by_name = {file.name: file for file in sorted(directory.glob("*.safetensors"))}
+    if placed := read_index(directory, by_name):
+        return {name: by_name[file] for name, file in placed.items()}
     files = {}
-    for file in found.values():
+    for file in by_name.values():
         with safe_open(file, framework="pt", device="cpu") as reader:
             files.update(dict.fromkeys(reader.keys(), file))
     return files

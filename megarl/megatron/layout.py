@@ -85,12 +85,12 @@ def _check_heads(hf_config: dict[str, Any], megatron: MegatronConfig) -> None:
         _check_divides(megatron, "tensor_parallel", linear, f"the {linear} key heads of the model's delta nets", heads)
 
 
-def _check_divides(megatron: MegatronConfig, key: str, count: int, noun: str, *others: int) -> None:
+def _check_divides(megatron: MegatronConfig, key: str, count: int, noun: str, *further_counts: int) -> None:
     """Raise ValueError if `megatron.key` does not divide `count`, which `noun` names. The message lists the values of the
     key that divide `count` and all `others`."""
     size = getattr(megatron, key) or 1
     if count % size:
-        common = math.gcd(count, *others)
+        common = math.gcd(count, *further_counts)
         fitting = [size for size in range(1, min(common, _MOST_NAMED) + 1) if common % size == 0]
         raise ValueError(
             f"megatron.{key}={size} does not divide {noun} ({count} / {size} = {count / size:g}). megatron.{key} may be "

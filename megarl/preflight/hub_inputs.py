@@ -68,18 +68,18 @@ class _Names:
         recorded = {text: commit for text, commit in self.recorded.get(key, {}).items() if _repo(text) == name.repo}
         if name.is_pinned or not recorded:
             return name
-        asked = str(replace(name, path=""))
-        if asked not in recorded:
+        requested = str(replace(name, path=""))
+        if requested not in recorded:
             before = ", ".join(f"{text} (commit {commit[:12]})" for text, commit in recorded.items())
             raise hub.HubError(
-                f"the run has recorded {before}, and the recipe now names {asked}",
+                f"the run has recorded {before}, and the recipe now names {requested}",
                 "restore the revision; to change it in this run name a commit (@ and 40 digits); or give the run another name",
             )
-        return replace(name, revision=recorded[asked])
+        return replace(name, revision=recorded[requested])
 
     def _report(self, key: str, name: hub.HubName, pinned: hub.HubName, notice: str | None) -> None:
-        asked, commit = str(replace(name, path="")), str(pinned.revision)
-        self.commits.setdefault(key, {})[asked] = commit
+        requested, commit = str(replace(name, path="")), str(pinned.revision)
+        self.commits.setdefault(key, {})[requested] = commit
         why = ", as recorded in the run" if commit in self.recorded.get(key, {}).values() else ""
         self.notices.append(f"{key}: {notice or f'{pinned.repo} of the hub, at commit {commit[:12]}{why}'}")
 

@@ -58,7 +58,7 @@ def exit_context(context: Any, kind: Any, arguments: Any) -> Any:
 
 def serve(program: str, names: dict[str, Any], incoming: int, outgoing: int) -> None:
     """Run the program in `names` and answer for its objects until the statement ends."""
-    known = dict(names)
+    before = dict(names)
     module = sys.modules["solution"] = types.ModuleType("solution")
     module.__dict__.update(names | {"__name__": "solution"})
     names = module.__dict__
@@ -68,7 +68,7 @@ def serve(program: str, names: dict[str, Any], incoming: int, outgoing: int) -> 
         **{f"r{name}": lambda a, b, name=name: getattr(operator, f"__{name}__")(b, a) for name in OPERATORS},
         **{function.__name__: function for function in (getattr, setattr, iter, next, reversed, isinstance, bool, len, str)},
         "repr": repr, "hash": hash, "call": call, "enter": lambda context: context.__enter__(), "exit": exit_context,
-        "names": lambda: sorted(name for name in names if name not in known or names[name] is not known[name]),
+        "names": lambda: sorted(name for name in names if name not in before or names[name] is not before[name]),
         "named": lambda name: names[name],
     }  # fmt: skip
     peer = Peer(incoming, outgoing, answers)

@@ -135,8 +135,8 @@ class EnginesSource:
             self._taking, self._drained = False, None
             self._observe()
             loads = self._loads.take_metrics(self._dispatch.behind) if self._finishes else {}
-            taken = [each.take_metrics() for each in (self._begun, self.fleet, self.outages) if each is not None]
-            waits = {name: value for part in (self._waiting.metrics(), loads, *taken) for name, value in part.items()}
+            parts = [each.take_metrics() for each in (self._begun, self.fleet, self.outages) if each is not None]
+            waits = {name: value for part in (self._waiting.metrics(), loads, *parts) for name, value in part.items()}
             notice = self._begun.take_notice()
         drawn = self.sampler.metrics(item.group.number for item in tried)
         return batch_of(tried, count, self.recipe.algorithm.dynamic_sampling, {**drawn, **waits}, notice)

@@ -84,8 +84,8 @@ class RayDevices:
         """
         nodes = {node["NodeID"]: node for node in self._open_nodes()}
         lost = Counter(device.node_id for device in devices if device.node_id not in nodes)
-        others = {node: iter(self._claim_elsewhere(list(nodes.values()), count)) for node, count in lost.items()}
-        return [next(others[device.node_id]) if device.node_id in others else device for device in devices]
+        replacements = {node: iter(self._claim_elsewhere(list(nodes.values()), count)) for node, count in lost.items()}
+        return [next(replacements[device.node_id]) if device.node_id in replacements else device for device in devices]
 
     def _claim_elsewhere(self, nodes: list[dict[str, Any]], count: int) -> list[ReservedDevice]:
         """Reserve `count` free devices of one of `nodes`."""

@@ -83,8 +83,8 @@ def convert(
     command = read_command(text, variables, context)
     options, config = read_options(command.arguments)
     _check_names(text, variables, accepted, options)
-    given = frozenset({*overrides, *accepted})
-    conversion = _translated(command, config, options, given, chosen, rows=rows)
+    user_choices = frozenset({*overrides, *accepted})
+    conversion = _translated(command, config, options, user_choices, chosen, rows=rows)
     conversion.check()
     conversion.settings |= overrides
     _drop_unused(conversion, overrides.keys())
@@ -112,7 +112,7 @@ def _translated(
     command: Command,
     config: str,
     options: dict[str, OptionValue],
-    given: frozenset[str],
+    user_choices: frozenset[str],
     chosen: Mapping[str, str],
     *,
     rows: int | None,
@@ -121,13 +121,13 @@ def _translated(
     entry = command.entry
     if entry.kind == "sft":
         optim = OPTIM_DEFAULTS.get(str(options["optim"].value) if "optim" in options else "", {})
-        conversion = Conversion(options, SFT_DEFAULTS[entry.module] | optim, given=given)
+        conversion = Conversion(options, SFT_DEFAULTS[entry.module] | optim, user_choices=user_choices)
         set_aside(conversion, [*SFT, *TRAINER], command.absences)
         conversion.apply([*SFT, *TRAINER])
         translate_sft(conversion, processes=_processes(command, conversion), rows=rows)
         return conversion
     first, defaults = _OF_KIND.get(entry.kind, ([], DEFAULTS))
-    conversion = Conversion(options, defaults | dict(entry.defaults), given=given)
+    conversion = Conversion(options, defaults | dict(entry.defaults), user_choices=user_choices)
     table = [*first, *RL, *TRAINER]
     set_aside(conversion, table, command.absences)
     engine = conversion.get("model_engine")

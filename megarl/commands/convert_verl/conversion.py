@@ -37,7 +37,7 @@ class Conversion:
     """Options, and the settings derived from them so far.
 
     options: the options of the command by name. defaults: verl's defaults. settings: the recipe's, by dotted key.
-    given: keys of the recipe that the user sets, and options of verl that may be left out; nothing is refused for them.
+    user_choices: keys of the recipe that the user sets, and options of verl that may be left out; nothing is refused for them.
     origins: the option that each setting came from. open: options without a value, and the script's text (`open_settings.py`).
     notes: one line per option that was changed or omitted.
     """
@@ -48,7 +48,7 @@ class Conversion:
     origins: dict[str, str] = field(default_factory=dict)
     open: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    given: Collection[str] = ()
+    user_choices: Collection[str] = ()
     refused: dict[str, str] = field(default_factory=dict)  # options -> the reason, in the order of the command
 
     def get(self, option: str, otherwise: Any = None) -> Any:
@@ -79,7 +79,7 @@ class Conversion:
         to: the recipe's key, if there is one. changes: it is known that the algorithm changes.
         """
         algorithmic = changes or option.startswith(_ALGORITHMIC) or to.startswith(("algorithm.", "actor.optimizer."))
-        if algorithmic and option in self.options and not {option, to} & set(self.given):
+        if algorithmic and option in self.options and not {option, to} & set(self.user_choices):
             value = _short(self.options[option].value)
             instead = f"{to}=VALUE after the file, or " if to else ""
             self.refused[option] = (

@@ -22,11 +22,11 @@ _KNOWN = (
 def translate_distillation(conversion: Conversion) -> None:
     """Set teacher, loss and advantage of a run with `distillation.enabled`. Raises InputError for what megarl lacks."""
     settings, get = conversion.settings, conversion.get
-    if get(_ENABLED) is not True or {_ENABLED, "algorithm.reference"} & {*conversion.given}:
+    if get(_ENABLED) is not True or {_ENABLED, "algorithm.reference"} & {*conversion.user_choices}:
         return
     for name in conversion.options:
-        known = any(fnmatch.fnmatchcase(name, pattern) for pattern in _KNOWN)
-        if name.startswith("distillation.") and not known:
+        translated = any(fnmatch.fnmatchcase(name, pattern) for pattern in _KNOWN)
+        if name.startswith("distillation.") and not translated:
             conversion.leave_out(name, "megarl's distillation has no counterpart", changes=True)
     mode, rewards = str(get(f"{_LOSS}.loss_mode", "k3")), get(f"{_LOSS}.use_task_rewards", True)
     settings["algorithm.reference"] = "teacher"
@@ -112,8 +112,8 @@ def _limit(conversion: Conversion) -> None:
 
 def _teacher(conversion: Conversion) -> None:
     settings, get = conversion.settings, conversion.get
-    others = [name for name in conversion.options if name.startswith("distillation.teacher_models.")]
-    if other := next((name for name in others if not name.startswith(f"{_TEACHER}.")), None):
+    teacher_options = [name for name in conversion.options if name.startswith("distillation.teacher_models.")]
+    if other := next((name for name in teacher_options if not name.startswith(f"{_TEACHER}.")), None):
         raise InputError(f"{conversion.where(other)}{other}: megarl has one teacher, named teacher_model")
     path, inference = get(f"{_TEACHER}.model_path"), f"{_TEACHER}.inference"
     if not path:

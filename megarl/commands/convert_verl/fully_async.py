@@ -134,7 +134,7 @@ def _steps(conversion: Conversion, updates: Updates, rows: int | None) -> None:
     if prompts is None:
         return
     steps, rest = divmod(prompts // updates.prompts, updates.count)
-    if not steps and "train.steps" not in conversion.given:
+    if not steps and "train.steps" not in conversion.user_choices:
         raise InputError(
             f"{conversion.where(_TOTAL)}{prompts} prompts are less than a step of {updates.prompts * updates.count}: raise "
             f"{_TOTAL} or give train.steps=VALUE after the file"

@@ -31,8 +31,8 @@ def translate_tools(conversion: Conversion) -> None:
         functions: bool(get(functions)),
     }
     options = [option for option, is_on in switches.items() if is_on]
-    named = any(name.startswith(("agent.tools", "agent.mcp")) for name in conversion.given)
-    if not named and switches[file] and not {*options} & {*conversion.given}:
+    named = any(name.startswith(("agent.tools", "agent.mcp")) for name in conversion.user_choices)
+    if not named and switches[file] and not {*options} & {*conversion.user_choices}:
         conversion.settings |= {"agent.tools": [str(get(file))], "agent.tool_rewards": "scorer"}
         conversion.note(
             file, "an instance lasts for a sample, in verl's tool agent loop for a call; YAML and classes must be here"
@@ -55,7 +55,7 @@ def translate_tools(conversion: Conversion) -> None:
             reason = "256 characters in verl; agent.max_answer_tokens is 512 tokens"
             conversion.note(f"{_R}.multi_turn.max_tool_response_length", reason)
         return
-    if options and not {*options} & {*conversion.given}:
+    if options and not {*options} & {*conversion.user_choices}:
         reason = _FUNCTIONS if switches[functions] else "the command names no tool_config_path"
         conversion.leave_out(options[0], reason, to="agent.tools", changes=True)
     for option in options:
@@ -69,7 +69,7 @@ def translate_dataset_class(conversion: Conversion) -> None:
     path = conversion.get(option)
     if not path:
         return
-    if option in conversion.given:
+    if option in conversion.user_choices:
         conversion.note(option, "left out: megarl reads the files itself")
         return
     name = conversion.get(f"{_ROWS}.name")
@@ -81,7 +81,7 @@ def translate_dataset_class(conversion: Conversion) -> None:
     read = [option for option in conversion.options if option.startswith("data.") and not option.startswith(_NOT_READ)]
     options = [f"--option={option[5:]}={_yaml(conversion.options[option].value)}" for option in read]
     for key, written in (("data.train_files", "train"), ("data.eval_files", "test")):
-        if key in settings and key not in conversion.given:
+        if key in settings and key not in conversion.user_choices:
             out = f"data/{name}/{written}.parquet"
             sources = [f"--source={file}" for file in settings[key]]
             arguments = [

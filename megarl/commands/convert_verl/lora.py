@@ -49,12 +49,12 @@ def translate_lora(conversion: Conversion, *, megatron: bool) -> None:
         settings["weight_sync.adapters"] = "merged"
     if megatron and get(f"{read}type", "lora") == "lora":
         conversion.note(f"{read}type", "each of the fused layers has adapters of its own, as with canonical_lora")
-    others = {f"{read}{name}": same for name, same in _SAME.items()} | {
+    allowed_values = {f"{read}{name}": same for name, same in _SAME.items()} | {
         f"{_MODEL}.exclude_modules": (None, [], "DONT_EXCLUDE", ".*visual.*")  # a vision tower has no adapters here
     }
     if not megatron:
-        del others[f"{read}adapter_path"]
-    for option, same in others.items():
+        del allowed_values[f"{read}adapter_path"]
+    for option, same in allowed_values.items():
         if option in conversion.options and get(option) not in same:
             conversion.leave_out(option, "megarl's adapters have no counterpart", changes=True)
 

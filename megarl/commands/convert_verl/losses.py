@@ -134,7 +134,7 @@ def translate_single_samples(conversion: Conversion) -> None:
         or settings.get("rollout.samples_per_prompt", 1) != 1
     ):
         return
-    if {"algorithm.advantage", "rollout.samples_per_prompt"} & {*conversion.given} or settings.get(
+    if {"algorithm.advantage", "rollout.samples_per_prompt"} & {*conversion.user_choices} or settings.get(
         "algorithm.kl_in_reward"
     ):
         return

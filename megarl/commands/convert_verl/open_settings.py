@@ -81,9 +81,9 @@ def open_notes(conversion: Conversion) -> list[str]:
         if value == OPEN:
             # A number of processes follows from numbers of devices, which may be several options.
             origins = [conversion.origins[key]] if key in conversion.origins else list(_DEVICES)
-            given = ", ".join(f"{name}={conversion.open[name]}" for name in origins if name in conversion.open)
+            options = ", ".join(f"{name}={conversion.open[name]}" for name in origins if name in conversion.open)
             notes.append(
-                f"{key}=???: set it before the run; the script leaves it open: {given or 'it has no option for it'}"
+                f"{key}=???: set it before the run; the script leaves it open: {options or 'it has no option for it'}"
             )
     return notes
 

@@ -76,7 +76,7 @@ def _reward_model(conversion: Conversion) -> None:
     if prefix is None:
         return
     option, path = f"{prefix}.enable", get(f"{prefix}.{_MODELS[prefix]}")
-    if {option, "reward.function"} & {*conversion.given}:
+    if {option, "reward.function"} & {*conversion.user_choices}:
         conversion.note(option, "left out: reward.function is the reward")
         return
     if not path:

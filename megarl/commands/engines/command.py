@@ -54,15 +54,15 @@ def text_of(answer: Mapping[str, Any]) -> list[str]:
     lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     if answer["fixed"] is not None:
         return [*lines, f"The number of engines is fixed: {answer['fixed']}."]
-    wanted, before = answer["wanted"], answer.get("before")
-    change = f"{before} -> " if before not in (None, wanted) else ""
+    target, before = answer["wanted"], answer.get("before")
+    change = f"{before} -> " if before not in (None, target) else ""
     lines.append(
-        f"{change}{pluralize(wanted, 'engine')} wanted; at least {answer['least']} (rollout.min_engines), {_free(answer['free'])}"
+        f"{change}{pluralize(target, 'engine')} wanted; at least {answer['least']} (rollout.min_engines), {_free(answer['free'])}"
     )
     if change:
         lines.append(
             "Further engines load now, and sample from the next update of the weights on."
-            if wanted > before
+            if target > before
             else "Leaving engines get no further groups, and end when the others have their groups or they have finished them."
         )
     return lines

@@ -52,8 +52,8 @@ def check_config(model: str, config: dict[str, Any], weights_problem: str | None
     if weights_problem:
         reasons.append(f"Its weights: {weights_problem}.")
     family = str(config.get("model_type"))
-    known = family in FAMILIES
-    return ModelCheck(model, family, reasons, _facts(config, readable=not reasons), [] if known else _hints(config))
+    supported = family in FAMILIES
+    return ModelCheck(model, family, reasons, _facts(config, readable=not reasons), [] if supported else _hints(config))
 
 
 def _read(model: str) -> tuple[dict[str, Any], str | None, str | None]:

@@ -56,13 +56,13 @@ def tensors(family: Family, config: Config) -> Iterator[tuple[str, Shape]]:
 def _mixer(family: Family, config: Config, layer: int) -> dict[str, Shape]:
     """Return the shapes of attention, or of what a layer has in its place, with the norm before it."""
     if family.delta_nets and layer_kinds(config)[layer] == "linear_attention":
-        own = _delta_net(config)
+        shapes = _delta_net(config)
     elif family.latent:
-        own = _latent_attention(config)
+        shapes = _latent_attention(config)
     else:
-        own = _attention(family, config)
+        shapes = _attention(family, config)
     return {
-        name if name == "input_layernorm.weight" else f"self_attention.{name}": shape for name, shape in own.items()
+        name if name == "input_layernorm.weight" else f"self_attention.{name}": shape for name, shape in shapes.items()
     }
 
 

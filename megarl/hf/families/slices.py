@@ -108,8 +108,8 @@ def _lines(shape: Sequence[int], lines: int, runs: Iterable[tuple[int, int, int]
     whole = (lines, *shape[1:])
     width = math.prod(shape[1:])
     if len(shape) == 1:
-        return Stored(whole, [(0, there, 1, count, here, shape[0]) for there, here, count in runs if count > 0])
-    return Stored(whole, [(there, 0, count, width, here * width, width) for there, here, count in runs if count > 0])
+        return Stored(whole, [(0, line, 1, count, offset, shape[0]) for line, offset, count in runs if count > 0])
+    return Stored(whole, [(line, 0, count, width, offset * width, width) for line, offset, count in runs if count > 0])
 
 
 def as_matrix(shape: Sequence[int]) -> tuple[int, int]:

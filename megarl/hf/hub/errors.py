@@ -77,16 +77,16 @@ def hub_errors(name: HubName, kind: Kind) -> Iterator[None]:
 
 
 def _hub_error(error: Exception, name: HubName, kind: Kind) -> HubError | None:
-    errors, what = _errors(), "model" if kind == "model" else "data set"
+    errors, kind_name = _errors(), "model" if kind == "model" else "data set"
     page = f"{endpoint()}/{'' if kind == 'model' else 'datasets/'}{name.repo}"
     if isinstance(error, errors.GatedRepoError):
         return HubError(
-            f"the {what} {name.repo} is gated, and this account has no access",
+            f"the {kind_name} {name.repo} is gated, and this account has no access",
             f"accept its terms at {page}, then log in on every node with `hf auth login`, or set HF_TOKEN",
         )
     if isinstance(error, errors.RepositoryNotFoundError):
         return HubError(
-            f"{_no_folder()}, and {endpoint()} has no such {what}, or it is private{_status(error)}"
+            f"{_no_folder()}, and {endpoint()} has no such {kind_name}, or it is private{_status(error)}"
             if kind == "model"
             else f"{endpoint()} has no data set {name.repo}, or it is private{_status(error)}",
             "correct the name; for a private one log in on every node with `hf auth login`, or set HF_TOKEN",
@@ -98,7 +98,7 @@ def _hub_error(error: Exception, name: HubName, kind: Kind) -> HubError | None:
     if isinstance(error, errors.HFValidationError):
         return HubError(f"{name.repo!r} is not a name on the hub: {error}", "write OWNER/NAME, or the path of a folder")
     if isinstance(error, errors.LocalEntryNotFoundError) or is_unreachable(error):
-        return not_in_cache(error, name, what)
+        return not_in_cache(error, name, kind_name)
     if isinstance(error, errors.HfHubHTTPError):
         return HubError(
             f"{endpoint()} refused {name.repo}{_status(error)}: {without_secrets(' '.join(str(error).split()))}",
@@ -123,11 +123,11 @@ def _status(error: BaseException | None) -> str:
     return "" if status is None else f" (HTTP status {status})"
 
 
-def not_in_cache(error: Exception | None, name: HubName, what: str) -> HubError:
+def not_in_cache(error: Exception | None, name: HubName, kind_name: str) -> HubError:
     """Return the error for files that are missing in the cache while the hub gives no answer. `error`: the cause, if known."""
     where, revision = cache_folder(), f"@{name.revision}" if name.revision else ""
-    folder = f"{_no_folder()}, " if what == "model" else ""
-    fetch = f"hf download {'' if what == 'model' else '--repo-type dataset '}{name.repo}"
+    folder = f"{_no_folder()}, " if kind_name == "model" else ""
+    fetch = f"hf download {'' if kind_name == 'model' else '--repo-type dataset '}{name.repo}"
     fetch += f" --revision {name.revision}" if name.revision else ""
     if is_offline():
         return HubError(

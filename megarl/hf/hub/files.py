@@ -101,8 +101,8 @@ def snapshot(name: HubName, kind: Kind, patterns: Sequence[str]) -> Path:
     left_out = list(LEFT_OUT) if kind == "model" else None
     folder = cached_snapshot(name, kind) if name.is_pinned else None
     if folder is not None and (tree := cached_tree(folder)) is not None:
-        wanted = filter_repo_objects(tree, allow_patterns=list(patterns), ignore_patterns=left_out)
-        if all((folder / file).is_file() for file in wanted):
+        needed = filter_repo_objects(tree, allow_patterns=list(patterns), ignore_patterns=left_out)
+        if all((folder / file).is_file() for file in needed):
             return folder
     return Path(
         snapshot_download(

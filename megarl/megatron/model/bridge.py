@@ -121,7 +121,7 @@ class TableWeights:
             yield from self._whole(description, weight)
 
     def _descriptions(self, models: Sequence[Any]) -> list[_Description]:
-        found = []
+        descriptions = []
         for number, model in enumerate(models):
             names = self._weight_name_mapping_mcore_local_to_global(model, consider_ep=False)
             # Adapters are merged when a weight is read, and a description needs none.
@@ -129,8 +129,8 @@ class TableWeights:
             for name, weight in exported(unmerged):
                 sharded = bool(getattr(weight, "tensor_model_parallel", False))
                 dim = weight.partition_dim if sharded else 0
-                found.append(_Description(number, names[name], tuple(weight.shape), weight.dtype, sharded, dim))
-        return found
+                descriptions.append(_Description(number, names[name], tuple(weight.shape), weight.dtype, sharded, dim))
+        return descriptions
 
     def _whole(self, description: _Description, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Gather the shards of a parameter and yield its checkpoint tensors."""

@@ -156,10 +156,10 @@ class PackedDeltaNet(MegatronModule):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
         """Describe the parameters to Megatron's checkpoints."""
-        own: dict[str, Any] = {}
-        self._save_to_state_dict(own, "", keep_vars=True)
+        parameters: dict[str, Any] = {}
+        self._save_to_state_dict(parameters, "", keep_vars=True)
         described = make_sharded_tensors_for_checkpoint(
-            own,
+            parameters,
             prefix,
             dict.fromkeys(_SHARDED, 0),
             sharded_offsets,

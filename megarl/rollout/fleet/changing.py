@@ -62,12 +62,12 @@ class ChangingFleet:
         with self.lock:
             return self._states.wanted
 
-    def set_wanted(self, wanted: int) -> None:
+    def set_wanted(self, target: int) -> None:
         """Change the number of engines, at the next `poll`: others start or leave. Leaving ones stay first. Callable from any
         thread."""
         with self.lock:
-            self._messages.append((f"{self._states.wanted} -> {pluralize(wanted, 'engine')} wanted", "engines"))
-            self._states.wanted = wanted
+            self._messages.append((f"{self._states.wanted} -> {pluralize(target, 'engine')} wanted", "engines"))
+            self._states.wanted = target
             self._stay(self.can_stay()[: self._states.missing()])
 
     def leave_machine(self, engines: Sequence[int], seconds: float) -> str | None:
@@ -93,9 +93,9 @@ class ChangingFleet:
     def can_stay(self) -> list[int]:
         """Return the leaving engines that have not been asked for their groups, and whose machines stay."""
         with self.lock:
-            asked = {engine for engine, process in self._asked if process == self._states.process(engine)}
+            bound_to_leave = {engine for engine, process in self._asked if process == self._states.process(engine)}
             leaving = [engine for engine in self._states.leaving if self._states.can_stay(engine)]
-            return [engine for engine in leaving if engine not in asked and engine not in self._leave_by]
+            return [engine for engine in leaving if engine not in bound_to_leave and engine not in self._leave_by]
 
     def ask_for_groups(self, leaver: Leaver) -> bool:
         """Return whether a leaving engine must be asked for its groups now, which happens once; it cannot stay any more. It is

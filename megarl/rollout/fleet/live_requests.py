@@ -54,12 +54,12 @@ class EngineRequests:
             return {"refused": f"the number of its engines is fixed: {self.fixed}"}
         before = self.fleet.wanted
         change = int(words[0])
-        wanted = before + change if words[0][0] in "+-" else change
-        problem = self._problem(wanted)
+        target = before + change if words[0][0] in "+-" else change
+        problem = self._problem(target)
         if problem is not None:
             return {"refused": problem}
-        if wanted != before:
-            self.fleet.set_wanted(wanted)
+        if target != before:
+            self.fleet.set_wanted(target)
         return {**self._listed(), "before": before}
 
     def answer_leave(self, words: Sequence[str]) -> dict[str, Any]:
@@ -79,16 +79,16 @@ class EngineRequests:
             return {"refused": problem}
         return {"engines": [fleet.name(each) for each in engines_of(services)]}
 
-    def _problem(self, wanted: int) -> str | None:
+    def _problem(self, target: int) -> str | None:
         assert self.fleet is not None
         with self.fleet.lock:
             can_stay = self.fleet.can_stay()
-            more = wanted - len(self.fleet.states.staying) - len(can_stay)
+            more = target - len(self.fleet.states.staying) - len(can_stay)
             leavers = [each.engine for each in self.fleet.leaving() if not each.at_once]
             ending = [self.fleet.name(engine) for engine in leavers if engine not in can_stay]
-        if wanted < self.fleet.least:
+        if target < self.fleet.least:
             return (
-                f"{pluralize(wanted, 'engine')} would be fewer than rollout.min_engines = {self.fleet.least}. To go lower, stop the run "
+                f"{pluralize(target, 'engine')} would be fewer than rollout.min_engines = {self.fleet.least}. To go lower, stop the run "
                 "and resume it with another value"
             )
         size = self.recipe.rollout.tensor_parallel
@@ -123,8 +123,8 @@ class EngineRequests:
         for index, state, deaths in self._states():
             if state is EngineState.GONE:
                 continue
-            known = index < len(self.engines)
-            service = self.engines[index].service if known else None
+            has_handle = index < len(self.engines)
+            service = self.engines[index].service if has_handle else None
             has_version = state in _WITH_WEIGHTS and index < len(versions)
             rows.append(
                 {

@@ -53,8 +53,8 @@ class Words:
         self.user_values, self.context = user_values, context
         positional = {int(name): text for name, text in user_values.items() if name.isdigit() and int(name) < 1000}
         places = range(1, max(positional, default=0) + 1)
-        given = tuple(ShellVariable(positional[i]) if i in positional else None for i in places)
-        self.state = State(context.folder, positional=given)
+        arguments = tuple(ShellVariable(positional[i]) if i in positional else None for i in places)
+        self.state = State(context.folder, positional=arguments)
         self.facts: set[Fact] = set()
         self.condition_facts: Facts = frozenset()
         self.testing, self.lenient, self.nounset, self.decides = False, "", False, False
