@@ -132,12 +132,12 @@ def table(figures: dict[str, list[dict[str, float]]]) -> str:
     ]
     for schedule, runs in figures.items():
         ratios = [
-            one["tokens per second"] / sync["tokens per second"]
-            for one, sync in zip(runs, figures["sync"], strict=True)
+            run["tokens per second"] / sync["tokens per second"]
+            for run, sync in zip(runs, figures["sync"], strict=True)
         ]
 
         def mean(key: str, runs: list[dict[str, float]] = runs) -> float:
-            return statistics.mean(one[key] for one in runs)
+            return statistics.mean(run[key] for run in runs)
 
         rounds = ", ".join(f"{ratio:.2f}" for ratio in ratios)
         out.append(
@@ -155,11 +155,11 @@ def comparison(measured: dict[str, list[dict[str, float]]], predicted: dict[str,
     ]
 
     def mean(runs: list[dict[str, float]], key: str) -> float:
-        return statistics.mean(one[key] for one in runs)
+        return statistics.mean(run[key] for run in runs)
 
     def ratio(figures: dict[str, list[dict[str, float]]], schedule: str) -> float:
         pairs = zip(figures[schedule], figures["sync"], strict=True)
-        return statistics.mean(one["tokens per second"] / sync["tokens per second"] for one, sync in pairs)
+        return statistics.mean(run["tokens per second"] / sync["tokens per second"] for run, sync in pairs)
 
     for schedule, runs in measured.items():
         seen, expected, simulated = ratio(measured, schedule), ratio(predicted, schedule), predicted[schedule]

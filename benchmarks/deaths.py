@@ -42,8 +42,8 @@ def settings(out: Path, rule: str) -> list[str]:
         "rollout.engines": ENGINES, "rollout.min_engines": 1, "train.save_every": 20, "train.grace_seconds": 60,
         "cluster.trainers": TRAINERS, "train.trainer_restarts": 3,
     }  # fmt: skip
-    others = [each for each in settings_of(out, rule) if each.partition("=")[0] not in more]
-    return [*others, *(f"{key}={value}" for key, value in more.items())]
+    base_settings = [each for each in settings_of(out, rule) if each.partition("=")[0] not in more]
+    return [*base_settings, *(f"{key}={value}" for key, value in more.items())]
 
 
 def deaths(out: Path) -> float:

@@ -75,9 +75,9 @@ def pace_engine(backend: type[Any], pace: Pace) -> None:
 
 def _scheduled(scheduler: Any) -> list[list[int]]:
     """Return the list to which `scheduler` adds the tokens of each request in a step; the first call starts it."""
-    known: list[list[int]] | None = getattr(scheduler, "_paced_steps", None)
-    if known is not None:
-        return known
+    recorded_steps: list[list[int]] | None = getattr(scheduler, "_paced_steps", None)
+    if recorded_steps is not None:
+        return recorded_steps
     steps: list[list[int]] = []
     schedule = scheduler.schedule
 

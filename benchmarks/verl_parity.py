@@ -257,7 +257,7 @@ def _asynchronous(options: Mapping[str, Any], prompts: int) -> Iterator[tuple[st
 
 
 def differences(
-    options: Mapping[str, Any], given: Collection[str], recipe: Mapping[str, Any], notes: list[str]
+    options: Mapping[str, Any], script_options: Collection[str], recipe: Mapping[str, Any], notes: list[str]
 ) -> Iterator[Difference]:
     """Iterate over settings that differ from their expected value.
 
@@ -265,7 +265,7 @@ def differences(
     """
     for option, key, expected in [*copied(options), *derived(options)]:
         names = key.split(", ")
-        if key in _OF_THE_MACHINE and option not in given:
+        if key in _OF_THE_MACHINE and option not in script_options:
             continue
         values = [_value(recipe, name) for name in names]
         if any(_same(expected, value) for value in values):
@@ -319,8 +319,8 @@ def parity(hydra: str, verl: Path, script: Path) -> list[Difference] | str:
         stand_in = stand_ins(flat_settings(converted.text))
         recipe = flat_settings(to_yaml(load_recipe(path, [f"{key}={value}" for key, value in stand_in.items()])))
     recipe |= dict.fromkeys(stand_in, OPEN)
-    given = {word.lstrip("+").partition("=")[0] for word in words}
-    return list(differences(options, given, recipe, converted.notes))
+    script_options = {word.lstrip("+").partition("=")[0] for word in words}
+    return list(differences(options, script_options, recipe, converted.notes))
 
 
 def main() -> int:

@@ -357,8 +357,8 @@ def test_a_plain_sample_has_no_turns() -> None:
     completion = Completion(np.array([8, 9], np.int32), np.array([-1.0, -2.0], np.float32), "length")
     plain = Trajectory.of(completion, "xy")
     messages = ({"role": "user", "content": "?"},)
-    asked = score_request(replace(PROMPT, messages=messages), plain, with_tools=False)
-    assert asked.turns == () and asked.messages == messages
+    scored = score_request(replace(PROMPT, messages=messages), plain, with_tools=False)
+    assert scored.turns == () and scored.messages == messages
     sample = control_data(
         GenerationRequest(3, PROMPT, Sampling(1, 2), 0), 0, plain, Score(1.0), lambda ids: "xy"[: len(ids)], False
     )

@@ -214,9 +214,9 @@ def events(folder: Path, event: str) -> list[str]:
 
 def test_a_tool_of_verl_keeps_its_state_within_a_sample(serve: Callable[..., RolloutServer], tmp_path: Path) -> None:
     """Its rewards depend on the sample's earlier calls, and are part of the reward of that sample alone."""
-    setup, asked = with_state(tmp_path)
+    setup, request = with_state(tmp_path)
     server = serve(Engine(lambda turn, seed: TWICE if not turn and seed % 2 == 0 else "7"), setup)
-    ((group, vectors),) = run(server, [asked])
+    ((group, vectors),) = run(server, [request])
     assert [sample.reward for sample in group.samples] == [1.1875, 1.0, 1.1875, 1.0]
     for sample, vector in zip(group.samples, vectors, strict=True):
         if sample.reward == 1.0:
@@ -236,9 +236,9 @@ def test_tools_of_aborted_samples_are_released(serve: Callable[..., RolloutServe
             raise EngineDead("no memory")
         return TWICE
 
-    setup, asked = with_state(tmp_path)
+    setup, request = with_state(tmp_path)
     with pytest.raises(EngineDead, match="no memory"):
-        run(serve(Engine(policy), setup), [asked])
+        run(serve(Engine(policy), setup), [request])
     assert events(tmp_path, "create") and events(tmp_path, "create") == events(tmp_path, "release")
 
 

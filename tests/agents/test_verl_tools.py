@@ -120,25 +120,25 @@ def test_a_tool_is_released_without_calc_reward(running: PythonTools, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("what", "words"),
+    ("subject", "words"),
     [
         ("crop", "it answered with image data, and tool messages are text"),
         ("messages", r"agent_data.messages: megarl passes only request_id, tools_kwargs, extra_fields"),
     ],
 )
 def test_what_megarl_cannot_carry_fails_the_sample_with_the_reason(
-    running: PythonTools, tmp_path: Path, what: str, words: str
+    running: PythonTools, tmp_path: Path, subject: str, words: str
 ) -> None:
-    async def play(asked: str) -> str:
+    async def play(requested: str) -> str:
         sample = running.open_sample(context(1, tmp_path / "notes"))
         try:
-            return (await sample.call("picture", {"what": asked}, 20.0)).answer.text
+            return (await sample.call("picture", {"what": requested}, 20.0)).answer.text
         finally:
             sample.release()
 
     assert asyncio.run(play("tokens")) == "none"  # getattr with a default works
     with pytest.raises(ToolUnavailable, match=words):
-        asyncio.run(play(what))
+        asyncio.run(play(subject))
 
 
 def test_a_row_without_the_arguments_of_create_fails_its_sample(running: PythonTools) -> None:

@@ -68,8 +68,8 @@ class TestByHand:
             parts={"accuracy": np.array([1.0, 0, 1, 1]), "style": np.array([10.0, 30, 0, 4])},
         )
         got = advantages("gdpo", batch, reward_parts={"accuracy": 2.0, "style": 1.0})
-        one = sqrt(0.5)  # half a difference over its standard deviation, |x| / sqrt(2 x^2)
-        before = np.array([2 * one - one, -2 * one + one, -one, one])
+        half = sqrt(0.5)  # half a difference over its standard deviation, |x| / sqrt(2 x^2)
+        before = np.array([2 * half - half, -2 * half + half, -half, half])
         tokens = np.repeat(before, [1, 1, 2, 2])
         expected = (before - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8)
         np.testing.assert_allclose(got, expected, rtol=1e-5)

@@ -81,8 +81,8 @@ def test_the_second_moment_of_the_others_is_at_most_the_limit(seed: int) -> None
     """And no smaller set could be left out: with the smallest excluded token the mean is above it."""
     moments = np.random.default_rng(seed).standard_normal(50) ** 2
     limit = second_moment_limit(moments, 0.5)
-    others = moments[moments < limit]
-    assert others.mean() <= 0.5 < np.append(others, limit).mean()
+    smaller = moments[moments < limit]
+    assert smaller.mean() <= 0.5 < np.append(smaller, limit).mean()
     assert second_moment_limit(moments, 100.0) == np.inf == second_moment_limit(np.empty(0), 0.5)
     assert second_moment_limit(np.array([0.3, 0.2]), 0.1) == 0.2, "nothing stays"
 

@@ -41,8 +41,8 @@ def test_by_hand() -> None:
         np.array([4.0, 1.0]), mask, [3, 4], groups=np.array([0, 0]), **energies([9.0, 1.0, 2.0, 9.0, 1.0, 1.0, 1.0])
     )
     # B is (4 + 1) / 2, then (4 * 3 + 1 * 2) / 5 = 2.8; at the third position the second sample is alone.
-    own, zero = (estimate([outcomes], [3], tail)[0] for tail in TAILS)
-    np.testing.assert_allclose(own, [0, 1.5, 1.2, 0, -1.5, -1.8, 0], atol=1e-7)
+    own_tail, zero = (estimate([outcomes], [3], tail)[0] for tail in TAILS)
+    np.testing.assert_allclose(own_tail, [0, 1.5, 1.2, 0, -1.5, -1.8, 0], atol=1e-7)
     np.testing.assert_allclose(zero, [0, 1.5, 1.2, 0, -1.5, -1.8, 1], atol=1e-7)
 
 
@@ -100,12 +100,12 @@ def slow(outcomes: TokenOutcomes, tail: str) -> np.ndarray:
     advantages = np.zeros(bounds[-1])
     for group, tokens, returns, _ in samples:
         for k, t in enumerate(tokens):
-            others = [s for s in samples if s[0] == group and len(s[1]) > k]
-            counted = [s for s in others if outcomes.weights[s[1][k]] > 0]
+            reaching = [s for s in samples if s[0] == group and len(s[1]) > k]
+            counted = [s for s in reaching if outcomes.weights[s[1][k]] > 0]
             weight = sum(s[3][k] for s in counted)
             baseline = sum(s[2][k] * s[3][k] for s in counted) / weight if weight else 0.0
             started = sum(1 for s in samples if s[0] == group and s[1])
-            if tail == "zero" and len(others) == 1 and started > 1:
+            if tail == "zero" and len(reaching) == 1 and started > 1:
                 baseline = 0.0
             advantages[t] = returns[k] - baseline
     return advantages

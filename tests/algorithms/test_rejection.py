@@ -153,8 +153,8 @@ def test_metrics_of_sequence_ratios_cover_rejected_tokens() -> None:
     _, metrics = LOSSES["gspo"].function(narrowed, config)
     ratio, sequence = metrics["actor/ratio"], sequences_of(batch)
     for token in torch.nonzero(rejected).flatten().tolist():
-        others = (sequence == sequence[token]) & (batch.loss_mask > 0)
-        assert torch.equal(ratio[others], ratio[token].expand(int(others.sum())))
+        same_sequence = (sequence == sequence[token]) & (batch.loss_mask > 0)
+        assert torch.equal(ratio[same_sequence], ratio[token].expand(int(same_sequence.sum())))
         assert ratio[token] > 0
 
 

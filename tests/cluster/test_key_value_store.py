@@ -79,13 +79,13 @@ def test_the_ranks_meet_at_the_store_of_rank_0() -> None:
 
 
 def test_torchrun_serves_its_own_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, object] = {}
+    arguments: dict[str, object] = {}
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setattr(
-        "torch.distributed.init_process_group", lambda backend, **more: given.update(more, backend=backend)
+        "torch.distributed.init_process_group", lambda backend, **more: arguments.update(more, backend=backend)
     )
     join_ranks("gloo", TIMEOUT)
-    assert given == {"backend": "gloo", "timeout": TIMEOUT}
+    assert arguments == {"backend": "gloo", "timeout": TIMEOUT}
 
 
 def test_a_reserved_port_is_served_and_cannot_be_taken() -> None:

@@ -46,13 +46,13 @@ def test_nodes_of_trainers_cannot_leave_while_these_restart(cluster: Any) -> Non
 
 
 def test_a_node_leaves_only_if_the_fleet_agrees(cluster: Any) -> None:
-    asked: list[list[str]] = []
+    calls: list[list[str]] = []
 
     def refuse(services: list[Any]) -> str:
-        asked.append([each.name for each in services])
+        calls.append([each.name for each in services])
         return "too few engines would be left"
 
-    assert cluster.leave_machine(2, refuse)[1] == "too few engines would be left" and asked == [["engine0"]]
+    assert cluster.leave_machine(2, refuse)[1] == "too few engines would be left" and calls == [["engine0"]]
     assert cluster._devices._leaving == set(), "its engines can still restart there"
     assert cluster.leave_machine(2, agree) == (cluster._services[:1], None)
     assert cluster._devices._leaving == {"node2"}

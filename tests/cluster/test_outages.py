@@ -74,7 +74,7 @@ def test_waits_between_probes_grow_to_a_limit() -> None:
 
 @dataclass(frozen=True)
 class Event:
-    what: Literal["answer", "fail", "probe_answers", "probe_fails"]
+    kind: Literal["answer", "fail", "probe_answers", "probe_fails"]
     row: int
     seconds: float  # since the event before
     after: float
@@ -100,26 +100,26 @@ def test_a_service_is_down_exactly_if_the_events_since_its_last_answer_say_so(
     state, now, history = OutageState(), 0.0, list[tuple[float, Event]]()
     for event in events:
         now += event.seconds
-        if event.what.startswith("probe") and not has_probe:
+        if event.kind.startswith("probe") and not has_probe:
             continue
         history.append((now, event))
-        if event.what == "fail":
+        if event.kind == "fail":
             state.fail(f"row/{event.row}", str(event), now - 0.125, now, after=event.after, has_probe=has_probe)
-        elif event.what == "probe_fails":
+        elif event.kind == "probe_fails":
             state.fail_probe(str(event), now - 0.125, now)
         else:
             state.answer(now)
         since_answer = list(
-            itertools.takewhile(lambda item: item[1].what in ("fail", "probe_fails"), reversed(history))
+            itertools.takewhile(lambda item: item[1].kind in ("fail", "probe_fails"), reversed(history))
         )
-        failed = [event for _, event in since_answer if event.what == "fail"]
-        down = any(event.what == "probe_fails" or event.after for _, event in since_answer)
+        failed = [event for _, event in since_answer if event.kind == "fail"]
+        down = any(event.kind == "probe_fails" or event.after for _, event in since_answer)
         down |= not has_probe and len({event.row for event in failed}) >= ROWS
         assert state.is_down == down
         outage = state.outage("it", now)
         assert (outage is not None) == down
         if outage is not None:
-            first, kind = since_answer[-1][0], since_answer[-1][1].what
+            first, kind = since_answer[-1][0], since_answer[-1][1].kind
             began = first - (0.125 if kind == "probe_fails" else 0.0)
             assert outage.seconds == pytest.approx(now - began) and outage.cause == str(history[-1][1])
             assert 0 <= state.seconds_to_probe(now) <= max(LONGEST_WAIT, 20.0)

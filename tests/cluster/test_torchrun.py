@@ -102,13 +102,13 @@ def assert_both_ranks_are_named(scenario, output):
     caller = "sum" if scenario == "sleep_in_collective" else scenario
     assert lines[1] == "  rank 0: all_reduce in the group of all trainers (ranks 0-1)"
     assert re.fullmatch(rf"    .*tests/support/cluster_workers.py:\d+ {caller}", lines[2])
-    others = lines[lines.index("others wait for:") + 1 :]
+    waited_for = lines[lines.index("others wait for:") + 1 :]
     where = "backward of layer 3, " if scenario == "sleep_in_backward" else ""
     assert re.fullmatch(
-        rf"  trainer rank 1 on .* \(pid \d+\): {where}1 collective behind in the group of all trainers", others[0]
+        rf"  trainer rank 1 on .* \(pid \d+\): {where}1 collective behind in the group of all trainers", waited_for[0]
     )
     sleeper = "forward" if where else scenario
-    assert re.fullmatch(rf"    .*tests/support/cluster_workers.py:\d+ {sleeper}", others[1])
+    assert re.fullmatch(rf"    .*tests/support/cluster_workers.py:\d+ {sleeper}", waited_for[1])
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

@@ -201,9 +201,9 @@ def test_waits_double_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_path_to_resume_from_stays_until_the_run_has_a_checkpoint() -> None:
-    given = ["a=1", "train.resume=old/step_000003"]
-    assert resuming(given, "old/step_000003", has_checkpoint=False) == given
-    assert resuming(given, "old/step_000003", has_checkpoint=True) == ["a=1", "train.resume=auto"]
+    overrides = ["a=1", "train.resume=old/step_000003"]
+    assert resuming(overrides, "old/step_000003", has_checkpoint=False) == overrides
+    assert resuming(overrides, "old/step_000003", has_checkpoint=True) == ["a=1", "train.resume=auto"]
     assert resuming(["a=1"], "never", has_checkpoint=False) == ["a=1", "train.resume=auto"], "metrics may exist by then"
 
 

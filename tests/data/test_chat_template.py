@@ -88,8 +88,8 @@ class TestInTokenization:
         assert template_text("chatml", str(directory)) == CHATML
         with pytest.raises(ValueError, match="there is no template 'chatlm', but chatml"):
             load_tokenizer(directory, chat_template="chatlm")
-        own = [{"name": "default", "template": CHATML}, {"name": "short", "template": PLAIN}]
-        change(directory / "tokenizer_config.json", chat_template=own)
+        templates = [{"name": "default", "template": CHATML}, {"name": "short", "template": PLAIN}]
+        change(directory / "tokenizer_config.json", chat_template=templates)
         assert load_tokenizer(directory, chat_template="short").chat_template == PLAIN
 
     def test_a_template_whose_tokens_are_missing(self, directory: Path) -> None:

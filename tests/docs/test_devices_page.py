@@ -126,18 +126,18 @@ class TestPage:
             pytest.skip("an acceptance needs no files, and a laptop has generated ones")
         if page == "devices.md":  # it refers to the reference for DeepSeek-V3
             text += PAGES["devices_reference.md"]
-        made = set(re.findall(r"--(?:local-dir|out) ([\w./-]+)", text))
+        folders = set(re.findall(r"--(?:local-dir|out) ([\w./-]+)", text))
         used = [word for word in dict.fromkeys(words) if word.startswith("recipes/")]
         assert len(used) >= 2
         for path in used:
             recipe = loaded(path)
             header = (ROOT / path).read_text()
-            assert recipe.model.path in made or recipe.model.path in header.split("\nbase:")[0], (
+            assert recipe.model.path in folders or recipe.model.path in header.split("\nbase:")[0], (
                 path,
                 recipe.model.path,
             )
             for file in [*recipe.data.train_files, *recipe.data.eval_files]:
-                assert str(Path(file).parent) in made, (path, file)
+                assert str(Path(file).parent) in folders, (path, file)
 
 
 def test_each_choice_of_devices_has_recipes_for_them() -> None:

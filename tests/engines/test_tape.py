@@ -184,12 +184,12 @@ def test_a_torn_line_is_left_out(tmp_path: Path) -> None:
 def test_events_differ_by_prompt_seed_and_length() -> None:
     first = requests_event([request(0, 5)])
     assert first == requests_event([request(0, 5)])
-    others = [
+    variants = [
         GenerationRequest(0, Prompt("p0", (1, 2), "", "x"), Sampling(1, 5), seed=0),
         GenerationRequest(0, Prompt("p0", (1, 0), "", "x"), Sampling(1, 5), seed=1),
         GenerationRequest(0, Prompt("p0", (1, 0), "", "x"), Sampling(1, 6), seed=0),
     ]
-    assert len({first, *map(requests_event, ([other] for other in others))}) == 4
+    assert len({first, *map(requests_event, ([other] for other in variants))}) == 4
 
 
 @pytest.mark.parametrize("fails", ["update", "requests"])

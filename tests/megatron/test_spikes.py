@@ -37,8 +37,8 @@ EACH = pytest.mark.parametrize("case", [name for name, *_ in CASES])
 
 def of(results: dict[str, list[Any]], case: str, part: str, key: str) -> list[Any]:
     """Return a result that must be equal on all ranks."""
-    first, *others = [rank[part][key] for rank in results[case]]
-    assert all(other == first for other in others), (case, part, key, first, others)
+    first, *further_ranks = [rank[part][key] for rank in results[case]]
+    assert all(other == first for other in further_ranks), (case, part, key, first, further_ranks)
     return first
 
 

@@ -52,7 +52,7 @@ GRPO = stack.ROOT / "recipes" / "tiny" / "grpo.yaml"
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("overrides", "words"),
     [
         (["cluster.device=npu", "observe.profile_level=level3"], "'level3' is unknown: .* level_none, level0"),
         (["cluster.device=npu", "observe.profile_metrics=L2Cache"], "only at level1 and level2"),
@@ -68,9 +68,9 @@ GRPO = stack.ROOT / "recipes" / "tiny" / "grpo.yaml"
         (["observe.profile_engines=[0]", "observe.profile_steps=[]"], "no step would be traced"),
     ],
 )
-def test_settings_that_the_profiler_lacks_are_refused(given: list[str], words: str) -> None:
+def test_settings_that_the_profiler_lacks_are_refused(overrides: list[str], words: str) -> None:
     with pytest.raises(RecipeError, match=words):
-        load_recipe(GRPO, ["observe.profile_steps=[2]", *given])
+        load_recipe(GRPO, ["observe.profile_steps=[2]", *overrides])
 
 
 def test_settings_of_the_devices_profiler_are_accepted() -> None:

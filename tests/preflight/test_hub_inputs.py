@@ -251,18 +251,18 @@ class TestPlan:
     """`plan` uses the cache, and fetches no weights and no rows."""
 
     def test_without_a_cache(self, server: FakeHub) -> None:
-        found = survey(recipe_of(), Available(recipe_file=QUICKSTART))
-        assert not found.errors
-        absent = " ".join(found.texts("unavailable"))
+        result = survey(recipe_of(), Available(recipe_file=QUICKSTART))
+        assert not result.errors
+        absent = " ".join(result.texts("unavailable"))
         assert "hf://org/tiny is not on this machine" in absent and f"{TRAIN} is not on this machine" in absent
         assert not [name for name in server.downloads() if name.endswith((".safetensors", ".parquet"))]
 
     def test_with_a_cache(self, server: FakeHub) -> None:
         local, _ = fetched(recipe_of())
         server.requests.clear()
-        found = survey(recipe_of(), Available(recipe_file=QUICKSTART))
-        assert not found.errors and not found.texts("unavailable") and found.rows
-        assert found.recipe.model == local.model and found.recipe.data == local.data
+        result = survey(recipe_of(), Available(recipe_file=QUICKSTART))
+        assert not result.errors and not result.texts("unavailable") and result.rows
+        assert result.recipe.model == local.model and result.recipe.data == local.data
         assert with_cached_inputs(recipe_of()).data == local.data
         assert not server.requests
 

@@ -97,7 +97,7 @@ def test_an_unreadable_model_is_the_only_error_of_the_model(quickstart_data: Pat
 
 
 @pytest.mark.parametrize(
-    ("given", "key"),
+    ("overrides", "key"),
     [
         (["data.prompts_per_step=0"], "data.prompts_per_step"),  # which mini batches divide
         (["rollout.samples_per_prompts=1", "algorithm.dynamic_sampling.enabled=true"], "rollout.samples_per_prompts"),
@@ -106,9 +106,9 @@ def test_an_unreadable_model_is_the_only_error_of_the_model(quickstart_data: Pat
         (["algorithm.modules=[no_such_module_of_mine]", "algorithm.loss=theirs"], "algorithm.modules"),
     ],
 )
-def test_consequences_of_an_error_are_omitted(given: list[str], key: str) -> None:
+def test_consequences_of_an_error_are_omitted(overrides: list[str], key: str) -> None:
     with pytest.raises(RecipeError) as caught:
-        load_recipe(QUICKSTART, given)
+        load_recipe(QUICKSTART, overrides)
     assert caught.value.key == key and len(caught.value.all) == 1, str(caught.value)
     hidden = "\n(1 more error may follow from this one and is not shown)"
     assert str(caught.value).endswith(hidden) == (key == "algorithm.modules")

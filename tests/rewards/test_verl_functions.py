@@ -157,8 +157,8 @@ def test_a_builtin_is_refused():
 
 def test_only_the_users_function_has_the_arguments(file):
     """The first scorer is megarl's, which `rehearse` adds."""
-    own, coin = f"{file}:of_megarl", "megarl.commands.rehearse.scorer:coin"
-    reward = RewardConfig(functions={coin: 1.0, own: 1.0}, arguments={"weight": 3.0})
+    own_function, coin = f"{file}:of_megarl", "megarl.commands.rehearse.scorer:coin"
+    reward = RewardConfig(functions={coin: 1.0, own_function: 1.0}, arguments={"weight": 3.0})
     (terms,) = terms_of(None, reward.functions, ["s"], ScorerSettings.of(reward)).values()
     assert [score(term.scorer, REQUEST).value for term in terms][1] == 27.0
 
@@ -235,6 +235,6 @@ def test_a_function_gets_the_tokenizer_of_a_reward_model(tmp_path, quickstart_da
         missing.prepare()
     of_megarl = "def compute_score(data_source, solution_str, ground_truth, extra_info, text):\n    return len(text)\n"
     (tmp_path / "own.py").write_text(of_megarl)
-    own = scorer(tmp_path / "own.py", "compute_score", text=folder)
-    own.prepare()
-    assert score(own, REQUEST).value == len(folder)
+    own_scorer = scorer(tmp_path / "own.py", "compute_score", text=folder)
+    own_scorer.prepare()
+    assert score(own_scorer, REQUEST).value == len(folder)

@@ -160,8 +160,10 @@ def test_lag_and_order_with_a_window(
                 started[number] = version
                 running.append(number)
             assert running, "deadlock: nothing runs and nothing can start"
-            others = [number for number in running if number != min(running)]
-            number = rng.choice(others) if stuck and others and rng.random() < 0.9 else rng.choice(running)
+            later_numbers = [number for number in running if number != min(running)]
+            number = (
+                rng.choice(later_numbers) if stuck and later_numbers and rng.random() < 0.9 else rng.choice(running)
+            )
             running.remove(number)
             admission.finish(group(number), attempts is None or rng.random() < 0.5)
             assert len(running) + len(admission.waiting()) <= (staleness + 1) * prompts * (attempts or 1)

@@ -111,10 +111,10 @@ def test_each_group_has_one_owner_or_is_lost_and_arrives_once(events: list[tuple
                 owners.lose(lost_group)
                 lost.add(lost_group)
         elif event == "restart":
-            taken = owners.take_lost()
-            assert sorted(taken) == sorted(lost), "each lost group is given again once"
-            owners.give(taken, member)
-            for each in taken:
+            lost_groups = owners.take_lost()
+            assert sorted(lost_groups) == sorted(lost), "each lost group is given again once"
+            owners.give(lost_groups, member)
+            for each in lost_groups:
                 sampled[each].add(member)
             lost = set()
         elif event == "move" and member[0] not in moving:

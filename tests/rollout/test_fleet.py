@@ -205,8 +205,10 @@ def test_an_engine_waits_for_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(MOST_STARTS + 2):
         monkeypatch.setattr(fleet_module, "MACHINE_SECONDS", 0.0)
         engines.fleet.poll()
-    said = [notice for notice in engines.notices if "engine1" in notice]
-    assert len(said) == 3 and said[2] == "engine1 waits for a machine: no machine has 1 NPU", said
+    engine_notices = [notice for notice in engines.notices if "engine1" in notice]
+    assert len(engine_notices) == 3 and engine_notices[2] == "engine1 waits for a machine: no machine has 1 NPU", (
+        engine_notices
+    )
     assert engines.fleet.take_restarted() == [1] and engines.fleet.take_restarted() == []
     monkeypatch.setattr(fleet_module, "MACHINE_SECONDS", 60.0)
     engines.fleet.poll()

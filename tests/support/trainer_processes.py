@@ -68,7 +68,7 @@ def run_ranks(module: str, processes: int, arguments: list[Path], log: Path, tim
     files = [log.with_name(f"{log.name}-{rank}.log") for rank in range(processes)]
     ranks = [{**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
     server = SERVER_OF.get(module, "trainer")
-    workers = [start(server, module, arguments, own, file) for own, file in zip(ranks, files, strict=True)]
+    workers = [start(server, module, arguments, variables, file) for variables, file in zip(ranks, files, strict=True)]
     deadline = time.monotonic() + timeout
     codes: list[int | None] = [None]
     try:

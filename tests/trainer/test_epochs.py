@@ -24,8 +24,11 @@ def test_two_epochs_are_two_steps_on_the_same_batch(results: Any) -> None:
     """With a loss that reads no old log-probs: the order of the mini batches, the learning rates, the weights."""
     epochs, batches = results["two epochs"], results["two batches"]
     assert len(epochs["metrics"]) == len(batches["metrics"]) == 4
-    for one, other in zip(epochs["metrics"], batches["metrics"], strict=True):
-        assert one["actor/loss"] == other["actor/loss"] and one["actor/grad_norm"] == other["actor/grad_norm"]
+    for epoch_metrics, batch_metrics in zip(epochs["metrics"], batches["metrics"], strict=True):
+        assert (
+            epoch_metrics["actor/loss"] == batch_metrics["actor/loss"]
+            and epoch_metrics["actor/grad_norm"] == batch_metrics["actor/grad_norm"]
+        )
     for name, weight in epochs["weights"].items():
         assert torch.equal(weight, batches["weights"][name]), name
 

@@ -101,9 +101,9 @@ def test_equal_configurations_have_no_difference() -> None:
     [("algorithm.gamma", 1.0), ("actor.mini_batches", 1), ("actor.optimizer.warmup_steps", 5), ("rollout.engines", 8)],
 )
 def test_a_difference_is_silent_unless_a_note_names_it(key: str, value: float) -> None:
-    (found,) = differences(OPTIONS, {}, {**RECIPE, key: value}, ["line 3: something=else: unrelated"])
-    assert (found.key, found.recipe, found.expected, found.note) == (key, value, RECIPE[key], "")
-    (found,) = differences(OPTIONS, {}, {**RECIPE, key: value}, [f"line 7: {key}={value}: for a reason"])
-    assert found.note
-    (found,) = differences(OPTIONS, {}, {**RECIPE, key: value}, [f"line 7: {key}_more=3: set {key} to 3"])
-    assert not found.note, "a note about another option that mentions this one"
+    (difference,) = differences(OPTIONS, {}, {**RECIPE, key: value}, ["line 3: something=else: unrelated"])
+    assert (difference.key, difference.recipe, difference.expected, difference.note) == (key, value, RECIPE[key], "")
+    (difference,) = differences(OPTIONS, {}, {**RECIPE, key: value}, [f"line 7: {key}={value}: for a reason"])
+    assert difference.note
+    (difference,) = differences(OPTIONS, {}, {**RECIPE, key: value}, [f"line 7: {key}_more=3: set {key} to 3"])
+    assert not difference.note, "a note about another option that mentions this one"

@@ -57,16 +57,16 @@ def nodes():
 def test_a_node_leaves_when_its_engines_have(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(members, "_ASK_SECONDS", 0.0)
     server, client = nodes
-    said: list[str] = []
+    notices: list[str] = []
     release: Any = Release(["engine1", "engine2"], ["engine2"], [])
-    watch = Members(server, release, said.append, end).watch
+    watch = Members(server, release, notices.append, end).watch
     watch()
-    assert release.asked == [] and said == []
+    assert release.asked == [] and notices == []
     client.request_end()
     assert wait_until(lambda: server.ending() == [1], 5)
     watch()
     watch()
-    assert said == ["node rank 1 received a signal to end: the run goes on, and engine1, engine2 leave"]
+    assert notices == ["node rank 1 received a signal to end: the run goes on, and engine1, engine2 leave"]
     assert not client.over
     watch()
     assert wait_until(lambda: client.released and client.over, 5)
@@ -74,65 +74,65 @@ def test_a_node_leaves_when_its_engines_have(nodes: Any, monkeypatch: pytest.Mon
     assert wait_until(lambda: server.absent() == [1], 5)
     watch()
     watch()
-    assert said[1:] == ["node rank 1 has left"] and release.asked == [1, 1, 1]
+    assert notices[1:] == ["node rank 1 has left"] and release.asked == [1, 1, 1]
 
 
 def test_a_node_that_ends_before_its_release_has_left(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run is not asked again: Ray may have lost the machine by then."""
     monkeypatch.setattr(members, "_ASK_SECONDS", 0.0)
     server, client = nodes
-    said: list[str] = []
+    notices: list[str] = []
     release: Any = Release(["engine1"], "trainers are on it")
-    watch = Members(server, release, said.append, end).watch
+    watch = Members(server, release, notices.append, end).watch
     client.request_end()
     assert wait_until(lambda: server.ending() == [1], 5)
     watch()
     client.close()
     assert wait_until(lambda: server.absent() == [1], 5)
     watch()
-    assert server.ending() == [] and release.asked == [1] and said[1:] == ["node rank 1 has left"]
+    assert server.ending() == [] and release.asked == [1] and notices[1:] == ["node rank 1 has left"]
 
 
 def test_a_run_that_needs_the_node_ends(nodes: Any) -> None:
     server, client = nodes
-    said: list[str] = []
+    notices: list[str] = []
     release: Any = Release("trainers are on it")
     client.request_end()
     assert wait_until(lambda: server.ending() == [1], 5)
     with pytest.raises(Ended):
-        Members(server, release, said.append, end).watch()
-    assert said == ["node rank 1 received a signal to end, which ends the run: trainers are on it"]
+        Members(server, release, notices.append, end).watch()
+    assert notices == ["node rank 1 received a signal to end, which ends the run: trainers are on it"]
 
 
 def test_a_run_that_does_not_answer_is_asked_again(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the member's time is over: the controller may be busy for a while, or have finished."""
     monkeypatch.setattr(members, "_ASK_SECONDS", 0.0)
     server, client = nodes
-    said: list[str] = []
+    notices: list[str] = []
     release: Any = Release(None, None, ["engine1"], None, None)
     client.request_end()
     assert wait_until(lambda: server.ending() == [1], 5)
-    watch = Members(server, release, said.append, end).watch
+    watch = Members(server, release, notices.append, end).watch
     for seconds in (90.0, 0.0, 90.0, 90.0):  # 0: the command of a run that has finished still needs time to end
         release.seconds = seconds
         watch()
-    assert said == ["node rank 1 received a signal to end: the run goes on, and engine1 leave"]
+    assert notices == ["node rank 1 received a signal to end: the run goes on, and engine1 leave"]
     now = time.monotonic()
     monkeypatch.setattr(members.time, "monotonic", lambda: now + 91)
     with pytest.raises(Ended):
         watch()
-    assert said[1:] == [
+    assert notices[1:] == [
         "node rank 1 received a signal to end, which ends the run: the run has not answered since. it is busy"
     ]
 
 
 def test_the_run_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: list[Any] = []
+    questions: list[Any] = []
     answers: list[Any] = [{"engines": ["engine1"]}, {"refused": "no"}]
     answers += [InputError("no run is alive"), RuntimeError("its answer failed")]
 
     def ask(directory: Path, words: list[str]) -> dict[str, Any]:
-        asked.append((directory, words))
+        questions.append((directory, words))
         answer = answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
@@ -144,7 +144,7 @@ def test_the_run_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     for text in ("no run is alive", "its answer failed"):
         with pytest.raises(NoAnswer, match=text):
             release.engines_left(1, now - 100)
-    assert asked == [(tmp_path, ["leave", "1", seconds]) for seconds in ("90", "40", "0", "0")]
+    assert questions == [(tmp_path, ["leave", "1", seconds]) for seconds in ("90", "40", "0", "0")]
     assert NodeRelease(None, 0.0).engines_left(1, now) == "the command is no training"
 
 

@@ -151,5 +151,5 @@ def test_the_prediction_is_of_the_measured_steps(run: Path) -> None:
 
 def test_a_full_engine_runs_as_many_requests_as_vllm() -> None:
     settings = recipe(rollout__engine_args={"max_num_seqs": 8}, rollout__engines=3)
-    made = costs(settings, PACE, 5.0)
-    assert made.engines == 3 and len(made.decode) == 9 and made.decode[8] == pytest.approx(0.03 + 8 * 0.004)
+    paced = costs(settings, PACE, 5.0)
+    assert paced.engines == 3 and len(paced.decode) == 9 and paced.decode[8] == pytest.approx(0.03 + 8 * 0.004)
