@@ -18,6 +18,7 @@ from megarl.recipe.agent import AgentConfig
 from megarl.rewards import ScoreRequest, find, score
 from megarl.types import Turn
 from tests.support.agent_tokenizers import qwen3
+from tests.support.docs_pages import broken_links, unknown_settings
 from tests.support.sandbox_machine import needs_sandbox
 
 ROOT = Path(__file__).parents[2]
@@ -101,9 +102,6 @@ def test_retools_recipes_load(name: str) -> None:
 
 
 def test_links_and_settings_exist() -> None:
-    keys = (ROOT / "docs" / "recipes.md").read_text()
-    named = re.findall(r"`((?:agent|rollout)\.\w+)`", PAGE)
-    assert named and all(f"`{key}`" in keys for key in named)
+    assert re.search(r"`(?:agent|rollout)\.\w+`", PAGE) and not unknown_settings(PAGE)
     assert all((ROOT / path).exists() for path in re.findall(r"recipes/\w+\.yaml", PAGE))
-    for link in re.findall(r"\]\(([\w./]+)(?:#[\w-]+)?\)", PAGE):
-        assert (ROOT / "docs" / link).exists(), link
+    assert not broken_links(ROOT / "docs" / "agents.md")

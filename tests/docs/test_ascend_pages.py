@@ -19,12 +19,11 @@ from megarl.platform.environment import NEEDED
 from megarl.platform.npu import NPUPlatform
 from megarl.preflight.load import load_recipe
 from tests.docs.test_dockerfile import FILES, NPU_SETS, PACKAGES, versions
+from tests.support.docs_pages import broken_links, unknown_settings
 
 ROOT = Path(__file__).parents[2]
 NAMES = ["ascend.md", "ascend_quickstart.md", "ascend_quickstart.zh.md", "ascend_troubleshooting.md"]
 PAGES = {name: (ROOT / "docs" / name).read_text() for name in NAMES}
-KEYS = set(re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "recipes.md").read_text(), re.M))
-SECTIONS = {key.split(".")[0] for key in KEYS if "." in key}
 
 
 def blocks(page: str) -> list[str]:
@@ -82,24 +81,10 @@ class TestPage:
             assert not argument or f"ARG {argument}" in (ROOT / "Dockerfile.npu").read_text()
 
     def test_links_lead_somewhere(self, page: str) -> None:
-        for target in re.findall(r"\]\(([^)]+)\)", PAGES[page]):
-            if target.startswith("https://"):
-                continue
-            file, _, anchor = target.partition("#")
-            text = (ROOT / "docs" / file).read_text() if file else PAGES[page]
-            anchors = [re.sub(r"[^\w\s-]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^#+ (.*)", text, re.M)]  # fmt: skip
-            assert not anchor or anchor in anchors, target
+        assert not broken_links(ROOT / "docs" / page)
 
     def test_settings_exist(self, page: str) -> None:
-        for text in re.findall(r"`([^`\n]+)`", PAGES[page]):
-            key = re.split(r"[=: ]", text)[0]
-            if key.split(".")[0] in SECTIONS and re.fullmatch(r"\w+(\.\w+)+", key):
-                owner = key.rsplit(".", 1)[0]
-                assert key in KEYS or owner in (
-                    "rollout.engine_args",
-                    "megatron.extra",
-                    "cluster.environment.engines",
-                ), key
+        assert not unknown_settings(PAGES[page])
 
     def test_checks_exist(self, page: str) -> None:
         checks = {check.name for check in CHECKS} | set(RECIPE_AND_NODE_CHECKS)

@@ -12,6 +12,7 @@ from megarl.commands.data.command import app
 from megarl.data.images import ImageReader
 from megarl.preflight.survey import prepare_training
 from megarl.rollout.source_engines import EnginesSource
+from tests.support.docs_pages import broken_links
 from tests.support.vl_model import PATCH_VALUES, write_processor, write_vl_model
 
 ROOT = Path(__file__).parents[2]
@@ -87,7 +88,4 @@ def test_every_command_is_on_the_page() -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    links = re.findall(r"\]\(([^)]+)\)", PAGE)
-    sections = {f"#{title.lower().replace(' ', '-')}" for title in re.findall(r"^## (.*)$", PAGE, re.MULTILINE)}
-    missing = [link for link in links if "://" not in link and link not in sections]
-    assert not [link for link in missing if not (ROOT / "docs" / link).exists()]
+    assert not broken_links(ROOT / "docs" / "data.md")

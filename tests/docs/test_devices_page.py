@@ -19,12 +19,11 @@ from megarl.platform.device_table import device_named
 from megarl.preflight.load import load_recipe
 from megarl.recipe.header import hardware_of
 from megarl.recipe.schema import Recipe
+from tests.support.docs_pages import broken_links, unknown_settings
 
 ROOT = Path(__file__).parents[2]
 NAMES = ["devices.md", "devices_reference.md", "accept.md", "cuda.md"]
 PAGES = {name: (ROOT / "docs" / name).read_text() for name in NAMES}
-KEYS = set(re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "recipes.md").read_text(), re.M))
-SECTIONS = {key.split(".")[0] for key in KEYS if "." in key}
 LAUNCHERS = ("launch/multinode.sh", "launch/ssh.sh")
 
 
@@ -103,21 +102,10 @@ class TestPage:
             assert f"ARG {name}" in arguments or name in variables, name
 
     def test_links_lead_somewhere(self, page: str) -> None:
-        for target in re.findall(r"\]\(([^)]+)\)", PAGES[page]):
-            if target.startswith("https://"):
-                continue
-            file, _, anchor = target.partition("#")
-            text = (ROOT / "docs" / file).read_text() if file else PAGES[page]
-            anchors = [re.sub(r"[^\w\s-]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^#+ (.*)", text, re.M)]  # fmt: skip
-            assert not anchor or anchor in anchors, target
+        assert not broken_links(ROOT / "docs" / page)
 
     def test_settings_exist(self, page: str) -> None:
-        for text in re.findall(r"`([^`\n]+)`", PAGES[page]):
-            key = re.split(r"[=: ]", text)[0]
-            if key.split(".")[0] in SECTIONS and re.fullmatch(r"\w+(\.\w+)+", key):
-                owner = key.rsplit(".", 1)[0]
-                is_section = any(known.startswith(f"{key}.") for known in KEYS)
-                assert key in KEYS or is_section or owner in ("rollout.engine_args", "megatron.extra"), key
+        assert not unknown_settings(PAGES[page])
 
     def test_every_model_and_data_set_of_a_recipe_has_its_command(self, page: str) -> None:
         """A reader who runs the page's commands in order has every file that the page's recipes read."""

@@ -16,6 +16,7 @@ from megarl.cli import app
 from megarl.observe.log import RunLog
 from megarl.observe.run_dir import RunDirectory
 from megarl.recipe.schema import Recipe
+from tests.support.docs_pages import broken_links, unknown_settings
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md"]
@@ -99,11 +100,16 @@ class TestCommands:
 class TestFiles:
     @pytest.mark.parametrize("page", [*PAGES, *INSIDE, "docs/metrics.md"])
     def test_links_lead_somewhere(self, page: str) -> None:
-        links = re.findall(r"\]\(([^)]+)\)", (ROOT / page).read_text())
-        missing = [
-            link for link in links if "://" not in link and not ((ROOT / page).parent / link.split("#")[0]).exists()
-        ]
-        assert not missing
+        assert not broken_links(ROOT / page)
+
+    def test_broken_links_and_unknown_settings_are_detected(self, tmp_path: Path) -> None:
+        page = tmp_path / "page.md"
+        page.write_text(
+            "# A title\n```\n# code\n```\n[a](#a-title) [b](#code) [c](page.md#b) [d](gone.md) [e](https://a.b/#c)"
+        )
+        assert broken_links(page) == ["#code", "page.md#b", "gone.md"]
+        text = "`train.steps`, `train.step: 1`, `rollout.engine_args.any=1`, `actor.optimizer`, `actor.optimizers`, `judge.py`"
+        assert unknown_settings(text) == ["train.step", "actor.optimizers"]
 
     @pytest.mark.parametrize("page", [*PAGES, *INSIDE])
     def test_paths_named_in_text_exist(self, page: str) -> None:

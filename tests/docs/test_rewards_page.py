@@ -20,6 +20,7 @@ from megarl.rewards.scoring import Outcome, Scoring
 from megarl.rewards.weighted import combine, terms_of, with_judgement
 from megarl.rollout.judge.verdicts import JudgeTemplate, number_in
 from megarl.types import Prompt, SampleFailure
+from tests.support.docs_pages import broken_links, unknown_settings
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "rewards.md").read_text()
@@ -139,9 +140,8 @@ def wait_for(port: int, seconds: float = 20.0) -> None:
 
 def test_links_and_settings_exist() -> None:
     assert all((ROOT / path).exists() for path in re.findall(r"`(tests/[\w./]+)`", PAGE))
-    keys = (ROOT / "docs" / "recipes.md").read_text()
-    named = re.findall(r"`((?:reward|judge)\.(?!py`)[\w.]+)`", PAGE)
-    assert named and all(f"`{key}`" in keys for key in named)
+    assert re.search(r"`(?:reward|judge)\.(?!py`)[\w.]+`", PAGE) and not unknown_settings(PAGE)
+    assert not broken_links(ROOT / "docs" / "rewards.md")
     metrics = (ROOT / "docs" / "metrics.md").read_text()
     assert all(f"`{name}`" in metrics for name in re.findall(r"`((?:rollout|eval|timing_s)/\w+)`", PAGE))
 
